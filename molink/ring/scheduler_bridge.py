@@ -10,7 +10,7 @@ from molink.ring.scoreboard import Scoreboard
 from molink.ring.stage import DraftRunner
 from molink.ring.step import StepOutput
 from molink.scheduler.batch import MicroBatch
-from molink.scheduler.request import Emission
+from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import (
     MAX_SLICES,

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from molink.errors import ContextTooLong, Overloaded, RequestError
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.fair_shares import W_INPUT, W_OUTPUT
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_queues import RequestQueues
 from molink.scheduler.request_state import RequestState
 
@@ -21,15 +20,15 @@ class AdmissionController:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
 
-    def check_request(self, request: SchedulerRequest) -> None:
+    def check_request(self, state: RequestState) -> None:
         """Check a request before it is queued.
 
         Raises:
             RequestError: a field is out of range.
             ContextTooLong: the request exceeds the context length or the KV cache.
         """
-        self._check_fields(request)
-        self._check_fits(request)
+        self._check_fields(state)
+        self._check_fits(state)
 
     def is_full(self, waiting: int, running: int) -> bool:
         """Whether the queue is full, given the numbers of waiting and running requests."""
@@ -39,7 +38,7 @@ class AdmissionController:
 
     @staticmethod
     def choose_displaced(
-        request: SchedulerRequest, waiting: Iterable[RequestState], now: float
+        new: RequestState, waiting: Iterable[RequestState], now: float
     ) -> RequestState | None:
         """The waiting request that a new one replaces in a full queue, if any.
 
@@ -49,22 +48,18 @@ class AdmissionController:
         chosen client's requests, a stalled one goes first, then the last in queue order. Peers, and
         the clients of each peer, thus converge to equal shares of the queue.
         """
-        requests, peer = list(waiting), request.peer
+        requests, peer = list(waiting), new.peer
         abandoned = next((state for state in requests if state.is_abandoned(now)), None)
         if abandoned is not None:
             return abandoned
-        held = Counter(state.request.peer for state in requests)
+        held = Counter(state.peer for state in requests)
         greedy = max(held, key=held.__getitem__, default=peer)
         theirs = peer if held[greedy] < held[peer] + 2 else greedy
-        clients = Counter(
-            state.request.client for state in requests if state.request.peer == theirs
-        )
-        most = max(clients, key=clients.__getitem__, default=request.client)
-        if theirs == peer and clients[most] < clients[request.client] + 2:
+        clients = Counter(state.request.client for state in requests if state.peer == theirs)
+        most = max(clients, key=clients.__getitem__, default=new.request.client)
+        if theirs == peer and clients[most] < clients[new.request.client] + 2:
             return None
-        requests = [
-            state for state in reversed(requests) if state.request.client_key == (theirs, most)
-        ]
+        requests = [state for state in reversed(requests) if state.client_key == (theirs, most)]
         stalled = next((state for state in requests if state.is_stalled), None)
         return stalled or max(requests, key=lambda state: state.queue_key)
 
@@ -76,13 +71,13 @@ class AdmissionController:
             _retry_after(place_in),
         )
 
-    def max_queue_s(self, request: SchedulerRequest) -> float:
+    def max_queue_s(self, state: RequestState) -> float:
         """Seconds that a request may wait for admission."""
-        return request.max_queue_s or self._config.max_queue_s or math.inf
+        return state.max_queue_s or self._config.max_queue_s or math.inf
 
-    def has_wait_bound(self, request: SchedulerRequest) -> bool:
+    def has_wait_bound(self, state: RequestState) -> bool:
         """Whether the request can expire while it waits."""
-        return bool(request.deadline_s) or self.max_queue_s(request) < math.inf
+        return bool(state.deadline_s) or self.max_queue_s(state) < math.inf
 
     def check_wait(self, state: RequestState, wait: float | None) -> None:
         """Check a new request against its estimated wait, in seconds; ``None`` is unknown.
@@ -92,7 +87,7 @@ class AdmissionController:
                 deadline.
             RequestError: the prefill alone exceeds the deadline.
         """
-        most = self.max_queue_s(state.request)
+        most = self.max_queue_s(state)
         if wait is not None and wait > most:
             raise Overloaded(
                 f"its turn would come in about {wait:.0f} s; it may wait for {most:g} s"
@@ -105,18 +100,15 @@ class AdmissionController:
         """Whether a waiting request has expired. Preempted requests never expire."""
         if state.num_admissions:
             return False
-        hopeless = (
-            state.request.deadline_s > 0 and not state.is_resubmitted and now >= state.start_by
-        )
-        return hopeless or now - state.arrived_at >= self.max_queue_s(state.request)
+        hopeless = state.deadline_s > 0 and not state.is_resubmitted and now >= state.start_by
+        return hopeless or now - state.arrived_at >= self.max_queue_s(state)
 
     def late_error(self, state: RequestState, wait: float | None, now: float) -> Overloaded:
         """The error for an expired request; ``wait`` is the estimated wait of a new one."""
-        request = state.request
-        most = self.max_queue_s(request)
+        most = self.max_queue_s(state)
         if now - state.arrived_at < most:
             return Overloaded(
-                f"its turn has not come in time for an answer within {request.deadline_s:.1f} s"
+                f"its turn has not come in time for an answer within {state.deadline_s:.1f} s"
                 " (`timeout`)",
                 _retry_after(None if wait is None else wait - (state.start_by - state.arrived_at)),
             )
@@ -127,7 +119,7 @@ class AdmissionController:
 
     def _check_deadline(self, state: RequestState, wait: float | None) -> None:
         """A resubmitted request passes: part of its answer exists already."""
-        most = state.request.deadline_s
+        most = state.deadline_s
         if not most or state.is_resubmitted:
             return
         spare = state.start_by - state.arrived_at
@@ -144,22 +136,21 @@ class AdmissionController:
                 _retry_after(wait - spare),
             )
 
-    def _check_fields(self, request: SchedulerRequest) -> None:
-        if not request.tokens:
+    def _check_fields(self, state: RequestState) -> None:
+        if not state.num_prompt_tokens:
             raise RequestError("the prompt is empty", "prompt")
-        if not 1 <= request.prompt_tokens <= len(request.tokens):
+        if state.max_remaining < 1:
             raise RequestError(
-                f"{request.prompt_tokens} prompt tokens in a request of {len(request.tokens)}",
-                "prompt",
+                f"max_tokens is {state.request.max_tokens}, not more than the"
+                f" {state.num_output_tokens} tokens generated so far",
+                "max_tokens",
             )
-        if request.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.max_tokens}, not 1 or more", "max_tokens")
-        if request.credit_window < 1:
-            raise RequestError(f"window is {request.credit_window}, not 1 or more", "window")
+        if state.credit_window < 1:
+            raise RequestError(f"window is {state.credit_window}, not 1 or more", "window")
 
-    def _check_fits(self, request: SchedulerRequest) -> None:
-        config, tokens = self._config, len(request.tokens)
-        if tokens + request.max_tokens <= config.max_request_tokens:
+    def _check_fits(self, state: RequestState) -> None:
+        config, tokens = self._config, len(state.tokens)
+        if tokens + state.max_remaining <= config.max_request_tokens:
             return
         if config.max_request_tokens < config.max_model_len:
             bound = f"the pipeline's KV cache of {config.num_blocks * config.block_size} tokens"
@@ -171,7 +162,7 @@ class AdmissionController:
         else:
             advice = "with this prompt nothing can be generated"
         raise ContextTooLong(
-            f"{tokens} tokens and up to {request.max_tokens} more exceed {bound}; at most"
+            f"{tokens} tokens and up to {state.max_remaining} more exceed {bound}; at most"
             f" {config.max_request_tokens} tokens fit, prompt and answer together: {advice}",
             "max_tokens" if answer > 0 else "prompt",
         )
@@ -268,7 +259,7 @@ class WaitEstimator:
 
     def _remaining_tokens(self, state: RequestState) -> float:
         """Expected tokens that a request has left."""
-        most = state.request.max_tokens - state.num_generated
+        most = state.max_remaining
         if self._mean_answer is None:
             return most
         # A request beyond the mean length is expected to generate that many tokens more.

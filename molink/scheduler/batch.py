@@ -216,15 +216,18 @@ class ControlIssuer:
         request = state.request
         state.last_seq = self._in_flight.issue_seq()
         admit = Admit(
-            state.last_seq, state.id, request.sampling, request.prompt_tokens, state.kv_end
+            state.last_seq,
+            state.id,
+            request.sampling_params,
+            state.num_prompt_tokens,
+            state.kv_end,
         )
         control = [ControlWithPayload(admit)]
         if request.grammar:
             state.last_seq = self._in_flight.issue_seq()
             grammar = Grammar(state.last_seq, state.id, Payload("u8", (len(request.grammar),)))
             control.append(ControlWithPayload(grammar, text=request.grammar))
-        answered = len(state.tokens) > request.prompt_tokens
-        if request.sampling.needs_history or (request.grammar and answered):
+        if request.sampling_params.needs_history or (request.grammar and state.num_output_tokens):
             for first, ids in _split_ids(state.tokens):
                 state.last_seq = self._in_flight.issue_seq()
                 history = History(state.last_seq, state.id, first, Payload("i32", (len(ids),)))

@@ -395,7 +395,7 @@ class Batcher:
         self._queues.admit_request(state, blocks, found, restored)
         self._newly_admitted.append((state, copy if restored else None))
         if state.num_admissions == 1:
-            self.num_prompt_tokens += state.request.prompt_tokens
+            self.num_prompt_tokens += state.num_prompt_tokens
             self._cache.count_lookup(state)
         return True
 

@@ -143,8 +143,7 @@ class FairShares:
         """
         shared: dict[str, dict[str, list[RequestState]]] = {}
         for state in waiting:
-            request = state.request
-            shared.setdefault(request.peer, {}).setdefault(request.client, []).append(state)
+            shared.setdefault(state.peer, {}).setdefault(state.request.client, []).append(state)
         ordered: list[RequestState] = []
         for peer in sorted(shared, key=self._peers.units_of):
             for client in sorted(shared[peer], key=self._clients[peer].units_of):
@@ -155,28 +154,26 @@ class FairShares:
         self, new: RequestState, backlog: Iterable[tuple[RequestState, float]]
     ) -> float:
         """Units that are served before ``new``, if those are still to be."""
-        request = new.request
-        shared: dict[str, dict[str, float]] = {request.peer: {}}
-        me = request.client_key
+        shared: dict[str, dict[str, float]] = {new.peer: {}}
         for state, units in backlog:
-            peer, client = state.request.peer, state.request.client
-            if (peer, client) != me or state.queue_key <= new.queue_key:
+            peer, client = state.peer, state.request.client
+            if (peer, client) != new.client_key or state.queue_key <= new.queue_key:
                 theirs = shared.setdefault(peer, {})
                 theirs[client] = theirs.get(client, 0.0) + units
-        counters = self._clients.get(request.peer, VirtualTokenCounters())
+        counters = self._clients.get(new.peer, VirtualTokenCounters())
         sums = {peer: sum(theirs.values()) for peer, theirs in shared.items()}
-        sums[request.peer] = counters.units_before(request.client, shared[request.peer])
-        return self._peers.units_before(request.peer, sums)
+        sums[new.peer] = counters.units_before(new.request.client, shared[new.peer])
+        return self._peers.units_before(new.peer, sums)
 
     def on_arrived(self, state: RequestState) -> None:
         """A new request waits."""
-        peer = state.request.peer
+        peer = state.peer
         self._peers.on_arrived(peer)
         self._clients.setdefault(peer, VirtualTokenCounters()).on_arrived(state.request.client)
 
     def on_admitted(self, state: RequestState) -> None:
         """A request runs; the first time its prompt counts, as far as it has to be computed."""
-        peer, client = state.request.peer, state.request.client
+        peer, client = state.peer, state.request.client
         self._peers.on_admitted(peer)
         self._clients[peer].on_admitted(client)
         if state.num_admissions == 1:
@@ -189,18 +186,18 @@ class FairShares:
 
     def on_preempted(self, state: RequestState) -> None:
         """A request that ran waits again; what is computed anew for that counts for nobody."""
-        self._peers.on_preempted(state.request.peer)
-        self._clients[state.request.peer].on_preempted(state.request.client)
+        self._peers.on_preempted(state.peer)
+        self._clients[state.peer].on_preempted(state.request.client)
 
     def on_removed(self, state: RequestState) -> None:
         """A request is over, while ``job.state`` still tells where it was."""
-        peer, waited = state.request.peer, state.phase == "waiting"
+        peer, waited = state.peer, state.phase == "waiting"
         self._clients[peer].on_removed(state.request.client, waited=waited)
         for forgotten in self._peers.on_removed(peer, waited=waited):
             del self._clients[forgotten]
 
     def _add_units(self, state: RequestState, units: int) -> None:
-        peer = state.request.peer
+        peer = state.peer
         self.total_units += units
         self._peers.add_units(peer, units)
         self._clients[peer].add_units(state.request.client, units)

@@ -149,7 +149,7 @@ class RequestQueues:
         able = self.fair_shares.order_waiting(
             [state for state in self._waiting if not state.is_stalled]
         )
-        theirs = [state for state in able if state.request.client_key == able[0].request.client_key]
+        theirs = [state for state in able if state.client_key == able[0].client_key]
         ordered = self._policy.order_running(theirs, now)
         yield from sorted(ordered, key=lambda state: state.request.priority)[:count]
 
@@ -215,7 +215,7 @@ class RequestQueues:
         """Those of ``jobs``, and of ``stay``, from which they are taken."""
         while (found := self._policy.choose_preempted(preemptor, requests, stay, now)) is not None:
             if found.state not in requests:
-                key = found.state.request.key
+                key = found.state.key
                 raise InvariantError(f"job {key} is to be preempted but can't give way")
             requests.remove(found.state)
             waits = preemptor.phase == "waiting"
@@ -255,7 +255,7 @@ class RequestQueues:
 
     def enqueue_request(self, state: RequestState, now: float) -> None:
         """A new job waits."""
-        self._requests[state.request.peer, state.request.key] = state
+        self._requests[state.peer, state.key] = state
         self.clear_next_waiting()
         self._waiting[state] = None
         self.num_waiting_tokens += _tokens_to_compute(state)
@@ -321,7 +321,7 @@ class RequestQueues:
         self, state: RequestState, now: float, counter: RoundTripCounter | None = None
     ) -> None:
         """The job is over, at whatever point it is."""
-        del self._requests[state.request.peer, state.request.key]
+        del self._requests[state.peer, state.key]
         self.fair_shares.on_removed(state)
         if state.phase == "waiting":
             self._remove_waiting(state)
@@ -361,9 +361,7 @@ class RequestQueues:
         for state in self:
             inside, waits = self._running.get(state.id) is state, state in self._waiting
             if (state.phase == "waiting") != waits or inside == waits:
-                raise InvariantError(
-                    f"job {state.request.key} is {state.phase} but not kept as such"
-                )
+                raise InvariantError(f"job {state.key} is {state.phase} but not kept as such")
             if inside:
                 self._validate_running(state)
         if self.num_waiting_tokens != sum(map(_tokens_to_compute, self._waiting)):

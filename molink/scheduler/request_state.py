@@ -1,20 +1,23 @@
 """A request while a head serves it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from molink.facts.request_costs import RequestCosts
 from molink.scheduler.blocks import HostCopy
 from molink.scheduler.prefix_tree import ROOT, PrefixMatch
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.speculation.request_drafter import RequestDrafter
+from molink.wire.messages.serving import OutputToken, Rejected, Request
 
 #: Seconds after which a job whose client takes nothing may have to give way to others.
 ABANDONED_AFTER_S = 30.0
 #: Seconds within which a job without a deadline should be admitted: so nobody who comes later than
 #: that goes before it.
 DEFAULT_START_S = 60.0
+#: The least that a resubmission leaves of a timeout, in seconds: the endpoint enforces it.
+MIN_TIMEOUT_S = 1e-3
 
 #: ``waiting`` holds no blocks, but perhaps a copy of them in host memory; ``prefill`` has rows of
 #: known tokens still to be issued; ``decode`` has issued them all, and has a row in flight or a
@@ -30,11 +33,22 @@ class RequestState:
     preempted job keeps its tokens only.
     """
 
-    request: SchedulerRequest
-    #: All tokens so far; those beyond ``request.tokens`` have been emitted.
+    #: What the client asked for, as its endpoint made it.
+    request: Request
+    #: The peer whose endpoint serves the client, and its id of this submission.
+    peer: str
+    key: str
+    #: Prompt and answer so far; those from ``num_submitted`` on were emitted here.
     tokens: list[int]
+    num_submitted: int
     #: The client has taken all tokens below this position.
     num_credited: int
+    #: Tokens that may be uncredited before decoding pauses.
+    credit_window: int
+    #: Seconds from arrival that it may wait to be admitted (0: as configured), and within which
+    #: its answer has to end (0: any).
+    max_queue_s: float = 0.0
+    deadline_s: float = 0.0
     #: When it came to this head, and when its first token did.
     arrived_at: float = 0.0
     first_token_at: float = 0.0
@@ -82,23 +96,67 @@ class RequestState:
     has_cached_blocks: bool = False
 
     @classmethod
-    def from_request(cls, request: SchedulerRequest, now: float = 0.0) -> "RequestState":
-        """A job that waits."""
-        start_by = now + (request.deadline_s or DEFAULT_START_S)
+    def from_request(
+        cls,
+        request: Request,
+        peer: str,
+        key: str,
+        output_ids: Sequence[int] = (),
+        *,
+        credit_window: int = 256,
+        elapsed_s: float = 0.0,
+    ) -> "RequestState":
+        """The state of a request that the peer submits under ``key``.
+
+        ``output_ids`` were generated in an earlier epoch. ``elapsed_s`` is how long ago the client
+        asked.
+        """
+        tokens = [*request.prompt_token_ids, *output_ids]
+        max_queue_s = 0.0 if output_ids else request.max_queue_s
         return cls(
-            request, list(request.tokens), len(request.tokens), arrived_at=now, start_by=start_by
+            request,
+            peer,
+            key,
+            tokens,
+            num_submitted=len(tokens),
+            num_credited=len(tokens),
+            credit_window=credit_window,
+            max_queue_s=max_queue_s and max(MIN_TIMEOUT_S, max_queue_s - elapsed_s),
+            deadline_s=request.deadline_s and max(MIN_TIMEOUT_S, request.deadline_s - elapsed_s),
         )
 
-    def set_expected_prefill(self, cached: int, costs: RequestCosts | None) -> None:
-        """So much of its prompt is cached; the rest takes what ``costs`` say, if they are known."""
+    def set_arrival(self, now: float, cached: int = 0, costs: RequestCosts | None = None) -> None:
+        """Start the clocks; ``cached`` tokens need no prefill, the others cost ``costs``."""
+        self.arrived_at = now
+        self.start_by = now + (self.deadline_s or DEFAULT_START_S)
         self.num_uncached = len(self.tokens) - cached
         if costs is not None:
             self.start_by -= costs.prefill_s(self.num_uncached, cached)
 
     @property
+    def client_key(self) -> tuple[str, str]:
+        """Peer and client: a client's name counts within its peer only."""
+        return self.peer, self.request.client
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the client sent."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer, those of earlier epochs included."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def max_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.max_tokens - self.num_output_tokens
+
+    @property
     def is_resubmitted(self) -> bool:
-        """Whether some of its answer was generated before it came to this head."""
-        return len(self.request.tokens) > self.request.prompt_tokens
+        """Whether some of its answer was generated in an earlier epoch."""
+        return self.num_submitted > self.num_prompt_tokens
 
     @property
     def queue_key(self) -> tuple[int, float]:
@@ -111,12 +169,12 @@ class RequestState:
     @property
     def num_generated(self) -> int:
         """Tokens sampled for it by this head."""
-        return len(self.tokens) - len(self.request.tokens)
+        return len(self.tokens) - self.num_submitted
 
     @property
     def is_stalled(self) -> bool:
         """Whether the client has to take tokens before more may be sampled."""
-        return len(self.tokens) - self.num_credited >= self.request.credit_window
+        return len(self.tokens) - self.num_credited >= self.credit_window
 
     def is_abandoned(self, now: float) -> bool:
         """Whether its client has taken nothing for so long that others go first."""
@@ -125,7 +183,7 @@ class RequestState:
     @property
     def kv_end(self) -> int:
         """Most tokens whose KV it can ever need: the last one sampled is never run."""
-        return len(self.request.tokens) + self.request.max_tokens - 1
+        return self.num_prompt_tokens + self.request.max_tokens - 1
 
     @property
     def num_computed(self) -> int:
@@ -147,7 +205,7 @@ class RequestState:
         self.phase, self.id, self.blocks = "prefill", request_id, blocks
         self.num_admissions += 1
         if self.num_admissions == 1:
-            self.num_cached = min(found.num_tokens, self.request.prompt_tokens)
+            self.num_cached = min(found.num_tokens, self.num_prompt_tokens)
         self.last_seq = 0
         self.in_flight, self.awaited_seqs, self.draft_path = {}, [], []
         self.num_issued = self.num_reused = found.num_tokens
@@ -163,3 +221,11 @@ class RequestState:
     def clear_draft_path(self) -> None:
         """No rows in flight bring tokens any more."""
         self.awaited_seqs, self.draft_path = [], []
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """A message for the endpoint of ``peer``."""
+
+    peer: str
+    message: OutputToken | Rejected

@@ -1,6 +1,7 @@
 """The head of a pipeline: its requests, from submission to the last token."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 
 from molink.errors import InvariantError, MolinkError, Overloaded, RequestError
 from molink.facts.drafts import DraftBatch, DraftResults
@@ -16,9 +17,8 @@ from molink.scheduler.kv_cache_manager import KVCacheManager
 from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.policies.fcfs import Fcfs
 from molink.scheduler.prefix_tree import ROOT
-from molink.scheduler.request import Emission, SchedulerRequest
 from molink.scheduler.request_queues import RequestQueues
-from molink.scheduler.request_state import RequestState
+from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.speculation.base import DraftSource
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 from molink.scheduler.speculation.speculation import (
@@ -96,7 +96,7 @@ class Scheduler:
 
     # --- from daemons --------------------------------------------------------------------------
 
-    def submit_request(self, request: SchedulerRequest, now: float) -> list[Emission]:
+    def submit_request(self, state: RequestState, now: float) -> list[Emission]:
         """Take a request into the queue; returns what is to be told of one that made place for it.
 
         A full queue has a place for an owner who holds fewer than another; see
@@ -108,17 +108,17 @@ class Scheduler:
             Overloaded: the queue is full, and this client has its share of it; or its turn would
                 come later than it can wait for. Carries ``retry_after``.
         """
-        if self._queues.find_request(request.peer, request.key) is not None:
-            raise RequestError(f"a request {request.key!r} of this daemon is already being served")
-        self._admission.check_request(request)
+        if self._queues.find_request(state.peer, state.key) is not None:
+            raise RequestError(f"a request {state.key!r} of this peer is already being served")
+        self._admission.check_request(state)
         self._wait_estimator.observe_served(now)
-        state = self._new_state(request, now)
+        self._set_arrival(state, now)
         self._check_wait(state)
-        emissions = self._displace_waiting(request, now)
+        emissions = self._displace_waiting(state, now)
         self._queues.enqueue_request(state, now)
         self._swap.on_arrived(state, now)
         self._counts["requests"] += 1
-        self._transitions.add_entry(now, "submit", request.peer, request.key, len(request.tokens))
+        self._transitions.add_entry(now, "submit", state.peer, state.key, len(state.tokens))
         return emissions
 
     def expire_requests(self, now: float) -> list[Emission]:
@@ -136,11 +136,11 @@ class Scheduler:
         for state in late:
             self._counts["expired"] += 1
             self._remove_request(state, "expired", now)
-            client = state.request.client_key
+            client = state.client_key
             if client not in turns:
-                turns[client] = self._wait_estimator.estimate_wait(
-                    self._new_state(state.request, now)
-                )
+                retry = copy(state)
+                self._set_arrival(retry, now)
+                turns[client] = self._wait_estimator.estimate_wait(retry)
             error = self._admission.late_error(state, turns[client], now)
             emissions.append(self._reject_overloaded(state, error))
         return emissions
@@ -278,7 +278,7 @@ class Scheduler:
     @property
     def live_requests(self) -> list[tuple[str, str]]:
         """Owner and key of every request, to be told when the epoch ends."""
-        return [(state.request.peer, state.request.key) for state in self._queues]
+        return [(state.peer, state.key) for state in self._queues]
 
     @property
     def num_strays(self) -> int:
@@ -319,34 +319,29 @@ class Scheduler:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _displace_waiting(self, request: SchedulerRequest, now: float) -> list[Emission]:
+    def _displace_waiting(self, new: RequestState, now: float) -> list[Emission]:
         waiting, running = self._queues.num_waiting, self._queues.num_running
         if not self._admission.is_full(waiting, running):
             return []
         error = self._admission.overloaded_error(
             waiting, running, self._wait_estimator.estimate_next_slot()
         )
-        state = self._admission.choose_displaced(request, self._queues.waiting_requests, now)
+        state = self._admission.choose_displaced(new, self._queues.waiting_requests, now)
         if state is None:
             self._counts["refused"] += 1
             raise error
         self._counts["displaced"] += 1
-        self._transitions.add_entry(
-            now, "displace", state.request.peer, state.request.key, state.num_admissions
-        )
+        self._transitions.add_entry(now, "displace", state.peer, state.key, state.num_admissions)
         self._queues.remove_request(state, now)
         self._free_resources(state)
         return [self._reject_overloaded(state, error)]
 
-    def _new_state(self, request: SchedulerRequest, now: float) -> RequestState:
-        """A job that is not in the queue yet."""
-        state = RequestState.from_request(request, now)
-        costs = RequestCosts.from_times(self._ring_times) if request.deadline_s else None
-        state.set_expected_prefill(self._cache.find_prefix(state).num_tokens, costs)
-        return state
+    def _set_arrival(self, state: RequestState, now: float) -> None:
+        costs = RequestCosts.from_times(self._ring_times) if state.deadline_s else None
+        state.set_arrival(now, self._cache.find_prefix(state).num_tokens, costs)
 
     def _check_wait(self, state: RequestState) -> None:
-        if not self._admission.has_wait_bound(state.request):
+        if not self._admission.has_wait_bound(state):
             return
         try:
             self._admission.check_wait(state, self._wait_estimator.estimate_wait(state))
@@ -355,9 +350,8 @@ class Scheduler:
             raise
 
     def _reject_overloaded(self, state: RequestState, error: Overloaded) -> Emission:
-        request = state.request
-        rejected = Rejected(self.epoch, request.key, "overloaded", str(error), error.retry_after)
-        return Emission(request.peer, rejected)
+        rejected = Rejected(self.epoch, state.key, "overloaded", str(error), error.retry_after)
+        return Emission(state.peer, rejected)
 
     def _count_admission(self, request_id: int, now: float) -> None:
         state = self._queues.get_by_id(request_id)
@@ -430,10 +424,9 @@ class Scheduler:
             self._remove_request(state, finish, now)
         top = tops.get((choice.request, choice.position))
         pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()
-        request = state.request
         token = OutputToken(
             self.epoch,
-            request.key,
+            state.key,
             choice.position,
             choice.token,
             choice.logprob,
@@ -441,20 +434,18 @@ class Scheduler:
             finish,
             state.num_cached if state.num_generated == 1 else 0,
         )
-        return Emission(request.peer, token)
+        return Emission(state.peer, token)
 
     def _finish_reason(self, state: RequestState) -> FinishReason | None:
-        if state.tokens[-1] in state.request.stop_ids:
+        if state.tokens[-1] in state.request.stop_token_ids:
             return "stop"
-        spent = state.num_generated >= state.request.max_tokens
+        spent = state.max_remaining <= 0
         return "length" if spent or len(state.tokens) >= self.config.max_model_len else None
 
     def _cancel_state(self, state: RequestState, now: float) -> None:
         self._counts["cancelled"] += 1
         counter = self._in_flight.start_cancel() if state.phase != "waiting" else None
-        self._transitions.add_entry(
-            now, "cancel", state.request.peer, state.request.key, state.phase, state.id
-        )
+        self._transitions.add_entry(now, "cancel", state.peer, state.key, state.phase, state.id)
         self._queues.remove_request(state, now, counter)
         self._free_resources(state)
         self._wait_estimator.observe_served(now)
@@ -463,13 +454,10 @@ class Scheduler:
         self._counts["failed"] += 1
         state.has_valid_kv = False
         self._remove_request(state, "failed", now)
-        request = state.request
-        return Emission(request.peer, Rejected(self.epoch, request.key, "failed", reason))
+        return Emission(state.peer, Rejected(self.epoch, state.key, "failed", reason))
 
     def _remove_request(self, state: RequestState, why: str, now: float) -> None:
-        self._transitions.add_entry(
-            now, why, state.request.peer, state.request.key, state.id, len(state.tokens)
-        )
+        self._transitions.add_entry(now, why, state.peer, state.key, state.id, len(state.tokens))
         self._queues.remove_request(state, now)
         self._free_resources(state)
 
@@ -497,11 +485,11 @@ def check_invariants(
     queues.validate()
     cache.validate(queues, queues.pending_releases)
     for state in queues:
-        if len(state.tokens) - state.num_credited > state.request.credit_window:
+        if len(state.tokens) - state.num_credited > state.credit_window:
             raise InvariantError(f"request {state.id} is ahead of its window")
         if state.phase == "waiting":
             if state.blocks or state.in_flight or state.copy_source >= 0 or state.tree_node != ROOT:
-                raise InvariantError(f"job {state.request.key} waits with blocks or rows")
+                raise InvariantError(f"job {state.key} waits with blocks or rows")
         else:
             _check_admitted(state, config, in_flight)
 

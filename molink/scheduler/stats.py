@@ -32,9 +32,9 @@ def report_request(
     phase = "prefill" if job.phase == "decode" and not job.num_generated else job.phase
     if job in turns:
         phase = "swapped"
-    taken, prompt = now - job.first_token_at, job.request.prompt_tokens
+    taken, prompt = now - job.first_token_at, job.num_prompt_tokens
     return RequestLoad(
-        job.request.peer[:MAX_PEER_ID],
+        job.peer[:MAX_PEER_ID],
         phase,
         prompt,
         0 if job.phase == "waiting" else job.num_computed,

@@ -7,12 +7,12 @@ from typing import Protocol
 from molink.bench.planned_requests import PlannedRequest
 from molink.bench.sample import Sample
 from molink.errors import InvariantError, MolinkError
-from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.sim.event_queue import EventQueue
 from molink.sim.known_text import END_TOKEN, KnownText, tokens_of
 from molink.wire.messages.data_plane import SamplingParams
-from molink.wire.messages.serving import OutputToken
+from molink.wire.messages.serving import OutputToken, Request
 
 #: Uncredited tokens: clients that take everything at once never make a stream wait.
 _CREDIT_WINDOW = 1 << 24
@@ -87,21 +87,22 @@ class Clients:
             return
         there = len(self._times[key])
         count = planned.input_tokens
-        request = SchedulerRequest(
-            _PEER,
-            key,
-            self._token_ids(planned, count + there),
-            count,
-            (planned.max_tokens or planned.output_tokens) - there,
-            # What a stage samples, it knows by the seed.
-            SamplingParams(
+        ids = self._token_ids(planned, count + there)
+        request = Request(
+            model="",
+            prompt_token_ids=ids[:count],
+            max_tokens=planned.max_tokens or planned.output_tokens,
+            # Simulated stages derive tokens from the seed.
+            sampling_params=SamplingParams(
                 temperature=0.0, seed=planned.index if self._texts else planned.last_position
             ),
-            () if self._texts else (END_TOKEN,),
-            credit_window=_CREDIT_WINDOW,
+            stop_token_ids=() if self._texts else (END_TOKEN,),
+        )
+        state = RequestState.from_request(
+            request, _PEER, key, ids[count:], credit_window=_CREDIT_WINDOW
         )
         try:
-            emissions = serving.scheduler.submit_request(request, now)
+            emissions = serving.scheduler.submit_request(state, now)
         except MolinkError as error:
             self._finish_request(key, now, str(error))
         else:

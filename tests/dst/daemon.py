@@ -21,7 +21,7 @@ from molink.swarm.agent.stage_agent import (
     is_reportable,
 )
 from molink.swarm.election.replica import Replica
-from molink.swarm.frontend.request import GeneratedToken, Request
+from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.swarm.frontend.stream import (
     EmitTokenAction,
     FailStreamAction,
@@ -48,7 +48,13 @@ from molink.wire.messages.instructions import (
     Unassign,
 )
 from molink.wire.messages.peer_reports import PeerReport, PrefetchState, ReachReport, StageFailed
-from molink.wire.messages.serving import OutputToken, OutputTokens, PromptFragment, Rejected
+from molink.wire.messages.serving import (
+    OutputToken,
+    OutputTokens,
+    PromptFragment,
+    Rejected,
+    Request,
+)
 from molink.wire.messages.worker_pipe import LoadStage, PeerKey
 from tests.dst.connections import SchedulerConnections, Session
 from tests.dst.coordinator import Disk

@@ -14,11 +14,11 @@ from molink.link import heartbeat
 from molink.ring import link_reports as linkround
 from molink.sim.event_queue import EventQueue
 from molink.swarm.controller.records import DesiredModel, MemberRecord
-from molink.swarm.frontend.request import GeneratedToken, Request
+from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.swarm.frontend.stream import StreamLimits
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.instructions import PeerInfo, StageAddress
-from molink.wire.messages.serving import OutputToken
+from molink.wire.messages.serving import OutputToken, Request
 from tests.dst.coordinator import Coordinator, Disk
 from tests.dst.daemon import Daemon, Peer
 from tests.dst.faults import Faults

@@ -43,8 +43,7 @@ from molink.ring.step import Step, StepOutput, parse_block_copy
 from molink.ring.tracked_requests import ScoreboardLimits
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
-from molink.scheduler.request import Emission, SchedulerRequest
-from molink.scheduler.request_state import ABANDONED_AFTER_S
+from molink.scheduler.request_state import ABANDONED_AFTER_S, Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftProposal
 from molink.wire.messages.data_plane import (
@@ -63,6 +62,7 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 from molink.wire.messages.serving import OutputToken, Rejected
+from tests.support.request_states import make_state
 
 STOP = 7
 VOCABULARY = 40
@@ -79,14 +79,14 @@ def model(tokens: list[int], seed: int) -> int:
     return crc32(repr((tokens, seed)).encode()) % VOCABULARY
 
 
-def reference(request: SchedulerRequest) -> list[int]:
-    """What the request should be answered with."""
-    tokens = list(request.tokens)
-    for _ in range(request.max_tokens):
-        tokens.append(model(tokens, request.sampling.seed))
-        if tokens[-1] in request.stop_ids:
+def reference(state: RequestState) -> list[int]:
+    """The answer that a new request should get."""
+    tokens, request = list(state.tokens), state.request
+    for _ in range(state.max_remaining):
+        tokens.append(model(tokens, request.sampling_params.seed))
+        if tokens[-1] in request.stop_token_ids:
             break
-    return tokens[len(request.tokens) :]
+    return tokens[len(state.tokens) :]
 
 
 @dataclass(frozen=True)
@@ -310,9 +310,9 @@ class Guesses:
     def told(self, tokens: Sequence[int], count: int) -> list[int]:
         known: Sequence[int] = next(
             (
-                (*client.request.tokens, *client.expected)
+                (*client.submitted, *client.expected)
                 for client in self.ring.clients.values()
-                if list(tokens) == [*client.request.tokens, *client.got]
+                if list(tokens) == [*client.submitted, *client.got]
             ),
             (),
         )
@@ -352,14 +352,15 @@ class SmallModel:
 class Client:
     """What a daemon knows of a request."""
 
-    request: SchedulerRequest
+    state: RequestState
+    submitted: tuple[int, ...]
     expected: list[int]
     got: list[int] = field(default_factory=list)
     over: bool = False
 
     @property
     def position(self) -> int:
-        return len(self.request.tokens) + len(self.got)
+        return len(self.submitted) + len(self.got)
 
 
 class Ring:
@@ -390,22 +391,22 @@ class Ring:
 
     # --- events ----------------------------------------------------------------------------------
 
-    def submit(self, request: SchedulerRequest) -> bool:
+    def submit(self, request: RequestState) -> bool:
         try:
             displaced = self.head.submit_request(request, self.now)
         except Overloaded:
             return False
-        self.clients[request.key] = Client(request, reference(request))
+        self.clients[request.key] = Client(request, tuple(request.tokens), reference(request))
         self._emit(displaced)
         return True
 
     def cancel(self, key: str) -> None:
         self.clients[key].over = True
-        self.head.cancel_request(self.clients[key].request.peer, key, self.now)
+        self.head.cancel_request(self.clients[key].state.peer, key, self.now)
 
     def credit(self, key: str) -> None:
         client = self.clients[key]
-        self.head.grant_credit(client.request.peer, key, client.position)
+        self.head.grant_credit(client.state.peer, key, client.position)
 
     def next(self, prefill: bool = True) -> bool:
         batch = self.head.next_batch(self.now, prefill=prefill)
@@ -433,8 +434,8 @@ class Ring:
         rows = []
         for group in volume.slices:
             job = self.head._queues.get_by_id(group.request)
-            client = self.clients[job.request.key]
-            tokens = (*job.request.tokens, *client.got, *job.draft_path)
+            client = self.clients[job.key]
+            tokens = (*client.submitted, *client.got, *job.draft_path)
             for position in range(group.start, group.start + group.count):
                 rows.append((group.request, position, tokens[: position + 1]))
         return rows
@@ -483,7 +484,7 @@ class Ring:
                 continue
             if isinstance(token, Rejected):
                 assert token.reason == "failed"
-                assert client.request.sampling.seed == FAILING
+                assert client.state.request.sampling_params.seed == FAILING
                 assert client.position >= FAILS_AT
                 client.over = True
                 continue
@@ -492,7 +493,7 @@ class Ring:
             assert client.got == client.expected[: len(client.got)]
             if token.finish_reason is not None:
                 client.over = True
-                stopped = token.token in client.request.stop_ids
+                stopped = token.token in client.state.request.stop_token_ids
                 assert token.finish_reason == ("stop" if stopped else "length")
                 assert client.got == client.expected
 
@@ -559,7 +560,7 @@ def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
     tokens = [rng.randrange(VOCABULARY) for _ in range(total)]
     if ring.clients and rng.random() < 0.8:
         client = rng.choice(list(ring.clients.values()))
-        known = [*client.request.tokens, *client.got]
+        known = [*client.submitted, *client.got]
         shared = rng.choice([len(known), rng.randint(0, len(known))])
         tokens[:shared] = known[: min(total, shared)]
     return tuple(tokens)
@@ -570,20 +571,22 @@ STAGE = Profile(decode=((1, 0.01),), prefill=((16, 0.01),))
 SMALL = DraftModelFacts(STAGE.scale_by(0.1), 30)
 
 
-def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> SchedulerRequest:
+def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> RequestState:
     """A request that fits into a KV pool of ``maximum`` tokens."""
     total = rng.randint(1, rng.choice([1, max(1, maximum // 4), max(1, maximum - 1)]))
     answer = rng.randint(1, max(1, min(maximum - total, 16)))
     tokens = make_prompt(rng, ring, total)
     penalty = rng.choice([0.0, 0.5])
-    return SchedulerRequest(
+    return make_state(
         peer=rng.choice(["one", "two", "two", "two"]),
         key=key,
         tokens=tokens,
         prompt_tokens=rng.randint(1, total),
         max_tokens=answer,
-        sampling=SamplingParams(seed=rng.choice([FAILING, *range(20)]), presence_penalty=penalty),
-        stop_ids=(STOP,) if rng.random() < 0.3 else (),
+        sampling_params=SamplingParams(
+            seed=rng.choice([FAILING, *range(20)]), presence_penalty=penalty
+        ),
+        stop_token_ids=(STOP,) if rng.random() < 0.3 else (),
         credit_window=rng.choice([1, 2, 5, 256]),
     )
 
@@ -716,9 +719,7 @@ class RingMachine(RuleBasedStateMachine):
         sampling = SamplingParams(seed=self.count)
         owner = f"owner {self.count % 2}"
         self.ring.submit(
-            SchedulerRequest(
-                owner, f"r{self.count}", ids, tokens, answer, sampling, (STOP,), window
-            )
+            make_state(owner, f"r{self.count}", ids, tokens, answer, sampling, (STOP,), window)
         )
 
     @rule(seconds=st.sampled_from([1.0, ABANDONED_AFTER_S]))
@@ -766,9 +767,9 @@ def advance(ring: Ring) -> None:
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "in flight", "between"])
 def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> None:
     ring = Ring(stages, SchedulerConfig(64, 4, 2, max_num_batched_tokens=8))
-    request = SchedulerRequest("daemon", "a", tuple(range(20)), 20, 30, SamplingParams())
+    request = make_state("daemon", "a", tuple(range(20)), 20, 30, SamplingParams())
     ring.submit(request)
-    ring.submit(SchedulerRequest("daemon", "b", (1, 2, 3), 3, 30, SamplingParams()))
+    ring.submit(make_state("daemon", "b", (1, 2, 3), 3, 30, SamplingParams()))
     rounds = {"waiting": 0, "prefilling": 1, "in flight": 5, "between": 5}[when]
     for _ in range(rounds):
         ring.next()
@@ -788,9 +789,7 @@ def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> Non
 def test_a_rejected_row_ends_only_its_own_request() -> None:
     ring = Ring(2, SchedulerConfig(64, 4, 2))
     for key in "ab":
-        ring.submit(
-            SchedulerRequest("daemon", key, (1, 2, 3), 3, 30, SamplingParams(seed=ord(key)))
-        )
+        ring.submit(make_state("daemon", key, (1, 2, 3), 3, 30, SamplingParams(seed=ord(key))))
     ring.next()
     events = []
     ring._emit = events.extend
@@ -818,7 +817,7 @@ def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
     ring = Ring(3, limits, rng=rng)
     for number in range(3):
         sampling = SamplingParams(seed=20 + number, presence_penalty=0.5 * (number % 2))
-        ring.submit(SchedulerRequest("d", str(number), (number, 1, 2), 3, 40, sampling))
+        ring.submit(make_state("d", str(number), (number, 1, 2), 3, 40, sampling))
     ring.drain(rng.choice)
     assert ring.ahead["right"] > 5
     assert ring.ahead["wrong"] > 5
@@ -840,9 +839,7 @@ def test_what_a_draft_model_guesses_changes_no_answer(num_speculative_tokens: in
     ring = Ring(3, limits, rng=rng)
     ring.head.set_times(RingTimes((STAGE,) * 3, (LinkFacts(10.0, None),) * 3, 0))
     for number in range(6):
-        request = SchedulerRequest(
-            "d", str(number), (number, 1), 2, 24, SamplingParams(seed=20 + number)
-        )
+        request = make_state("d", str(number), (number, 1), 2, 24, SamplingParams(seed=20 + number))
         ring.submit(request)
     ring.drain(rng.choice)
     assert ring.head.collect_stats()[0]["head_guessed_tokens_total"] > 20

@@ -9,8 +9,7 @@ from molink.facts.profile import Profile
 from molink.facts.ring_times import RingTimes
 from molink.scheduler.admission import ServingRate
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import Emission, SchedulerRequest
-from molink.scheduler.request_state import DEFAULT_START_S, RequestState
+from molink.scheduler.request_state import DEFAULT_START_S, Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import (
     Release,
@@ -20,6 +19,7 @@ from molink.wire.messages.data_plane import (
     SamplingParams,
 )
 from molink.wire.messages.serving import Rejected
+from tests.support.request_states import make_state
 
 #: Seconds of an iteration, whatever is in it.
 STEP_S = 0.5
@@ -42,9 +42,7 @@ class ScriptedRing:
         given = {"peer": "d", "credit_window": 1 << 16, **fields}
         peer = str(given.pop("peer"))
         prompt, own = tuple(range(tokens)), given.pop("prompt_tokens", tokens)
-        request = SchedulerRequest(
-            peer, key, prompt, own, answer, SamplingParams(), (STOP,), **given
-        )
+        request = make_state(peer, key, prompt, own, answer, SamplingParams(), (STOP,), **given)
         self.told += self.head.submit_request(request, self.now)
 
     def step(self) -> None:
@@ -65,7 +63,7 @@ class ScriptedRing:
         state = self.head._queues.get_by_id(rows.request)
         assert state is not None, "all prompts fit into one chunk"
         assert rows.sample
-        ends = state.num_generated + 1 == self.lengths.get(state.request.key)
+        ends = state.num_generated + 1 == self.lengths.get(state.key)
         return SampledId(rows.request, rows.start + rows.count, STOP if ends else 50)
 
     def is_admitted(self, key: str, owner: str = "d") -> bool:
@@ -283,7 +281,7 @@ def test_one_that_gave_way_goes_before_every_deadline() -> None:
         assert ring.now < 20, "14 blocks of 4 tokens hold both"
     ring.submit("new", answer=4, deadline_s=30.0)
     ring.submit("urgent", answer=4, priority=-1)
-    assert [state.request.key for state in ring.waiting()] == ["urgent", "young", "new"]
+    assert [state.key for state in ring.waiting()] == ["urgent", "young", "new"]
 
 
 @pytest.mark.parametrize(

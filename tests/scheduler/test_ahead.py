@@ -6,7 +6,7 @@ import pytest
 
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftProposal
 from molink.wire.messages.data_plane import (
@@ -18,6 +18,7 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 from molink.wire.messages.serving import OutputToken, Rejected
+from tests.support.request_states import make_state
 
 
 class Says:
@@ -38,8 +39,13 @@ def decoding(**changes: int | bool) -> Scheduler:
 
 
 def submit(to: Scheduler, key: str, **changes: object) -> None:
-    fields = {"prompt_tokens": 10, "sampling": SamplingParams(), "max_tokens": 100, **changes}
-    to.submit_request(SchedulerRequest("d", key, tuple(range(10)), **fields), 0.0)
+    fields = {
+        "prompt_tokens": 10,
+        "sampling_params": SamplingParams(),
+        "max_tokens": 100,
+        **changes,
+    }
+    to.submit_request(make_state("d", key, tuple(range(10)), **fields), 0.0)
 
 
 def sent(batch: MicroBatch | None) -> Volume:

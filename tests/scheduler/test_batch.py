@@ -3,10 +3,10 @@ import msgspec
 from molink.facts.drafts import MAX_DRAFTS
 from molink.scheduler.batch import VolumeBuilder
 from molink.scheduler.prefix_tree import PrefixMatch
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import MAX_SLICES, Channel, Frame, SamplingParams
+from tests.support.request_states import arrived, make_state
 
 MAX_HEADER = 4096
 LATE = 2**53 - 1
@@ -14,8 +14,8 @@ LATE = 2**53 - 1
 
 def job(number: int, tokens: int) -> RequestState:
     """A job with the widest ids and ticks that there can be."""
-    request = SchedulerRequest("d", "k", tuple(range(tokens)), tokens, 9, SamplingParams())
-    made = RequestState.from_request(request)
+    request = make_state("d", "k", tuple(range(tokens)), tokens, 9, SamplingParams())
+    made = arrived(request)
     made.start_admission(2**31 - 1 - number, [2**31 - 1] * tokens, PrefixMatch())
     made.last_seq = LATE - 1
     return made

@@ -7,7 +7,7 @@ import pytest
 
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftProposal
 from molink.wire.messages.data_plane import (
@@ -22,6 +22,7 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 from molink.wire.messages.serving import OutputToken, Rejected
+from tests.support.request_states import make_state
 
 
 @dataclass
@@ -39,10 +40,8 @@ def head(**changes: int) -> Scheduler:
 
 
 def submit(to: Scheduler, key: str, tokens: int = 10, answer: int = 100, **changes: object) -> None:
-    fields = {"prompt_tokens": tokens, "sampling": SamplingParams(), **changes}
-    to.submit_request(
-        SchedulerRequest("d", key, tuple(range(tokens)), max_tokens=answer, **fields), 0.0
-    )
+    fields = {"prompt_tokens": tokens, "sampling_params": SamplingParams(), **changes}
+    to.submit_request(make_state("d", key, tuple(range(tokens)), max_tokens=answer, **fields), 0.0)
 
 
 def prefilled(**changes: int) -> Scheduler:
@@ -182,7 +181,7 @@ def test_forced_tokens_that_are_wrong_cost_their_rows_only() -> None:
 
 def test_a_stop_token_among_drafts_ends_the_answer() -> None:
     made = head()
-    submit(made, "a", stop_ids=(102,))
+    submit(made, "a", stop_token_ids=(102,))
     say(made, sent(made.next_batch(0.0)), 50)
     emissions = say(made, sent(made.next_batch(0.0)), 101, 102, 103, 7)
     assert told(emissions) == [(11, 101, None), (12, 102, "stop")]

@@ -14,17 +14,17 @@ from molink.scheduler.fair_shares import (
     VirtualTokenCounters,
 )
 from molink.scheduler.prefix_tree import PrefixMatch
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import SamplingParams
+from tests.support.request_states import arrived, make_state
 
 
 def job_of(
     key: str, client: str = "", owner: str = "d", tokens: int = 1, priority: int = 0
 ) -> RequestState:
     prompt = (1,) * tokens
-    return RequestState.from_request(
-        SchedulerRequest(
+    return arrived(
+        make_state(
             owner, key, prompt, tokens, 99, SamplingParams(), client=client, priority=priority
         )
     )
@@ -47,7 +47,7 @@ def arrive(shares: FairShares, *jobs: RequestState) -> list[RequestState]:
 
 
 def keys(jobs: list[RequestState]) -> list[str]:
-    return [state.request.key for state in jobs]
+    return [state.key for state in jobs]
 
 
 def test_who_was_served_least_goes_first_and_one_alone_is_served_as_he_comes() -> None:
@@ -183,12 +183,12 @@ class Load:
         )[0]
         self._queues[state.request.client].remove(state)
         admit(self._shares, state)
-        self._left[state] = int(state.request.key.split(".")[1])
+        self._left[state] = int(state.key.split(".")[1])
         self._serve(state, W_INPUT * len(state.tokens))
 
     def _serve(self, job: RequestState, units: int) -> None:
         self.served[job.request.client] += units
-        self.served[job.request.peer] += units
+        self.served[job.peer] += units
 
 
 @settings(max_examples=80, deadline=None)

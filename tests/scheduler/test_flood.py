@@ -8,11 +8,12 @@ from molink.errors import Overloaded
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.fair_shares import W_INPUT, W_OUTPUT
 from molink.scheduler.policies.create import create_scheduling_policy
-from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.request_state import RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
 from tests.support.micro_batches import run_micro_batches
+from tests.support.request_states import make_state
 
 FLOOD, SLOTS, ANSWER = 10_000, 4, 8
 PROMPT = tuple(range(48))
@@ -20,12 +21,8 @@ PROMPT = tuple(range(48))
 U = W_INPUT * len(PROMPT) + W_OUTPUT * SLOTS * ANSWER
 
 
-def request(
-    key: str, owner: str, client: str, prompt: tuple[int, ...] = PROMPT
-) -> SchedulerRequest:
-    return SchedulerRequest(
-        owner, key, prompt, len(prompt), ANSWER, SamplingParams(), client=client
-    )
+def request(key: str, owner: str, client: str, prompt: tuple[int, ...] = PROMPT) -> RequestState:
+    return make_state(owner, key, prompt, len(prompt), ANSWER, SamplingParams(), client=client)
 
 
 class Flooded:

@@ -12,12 +12,12 @@ from molink.scheduler.batch import MicroBatch
 from molink.scheduler.blocks import BlockAllocator, ReleasingBlocks
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.create import create_scheduling_policy
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
 from tests.support.micro_batches import run_micro_batches
+from tests.support.request_states import make_state
 
 TURN_S = 0.01
 STAGE = Profile(decode=((1, TURN_S), (64, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))
@@ -60,7 +60,7 @@ class Served:
         priority: int = 0,
         window: int = 1 << 16,
     ) -> RequestState:
-        request = SchedulerRequest(
+        request = make_state(
             "d",
             key,
             tuple(prompt),
@@ -167,7 +167,7 @@ def test_nobody_gives_way_where_that_makes_too_little_room(blocks: int, gives_wa
     served = Served("gittins", running=4, blocks=40)
     outlived(served, "old", 8, priority=1)
     outlived(served, "urgent", 12)
-    held = {state.request.key: len(state.blocks) for state in served.head._queues}
+    held = {state.key: len(state.blocks) for state in served.head._queues}
     assert 40 - sum(held.values()) < 20 < 40 - held["urgent"] < 32
     served.submit("new", tuple(range(16 * blocks - 1)), 1, priority=1)
     served.turn()

@@ -9,7 +9,6 @@ from molink.scheduler.batch import MicroBatch
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.kv_cache_manager import KVCacheManager
 from molink.scheduler.prefix_tree import ROOT
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import (
@@ -23,6 +22,7 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 from molink.wire.messages.serving import OutputToken
+from tests.support.request_states import make_state
 
 PLAIN = SamplingParams()
 PROMPT = tuple(range(100, 140))
@@ -44,9 +44,7 @@ class Player:
 
     def submit(self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0) -> None:
         prompt = prompt or len(tokens)
-        self.head.submit_request(
-            SchedulerRequest("daemon", key, tokens, prompt, answer, PLAIN), 0.0
-        )
+        self.head.submit_request(make_state("daemon", key, tokens, prompt, answer, PLAIN), 0.0)
 
     def next(self) -> MicroBatch | None:
         batch = self.head.next_batch(0.0)

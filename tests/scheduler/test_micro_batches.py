@@ -18,7 +18,6 @@ from molink.scheduler.micro_batches import (
     link_chunk_rows,
     prefill_only_window,
 )
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import (
     MAX_MICRO_BATCHES,
@@ -26,6 +25,7 @@ from molink.wire.messages.data_plane import (
     SamplerOutput,
     SamplingParams,
 )
+from tests.support.request_states import make_state
 
 #: Reading the weights takes 10 ms, each row 1 ms more.
 STAGE = Profile(decode=((1, 0.011), (101, 0.111)), prefill=((16, 0.02),))
@@ -148,7 +148,7 @@ def test_the_head_spreads_decodes_over_as_many_as_pay() -> None:
     assert head.collect_stats()[1]["head_micro_batches"] == 3
     head.set_times(ring(0.1))
     for index in range(12):
-        request = SchedulerRequest("d", f"r{index}", (1, 2), 2, 8, SamplingParams())
+        request = make_state("d", f"r{index}", (1, 2), 2, 8, SamplingParams())
         head.submit_request(request, 0.0)
     while head.next_batch(0.0) is not None:
         pass
@@ -171,7 +171,7 @@ def test_the_head_goes_by_the_contexts_of_those_who_decode() -> None:
         for index in range(12):
             tokens = tuple(range(index, index + prompt))
             head.submit_request(
-                SchedulerRequest(
+                make_state(
                     "d", f"r{index}", tokens, prompt, 4000, SamplingParams(), credit_window=4096
                 ),
                 0.0,

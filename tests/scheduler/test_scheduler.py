@@ -8,8 +8,7 @@ from molink.errors import ContextTooLong, InvariantError, Overloaded, RequestErr
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.create import create_scheduling_policy
-from molink.scheduler.request import Emission, SchedulerRequest
-from molink.scheduler.request_state import ABANDONED_AFTER_S
+from molink.scheduler.request_state import ABANDONED_AFTER_S, Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import (
@@ -26,6 +25,7 @@ from molink.wire.messages.data_plane import (
 )
 from molink.wire.messages.load import MAX_REQUESTS, RequestLoad
 from molink.wire.messages.serving import OutputToken, Rejected
+from tests.support.request_states import make_state
 
 PLAIN = SamplingParams()
 PENALTY = SamplingParams(presence_penalty=0.5)
@@ -47,12 +47,12 @@ def request(
     answer: int = 100,
     owner: str = "daemon",
     **changes: SamplingParams | int | tuple[int, ...],
-) -> SchedulerRequest:
-    fields = {"prompt_tokens": tokens, "sampling": PLAIN, **changes}
-    return SchedulerRequest(owner, key, tuple(range(tokens)), max_tokens=answer, **fields)
+) -> RequestState:
+    fields = {"prompt_tokens": tokens, "sampling_params": PLAIN, **changes}
+    return make_state(owner, key, tuple(range(tokens)), max_tokens=answer, **fields)
 
 
-def submit(head: Scheduler, *requests: SchedulerRequest) -> None:
+def submit(head: Scheduler, *requests: RequestState) -> None:
     for each in requests:
         head.submit_request(each, 0.0)
 
@@ -134,7 +134,7 @@ def test_at_most_k_prefill_volumes_in_flight() -> None:
 
 def test_a_resubmitted_request_goes_on_where_it_was() -> None:
     head = Scheduler(limits(max_num_batched_tokens=64), 1)
-    submit(head, request("a", 9, 2, prompt_tokens=6, sampling=PENALTY))
+    submit(head, request("a", 9, 2, prompt_tokens=6, sampling_params=PENALTY))
     batch = head.next_batch(0.0)
     assert controls(batch)[0] == Admit(1, 0, PENALTY, 6, 10)
     assert batch.controls[1].ids == tuple(range(9))
@@ -149,7 +149,7 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
 
 def test_history_only_for_penalties_and_in_parts() -> None:
     head = Scheduler(limits(num_blocks=1 << 16, max_num_batched_tokens=4096), 1)
-    submit(head, request("a", 130_000, sampling=PENALTY), request("b", 5))
+    submit(head, request("a", 130_000, sampling_params=PENALTY), request("b", 5))
     batch = head.next_batch(0.0)
     parts = [control for control in batch.controls if isinstance(control.body, History)]
     assert [(part.body.seq, part.body.first, len(part.ids)) for part in parts] == [
@@ -226,7 +226,7 @@ def test_decode_and_prefill_rows_travel_in_separate_volumes() -> None:
 
 def test_tokens_are_emitted_with_alternatives_and_stop() -> None:
     head = Scheduler(limits(), 4)
-    submit(head, request("a", 2, stop_ids=(9,)))
+    submit(head, request("a", 2, stop_token_ids=(9,)))
     volume = volumes(head.next_batch(0.0))[0]
     sampled = SamplerOutput(volume.seq, (SampledId(0, 2, 9, -0.5),))
     tops = {(0, 2): TopLogprobs(0, 2, (9, 8), (-0.5, -1.5))}
@@ -454,7 +454,7 @@ def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored() -> No
 def test_a_daemon_that_disconnects_takes_its_requests_along() -> None:
     head = Scheduler(limits(), 1)
     submit(head, request("a", 4), request("b", 4))
-    head.submit_request(SchedulerRequest("other", "a", (1,), 1, 5, PLAIN), 0.0)
+    head.submit_request(make_state("other", "a", (1,), 1, 5, PLAIN), 0.0)
     step(head)
     head.cancel_peer("daemon", 0.0)
     assert head.live_requests == [("other", "a")]
@@ -552,7 +552,7 @@ def test_slots_go_to_the_client_that_was_served_least_and_there_to_the_most_urge
     submit(head, *(request(f"a{i}", 2, client="a", priority=-i) for i in range(3)))
     submit(head, *(request(f"b{i}", 2, client="b", priority=i) for i in range(3)))
     head.next_batch(0.0)
-    admitted = [state.request.key for state in head._queues._running.values()]
+    admitted = [state.key for state in head._queues._running.values()]
     assert admitted == ["a2", "b0", "a1", "b1"]
 
 
@@ -561,7 +561,7 @@ def test_slots_go_to_the_owner_that_was_served_least() -> None:
     submit(head, *(request(f"a{i}", 2, owner="a") for i in range(5)))
     submit(head, *(request(f"b{i}", 2, owner="b") for i in range(2)))
     head.next_batch(0.0)
-    admitted = [state.request.key for state in head._queues._running.values()]
+    admitted = [state.key for state in head._queues._running.values()]
     assert admitted == ["a0", "b0", "a1"]
 
 
@@ -665,7 +665,6 @@ def test_the_largest_request_that_fits_is_served() -> None:
     [
         {"tokens": 0},
         {"prompt_tokens": 0},
-        {"prompt_tokens": 9},
         {"answer": 0},
         {"credit_window": 0},
     ],

@@ -7,11 +7,11 @@ from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import Profile
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
 from tests.support.micro_batches import run_micro_batches
+from tests.support.request_states import make_state
 
 #: Seconds of an iteration.
 TURN_S = 0.01
@@ -49,9 +49,7 @@ class Crowded:
         self.wanted: dict[str, int] = {}
 
     def submit(self, key: str, prompt: tuple[int, ...], answer: int) -> None:
-        request = SchedulerRequest(
-            "d", key, prompt, len(prompt), answer, SamplingParams(), (), 1 << 16
-        )
+        request = make_state("d", key, prompt, len(prompt), answer, SamplingParams(), (), 1 << 16)
         self.got[key], self.wanted[key] = 0, answer
         assert self.head.submit_request(request, self.now) == []
 

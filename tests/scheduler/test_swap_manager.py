@@ -11,8 +11,6 @@ from molink.scheduler.blocks import HostBlockAllocator, HostCopy
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.create import create_scheduling_policy
 from molink.scheduler.policies.mlfq import Mlfq
-from molink.scheduler.request import SchedulerRequest
-from molink.scheduler.request_state import RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import (
     Admit,
@@ -24,6 +22,7 @@ from molink.wire.messages.data_plane import (
     SwapIn,
     SwapOut,
 )
+from tests.support.request_states import arrived, make_state
 
 #: A turn takes 10 ms, and so do 16 rows of a prompt.
 STAGE = Profile(decode=((1, 0.01), (8, 0.01)), prefill=((16, 0.01), (64, 0.04)))
@@ -50,7 +49,7 @@ def make_head(
 def submit(head: Scheduler, key: str, tokens: int, now: float = 0.0, answer: int = 25) -> None:
     prompt = tuple(range(tokens))
     head.submit_request(
-        SchedulerRequest("d", key, prompt, tokens, answer, SamplingParams(), (), 1 << 16), now
+        make_state("d", key, prompt, tokens, answer, SamplingParams(), (), 1 << 16), now
     )
 
 
@@ -195,7 +194,7 @@ def test_blocks_are_free_before_they_are_lacking(mode: PreemptionMode) -> None:
     submit(head, "next", 52, 0.14)
     go_round(head, 0.14)
     go_round(head, 0.15)
-    gone = {state.request.key for state in head._queues if state.host_copy is not None}
+    gone = {state.key for state in head._queues if state.host_copy is not None}
     assert gone == ({"long"} if mode == "proactive-swap" else set())
     assert head.collect_stats()[0]["head_preemptions_total"] == len(gone)
 
@@ -217,7 +216,7 @@ def test_whose_turn_comes_last_goes_first_and_whose_comes_soonest_is_back_first(
     while any(state.phase != "decode" for state in head._queues):
         go_round(head, 0.0)
     in_queues(head, levels)
-    later = [state.request.key for state in head._queues.latest_scheduled(0.05)]
+    later = [state.key for state in head._queues.latest_scheduled(0.05)]
     assert later[:2] == ["b", "c"]
     for key in ("c", "b", "a"):
         state = head._queues.find_request("d", key)
@@ -229,7 +228,7 @@ def test_whose_turn_comes_last_goes_first_and_whose_comes_soonest_is_back_first(
     assert sorted(turns, key=turns.__getitem__) != list(turns)
     first = head._queues.next_swapped(0.05)
     assert first is not None
-    assert first.request.key == "a"
+    assert first.key == "a"
 
 
 def test_what_is_computed_anew_sooner_than_copied_is_not_copied() -> None:
@@ -285,9 +284,7 @@ def test_the_estimate_of_a_turn_is_that_of_the_paper() -> None:
     policy.set_times(RingTimes((STAGE,), (), 0))  # quanta: 10, 20, 40 ms …
     requests = []
     for number, level in enumerate([0, 0, 1, 3]):
-        state = RequestState.from_request(
-            SchedulerRequest("d", str(number), (1,), 1, 1, SamplingParams()), 0.0
-        )
+        state = arrived(make_state("d", str(number), (1,), 1, 1, SamplingParams()), 0.0)
         policy.on_arrived(state, 0.0)
         policy._positions[state].level = policy._positions[state].home_level = level
         requests.append(state)

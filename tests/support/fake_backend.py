@@ -10,9 +10,10 @@ import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from molink.swarm.frontend.request import GeneratedToken, Request
+from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data_plane import SamplingParams
+from molink.wire.messages.serving import Request
 from molinkd.api.backend import MetricValues, ServedModel, StageLabels, StageMetricValues
 
 TEMPLATE = (
@@ -151,7 +152,7 @@ class FakeBackend:
         elif number + 1 == request.max_tokens:
             finish = "length"
         return GeneratedToken(
-            position=len(request.prompt) + number,
+            position=len(request.prompt_token_ids) + number,
             token=token,
             logprob=-0.5,
             top=((token, -0.5), (65, -1.5), (66, float("-inf")))[

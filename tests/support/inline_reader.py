@@ -3,6 +3,7 @@
 import asyncio
 
 from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.openai_schema import GenerationBody
 from molinkd.api.prompt_worker import tokenize_prompts
 from molinkd.api.prompt_worker_messages import TokenizedPrompts, TokenizePrompts
 
@@ -11,13 +12,10 @@ class InlineReader:
     """Implements :class:`molinkd.api.prompt_worker_pool.PromptTokenizer`."""
 
     async def tokenize_prompts(
-        self, owner: str, offer: LoadedModel, body: bytes, *, chat: bool
+        self, client: str, loaded_model: LoadedModel, body: GenerationBody
     ) -> TokenizedPrompts:
-        model = offer.model
-        ask = TokenizePrompts(
-            str(model.folder), model.name, model.max_model_len, chat, body, offer.tool_call_parser
-        )
-        return await asyncio.to_thread(tokenize_prompts, ask, offer.tokenizer)
+        request = TokenizePrompts.from_body(body, loaded_model)
+        return await asyncio.to_thread(tokenize_prompts, request, loaded_model.tokenizer)
 
     async def close(self) -> None:
         pass

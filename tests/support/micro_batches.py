@@ -1,7 +1,7 @@
 """Micro-batches of a head that go round at once."""
 
 from molink.scheduler.batch import MicroBatch
-from molink.scheduler.request import Emission
+from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import Release, SampledId, SamplerOutput
 

@@ -9,13 +9,13 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import Unavailable
 from molink.ring.step import StepInput, StepResult
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_state import Emission, RequestState
 from molink.sim.event_queue import EventQueue
 from molink.stage.stage import Stage
-from molink.swarm.frontend.request import GeneratedToken, Request
+from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.text.grammar_matcher import GrammarCompiler
 from molink.text.tokenizer import Tokenizer
-from molink.wire.messages.serving import OutputToken, Rejected
+from molink.wire.messages.serving import OutputToken, Rejected, Request
 from molinkd.api.backend import MetricValues, ServedModel
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
@@ -94,19 +94,8 @@ class RingBackend:
         self.asked.append(request)
         key = str(len(self.asked))
         self._told[key] = deque()
-        prompt = tuple(request.prompt)
-        asked = SchedulerRequest(
-            "d",
-            key,
-            (*prompt, *emitted),
-            len(prompt),
-            request.max_tokens - len(emitted),
-            request.sampling_params,
-            request.stop_token_ids,
-            1 << 16,
-            request.grammar,
-        )
-        self.ring.head.submit_request(asked, self.ring.agenda.now)
+        state = RequestState.from_request(request, "d", key, emitted, credit_window=1 << 16)
+        self.ring.head.submit_request(state, self.ring.agenda.now)
         self.ring.rings[0].run_pending()
         return key
 

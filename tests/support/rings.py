@@ -15,7 +15,7 @@ from molink.ring.ring import Ring
 from molink.ring.stage import DraftRunner, NextStage, StageRequests, StageShape, StepExecutor
 from molink.ring.sub_chunks import SubChunkPolicy
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
 from molink.scheduler.speculation.base import DraftSource
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
@@ -24,6 +24,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RingMessage, SamplingParams, Volume, VolumeFragment
 from molink.wire.messages.serving import OutputToken
 from molinkd.worker.request_table import RequestTable
+from tests.support.request_states import make_state
 
 
 class Link(NextStage, Protocol):
@@ -144,9 +145,7 @@ class VirtualRing:
         """Ask for so many tokens after a prompt of so many."""
         self.prompts[key], self.tokens[key] = prompt, []
         tokens, sampling = tuple(range(prompt)), SamplingParams(temperature=0.0)
-        request = SchedulerRequest(
-            "d", key, tokens, prompt, answer, sampling, credit_window=1 << 20
-        )
+        request = make_state("d", key, tokens, prompt, answer, sampling, credit_window=1 << 20)
         self.head.submit_request(request, self.agenda.now)
         self.rings[0].run_pending()
 

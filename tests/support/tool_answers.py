@@ -37,4 +37,4 @@ def backend_of(folder: Path, template: object, answer: str = "ok") -> FakeBacken
 
 def prompt_of(backend: FakeBackend) -> str:
     """The prompt that was asked for last."""
-    return backend.tokenizer.decode(backend.requests[-1].prompt, skip_special=False)
+    return backend.tokenizer.decode(backend.requests[-1].prompt_token_ids, skip_special=False)

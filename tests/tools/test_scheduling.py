@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from molink.facts.preemption import PREEMPTION_MODES
-from molink.scheduler.request import Emission, SchedulerRequest
+from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.sim.scenario import Scenario
 from tools.scheduling import command
@@ -53,9 +53,9 @@ def test_only_the_oracle_is_told_how_long_answers_will_be(
     asked: dict[str, int] = {}
     submit = Scheduler.submit_request
 
-    def listen(head: Scheduler, request: SchedulerRequest, now: float) -> list[Emission]:
-        asked[request.key] = request.max_tokens
-        return submit(head, request, now)
+    def listen(head: Scheduler, state: RequestState, now: float) -> list[Emission]:
+        asked[state.key] = state.request.max_tokens
+        return submit(head, state, now)
 
     monkeypatch.setattr(Scheduler, "submit_request", listen)
     plan = poisson(sizes_of("sharegpt"), 5.0, 2.0, 1)

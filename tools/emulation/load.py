@@ -16,7 +16,14 @@ from molink.bench.sample import Sample
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.data_plane import SamplingParams
-from molink.wire.messages.serving import Credit, OutputTokens, PromptFragment, Rejected, Submit
+from molink.wire.messages.serving import (
+    Credit,
+    OutputTokens,
+    PromptFragment,
+    Rejected,
+    Request,
+    Submit,
+)
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.key_pair import KeyPair
 from tools.emulation.ring import EPOCH, PIPELINE, Member
@@ -92,19 +99,13 @@ class Load:
         count = request.input_tokens
         source = random.Random(self._seed * 1_000_003 + request.index)
         ids = array("i", [source.randrange(self._vocabulary) for _ in range(count)])
-        settings = SamplingParams(temperature=0.0)
-        self._client.send(
-            Submit(
-                PIPELINE,
-                EPOCH,
-                key,
-                count,
-                count,
-                request.output_tokens,
-                settings,
-                credit_window=_WINDOW,
-            )
+        wanted = Request(
+            model="",
+            prompt_token_ids=(),
+            max_tokens=request.output_tokens,
+            sampling_params=SamplingParams(temperature=0.0),
         )
+        self._client.send(Submit(PIPELINE, EPOCH, key, wanted, count, count, credit_window=_WINDOW))
         self._client.send(PromptFragment(key, 0, Payload("i32", (count,))), ids.tobytes())
 
     async def all_over(self) -> None:

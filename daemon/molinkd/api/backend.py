@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from molink.swarm.frontend.request import GeneratedToken, Request
+from molink.swarm.frontend.generated_token import GeneratedToken
+from molink.wire.messages.serving import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
 from aiohttp import web
 
 from molink.errors import RequestError
@@ -21,7 +20,7 @@ from molinkd.api.generation_runner import Usage, generate_all
 from molinkd.api.metrics import RequestRecorder
 from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.openai_encoders import ResponseEncoder
-from molinkd.api.openai_schema import ChatBody, GenerationBody
+from molinkd.api.openai_schema import GenerationBody
 from molinkd.api.output_processor import TextPiece
 from molinkd.api.problem import internal_problem, problem_of
 from molinkd.api.prompt_worker_pool import PromptTokenizer
@@ -35,16 +34,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """What a client asks for. ``body`` is a :class:`ChatBody` or a :class:`CompletionBody`.
+    """What a client asks for, in the terms of the OpenAI bodies.
 
-    ``raw_body`` is that body as JSON, where the client's own is one. ``field_names`` are the
-    protocol's for fields of the body, for errors (:func:`molinkd.api.protocol_conversion.renamed`).
+    ``field_names`` are the protocol's own names of fields of ``body``, for errors
+    (:func:`molinkd.api.protocol_conversion.rename_error_fields`).
     """
 
     body: GenerationBody
     create_encoder: Callable[[RequestPlan], ResponseEncoder]
     stream: bool
-    raw_body: bytes = b""
     field_names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -108,10 +106,8 @@ class GenerationHandler:
             check_choice_count(client_request.body, self._settings.max_choices)
             loaded_model = await self._catalog.load_model(client_request.body.model)
             loaded_at = time.perf_counter()
-            data = client_request.raw_body or msgspec.json.encode(client_request.body)
-            chat = isinstance(client_request.body, ChatBody)
             tokenized = await self._prompt_tokenizer.tokenize_prompts(
-                client_name(request), loaded_model, data, chat=chat
+                client_name(request), loaded_model, client_request.body
             )
             elapsed_s = time.perf_counter() - started_at
             plan = make_plan(

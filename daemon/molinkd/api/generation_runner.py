@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from molink.errors import DeadlineExceeded, WorkerError
-from molink.swarm.frontend.request import GeneratedToken
+from molink.swarm.frontend.generated_token import GeneratedToken
 from molinkd.api.backend import Backend
 from molinkd.api.metrics import RequestRecorder
 from molinkd.api.output_processor import OutputProcessor, TextPiece
@@ -131,7 +131,7 @@ async def _generate(
     emit: Emit,
 ) -> None:
     text = OutputProcessor(plan)
-    timer = recorder.start_generation(len(choice.request.prompt))
+    timer = recorder.start_generation(len(choice.request.prompt_token_ids))
     tokens = backend.generate(choice.request)
     most = choice.request.deadline_s
     until = asyncio.get_running_loop().time() + most if most else None

@@ -67,16 +67,13 @@ class OpenAIRoutes:
         kind: type[GenerationBody],
         encoder: Callable[[RequestPlan, bool], ResponseEncoder],
     ) -> web.StreamResponse:
-        data = await self._body_reader.read_body(request)
-        body = decode_body(data, kind)
+        body = decode_body(await self._body_reader.read_body(request), kind)
         stream = bool(body.stream)
 
         def form_of(plan: RequestPlan) -> ResponseEncoder:
             return encoder(plan, stream and body.includes_usage)
 
-        return await self._handler.handle_request(
-            request, ClientRequest(body, form_of, stream, data)
-        )
+        return await self._handler.handle_request(request, ClientRequest(body, form_of, stream))
 
 
 def _model_json(model: ServedModel) -> dict[str, object]:

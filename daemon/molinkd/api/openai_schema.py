@@ -261,7 +261,7 @@ def decode_body(data: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def decode_struct(data: bytes, kind: type[StructT]) -> StructT:
-    """``data`` (JSON) as a ``kind`` of any protocol.
+    """Decode ``data`` (JSON) as a ``kind`` of any protocol.
 
     Raises:
         RequestError: it is no valid JSON, or a field is missing or wrong.
@@ -272,6 +272,31 @@ def decode_struct(data: bytes, kind: type[StructT]) -> StructT:
         raise _validation_error(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def pack_body(body: GenerationBody) -> bytes:
+    """Encode a decoded body for a process that tokenizes its prompts (see :func:`unpack_body`).
+
+    Raises:
+        RequestError: it has an integer of more than 64 bits.
+    """
+    try:
+        # Prompts don't depend on the seed, which may have more than 64 bits.
+        return msgspec.msgpack.encode(msgspec.structs.replace(body, seed=None))
+    except (OverflowError, RecursionError) as error:
+        raise RequestError(f"the body: {error}") from None
+
+
+def unpack_body(data: bytes, kind: type[BodyT]) -> BodyT:
+    """Decode what :func:`pack_body` returned.
+
+    Raises:
+        RequestError: another protocol's request has a value that is out of range.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from None
 
 
 def _refuse_unsupported(body: UnsupportedFields, kind: type[UnsupportedFields]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from molink.swarm.frontend.request import GeneratedToken
+from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.text.stop_strings import StopStringFinder
 from molink.text.tool_calls.base import AnswerPart, TextDelta, ToolCallBegin, ToolCallEnd
 from molink.wire.messages.serving import FinishReason

@@ -20,7 +20,7 @@ from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.worker_pipe import read_pipe, write_pipe
 from molinkd.api.backend import ServedModel
 from molinkd.api.loaded_model import LoadedModel
-from molinkd.api.openai_schema import ChatBody, CompletionBody, decode_body
+from molinkd.api.openai_schema import ChatBody, CompletionBody, unpack_body
 from molinkd.api.prompt_tokenization import tokenize_chat, tokenize_completion
 from molinkd.api.prompt_worker_messages import (
     MAX_MESSAGE_BYTES,
@@ -43,14 +43,14 @@ def tokenize_prompts(request: TokenizePrompts, tokenizer: Tokenizer) -> Tokenize
     """
     model = ServedModel(request.name, Path(request.folder), request.max_model_len, 0)
     loaded_model = LoadedModel(model, tokenizer, request.tool_call_parser)
-    if request.chat:
-        chat = decode_body(request.body, ChatBody)
+    if request.is_chat:
+        chat = unpack_body(request.body, ChatBody)
         prompt = tokenize_chat(chat, loaded_model)
         grammar = compile_call_grammar(chat, loaded_model, prompt.tail) or compile_grammar(
             chat, tokenizer
         )
         return TokenizedPrompts((prompt,), grammar)
-    completion = decode_body(request.body, CompletionBody)
+    completion = unpack_body(request.body, CompletionBody)
     prompts = tuple(tokenize_completion(completion, loaded_model))
     return TokenizedPrompts(prompts, compile_grammar(completion, tokenizer))
 

@@ -5,6 +5,8 @@ import msgspec
 from molink.errors import BrokenModel, ContextTooLong, MolinkError, RequestError
 from molink.text.tool_calls.create import ToolCallParserChoice
 from molink.wire.messages.base import Message
+from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.openai_schema import ChatBody, GenerationBody, pack_body
 
 #: Bytes of a message; its parts have bounds of their own, so a longer one is garbage.
 MAX_MESSAGE_BYTES = 1 << 28
@@ -23,14 +25,35 @@ class LoadTokenizer(Message, frozen=True, tag="open"):
 
 
 class TokenizePrompts(Message, frozen=True, tag="read"):
-    """Make prompts of a request's body (JSON, as the client sent it) for an opened model."""
+    """Tokenize the prompts of a request for a loaded tokenizer.
+
+    ``body`` is a :class:`ChatBody` (``is_chat``) or a :class:`CompletionBody`, packed by
+    :func:`~molinkd.api.openai_schema.pack_body`.
+    """
 
     folder: str
     name: str
     max_model_len: int
-    chat: bool
+    is_chat: bool
     body: bytes
     tool_call_parser: ToolCallParserChoice = "auto"
+
+    @classmethod
+    def from_body(cls, body: GenerationBody, loaded_model: LoadedModel) -> "TokenizePrompts":
+        """The message for a body that asks for that model.
+
+        Raises:
+            RequestError: the body has an integer of more than 64 bits.
+        """
+        model = loaded_model.model
+        return cls(
+            str(model.folder),
+            model.name,
+            model.max_model_len,
+            isinstance(body, ChatBody),
+            pack_body(body),
+            loaded_model.tool_call_parser,
+        )
 
 
 class PromptTokens(msgspec.Struct, frozen=True):

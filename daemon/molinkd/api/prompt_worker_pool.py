@@ -16,6 +16,7 @@ from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.worker_pipe import read_pipe, write_pipe
 from molinkd.api.fair_queue import FairQueue, queue_full_error
 from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.openai_schema import GenerationBody
 from molinkd.api.prompt_worker_messages import (
     MAX_MESSAGE_BYTES,
     LoadTokenizer,
@@ -53,9 +54,9 @@ class PromptTokenizer(Protocol):
     """Makes token ids of what clients send."""
 
     async def tokenize_prompts(
-        self, client: str, loaded_model: LoadedModel, body: bytes, *, chat: bool
+        self, client: str, loaded_model: LoadedModel, body: GenerationBody
     ) -> TokenizedPrompts:
-        """What is in ``body`` (JSON of a chat, or of a completion), sent by ``owner``.
+        """Tokenize the prompts of ``body``, sent by ``client``.
 
         Raises:
             RequestError: they can't be read, or not in time.
@@ -83,19 +84,11 @@ class PromptWorkers:
         self._long = _WorkerPool([_PromptWorker(options, LONG_S, IDLE_TIMEOUT_S)], MAX_LONG)
 
     async def tokenize_prompts(
-        self, client: str, loaded_model: LoadedModel, body: bytes, *, chat: bool
+        self, client: str, loaded_model: LoadedModel, body: GenerationBody
     ) -> TokenizedPrompts:
         """See :class:`PromptTokenizer`."""
-        model = loaded_model.model
-        request = TokenizePrompts(
-            str(model.folder),
-            model.name,
-            model.max_model_len,
-            chat,
-            body,
-            loaded_model.tool_call_parser,
-        )
-        pool = self._short if len(body) <= SHORT_BODY_BYTES else self._long
+        request = TokenizePrompts.from_body(body, loaded_model)
+        pool = self._short if len(request.body) <= SHORT_BODY_BYTES else self._long
         return await pool.submit_prompt(client, loaded_model.tokenizer, request)
 
     async def close(self) -> None:

@@ -9,12 +9,11 @@ from typing import TypeVar
 import msgspec
 
 from molink.errors import ContextTooLong, DeadlineExceeded, RequestError
-from molink.swarm.frontend.request import Request
 from molink.text.tokenizer import Tokenizer
 from molink.text.tool_calls.base import AnswerParser
 from molink.text.tool_calls.create import AnswerFormat, create_answer_parser
 from molink.wire.messages.data_plane import SamplingParams
-from molink.wire.messages.serving import MAX_STOP_IDS
+from molink.wire.messages.serving import MAX_STOP_IDS, Request
 from molinkd.api.loaded_model import LoadedModel
 from molinkd.api.openai_schema import ChatBody, CompletionBody, GenerationBody
 from molinkd.api.prompt_worker_messages import TokenizedPrompts
@@ -51,7 +50,7 @@ class ParserSettings:
     Without ``parallel`` it ends with its first call.
     """
 
-    tool_call_parser: AnswerFormat
+    answer_format: AnswerFormat
     tool_names: frozenset[str]
     prompt_tail: str
     parallel: bool
@@ -150,7 +149,7 @@ def make_plan(
             seed = _derived_seed(sampling.seed, copy)
             request = Request(
                 model=loaded_model.model.name,
-                prompt=prompt.ids,
+                prompt_token_ids=prompt.ids,
                 max_tokens=max_tokens,
                 sampling_params=msgspec.structs.replace(sampling, seed=seed),
                 stop_token_ids=stop_ids,

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from molink.errors import MolinkError
-from molink.swarm.frontend.request import GeneratedToken
+from molink.swarm.frontend.generated_token import GeneratedToken
 
 Item = GeneratedToken | MolinkError
 

@@ -1,16 +1,19 @@
-"""Where daemons hand requests to the head, and tokens go back to them."""
+"""Receives requests from peers' endpoints and sends them their tokens."""
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from molink.errors import ContextTooLong, MolinkError, Overloaded
+import msgspec
+
+from molink.errors import ContextTooLong, MolinkError, Overloaded, RequestError
 from molink.routing.cache_report import pack_report
-from molink.scheduler.prompt_assembler import PromptAssembler
-from molink.scheduler.request import Emission
+from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer, DataMessage
-from molink.wire.messages.data_plane import Heartbeat
+from molink.wire.messages.data_plane import MAX_GRAMMAR_BYTES, Heartbeat
 from molink.wire.messages.serving import (
     Cancel,
     Credit,
@@ -23,47 +26,71 @@ from molink.wire.messages.serving import (
 )
 from molink.wire.sockets.server import MessageSender
 
-#: What tokens take of a header of 4 KiB, at most, in bytes.
+#: Upper bounds, in bytes, of what tokens take in a header of 4 KiB.
 _BATCH_BYTES = 3840
 _TOKEN_BYTES = 48
 _TOP_BYTES = 16
 
-#: How long to try to tell a daemon that tokens were lost, in seconds; it may be gone.
+#: Seconds for which to retry telling a peer that tokens were lost; it may be gone.
 LOST_TOKENS_RETRY_S = 20.0
+#: Incomplete submissions of one peer, and the context lengths that their ids may fill together.
+#: A peer sends one request after another, so it rarely has two.
+MAX_INCOMPLETE_PER_PEER = 64
+MAX_INCOMPLETE_CONTEXTS = 4
+#: Seconds after its last fragment when an incomplete submission is rejected.
+FRAGMENT_TIMEOUT_S = 30.0
 
 ClientMessage = Submit | PromptFragment | Cancel | Credit
 
 
 class SendTo(Protocol):
-    """``Server.send``: whether the message is on its way to that connection."""
+    """``Server.send``: whether the message was queued for that connection."""
 
     def __call__(
         self, identity: bytes, message: DataMessage, payload: Buffer | None = None
     ) -> bool: ...
 
 
-class RequestReceiver:
-    """Keeps which connection each request came from. One per epoch, beside its head.
+@dataclass(slots=True)
+class _IncompleteRequest:
+    submit: Submit
+    grammar: bytes
+    #: When its last fragment arrived.
+    updated_at: float
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
 
-    A request whose daemon can't be reached any more is cancelled: the daemon, once back, resubmits
-    what it still wants.
+
+class RequestReceiver:
+    """Assembles requests for a scheduler and delivers its emissions. One per epoch. Sans-IO.
+
+    Memory is bounded: a request beyond the context length, or beyond what a peer may have
+    incomplete, is rejected by its ``Submit``, before any of its ids is kept. Ids beyond the
+    vocabulary are rejected here, since on a GPU one would fail the whole step.
+
+    A request whose peer is unreachable is cancelled; the peer resubmits it after reconnecting.
+    ``now`` is in seconds of any monotonic clock.
     """
 
     def __init__(self, scheduler: Scheduler, pipeline: str, vocab_size: int, send: SendTo) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline
+        self._vocab_size = vocab_size
         self._send = send
-        self._assembler = PromptAssembler(scheduler.config.max_request_tokens, vocab_size)
+        #: Submissions whose ids have not all arrived, by peer and key.
+        self._incomplete: dict[str, dict[str, _IncompleteRequest]] = {}
         self._connections: dict[tuple[str, str], bytes] = {}
-        #: Requests with whose first token their daemons are told of the cache, and since when.
+        #: Cache version that the peer has, for requests whose first token carries an update.
         self._cache_versions: dict[tuple[str, str], int] = {}
-        #: Requests whose tokens could not be sent: where to say so, and until when to try.
+        #: Requests whose tokens could not be sent: connection to notify, and until when to try.
         self._lost_tokens: dict[tuple[str, str], tuple[bytes, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
 
     def handle_message(
         self, sender: MessageSender, message: ClientMessage, payload: memoryview | None, now: float
     ) -> None:
-        """Take a message of a daemon; what can't be served is answered with ``Rejected``."""
+        """Handle a message of an endpoint; answers ``Rejected`` if a request can't be served."""
         peer, key = sender.peer_id, message.key
         match message:
             case Submit():
@@ -71,14 +98,14 @@ class RequestReceiver:
                 self._connections[peer, key] = sender.identity
                 self._begin_request(peer, message, payload, now)
             case PromptFragment():
-                self._add_prompt(peer, message, payload, now)
+                self._add_fragment(peer, message, payload, now)
             case Cancel():
                 self._cancel_request(peer, key, now)
             case Credit():
                 self._scheduler.grant_credit(peer, key, message.position)
 
     def deliver_emissions(self, emissions: Iterable[Emission], now: float) -> None:
-        """Send tokens, those of one connection together, and rejections to their daemons."""
+        """Send tokens, batched by connection, and rejections to their peers."""
         tokens: dict[bytes, list[tuple[str, OutputToken]]] = {}
         for peer, message in ((each.peer, each.message) for each in emissions):
             identity = self._connections.get((peer, message.key))
@@ -104,50 +131,53 @@ class RequestReceiver:
     def _send_first(
         self, identity: bytes, batch: OutputTokens, owned: Sequence[tuple[str, OutputToken]]
     ) -> bool:
-        """Send tokens; with them what has changed in the cache, if one of the requests asks."""
+        """Send tokens, with a cache update if one of the requests asked for it."""
         requested = [self._cache_versions.pop((peer, token.key), None) for peer, token in owned]
         versions = [version for version in requested if version is not None]
         if not versions:
             return self._send(identity, batch)
-        news, digests = pack_report(self._scheduler.cache_report(min(versions)))
+        update, digests = pack_report(self._scheduler.cache_report(min(versions)))
         payload = Payload("u8", (len(digests),))
-        return self._send(identity, OutputTokens(batch.tokens, news, payload), digests)
+        return self._send(identity, OutputTokens(batch.tokens, update, payload), digests)
 
     def expire_requests(self, now: float) -> None:
-        """Refuse those that have waited for their turn for as long as they may."""
+        """Reject requests that have waited for admission as long as they may."""
         self.deliver_emissions(self._scheduler.expire_requests(now), now)
 
     def sweep_connections(self, now: float) -> None:
-        """Find what will never go on: incomplete requests, and connections that are gone."""
-        for peer, key in self._assembler.expire_requests(now):
-            self._reject_request(peer, key, "failed", "its prompt did not arrive whole")
+        """Reject submissions that stay incomplete; cancel requests of broken connections."""
+        for peer, entries in list(self._incomplete.items()):
+            for key, entry in list(entries.items()):
+                if now - entry.updated_at > FRAGMENT_TIMEOUT_S:
+                    self._drop_incomplete(peer, key)
+                    self._reject_request(peer, key, "failed", "its prompt did not arrive whole")
         self._notify_lost_tokens(now)
-        beat = Heartbeat(self._scheduler.epoch, 0, 0, now)
+        heartbeat = Heartbeat(self._scheduler.epoch, 0, 0, now)
         for identity in set(self._connections.values()):
-            if self._send(identity, beat):
+            if self._send(identity, heartbeat):
                 continue
-            gone = [known for known, where in self._connections.items() if where == identity]
-            for known in gone:
+            broken = [known for known, other in self._connections.items() if other == identity]
+            for known in broken:
                 self._cancel_request(*known, now)
 
     def _notify_lost_tokens(self, now: float) -> None:
-        """Tell daemons which of their requests lost tokens, so that they resubmit them."""
-        why = "tokens were lost on a congested connection"
+        """Have peers resubmit the requests that lost tokens."""
+        reason = "tokens were lost on a congested connection"
         for (peer, key), (identity, until) in list(self._lost_tokens.items()):
-            message = _make_rejected(self._scheduler.epoch, key, "epoch", why)
+            message = _make_rejected(self._scheduler.epoch, key, "epoch", reason)
             if self._send(identity, message) or now >= until:
                 del self._lost_tokens[peer, key]
 
     def drop_peer(self, peer: str, now: float) -> None:
-        """A daemon is no member any more."""
+        """Cancel everything of a peer that is no longer a member."""
         self._scheduler.cancel_peer(peer, now)
-        self._assembler.cancel_peer(peer)
+        self._incomplete.pop(peer, None)
         for known in [known for known in self._connections if known[0] == peer]:
             del self._connections[known]
             self._cache_versions.pop(known, None)
 
     def close(self) -> None:
-        """The epoch is over: tell every daemon, so that it resubmits under the next one."""
+        """End the epoch: have every peer resubmit under the next one."""
         for (_, key), identity in self._connections.items():
             self._send(
                 identity,
@@ -155,38 +185,81 @@ class RequestReceiver:
             )
         self._connections.clear()
 
-    def __len__(self) -> int:
-        return len(self._connections)
-
-    # --- inside ----------------------------------------------------------------------------------
+    # --- submissions -----------------------------------------------------------------------------
 
     def _begin_request(
-        self, peer: str, message: Submit, payload: memoryview | None, now: float
+        self, peer: str, submit: Submit, payload: memoryview | None, now: float
     ) -> None:
-        if (message.pipeline, message.epoch) != (self._pipeline, self._scheduler.epoch):
+        if (submit.pipeline, submit.epoch) != (self._pipeline, self._scheduler.epoch):
             here = f"this is {self._pipeline} in epoch {self._scheduler.epoch}"
-            self._reject_request(peer, message.key, "epoch", here)
+            self._reject_request(peer, submit.key, "epoch", here)
             return
+        grammar = b"" if payload is None else bytes(payload)
         try:
-            grammar = b"" if payload is None else bytes(payload)
-            self._assembler.begin_request(peer, message, now, grammar)
-            if message.cache_version is not None:
-                self._cache_versions[peer, message.key] = message.cache_version
+            self._check_submit(submit, grammar)
+            self._reserve_ids(peer, submit)
         except MolinkError as error:
-            self._reject_error(peer, message.key, error)
+            self._reject_error(peer, submit.key, error)
+            return
+        self._incomplete[peer][submit.key] = _IncompleteRequest(submit, grammar, now)
+        if submit.cache_version is not None:
+            self._cache_versions[peer, submit.key] = submit.cache_version
 
-    def _add_prompt(
+    def _check_submit(self, submit: Submit, grammar: bytes) -> None:
+        if submit.num_prompt_tokens > submit.num_tokens:
+            raise RequestError(
+                f"{submit.num_prompt_tokens} prompt tokens in a request of {submit.num_tokens}",
+                "prompt",
+            )
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            raise RequestError(f"a grammar of {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES}")
+        longest = self._scheduler.config.max_request_tokens
+        if submit.num_tokens >= longest:
+            raise ContextTooLong(
+                f"a prompt of {submit.num_tokens} tokens leaves no room for an answer: at most"
+                f" {longest} tokens fit, prompt and answer together",
+                "prompt",
+            )
+
+    def _reserve_ids(self, peer: str, submit: Submit) -> None:
+        others = self._incomplete.setdefault(peer, {})
+        ids = submit.num_tokens + sum(entry.submit.num_tokens for entry in others.values())
+        longest = self._scheduler.config.max_request_tokens
+        if len(others) >= MAX_INCOMPLETE_PER_PEER or ids > MAX_INCOMPLETE_CONTEXTS * longest:
+            raise Overloaded(f"{len(others)} requests of this peer are incomplete already")
+
+    def _add_fragment(
         self, peer: str, message: PromptFragment, payload: memoryview | None, now: float
     ) -> None:
+        """Add ids; submit the request once it is complete. Ignores unknown requests."""
+        entry = self._incomplete.get(peer, {}).get(message.key)
+        if entry is None:
+            return
         try:
             if payload is None or message.payload.dtype != "i32":
-                raise MolinkError("a prompt part needs a payload of i32")
-            ids = payload.cast("B").cast("i")
-            request = self._assembler.add_fragment(peer, message, ids, now)
-            if request is not None:
-                self.deliver_emissions(self._scheduler.submit_request(request, now), now)
+                raise MolinkError("a prompt fragment needs a payload of i32")
+            self._append_ids(entry, message.first, payload.cast("B").cast("i"))
+            entry.updated_at = now
+            if len(entry.ids) < entry.submit.num_tokens:
+                return
+            self._drop_incomplete(peer, message.key)
+            state = _make_state(peer, entry)
+            self.deliver_emissions(self._scheduler.submit_request(state, now), now)
         except MolinkError as error:
+            self._drop_incomplete(peer, message.key)
             self._reject_error(peer, message.key, error)
+
+    def _append_ids(self, entry: _IncompleteRequest, first: int, ids: Sequence[int]) -> None:
+        if first != len(entry.ids) or first + len(ids) > entry.submit.num_tokens:
+            raise RequestError(f"prompt fragment at {first} does not follow {len(entry.ids)}")
+        if not all(0 <= token < self._vocab_size for token in ids):
+            raise RequestError(f"a token id is not below {self._vocab_size}", "prompt")
+        entry.ids.extend(ids)
+
+    def _drop_incomplete(self, peer: str, key: str) -> None:
+        self._incomplete.get(peer, {}).pop(key, None)
+
+    # --- rejections ------------------------------------------------------------------------------
 
     def _reject_error(self, peer: str, key: str, error: MolinkError) -> None:
         if isinstance(error, Overloaded):
@@ -207,10 +280,27 @@ class RequestReceiver:
             )
 
     def _cancel_request(self, peer: str, key: str, now: float) -> None:
-        self._assembler.cancel_request(peer, key)
+        self._drop_incomplete(peer, key)
         self._scheduler.cancel_request(peer, key, now)
         self._connections.pop((peer, key), None)
         self._cache_versions.pop((peer, key), None)
+
+
+def _make_state(peer: str, entry: _IncompleteRequest) -> RequestState:
+    submit, ids = entry.submit, tuple(entry.ids)
+    request = msgspec.structs.replace(
+        submit.request,
+        prompt_token_ids=ids[: submit.num_prompt_tokens],
+        grammar=entry.grammar,
+    )
+    return RequestState.from_request(
+        request,
+        peer,
+        submit.key,
+        ids[submit.num_prompt_tokens :],
+        credit_window=submit.credit_window,
+        elapsed_s=submit.elapsed_s,
+    )
 
 
 def _make_rejected(
@@ -220,7 +310,7 @@ def _make_rejected(
 
 
 def _split_batches(tokens: Iterable[OutputToken]) -> Iterator[OutputTokens]:
-    """As few messages as their bound allows."""
+    """Split tokens into the fewest messages whose headers fit."""
     batch: list[OutputToken] = []
     size = 0
     for token in tokens:

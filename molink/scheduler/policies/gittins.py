@@ -144,7 +144,7 @@ class Gittins(RankedPolicy):
 
     def on_answered(self, state: RequestState) -> None:
         """That is how long such answers are."""
-        self._answer_lengths.add_answer(state.request.prompt_tokens, _answer_tokens(state))
+        self._answer_lengths.add_answer(state.num_prompt_tokens, state.num_output_tokens)
 
     def on_removed(self, state: RequestState, now: float) -> None:
         """Forget it."""
@@ -166,9 +166,8 @@ class Gittins(RankedPolicy):
         return found
 
     def _compute_index(self, state: RequestState, standing: _GittinsState) -> None:
-        tokens, request = _answer_tokens(state), state.request
-        most = tokens + request.max_tokens - state.num_generated
-        longer = self._answer_lengths.longer_answers(tokens, request.prompt_tokens)
+        tokens, most = state.num_output_tokens, state.request.max_tokens
+        longer = self._answer_lengths.longer_answers(tokens, state.num_prompt_tokens)
         answers = [min(answer, most) for answer in longer]
         count, before_s = len(answers), self._next_token_s(state)
         context = len(state.tokens) + (sum(answers) / count - tokens) / 2
@@ -234,9 +233,7 @@ class Gittins(RankedPolicy):
 
         If indices came before shares, who asks for what is cached would go before all others.
         """
-        theirs = [
-            state for state in waiting if state.request.client_key == waiting[0].request.client_key
-        ]
+        theirs = [state for state in waiting if state.client_key == waiting[0].client_key]
         return min(
             theirs, key=lambda state: (state.request.priority, self.rank_request(state, now))
         )
@@ -265,10 +262,6 @@ class Gittins(RankedPolicy):
             if tokens < 0 or places < 0:
                 work_s += standing.work_s
         return turns
-
-
-def _answer_tokens(state: RequestState) -> int:
-    return len(state.tokens) - state.request.prompt_tokens
 
 
 def _is_close(seconds: float, others: float) -> bool:

@@ -38,5 +38,5 @@ class Srpt(RankedPolicy):
         rows = len(state.tokens) - (state.num_issued if state.phase != "waiting" else 0)
         if rows not in self._prompt_s:
             self._prompt_s[rows] = self.ring_times.prompt_s(rows) if rows > 0 else 0.0
-        more = state.request.max_tokens - state.num_generated - (rows > 0)
+        more = state.max_remaining - (rows > 0)
         return self._prompt_s[rows] + more * self._token_s, 0.0, self._arrival_numbers[state]

@@ -282,8 +282,8 @@ def _draft_room(state: RequestState) -> int:
     """Drafts beyond those in flight that there may be: the last one may be right, and is followed
     by a token."""
     left = min(
-        state.request.max_tokens - state.num_generated,
-        state.request.credit_window - (len(state.tokens) - state.num_credited),
+        state.max_remaining,
+        state.credit_window - (len(state.tokens) - state.num_credited),
     )
     return left - 1 - len(state.draft_path)
 

@@ -17,12 +17,9 @@ from molink.errors import (
     RequestError,
     Unavailable,
 )
-from molink.swarm.frontend.request import GeneratedToken, Request
+from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.wire.messages.base import Payload
-from molink.wire.messages.serving import Cancel, Credit, OutputToken, Rejected, Submit
-
-#: Of a deadline, in seconds: one that is over is the endpoint's to see.
-_MIN_DEADLINE_S = 1e-3
+from molink.wire.messages.serving import Cancel, Credit, OutputToken, Rejected, Request, Submit
 
 StreamState = Literal["waiting", "running", "done"]
 
@@ -110,7 +107,7 @@ class RequestStream:
         self.request = request
         self.state: StreamState = "waiting"
         self._limits = limits
-        self._prompt = tuple(request.prompt)
+        self._prompt = request.prompt_token_ids
         #: Every token emitted so far, in order; never changed.
         self._emitted: list[int] = []
         self._num_consumed = 0
@@ -326,22 +323,16 @@ class RequestStream:
         self.state = "running"
         self._log_transition(f"submit {self.attempt_key} to {target}")
         ids, grammar = (*self._prompt, *self._emitted), self.request.grammar
-        most, deadline_s = self._max_queue_s, self.request.deadline_s
         submit = Submit(
             pipeline=target.pipeline,
             epoch=target.epoch,
             key=self.attempt_key,
+            request=self.request.without_payloads(),
             num_tokens=len(ids),
-            prompt_tokens=len(self._prompt),
-            max_tokens=self.request.max_tokens - len(self._emitted),
-            sampling=self.request.sampling_params,
-            stop_token_ids=self.request.stop_token_ids,
+            num_prompt_tokens=len(self._prompt),
+            elapsed_s=now - self._started_at,
             credit_window=self._window,
             payload=Payload("u8", (len(grammar),)) if grammar else None,
-            client=self.request.client,
-            priority=self.request.priority,
-            max_queue_s=most and most - (now - self._started_at),
-            deadline_s=deadline_s and max(_MIN_DEADLINE_S, deadline_s - (now - self._started_at)),
         )
         return [*actions, SubmitAction(target, submit, ids, grammar or None)]
 

@@ -7,7 +7,13 @@ import msgspec
 from molink.facts.request_costs import RequestCosts
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import LeanMessage, Payload
-from molink.wire.messages.data_plane import MAX_SLICES, MAX_TOP_LOGPROBS, Epoch, SamplingParams
+from molink.wire.messages.data_plane import (
+    MAX_GRAMMAR_BYTES,
+    MAX_SLICES,
+    MAX_TOP_LOGPROBS,
+    Epoch,
+    SamplingParams,
+)
 
 #: Token ids that end an answer; models have a few of their own.
 MAX_STOP_IDS = 64
@@ -20,38 +26,58 @@ Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 QueueSeconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
-class Submit(LeanMessage, frozen=True, tag="submit"):
-    """A daemon asks a head to serve a request; the prompt's ids follow in :class:`PromptFragment`
-    parts.
+class Request(LeanMessage, frozen=True, tag=False):
+    """What a client asks for: token ids in, token ids out.
 
-    ``key`` is the daemon's own id of the request. ``num_tokens`` is how many ids are to come, of
-    which the first ``prompt_tokens`` are the prompt and the others were generated in an earlier
-    epoch. ``max_tokens`` counts tokens still to be generated. Its payload (``u8 [n]``), where there
-    is one, is the grammar that the answer is held to.
+    The client's endpoint makes it once; it reaches the scheduler unchanged, whatever happens to
+    pipelines meanwhile.
+    """
+
+    model: Text
+    prompt_token_ids: tuple[Index, ...]
+    #: Tokens to generate, in all epochs together.
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    sampling_params: SamplingParams
+    stop_token_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
+    #: Grammar that the answer has to match (:mod:`molink.text.grammar`); empty for none.
+    grammar: Annotated[bytes, msgspec.Meta(max_length=MAX_GRAMMAR_BYTES)] = b""
+    #: The endpoint's opaque name of the client, for fair shares.
+    client: Annotated[str, msgspec.Meta(max_length=MAX_CLIENT)] = ""
+    #: Among the requests of this client; the lowest is served first.
+    priority: Priority = 0
+    #: Seconds it may wait to be admitted; 0: as the scheduler is configured.
+    max_queue_s: QueueSeconds = 0.0
+    #: Seconds within which its answer has to end; the endpoint cuts it off then. 0: no deadline.
+    deadline_s: QueueSeconds = 0.0
+
+    def without_payloads(self) -> "Request":
+        """The request as a :class:`Submit` carries it; prompt and grammar travel as payloads."""
+        return msgspec.structs.replace(self, prompt_token_ids=(), grammar=b"")
+
+
+class Submit(LeanMessage, frozen=True, tag="submit"):
+    """An endpoint submits a request to a scheduler; its ids follow as :class:`PromptFragment`.
+
+    ``key`` is the endpoint's id of this submission. ``num_tokens`` ids follow: the first
+    ``num_prompt_tokens`` are the prompt, the others the part of the answer generated in earlier
+    epochs. The payload (``u8 [n]``), if there is one, is the grammar.
     """
 
     pipeline: Text
     epoch: Epoch
     key: Text
+    #: Without its prompt and grammar.
+    request: Request
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    sampling: SamplingParams
-    stop_token_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
-    #: Tokens the head may be ahead of what the daemon has credited.
+    num_prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    #: Seconds since the client asked.
+    elapsed_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    #: Tokens the scheduler may be ahead of what the endpoint has credited.
     credit_window: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 256
     payload: Payload | None = None
-    #: What the daemon knows of the head's prefix cache, by the version of the last
-    #: :class:`CacheUpdate` of this epoch (-1: nothing); ``None``: it need not be told.
+    #: Version of the last :class:`CacheUpdate` of this epoch that the endpoint has (-1: none);
+    #: ``None``: it needs no update.
     cache_version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
-    #: Whose request it is: the daemon's own word for one of its clients, which tells nothing else.
-    client: Annotated[str, msgspec.Meta(max_length=MAX_CLIENT)] = ""
-    #: Among the requests of that client; the least goes first.
-    priority: Priority = 0
-    #: Seconds that it may wait to be admitted; 0 = as the head has it.
-    max_queue_s: QueueSeconds = 0.0
-    #: Seconds within which its answer has to end; 0 = it may take any time.
-    deadline_s: QueueSeconds = 0.0
 
 
 class PromptFragment(LeanMessage, frozen=True, tag="prompt"):

@@ -62,7 +62,7 @@ async def test_chat(client: TestClient, backend: FakeBackend) -> None:
         }
     ]
     tokens = len(backend.tokenizer.encode(backend.answer)) + 1
-    prompt = backend.requests[0].prompt
+    prompt = backend.requests[0].prompt_token_ids
     assert answer["usage"] == {
         "prompt_tokens": len(prompt),
         "completion_tokens": tokens,
@@ -124,7 +124,9 @@ async def test_chat_defaults_to_what_the_context_leaves(
 ) -> None:
     await chat(client)
     request = backend.requests[0]
-    assert request.max_tokens == backend.list_models()[0].max_model_len - len(request.prompt)
+    assert request.max_tokens == backend.list_models()[0].max_model_len - len(
+        request.prompt_token_ids
+    )
 
 
 async def test_a_short_chat_defaults_to_what_longrope_was_trained_with_at_first(
@@ -134,7 +136,7 @@ async def test_a_short_chat_defaults_to_what_longrope_was_trained_with_at_first(
     for short in (200, 0, 10, 10**6):
         backend.short_context = short
         await chat(client)
-        prompts.append(len(backend.requests[-1].prompt))
+        prompts.append(len(backend.requests[-1].prompt_token_ids))
     prompt, context = prompts[0], backend.context
     assert 10 < 2 * prompt <= 200
     left = [context - prompt] * 3
@@ -156,7 +158,7 @@ async def test_n_answers_have_seeds_of_their_own(
     else:
         answer = await chat(client, **body)
         indices = [choice["index"] for choice in answer["choices"]]
-        assert answer["usage"]["prompt_tokens"] == len(backend.requests[0].prompt)
+        assert answer["usage"]["prompt_tokens"] == len(backend.requests[0].prompt_token_ids)
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert set(indices) == {0, 1, 2}
     seeds = [request.sampling_params.seed for request in backend.requests]
@@ -194,7 +196,7 @@ async def test_prompts(
     expected = [
         tuple(backend.tokenizer.encode(one) if isinstance(one, str) else one) for one in prompts
     ]
-    sent = [request.prompt for request in backend.requests]
+    sent = [request.prompt_token_ids for request in backend.requests]
     assert sent == [one for one in expected for _ in range(2)]
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(prompts)))
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
@@ -208,7 +210,7 @@ async def test_the_likeliest_of_several(client: TestClient, backend: FakeBackend
     async def generate(request: Any) -> Any:
         number = len(backend.requests)
         backend.requests.append(request)
-        assert request.sampling.logprobs == 0
+        assert request.sampling_params.logprobs == 0
         for place, token in enumerate([*backend.tokenizer.encode(texts[number % 3]), 1]):
             yield replace(plain(request, place, token), logprob=likely[number % 3])
 
@@ -238,7 +240,7 @@ async def test_a_gap_is_filled(
     encode = backend.tokenizer.encode
     first, last, middle = (tokenizer.token_to_id(mark) for mark in marks)
     filled = (first, *encode("fox"), last, *encode("dog"), middle)
-    assert [request.prompt for request in backend.requests] == [
+    assert [request.prompt_token_ids for request in backend.requests] == [
         filled,
         (first, last, *encode("dog"), middle),
         tuple(encode("fox")),
@@ -293,7 +295,7 @@ async def test_as_many_tokens_as_fit(
     await chat(client, **{field: limit})
     await post(client, "completions", prompt="x", **{field: limit})
     for request in backend.requests:
-        assert request.max_tokens == CONTEXT - len(request.prompt)
+        assert request.max_tokens == CONTEXT - len(request.prompt_token_ids)
 
 
 async def test_timings(client: TestClient, backend: FakeBackend) -> None:
@@ -303,7 +305,7 @@ async def test_timings(client: TestClient, backend: FakeBackend) -> None:
     )
     for timings in (whole["timings"], chunks[-1]["timings"]):
         assert timings["cache_n"] == 3
-        assert timings["prompt_n"] == len(backend.requests[0].prompt) - 3
+        assert timings["prompt_n"] == len(backend.requests[0].prompt_token_ids) - 3
         assert timings["predicted_n"] == whole["usage"]["completion_tokens"]
         assert timings["prompt_ms"] > 0
         rate = timings["predicted_n"] / timings["predicted_ms"] * 1000
@@ -442,7 +444,7 @@ async def test_message_forms(client: TestClient, backend: FakeBackend) -> None:
         {"role": "user", "content": ""},
     ]
     await chat(client, messages=messages)
-    text = backend.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
+    text = backend.tokenizer.decode(backend.requests[0].prompt_token_ids, skip_special=False)
     assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\na\nb<|end|>\n")
 
 

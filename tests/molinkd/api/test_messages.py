@@ -45,11 +45,11 @@ def test_whole(ask: anthropic.Anthropic, backend: FakeBackend) -> None:
     assert part.text == backend.answer
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
     request = backend.requests[0]
-    assert answer.usage.input_tokens == len(request.prompt) - 3
+    assert answer.usage.input_tokens == len(request.prompt_token_ids) - 3
     assert answer.usage.cache_read_input_tokens == 3
     assert (request.max_tokens, request.sampling_params.temperature) == (99, 0.5)
     assert request.sampling_params.top_k == 4
-    text = backend.tokenizer.decode(request.prompt, skip_special=False)
+    text = backend.tokenizer.decode(request.prompt_token_ids, skip_special=False)
     assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\na<|end|>\n")
 
 
@@ -78,7 +78,7 @@ def test_a_stream(ask: anthropic.Anthropic, backend: FakeBackend) -> None:
 def test_tokens_are_counted(ask: anthropic.Anthropic, backend: FakeBackend) -> None:
     counted = ask.messages.count_tokens(model="tiny", messages=HI)
     ask.messages.create(model="tiny", max_tokens=1, messages=HI)
-    assert counted.input_tokens == len(backend.requests[0].prompt)
+    assert counted.input_tokens == len(backend.requests[0].prompt_token_ids)
 
 
 def test_errors(ask: anthropic.Anthropic, backend: FakeBackend) -> None:

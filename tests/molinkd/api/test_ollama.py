@@ -53,7 +53,7 @@ def test_chat(ask: ollama.Client, backend: FakeBackend) -> None:
     assert len(answer.logprobs) == 7
     request = backend.requests[0]
     sampling = request.sampling_params
-    assert answer.prompt_eval_count == len(request.prompt)
+    assert answer.prompt_eval_count == len(request.prompt_token_ids)
     assert request.max_tokens == 7
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 4, 0.9)
     assert (sampling.seed, sampling.repetition_penalty) == (3, 1.1)
@@ -71,13 +71,13 @@ def test_a_stream(ask: ollama.Client, backend: FakeBackend) -> None:
     assert chunks[-1].eval_count == len(backend.tokenizer.encode(backend.answer)) + 1
     # Nothing was said of a limit, so there is none.
     request = backend.requests[0]
-    assert request.max_tokens == CONTEXT - len(request.prompt)
+    assert request.max_tokens == CONTEXT - len(request.prompt_token_ids)
 
 
 def test_generate(ask: ollama.Client, backend: FakeBackend) -> None:
     answer = ask.generate("tiny", "hi", system="Be brief.", options={"stop": [" there"]})
     assert answer.response == "Hello"
-    text = backend.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
+    text = backend.tokenizer.decode(backend.requests[0].prompt_token_ids, skip_special=False)
     assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\nhi<|end|>\n")
     raw = "".join(part.response or "" for part in ask.generate("tiny", "x", raw=True, stream=True))
     assert raw == backend.answer

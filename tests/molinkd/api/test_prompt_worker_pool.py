@@ -16,6 +16,7 @@ from molink.text.tokenizer import Tokenizer
 from molinkd.api import prompt_worker_pool as prompt_reader
 from molinkd.api.backend import ServedModel
 from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.openai_schema import ChatBody, ChatMessage, CompletionBody
 from molinkd.api.prompt_worker_pool import PromptWorkers
 from tests.support.fake_backend import build_model
 from tests.support.inline_reader import InlineReader
@@ -66,24 +67,24 @@ def is_reader(process: psutil.Process) -> bool:
         return False
 
 
-def chat(text: str) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+def chat(text: str) -> ChatBody:
+    return ChatBody(messages=[ChatMessage(role="user", content=text)])
 
 
-def completion(**fields: Any) -> bytes:
-    return json.dumps(fields).encode()
+def completion(**fields: Any) -> CompletionBody:
+    return CompletionBody(**fields)
 
 
 async def test_it_reads_as_this_process_would(reader: PromptWorkers, offer: LoadedModel) -> None:
     direct = InlineReader()
-    for body, is_chat in (
-        (chat("naïve 🦊 hello"), True),
-        (chat("x " * 40_000), True),
-        (completion(prompt="hello"), False),
-        (completion(prompt=["hello", "world", [5, 6, 7]], echo=True), False),
+    for body in (
+        chat("naïve 🦊 hello"),
+        chat("x " * 40_000),
+        completion(prompt="hello"),
+        completion(prompt=["hello", "world", [5, 6, 7]], echo=True),
     ):
-        read = await reader.tokenize_prompts("", offer, body, chat=is_chat)
-        assert read == await direct.tokenize_prompts("", offer, body, chat=is_chat)
+        read = await reader.tokenize_prompts("", offer, body)
+        assert read == await direct.tokenize_prompts("", offer, body)
     assert len(children()) == 2
 
 
@@ -91,16 +92,14 @@ async def test_what_is_wrong_comes_back_as_itself(
     reader: PromptWorkers, offer: LoadedModel, tmp_path: Path
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        await reader.tokenize_prompts("", offer, completion(prompt=[10**6]), chat=False)
+        await reader.tokenize_prompts("", offer, completion(prompt=[10**6]))
     assert refused.value.param == "prompt"
     with pytest.raises(ContextTooLong) as long:
-        await reader.tokenize_prompts(
-            "", offer_of(offer.model.folder, 8), chat("x" * 20_000), chat=True
-        )
+        await reader.tokenize_prompts("", offer_of(offer.model.folder, 8), chat("x" * 20_000))
     assert long.value.param == "messages"
     gone = LoadedModel(ServedModel("tiny", tmp_path, 512, 0), offer.tokenizer)
     with pytest.raises(BrokenModel, match=r"tokenizer\.json"):
-        await reader.tokenize_prompts("", gone, chat("x"), chat=True)
+        await reader.tokenize_prompts("", gone, chat("x"))
 
 
 async def test_what_takes_too_long_is_ended_and_the_next_is_read(
@@ -114,12 +113,12 @@ async def test_what_takes_too_long_is_ended_and_the_next_is_read(
     impatient = PromptWorkers({})
     try:
         with pytest.raises(RequestError, match=r"more than 0\.5 s"):
-            await impatient.tokenize_prompts("", hostile, chat(HOSTILE_TEXT), chat=True)
+            await impatient.tokenize_prompts("", hostile, chat(HOSTILE_TEXT))
     finally:
         await impatient.close()
     # Whoever waited for it is read by another process.
-    await reader.tokenize_prompts("", hostile, chat("hello"), chat=True)
-    assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
+    await reader.tokenize_prompts("", hostile, chat("hello"))
+    assert await reader.tokenize_prompts("", offer, chat("hello"))
 
 
 async def test_a_long_prompt_holds_up_no_short_one(
@@ -128,8 +127,8 @@ async def test_a_long_prompt_holds_up_no_short_one(
     hostile = offer_of(hostile_folder)
     text = HOSTILE_TEXT * 2
     assert len(text) > prompt_reader.SHORT_BODY_BYTES
-    long = asyncio.create_task(reader.tokenize_prompts("", hostile, chat(text), chat=True))
-    assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
+    long = asyncio.create_task(reader.tokenize_prompts("", hostile, chat(text)))
+    assert await reader.tokenize_prompts("", offer, chat("hello"))
     assert not long.done()
     await reader.close()
     with pytest.raises(asyncio.CancelledError):
@@ -139,13 +138,13 @@ async def test_a_long_prompt_holds_up_no_short_one(
 async def test_a_process_that_is_killed_is_no_reason_to_fail(
     reader: PromptWorkers, offer: LoadedModel
 ) -> None:
-    expected = await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
+    expected = await reader.tokenize_prompts("", offer, chat("hello"))
     for _ in range(2):
         for child in children():
             child.kill()
-        assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True) == expected
+        assert await reader.tokenize_prompts("", offer, chat("hello")) == expected
     reads = [
-        asyncio.create_task(reader.tokenize_prompts("", offer, chat("hello" * 1000), chat=True))
+        asyncio.create_task(reader.tokenize_prompts("", offer, chat("hello" * 1000)))
         for _ in range(8)
     ]
     await asyncio.sleep(0)
@@ -158,8 +157,7 @@ async def test_a_client_that_leaves_is_not_waited_for(
     reader: PromptWorkers, offer: LoadedModel
 ) -> None:
     reads = [
-        asyncio.create_task(reader.tokenize_prompts("", offer, chat("hello"), chat=True))
-        for _ in range(6)
+        asyncio.create_task(reader.tokenize_prompts("", offer, chat("hello"))) for _ in range(6)
     ]
     await asyncio.sleep(0)
     for read in reads[::2]:
@@ -177,7 +175,7 @@ async def test_only_so_many_wait(
 ) -> None:
     monkeypatch.setattr(prompt_reader, "MAX_SHORT", 2)
     narrow = PromptWorkers({})
-    reads = [narrow.tokenize_prompts("", offer, chat("x"), chat=True) for _ in range(5)]
+    reads = [narrow.tokenize_prompts("", offer, chat("x")) for _ in range(5)]
     found = await asyncio.gather(*reads, return_exceptions=True)
     await narrow.close()
     # Two are being read, and two wait.
@@ -193,15 +191,12 @@ async def test_one_client_cannot_keep_others_out(
     # one's next there is none until one of his leaves.
     owners = ["greedy"] * 5 + ["quiet", "greedy"]
     reads = [
-        asyncio.create_task(narrow.tokenize_prompts(owner, offer, chat("x"), chat=True))
-        for owner in owners
+        asyncio.create_task(narrow.tokenize_prompts(owner, offer, chat("x"))) for owner in owners
     ]
     await asyncio.sleep(0)
     reads[2].cancel()
     await asyncio.sleep(0)
-    reads.append(
-        asyncio.create_task(narrow.tokenize_prompts("greedy", offer, chat("x"), chat=True))
-    )
+    reads.append(asyncio.create_task(narrow.tokenize_prompts("greedy", offer, chat("x"))))
     found = await asyncio.gather(*reads, return_exceptions=True)
     await narrow.close()
     refused = [isinstance(read, Overloaded) for read in found]
@@ -213,11 +208,9 @@ async def test_one_bad_text_holds_up_nobody(
     reader: PromptWorkers, offer: LoadedModel, hostile_folder: Path
 ) -> None:
     bad = asyncio.create_task(
-        reader.tokenize_prompts(
-            "", offer_of(hostile_folder), chat(HOSTILE_TEXT[:20_000]), chat=True
-        )
+        reader.tokenize_prompts("", offer_of(hostile_folder), chat(HOSTILE_TEXT[:20_000]))
     )
-    assert await reader.tokenize_prompts("", offer, chat("hello"), chat=True)
+    assert await reader.tokenize_prompts("", offer, chat("hello"))
     assert not bad.done()
     with pytest.raises(RequestError, match="more than"):
         await bad
@@ -230,9 +223,7 @@ async def test_processes_beyond_the_first_end_when_they_are_idle(
     brief = PromptWorkers({})
     for _ in range(2):
         bodies = [chat("x"), chat("y"), chat("z " * 40_000)]
-        await asyncio.gather(
-            *(brief.tokenize_prompts("", offer, body, chat=True) for body in bodies)
-        )
+        await asyncio.gather(*(brief.tokenize_prompts("", offer, body) for body in bodies))
         await until(lambda: len(children()) == 1)
     await brief.close()
 
@@ -241,16 +232,12 @@ async def test_a_tokenizer_that_was_loaded_anew_is_loaded_anew_there(
     reader: PromptWorkers, tmp_path: Path
 ) -> None:
     folder = build_model(tmp_path / "model")
-    before = await reader.tokenize_prompts(
-        "", offer_of(folder), completion(prompt="hello"), chat=False
-    )
+    before = await reader.tokenize_prompts("", offer_of(folder), completion(prompt="hello"))
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= {"bos_token": "<|start|>", "add_bos_token": True}
     path.write_text(json.dumps(config), encoding="utf-8")
-    after = await reader.tokenize_prompts(
-        "", offer_of(folder), completion(prompt="hello"), chat=False
-    )
+    after = await reader.tokenize_prompts("", offer_of(folder), completion(prompt="hello"))
     assert after.prompts[0].ids[1:] == before.prompts[0].ids
 
 
@@ -259,19 +246,22 @@ import asyncio, sys
 from pathlib import Path
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.backend import ServedModel
-from molinkd.api.loaded_model import Offer
-from molinkd.api.prompt_worker_pool import PromptProcesses
+from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.openai_schema import ChatBody, ChatMessage
+from molinkd.api.prompt_worker_pool import PromptWorkers
+
+def chat(text):
+    return ChatBody(messages=[ChatMessage(role="user", content=text)])
 
 async def main():
     folder = Path(sys.argv[1])
-    offer = Offer(ServedModel("tiny", folder, 65536, 0), Tokenizer.open(folder))
-    reader = PromptProcesses({})
-    body = b'{"messages":[{"role":"user","content":"%s"}]}'
-    await reader.read("", offer, body % b"hi", chat=True)
-    reading = asyncio.create_task(reader.read("", offer, body % sys.argv[2].encode(), chat=True))
+    model = LoadedModel(ServedModel("tiny", folder, 65536, 0), Tokenizer.open(folder))
+    workers = PromptWorkers({})
+    await workers.tokenize_prompts("", model, chat("hi"))
+    task = asyncio.create_task(workers.tokenize_prompts("", model, chat(sys.argv[2])))
     await asyncio.sleep(0)
     print("busy", flush=True)
-    await reading
+    await task
 
 asyncio.run(main())
 """

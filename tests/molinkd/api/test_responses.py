@@ -55,10 +55,13 @@ def test_whole(ask: openai.OpenAI, backend: FakeBackend) -> None:
     request = backend.requests[0]
     tokens = len(backend.tokenizer.encode(backend.answer)) + 1
     assert answer.usage is not None
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(request.prompt), tokens)
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (
+        len(request.prompt_token_ids),
+        tokens,
+    )
     assert answer.usage.input_tokens_details.cached_tokens == 3
     assert (request.sampling_params.temperature, request.sampling_params.top_p) == (0.5, 0.9)
-    text = backend.tokenizer.decode(request.prompt, skip_special=False)
+    text = backend.tokenizer.decode(request.prompt_token_ids, skip_special=False)
     assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\nhi<|end|>\n")
 
 
@@ -67,7 +70,7 @@ def test_a_conversation(ask: openai.OpenAI, backend: FakeBackend) -> None:
     assert answer.status == "incomplete"
     assert answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
-    text = backend.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
+    text = backend.tokenizer.decode(backend.requests[0].prompt_token_ids, skip_special=False)
     roles = [line for line in text.splitlines() if line.startswith("<|start|>")]
     assert roles == [f"<|start|>{role}" for role in ("system", "user", "assistant", "user")] + [
         "<|start|>assistant"

@@ -101,7 +101,7 @@ async def test_thirty_two_streams_at_once(client: TestClient, backend: Any) -> N
         deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
         assert "".join(delta.get("content", "") for delta in deltas) == backend.answer
         assert text.endswith("data: [DONE]\n\n")
-    assert len({request.prompt for request in backend.requests}) == 32
+    assert len({request.prompt_token_ids for request in backend.requests}) == 32
 
 
 async def test_a_stream_reaches_its_client_token_by_token(client: TestClient, backend: Any) -> None:

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from molink.checkpoint.model_source import find_demo_model
-from molink.swarm.frontend.request import Request
 from molink.text.grammar import build_grammar
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data_plane import SamplingParams
-from molink.wire.messages.serving import Rejected
+from molink.wire.messages.serving import Rejected, Request
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from molinkd.api.openai_schema import ChatBody, decode_body

@@ -10,7 +10,6 @@ import torch
 from molink.checkpoint.model_folder import ModelFolder
 from molink.ring.step import StepInput
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.scheduler import Scheduler
 from molink.stage.stage import Stage
 from molink.wire.messages.data_plane import Admit, BlockTable, Release, SamplingParams
@@ -18,6 +17,7 @@ from molink.wire.messages.serving import OutputToken
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
 from tests.support.models import MakeModel
+from tests.support.request_states import make_state
 from tests.support.stage import Reference
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
@@ -65,7 +65,7 @@ class Workers:
         """
         for number, (tokens, count) in enumerate(asked):
             prompt = tuple(tokens)
-            request = SchedulerRequest(
+            request = make_state(
                 "d", str(number), prompt, len(prompt), count, GREEDY, credit_window=32
             )
             self.head.submit_request(request, 0.0)

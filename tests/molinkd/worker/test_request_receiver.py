@@ -1,15 +1,15 @@
-"""What daemons are told: tokens, rejections, and what happens when they are gone."""
+"""Requests are assembled within bounds; peers get their tokens and rejections."""
 
 from array import array
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from molink.routing.cache_report import CacheReport, span_digests, unpack_report
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.prefix_tree import ROOT
-from molink.scheduler.prompt_assembler import PART_TIMEOUT_S
-from molink.scheduler.request import Emission
+from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
@@ -21,10 +21,15 @@ from molink.wire.messages.serving import (
     OutputTokens,
     PromptFragment,
     Rejected,
+    Request,
     Submit,
 )
 from molink.wire.sockets.server import MessageSender
-from molinkd.worker.request_receiver import RequestReceiver
+from molinkd.worker.request_receiver import (
+    FRAGMENT_TIMEOUT_S,
+    MAX_INCOMPLETE_PER_PEER,
+    RequestReceiver,
+)
 
 HERE = MessageSender(b"\0conn", "daemon")
 
@@ -49,93 +54,126 @@ def wire() -> Wire:
 
 
 @pytest.fixture
-def head() -> Scheduler:
+def scheduler() -> Scheduler:
     return Scheduler(
         SchedulerConfig(8, 4, 1, max_num_seqs=2, max_queue_len=2, max_model_len=24), epoch=3
     )
 
 
 @pytest.fixture
-def desk(head: Scheduler, wire: Wire) -> RequestReceiver:
-    return RequestReceiver(head, "p1", 100, wire)
+def receiver(scheduler: Scheduler, wire: Wire) -> RequestReceiver:
+    return RequestReceiver(scheduler, "p1", 100, wire)
+
+
+def make_submit(
+    key: str = "k",
+    tokens: int = 5,
+    prompt_tokens: int | None = None,
+    *,
+    epoch: int = 3,
+    max_tokens: int = 4,
+    cache_version: int | None = None,
+    payload: Payload | None = None,
+    **fields: Any,
+) -> Submit:
+    return Submit(
+        "p1",
+        epoch,
+        key,
+        Request("m", (), max_tokens, SamplingParams(), **fields),
+        tokens,
+        tokens if prompt_tokens is None else prompt_tokens,
+        payload=payload,
+        cache_version=cache_version,
+    )
+
+
+def send_ids(
+    receiver: RequestReceiver,
+    first: int,
+    ids: list[int],
+    key: str = "k",
+    sender: MessageSender = HERE,
+    now: float = 0.0,
+) -> None:
+    message = PromptFragment(key, first, Payload("i32", (len(ids),)))
+    receiver.handle_message(sender, message, memoryview(array("i", ids).tobytes()), now)
 
 
 def ask(
-    desk: RequestReceiver,
+    receiver: RequestReceiver,
     key: str,
     ids: list[int],
     sender: MessageSender = HERE,
-    epoch: int = 3,
-    **fields: str | float,
+    **fields: Any,
 ) -> None:
-    count = len(ids)
-    submit = Submit("p1", epoch, key, count, count, 4, SamplingParams(), **fields)
-    desk.handle_message(sender, submit, None, 0.0)
-    payload = memoryview(array("i", ids).tobytes())
-    desk.handle_message(sender, PromptFragment(key, 0, Payload("i32", (count,))), payload, 0.0)
+    receiver.handle_message(sender, make_submit(key, len(ids), **fields), None, 0.0)
+    send_ids(receiver, 0, ids, key, sender)
 
 
 def reasons(wire: Wire) -> list[tuple[str, str]]:
     return [(each.key, each.reason) for _, each in wire.sent if isinstance(each, Rejected)]
 
 
-def test_a_request_reaches_the_head(desk: RequestReceiver, head: Scheduler) -> None:
-    ask(desk, "k", [1, 2, 3])
-    assert head.live_requests == [("daemon", "k")]
-    desk.handle_message(HERE, Cancel("k"), None, 0.0)
-    assert (head.live_requests, len(desk)) == ([], 0)
+def test_request_reaches_the_scheduler(receiver: RequestReceiver, scheduler: Scheduler) -> None:
+    ask(receiver, "k", [1, 2, 3])
+    assert scheduler.live_requests == [("daemon", "k")]
+    receiver.handle_message(HERE, Cancel("k"), None, 0.0)
+    assert (scheduler.live_requests, len(receiver)) == ([], 0)
 
 
-def test_a_grammar_that_is_too_long_is_rejected(
-    desk: RequestReceiver, head: Scheduler, wire: Wire
+def test_oversized_grammar_is_rejected(
+    receiver: RequestReceiver, scheduler: Scheduler, wire: Wire
 ) -> None:
     size = MAX_GRAMMAR_BYTES + 1
-    submit = Submit("p1", 3, "k", 1, 1, 4, SamplingParams(), payload=Payload("u8", (size,)))
-    desk.handle_message(HERE, submit, memoryview(bytes(size)), 0.0)
+    submit = make_submit(tokens=1, payload=Payload("u8", (size,)))
+    receiver.handle_message(HERE, submit, memoryview(bytes(size)), 0.0)
     assert reasons(wire) == [("k", "invalid")]
 
 
-def test_another_epoch_is_rejected(desk: RequestReceiver, head: Scheduler, wire: Wire) -> None:
-    ask(desk, "old", [1, 2], epoch=2)
+def test_another_epoch_is_rejected(
+    receiver: RequestReceiver, scheduler: Scheduler, wire: Wire
+) -> None:
+    ask(receiver, "old", [1, 2], epoch=2)
     assert reasons(wire) == [("old", "epoch")]
-    assert head.live_requests == []
+    assert scheduler.live_requests == []
 
 
-def test_rejections_name_their_reason(desk: RequestReceiver, wire: Wire) -> None:
-    ask(desk, "long", list(range(30)))
-    ask(desk, "strange id", [1, 100])
+def test_rejections_name_their_reason(receiver: RequestReceiver, wire: Wire) -> None:
+    ask(receiver, "long", list(range(30)))
+    ask(receiver, "strange id", [1, 100])
     for index in range(5):
-        ask(desk, f"k{index}", [1, 2])
+        ask(receiver, f"k{index}", [1, 2])
     assert reasons(wire) == [("long", "too_long"), ("strange id", "invalid"), ("k4", "overloaded")]
     assert wire.sent[-1][1].retry_after > 0
 
 
-def test_it_is_told_whose_turn_it_is_and_until_when(
-    desk: RequestReceiver, head: Scheduler, wire: Wire
+def test_request_expires_after_its_queue_time(
+    receiver: RequestReceiver, scheduler: Scheduler, wire: Wire
 ) -> None:
-    ask(desk, "k", [1, 2], client="abc", priority=-2, max_queue_s=3.0, deadline_s=8.0)
-    job = head._queues.find_request("daemon", "k")
-    assert job is not None
-    assert (job.request.client, job.request.priority, job.request.deadline_s) == ("abc", -2, 8.0)
-    desk.expire_requests(2.9)
+    ask(receiver, "k", [1, 2], client="abc", priority=-2, max_queue_s=3.0, deadline_s=8.0)
+    state = scheduler._queues.find_request("daemon", "k")
+    assert state is not None
+    assert (state.request.client, state.request.priority, state.deadline_s) == ("abc", -2, 8.0)
+    receiver.expire_requests(2.9)
     assert reasons(wire) == []
-    desk.expire_requests(3.0)
+    receiver.expire_requests(3.0)
     assert reasons(wire) == [("k", "overloaded")]
-    assert (head.live_requests, len(desk)) == ([], 0)
+    assert (scheduler.live_requests, len(receiver)) == ([], 0)
 
 
-def test_the_same_key_again_replaces_the_request(
-    desk: RequestReceiver, head: Scheduler, wire: Wire
+def test_same_key_replaces_the_request(
+    receiver: RequestReceiver, scheduler: Scheduler, wire: Wire
 ) -> None:
     again = MessageSender(b"\0new", "daemon")
-    ask(desk, "k", [1, 2])
-    ask(desk, "k", [1, 2, 3], again)
-    assert head.live_requests == [("daemon", "k")]
-    desk.deliver_emissions([Emission("daemon", OutputToken(3, "k", 3, 7))], 0.0)
+    ask(receiver, "k", [1, 2])
+    ask(receiver, "k", [1, 2, 3], again)
+    assert scheduler.live_requests == [("daemon", "k")]
+    receiver.deliver_emissions([Emission("daemon", OutputToken(3, "k", 3, 7))], 0.0)
     assert wire.sent == [(again.identity, OutputTokens((OutputToken(3, "k", 3, 7),)))]
 
 
-def test_who_asks_is_told_of_the_cache_with_the_first_token(head: Scheduler, wire: Wire) -> None:
+def test_cache_update_accompanies_the_first_token(scheduler: Scheduler, wire: Wire) -> None:
     said: list[Any] = []
 
     def send(identity: bytes, message: Any, payload: Any = None) -> bool:
@@ -143,15 +181,12 @@ def test_who_asks_is_told_of_the_cache_with_the_first_token(head: Scheduler, wir
         said.append((message, payload))
         return True
 
-    desk, prompt = RequestReceiver(head, "p1", 100, send), list(range(64))
-    head._cache.span_log.add_block(0, ROOT, tuple(prompt))
+    receiver, prompt = RequestReceiver(scheduler, "p1", 100, send), list(range(64))
+    scheduler._cache.span_log.add_block(0, ROOT, tuple(prompt))
     for key, version in (("asks", -1), ("knows", 1), ("does not", None)):
-        submit = Submit("p1", 3, key, 2, 2, 4, SamplingParams(), cache_version=version)
-        desk.handle_message(HERE, submit, None, 0.0)
-        payload = memoryview(array("i", [1, 2]).tobytes())
-        desk.handle_message(HERE, PromptFragment(key, 0, Payload("i32", (2,))), payload, 0.0)
+        ask(receiver, key, [1, 2], cache_version=version)
         for position in (2, 3):
-            desk.deliver_emissions([Emission("daemon", OutputToken(3, key, position, 7))], 0.0)
+            receiver.deliver_emissions([Emission("daemon", OutputToken(3, key, position, 7))], 0.0)
     reports = [
         message.cache and unpack_report(message.cache, memoryview(payload))
         for message, payload in said
@@ -160,90 +195,96 @@ def test_who_asks_is_told_of_the_cache_with_the_first_token(head: Scheduler, wir
     assert reports == [whole, None, CacheReport(1, False, capacity=32), None, None, None]
 
 
-def test_a_daemon_that_is_gone_loses_its_requests(
-    desk: RequestReceiver, head: Scheduler, wire: Wire
+def test_unreachable_peer_loses_its_requests(
+    receiver: RequestReceiver, scheduler: Scheduler, wire: Wire
 ) -> None:
     other = MessageSender(b"\0other", "other")
-    ask(desk, "a", [1, 2])
-    ask(desk, "b", [1, 2], other)
+    ask(receiver, "a", [1, 2])
+    ask(receiver, "b", [1, 2], other)
     wire.gone.add(HERE.identity)
-    desk.sweep_connections(0.0)
-    assert head.live_requests == [("other", "b")]
+    receiver.sweep_connections(0.0)
+    assert scheduler.live_requests == [("other", "b")]
     assert [type(message) for _, message in wire.sent] == [Heartbeat]
 
 
-def test_a_prompt_that_does_not_arrive_whole_is_rejected(desk: RequestReceiver, wire: Wire) -> None:
-    desk.handle_message(HERE, Submit("p1", 3, "k", 5, 5, 4, SamplingParams()), None, 0.0)
-    desk.sweep_connections(PART_TIMEOUT_S + 1)
+def test_incomplete_prompt_is_rejected_after_a_timeout(
+    receiver: RequestReceiver, wire: Wire
+) -> None:
+    receiver.handle_message(HERE, make_submit(), None, 0.0)
+    receiver.sweep_connections(FRAGMENT_TIMEOUT_S + 1)
     assert reasons(wire) == [("k", "failed")]
-    assert len(desk) == 0
+    assert len(receiver) == 0
 
 
-def test_who_has_to_make_place_is_told(desk: RequestReceiver, head: Scheduler, wire: Wire) -> None:
+def test_displaced_request_is_rejected(
+    receiver: RequestReceiver, scheduler: Scheduler, wire: Wire
+) -> None:
     for index in range(4):
-        ask(desk, f"k{index}", [1, 2])
-    ask(desk, "new", [1, 2], MessageSender(b"\0other", "other"))
+        ask(receiver, f"k{index}", [1, 2])
+    ask(receiver, "new", [1, 2], MessageSender(b"\0other", "other"))
     assert reasons(wire) == [("k3", "overloaded")]
-    assert ("other", "new") in head.live_requests
+    assert ("other", "new") in scheduler.live_requests
 
 
-def test_an_undeliverable_token_cancels(desk: RequestReceiver, head: Scheduler, wire: Wire) -> None:
-    ask(desk, "a", [1, 2])
+def test_undeliverable_token_cancels_the_request(
+    receiver: RequestReceiver, scheduler: Scheduler, wire: Wire
+) -> None:
+    ask(receiver, "a", [1, 2])
     wire.gone.add(HERE.identity)
-    desk.deliver_emissions([Emission("daemon", OutputToken(3, "a", 2, 7))], 0.0)
-    assert head.live_requests == []
+    receiver.deliver_emissions([Emission("daemon", OutputToken(3, "a", 2, 7))], 0.0)
+    assert scheduler.live_requests == []
 
 
 @pytest.mark.parametrize("finish", [None, "stop"])
-def test_a_daemon_is_told_once_it_can_be_that_tokens_were_lost(
-    desk: RequestReceiver, wire: Wire, finish: Any
+def test_peer_learns_of_lost_tokens_once_reachable(
+    receiver: RequestReceiver, wire: Wire, finish: Any
 ) -> None:
-    ask(desk, "a", [1, 2])
+    ask(receiver, "a", [1, 2])
     wire.gone.add(HERE.identity)
-    desk.deliver_emissions(
+    receiver.deliver_emissions(
         [Emission("daemon", OutputToken(3, "a", 2, 7, finish_reason=finish))], 0.0
     )
-    desk.sweep_connections(1.0)
+    receiver.sweep_connections(1.0)
     assert reasons(wire) == []
     wire.gone.clear()
-    desk.sweep_connections(2.0)
-    desk.sweep_connections(3.0)
+    receiver.sweep_connections(2.0)
+    receiver.sweep_connections(3.0)
     assert reasons(wire) == [("a", "epoch")]
 
 
-def test_finished_requests_are_forgotten(desk: RequestReceiver, wire: Wire) -> None:
-    ask(desk, "a", [1, 2])
-    desk.deliver_emissions(
+def test_finished_requests_are_dropped(receiver: RequestReceiver, wire: Wire) -> None:
+    ask(receiver, "a", [1, 2])
+    receiver.deliver_emissions(
         [Emission("daemon", OutputToken(3, "a", 2, 7, finish_reason="stop"))], 0.0
     )
-    assert len(desk) == 0
-    desk.handle_message(HERE, Credit("a", 3), None, 0.0)
+    assert len(receiver) == 0
+    receiver.handle_message(HERE, Credit("a", 3), None, 0.0)
 
 
-def test_close_sends_everyone_to_the_next_epoch(desk: RequestReceiver, wire: Wire) -> None:
-    ask(desk, "a", [1, 2])
-    ask(desk, "b", [1, 2], MessageSender(b"\0other", "other"))
-    desk.close()
+def test_close_has_all_peers_resubmit(receiver: RequestReceiver, wire: Wire) -> None:
+    ask(receiver, "a", [1, 2])
+    ask(receiver, "b", [1, 2], MessageSender(b"\0other", "other"))
+    receiver.close()
     assert reasons(wire) == [("a", "epoch"), ("b", "epoch")]
 
 
-def test_a_revoked_member_is_forgotten(desk: RequestReceiver, head: Scheduler) -> None:
-    ask(desk, "a", [1, 2])
-    desk.drop_peer("daemon", 0.0)
-    assert (head.live_requests, len(desk)) == ([], 0)
+def test_dropped_peer_loses_its_requests(receiver: RequestReceiver, scheduler: Scheduler) -> None:
+    ask(receiver, "a", [1, 2])
+    receiver.drop_peer("daemon", 0.0)
+    assert (scheduler.live_requests, len(receiver)) == ([], 0)
 
 
-def test_tokens_of_a_connection_travel_together_within_the_bound(
-    desk: RequestReceiver, wire: Wire
+def test_tokens_of_a_connection_are_batched_within_the_header_bound(
+    receiver: RequestReceiver, wire: Wire
 ) -> None:
     top = tuple((150_000, -float(index)) for index in range(20))
     for index in range(4):
-        ask(desk, f"k{index}", [1, 2])
+        ask(receiver, f"k{index}", [1, 2])
     emissions = [
         Emission("daemon", OutputToken(2**53, f"k{index % 4}", 2**53, 150_000, -1.5, top))
         for index in range(16)
     ]
-    desk.deliver_emissions(emissions, 0.0)
+    receiver.deliver_emissions(emissions, 0.0)
     batches = [message for _, message in wire.sent if isinstance(message, OutputTokens)]
     assert 1 < len(batches) < 16
     assert [token for batch in batches for token in batch.tokens] == [
@@ -251,3 +292,114 @@ def test_tokens_of_a_connection_travel_together_within_the_bound(
     ]
     for batch in batches:
         data_codec().encode(batch)
+
+
+def test_fragments_make_a_request(receiver: RequestReceiver, scheduler: Scheduler) -> None:
+    receiver.handle_message(HERE, make_submit(prompt_tokens=4), None, 0.0)
+    send_ids(receiver, 0, [1, 2])
+    assert scheduler.live_requests == []
+    send_ids(receiver, 2, [3, 4, 5])
+    state = scheduler._queues.find_request("daemon", "k")
+    assert state is not None
+    assert (state.request.prompt_token_ids, state.tokens) == ((1, 2, 3, 4), [1, 2, 3, 4, 5])
+    assert (state.num_output_tokens, state.max_remaining) == (1, 3)
+
+
+def test_resubmission_counts_elapsed_time(receiver: RequestReceiver, scheduler: Scheduler) -> None:
+    submit = make_submit(tokens=1, max_queue_s=3.0, deadline_s=8.0)
+    receiver.handle_message(HERE, structs.replace(submit, elapsed_s=2.0), None, 0.0)
+    send_ids(receiver, 0, [1])
+    state = scheduler._queues.find_request("daemon", "k")
+    assert state is not None
+    assert (state.max_queue_s, state.deadline_s) == (1.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    "fragments",
+    [
+        [(1, [2, 3])],
+        [(0, [1, 2]), (1, [3])],
+        [(0, [1, 2, 3, 4, 5, 6])],
+        [(0, [1, 100])],
+        [(0, [-1])],
+    ],
+)
+def test_invalid_fragment_drops_the_request(
+    receiver: RequestReceiver,
+    scheduler: Scheduler,
+    wire: Wire,
+    fragments: list[tuple[int, list[int]]],
+) -> None:
+    receiver.handle_message(HERE, make_submit(), None, 0.0)
+    for first, ids in fragments:
+        send_ids(receiver, first, ids)
+    assert reasons(wire) == [("k", "invalid")]
+    send_ids(receiver, 0, [1, 2, 3, 4, 5])
+    assert scheduler.live_requests == []
+
+
+def test_long_prompt_is_rejected_before_its_ids_arrive(
+    receiver: RequestReceiver, wire: Wire
+) -> None:
+    receiver.handle_message(HERE, make_submit(tokens=24), None, 0.0)
+    assert reasons(wire) == [("k", "too_long")]
+
+
+def test_prompt_longer_than_the_submission_is_rejected(
+    receiver: RequestReceiver, wire: Wire
+) -> None:
+    receiver.handle_message(HERE, make_submit(tokens=4, prompt_tokens=5), None, 0.0)
+    assert reasons(wire) == [("k", "invalid")]
+
+
+def test_number_of_incomplete_requests_is_bounded(receiver: RequestReceiver, wire: Wire) -> None:
+    for index in range(MAX_INCOMPLETE_PER_PEER):
+        receiver.handle_message(HERE, make_submit(str(index), 1), None, 0.0)
+    receiver.handle_message(HERE, make_submit("more", 1), None, 0.0)
+    assert reasons(wire) == [("more", "overloaded")]
+    other = MessageSender(b"\0other", "other")
+    receiver.handle_message(other, make_submit("more", 1), None, 0.0)
+    receiver.drop_peer("daemon", 0.0)
+    receiver.handle_message(HERE, make_submit("again", 1), None, 0.0)
+    assert reasons(wire) == [("more", "overloaded")]
+
+
+def test_ids_of_incomplete_requests_are_bounded(receiver: RequestReceiver, wire: Wire) -> None:
+    for index in range(4):
+        receiver.handle_message(HERE, make_submit(str(index), 20), None, 0.0)
+    receiver.handle_message(HERE, make_submit("more", 20), None, 0.0)
+    assert reasons(wire) == [("more", "overloaded")]
+    receiver.handle_message(HERE, make_submit("2", 20), None, 0.0)
+    send_ids(receiver, 0, list(range(20)), "3")
+    receiver.handle_message(HERE, make_submit("again", 20), None, 0.0)
+    assert reasons(wire) == [("more", "overloaded")]
+
+
+def test_each_fragment_restarts_the_timeout(
+    receiver: RequestReceiver, scheduler: Scheduler, wire: Wire
+) -> None:
+    for key in "ab":
+        receiver.handle_message(HERE, make_submit(key), None, 0.0)
+    send_ids(receiver, 0, [1, 2], "a", now=10.0)
+    receiver.sweep_connections(FRAGMENT_TIMEOUT_S + 1)
+    assert reasons(wire) == [("b", "failed")]
+    send_ids(receiver, 2, [3, 4, 5], "a")
+    assert scheduler.live_requests == [("daemon", "a")]
+
+
+def test_peers_do_not_share_keys(receiver: RequestReceiver, scheduler: Scheduler) -> None:
+    other = MessageSender(b"\0other", "other")
+    receiver.handle_message(HERE, make_submit(), None, 0.0)
+    send_ids(receiver, 0, [1, 2, 3, 4, 5], sender=other)
+    receiver.handle_message(other, Cancel("k"), None, 0.0)
+    assert scheduler.live_requests == []
+    send_ids(receiver, 0, [1, 2, 3, 4, 5])
+    assert scheduler.live_requests == [("daemon", "k")]
+
+
+def test_grammar_arrives_with_the_request(receiver: RequestReceiver, scheduler: Scheduler) -> None:
+    receiver.handle_message(HERE, make_submit(tokens=1), memoryview(b"start: /a/"), 0.0)
+    send_ids(receiver, 0, [1])
+    state = scheduler._queues.find_request("daemon", "k")
+    assert state is not None
+    assert state.request.grammar == b"start: /a/"

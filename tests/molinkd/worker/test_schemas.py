@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from molink.checkpoint.model_source import find_demo_model
 from molink.stage.sampling.sampler import SampleRow, sample_tokens
-from molink.swarm.frontend.request import Request
 from molink.text.grammar import build_grammar, check_grammar
 from molink.text.grammar_matcher import GrammarCompiler
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data_plane import SamplingParams
+from molink.wire.messages.serving import Request
 from tests.support.ring_backend import RingBackend
 
 FOLDER = find_demo_model().path

@@ -13,7 +13,6 @@ from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, DraftBatch, DraftModelF
 from molink.facts.profile import Profile
 from molink.ring.step import StepInput, StepResult
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 from molink.sim.event_queue import EventQueue
@@ -23,6 +22,7 @@ from molink.wire.messages.serving import OutputToken
 from molinkd.worker.draft_proposer import DraftProposer
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
+from tests.support.request_states import make_state
 from tests.support.rings import Stages, VirtualRing, WholeLink
 
 STAGES, BLOCKS, BLOCK_SIZE = ((0, 1), (1, 2), (2, 3)), 64, 4
@@ -146,7 +146,7 @@ def answers(
     for name in samplings:
         for index in asked:
             prompt = prompts()[index]
-            request = SchedulerRequest(
+            request = make_state(
                 "d", f"{name} {index}", prompt, len(prompt), count, SAMPLINGS[name], (11,), 1 << 20
             )
             ring.head.submit_request(request, 0.0)

@@ -18,7 +18,6 @@ from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
 from molink.scheduler.policies import create
 from molink.scheduler.policies.answer_lengths import MIN_ANSWERS, AnswerLengths
 from molink.scheduler.policies.fcfs import Fcfs
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import (
     Channel,
@@ -38,6 +37,7 @@ from molinkd.worker.engine import StageEngine
 from molinkd.worker.executor import StageExecutor
 from molinkd.worker.stage_runtime import StageRuntime
 from tests.support.micro_batches import run_micro_batches
+from tests.support.request_states import make_state
 
 KEYS = KeyPair.generate()
 PROMPT = tuple(range(9))
@@ -127,7 +127,7 @@ async def test_only_keys_that_do_not_depend_on_their_request_are_shared(
         found = []
         for key in ("first", "second"):
             scheduler.submit_request(
-                SchedulerRequest("d", key, PROMPT, len(PROMPT), 1, SamplingParams()), 0.0
+                make_state("d", key, PROMPT, len(PROMPT), 1, SamplingParams()), 0.0
             )
             batch = scheduler.next_batch(0.0)
             assert batch is not None
@@ -191,7 +191,7 @@ async def test_a_token_that_does_not_exist_fails_its_own_request_only() -> None:
         assert scheduler is not None
         for key in ("bad", "good"):
             scheduler.submit_request(
-                SchedulerRequest("d", key, PROMPT, len(PROMPT), 4, SamplingParams()), 0.0
+                make_state("d", key, PROMPT, len(PROMPT), 4, SamplingParams()), 0.0
             )
         batch = scheduler.next_batch(0.0)
         assert batch is not None
@@ -212,14 +212,14 @@ async def test_the_heads_policy_is_the_one_that_is_set(monkeypatch: pytest.Monke
 
     class Listening(Fcfs):
         def on_arrived(self, job: RequestState, now: float) -> None:
-            heard.append(job.request.key)
+            heard.append(job.key)
 
     monkeypatch.setitem(create._POLICIES, "listening", Listening)
     own = place(RopeConfig(), scheduling_policy="listening")
     try:
         assert own._ring_seat.scheduler is not None
         own._ring_seat.scheduler.submit_request(
-            SchedulerRequest("d", "a", PROMPT, len(PROMPT), 1, SamplingParams()), 0.0
+            make_state("d", "a", PROMPT, len(PROMPT), 1, SamplingParams()), 0.0
         )
         assert heard == ["a"]
     finally:
@@ -234,7 +234,7 @@ async def test_the_next_head_knows_how_long_answers_were() -> None:
         assert scheduler is not None
         for key in map(str, range(MIN_ANSWERS)):
             scheduler.submit_request(
-                SchedulerRequest("d", key, PROMPT, len(PROMPT), 2, SamplingParams()), 0.0
+                make_state("d", key, PROMPT, len(PROMPT), 2, SamplingParams()), 0.0
             )
         while scheduler.live_requests:
             run_micro_batches(scheduler, scheduler.next_batch(0.0), 0.0)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from molink.facts.preemption import PreemptionMode
 from molink.ring.host_memory import HostMemory
 from molink.ring.step import BlockCopy, StepInput, StepResult
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import SchedulerRequest
+from molink.scheduler.request_state import RequestState
 from molink.sim.event_queue import EventQueue
 from molink.stage.stage import Stage
 from molink.wire.messages.data_plane import Admit, SamplingParams
@@ -22,6 +22,7 @@ from molink.wire.messages.serving import OutputToken, Rejected
 from molinkd.worker.executor import StageExecutor
 from molinkd.worker.request_table import RequestTable
 from molinkd.worker.step import run_step
+from tests.support.request_states import make_state
 from tests.support.rings import Stages, VirtualRing, WholeLink
 
 STAGES, BLOCKS, FEW, BLOCK_SIZE, ANSWER = ((0, 2), (2, 3)), 96, 12, 4, 16
@@ -60,21 +61,19 @@ def stages(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Sequenc
     return [Stage.load_layers(folder, layers, "cpu", "f32") for layers in STAGES]
 
 
-def requests() -> list[SchedulerRequest]:
+def requests() -> list[RequestState]:
     rng, found = random.Random(3), []
     for name, sampling in SAMPLINGS.items():
         for index, length in enumerate((3, 17, 8, 22)):
             prompt = tuple(rng.randrange(256) for _ in range(length))
             key = f"{name} {index}"
-            found.append(
-                SchedulerRequest("d", key, prompt, length, ANSWER, sampling, (11,), 1 << 20)
-            )
+            found.append(make_state("d", key, prompt, length, ANSWER, sampling, (11,), 1 << 20))
     return found
 
 
 def serve(
     stages: Sequence[Stage],
-    asked: Sequence[SchedulerRequest],
+    asked: Sequence[RequestState],
     policy: str = "fcfs",
     host_blocks: int = 64,
     until: Callable[[VirtualRing], bool] | None = None,
@@ -208,15 +207,18 @@ def test_who_is_swapped_when_a_stage_is_lost_is_replayed(
         return ring.head.collect_stats()[1]["head_swapped"] >= 1
 
     before, ring, _ = serve(stages, requested, until=lost, **few)
-    swapped = {job.request.key for job in ring.head._queues if job.host_copy is not None}
+    swapped = {job.key for job in ring.head._queues if job.host_copy is not None}
     assert swapped
     assert {("d", key) for key in swapped} <= set(ring.head.live_requests)
     left = []
-    for request in requested:
-        told = texts(before).get(request.key, [])
-        if ("d", request.key) in ring.head.live_requests:
-            tokens, more = (*request.tokens, *told), request.max_tokens - len(told)
-            left.append(replace(request, tokens=tokens, max_tokens=more))
+    for state in requests():
+        told = texts(before).get(state.key, [])
+        if ("d", state.key) in ring.head.live_requests:
+            left.append(
+                RequestState.from_request(
+                    state.request, "d", state.key, told, credit_window=1 << 20
+                )
+            )
     after, _, _ = serve(stages, left, **few)
     together = {key: texts(before).get(key, []) + texts(after).get(key, []) for key in plenty}
     assert together == plenty

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.scheduler.policies.cached_share import GROUPS, CachedShare
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import SamplingParams
+from tests.support.request_states import arrived, make_state
 
 
 class Queue:
@@ -21,9 +21,7 @@ class Queue:
 
     def arrive(self, cached: int, owner: str = "d") -> RequestState:
         """``cached`` of its 100 tokens are."""
-        state = RequestState.from_request(
-            SchedulerRequest(owner, str(self.count), (1,) * 100, 100, 9, SamplingParams())
-        )
+        state = arrived(make_state(owner, str(self.count), (1,) * 100, 100, 9, SamplingParams()))
         state.num_uncached = 100 - cached
         self.count += 1
         self.waiting.append(state)

@@ -8,7 +8,6 @@ from molink.errors import InvariantError
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.base import PreemptionDecision, SchedulingPolicy
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import (
@@ -19,6 +18,7 @@ from molink.wire.messages.data_plane import (
     SamplingParams,
     Volume,
 )
+from tests.support.request_states import make_state
 
 
 class LastComeFirstServed(SchedulingPolicy):
@@ -32,17 +32,17 @@ class LastComeFirstServed(SchedulingPolicy):
     def on_arrived(self, job: RequestState, now: float) -> None:
         self._places[job] = self._arrivals
         self._arrivals += 1
-        self.heard.append(("arrived", job.request.key, now))
+        self.heard.append(("arrived", job.key, now))
 
     def on_issued(self, job: RequestState, now: float) -> None:
-        self.heard.append(("issued", job.request.key, now))
+        self.heard.append(("issued", job.key, now))
 
     def on_rows_returned(self, job: RequestState, seconds: float, now: float) -> None:
-        self.heard.append(("ran", job.request.key, seconds, now))
+        self.heard.append(("ran", job.key, seconds, now))
 
     def on_removed(self, job: RequestState, now: float) -> None:
         del self._places[job]
-        self.heard.append(("over", job.request.key, now))
+        self.heard.append(("over", job.key, now))
 
     def choose_admitted(
         self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
@@ -73,7 +73,7 @@ def submit(head: Scheduler, *keys: str, tokens: int = 2, answer: int = 9, now: f
     for key in keys:
         prompt = tuple(range(tokens))
         head.submit_request(
-            SchedulerRequest("daemon", key, prompt, tokens, answer, SamplingParams()), now
+            make_state("daemon", key, prompt, tokens, answer, SamplingParams()), now
         )
 
 
@@ -84,7 +84,7 @@ def volumes(batch: MicroBatch | None) -> list[Volume]:
 def keys(head: Scheduler, volume: Volume) -> list[str]:
     """Whose rows are in it, in order."""
     requests = [head._queues.get_by_id(rows.request) for rows in volume.slices]
-    return [state.request.key for state in requests if state is not None]
+    return [state.key for state in requests if state is not None]
 
 
 def back(head: Scheduler, volume: Volume, now: float = 0.0) -> None:

@@ -1,15 +1,13 @@
 """First come, first served: its answers, one by one."""
 
 from molink.scheduler.policies.fcfs import Fcfs
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import ABANDONED_AFTER_S, RequestState
 from molink.wire.messages.data_plane import SamplingParams
+from tests.support.request_states import arrived, make_state
 
 
 def waiting(key: str, owner: str = "d") -> RequestState:
-    return RequestState.from_request(
-        SchedulerRequest(owner, key, (1,), 1, 9, SamplingParams(), credit_window=1)
-    )
+    return arrived(make_state(owner, key, (1,), 1, 9, SamplingParams(), credit_window=1))
 
 
 def admitted(request_id: int, owner: str = "d", stalled_at: float | None = None) -> RequestState:

@@ -11,9 +11,9 @@ from molink.scheduler.policies.answer_lengths import MAX_SIMILAR, AnswerLengths
 from molink.scheduler.policies.gittins import Gittins
 from molink.scheduler.policies.mlfq import ALPHA, PROMOTION_QUANTA
 from molink.scheduler.prefix_tree import PrefixMatch
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import SamplingParams
+from tests.support.request_states import arrived, make_state
 
 #: An iteration takes a second, a prompt a second for each row.
 STAGE = Profile(decode=((1, 1.0), (64, 1.0)), prefill=((1, 1.0), (8, 8.0)))
@@ -42,9 +42,7 @@ def make(
 ) -> RequestState:
     """A job that has just arrived and waits."""
     prompt = tuple(range(tokens))
-    state = RequestState.from_request(
-        SchedulerRequest("d", key, prompt, tokens, most, SamplingParams()), now
-    )
+    state = arrived(make_state("d", key, prompt, tokens, most, SamplingParams()), now)
     state.num_uncached = tokens - cached
     policy.on_arrived(state, now)
     return state
@@ -65,7 +63,7 @@ def run(policy: Gittins, job: RequestState, now: float, tokens: int = 1) -> floa
 
 
 def order(policy: Gittins, jobs: list[RequestState], now: float = 0.0) -> str:
-    return "".join(state.request.key for state in policy.order_running(jobs, now))
+    return "".join(state.key for state in policy.order_running(jobs, now))
 
 
 def test_short_prompts_go_first_and_what_is_cached_does_not_count() -> None:
@@ -263,9 +261,7 @@ def test_what_was_answered_in_an_earlier_epoch_is_part_of_the_answer() -> None:
     """Of 100 tokens there are 6, and the client lets it take 2 more."""
     policy = gittins((4, 100))
     tokens = tuple(range(10))
-    state = RequestState.from_request(
-        SchedulerRequest("d", "resumed", tokens, 4, 2, SamplingParams())
-    )
+    state = arrived(make_state("d", "resumed", tokens, 4, 2, SamplingParams()))
     state.num_uncached = len(tokens)
     policy.on_arrived(state, 0.0)
     assert policy._current_state(state).wall_s == 10 + 2

@@ -17,9 +17,9 @@ from molink.scheduler.policies.mlfq import (
     SkipJoinMlfq,
 )
 from molink.scheduler.prefix_tree import PrefixMatch
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import SamplingParams
+from tests.support.request_states import arrived, make_state
 
 #: An iteration takes a second, a prompt a second for each row.
 TIMES = RingTimes((Profile(decode=((1, 1.0),), prefill=((1, 1.0), (8, 8.0))),), (), 0)
@@ -30,9 +30,7 @@ def make(
 ) -> RequestState:
     """A job that has just arrived, and has a place."""
     prompt = tuple(range(tokens))
-    state = RequestState.from_request(
-        SchedulerRequest("d", key, prompt, tokens, 1000, SamplingParams()), now
-    )
+    state = arrived(make_state("d", key, prompt, tokens, 1000, SamplingParams()), now)
     state.num_uncached = tokens - cached
     policy.on_arrived(state, now)
     state.start_admission(0, [], PrefixMatch(num_tokens=cached))
@@ -48,7 +46,7 @@ def run(policy: Mlfq, job: RequestState, now: float, seconds: float) -> None:
 
 
 def order(policy: Mlfq, jobs: Sequence[RequestState], now: float) -> str:
-    return "".join(state.request.key for state in policy.order_running(jobs, now))
+    return "".join(state.key for state in policy.order_running(jobs, now))
 
 
 def skip_join() -> SkipJoinMlfq:

@@ -14,9 +14,8 @@ from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.scheduler.policies.gittins import Gittins
 from molink.scheduler.prefix_tree import PrefixMatch
-from molink.scheduler.request import SchedulerRequest
-from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import SamplingParams
+from tests.support.request_states import arrived, make_state
 
 SECOND_PER_ROW = Profile(decode=((1, 1.0),), prefill=((1, 1.0), (8, 8.0)))
 PROMPTS = {"a": 5, "b": 1, "c": 2}
@@ -48,9 +47,7 @@ def schedule(policy: SchedulingPolicy, most: int = ANSWER) -> list[tuple[str, fl
     requests = []
     for number, (key, tokens) in enumerate(PROMPTS.items()):
         prompt = tuple(range(tokens))
-        state = RequestState.from_request(
-            SchedulerRequest("d", key, prompt, tokens, most, SamplingParams())
-        )
+        state = arrived(make_state("d", key, prompt, tokens, most, SamplingParams()))
         state.num_uncached = tokens
         policy.on_arrived(state, now)
         state.start_admission(number, [], PrefixMatch())
@@ -61,7 +58,7 @@ def schedule(policy: SchedulingPolicy, most: int = ANSWER) -> list[tuple[str, fl
         policy.on_issued(state, now)
         seconds = float(len(state.tokens) - state.num_issued)
         state.num_issued, state.phase = len(state.tokens), "decode"
-        bars.append((state.request.key, now, now + seconds))
+        bars.append((state.key, now, now + seconds))
         now += seconds
         policy.on_rows_returned(state, seconds, now)
         state.tokens.append(0)

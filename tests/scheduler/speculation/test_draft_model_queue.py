@@ -8,13 +8,13 @@ from molink.facts.drafts import AUTO_DRAFTS, DraftBatch, DraftModelFacts, DraftR
 from molink.facts.profile import Profile
 from molink.facts.ring_times import LinkFacts, RingTimes
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.draft_model_queue import MAX_MODEL_DRAFTS
 from molink.scheduler.speculation.round_trip_costs import RingLoad
 from molink.scheduler.speculation.speculation import Speculation
 from molink.wire.messages.data_plane import SamplingParams
+from tests.support.request_states import arrived, make_state
 
 #: A row takes 1 ms more at each of two stages, the draft model 2 ms for a pass.
 STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0.240)))
@@ -56,8 +56,8 @@ def speculation(
 
 def job(tokens: int = 2, answer: int = 1000) -> RequestState:
     prompt = tuple(range(tokens))
-    return RequestState.from_request(
-        SchedulerRequest("d", "r", prompt, tokens, answer, SamplingParams(), credit_window=1 << 20)
+    return arrived(
+        make_state("d", "r", prompt, tokens, answer, SamplingParams(), credit_window=1 << 20)
     )
 
 

@@ -3,18 +3,19 @@
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, MAX_LOOKAHEAD
 from molink.facts.profile import Profile
 from molink.facts.ring_times import LinkFacts, RingTimes
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.request import SchedulerRequest
 from molink.scheduler.request_state import RequestState
 from molink.scheduler.speculation.base import DraftProposal, DraftSource
 from molink.scheduler.speculation.request_drafter import CLASS_PRIORS, RequestDrafter
 from molink.scheduler.speculation.round_trip_costs import RingLoad
 from molink.scheduler.speculation.speculation import Speculation
 from molink.wire.messages.data_plane import SamplingParams
+from tests.support.request_states import arrived, make_state
 
 #: A row takes 1 ms more at each of two stages; in a chunk, which has whole tiles of 16, 2 ms.
 STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0.240)), tile=16)
@@ -78,10 +79,8 @@ def jobs(count: int, chance: float = 0.0) -> list[RequestState]:
     """Whose drafts are each right with ``chance``; 0: as those of which nothing is known."""
     made = []
     for index in range(count):
-        state = RequestState.from_request(
-            SchedulerRequest(
-                "d", str(index), (1, 2), 2, 1000, SamplingParams(), credit_window=1 << 20
-            )
+        state = arrived(
+            make_state("d", str(index), (1, 2), 2, 1000, SamplingParams(), credit_window=1 << 20)
         )
         state.id = index
         state.drafter = Sure(Counts(), chance) if chance else RequestDrafter(Counts())
@@ -293,12 +292,10 @@ def test_nothing_goes_ahead_where_the_ring_is_busy() -> None:
 def test_no_more_goes_ahead_than_is_wanted() -> None:
     made, state = pipelined(), under_way(0.9, 2)
     state.num_credited = len(state.tokens)
-    state.request = SchedulerRequest("d", "0", (1, 2), 2, 1000, SamplingParams(), credit_window=7)
+    state.credit_window = 7
     # Two drafts, four more, and the token after them.
     assert ahead(made, [state]) == [4]
-    state.request = SchedulerRequest(
-        "d", "0", (1, 2), 2, 5, SamplingParams(), credit_window=1 << 20
-    )
+    state.request, state.credit_window = replace(state.request, max_tokens=5), 1 << 20
     assert ahead(made, [state]) == [2]
 
 

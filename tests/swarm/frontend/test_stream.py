@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.errors import ContextTooLong, Overloaded, RequestError, Unavailable
-from molink.swarm.frontend.request import Request
 from molink.swarm.frontend.stream import (
     EmitTokenAction,
     FailStreamAction,
@@ -18,7 +17,7 @@ from molink.swarm.frontend.stream import (
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import SamplingParams
-from molink.wire.messages.serving import Cancel, Credit, OutputToken, Rejected
+from molink.wire.messages.serving import Cancel, Credit, OutputToken, Rejected, Request
 
 ONE = PipelineEpoch("p1", 1)
 TWO = PipelineEpoch("p1", 2)
@@ -69,9 +68,8 @@ def test_an_undisturbed_request() -> None:
     submit = submitted(stream.set_target(ONE, 0.0))
     assert submit.target == ONE
     assert submit.token_ids == PROMPT
-    assert (submit.submit.num_tokens, submit.submit.prompt_tokens) == (3, 3)
-    assert submit.submit.max_tokens == 2
-    assert submit.submit.stop_token_ids == (99,)
+    assert (submit.submit.num_tokens, submit.submit.num_prompt_tokens) == (3, 3)
+    assert submit.submit.request == stream.request.without_payloads()
     assert stream.next_wake_at is None
     assert emitted(stream.on_token(token(stream, 3, 50), 1.0)) == [50]
     last = stream.on_token(token(stream, 4, 99, finish="stop"), 2.0)
@@ -80,22 +78,16 @@ def test_an_undisturbed_request() -> None:
     assert stream.cancel() == []
 
 
-def test_whose_turn_it_is_goes_along_and_the_wait_counts_from_the_beginning() -> None:
+def test_resubmissions_carry_the_request_and_its_elapsed_time() -> None:
     request = Request(
         "m", PROMPT, 5, SamplingParams(), (), b"", "abc", -1, max_queue_s=20.0, deadline_s=31.5
     )
     stream = RequestStream("k", request, LIMITS, 0.0)
     submit = submitted(stream.set_target(ONE, 4.0)).submit
-    assert (submit.client, submit.priority, submit.max_queue_s) == ("abc", -1, 16.0)
+    assert (submit.request, submit.elapsed_s) == (request.without_payloads(), 4.0)
     assert stream.set_target(None, 5.0) == []
     submit = submitted(stream.set_target(TWO, 10.0)).submit
-    assert (submit.max_queue_s, submit.deadline_s) == (10.0, 21.5)
-    assert emitted(stream.on_token(token(stream, 3, 50, epoch=2), 30.0)) == [50]
-    assert stream.set_target(None, 31.0) == []
-    three = PipelineEpoch("p1", 3)
-    submit = submitted(stream.set_target(three, 32.0)).submit
-    assert submit.max_queue_s == 0.0, "it had its turn"
-    assert 0 < submit.deadline_s < 0.1, "the endpoint ends it"
+    assert (submit.request, submit.elapsed_s) == (request.without_payloads(), 10.0)
 
 
 def test_who_may_not_wait_for_longer_does_not_wait_for_a_pipeline() -> None:
@@ -116,7 +108,7 @@ def test_a_new_epoch_resubmits_prompt_and_emitted_tokens() -> None:
     assert stream.state == "waiting"
     submit = submitted(stream.set_target(TWO, 9.0))
     assert submit.token_ids == (*PROMPT, 50, 51)
-    assert (submit.submit.prompt_tokens, submit.submit.max_tokens) == (3, 3)
+    assert (submit.submit.num_prompt_tokens, submit.submit.request.max_tokens) == (3, 5)
     assert submit.submit.epoch == 2
     # A repeated position is dropped, the next one goes out.
     assert emitted(stream.on_token(token(stream, 4, 77, epoch=2), 9.1)) == []

@@ -27,7 +27,7 @@ from molink.errors import (
 )
 from molink.routing.cache_report import unpack_report
 from molink.routing.create import create_router
-from molink.swarm.frontend.request import GeneratedToken, Request
+from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.swarm.frontend.request_router import RequestRouter
 from molink.swarm.frontend.stream import (
     EmitTokenAction,
@@ -48,6 +48,7 @@ from molink.wire.messages.serving import (
     PromptFragment,
     Rejected,
     RejectReason,
+    Request,
 )
 from molinkd.api.backend import MetricValues, ServedModel
 from molinkd.peer.feed import TokenQueue
@@ -296,7 +297,7 @@ class SwarmBackend:
         """Stay with the pipeline that serves the request, else take the one that suits it best."""
         now = self._clock.time()
         if active.target not in targets:
-            prompt = active.stream.request.prompt
+            prompt = active.stream.request.prompt_token_ids
             active.target = self._routing.choose_pipeline(active.stream.key, prompt, targets, now)
             active.num_tokens, active.num_alternatives = 0, max(0, len(targets) - 1)
         reason = "" if targets else self._schedulers.unready_reason(active.stream.request.model)

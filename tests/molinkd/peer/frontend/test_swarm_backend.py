@@ -11,7 +11,6 @@ from msgspec import structs
 
 from molink.errors import ModelNotFound, MolinkError, Overloaded, RequestError, Unavailable
 from molink.routing.cache_report import SPAN_TOKENS, CacheReport, pack_report
-from molink.swarm.frontend.request import Request
 from molink.swarm.frontend.stream import PipelineEpoch, StreamLimits
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
@@ -24,6 +23,7 @@ from molink.wire.messages.serving import (
     OutputTokens,
     PromptFragment,
     Rejected,
+    Request,
     Submit,
 )
 from molinkd.api.backend import Backend, MetricValues, ServedModel
@@ -188,7 +188,7 @@ async def test_a_lost_head_is_a_pause(requests: SwarmBackend, heads: FakeHeads) 
     assert [token.token for token in (*first, *rest)] == [100, 101, 102, 103]
     assert [token.position for token in (*first, *rest)] == [3, 4, 5, 6]
     again = [message for message in heads.sent if isinstance(message, Submit)][1]
-    assert (again.epoch, again.num_tokens, again.prompt_tokens, again.max_tokens) == (2, 5, 3, 2)
+    assert (again.epoch, again.num_tokens, again.num_prompt_tokens) == (2, 5, 3)
 
 
 async def test_closing_the_stream_cancels_at_the_head(

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from molink.swarm.frontend.request import GeneratedToken
+from molink.swarm.frontend.generated_token import GeneratedToken
 from molinkd.peer.feed import TokenQueue
 
 
