@@ -37,7 +37,7 @@ BANNED_CALLS = {
     "asyncio.create_subprocess_exec",
     "asyncio.create_subprocess_shell",
 }
-MAX_LINES = 500
+MAX_LINES = 800
 
 #: Parts that compute, and may import torch; all others run in a daemon or a command, where it would
 #: cost a second and 200 MB.

@@ -84,7 +84,7 @@ class ToolCallReader:
         self._name: str | None = None
         self._arguments: str | None = None
 
-    def read_text(self, text: str, pos: int, parts: AnswerPartBuilder) -> int:
+    def parse_text(self, text: str, pos: int, parts: AnswerPartBuilder) -> int:
         """Read ``text`` from ``pos`` on; the place where it was read to."""
         if self.state == "head":
             room = text[pos : pos + MAX_HELD_CHARACTERS - len(self.held)]

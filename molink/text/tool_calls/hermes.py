@@ -27,7 +27,7 @@ class HermesParser:
             if self._reader is None:
                 pos = self._read_content(text, pos)
             else:
-                pos = self._reader.read_text(text, pos, self._parts)
+                pos = self._reader.parse_text(text, pos, self._parts)
                 self._settle_call(self._reader)
         return self._parts.drain_parts()
 

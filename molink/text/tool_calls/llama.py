@@ -33,7 +33,7 @@ class LlamaParser:
         pos = 0
         while pos < len(text):
             if self._state == "call":
-                pos = self._reader.read_text(text, pos, self._parts)
+                pos = self._reader.parse_text(text, pos, self._parts)
                 self._settle_call()
             elif self._state == "outside":
                 before, marker, pos = self._finder.find_marker(text, pos)

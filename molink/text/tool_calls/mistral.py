@@ -45,7 +45,7 @@ class MistralParser:
                 case "named":
                     pos = self._read_named_call(text, pos)
                 case "listed":
-                    pos = self._reader.read_text(text, pos, self._parts)
+                    pos = self._reader.parse_text(text, pos, self._parts)
                     self._settle_call()
                 case "between":
                     pos = self._read_separator(text, pos)
