@@ -1,1 +1,1 @@
-"""A swarm of real processes that is harmed while streams run, and what became of them."""
+"""Fault injection: a swarm of real processes under load."""

@@ -1,12 +1,12 @@
-"""Harm a swarm of real processes while streams run, and print what became of them.
+"""Inject faults into a swarm of real processes under load, and print a report.
 
     .venv/bin/python -m tools.chaos --seconds 300 --seed 1
     .venv/bin/python -m tools.chaos --kinds kill-worker,freeze-leader --faults 4
     .venv/bin/python -m tools.chaos --list
 
-It starts PCs of its own on loopback, each with its own home and ports, and ends them. Every stream
-is greedy in f32, and its text has to be that of the same question before anything was harmed. The
-exit code is 1 if a request was lost or changed, a process aborted, or something was left behind.
+It starts PCs on loopback, each with its own home and ports. Streams are greedy in f32, and each
+text must equal the text of the same question before any fault. The exit code is 1 if a request was
+lost or changed, a process aborted, or something was left behind.
 """
 
 import argparse
@@ -33,19 +33,19 @@ def main() -> int:
     if options.list:
         print("\n".join(KINDS))
         return 0
-    # However it is told to end, it ends what it started.
+    # Clean up on SIGTERM too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = options.keep or Path(folder)
         verdict = asyncio.run(run(root, options))
         if not verdict.good and not options.keep:
-            print(f"what the PCs have logged: {save_logs(root)}", file=sys.stderr)
+            print(f"logs of the PCs: {save_logs(root)}", file=sys.stderr)
     print(render_report(verdict))
     return 0 if verdict.good else 1
 
 
 def save_logs(root: Path) -> Path:
-    """Keep what the PCs with homes in ``root`` have logged: which epochs there were, and where."""
+    """Copy the logs of all PCs to a folder that stays."""
     kept = Path(tempfile.mkdtemp(prefix="chaos-logs-"))
     for log in root.glob("pc*/**/*.log*"):
         target = kept / log.relative_to(root)
@@ -60,9 +60,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the kinds of faults")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
-    parser.add_argument("--seconds", type=float, default=300.0, help="begin no fault after that")
-    parser.add_argument("--faults", type=int, default=1000, help="at most so many")
-    parser.add_argument("--shortest", type=float, default=1.0, help="of a fault, in seconds")
+    parser.add_argument("--seconds", type=float, default=300.0, help="last start of a fault")
+    parser.add_argument("--faults", type=int, default=1000, help="most faults")
+    parser.add_argument("--shortest", type=float, default=1.0, help="shortest fault, in seconds")
     parser.add_argument("--longest", type=float, default=30.0)
     parser.add_argument("--rest", type=float, default=0.0, help="between faults, in seconds")
     parser.add_argument("--seed", type=int, default=0)
@@ -79,7 +79,7 @@ def _options() -> argparse.Namespace:
 
 
 async def run(root: Path, options: argparse.Namespace) -> Verdict:
-    """The drill of the command line."""
+    """Run the drill that ``options`` describe."""
     network = any(KINDS[kind].network for kind in options.kinds)
     rng = random.Random(options.seed)
     faults = plan_faults(options.kinds, rng, options.shortest, options.longest)
@@ -100,11 +100,11 @@ async def run(root: Path, options: argparse.Namespace) -> Verdict:
 
 
 def _tell(result: Result) -> None:
-    """Show that a fault is over."""
+    """Report a finished fault on standard error."""
     if result.skipped:
         text = f"skipped: {result.target}"
     elif result.recovered is None:
-        text = f"{result.target}: NOT ALL STREAMS WENT ON"
+        text = f"{result.target}: NOT ALL STREAMS CONTINUED"
     else:
         text = f"{result.target}: {max(result.pauses, default=0.0):.1f} s at most"
     print(f"{result.fault.kind} for {result.fault.seconds:.1f} s: {text}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What must be true of a swarm that was harmed and is left alone again."""
+"""Invariants of a swarm after its faults."""
 
 import asyncio
 import re
@@ -12,14 +12,14 @@ from tools.chaos.pc import Pc
 from tools.chaos.swarm import Swarm
 from tools.chaos.usage import Usage, measure_usage_by_role
 
-#: For a daemon to learn that its last requests are over, and a head to free their blocks.
+#: Time for daemons to finish requests and for schedulers to free blocks.
 QUIET_S = 20.0
-#: For a better placement to be loaded beside the one that serves, and the old workers to go.
+#: Time for a better placement to load and for old workers to exit.
 SETTLE_S = 90.0
 _LOOK_S = 0.2
-#: The gauges of a PC's workers, and of its spare ones that are ready.
+#: Gauges of a PC's workers and of its ready standby workers.
 WORKERS, SPARES = "molink_workers", "molink_spare_workers"
-#: Gauges that are 0 where nothing is asked.
+#: Gauges that are 0 without requests.
 IDLE = (
     "molink_head_blocks_used",
     "molink_head_blocks_releasing",
@@ -27,8 +27,7 @@ IDLE = (
     "molink_head_waiting",
     "molink_daemon_requests_active",
 )
-#: What a process that ends by an error in its native code leaves in a log. 9 and 15 are a kill
-#: and a termination.
+#: Log lines of a process that crashed in native code. 9 and 15 are SIGKILL and SIGTERM.
 _ABORT = re.compile(
     r"Assertion failed|Fatal Python error|corruption|free\(\): invalid|0xC000[0-9A-F]{4}"
     r"|(?:ended by signal |exited with -)(?!9\b|15\b)\d+"
@@ -36,7 +35,7 @@ _ABORT = re.compile(
 
 
 async def fetch_gauges(url: str) -> dict[str, float]:
-    """``/metrics`` of an endpoint by name, whatever the labels: the largest of each."""
+    """Fetch ``/metrics``: the largest value of each name over its labels."""
     limit = aiohttp.ClientTimeout(total=10)
     found: dict[str, float] = {}
     async with (
@@ -52,12 +51,12 @@ async def fetch_gauges(url: str) -> dict[str, float]:
 
 
 async def find_busy_gauges(swarm: Swarm) -> list[str]:
-    """Gauges that should come to 0 once nothing is asked, and don't, or that nobody shows."""
+    """Find idle gauges that stay above 0, or that no PC reports."""
     deadline = time.monotonic() + QUIET_S
     while True:
         shown = {pc.name: await fetch_gauges(pc.url) for pc in swarm.pcs if pc.running}
         known = {name for figures in shown.values() for name in figures}
-        left = [f"no PC shows {name}" for name in IDLE if name not in known]
+        left = [f"no PC reports {name}" for name in IDLE if name not in known]
         for pc, figures in shown.items():
             left += [f"{pc}: {name} = {figures[name]:g}" for name in IDLE if figures.get(name)]
         if not left or time.monotonic() > deadline:
@@ -66,7 +65,7 @@ async def find_busy_gauges(swarm: Swarm) -> list[str]:
 
 
 def find_stray_processes(swarm: Swarm) -> list[str]:
-    """Processes that no PC should have: second coordinators, workers without a daemon."""
+    """Find second coordinators and workers without a daemon."""
     found = []
     for pc in swarm.pcs:
         processes = pc.processes()
@@ -79,7 +78,7 @@ def find_stray_processes(swarm: Swarm) -> list[str]:
 
 
 def find_aborts(pc: Pc) -> Iterator[str]:
-    """Processes of a PC that ended by themselves, from what is left of them."""
+    """Find processes of a PC that crashed, by exit codes and logs."""
     for code in pc.strange_exits:
         yield f"{pc.name}: its daemon {exit_text(code)}"
     for log in (pc.home / "terminal.log", *sorted((pc.home / "logs").glob("*.log*"))):
@@ -89,7 +88,7 @@ def find_aborts(pc: Pc) -> Iterator[str]:
 
 
 async def wait_for_standby_workers(pcs: Sequence[Pc], timeout: float) -> None:
-    """Wait until each PC has its worker and a spare one: what it takes by then is what it takes."""
+    """Wait until each PC has a worker and a standby worker, so that memory is steady."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         shown = [await fetch_gauges(pc.url) for pc in pcs]
@@ -99,7 +98,7 @@ async def wait_for_standby_workers(pcs: Sequence[Pc], timeout: float) -> None:
 
 
 async def wait_until_settled(swarm: Swarm, before: dict[str, Usage], slack: int) -> list[str]:
-    """What :func:`find_growth` tells once layers may no longer be on the move."""
+    """Return :func:`find_growth` once layers have stopped moving."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         told = find_growth(before, measure_usage_by_role(swarm.pcs), slack)
@@ -109,7 +108,7 @@ async def wait_until_settled(swarm: Swarm, before: dict[str, Usage], slack: int)
 
 
 def find_growth(before: dict[str, Usage], after: dict[str, Usage], slack: int) -> list[str]:
-    """Who has more processes than before, or more than ``slack`` more descriptors."""
+    """Find roles with more processes, or with over ``slack`` more descriptors."""
     told = []
     for key, now in after.items():
         then = before.get(key, Usage(0, 0, 0) if key.endswith("other") else now)

@@ -1,4 +1,4 @@
-"""A swarm under steady load to which a PC comes, and from which it goes, again and again."""
+"""A swarm under steady load that one PC joins and leaves repeatedly."""
 
 import asyncio
 import sys
@@ -13,19 +13,19 @@ from tools.chaos.streams import Load
 from tools.chaos.swarm import START_S, Swarm
 from tools.chaos.usage import Usage, measure_usage_by_role
 
-#: How often a PC comes, in seconds.
+#: Seconds between joins.
 PERIOD_S = 60.0
-#: The part of the time after which memory counts as settled.
+#: Share of the run after which memory counts as settled.
 SETTLED = 0.2
 #: Tokens of an answer.
 _TOKENS = 100
-#: Pieces that every stream has to get after each coming and going.
+#: Pieces that every stream must receive after each join and leave.
 _AGAIN = 5
 
 
 @dataclass(slots=True)
 class Churn:
-    """What came of it."""
+    """Results of a run."""
 
     settled: dict[str, Usage] = field(default_factory=dict)
     last: dict[str, Usage] = field(default_factory=dict)
@@ -35,9 +35,9 @@ class Churn:
 
 
 async def run_churn(root: Path, seconds: float, *, streams: int, period: float = PERIOD_S) -> Churn:
-    """Three PCs for ``seconds``; each ``period`` a fourth joins and leaves.
+    """Run three PCs for ``seconds``; a fourth joins and leaves every ``period``.
 
-    What the three have is taken when the fourth isn't there and all streams go on.
+    Usage of the three is measured while the fourth is gone and all streams advance.
     """
     found = Churn()
     async with (
@@ -67,21 +67,21 @@ async def run_churn(root: Path, seconds: float, *, streams: int, period: float =
 
 
 async def _round(swarm: Swarm, load: Load, guest: Pc, found: Churn) -> None:
-    """The guest comes, holds layers, and goes for good."""
+    """Let the guest join, hold layers, and leave the swarm."""
     await swarm.admit(guest)
     try:
         await swarm.serves(guest, START_S)
         found.joins += 1
-        await _advance(load, found, "came")
+        await _advance(load, found, "joined")
         at = local_daemon.require_daemon(guest.home)
         await asyncio.to_thread(local_daemon.request_shutdown, at, leave=True)
         await asyncio.to_thread(guest.ended)
     except Exception:
         guest.kill()
         raise
-    await _advance(load, found, "went")
+    await _advance(load, found, "left")
 
 
 async def _advance(load: Load, found: Churn, what: str) -> None:
     if not await load.advance(_AGAIN, START_S):
-        found.troubles.append(f"streams stood still for {START_S:.0f} s after a PC {what}")
+        found.troubles.append(f"streams stalled for {START_S:.0f} s after a PC {what}")

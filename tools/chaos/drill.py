@@ -1,4 +1,4 @@
-"""Faults one after another under streams, and what came of them."""
+"""Inject faults one after another under load and collect results."""
 
 import asyncio
 import random
@@ -14,48 +14,48 @@ from tools.chaos.streams import Answer, Load
 from tools.chaos.swarm import Swarm
 from tools.chaos.usage import measure_usage_by_role
 
-#: Pieces that every stream has to get before a fault, and after it is over.
+#: Pieces that every stream must receive before a fault, and after it.
 CALM, AGAIN = 10, 5
-#: Longest wait for all streams to go on after a fault, in seconds.
+#: Longest wait for all streams to continue after a fault, in seconds.
 RECOVERY_S = 120.0
-#: Longest wait for all PCs to be used again, in seconds. The next fault comes then.
+#: Longest wait for all PCs to hold layers again before the next fault, in seconds.
 WHOLE_S = 20.0
-#: Descriptors that a process may have more after all faults than before them.
+#: Allowed growth of descriptors per role.
 SLACK = 12
 
 
 @dataclass(slots=True)
 class Result:
-    """One fault. Times by the monotonic clock, in seconds."""
+    """One fault; times are monotonic seconds."""
 
     fault: Fault
-    #: What was harmed, or why nothing was.
+    #: The target, or why the fault was skipped.
     target: str
     skipped: bool = False
     begun: float = 0.0
-    #: When it was over.
+    #: When the fault ended.
     mended: float = 0.0
-    #: When all streams went on; ``None`` if one didn't.
+    #: When all streams continued; ``None`` if one did not.
     recovered: float | None = None
-    #: When all PCs held layers again; ``None`` if not all did within :data:`WHOLE_S`.
+    #: When all PCs held layers again; ``None`` if not within :data:`WHOLE_S`.
     whole: float | None = None
-    #: Of each stream whose endpoint lived and could answer, in seconds.
+    #: Pauses of streams whose endpoint could answer, in seconds.
     pauses: list[float] = field(default_factory=list)
-    #: Of each stream whose own endpoint couldn't answer while the fault lasted, in seconds.
+    #: Pauses of streams whose own endpoint could not answer, in seconds.
     asked: list[float] = field(default_factory=list)
-    #: Seconds of each phase of the recovery, of each PC that tells.
+    #: Seconds of each recovery phase, per reporting PC.
     phases: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Verdict:
-    """All that was seen."""
+    """Results of a drill."""
 
     results: list[Result]
     answers: list[Answer]
     #: Longest pause of each stream before the first fault, in seconds.
     calm: list[float]
-    #: Everything that must not be, in words.
+    #: Descriptions of everything that went wrong.
     troubles: list[str]
 
     @property
@@ -74,16 +74,16 @@ async def run_drill(
     whole_s: float = WHOLE_S,
     rest_s: float = 0.0,
 ) -> Verdict:
-    """Do ``faults`` to a swarm that serves ``load``; end the load and look at what is left.
+    """Inject ``faults`` into a swarm under ``load``, end the load and check invariants.
 
-    ``tell`` hears of each fault that is over. ``whole_s``: see :data:`WHOLE_S`. Nothing is done for
-    ``rest_s`` seconds after each: spares get ready in that time.
+    ``tell`` receives each finished fault. Standby workers start during the ``rest_s`` after each
+    fault, in seconds. ``whole_s``: see :data:`WHOLE_S`.
     """
     scene = Scene(swarm, random.Random(seed))
     begun = time.monotonic()
     troubles: list[str] = []
     if not await load.advance(CALM, RECOVERY_S):
-        troubles.append("streams stand still before any fault")
+        troubles.append("streams stalled before any fault")
     calm = [slot.pause(begun, time.monotonic()) for slot in load.slots]
     await checks.wait_for_standby_workers(swarm.pcs, WHOLE_S)
     before = measure_usage_by_role(swarm.pcs)
@@ -91,7 +91,7 @@ async def run_drill(
     for fault in faults:
         results.append(await _suffer(scene, load, fault))
         if not results[-1].skipped and results[-1].recovered is None:
-            troubles.append(f"{fault.kind}: not all streams went on within {RECOVERY_S:.0f} s")
+            troubles.append(f"{fault.kind}: not all streams continued within {RECOVERY_S:.0f} s")
             break
         if not results[-1].skipped:
             await _back(swarm, fault, troubles)
@@ -110,7 +110,7 @@ async def run_drill(
 
 
 async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
-    """One fault, until all streams go on again."""
+    """Inject one fault and wait until all streams continue."""
     kind = KINDS[fault.kind]
     deaths = [slot.pc.deaths for slot in load.slots]
     asked = [slot.pc for slot in load.slots]
@@ -125,13 +125,13 @@ async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
     except CannotHarm as error:
         return Result(fault, str(error), skipped=True)
     result.mended = time.monotonic()
-    scene.swarm.start_all()  # whoever aborted: that is told at the end
+    scene.swarm.start_all()  # crashes are reported at the end
     if await load.advance(AGAIN, RECOVERY_S):
         result.recovered = time.monotonic()
         result.phases = phases.compute_phases(shown, await phases.read_phases(scene.swarm), wall)
     for slot, pc, count in zip(load.slots, asked, deaths, strict=True):
         if pc.deaths == count:
-            # Who is asked next may be another PC than before.
+            # The slot may ask another PC now.
             of_asked = kind.endpoint and target.pc in (pc.name, slot.pc.name)
             (result.asked if of_asked else result.pauses).append(
                 slot.pause(begun, time.monotonic())
@@ -140,7 +140,7 @@ async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
 
 
 async def _back(swarm: Swarm, fault: Fault, troubles: list[str]) -> None:
-    """Wait until all PCs run again and can serve: the next fault is to come alone."""
+    """Wait until all PCs can serve, so that faults do not overlap."""
     try:
         await swarm.ready(RECOVERY_S)
     except TimeoutError as error:
@@ -148,7 +148,7 @@ async def _back(swarm: Swarm, fault: Fault, troubles: list[str]) -> None:
 
 
 async def _whole(swarm: Swarm, timeout: float) -> float | None:
-    """When all PCs hold layers; ``None`` if they don't for so long."""
+    """Wait until all PCs hold layers; ``None`` on timeout."""
     deadline = time.monotonic() + timeout
     while len(await asyncio.to_thread(swarm.stages)) < len(swarm.pcs):
         if time.monotonic() > deadline:
@@ -159,7 +159,7 @@ async def _whole(swarm: Swarm, timeout: float) -> float | None:
 
 @asynccontextmanager
 async def _aside(harm: AbstractContextManager[Target]) -> AsyncIterator[Target]:
-    """Begin and end a fault in a thread, so that streams are read meanwhile."""
+    """Enter and leave a fault in a thread, so that streams are read meanwhile."""
     target = await asyncio.to_thread(harm.__enter__)
     try:
         yield target
@@ -168,9 +168,9 @@ async def _aside(harm: AbstractContextManager[Target]) -> AsyncIterator[Target]:
 
 
 def list_troubles(answers: Sequence[Answer], results: Sequence[Result]) -> list[str]:
-    """Answers that were lost or changed, beside the fault during or after which it was seen.
+    """Describe lost and changed answers with the fault before them.
 
-    Of one that got a wrong piece all faults that it has lived through are told, and when they were.
+    A wrong piece is listed with all faults during its answer.
     """
     told: Counter[str] = Counter()
     for answer in answers:
@@ -183,7 +183,7 @@ def list_troubles(answers: Sequence[Answer], results: Sequence[Result]) -> list[
 
 
 def _lived_through(answer: Answer, results: Sequence[Result]) -> str:
-    """The faults that fell into an answer, by when they began before its wrong piece came."""
+    """Describe the faults during an answer, relative to its wrong piece."""
     until = ((r, float("inf") if r.recovered is None else r.recovered) for r in results)
     faults = [
         f"{r.fault.kind} ({r.target}) {answer.wrong_at - r.begun:+.1f} s"

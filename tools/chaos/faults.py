@@ -1,7 +1,7 @@
-"""What can happen to a PC, each as a context: entered it begins, left it is over.
+"""Faults as context managers: entering begins a fault, leaving ends it.
 
-A fault that is over by itself (a process is killed, and its PC starts it again) does nothing when
-it is left. All give what they harm. They may block for a moment.
+A fault that ends by itself (a killed process that its PC restarts) does nothing on exit. Each
+yields its target and may block briefly.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from tools.chaos.network import Network
 from tools.chaos.pc import Pc, Role
 from tools.chaos.swarm import Swarm
 
-#: A link that is slow: seconds each way, and bytes/s.
+#: A slow link: seconds one way, and bytes/s.
 SLOW_S, SLOW_RATE = 0.1, 1.25e6
-#: By how much a clock jumps, in seconds.
+#: Clock jump in seconds.
 CLOCK_JUMP_S = 3 * 3600.0
-#: For how long threads are watched to see which one computes, in seconds.
+#: Seconds of sampling to find the computing thread.
 _LOOK_S = 0.5
 
 
 class CannotHarm(Exception):
-    """This fault isn't possible here; says why."""
+    """The fault is impossible here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is harmed: one PC's part, or all PCs if ``pc`` is empty."""
+    """The target: part of one PC, or all PCs if ``pc`` is empty."""
 
     pc: str
     what: str
@@ -42,7 +42,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Who may be harmed, and the chance that chooses."""
+    """The swarm and the random generator that picks targets."""
 
     swarm: Swarm
     rng: random.Random
@@ -67,7 +67,7 @@ class Scene:
         return self.rng.choice([pc for pc in self.swarm.pcs if pc.running])
 
     def process(self, role: Role) -> tuple[Pc, psutil.Process]:
-        """A process of that role, of any PC; a worker that serves, if one does."""
+        """Pick a process of that role; a serving worker if there is one."""
         found = [(pc, p) for pc in self.swarm.pcs if pc.running for p in pc.processes(role)]
         if role == "worker":
             serving = set(self.swarm.stages().values())
@@ -84,7 +84,7 @@ class Scene:
         return self.swarm.network
 
 
-#: A fault as a context that gives what it harms.
+#: A fault.
 Harm = Callable[[Scene], AbstractContextManager[Target]]
 
 
@@ -101,7 +101,7 @@ def kill_process(role: Role) -> Harm:
 
 
 def kill_pc(choose: Callable[[Scene], Pc], *, at_once: bool = False) -> Harm:
-    """Kill a daemon, and with it all of its PC; ``at_once``: it is started again at once."""
+    """Kill a daemon and with it its PC; ``at_once`` restarts it immediately."""
 
     @contextmanager
     def harm(scene: Scene) -> Iterator[Target]:
@@ -117,7 +117,7 @@ def kill_pc(choose: Callable[[Scene], Pc], *, at_once: bool = False) -> Harm:
 
 
 def freeze_process(role: Role) -> Harm:
-    """Stop all threads of a process (``SIGSTOP``), and let them go on later."""
+    """Suspend a process (``SIGSTOP``) and resume it later."""
 
     @contextmanager
     def harm(scene: Scene) -> Iterator[Target]:
@@ -129,7 +129,7 @@ def freeze_process(role: Role) -> Harm:
 
 
 def freeze_daemon(choose: Callable[[Scene], Pc]) -> Harm:
-    """Stop a daemon alone: its worker and coordinator go on."""
+    """Suspend a daemon alone; its worker and coordinator keep running."""
 
     @contextmanager
     def harm(scene: Scene) -> Iterator[Target]:
@@ -141,7 +141,7 @@ def freeze_daemon(choose: Callable[[Scene], Pc]) -> Harm:
 
 
 def freeze_pc(choose: Callable[[Scene], Pc]) -> Harm:
-    """Stop all processes of a PC, as a suspend does."""
+    """Suspend all processes of a PC, as sleep does."""
 
     @contextmanager
     def harm(scene: Scene) -> Iterator[Target]:
@@ -153,7 +153,7 @@ def freeze_pc(choose: Callable[[Scene], Pc]) -> Harm:
 
 
 def hang(role: Role, *, computing: bool = False) -> Harm:
-    """Stop a process's event loop alone, or the thread that computes."""
+    """Stop only a process's event loop, or only its computing thread."""
 
     @contextmanager
     def harm(scene: Scene) -> Iterator[Target]:
@@ -172,7 +172,7 @@ def hang(role: Role, *, computing: bool = False) -> Harm:
 
 @contextmanager
 def cut(scene: Scene) -> Iterator[Target]:
-    """Let nothing pass between a PC and the others."""
+    """Cut a PC off from the others."""
     pc, network = scene.anyone(), scene.network
     network.cut(pc.name)
     try:
@@ -201,15 +201,15 @@ def slow(scene: Scene) -> Iterator[Target]:
 
 
 def full_disk(choose: Callable[[Scene], Pc]) -> Harm:
-    """Let no file of a PC grow, and kill a worker: the PC has to do something about it.
+    """Stop a PC's files from growing, and kill a worker so that it must write.
 
-    Linux only, by the limit on files' sizes, so what programs get is ``EFBIG``.
+    Linux only, by a limit on file sizes: programs get ``EFBIG``.
     """
 
     @contextmanager
     def harm(scene: Scene) -> Iterator[Target]:
         if not sys.platform.startswith("linux"):
-            raise CannotHarm("files' sizes can be limited from outside on Linux only")
+            raise CannotHarm("file sizes can be limited from outside on Linux only")
         pc = choose(scene)
         _limit_files(pc, 0)
         try:
@@ -224,7 +224,7 @@ def full_disk(choose: Callable[[Scene], Pc]) -> Harm:
 
 @contextmanager
 def clock_jump(scene: Scene) -> Iterator[Target]:
-    """Set a PC's clock wrong, and right again later."""
+    """Shift a PC's clock and restore it."""
     pc = scene.anyone()
     jump = scene.rng.choice((CLOCK_JUMP_S, -CLOCK_JUMP_S))
     pc.set_clock(jump)
@@ -236,27 +236,27 @@ def clock_jump(scene: Scene) -> Iterator[Target]:
 
 @contextmanager
 def power_cut(scene: Scene) -> Iterator[Target]:
-    """Kill everything at once, then start it again."""
+    """Kill all PCs at once, then restart them."""
     for pc in scene.swarm.pcs:
         pc.kill()
     yield Target("", "all")
     scene.swarm.start_all()
 
 
-#: ``itself``: it is over once it has begun. ``time``: it lasts for 1 to 30 s. ``streams``: it lasts
-#: until all streams go on in spite of it.
+#: When a fault ends: ``itself``: at once; ``time``: after 1 to 30 s; ``streams``: when all streams
+#: continue despite it.
 Over = Literal["itself", "time", "streams"]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A sort of fault, and when it is over."""
+    """A kind of fault, and when it ends."""
 
     harm: Harm
     over: Over = "time"
-    #: Needs a network that can be harmed.
+    #: Needs the fault-injecting network.
     network: bool = False
-    #: While it lasts, the endpoint of the PC itself can't answer.
+    #: The PC's own endpoint cannot answer meanwhile.
     endpoint: bool = False
 
 
@@ -289,7 +289,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of a plan, and for how long at least."""
+    """One planned fault and its least duration."""
 
     kind: str
     seconds: float
@@ -298,9 +298,9 @@ class Fault:
 def plan_faults(
     kinds: Sequence[str], rng: random.Random, shortest: float, longest: float
 ) -> Iterator[Fault]:
-    """Faults without end, in an order of chance: all kinds once before one comes again.
+    """Yield faults endlessly in random order, each kind once before any repeats.
 
-    Short ones are as frequent as long ones: it is the logarithm of their time that is even.
+    Durations are log-uniform.
     """
     while True:
         for kind in rng.sample(kinds, len(kinds)):
@@ -322,7 +322,7 @@ def _frozen(processes: list[psutil.Process]) -> Iterator[None]:
 
 
 def _busiest_thread(process: psutil.Process) -> int:
-    """The thread that has most of the processor now, the main one aside."""
+    """Find the busiest thread beside the main one."""
 
     def used() -> dict[int, float]:
         return {t.id: t.user_time + t.system_time for t in process.threads()}

@@ -1,7 +1,6 @@
-"""Stopping one thread of a process while its others run (Linux), by ``ptrace``.
+"""Stop one thread of a process by ``ptrace`` while its others run (Linux).
 
-The operating system's own stop is of whole processes. A program whose one thread is stuck answers
-on the network as ever where other threads do that, so it is another fault.
+``SIGSTOP`` stops whole processes. A process with one stuck thread still answers on the network.
 """
 
 import contextlib
@@ -16,19 +15,19 @@ _WAIT_ALL = 0x40000000
 
 
 class CannotHang(Exception):
-    """A thread can't be stopped here; says why."""
+    """The thread cannot be stopped."""
 
 
 @contextlib.contextmanager
 def hang_thread(thread: int) -> Iterator[None]:
-    """Meanwhile the thread with that system-wide id (the process's, for its main one) is stopped.
+    """Stop the thread with that system-wide id (the pid for the main one) meanwhile.
 
     Raises:
         CannotHang: there is no such thread, no permission, or this isn't Linux.
     """
     if not sys.platform.startswith("linux"):
         raise CannotHang("one thread alone can be stopped on Linux only")
-    # Only the thread that took hold of another may let go of it.
+    # Only the tracing thread may detach.
     over, begun = threading.Event(), threading.Event()
     errors: list[OSError] = []
 

@@ -1,9 +1,8 @@
-"""The network between the PCs of a chaos run: it can be cut, reset and slowed, per PC.
+"""A forwarding network between PCs that can be cut, reset and slowed per PC.
 
-Each PC listens on a loopback address of its own and is known to the others by a second one, where
-this forwards. Whose connection it is follows from the process that holds its other end, so that a
-PC can be cut off from the others while it still reaches itself. Connections are ended here, so a
-port that nobody listens on shows as a reset rather than as a refusal.
+Each PC listens on its own loopback address; others reach it by a second one that forwards here. The
+process at a connection's other end identifies its PC, so a PC that is cut off still reaches itself.
+A port without a listener shows as a reset, not as a refusal.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ import psutil
 from tools.chaos.pc import Pc, find_home
 
 _CHUNK = 65536
-#: Bytes that are read at once where the rate is limited, and how many reads may be on their way.
+#: Bytes per read on limited links, and reads in flight.
 _SLOW_CHUNK = 4096
 _QUEUED = 64
 _START_S = 10.0
@@ -34,9 +33,9 @@ _RESET = struct.pack("hh" if sys.platform == "win32" else "ii", 1, 0)
 
 @dataclass(slots=True, eq=False)
 class _Way:
-    """The state of one PC's network, for both directions."""
+    """State of one PC's network, both directions."""
 
-    #: Bytes pass while it is set.
+    #: Bytes pass while set.
     whole: asyncio.Event = field(default_factory=asyncio.Event)
     delay_s: float = 0.0
     #: Bytes/s; 0 = without limit.
@@ -45,14 +44,14 @@ class _Way:
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One that is forwarded to ``target``, from a socket with the address ``source``."""
+    """A connection forwarded from ``source`` to ``target``."""
 
     source: tuple[str, int]
     target: str
     writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
-    #: The PCs' ways that its bytes go through: none, where a PC reaches itself.
+    #: Network states its bytes pass; none if a PC reaches itself.
     ways: list[_Way]
-    #: The PCs at its ends. That of the source isn't known at once.
+    #: PCs at its ends; the source becomes known later.
     ends: frozenset[str]
 
 
@@ -62,7 +61,7 @@ class Network:
     def __init__(self, pcs: Sequence[Pc]) -> None:
         self._pcs = {pc.name: pc for pc in pcs}
         self._connections: set[_Connection] = set()
-        #: Those of which it isn't known who opened them.
+        #: Connections whose opener is unknown yet.
         self._strangers: list[_Connection] = []
         self._accepted: asyncio.Event
         self._seen = self._sought = 0
@@ -89,11 +88,11 @@ class Network:
 
     @property
     def settled(self) -> bool:
-        """Whether the openers of all connections there have been are known, or can't be."""
+        """Whether all openers have been looked up."""
         return self._seen == self._sought
 
     def cut(self, name: str) -> None:
-        """Let no byte pass between that PC and the others; connections stay open."""
+        """Hold all bytes between that PC and the others; connections stay open."""
         self._call(self._ways[name].whole.clear)
 
     def slow(self, name: str, delay_s: float, rate: float) -> None:
@@ -116,7 +115,7 @@ class Network:
         self._call(change)
 
     def mend(self, name: str) -> None:
-        """End what :meth:`cut` and :meth:`slow` did."""
+        """Undo :meth:`cut` and :meth:`slow`."""
         self.slow(name, 0.0, 0.0)
         self._call(self._ways[name].whole.set)
 
@@ -139,7 +138,7 @@ class Network:
             for pc in self._pcs.values():
                 for port in pc.place.for_others:
                     await self._listen(stack, pc, port)
-            knowing = asyncio.create_task(self._know())
+            knowing = asyncio.create_task(self._find_openers())
             self._tasks.add(knowing)
             self._ready.set_result(None)
             await self._over.wait()
@@ -180,14 +179,14 @@ class Network:
                 both.create_task(_pump(reader, far_writer, connection.ways))
                 both.create_task(_pump(far_reader, writer, connection.ways))
         except* OSError:
-            pass  # one side is gone: so is the other now
+            pass  # one side closed, so both do
         finally:
             self._connections.discard(connection)
             _abort(writer)
             _abort(far_writer)
 
-    async def _know(self) -> None:
-        """Find out who opened connections. They don't wait for it: that takes a while."""
+    async def _find_openers(self) -> None:
+        """Find out which PCs opened connections, without delaying them."""
         while True:
             await self._accepted.wait()
             self._accepted.clear()
@@ -203,7 +202,7 @@ class Network:
             self._sought += len(strangers)
 
     def _owners(self) -> dict[tuple[str, int], str]:
-        """The PCs whose processes hold connections, by their local addresses."""
+        """Map local addresses of connections to PCs."""
         names = {str(pc.home): name for name, pc in self._pcs.items()}
         pids: dict[int, str | None] = {}
         found = {}
@@ -221,7 +220,7 @@ class Network:
 async def _pump(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ways: Sequence[_Way]
 ) -> None:
-    """Copy the bytes of one direction. Its end, clean or not, ends the other one too."""
+    """Copy one direction; its end also ends the other."""
     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
     async with asyncio.TaskGroup() as both:
         delivery = both.create_task(_deliver(queue, writer, ways))

@@ -1,4 +1,4 @@
-"""One PC of a chaos run: its home, its ports, and the processes that run there."""
+"""One PC of a run: its home, ports and processes."""
 
 import contextlib
 import os
@@ -17,19 +17,19 @@ import psutil
 Role = Literal["daemon", "coordinator", "worker", "other"]
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Where a PC's processes look first: for the clock that can be set, and for molink as it is here.
+#: First import paths of a PC's processes: the adjustable clock, and this checkout.
 _PATHS = (ROOT / "tools" / "chaos" / "clock", ROOT, ROOT / "daemon")
-#: How many ports a PC has for workers: a dying one may still hold its own.
+#: Worker ports per PC; a dying worker may still hold one.
 WORKER_PORTS = 8
-#: Below what systems give to outgoing connections, which could take a port between two starts.
+#: Below the ephemeral range, so that no outgoing connection takes a port between starts.
 _PORTS = range(20_000, 32_000)
-#: Longest wait for a process to end in good order, in seconds.
+#: Longest wait for an orderly exit, in seconds.
 _END_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where a PC listens. Others reach it at ``advertised``, on the same ports."""
+    """Ports of a PC; others reach them at ``advertised``."""
 
     host: str
     advertised: str
@@ -40,7 +40,7 @@ class ListenAddress:
 
     @classmethod
     def free(cls, host: str, advertised: str, rng: random.Random) -> "ListenAddress":
-        """One whose ports are free now."""
+        """Pick ports that are free now."""
         count = 3 + WORKER_PORTS
         while True:
             first = rng.randrange(_PORTS.start, _PORTS.stop - count)
@@ -64,7 +64,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 class Pc:
-    """A home and what runs for it. Started again, it has the same home and the same ports."""
+    """A home and its processes; restarts keep home and ports."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Pc:
         options: Sequence[str],
         module: str = "molinkd",
     ) -> None:
-        """``options`` are further ones of ``molink up`` and ``molink join``.
+        """``options`` are appended to ``molink up`` and ``molink join``.
 
-        ``module`` is what stands for ``molink``.
+        ``module`` is run in place of ``molink``.
         """
         self.name = name
         self.home = home
@@ -84,9 +84,9 @@ class Pc:
         self._options = list(options)
         self._module = module
         self.process: subprocess.Popen[bytes] | None = None
-        #: How often its daemon was killed: a stream that it served is over then.
+        #: How often its daemon ended; that ends the streams it served.
         self.deaths = 0
-        #: Exit codes of daemons that ended though nobody killed them.
+        #: Exit codes of daemons that ended on their own.
         self.strange_exits: list[int] = []
         home.mkdir(parents=True, exist_ok=True)
         self._clock = home / "clock"
@@ -98,7 +98,7 @@ class Pc:
 
     @property
     def output(self) -> str:
-        """All that its daemons have printed."""
+        """Everything its daemons printed."""
         return (self.home / "terminal.log").read_text(encoding="utf-8", errors="replace")
 
     def start(self, *command: str) -> None:
@@ -123,12 +123,12 @@ class Pc:
         return [*options, "--worker-ports", f"{first}-{last}", "--threads", "1"]
 
     def environment(self) -> dict[str, str]:
-        """Of its processes."""
+        """Environment of its processes."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith("MOLINK_")}
         return {
             **kept,
             "MOLINK_HOME": str(self.home),
-            # A setting of every PC, though only that of `up` has an option for it.
+            # Only `up` has an option for this setting.
             "MOLINK_COORDINATOR_PORT": str(self.place.coordinator),
             "PYTHONPATH": os.pathsep.join(map(str, _PATHS)),
             "PYTHONIOENCODING": "utf-8",
@@ -137,12 +137,12 @@ class Pc:
         }
 
     def set_clock(self, seconds: float) -> None:
-        """Have its wall clock be wrong by ``seconds``."""
+        """Shift its wall clock by ``seconds``."""
         self._clock.write_text(str(seconds), encoding="ascii")
 
     @property
     def running(self) -> bool:
-        """Whether its daemon runs. One that ended by itself is noted."""
+        """Whether its daemon runs; records an unexpected exit."""
         if self.process is None:
             return False
         code = self.process.poll()
@@ -154,7 +154,7 @@ class Pc:
         return False
 
     def kill(self) -> None:
-        """End its daemon at once; what it started notices by itself."""
+        """Kill its daemon; children notice by themselves."""
         if self.running:
             assert self.process is not None
             self.deaths += 1
@@ -163,10 +163,10 @@ class Pc:
             self.process = None
 
     def stop(self) -> None:
-        """End it as a person would.
+        """Stop it as a user would.
 
         Raises:
-            TimeoutError: it didn't end, and was killed.
+            TimeoutError: it did not end and was killed.
         """
         if not self.running:
             return
@@ -176,10 +176,10 @@ class Pc:
         self.ended()
 
     def ended(self) -> None:
-        """Wait for the end of a daemon that was told to end.
+        """Wait for a stopping daemon.
 
         Raises:
-            TimeoutError: it didn't end, and was killed.
+            TimeoutError: it did not end and was killed.
         """
         assert self.process is not None
         try:
@@ -192,14 +192,14 @@ class Pc:
             self.process = None
 
     def processes(self, role: Role | None = None) -> list[psutil.Process]:
-        """Those that run for this PC, its daemon first, or those of a role."""
+        """Find its processes, the daemon first, optionally of one role."""
         found = find_processes(self.home)
         daemon = 0 if self.process is None else self.process.pid
         found.sort(key=lambda process: process.pid != daemon)
         return [p for p in found if role is None or self.role(p) == role]
 
     def role(self, process: psutil.Process) -> Role:
-        """What a process of this PC is."""
+        """Role of one of its processes."""
         if self.process is not None and process.pid == self.process.pid:
             return "daemon"
         roles: Mapping[str, Role]
@@ -210,7 +210,7 @@ class Pc:
 
 
 def find_processes(home: Path) -> list[psutil.Process]:
-    """All processes with that home, whoever started them; dying ones aside."""
+    """Find all live processes with that home."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -220,7 +220,7 @@ def find_processes(home: Path) -> list[psutil.Process]:
 
 
 def find_home(pid: int) -> str | None:
-    """The home that a process was told to use; ``None`` if there was none, or it can't be seen."""
+    """Home in a process's environment; ``None`` if absent or unreadable."""
     try:
         home: str | None = psutil.Process(pid).environ().get("MOLINK_HOME")
     except (psutil.Error, OSError):

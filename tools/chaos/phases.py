@@ -1,4 +1,4 @@
-"""The phases of recoveries, as PCs show them in ``/metrics``, where they do."""
+"""Phases of recoveries, read from ``/metrics`` of the PCs."""
 
 import asyncio
 import re
@@ -10,9 +10,9 @@ from tools.chaos.checks import fetch_gauges
 from tools.chaos.pc import Pc
 from tools.chaos.swarm import Swarm
 
-#: What a daemon shows, by name.
+#: Metrics of a daemon by name.
 Figures = Mapping[str, float]
-#: That of all PCs, by their names and how often each has died.
+#: Metrics of all PCs by name and number of deaths.
 Shown = Mapping[tuple[str, int], Figures]
 
 _COUNT = "molink_recoveries_total"
@@ -21,7 +21,7 @@ _PHASE = re.compile(r"molink_recovery_(?!last_)(\w+)_seconds_total")
 
 
 async def read_phases(swarm: Swarm) -> Shown:
-    """What every PC shows that can be asked now."""
+    """Read the metrics of all PCs that answer."""
 
     async def ask(pc: Pc) -> Figures:
         try:
@@ -36,7 +36,7 @@ async def read_phases(swarm: Swarm) -> Shown:
 def compute_phases(before: Shown, after: Shown, begun: float) -> dict[str, list[float]]:
     """Seconds of each phase at each PC that recovered once since a fault.
 
-    ``begun`` is when that began, in seconds since 1970; ``noticed`` is the phase until a PC knew.
+    ``begun`` is the fault's start in Unix time; ``noticed`` is the time until a PC noticed it.
     """
     found: dict[str, list[float]] = {}
     for key, figures in after.items():

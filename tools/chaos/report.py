@@ -1,4 +1,4 @@
-"""The table of a drill, as Markdown."""
+"""Render a drill as Markdown."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from tools.chaos.drill import WHOLE_S, Result, Verdict
 
 
 def render_report(verdict: Verdict) -> str:
-    """A row for each kind of fault, then what went wrong."""
+    """A row per kind of fault, then everything that went wrong."""
     lines = [
         "| fault | times | same text | lost | changed | pause: median (s) | p99 (s) "
-        "| of the asked PC (s) | all go on (s) | all PCs used (s) |",
+        "| of the asked PC (s) | all continue (s) | all PCs used (s) |",
         "|---|---|---|---|---|---|---|---|---|---|",
         f"| none | | | | | {_median(verdict.calm)} | {_p99(verdict.calm)} | | | |",
     ]
@@ -27,10 +27,10 @@ def render_report(verdict: Verdict) -> str:
     exempt = ends.count("endpoint")
     lines += [
         "",
-        "A pause is the longest silence of a stream from the fault until all streams went on. "
-        "Streams whose own endpoint stood still or was cut off are in a column of their own (their "
-        "longest), and those whose endpoint was killed in none. The last two columns are medians: "
-        "from the fault until all went on, and from its end until every PC held layers again.",
+        "A pause is the longest silence of a stream from the fault until all streams continued. "
+        "Streams whose own endpoint was frozen or cut off have their own column (the longest), and "
+        "those whose endpoint was killed are left out. The last two columns are medians: from the "
+        "fault until all continued, and from its end until every PC held layers again.",
         "",
         f"{len(ends)} requests, {exempt} of them at endpoints that were killed.",
         *_phases(verdict),
@@ -41,7 +41,7 @@ def render_report(verdict: Verdict) -> str:
 
 
 def _phases(verdict: Verdict) -> list[str]:
-    """Median and 99th percentile of each phase of a recovery by kind, if PCs tell."""
+    """Median and 99th percentile of each recovery phase by kind, if PCs report them."""
     seen = {name for result in verdict.results for name in result.phases}
     names = [name for name in ("noticed", *RECOVERY_PHASES) if name in seen]
     if not names:
@@ -62,7 +62,7 @@ def _phases(verdict: Verdict) -> list[str]:
 
 
 def _harmed(verdict: Verdict, result: Result) -> list[str]:
-    """How the answers ended that were under way during a fault or the recovery from it."""
+    """Ends of the answers that ran during a fault or its recovery."""
     until = float("inf") if result.recovered is None else result.recovered
     return [
         answer.end
@@ -96,6 +96,6 @@ def _median(values: Sequence[float]) -> str:
 
 
 def _p99(values: Sequence[float]) -> str:
-    """The 99th percentile, which of fewer than 100 values is the largest."""
+    """The 99th percentile; the largest of fewer than 100 values."""
     ordered = sorted(values)
     return f"{ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]:.2f}" if ordered else ""

@@ -1,4 +1,4 @@
-"""Streams that never stop, whose texts are known beforehand."""
+"""Endless streams with known texts."""
 
 import asyncio
 import itertools
@@ -15,13 +15,13 @@ import aiohttp
 from tools.chaos.pc import Pc
 from tools.chaos.swarm import Swarm
 
-#: A stream without a token for so long is given up as lost, in seconds.
+#: Seconds without a token after which a stream counts as lost.
 SILENCE_S = 180.0
-#: Before a slot asks again whose request failed, in seconds.
+#: Seconds before a slot retries a failed request.
 _AGAIN_S = 0.2
-#: Another stream's piece came at the same time as a wrong one if it did so within these seconds.
+#: Seconds within which pieces of two streams count as simultaneous.
 _BESIDE_S = 0.5
-#: Pieces of a stream that are remembered for that.
+#: Pieces remembered per stream for that.
 _REMEMBERED = 1024
 
 _QUESTIONS = (
@@ -43,13 +43,13 @@ _QUESTIONS = (
     "Why does decode go first?",
 )
 
-#: ``same``: the expected text, whole. ``endpoint``: the PC that was asked was killed.
+#: ``same``: the whole expected text. ``endpoint``: the asked PC was killed.
 End = Literal["same", "changed", "lost", "endpoint"]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request and what came of it. Times by the monotonic clock, in seconds."""
+    """One finished request; times are monotonic seconds."""
 
     slot: int
     pc: str
@@ -57,55 +57,55 @@ class Answer:
     ended: float
     end: End
     tokens: int
-    #: What went wrong, in words.
+    #: Description of a failure.
     trouble: str = ""
-    #: When its first wrong piece came; 0 if none did.
+    #: When its first wrong piece arrived; 0 if none.
     wrong_at: float = 0.0
 
 
-#: A piece of text and when it came, by the monotonic clock in seconds.
+#: Arrival of a piece of text, monotonic seconds, and the piece.
 Heard = tuple[float, str]
 
 
 @dataclass(slots=True)
 class Slot:
-    """One of the streams that are always there: when it got its pieces."""
+    """One of the permanent streams and the times of its pieces."""
 
     index: int
     pc: Pc
-    #: One series for each request: when it was sent, then when its pieces came.
+    #: Per request: send time, then times of its pieces.
     series: list[list[float]] = field(default_factory=list)
     pieces: int = 0
-    #: Its latest pieces, of whatever request.
+    #: Its latest pieces over all requests.
     heard: deque[Heard] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def pause(self, begun: float, ended: float) -> float:
-        """The longest time without a piece, of those that touch ``begun`` to ``ended``."""
+        """Longest silence that overlaps ``begun`` to ``ended``."""
         ending = (pair for times in self.series for pair in itertools.pairwise(times))
         return max((b - a for a, b in ending if b > begun and a < ended), default=0.0)
 
 
 class StreamFailed(Exception):
-    """An answer didn't come whole."""
+    """An answer is incomplete."""
 
 
 class Load:
-    """``count`` streams over all PCs, for the life of an ``async with`` block.
+    """``count`` streams over all PCs during an ``async with`` block.
 
-    Greedy in f32, so an answer's text is the same whatever else happens.
+    Streams are greedy in f32, so their texts are deterministic.
     """
 
     def __init__(
         self, swarm: Swarm, count: int, tokens: int, *, pcs: Sequence[Pc] | None = None
     ) -> None:
-        """``tokens`` of each answer; ``pcs``: who is asked, if not all."""
+        """``tokens`` per answer; ``pcs``: the endpoints to ask, all by default."""
         self._swarm = swarm
         self._pcs = list(pcs or swarm.pcs)
         self._tokens = tokens
         self._expected: dict[str, str] = {}
         self.slots = [Slot(n, self._pcs[n % len(self._pcs)]) for n in range(count)]
         self.answers: list[Answer] = []
-        #: How often each PC had died when it was last seen to be able to serve.
+        #: Deaths of each PC when it was last ready.
         self._ready = dict.fromkeys((pc.name for pc in self._pcs), 0)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -130,12 +130,12 @@ class Load:
         await self._session.close()
 
     async def finish(self) -> None:
-        """Let all answers come to their end, and ask for no more."""
+        """Finish running answers and send no more."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
     async def _learn(self) -> None:
-        """What each prompt's answer is while nothing is harmed."""
+        """Record each prompt's answer before any fault."""
         prompts = [self._prompt(slot.index) for slot in self.slots]
 
         async def whole(slot: Slot, prompt: str) -> str:
@@ -150,11 +150,11 @@ class Load:
         return question if index < len(_QUESTIONS) else f"{question} ({index})"
 
     def progress(self) -> list[int]:
-        """How many pieces each slot has had."""
+        """Count pieces per slot."""
         return [slot.pieces for slot in self.slots]
 
     async def advance(self, pieces: int, timeout: float) -> bool:
-        """Wait until every slot has had so many more; whether it came to that."""
+        """Wait until every slot received ``pieces`` more; ``False`` on timeout."""
         wanted = [count + pieces for count in self.progress()]
         deadline = time.monotonic() + timeout
         while any(now < then for now, then in zip(self.progress(), wanted, strict=True)):
@@ -172,7 +172,7 @@ class Load:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _askable(self, index: int) -> Pc:
-        """A PC to ask: the slot's own, or the next one if that was killed and isn't back yet."""
+        """The slot's own PC, or the next one while that is down."""
         pcs = self._pcs
         order = [pcs[(index + step) % len(pcs)] for step in range(len(pcs))]
         while True:
@@ -182,7 +182,7 @@ class Load:
             await asyncio.sleep(_AGAIN_S)
 
     async def _is_back(self, pc: Pc) -> bool:
-        """Whether a PC that was killed can serve again."""
+        """Whether a restarted PC is ready."""
         deaths = pc.deaths
         try:
             async with self._session.get(f"{pc.url}/readyz") as answer:
@@ -227,7 +227,7 @@ class Load:
         return answer
 
     async def _ask(self, pc: Pc, prompt: str) -> AsyncIterator[str]:
-        """The pieces of one answer.
+        """Yield the pieces of one answer.
 
         Raises:
             StreamFailed: it was refused, ended with an error, or has another length.
@@ -260,10 +260,10 @@ class Load:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:
-    """What the server sends; ``None`` for its last word.
+    """Yield server-sent events; ``None`` for ``[DONE]``.
 
     Raises:
-        StreamFailed: it can't be read.
+        StreamFailed: an event is malformed.
     """
     async for line in response.content:
         if line.startswith(b"data: [DONE]"):
@@ -272,11 +272,11 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
             try:
                 yield json.loads(line[6:])
             except ValueError as error:
-                raise StreamFailed(f"what came is no event: {error}: {line[:200]!r}") from None
+                raise StreamFailed(f"malformed event: {error}: {line[:200]!r}") from None
 
 
 def find_first_wrong(expected: str, came: Sequence[Heard]) -> int | None:
-    """The index of the first piece that doesn't go on as ``expected``; ``None`` if all do."""
+    """Index of the first piece that departs from ``expected``; ``None`` if none does."""
     at = 0
     for index, (_, piece) in enumerate(came):
         if not expected.startswith(piece, at):
@@ -288,10 +288,9 @@ def find_first_wrong(expected: str, came: Sequence[Heard]) -> int | None:
 def describe_circumstances(
     came: Sequence[Heard], index: int, begun: float, others: Iterable[Slot]
 ) -> str:
-    """How the wrong piece of an answer that was asked for at ``begun`` came, in words.
+    """Describe a wrong piece: the pause before it, and other streams with the same piece then.
 
-    Whether it came after a pause, so that it was the first one after a loss, and whether another
-    stream got the same piece then: its row or its token would have gone to the wrong one.
+    A long pause suggests a recovery; the same piece elsewhere suggests a swapped row or token.
     """
     at, piece = came[index]
     before = came[index - 1][0] if index else begun
@@ -308,7 +307,7 @@ def describe_circumstances(
 
 
 def _difference(expected: str, text: str) -> str:
-    """Where two texts part."""
+    """Describe where two texts differ."""
     at = next(
         (n for n, (a, b) in enumerate(zip(expected, text, strict=False)) if a != b),
         min(len(expected), len(text)),

@@ -1,4 +1,4 @@
-"""A swarm of PCs on loopback, each with a home and ports of its own."""
+"""A swarm of PCs on loopback, each with its own home and ports."""
 
 import asyncio
 import contextlib
@@ -20,15 +20,15 @@ from molinkd.peer.home import Home
 from tools.chaos.network import Network
 from tools.chaos.pc import ListenAddress, Pc, find_processes
 
-#: Longest wait for a swarm to be ready that was just started, in seconds.
+#: Longest wait for a new swarm to be ready, in seconds.
 START_S = 180.0
-#: How long a process may take to notice that its daemon is gone, in seconds.
+#: Seconds in which orphaned processes must exit.
 ORPHAN_S = 20.0
 _LOOK_S = 0.1
 
 
 class Swarm:
-    """PCs that serve a model together, for the life of an ``async with`` block."""
+    """PCs that serve a model together during an ``async with`` block."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class Swarm:
         device: str = "cpu",
         module: str = "molinkd",
     ) -> None:
-        """The first of ``count`` PCs founds the swarm, the last ``absent`` ones don't join yet.
+        """The first of ``count`` PCs founds the swarm; the last ``absent`` ones do not join yet.
 
-        With ``network`` it can be harmed too. All stages are on ``device``. ``module`` is what
-        stands for ``molink``.
+        ``network`` puts a fault-injecting network between them. All stages use ``device``.
+        ``module`` is run in place of ``molink``.
         """
         rng = random.Random(seed)
         self.root = root
@@ -60,12 +60,12 @@ class Swarm:
             self.pcs.append(Pc(f"pc{number}", root / f"pc{number}", place, options, module))
         self.network = Network(self.pcs) if network else None
         self._stack = ExitStack()
-        #: What was not as it should be when it ended.
+        #: Problems found at the end.
         self.left_behind: list[str] = []
 
     @property
     def founder(self) -> Pc:
-        """The PC that began."""
+        """The PC that made the swarm."""
         return self.pcs[0]
 
     async def __aenter__(self) -> Self:
@@ -96,8 +96,8 @@ class Swarm:
         await self.ready(START_S)
 
     async def admit(self, pc: Pc) -> None:
-        """Have a PC join by a token of the founder's."""
-        # All have the same device: one measurement does.
+        """Let a PC join with a token of the founder."""
+        # All PCs share one device, so one measurement is enough.
         shutil.copyfile(Home(self.founder.home).device, Home(pc.home).device)
         founder = Home(self.founder.home)
         invite = await asyncio.to_thread(
@@ -106,7 +106,7 @@ class Swarm:
         pc.start("join", invite.token)
 
     def start(self, pc: Pc) -> None:
-        """Start a PC's daemon, at first or again."""
+        """Start or restart a PC's daemon."""
         if pc is self.founder:
             stages = str(self._present)
             pc.start(
@@ -124,16 +124,16 @@ class Swarm:
             pc.start("join")
 
     def start_all(self) -> None:
-        """Start all that don't run."""
+        """Start all stopped PCs."""
         for pc in self.pcs:
             if not pc.running:
                 self.start(pc)
 
     async def ready(self, timeout: float) -> None:
-        """Wait until every running PC's endpoint can serve.
+        """Wait until every running PC's endpoint is ready.
 
         Raises:
-            TimeoutError: one of them couldn't for so long.
+            TimeoutError: one of them is not ready in time.
         """
         limit = aiohttp.ClientTimeout(total=5)
         deadline = time.monotonic() + timeout
@@ -145,10 +145,10 @@ class Swarm:
                     await asyncio.sleep(_LOOK_S)
 
     async def serves(self, pc: Pc, timeout: float) -> None:
-        """Wait until a PC's stage is one of those that serve.
+        """Wait until a PC's stage serves.
 
         Raises:
-            TimeoutError: it wasn't for so long.
+            TimeoutError: it does not serve in time.
         """
         deadline = time.monotonic() + timeout
         while pc.name not in await asyncio.to_thread(self.stages):
@@ -160,7 +160,7 @@ class Swarm:
         """Wait until ``condition()`` holds.
 
         Raises:
-            TimeoutError: it didn't for so long, or the founder's daemon ended.
+            TimeoutError: it does not hold in time, or the founder's daemon ended.
         """
         deadline = time.monotonic() + timeout
         while not condition():
@@ -169,10 +169,7 @@ class Swarm:
             await asyncio.sleep(_LOOK_S)
 
     def status(self) -> dict[str, Any] | None:
-        """``molink status --json`` of the PC with the coordinator; ``None`` if there is none.
-
-        It blocks for as long as that PC takes to answer.
-        """
+        """Fetch the leader's status; ``None`` without a running coordinator. Blocks."""
         found = local_daemon.find_daemon(Home(self.leader().home))
         with contextlib.suppress(MolinkError):
             if found is not None:
@@ -182,7 +179,7 @@ class Swarm:
         return None
 
     def stages(self) -> dict[str, int]:
-        """The workers' process ids of the stages that serve now, by the names of their PCs."""
+        """Process ids of the serving workers by PC."""
         status = self.status()
         if status is None or not any(pipeline["ready"] for pipeline in status["pipelines"]):
             return {}
@@ -191,16 +188,16 @@ class Swarm:
         return {name: worker["pid"] for name, worker in workers if worker["state"] == "ready"}
 
     def leader(self) -> Pc:
-        """The PC that the coordinator runs on; the founder while there is none."""
+        """The PC with the coordinator; the founder if there is none."""
         return next((pc for pc in self.pcs if pc.processes("coordinator")), self.founder)
 
     async def close(self) -> None:
-        """End all; :attr:`left_behind` then says what didn't end in order."""
+        """Stop all PCs; :attr:`left_behind` lists what did not end properly."""
         for pc in self.pcs:
             for process in pc.processes():
                 with contextlib.suppress(psutil.Error):
                     process.resume()
-        # All at once: whoever is left doesn't start on the layers of those that have gone.
+        # All at once, so that no PC takes over layers of those that left.
         ends = [asyncio.to_thread(pc.stop) for pc in self.pcs]
         errors = await asyncio.gather(*ends, return_exceptions=True)
         self.left_behind += [str(error) for error in errors if error is not None]

@@ -1,4 +1,4 @@
-"""What processes use of their PC: memory and descriptors."""
+"""Memory and descriptors of processes."""
 
 import contextlib
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from tools.chaos.pc import Pc
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of some processes together: resident bytes, open files and sockets, how many they are."""
+    """Resident bytes, descriptors and number of some processes."""
 
     rss: int
     descriptors: int
@@ -19,7 +19,7 @@ class Usage:
 
 
 def measure_usage(processes: Iterable[psutil.Process]) -> Usage:
-    """The sum over those that live."""
+    """Sum over live processes."""
     rss = descriptors = count = 0
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -31,7 +31,7 @@ def measure_usage(processes: Iterable[psutil.Process]) -> Usage:
 
 
 def measure_usage_by_role(pcs: Iterable[Pc]) -> dict[str, Usage]:
-    """By PC and role: workers come and go, what a PC's worker takes should stay."""
+    """Usage by PC and role, since workers are replaced."""
     found = {}
     for pc in pcs:
         processes = pc.processes()

@@ -1,5 +1,5 @@
-"""Real worker processes, sockets and links, with compute that only takes its time.
+"""Real worker processes, sockets and links with emulated compute.
 
-A worker's shell (``molinkd.worker``) runs unchanged; its steps sleep as long as a profile says that
-a device would compute, and give out recorded activations of the right size.
+A worker (``molinkd.worker``) runs unchanged; its steps sleep for the profiled time and return
+recorded activations of the right size.
 """

@@ -16,27 +16,27 @@ from tools.emulation.activations import Activations
 
 
 class TimedStage(Protocol):
-    """A stage that takes its time, and says how long that is."""
+    """A stage whose steps take a known time."""
 
     @property
     def config(self) -> StageConfig:
-        """The model that it seems to hold layers of."""
+        """The emulated model."""
 
     @property
     def is_last(self) -> bool:
-        """Whether it samples."""
+        """Whether this stage samples."""
 
     @property
     def roofline(self) -> Roofline:
-        """How long its steps take."""
+        """Times of its steps."""
 
     def slowed(self, steps: int) -> float:
-        """How many times as long its next step takes, after so many."""
+        """Slowdown of the next step after ``steps`` steps."""
 
 
 @dataclass(slots=True)
 class Punctuality:
-    """How well a stage kept to its profile: what its steps should have taken, and what they did."""
+    """Planned and actual times of a stage's steps."""
 
     steps: int = 0
     planned_s: float = 0.0
@@ -44,7 +44,7 @@ class Punctuality:
     worst_late_s: float = 0.0
 
     def add(self, planned: float, took: float) -> None:
-        """A step has ended."""
+        """Record a step."""
         self.steps += 1
         self.planned_s += planned
         self.took_s += took
@@ -52,10 +52,7 @@ class Punctuality:
 
 
 class EmulatedExecutor:
-    """Runs steps one after another, each for as long as the stage's roofline says.
-
-    Making the results is part of that time, as it is on a real device.
-    """
+    """Runs steps in order, each for its roofline time, results included."""
 
     def __init__(self, stage: TimedStage, activations: Activations, hand_over: HandOver) -> None:
         self._stage = stage
@@ -65,7 +62,7 @@ class EmulatedExecutor:
         self._jobs: queue.SimpleQueue[
             tuple[Sequence[StepInput], Callable[[StepResult], None]] | None
         ] = queue.SimpleQueue()
-        #: Position and token that were sampled last, by request.
+        #: Last sampled position and token by request.
         self._last: dict[int, tuple[int, int]] = {}
         self.punctuality = Punctuality()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -78,7 +75,7 @@ class EmulatedExecutor:
         self._jobs.put((segments, done))
 
     def close(self) -> None:
-        """End after the steps that are queued."""
+        """Stop after the queued steps."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -103,10 +100,9 @@ class EmulatedExecutor:
 
 
 def sampled(volume: Volume, vocabulary: int, last: dict[int, tuple[int, int]]) -> SamplerOutput:
-    """A token for each group of rows that wants one, the same each time; of drafts, those after the
-    right ones too.
+    """Sample deterministic tokens for each slice that wants one, and accept drafts.
 
-    ``last`` has position and token that were sampled last, by request.
+    ``last`` maps requests to their last sampled position and token.
     """
     choices = []
     for rows in volume.slices:

@@ -1,4 +1,4 @@
-"""Plays the daemon that serves clients: submits planned requests and takes the times of tokens."""
+"""A stand-in for a daemon: submits planned requests and times their tokens."""
 
 import asyncio
 import contextlib
@@ -29,14 +29,14 @@ from molink.wire.sockets.key_pair import KeyPair
 from tools.emulation.ring import EPOCH, PIPELINE, Member
 
 CONNECT_S = 30.0
-#: Tokens between credits of a request; the head may be this and four times as many ahead.
+#: Tokens between credits; the scheduler may be five times as many ahead.
 _CREDIT_TOKENS = 64
 _WINDOW = 5 * _CREDIT_TOKENS
 
 
 @dataclass(slots=True)
 class Answer:
-    """One request as it is answered; times on the clock of the run."""
+    """One request and its token times on the run's clock."""
 
     request: PlannedRequest
     sent: float
@@ -46,10 +46,10 @@ class Answer:
     over: bool = False
 
     def sample(self) -> Sample:
-        """What it measured; of one that is not over, of the tokens that have come."""
+        """Its sample; an unfinished request counts with the tokens so far."""
         error = self.error
         if error is None and not self.times:
-            error = "no token came in time"
+            error = "no token in time"
         return Sample(
             sent_at=self.sent,
             piece_times=tuple(self.times),
@@ -72,16 +72,16 @@ class Load:
         self.answers: dict[str, Answer] = {}
 
     def begin(self) -> None:
-        """The clock of the run starts now."""
+        """Start the run's clock."""
         self._began = time.monotonic()
 
     @property
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def heard(self, message: DataMessage, _: memoryview | None) -> None:
-        """Take what the head says."""
+        """Handle a message of the scheduler."""
         now = self.now
         match message:
             case OutputTokens():
@@ -93,7 +93,7 @@ class Load:
         self._changed.set()
 
     def submit(self, request: PlannedRequest) -> None:
-        """Send one request with a prompt that nothing else begins with."""
+        """Send one request with a unique prompt."""
         key = f"r{request.index}"
         self.answers[key] = Answer(request, self.now)
         count = request.input_tokens
@@ -109,7 +109,7 @@ class Load:
         self._client.send(PromptFragment(key, 0, Payload("i32", (count,))), ids.tobytes())
 
     async def all_over(self) -> None:
-        """Wait until every request that was sent has been answered."""
+        """Wait until every request has ended."""
         while not all(answer.over for answer in self.answers.values()):
             self._changed.clear()
             await self._changed.wait()
@@ -128,7 +128,7 @@ class Load:
 async def load_on(
     head: Member, keys: KeyPair, vocabulary: int, seed: int = 0
 ) -> AsyncIterator[Load]:
-    """A connection to a ring's head, as the daemon of a client has it."""
+    """Connect to a ring's scheduler as a daemon does."""
     context = zmq.asyncio.Context()
     load: Load | None = None
 
@@ -157,7 +157,7 @@ async def load_on(
 async def run_load(
     load: Load, plan: Sequence[PlannedRequest], until: float | None = None
 ) -> list[Answer]:
-    """Submit ``plan`` when due; ends with the last answer, or after ``until`` seconds."""
+    """Submit ``plan`` on time; return after the last answer or ``until`` seconds."""
     load.begin()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(until):

@@ -1,4 +1,4 @@
-"""What an emulated model looks like to a worker."""
+"""An emulated model as a worker sees it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,10 @@ CONTEXT = 32_768
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The settings of all stages of a ring; devices and models as ``molink simulate`` has them.
+    """Settings of a ring's stages; devices and models as in ``molink simulate``.
 
-    ``activations`` is a file of recorded rows. ``devices`` and ``layers`` are those of each stage,
-    if they differ or aren't shared out evenly. ``hot`` is a stage whose device becomes slower:
-    after how many steps, and how many times as long they take then.
+    ``activations`` is a file of recorded rows. ``devices`` and ``layers`` override the even split
+    per stage. ``hot``: a stage, the step from which it is slower, and its slowdown.
     """
 
     activations: str
@@ -45,27 +44,27 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def rooflines(self) -> Sequence[Roofline]:
-        """How long the steps of each stage take."""
+        """Step times of each stage."""
         layers = self.layers or split_layers(self.model_profile.layers, self.stages)
         return stage_rooflines(self.device_profiles, self.model_profile, layers)
 
     @cached_property
     def profiles(self) -> tuple[Profile, ...]:
-        """The same, as each stage would measure it."""
+        """The same as measured profiles."""
         return tuple(each.make_profile() for each in self.rooflines)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on its way."""
+        """Bytes of a row between stages."""
         return self.model_profile.hidden * DTYPE_SIZES[DTYPE]
 
 
 def read_emulation(data: bytes) -> Emulation:
-    """Settings as :func:`msgspec.json.encode` wrote them."""
+    """Decode settings from JSON."""
     try:
         return msgspec.json.decode(data, type=Emulation)
     except msgspec.MsgspecError as error:
-        raise UsageError(f"these are no settings of an emulation: {error}") from error
+        raise UsageError(f"invalid emulation settings: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +80,18 @@ class EmulatedConfig:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedStage:
-    """Stands for :class:`molink.stage.stage.Stage` in a worker; it keeps nothing."""
+    """Stands for :class:`molink.stage.stage.Stage` in a worker, without memory."""
 
     emulation: Emulation
     index: int
 
     @property
     def roofline(self) -> Roofline:
-        """How long its steps take."""
+        """Times of its steps."""
         return self.emulation.rooflines[self.index]
 
     def slowed(self, steps: int) -> float:
-        """How many times as long as the device's its next step takes, after so many."""
+        """Slowdown of the next step after ``steps`` steps."""
         hot = self.emulation.hot
         return hot[2] if hot is not None and hot[0] == self.index and steps >= hot[1] else 1.0
 
@@ -104,27 +103,27 @@ class EmulatedStage:
 
     @property
     def wire_dtype(self) -> WeightDType:
-        """Of rows on their way."""
+        """Type of rows between stages."""
         return DTYPE
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes tokens."""
+        """Whether this stage embeds tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it samples."""
+        """Whether this stage samples."""
         return self.index == self.emulation.stages - 1
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that its weights would take."""
+        """Bytes of its weights."""
         return int(self.emulation.rooflines[self.index].weight_bytes)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose keys and values the device would hold."""
+        """KV tokens that the device would hold."""
         device = self.emulation.device_profiles[self.index]
         return self.emulation.rooflines[self.index].kv_tokens(device)
 
@@ -133,8 +132,8 @@ class EmulatedStage:
         return block_size
 
     def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def open_host_pool(self, nbytes: int, stages_per_host: int) -> tuple[int, float]:
-        """Nor in host memory: who gives way is computed anew."""
+        """No host memory: preempted requests are recomputed."""
         return 0, 0.0

@@ -1,4 +1,4 @@
-"""A ring of emulated stages as processes, started and formed as their daemons would."""
+"""A ring of emulated stage processes, formed as daemons do it."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where a stage runs: its address, and what a command line there begins with."""
+    """A stage's address and the command prefix that runs there."""
 
     address: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class RingSettings:
-    """Switches of a ring; ``micro_batches`` 0 is for the head to choose."""
+    """Switches of a ring; ``micro_batches`` 0 lets the scheduler choose."""
 
     policy: str = "fifo"
     cut_through: bool = False
@@ -72,34 +72,34 @@ class RingSettings:
 
 @dataclass(slots=True)
 class Member:
-    """One stage's process; a thread listens to its pipe."""
+    """One stage's process; a thread reads its pipe."""
 
     process: "subprocess.Popen[bytes]"
     keys: KeyPair
     host: Host
     log: Path
     port: int = 0
-    #: KV blocks that it has room for.
+    #: Its KV blocks.
     blocks: int = 0
-    #: What it last reported of itself.
+    #: Its latest report.
     stats: WorkerStats | None = None
-    #: Why it has given up, or its neighbour.
+    #: Why it or its neighbour failed.
     trouble: list[str] = field(default_factory=list)
     _said: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
 
     def listen(self) -> None:
-        """Begin to read what it says."""
+        """Start reading its messages."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def tell(self, message: Message) -> None:
-        """Give an order."""
+        """Send a message."""
         write_pipe(cast(BinaryIO, self.process.stdin), message)
 
     def hear(self, kind: type[M]) -> M:
-        """The next answer of that kind.
+        """Wait for the next message of that kind.
 
         Raises:
-            WorkerError: it failed, or says nothing for :data:`START_S`.
+            WorkerError: it failed, or sent nothing for :data:`START_S`.
         """
         end = time.monotonic() + START_S
         while True:
@@ -114,14 +114,14 @@ class Member:
                 return message
 
     def address(self) -> StageAddress:
-        """How the others find it."""
+        """Its address for the others."""
         key = self.keys.public
         return StageAddress(
             peer=derive_peer_id(key), public_key=key, addresses=(self.host.address,), port=self.port
         )
 
     def punctuality(self) -> Mapping[str, float]:
-        """Its last note of how well its steps kept to their times."""
+        """Its latest punctuality from the log."""
         text = self.log.read_text(errors="replace")
         notes = [line for line in text.splitlines() if line.startswith(NOTE)]
         return json.loads(notes[-1].removeprefix(NOTE)) if notes else {}
@@ -158,13 +158,13 @@ def ring_of(
     client: KeyPair,
     delay_ms: float = 0.0,
 ) -> Iterator[list[Member]]:
-    """A formed ring of one stage per host; ``client`` may talk to its head.
+    """Run a ring of one stage per host; ``client`` may connect to its scheduler.
 
-    ``delay_ms`` delays what is sent to stages on this PC's loopback (:class:`Shaper`).
+    ``delay_ms`` delays links on this PC's loopback (:class:`Shaper`).
 
     Raises:
         UsageError: more or fewer hosts than stages.
-        WorkerError: a stage can't start.
+        WorkerError: a stage cannot start.
     """
     if len(hosts) != emulation.stages:
         raise UsageError(f"{emulation.stages} stages need as many hosts, not {len(hosts)}")

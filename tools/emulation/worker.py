@@ -1,6 +1,6 @@
 """``python -m tools.emulation.worker SETTINGS``: a stage process whose compute is emulated.
 
-It is started by a driver and talked to on its pipe as ``python -m molinkd.worker`` is by a daemon.
+A driver starts it and uses its pipe as a daemon uses that of ``python -m molinkd.worker``.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ from tools.emulation.model import EmulatedStage, Emulation, read_emulation
 
 log = logging.getLogger("tools.emulation")
 
-#: Seconds between notes in the log of how punctual the steps are.
+#: Seconds between punctuality notes in the log.
 _NOTE_S = 2.0
-#: What begins such a note.
+#: Prefix of such a note.
 NOTE = "punctuality "
 
 
 def load(emulation: Emulation, start: LoadStage) -> StageEngine:
-    """What takes the place of a loaded model."""
+    """Make the engine that replaces a loaded model."""
     activations = Activations.read(Path(emulation.activations), emulation.row_bytes)
     stage = EmulatedStage(emulation, start.stage)
 
@@ -55,7 +55,7 @@ def _note(executor: EmulatedExecutor) -> None:
 
 
 def run(engine: Callable[[LoadStage], StageEngine]) -> int:
-    """Be a worker whose stages ``engine`` makes, on its own pipe; the exit code."""
+    """Run a worker with stages made by ``engine``; return the exit code."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -64,11 +64,11 @@ def run(engine: Callable[[LoadStage], StageEngine]) -> int:
     pipe = DaemonPipe.from_stdio()
     try:
         start = pipe.read_first()
-        if isinstance(start, WarmUp):  # a spare, which has nothing to compile
+        if isinstance(start, WarmUp):  # a standby worker has nothing to compile
             pipe.send(WarmedUp())
             start = pipe.read_first()
         if isinstance(start, LoadStage):
-            # Imports torch, for seconds: now, and not when the first request comes.
+            # Import torch before the first request.
             import molink.stage.sampling.token_history  # noqa: F401
 
             with asyncio.Runner(loop_factory=EventLoop) as runner:

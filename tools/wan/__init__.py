@@ -1,4 +1,4 @@
-"""A wide-area network on one PC: namespaces, a relay between them, and what needs no root.
+"""A wide-area network on one PC: namespaces joined by a relay, and a proxy without root.
 
 :class:`Rig` (Linux, root) gives each node a network namespace whose TUN device ends in one relay
 process with a rate, queue, delay and loss per node: real TCP end to end. :class:`VethPair` is a

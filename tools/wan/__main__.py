@@ -6,7 +6,7 @@
     python -m tools.wan --proxy 127.0.0.1:5468 --mbps 100 --delay-ms 15
 
 COMMAND runs on every node (or on those of ``--on``) with ``WAN_NODE``, ``WAN_ADDRESS`` and
-``WAN_ADDRESSES`` (all, with commas) in its environment; without one, the rig stays up until Ctrl-C.
+``WAN_ADDRESSES`` (comma-separated) in its environment; without one, the rig runs until Ctrl-C.
 Namespaces need Linux and root; ``--proxy`` runs anywhere, but hides loss and TCP's windows.
 """
 
@@ -31,13 +31,13 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--mbps", type=float, default=100.0, help="up and down, 0 = unlimited")
-    parser.add_argument("--up-mbps", type=float, help="if it differs")
+    parser.add_argument("--up-mbps", type=float, help="up, if different")
     parser.add_argument("--delay-ms", type=float, default=15.0, help="one way")
     parser.add_argument("--queue-bytes", type=int, default=256 * 1024, help="per direction")
     parser.add_argument("--loss", type=float, default=0.0, help="share of packets, 0 to 1")
     parser.add_argument("--congestion", default="cubic", help="cubic, bbr or reno")
     parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--seed", type=int, default=0, help="of the losses")
+    parser.add_argument("--seed", type=int, default=0, help="seed of losses")
     parser.add_argument("--on", type=int, action="append", help="run COMMAND on this node only")
     parser.add_argument(
         "--at",
@@ -48,7 +48,7 @@ def _arguments() -> argparse.Namespace:
         help="change up_mbps, down_mbps, delay_ms, queue_bytes or loss; cut=1 cuts, cut=0 mends",
     )
     parser.add_argument("--check", action="store_true", help="measure the rig's accuracy")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of each measurement")
     parser.add_argument("--proxy", metavar="HOST:PORT", help="a plain TCP shaper; needs no root")
     parser.add_argument("command", nargs="*", metavar="COMMAND")
     return parser.parse_args()
@@ -69,7 +69,7 @@ def _proxy(options: argparse.Namespace) -> int:
         delay_ms=options.delay_ms,
         queue_bytes=options.queue_bytes,
     ) as shaper:
-        print(f"127.0.0.1:{shaper.port} leads to {options.proxy} (bytes only: no loss)", flush=True)
+        print(f"127.0.0.1:{shaper.port} forwards to {options.proxy} (no loss)", flush=True)
         _sleep()
     return 0
 
@@ -121,7 +121,7 @@ def _run(rig: Rig, options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run what was asked for; the exit code."""
+    """Entry point; returns the exit code."""
     options = _arguments()
     try:
         if options.proxy:

@@ -1,4 +1,4 @@
-"""How accurate the rig is here: round trips and TCP's goodput beside what was asked for."""
+"""Accuracy of the rig: round trips and TCP goodput beside the configured values."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from tools.wan.node import Node
 from tools.wan.rig import Rig
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: Share of the bytes of a full packet that are TCP's own (headers of 52 of 1500 bytes).
+#: Share of headers in a full TCP packet.
 _OVERHEAD = 52 / 1500
 
 
 def ask(rig: Rig, what: str, seconds: float, source: int = 0, to: int = 1) -> dict[str, Any]:
-    """``what`` is ``ping`` or ``flood``, from one node to another; its figures."""
+    """Run ``ping`` or ``flood`` between two nodes and return its figures."""
     server = _start(rig, to, {"ping": "echo", "flood": "sink"}[what], rig.address(to), 0)
     assert server.stdout is not None
     server.stdout.readline()
@@ -36,7 +36,7 @@ def _start(rig: Rig, node: int, what: str, address: str, seconds: float) -> subp
 
 
 def accuracy(node: Node, congestion: str, seconds: float, nodes: int = 2) -> dict[str, Any]:
-    """Figures of one rig whose nodes are all as ``node``."""
+    """Measure a rig of identical nodes."""
     with Rig([node] * nodes, congestion=congestion) as rig:
         ping = ask(rig, "ping", min(2.0, seconds))
         flood = ask(rig, "flood", seconds)
@@ -55,7 +55,7 @@ def accuracy(node: Node, congestion: str, seconds: float, nodes: int = 2) -> dic
 
 
 def check(seconds: float, rates: tuple[float, ...] = (20, 100, 400)) -> dict[str, Any]:
-    """Figures at several rates with a round trip of 30 ms, under CUBIC and BBR."""
+    """Measure several rates at a 30 ms round trip, under CUBIC and BBR."""
     return {
         "relay": "tun",
         "kernel_has_netem": has_netem(),
@@ -71,5 +71,5 @@ def check(seconds: float, rates: tuple[float, ...] = (20, 100, 400)) -> dict[str
 
 
 def _queue(mbps: float) -> int:
-    """What the link sends in 30 ms: at least the rig's default."""
+    """Bytes in 30 ms, at least the rig's default."""
     return max(256 * 1024, int(mbps * 1e6 / 8 * 0.03))

@@ -1,7 +1,6 @@
-"""How much of the CPU each node of a rig may take, by control groups. Linux and root only.
+"""CPU quotas for the nodes of a rig, by control groups (Linux, root).
 
-Nodes that share cores without a bound are as fast as the others let them be, which changes from
-second to second; with a share each, of no more than there is, they are PCs of one pace.
+Without quotas, nodes on shared cores slow each other down unpredictably.
 """
 
 import contextlib
@@ -10,26 +9,25 @@ from pathlib import Path
 
 from tools.wan.namespaces import RigError, left_over
 
-#: A group that was used up waits for the next period: short ones make a slow core, not a stuttering
-#: one.
+#: Short periods make a slow core, not a stuttering one.
 _PERIOD_US = 10_000
 _ROOT = Path("/sys/fs/cgroup")
 _LONG_S, _LOOK_S = 5.0, 0.05
 
 
 class CoreShares:
-    """A control group for each node, named as its namespace is."""
+    """A control group per node, named like its namespace."""
 
     def __init__(self, names: list[str], cores: float) -> None:
-        """``cores`` is what each may take, all its processes together."""
+        """``cores`` bounds each node's processes together."""
         self._groups = [_place() / name for name in names]
         self._cores = cores
 
     def create(self) -> None:
-        """Make them, once what dead processes left has been removed.
+        """Create the groups after removing those of dead processes.
 
         Raises:
-            RigError: this system has no control groups of the CPU, or not for us.
+            RigError: CPU control groups are unavailable.
         """
         for name in left_over(_place()):
             with contextlib.suppress(OSError):
@@ -45,15 +43,15 @@ class CoreShares:
                     _write(group / "cpu.cfs_quota_us", f"{quota}")
         except OSError as error:
             self.remove()
-            raise RigError(f"no shares of the CPU here: {error}") from error
+            raise RigError(f"no CPU control groups here: {error}") from error
 
     def enter(self, index: int) -> list[str]:
-        """The beginning of a command line that runs with the share of node ``index``."""
+        """Command prefix that runs within the quota of node ``index``."""
         members = str(self._groups[index] / "cgroup.procs")
         return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', members]
 
     def remove(self) -> None:
-        """Remove them, once what ran in them has ended."""
+        """Remove the groups once their processes have ended."""
         deadline = time.monotonic() + _LONG_S
         for group in self._groups:
             while group.exists() and time.monotonic() < deadline:
@@ -64,7 +62,7 @@ class CoreShares:
 
 
 def _place() -> Path:
-    """Where groups of the CPU are: of version 1 by themselves, of version 2 with all else."""
+    """Root of CPU groups (cgroup v1 or v2)."""
     return _ROOT / "cpu" if (_ROOT / "cpu").is_dir() else _ROOT
 
 

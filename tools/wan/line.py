@@ -1,8 +1,8 @@
-"""The shaping of packets, without I/O: queues with a rate, delays, losses and cuts.
+"""Packet shaping without I/O: queues with a rate, delays, losses and cuts.
 
-Times are seconds of one clock. A packet passes its sender's uplink queue, the sender's delay, and
-its receiver's downlink queue. When it leaves a queue is known as soon as it enters, so a late poll
-delivers late but never lowers a rate.
+Times are seconds of one clock. A packet passes the sender's uplink queue, the sender's delay, and
+the receiver's downlink queue. Its departure is computed on entry, so a late poll delivers late but
+never lowers a rate.
 """
 
 from collections import deque
@@ -22,18 +22,18 @@ class Line:
     __slots__ = ("_free", "_rate", "delay", "dropped", "limit", "passed", "waiting")
 
     def __init__(self, mbps: float, limit: int, delay: float = 0.0) -> None:
-        """``limit`` is the queue's size in bytes; ``mbps`` 0 is no bound; ``delay`` in seconds."""
+        """``limit`` in bytes; ``mbps`` 0 is unlimited; ``delay`` in seconds."""
         self._rate = mbps * _MBIT or inf
         self._free = 0.0
         self.limit = limit
         self.delay = delay
-        #: When each packet leaves the queue, before the delay; in order.
+        #: Departure time before the delay, and packet, in order.
         self.waiting: deque[tuple[float, bytes]] = deque()
         self.passed = 0
         self.dropped = 0
 
     def put(self, packet: bytes, now: float) -> bool:
-        """Queue ``packet``; ``False`` if there is no room."""
+        """Queue ``packet``; ``False`` if the queue is full."""
         size = len(packet)
         free = self._free
         if free > now:
@@ -48,11 +48,11 @@ class Line:
 
     @property
     def next_at(self) -> float:
-        """When the next packet comes out."""
+        """Time of the next delivery."""
         return self.waiting[0][0] + self.delay if self.waiting else inf
 
     def set_rate(self, mbps: float, now: float) -> None:
-        """Another rate, also for what is queued."""
+        """Change the rate, also for queued packets."""
         rate = mbps * _MBIT or inf
         scale = self._rate / rate if self._rate < inf else 1.0
         self.waiting = deque(
@@ -75,16 +75,16 @@ class _Site:
 
 
 class Network:
-    """All nodes. ``of`` maps the last byte of an IPv4 address to a node's index."""
+    """All nodes; ``of`` maps the last byte of an IPv4 address to a node index."""
 
     def __init__(self, nodes: Sequence[Node], of: dict[int, int], seed: int = 0) -> None:
         self._sites = [_Site(node, f"{seed} {index}") for index, node in enumerate(nodes)]
         self._of = of
-        #: Packets that were no IPv4, or for nobody.
+        #: Packets that are not IPv4 or have no receiver.
         self.strays = 0
 
     def put(self, source: int, packet: bytes, now: float) -> None:
-        """Node ``source`` has sent ``packet``."""
+        """Accept a packet sent by node ``source``."""
         site = self._sites[source]
         if site.cut:
             site.lost += 1
@@ -92,7 +92,7 @@ class Network:
             site.up.put(packet, now)
 
     def due(self, now: float) -> Iterator[tuple[int, float, bytes]]:
-        """What comes out by ``now``: the node it comes to, when it was due, the packet."""
+        """Yield deliveries up to ``now``: receiver, due time, packet."""
         for site in self._sites:
             waiting, delay = site.up.waiting, site.up.delay
             while waiting and (at := waiting[0][0] + delay) <= now:
@@ -123,17 +123,17 @@ class Network:
 
     @property
     def next_at(self) -> float:
-        """When to ask again."""
+        """Time of the next event."""
         soonest = inf
         for site in self._sites:
             soonest = min(soonest, site.up.next_at, site.down.next_at)
         return soonest
 
     def change(self, index: int, name: str, value: float, now: float) -> None:
-        """Change a field of :class:`Node`, or ``cut`` (0 or 1), from now on.
+        """Change a field of :class:`Node`, or ``cut`` (0 or 1).
 
         Raises:
-            ValueError: there is no such field, or not with that value.
+            ValueError: unknown field or invalid value.
         """
         site = self._sites[index]
         if name == "cut":
@@ -170,6 +170,6 @@ class Network:
 
 
 def _begins(packet: bytes) -> bool:
-    """Whether a packet of IPv4 begins a TCP connection: SYN, and no ACK."""
+    """Whether an IPv4 packet opens a TCP connection (SYN without ACK)."""
     flags = 4 * (packet[0] & 15) + 13
     return packet[9] == 6 and len(packet) > flags and packet[flags] & 0x12 == 0x02

@@ -17,8 +17,8 @@ _FOLDER = Path("/run/netns")
 _PREFIX = "molink-wan"
 _TUN = Path("/dev/net/tun")
 _TUNSETIFF = 0x400454CA
-#: As congestion control: TCP that begins with a window of so many segments and keeps it in pauses.
-#: With routers that drop nothing that is as good as none.
+#: Congestion control ``none``: TCP with a large initial window that is kept in pauses. With routers
+#: that drop nothing it approximates no congestion control.
 NONE = "none"
 FULL_WINDOW = 1000
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
@@ -26,11 +26,11 @@ _numbers = count()
 
 
 class RigError(Exception):
-    """The rig can't be set up here, or a command of it failed."""
+    """The rig cannot be set up, or one of its commands failed."""
 
 
 def unavailable() -> str | None:
-    """Why there can be no namespaces here; ``None`` if there can."""
+    """Reason why namespaces are unavailable, or ``None``."""
     if not sys.platform.startswith("linux"):
         return f"it needs Linux's network namespaces, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -43,7 +43,7 @@ def unavailable() -> str | None:
 
 
 def require() -> None:
-    """Raise :class:`RigError` if there can be no namespaces here."""
+    """Raise :class:`RigError` if namespaces are unavailable."""
     reason = unavailable()
     if reason is not None:
         raise RigError(f"no WAN rig here: {reason}. Without it: `python -m tools.wan --proxy`.")
@@ -77,10 +77,10 @@ class Namespaces:
         self._congestion = "cubic" if congestion == NONE else congestion
 
     def create(self) -> None:
-        """Make them, once what dead processes left has been removed."""
+        """Create them after removing those of dead processes."""
         remove_stale()
         allow(self._congestion)
-        # Each run begins afresh: no thresholds remembered from an earlier connection.
+        # No TCP metrics from earlier connections.
         settings = {
             "ipv4/tcp_congestion_control": self._congestion,
             "ipv4/tcp_no_metrics_save": "1",
@@ -101,22 +101,22 @@ class Namespaces:
                 raise RigError(f"{self._congestion!r} can't be set in a namespace, {used} is used")
 
     def connected(self, index: int, network: str) -> None:
-        """Namespace ``index`` has a device ``wan0`` to ``network``."""
+        """Configure the route of ``wan0`` in namespace ``index`` to ``network``."""
         if self._keeps_windows:
             way = ("route", "replace", network, "dev", "wan0", "initcwnd", str(FULL_WINDOW))
             ip("-n", self.names[index], *way)
 
     def remove(self) -> None:
-        """Remove them, and end what still runs in them."""
+        """Kill their processes and remove them."""
         for name in self.names:
             remove(name)
 
 
 def allow(congestion: str) -> None:
-    """Let namespaces use a congestion control; this setting of the PC stays.
+    """Allow a congestion control in namespaces; the setting outlives the rig.
 
     Raises:
-        RigError: the kernel hasn't got it.
+        RigError: the kernel lacks it.
     """
     try:
         with socket.socket() as own:  # as root, this loads its module
@@ -130,12 +130,12 @@ def allow(congestion: str) -> None:
 
 
 def enter(name: str) -> list[str]:
-    """The beginning of a command line that runs in namespace ``name``."""
+    """Command prefix that runs in namespace ``name``."""
     return ["ip", "netns", "exec", name]
 
 
 def remove(name: str) -> None:
-    """End every process in a namespace, then remove it. No error if it is gone."""
+    """Kill every process in a namespace and remove it, if it exists."""
     with contextlib.suppress(RigError):
         for pid in ip("netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):
@@ -145,13 +145,13 @@ def remove(name: str) -> None:
 
 
 def remove_stale() -> None:
-    """Remove the namespaces of processes that are dead."""
+    """Remove namespaces of dead processes."""
     for name in left_over(_FOLDER):
         remove(name)
 
 
 def left_over(folder: Path) -> list[str]:
-    """What is in ``folder`` under the name of a rig whose process is dead."""
+    """Names in ``folder`` of rigs whose process is dead."""
     found = []
     for path in folder.glob(f"{_PREFIX}-*"):
         pid = path.name.removeprefix(f"{_PREFIX}-").split("-")[0]
@@ -161,12 +161,12 @@ def left_over(folder: Path) -> list[str]:
 
 
 def existing(pid: int) -> Sequence[str]:
-    """The names of the namespaces that process ``pid`` has made and not removed."""
+    """Namespaces of process ``pid``."""
     return sorted(path.name for path in _FOLDER.glob(f"{_PREFIX}-{pid}-*"))
 
 
 def open_tun() -> tuple[int, str]:
-    """A new TUN device: its file and its name."""
+    """Open a TUN device: file descriptor and name."""
     import fcntl
 
     device = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
@@ -180,7 +180,7 @@ def open_tun() -> tuple[int, str]:
 
 
 def has_netem() -> bool:
-    """Whether this kernel could shape by itself (tried on a namespace of its own)."""
+    """Whether this kernel supports netem (tried in a namespace)."""
     require()
     name = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}-netem"
     ip("netns", "add", name)

@@ -1,4 +1,4 @@
-"""What a node of the rig has for a connection."""
+"""Connection of a node."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,10 +8,9 @@ from typing import Any
 class Node:
     """One PC and its connection to the internet.
 
-    Rates are in Mbit/s of IP packets, 0 = unlimited; ``delay_ms`` is one way, for what this node
-    sends; ``queue_bytes`` bounds each of its two drop-tail queues; ``loss`` is the share of its
-    sent packets that are lost, by a seeded random generator. One that is ``closed`` (1) can
-    connect to others, but nobody to it, as behind a router.
+    Rates are Mbit/s of IP packets, 0 = unlimited; ``delay_ms`` is one way, for sent packets;
+    ``queue_bytes`` bounds each of two drop-tail queues; ``loss`` is the share of sent packets lost.
+    A ``closed`` (1) node can connect to others but accepts nothing, as behind a router.
     """
 
     name: str
@@ -27,15 +26,15 @@ class Node:
             check(each.name, getattr(self, each.name))
 
 
-#: What of a node may change while the rig runs.
+#: Fields that may change while the rig runs.
 CHANGEABLE = tuple(each.name for each in fields(Node)[1:])
 
 
 def check(name: str, value: Any) -> None:
-    """Refuse what makes no sense.
+    """Validate a field.
 
     Raises:
-        ValueError: ``name`` can't be changed, or not to ``value``.
+        ValueError: unknown field or invalid value.
     """
     if name not in CHANGEABLE:
         raise ValueError(f"a node has no {name!r}: choose one of {', '.join(CHANGEABLE)}")

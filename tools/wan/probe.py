@@ -1,4 +1,4 @@
-"""Small programs that the check runs on nodes: an echo, round trips, a sink and a flood.
+"""Probes that the check runs on nodes.
 
     python -m tools.wan.probe echo|ping|sink|flood ADDRESS SECONDS
 
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 _PORT = 7007
-_SKIPPED = 1.0  # seconds at the beginning of a flood that don't count
+_SKIPPED = 1.0  # uncounted seconds at the start of a flood
 
 
 def _echo(address: str) -> None:
@@ -53,7 +53,7 @@ def _ping(address: str, seconds: float) -> dict[str, Any]:
 
 
 def _sink(address: str) -> None:
-    """Take one connection after the other; answer each with the rate of its bytes in Mbit/s."""
+    """Receive connections in turn and answer each with its rate in Mbit/s."""
     with socket.create_server((address, _PORT)) as server:
         print("ready", flush=True)
         while True:
@@ -86,7 +86,7 @@ def _flood(address: str, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run one of them."""
+    """Entry point."""
     what, address, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
     match what:
         case "echo":

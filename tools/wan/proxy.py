@@ -1,7 +1,7 @@
-"""A plain TCP shaper for where there is no root: a proxy that delays bytes and limits their rate.
+"""A TCP proxy that delays bytes and limits their rate, on every platform and without root.
 
-It ends TCP on both sides, so nothing is ever lost and TCP's windows never see the delay: use it to
-try something out, not for figures. Runs on every platform.
+It terminates TCP on both sides, so nothing is lost and TCP's windows never see the delay: not for
+figures.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ _START_TIMEOUT = 10.0
 
 
 class _Direction:
-    """The bytes of all connections in one direction: a rate, a bounded queue, a delay."""
+    """All connections in one direction: a rate, a bounded queue, a delay."""
 
     def __init__(self, shaper: "Shaper") -> None:
         self._shaper = shaper
         self._free = 0.0
 
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Copy one connection's bytes until they end."""
+        """Copy one connection until its end."""
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         sender = asyncio.create_task(self._send(queue, writer))
         try:
@@ -64,7 +64,7 @@ class _Direction:
 
 
 class Shaper:
-    """A proxy on a free loopback port, in a thread of its own, for the life of a ``with`` block."""
+    """A proxy on a free loopback port, in a thread, during a ``with`` block."""
 
     def __init__(
         self,
@@ -75,12 +75,10 @@ class Shaper:
         delay_ms: float = 0.0,
         queue_bytes: int = 256 * 1024,
     ) -> None:
-        """Connections go on to ``host:port``. Rate and delay hold per direction; both may be set
-        again while it runs.
-        """
+        """Forward to ``host:port``. Rate and delay are per direction and may change at any time."""
         self._target = (host, port)
         self.mbps, self.delay_ms, self.queue_bytes = mbps, delay_ms, queue_bytes
-        #: Where to connect to.
+        #: Port to connect to.
         self.port = 0
         self.whole = asyncio.Event()
         self.whole.set()
@@ -107,7 +105,7 @@ class Shaper:
         self._thread.join()
 
     def cut(self) -> None:
-        """Hold all bytes back."""
+        """Hold all bytes."""
         self._loop.call_soon_threadsafe(self.whole.clear)
 
     def mend(self) -> None:
@@ -142,4 +140,4 @@ class Shaper:
                         both.create_task(self._up.pass_on(reader, far_writer))
                         both.create_task(self._down.pass_on(far_reader, writer))
             except* OSError:
-                pass  # one side is gone: so is the other now
+                pass  # one side closed, so both do

@@ -1,7 +1,7 @@
 """The relay process of the rig: reads every node's TUN device, shapes, and writes to the others.
 
-Started by :class:`tools.wan.rig.Rig` with the devices and a control socket as inherited files; it
-ends when the control socket does, so it never outlives its rig. One thread, one loop.
+:class:`tools.wan.rig.Rig` starts it with the devices and a control socket as inherited files. It
+exits when the control socket closes.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from typing import Any
 from tools.wan.line import Network
 from tools.wan.node import Node
 
-#: Packets that are read from one device before the others and the clock are looked at.
+#: Packets read from one device before turning to the others.
 _BURST = 8
 _PR_SET_TIMERSLACK = 29
 
 
 class Relay:
-    """Carries out what the :class:`Network` decides."""
+    """I/O around a :class:`Network`."""
 
     def __init__(
         self, network: Network, devices: list[int], control: socket.socket, mtu: int
@@ -34,7 +34,7 @@ class Relay:
         self._devices = devices
         self._control = control
         self._size = mtu + 64
-        #: Packets by how late they were delivered: up to 2^i * 50 us.
+        #: Packets by lateness: up to 2^i * 50 us.
         self._late = [0] * 16
         self._refused = 0
 
@@ -97,14 +97,14 @@ class Relay:
             "nodes": self._network.stats,
             "strays": self._network.strays,
             "refused": self._refused,
-            #: Share of all packets that were delivered at most so late.
+            # Cumulative shares of packets by lateness.
             "late": late,
             "cpu_s": round(time.process_time(), 3),
         }
 
 
-def _hurry() -> None:
-    """Wake as exactly as the kernel can, before other programs."""
+def _raise_priority() -> None:
+    """Get real-time scheduling and exact timers if allowed."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
@@ -122,7 +122,7 @@ def main() -> None:
     for device in config["devices"]:
         os.set_blocking(device, False)
     control = socket.socket(fileno=config["control"])
-    _hurry()
+    _raise_priority()
     gc.disable()
     Relay(Network(nodes, of, config["seed"]), config["devices"], control, config["mtu"]).run()
 

@@ -1,4 +1,4 @@
-"""The rig: nodes in namespaces of their own, joined by one relay process."""
+"""The rig: nodes in namespaces, joined by one relay process."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ _REPLY_TIMEOUT = 5.0
 
 
 class Rig:
-    """A wide-area network between namespaces, for the life of a ``with`` block.
+    """A wide-area network between namespaces during a ``with`` block.
 
-    Addresses repeat from rig to rig: no namespace sees another rig, nor the PC's own network.
+    Rigs reuse addresses; no namespace sees another rig or the PC's network.
     """
 
     def __init__(
@@ -37,10 +37,7 @@ class Rig:
         seed: int = 0,
         cores: float | None = None,
     ) -> None:
-        """``congestion`` is as of :class:`Namespaces`, ``seed`` that of the losses.
-
-        ``cores`` is what each node may take of the CPU; ``None`` is all that others leave.
-        """
+        """``congestion`` as in :class:`Namespaces`; ``seed`` of losses; ``cores`` per node."""
         if not 0 < len(nodes) <= 200:
             raise ValueError("a rig has 1 to 200 nodes")
         self.nodes = tuple(nodes)
@@ -51,8 +48,6 @@ class Rig:
         self._started: list[subprocess.Popen[Any]] = []
         self._relay: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-
-    # --- life --------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         require()
@@ -75,7 +70,7 @@ class Rig:
         self.close()
 
     def close(self) -> None:
-        """End what was started, and leave nothing behind."""
+        """Stop all processes and clean up."""
         for process in self._started:
             if process.poll() is None:
                 process.kill()
@@ -129,14 +124,12 @@ class Rig:
                 os.close(device)
         self._ask({})
 
-    # --- use ---------------------------------------------------------------------------------
-
     def address(self, index: int) -> str:
         """The IPv4 address of node ``index``."""
         return f"10.77.0.{index + 1}"
 
     def namespace(self, index: int) -> str:
-        """The name of a node's namespace, for ``ip netns exec`` by hand."""
+        """The name of a node's namespace."""
         return self._spaces.names[index]
 
     def run(self, index: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
@@ -147,17 +140,17 @@ class Rig:
         return process
 
     def change(self, index: int, **values: float) -> None:
-        """Change fields of a node, such as ``up_mbps=20``, from now on.
+        """Change fields of a node, such as ``up_mbps=20``.
 
         Raises:
-            ValueError: there is no such field, or not with that value.
+            ValueError: unknown field or invalid value.
         """
         for name, value in values.items():
             check(name, value)
         self._ask({"node": index, "change": values})
 
     def cut(self, index: int) -> None:
-        """Lose everything that a node sends or is sent, as when its cable is pulled."""
+        """Drop all packets of a node, as if its cable were pulled."""
         self._ask({"node": index, "change": {"cut": 1}})
 
     def mend(self, index: int) -> None:
@@ -165,7 +158,7 @@ class Rig:
         self._ask({"node": index, "change": {"cut": 0}})
 
     def stats(self) -> dict[str, Any]:
-        """What the relay counted: packets per node, and how late it delivered them."""
+        """Packets per node, and their lateness."""
         return self._ask({"stats": True})
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +178,7 @@ class Rig:
 
 @contextlib.contextmanager
 def schedule(rig: Rig, changes: Sequence[tuple[float, int, str, float]]) -> Iterator[None]:
-    """Carry out ``(seconds, node, field, value)`` in a thread while the block runs."""
+    """Apply ``(seconds, node, field, value)`` changes in a thread during the block."""
     over = threading.Event()
 
     def follow() -> None:

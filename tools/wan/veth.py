@@ -10,7 +10,7 @@ from tools.wan.namespaces import Namespaces, command, enter, ip, require
 
 
 class VethPair:
-    """A fast link without delay, for the life of a ``with`` block; used like a rig."""
+    """A fast link without delay during a ``with`` block; used like a rig."""
 
     def __init__(self, mbps: float = 1000.0, *, congestion: str = "cubic") -> None:
         self._mbps = mbps
@@ -44,7 +44,7 @@ class VethPair:
         self.close()
 
     def close(self) -> None:
-        """End what was started, and leave nothing behind."""
+        """Stop all processes and clean up."""
         for process in self._started:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -57,7 +57,7 @@ class VethPair:
         return f"{self._network}.{index + 1}"
 
     def renumber(self, network: str) -> None:
-        """Give both ends addresses of another network (its first three numbers)."""
+        """Move both ends to another network (first three bytes)."""
         for index, name in enumerate(self._spaces.names):
             ip("-n", name, "address", "flush", "dev", "wan0")
             ip("-n", name, "address", "add", f"{network}.{index + 1}/24", "dev", "wan0")

@@ -1,7 +1,6 @@
-"""A wall clock that can be set: loaded by every Python process of a PC of a chaos run.
+"""An adjustable wall clock for every Python process of a PC.
 
-``CHAOS_CLOCK`` names a file with the seconds by which the PC's clock is wrong. The monotonic clock
-is left alone, as it is when somebody sets a real clock.
+``CHAOS_CLOCK`` names a file with the clock's offset in seconds. The monotonic clock stays right.
 """
 
 import os
