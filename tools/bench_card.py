@@ -1,12 +1,11 @@
-"""What a stage does on a CUDA card: steps with and without graphs, waits, memory beside its plan.
+"""A stage on a CUDA card: steps with and without graphs, waits, memory beside its plan.
 
-    python -m tools.bench_card FOLDER --json           # a folder of tools.make_bench_model, say
+    python -m tools.bench_card FOLDER --json           # for example of tools.make_bench_model
 
-``steps``: a decode step (forward, greatest logit, copied to the host) as it comes and with graphs
-switched off, and how long making its graph took, which a worker does while it is idle. ``waits``:
-how often sampling waits for the device, and how long sampling takes. ``memory``: what was planned
-for a budget, beside what was taken while a largest step ran with a full pool. Blocks of a request
-lie anywhere in the pool. Needs about 14 GB of a card.
+``steps``: a decode step (forward, argmax, copy to the host) with and without a graph, and the time
+of the graph's capture. ``waits``: how often sampling waits for the device, and its time.
+``memory``: the plan for a budget beside the use of a largest step with a full pool. KV blocks are
+shuffled. Needs about 14 GB of GPU memory.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from molink.stage.sampling.sampler import sample_tokens
 from molink.stage.stage import Stage
 from molink.wire.messages.data_plane import SamplingParams
 
-#: Rows of a decode step, and the tokens before each.
+#: Rows of a decode step, and context tokens per row.
 _STEPS = ((1, 128), (1, 2000), (4, 128), (8, 128), (8, 1000), (16, 128), (32, 500), (64, 128))
 _BLOCKS = 64 * 1024 // BLOCK_SIZE
 _BUDGET = 12 * 10**9
@@ -51,7 +50,7 @@ _STEEPNESS, _VOCABULARY = 2.0, 151_936
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A model's folder and the card that it is measured on."""
+    """A model folder and the measured card."""
 
     folder: ModelFolder
     device: torch.device
@@ -62,7 +61,7 @@ class Card:
         return Stage.load_layers(self.folder, (0, layers), str(self.device), quantize=quantize)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """How long something takes, its end on the device included."""
+        """Time ``work``, including the device."""
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         work()
@@ -70,25 +69,25 @@ class Card:
         return time.perf_counter() - begin
 
     def milliseconds(self, work: Callable[[], object]) -> float:
-        """The median of some runs."""
+        """Median of several runs."""
         return 1e3 * statistics.median(self.seconds(work) for _ in range(_REPEATS))
 
 
 class Tables:
-    """Block tables in a pool of ``blocks``, in no order."""
+    """Shuffled block tables in a pool of ``blocks``."""
 
     def __init__(self, blocks: int) -> None:
         self._order = list(range(blocks))
         random.Random(0).shuffle(self._order)
 
     def rows(self, start: int, count: int, request: int) -> SequenceRows:
-        """Rows of a request; where the pool is too small, requests share blocks."""
+        """Rows of a request; requests share blocks if the pool is too small."""
         each = -(-(start + count) // BLOCK_SIZE)
         places = range(request * each, (request + 1) * each)
         return SequenceRows(start, count, [self._order[i % len(self._order)] for i in places])
 
     def decode(self, rows: int, context: int, vocabulary: int) -> StageInput:
-        """One row each of so many requests."""
+        """One decode row for each of ``rows`` requests."""
         sequences = tuple(self.rows(context, 1, request) for request in range(rows))
         return StageInput(_tokens(rows, vocabulary), None, sequences, tuple(range(rows)))
 
@@ -98,7 +97,7 @@ def _tokens(count: int, vocabulary: int) -> Tensor:
 
 
 def measure_steps(card: Card, quantize: Quantize) -> list[dict[str, Any]]:
-    """Decode steps of several sizes."""
+    """Measure decode steps of several sizes."""
     found, tables, vocabulary = [], Tables(_BLOCKS), card.folder.config.vocab_size
     with_graphs, without = card.load(quantize), card.load(quantize)
     with_graphs.allocate_kv_pool(_BLOCKS, BLOCK_SIZE)
@@ -128,7 +127,7 @@ def measure_steps(card: Card, quantize: Quantize) -> list[dict[str, Any]]:
 
 
 def measure_waits(card: Card) -> list[dict[str, Any]]:
-    """Sampling of one row and of 16."""
+    """Measure sampling of 1 and 16 rows."""
     generator, found = torch.Generator().manual_seed(0), []
     fall = -_STEEPNESS * torch.arange(1, _VOCABULARY + 1).log()
     for count in (1, 16):
@@ -141,13 +140,13 @@ def measure_waits(card: Card) -> list[dict[str, Any]]:
                 return sample_tokens(logits, rows)
 
             draw()
-            waits, taken = _waits(draw), card.milliseconds(draw)
+            waits, taken = _count_waits(draw), card.milliseconds(draw)
             found.append({"sampling": name, "rows": count, "waits": waits, "ms": taken})
     return found
 
 
-def _waits(work: Callable[[], object]) -> int:
-    """How often the host waits for the device, of what torch notices."""
+def _count_waits(work: Callable[[], object]) -> int:
+    """Count host waits that torch reports."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
@@ -159,7 +158,7 @@ def _waits(work: Callable[[], object]) -> int:
 
 
 def measure_memory(card: Card, quantize: Quantize) -> dict[str, Any]:
-    """A budget shared out as a daemon does, and what is taken of it."""
+    """Plan a budget as a daemon does, and measure its use."""
     torch.cuda.empty_cache()
     folder, chunk, decodes = card.folder, StepLimits().max_chunk_rows, StepLimits().max_decode_rows
     layers = (0, folder.config.layers)
@@ -173,7 +172,7 @@ def measure_memory(card: Card, quantize: Quantize) -> dict[str, Any]:
     tables, config = Tables(blocks), folder.config
     for _ in range(_FIRST):
         stage.forward(tables.decode(decodes, 128, config.vocab_size))
-    # A prompt's last chunk beside as many streams as there may be, which fill the pool.
+    # A prompt's last chunk beside the most streams, which fill the pool.
     prompt = tables.rows(config.max_model_len - chunk, chunk, 0)
     each = min(config.max_model_len, blocks * BLOCK_SIZE // decodes) - BLOCK_SIZE
     streams = tables.decode(decodes, each, config.vocab_size).sequences

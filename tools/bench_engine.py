@@ -1,23 +1,20 @@
-"""One stage with a whole model on the CPU against llama.cpp and transformers, in one run.
+"""One CPU stage with a whole model beside llama.cpp and transformers.
 
     python -m tools.make_bench_model FOLDER
     python -m tools.bench_engine FOLDER --llama-bench PATH/TO/llama-bench --json
     python -m tools.bench_engine FILE.gguf --llama-bench PATH/TO/llama-bench --no-transformers
     python -m tools.bench_engine FOLDER --llama-bench PATH/TO/llama-bench --long 4096 --rounds 2
 
-Decode at batch 1 and prefill of one prompt, against ``llama-bench`` with the f16 GGUF of the same
-weights, or with the same FILE; then greedy generation at batch 8 against ``transformers.generate``
-in the same dtype. Both sides have the same number of threads and take turns; figures are medians,
-ratios medians of the rounds' ratios. Without ``--llama-bench`` the share of the read bandwidth is
-what there is. ``--avoid gguf-blocks`` has the weights of a FILE become bf16. ``--avx2`` emulates a
-CPU without AVX-512: compiled code and torch take no instructions beyond AVX2, FMA and F16C, and
-compute in float32, as such CPUs do. Frequency, caches and memory are those of this CPU; llama-bench
-has to be one that was built for AVX2. ``--cpu-time`` (Linux) counts the CPU's seconds of both sides
-in place of those that pass: for a machine that computes other things beside, with one thread.
+Decode at batch 1 and prefill of one prompt, beside ``llama-bench`` with the f16 GGUF of the same
+weights or the same FILE; then greedy generation at batch 8 beside ``transformers.generate`` in the
+same dtype. Both sides use the same number of threads and take turns; figures are medians, ratios
+medians of the rounds' ratios. Without ``--llama-bench`` only the share of the read bandwidth is
+measured. ``--avoid gguf-blocks`` unpacks a FILE's weights to bf16. ``--avx2`` emulates a CPU
+without AVX-512 in float32; llama-bench must be built for AVX2 then. ``--cpu-time`` (Linux) counts
+CPU seconds instead of wall time.
 
-``--long`` measures only prompts of so many tokens, computed in chunks of 512 as a worker does, and
-decoding behind them, beside ``llama-bench`` with flash attention (``-fa on``) and its KV in f16.
-Pages are in no order, as in a swarm.
+``--long`` measures only prompts of these lengths, in chunks of 512 with shuffled KV blocks, and
+decoding behind them, beside ``llama-bench`` with flash attention (``-fa on``) and KV in f16.
 """
 
 import argparse
@@ -48,13 +45,13 @@ from molinkd.platform import huge_pages
 BLOCK = 16
 PROMPT, DECODE = 128, 64
 BATCH, BATCH_PROMPT, BATCH_NEW = 8, 32, 48
-#: Rows of a long prompt that are computed at once, and tokens after it.
+#: Rows per chunk of a long prompt, and tokens after it.
 CHUNK, LONG_DECODE = 512, 32
 
 
-#: Marks the process that measures: its memory is that of a worker.
+#: Marks the measuring process, which has a worker's environment.
 _MEASURES = "MOLINK_BENCH_ENGINE"
-#: What torch's own code, oneDNN and MKL go by.
+#: Environment that limits torch, oneDNN and MKL to AVX2.
 AVX2_ONLY = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -63,7 +60,7 @@ AVX2_ONLY = {
 
 
 def main() -> int:
-    """Measure and print, in a process with the environment of a worker."""
+    """Measure and print, in a process with a worker's environment."""
     if _MEASURES not in os.environ:
         environment = huge_pages({**os.environ, _MEASURES: "1"})
         if "--avx2" in sys.argv:
@@ -71,14 +68,14 @@ def main() -> int:
         return subprocess.run([sys.executable, *sys.orig_argv[1:]], env=environment).returncode
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="a folder, or a GGUF file")
-    parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program")
+    parser.add_argument("--llama-bench", type=Path, help="path of llama-bench")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--avoid", default="", help="kernels, as molink doctor names them")
+    parser.add_argument("--avoid", default="", help="kernels to disable")
     parser.add_argument("--avx2", action="store_true", help="emulate a CPU without AVX-512")
-    parser.add_argument("--cpu-time", action="store_true", help="count the CPU's seconds")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds")
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--long", type=int, nargs="*", default=[], help="only such prompts")
+    parser.add_argument("--long", type=int, nargs="*", default=[], help="prompt lengths")
     parser.add_argument("--dtype", choices=("auto", *TORCH_DTYPES), default="auto")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -93,7 +90,7 @@ def main() -> int:
 
 
 def _measured(options: argparse.Namespace, made: Path) -> dict[str, Any]:
-    """All figures; ``made`` is a folder in which a GGUF file may be laid out."""
+    """All figures; a GGUF file is laid out in ``made``."""
     model: Path = options.model
     is_file = model.suffix == GGUF_SUFFIX
     folder = ModelFolder.open(
@@ -186,7 +183,7 @@ def _long_rates(stage: Stage, length: int) -> dict[str, float]:
 
 
 def _rival(model: Path) -> Path:
-    """The file that llama.cpp gets."""
+    """The GGUF file for llama.cpp."""
     return model if model.is_file() else next(model.glob("*.gguf"), model)
 
 
@@ -214,7 +211,7 @@ def _compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
 
 
 def without_avx512() -> dict[str, bool]:
-    """What this CPU can do, less AVX-512."""
+    """CPU features without AVX-512."""
     known = compiler.host_features()
     return {name: on and not name.startswith("avx512") for name, on in known.items()}
 
@@ -248,7 +245,7 @@ def prefill(stage: Stage, count: int) -> float:
 
 
 def _llama(binary: Path, model: Path, threads: int, lengths: Sequence[str]) -> dict[str, float]:
-    """Tokens/s of llama-bench: prefill and decode, as far as ``lengths`` asks for them."""
+    """Tokens/s of llama-bench for the given lengths."""
     command = [str(binary), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
     command += lengths
     done = subprocess.run(command, capture_output=True, check=True)
@@ -261,7 +258,7 @@ def _llama_once(binary: Path, model: Path, threads: int) -> dict[str, float]:
 
 
 def _llama_cpu(binary: Path, model: Path, threads: int) -> dict[str, float]:
-    """Tokens by the CPU's seconds: of three repetitions less one, so that loading is left out."""
+    """Tokens per CPU second: three repetitions minus one, without loading."""
     found = {}
     for kind, sizes, count in (
         ("prefill", ["-p", str(PROMPT), "-n", "0"], PROMPT),
@@ -283,7 +280,7 @@ def _llama_cpu(binary: Path, model: Path, threads: int) -> dict[str, float]:
 
 
 def _transformers(folder: Path, stage: Stage) -> Callable[[], float]:
-    """A function that generates once and returns the seconds it took."""
+    """Return a function that generates once and returns seconds."""
     from transformers import AutoModelForCausalLM
 
     kind = TORCH_DTYPES[stage.dtype]

@@ -1,12 +1,11 @@
-"""Times the CPU's products of rows and weights, compiled ones beside torch's, taking turns.
+"""Compiled CPU matrix products beside torch's, taking turns.
 
     python -m tools.bench_kernels --json
 
-For each number of rows: microseconds of a product with a weight that no cache holds (median), the
-rate at which it reads its weights, and at which it computes. ``bf16`` stands beside oneDNN's packed
-product; ``float32`` rows with bf16 weights, as CPUs without bf16 compute, beside torch's with
-float32 weights. ``AVX2`` is the same, compiled for no more than such CPUs have, with bf16 and with
-float16 weights.
+Per number of rows: median microseconds of a product with uncached weights, and its read and compute
+rates. ``bf16`` is compared with oneDNN's packed product; ``float32`` rows with bf16 weights, for
+CPUs without bf16, with torch's float32 weights. ``AVX2`` variants are compiled for AVX2 only, with
+bf16 and float16 weights.
 """
 
 import argparse
@@ -43,14 +42,14 @@ class Result:
 
 
 def compiled(multiply: MatMul, weights: list[Tensor]) -> Product:
-    """By our own code."""
+    """Compiled products."""
     packed = [multiply.pack_weight(weight) for weight in weights]
     bias = torch.zeros(len(weights[0]))
     return lambda index, rows: multiply(packed[index], rows, bias)
 
 
 def torches(weights: list[Tensor], dtype: torch.dtype) -> Product:
-    """The best that torch has."""
+    """Torch's best products."""
     packs = can_pack(dtype, torch.device("cpu"))
     kind = PackedLinear.pack_weight if packs else PlainLinear
     made = [kind(weight.to(dtype), None) for weight in weights]
@@ -59,7 +58,7 @@ def torches(weights: list[Tensor], dtype: torch.dtype) -> Product:
 
 @torch.inference_mode()
 def measure(columns: int, depth: int, threads: int) -> list[Result]:
-    """All kinds that this CPU has."""
+    """Measure all kinds that this CPU supports."""
     weights = [torch.randn(columns, depth).bfloat16() for _ in range(_WEIGHTS)]
     sides: list[tuple[str, torch.dtype, int, Product]] = []
     for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):

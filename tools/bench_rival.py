@@ -1,21 +1,14 @@
-"""The product as it is beside llama.cpp's RPC, over the same emulated network. Linux and root.
+"""The product beside llama.cpp's RPC on the same emulated network (Linux, root).
 
     python -m tools.make_bench_model FOLDER
     python -m tools.bench_rival FOLDER --llama PATH/TO/llama.cpp/bin [--mbps 5,20,100] [--repeats 2]
 
-Each side has a rig of its own (:mod:`tools.wan`) with as many nodes, a namespace each, and a thread
-of compute on each: molink's daemons with the model folder, as a user starts them; molink with a
-plain link policy (``plain``), or with whole prompts in order of arrival too (``fifo``); llama.cpp's
-server on the first node, with its RPC servers on the others, and the same weights as f16 GGUF. All
-are started over a fast network, which is then slowed down. The same requests at the same times go
-to each side's endpoint, from its own first node, one side after the other, with the order turning
-from repeat to repeat. No prompt comes twice to a side: each keeps what it has computed of those
-before.
-
-With drafts (``drafts``), beside molink without, by a text that the answers repeat:
-
-    python -m tools.bench_rival FOLDER-OR-GGUF --sides molink,drafts --text README.md \\
-        --mbps 100 --requests 3 --rate 0.05 --output-tokens 96
+Each side has its own rig (:mod:`tools.wan`) with one namespace and one compute thread per node:
+molink's daemons with default settings; molink with a plain link policy (``plain``), or also with
+whole prompts in order of arrival (``fifo``); llama.cpp's server on the first node with RPC servers
+on the others and the same weights as f16 GGUF. All start over a fast network, which is then slowed
+down. Each side's first node sends the same requests at the same times; sides take turns, and the
+order alternates between repeats. No side sees a prompt twice.
 """
 
 import argparse
@@ -42,9 +35,9 @@ from tools.serving.client import complete, make_prompt
 from tools.serving.process import ENDPOINT, START_S, TOKEN, wait_for
 from tools.wan import Node, Rig, RigError, unavailable
 
-#: Where llama.cpp's RPC servers and its server listen, each in a namespace of its own.
+#: Ports of llama.cpp's RPC servers and of its server.
 _RPC_PORT, _HTTP_PORT = 50052, 8080
-#: What molink adds to a plain pipeline is off; as many micro-batches as stages are in flight.
+#: Link features off.
 PLAIN = {
     "MOLINK_LINK_POLICY": "concurrent",
     "MOLINK_CUT_THROUGH": "false",
@@ -52,36 +45,34 @@ PLAIN = {
     "MOLINK_PREFILL_ONLY_BATCHES": "false",
     "MOLINK_KEEP_WARM": "false",
 }
-#: As above, with whole prompts in order of arrival: what computes most rows a second.
+#: Also whole prompts in order of arrival.
 FIFO = {**PLAIN, "MOLINK_LINK_POLICY": "fifo", "MOLINK_MAX_NUM_BATCHED_TOKENS": "4096"}
 FIGURES = ("first token", "per token", "worst gap", "whole answer")
 
 
 def sides_of_molink(nodes: int) -> dict[str, dict[str, str]]:
-    """What of its settings each side of molink's has, by name."""
+    """Settings of molink's sides by name."""
     as_many_as_stages = {"MOLINK_MICRO_BATCHES": str(nodes)}
     return {
         "molink": {},
         "plain": PLAIN | as_many_as_stages,
         "fifo": FIFO | as_many_as_stages,
-        "drafts": {"MOLINK_NUM_SPECULATIVE_TOKENS": "auto"},
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests at random times: ``rate`` a second, of so many tokens."""
+    """Poisson requests: ``rate`` per second, mean sizes in tokens."""
 
     requests: int
     rate: float
     prompt_tokens: int
     output_tokens: int
     seed: int
-    text: str = ""
 
 
 class Side:
-    """One system on a rig of its own."""
+    """One system on its own rig."""
 
     def __init__(self, name: str, nodes: int, cores: float | None) -> None:
         self.name, self.nodes = name, nodes
@@ -104,14 +95,14 @@ class Side:
             )
 
     def slow_down(self, mbps: float, delay_ms: float, queue: int) -> None:
-        """From now on every node has such a connection; ``queue`` in bytes."""
+        """Give every node this connection; ``queue`` in bytes."""
         for index in range(self.nodes):
             self.rig.change(
                 index, up_mbps=mbps, down_mbps=mbps, delay_ms=delay_ms, queue_bytes=queue
             )
 
     def measure(self, load: Load) -> list[Sample]:
-        """The requests, sent from the first node."""
+        """Send a load from the first node and return its samples."""
         command = [sys.executable, "-m", "tools.bench_rival", "client", self.url]
         process = self.rig.run(
             0, [*command, json.dumps(asdict(load))], stdout=subprocess.PIPE, cwd=_ROOT
@@ -129,7 +120,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 def molink(
     side: Side, model: Path, environment: Mapping[str, str], folder: Path, *, pinned: bool
 ) -> Iterator[Side]:
-    """A swarm, each PC of which holds a stage; ``pinned``: of as many layers as the others."""
+    """Run a swarm with a stage per node; ``pinned`` splits layers evenly by hand."""
     name, nodes = side.name, side.nodes
     layers = _like_shares(model, nodes) if pinned else ["auto"] * nodes
     with side.rig:
@@ -140,7 +131,7 @@ def molink(
             verb = first if index == 0 else ["join", token]
             common = ["--threads", "1", "--device", "cpu", "--stage", layers[index]]
             command = [sys.executable, "-m", "molinkd", *verb, *common]
-            # What a random model writes repeats itself, and drafts would be right more than usual.
+            # A random model repeats itself, so drafts would be right too often.
             own = {"MOLINK_NUM_SPECULATIVE_TOKENS": "off", **environment}
             own |= {"MOLINK_HOME": str(home), "MOLINK_REPLICATE_MODELS": "false"}
             own |= {"MOLINK_STANDBY_WORKER": "false", "MOLINK_TOKEN_USES": "255"}
@@ -154,7 +145,7 @@ def molink(
 
 
 def _like_shares(model: Path, nodes: int) -> list[str]:
-    """The same number of layers for each node, as ``--stage`` takes them."""
+    """Even layers per node for ``--stage``."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     cuts = [config["num_hidden_layers"] * index // nodes for index in range(nodes + 1)]
     return [f"{begin}:{end}" for begin, end in itertools.pairwise(cuts)]
@@ -162,7 +153,7 @@ def _like_shares(model: Path, nodes: int) -> list[str]:
 
 @contextlib.contextmanager
 def llama(side: Side, binaries: Path, model: Path, slots: int, folder: Path) -> Iterator[Side]:
-    """llama.cpp's server, with the layers on all nodes."""
+    """Run llama.cpp's server with layers on all nodes."""
     nodes = side.nodes
     with side.rig:
         server = next(binaries.glob("*rpc-server"))
@@ -173,7 +164,7 @@ def llama(side: Side, binaries: Path, model: Path, slots: int, folder: Path) -> 
             where.append(f"{side.rig.address(index)}:{_RPC_PORT}")
         time.sleep(2.0)
         command = [str(binaries / "llama-server"), "-m", str(model), "--rpc", ",".join(where)]
-        # What is offloaded goes to the RPC servers; the first node keeps its share.
+        # Offloaded layers go to the RPC servers; the first node keeps its share.
         split = ",".join(["1"] * (nodes - 1))
         layers = str(round(24 * (nodes - 1) / nodes))
         command += ["-ngl", layers, "-ts", split, "-t", "1", "-tb", "1", "-np", str(slots)]
@@ -199,7 +190,7 @@ def _wait_ready(side: Side, url: str) -> None:
 
 
 def _wait_for_stages(side: Side, stages: int, home: Path) -> None:
-    """Until the ring has so many: PCs that come later join it while it serves."""
+    """Wait until the serving ring has ``stages`` stages."""
     deadline = time.monotonic() + START_S
     command = [sys.executable, "-m", "molinkd", "status", "--json", "--home", str(home)]
     while time.monotonic() < deadline:
@@ -212,11 +203,8 @@ def _wait_for_stages(side: Side, stages: int, home: Path) -> None:
     raise RuntimeError(f"{side.name} has no ring of {stages} stages within {START_S:.0f} s")
 
 
-# --- the requests ----------------------------------------------------------------------------
-
-
 async def send(url: str, load: Load) -> list[Sample]:
-    """All requests of a load, each at its time."""
+    """Send all requests of a load on time."""
     chance = random.Random(load.seed)
     times = [0.0]
     while len(times) < load.requests:
@@ -228,10 +216,6 @@ async def send(url: str, load: Load) -> list[Sample]:
         )
         for index in range(load.requests)
     ]
-    if load.text:
-        beginning = load.text[: len(load.text) // 8]
-        again = f"{load.text}\n\nThe same once more:\n\n{beginning}"
-        prompts = [f"{load.seed}.{index}\n{again}" for index in range(load.requests)]
 
     async def one(session: aiohttp.ClientSession, at: float, prompt: str) -> Sample:
         await asyncio.sleep(at)
@@ -245,7 +229,7 @@ async def send(url: str, load: Load) -> list[Sample]:
 
 
 def figures(samples: Sequence[Sample]) -> tuple[float, ...]:
-    """Of one load: means of first token, time per token and whole answer, and the worst gap."""
+    """Means of first token, time per token and whole answer, and the worst gap."""
     return (
         statistics.mean(one.ttft for one in samples),
         statistics.mean(one.tpot or 0.0 for one in samples),
@@ -255,7 +239,7 @@ def figures(samples: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def show(mbps: float, found: Mapping[str, list[tuple[float, ...]]]) -> None:
-    """Rows of a Markdown table: the median of the repeats, and from which to which."""
+    """Print rows of a Markdown table: median and range of the repeats."""
     for name, repeats in found.items():
         cells = []
         for values in zip(*repeats, strict=True):
@@ -265,7 +249,7 @@ def show(mbps: float, found: Mapping[str, list[tuple[float, ...]]]) -> None:
 
 
 def client(url: str, load: str) -> None:
-    """In a namespace: send a load, and print what came of it."""
+    """Entry point in a namespace: send a load and print its samples."""
     samples = asyncio.run(send(url, Load(**json.loads(load))))
     print(json.dumps([asdict(one) for one in samples]))
 
@@ -280,17 +264,16 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, help="folder of llama-server and rpc-server")
     parser.add_argument("--mbps", default="5,20,100")
     parser.add_argument("--delay-ms", type=float, default=30.0, help="one way")
-    parser.add_argument("--queue", type=int, default=256 * 1024, help="bytes in a router")
+    parser.add_argument("--queue", type=int, default=256 * 1024, help="bytes per router queue")
     parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--cores", type=float, help="what each node may take of the CPU")
-    parser.add_argument("--pinned", action="store_true", help="like layers on all, by hand")
+    parser.add_argument("--cores", type=float, help="CPU cores per node")
+    parser.add_argument("--pinned", action="store_true", help="split layers evenly by hand")
     parser.add_argument("--requests", type=int, default=10)
     parser.add_argument("--rate", type=float, default=0.2, help="requests a second")
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--text", type=Path, help="of each prompt, in which it begins again")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--sides", default="molink,plain,llama", help="those to measure")
+    parser.add_argument("--sides", default="molink,plain,llama", help="sides to measure")
     options = parser.parse_args()
     reason = unavailable()
     if reason is not None:
@@ -314,7 +297,6 @@ def main() -> None:
         print(f"| Mbps | | {' | '.join(f'{one}, s' for one in FIGURES)} |")
         print("|---:|---|---:|---:|---:|---:|")
         seeds = itertools.count()
-        text = options.text.read_text(encoding="utf-8") if options.text is not None else ""
         for side in sides:
             side.measure(Load(2, 1.0, options.prompt_tokens, 8, next(seeds)))
         for mbps in map(float, options.mbps.split(",")):
@@ -328,7 +310,6 @@ def main() -> None:
                     options.prompt_tokens,
                     options.output_tokens,
                     next(seeds),
-                    text,
                 )
                 for side in sides[:: -1 if repeat % 2 else 1]:
                     found[side.name].append(figures(side.measure(load)))

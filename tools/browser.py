@@ -1,4 +1,4 @@
-"""A headless Chromium, by the W3C WebDriver protocol; needs Chromium and its ChromeDriver."""
+"""A headless Chromium over W3C WebDriver; needs ChromeDriver."""
 
 import base64
 import json
@@ -10,17 +10,17 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-#: As much as anything may take, in seconds.
+#: Longest wait for anything, in seconds.
 PATIENCE_S = 60.0
-#: The key by which W3C WebDriver names an element.
+#: WebDriver's key of an element.
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _DRIVERS = ("chromedriver", "chromium.chromedriver")
-#: The keys that WebDriver writes as characters.
+#: WebDriver's special keys.
 ESCAPE, ENTER, SHIFT = "\ue00c", "\ue007", "\ue008"
 
 
 def find_driver() -> str | None:
-    """ChromeDriver, if it is on the PATH."""
+    """Find ChromeDriver on the PATH."""
     return next((path for name in _DRIVERS if (path := shutil.which(name))), None)
 
 
@@ -64,11 +64,11 @@ class Browser:
         self._call("POST", f"/element/{self._find(selector)}/value", {"text": text})
 
     def click(self, selector: str) -> None:
-        """Click on an element, which has to be visible and not covered."""
+        """Click a visible, uncovered element."""
         self._call("POST", f"/element/{self._find(selector)}/click", {})
 
     def run(self, script: str, *args: object) -> Any:
-        """What a function with that body returns; a promise is waited for."""
+        """Run a function body and return its (awaited) result."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(args)})
 
     def until(self, expression: str, *args: object) -> Any:
@@ -81,11 +81,11 @@ class Browser:
         return found
 
     def wait_for(self, selector: str) -> None:
-        """Until there is such an element."""
+        """Wait for an element."""
         self.until("document.querySelector(arguments[0]) !== null", selector)
 
     def text(self, selector: str) -> str:
-        """What such elements show, together."""
+        """Joined text of all matching elements."""
         script = "return [...document.querySelectorAll(arguments[0])].map(n => n.innerText).join()"
         return str(self.run(script, selector))
 
@@ -94,7 +94,7 @@ class Browser:
         return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def complaints(self) -> list[str]:
-        """Errors that the page's console has shown since this was last asked."""
+        """Console errors since the last call."""
         entries = self._call("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 

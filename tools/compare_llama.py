@@ -1,18 +1,15 @@
-"""A GGUF file in molink and in llama.cpp: tokens, perplexity, likely next tokens, greedy text.
+"""Compare a GGUF file in molink and llama.cpp: tokens, perplexity, likely tokens, greedy text.
 
     python -m tools.compare_llama FILE.gguf TEXT... --llama PATH/llama-server
     python -m tools.compare_llama FILE.gguf README.md --llama … --tokens 400 --dtype f32 bf16
 
-Both read the TEXTs (files; each is cut to ``--tokens``) with the same tokens before each place, so
-a difference at one place doesn't change the next ones. llama.cpp rounds what it multiplies with
-weights in blocks to 8 bits, molink doesn't: where the two best tokens are about equally likely, the
-better one may differ. Shown is how far the two are apart there.
+Both read the TEXTs (cut to ``--tokens``) with the same tokens before each place. llama.cpp rounds
+rows to 8 bits, molink does not, so nearly equal favourites may differ; their gap is shown. Then
+both continue each ``--prompt`` tokens greedily by ``--answer`` tokens; the gap where they part is
+shown.
 
-Then both continue each part of ``--prompt`` tokens of the texts by ``--answer`` tokens, each by the
-most likely one. Where the two texts part, the gap between both tokens is shown.
-
-With ``--their-file`` llama.cpp reads another file: that of the same values as F32, which
-``llama-quantize --allow-requantize FILE.gguf F32.gguf F32`` makes. There it rounds nothing either.
+``--their-file`` gives llama.cpp another file, such as the same values as F32 (``llama-quantize
+--allow-requantize FILE.gguf F32.gguf F32``), for which it rounds nothing.
 """
 
 from __future__ import annotations
@@ -46,28 +43,28 @@ from molink.stage.stage import Stage
 from molink.text.tokenizer import Tokenizer
 from tools.measure_quantization import log_probabilities
 
-#: As many likely tokens are asked for at first: all of them are many.
+#: Likely tokens requested first, before all of them.
 _LIKELY = 400
 _BLOCK = 16
-#: Pieces that the texts are tokenized in, beside whole.
+#: Characters per separately tokenized piece.
 _PIECE = 97
 
 
 @dataclass(frozen=True, slots=True)
 class TokenComparison:
-    """What both say of one token of a text, as log probabilities in nats."""
+    """Log probabilities of one token in both, in nats."""
 
     ours: float
     theirs: float
     same: bool
-    #: In each one's own distribution: how far the other's favourite is below its own.
+    #: How far the other's favourite lies below the own one.
     our_gap: float
     their_gap: float
 
 
 @contextmanager
 def llama_server(binary: Path, model: Path, context: int) -> Iterator[str]:
-    """A llama-server with the model, on one thread; yields its URL."""
+    """Run llama-server on one thread; yields its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -92,7 +89,7 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def ask(url: str, question: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a llama-server."""
+    """Post a question to llama-server."""
     request = urllib.request.Request(
         url, json.dumps(question).encode(), {"Content-Type": "application/json"}
     )
@@ -102,7 +99,7 @@ def ask(url: str, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_tokens(url: str, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, int]:
-    """How many of the texts, and of pieces of them, have the same ids in both; of how many."""
+    """Count texts and pieces with equal token ids; return matches and total."""
     pieces = [text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE)]
     same = 0
     for text in (*texts, *pieces):
@@ -114,13 +111,13 @@ def same_tokens(url: str, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[i
 def places(
     url: str, ids: list[int], ours: dict[str, Tensor]
 ) -> Iterator[tuple[str, TokenComparison]]:
-    """What both say of each token but the first, by dtype; ours are ``[tokens - 1, V]``."""
+    """Compare each token but the first, by dtype; ``ours`` is ``[tokens - 1, V]``."""
     for index, token in enumerate(ids[1:]):
         rows = {dtype: found[index] for dtype, found in ours.items()}
         wanted = {token, *(int(row.argmax()) for row in rows.values())}
         theirs = their_probabilities(url, ids[: index + 1], wanted)
         if not theirs:
-            continue  # it would end the text here, and says no more
+            continue  # llama.cpp would end the text here
         there = max(theirs, key=lambda one: theirs[one])
         for dtype, row in rows.items():
             here = int(row.argmax())
@@ -137,7 +134,7 @@ def places(
 
 
 def their_probabilities(url: str, ids: list[int], wanted: set[int]) -> dict[int, float]:
-    """llama.cpp's logarithms of the likely tokens after ``ids``, and of those that are wanted."""
+    """llama.cpp's log probabilities after ``ids``, including the wanted tokens."""
     for count in (_LIKELY, 1 << 30):
         asked = {"prompt": ids, "n_predict": 1, "n_probs": count, "temperature": 0}
         reply = ask(url + "/completion", asked | {"cache_prompt": True})
@@ -150,10 +147,7 @@ def their_probabilities(url: str, ids: list[int], wanted: set[int]) -> dict[int,
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Greedy text of both: tokens that are the same, of how many, and the gap where they part.
-
-    The gap is in nats, of our own distribution.
-    """
+    """Equal greedy tokens, their number, and the gap where they part (nats, our distribution)."""
 
     same: int
     count: int
@@ -163,14 +157,14 @@ class Answer:
 def answers(
     url: str, stage: Stage, ids: list[int], options: argparse.Namespace, ends: Sequence[int]
 ) -> Iterator[Answer]:
-    """Each part of ``ids``, continued by both."""
+    """Continue each part of ``ids`` with both."""
     length, count = options.prompt, options.answer
     for begin in range(0, len(ids) - length + 1, length):
         prompt = ids[begin : begin + length]
         ours = greedy(stage, prompt, count, ends)
         asked = {"prompt": prompt, "n_predict": count, "temperature": 0, "return_tokens": True}
         theirs = ask(url + "/completion", asked)["tokens"]
-        # The token that ends it is not among theirs.
+        # llama.cpp omits the end token.
         pairs = zip(ours, [*theirs, None], strict=False)
         same, gap = 0, 0.0
         for (mine, logits), other in pairs:
@@ -243,9 +237,9 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("texts", type=Path, nargs="+")
     parser.add_argument("--llama", type=Path, required=True, help="llama-server")
-    parser.add_argument("--their-file", type=Path, help="that llama.cpp reads  [FILE]")
+    parser.add_argument("--their-file", type=Path, help="file for llama.cpp  [FILE]")
     parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--prompt", type=int, default=50, help="tokens that are continued")
+    parser.add_argument("--prompt", type=int, default=50, help="tokens per prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens of a greedy answer")
     parser.add_argument("--dtype", nargs="+", default=["auto"])
     parser.add_argument("--quantize", default="none")
@@ -264,7 +258,7 @@ def whole_model(folder: ModelFolder, room: int, dtype: DTypeChoice, quantize: Qu
 
 
 def next_logits(stage: Stage, tokens: Sequence[int], start: int) -> Tensor:
-    """Logits ``[V]`` after ``tokens``, of which those before ``start`` were computed before."""
+    """Logits ``[V]`` after ``tokens``; those before ``start`` are computed already."""
     rows = torch.tensor(tokens[start:])
     blocks = range(-(-len(tokens) // _BLOCK))
     sequence = SequenceRows(start, len(rows), blocks)
@@ -274,7 +268,7 @@ def next_logits(stage: Stage, tokens: Sequence[int], start: int) -> Tensor:
 def greedy(
     stage: Stage, prompt: Sequence[int], count: int, ends: Collection[int]
 ) -> list[tuple[int, Tensor]]:
-    """Up to ``count`` tokens after a prompt, the first of ``ends`` the last, and their logits."""
+    """Up to ``count`` greedy tokens and logits, ending with the first of ``ends``."""
     tokens, start, found = list(prompt), 0, list[tuple[int, Tensor]]()
     while len(found) < count and not (found and found[-1][0] in ends):
         logits = next_logits(stage, tokens, start)

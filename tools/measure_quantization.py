@@ -1,13 +1,10 @@
-"""Quality of a model with its weights quantized: of the bundled one on held-out conversations.
+"""Quality of quantized weights: of the bundled model on held-out conversations, or of any on TEXTs.
 
     python -m tools.measure_quantization
     python -m tools.measure_quantization --model FOLDER_OR_FILE.gguf TEXT... --tokens 220
 
-Or of any other on TEXTs (files; each is cut to ``--tokens``).
-
-For each way of keeping the weights: perplexity per token (of all tokens, and of those that the
-assistant wrote), how often the most probable next token is that of fp32, the divergence of the
-distributions from fp32's, and bytes of the layers' weights.
+Per mode: perplexity of all tokens and of the assistant's, agreement with fp32's most likely token,
+KL divergence from fp32, and bytes of a layer. Each TEXT is cut to ``--tokens``.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from tools.demo_model.train import conversations
 from tools.train_demo_model import FOLDER
 
 _BLOCK = 16
-#: The first is what the others are compared with.
+#: The first mode is the reference.
 MODES: dict[str, tuple[DTypeChoice, Quantize]] = {
     "fp32": ("f32", "none"),
     "bf16": ("bf16", "none"),
@@ -61,7 +58,7 @@ class Quality:
 
 
 def log_probabilities(stage: Stage, texts: Sequence[Any]) -> Iterator[Tensor]:
-    """Of each token that may follow, at all positions but the last: ``[n - 1, V]`` per text."""
+    """Next-token log probabilities ``[n - 1, V]`` per text."""
     for text in texts:
         rows = len(text) - 1
         blocks = range(-(-rows // _BLOCK))
@@ -95,7 +92,7 @@ def measure(folder: ModelFolder, texts: Sequence[Any], masks: Sequence[Any]) -> 
 
 
 def _layer_bytes(folder: ModelFolder, dtype: DTypeChoice, quantize: Quantize) -> int:
-    """Bytes of a layer in the middle: of a stage without the ends of the model."""
+    """Weight bytes of a middle layer."""
     middle = folder.config.layers // 2
     stage = Stage.load_layers(folder, (middle, middle + 1), "cpu", dtype, quantize=quantize)
     return stage.weight_bytes

@@ -1,4 +1,4 @@
-"""A picture of the chat page with one answer, for the README. Needs Chromium and its ChromeDriver.
+"""Picture of the chat page with one answer; needs Chromium and ChromeDriver.
 
 molink demo
 python -m tools.page_screenshot docs/page.png [--question "What is molink?"]

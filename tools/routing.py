@@ -1,22 +1,20 @@
-"""What prefix-aware routing brings over four pipelines, in virtual time; and its speed.
+"""Prefix-aware routing over four pipelines in virtual time, and its speed.
 
     python -m tools.routing --all --trace FILE      # latencies, then decisions per second
     python -m tools.routing latency --workloads tools
     python -m tools.routing latency --routers e2 --policies fcfs,cached-share --workloads tools
     python -m tools.routing speed
 
-Both add to ``docs/results/routing.json`` (``--out``), where the same runs are replaced.
-Pipelines are rings of the product's deciders, each with a prefix cache of its own. The workloads:
+Both add to ``docs/results/routing.json`` (``--out``) and replace equal runs. Each pipeline has its
+own prefix cache. Workloads:
 
-- ``conversation``: Mooncake's conversation trace (``--trace``, JSONL) with its arrivals and with
-  what prompts share. Its service ran on many GPUs, so it is thinned *by conversation* (the part
-  behind the system prompt, which all have) to a sixteenth: a seed is another sixteenth.
-- ``tools``: 200 tools, each with a prompt of 2048 to 6144 tokens of its own, asked for by Zipf
-  (1.1), each time with another question.
-- ``alone``: the trace's sizes, of prompts that share nothing.
+- ``conversation``: Mooncake's conversation trace (``--trace``, JSONL) with its arrivals and shared
+  prefixes, thinned by conversation to a sixteenth per seed.
+- ``tools``: 200 tools with prompts of 2048 to 6144 tokens, chosen by Zipf (1.1), each time with
+  another question.
+- ``alone``: the trace's sizes without shared prefixes.
 
-``oracle`` knows all requests beforehand and gives each pipeline a fixed part of the tools, or of
-the conversations: as much work each as can be.
+``oracle`` knows all requests and assigns tools or conversations to pipelines by equal work.
 """
 
 from __future__ import annotations
@@ -49,17 +47,17 @@ from molink.sim.workload import Workload
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "routing.json"
 PIPELINES = 4
 DEVICE = "rtx5090"
-#: Qwen2.5-7B-Instruct, by its config.json: a token's keys and values are small.
+#: Qwen2.5-7B-Instruct by its config.json.
 MODEL = ModelProfile("qwen2.5-7b", "config.json", 28, 3584, 18_944, 28, 4, 128, 152_064)
 MAX_PROMPT, MAX_OUTPUT = 131_072, 4096
-#: Of all conversations of the trace one in so many.
+#: One in this many conversations is used.
 THINNED = 16
 TOOLS, ZIPF = 200, 1.1
-#: Requests of a run, and those per second, by workload.
+#: Requests of a run by workload.
 COUNTS = {"conversation": 800, "tools": 1500, "alone": 400}
-#: Share of them that comes before anything is counted.
+#: Share of uncounted requests at the start.
 WARM_UP = 0.2
-#: A prompt of which less is cached is a new one.
+#: Prompts with a smaller cached share count as new.
 NEW = 0.5
 RATES = {"conversation": 2.0, "tools": 24.0, "alone": 1.2}
 ROUTERS = ("round-robin", "least-loaded", "e2", "oracle")
@@ -67,22 +65,19 @@ ROUTERS = ("round-robin", "least-loaded", "e2", "oracle")
 Rows = tuple[TraceRow, ...]
 
 
-# --- requests ------------------------------------------------------------------------------------
-
-
 def family(row: TraceRow | PlannedRequest) -> int:
-    """What a request shares with those that it should be served with: a tool, a conversation."""
+    """The tool or conversation of a request."""
     return (*row.hash_ids, 0, 0)[1]
 
 
 def conversation(rows: Sequence[TraceRow], seed: int) -> Rows:
-    """A sixteenth of all conversations, each of them whole."""
+    """A sixteenth of all conversations, each whole."""
     kept = [row for row in rows if random.Random(family(row)).randrange(THINNED) == seed % THINNED]
     return tuple(kept[: COUNTS["conversation"]])
 
 
 def tools(rows: Sequence[TraceRow], seed: int, requests: int = COUNTS["tools"]) -> Rows:
-    """Questions to tools: the parts of a tool's prompt, then one of the question."""
+    """Questions to tools: hashes of the tool's prompt, then one of the question."""
     rng = random.Random(f"tools {seed}")
     parts = [rng.randrange(4, 13) for _ in range(TOOLS)]
     weights = [1 / rank**ZIPF for rank in range(1, TOOLS + 1)]
@@ -97,7 +92,7 @@ def tools(rows: Sequence[TraceRow], seed: int, requests: int = COUNTS["tools"]) 
 
 
 def alone(rows: Sequence[TraceRow], seed: int) -> Rows:
-    """Sizes of the trace in another order; no two prompts share anything."""
+    """Sizes of the trace in random order, without shared prefixes."""
     chosen = random.Random(f"alone {seed}").sample(rows, COUNTS["alone"])
     return tuple(
         replace(
@@ -117,10 +112,10 @@ WORKLOADS: dict[str, Callable[[Sequence[TraceRow], int], Rows]] = {
 
 
 class Oracle(Router):
-    """A fixed part of the families for each pipeline, by the work of all of their requests."""
+    """Assigns families of requests to pipelines by equal work."""
 
     def __init__(self, rows: Rows, per_answer: float) -> None:
-        """A token of an answer takes ``per_answer`` times as long as one of a prompt."""
+        """An output token costs ``per_answer`` prompt tokens."""
         self._rows = rows
         seen, work = set[tuple[int, ...]](), Counter[int]()
         for row in rows:
@@ -136,13 +131,13 @@ class Oracle(Router):
     def choose_pipeline(
         self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float
     ) -> PipelineLoad:
-        """The one that its family is at."""
+        """The pipeline of its family."""
         row = self._rows[int(prompt.key) % len(self._rows)]  # a trace may begin again
         return up[self._places[family(row)]]
 
 
 class Watched(E2Router):
-    """Notes how long those wait whose prompts are new to the pipeline."""
+    """E2 that records waits of prompts new to their pipeline."""
 
     def __init__(self, since: float) -> None:
         super().__init__()
@@ -153,27 +148,24 @@ class Watched(E2Router):
     def choose_pipeline(
         self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float
     ) -> PipelineLoad:
-        """As E2 does."""
+        """Choose as E2 does."""
         self._asked[prompt.key] = now, prompt.num_tokens
         return super().choose_pipeline(prompt, up, now)
 
     def on_first_token(self, key: str, cached: int, now: float) -> None:
-        """Its first token has come."""
+        """Record the wait for the first token."""
         at, tokens = self._asked[key]
         if at >= self._since and cached < NEW * tokens:
             self.waits.append(now - at)
         super().on_first_token(key, cached, now)
 
 
-# --- latency -------------------------------------------------------------------------------------
-
-
 def run(
     workload: str, rows: Rows, router: str, rate: float, seed: int, policy: str = "fcfs"
 ) -> dict[str, float]:
-    """The figures of one simulation."""
+    """Simulate one router and return its figures."""
     arrivals = "trace" if workload == "conversation" else "poisson"
-    # A tenth of the rows is left over, so that no run begins them again.
+    # A tenth of the rows stays unused, so that no run repeats them.
     seconds = len(rows) / rate * (1.0 if arrivals == "trace" else 0.9)
     load = Workload(
         rate,
@@ -199,7 +191,7 @@ def run(
 
 
 def figures(outcome: FleetOutcome) -> dict[str, float]:
-    """Seconds."""
+    """Plain values in seconds."""
     report = outcome.report
     if outcome.num_lost or report.latency_s.mean is None:
         raise SystemExit(f"{outcome.num_lost} requests failed: {report.first_error}")
@@ -212,7 +204,7 @@ def figures(outcome: FleetOutcome) -> dict[str, float]:
 
 
 def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All routers on all workloads, one row each for every seed."""
+    """Run all routers on all workloads, a row per seed."""
     trace = read_trace(options.trace) if options.trace is not None else []
     if not trace and set(options.workloads) != {"tools"}:
         raise SystemExit("conversation and alone need --trace mooncake_conversation.jsonl")
@@ -222,7 +214,7 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
         if options.requests and name == "tools":
             rows = tools((), seed, options.requests)
         for router, policy in product(options.routers, options.policies):
-            if router == "oracle" and name == "alone":  # nothing to be parted by
+            if router == "oracle" and name == "alone":  # nothing to partition
                 continue
             row = {"workload": name, "rate": rate, "seed": seed, "router": router, "policy": policy}
             row |= {"requests": len(rows)} | run(name, rows, router, rate, seed, policy)
@@ -235,7 +227,7 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def against_e2(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many times longer than E2 with ``fcfs`` others take: mean over seeds, least, most."""
+    """Latency relative to E2 with ``fcfs``: mean over seeds, least, most."""
     names = ("latency_mean_s", "latency_p99_s", "ttft_mean_s", "ttft_p99_s")
     new = ("new_ttft_mean_s", "new_ttft_p99_s")
     mine = {_which(row): row for row in rows if _how(row) == ("e2", "fcfs")}
@@ -267,7 +259,7 @@ def _how(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def store(out: Path, rows: Sequence[dict[str, Any]], speed: dict[str, float] | None) -> None:
-    """Add to a file, in which the same runs are replaced."""
+    """Merge rows into a results file."""
     before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     known = {(*_which(row), *_how(row)): row for row in [*before.get("rows", ()), *rows]}
     ordered = [known[key] for key in sorted(known)]
@@ -282,11 +274,8 @@ def store(out: Path, rows: Sequence[dict[str, Any]], speed: dict[str, float] | N
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-# --- speed ---------------------------------------------------------------------------------------
-
-
 def speed(options: argparse.Namespace) -> dict[str, float]:
-    """Decisions per second of CPU time: a tree of a million tokens, prompts as of the tools."""
+    """Measure decisions per CPU second with a tree of a million tokens."""
     rows = tools((), 1)
     up = [PipelineLoad(str(number)) for number in range(PIPELINES)]
     tracemalloc.start()
@@ -338,9 +327,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3]
     )
     parser.add_argument(
-        "--policies", type=lambda text: text.split(","), default=["fcfs"], help="of the heads"
+        "--policies",
+        type=lambda text: text.split(","),
+        default=["fcfs"],
+        help="scheduling policies",
     )
-    parser.add_argument("--requests", type=int, help="of the tools, instead of 1500")
+    parser.add_argument("--requests", type=int, help="of the tools workload, instead of 1500")
     parser.add_argument("--rate", type=float, help="requests/s instead of the workload's")
     parser.add_argument("--tree-tokens", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -1,16 +1,15 @@
-"""Whether memory or descriptors grow in a swarm that serves for long.
+"""Growth of memory and descriptors in a long-running swarm.
 
     .venv/bin/molink demo                      # in another terminal
     .venv/bin/python -m tools.soak --requests 500
     .venv/bin/python -m tools.soak --minutes 30
 
-With ``--requests``, requests go to the swarm that runs on this PC (``molink status --json`` names
-its processes: every daemon, its workers and their other descendants). What each process has is
-taken once the first ``--settle`` requests have completed, and at the end.
+``--requests`` sends requests to the running swarm and measures its processes (daemons, workers and
+other descendants) after ``--settle`` requests and at the end.
 
-With ``--minutes``, it starts three PCs of its own (:mod:`tools.chaos`) under a steady load, and
-each minute a fourth one joins and leaves. What the three have is taken each time before it comes;
-the first that counts is that after a fifth of the time. Texts have to stay what they were, too.
+``--minutes`` starts three PCs (:mod:`tools.chaos`) under steady load; each minute a fourth joins
+and leaves. The three are measured before each join, from a fifth of the time on. Texts must not
+change.
 """
 
 import argparse
@@ -37,14 +36,14 @@ from molink.bench.sample import Sample
 from tools.chaos.churn import run_churn
 from tools.chaos.usage import Usage, measure_usage
 
-#: What a process has at the end by what it had at first, at most.
+#: Largest allowed ratio of final to first usage.
 TARGET = 1.05
 
 
 def main() -> int:
-    """Run the soak and print its result as JSON; exit code 1 if it misses the target."""
+    """Print the result as JSON; exit code 1 if the target is missed."""
     options = _options()
-    # However it is told to end, it ends what it started.
+    # Clean up on SIGTERM too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = _churned(options) if options.minutes else _loaded(options)
     print(json.dumps(result, indent=2))
@@ -54,14 +53,18 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--url", action="append", help="an endpoint; may be repeated; default: every peer's"
+        "--url", action="append", help="endpoint, repeatable; default: every peer's"
     )
     parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--settle", type=int, default=100, help="requests before the first look")
+    parser.add_argument(
+        "--settle", type=int, default=100, help="requests before the first measurement"
+    )
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--input-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--minutes", type=float, help="start a swarm; a PC comes and goes in each")
+    parser.add_argument(
+        "--minutes", type=float, help="start a swarm that a PC joins and leaves each minute"
+    )
     parser.add_argument("--keep", type=Path, help="folder for that swarm's homes, which stays")
     options = parser.parse_args()
     if options.requests <= options.settle:
@@ -70,7 +73,7 @@ def _options() -> argparse.Namespace:
 
 
 def _loaded(options: argparse.Namespace) -> dict[str, Any]:
-    """Requests to the swarm that runs."""
+    """Load the running swarm."""
     processes, endpoints = swarm_processes()
     urls = options.url or endpoints
     samples, first = asyncio.run(_soak(urls, processes, options))
@@ -86,7 +89,7 @@ def _loaded(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _churned(options: argparse.Namespace) -> dict[str, Any]:
-    """A swarm of three, with a fourth PC that comes and goes."""
+    """Run a swarm of three that a fourth PC joins and leaves."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         root = options.keep or Path(folder)
@@ -104,12 +107,9 @@ def _churned(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def swarm_processes() -> tuple[dict[psutil.Process, str], list[str]]:
-    """Every daemon, its workers and their other descendants with what each is; and endpoints.
-
-    They come from ``molink status --json``.
-    """
+    """Find all processes of the running swarm with their roles, and its endpoints."""
     command = [sys.executable, "-m", "molinkd", "status", "--json"]
-    # Its exit code says whether the swarm is ready, too.
+    # The exit code also tells readiness.
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False, encoding="utf-8")
     if not done.stdout:
         raise SystemExit(f"`molink status` ended with exit code {done.returncode}")
@@ -134,7 +134,7 @@ def _usage(processes: Mapping[psutil.Process, str]) -> dict[str, Usage]:
 async def _soak(
     urls: Sequence[str], processes: dict[psutil.Process, str], options: argparse.Namespace
 ) -> tuple[list[Sample], dict[str, Usage]]:
-    """All samples, and what each process had after the first requests."""
+    """All samples, and usage after the first requests."""
     clock = MonotonicClock()
     plan = plan_sizes(
         options.input_tokens, options.output_tokens, float("inf"), options.requests, seed=0
@@ -160,7 +160,7 @@ async def _soak(
 
 
 def compare(first: Mapping[str, Usage], last: Mapping[str, Usage]) -> list[dict[str, Any]]:
-    """A row for each role that was there at both times."""
+    """A row per role that exists at both times."""
     return [
         {
             "role": role,
@@ -176,7 +176,7 @@ def compare(first: Mapping[str, Usage], last: Mapping[str, Usage]) -> list[dict[
 
 
 def worst(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The largest ratio of all."""
+    """The largest ratio."""
     return max(float(row[key]) for row in rows for key in ("rss_ratio", "descriptors_ratio"))
 
 

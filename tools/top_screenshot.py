@@ -1,4 +1,4 @@
-"""A picture of ``molink top`` on the swarm that runs on this PC, for the README.
+"""Picture of ``molink top`` on the running swarm.
 
 python tools/top_screenshot.py docs/top.svg
 """
@@ -25,7 +25,7 @@ async def picture(size: tuple[int, int]) -> str:
     finally:
         await feed.close()
         feed.destroy_context()
-    # A picture loads nothing from elsewhere.
+    # The picture must not load fonts.
     text = re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)
     return text.replace("Fira Code", "monospace").replace("<svg ", '<svg xml:space="preserve" ', 1)
 

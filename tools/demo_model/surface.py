@@ -1,4 +1,4 @@
-"""The many surfaces of one question: casing, punctuation, politeness, a slip of the finger."""
+"""Vary a question: casing, punctuation, politeness, typing errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _POLITE = ("Could you ", "Would you ", "Can you please ", "I want you to ", "You
 
 
 def vary(question: str, rng: Random) -> str:
-    """One surface of the question; about half of them leave it nearly as it is."""
+    """Return one variation; about half change little."""
     text = question
     if text.split(" ")[0] in _REQUESTS and rng.random() < 0.3:
         text = rng.choice(_POLITE) + text[:1].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""A topic: many ways to ask one thing, the answers to it, and questions kept for evaluation."""
+"""A topic: wordings of one question, its answers, and held-out wordings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Then:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """One thing that can be asked. All texts may hold ``{slot}`` fields.
+    """One question. All texts may hold ``{slot}`` fields.
 
-    `held_out` questions are never trained on: they measure whether the model understands a
-    wording it has not seen. Each keyword must occur in the answer to them; ``a|b`` takes either.
+    `held_out` wordings are never trained on. Each keyword must occur in their answers; ``a|b``
+    accepts either.
     """
 
     name: str

@@ -1,11 +1,9 @@
-"""Activations recorded from a real model, to be sent in place of computed ones.
+"""Record activations of a real model, which emulated stages send.
 
     python -m tools.emulation.activations [--model FOLDER] [--out FILE]
 
-runs the first third of a model's layers over pseudo-random text and keeps the bf16 rows that would
-leave the first of three stages. A model that is narrower than what is emulated has its rows
-*widened*: several recorded rows, each of another token, make one. So compression meets the bytes
-of real activations, but for what neighbouring columns of a wider model would have in common.
+runs the first third of a model's layers over random tokens and keeps the bf16 rows. Rows of a
+narrower model are *widened*: several rows of different tokens make one.
 """
 
 import argparse
@@ -14,32 +12,32 @@ from pathlib import Path
 
 from molink.errors import UsageError
 
-#: Rows that are kept: more than the longest prompt, so that no volume repeats a row.
+#: Recorded rows, more than the longest prompt.
 ROWS = 2048
 HIDDEN = 4096
-#: Where a recording is kept if nobody says otherwise; not part of the repository.
+#: Default path of a recording.
 RECORDED = Path("build") / "emulation" / f"activations-{HIDDEN}.bin"
-#: The bundled model: the largest one that is always here.
+#: The bundled model.
 BUNDLED = Path(__file__).parents[2] / "molink" / "data" / "demo_model"
 _PASS = 256
 
 
 class Activations:
-    """Recorded rows, given out again and again, beginning at another one each time."""
+    """Recorded rows, served cyclically."""
 
     def __init__(self, data: bytes, row_bytes: int) -> None:
-        """Raises :class:`UsageError` if ``data`` is not at least one row, and nothing but rows."""
+        """Raises :class:`UsageError` unless ``data`` is a positive number of rows."""
         if not data or len(data) % row_bytes:
             raise UsageError(f"{len(data)} bytes are not rows of {row_bytes} bytes")
         self._row_bytes = row_bytes
         self._count = len(data) // row_bytes
-        # Twice, so that a slice may begin anywhere.
+        # Doubled, so that a slice may begin anywhere.
         self._data = memoryview(data + data).toreadonly()
         self._next = 0
 
     @classmethod
     def read(cls, path: Path, row_bytes: int) -> "Activations":
-        """Those of a recording."""
+        """Read a recording."""
         try:
             return cls(path.read_bytes(), row_bytes)
         except OSError as error:
@@ -49,7 +47,7 @@ class Activations:
             ) from error
 
     def rows(self, count: int) -> memoryview:
-        """The next ``count`` rows; they must not be written to."""
+        """The next ``count`` rows, read-only."""
         if count > self._count:
             repeats = -(-count // self._count)
             return memoryview(bytes(self._data[: self._count * self._row_bytes]) * repeats)[
@@ -61,10 +59,10 @@ class Activations:
 
 
 def record(folder: Path, rows: int, hidden: int) -> bytes:
-    """``rows`` rows of ``hidden`` bf16 elements, recorded after a third of the model's layers.
+    """Record ``rows`` rows of ``hidden`` bf16 elements after a third of the layers.
 
     Raises:
-        UsageError: ``hidden`` is no multiple of the model's own.
+        UsageError: ``hidden`` is no multiple of the model's.
     """
     import torch
 
@@ -85,7 +83,7 @@ def record(folder: Path, rows: int, hidden: int) -> bytes:
     source = random.Random(0)
     parts = []
     while wanted > 0:
-        # A prompt of its own each time; its last rows have seen many tokens.
+        # A new prompt each time.
         for start in range(0, min(length, wanted), _PASS):
             count = min(_PASS, length - start, wanted)
             ids = torch.tensor([source.randrange(config.vocab_size) for _ in range(count)])
@@ -100,7 +98,7 @@ def record(folder: Path, rows: int, hidden: int) -> bytes:
 
 
 def make_recording(folder: Path, out: Path, rows: int = ROWS, hidden: int = HIDDEN) -> str:
-    """Record into ``out``, and beside it what it is of; returns that."""
+    """Record into ``out`` with a description beside it; returns the description."""
     data = record(folder, rows, hidden)
     source = f"{rows} rows of {hidden} bf16, recorded from {folder.name} and widened"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +108,7 @@ def make_recording(folder: Path, out: Path, rows: int = ROWS, hidden: int = HIDD
 
 
 def source_of(recording: Path) -> str:
-    """What a recording is of, as was noted beside it."""
+    """Description beside a recording."""
     note = recording.with_suffix(".txt")
     return note.read_text(encoding="utf-8").strip() if note.is_file() else "of an unknown model"
 

@@ -1,7 +1,7 @@
-"""``python -m tools.emulation.drive SPEC RESULT``: one run of an emulated ring, from where it is.
+"""``python -m tools.emulation.drive SPEC RESULT``: one run of an emulated ring.
 
-It forms the ring, plays the daemon of its clients, and writes the times of all tokens. On the rig
-it runs beside the head, as the clients' connection is not what is measured.
+It forms the ring, acts as the clients' daemon and writes all token times. On the rig it runs beside
+the scheduler.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tools.emulation.ring import Host, Member, RingSettings, ring_of
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """What to run; it ends with the last answer, or after ``until`` seconds."""
+    """What to run, until the last answer or for ``until`` seconds."""
 
     emulation: Emulation
     settings: RingSettings
@@ -32,10 +32,9 @@ class Spec(msgspec.Struct, frozen=True):
 
 
 class Driven(msgspec.Struct, frozen=True):
-    """What came of it: samples in the plan's order, and what the stages said of themselves.
+    """Samples in the plan's order, and each stage's reports.
 
-    ``late_share`` is by how much each stage's steps took longer than the device would have, all
-    together; ``counters`` and ``gauges`` are each stage's own; ``micro_batches`` is the last ``K``.
+    ``late_share`` is how much longer each stage's steps took than planned, in total.
     """
 
     samples: tuple[Sample, ...]
@@ -47,10 +46,10 @@ class Driven(msgspec.Struct, frozen=True):
 
 
 def drive(spec: Spec) -> Driven:
-    """Run it.
+    """Run a spec.
 
     Raises:
-        MolinkError: the ring can't be formed.
+        MolinkError: the ring cannot form.
     """
     keys = KeyPair.generate()
     with ring_of(spec.emulation, spec.settings, spec.hosts, keys) as members:
@@ -82,7 +81,7 @@ def _driven(answers: list[Answer], members: list[Member]) -> Driven:
 
 
 def main() -> int:
-    """Run what the arguments say; the exit code."""
+    """Entry point; returns the exit code."""
     spec, result = (Path(argument) for argument in sys.argv[1:3])
     try:
         done = drive(msgspec.json.decode(spec.read_bytes(), type=Spec))

@@ -4,10 +4,9 @@
     python tools/paper.py --rig                 # shortened runs on real processes and sockets
     python tools/paper.py --render              # paper.md again, from the measured results
 
-Results go to ``docs/results/``. The trace is not part of this repository: say where it is with
-``--trace FILE`` or in ``MOLINK_TRACE``, or have it in a folder ``traces`` here or further up.
-``--rig`` needs Linux and root; it sends activations recorded by
-``python -m tools.emulation.activations``, or records the bundled model's.
+Results go to ``docs/results/``. The trace is not in this repository: give ``--trace FILE``, set
+``MOLINK_TRACE``, or put it into a folder ``traces`` here or in a parent. ``--rig`` needs Linux and
+root and sends recorded activations (``python -m tools.emulation.activations``).
 """
 
 import argparse
@@ -34,7 +33,7 @@ _SYSTEMS = tuple(each.name for each in SYSTEMS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked for; the exit code."""
+    """Entry point; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not (options.simulate or options.rig or options.render):
@@ -66,14 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=float, help="seconds before requests count")
     parser.add_argument("--seconds", type=float, help="seconds in which requests count")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=1, help="runs with so many seeds, --simulate")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds per run of --simulate")
     parser.add_argument("--out", type=Path, default=RESULTS)
     rig = parser.add_argument_group("--rig")
     rig.add_argument("--activations", type=Path, default=RECORDED)
     rig.add_argument("--rates", type=_numbers, default=RATES)
     rig.add_argument("--congestion", type=_words, default=CONGESTION)
-    rig.add_argument("--systems", type=_words, default=_SYSTEMS, help="by comma")
-    rig.add_argument("--repeats", type=int, default=1, help="runs of each row, counted together")
+    rig.add_argument("--systems", type=_words, default=_SYSTEMS, help="comma separated")
+    rig.add_argument("--repeats", type=int, default=1, help="runs per row, counted together")
     return parser
 
 
@@ -82,7 +81,7 @@ def _simulate(options: argparse.Namespace) -> None:
     trace = find_trace(options.trace)
     began = time.monotonic()
     if options.seeds < 1:
-        raise UsageError(f"--seeds has to be 1 or more, not {options.seeds}")
+        raise UsageError(f"--seeds must be at least 1, not {options.seeds}")
     plan = SimPlan(read_trace(trace), warmup, duration, options.seed, options.seeds)
     found = run_simulations(plan, _say)
     command = "python tools/paper.py --simulate" + _changed(options)
@@ -103,9 +102,9 @@ def _simulate(options: argparse.Namespace) -> None:
 def _rig(options: argparse.Namespace) -> None:
     systems = {variant.name: variant for variant in VARIANTS}
     if unknown := [name for name in options.systems if name not in systems]:
-        raise UsageError(f"no system {unknown[0]!r}: choose of {', '.join(systems)}")
+        raise UsageError(f"unknown system {unknown[0]!r}; available: {', '.join(systems)}")
     if options.repeats < 1:
-        raise UsageError(f"--repeats has to be 1 or more, not {options.repeats}")
+        raise UsageError(f"--repeats must be at least 1, not {options.repeats}")
     short = RigPlan(find_trace(options.trace), options.activations)
     warmup, duration = _times(options, (short.warmup, short.duration))
     plan = RigPlan(
@@ -138,7 +137,7 @@ def _rig(options: argparse.Namespace) -> None:
 def _render(options: argparse.Namespace) -> None:
     simulated, rig = options.out / "paper-simulated.json", options.out / "paper-rig.json"
     if not simulated.is_file():
-        _say(f"no tables: there is no {simulated}; make it with --simulate")
+        _say(f"no {simulated}; make it with --simulate")
         return
     found = json.loads(simulated.read_text(encoding="utf-8"))
     results = Results(found)
@@ -162,7 +161,7 @@ def _times(
 
 
 def _changed(options: argparse.Namespace) -> str:
-    """The options that a result depends on."""
+    """Options that change results."""
     given = " --full" if options.full else ""
     if options.warmup is not None:
         given += f" --warmup {options.warmup:g}"

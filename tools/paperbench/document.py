@@ -1,4 +1,4 @@
-"""``docs/results/paper.md``: our figures beside the paper's."""
+"""Render ``docs/results/paper.md``: our figures beside the paper's."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _TITLES = {
     3: "Table 3: bandwidths (0.2 requests/s, 30 ms)",
     4: "Table 4: latencies (0.2 requests/s, 100 Mbps)",
 }
-#: Real sockets should be within this share of the simulator.
+#: Tolerance between real sockets and the simulator.
 _NEAR = 0.15
 _LEGEND = """\
 The baseline sends one tensor per hop, stores and forwards whole prompts, does not compress, and has

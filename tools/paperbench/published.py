@@ -1,6 +1,6 @@
-"""What the MoLink paper measured (§5, Tables 2 to 5): 3 × RTX 4090, Qwen-7B, Azure conversation.
+"""Figures of the MoLink paper (§5, Tables 2 to 5): 3 × RTX 4090, Qwen-7B, Azure conversation.
 
-Tables 3 and 4 say 0.3 requests/s, but the row that they share with Table 2 is that of 0.2.
+Tables 3 and 4 say 0.3 requests/s, but share Table 2's row of 0.2.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from itertools import chain
 STAGES = 3
 DEVICE, MODEL = "rtx4090", "qwen-7b"
 MAX_PROMPT, MAX_OUTPUT = 2048, 1024
-#: The row that Tables 2, 3 and 4 share, and Table 5's.
+#: The row shared by all tables.
 RATE, MBPS, LATENCY_MS = 0.2, 100.0, 30.0
 
 
@@ -32,13 +32,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For a person, and as a key."""
+        """Display name and key."""
         return f"{self.rate:g} req/s, {self.mbps:g} Mbps, {self.latency_ms:g} ms"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the paper's three systems took; vLLM is ``concurrent`` here, Helix ``fifo``."""
+    """The paper's three systems; vLLM is ``concurrent`` here, Helix ``fifo``."""
 
     setting: Setting
     concurrent: Figures

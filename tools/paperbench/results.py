@@ -1,4 +1,4 @@
-"""Simulated results as the tables, targets and plots read them."""
+"""Simulated results for tables and targets."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from typing import Any
 
 from tools.paperbench.published import Figures, Setting
 
-#: A ring whose KV blocks were in use to this share was saturated.
+#: KV use above this share counts as saturated.
 FULL_KV = 0.98
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one system took at one setting, in seconds; means, and the 99th percentile of TPOT."""
+    """One system at one setting, in seconds: means, and p99 of TPOT."""
 
     ttft: float
     tpot: float
@@ -21,20 +21,20 @@ class Measured:
     requests: int
     tokens_per_request: float
     micro_batches: int
-    #: Half the distance between the seeds' extremes, of TTFT and TPOT.
+    #: Half the range over the seeds.
     ttft_spread: float = 0.0
     tpot_spread: float = 0.0
-    #: Whether KV blocks ran out: what it took then depends on how long it ran.
+    #: KV blocks ran out, so figures depend on the run's length.
     saturated: bool = False
 
     @property
     def figures(self) -> Figures:
-        """The means alone."""
+        """Means only."""
         return Figures(self.ttft, self.tpot, self.latency)
 
 
 class Results:
-    """What :func:`tools.paperbench.simulated.run_simulations` found."""
+    """Results of :func:`tools.paperbench.simulated.run_simulations`."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         self.seed = found["seed"]
@@ -57,20 +57,20 @@ class Results:
         yield from self._systems
 
     def times(self, setting: Setting) -> tuple[float, float]:
-        """Seconds of warm-up, and those whose requests count."""
+        """Seconds of warm-up and of counted arrivals."""
         return self._times[setting]
 
     def names(self, setting: Setting) -> list[str]:
-        """The systems that were simulated there."""
+        """Simulated systems."""
         return list(self._systems[setting])
 
     def floor(self, setting: Setting) -> float:
-        """Seconds of a turn of that ring that waits for nothing: no token can take less."""
+        """Seconds of a round trip without waits, the least time per token."""
         # Two tensors per row take longer.
         return min(float(found["floor_s"]) for found in self._systems[setting].values())
 
     def of(self, setting: Setting, name: str) -> Measured | None:
-        """What ``name`` took there; ``None`` if it was left out or answered nothing."""
+        """Figures of ``name``; ``None`` if missing or without answers."""
         found = self._systems[setting].get(name)
         if found is None or found["tpot_s"]["mean"] is None:
             return None

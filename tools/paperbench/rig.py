@@ -1,4 +1,4 @@
-"""Real processes, sockets and TCP on the WAN rig, beside the simulation of the same requests."""
+"""Real processes and TCP on the emulated network, beside the simulator."""
 
 import json
 import os
@@ -30,19 +30,19 @@ from tools.wan.namespaces import NONE, enter
 RATES = (0.2, 0.7)
 CONGESTION = ("cubic", "bbr")
 SYSTEMS = (FIFO, CONCURRENT, *RIVALS, ALL)
-#: Seconds that a run takes besides: namespaces, processes, handshakes.
+#: Overhead of a run in seconds: namespaces, processes, handshakes.
 OVERHEAD_S = 12.0
 _PRIORITY = -10
-#: Bytes of a queue that never overflows.
+#: A queue that never overflows, in bytes.
 _ENDLESS = 8 << 20
-#: Milliseconds that a PC takes to hand a message on: 16 KB on an idle hop of 100 Mbps and 15 ms
-#: take 17.5 ms (``docs/results/link.json``), of which 15 + 1.4 are the link's.
+#: Milliseconds to hand a message on: 16 KB on an idle hop of 100 Mbps and 15 ms take 17.5 ms
+#: (``docs/results/link.json``), of which 15 + 1.4 are the link's.
 HANDLING_MS = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class RigPlan:
-    """What to run and for how long: ``warmup`` and ``duration`` in seconds."""
+    """What to run; times in seconds."""
 
     trace: Path
     activations: Path
@@ -52,12 +52,12 @@ class RigPlan:
     congestion: Sequence[str] = CONGESTION
     systems: Sequence[Variant] = SYSTEMS
     seed: int = 0
-    #: Runs of each row, with seeds from ``seed`` on; their requests are counted together.
+    #: Runs per row with seeds from ``seed`` on, counted together.
     repeats: int = 1
 
     @property
     def rows(self) -> list[tuple[Setting, str, Variant]]:
-        """Every row: its load and links, TCP's congestion control, and the system."""
+        """Every row: setting, congestion control, system."""
         return [
             (Setting(rate=rate), congestion, system)
             for rate in self.rates
@@ -67,35 +67,35 @@ class RigPlan:
 
     @property
     def seconds(self) -> float:
-        """How long all of them take."""
+        """Estimated duration."""
         return len(self.rows) * self.repeats * (self.warmup + self.duration + OVERHEAD_S)
 
     @property
     def seeds(self) -> range:
-        """Of the runs of one row."""
+        """Seeds of a row."""
         return range(self.seed, self.seed + self.repeats)
 
 
 def run_rig(plan: RigPlan) -> Iterator[dict[str, Any]]:
-    """Run the plan, one run after another; gives each row's results as plain values.
+    """Run the plan; yield each row's results as plain values.
 
-    Activations that have not been recorded are, from the bundled model.
+    Missing activations are recorded from the bundled model.
 
     Raises:
-        UsageError: there can be no rig here.
+        UsageError: the rig is unavailable.
     """
     if (reason := unavailable()) is not None:
         raise UsageError(f"no WAN rig here: {reason}")
     if not plan.activations.is_file():
         make_recording(BUNDLED, plan.activations)
-    # What else runs here must not make emulated devices or the relay late; children inherit it.
+    # Other programs must not delay emulated devices or the relay; children inherit this.
     os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     for setting, congestion, system in plan.rows:
         yield _row(plan, setting, congestion, system)
 
 
 def _row(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> dict[str, Any]:
-    """One row of the results: a run for each seed, and all of their requests together."""
+    """Run all seeds of a row and merge their requests."""
     runs = [_run(plan, setting, congestion, system, seed) for seed in plan.seeds]
     measured = Figures.of([sample for run in runs for sample in run.driven.samples], plan.warmup)
     expected = Figures.of([sample for run in runs for sample in run.expected], plan.warmup)
@@ -121,7 +121,7 @@ def _row(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> d
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What was found with one seed."""
+    """Results of one seed."""
 
     seed: int
     driven: Driven
@@ -175,7 +175,7 @@ def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant, seed
 
 
 def _drive(rig: Rig, spec: Spec) -> Driven:
-    """Run ``spec`` beside the head."""
+    """Run ``spec`` beside the scheduler."""
     with tempfile.TemporaryDirectory(prefix="molink-paper-") as folder:
         asked, answered = Path(folder) / "spec.json", Path(folder) / "result.json"
         asked.write_bytes(msgspec.json.encode(spec))
@@ -189,7 +189,7 @@ def _drive(rig: Rig, spec: Spec) -> Driven:
 def _simulated(
     workload: Workload, setting: Setting, system: Variant, until: float, congestion: str
 ) -> Sequence[Sample]:
-    """The same requests under the same congestion control in virtual time, cut off alike."""
+    """Simulate the same requests, cut off at the same time."""
     scenario = make_scenario(workload, setting, system, congestion, HANDLING_MS)
     pipeline = SimPipeline(scenario, workload.plan_requests())
     pipeline.run(until)
@@ -201,7 +201,7 @@ def _simulated(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Seconds. A run is cut off: requests count with the tokens they have by then."""
+    """Figures in seconds; cut-off requests count with their tokens so far."""
 
     requests: int
     answered: int
@@ -212,7 +212,7 @@ class Figures:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], since: float) -> "Figures":
-        """Those of the requests that were sent from ``since`` on."""
+        """Figures of requests sent from ``since`` on."""
         counted = [sample for sample in samples if sample.sent_at >= since]
         done = [sample for sample in counted if sample.piece_times]
         return cls(
@@ -236,7 +236,7 @@ class Figures:
         }
 
     def by(self, other: "Figures") -> dict[str, float]:
-        """Means relative to those of another."""
+        """Means relative to another's."""
         pairs = {"ttft": (self.ttft, other.ttft), "tpot": (self.tpot, other.tpot)}
         return {
             name: ours.mean / theirs.mean
@@ -250,7 +250,7 @@ def _plain(summary: Summary) -> dict[str, float | None]:
 
 
 def write(results: Sequence[dict[str, Any]], plan: RigPlan, command: str, path: Path) -> None:
-    """Write the results of a plan, and the command that makes them."""
+    """Write results and the command that makes them."""
     found = {
         "command": command,
         "warmup_s": plan.warmup,

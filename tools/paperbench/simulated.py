@@ -15,9 +15,9 @@ from tools.paperbench.published import TABLE_2, Setting, settings
 from tools.paperbench.variants import ABLATION, ALWAYS, VARIANTS, Variant
 from tools.paperbench.workload import make_scenario, make_workload
 
-#: Virtual seconds of warm-up and of what counts: of a shortened run, and of the paper's own.
+#: Virtual seconds of warm-up and counted arrivals: shortened, and the paper's.
 SHORT = (15.0, 45.0)
-#: A shortened one of at least :data:`BUSY_RATE` requests/s: queues take longer to fill.
+#: Shortened runs from :data:`BUSY_RATE` requests/s on, whose queues fill slowly.
 SHORT_BUSY = (45.0, 60.0)
 BUSY_RATE = 0.5
 FULL = (60.0, 1800.0)
@@ -25,9 +25,8 @@ FULL = (60.0, 1800.0)
 
 @dataclass(frozen=True, slots=True)
 class SimPlan:
-    """What to simulate; ``warmup`` and ``duration`` in virtual seconds, ``None`` if shortened.
-
-    Each is run with ``seeds`` seeds from ``seed`` on, so with as many arrivals.
+    """What to simulate, ``seeds`` times from ``seed`` on; times in virtual seconds, ``None`` for
+    shortened runs.
     """
 
     trace: Sequence[TraceRow]
@@ -46,7 +45,7 @@ class SimPlan:
 
     @property
     def tasks(self) -> list[tuple[Setting, Variant]]:
-        """Every pair, those that take longest first; everything only where Table 2 has the row."""
+        """All pairs, longest first; every variant only for rows of Table 2."""
         rates = {row.setting for row in TABLE_2}
         pairs = [
             (setting, variant)
@@ -69,11 +68,10 @@ class _Task:
 
 
 def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]:
-    """All of them, on as many processes as there are CPUs; plain values by setting and system.
+    """Run the plan on all CPUs; plain values by setting and system.
 
-    Those of several seeds are means over these, with each seed's own beside them.
-
-    A system that can't be simulated (no such policy yet, say) is left out, with a word to ``say``.
+    Seeds are averaged, with each seed's own values beside. Systems that cannot be simulated are
+    left out and reported to ``say``.
     """
     began = time.monotonic()
     found: dict[Setting, dict[str, list[dict[str, Any]]]] = {each: {} for each in settings()}
@@ -124,7 +122,7 @@ def _in_order(systems: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The runs of several seeds as one: sums of counts, means of figures, peaks of KV in use."""
+    """Merge seeds: sums of counts, means of figures, peak KV use."""
     runs = sorted(runs, key=lambda run: run["seed"])
     merged = dict(runs[0])
     for count in ("completed", "failed", "output_tokens", "preemptions"):

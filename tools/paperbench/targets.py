@@ -1,8 +1,4 @@
-"""What is to be reached, and whether it was.
-
-Everything is compared with the best that the same simulator gives: a target that plain policies
-meet too would say nothing of ours. What is saturated is no baseline.
-"""
+"""Targets relative to the best of the same simulator; saturated runs are no baseline."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,18 +7,18 @@ from tools.paperbench.published import TABLES, Figures, Setting
 from tools.paperbench.results import Measured, Results
 from tools.paperbench.variants import ALL, CONCURRENT, FIFO, MOLINK, RIVALS
 
-#: At most so many times the best time per token of any policy with the same switches.
+#: Largest TPOT relative to the best policy with the same switches.
 NEAR_BEST = 1.01
-#: The time to a first token counts beside those whose time per token is within this of the best.
+#: TTFT is compared among policies whose TPOT is within this factor of the best.
 COMPARABLE = 1.05
-#: The best plain system takes at least so many times as long to a first token, and per token.
+#: Least TTFT and TPOT of the best plain system relative to ours.
 TTFT_GAIN = 2.0
 TPOT_GAIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``value`` has to be at least (or at most) ``bound``."""
+    """``value`` must be at least (or at most) ``bound``."""
 
     where: str
     what: str
@@ -32,12 +28,12 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        """Whether it is."""
+        """Whether the target is met."""
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
 
 def judge(results: Results) -> list[Verdict]:
-    """Every target that the results say something of."""
+    """Evaluate every target covered by the results."""
     settings = dict.fromkeys(row.setting for table in TABLES.values() for row in table)
     return [verdict for setting in settings for verdict in _row(results, setting)]
 
@@ -62,13 +58,13 @@ def _row(results: Results, setting: Setting) -> Iterator[Verdict]:
 
 
 def _sound(results: Results, setting: Setting, names: Sequence[str]) -> list[Measured]:
-    """Those that answered and were not saturated."""
+    """Results that are present and not saturated."""
     found = [results.of(setting, name) for name in names]
     return [each for each in found if each is not None and not each.saturated]
 
 
 def gain(ours: Figures, theirs: Figures) -> Figures:
-    """By which share ``ours`` is less than ``theirs``."""
+    """Relative reduction of ``ours`` against ``theirs``."""
     return Figures(
         1 - ours.ttft / theirs.ttft,
         1 - ours.tpot / theirs.tpot,

@@ -1,18 +1,17 @@
-"""What is compared: the paper's systems on our baseline, and our switches one by one."""
+"""Compared systems: the paper's on our baseline, and our switches one by one."""
 
 from dataclasses import dataclass, replace
 
 from tools.paperbench.published import MAX_PROMPT, STAGES
 
-#: Leaves a number to the head.
+#: Lets the scheduler choose.
 AUTO = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One system. The defaults are the baseline of every comparison.
-
-    That is: one tensor per hop, whole prompts stored and forwarded, uncompressed, ``K = N``.
+    """One system. Its defaults are the baseline: one tensor per hop, whole prompts stored and
+    forwarded, uncompressed, ``K = N``.
     """
 
     name: str
@@ -42,10 +41,10 @@ CUT_THROUGH = _with(POLICY, "+ cut-through", cut_through=True, max_num_batched_t
 COMPRESSION = _with(CUT_THROUGH, "+ compression", compression="lossless")
 K_AUTO = _with(COMPRESSION, "+ K auto", micro_batches=AUTO)
 ALL = _with(K_AUTO, "+ prefill-only", prefill_only=True)
-#: Our switches, each on top of those before it.
+#: Our switches, each added to those before it.
 STEPS = (POLICY, CUT_THROUGH, COMPRESSION, K_AUTO, ALL)
 UNCOMPRESSED = _with(ALL, "all but compression", compression="none")
-#: What other policies make of all switches but the first.
+#: Other link policies with all further switches.
 MOLINK_ALL = _with(ALL, "molink, all switches", policy="molink")
 CONCURRENT_ALL = _with(ALL, "concurrent, all switches", policy="concurrent")
 RIVALS = (CONCURRENT_ALL, MOLINK_ALL)
@@ -54,10 +53,10 @@ CUT_THROUGH_ALONE = _with(FIFO, "cut-through alone", cut_through=True, max_num_b
 COMPRESSION_ALONE = _with(FIFO, "compression alone", compression="lossless")
 K_ALONE = _with(FIFO, "K auto alone", micro_batches=AUTO)
 PREFILL_ONLY_ALONE = _with(FIFO, "prefill-only alone", prefill_only=True)
-#: The first step is the lane policy alone.
+#: Single switches on ``fifo``.
 ALONE = (CUT_THROUGH_ALONE, COMPRESSION_ALONE, K_ALONE, PREFILL_ONLY_ALONE)
 
-#: The paper's systems and our steps: what every row has.
+#: Systems of every row: the paper's and our steps.
 ALWAYS = (CONCURRENT, FIFO, MOLINK, *STEPS, *RIVALS)
 #: Everything, in the order of the tables.
 VARIANTS = (CONCURRENT_TWO, TWO_TENSORS, *ALWAYS, UNCOMPRESSED, *ALONE)

@@ -13,19 +13,19 @@ from molink.sim.workload import Workload
 from tools.paperbench.published import DEVICE, MAX_OUTPUT, MAX_PROMPT, MODEL, STAGES, Setting
 from tools.paperbench.variants import Variant
 
-#: The trace's file, as Azure publishes it, and as others may call it.
+#: File names of the trace.
 TRACE_NAMES = ("AzureLLMInferenceTrace_conv.csv", "azure_llm_2023_conv.csv")
-#: Folders in which it is looked for, in this one and those around it.
+#: Folders searched here and in all parents.
 TRACE_FOLDERS = ("traces", "shared/traces")
-#: Where it is, if ``--trace`` doesn't say.
+#: Environment variable that names the trace.
 TRACE_VARIABLE = "MOLINK_TRACE"
 
 
 def find_trace(given: Path | None) -> Path:
-    """The trace's file: the one that is given, or named by the environment, or found nearby.
+    """Find the trace: given, named by the environment, or nearby.
 
     Raises:
-        UsageError: there is none.
+        UsageError: not found.
     """
     if given is not None:
         return given
@@ -36,7 +36,7 @@ def find_trace(given: Path | None) -> Path:
         if (path := folder / inner / name).is_file():
             return path
     raise UsageError(
-        f"say where the trace is: --trace FILE or {TRACE_VARIABLE}=FILE. It is {TRACE_NAMES[0]} of"
+        f"no trace: give --trace FILE or {TRACE_VARIABLE}=FILE. It is {TRACE_NAMES[0]} of"
         " https://github.com/Azure/AzurePublicDataset (AzureLLMInferenceDataset2023)"
     )
 
@@ -44,10 +44,7 @@ def find_trace(given: Path | None) -> Path:
 def make_workload(
     trace: Sequence[TraceRow], setting: Setting, warmup: float, duration: float, seed: int = 0
 ) -> Workload:
-    """A sample of the trace, evenly spaced over all of it, as a Poisson process of that rate.
-
-    A short run of its first requests would have other sizes than the trace as a whole.
-    """
+    """Poisson arrivals of a sample spaced evenly over the trace, so that sizes are typical."""
     fitting = [
         row for row in trace if row.input_tokens <= MAX_PROMPT and row.output_tokens <= MAX_OUTPUT
     ]
@@ -71,7 +68,7 @@ def make_scenario(
     congestion: str = "none",
     handling_ms: float = 0.0,
 ) -> Scenario:
-    """What the simulator is to run; the last two as in :class:`LinkProfile`."""
+    """The simulator's scenario; the last two as in :class:`LinkProfile`."""
     return Scenario(
         workload,
         STAGES,

@@ -1,1 +1,1 @@
-"""What the serving benchmarks share: servers as real processes, and a client that takes times."""
+"""Servers as real processes, and a timing client, for benchmarks."""

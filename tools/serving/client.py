@@ -1,4 +1,4 @@
-"""Streams completions from an OpenAI-style server and takes the time of every piece."""
+"""Stream completions from an OpenAI-style server and time every piece."""
 
 import json
 import random
@@ -13,7 +13,7 @@ _LETTERS = string.ascii_lowercase.replace("h", "")  # "th" is one token of the b
 
 
 def make_prompt(tokens: int, seed: int) -> str:
-    """Text of about ``tokens`` tokens for the tokenizer of the bench model: a letter is a token."""
+    """Text of about ``tokens`` tokens; a letter is a token of the bench model."""
     return "".join(random.Random(seed).choices(_LETTERS, k=tokens))
 
 

@@ -1,4 +1,4 @@
-"""Servers to be measured, as processes of their own."""
+"""Servers under measurement as processes."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 START_S = 300.0
-#: What `molink up` prints: its endpoint's port, and a join token.
+#: Endpoint port and join token in the output of `molink up`.
 ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
 TOKEN = re.compile(r"molink join (molink-\S+)")
 
@@ -23,7 +23,7 @@ TOKEN = re.compile(r"molink join (molink-\S+)")
 def running(
     command: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process with its output in ``log``; ended, with what it started, at the end."""
+    """Run a process with output in ``log``; stop it at the end."""
     flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -54,9 +54,9 @@ def molink_swarm(
     threads: int = 1,
     settings: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """A swarm of ``stages`` daemons on this PC with ``threads`` each; gives the first's URL.
+    """Run ``stages`` daemons with ``threads`` each; yields the first one's URL.
 
-    ``settings`` are those of all of them (``MOLINK_*``), ``options`` the first one's.
+    ``settings`` (``MOLINK_*``) apply to all, ``options`` to the first.
     """
     common = ["--host", "127.0.0.1", "--control-port", "0", "--worker-ports", "0-0", "--port", "0"]
     common += ["--threads", str(threads)]
@@ -83,25 +83,11 @@ def molink_swarm(
         yield url
 
 
-@contextlib.contextmanager
-def llama_server(binary: Path, model: Path, slots: int, *, threads: int = 1) -> Iterator[str]:
-    """llama.cpp's server with ``slots`` parallel sequences; gives its URL."""
-    port = 18_000 + os.getpid() % 10_000
-    command = [str(binary), "-m", str(model), "-t", str(threads), "-tb", str(threads)]
-    command += ["-np", str(slots), "-c", str(2048 * slots), "--port", str(port), "--no-webui"]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        with running(command, log, {}) as process:
-            url = f"http://127.0.0.1:{port}"
-            _wait_ready(f"{url}/health", process)
-            yield url
-
-
 def wait_for(log: Path, pattern: "re.Pattern[str]", process: "subprocess.Popen[Any]") -> str:
-    """The group of ``pattern`` in a log, once it is there.
+    """Wait for ``pattern`` in a log and return its group.
 
     Raises:
-        RuntimeError: the process ended before, or it takes too long.
+        RuntimeError: the process ended, or timeout.
     """
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:

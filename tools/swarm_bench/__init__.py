@@ -1,1 +1,1 @@
-"""Many daemons on one PC: how soon they form a swarm, and what its control plane costs."""
+"""Many daemons on one PC: time to form a swarm, and cost of the control plane."""

@@ -1,14 +1,13 @@
-"""How soon a swarm of many daemons forms, and what its control plane costs then.
+"""Time until many daemons form a swarm, and the cost of its control plane.
 
     python -m tools.swarm_bench [--peers 10,25,50] [--seconds 20] [--in-each 10] [--repeats 3]
 
-All daemons run on this PC, ``--in-each`` of them in a process, with homes, keys, sockets and
-endpoints of their own; the first one's coordinator is a process as ever. The stages are emulated
-(:mod:`tools.emulation`): as many as the bundled model has layers; all other PCs are spares.
+All daemons run on this PC, ``--in-each`` per process, each with its own home, keys, sockets and
+endpoint; the coordinator is a process as usual. Stages are emulated (:mod:`tools.emulation`), one
+per layer of the bundled model; all other PCs are spare peers.
 
-All have joined before. *Formed* is from the order to start until the last daemon says that the
-model is ready. Then nothing is asked: what the processes compute and what goes over loopback is the
-control plane alone, so nothing else may use loopback meanwhile.
+All have joined before. *Formed* is the time from the start until the last daemon reports the model
+ready. Afterwards no requests are sent, so CPU and loopback traffic are the control plane's.
 """
 
 import argparse
@@ -45,7 +44,7 @@ _START_S = 300.0
 
 
 class HostProcess:
-    """A process with several daemons."""
+    """A process that runs several daemons."""
 
     def __init__(self, emulation: Path, said: "queue.Queue[Said]") -> None:
         self.process = subprocess.Popen(
@@ -62,13 +61,13 @@ class HostProcess:
             self._said.put(msgspec.json.decode(line, type=Said))
 
     def start(self, launches: list[Launch]) -> None:
-        """Start a daemon for each."""
+        """Start a daemon per launch."""
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(Order(tuple(launches))) + b"\n")
         self.process.stdin.flush()
 
     def end(self) -> None:
-        """End all of them."""
+        """Stop all daemons."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -80,7 +79,7 @@ class HostProcess:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one swarm: seconds, and what each peer costs in a quiet second."""
+    """One swarm: time to form, and cost per peer and second without requests."""
 
     peers: int
     formed_s: float
@@ -90,12 +89,12 @@ class Measured:
 
 
 class Bench:
-    """Swarms in a folder of their own."""
+    """Runs swarms in one folder."""
 
     def __init__(self, folder: Path, in_each: int) -> None:
         self._folder, self._in_each = folder, in_each
         self._said: queue.Queue[Said] = queue.Queue()
-        #: Where each daemon listened first: a PC keeps its port, and so others its address.
+        #: First control port of each daemon, kept over restarts.
         self._ports: dict[str, int] = {}
         rows = folder / "rows.bin"
         rows.write_bytes(os.urandom(64 * Emulation(activations="").row_bytes))
@@ -104,12 +103,12 @@ class Bench:
         self._emulation.write_bytes(msgspec.json.encode(made))
 
     def run(self, peers: int, seconds: float) -> Measured:
-        """Have ``peers`` PCs join, end all, start all again, and look at them for a while."""
+        """Let ``peers`` PCs join, restart all, and measure for ``seconds``."""
         homes = [self._folder / f"{peers}" / f"pc{number}" for number in range(peers)]
         self._join(homes)
         with ExitStack() as stack:
             hosts = list(self._hosts(len(homes), stack))
-            time.sleep(5)  # imports are no part of it
+            time.sleep(5)  # exclude imports
             began = time.monotonic()
             for host, mine in zip(hosts, self._shares(homes), strict=True):
                 host.start([self._launch(home, homes) for home in mine])
@@ -139,7 +138,7 @@ class Bench:
         )
 
     def _join(self, homes: list[Path]) -> None:
-        """Make all members, of a swarm that is stopped again; tokens let few in at once."""
+        """Let all join a swarm, then stop it; tokens limit the rate."""
         with ExitStack() as stack:
             hosts = list(self._hosts(len(homes), stack))
             hosts[0].start([self._launch(homes[0], homes)])
@@ -203,7 +202,7 @@ class Bench:
                 return
 
     def _until_ready(self, homes: list[Path]) -> float:
-        """When the last daemon had the model ready."""
+        """Wait for all daemons; return when the last one was ready."""
         ready: dict[str, float] = {}
         while len(ready) < len(homes):
             said = self._next()

@@ -1,8 +1,7 @@
 """``python -m tools.swarm_bench.host EMULATION``: several daemons in one process.
 
-It starts those of each :class:`Order` on its standard input, prints each of their events as
-:class:`Said`, and ends all at the end of its input. Their stages are emulated: real processes and
-sockets that compute nothing.
+It starts the daemons of each :class:`Order` on standard input, prints their events as
+:class:`Said`, and stops all at the end of input. Stages are emulated.
 """
 
 import asyncio
@@ -26,13 +25,13 @@ _PRINTING = threading.Lock()
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The daemons to start now."""
+    """Daemons to start."""
 
     launches: tuple[Launch, ...]
 
 
 class Said(msgspec.Struct, frozen=True):
-    """An event of the daemon with that state folder; ``at`` is this PC's monotonic clock."""
+    """An event of the daemon with that home, at a monotonic time."""
 
     home: str
     at: float
@@ -76,7 +75,7 @@ async def _run() -> None:
 
 
 def main() -> None:
-    """Run the daemons that are asked for."""
+    """Entry point."""
     raise_descriptor_limit()
     worker = (sys.executable, "-m", "tools.emulation.worker", sys.argv[1])
     assignments.WorkerSupervisor = partial(WorkerSupervisor, command=worker)  # type: ignore[assignment, misc]
