@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-#: Counters that rise for ever: ticks, sequence numbers, positions.
+#: Counters that rise for ever: seqs, sequence numbers, positions.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 #: Ids of blocks, tokens, requests within a pipeline.
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

@@ -65,7 +65,7 @@ class OutConnectionEvents:
     on_lost: Callable[[str], None]
 
 
-#: Makes the connection of a lane.
+#: Makes the connection of a channel.
 Connect = Callable[[Channel, OutConnectionEvents], OutConnection]
 
 

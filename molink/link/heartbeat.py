@@ -1,4 +1,4 @@
-"""Signs of life between stages, without I/O: when to beat, and when the next stage is dead.
+"""Signs of life between stages, without I/O: when to heartbeat, and when the next stage is dead.
 
 libzmq's own heartbeat is answered by its I/O thread while Python hangs, so a stage shows its
 compute thread's progress instead.
@@ -8,14 +8,14 @@ from collections import deque
 
 import msgspec
 
-#: Seconds between beats while no request lives: two may be lost within :data:`PATIENCE`.
+#: Seconds between heartbeats while no request lives: two may be lost within :data:`PATIENCE`.
 IDLE_INTERVAL = 1.0
 #: The same while requests live: TCP forgets its window after about 250 ms without traffic.
 BUSY_INTERVAL = 0.1
 #: The least time without progress that is death, in seconds, however short the steps are; and
 #: the time without a sign of life, while requests live.
 TIMEOUT = 3.0
-#: The same while none does: beats are then a second apart.
+#: The same while none does: heartbeats are then a second apart.
 IDLE_TIMEOUT = 4.0
 #: Seconds of silence after which the connections are made anew, while requests live and while none
 #: does: after a cut of 2 s TCP may try again only 4 s after it began, since it doubles its pauses.
@@ -29,14 +29,14 @@ TIMEOUT_FACTOR = 5.0
 CONNECT_TIMEOUT = 60.0
 #: What an echo says beyond this is no measurement, in seconds: by then the stage counts as dead.
 _MAX_ROUND_TRIP = 60.0
-#: The least round trip is that of so many seconds, a dozen beats: a link that changes is known
+#: The least round trip is that of so many seconds, a dozen heartbeats: a link that changes is known
 #: anew within 2 s.
 _MIN_WINDOW = 1.25
 #: Trips of so many seconds have to agree where each by itself may mean something else; 2 s again.
 _CONSENSUS_WINDOW = 1.6
-#: Beats and trips that are kept at most: several times what comes in that time.
+#: Heartbeats and trips that are kept at most: several times what comes in that time.
 _MAX_HEARTBEATS = 64
-#: What is under way beside a beat, as a share of what the link can deliver in its round trip:
+#: What is under way beside a heartbeat, as a share of what the link can deliver in its round trip:
 #: beside little it tells what the link's own is, whatever the rate; with much the link was full.
 _LOW_LOAD = 0.05
 _FULL_LOAD = 0.75
@@ -52,7 +52,7 @@ _LOCAL_PAUSE = 0.5
 class StageProgress(msgspec.Struct, frozen=True):
     """What a stage tells its neighbours of itself.
 
-    ``completed_seq`` is the last tick its compute thread has completed, ``num_queued`` how many
+    ``completed_seq`` is the last seq its compute thread has completed, ``num_queued`` how many
     volumes wait for it or are being run, ``has_requests`` whether any request lives,
     ``predicted_s`` how long the step that runs should take, in seconds.
     """
@@ -64,7 +64,7 @@ class StageProgress(msgspec.Struct, frozen=True):
 
 
 class HeartbeatClock:
-    """When to send the next beat."""
+    """When to send the next heartbeat."""
 
     def __init__(self, now: float) -> None:
         self._last = now - IDLE_INTERVAL
@@ -89,10 +89,10 @@ class _HeartbeatTrip(msgspec.Struct, frozen=True):
 
 
 class RoundTripEstimator:
-    """Seconds there and back, from the echoes of beats.
+    """Seconds there and back, from the echoes of heartbeats.
 
     ``min_rtt`` is the link's own: the least of late, without the wait behind our own messages. A
-    beat on a link that was full all the while says only that the link's own is not longer. One on
+    heartbeat on a link that was full all the while says only that the link's own is not longer. One on
     a link that seems half empty may have met a lower rate instead: it counts if all did of late, by
     when the rate is known.
     """
@@ -102,12 +102,12 @@ class RoundTripEstimator:
         self.smoothed_rtt = 0.0 if start is None else start
         self._minimum = start
         self._measured = False
-        #: Beats that have not come back: when they left, bytes under way then, and their wait.
+        #: Heartbeats that have not come back: when they left, bytes under way then, and their wait.
         self._in_flight: deque[tuple[float, int, float]] = deque(maxlen=_MAX_HEARTBEATS)
         self._trips: deque[_HeartbeatTrip] = deque(maxlen=_MAX_HEARTBEATS)
 
     def on_sent(self, now: float, bytes_ahead: int, wait: float) -> None:
-        """A beat leaves.
+        """A heartbeat leaves.
 
         ``ahead`` bytes were sent before it and not acknowledged; it should wait ``wait`` seconds
         for them.
@@ -115,7 +115,7 @@ class RoundTripEstimator:
         self._in_flight.append((now, bytes_ahead, wait))
 
     def on_echo(self, sent_at: float, rate: float | None, now: float) -> bool:
-        """The beat that left at ``sent_at`` is back; ``False`` if none did, or it is too late.
+        """The heartbeat that left at ``sent_at`` is back; ``False`` if none did, or it is too late.
 
         ``rate`` is the link's in bytes/s, ``None`` if unknown.
         """
@@ -174,7 +174,7 @@ class RoundTripEstimator:
 
 
 def _load_share(trip: _HeartbeatTrip, rate: float | None) -> float:
-    """How much was under way beside a beat, as a share of what the link can deliver meanwhile.
+    """How much was under way beside a heartbeat, as a share of what the link can deliver meanwhile.
 
     Above :data:`_FULL_LOAD`, or where it waited for longer than it travelled, the link was full.
     """
@@ -193,9 +193,9 @@ def timeout_for(predicted_s: float) -> float:
 
 
 class LinkLiveness:
-    """Whether the next stage is alive: it beats, and it gets on while it has work.
+    """Whether the next stage is alive: it heartbeats, and it gets on while it has work.
 
-    Progress is a risen ``completed`` tick or an empty queue. How long its step should take, the
+    Progress is a risen ``completed`` seq or an empty queue. How long its step should take, the
     stage says itself.
     """
 
@@ -213,7 +213,7 @@ class LinkLiveness:
     def on_heartbeat(
         self, completed_seq: int, num_queued: int, predicted_s: float, now: float
     ) -> None:
-        """The stage has completed tick ``completed`` and ``queued`` volumes wait for it.
+        """The stage has completed seq ``completed`` and ``queued`` volumes wait for it.
 
         ``predicted`` is how long the step that runs there should take, in seconds.
         """

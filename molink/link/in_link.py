@@ -20,7 +20,7 @@ class InLinkStats:
 
     #: Hellos of another peer, pipeline, epoch or stage.
     foreign_hellos: int = 0
-    #: Messages on connections that are no lane of this link.
+    #: Messages on connections that are no channel of this link.
     unbound_messages: int = 0
 
 
@@ -58,7 +58,7 @@ class InLink:
         self._channels: dict[bytes, Channel] = {}
         self._timer: Timer | None = None
         self.stats = InLinkStats()
-        #: The last beat of the previous stage.
+        #: The last heartbeat of the previous stage.
         self.last_heartbeat: Heartbeat | None = None
 
     @property
@@ -110,7 +110,7 @@ class InLink:
         return True
 
     def _on_hello(self, sender: InConnection, hello: LinkHello) -> None:
-        """Bind a connection to its lane, and say what has already arrived on it.
+        """Bind a connection to its channel, and say what has already arrived on it.
 
         The latest one counts: what was sent on an earlier one may be read after its first words,
         and the previous stage would never know that it isn't heard any more.
@@ -139,7 +139,7 @@ class InLink:
         if self._channels[sender.identity] is not frame.channel:
             self.stats.unbound_messages += 1
             self._server.report_misbehaviour(
-                sender.peer_id, f"a frame of the {frame.channel.name} lane elsewhere"
+                sender.peer_id, f"a frame of the {frame.channel.name} channel elsewhere"
             )
             return
         garbage = self._receiver.counters.garbage

@@ -20,10 +20,10 @@ class LinkQueues:
         self._padding: deque[Buffer] = deque()
         #: Volumes of which rows are still to be sent, by the name that the policy knows.
         self._volumes: dict[int, UnsentVolume] = {}
-        #: Those of which rows are still to be handed over, by tick.
+        #: Those of which rows are still to be handed over, by seq.
         self._unfinished: dict[int, int] = {}
         self._names = count()
-        #: What the policy has granted and has not left yet, by lane: volume and rows.
+        #: What the policy has granted and has not left yet, by channel: volume and rows.
         self._grants: dict[Channel, tuple[int, int]] = {}
         #: Bytes of everything here.
         self.nbytes = 0
@@ -31,12 +31,12 @@ class LinkQueues:
     # --- in ----------------------------------------------------------------------------------
 
     def add_control(self, body: RingMessage, payload: Buffer | None) -> None:
-        """A message that goes before every volume, on the decode lane."""
+        """A message that goes before every volume, on the decode channel."""
         self._control.append((body, payload))
         self.nbytes += message_size(payload)
 
     def add_padding(self, payload: Buffer) -> None:
-        """Bytes that go before every volume on the bulk lane."""
+        """Bytes that go before every volume on the bulk channel."""
         self._padding.append(payload)
         self.nbytes += message_size(payload)
 
@@ -44,7 +44,7 @@ class LinkQueues:
         """A volume with its first rows, or all.
 
         Raises:
-            WireError: they are not its rows, or an earlier volume of that tick lacks rows.
+            WireError: they are not its rows, or an earlier volume of that seq lacks rows.
         """
         seq = volume.header.seq
         if seq in self._unfinished:
@@ -55,7 +55,7 @@ class LinkQueues:
         """The next rows of a volume.
 
         Raises:
-            WireError: no volume of that tick lacks rows, or they are more than it lacks.
+            WireError: no volume of that seq lacks rows, or they are more than it lacks.
         """
         name = self._unfinished.get(seq)
         if name is None:
@@ -100,7 +100,7 @@ class LinkQueues:
         return rows > 0
 
     def granted_volume(self, channel: Channel) -> UnsentVolume | None:
-        """The volume of which rows may go on ``lane``."""
+        """The volume of which rows may go on ``channel``."""
         return self._volumes[self._grants[channel][0]] if channel in self._grants else None
 
     def pop_rows(
@@ -120,7 +120,7 @@ class LinkQueues:
     # --- state -------------------------------------------------------------------------------
 
     def bytes_on(self, channel: Channel) -> int:
-        """Bytes of everything here that is to go on ``lane``."""
+        """Bytes of everything here that is to go on ``channel``."""
         first = (
             self._padding if channel is Channel.BULK else (payload for _, payload in self._control)
         )
@@ -135,7 +135,7 @@ class LinkQueues:
             v.header.seq: name for name, v in self._volumes.items() if v.queued_rows < v.total_rows
         }
         if lacking != self._unfinished:
-            return "volumes that lack rows are not known by tick"
+            return "volumes that lack rows are not known by seq"
         waiting = sum(volume.nbytes for volume in self._volumes.values())
         waiting += sum(message_size(payload) for _, payload in self._control)
         waiting += sum(message_size(payload) for payload in self._padding)

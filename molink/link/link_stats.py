@@ -15,7 +15,7 @@ class LinkStats:
     packed_bytes: int = 0
     resent: int = 0
     stale_acks: int = 0
-    #: Bytes on the decode lane and on the bulk lane: not sent yet, and not acknowledged yet.
+    #: Bytes on the decode channel and on the bulk channel: not sent yet, and not acknowledged yet.
     queued: tuple[int, int] = (0, 0)
     in_flight: tuple[int, int] = (0, 0)
     #: Seconds there and back, and bytes/s; 0 = unknown.
@@ -25,12 +25,12 @@ class LinkStats:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that have not been sent at all, on both lanes."""
+        """Bytes that have not been sent at all, on both channels."""
         return sum(self.queued)
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Bytes sent, or to be sent again, and not acknowledged, on both lanes."""
+        """Bytes sent, or to be sent again, and not acknowledged, on both channels."""
         return sum(self.in_flight)
 
     @property

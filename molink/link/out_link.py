@@ -73,7 +73,7 @@ class OutLink:
         probe: bool = False,
         keep_warm: bool = False,
     ) -> None:
-        """``connect`` makes a lane's channel, which is somebody else's to close.
+        """``connect`` makes a channel's channel, which is somebody else's to close.
 
         With ``probe``, a link of unknown rate is tried out at once. With ``keep_warm``, TCP forgets
         what it has learnt of the link in a pause, and is kept from that while prompts come often.
@@ -86,12 +86,12 @@ class OutLink:
             channel: _ChannelConnection(connect(channel, self._connection_events(channel)))
             for channel in BOTH_CHANNELS
         }
-        #: Lanes on whose connections the next stage has answered our hello.
+        #: Channels on whose connections the next stage has answered our hello.
         self._accepted: tuple[Channel, ...] = ()
         self._all_accepted = False
         now = timers.time()
         self._heartbeats = HeartbeatClock(now)
-        #: Whether requests lived when a beat was last due, and when that was.
+        #: Whether requests lived when a heartbeat was last due, and when that was.
         self._has_requests = False
         self._asked_progress_at = now
         self.liveness = LinkLiveness(now)
@@ -151,7 +151,7 @@ class OutLink:
         if self._has_requests:
             self._retry_queued()
         else:
-            self._send_due()  # it may be time to beat more often
+            self._send_due()  # it may be time to heartbeat more often
 
     def _retry_queued(self) -> None:
         """Something has happened that what waits, if anything does, may have waited for."""
@@ -326,7 +326,7 @@ class OutLink:
             self._sender.queue_padding(padding.randbytes(min(_PROBE_BYTES, nbytes - begin)))
 
     def _keep_warm(self, tcp_keep_warm: TcpKeepWarm, now: float) -> None:
-        """While requests live; unless something is on the bulk lane, or waits for it."""
+        """While requests live; unless something is on the bulk channel, or waits for it."""
         sender = self._sender
         if sender.in_flight_on(Channel.BULK) or sender.queued_on(Channel.BULK):
             return
@@ -345,7 +345,7 @@ class OutLink:
     # --- signs of life -----------------------------------------------------------------------
 
     def _next_heartbeat_at(self, now: float) -> float:
-        """When to beat, if that was not now: no request lives where it could have been."""
+        """When to heartbeat, if that was not now: no request lives where it could have been."""
         soonest = self._heartbeats.next_at(has_requests=True)
         if now < soonest and not self._has_requests and self._asked_progress_at < now:
             lively = self._events.progress().has_requests

@@ -61,7 +61,7 @@ class Arrival(msgspec.Struct, frozen=True):
 class ReceiverLimits:
     """When to acknowledge, and how much memory to use, in seconds and bytes."""
 
-    #: Frames of the decode lane per acknowledgement; on the bulk lane each one is acknowledged.
+    #: Frames of the decode channel per acknowledgement; on the bulk channel each one is acknowledged.
     ack_every: int = 8
     #: The longest that an acknowledgement waits for more frames.
     ack_delay: float = 0.005
@@ -208,7 +208,7 @@ class LinkReceiver:
         return due
 
     def make_ack(self, name: Channel) -> Ack:
-        """What has arrived on a lane; nothing is left to acknowledge there by then."""
+        """What has arrived on a channel; nothing is left to acknowledge there by then."""
         channel = self._channels[name]
         channel.unacknowledged = 0
         channel.ack_at = None

@@ -1,4 +1,4 @@
-"""The sending end of one lane: numbers, and what to send again after a reconnect."""
+"""The sending end of one channel: numbers, and what to send again after a reconnect."""
 
 from collections import deque
 
@@ -25,7 +25,7 @@ def header_fits(body: RingMessage) -> bool:
 
 
 class Packet(msgspec.Struct, frozen=True):
-    """A frame and its payload: what goes on a lane as one message."""
+    """A frame and its payload: what goes on a channel as one message."""
 
     frame: Frame
     payload: Buffer | None
@@ -34,12 +34,12 @@ class Packet(msgspec.Struct, frozen=True):
 
     @property
     def channel(self) -> Channel:
-        """The lane that it goes on."""
+        """The channel that it goes on."""
         return self.frame.channel
 
 
 class SendWindow:
-    """Frames of one (epoch, lane), from their numbering to their acknowledgement."""
+    """Frames of one (epoch, channel), from their numbering to their acknowledgement."""
 
     def __init__(self, epoch: int, channel: Channel) -> None:
         self.channel = channel
@@ -57,7 +57,7 @@ class SendWindow:
         self.nbytes = 0
         self.is_connected = False
         self.num_resent = 0
-        #: When the lane last got on: an acknowledgement, or something sent into an empty lane.
+        #: When the channel last got on: an acknowledgement, or something sent into an empty channel.
         self.progress_at = 0.0
 
     def append_frame(self, body: RingMessage, payload: Buffer | None, now: float) -> None:

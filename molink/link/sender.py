@@ -33,19 +33,19 @@ class SenderLimits:
 
     #: Payload of one message.
     max_message_bytes: int = 192 * 1024
-    #: Not acknowledged on one lane; more is not sent.
+    #: Not acknowledged on one channel; more is not sent.
     max_unacknowledged_bytes: int = 8 << 20
     #: Waiting and not acknowledged in all; above it the link is ``full``, at twice it refuses.
     max_total_bytes: int = 64 << 20
-    #: A lane that is connected but acknowledges nothing for so long sends everything again.
+    #: A channel that is connected but acknowledges nothing for so long sends everything again.
     resend_after: float = 10.0
 
 
 class LinkSender:
     """Numbers, cuts, sends, keeps and sends again; one object per epoch.
 
-    Control messages go first, on the decode lane; volumes when the policy says so, each on its
-    lane: prefill rows on the bulk lane, decode rows on the decode lane, or all on the bulk lane if
+    Control messages go first, on the decode channel; volumes when the policy says so, each on its
+    channel: prefill rows on the bulk channel, decode rows on the decode channel, or all on the bulk channel if
     the policy has one for both.
     """
 
@@ -61,7 +61,7 @@ class LinkSender:
         self._policy = policy
         self._limits = limits or SenderLimits()
         self.packing = MessagePacker(packer)
-        #: Learns from what is sent and acknowledged; whoever sends beats tells it of them.
+        #: Learns from what is sent and acknowledged; whoever sends heartbeats tells it of them.
         self.estimator = estimator or LinkEstimator()
         self._channels = {channel: SendWindow(epoch, channel) for channel in BOTH_CHANNELS}
         self._both = self._channels[Channel.DECODE], self._channels[Channel.BULK]
@@ -69,7 +69,7 @@ class LinkSender:
         self._story: deque[str] = deque(maxlen=64)
         #: When to poll again without an event; ``None`` if only an event can change anything.
         self.wake_at: float | None = None
-        #: When a lane may have acknowledged nothing for too long, at the soonest.
+        #: When a channel may have acknowledged nothing for too long, at the soonest.
         self._stalled_at = inf
         self.sent_frames = 0
         self.sent_bytes = 0
@@ -88,7 +88,7 @@ class LinkSender:
         self._queues.add_control(body, payload)
 
     def queue_padding(self, payload: Buffer) -> None:
-        """Send bytes on the bulk lane, before every volume there, for the next stage to drop."""
+        """Send bytes on the bulk channel, before every volume there, for the next stage to drop."""
         self._queues.add_padding(payload)
 
     def queue_volume(self, header: Volume, rows: Buffer, now: float) -> None:
@@ -99,7 +99,7 @@ class LinkSender:
         acknowledged.
 
         Raises:
-            WireError: ``rows`` is not what the header says, or a volume of that tick lacks rows.
+            WireError: ``rows`` is not what the header says, or a volume of that seq lacks rows.
             MessageTooLarge: its header, or one row, is over the bound of a message.
             Overloaded: far more is waiting than the link can hold.
         """
@@ -114,7 +114,7 @@ class LinkSender:
         They count as accepted with the first: a link that is far behind takes them too.
 
         Raises:
-            WireError: no volume of that tick lacks rows, or they are more than it lacks.
+            WireError: no volume of that seq lacks rows, or they are more than it lacks.
         """
         self.handle(self._queues.add_rows(seq, rows), now)
 
@@ -152,7 +152,7 @@ class LinkSender:
             self._dispatch_event(ChannelReconnectedEvent(channel), now)
 
     def on_disconnected(self, channel: Channel, now: float) -> None:
-        """The connection is gone: the lane waits for the next."""
+        """The connection is gone: the channel waits for the next."""
         self._channels[channel].is_connected = False
         self._log_transition(now, f"{channel.name} disconnected")
 
@@ -167,7 +167,7 @@ class LinkSender:
         self._dispatch_event(MessageAcknowledgedEvent(ack.channel, *freed), now)
 
     def on_heartbeat_echoed(self, sent_at: float, now: float) -> bool:
-        """The beat that left at ``sent_at`` is back; ``False`` if none did."""
+        """The heartbeat that left at ``sent_at`` is back; ``False`` if none did."""
         known = self.estimator.on_heartbeat_echoed(sent_at, now)
         if known:
             self.handle(HeartbeatEchoedEvent(now - sent_at), now)
@@ -182,7 +182,7 @@ class LinkSender:
     def poll_packets(
         self, now: float, ready: Collection[Channel] = BOTH_CHANNELS, maximum: int = 16
     ) -> list[Packet]:
-        """At most ``maximum`` messages to send now, on those lanes whose sockets are ``ready``."""
+        """At most ``maximum`` messages to send now, on those channels whose sockets are ``ready``."""
         may_stall = now >= self._stalled_at
         if may_stall:
             self._rewind_stalled(now)
@@ -211,7 +211,7 @@ class LinkSender:
             return self._send_body(Channel.DECODE, *control, now)
         if Channel.BULK in ready and (probe := self._queues.pop_padding()) is not None:
             return self._send_body(Channel.BULK, *probe, now)
-        # What was granted goes on first where it can; a lane that can't take it holds up no other.
+        # What was granted goes on first where it can; a channel that can't take it holds up no other.
         if not any(self._queues.granted_volume(channel) for channel in ready):
             decision = self._policy.choose_action(now, ready)
             if not isinstance(decision, SendRowsAction):
@@ -299,7 +299,7 @@ class LinkSender:
         return sum(out.num_resent for out in self._channels.values())
 
     def oldest_frame(self, channel: Channel) -> int:
-        """The number of the oldest frame of ``lane`` that is not acknowledged."""
+        """The number of the oldest frame of ``channel`` that is not acknowledged."""
         return self._channels[channel].oldest_frame
 
     def validate(self) -> None:

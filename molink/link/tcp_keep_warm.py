@@ -1,4 +1,4 @@
-"""When a link sends bytes for no other end than that TCP keeps the bulk lane's window.
+"""When a link sends bytes for no other end than that TCP keeps the bulk channel's window.
 
 Linux takes half of a connection's congestion window away for each retransmission time-out in which
 it sent nothing (RFC 2861, ``tcp_slow_start_after_idle``), and of one that sent less than the
@@ -21,7 +21,7 @@ MAX_PROMPT_GAP = 10.0
 
 
 class TcpKeepWarm:
-    """Keeps the window of one link's bulk lane; without I/O."""
+    """Keeps the window of one link's bulk channel; without I/O."""
 
     def __init__(self) -> None:
         self._prefill_at = self._bulk_at = float("-inf")
@@ -31,7 +31,7 @@ class TcpKeepWarm:
         self._prefill_at = now
 
     def on_sent(self, now: float) -> None:
-        """Something leaves on the bulk lane."""
+        """Something leaves on the bulk channel."""
         self._bulk_at = now
 
     def due_bytes(self, estimate: LinkEstimatedEvent, now: float) -> int:

@@ -8,7 +8,7 @@ log = logging.getLogger(__name__)
 
 
 class ErrorGuard:
-    """A context in which an error would leave a tick undone for ever: the stage ends with it.
+    """A context in which an error would leave a seq undone for ever: the stage ends with it.
 
     It may be entered again and again, several times a step: a generator would cost more than much
     of what is done in it.

@@ -53,11 +53,11 @@ class HostBlockLedger:
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
-        #: By host block, its tick.
+        #: By host block, its seq.
         self._filled: dict[int, int] = {}
 
     def fill_blocks(self, seq: int, hosts: Sequence[int]) -> bool:
-        """Order ``tick`` copies there; ``False`` if there are no such blocks."""
+        """Order ``seq`` copies there; ``False`` if there are no such blocks."""
         if not are_distinct(hosts, self._blocks):
             return False
         self._filled.update(dict.fromkeys(hosts, seq))

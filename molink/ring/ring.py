@@ -84,7 +84,7 @@ class Ring:
         """``bridge`` is the head's end, at stage 0.
 
         ``on_broken`` is told, once, why this stage can't go on: an error of our own after which
-        ticks would be missing, or steps that fail one after another.
+        seqs would be missing, or steps that fail one after another.
         """
         self._shape = shape = config.shape
         self._clock = clock
@@ -95,7 +95,7 @@ class Ring:
         self._computing = False
         self._closed = False
         self.scoreboard = Scoreboard(config.limits, config.sub_chunk_policy)
-        #: What the step that runs is made of, by tick.
+        #: What the step that runs is made of, by seq.
         self._running: dict[int, StepInput] = {}
         self._samples = SampleCollector()
         #: How busy it is.
@@ -231,7 +231,7 @@ class Ring:
     def on_link_measured(self, facts: LinkFacts, now: float) -> None:
         """What this stage's link to the next one is like; the others are told."""
         if self._measurements.is_settled(facts):
-            return  # as with most beats
+            return  # as with most heartbeats
         with self._error_guard:
             report = self._measurements.on_link_measured(facts, now)
             if report is not None and not self._closed:
@@ -367,7 +367,7 @@ class Ring:
             "stage_bubble_seconds_total": self.bubbles.seconds,
             "stage_failed_steps_total": self.step_log.num_failed,
             "stage_strays_total": self.num_strays,
-            "stage_dropped_groups_total": self.scoreboard.counters["dropped_groups"],
+            "stage_dropped_slices_total": self.scoreboard.counters["dropped_slices"],
             "stage_refused_total": self.scoreboard.num_refused,
         }
         gauges = {
@@ -375,8 +375,8 @@ class Ring:
             "stage_bubble_share": round(self.bubbles.bubble_share, 4),
             "stage_busy_share": round(self.bubbles.busy_share, 4),
             "stage_queued_volumes": self.scoreboard.num_queued,
-            "stage_completed_tick": self.scoreboard.last_completed_seq,
-            "stage_decode_pace": round(self._slowdown_meter.decode_slowdown, 3),
+            "stage_completed_seq": self.scoreboard.last_completed_seq,
+            "stage_decode_slowdown": round(self._slowdown_meter.decode_slowdown, 3),
         }
         return (
             {name: float(value) for name, value in counters.items()},

@@ -1,35 +1,35 @@
-"""The tick scoreboard: what a stage may run, drop, forward and forget.
+"""The seq scoreboard: what a stage may run, drop, forward and forget.
 
-One per stage and epoch, sans-IO. Messages of the two lanes arrive in any interleaving, each lane in
-its order; ticks say what has to come before what. At one stage a tick is *complete*
+One per stage and epoch, sans-IO. Messages of the two channels arrive in any interleaving, each channel in
+its order; seqs say what has to come before what. At one stage a seq is *complete*
 
 - of an ``Admit``, ``Grammar``, ``History``, ``BlockTable``, ``SwapOut`` or ``SwapIn``: when it
-  arrives (they share a lane, so in the order of issue; what a swap copies is copied in this order,
+  arrives (they share a channel, so in the order of issue; what a swap copies is copied in this order,
   before any step that is taken later);
 - of a ``Volume``: when all of its rows have run, or at once when none is left to run;
 - of a ``Tombstone``: when it arrives (an earlier stage completed that volume without running it);
 - of a ``Release``: when all of ``after`` and ``also`` are complete.
 
-**Running.** A volume may run once the ``after`` ticks of all its remaining rows are complete. They
-include, directly or through earlier rows, the ticks that admit the request.
+**Running.** A volume may run once the ``after`` seqs of all its remaining rows are complete. They
+include, directly or through earlier rows, the seqs that admit the request.
 
 **Pieces.** The rows of a prefill volume may arrive little by little, in order, and run so, a piece
 of consecutive rows at a time, as large as :mod:`molink.ring.sub_chunks` says. With its first piece
 a volume has *begun*. All of its row groups go on to the next stage in the header of that piece, so
-it keeps them until its last row has run; only then its tick is complete, and what comes ``after``
+it keeps them until its last row has run; only then its seq is complete, and what comes ``after``
 it may run. What is done once for a group (its fitness, its blocks) is done at the beginning.
 
 **Dropping.** From the moment a request's ``Release`` arrives, its rows in volumes that wait or are
 still to come are dropped; rows of volumes that have begun run to the end. A volume that loses all
-rows is *buried*: it completes, and a ``Tombstone`` goes on in its stead on the control lane; rows
+rows is *buried*: it completes, and a ``Tombstone`` goes on in its stead on the control channel; rows
 of it that still arrive are ignored. A volume that loses some goes on with the others. Later stages
-need not know that rows were dropped, since the tick completes there whichever way it arrives.
+need not know that rows were dropped, since the seq completes there whichever way it arrives.
 
-**Forgetting.** The head's ``Release`` names every tick with rows of the request that had not come
+**Forgetting.** The head's ``Release`` names every seq with rows of the request that had not come
 back; those that had are complete at every stage. Once all of the named ones are complete here, no
 row of the request can arrive any more, so the request is forgotten, and only then does the
-``Release`` go on. (``after`` alone would not do: the last tick can be buried upstream and overtake,
-on the control lane, an earlier volume of the same request on the bulk lane.) When it has gone
+``Release`` go on. (``after`` alone would not do: the last seq can be buried upstream and overtake,
+on the control channel, an earlier volume of the same request on the bulk channel.) When it has gone
 round, no stage will touch the request's blocks again. Nothing is kept of forgotten requests: ids
 rise with admission, so an id at or below the highest one admitted that is not live is over.
 
@@ -39,7 +39,7 @@ dropped rows write nothing. The head's prefix cache has only what has come back 
 admits the reader, so that ``after`` need not name it.
 
 **Misbehaviour** of other stages is counted, noted in the story, and never wedges this one. A
-message that makes no sense becomes a tombstone: its tick completes here and further on, and the
+message that makes no sense becomes a tombstone: its seq completes here and further on, and the
 head, which knows what it sent, fails the requests concerned. So for a volume with an ``after`` not
 before itself, the same request twice, or drafts that can't be sampled or reported; for rows whose
 ``after`` is complete but whose request was never admitted or has earlier rows that are not
@@ -47,9 +47,9 @@ complete, or whose block table does not hold them or is no honest one, or that c
 block; for an ``Admit`` of an id that is not new; for
 a ``History`` or ``BlockTable`` of a request that is not live, or that is not the next ids of it, no
 blocks, or late; for whatever exceeds the ``ScoreboardLimits``, which keep the
-memory of this stage bounded. A tick that was seen already, or is absurdly far ahead, is ignored;
+memory of this stage bounded. A seq that was seen already, or is absurdly far ahead, is ignored;
 so are further rows of a volume that never came, or has had as many. A ``Release`` of a request that
-is not live completes like any other, and such a request can't be admitted later; ticks in it that
+is not live completes like any other, and such a request can't be admitted later; seqs in it that
 are not before it are left out. Misuse by our own shell (completing what was not taken) raises
 ``InvariantError``.
 
@@ -91,10 +91,10 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 
-#: A tick further than this above the watermark is no honest message; the head keeps to half of it.
+#: A seq further than this above the watermark is no honest message; the head keeps to half of it.
 MAX_SEQ_SPAN = 1 << 16
 #: What is counted and no misbehaviour: of cancelled requests, and resent messages.
-_HARMLESS = ("dropped_groups", "buried_volumes", "duplicates")
+_HARMLESS = ("dropped_slices", "buried_volumes", "duplicates")
 #: Volumes that may wait; the head has at most 128 in flight.
 MAX_WAITING_VOLUMES = 1024
 
@@ -110,7 +110,7 @@ class Scoreboard:
         self._limits = limits or ScoreboardLimits()
         self.counters: Counter[str] = Counter()
         #: Progress of the compute thread: rises with every piece that has run. After the last piece
-        #: of a volume it is its tick at least.
+        #: of a volume it is its seq at least.
         self.last_completed_seq = 0
         self._complete = SeqSet()
         self._requests = TrackedRequests(self._limits, self._complete)
@@ -162,7 +162,7 @@ class Scoreboard:
             self._count_event("bad_parts", seq, now)
 
     def next_step(self, now: float) -> Step | None:
-        """What may run now, lowest ticks first; ``None`` if nothing.
+        """What may run now, lowest seqs first; ``None`` if nothing.
 
         Calling it again before ``complete_volumes`` is allowed and gives further work.
         """
@@ -179,7 +179,7 @@ class Scoreboard:
         return work
 
     def complete_volumes(self, seqs: Sequence[int], now: float) -> list[CompletedControl]:
-        """What was taken of volumes ``ticks`` has run; returns the controls to be forwarded now.
+        """What was taken of volumes ``seqs`` has run; returns the controls to be forwarded now.
 
         Raises:
             InvariantError: nothing was taken of one of them.
@@ -229,7 +229,7 @@ class Scoreboard:
             self._count_event("duplicates", seq, now)
             return False
         if seq > self._complete.watermark + MAX_SEQ_SPAN:
-            self._count_event("far_ticks", seq, now)
+            self._count_event("far_seqs", seq, now)
             return False
         return True
 
@@ -376,7 +376,7 @@ class Scoreboard:
     def _complete_sub_chunk(self, seq: int, now: float) -> None:
         waiting = self._volumes.get_volume(seq)
         if waiting is None or not waiting.is_running:
-            raise InvariantError(f"tick {seq} completed but not taken", self._story.format_lines())
+            raise InvariantError(f"seq {seq} completed but not taken", self._story.format_lines())
         self.last_completed_seq += 1
         if self._volumes.complete_sub_chunk(waiting):
             self._complete.add_seq(seq)
@@ -393,7 +393,7 @@ class Scoreboard:
                 for index in waiting.slice_indices
                 if not self._requests.is_finished(rows[index].request)
             ]
-            self._keep_slices(waiting, kept_indices, "dropped_groups")
+            self._keep_slices(waiting, kept_indices, "dropped_slices")
 
     def _drop_invalid(self, waiting: WaitingVolume, now: float) -> None:
         """Drop rows of requests that were never admitted, and those that can't be computed."""
@@ -403,7 +403,7 @@ class Scoreboard:
         ]
         if len(kept_indices) < len(waiting.slice_indices):
             self._story.add_entry(now, "unfit", waiting.volume.seq)
-        self._keep_slices(waiting, kept_indices, "unfit_groups")
+        self._keep_slices(waiting, kept_indices, "invalid_slices")
 
     def _keep_slices(self, waiting: WaitingVolume, kept_indices: list[int], what: str) -> None:
         """Drop all but ``kept``; bury the volume if nothing remains."""
@@ -428,9 +428,9 @@ class Scoreboard:
         for waiting in self._volumes:
             seq = waiting.volume.seq
             if seq in self._releases:
-                yield f"tick {seq} is in two places"
+                yield f"seq {seq} is in two places"
             gone = any(self._requests.is_finished(rows.request) for rows in waiting.slices)
             if gone and not waiting.is_started:
                 yield f"volume {seq} keeps rows of requests that are over"
         if len(self._complete) > MAX_SEQ_SPAN:
-            yield "ticks far above the watermark are remembered"
+            yield "seqs far above the watermark are remembered"

@@ -1,4 +1,4 @@
-"""Which ticks a stage has completed, and the releases that wait for some of them."""
+"""Which seqs a stage has completed, and the releases that wait for some of them."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,14 +6,14 @@ from molink.wire.messages.data_plane import Release
 
 
 class SeqSet:
-    """Ticks from 1 on: a watermark below which all are in, and the few that are in above it.
+    """Seqs from 1 on: a watermark below which all are in, and the few that are in above it.
 
-    Ticks are dense (each number is used once), so the watermark follows and memory stays bounded by
-    how far ticks overtake each other. Tick 0 stands for "before anything" and is always in.
+    Seqs are dense (each number is used once), so the watermark follows and memory stays bounded by
+    how far seqs overtake each other. Seq 0 stands for "before anything" and is always in.
     """
 
     def __init__(self) -> None:
-        #: Every tick up to and including this one is in.
+        #: Every seq up to and including this one is in.
         self.watermark = 0
         self._above: set[int] = set()
 
@@ -21,11 +21,11 @@ class SeqSet:
         return seq <= self.watermark or seq in self._above
 
     def __len__(self) -> int:
-        """Ticks that are kept one by one."""
+        """Seqs that are kept one by one."""
         return len(self._above)
 
     def add_seq(self, seq: int) -> None:
-        """Put ``tick`` in."""
+        """Put ``seq`` in."""
         if seq <= self.watermark:
             return
         self._above.add(seq)
@@ -34,15 +34,15 @@ class SeqSet:
             self._above.remove(self.watermark)
 
     def find_missing(self, seqs: Iterable[int]) -> set[int]:
-        """Those of ``ticks`` that are not in."""
+        """Those of ``seqs`` that are not in."""
         return {seq for seq in seqs if seq not in self}
 
 
 class PendingReleases:
-    """Releases that a stage can't complete yet, each with the ticks it waits for."""
+    """Releases that a stage can't complete yet, each with the seqs it waits for."""
 
     def __init__(self, complete: SeqSet) -> None:
-        """``complete`` are the stage's ticks, which somebody else adds to."""
+        """``complete`` are the stage's seqs, which somebody else adds to."""
         self._complete = complete
         self._waiting: dict[int, tuple[Release, set[int]]] = {}
 
@@ -53,7 +53,7 @@ class PendingReleases:
         return len(self._waiting)
 
     def add_release(self, release: Release, seqs: set[int]) -> None:
-        """One that is complete once all of ``ticks`` are."""
+        """One that is complete once all of ``seqs`` are."""
         self._waiting[release.seq] = release, self._complete.find_missing(seqs)
 
     def pop_complete(self) -> Iterator[Release]:

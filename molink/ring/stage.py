@@ -95,7 +95,7 @@ class NextStage(Protocol):
     """
 
     def send_control(self, body: RingMessage, payload: Buffer | None = None) -> None:
-        """Send a control message on the decode lane."""
+        """Send a control message on the decode channel."""
         ...
 
     def send_volume(self, header: Volume, rows: Buffer) -> None:

@@ -78,7 +78,7 @@ class Step(msgspec.Struct, frozen=True):
 
     @property
     def seqs(self) -> tuple[int, ...]:
-        """Their ticks, for :meth:`Scoreboard.complete`."""
+        """Their seqs, for :meth:`Scoreboard.complete`."""
         return tuple(each.volume.seq for each in self.inputs)
 
 

@@ -51,7 +51,7 @@ def has_honest_drafts(volume: Volume) -> bool:
 class TrackedRequest:
     """A request that lives: ids of its history, blocks of its table.
 
-    ``last_seq`` is the tick of the latest volume of which rows of it were taken; 0: none was.
+    ``last_seq`` is the seq of the latest volume of which rows of it were taken; 0: none was.
     """
 
     num_ids: int = 0
@@ -125,7 +125,7 @@ class TrackedRequests:
     """
 
     def __init__(self, limits: ScoreboardLimits, complete: SeqSet) -> None:
-        """``complete`` are the stage's ticks, which somebody else adds to."""
+        """``complete`` are the stage's seqs, which somebody else adds to."""
         self._limits = limits
         self._complete = complete
         self._live: dict[int, TrackedRequest] = {}
@@ -161,7 +161,7 @@ class TrackedRequests:
         self._live.pop(request, None)
 
     def can_run(self, request_slice: RequestSlice) -> bool:
-        """Whether these rows are to be computed, all ticks being complete that they come after."""
+        """Whether these rows are to be computed, all seqs being complete that they come after."""
         known = self._live.get(request_slice.request)
         if known is None or known.last_seq not in self._complete:
             return False

@@ -9,10 +9,10 @@ from molink.ring.waiting_volume import WaitingVolume
 
 
 class VolumeQueue:
-    """By tick, from a volume's first rows on until it has run or is buried."""
+    """By seq, from a volume's first rows on until it has run or is buried."""
 
     def __init__(self, complete: SeqSet, sub_chunk_policy: SubChunkPolicy) -> None:
-        """``complete`` are the stage's ticks, which somebody else adds to."""
+        """``complete`` are the stage's seqs, which somebody else adds to."""
         self._complete = complete
         self._sub_chunk_policy = sub_chunk_policy
         self._volumes: dict[int, WaitingVolume] = {}
@@ -23,7 +23,7 @@ class VolumeQueue:
         return seq in self._volumes
 
     def __iter__(self) -> Iterator[WaitingVolume]:
-        """Lowest ticks first; they may be removed meanwhile."""
+        """Lowest seqs first; they may be removed meanwhile."""
         if len(self._volumes) < 2:
             return iter(tuple(self._volumes.values()))
         return (self._volumes[seq] for seq in sorted(self._volumes))
@@ -32,7 +32,7 @@ class VolumeQueue:
         return len(self._volumes)
 
     def get_volume(self, seq: int) -> WaitingVolume | None:
-        """That of a tick."""
+        """That of a seq."""
         return self._volumes.get(seq)
 
     def add_volume(self, waiting: WaitingVolume) -> None:
@@ -84,7 +84,7 @@ class VolumeQueue:
         return waiting.is_ready
 
     def started_seqs(self, request: int) -> set[int]:
-        """Ticks of those that have begun and have rows of ``request``."""
+        """Seqs of those that have begun and have rows of ``request``."""
         return {
             seq
             for seq, waiting in self._volumes.items()

@@ -78,17 +78,17 @@ class Requests:
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
 
-    def admit(self, message: Admit) -> None:
+    def admit_request(self, message: Admit) -> None:
         self._states[message.request] = State(message.sampling_params)
 
-    def history(self, request: int, first: int, ids: memoryview) -> None:
+    def add_history(self, request: int, first: int, ids: memoryview) -> None:
         assert first == len(self._states[request].history)
         self._states[request].history.extend(ids)
 
-    def table(self, request: int, blocks: Sequence[int]) -> None:
+    def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
         self._states[request].blocks.extend(blocks)
 
-    def release(self, request: int) -> None:
+    def release_request(self, request: int) -> None:
         self._states.pop(request, None)
 
     def __getitem__(self, request: int) -> State:
@@ -119,20 +119,22 @@ class Executor:
         #: Steps take so much longer.
         self.slow = 1.0
 
-    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
+    def submit_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
         seconds = self._rng.uniform(0.03, 0.15) * self.slow
-        self._process.later(seconds, self._end, segments, done, seconds)
+        self._process.later(seconds, self._end, step_inputs, done, seconds)
 
     def _end(
-        self, segments: Sequence[StepInput], done: Callable[[StepResult], None], seconds: float
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None], seconds: float
     ) -> None:
-        groups = [rows for segment in segments for rows in segment.volume.slices]
+        groups = [rows for segment in step_inputs for rows in segment.volume.slices]
         for rows in groups:
             self._requests[rows.request].blocks.extend(rows.blocks)
         for rows in groups:
             if rows.copy_from_block >= 0:
                 self._copy(rows)
-        done(StepResult([self._run(segment) for segment in segments], seconds, None))
+        done(StepResult([self._run(segment) for segment in step_inputs], seconds, None))
 
     def _copy(self, rows: RequestSlice) -> None:
         """The positions before the first row in its block come from another block."""

@@ -141,7 +141,7 @@ facts = st.builds(
     first_bytes=st.integers(0, 3000),
     last_bytes=st.integers(3000, 5000),
     kv_bytes=st.integers(1, 64),
-    context=st.integers(1, 5000),
+    max_model_len=st.integers(1, 5000),
     element_bytes=st.sampled_from([2, 4]),
     projection_bytes=st.integers(0, 100),
     int8_bytes=st.integers(0, 60),
@@ -159,7 +159,9 @@ targets = st.builds(
     bf16=st.booleans(),
     dtype=st.sampled_from(["auto", "f32", "bf16"]),
     quantize=st.sampled_from(["none", "int8", "nf4"]),
-    load=st.builds(StepLimits, chunk=st.integers(1, 64), decodes=st.integers(1, 8)),
+    step_limits=st.builds(
+        StepLimits, max_chunk_rows=st.integers(1, 64), max_decode_rows=st.integers(1, 8)
+    ),
 )
 
 

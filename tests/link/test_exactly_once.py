@@ -1,4 +1,4 @@
-"""A LinkSender and a LinkReceiver over lanes that break, lose and replay."""
+"""A LinkSender and a LinkReceiver over channels that break, lose and replay."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,15 +51,15 @@ EVENTS = st.one_of(
 )
 
 
-def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
-    data = np.random.default_rng(tick).bytes(rows * ROW)
-    header = Volume(tick, prefill, (RequestSlice(1, 0, rows, 0),), Payload(DTYPE, (rows, HIDDEN)))
+def volume(seq: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
+    data = np.random.default_rng(seq).bytes(rows * ROW)
+    header = Volume(seq, prefill, (RequestSlice(1, 0, rows, 0),), Payload(DTYPE, (rows, HIDDEN)))
     return header, data
 
 
 @dataclass
 class Wire:
-    """A lane's connection: frames under way to the receiver, acknowledgements on the way back."""
+    """A channel's connection: frames under way to the receiver, acknowledgements on the way back."""
 
     up: bool = False
     frames: list[Packet] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Link(RuleBasedStateMachine):
     def __init__(self, policy: str, cut_through: bool) -> None:
         super().__init__()
         self.now = 0.0
-        self.tick = 0
+        self.seq = 0
         self.epoch = 3
         self.codec = data_codec()
         self.policy = create_policy(policy)
@@ -82,7 +82,7 @@ class Link(RuleBasedStateMachine):
         self.sender = LinkSender(self.epoch, self.policy, LIMITS)
         limits = ReceiverLimits(ack_every=3)
         self.receiver = LinkReceiver(self.epoch, HIDDEN, "f32", limits, cut_through)
-        #: All volumes and their rows, by tick; and how many rows have been handed over.
+        #: All volumes and their rows, by seq; and how many rows have been handed over.
         self.volumes: dict[int, tuple[Volume, bytes]] = {}
         self.given: dict[int, int] = {}
         #: What has come of them: the buffer and how many rows of it are there.
@@ -99,11 +99,11 @@ class Link(RuleBasedStateMachine):
     def produce(self, rows: int, prefill: bool, first: int) -> None:
         if self.sender.is_full:
             return
-        self.tick += 1
-        header, data = volume(self.tick, rows, prefill)
+        self.seq += 1
+        header, data = volume(self.seq, rows, prefill)
         first = min(first, rows)
-        self.volumes[self.tick] = header, data
-        self.given[self.tick] = first
+        self.volumes[self.seq] = header, data
+        self.given[self.seq] = first
         self.sender.queue_volume(header, memoryview(data)[: first * ROW], self.now)
 
     @rule(pick=st.integers(0, 1000), count=st.integers(1, 20))
@@ -112,19 +112,19 @@ class Link(RuleBasedStateMachine):
         if lacking:
             self.hand_over(lacking[pick % len(lacking)], count)
 
-    def hand_over(self, tick: int, count: int) -> None:
-        first = self.given[tick]
-        self.given[tick] = min(first + count, self.total(tick))
-        rows = memoryview(self.volumes[tick][1])[first * ROW : self.given[tick] * ROW]
-        self.sender.queue_rows(tick, rows, self.now)
+    def hand_over(self, seq: int, count: int) -> None:
+        first = self.given[seq]
+        self.given[seq] = min(first + count, self.total(seq))
+        rows = memoryview(self.volumes[seq][1])[first * ROW : self.given[seq] * ROW]
+        self.sender.queue_rows(seq, rows, self.now)
 
-    def total(self, tick: int) -> int:
-        return self.volumes[tick][0].payload.shape[0]
+    def total(self, seq: int) -> int:
+        return self.volumes[seq][0].payload.shape[0]
 
     @rule()
     def release(self) -> None:
-        self.tick += 1
-        body = Release(self.tick, 1, 0)
+        self.seq += 1
+        body = Release(self.seq, 1, 0)
         self.sender.queue_control(body)
         self.controls.append(body)
 
@@ -179,10 +179,10 @@ class Link(RuleBasedStateMachine):
                     assert out.channel is Channel.DECODE
                     self.came.append(other)
 
-    def began(self, lane: Channel, header: Volume, arrival: Arrival) -> None:
+    def began(self, channel: Channel, header: Volume, arrival: Arrival) -> None:
         assert header.seq not in self.buffers
         assert header == self.volumes[header.seq][0]
-        assert lane is (
+        assert channel is (
             Channel.BULK if header.prefill or self.policy.single_channel else Channel.DECODE
         )
         assert arrival.payload is not None
@@ -191,9 +191,9 @@ class Link(RuleBasedStateMachine):
         self.buffers[header.seq] = arrival.payload
         self.rows[header.seq] = arrival.rows
 
-    @rule(lane=st.sampled_from(Channel), count=st.integers(1, 10))
-    def deliver(self, lane: Channel, count: int) -> None:
-        wire = self.wires[lane]
+    @rule(channel=st.sampled_from(Channel), count=st.integers(1, 10))
+    def deliver(self, channel: Channel, count: int) -> None:
+        wire = self.wires[channel]
         for _ in range(min(count, len(wire.frames))):
             out = wire.frames.pop(0)
             wire.old.append(out)
@@ -201,54 +201,54 @@ class Link(RuleBasedStateMachine):
         while wire.acks:
             self.sender.on_ack(wire.acks.pop(0), self.now)
 
-    @rule(lane=st.sampled_from(Channel), pick=st.integers(0, 1000))
-    def replay(self, lane: Channel, pick: int) -> None:
-        wire = self.wires[lane]
+    @rule(channel=st.sampled_from(Channel), pick=st.integers(0, 1000))
+    def replay(self, channel: Channel, pick: int) -> None:
+        wire = self.wires[channel]
         if wire.old:
             self.arrive(wire.old[pick % len(wire.old)])
 
-    @rule(lane=st.sampled_from(Channel), pick=st.integers(0, 1000))
-    def lose(self, lane: Channel, pick: int) -> None:
+    @rule(channel=st.sampled_from(Channel), pick=st.integers(0, 1000))
+    def lose(self, channel: Channel, pick: int) -> None:
         """A frame vanishes on a connection that goes on."""
-        frames = self.wires[lane].frames
+        frames = self.wires[channel].frames
         if frames:
             frames.pop(pick % len(frames))
 
-    @rule(lane=st.sampled_from(Channel), tick=st.integers(1, 20))
-    def old_epoch(self, lane: Channel, tick: int) -> None:
-        """Control messages, volumes and parts of volumes, perhaps of ticks that are used again."""
+    @rule(channel=st.sampled_from(Channel), seq=st.integers(1, 20))
+    def old_epoch(self, channel: Channel, seq: int) -> None:
+        """Control messages, volumes and parts of volumes, perhaps of seqs that are used again."""
         other = LinkSender(self.epoch - 1, create_policy("fifo"), LIMITS)
         for each in Channel:
             other.on_connected(each, 0.0)
-        other.queue_control(Tombstone(tick))
-        other.queue_volume(*volume(tick, 5, prefill=True), 0.0)
+        other.queue_control(Tombstone(seq))
+        other.queue_volume(*volume(seq, 5, prefill=True), 0.0)
         before = self.receiver.counters.old_epochs
         frames = other.poll_packets(0.0)
         for out in frames:
             self.arrive(out)
         assert self.receiver.counters.old_epochs == before + len(frames) == before + 3
-        self.sender.on_ack(Ack(self.epoch - 1, lane, 1), self.now)
+        self.sender.on_ack(Ack(self.epoch - 1, channel, 1), self.now)
 
-    @rule(lane=st.sampled_from(Channel), keep=st.integers(0, 5))
-    def break_off(self, lane: Channel, keep: int) -> None:
+    @rule(channel=st.sampled_from(Channel), keep=st.integers(0, 5))
+    def break_off(self, channel: Channel, keep: int) -> None:
         """The connection breaks; a few of the frames under way still arrive."""
-        wire = self.wires[lane]
+        wire = self.wires[channel]
         wire.up = False
-        self.sender.on_disconnected(lane, self.now)
+        self.sender.on_disconnected(channel, self.now)
         for out in wire.frames[:keep]:
             self.arrive(out)
         wire.frames.clear()
         wire.acks.clear()
 
-    @rule(lane=st.sampled_from(Channel), told=st.booleans())
-    def connect(self, lane: Channel, told: bool) -> None:
-        wire = self.wires[lane]
+    @rule(channel=st.sampled_from(Channel), told=st.booleans())
+    def connect(self, channel: Channel, told: bool) -> None:
+        wire = self.wires[channel]
         if wire.up:
             return
         wire.up = True
         if told:
-            self.sender.on_ack(self.receiver.make_ack(lane), self.now)
-        self.sender.on_connected(lane, self.now)
+            self.sender.on_ack(self.receiver.make_ack(channel), self.now)
+        self.sender.on_connected(channel, self.now)
 
     # --- what has to hold
 
@@ -289,10 +289,10 @@ class Link(RuleBasedStateMachine):
     def unfinished(self) -> bool:
         return bool(self.sender.queued_bytes or self.sender.unacknowledged_bytes)
 
-    def connect_if_down(self, lane: Channel) -> None:
-        if not self.wires[lane].up:
-            self.wires[lane].up = True
-            self.sender.on_connected(lane, self.now)
+    def connect_if_down(self, channel: Channel) -> None:
+        if not self.wires[channel].up:
+            self.wires[channel].up = True
+            self.sender.on_connected(channel, self.now)
 
 
 @pytest.mark.parametrize("cut_through", [False, True], ids=["whole", "cut-through"])
@@ -319,7 +319,7 @@ def test_everything_comes_once_and_in_order(policy: str, cut_through: bool) -> N
 def test_rows_are_reported_in_order_as_they_arrive(
     policy: str, pieces: list[tuple[int, int]], message: int
 ) -> None:
-    """Volumes with cut-through, each handed over in two pieces, over lanes that work."""
+    """Volumes with cut-through, each handed over in two pieces, over channels that work."""
     limits = SenderLimits(max_message_bytes=message * ROW)
     sender = LinkSender(1, create_policy(policy), limits)
     receiver = LinkReceiver(1, HIDDEN, DTYPE, cut_through=True)

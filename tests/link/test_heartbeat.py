@@ -25,7 +25,7 @@ def look(liveness: LinkLiveness, start: float, stop: float, busy: bool = True) -
     return None
 
 
-def test_when_to_beat() -> None:
+def test_when_to_heartbeat() -> None:
     clock = HeartbeatClock(10.0)
     assert clock.next_at(has_requests=False) == 10.0
     clock.mark_sent(10.0)
@@ -33,7 +33,7 @@ def test_when_to_beat() -> None:
     assert clock.next_at(has_requests=True) == 10.1
 
 
-def test_a_stage_that_beats_and_has_nothing_to_do_lives() -> None:
+def test_a_stage_that_heartbeats_and_has_nothing_to_do_lives() -> None:
     liveness = LinkLiveness(0.0)
     for second in range(100):
         liveness.on_heartbeat(5, 0, 0.0, float(second))

@@ -71,11 +71,11 @@ class Bench:
         self.agenda.run(until)
 
     def hello(self, sender: Sender = BEFORE, **fields: Any) -> None:
-        values = {"pipeline": "p", "epoch": 7, "from_stage": 2, "lane": Channel.DECODE} | fields
+        values = {"pipeline": "p", "epoch": 7, "from_stage": 2, "channel": Channel.DECODE} | fields
         assert self.link.handle_message(sender, LinkHello(**values), None)
 
     def frame(self, seq: int, sender: Sender = BEFORE, **fields: Any) -> None:
-        values = {"epoch": 7, "lane": Channel.DECODE, "body": Tombstone(seq)} | fields
+        values = {"epoch": 7, "channel": Channel.DECODE, "body": Tombstone(seq)} | fields
         payload = fields.pop("data", None)
         values.pop("data", None)
         assert self.link.handle_message(sender, Frame(frame_number=seq, **values), payload)
@@ -145,21 +145,21 @@ def test_only_the_previous_stage_may_send(
 def test_acknowledgements_wait_a_little(bench: Bench) -> None:
     bench.hello()
     bulk = Sender(b"\0bulk", "previous")
-    bench.hello(bulk, lane=Channel.BULK)
+    bench.hello(bulk, channel=Channel.BULK)
     bench.server.sent.clear()
     bench.frame(0)
     bench.frame(1)
     assert bench.server.sent == []
     bench.wait(0.01)
     assert bench.server.sent == [(b"\0one", Ack(7, Channel.DECODE, 2))]
-    bench.frame(0, bulk, lane=Channel.BULK)
+    bench.frame(0, bulk, channel=Channel.BULK)
     assert bench.server.sent[1:] == [(b"\0bulk", Ack(7, Channel.BULK, 1))]
     for seq in range(2, 10):
         bench.frame(seq)
     assert bench.server.sent[2:] == [(b"\0one", Ack(7, Channel.DECODE, 10))]
 
 
-def test_beats_are_answered_with_our_progress(bench: Bench) -> None:
+def test_heartbeats_are_answered_with_our_progress(bench: Bench) -> None:
     bench.hello()
     bench.wait(1.5)
     heartbeat = Heartbeat(7, completed_seq=4, queued=0, sent_at=123.5)
@@ -172,7 +172,7 @@ def test_garbage_of_the_previous_stage_is_reported(bench: Bench) -> None:
     bench.hello()
     part = VolumeFragment(1, 0, Payload("f32", (1, 2)))
     bench.frame(0, body=part, data=memoryview(bytes(8)))
-    bench.frame(0, lane=Channel.BULK)
+    bench.frame(0, channel=Channel.BULK)
     bench.frame(1, body=Release(1, 1, 0))
     assert [user for user, _ in bench.server.offences] == ["previous", "previous"]
     assert "never began" in bench.server.offences[0][1]

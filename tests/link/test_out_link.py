@@ -85,9 +85,9 @@ class Bench:
         self.link.start()
         self.decode, self.bulk = self.channels[Channel.DECODE], self.channels[Channel.BULK]
 
-    def connect(self, lane: Channel, events: OutConnectionEvents) -> FakeChannel:
-        self.channels[lane] = FakeChannel(self.agenda, events)
-        return self.channels[lane]
+    def connect(self, channel: Channel, events: OutConnectionEvents) -> FakeChannel:
+        self.channels[channel] = FakeChannel(self.agenda, events)
+        return self.channels[channel]
 
     def wait(self, seconds: float) -> None:
         """Let that much time pass."""
@@ -96,19 +96,19 @@ class Bench:
         self.agenda.run(until)
 
     def welcome(self) -> None:
-        for lane, channel in self.channels.items():
-            channel.events.on_connect()
-            channel.events.on_message(Ack(7, lane, self.sender.oldest_frame(lane)), None)
+        for channel, connection in self.channels.items():
+            connection.events.on_connect()
+            connection.events.on_message(Ack(7, channel, self.sender.oldest_frame(channel)), None)
 
-    def beat(self, **fields: Any) -> None:
+    def heartbeat(self, **fields: Any) -> None:
         heartbeat = Heartbeat(
-            **({"epoch": 7, "completed": 1, "queued": 0, "sent_at": 0.0} | fields)
+            **({"epoch": 7, "completed_seq": 1, "queued": 0, "sent_at": 0.0} | fields)
         )
         self.decode.events.on_message(heartbeat, None)
 
 
-def volume(tick: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
-    header = Volume(tick, prefill, (RequestSlice(1, 0, rows, 0),), Payload("f32", (rows, 2)))
+def volume(seq: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
+    header = Volume(seq, prefill, (RequestSlice(1, 0, rows, 0),), Payload("f32", (rows, 2)))
     return header, bytes(8 * rows)
 
 
@@ -132,7 +132,7 @@ def test_the_hello_comes_first_and_is_repeated_until_it_is_answered() -> None:
     assert len(bench.decode.sent) == sent
 
 
-def test_lanes_and_batches() -> None:
+def test_channels_and_batches() -> None:
     bench = Bench(SenderLimits(max_message_bytes=8), policy="concurrent")
     bench.welcome()
     bench.link.send_volume(*volume(1, 100, prefill=True))
@@ -140,11 +140,11 @@ def test_lanes_and_batches() -> None:
     assert len(bench.bulk.messages(Frame)) < 100
     bench.wait(0.01)
     assert len(bench.bulk.messages(Frame)) == 100
-    assert [frame.body.tick for frame in bench.decode.messages(Frame)] == [2]
+    assert [frame.body.seq for frame in bench.decode.messages(Frame)] == [2]
     assert bench.link.stats.sent_frames == 101
 
 
-def test_a_congested_lane_waits_until_it_has_drained() -> None:
+def test_a_congested_channel_waits_until_it_has_drained() -> None:
     bench = Bench()
     bench.welcome()
     bench.bulk.is_congested = True
@@ -169,7 +169,7 @@ def test_after_a_reconnect_only_what_is_missing_goes_again() -> None:
     bench.decode.events.on_connect()
     bench.decode.events.on_message(Ack(7, Channel.DECODE, 3), None)
     bench.wait(0.01)
-    assert [frame.seq for frame in bench.decode.messages(Frame)] == [3, 4, 5]
+    assert [frame.frame_number for frame in bench.decode.messages(Frame)] == [3, 4, 5]
     stats = bench.link.stats
     assert (stats.resent, stats.connects) == (2, 3)
 
@@ -184,22 +184,22 @@ def test_a_connection_that_breaks_while_sending() -> None:
     bench.decode.events.on_disconnect()
     bench.decode.events.on_connect()
     bench.decode.events.on_message(Ack(7, Channel.DECODE, 0), None)
-    assert [frame.seq for frame in bench.decode.messages(Frame)] == [0]
+    assert [frame.frame_number for frame in bench.decode.messages(Frame)] == [0]
 
 
-def test_beats_keep_warm_while_busy() -> None:
+def test_heartbeats_keep_warm_while_busy() -> None:
     bench = Bench()
     bench.welcome()
     bench.wait(2.05)
-    beats = bench.decode.messages(Heartbeat)
-    assert [heartbeat.sent_at for heartbeat in beats] == [0.0, 1.0, 2.0]
-    assert (beats[0].epoch, beats[0].completed, beats[0].queued) == (7, 3, 0)
+    heartbeats = bench.decode.messages(Heartbeat)
+    assert [heartbeat.sent_at for heartbeat in heartbeats] == [0.0, 1.0, 2.0]
+    assert (heartbeats[0].epoch, heartbeats[0].completed_seq, heartbeats[0].queued) == (7, 3, 0)
     bench.progress = StageProgress(completed_seq=4, num_queued=1, has_requests=True)
     bench.link.handle_event(DecodeStartedEvent(1, 0.02))
     bench.wait(0.5)
-    beats = bench.decode.messages(Heartbeat)[3:]
-    assert 4 <= len(beats) <= 6
-    assert beats[0].queued == 1
+    heartbeats = bench.decode.messages(Heartbeat)[3:]
+    assert 4 <= len(heartbeats) <= 6
+    assert heartbeats[0].queued == 1
     assert bench.bulk.messages(Heartbeat) == []
 
 
@@ -207,11 +207,11 @@ def test_the_round_trip_comes_from_the_echo() -> None:
     bench = Bench()
     bench.welcome()
     bench.wait(0.04)
-    bench.beat(echo=0.0, epoch=6)
-    bench.beat(echo=float("nan"))
-    bench.beat(echo=0.02)
+    bench.heartbeat(echo=0.0, epoch=6)
+    bench.heartbeat(echo=float("nan"))
+    bench.heartbeat(echo=0.02)
     assert bench.link.stats.rtt == 0
-    bench.beat(echo=0.0)
+    bench.heartbeat(echo=0.0)
     assert bench.link.stats.rtt == pytest.approx(0.04)
     assert bench.link.stats.min_rtt == pytest.approx(0.04)
     assert bench.estimates == [LinkFacts(pytest.approx(0.02))]
@@ -224,7 +224,7 @@ def test_a_new_link_is_tried_out_once() -> None:
     bench.wait(0.01)
     bodies = [frame.body for frame in bench.bulk.messages(Frame)]
     assert all(isinstance(body, Padding) for body in bodies[:-1])
-    assert bodies[-1].tick == 1
+    assert bodies[-1].seq == 1
     nbytes = [body.payload.nbytes for body in bodies[:-1]]
     assert nbytes == [16 * 1024] * 16
     bench.bulk.events.on_message(Ack(7, Channel.BULK, len(bodies)), None)
@@ -249,7 +249,7 @@ def test_a_link_that_is_remembered_is_not_tried_out() -> None:
 
 
 @pytest.mark.parametrize("keep_warm", [True, False])
-def test_the_bulk_lane_is_kept_warm_while_requests_live(keep_warm: bool) -> None:
+def test_the_bulk_channel_is_kept_warm_while_requests_live(keep_warm: bool) -> None:
     bench = Bench(known=LinkFacts(0.03, 1e7), policy="adaptive", keep_warm=keep_warm)
     bench.welcome()
     bench.link.send_volume(*volume(1, 1, prefill=True))
@@ -290,10 +290,10 @@ def test_room_is_reported_once_the_next_stage_has_taken_enough() -> None:
 def test_a_dead_stage_is_reported_once() -> None:
     bench = Bench()
     bench.welcome()
-    bench.beat(queued=2)
+    bench.heartbeat(queued=2)
     for _ in range(40):
         bench.wait(0.1)
-        bench.beat(queued=2)
+        bench.heartbeat(queued=2)
     assert bench.deaths == ["2 volumes wait and none was completed for 3.4 s"]
     bench.wait(10.0)
     assert len(bench.deaths) == 1
@@ -302,7 +302,7 @@ def test_a_dead_stage_is_reported_once() -> None:
 def test_a_process_that_has_ended_is_not_waited_for() -> None:
     bench = Bench()
     bench.welcome()
-    bench.beat()
+    bench.heartbeat()
     for channel in (bench.decode, bench.bulk):
         channel.events.on_disconnect()
     bench.wait(0.5)
@@ -315,9 +315,9 @@ def test_a_process_that_has_ended_is_not_waited_for() -> None:
 def test_a_silent_link_is_connected_anew_before_it_counts_as_dead() -> None:
     bench = Bench()
     bench.welcome()
-    bench.beat()
+    bench.heartbeat()
     bench.wait(1.0)
-    bench.beat()
+    bench.heartbeat()
     assert bench.decode.redialled == bench.bulk.redialled == []
     bench.wait(10.0)
     for channel in (bench.decode, bench.bulk):
@@ -329,7 +329,7 @@ def test_while_requests_live_silence_counts_sooner() -> None:
     bench = Bench()
     bench.progress = StageProgress(completed_seq=3, num_queued=0, has_requests=True)
     bench.welcome()
-    bench.beat()
+    bench.heartbeat()
     bench.wait(1.0)
     assert bench.decode.redialled == []
     bench.wait(10.0)

@@ -34,18 +34,18 @@ def rows(count: int) -> Payload:
     return Payload("bf16", (count, HIDDEN))
 
 
-def volume(tick: int, total: int, carried: Payload, prefill: bool = True) -> Volume:
-    return Volume(tick, prefill, (RequestSlice(1, 0, total, 0),), carried)
+def volume(seq: int, total: int, carried: Payload, prefill: bool = True) -> Volume:
+    return Volume(seq, prefill, (RequestSlice(1, 0, total, 0),), carried)
 
 
 class Feed:
-    """Hands bodies to a receiver as the next frames of a lane."""
+    """Hands bodies to a receiver as the next frames of a channel."""
 
-    def __init__(self, made: LinkReceiver, lane: Channel = Channel.BULK) -> None:
-        self.made, self.lane, self.seq = made, lane, 0
+    def __init__(self, made: LinkReceiver, channel: Channel = Channel.BULK) -> None:
+        self.made, self.channel, self.seq = made, channel, 0
 
     def __call__(self, body: Any, payload: bytes | None = None) -> list[Any]:
-        frame = Frame(5, self.lane, self.seq, body)
+        frame = Frame(5, self.channel, self.seq, body)
         self.seq += 1
         return self.made.on_frame(frame, None if payload is None else memoryview(payload), 0.0)
 
@@ -127,7 +127,7 @@ def test_what_cut_through_does_not_change() -> None:
 
 
 def test_volumes_that_never_end_take_no_more_than_the_bound() -> None:
-    feed = Feed(receiver(cut_through=True, assembly=20 * ROW))
+    feed = Feed(receiver(cut_through=True, assembly_bytes=20 * ROW))
     handed_out = 0
     for seq in range(100):
         handed_out += sum(len(each.payload) for each in feed(volume(seq, 6, rows(1)), bytes(ROW)))
@@ -172,19 +172,19 @@ def test_payloads_can_be_changed_and_kept() -> None:
 def test_garbage_is_counted_and_the_link_goes_on(
     body: Any, payload: Any, fault: str, cut_through: bool
 ) -> None:
-    feed = Feed(receiver(cut_through, assembly=1000))
+    feed = Feed(receiver(cut_through, assembly_bytes=1000))
     feed(volume(9, 3, rows(1)), bytes(ROW))
     assert feed(body, payload) == []
     assert feed.made.counters.garbage == 1
     with pytest.raises(WireError, match=fault):
         raise WireError(feed.made.last_fault)
     assert feed.made._assembly.nbytes == 3 * ROW
-    assert feed(VolumeFragment(9, 1, rows(2)), bytes(2 * ROW))[0].body.tick == 9
+    assert feed(VolumeFragment(9, 1, rows(2)), bytes(2 * ROW))[0].body.seq == 9
     feed.made.validate()
 
 
 def test_the_memory_of_all_volumes_is_bounded() -> None:
-    feed = Feed(receiver(assembly=10 * ROW))
+    feed = Feed(receiver(assembly_bytes=10 * ROW))
     feed(volume(1, 6, rows(1)), bytes(ROW))
     feed(volume(2, 6, rows(1)), bytes(ROW))
     assert feed.made.counters.garbage == 1
@@ -234,7 +234,7 @@ def test_validate() -> None:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_no_frame_makes_it_raise(data: st.DataObject) -> None:
-    made = receiver(data.draw(st.booleans()), assembly=100 * ROW)
+    made = receiver(data.draw(st.booleans()), assembly_bytes=100 * ROW)
     codec = data_codec()
     small = st.integers(0, 4)
     shapes = st.lists(small, min_size=1, max_size=2).map(tuple)

@@ -83,7 +83,7 @@ def test_what_a_recording_looks_like() -> None:
     assert recorder.choose_action(1.0, []) == WaitAction()
     assert b"".join(lines).decode().splitlines() == [
         '{"policy":"fifo","version":1}',
-        '{"at":0.5,"event":"Produced","of":{"volume":0,"lane":0,"rows":2,"row_bytes":16}}',
+        '{"at":0.5,"event":"RowsProducedEvent","of":{"volume":0,"channel":0,"rows":2,"row_bytes":16}}',
         '{"at":0.75,"ready":[0,1],"send":[0,2]}',
         '{"at":1.0,"ready":[]}',
     ]
@@ -160,15 +160,21 @@ OPENED = b'{"policy":"fifo","version":1}'
         ([OPENED, b'"' + b"x" * 5000 + b'"'], "line 2 of the recording: 5002 characters"),
         ([OPENED, OPENED], "line 2 of the recording"),
         ([OPENED, b'{"at":0,"event":"Guess","of":{}}'], "no event 'Guess'"),
-        ([OPENED, b'{"at":0,"event":"Sent","of":{"lane":5,"nbytes":1}}'], "line 2 .*lane"),
-        ([OPENED, b'{"at":0,"event":"Sent","of":{"lane":1}}'], "line 2 .*nbytes"),
-        ([OPENED, b'{"at":0,"event":"Sent","of":{"lane":1,"nbytes":-1}}'], "nbytes of Sent is -1"),
+        (
+            [OPENED, b'{"at":0,"event":"MessageSentEvent","of":{"channel":5,"nbytes":1}}'],
+            "line 2 .*channel",
+        ),
+        ([OPENED, b'{"at":0,"event":"MessageSentEvent","of":{"channel":1}}'], "line 2 .*nbytes"),
+        (
+            [OPENED, b'{"at":0,"event":"MessageSentEvent","of":{"channel":1,"nbytes":-1}}'],
+            "nbytes of MessageSentEvent is -1",
+        ),
         (
             [
                 OPENED,
-                b'{"at":0,"event":"Produced","of":{"volume":0,"lane":1,"rows":1,"row_bytes":0}}',
+                b'{"at":0,"event":"RowsProducedEvent","of":{"volume":0,"channel":1,"rows":1,"row_bytes":0}}',
             ],
-            "row_bytes of Produced is 0",
+            "row_bytes of RowsProducedEvent is 0",
         ),
         ([OPENED, b'{"at":0,"ready":[7]}'], "line 2 of the recording"),
         ([OPENED, b'{"at":0,"ready":[1],"send":[1]}'], "line 2 of the recording"),

@@ -37,8 +37,8 @@ HIDDEN = 4
 ROW = 16
 
 
-def volume(tick: int, rows: int, prefill: bool = True) -> tuple[Volume, bytes]:
-    header = Volume(tick, prefill, (RequestSlice(1, 0, rows, 0),), Payload("f32", (rows, HIDDEN)))
+def volume(seq: int, rows: int, prefill: bool = True) -> tuple[Volume, bytes]:
+    header = Volume(seq, prefill, (RequestSlice(1, 0, rows, 0),), Payload("f32", (rows, HIDDEN)))
     return header, bytes(range(ROW)) * rows
 
 
@@ -49,7 +49,7 @@ def connected(sender: LinkSender) -> LinkSender:
 
 
 class TwoLanes(FifoPolicy):
-    """First come, first served, with a lane for each kind."""
+    """First come, first served, with a channel for each kind."""
 
     single_channel = False
 
@@ -123,7 +123,7 @@ def test_a_policy_decides_how_much_and_when() -> None:
     assert sender.wake_at is not None
 
 
-def test_control_goes_before_volumes_and_on_the_decode_lane() -> None:
+def test_control_goes_before_volumes_and_on_the_decode_channel() -> None:
     sender = connected(LinkSender(1, TwoLanes()))
     sender.queue_volume(*volume(1, 2, prefill=False), 0.0)
     sender.queue_control(Admit(2, 1, SamplingParams(), 3))
@@ -139,8 +139,8 @@ def test_control_goes_before_volumes_and_on_the_decode_lane() -> None:
     assert sender.poll_packets(0.0) == []
 
 
-def ticks(sent: list[Packet]) -> list[tuple[Channel, int, int, int]]:
-    """Lane, tick, first row and number of rows of volumes' messages."""
+def seqs(sent: list[Packet]) -> list[tuple[Channel, int, int, int]]:
+    """Channel, seq, first row and number of rows of volumes' messages."""
     bodies = [out.frame.body for out in sent]
     return [
         (out.channel, body.seq, getattr(body, "first", 0), body.payload.shape[0])
@@ -149,16 +149,16 @@ def ticks(sent: list[Packet]) -> list[tuple[Channel, int, int, int]]:
     ]
 
 
-def test_one_lane_for_both_kinds() -> None:
+def test_one_channel_for_both_kinds() -> None:
     sender = connected(LinkSender(1, FifoPolicy()))
     sender.queue_volume(*volume(1, 2), 0.0)
     sender.queue_control(Tombstone(2))
     sender.queue_volume(*volume(3, 1, prefill=False), 0.0)
     assert [out.channel for out in sender.poll_packets(0.0, (Channel.DECODE,))] == [Channel.DECODE]
-    assert ticks(sender.poll_packets(0.0)) == [(Channel.BULK, 1, 0, 2), (Channel.BULK, 3, 0, 1)]
+    assert seqs(sender.poll_packets(0.0)) == [(Channel.BULK, 1, 0, 2), (Channel.BULK, 3, 0, 1)]
 
 
-def test_a_policy_with_one_lane_hears_of_both_kinds() -> None:
+def test_a_policy_with_one_channel_hears_of_both_kinds() -> None:
     policy = Orders(SendRowsAction(0, 1), SendRowsAction(1, 1))
     sender = connected(LinkSender(1, policy))
     sender.queue_volume(*volume(1, 1, prefill=False), 0.0)
@@ -168,7 +168,7 @@ def test_a_policy_with_one_lane_hears_of_both_kinds() -> None:
         RowsProducedEvent(1, Channel.BULK, 1, ROW),
     ]
     assert (sender.queued_on(Channel.DECODE), sender.queued_on(Channel.BULK)) == (0, 2 * ROW)
-    assert [channel for channel, *_ in ticks(sender.poll_packets(0.0))] == [
+    assert [channel for channel, *_ in seqs(sender.poll_packets(0.0))] == [
         Channel.BULK,
         Channel.BULK,
     ]
@@ -184,7 +184,7 @@ def test_a_volume_in_pieces() -> None:
     assert policy.events == [RowsProducedEvent(0, Channel.BULK, 2, ROW)]
     assert sender.queued_bytes == 2 * ROW
     first = sender.poll_packets(0.0)
-    assert ticks(first) == [(Channel.BULK, 7, 0, 2)]
+    assert seqs(first) == [(Channel.BULK, 7, 0, 2)]
     assert isinstance(first[0].frame.body, Volume)
     assert sender.queued_bytes == 0
     sender.queue_rows(7, memoryview(data)[2 * ROW : 7 * ROW], 1.0)
@@ -196,7 +196,7 @@ def test_a_volume_in_pieces() -> None:
     ]
     second = sender.poll_packets(2.0)
     # One message for what was granted, then the others, each of one buffer.
-    assert ticks(second) == [
+    assert seqs(second) == [
         (Channel.BULK, 7, 2, 1),
         (Channel.BULK, 7, 3, 4),
         (Channel.BULK, 7, 7, 3),
@@ -260,9 +260,9 @@ def test_a_volume_in_pieces_goes_again_after_a_reconnect() -> None:
     sender.on_connected(Channel.BULK, 2.0)
     again = sender.poll_packets(2.0)
     assert again[: len(first)] == first
-    assert ticks(again) == [(Channel.BULK, 7, 0, 2), (Channel.BULK, 7, 2, 1)]
+    assert seqs(again) == [(Channel.BULK, 7, 0, 2), (Channel.BULK, 7, 2, 1)]
     sender.queue_rows(7, data[3 * ROW :], 3.0)
-    assert ticks(sender.poll_packets(3.0)) == [(Channel.BULK, 7, 3, 1)]
+    assert seqs(sender.poll_packets(3.0)) == [(Channel.BULK, 7, 3, 1)]
 
 
 def test_nothing_is_sent_before_a_connection_and_everything_again_after_the_next() -> None:
@@ -281,7 +281,7 @@ def test_nothing_is_sent_before_a_connection_and_everything_again_after_the_next
     assert sender.num_resent == 1
 
 
-def test_a_lane_that_acknowledges_nothing_is_sent_again_on_the_same_connection() -> None:
+def test_a_channel_that_acknowledges_nothing_is_sent_again_on_the_same_connection() -> None:
     policy = Orders()
     sender = connected(LinkSender(1, policy, SenderLimits(resend_after=10.0)))
     sender.queue_control(Tombstone(1))
@@ -309,7 +309,7 @@ def test_what_was_lost_does_not_count_as_under_way_for_ever(policy: str) -> None
     assert sender.poll_packets(10.0) == lost
     sender.on_ack(Ack(1, Channel.BULK, len(lost)), 10.1)
     sender.queue_volume(*volume(2, 2), 11.0)
-    assert ticks(sender.poll_packets(11.0)) == [(Channel.BULK, 2, 0, 2)]
+    assert seqs(sender.poll_packets(11.0)) == [(Channel.BULK, 2, 0, 2)]
 
 
 def test_the_window_and_the_batch_bound_what_is_under_way() -> None:
@@ -399,7 +399,7 @@ def test_a_frame_has_the_payload_of_its_body() -> None:
     assert Frame(1, Channel.BULK, 0, Tombstone(1)).payload is None
 
 
-def test_probes_go_first_on_the_bulk_lane() -> None:
+def test_probes_go_first_on_the_bulk_channel() -> None:
     sender = connected(LinkSender(7, create_policy("fifo")))
     header, rows = volume(1, 1)
     sender.queue_volume(header, rows, 0.0)
@@ -418,7 +418,7 @@ def test_probes_go_first_on_the_bulk_lane() -> None:
     assert sender.queued_bytes == 0
 
 
-def test_decode_rows_pass_a_chunk_whose_lane_is_gone() -> None:
+def test_decode_rows_pass_a_chunk_whose_channel_is_gone() -> None:
     sender = connected(
         LinkSender(1, create_policy("adaptive"), SenderLimits(max_message_bytes=ROW))
     )
@@ -437,7 +437,7 @@ def test_decode_rows_pass_a_chunk_whose_lane_is_gone() -> None:
     assert sender.queued_bytes == 0
 
 
-def test_a_policy_hears_of_beats_that_are_back() -> None:
+def test_a_policy_hears_of_heartbeats_that_are_back() -> None:
     policy = Halves()
     sender = connected(LinkSender(1, policy))
     sender.estimator.on_heartbeat_sent(1.0)

@@ -49,12 +49,14 @@ class Executor:
     index: int
     speed: float
 
-    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
-        counts = {step_input.volume.prefill: step_input.volume.count for step_input in segments}
+    def submit_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
+        counts = {step_input.volume.prefill: step_input.volume.count for step_input in step_inputs}
         decodes, rows = counts.get(False, 0), counts.get(True, 0)
         seconds = self.seconds(decodes, rows)
         self.ring.steps.append((self.index, decodes, rows, seconds))
-        results = [self._result(step_input.volume) for step_input in segments]
+        results = [self._result(step_input.volume) for step_input in step_inputs]
         agenda = self.ring.agenda
         agenda.schedule_at(agenda.now + seconds, done, StepResult(results, seconds, None))
 
@@ -92,7 +94,7 @@ class Ring(VirtualRing):
         self.steps: list[tuple[int, int, int, float]] = []
         profiles = tuple(map(profile, speeds))
         given = {"profiles": profiles, "micro_batches": len(speeds)} | limits
-        given |= {"prefix_cache": False, "stages": len(speeds)}
+        given |= {"prefix_cache": False, "num_stages": len(speeds)}
         many, agenda = len(speeds) > 1, EventQueue()
         super().__init__(
             SchedulerConfig(BLOCKS, BLOCK_SIZE, max_model_len=1 << 14, **given),
@@ -202,7 +204,7 @@ def test_where_a_turn_is_mostly_latency_chunks_go_in_between() -> None:
 def beside_one_stream(unpaired: bool) -> tuple[float, float]:
     """Two PCs that compute on CPUs: the longest gap beside a prompt, and when its answer begins."""
     times = RingTimes((CPU,) * 2, [LinkFacts(0.03, 1e12)] * 2, 0)
-    given = {"profiles": times.profiles, "micro_batches": 0, "unpaired": unpaired}
+    given = {"profiles": times.profiles, "micro_batches": 0, "prefill_only_batches": unpaired}
     ring = Ring([1.0] * 2, 0.03, Cpu, **given)
     ring.head.set_times(times)
     ring.submit_request("s", 16, 4000)

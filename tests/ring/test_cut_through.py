@@ -1,6 +1,6 @@
 """Real rings in virtual time, with links that take their time over each row of a prompt.
 
-Each link has two lanes: decode rows and control take its latency, prefill rows arrive one burst
+Each link has two channels: decode rows and control take its latency, prefill rows arrive one burst
 after another at its rate.
 """
 
@@ -43,15 +43,17 @@ class VirtualExecutor:
     is_last: bool
     steps: list[tuple[int, int]] = field(default_factory=list)
 
-    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
+    def submit_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
         counts = {True: 0, False: 0}
-        for step_input in segments:
+        for step_input in step_inputs:
             rows = step_input.volume.count
             counts[step_input.volume.prefill] += rows
             assert len(step_input.data) == rows or step_input.row_indices is not None
         self.steps.append((counts[False], counts[True]))
         seconds = step_s(sum(counts.values()))
-        results = [self._result(step_input.volume) for step_input in segments]
+        results = [self._result(step_input.volume) for step_input in step_inputs]
         self.agenda.schedule_at(
             self.agenda.now + seconds, lambda: done(StepResult(results, seconds, None))
         )
@@ -78,8 +80,8 @@ class Swarm(VirtualRing):
         **limits: Any,
     ) -> None:
         agenda = EventQueue()
-        given = {"micro_batches": stages, "profiles": (PROFILE,) * stages, "max_context": 1 << 13}
-        given |= {"prefix_cache": False, "stages": stages, **limits}
+        given = {"micro_batches": stages, "profiles": (PROFILE,) * stages, "max_model_len": 1 << 13}
+        given |= {"prefix_cache": False, "num_stages": stages, **limits}
         links = [
             TimedLink(agenda, latency, rates[i % len(rates)], burst, cut_through)
             for i in range(stages)

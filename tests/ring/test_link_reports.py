@@ -105,13 +105,13 @@ def test_some_never_come_through_the_codec(wrong: list[float]) -> None:
 class Outlet:
     """Leads to the next stage's :meth:`Ring.arrive`; what is on the way waits in ``wire``."""
 
-    full = False
+    is_full = False
 
     def __init__(self, wire: deque[tuple[int, Any]], to: int) -> None:
         self._wire = wire
         self._to = to
 
-    def control(self, body: Any, payload: Any = None) -> None:
+    def send_control(self, body: Any, payload: Any = None) -> None:
         self._wire.append((self._to, body))
 
 
@@ -121,13 +121,13 @@ class FakeHead:
     def __init__(self) -> None:
         self.links: tuple[LinkFacts, ...] = ()
 
-    def next(self, now: float, prefill: bool = True) -> None:
+    def next_batch(self, now: float, prefill: bool = True) -> None:
         return None
 
     def set_times(self, times: RingTimes) -> None:
         self.links = tuple(times.links)
 
-    def set_host_room(self, blocks: int, block_s: float) -> None:
+    def set_host_memory(self, blocks: int, block_s: float) -> None:
         pass
 
 
@@ -138,7 +138,7 @@ class Circle:
         self.wire: deque[tuple[int, Any]] = deque()
         self.head = FakeHead()
         self.passed = 0
-        desk: Any = SimpleNamespace(deliver=lambda *_: None, close=lambda: None)
+        desk: Any = SimpleNamespace(deliver_emissions=lambda *_: None, close=lambda: None)
         executor: Any = None
         self.rings = []
         for index in range(stages):

@@ -1,4 +1,4 @@
-"""Lanes deliver in any order, requests are cancelled and share blocks: logits stay the same.
+"""Channels deliver in any order, requests are cancelled and share blocks: logits stay the same.
 
 So they do if prefill rows arrive and run in pieces of any size.
 """
@@ -84,14 +84,14 @@ class AnyPieces:
 class More:
     """Further rows of a volume, on their way."""
 
-    tick: int
+    seq: int
 
 
 @dataclass
 class Hop:
-    """One stage, its two incoming lanes and its scoreboard.
+    """One stage, its two incoming channels and its scoreboard.
 
-    With ``split``, it may be told of a part of the rows that are next on the bulk lane.
+    With ``split``, it may be told of a part of the rows that are next on the bulk channel.
     """
 
     stage: Any
@@ -107,9 +107,9 @@ class Hop:
         bulk = isinstance(body, More) or (isinstance(body, Volume) and body.prefill)
         (self.bulk if bulk else self.decode).append((body, data))
 
-    def deliver(self, lane: deque[tuple[Any, Any]]) -> None:
-        body, data = lane.popleft()
-        if lane is not self.bulk or isinstance(data, list):
+    def deliver(self, channel: deque[tuple[Any, Any]]) -> None:
+        body, data = channel.popleft()
+        if channel is not self.bulk or isinstance(data, list):
             self.board.on_message(body, data, 0.0)
             return
         size = self.stage.config.hidden_size * 4
@@ -117,21 +117,21 @@ class Hop:
         if self.split is not None:
             count = self.split.randint(1, rows)
         if count < rows:
-            lane.appendleft((More(body.tick), data[count * size :]))
+            channel.appendleft((More(body.seq), data[count * size :]))
         self._arrive(body, data[: count * size], size)
 
     def _arrive(self, body: Any, data: bytearray, size: int) -> None:
         if isinstance(body, Volume):
             room = bytearray(body.count * size)
             self.buffers[body.seq] = room, 0
-        room, before = self.buffers[body.tick]
+        room, before = self.buffers[body.seq]
         after = before + len(data) // size
         room[before * size : after * size] = data
-        self.buffers[body.tick] = room, after
+        self.buffers[body.seq] = room, after
         if isinstance(body, Volume):
             self.board.on_message(body, room, 0.0, after)
         else:
-            self.board.extend_volume(body.tick, after, 0.0)
+            self.board.extend_volume(body.seq, after, 0.0)
 
 
 def rows(
@@ -140,11 +140,11 @@ def rows(
     return RequestSlice(request, start, count, after, blocks, sample=True)
 
 
-def volume(tick: int, *groups: RequestSlice, prefill: bool) -> tuple[Volume, list[int]]:
+def volume(seq: int, *groups: RequestSlice, prefill: bool) -> tuple[Volume, list[int]]:
     tokens = [
         token for each in groups for token in TOKENS[each.request][each.start :][: each.count]
     ]
-    return Volume(tick, prefill, groups, Payload("i32", (len(tokens),))), tokens
+    return Volume(seq, prefill, groups, Payload("i32", (len(tokens),))), tokens
 
 
 def script() -> list[tuple[Any, Any]]:
@@ -156,7 +156,7 @@ def script() -> list[tuple[Any, Any]]:
         volume(4, rows(A, 8, 1, 3, (1,)), prefill=True),
         volume(5, rows(A, 9, 1, 4), prefill=False),
         (Admit(6, B, GREEDY, 9), None),
-        # B reads what A's tick 3 writes into blocks 3 and 7.
+        # B reads what A's seq 3 writes into blocks 3 and 7.
         volume(7, rows(B, 8, 2, 6, (3, 7, 9)), rows(C, 4, 3, 3, (6,)), prefill=True),
         volume(8, rows(A, 10, 1, 5), rows(B, 10, 1, 7), prefill=False),
         (Release(9, C, 7), None),
@@ -300,7 +300,7 @@ def in_turn(moves: list[Any]) -> Any:
 
 
 def bulk_first(moves: list[Any]) -> Any:
-    """Prefill overtakes: whatever lies on a bulk lane or can be computed goes before control."""
+    """Prefill overtakes: whatever lies on a bulk channel or can be computed goes before control."""
     return moves[-1] if len(moves) == 1 else moves[-2]
 
 

@@ -104,7 +104,7 @@ class AnyPieces:
 class More:
     """Further rows of a volume, on their way."""
 
-    tick: int
+    seq: int
 
 
 @dataclass
@@ -152,8 +152,8 @@ class Stage:
         elif isinstance(body, BlockTable):
             self.requests[body.request].blocks += memoryview(data).cast("i")
         if isinstance(body, More):
-            self.incoming[body.tick] += data
-            self.board.extend_volume(body.tick, len(self.incoming[body.tick]), 0.0)
+            self.incoming[body.seq] += data
+            self.board.extend_volume(body.seq, len(self.incoming[body.seq]), 0.0)
         elif isinstance(body, Volume):
             self.incoming[body.seq] = rows = list(data)
             self.board.on_message(body, rows, 0.0, len(rows))
@@ -161,10 +161,10 @@ class Stage:
             self.board.on_message(body, data, 0.0)
         return self.forward(())
 
-    def forward(self, ticks: tuple[int, ...]) -> list[tuple[int, object, object]]:
-        """Controls for the next stage's decode lane."""
+    def forward(self, seqs: tuple[int, ...]) -> list[tuple[int, object, object]]:
+        """Controls for the next stage's decode channel."""
         out = []
-        for control in self.board.complete_volumes(ticks, 0.0):
+        for control in self.board.complete_volumes(seqs, 0.0):
             if isinstance(control.body, Release):
                 del self.requests[control.body.request]
             if isinstance(control.body, SwapOut | SwapIn):
@@ -364,7 +364,7 @@ class Client:
 
 
 class Ring:
-    """Head, stages, and the two lanes of each hop; someone else decides what happens next."""
+    """Head, stages, and the two channels of each hop; someone else decides what happens next."""
 
     def __init__(
         self,
@@ -383,7 +383,7 @@ class Ring:
         self.head.set_host_memory(host_blocks, 1e-4)
         self.cutting = cutting
         self.stages = [Stage(i, i == stages - 1, limits, cutting) for i in range(stages)]
-        self.lanes = {(i, lane): deque() for i in range(stages) for lane in (0, 1)}
+        self.channels = {(i, channel): deque() for i in range(stages) for channel in (0, 1)}
         self.clients: dict[str, Client] = {}
         self.now = 0.0
         #: Row groups that went ahead, by what became of them.
@@ -440,8 +440,8 @@ class Ring:
                 rows.append((group.request, position, tokens[: position + 1]))
         return rows
 
-    def deliver(self, hop: int, lane: int) -> None:
-        body, data = self.lanes[hop, lane].popleft()
+    def deliver(self, hop: int, channel: int) -> None:
+        body, data = self.channels[hop, channel].popleft()
         if hop + 1 < len(self.stages):
             self._send(hop + 1, self.stages[hop + 1].arrive(body, data))
         elif isinstance(body, SamplerOutput):
@@ -456,9 +456,9 @@ class Ring:
             self._emit(self.head.on_tombstone(body.seq, self.now))
 
     def part(self, hop: int, count: int) -> None:
-        """Deliver only the first ``count`` of the rows that are next on a bulk lane."""
-        body, rows = self.lanes[hop, 1].popleft()
-        self.lanes[hop, 1].appendleft((More(body.tick), rows[count:]))
+        """Deliver only the first ``count`` of the rows that are next on a bulk channel."""
+        body, rows = self.channels[hop, 1].popleft()
+        self.channels[hop, 1].appendleft((More(body.seq), rows[count:]))
         self._send(hop + 1, self.stages[hop + 1].arrive(body, rows[:count]))
 
     def guess(self) -> None:
@@ -471,8 +471,8 @@ class Ring:
         self._send(index, self.stages[index].finish(which))
 
     def _send(self, hop: int, messages: list[Any]) -> None:
-        for lane, body, data in messages:
-            self.lanes[hop, lane].append((body, data))
+        for channel, body, data in messages:
+            self.channels[hop, channel].append((body, data))
 
     def _emit(self, emissions: list[Emission]) -> None:
         for emission in emissions:
@@ -501,11 +501,13 @@ class Ring:
 
     def events(self) -> list[tuple]:
         """Everything inside the ring that could happen now."""
-        found: list[tuple] = [("deliver", *key) for key, lane in self.lanes.items() if lane]
+        found: list[tuple] = [
+            ("deliver", *key) for key, channel in self.channels.items() if channel
+        ]
         found += [("guess",)] * bool(self.model.orders)
-        for (hop, kind), lane in self.lanes.items():
-            if self.cutting and kind and lane and len(lane[0][1]) > 1:
-                found += [("part", hop, count) for count in {1, len(lane[0][1]) // 2}]
+        for (hop, kind), channel in self.channels.items():
+            if self.cutting and kind and channel and len(channel[0][1]) > 1:
+                found += [("part", hop, count) for count in {1, len(channel[0][1]) // 2}]
         for stage in self.stages:
             if stage.board.num_queued > len(stage.running) and len(stage.running) < 2:
                 found.append(("take", stage.index))
@@ -540,7 +542,7 @@ class Ring:
 
     def check_empty(self) -> None:
         assert all(client.over for client in self.clients.values())
-        assert not any(self.lanes.values())
+        assert not any(self.channels.values())
         assert self.head.num_strays == 0
         assert not self.model.orders
         assert not self.head._speculation.draft_queue._waiting
@@ -551,7 +553,7 @@ class Ring:
             assert not stage.running
             assert not stage.board.num_waiting
             assert not len(stage.collector)
-            misbehaved = stage.board.counters.keys() - {"dropped_groups", "buried_volumes"}
+            misbehaved = stage.board.counters.keys() - {"dropped_slices", "buried_volumes"}
             assert not misbehaved
 
 
@@ -793,12 +795,12 @@ def test_a_rejected_row_ends_only_its_own_request() -> None:
     ring.next()
     events = []
     ring._emit = events.extend
-    while not (lane := ring.lanes[1, 0]) or not isinstance(lane[0][0], SamplerOutput):
+    while not (channel := ring.channels[1, 0]) or not isinstance(channel[0][0], SamplerOutput):
         ring.do(ring.events()[-1])
-    sampled, data = lane.popleft()
-    first = sampled.choices[0].request
-    kept = tuple(choice for choice in sampled.choices if choice.request != first)
-    lane.appendleft((SamplerOutput(sampled.tick, kept, (first,)), data))
+    sampled, data = channel.popleft()
+    first = sampled.sampled[0].request
+    kept = tuple(choice for choice in sampled.sampled if choice.request != first)
+    channel.appendleft((SamplerOutput(sampled.seq, kept, (first,)), data))
     ring.deliver(1, 0)
     rejected, token = (emission.message for emission in events)
     assert isinstance(rejected, Rejected)
@@ -826,7 +828,7 @@ def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
 @pytest.mark.parametrize("num_speculative_tokens", [3, AUTO_DRAFTS])
 def test_what_a_draft_model_guesses_changes_no_answer(num_speculative_tokens: int) -> None:
     rng = random.Random(6)
-    stages = {"profiles": (STAGE,) * 3, "stages": 3}
+    stages = {"profiles": (STAGE,) * 3, "num_stages": 3}
     limits = SchedulerConfig(
         64,
         4,

@@ -50,8 +50,8 @@ class ScriptedExecutor:
     def __init__(self) -> None:
         self.steps: list[tuple[Any, Callable[[StepResult], None]]] = []
 
-    def submit(self, segments: Any, done: Callable[[StepResult], None]) -> None:
-        self.steps.append((segments, done))
+    def submit_step(self, step_inputs: Any, done: Callable[[StepResult], None]) -> None:
+        self.steps.append((step_inputs, done))
 
     def end(
         self, seconds: float = 0.5, error: str | None = None, out_of_memory: bool = False
@@ -96,8 +96,8 @@ class RecordingOutlet:
             raise self.error
         self.sent.append(header)
 
-    def send_more_rows(self, tick: int, rows: Any) -> None:
-        self.sent.append(("more", tick))
+    def send_more_rows(self, seq: int, rows: Any) -> None:
+        self.sent.append(("more", seq))
 
     def handle_event(self, event: Any) -> None:
         self.events.append(event)
@@ -128,17 +128,17 @@ class Bench:
         self.ring.open(self.outlet)
         self.ring.on_message(Admit(1, 0, SamplingParams(), 4), None)
 
-    def volume(self, tick: int, after: int, prefill: bool = False, count: int = 1) -> Volume:
-        rows = RequestSlice(0, 4, count, after, (tick,))
-        return Volume(tick, prefill, (rows,), Payload("f32", (count, 2)))
+    def volume(self, seq: int, after: int, prefill: bool = False, count: int = 1) -> Volume:
+        rows = RequestSlice(0, 4, count, after, (seq,))
+        return Volume(seq, prefill, (rows,), Payload("f32", (count, 2)))
 
-    def stranger(self, tick: int) -> None:
+    def stranger(self, seq: int) -> None:
         """Prefill rows of a request that was never admitted."""
-        volume = Volume(tick, True, (RequestSlice(7, 0, 1, 1, (tick,)),), Payload("f32", (1, 2)))
+        volume = Volume(seq, True, (RequestSlice(7, 0, 1, 1, (seq,)),), Payload("f32", (1, 2)))
         self.ring.on_message(volume, bytearray(8))
 
-    def arrive(self, tick: int, after: int, **options: Any) -> None:
-        volume = self.volume(tick, after, **options)
+    def arrive(self, seq: int, after: int, **options: Any) -> None:
+        volume = self.volume(seq, after, **options)
         self.ring.on_message(volume, bytearray(volume.payload.nbytes))
 
     async def end(self, **options: Any) -> None:
@@ -160,9 +160,9 @@ async def bench() -> Bench:
 async def test_a_volume_goes_through_and_the_policy_hears_of_it(bench: Bench) -> None:
     bench.arrive(2, 1)
     (((step_input,), _),) = bench.executor.steps
-    assert step_input.volume.tick == 2
+    assert step_input.volume.seq == 2
     await bench.end()
-    assert [body.tick for body in bench.outlet.sent] == [1, 2]
+    assert [body.seq for body in bench.outlet.sent] == [1, 2]
     assert bench.outlet.sent[1].payload == Payload("f32", (1, 2))
     assert bench.outlet.events == [DecodeStartedEvent(1, 0.25), DecodeFinishedEvent(1)]
     assert bench.ring.progress.completed_seq == 2
@@ -240,7 +240,7 @@ async def test_a_step_that_ends_after_the_epoch_is_ignored(bench: Bench) -> None
     bench.arrive(2, 1)
     bench.ring.close()
     await bench.end()
-    assert [body.tick for body in bench.outlet.sent] == [1]
+    assert [body.seq for body in bench.outlet.sent] == [1]
 
 
 async def test_rows_of_a_request_that_is_over_leave_a_tombstone(bench: Bench) -> None:
@@ -250,7 +250,7 @@ async def test_rows_of_a_request_that_is_over_leave_a_tombstone(bench: Bench) ->
     bench.arrive(3, 2)
     assert bench.outlet.sent[1:] == [Tombstone(3)]
     await bench.end()
-    assert [body.tick for body in bench.outlet.sent[1:]] == [3, 2, 4]
+    assert [body.seq for body in bench.outlet.sent[1:]] == [3, 2, 4]
     assert not bench.ring.progress.has_requests
 
 
@@ -301,7 +301,7 @@ async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
 
 async def test_alternatives_of_a_request_that_is_over_are_forgotten() -> None:
     released: list[int] = []
-    head: Any = SimpleNamespace(next=lambda _: None, released=lambda tick, _: released.append(tick))
+    head: Any = SimpleNamespace(next=lambda _: None, released=lambda seq, _: released.append(seq))
     desk: Any = SimpleNamespace()
     ring = make_ring(ScriptedExecutor(), head, desk, lambda _: None)
     ring.open(RecordingOutlet())
@@ -315,9 +315,9 @@ async def test_alternatives_of_a_request_that_is_over_are_forgotten() -> None:
 # --- pieces --------------------------------------------------------------------------------------
 
 
-def part(bench: Bench, tick: int, arrived: int) -> None:
+def part(bench: Bench, seq: int, arrived: int) -> None:
     """Rows of a volume arrive: ``arrived`` in all."""
-    bench.ring.on_message(VolumeFragment(tick, 1, Payload("f32", (1, 2))), None, arrived)
+    bench.ring.on_message(VolumeFragment(seq, 1, Payload("f32", (1, 2))), None, arrived)
 
 
 def running(bench: Bench) -> tuple[int, int, bytes]:
@@ -445,12 +445,12 @@ async def test_decodes_ride_with_each_piece_of_a_large_chunk() -> None:
     assert len(batches) == 1, "not while a step runs"
     executor.end()
     decode, prefill = executor.steps[0][0]
-    assert (decode.volume.tick, prefill.volume.tick) == (4, 3)
+    assert (decode.volume.seq, prefill.volume.seq) == (4, 3)
     assert list(prefill.data) == list(range(67, 133 + 1))
     executor.end()
     executor.end()
     assert asked[-2:] == [False, True]
-    seqs = [body[1] if isinstance(body, tuple) else body.tick for body in outlet.sent]
+    seqs = [body[1] if isinstance(body, tuple) else body.seq for body in outlet.sent]
     assert seqs == [1, 2, 3, 4, 3, 3]
 
 

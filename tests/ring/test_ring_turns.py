@@ -33,8 +33,8 @@ class Outlet:
     def send_volume(self, header: Volume, rows: Any) -> None:
         self.log.append(header.seq)
 
-    def send_more_rows(self, tick: int, rows: Any) -> None:
-        self.log.append(tick)
+    def send_more_rows(self, seq: int, rows: Any) -> None:
+        self.log.append(seq)
 
     def handle_event(self, event: Any) -> None:
         self.log.append(event)
@@ -43,8 +43,10 @@ class Outlet:
 class Steps:
     """Runs a step when it is told to."""
 
-    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
-        self.segments, self.done = segments, done
+    def submit_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
+        self.segments, self.done = step_inputs, done
 
     def end(self) -> None:
         results = [StepOutput(each.volume, bytearray(8), None) for each in self.segments]

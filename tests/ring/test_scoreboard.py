@@ -24,8 +24,8 @@ from molink.wire.messages.data_plane import (
 )
 
 
-def admit(tick: int, request: int) -> Admit:
-    return Admit(tick, request, SamplingParams(), 4)
+def admit(seq: int, request: int) -> Admit:
+    return Admit(seq, request, SamplingParams(), 4)
 
 
 def rows(
@@ -34,9 +34,9 @@ def rows(
     return RequestSlice(request, start, count, after, (request,), True, drafts=drafts)
 
 
-def volume(tick: int, *groups: RequestSlice, prefill: bool = False) -> Volume:
+def volume(seq: int, *groups: RequestSlice, prefill: bool = False) -> Volume:
     count = sum(group.count for group in groups)
-    return Volume(tick, prefill, groups, Payload("f32", (count, 1)))
+    return Volume(seq, prefill, groups, Payload("f32", (count, 1)))
 
 
 def feed(board: Scoreboard, *bodies: Any, data: object = "data") -> list:
@@ -50,7 +50,7 @@ def feed(board: Scoreboard, *bodies: Any, data: object = "data") -> list:
 
 
 def run(board: Scoreboard) -> tuple[tuple[int, ...], list]:
-    """Take and complete once; ticks and forwarded bodies."""
+    """Take and complete once; seqs and forwarded bodies."""
     work = board.next_step(0.0)
     board.validate()
     seqs = () if work is None else work.seqs
@@ -80,7 +80,7 @@ def test_rows_wait_for_their_admission() -> None:
     assert (board.num_queued, board.last_completed_seq) == (0, 3)
 
 
-def test_one_volume_of_each_kind_lowest_ticks_first() -> None:
+def test_one_volume_of_each_kind_lowest_seqs_first() -> None:
     board = Scoreboard()
     feed(board, *(admit(seq, seq - 1) for seq in (1, 2, 3, 4)))
     feed(board, volume(8, rows(3, after=4), prefill=True), volume(7, rows(2, 3), prefill=True))
@@ -100,7 +100,7 @@ def test_a_later_volume_overtakes_one_that_waits() -> None:
     feed(board, volume(3, rows(0, after=1), prefill=True))
     assert run(board) == ((3,), [])
     assert run(board) == ((4,), [])
-    # Progress rises although the ticks that ran last are older.
+    # Progress rises although the seqs that ran last are older.
     assert board.last_completed_seq == 7
 
 
@@ -140,7 +140,7 @@ def test_rows_of_a_released_request_are_dropped_from_a_volume() -> None:
         Release(5, 1, after_seq=4)
     ]
     assert feed(board, volume(6, rows(1, after=4))) == [Tombstone(6)]
-    assert board.counters == {"dropped_groups": 2, "buried_volumes": 1}
+    assert board.counters == {"dropped_slices": 2, "buried_volumes": 1}
 
 
 def test_a_volume_without_rows_becomes_a_tombstone() -> None:
@@ -201,7 +201,7 @@ def test_memory_is_bounded() -> None:
 # --- misbehaviour --------------------------------------------------------------------------------
 
 
-def test_ticks_seen_before_are_ignored() -> None:
+def test_seqs_seen_before_are_ignored() -> None:
     board = Scoreboard()
     one = volume(2, rows(0, after=1))
     release = Release(3, 0, after_seq=2)
@@ -256,7 +256,7 @@ def test_rows_that_were_never_admitted_are_dropped() -> None:
     feed(board, volume(2, rows(5, after=1)), volume(3, rows(0, 1), rows(5, 1)))
     seqs, out = run(board)
     assert (seqs, out) == ((3,), [Tombstone(2)])
-    assert board.counters == {"unfit_groups": 2, "buried_volumes": 1}
+    assert board.counters == {"invalid_slices": 2, "buried_volumes": 1}
 
 
 def test_rows_after_a_completed_release_are_dropped() -> None:
@@ -276,7 +276,7 @@ def test_controls_that_make_no_sense_become_tombstones() -> None:
     assert board.counters == {
         "stale_admits": 2,
         "stray_histories": 1,
-        "dropped_groups": 1,
+        "dropped_slices": 1,
         "buried_volumes": 1,
     }
 
@@ -297,7 +297,7 @@ def test_who_was_released_before_being_admitted_is_over() -> None:
     assert board.counters == {"stray_releases": 1, "stale_admits": 1}
 
 
-def test_a_release_that_names_too_few_ticks_waits_for_rows_that_run() -> None:
+def test_a_release_that_names_too_few_seqs_waits_for_rows_that_run() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
     work = board.next_step(0.0)
@@ -314,7 +314,7 @@ def test_a_flood_is_bounded() -> None:
         board.on_message(volume(seq, rows(0, after=2)), None, 0.0)
     assert feed(board, volume(9, rows(0, after=2))) == [Tombstone(9)]
     assert feed(board, admit(MAX_SEQ_SPAN + 2, 1)) == []
-    assert board.counters == {"floods": 1, "far_ticks": 1}
+    assert board.counters == {"floods": 1, "far_seqs": 1}
 
 
 def test_waiting_rows_are_bounded_in_bytes() -> None:
@@ -442,13 +442,13 @@ def test_rows_that_no_stage_could_compute_are_dropped(bad: RequestSlice) -> None
     assert [group.request for group in work.decode.volume.slices] == [1]
     board.complete_volumes(work.seqs, 0.0)
     assert run(board) == ((5,), [])
-    assert board.counters == {"unfit_groups": 1}
+    assert board.counters == {"invalid_slices": 1}
 
 
 def test_completing_what_was_not_taken_is_our_own_mistake() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
-    with pytest.raises(InvariantError, match="tick 2 completed but not taken") as caught:
+    with pytest.raises(InvariantError, match="seq 2 completed but not taken") as caught:
         board.complete_volumes((2,), 0.0)
     assert any("arrive Volume 2" in line for line in caught.value.story)
 

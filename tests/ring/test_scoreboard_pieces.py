@@ -27,21 +27,21 @@ class Tens:
         return 10 if here > 10 else here if not coming else 10 * (here == 10)
 
 
-def admit(tick: int, request: int) -> Admit:
-    return Admit(tick, request, SamplingParams(), 4)
+def admit(seq: int, request: int) -> Admit:
+    return Admit(seq, request, SamplingParams(), 4)
 
 
 def rows(request: int, after: int, count: int, start: int = 0) -> RequestSlice:
     return RequestSlice(request, start, count, after, (request,), True)
 
 
-def volume(tick: int, *groups: RequestSlice, prefill: bool = True) -> Volume:
+def volume(seq: int, *groups: RequestSlice, prefill: bool = True) -> Volume:
     count = sum(group.count for group in groups)
-    return Volume(tick, prefill, groups, Payload("u8", (count, 1)))
+    return Volume(seq, prefill, groups, Payload("u8", (count, 1)))
 
 
 def board_with(*requests: int, **limits: int) -> Scoreboard:
-    """Requests of these ids are admitted, by ticks 1, 2, …"""
+    """Requests of these ids are admitted, by seqs 1, 2, …"""
     board = Scoreboard(ScoreboardLimits(**limits), Tens())
     for seq, request in enumerate(requests, 1):
         board.on_message(admit(seq, request), None, 0.0)
@@ -57,8 +57,8 @@ def arrive(board: Scoreboard, body: Release | Volume, arrived: int | None = None
     return [control.body for control in board.complete_volumes((), 0.0)]
 
 
-def extend(board: Scoreboard, tick: int, arrived: int) -> None:
-    board.extend_volume(tick, arrived, 0.0)
+def extend(board: Scoreboard, seq: int, arrived: int) -> None:
+    board.extend_volume(seq, arrived, 0.0)
     board.validate()
     assert board.complete_volumes((), 0.0) == []
 
@@ -70,8 +70,8 @@ def take(board: Scoreboard) -> Step:
     return work
 
 
-def ran(board: Scoreboard, *ticks: int) -> list:
-    out = [control.body for control in board.complete_volumes(ticks, 0.0)]
+def ran(board: Scoreboard, *seqs: int) -> list:
+    out = [control.body for control in board.complete_volumes(seqs, 0.0)]
     board.validate()
     return out
 
@@ -82,7 +82,7 @@ def sizes(ready: StepInput | None) -> list[tuple[int, int, int]]:
     return [(group.request, group.start, group.count) for group in ready.volume.slices]
 
 
-def test_rows_run_as_they_arrive_and_the_tick_waits_for_the_last() -> None:
+def test_rows_run_as_they_arrive_and_the_seq_waits_for_the_last() -> None:
     board = board_with(0, 1)
     whole = volume(3, rows(0, 1, 4), rows(1, 2, 21))
     arrive(board, whole, 4)
@@ -155,7 +155,7 @@ def test_before_its_first_piece_a_volume_loses_rows_of_who_is_over() -> None:
     ran(board, 4)
     take(board)
     assert ran(board, 4) == [Release(5, 1, after_seq=4)]
-    assert board.counters == {"dropped_groups": 1}
+    assert board.counters == {"dropped_slices": 1}
 
 
 def test_after_its_first_piece_a_release_waits_for_the_last() -> None:
@@ -171,10 +171,10 @@ def test_after_its_first_piece_a_release_waits_for_the_last() -> None:
     assert ran(board, 3) == []
     take(board)
     assert ran(board, 3) == [release]
-    assert board.counters == {"dropped_groups": 1, "buried_volumes": 1}
+    assert board.counters == {"dropped_slices": 1, "buried_volumes": 1}
 
 
-def test_a_release_that_names_too_few_ticks_waits_for_volumes_that_have_begun() -> None:
+def test_a_release_that_names_too_few_seqs_waits_for_volumes_that_have_begun() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 10)
     take(board)
@@ -217,7 +217,7 @@ def test_rows_that_do_not_wait_for_those_before_them_are_dropped() -> None:
     ran(board, 2)
     arrive(board, volume(3, rows(0, 1, 1, start=20), prefill=False))
     assert board.next_step(0.0) is None
-    assert board.counters["unfit_groups"] == 1
+    assert board.counters["invalid_slices"] == 1
 
 
 def test_bytes_wait_until_the_last_piece_was_taken() -> None:
@@ -247,5 +247,5 @@ def test_a_piece_can_be_completed_only_once() -> None:
     arrive(board, volume(2, rows(0, 1, 20)))
     take(board)
     ran(board, 2)
-    with pytest.raises(InvariantError, match="tick 2 completed but not taken"):
+    with pytest.raises(InvariantError, match="seq 2 completed but not taken"):
         board.complete_volumes((2,), 0.0)

@@ -72,7 +72,7 @@ def test_pieces_are_slices_without_copies() -> None:
     assert first.data[4] == 77
 
 
-def test_dropped_groups_are_left_out_and_counted_out() -> None:
+def test_dropped_slices_are_left_out_and_counted_out() -> None:
     volume = waiting(2, 3, 1, 2, arrived=6)
     volume.keep_slices([0, 2, 3])
     assert (volume.num_available, volume.num_remaining) == (3, 5)

@@ -107,14 +107,14 @@ _STAGE = {
     "stage_bubble_seconds": "Seconds in which requests lived at the stage and it did not compute.",
     "stage_failed_steps": "Forward passes that failed; their requests are reported as failed.",
     "stage_strays": "Messages that make no sense at this place of the ring.",
-    "stage_dropped_groups": "Rows of requests that were over when they came: dropped unseen.",
+    "stage_dropped_slices": "Rows of requests that were over when they came: dropped unseen.",
     "stage_refused": "Volumes and control messages that the stage refused as impossible.",
     "stage_requests": "Requests that the stage knows.",
     "stage_bubble_share": "Bubbles' share of the time with requests, of the last 5 s; 0 to 1.",
     "stage_busy_share": "Share of the last 5 s in which the stage computed, 0 to 1.",
     "stage_queued_volumes": "Volumes that have come and were not computed yet.",
-    "stage_completed_tick": "The latest tick up to which all are completed at the stage.",
-    "stage_decode_pace": (
+    "stage_completed_seq": "The latest sequence number completed at the stage.",
+    "stage_decode_slowdown": (
         "How many times as long as its profile says the stage's decode steps take; 0 = unknown."
     ),
     "stage_weight_bytes": "Bytes of the stage's weights in its device's memory.",

@@ -18,9 +18,9 @@ NOTICEABLE_SHARE = 0.05
 _NOTICEABLE_SMOOTH = 0.2
 _NOTICEABLE_SECONDS = 0.0003
 #: Seconds between two looks for the least round trip: it is asked for with each acknowledgement,
-#: thousands of times a second, and changes with beats.
+#: thousands of times a second, and changes with heartbeats.
 _CHECK_INTERVAL = BUSY_INTERVAL
-#: Seconds by which a beat is late if there is a queue, and how many have to be on end: a single one
+#: Seconds by which a heartbeat is late if there is a queue, and how many have to be on end: a single one
 #: may be late because a loop was.
 _QUEUE_DELAY = 0.004
 _LATE_HEARTBEATS = 2
@@ -29,7 +29,7 @@ _LATE_HEARTBEATS = 2
 class LinkEstimator:
     """Estimates one link from what its sender knows.
 
-    It hears of messages that are sent and acknowledged (:meth:`handle`) and of beats that leave
+    It hears of messages that are sent and acknowledged (:meth:`handle`) and of heartbeats that leave
     and come back. Latency is half the least round trip of late, rate the greatest of late that
     the link delivered while it had something to deliver. Both follow a link that changes within
     2 s, and stay as they are while nothing tells otherwise.
@@ -47,7 +47,7 @@ class LinkEstimator:
         self._reported: LinkEstimatedEvent | None = None
         #: As it was when somebody last asked for news.
         self._last_polled: tuple[float, float, float | None] | None = None
-        #: Beats on end that were late.
+        #: Heartbeats on end that were late.
         self._late_heartbeats = 0
 
     # --- events ------------------------------------------------------------------------------
@@ -69,12 +69,12 @@ class LinkEstimator:
                 self._meter.reset_channel(event.channel)
 
     def on_heartbeat_sent(self, now: float) -> None:
-        """A beat leaves on the decode lane."""
+        """A heartbeat leaves on the decode channel."""
         now = self._at(now)
         self._round_trip.on_sent(now, self._meter.in_flight, self._meter.queue_delay(now))
 
     def on_heartbeat_echoed(self, sent_at: float, now: float) -> bool:
-        """The beat that left at ``sent_at`` is back; ``False`` if none did."""
+        """The heartbeat that left at ``sent_at`` is back; ``False`` if none did."""
         now = self._check_at = self._at(now)
         known = self._round_trip.on_echo(sent_at, self._meter.rate, now)
         minimum = self._minimum()

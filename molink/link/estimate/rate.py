@@ -78,12 +78,12 @@ class RateMeter:
         self._flights: dict[Channel, deque[_Flight]] = {channel: deque() for channel in Channel}
         #: Whether a queue was seen of late: without one, a lower rate says nothing of the link.
         self.is_queued = True
-        #: Bytes sent and not acknowledged, of both lanes.
+        #: Bytes sent and not acknowledged, of both channels.
         self.in_flight = 0
         #: Of the burst under way, if there is one: when it began, and bytes that have arrived.
         self._burst_at = 0.0
         self._burst = 0
-        #: The last acknowledgement on the bulk lane, when the newest that it was of had been sent,
+        #: The last acknowledgement on the bulk channel, when the newest that it was of had been sent,
         #: and bytes that arrived since on the other.
         self._last_ack_at: float | None = None
         self._newest = 0.0
@@ -122,7 +122,7 @@ class RateMeter:
     ) -> None:
         """``nbytes`` have arrived, the newest sent ``elapsed`` seconds ago.
 
-        ``rtt`` is the least round trip of late, in seconds. Only messages of the bulk lane are
+        ``rtt`` is the least round trip of late, in seconds. Only messages of the bulk channel are
         acknowledged one by one, at once, so only they tell times.
         """
         newest = self._pop_flights(channel, nbytes, now - elapsed)
@@ -136,7 +136,7 @@ class RateMeter:
             gap = now - self._last_ack_at
             latest = self._last_ack_at - (self._minimum if rtt is None else rtt)
             busy = newest <= latest + _SLACK * gap
-            # Bytes of the other lane are acknowledged late: too late for a first guess.
+            # Bytes of the other channel are acknowledged late: too late for a first guess.
             beside = 0 if self._is_guess else self._other_bytes
             self._add_interval(gap, newest - self._newest, nbytes + beside, busy, now)
         self._last_ack_at, self._newest, self._other_bytes = now, newest, 0

@@ -1,1 +1,1 @@
-"""Which volume may send how many rows now: the lane policies, their credits and predictions."""
+"""Which volume may send how many rows now: the channel policies, their credits and predictions."""

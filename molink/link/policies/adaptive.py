@@ -50,7 +50,7 @@ class AdaptivePolicy:
     no more than that. What is under way is known by :class:`~.outflow.Outflow`.
 
     Bounds. No decode volume that could be sent ever waits here for two chunks in a row. And
-    against starvation: while prefill rows wait, their lane is ready and the window has room, a
+    against starvation: while prefill rows wait, their channel is ready and the window has room, a
     whole chunk leaves at least every :data:`MAX_CHUNK_INTERVAL` = 50 ms, be there decode volumes
     without end or no free interval, ever. That is a tenth of the link (5 of 50 ms), and what decode
     rows can lose; where even the smallest chunk takes longer, it leaves as much more rarely.

@@ -18,7 +18,7 @@ class RowsProducedEvent(msgspec.Struct, frozen=True):
     """A finished computation has ``rows`` more rows of ``row_bytes`` each to send.
 
     ``volume`` names it: names rise, so a lower one is older; the same name again means that more of
-    its rows are finished. ``channel`` is its kind, even if the policy has one lane for both.
+    its rows are finished. ``channel`` is its kind, even if the policy has one channel for both.
     """
 
     volume: int
@@ -63,7 +63,7 @@ class MessageAcknowledgedEvent(msgspec.Struct, frozen=True):
 
 
 class HeartbeatEchoedEvent(msgspec.Struct, frozen=True):
-    """A beat, a few bytes on the decode lane, is back ``elapsed`` seconds after it left."""
+    """A heartbeat, a few bytes on the decode channel, is back ``elapsed`` seconds after it left."""
 
     elapsed: float
 
@@ -98,7 +98,7 @@ LinkEvent = (
 
 
 class SendRowsAction(msgspec.Struct, frozen=True):
-    """Send the next ``rows`` rows of ``volume``; nothing else on its lane until they have left."""
+    """Send the next ``rows`` rows of ``volume``; nothing else on its channel until they have left."""
 
     volume: int
     rows: int
@@ -122,7 +122,7 @@ class ChannelPolicy(Protocol):
 
     @property
     def single_channel(self) -> bool:
-        """Whether all volumes travel on the bulk lane, in the order of its decisions.
+        """Whether all volumes travel on the bulk channel, in the order of its decisions.
 
         If not, decode rows have a connection of their own.
         """
@@ -131,7 +131,7 @@ class ChannelPolicy(Protocol):
         """Take note of what happened."""
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """What to send next, on one of the lanes that can take something now.
+        """What to send next, on one of the channels that can take something now.
 
         Asked only while something waits to be sent.
         """

@@ -32,7 +32,7 @@ class ConcurrentPolicy:
 
     def __init__(self) -> None:
         self._pending: dict[int, PendingRows] = {}
-        #: Of each lane the volumes and their places in the round, the next one first.
+        #: Of each channel the volumes and their places in the round, the next one first.
         self._round: dict[Channel, deque[tuple[int, int]]] = {
             channel: deque() for channel in Channel
         }
@@ -50,7 +50,7 @@ class ConcurrentPolicy:
         self._round[event.channel].append((next(self._positions), event.volume))
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """A piece of the volume whose turn it is, of those whose lane is ready."""
+        """A piece of the volume whose turn it is, of those whose channel is ready."""
         channels = [channel for channel in ready if self._round[channel]]
         if not channels:
             return WaitAction()

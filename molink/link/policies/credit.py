@@ -1,4 +1,4 @@
-"""How many bytes the bulk lane may have in flight: a window that follows delay."""
+"""How many bytes the bulk channel may have in flight: a window that follows delay."""
 
 from molink.link.policies.base import (
     ChannelReconnectedEvent,
@@ -15,7 +15,7 @@ TARGET_DELAY = 0.008
 #: A delay that passes for none, and one that is too much.
 LOW_DELAY = 0.004
 HIGH_DELAY = 0.020
-#: What the decode lane tells of the queue counts for so many seconds.
+#: What the decode channel tells of the queue counts for so many seconds.
 VOUCH_S = 0.25
 #: The window is so many times what it should be, at least and at most: it shrinks where chunks
 #: come back late, and grows where they find no queue, for the rate is then more than was estimated.
@@ -32,7 +32,7 @@ MIN_CHUNK = 16 * 1024
 MAX_CHUNK = 256 * 1024
 #: Before anything is known of the link.
 FIRST_CHUNK = 32 * 1024
-#: As much as a lane may have unacknowledged, and more than a link of 1 Gbps and 50 ms needs.
+#: As much as a channel may have unacknowledged, and more than a link of 1 Gbps and 50 ms needs.
 MAX_WINDOW = 8 << 20
 
 
@@ -43,7 +43,7 @@ class CreditWindow:
     than :data:`TARGET_DELAY` seconds' worth can stand in a queue then. Delay corrects what the
     estimate is late to see. It only does so within bounds: a connection that starts slowly, or
     recovers from a loss, keeps chunks waiting on this PC, where they are in nobody's way, and would
-    never grow if the window shrank with it. And while messages of the decode lane come back in
+    never grow if the window shrank with it. And while messages of the decode channel come back in
     time, there is no queue that chunks could be late by: then a segment was lost, and those that
     followed wait for it at the other end. Until there is an estimate, the window doubles in a
     round trip.
@@ -59,13 +59,13 @@ class CreditWindow:
         self._share = 1.0
         #: Until when late chunks say nothing of the link.
         self._vouched_until = 0.0
-        #: Until when the window may not grow: a beat has found a queue.
+        #: Until when the window may not grow: a heartbeat has found a queue.
         self._queue_until = 0.0
         #: When all that was sent would have left at the pace of the window.
         self._filled_until = 0.0
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Take note of what happened on the bulk lane."""
+        """Take note of what happened on the bulk channel."""
         match event:
             case MessageSentEvent(channel=Channel.BULK):
                 if self._rate is not None:
@@ -122,7 +122,7 @@ class CreditWindow:
         self._update_size()
 
     def _vouch(self, elapsed: float, nbytes: int, now: float) -> None:
-        """A message of the decode lane has come back."""
+        """A message of the decode channel has come back."""
         if self._rate is not None:
             in_time = elapsed - self._minimum - nbytes / self._rate <= HIGH_DELAY
             self._vouched_until = now - elapsed + VOUCH_S if in_time else now

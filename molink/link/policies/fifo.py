@@ -14,7 +14,7 @@ from molink.wire.messages.data_plane import Channel
 
 
 class FifoPolicy:
-    """First produced, first sent, whatever the lane: a decode waits for the prefill before it."""
+    """First produced, first sent, whatever the channel: a decode waits for the prefill before it."""
 
     name = "fifo"
     single_channel = True
@@ -28,7 +28,7 @@ class FifoPolicy:
             self._waiting.append(event)
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """The oldest volume, or nothing while the lane of all can't take it."""
+        """The oldest volume, or nothing while the channel of all can't take it."""
         if not self._waiting or Channel.BULK not in ready:
             return WaitAction()
         first = self._waiting.popleft()

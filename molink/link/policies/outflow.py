@@ -35,7 +35,7 @@ class Outflow:
     """Follows what is handed to the sockets at the estimated rate of the link.
 
     Nobody tells a policy when bytes have left: each message takes its size divided by the rate,
-    after those before it, on whichever lane. The rate that is estimated is the greatest of late, so
+    after those before it, on whichever channel. The rate that is estimated is the greatest of late, so
     what is sent without a break would leave later and later than that. Acknowledgements correct it:
     a message that has been acknowledged left a round trip ago, and what follows it in the same
     *stretch* (a time without a break in sending) leaves as much later as it did. How much slower
@@ -155,5 +155,5 @@ class PackingRatio:
         self._granted_bytes, self._sent_bytes = nbytes, 0
 
     def on_sent(self, nbytes: int) -> None:
-        """A message of ``nbytes`` has left on the lane of the grants."""
+        """A message of ``nbytes`` has left on the channel of the grants."""
         self._sent_bytes += nbytes

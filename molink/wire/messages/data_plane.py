@@ -1,7 +1,7 @@
 """Messages of the data plane between the stages of a pipeline.
 
-Words as in the design: a *tick* is the order stamp that stage 0 gives to every volume, admission
-and release; an *epoch* is the generation of the pipeline; a *lane* is one of a hop's two
+Words as in the design: a *seq* is the order stamp that stage 0 gives to every volume, admission
+and release; an *epoch* is the generation of the pipeline; a *channel* is one of a hop's two
 connections. Positions count tokens of a request from 0, prompt included.
 """
 
@@ -144,7 +144,7 @@ class RequestSlice(LeanMessage, frozen=True, tag=False):
     request: RequestId
     start: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=65536)]
-    #: The latest earlier tick that writes or releases a block these rows use.
+    #: The latest earlier seq that writes or releases a block these rows use.
     after_seq: Seq
     #: Ids of KV blocks appended to the request's block table before these rows run.
     blocks: tuple[Index, ...] = ()
@@ -175,7 +175,7 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
     """Activations of one micro-batch's decode rows, or of one prefill chunk.
 
     The payload is ``[n, hidden]`` rows, the first ``n`` of ``sum(count)``; the others follow in
-    :class:`VolumeFragment` messages of the same lane. Toward a stage's own executor it has none.
+    :class:`VolumeFragment` messages of the same channel. Toward a stage's own executor it has none.
     """
 
     seq: Seq
@@ -207,12 +207,12 @@ class VolumeFragment(LeanMessage, frozen=True, tag="part"):
 
 
 class Release(LeanMessage, frozen=True, tag="release"):
-    """A request is over (finished, cancelled or preempted): forget it after tick ``after_seq``.
+    """A request is over (finished, cancelled or preempted): forget it after seq ``after_seq``.
 
     Rows of it that arrive later are dropped. When this message has gone round the ring, every
     stage has completed it and the head may reuse the request's blocks.
 
-    ``pending_seqs`` lists the other ticks with rows of the request that had not come back when it
+    ``pending_seqs`` lists the other seqs with rows of the request that had not come back when it
     was released. They are named one by one because the last may be dropped, and so complete, at a
     stage where an earlier one is still on its way.
     """
@@ -239,7 +239,7 @@ class SwapIn(LeanMessage, frozen=True, tag="swap_in"):
     """Blocks of a request's table are filled from memory of the host.
 
     Sent after :class:`BlockTable`, and before any rows, which begin after them. The payload is as
-    that of the :class:`SwapOut` with the tick ``swap_out_seq``, which has filled the host blocks.
+    that of the :class:`SwapOut` with the seq ``swap_out_seq``, which has filled the host blocks.
     """
 
     seq: Seq
@@ -249,7 +249,7 @@ class SwapIn(LeanMessage, frozen=True, tag="swap_in"):
 
 
 class Tombstone(LeanMessage, frozen=True, tag="tombstone"):
-    """A volume all of whose rows were dropped: its tick counts as completed."""
+    """A volume all of whose rows were dropped: its seq counts as completed."""
 
     seq: Seq
 
@@ -281,7 +281,7 @@ class ForcedTokens(LeanMessage, frozen=True, tag=False):
 
 
 class SamplerOutput(LeanMessage, frozen=True, tag="sampled"):
-    """The tail completed tick ``seq``; ``sampled`` has a token per row group that samples.
+    """The tail completed seq ``seq``; ``sampled`` has a token per row group that samples.
 
     Of a group with drafts it has those that were accepted, in order, and the token after them; of
     one that went ahead and is wrong, nothing.
@@ -323,7 +323,7 @@ RingMessage = (
 
 
 class LinkHello(LeanMessage, frozen=True, tag="hello"):
-    """First message on a connection of a hop: which link and lane this is."""
+    """First message on a connection of a hop: which link and channel this is."""
 
     pipeline: Text
     epoch: Epoch
@@ -332,7 +332,7 @@ class LinkHello(LeanMessage, frozen=True, tag="hello"):
 
 
 class Frame(LeanMessage, frozen=True, tag="frame"):
-    """A numbered message of a lane: ``frame_number`` rises by one from 0 in each (epoch, lane)."""
+    """A numbered message of a channel: ``frame_number`` rises by one from 0 in each (epoch, channel)."""
 
     epoch: Epoch
     channel: Channel
@@ -346,17 +346,17 @@ class Frame(LeanMessage, frozen=True, tag="frame"):
 
 
 class Ack(LeanMessage, frozen=True, tag="ack"):
-    """All frames below ``next_frame`` of that (epoch, lane) have arrived."""
+    """All frames below ``next_frame`` of that (epoch, channel) have arrived."""
 
     epoch: Epoch
     channel: Channel
     next_frame: Count
 
 
-class Heartbeat(LeanMessage, frozen=True, tag="beat"):
-    """Application heartbeat on the decode lane: 1 s, and every 100 ms while requests live.
+class Heartbeat(LeanMessage, frozen=True, tag="heartbeat"):
+    """Application heartbeat on the decode channel: 1 s, and every 100 ms while requests live.
 
-    ``completed_seq`` is the compute thread's last completed tick and ``queued`` how many volumes
+    ``completed_seq`` is the compute thread's last completed seq and ``queued`` how many volumes
     wait for it: no progress with work queued is death, whatever the sockets say. ``sent_at`` is the
     sender's monotonic clock in seconds; an answer returns it in ``echo``.
     """

@@ -30,7 +30,7 @@ class StageLoad(LeanMessage, frozen=True):
     lived there it did not. ``weight_bytes`` and ``kv_bytes`` are bytes of its device's memory. Of
     the link: ``latency_us`` one way in microseconds, ``rate`` in bytes/s (0 = unknown), and the
     bytes that wait (``queued``) and that were sent but not acknowledged (``in_flight``), of the
-    decode lane and of the bulk lane.
+    decode channel and of the bulk channel.
     """
 
     pipeline: Text

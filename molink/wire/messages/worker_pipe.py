@@ -113,7 +113,7 @@ class PeerKeys(Message, frozen=True, kw_only=True, tag="members"):
 
 
 class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
-    """Begin (or begin again) under ``epoch``: fresh KV, links, ticks. ``ring[stage]`` is you.
+    """Begin (or begin again) under ``epoch``: fresh KV, links, seqs. ``ring[stage]`` is you.
 
     ``profiles`` are those of all stages in ring order, or nothing where none is known.
     """

@@ -37,7 +37,7 @@ class BacklogLimits:
     #: Of a message that isn't complete: an honest connection has 264 KB at most.
     party_unfinished: int = 4 << 20
     total_unfinished: int = 10 << 20
-    #: Of all, while nobody reads: one lane of a link may have 8 MiB on the way.
+    #: Of all, while nobody reads: one channel of a link may have 8 MiB on the way.
     party_bytes: int = 12 << 20
     total_bytes: int = 14 << 20
     party_connections: int = 64

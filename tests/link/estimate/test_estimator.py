@@ -63,7 +63,7 @@ class Pipe:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = count()
         self._queue: deque[tuple[int, Callable[[], None], Channel]] = deque()
-        self._lanes = {channel: _InLane() for channel in Channel}
+        self._channels = {channel: _InLane() for channel in Channel}
         #: Called after every acknowledgement: what sends when there is room.
         self.refill: Callable[[], None] = lambda: None
 
@@ -89,10 +89,10 @@ class Pipe:
 
     # --- sending -----------------------------------------------------------------------------
 
-    def beats(self) -> None:
-        self.every(_BEAT, self.beat)
+    def heartbeats(self) -> None:
+        self.every(_BEAT, self.heartbeat)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         sent_at = self.now
         self.estimator.on_heartbeat_sent(sent_at)
         self._carry(_BEAT_BYTES, lambda: self._answer(sent_at))
@@ -105,17 +105,17 @@ class Pipe:
 
         self.at(back, come_back)
 
-    def send(self, nbytes: int, lane: Channel = Channel.BULK) -> None:
+    def send(self, nbytes: int, channel: Channel = Channel.BULK) -> None:
         sent_at = self.now
-        self.in_flight[lane] += nbytes
-        self._tell(MessageSentEvent(lane, nbytes))
-        self._carry(nbytes, lambda: self._arrive(lane, nbytes, sent_at), lane)
+        self.in_flight[channel] += nbytes
+        self._tell(MessageSentEvent(channel, nbytes))
+        self._carry(nbytes, lambda: self._arrive(channel, nbytes, sent_at), channel)
 
     def _carry(
-        self, nbytes: int, arrive: Callable[[], None], lane: Channel = Channel.DECODE
+        self, nbytes: int, arrive: Callable[[], None], channel: Channel = Channel.DECODE
     ) -> None:
         """Through the narrowest point, which serves one message after another, and across."""
-        self._queue.append((nbytes, arrive, lane))
+        self._queue.append((nbytes, arrive, channel))
         if len(self._queue) == 1:
             self._serve()
 
@@ -123,9 +123,9 @@ class Pipe:
         nbytes, arrive, channel = self._queue[0]
         self.at(self.now + nbytes / self.path.rate, lambda: self._served(arrive, channel))
 
-    def _served(self, arrive: Callable[[], None], lane: Channel) -> None:
+    def _served(self, arrive: Callable[[], None], channel: Channel) -> None:
         self._queue.popleft()
-        into = self._lanes[lane]
+        into = self._channels[channel]
         into.last = max(into.last, self.now + self.path.latency + self.path.delay())
         self.at(into.last, arrive)
         if self._queue:
@@ -144,30 +144,30 @@ class Pipe:
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _arrive(self, lane: Channel, nbytes: int, sent_at: float) -> None:
-        waiting = self._lanes[lane].waiting
+    def _arrive(self, channel: Channel, nbytes: int, sent_at: float) -> None:
+        waiting = self._channels[channel].waiting
         waiting.append((nbytes, sent_at))
-        if lane is Channel.BULK or len(waiting) >= _ACK_EVERY:
-            self._acknowledge(lane)
+        if channel is Channel.BULK or len(waiting) >= _ACK_EVERY:
+            self._acknowledge(channel)
         elif len(waiting) == 1:
-            self.at(self.now + _ACK_DELAY, lambda: self._acknowledge(lane))
+            self.at(self.now + _ACK_DELAY, lambda: self._acknowledge(channel))
 
-    def _acknowledge(self, lane: Channel) -> None:
-        waiting, self._lanes[lane].waiting = self._lanes[lane].waiting, []
+    def _acknowledge(self, channel: Channel) -> None:
+        waiting, self._channels[channel].waiting = self._channels[channel].waiting, []
         if waiting:
-            back = self._back(lane)
+            back = self._back(channel)
             nbytes, newest = sum(each for each, _ in waiting), waiting[-1][1]
-            self.at(back, lambda: self._landed(lane, nbytes, newest))
+            self.at(back, lambda: self._landed(channel, nbytes, newest))
 
-    def _back(self, lane: Channel) -> float:
+    def _back(self, channel: Channel) -> float:
         """When what leaves the receiver now will be back: nothing overtakes on a connection."""
-        into = self._lanes[lane]
+        into = self._channels[channel]
         into.back = max(into.back, self.now + self.path.latency + self.path.delay())
         return into.back
 
-    def _landed(self, lane: Channel, nbytes: int, newest: float) -> None:
-        self.in_flight[lane] -= nbytes
-        self._tell(MessageAcknowledgedEvent(lane, nbytes, self.now - newest))
+    def _landed(self, channel: Channel, nbytes: int, newest: float) -> None:
+        self.in_flight[channel] -= nbytes
+        self._tell(MessageAcknowledgedEvent(channel, nbytes, self.now - newest))
         self.refill()
 
     def _tell(self, event: LinkEvent) -> None:
@@ -234,7 +234,7 @@ def run(load: Load, before: Path, rate: float, latency: float, end: float = END)
     """A link like ``before`` that gets another rate and latency at :data:`CHANGE`."""
     path = replace(before, noise=random.Random(1))
     pipe = Pipe(path)
-    pipe.beats()
+    pipe.heartbeats()
     pipe.every(0.11, lambda: pipe.send(14_000, Channel.DECODE))
     pipe.at(0.01, lambda: probe(pipe))
     pipe.at(0.6, lambda: load(pipe))
@@ -301,28 +301,28 @@ def test_nothing_collapses_when_only_small_messages_flow() -> None:
 
 @pytest.mark.parametrize("one_is_late", [False, True])
 def test_what_tcp_holds_back_does_not_lower_the_rate(one_is_late: bool) -> None:
-    """A window that starts again, or recovers from a loss, is no slower link: beats are in time.
+    """A window that starts again, or recovers from a loss, is no slower link: heartbeats are in time.
 
     One of three may be late because an event loop was.
     """
     pipe = Pipe(Path(FAST, NEAR))
-    pipe.beats()
-    back, beats = pipe._back, count()
+    pipe.heartbeats()
+    back, heartbeats = pipe._back, count()
 
-    def late(lane: Channel) -> float:
-        return back(lane) + (0.01 if one_is_late and next(beats) % 3 == 0 else 0.0)
+    def late(channel: Channel) -> float:
+        return back(channel) + (0.01 if one_is_late and next(heartbeats) % 3 == 0 else 0.0)
 
     pipe._back = late  # type: ignore[method-assign]
     pipe.at(0.01, lambda: probe(pipe))
     pipe.at(0.6, lambda: steady(pipe))
     carry, free = pipe._carry, [0.0]
 
-    def held(nbytes: int, arrive: Callable[[], None], lane: Channel = Channel.DECODE) -> None:
-        if lane is Channel.DECODE or pipe.now < CHANGE:
-            carry(nbytes, arrive, lane)
+    def held(nbytes: int, arrive: Callable[[], None], channel: Channel = Channel.DECODE) -> None:
+        if channel is Channel.DECODE or pipe.now < CHANGE:
+            carry(nbytes, arrive, channel)
             return
         free[0] = max(free[0], pipe.now) + nbytes / (40 * MBPS)
-        pipe.at(free[0], lambda: carry(nbytes, arrive, lane))
+        pipe.at(free[0], lambda: carry(nbytes, arrive, channel))
 
     pipe._carry = held  # type: ignore[method-assign]
     pipe.run(END)
@@ -332,7 +332,7 @@ def test_what_tcp_holds_back_does_not_lower_the_rate(one_is_late: bool) -> None:
 @pytest.mark.parametrize("rate", [SLOW, FAST])
 def test_a_probe_gives_a_first_rate(rate: float) -> None:
     pipe = Pipe(Path(rate, NEAR))
-    pipe.beats()
+    pipe.heartbeats()
     pipe.at(0.0, lambda: probe(pipe))
     pipe.run(0.4)
     assert agree([pipe.estimator.current_facts(0.4).rate or 0.0], rate, 0.15)
@@ -340,7 +340,7 @@ def test_a_probe_gives_a_first_rate(rate: float) -> None:
 
 def test_a_probe_on_a_fast_link_gives_a_lower_bound() -> None:
     pipe = Pipe(Path(1000 * MBPS, 0.0005))
-    pipe.beats()
+    pipe.heartbeats()
     pipe.at(0.05, lambda: probe(pipe))
     pipe.run(0.2)
     assert 300 * MBPS < (pipe.estimator.current_facts(0.2).rate or 0.0) <= 1000 * MBPS
@@ -365,7 +365,7 @@ def test_what_is_remembered_counts_until_it_is_measured() -> None:
     assert not estimator.on_heartbeat_echoed(1.0, 1.03), "it came back already"
     assert estimator.current_facts(1.02) == LinkFacts(pytest.approx(0.01), 1e7)
     pipe = Pipe(Path(SLOW, NEAR), LinkEstimator(LinkFacts(0.005, FAST)))
-    pipe.beats()
+    pipe.heartbeats()
     pipe.at(0.1, lambda: steady(pipe))
     pipe.run(4.0)
     assert agree(rates(pipe, 2.0), SLOW, 0.15)
@@ -440,7 +440,7 @@ def test_whatever_happens_the_estimate_is_a_sane_number(
 def test_a_link_is_not_slower_than_what_it_carries() -> None:
     """Sent one by one and evenly: it is never busy, and still carries so much."""
     pipe = Pipe(Path(FAST, NEAR), LinkEstimator(LinkFacts(NEAR, SLOW)))
-    pipe.beats()
+    pipe.heartbeats()
     pipe.every(0.02, lambda: pipe.send(100_000))
     pipe.run(4.0)
     assert agree(rates(pipe, 1.0), 40 * MBPS, 0.05)

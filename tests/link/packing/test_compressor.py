@@ -35,7 +35,7 @@ def message(
 def compressor(
     rate: float | None = 100 * MBPS, setting: str = "lossless", **limits: float
 ) -> Compressor:
-    made = Compressor(setting, CompressorLimits(**({"samples": 1} | limits)))
+    made = Compressor(setting, CompressorLimits(**({"samples_in_row": 1} | limits)))
     made.set_rate(rate)
     return made
 
@@ -54,7 +54,7 @@ def test_the_first_message_of_a_kind_is_a_sample() -> None:
 
 
 def test_the_first_of_some_samples_may_find_cold_caches() -> None:
-    made = compressor(samples=3)
+    made = compressor(samples_in_row=3)
     for pack in (1e7, 5e8, 1e9):
         assert made.choose_coding(BULK, 0.0) == SAMPLE
         made.on_packed(BULK, message(pack=pack))
@@ -110,7 +110,7 @@ def test_a_link_that_was_not_measured_counts_as_100_mbps() -> None:
 
 
 def test_between_the_thresholds_it_goes_on_as_it_did() -> None:
-    made = compressor(share=1.0)
+    made = compressor(max_core_share=1.0)
     rate, size = 1000 * MBPS, 80_000
     # To be 1.06 times faster, of 8 ns a byte 2.67 may be saved and 2.21 spent.
     middling = PackedSample(size, size * 2 // 3, size * 1.107e-9, size * 1.107e-9)

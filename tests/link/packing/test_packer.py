@@ -13,11 +13,11 @@ ROWS = bytes(range(64)) * 128
 PLAIN = Payload("bf16", (16, 256))
 
 
-def make(setting: str = "lossless", tick: float = 1e-6) -> tuple[RowPacker, Compressor]:
-    """A packer whose clock goes on by ``tick`` seconds each time it is read."""
+def make(setting: str = "lossless", seq: float = 1e-6) -> tuple[RowPacker, Compressor]:
+    """A packer whose clock goes on by ``seq`` seconds each time it is read."""
     compressor = Compressor(setting)
-    ticks = count()
-    return RowPacker(compressor, lambda: next(ticks) * tick), compressor
+    seqs = count()
+    return RowPacker(compressor, lambda: next(seqs) * seq), compressor
 
 
 @pytest.mark.parametrize("bulk", [False, True])
@@ -37,7 +37,7 @@ def test_it_packs_and_measures(bulk: bool) -> None:
 
 
 def test_it_leaves_rows_alone_where_packing_is_too_slow() -> None:
-    packer, compressor = make(tick=1.0)
+    packer, compressor = make(seq=1.0)
     for _ in range(CompressorLimits().samples_in_row):
         header, _ = packer.pack_rows(True, PLAIN, memoryview(ROWS))
         assert header.coding is Coding.LOSSLESS
@@ -48,7 +48,7 @@ def test_it_leaves_rows_alone_where_packing_is_too_slow() -> None:
 
 
 def test_it_decides_by_the_rate() -> None:
-    packer, compressor = make(tick=1e-6)
+    packer, compressor = make(seq=1e-6)
     packer.pack_rows(True, PLAIN, memoryview(ROWS))
     assert compressor.is_packing(True)
     packer.set_rate(1e10)

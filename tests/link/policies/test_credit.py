@@ -41,7 +41,7 @@ MBPS = 1e6 / 8
 class Bottleneck:
     """A queue served at ``rate`` bytes/s, and ``latency`` seconds each way; both may change.
 
-    The window is told what the product's estimator finds, by chunks and by a beat every 100 ms.
+    The window is told what the product's estimator finds, by chunks and by a heartbeat every 100 ms.
     """
 
     rate: float
@@ -55,9 +55,9 @@ class Bottleneck:
     log: list[tuple[float, float, float, int]] = field(default_factory=list)
     sizes: list[tuple[float, float]] = field(default_factory=list)
     _free_at: float = 0.0
-    #: When they come back, when they were sent, and their bytes: 0 of a beat.
+    #: When they come back, when they were sent, and their bytes: 0 of a heartbeat.
     _acks: deque[tuple[float, float, int]] = field(default_factory=deque)
-    _beat_at: float = 0.0
+    _heartbeat_at: float = 0.0
     #: The most that an acknowledgement is late by, at random.
     jitter: float = 0.0
     _random: random.Random = field(default_factory=lambda: random.Random(1))
@@ -66,8 +66,8 @@ class Bottleneck:
         """Send ``total`` bytes as the window lets; the time that the last one arrives."""
         arrived = self.now
         while total > 0 and self.now < until:
-            if self.now >= self._beat_at:
-                self._beat_at = self.now + 0.1
+            if self.now >= self._heartbeat_at:
+                self._heartbeat_at = self.now + 0.1
                 self.estimator.on_heartbeat_sent(self.now)
                 self._transmit(0)
             chunk = int(min(total, self.window.chunk_bytes))
@@ -213,7 +213,7 @@ def test_two_chunks_always_fit() -> None:
     assert window.in_flight == 2 << 20
 
 
-def test_only_the_bulk_lane_counts() -> None:
+def test_only_the_bulk_channel_counts() -> None:
     window = CreditWindow()
     window.handle(MessageSentEvent(Channel.DECODE, 1000), 0.0)
     window.handle(ChannelReconnectedEvent(Channel.DECODE), 0.0)
@@ -305,7 +305,7 @@ def late(window: CreditWindow, now: float) -> float:
     ],
 )
 def test_chunks_late_by_a_loss_do_not_shrink_the_window(message: LinkEvent) -> None:
-    """While the decode lane finds no queue, the link has none."""
+    """While the decode channel finds no queue, the link has none."""
     window = CreditWindow()
     window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     whole = window.size
@@ -324,7 +324,7 @@ def test_chunks_late_by_a_queue_shrink_it() -> None:
     assert late(window, 1.1) < whole
 
 
-def test_it_does_not_grow_while_a_beat_finds_a_queue() -> None:
+def test_it_does_not_grow_while_a_heartbeat_finds_a_queue() -> None:
     window = CreditWindow()
     window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     whole = window.size

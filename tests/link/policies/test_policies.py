@@ -71,11 +71,11 @@ class Wire:
             self._transmit(channel, decision.rows * row_bytes)
         return decision
 
-    def _transmit(self, lane: Channel, nbytes: int) -> None:
+    def _transmit(self, channel: Channel, nbytes: int) -> None:
         while nbytes > 0:
             part = min(nbytes, MESSAGE)
-            self.policy.handle(MessageSentEvent(lane, part + 128), self.now)
-            self.flying.append((lane, part + 128, self.now))
+            self.policy.handle(MessageSentEvent(channel, part + 128), self.now)
+            self.flying.append((channel, part + 128, self.now))
             nbytes -= part
 
     def acknowledge(self, count: int) -> None:
@@ -85,15 +85,15 @@ class Wire:
             )
         del self.flying[:count]
 
-    def reconnect(self, lane: Channel) -> None:
-        """Everything under way on ``lane`` goes again."""
-        self.policy.handle(ChannelReconnectedEvent(lane), self.now)
+    def reconnect(self, channel: Channel) -> None:
+        """Everything under way on ``channel`` goes again."""
+        self.policy.handle(ChannelReconnectedEvent(channel), self.now)
         for each, nbytes, _ in self.flying:
-            if each is lane:
+            if each is channel:
                 self.policy.handle(MessageSentEvent(each, nbytes), self.now)
 
     def drain(self) -> None:
-        """Both lanes stay ready and everything is acknowledged: all rows leave, soon."""
+        """Both channels stay ready and everything is acknowledged: all rows leave, soon."""
         self.ready = BOTH
         for _ in range(10_000):
             if not any(rows for rows, _, _ in self.left.values()):

@@ -45,8 +45,10 @@ class Executor:
     stage: Stage
     requests: RequestTable
 
-    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
-        results = run_step(self.stage, self.requests, segments)
+    def submit_step(
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
+        results = run_step(self.stage, self.requests, step_inputs)
         self.agenda.schedule_at(self.agenda.now + 0.01, done, StepResult(results, 0.01, None))
 
 

@@ -136,10 +136,10 @@ async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> N
         await victim.net.until(lambda: victim.net.gatekeeper.refused)
     assert victim.server.counters.malformed == 16
     await victim.net.until(lambda: victim.client.is_connected)
-    victim.net.gatekeeper.deny("offender")
-    victim.net.gatekeeper.allow(keys.public, "offender")
+    victim.net.gatekeeper.deny_peer("offender")
+    victim.net.gatekeeper.allow_peer(keys.public, "offender")
     client = victim.net.client(control_codec(), keys, victim.server.port)
-    await client.request(StatusRequest(ref=0))
+    await client.send_request(StatusRequest(ref=0))
 
 
 async def test_oversize_from_a_member(victim: Victim) -> None:

@@ -76,7 +76,7 @@ async def test_a_callback_that_raises_locks_nobody_out(
     net.gatekeeper._on_refused = fail
     net.client(control_codec(), KeyPair.generate(), echo.port)
     await net.until(lambda: net.gatekeeper.refused)
-    await net.client(control_codec(), net.member(), echo.port).request(StatusRequest(ref=0))
+    await net.client(control_codec(), net.member(), echo.port).send_request(StatusRequest(ref=0))
     assert told[0].address == "127.0.0.1"
     assert "can't judge" in caplog.records[0].message
     assert not any("starting it again" in record.message for record in caplog.records)
@@ -95,7 +95,7 @@ async def test_a_handler_that_fails_is_started_again(
 
     monkeypatch.setattr(net.gatekeeper, "_answer", fail_first)
     client = net.client(control_codec(), net.member(), echo.port)
-    await client.request(StatusRequest(ref=0), timeout=60)
+    await client.send_request(StatusRequest(ref=0), timeout=60)
     assert sum("starting it again" in record.message for record in caplog.records) == 1
 
 
@@ -103,7 +103,7 @@ async def test_without_a_gatekeeper_nobody_gets_in(net: Any, echo: Server[Any]) 
     net.gatekeeper.close()
     client = net.client(control_codec(), net.member(), echo.port)
     await net.until(lambda: client.failure is not None)
-    assert not client.connected
+    assert not client.is_connected
 
 
 async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[Any]) -> None:
@@ -124,8 +124,8 @@ async def test_who_comes_too_often_is_put_off_not_refused(net: Any, echo: Server
     net.gatekeeper._handshake_buckets = KeyedTokenBuckets(RateLimit(2, 2.0))
     keys = net.member("often")
     clients = [net.client(control_codec(), keys, echo.port) for _ in range(3)]
-    await net.until(lambda: net.gatekeeper.put_off)
-    await net.client(control_codec(), net.member(), echo.port).request(StatusRequest(ref=0))
+    await net.until(lambda: net.gatekeeper.deferred)
+    await net.client(control_codec(), net.member(), echo.port).send_request(StatusRequest(ref=0))
     for client in clients:
-        await client.request(StatusRequest(ref=0), timeout=30)
+        await client.send_request(StatusRequest(ref=0), timeout=30)
     assert net.gatekeeper.refused == 0

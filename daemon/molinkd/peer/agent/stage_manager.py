@@ -156,7 +156,7 @@ class StageManager:
         fetched = {number: (*p.totals, 0) for number, p in self._progress.items()}
         transfers = self.supervisor.loading_progress() | fetched
         return self._agent.worker_states(
-            transfers, self.supervisor.read_gauges("stage_decode_pace")
+            transfers, self.supervisor.read_gauges("stage_decode_slowdown")
         )
 
     def held_layers(self) -> LayerRange:

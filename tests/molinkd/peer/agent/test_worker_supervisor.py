@@ -117,7 +117,7 @@ async def test_metrics_never_fall(heard: Heard) -> None:
         first: StageMetricValues({"steps": 2.0}, {"members": 1.0})
     }
     assert heard.supervisor.read_gauges("members") == {"p1": 1.0}
-    assert heard.supervisor.read_gauges("stage_decode_pace") == {}, "it has told none"
+    assert heard.supervisor.read_gauges("stage_decode_slowdown") == {}, "it has told none"
     heard.supervisor.start_worker(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
     await _until_steps(heard, 4.0)
     figures = heard.supervisor.collect_metrics()
