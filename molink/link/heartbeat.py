@@ -92,9 +92,9 @@ class RoundTripEstimator:
     """Seconds there and back, from the echoes of heartbeats.
 
     ``min_rtt`` is the link's own: the least of late, without the wait behind our own messages. A
-    heartbeat on a link that was full all the while says only that the link's own is not longer. One on
-    a link that seems half empty may have met a lower rate instead: it counts if all did of late, by
-    when the rate is known.
+    heartbeat on a link that was full all the while says only that the link's own is not longer. One
+    on a link that seems half empty may have met a lower rate instead: it counts if all did of late,
+    by when the rate is known.
     """
 
     def __init__(self, start: float | None = None) -> None:

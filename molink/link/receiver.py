@@ -61,7 +61,8 @@ class Arrival(msgspec.Struct, frozen=True):
 class ReceiverLimits:
     """When to acknowledge, and how much memory to use, in seconds and bytes."""
 
-    #: Frames of the decode channel per acknowledgement; on the bulk channel each one is acknowledged.
+    #: Frames of the decode channel per acknowledgement; on the bulk channel each one is
+    #: acknowledged.
     ack_every: int = 8
     #: The longest that an acknowledgement waits for more frames.
     ack_delay: float = 0.005

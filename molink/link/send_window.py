@@ -57,7 +57,8 @@ class SendWindow:
         self.nbytes = 0
         self.is_connected = False
         self.num_resent = 0
-        #: When the channel last got on: an acknowledgement, or something sent into an empty channel.
+        #: When the channel last got on: an acknowledgement, or something sent into an empty
+        #: channel.
         self.progress_at = 0.0
 
     def append_frame(self, body: RingMessage, payload: Buffer | None, now: float) -> None:

@@ -45,8 +45,8 @@ class LinkSender:
     """Numbers, cuts, sends, keeps and sends again; one object per epoch.
 
     Control messages go first, on the decode channel; volumes when the policy says so, each on its
-    channel: prefill rows on the bulk channel, decode rows on the decode channel, or all on the bulk channel if
-    the policy has one for both.
+    channel: prefill rows on the bulk channel, decode rows on the decode channel, or all on the bulk
+    channel if the policy has one for both.
     """
 
     def __init__(
@@ -182,7 +182,8 @@ class LinkSender:
     def poll_packets(
         self, now: float, ready: Collection[Channel] = BOTH_CHANNELS, maximum: int = 16
     ) -> list[Packet]:
-        """At most ``maximum`` messages to send now, on those channels whose sockets are ``ready``."""
+        """At most ``maximum`` messages to send now, on those channels whose sockets are
+        ``ready``."""
         may_stall = now >= self._stalled_at
         if may_stall:
             self._rewind_stalled(now)
@@ -211,7 +212,8 @@ class LinkSender:
             return self._send_body(Channel.DECODE, *control, now)
         if Channel.BULK in ready and (probe := self._queues.pop_padding()) is not None:
             return self._send_body(Channel.BULK, *probe, now)
-        # What was granted goes on first where it can; a channel that can't take it holds up no other.
+        # What was granted goes on first where it can; a channel that can't take it holds up no
+        # other.
         if not any(self._queues.granted_volume(channel) for channel in ready):
             decision = self._policy.choose_action(now, ready)
             if not isinstance(decision, SendRowsAction):

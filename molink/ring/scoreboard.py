@@ -1,11 +1,11 @@
 """The seq scoreboard: what a stage may run, drop, forward and forget.
 
-One per stage and epoch, sans-IO. Messages of the two channels arrive in any interleaving, each channel in
-its order; seqs say what has to come before what. At one stage a seq is *complete*
+One per stage and epoch, sans-IO. Messages of the two channels arrive in any interleaving, each
+channel in its order; seqs say what has to come before what. At one stage a seq is *complete*
 
 - of an ``Admit``, ``Grammar``, ``History``, ``BlockTable``, ``SwapOut`` or ``SwapIn``: when it
-  arrives (they share a channel, so in the order of issue; what a swap copies is copied in this order,
-  before any step that is taken later);
+  arrives (they share a channel, so in the order of issue; what a swap copies is copied in this
+  order, before any step that is taken later);
 - of a ``Volume``: when all of its rows have run, or at once when none is left to run;
 - of a ``Tombstone``: when it arrives (an earlier stage completed that volume without running it);
 - of a ``Release``: when all of ``after`` and ``also`` are complete.
@@ -21,9 +21,9 @@ it may run. What is done once for a group (its fitness, its blocks) is done at t
 
 **Dropping.** From the moment a request's ``Release`` arrives, its rows in volumes that wait or are
 still to come are dropped; rows of volumes that have begun run to the end. A volume that loses all
-rows is *buried*: it completes, and a ``Tombstone`` goes on in its stead on the control channel; rows
-of it that still arrive are ignored. A volume that loses some goes on with the others. Later stages
-need not know that rows were dropped, since the seq completes there whichever way it arrives.
+rows is *buried*: it completes, and a ``Tombstone`` goes on in its stead on the control channel;
+rows of it that still arrive are ignored. A volume that loses some goes on with the others. Later
+stages need not know that rows were dropped, since the seq completes there whichever way it arrives.
 
 **Forgetting.** The head's ``Release`` names every seq with rows of the request that had not come
 back; those that had are complete at every stage. Once all of the named ones are complete here, no

@@ -59,7 +59,8 @@ def volume(seq: int, rows: int, prefill: bool) -> tuple[Volume, bytes]:
 
 @dataclass
 class Wire:
-    """A channel's connection: frames under way to the receiver, acknowledgements on the way back."""
+    """A channel's connection: frames in flight to the receiver, acknowledgements on the way
+    back."""
 
     up: bool = False
     frames: list[Packet] = field(default_factory=list)

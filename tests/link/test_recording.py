@@ -142,6 +142,7 @@ def test_a_recording_ends_at_its_bound_and_can_be_replayed_up_to_there() -> None
 
 
 OPENED = b'{"policy":"fifo","version":1}'
+SENT = b'{"at":0,"event":"MessageSentEvent","of":{%s}}'
 
 
 @pytest.mark.parametrize(

@@ -301,8 +301,10 @@ async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
 
 async def test_alternatives_of_a_request_that_is_over_are_forgotten() -> None:
     released: list[int] = []
-    head: Any = SimpleNamespace(next=lambda _: None, released=lambda seq, _: released.append(seq))
-    desk: Any = SimpleNamespace()
+    head: Any = SimpleNamespace(
+        next_batch=lambda _: None, on_released=lambda seq, _: released.append(seq)
+    )
+    desk: Any = SimpleNamespace(close=lambda: None)
     ring = make_ring(ScriptedExecutor(), head, desk, lambda _: None)
     ring.open(RecordingOutlet())
     for request in (3, 4):
@@ -323,7 +325,7 @@ def part(bench: Bench, seq: int, arrived: int) -> None:
 def running(bench: Bench) -> tuple[int, int, bytes]:
     """Start, count and data of what runs."""
     (((step_input,), _),) = bench.executor.steps
-    (rows,) = step_input.volume.rows
+    (rows,) = step_input.volume.slices
     return rows.start, rows.count, bytes(step_input.data)
 
 
@@ -433,7 +435,9 @@ async def test_decodes_ride_with_each_piece_of_a_large_chunk() -> None:
     admits = tuple(ControlWithPayload(Admit(seq, seq - 1, SamplingParams(), 4)) for seq in (1, 2))
     batches: list[Any] = [(True, MicroBatch(admits, (volume(3, True, 200),)))]
     head: Any = SimpleNamespace(
-        next=lambda now, *, prefill=True: (next_batch(now, prefill=prefill) or (None, None))[1]
+        next_batch=lambda now, *, prefill=True: (next_batch(now, prefill=prefill) or (None, None))[
+            1
+        ]
     )
     executor, outlet = ScriptedExecutor(), RecordingOutlet()
     ring = make_ring(executor, head, SimpleNamespace(), lambda _: None)

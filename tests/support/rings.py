@@ -207,12 +207,12 @@ class TimedLink:
 
     def send_control(self, body: RingMessage, payload: Any = None) -> None:
         data = None if payload is None else bytearray(payload)
-        self._later(self.latency, lambda: self.to.arrive(body, data))
+        self._later(self.latency, lambda: self.to.on_message(body, data))
 
     def send_volume(self, header: Volume, rows: Any) -> None:
         assert header.payload == Payload("u8", (header.count, 1))
         if not header.prefill:
-            self._later(self.latency, lambda: self.to.arrive(header, bytearray(rows)))
+            self._later(self.latency, lambda: self.to.on_message(header, bytearray(rows)))
             return
         assert header.seq not in self._volumes
         self._volumes[header.seq] = header, bytearray(header.count)
@@ -237,12 +237,12 @@ class TimedLink:
             del self._volumes[tick]
         if not self.cut_through:
             if after == len(room):
-                self.to.arrive(header, room, after)
+                self.to.on_message(header, room, after)
         elif before:
             payload = Payload("u8", (count, 1))
-            self.to.arrive(VolumeFragment(tick, before, payload), None, after)
+            self.to.on_message(VolumeFragment(tick, before, payload), None, after)
         else:
-            self.to.arrive(header, room, after)
+            self.to.on_message(header, room, after)
 
     def handle_event(self, event: Any) -> None:
         pass

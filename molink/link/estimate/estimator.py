@@ -20,8 +20,8 @@ _NOTICEABLE_SECONDS = 0.0003
 #: Seconds between two looks for the least round trip: it is asked for with each acknowledgement,
 #: thousands of times a second, and changes with heartbeats.
 _CHECK_INTERVAL = BUSY_INTERVAL
-#: Seconds by which a heartbeat is late if there is a queue, and how many have to be on end: a single one
-#: may be late because a loop was.
+#: Seconds by which a heartbeat is late if there is a queue, and how many have to be on end: a
+#: single one may be late because a loop was.
 _QUEUE_DELAY = 0.004
 _LATE_HEARTBEATS = 2
 
@@ -29,10 +29,10 @@ _LATE_HEARTBEATS = 2
 class LinkEstimator:
     """Estimates one link from what its sender knows.
 
-    It hears of messages that are sent and acknowledged (:meth:`handle`) and of heartbeats that leave
-    and come back. Latency is half the least round trip of late, rate the greatest of late that
-    the link delivered while it had something to deliver. Both follow a link that changes within
-    2 s, and stay as they are while nothing tells otherwise.
+    It hears of messages that are sent and acknowledged (:meth:`handle`) and of heartbeats that
+    leave and come back. Latency is half the least round trip of late, rate the greatest of late
+    that the link delivered while it had something to deliver. Both follow a link that changes
+    within 2 s, and stay as they are while nothing tells otherwise.
     """
 
     def __init__(self, start: LinkFacts | None = None) -> None:

@@ -83,8 +83,8 @@ class RateMeter:
         #: Of the burst under way, if there is one: when it began, and bytes that have arrived.
         self._burst_at = 0.0
         self._burst = 0
-        #: The last acknowledgement on the bulk channel, when the newest that it was of had been sent,
-        #: and bytes that arrived since on the other.
+        #: The last acknowledgement on the bulk channel, when the newest that it was of had been
+        #: sent, and bytes that arrived since on the other.
         self._last_ack_at: float | None = None
         self._newest = 0.0
         self._other_bytes = 0

@@ -98,7 +98,8 @@ LinkEvent = (
 
 
 class SendRowsAction(msgspec.Struct, frozen=True):
-    """Send the next ``rows`` rows of ``volume``; nothing else on its channel until they have left."""
+    """Send the next ``rows`` rows of ``volume``; nothing else on its channel until they have
+    left."""
 
     volume: int
     rows: int

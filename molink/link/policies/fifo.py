@@ -14,7 +14,8 @@ from molink.wire.messages.data_plane import Channel
 
 
 class FifoPolicy:
-    """First produced, first sent, whatever the channel: a decode waits for the prefill before it."""
+    """First produced, first sent, whatever the channel: a decode waits for the prefill before
+    it."""
 
     name = "fifo"
     single_channel = True

@@ -35,9 +35,9 @@ class Outflow:
     """Follows what is handed to the sockets at the estimated rate of the link.
 
     Nobody tells a policy when bytes have left: each message takes its size divided by the rate,
-    after those before it, on whichever channel. The rate that is estimated is the greatest of late, so
-    what is sent without a break would leave later and later than that. Acknowledgements correct it:
-    a message that has been acknowledged left a round trip ago, and what follows it in the same
+    after those before it, on whichever channel. The rate that is estimated is the greatest of late,
+    so what is sent without a break would leave later and later than that. Acknowledgements correct
+    it: a message that has been acknowledged left a round trip ago, and what follows it in the same
     *stretch* (a time without a break in sending) leaves as much later as it did. How much slower
     than estimated bytes leave is remembered as :attr:`rate_share`. A queue that is left where a
     stretch ends is forgotten: going on to allow for it would keep bytes from TCP, whose window

@@ -332,7 +332,8 @@ class LinkHello(LeanMessage, frozen=True, tag="hello"):
 
 
 class Frame(LeanMessage, frozen=True, tag="frame"):
-    """A numbered message of a channel: ``frame_number`` rises by one from 0 in each (epoch, channel)."""
+    """A numbered message of a channel: ``frame_number`` rises by one from 0 in each (epoch,
+    channel)."""
 
     epoch: Epoch
     channel: Channel

@@ -301,7 +301,7 @@ def test_nothing_collapses_when_only_small_messages_flow() -> None:
 
 @pytest.mark.parametrize("one_is_late", [False, True])
 def test_what_tcp_holds_back_does_not_lower_the_rate(one_is_late: bool) -> None:
-    """A window that starts again, or recovers from a loss, is no slower link: heartbeats are in time.
+    """A window that restarts or recovers from a loss is no slower link: heartbeats are timely.
 
     One of three may be late because an event loop was.
     """

@@ -41,7 +41,7 @@ MBPS = 1e6 / 8
 class Bottleneck:
     """A queue served at ``rate`` bytes/s, and ``latency`` seconds each way; both may change.
 
-    The window is told what the product's estimator finds, by chunks and by a heartbeat every 100 ms.
+    The window gets the product's estimates, from chunks and from a heartbeat every 100 ms.
     """
 
     rate: float
