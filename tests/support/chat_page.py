@@ -29,7 +29,7 @@ def ask_question(browser: Browser, question: str) -> None:
 
 def sent_prompt(backend: FakeBackend) -> str:
     """What the model was asked last, as text."""
-    return str(backend.tokenizer.decode(list(backend.requests[-1].prompt)))
+    return str(backend.tokenizer.decode(list(backend.requests[-1].prompt_token_ids)))
 
 
 def release_tokens(server_gate: asyncio.Semaphore, backend: FakeBackend, count: int) -> None:

@@ -101,7 +101,7 @@ class _OpenAIEncoder:
 class ChatEncoder(_OpenAIEncoder):
     """``chat.completion`` and ``chat.completion.chunk``."""
 
-    _id, _object, _chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _id_prefix, _object, _chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     _text_field = b"delta"
 
     def encode_start(self, index: int) -> bytes:
@@ -155,7 +155,7 @@ class ChatEncoder(_OpenAIEncoder):
 class CompletionEncoder(_OpenAIEncoder):
     """``text_completion``."""
 
-    _id, _object, _chunk = "cmpl", "text_completion", "text_completion"
+    _id_prefix, _object, _chunk = "cmpl", "text_completion", "text_completion"
     _text_field = b"text"
 
     def __init__(self, plan: RequestPlan, with_usage: bool = False) -> None:

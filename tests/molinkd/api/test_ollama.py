@@ -81,7 +81,7 @@ def test_generate(ask: ollama.Client, backend: FakeBackend) -> None:
     assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\nhi<|end|>\n")
     raw = "".join(part.response or "" for part in ask.generate("tiny", "x", raw=True, stream=True))
     assert raw == backend.answer
-    assert backend.requests[1].prompt == tuple(backend.tokenizer.encode("x"))
+    assert backend.requests[1].prompt_token_ids == tuple(backend.tokenizer.encode("x"))
 
 
 async def test_the_asynchronous_client(endpoint: EndpointServer, backend: FakeBackend) -> None:
