@@ -30,10 +30,12 @@ class Computes:
     def __init__(self, agenda: EventQueue, stage: Stage, requests: RequestTable) -> None:
         self._agenda, self._stage, self._requests = agenda, stage, requests
 
-    async def status(self) -> bytes:
+    async def fetch_status(self) -> bytes:
         return b"{}"
 
-    def submit(self, segments: Sequence[StepInput], done: Callable[[StepResult], None]) -> None:
+    def submit_step(
+        self, segments: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
         results = run_step(self._stage, self._requests, segments)
         self._agenda.schedule_at(self._agenda.now + 0.001, done, StepResult(results, 0.001, None))
 
@@ -80,13 +82,13 @@ class RingBackend:
     def _keep(self, emission: Emission, now: float) -> None:
         self._told[emission.message.key].append(emission.message)
 
-    def models(self) -> Sequence[ServedModel]:
+    def list_models(self) -> Sequence[ServedModel]:
         return [ServedModel("tiny", self.folder, self.context, 1700000000)]
 
-    def ready(self, model: str | None = None) -> bool:
+    def is_ready(self, model: str | None = None) -> bool:
         return True
 
-    def metrics(self) -> MetricValues:
+    def collect_metrics(self) -> MetricValues:
         return MetricValues()
 
     def submit(self, request: Request, emitted: Sequence[int] = ()) -> str:

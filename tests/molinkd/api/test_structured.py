@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Literal
 
 import jsonschema
@@ -11,6 +10,7 @@ import openai
 import pydantic
 import pytest
 import torch
+from msgspec.structs import replace
 
 from molink.checkpoint.model_source import find_demo_model
 from molink.text.grammar import build_grammar
