@@ -258,7 +258,7 @@ class World:
 
     def _on_ask_due(self, client: Client) -> None:
         assert client.daemon is not None
-        request = Request(client.model, tuple(client.prompt), client.count, client.sampling, client.stop)
+        request = Request(client.model, client.prompt, client.count, client.sampling, client.stop)
         self.note(f"client {client.number} asks {client.daemon}")
         key = ""
 
