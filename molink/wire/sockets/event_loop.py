@@ -10,7 +10,7 @@ import threading
 import time
 
 if sys.platform == "win32":
-    #: Milliseconds between two seqs of the system's clock: ``select`` wakes on them.
+    #: Milliseconds between two ticks of the system's clock: ``select`` wakes on them.
     _TICK_MS = 1
     #: ``ProcessPowerThrottling``, and its ``IGNORE_TIMER_RESOLUTION``.
     _POWER_THROTTLING, _IGNORE_TIMER_RESOLUTION = 4, 4
@@ -19,7 +19,7 @@ if sys.platform == "win32":
     def tick_finely() -> None:
         """Have waits of this process end within a millisecond, not 15.6; also without a window.
 
-        Acknowledgements and chunks are timed to 5 ms. Windows 11 takes the fine seqs from a
+        Acknowledgements and chunks are timed to 5 ms. Windows 11 takes the fine ticks from a
         process whose windows nobody sees, unless it says that it needs them.
         """
         ctypes.windll.winmm.timeBeginPeriod(_TICK_MS)
@@ -37,7 +37,7 @@ if sys.platform == "win32":
         """A selector loop that Ctrl-C wakes, with a clock finer than 15.6 ms.
 
         Winsock's ``select`` is not interrupted by a signal, and only asyncio's Proactor loop has
-        one written to its self-pipe; ``time.monotonic`` seqs coarsely before Python 3.13, which
+        one written to its self-pipe; ``time.monotonic`` ticks coarsely before Python 3.13, which
         rounds the timers of acknowledgements and makes round trips look like nothing.
         """
 
