@@ -16,9 +16,8 @@ from molink.checkpoint.tensor_layout import (
     last_stage_tensors,
     layer_tensors,
 )
-from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.dtypes import DTYPE_SIZES, OUTPUT_MULTIPLE, narrow_dtype
 from molink.facts.model import BlockWeights, ModelFacts, NarrowWeights, Quantize
-from molink.facts.narrow_weights import OUTPUT_MULTIPLE, narrow_dtype
 from molink.gguf.block_formats import resident_bytes
 from molink.gguf.ggml_types import find_packed
 

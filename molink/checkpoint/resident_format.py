@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
 from molink.checkpoint.safetensors_header import TensorSpec
-from molink.facts.narrow_weights import NarrowDType
+from molink.facts.dtypes import NarrowDType
 from molink.gguf.block_formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat
 from molink.gguf.ggml_types import find_packed
 

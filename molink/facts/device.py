@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from molink.facts.narrow_weights import NarrowDType
+from molink.facts.dtypes import NarrowDType
 from molink.facts.scalars import Count, Index, Text
 
 

@@ -7,9 +7,8 @@ daemon plans its worker by them, so that what is placed fits where it was placed
 from dataclasses import dataclass
 from typing import Literal
 
-from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.dtypes import DTYPE_SIZES, NarrowDType, weight_dtype
 from molink.facts.model import BLOCK_SIZE, ModelFacts, NarrowWeights, Quantize
-from molink.facts.narrow_weights import NarrowDType, weight_dtype
 from molink.facts.profile import MAX_CHUNK_ROWS
 
 #: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).

@@ -5,6 +5,7 @@ of a chunk size). A stage measures its own after loading; everybody else compute
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
@@ -140,3 +141,19 @@ def smallest_near_best(sizes: Sequence[int], costs: Sequence[float], factor: flo
     """
     good = factor * min(costs)
     return next(size for size, cost in zip(sizes, costs, strict=True) if cost <= good)
+
+
+#: Whatever is beyond, or below one part in so many, is no measurement.
+MAX_SLOWDOWN = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How many times as long as the stage's profile says its steps take, by their kind."""
+
+    decode: float = 1.0
+    prefill: float = 1.0
+
+    def apply_to(self, profile: Profile) -> Profile:
+        """The profile as it is at this pace."""
+        return profile.scale_by(self.decode, self.prefill)

@@ -1,13 +1,21 @@
 """How a pipeline serves, as its owner sets it."""
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.dtypes import Compression
-from molink.facts.preemption import SWAP_SPACE, PreemptionMode
 from molink.facts.scalars import Text
+
+#: ``recompute``: they are given up, and computed anew when its turn has come again.
+#: ``reactive-swap``: they go to memory of the host when others lack blocks, and come back when it
+#: is its turn; who needs the blocks waits meanwhile. ``proactive-swap``: they go before others lack
+#: blocks, and come back before its turn (FastServe, §4.2).
+PreemptionMode = Literal["recompute", "reactive-swap", "proactive-swap"]
+PREEMPTION_MODES: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
+#: Host memory that a stage may use for it if nothing is said, in bytes: as vLLM's ``--swap-space``.
+SWAP_SPACE = 4 << 30
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

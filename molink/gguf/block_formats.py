@@ -15,7 +15,7 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from molink.facts.narrow_weights import NarrowDType
+from molink.facts.dtypes import NarrowDType
 
 #: Rows of a weight that lie together where a CPU multiplies by blocks: their number has to be a
 #: multiple of it. CPUs with shorter registers take half as many.

@@ -74,7 +74,7 @@ class InConnection(Protocol):
 
     @property
     def identity(self) -> bytes:
-        """The connection to answer on; :mod:`molink.wire.routing` says which of two is later."""
+        """The connection to answer on; :mod:`molink.wire.protocol` says which of two is later."""
 
     @property
     def peer_id(self) -> str:

@@ -11,7 +11,7 @@ from molink.link.heartbeat import StageProgress
 from molink.link.receiver import Arrival, LinkReceiver
 from molink.wire.messages.codec import DataMessage
 from molink.wire.messages.data_plane import Ack, Channel, Frame, Heartbeat, LinkHello
-from molink.wire.routing import is_later
+from molink.wire.protocol import is_later
 
 
 @dataclass(slots=True)

@@ -13,12 +13,104 @@ from molink.errors import MolinkError
 from molink.facts.ring_times import LinkFacts
 from molink.link.base import Connect, LinkName, OutConnection, OutConnectionEvents, Timer, Timers
 from molink.link.heartbeat import HeartbeatClock, LinkLiveness, StageProgress
-from molink.link.link_stats import LinkStats
-from molink.link.policies.base import LinkEvent
+from molink.link.policies.base import LinkEstimatedEvent, LinkEvent
 from molink.link.sender import BOTH_CHANNELS, LinkSender
-from molink.link.tcp_keep_warm import TcpKeepWarm
 from molink.wire.messages.codec import Buffer, DataMessage
 from molink.wire.messages.data_plane import Ack, Channel, Heartbeat, RingMessage, Volume
+
+
+@dataclass(slots=True)
+class LinkStats:
+    """What happened on a link so far."""
+
+    connects: int = 0
+    sent_frames: int = 0
+    sent_bytes: int = 0
+    #: Rows of volumes: as the stage made them, and as they were sent.
+    plain_bytes: int = 0
+    packed_bytes: int = 0
+    resent: int = 0
+    stale_acks: int = 0
+    #: Bytes on the decode channel and on the bulk channel: not sent yet, and not acknowledged yet.
+    queued: tuple[int, int] = (0, 0)
+    in_flight: tuple[int, int] = (0, 0)
+    #: Seconds there and back, and bytes/s; 0 = unknown.
+    rtt: float = 0.0
+    min_rtt: float = 0.0
+    rate: float = 0.0
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that have not been sent at all, on both channels."""
+        return sum(self.queued)
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Bytes sent, or to be sent again, and not acknowledged, on both channels."""
+        return sum(self.in_flight)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """What happened so far, as ``/metrics`` names it."""
+        return {
+            "link_sent_frames_total": float(self.sent_frames),
+            "link_sent_bytes_total": float(self.sent_bytes),
+            "link_plain_bytes_total": float(self.plain_bytes),
+            "link_packed_bytes_total": float(self.packed_bytes),
+            "link_resent_frames_total": float(self.resent),
+            "link_connects_total": float(self.connects),
+        }
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What is the case now, as ``/metrics`` names it."""
+        return {
+            "link_rtt_seconds": self.rtt,
+            "link_latency_seconds": self.min_rtt / 2,
+            "link_rate_bytes_per_second": self.rate,
+            "link_queued_decode_bytes": float(self.queued[0]),
+            "link_queued_bulk_bytes": float(self.queued[1]),
+            "link_unacknowledged_decode_bytes": float(self.in_flight[0]),
+            "link_unacknowledged_bulk_bytes": float(self.in_flight[1]),
+        }
+
+
+#: Seconds between prompts after which it does so. A time-out is at least 0.2 s and a round trip.
+IDLE_PAUSE = 0.19
+#: So many seconds' worth of the link's rate are sent each time: with :data:`PAUSE`, a fortieth.
+SHARE_S = 0.005
+#: Bytes of one time: fewer would keep hardly more than each connection begins with (14 KB).
+MIN_BYTES = 32 * 1024
+MAX_BYTES = 256 * 1024
+#: The least round trip, in seconds, at which a slow start is worth it.
+MIN_RTT = 0.008
+#: Prompts come often if the last one was no longer ago than this, in seconds.
+MAX_PROMPT_GAP = 10.0
+
+
+class TcpKeepWarm:
+    """Keeps the window of one link's bulk channel; without I/O."""
+
+    def __init__(self) -> None:
+        self._prefill_at = self._bulk_at = float("-inf")
+
+    def on_prefill(self, now: float) -> None:
+        """Rows of a prompt go over this link."""
+        self._prefill_at = now
+
+    def on_sent(self, now: float) -> None:
+        """Something leaves on the bulk channel."""
+        self._bulk_at = now
+
+    def due_bytes(self, estimate: LinkEstimatedEvent, now: float) -> int:
+        """How many bytes to send now, if nothing waits there and requests live; 0 for none."""
+        if now - self._bulk_at < IDLE_PAUSE or now - self._prefill_at > MAX_PROMPT_GAP:
+            return 0
+        nbytes = int(SHARE_S * (estimate.rate or 0.0))
+        if nbytes < MIN_BYTES or estimate.min_rtt < MIN_RTT:
+            return 0
+        return min(nbytes, MAX_BYTES)
+
 
 #: Seconds until a hello is repeated that the next stage hasn't answered: it may not be that far.
 HELLO_INTERVAL = 0.25

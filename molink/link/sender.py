@@ -7,7 +7,7 @@ from math import inf
 
 from molink.errors import InvariantError, MessageTooLarge, Overloaded
 from molink.link.estimate.estimator import LinkEstimator
-from molink.link.link_queues import LinkQueues
+from molink.link.link_queues import LinkQueues, UnsentVolume
 from molink.link.packing.base import MessagePacker, Packer
 from molink.link.policies.base import (
     ChannelPolicy,
@@ -20,7 +20,6 @@ from molink.link.policies.base import (
     SendRowsAction,
 )
 from molink.link.send_window import Packet, SendWindow, header_fits
-from molink.link.unsent_volume import UnsentVolume
 from molink.wire.messages.codec import MAX_HEADER, Buffer
 from molink.wire.messages.data_plane import Ack, Channel, RingMessage, Volume
 

@@ -19,12 +19,12 @@ from molink.link.policies.create import create_policy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.recording import RecordingPolicy
 from molink.link.sender import LinkSender
-from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
 from molink.ring.ring import Ring, RingConfig
+from molink.ring.ring_measurements import NO_HOST_MEMORY, HostMemory
 from molink.ring.scheduler_bridge import EmissionReceiver, SchedulerBridge
+from molink.ring.scoreboard import ScoreboardLimits
 from molink.ring.stage import DraftRunner, NextStage, StageRequests, StageShape, StepExecutor
 from molink.ring.sub_chunks import SubChunkPolicy, create_sub_chunk_policy
-from molink.ring.tracked_requests import ScoreboardLimits
 from molink.scheduler.chunk_size import max_chunk_rows
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.answer_lengths import AnswerLengths

@@ -1,7 +1,9 @@
 """One stage's place in the ring during one epoch: receive, order, fuse, run, send."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import msgspec
 
@@ -9,15 +11,16 @@ from molink.facts.profile import Profile
 from molink.facts.ring_times import LinkFacts
 from molink.link.heartbeat import StageProgress, timeout_for
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
-from molink.ring.bubbles import BubbleMeter
 from molink.ring.control_applier import ControlApplier
-from molink.ring.error_guard import ErrorGuard
-from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
-from molink.ring.ring_measurements import RingMeasurements
+from molink.ring.ring_measurements import (
+    NO_HOST_MEMORY,
+    HostMemory,
+    RingMeasurements,
+    SlowdownMeter,
+)
 from molink.ring.round_trip import RoundTripClock
 from molink.ring.scheduler_bridge import SampleCollector, SchedulerBridge
-from molink.ring.scoreboard import Scoreboard
-from molink.ring.slowdown import SlowdownMeter
+from molink.ring.scoreboard import Scoreboard, ScoreboardLimits
 from molink.ring.stage import NextStage, StageRequests, StageShape, StepExecutor
 from molink.ring.step import (
     ControlMessage,
@@ -26,21 +29,54 @@ from molink.ring.step import (
     StepOutput,
     StepResult,
 )
-from molink.ring.step_monitor import StepLog, StepTimePredictor
+from molink.ring.step_monitor import BubbleMeter, StepLog, StepTimePredictor
 from molink.ring.sub_chunks import SubChunkPolicy, WholeVolumePolicy
-from molink.ring.tracked_requests import ScoreboardLimits
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data_plane import (
+    HostMemoryReport,
+    LinkReport,
     Release,
     RingMessage,
     SamplerOutput,
+    SlowdownReport,
     Tombstone,
     TopLogprobs,
     Volume,
     VolumeFragment,
 )
-from molink.wire.messages.ring_reports import HostMemoryReport, LinkReport, SlowdownReport
+
+log = logging.getLogger(__name__)
+
+
+class ErrorGuard:
+    """A context in which an error would leave a seq undone for ever: the stage ends with it.
+
+    It may be entered again and again, several times a step: a generator would cost more than much
+    of what is done in it.
+    """
+
+    __slots__ = ("_on_broken",)
+
+    def __init__(self, on_broken: Callable[[str], None]) -> None:
+        """``on_broken`` is told what the error was."""
+        self._on_broken = on_broken
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        log.error("this stage can't go on", exc_info=error)
+        self._on_broken(f"{type(error).__name__}: {error}")
+        return True
+
 
 #: What the scoreboard of a later stage puts in order, parts of volumes aside.
 _SCOREBOARD_MESSAGES = ControlMessage | Volume

@@ -61,11 +61,10 @@ refused.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from molink.errors import InvariantError
-from molink.ring.host_memory import HostBlockLedger, are_distinct
-from molink.ring.seq_set import PendingReleases, SeqSet
 from molink.ring.step import (
     CompletedControl,
     ControlMessage,
@@ -75,21 +74,418 @@ from molink.ring.step import (
     parse_block_ids,
 )
 from molink.ring.sub_chunks import SubChunkPolicy, WholeVolumePolicy
-from molink.ring.tracked_requests import ScoreboardLimits, TrackedRequests, has_honest_drafts
-from molink.ring.volume_queue import VolumeQueue
 from molink.ring.waiting_volume import WaitingVolume
 from molink.util.story import Story
 from molink.wire.messages.data_plane import (
+    MAX_GRAMMAR_BYTES,
+    MAX_SLICES,
     Admit,
     BlockTable,
     Grammar,
     History,
     Release,
+    RequestSlice,
     SwapIn,
     SwapOut,
     Tombstone,
     Volume,
 )
+
+
+class SeqSet:
+    """Seqs from 1 on: a watermark below which all are in, and the few that are in above it.
+
+    Seqs are dense (each number is used once), so the watermark follows and memory stays bounded by
+    how far seqs overtake each other. Seq 0 stands for "before anything" and is always in.
+    """
+
+    def __init__(self) -> None:
+        #: Every seq up to and including this one is in.
+        self.watermark = 0
+        self._above: set[int] = set()
+
+    def __contains__(self, seq: int) -> bool:
+        return seq <= self.watermark or seq in self._above
+
+    def __len__(self) -> int:
+        """Seqs that are kept one by one."""
+        return len(self._above)
+
+    def add_seq(self, seq: int) -> None:
+        """Put ``seq`` in."""
+        if seq <= self.watermark:
+            return
+        self._above.add(seq)
+        while self.watermark + 1 in self._above:
+            self.watermark += 1
+            self._above.remove(self.watermark)
+
+    def find_missing(self, seqs: Iterable[int]) -> set[int]:
+        """Those of ``seqs`` that are not in."""
+        return {seq for seq in seqs if seq not in self}
+
+
+class PendingReleases:
+    """Releases that a stage can't complete yet, each with the seqs it waits for."""
+
+    def __init__(self, complete: SeqSet) -> None:
+        """``complete`` are the stage's seqs, which somebody else adds to."""
+        self._complete = complete
+        self._waiting: dict[int, tuple[Release, set[int]]] = {}
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add_release(self, release: Release, seqs: set[int]) -> None:
+        """One that is complete once all of ``seqs`` are."""
+        self._waiting[release.seq] = release, self._complete.find_missing(seqs)
+
+    def pop_complete(self) -> Iterator[Release]:
+        """Remove those that wait for nothing any more.
+
+        Each is to be completed before the next is asked for: others may wait for it.
+        """
+        found = True
+        while found:
+            found = False
+            for seq, (release, missing) in list(self._waiting.items()):
+                missing.intersection_update(self._complete.find_missing(missing))
+                if not missing:
+                    del self._waiting[seq]
+                    yield release
+                    found = True
+
+    def find_problems(self) -> Iterator[str]:
+        """What must not be."""
+        for seq, (_, missing) in self._waiting.items():
+            if seq in self._complete:
+                yield f"release {seq} is complete but still waited for"
+            if not self._complete.find_missing(missing):
+                yield f"release {seq} waits for nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreboardLimits:
+    """What an honest ring never exceeds, or a step would fail, or memory run out.
+
+    ``max_requests`` counts those admitted and not forgotten, ``waiting_bytes`` the rows of volumes
+    that have come, at least in part, and were not taken whole. ``max_model_len`` tokens and
+    ``max_table_blocks`` blocks are those of one request; ``blocks`` of ``block_size`` tokens are in
+    the KV pool, and there are ``host_blocks`` in host memory.
+    """
+
+    max_requests: int = 1 << 16
+    max_model_len: int = 1 << 24
+    max_table_blocks: int = 1 << 24
+    blocks: int = 1 << 31
+    block_size: int = 1 << 16
+    waiting_bytes: int = 256 << 20
+    host_blocks: int = 0
+
+
+def has_honest_drafts(volume: Volume) -> bool:
+    """Whether all drafts are of decode rows that are sampled from, and one ``SamplerOutput`` has
+    room.
+
+    A group may be drafts only: it goes ahead of the token that it assumes.
+    """
+    drafted = [group for group in volume.slices if group.drafts]
+    if not drafted or volume.prefill:
+        return not drafted
+    proper = all(group.sample and len(group.drafts) <= group.count for group in drafted)
+    checked = sum(len(group.verified_drafts) for group in drafted)
+    return proper and len(volume.slices) + checked <= MAX_SLICES
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """A request that lives: ids of its history, blocks of its table.
+
+    ``last_seq`` is the seq of the latest volume of which rows of it were taken; 0: none was.
+    """
+
+    num_ids: int = 0
+    num_blocks: int = 0
+    last_seq: int = 0
+    has_grammar: bool = False
+    #: Whether what its blocks should hold could not be brought there: none of its rows can run.
+    is_broken: bool = False
+
+    def add_ids(self, history: History, limits: ScoreboardLimits) -> bool:
+        """Count the ids of a message; ``False`` if they are not the next ones, or too many."""
+        payload = history.payload
+        end = history.first + payload.shape[0]
+        proper = (
+            payload.dtype == "i32" and len(payload.shape) == 1 and history.first == self.num_ids
+        )
+        if not proper or end > limits.max_model_len:
+            return False
+        self.num_ids = end
+        return True
+
+    def add_grammar(self, grammar: Grammar) -> bool:
+        """Note that it has one; ``False`` if it is late, a second one, or no honest one."""
+        payload = grammar.payload
+        proper = payload.dtype == "u8" and len(payload.shape) == 1
+        proper = proper and 0 < payload.nbytes <= MAX_GRAMMAR_BYTES
+        if not proper or self.last_seq or self.num_ids or self.has_grammar:
+            return False
+        self.has_grammar = True
+        return True
+
+    def add_blocks(self, blocks: Sequence[int], limits: ScoreboardLimits) -> bool:
+        """Count blocks that its table begins with; ``False`` if they are late or no honest ones."""
+        end = self.num_blocks + len(blocks)
+        proper = len(blocks) and min(blocks) >= 0 and max(blocks) < limits.blocks
+        if not proper or self.last_seq or end > limits.max_table_blocks:
+            return False
+        self.num_blocks = end
+        return True
+
+    def can_run(self, request_slice: RequestSlice, limits: ScoreboardLimits) -> bool:
+        """Whether its table, with what the rows bring along, holds them all."""
+        if (
+            any(block >= limits.blocks for block in request_slice.blocks)
+            or request_slice.copy_from_block >= limits.blocks
+        ):
+            return False
+        if self.is_broken or (
+            request_slice.copy_from_block >= 0 and request_slice.start % limits.block_size == 0
+        ):
+            return False
+        table, end = (
+            self.num_blocks + len(request_slice.blocks),
+            request_slice.start + request_slice.count,
+        )
+        return table <= limits.max_table_blocks and end <= min(
+            limits.max_model_len, table * limits.block_size
+        )
+
+    def start_rows(self, request_slice: RequestSlice, seq: int) -> None:
+        """The first piece of a volume with these rows was taken."""
+        self.num_blocks += len(request_slice.blocks)
+        self.last_seq = seq
+
+
+class TrackedRequests:
+    """Those that were admitted and are not known to be over.
+
+    Nothing is kept of the others: ids rise with admission, so who is not among them and no newer
+    than the newest is over.
+    """
+
+    def __init__(self, limits: ScoreboardLimits, complete: SeqSet) -> None:
+        """``complete`` are the stage's seqs, which somebody else adds to."""
+        self._limits = limits
+        self._complete = complete
+        self._live: dict[int, TrackedRequest] = {}
+        self._highest_id = -1
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get_request(self, request: int) -> TrackedRequest | None:
+        """One that lives."""
+        return self._live.get(request)
+
+    def is_new(self, request: int) -> bool:
+        """Whether it can still be admitted."""
+        return request > self._highest_id
+
+    def is_finished(self, request: int) -> bool:
+        """Whether it was released, or can't be admitted any more."""
+        return request <= self._highest_id and request not in self._live
+
+    def admit_request(self, request: int) -> None:
+        """A new one begins."""
+        self._highest_id = request
+        self._live[request] = TrackedRequest()
+
+    def release_request(self, request: int) -> None:
+        """It is over.
+
+        Admitted after its release, it would be forgotten in the midst of its rows: it is not new
+        any more.
+        """
+        self._highest_id = max(self._highest_id, request)
+        self._live.pop(request, None)
+
+    def can_run(self, request_slice: RequestSlice) -> bool:
+        """Whether these rows are to be computed, all seqs being complete that they come after."""
+        known = self._live.get(request_slice.request)
+        if known is None or known.last_seq not in self._complete:
+            return False
+        return known.can_run(request_slice, self._limits)
+
+    def start_rows(self, request_slice: RequestSlice, seq: int) -> None:
+        """The first piece of a volume with these rows was taken."""
+        self._live[request_slice.request].start_rows(request_slice, seq)
+
+    def find_problems(self) -> Iterator[str]:
+        """What must not be."""
+        if any(request > self._highest_id for request in self._live):
+            yield "a request is live that was never admitted"
+
+
+class HostBlockLedger:
+    """Which order to swap out has filled each of ``blocks`` host blocks at one stage."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        #: By host block, its seq.
+        self._filled: dict[int, int] = {}
+
+    def fill_blocks(self, seq: int, hosts: Sequence[int]) -> bool:
+        """Order ``seq`` copies there; ``False`` if there are no such blocks."""
+        if not are_distinct(hosts, self._blocks):
+            return False
+        self._filled.update(dict.fromkeys(hosts, seq))
+        return True
+
+    def drain_blocks(self, swap_out_seq: int, hosts: Sequence[int]) -> bool:
+        """What order ``filled`` has copied there comes back; ``False`` if it isn't there."""
+        if not are_distinct(hosts, self._blocks):
+            return False
+        if any(self._filled.get(host) != swap_out_seq for host in hosts):
+            return False
+        for host in hosts:
+            del self._filled[host]
+        return True
+
+
+def are_distinct(blocks: Sequence[int], total: int) -> bool:
+    """Whether they are some of ``total`` blocks, none of them named twice."""
+    within = len(blocks) > 0 and min(blocks) >= 0 and max(blocks) < total
+    return within and len(set(blocks)) == len(blocks)
+
+
+class VolumeQueue:
+    """By seq, from a volume's first rows on until it has run or is buried."""
+
+    def __init__(self, complete: SeqSet, sub_chunk_policy: SubChunkPolicy) -> None:
+        """``complete`` are the stage's seqs, which somebody else adds to."""
+        self._complete = complete
+        self._sub_chunk_policy = sub_chunk_policy
+        self._volumes: dict[int, WaitingVolume] = {}
+        #: Bytes of rows of those that were not taken whole.
+        self.nbytes = 0
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._volumes
+
+    def __iter__(self) -> Iterator[WaitingVolume]:
+        """Lowest seqs first; they may be removed meanwhile."""
+        if len(self._volumes) < 2:
+            return iter(tuple(self._volumes.values()))
+        return (self._volumes[seq] for seq in sorted(self._volumes))
+
+    def __len__(self) -> int:
+        return len(self._volumes)
+
+    def get_volume(self, seq: int) -> WaitingVolume | None:
+        """That of a seq."""
+        return self._volumes.get(seq)
+
+    def add_volume(self, waiting: WaitingVolume) -> None:
+        """One has come."""
+        self._volumes[waiting.volume.seq] = waiting
+        self.nbytes += waiting.nbytes
+
+    def drop_volume(self, waiting: WaitingVolume) -> None:
+        """None of its rows will run, and none has."""
+        del self._volumes[waiting.volume.seq]
+        self.nbytes -= waiting.nbytes
+
+    def take_rows(self, waiting: WaitingVolume, count: int) -> StepInput:
+        """Hand out its next ``count`` rows."""
+        step_input = waiting.take_rows(count)
+        if waiting.is_taken:
+            self.nbytes -= waiting.nbytes
+        return step_input
+
+    def complete_sub_chunk(self, waiting: WaitingVolume) -> bool:
+        """What was taken of it has run; whether that was its last piece. If so, it is gone."""
+        waiting.is_running = False
+        if waiting.is_taken:
+            del self._volumes[waiting.volume.seq]
+        return waiting.is_taken
+
+    # --- questions -----------------------------------------------------------------------------
+
+    def next_rows(self, waiting: WaitingVolume, piggybacked: int = 0) -> int:
+        """Rows of its next piece beside ``riding`` decode rows; 0 if it can't run now."""
+        if waiting.is_running or not self.is_ready(waiting):
+            return 0
+        available = waiting.num_available
+        if not available:
+            return 0
+        pending = waiting.num_remaining - waiting.num_taken - available
+        if waiting.volume.prefill:
+            return self._sub_chunk_policy.next_rows(
+                available, pending, piggybacked, waiting.row_rate
+            )
+        return 0 if pending else available
+
+    def is_ready(self, waiting: WaitingVolume) -> bool:
+        """Whether all is complete that its remaining rows come after."""
+        if not waiting.is_ready:
+            waiting.is_ready = all(
+                request_slice.after_seq in self._complete for request_slice in waiting.slices
+            )
+        return waiting.is_ready
+
+    def started_seqs(self, request: int) -> set[int]:
+        """Seqs of those that have begun and have rows of ``request``."""
+        return {
+            seq
+            for seq, waiting in self._volumes.items()
+            if waiting.is_started
+            and any(request_slice.request == request for request_slice in waiting.slices)
+        }
+
+    @property
+    def num_queued(self) -> int:
+        """Those that run, or could."""
+        if not self._volumes:
+            return 0
+        return sum(1 for each in self._volumes.values() if each.is_running or self.next_rows(each))
+
+    @property
+    def has_only_remainders(self) -> bool:
+        """Whether all that could run have begun."""
+        return all(each.is_started for each in self._volumes.values() if self.next_rows(each))
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that were not taken whole."""
+        return sum(1 for each in self._volumes.values() if not each.is_taken)
+
+    def find_problems(self) -> Iterator[str]:
+        """What must not be."""
+        left = [waiting for waiting in self._volumes.values() if not waiting.is_taken]
+        if self.nbytes != sum(waiting.nbytes for waiting in left):
+            yield f"{self.nbytes} bytes wait, say the counters"
+        for seq, waiting in self._volumes.items():
+            if seq in self._complete:
+                yield f"volume {seq} is complete but still waited for"
+            if waiting.num_available < 0 or not 1 <= waiting.num_arrived <= waiting.num_rows:
+                taken, arrived = waiting.num_taken, waiting.num_arrived
+                yield f"{taken} rows of volume {seq} were taken, of {arrived}"
+            if not waiting.slice_indices:
+                yield f"volume {seq} has no rows left"
+            ready = all(
+                request_slice.after_seq in self._complete for request_slice in waiting.slices
+            )
+            if (waiting.is_started or waiting.is_ready) and not ready:
+                yield f"volume {seq} has begun too early"
+            if waiting.is_running != waiting.is_started and (
+                waiting.is_running or waiting.is_taken
+            ):
+                yield f"volume {seq} has run but is not complete, or runs without rows"
+
 
 #: A seq further than this above the watermark is no honest message; the head keeps to half of it.
 MAX_SEQ_SPAN = 1 << 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from molink.errors import WireError
-from molink.facts.request_costs import RequestCosts
+from molink.facts.ring_times import RequestCosts
 from molink.wire.messages.serving import CacheUpdate
 
 #: Tokens of a span: prompts are compared by as many whole spans as they have. It is no multiple of

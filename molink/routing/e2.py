@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from molink.facts.request_costs import UNKNOWN_COSTS, RequestCosts
+from molink.facts.ring_times import UNKNOWN_COSTS, RequestCosts
 from molink.routing.base import PipelineLoad, PipelineName, RequestKey, RoutedPrompt, Router
 from molink.routing.cache_report import SPAN_TOKENS, CacheReport
 from molink.routing.load_tracker import LoadTracker, PrefixWaits, RoutedRequest

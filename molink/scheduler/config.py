@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, MAX_LOOKAHEAD, DraftModelFacts
-from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
+from molink.facts.settings import PREEMPTION_MODES, PreemptionMode
 from molink.wire.messages.data_plane import MAX_MICRO_BATCHES
 
 #: Tokens of growth reserved for each running request before another is admitted. With fewer, the

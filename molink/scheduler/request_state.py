@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from molink.facts.request_costs import RequestCosts
+from molink.facts.ring_times import RequestCosts
 from molink.scheduler.blocks import HostCopy
 from molink.scheduler.prefix_tree import ROOT, PrefixMatch
 from molink.scheduler.speculation.request_drafter import RequestDrafter

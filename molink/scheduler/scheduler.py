@@ -5,8 +5,7 @@ from copy import copy
 
 from molink.errors import InvariantError, MolinkError, Overloaded, RequestError
 from molink.facts.drafts import DraftBatch, DraftResults
-from molink.facts.request_costs import RequestCosts
-from molink.facts.ring_times import RingTimes
+from molink.facts.ring_times import RequestCosts, RingTimes
 from molink.routing.cache_report import CacheReport
 from molink.scheduler.admission import AdmissionController, WaitEstimator
 from molink.scheduler.batch import MicroBatch

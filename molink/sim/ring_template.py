@@ -10,7 +10,7 @@ from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.facts.profile import Profile
 from molink.facts.ring_times import LinkFacts, RingTimes
 from molink.ring.build import RingPlan
-from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
+from molink.ring.ring_measurements import NO_HOST_MEMORY, HostMemory
 from molink.ring.stage import StageShape
 from molink.scheduler.chunk_size import max_chunk_rows
 from molink.scheduler.config import SchedulerConfig

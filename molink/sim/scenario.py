@@ -6,7 +6,7 @@ from typing import Literal
 
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS, MAX_LOOKAHEAD
-from molink.facts.preemption import PreemptionMode
+from molink.facts.settings import PreemptionMode
 from molink.scheduler.policies.create import create_scheduling_policy
 from molink.sim.known_text import KnownText
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model

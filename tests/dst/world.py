@@ -11,7 +11,7 @@ from molink.errors import MolinkError
 from molink.facts.identity import derive_peer_id
 from molink.facts.model import ModelFacts
 from molink.link import heartbeat
-from molink.ring import link_reports as linkround
+from molink.ring import ring_measurements as linkround
 from molink.sim.event_queue import EventQueue
 from molink.swarm.controller.records import DesiredModel, MemberRecord
 from molink.swarm.frontend.generated_token import GeneratedToken

@@ -24,8 +24,8 @@ import molink
 from molink.swarm.membership.join_token import JoinToken
 from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec, data_codec
+from molink.wire.messages.control_plane import JoinRequest
 from molink.wire.messages.data_plane import Heartbeat
-from molink.wire.messages.join import JoinRequest
 from molink.wire.messages.serving import Cancel
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.key_pair import KeyPair

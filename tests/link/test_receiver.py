@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import InvariantError, MessageTooLarge, WireError
-from molink.link.policies.fifo import FifoPolicy
+from molink.link.policies.baselines import FifoPolicy
 from molink.link.receiver import Arrival, LinkReceiver, ReceiverLimits
 from molink.link.sender import LinkSender
 from molink.wire.messages.base import Payload

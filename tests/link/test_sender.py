@@ -14,8 +14,8 @@ from molink.link.policies.base import (
     SendRowsAction,
     WaitAction,
 )
+from molink.link.policies.baselines import FifoPolicy
 from molink.link.policies.create import POLICIES, create_policy
-from molink.link.policies.fifo import FifoPolicy
 from molink.link.send_window import Packet
 from molink.link.sender import LinkSender, SenderLimits
 from molink.wire.messages.base import Payload

@@ -34,13 +34,12 @@ from molink.facts.drafts import (
     DraftTokens,
 )
 from molink.facts.drafts import DraftResults as Answers
-from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import Profile
 from molink.facts.ring_times import LinkFacts, RingTimes
+from molink.facts.settings import PREEMPTION_MODES, PreemptionMode
 from molink.ring.scheduler_bridge import SampleCollector
-from molink.ring.scoreboard import Scoreboard
+from molink.ring.scoreboard import Scoreboard, ScoreboardLimits
 from molink.ring.step import Step, StepOutput, parse_block_copy
-from molink.ring.tracked_requests import ScoreboardLimits
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.scheduler.request_state import ABANDONED_AFTER_S, Emission, RequestState

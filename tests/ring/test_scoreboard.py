@@ -4,11 +4,19 @@ from array import array
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from molink.errors import InvariantError
-from molink.ring.scoreboard import MAX_SEQ_SPAN, MAX_WAITING_VOLUMES, Scoreboard
+from molink.ring.scoreboard import (
+    MAX_SEQ_SPAN,
+    MAX_WAITING_VOLUMES,
+    Scoreboard,
+    ScoreboardLimits,
+    SeqSet,
+    TrackedRequest,
+)
 from molink.ring.step import CompletedControl, Step, StepInput
-from molink.ring.tracked_requests import ScoreboardLimits, TrackedRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import (
     MAX_GRAMMAR_BYTES,
@@ -485,3 +493,22 @@ def test_a_grammar_that_comes_after_rows_is_refused() -> None:
     feed(board, admit(1, 0), volume(2, rows(0, 1)))
     assert run(board)[0] == (2,)
     assert feed(board, Grammar(3, 0, Payload("u8", (3,)))) == [Tombstone(3)]
+
+
+@given(st.lists(st.integers(1, 30)))
+def test_is_a_set(seqs: list[int]) -> None:
+    done = SeqSet()
+    for seq in seqs:
+        done.add_seq(seq)
+    assert {seq for seq in range(1, 40) if seq in done} == set(seqs)
+    assert 0 in done
+    assert done.find_missing(range(40)) == set(range(1, 40)) - set(seqs)
+    assert len(done) + done.watermark == len(set(seqs))
+
+
+@given(st.permutations(range(1, 30)))
+def test_remembers_nothing_below_the_watermark(seqs: list[int]) -> None:
+    done = SeqSet()
+    for seq in seqs:
+        done.add_seq(seq)
+    assert (done.watermark, len(done)) == (29, 0)

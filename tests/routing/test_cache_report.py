@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.errors import WireError
-from molink.facts.request_costs import RequestCosts
+from molink.facts.ring_times import RequestCosts
 from molink.routing.cache_report import (
     MAX_DIGESTS,
     SPAN_TOKENS,

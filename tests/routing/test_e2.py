@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.facts.request_costs import RequestCosts
+from molink.facts.ring_times import RequestCosts
 from molink.routing.base import PipelineLoad, RoutedPrompt
 from molink.routing.cache_report import SPAN_TOKENS, CacheReport
 from molink.routing.e2 import E2Router

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from molink.facts.preemption import PreemptionMode
 from molink.facts.profile import Profile
+from molink.facts.settings import PreemptionMode
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.blocks import BlockAllocator, ReleasingBlocks
 from molink.scheduler.config import SchedulerConfig

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.facts.preemption import PREEMPTION_MODES, PreemptionMode
 from molink.facts.profile import Profile
+from molink.facts.settings import PREEMPTION_MODES, PreemptionMode
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_scheduling_policy
 from molink.scheduler.scheduler import Scheduler

@@ -3,9 +3,9 @@
 import pytest
 
 from molink.errors import InvariantError
-from molink.facts.preemption import PreemptionMode
 from molink.facts.profile import Profile
 from molink.facts.ring_times import RingTimes
+from molink.facts.settings import PreemptionMode
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.blocks import HostBlockAllocator, HostCopy
 from molink.scheduler.config import SchedulerConfig

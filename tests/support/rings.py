@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from molink.facts.dtypes import DType
 from molink.facts.profile import UNKNOWN_PROFILE, Profile
 from molink.ring.build import RingPlan, RingStage, StageEnvironment, build_ring
-from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
 from molink.ring.ring import Ring
+from molink.ring.ring_measurements import NO_HOST_MEMORY, HostMemory
 from molink.ring.stage import DraftRunner, NextStage, StageRequests, StageShape, StepExecutor
 from molink.ring.sub_chunks import SubChunkPolicy
 from molink.scheduler.config import SchedulerConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from molink.facts.preemption import PREEMPTION_MODES
+from molink.facts.settings import PREEMPTION_MODES
 from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.sim.scenario import Scenario

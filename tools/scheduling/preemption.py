@@ -7,7 +7,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from molink.facts.preemption import PREEMPTION_MODES
+from molink.facts.settings import PREEMPTION_MODES
 from molink.sim.scenario import Scenario
 from tools.scheduling.requests import means_of, sizes_of
 from tools.scheduling.serving import (

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from molink.bench.report import percentile
 from molink.bench.sample import Sample
-from molink.facts.preemption import PREEMPTION_MODES
 from molink.facts.profile import MAX_CHUNK_ROWS
+from molink.facts.settings import PREEMPTION_MODES
 from molink.sim.profiles import LinkProfile
 from molink.sim.ring_template import BLOCK_SIZE, RingTemplate
 from molink.sim.scenario import Scenario

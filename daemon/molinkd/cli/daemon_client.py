@@ -27,7 +27,7 @@ from molink.wire.messages.admin import (
     UnrevokeRequest,
 )
 from molink.wire.messages.control_plane import ControlMessage, DoneReply
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.event_loop import EventLoop
 from molinkd.peer.demo import demo_homes, first_peer
 from molinkd.peer.home import Home

@@ -10,7 +10,7 @@ import typer
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Objective, Quantize
-from molink.facts.preemption import PreemptionMode
+from molink.facts.settings import PreemptionMode
 from molinkd.cli.hide_token import hide_token
 from molinkd.cli.join_verbs import is_address
 from molinkd.cli.swarm_verbs import HomeOption

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from molink.facts.preemption import PreemptionMode
+from molink.facts.settings import PreemptionMode
 
 Trace = Annotated[
     Path | None,

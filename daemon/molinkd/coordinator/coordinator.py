@@ -57,10 +57,9 @@ from molink.wire.messages.admin import (
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control_plane import ControlMessage, DoneReply
+from molink.wire.messages.control_plane import ControlMessage, DoneReply, JoinReply, JoinRequest
 from molink.wire.messages.election import LeaderHeartbeat, StateReplica
 from molink.wire.messages.instructions import DuplicatePeer, Revoked
-from molink.wire.messages.join import JoinReply, JoinRequest
 from molink.wire.messages.peer_reports import (
     Goodbye,
     PeerReport,

@@ -27,8 +27,8 @@ from molink.swarm.membership.join_rate_limit import JoinRateLimiter
 from molink.swarm.membership.join_token import ContactPoint
 from molink.swarm.membership.sanitize import sanitize_name
 from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
+from molink.wire.messages.control_plane import JoinRequest
 from molink.wire.messages.instructions import PeerInfo
-from molink.wire.messages.join import JoinRequest
 from molink.wire.messages.pairing import PairingOutcome
 from molink.wire.sockets.key_pair import KeyPair, is_public_key
 from molink.wire.sockets.zap import ZapAuthenticator

@@ -29,9 +29,8 @@ from molink.wire.messages.admin import (
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
-from molink.wire.messages.control_plane import ControlMessage, DoneReply
+from molink.wire.messages.control_plane import ControlMessage, DoneReply, JoinRedirect, JoinRequest
 from molink.wire.messages.election import LeaderReply, LeaderRequest
-from molink.wire.messages.join import JoinRedirect, JoinRequest
 from molink.wire.messages.transfer import (
     ManifestChunk,
     ManifestRequest,

@@ -37,7 +37,7 @@ from molink.wire.messages.instructions import (
     Unassign,
 )
 from molink.wire.messages.peer_reports import MAX_LATENCY, PeerReport, ReachReport, TransferState
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.create_socket import endpoints
 from molinkd.api.backend import MetricValues, ServedModel
 from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.agent.gpu_usage import OwnGpuUsage

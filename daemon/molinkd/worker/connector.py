@@ -8,8 +8,8 @@ from molink.link.base import OutConnectionEvents
 from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.data_plane import Channel
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.congestion import avoid_bbr, enable_pacing
 from molink.wire.sockets.key_pair import KeyPair
+from molink.wire.sockets.tcp_info import avoid_bbr, enable_pacing
 
 
 class StageConnector:

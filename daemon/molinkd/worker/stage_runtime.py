@@ -11,12 +11,12 @@ from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ring_times import LinkFacts
 from molink.link.estimate.link_memory import LinkMemory
-from molink.link.link_stats import LinkStats
+from molink.link.out_link import LinkStats
+from molink.link.packing.compression import RowPacker
 from molink.link.packing.compressor import Compressor
-from molink.link.packing.packer import RowPacker
 from molink.ring.build import LinkEnvironment, RingPlan, StageEnvironment, build_ring
-from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
 from molink.ring.ring import Ring
+from molink.ring.ring_measurements import NO_HOST_MEMORY, HostMemory
 from molink.ring.stage import DraftRunner, StageShape
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.answer_lengths import AnswerLengths
@@ -26,10 +26,10 @@ from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import SchedulerLoad, StageLoad
 from molink.wire.messages.serving import Cancel, Credit, PromptFragment, Submit
 from molink.wire.messages.worker_pipe import FormRing, LoadStage
-from molink.wire.sockets.congestion import has_idle_reset
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
+from molink.wire.sockets.tcp_info import has_idle_reset
 from molinkd.worker.connector import StageConnector
 from molinkd.worker.engine import StageEngine
 from molinkd.worker.record_file import RecordFile

@@ -14,7 +14,7 @@ import zmq.asyncio
 from molink.errors import MolinkError, WorkerError
 from molink.facts.identity import derive_peer_id
 from molink.link.estimate.link_memory import LinkMemory
-from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
+from molink.ring.ring_measurements import NO_HOST_MEMORY, HostMemory
 from molink.scheduler.policies.answer_lengths import AnswerLengths
 from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.serving import Rejected, Submit

@@ -10,10 +10,13 @@ Frame of ``LOSSLESS``, for n elements of s bytes: the n·(s-1) other bytes (of f
 pairs, then the n bytes between), then one zstd frame of the n top bytes.
 """
 
+from collections.abc import Callable
+
 import zstandard
 
 from molink.errors import WireError
 from molink.facts.dtypes import DTYPE_SIZES, WEIGHT_DTYPES
+from molink.link.packing.compressor import Compressor, PackedSample
 from molink.link.packing.int8_rows import packed_bytes, to_int8, to_rows
 from molink.link.packing.planes import BytePlanes
 from molink.wire.messages.base import Coding, Payload
@@ -118,3 +121,40 @@ def _check(payload: Payload) -> None:
         raise WireError(f"{payload.dtype} {list(payload.shape)} are no rows to pack")
     if payload.nbytes > MAX_PAYLOAD:
         raise WireError(f"rows of {payload.nbytes} bytes are over {MAX_PAYLOAD}")
+
+
+class RowPacker:
+    """The :class:`molink.link.packing.base.Packer` of a real link; ``clock`` gives seconds."""
+
+    def __init__(self, compressor: Compressor, clock: Callable[[], float]) -> None:
+        self._compressor = compressor
+        self._codec = RowCodec()
+        self._clock = clock
+        self._warm_up()
+
+    def set_rate(self, rate: float | None) -> None:
+        """The link carries ``rate`` bytes/s, if that is known."""
+        self._compressor.set_rate(rate)
+
+    def pack_rows(self, bulk: bool, payload: Payload, data: memoryview) -> tuple[Payload, Buffer]:
+        """Rows of a volume for the wire, packed or not; ``bulk`` if they are prefill rows."""
+        start = self._clock()
+        choice = self._compressor.choose_coding(bulk, start)
+        if choice.coding is Coding.PLAIN:
+            return payload, data
+        header, packed = self._codec.pack_rows(payload, data, choice.coding)
+        end = self._clock()
+        unpack = None
+        if choice.is_sample:
+            self._codec.unpack_rows(header, packed)
+            unpack = self._clock() - end
+        done = PackedSample(payload.nbytes, header.wire_bytes, end - start, unpack)
+        self._compressor.on_packed(bulk, done)
+        return header, packed
+
+    def _warm_up(self) -> None:
+        """Touch the memory of the codec, so that the first measurement is one of many."""
+        largest = Payload("bf16", (1, MAX_PAYLOAD // 2))
+        self._codec.unpack_rows(
+            *self._codec.pack_rows(largest, bytes(MAX_PAYLOAD), Coding.LOSSLESS)
+        )

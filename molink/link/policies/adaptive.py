@@ -9,6 +9,8 @@ from molink.link.policies.base import (
     LinkAction,
     LinkEvent,
     MessageSentEvent,
+    PendingRows,
+    RowBacklog,
     RowsProducedEvent,
     SendRowsAction,
     WaitAction,
@@ -16,7 +18,6 @@ from molink.link.policies.base import (
 from molink.link.policies.credit import CHUNK_S, CreditWindow
 from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, PackingRatio
-from molink.link.policies.row_backlog import PendingRows, RowBacklog
 from molink.wire.messages.data_plane import Channel
 
 #: While prefill rows wait and have credit, a chunk of them is sent at least so often, in seconds,

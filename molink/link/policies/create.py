@@ -6,8 +6,7 @@ from functools import partial
 from molink.errors import UsageError
 from molink.link.policies.adaptive import AdaptivePolicy
 from molink.link.policies.base import ChannelPolicy
-from molink.link.policies.concurrent import ConcurrentPolicy
-from molink.link.policies.fifo import FifoPolicy
+from molink.link.policies.baselines import ConcurrentPolicy, FifoPolicy
 from molink.link.policies.molink import MoLinkPolicy
 
 _POLICIES: dict[str, Callable[[], ChannelPolicy]] = {

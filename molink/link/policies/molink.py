@@ -6,13 +6,14 @@ from molink.link.policies.base import (
     LinkAction,
     LinkEvent,
     MessageSentEvent,
+    PendingRows,
+    RowBacklog,
     RowsProducedEvent,
     SendRowsAction,
     WaitAction,
 )
 from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, PackingRatio
-from molink.link.policies.row_backlog import PendingRows, RowBacklog
 from molink.wire.messages.data_plane import Channel
 
 #: ``N`` of the paper: prefill rows wait for at most so many decode volumes.

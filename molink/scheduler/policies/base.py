@@ -32,7 +32,7 @@ class PreemptionDecision:
     """An admitted job that is to give way.
 
     Its blocks are released. What becomes of their contents is not the policy's to decide
-    (:mod:`molink.facts.preemption`).
+    (:mod:`molink.facts.settings`).
     """
 
     state: RequestState

@@ -4,8 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from molink.facts.request_costs import UNKNOWN_COSTS, RequestCosts
-from molink.facts.ring_times import RingTimes
+from molink.facts.ring_times import UNKNOWN_COSTS, RequestCosts, RingTimes
 from molink.scheduler.policies.answer_lengths import AnswerLengths
 from molink.scheduler.policies.mlfq import ALPHA, DEFAULT_ITERATION_S, PROMOTION_QUANTA
 from molink.scheduler.policies.ranked import Rank, RankedPolicy

@@ -13,7 +13,7 @@ def create_controller(
     """Congestion control of a connection whose handshake took ``round_trip`` seconds.
 
     BBR doesn't control the decode lane for long, and the bulk lane is always paced
-    (:mod:`molink.wire.sockets.congestion`).
+    (:mod:`molink.wire.sockets.tcp_info`).
 
     Raises:
         UsageError: there is none of that name.

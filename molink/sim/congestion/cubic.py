@@ -232,7 +232,7 @@ class CubicTcp:
 
 
 class PacedCubicTcp(CubicTcp):
-    """One that Linux paces (:mod:`molink.wire.sockets.congestion`).
+    """One that Linux paces (:mod:`molink.wire.sockets.tcp_info`).
 
     That is a bulk lane's, and a decode lane's that has begun under BBR: it goes on being paced.
     """

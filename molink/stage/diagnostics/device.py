@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import psutil
 import torch
 
-from molink.facts.narrow_weights import NarrowDType
+from molink.facts.dtypes import NarrowDType
 from molink.stage.attention.backend_check import preferred_block_size
 from molink.stage.kernels.create import supports_block_weights
 from molink.stage.linear import ProjectionFactory

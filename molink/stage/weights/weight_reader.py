@@ -19,8 +19,8 @@ from molink.checkpoint.stacked_experts import StackedExpert, find_stack
 from molink.checkpoint.tensor_layout import TensorShapes, layer_tensors
 from molink.checkpoint.tensor_requirement import FLOAT_DTYPES
 from molink.errors import BrokenModel, UsageError
+from molink.facts.dtypes import NarrowDType, narrow_dtype, weight_dtype
 from molink.facts.model import Quantize
-from molink.facts.narrow_weights import NarrowDType, narrow_dtype, weight_dtype
 from molink.gguf.block_formats import BlockFormat
 from molink.gguf.ggml_types import GgmlType, dequantize_rows, find_packed, packed_name
 from molink.stage.kernels.repack import BlockCodes, read_blocks
@@ -279,7 +279,7 @@ class WeightReader:
         )
 
     def _weight_dtype(self, names: Sequence[str]) -> torch.dtype:
-        """The type in which they are kept, by :mod:`molink.facts.narrow_weights`."""
+        """The type in which they are kept, by :mod:`molink.facts.dtypes`."""
         stored = {
             "U8"
             if self._low_bit_scheme(name) or self._find_packed(name)

@@ -5,7 +5,7 @@ import re
 
 import msgspec
 
-from molink.facts.slowdown import MAX_SLOWDOWN
+from molink.facts.profile import MAX_SLOWDOWN
 from molink.plaintext import printable
 from molink.swarm.placement.placement import parse_layers
 from molink.wire.messages.peer_reports import PeerReport, PrefetchState, StageFailed

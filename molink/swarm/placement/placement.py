@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.dtypes import DTYPE_SIZES, NarrowDType
 from molink.facts.footprint import MIN_TOKENS, Footprint, StageSetup
 from molink.facts.memory_plan import explain_refusal, format_size, smaller_modes, usable_bytes
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
-from molink.facts.narrow_weights import NarrowDType
 from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.partition import Gap, Split, StageCosts, StageHost, split_gaps

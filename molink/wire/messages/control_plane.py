@@ -10,7 +10,7 @@ sets it as the ``User-Id`` of every message, so no message has to say who sent i
 
 import molink.errors
 from molink.errors import MolinkError
-from molink.facts.scalars import Count, Sentence, Text
+from molink.facts.scalars import Addresses, Count, Sentence, Text
 from molink.wire.messages.admin import (
     ApplyFile,
     ApplyModels,
@@ -36,10 +36,9 @@ from molink.wire.messages.admin import (
     SwitchModel,
     UnrevokeRequest,
 )
-from molink.wire.messages.base import Message
+from molink.wire.messages.base import Message, PublicKey
 from molink.wire.messages.election import LeaderReply, LeaderRequest
 from molink.wire.messages.instructions import Instruction
-from molink.wire.messages.join import JoinRedirect, JoinReply, JoinRequest
 from molink.wire.messages.peer_reports import (
     Goodbye,
     PeerReport,
@@ -57,6 +56,32 @@ from molink.wire.messages.transfer import (
     ReadReply,
     ReadRequest,
 )
+
+
+class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
+    """A PC that holds an invitation asks to be a member under its own key."""
+
+    ref: Count
+    public_key: PublicKey
+    name: Text
+    version: Text
+    protocol: Count = 1
+
+
+class JoinRedirect(Message, frozen=True, kw_only=True, tag="elsewhere"):
+    """A member's answer to :class:`JoinRequest`: the coordinator that takes it."""
+
+    ref: Count
+    coordinator_key: PublicKey
+    addresses: Addresses
+
+
+class JoinReply(Message, frozen=True, kw_only=True, tag="joined"):
+    """The coordinator has made the sender of :class:`JoinRequest` a member."""
+
+    ref: Count
+    swarm: Text
+    peer: Text
 
 
 class ErrorReply(Message, frozen=True, kw_only=True, tag="failure"):

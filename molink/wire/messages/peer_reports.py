@@ -6,9 +6,8 @@ import msgspec
 
 from molink.facts.device import Device
 from molink.facts.model import LayerRange, Root
-from molink.facts.profile import UNKNOWN_PROFILE, Profile
+from molink.facts.profile import MAX_SLOWDOWN, UNKNOWN_PROFILE, Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
-from molink.facts.slowdown import MAX_SLOWDOWN
 from molink.wire.messages.base import Message, Port
 from molink.wire.messages.load import PeerLoad
 

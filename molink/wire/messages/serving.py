@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from molink.facts.request_costs import RequestCosts
+from molink.facts.ring_times import RequestCosts
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.wire.messages.base import LeanMessage, Payload
 from molink.wire.messages.data_plane import (

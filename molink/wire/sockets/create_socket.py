@@ -6,6 +6,7 @@ libzmq allocate gigabytes before the handshake has begun.
 
 import errno
 import sys
+from collections.abc import Sequence
 
 import zmq
 import zmq.asyncio
@@ -116,3 +117,10 @@ def bind_socket(
         return int(socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
     span = f"port {first} is" if stop <= first + 1 else f"ports {first} to {stop - 1} are"
     raise PortInUse(f"{span} in use on {host}: choose another with {option}")
+
+
+def endpoints(hosts: Sequence[str], port: int) -> tuple[str, ...]:
+    """``tcp://`` endpoints for host names or addresses as peers announce them."""
+    return tuple(
+        f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts
+    )

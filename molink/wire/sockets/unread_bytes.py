@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from molink.wire.routing import is_later
+from molink.wire.protocol import is_later
 
 #: What a connection's handshake takes at most, in bytes; longer ones count as unread.
 HANDSHAKE_BYTES = 1024

@@ -66,6 +66,7 @@ from molink.wire.messages.admin import (
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control_plane import JoinReply, JoinRequest
 from molink.wire.messages.election import LeaderHeartbeat, StateReplica, StateRequest
 from molink.wire.messages.instructions import (
     Assign,
@@ -80,7 +81,6 @@ from molink.wire.messages.instructions import (
     RouteRemoved,
     Welcome,
 )
-from molink.wire.messages.join import JoinReply, JoinRequest
 from molink.wire.messages.peer_reports import (
     Goodbye,
     PrefetchState,

@@ -16,7 +16,7 @@ from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.join_token import JoinToken
 from molink.wire.messages.admin import InviteReply, InviteRequest, StatusReply, StatusRequest
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.join import JoinReply, JoinRequest
+from molink.wire.messages.control_plane import JoinReply, JoinRequest
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.key_pair import KeyPair

@@ -30,10 +30,9 @@ from molink.wire.messages.admin import (
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control_plane import ControlMessage, DoneReply
+from molink.wire.messages.control_plane import ControlMessage, DoneReply, JoinRequest
 from molink.wire.messages.election import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.instructions import PeerInfo
-from molink.wire.messages.join import JoinRequest
 from molink.wire.messages.worker_pipe import PeerKey
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.key_pair import KeyPair

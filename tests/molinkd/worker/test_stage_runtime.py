@@ -14,7 +14,7 @@ from molink.facts.ring_times import LinkFacts
 from molink.facts.settings import PipelineSettings
 from molink.link.estimate.link_memory import LinkMemory
 from molink.link.recording import replay_recording
-from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
+from molink.ring.ring_measurements import NO_HOST_MEMORY, HostMemory
 from molink.scheduler.policies import create
 from molink.scheduler.policies.answer_lengths import MIN_ANSWERS, AnswerLengths
 from molink.scheduler.policies.fcfs import Fcfs

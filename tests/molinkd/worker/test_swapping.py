@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from molink.checkpoint.model_folder import ModelFolder
-from molink.facts.preemption import PreemptionMode
-from molink.ring.host_memory import HostMemory
+from molink.facts.settings import PreemptionMode
+from molink.ring.ring_measurements import HostMemory
 from molink.ring.step import BlockCopy, StepInput, StepResult
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.request_state import RequestState

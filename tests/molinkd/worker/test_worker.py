@@ -18,7 +18,7 @@ from molink.errors import MolinkError
 from molink.facts.identity import derive_peer_id
 from molink.facts.profile import Profile
 from molink.facts.settings import PipelineSettings
-from molink.ring.host_memory import NO_HOST_MEMORY, HostMemory
+from molink.ring.ring_measurements import NO_HOST_MEMORY, HostMemory
 from molink.scheduler.policies.answer_lengths import AnswerLengths
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.worker_pipe import (

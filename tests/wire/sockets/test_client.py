@@ -12,9 +12,8 @@ from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control_plane import DoneReply, ErrorReply
 from molink.wire.messages.serving import Cancel, PromptFragment
 from molink.wire.sockets import server as server_module
-from molink.wire.sockets.client import Client
+from molink.wire.sockets.client import Client, is_refused
 from molink.wire.sockets.key_pair import KeyPair
-from molink.wire.sockets.refusal import is_refused
 from molink.wire.sockets.server import MessageSender
 from molink.wire.sockets.unread_bytes import BacklogLimits, UnreadBytes
 

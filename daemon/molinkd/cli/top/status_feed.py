@@ -10,7 +10,7 @@ from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.sockets.client import Client
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.create_socket import endpoints
 from molinkd.cli.daemon_client import CONNECT_TIMEOUT_S, RunningDaemon, require_daemon
 
 #: Seconds for an answer, for which the daemon may have to ask the coordinator (3 s at most).

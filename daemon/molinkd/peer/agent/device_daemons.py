@@ -22,7 +22,7 @@ from molink.wire.messages.admin import DrainRequest, InviteReply, InviteRequest,
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.sockets.client import Client
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.secrets import private_folder
 from molinkd.child_process import ChildProcess, exit_text
 from molinkd.peer.agent.device_probe import MeasuredDevice

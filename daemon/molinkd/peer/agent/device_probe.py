@@ -18,10 +18,9 @@ import msgspec
 
 from molink.errors import WorkerError
 from molink.facts.device import Device
-from molink.facts.dtypes import DTypeChoice
+from molink.facts.dtypes import DTypeChoice, NarrowDType
 from molink.facts.footprint import StageSetup, StepLimits
 from molink.facts.model import Quantize
-from molink.facts.narrow_weights import NarrowDType
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PipelineSettings
 from molink.wire.sockets.secrets import write_secret

@@ -18,7 +18,7 @@ from molink.wire.messages.transfer import (
     ReadRequest,
 )
 from molink.wire.sockets.client import Client
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 
 #: A source that doesn't answer for so many seconds is left. Well below what a coordinator grants a

@@ -10,10 +10,9 @@ from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.messages.election import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.instructions import PeerInfo
-from molink.wire.sockets.client import Client
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.client import Client, is_refused
+from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
-from molink.wire.sockets.refusal import is_refused
 
 log = logging.getLogger(__name__)
 

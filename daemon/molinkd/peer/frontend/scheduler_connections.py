@@ -13,7 +13,7 @@ from molink.swarm.frontend.stream import PipelineEpoch
 from molink.wire.messages.codec import Buffer, DataMessage, data_codec
 from molink.wire.messages.instructions import Route, StageAddress
 from molink.wire.sockets.client import Client, ClientEvents
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 
 log = logging.getLogger(__name__)

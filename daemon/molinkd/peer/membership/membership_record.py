@@ -24,8 +24,7 @@ from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.membership.versions import own_version
 from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control_plane import ControlMessage
-from molink.wire.messages.join import JoinRedirect, JoinReply, JoinRequest
+from molink.wire.messages.control_plane import ControlMessage, JoinRedirect, JoinReply, JoinRequest
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.secrets import write_secret

@@ -16,7 +16,7 @@ from molink.swarm.running_time import MAX_STEP
 from molink.wire.messages.codec import Codec, control_codec
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.client import Client
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
 

@@ -18,7 +18,7 @@ from molink.swarm.membership.join_token import ContactPoint, JoinToken
 from molink.wire.messages.admin import StatusReply, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.join import JoinRedirect, JoinReply, JoinRequest
+from molink.wire.messages.control_plane import JoinRedirect, JoinReply, JoinRequest
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender
 from molinkd.peer.home import Home

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.errors import WireError
-from molink.link.unsent_volume import UnsentVolume
+from molink.link.link_queues import UnsentVolume
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import Channel, RequestSlice, Volume, VolumeFragment
 

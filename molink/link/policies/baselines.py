@@ -1,4 +1,4 @@
-"""Every volume at once, sharing the link, as vLLM's unscheduled sends do."""
+"""Whole volumes in the order in which they were produced, as Helix sends them."""
 
 from collections import deque
 from collections.abc import Collection
@@ -7,12 +7,36 @@ from itertools import count
 from molink.link.policies.base import (
     LinkAction,
     LinkEvent,
+    PendingRows,
     RowsProducedEvent,
     SendRowsAction,
     WaitAction,
 )
-from molink.link.policies.row_backlog import PendingRows
 from molink.wire.messages.data_plane import Channel
+
+
+class FifoPolicy:
+    """First produced, first sent, whatever the channel: a decode waits for the prefill before
+    it."""
+
+    name = "fifo"
+    single_channel = True
+
+    def __init__(self) -> None:
+        self._waiting: deque[RowsProducedEvent] = deque()
+
+    def handle(self, event: LinkEvent, now: float) -> None:
+        """Only what was produced matters here."""
+        if isinstance(event, RowsProducedEvent):
+            self._waiting.append(event)
+
+    def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
+        """The oldest volume, or nothing while the channel of all can't take it."""
+        if not self._waiting or Channel.BULK not in ready:
+            return WaitAction()
+        first = self._waiting.popleft()
+        return SendRowsAction(first.volume, first.rows)
+
 
 #: Bytes that a volume sends at its turn (at least one row).
 FRAGMENT_BYTES = 16 * 1024
@@ -24,7 +48,7 @@ class ConcurrentPolicy:
     vLLM hands each tensor to a send of its own as soon as it is computed, and nothing orders them:
     the transport interleaves their bytes. So decode rows keep a connection of their own here, which
     competes with that of the bulk; on a single one the kernel's queue would make them wait for all
-    bytes before them, which is :class:`~molink.link.policies.fifo.FifoPolicy`.
+    bytes before them, which is :class:`~molink.link.policies.baselines.FifoPolicy`.
     """
 
     name = "concurrent"

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from molink.errors import InvariantError
-from molink.ring.scoreboard import Scoreboard
+from molink.ring.scoreboard import Scoreboard, ScoreboardLimits
 from molink.ring.step import Step, StepInput
-from molink.ring.tracked_requests import ScoreboardLimits
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import (
     Admit,

@@ -1,6 +1,6 @@
 """ZeroMQ endpoints of hosts and ports."""
 
-from molink.wire.sockets.endpoints import endpoints
+from molink.wire.sockets.create_socket import endpoints
 
 
 def test_ipv6_addresses_are_bracketed() -> None:
