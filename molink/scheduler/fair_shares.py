@@ -1,14 +1,15 @@
-"""Whose turn it is to be admitted: daemons have equal shares, and so have the clients of each.
+"""Fair shares at admission: between peers, and between the clients of each peer.
 
-A virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language Models", 2024,
-algorithm 2) of each sums up what was served to it. Who has the least goes next. Names of clients
-are their daemon's word, so they count within its share only: to invent some gains it nothing.
+Virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language Models", 2024,
+algorithm 2) sum up the service of each peer and client; the one with the least is served next. A
+peer names its own clients, so client counters compete within their peer's share only: inventing
+clients gains nothing.
 
-*Bound* (their theorem 4.4, with what a head admits). Let ``U`` be ``W_INPUT`` times the longest
-prompt plus ``W_OUTPUT`` times the tokens that one's running requests can still generate: at most
-``max_num_seqs`` answers. Of two daemons that both have requests waiting all the time, or two
-clients of one daemon, neither is served more than ``2 U`` units beyond the other. That is wherever
-the policy takes them as they are ordered here; one with levels does so within a level.
+*Bound* (theorem 4.4, with the scheduler's admission limit). Let ``U`` be ``W_INPUT`` times the
+longest prompt plus ``W_OUTPUT`` times the tokens that running requests of one can still generate,
+at most ``max_num_seqs`` answers. Of two peers that always have waiting requests, or two clients of
+one peer, neither is served more than ``2 U`` units more than the other, provided that the policy
+keeps this order; a multi-level policy keeps it within each level.
 """
 
 from collections import OrderedDict
@@ -17,29 +18,29 @@ from dataclasses import dataclass
 
 from molink.scheduler.request_state import RequestState
 
-#: What a prompt token that the prefix cache lacks counts, and a generated one: the paper's weights.
+#: Units of a prompt token that the prefix cache lacks, and of a generated token, as in the paper.
 W_INPUT, W_OUTPUT = 1, 2
-#: Names without requests of which it is known that they had more than their share.
+#: Counters above the floor that are kept without requests.
 MAX_IDLE_COUNTERS = 256
 
 
 @dataclass(slots=True)
 class _Counter:
-    #: What was served to it.
+    #: Units served.
     units: int
     waiting: int = 0
     running: int = 0
 
 
 class VirtualTokenCounters:
-    """The virtual token counters of some names that share alike."""
+    """Virtual token counters of names with equal shares."""
 
     def __init__(self) -> None:
-        #: Of all that have requests.
+        #: Counters of names with requests.
         self._active: dict[str, _Counter] = {}
-        #: Units of some that have none, who left last at the end.
+        #: Units of names without requests, the latest to leave last.
         self._idle: OrderedDict[str, int] = OrderedDict()
-        #: The most that one had when it was its turn: as much is taken to have been served to all.
+        #: The largest counter at an admission; new counters start here.
         self._floor = 0
 
     def __contains__(self, name: str) -> bool:
@@ -50,15 +51,15 @@ class VirtualTokenCounters:
 
     @property
     def num_active(self) -> int:
-        """How many have requests."""
+        """Names with requests."""
         return len(self._active)
 
     def units_of(self, name: str) -> int:
-        """What was served to one that has requests."""
+        """Units served to a name with requests."""
         return self._active[name].units
 
     def units_on_arrival(self, name: str) -> int:
-        """Its units once another request waits; who has none waiting has saved up nothing."""
+        """Units of a name once another request arrives; idle time earns no credit."""
         account = self._active.get(name)
         if account is not None and account.waiting:
             return account.units
@@ -67,7 +68,7 @@ class VirtualTokenCounters:
         return max(own, self._floor, min(others, default=0))
 
     def on_arrived(self, name: str) -> None:
-        """A request waits."""
+        """Record a new waiting request."""
         units = self.units_on_arrival(name)
         account = self._active.setdefault(name, _Counter(units))
         self._idle.pop(name, None)
@@ -86,60 +87,58 @@ class VirtualTokenCounters:
         return own + sum(others)
 
     def on_admitted(self, name: str) -> None:
-        """A request that waited runs."""
+        """Record that a waiting request runs."""
         account = self._active[name]
         account.units = self._floor = max(self._floor, account.units)
         account.waiting -= 1
         account.running += 1
 
     def on_preempted(self, name: str) -> None:
-        """A request that ran waits again."""
+        """Record that a running request waits again."""
         account = self._active[name]
         account.running -= 1
         account.waiting += 1
 
     def add_units(self, name: str, units: int) -> None:
-        """A request that runs has been served."""
+        """Add served units to a name with requests."""
         self._active[name].units += units
 
     def on_removed(self, name: str, *, waited: bool) -> list[str]:
-        """A request is over; returns the names that nothing is known of any more."""
+        """Record the end of a request; returns names whose counters are dropped."""
         account = self._active[name]
         account.waiting -= waited
         account.running -= not waited
         if account.waiting or account.running:
             return []
         del self._active[name]
-        if account.units <= self._floor:  # it would be lifted as far
+        if account.units <= self._floor:  # the floor lifts a new counter as far
             return [name]
         self._idle[name] = account.units
         return [self._idle.popitem(last=False)[0]] if len(self._idle) > MAX_IDLE_COUNTERS else []
 
 
 class FairShares:
-    """The counters of daemons, and of the clients of each."""
+    """Counters of peers, and of the clients of each peer."""
 
     def __init__(self) -> None:
         self._peers = VirtualTokenCounters()
         self._clients: dict[str, VirtualTokenCounters] = {}
-        #: Units that were served to all together, and tokens among them that were generated.
+        #: Units served in total, and tokens generated.
         self.total_units = self.generated_tokens = 0
 
     @property
     def num_clients(self) -> int:
-        """How many clients have requests."""
+        """Clients with requests."""
         return sum(counters.num_active for counters in self._clients.values())
 
     @property
     def num_counters(self) -> int:
-        """Counters that are kept."""
         return len(self._peers) + sum(map(len, self._clients.values()))
 
     def order_waiting(self, waiting: Iterable[RequestState]) -> list[RequestState]:
-        """``waiting`` by whose turn it is.
+        """Sort waiting requests by the shares of their peers and clients.
 
-        The requests of a client come by :attr:`StageRequest.turn`, then as given; so do names with
-        equals.
+        A client's requests are sorted by :attr:`RequestState.queue_key`. Ties keep their order.
         """
         shared: dict[str, dict[str, list[RequestState]]] = {}
         for state in waiting:
@@ -180,7 +179,7 @@ class FairShares:
             self._add_units(state, W_INPUT * (len(state.tokens) - state.num_reused))
 
     def on_token(self, state: RequestState) -> None:
-        """A request that runs got a token."""
+        """Record a generated token."""
         self.generated_tokens += 1
         self._add_units(state, W_OUTPUT)
 

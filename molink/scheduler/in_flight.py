@@ -1,63 +1,63 @@
-"""Ticks: who got which, and which have not come back."""
+"""Sequence numbers, and the volumes and releases in flight."""
 
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
-#: Ticks that may be issued beyond the oldest one in flight; stages' memory of ticks is bounded.
+#: Numbers that may be issued beyond the oldest in flight, since stages remember a bounded number.
 MAX_SEQ_SPAN = 1 << 15
 
 
 @dataclass(slots=True, eq=False)
 class RoundTripCounter:
-    """Counts iterations of the ring from a moment on: volumes issued one after another's return."""
+    """Counts ring iterations: volumes each issued after the previous one's return."""
 
     mark_seq: int
     iterations: int = 1
 
 
 class InFlightTracker:
-    """Issues ticks, from 1 on, and keeps those of volumes and releases until they return."""
+    """Issues sequence numbers from 1 and tracks volumes and releases until they return."""
 
     def __init__(self) -> None:
         self.last_seq = 0
-        #: In order of tick.
+        #: In order of ``seq``.
         self._volumes: dict[int, Volume] = {}
-        #: When each of them was issued, and those of them that sample tokens.
+        #: Issue times of all volumes, and of those that sample tokens.
         self._issued_at: dict[int, float] = {}
         self._awaited_at: dict[int, float] = {}
         self._releases: dict[int, RoundTripCounter | None] = {}
         self._cancel_counters: list[RoundTripCounter] = []
         self._counts = {True: 0, False: 0}
-        #: Volumes in flight whose rows all go ahead; ``volumes`` doesn't count them.
+        #: Volumes of lookahead drafts only; ``count_volumes`` excludes them.
         self.num_lookahead = 0
-        #: Rows of the prefill volumes in flight.
+        #: Rows of prefill volumes in flight.
         self.num_prefill_rows = 0
         self.cancel_iterations_last = 0
         self.cancel_iterations_max = 0
 
     def issue_seq(self) -> int:
-        """The next tick."""
+        """The next sequence number."""
         self.last_seq += 1
         return self.last_seq
 
     def count_volumes(self, *, prefill: bool) -> int:
-        """Volumes of that kind in flight."""
+        """Prefill or decode volumes in flight."""
         return self._counts[prefill]
 
     def has_volume(self, seq: int) -> bool:
-        """Whether that volume is in flight."""
+        """Whether the volume is in flight."""
         return seq in self._volumes
 
     @property
     def decode_volume_rows(self) -> list[int]:
-        """Rows of each decode volume in flight, those that go ahead included."""
+        """Rows of each decode volume in flight, lookahead included."""
         return [volume.count for volume in self._volumes.values() if not volume.prefill]
 
     @property
     def is_window_full(self) -> bool:
-        """Whether the oldest tick in flight is so old that nothing new may be issued."""
+        """Whether the oldest number in flight is too old to issue more."""
         oldest = min(
             next(iter(self._volumes), self.last_seq), next(iter(self._releases), self.last_seq)
         )
@@ -65,11 +65,11 @@ class InFlightTracker:
 
     @property
     def oldest_awaited_at(self) -> float | None:
-        """When the oldest volume in flight was issued that streams wait for a token of."""
+        """Issue time of the oldest volume in flight that samples tokens."""
         return next(iter(self._awaited_at.values()), None)
 
     def record_volume(self, volume: Volume, now: float) -> None:
-        """A volume goes out under a tick of this ledger."""
+        """Record an issued volume."""
         self._volumes[volume.seq] = volume
         self._issued_at[volume.seq] = now
         if _is_lookahead(volume):
@@ -81,7 +81,7 @@ class InFlightTracker:
         self.num_prefill_rows += _prefill_rows(volume)
 
     def pop_volume(self, seq: int) -> tuple[tuple[RequestSlice, ...], float] | None:
-        """A volume is back; its rows and when it was issued, or ``None`` if none such flies."""
+        """Remove a returned volume; its slices and issue time, ``None`` if not in flight."""
         volume = self._volumes.pop(seq, None)
         if volume is None:
             return None
@@ -98,17 +98,17 @@ class InFlightTracker:
         return volume.slices, self._issued_at.pop(seq)
 
     def start_cancel(self) -> RoundTripCounter:
-        """Begin to count the iterations that a cancel takes."""
+        """Start to count the iterations until a cancelled request's blocks return."""
         counter = RoundTripCounter(self.last_seq)
         self._cancel_counters.append(counter)
         return counter
 
     def record_release(self, seq: int, counter: RoundTripCounter | None) -> None:
-        """A release goes out; ``trip`` if it is that of a cancel."""
+        """Record an issued release, with the counter of its cancel if there is one."""
         self._releases[seq] = counter
 
     def pop_release(self, seq: int) -> bool:
-        """A release is back; ``False`` if no such release is on its way."""
+        """Remove a returned release; ``False`` if it is not in flight."""
         if seq not in self._releases:
             return False
         counter = self._releases.pop(seq)
@@ -119,7 +119,7 @@ class InFlightTracker:
         return True
 
     def seqs_of_request(self, request: int) -> set[int]:
-        """Ticks in flight with rows of ``request``."""
+        """Volumes in flight with rows of ``request``."""
         return {
             seq
             for seq, volume in self._volumes.items()
@@ -127,14 +127,16 @@ class InFlightTracker:
         }
 
     def validate(self) -> None:
-        """Counts agree with what is in flight, and nothing is from the future.
+        """Check that counts match the volumes in flight.
 
         Raises:
             InvariantError: they don't.
         """
         ahead = [volume for volume in self._volumes.values() if _is_lookahead(volume)]
         if len(ahead) != self.num_lookahead:
-            raise InvariantError(f"{len(ahead)} volumes go ahead, not {self.num_lookahead}")
+            raise InvariantError(
+                f"{len(ahead)} lookahead volumes in flight, not {self.num_lookahead}"
+            )
         for prefill, count in self._counts.items():
             volumes = [each for each in self._volumes.values() if each not in ahead]
             there = sum(1 for volume in volumes if volume.prefill is prefill)
@@ -143,9 +145,7 @@ class InFlightTracker:
         if self.num_prefill_rows != sum(map(_prefill_rows, self._volumes.values())):
             raise InvariantError(f"{self.num_prefill_rows} prefill rows are not those in flight")
         if max([*self._volumes, *self._releases], default=0) > self.last_seq:
-            raise InvariantError(
-                f"a tick beyond the last one issued, {self.last_seq}, is in flight"
-            )
+            raise InvariantError(f"a seq in flight exceeds the last one issued, {self.last_seq}")
 
 
 def _prefill_rows(volume: Volume) -> int:

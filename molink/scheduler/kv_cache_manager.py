@@ -1,4 +1,4 @@
-"""The KV blocks of a head: who gets which, and what of them is kept for later requests."""
+"""KV blocks of running requests, and the prefix cache."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,29 +13,28 @@ from molink.scheduler.request_state import RequestState
 
 
 class KVCacheManager:
-    """Blocks of requests that run, and beside them as many of those that are over as there is room.
+    """Allocates blocks to requests and caches those of finished ones while there is room.
 
-    Only KV that is at every stage gets into the prefix tree: its rows have come back. So rows that
-    read it have to wait for nothing. Full blocks are shared, since nobody writes to them any more;
-    what a request has in common with a block beyond that is copied into one of its own.
+    Only KV that is complete at every stage enters the prefix tree, so rows that read it never wait.
+    Full blocks are shared, since nothing writes to them again; a shared prefix within a block is
+    copied.
 
-    Whoever holds a block of the tree holds all blocks above it. So everything below a cached block
-    is cached, too, and all cached blocks can be forgotten, the longest unused first and each one
-    after what follows it.
+    A request that holds a block of the tree holds all its ancestors. All descendants of a cached
+    block are therefore cached, and every cached block can be evicted, in LRU order and leaves
+    first.
 
-    Where the keys of requests that may become long differ (LongRoPE), these have a root of their
-    own.
+    If keys depend on the maximum length (LongRoPE), long requests have a root of their own.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.allocator = BlockAllocator(config.num_blocks)
         self._tree = PrefixTree(config.block_size)
         self._block_size = config.block_size
-        #: What those who route are told of it.
+        #: Changes, for reports to routers.
         self.span_log = SpanLog()
         self._enabled = config.prefix_cache
         self._short_context = config.short_context
-        #: What was last looked for, under which version of the tree, and what was found.
+        #: The last lookup: request, tree version and result.
         self._last_lookup: tuple[RequestState, int, PrefixMatch] | None = None
         self.num_hit_tokens = 0
         self.num_lookup_tokens = 0
@@ -43,18 +42,18 @@ class KVCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated now, what is cached included."""
+        """Blocks that can be allocated now, by eviction if necessary."""
         return self.allocator.num_free + self.allocator.num_settled
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens of new requests that the prefix cache had."""
+        """Share of new requests' tokens found in the prefix cache."""
         return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0
 
     # --- admission -----------------------------------------------------------------------------
 
     def find_prefix(self, state: RequestState) -> PrefixMatch:
-        """What is cached of a waiting job's tokens, the last of which is to be computed anyway."""
+        """The cached prefix of a waiting request; its last token is always computed."""
         tree = self._tree
         if not self._enabled:
             return PrefixMatch()
@@ -66,20 +65,21 @@ class KVCacheManager:
         return found
 
     def keep_full_blocks(self, found: PrefixMatch) -> PrefixMatch:
-        """Only the full blocks of what was found: no block is held just to be copied from."""
+        """Drop the partial block from a match, so that no block is held to be copied."""
         return replace(found, copy_source=-1, num_tokens=len(found.blocks) * self._block_size)
 
     def can_allocate(self, found: PrefixMatch, total: int) -> bool:
-        """Whether there are ``total`` blocks, those that were found included."""
+        """Whether a table of ``total`` blocks, the matched ones included, can be allocated."""
         lacking = total - len(found.blocks)
         if lacking > self.num_available:
             return False
         return lacking <= self.num_available - self.allocator.count_settled(_matched_blocks(found))
 
     def allocate_table(self, found: PrefixMatch, total: int) -> list[int] | None:
-        """A table of ``total`` blocks that begins with what was found; ``None`` if there aren't.
+        """A table of ``total`` blocks that begins with the match; ``None`` if too few are
+        available.
 
-        A block to be copied from is held, too, until :meth:`release_copy_source` or a release.
+        The copy source is held until :meth:`release_copy_source` or a release.
         """
         if not self.can_allocate(found, total):
             return None
@@ -91,12 +91,12 @@ class KVCacheManager:
         return [*found.blocks, *fresh]
 
     def count_lookup(self, state: RequestState) -> None:
-        """A job was admitted for the first time."""
+        """Count the cache hits of a request's first admission."""
         self.num_lookup_tokens += len(state.tokens)
         self.num_hit_tokens += state.num_reused
 
     def allocate_blocks(self, count: int) -> list[int] | None:
-        """``count_lookup`` fresh blocks; what is cached is forgotten as far as it must be."""
+        """Allocate ``count`` blocks, evicting cached blocks as needed; ``None`` if too few."""
         if count > self.num_available:
             return None
         while self.allocator.num_free < count:
@@ -107,15 +107,15 @@ class KVCacheManager:
     # --- while a request runs, and after -------------------------------------------------------
 
     def release_copy_source(self, state: RequestState) -> None:
-        """The rows that copied from ``job.source`` have come back."""
+        """Drop the copy source once the rows that copy from it are back."""
         self.allocator.unshare_block(state.copy_source)
         state.copy_source = -1
 
     def cache_full_blocks(self, state: RequestState) -> None:
-        """Let others share the full blocks that an admitted job has computed.
+        """Insert the full blocks that a running request has computed, for others to share.
 
-        It ends where another job's block has the same tokens: what is below that one may be held
-        only by who holds it.
+        It stops where another request's block has the same tokens, since a request may only hold
+        blocks below ones that it holds.
         """
         state.has_cached_blocks = True
         if not self._enabled:
@@ -128,10 +128,10 @@ class KVCacheManager:
             state.tree_depth = index + 1
 
     def release_request(self, seq: int, pending: PendingRelease) -> None:
-        """A request is over as of the release ``tick``; what it has computed remains cached.
+        """Release an ended request as of ``seq`` and cache what it has computed.
 
-        What a failed one has used, and what follows it, is forgotten as far as nobody holds it:
-        should a stage's KV be bad, not every request that begins alike is to fail.
+        A failed request's blocks, and unheld blocks below them, are evicted: if a stage's KV is
+        bad, it must not fail other requests with the same prefix.
         """
         leaf = pending.tree_node
         if self._enabled and pending.has_valid_kv:
@@ -142,14 +142,14 @@ class KVCacheManager:
             self._evict_invalid(leaf)
 
     def collect_releasing(self, pending: Iterable[PendingRelease]) -> ReleasingBlocks:
-        """Blocks that can be used once all releases, those of ``leaving`` included, are round."""
+        """Blocks that become usable once all releases, those of ``pending`` included, complete."""
         found = ReleasingBlocks(self.allocator)
         for each in pending:
             found.add_blocks(each.held_blocks)
         return found
 
     def _insert_released(self, node: int, pending: PendingRelease) -> int:
-        """Add what the tree lacks of a request's computed tokens; returns the end of their path."""
+        """Insert a request's computed blocks; returns the last node of its path."""
         size, tokens, end = self._block_size, pending.tokens, pending.num_computed
         full = end // size
         for index in range(pending.tree_depth, full):
@@ -162,7 +162,7 @@ class KVCacheManager:
         return node
 
     def _cache_block(self, parent: int, key: tuple[int, ...], block: int) -> int:
-        """Keep a block; one that has only some of its tokens is no longer needed."""
+        """Insert a block and evict the partial block that it supersedes."""
         before = self._tree.find_shorter(parent, key)
         if before is not None and self.allocator.is_cached(before):
             self._evict_block(before)
@@ -173,7 +173,7 @@ class KVCacheManager:
         return block
 
     def _evict_invalid(self, leaf: int) -> None:
-        """Forget the cached ones of ``leaf`` and its ancestors with all that is below them."""
+        """Evict the cached part of ``leaf``'s path with everything below it."""
         cached = [
             block for block in self._tree.path_to_root(leaf) if self.allocator.is_cached(block)
         ]
@@ -188,10 +188,10 @@ class KVCacheManager:
     # --- reports -------------------------------------------------------------------------------
 
     def validate(self, requests: Iterable[RequestState], pending: Iterable[PendingRelease]) -> None:
-        """Blocks are held by exactly the tables and copies that there are, and paths from the top.
+        """Check that block tables and copies account for all references, and that paths are whole.
 
         Raises:
-            InvariantError: they aren't.
+            InvariantError: they don't.
         """
         references = Counter(
             block for state in requests for block in (*state.blocks, state.copy_source)

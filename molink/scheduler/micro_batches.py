@@ -1,14 +1,18 @@
-"""How many micro-batches are in flight: ``K``, from the pipeline degree ``N`` to ``2N``.
+"""Micro-batches in flight, and when prefill-only chunks may be sent.
 
-With as many micro-batches as stages each one comes back late by its transmissions, and stages idle
-meanwhile; with more of them, each is smaller and every one reads all weights anew. As the
-MoLinkPolicy paper (§4) has it, every count is tried on the measured profile and the best one taken:
-what is known of the stages (``T_d``), of the links, and how many streams decode at the moment.
+*Micro-batches.* With as many micro-batches as stages, stages idle during transmissions; with more,
+each is smaller and reads all weights again. As in the MoLink paper (§4), every count ``K`` from the
+pipeline degree ``N`` to ``2N`` is evaluated on the measured profiles (``T_d``), links and current
+number of streams, and the best is used. A ring with ``K`` equal micro-batches is a closed chain of
+stages and links that each serve one micro-batch at a time. Its period, the time per token of a
+stream, is the longer of one micro-batch's round trip and ``K`` times the slowest stage or link.
 
-A ring with ``K`` equal micro-batches and steps that take as long as predicted is a closed chain of
-stages and links, each serving one micro-batch at a time. Its period, which is what a stream waits
-for its next token, is the longer of a whole turn of one micro-batch and ``K`` times the slowest
-stage or link.
+*Prefill-only chunks.* A piggybacked chunk costs least (:mod:`molink.scheduler.chunk_size`), but
+lets a prompt advance by only ``K`` chunks per round trip. If latency dominates, stages and links
+would idle: at 400 Mbps and 30 ms one way, ``K`` = 3 chunks of 128 rows take 45 of the round trip's
+110 ms. Stage 0 sends further chunks in that time, as many as keep the slowest stage or link busy;
+each is complete at every stage before the next decode volume arrives there, so no stream is
+delayed.
 """
 
 import math
@@ -19,44 +23,40 @@ from molink.facts.profile import Profile, smallest_near_best
 from molink.facts.ring_times import LinkFacts, RingTimes
 from molink.wire.messages.data_plane import MAX_MICRO_BATCHES
 
-#: Quotients that differ by less are the same.
+#: Tolerance when quotients are rounded up.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOnlyWindow:
-    """Of chunks that go unpaired: up to how many prefill volumes, and when.
+    """When prefill-only chunks may be sent.
 
-    Up to ``max_volumes`` may be in flight, unpaired or not; 0 if nothing is known of the stages. A
-    chunk may go while the oldest volume that streams wait for has been under way for ``window_s``
-    seconds at most; never if that is negative.
+    Up to ``max_volumes`` prefill volumes may be in flight, 0 if the stages are unknown. A chunk may
+    be sent within ``window_s`` seconds of the oldest awaited volume's issue; never if that is
+    negative.
     """
 
     max_volumes: int
     window_s: float
 
 
-#: Seconds for which the slowest link is busy with the prompts' rows in flight, about. A prompt that
-#: goes before the rest of another one waits for these. And rows of a chunk that are not too many on
-#: any link.
+#: Seconds of prefill rows in flight on the slowest link: the delay of a prompt that overtakes
+#: another. Below ``MIN_LINK_ROWS`` rows, chunks are not reduced.
 MAX_LINK_BACKLOG_S = 0.75
 MIN_LINK_ROWS = 64
 
-#: None goes unpaired.
 NO_WINDOW = PrefillOnlyWindow(0, 0.0)
 
 
 def prefill_only_window(
     times: RingTimes, rows: int, before: int, piggybacked: int, context: float = 0
 ) -> PrefillOnlyWindow:
-    """What holds for chunks of ``rows`` rows after ``before`` tokens of their prompt.
+    """The window for chunks of ``rows`` rows after ``before`` tokens of their prompt.
 
-    ``riding`` decode rows are in a micro-batch, after ``context`` tokens on average.
-
-    A chunk that stage 0 begins right before a decode volume comes back stays ahead of it all the
-    way: by how much its step is longer than theirs at one stage, the decode volume waits at the
-    next. (On a link it passes the chunk; where that changes who comes first, it is late by the rest
-    of one step.)
+    Micro-batches have ``piggybacked`` decode rows after ``context`` tokens on average. A chunk that
+    stage 0 starts right before a decode volume returns stays ahead of it all the way: where its
+    step is longer than the decode's previous ones, the decode volume waits. (A decode volume that
+    overtakes the chunk on a link is late by at most the rest of one step.)
     """
     chunks = [profile.prefill_s(rows, before) for profile in times.profiles]
     sends = [times.send_s(index, rows) for index in range(len(times.links))]
@@ -71,23 +71,23 @@ def prefill_only_window(
 
 
 def link_chunk_rows(times: RingTimes, volumes: int) -> int | None:
-    """Rows of a chunk of which ``volumes`` are in flight; ``None``: no link bounds them."""
+    """Rows of a chunk with ``volumes`` in flight that the links sustain; ``None`` if unbounded."""
     slowest = max((times.send_s(index, 1) for index in range(len(times.links))), default=0.0)
     return max(MIN_LINK_ROWS, int(MAX_LINK_BACKLOG_S / (volumes * slowest))) if slowest else None
 
 
-#: A count is only left for one that promises so much less time per token.
+#: Minimum relative gain in time per token that justifies another count.
 MIN_GAIN = 0.005
 _MEMO_SIZE = 1024
-#: Tokens before a row are rounded to these, so that what was decided can be remembered.
+#: Context lengths are rounded down to multiples of this for the memos.
 _CONTEXT_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchEstimate:
-    """What ``count`` micro-batches promise: ``rows`` decode rows in each, seconds per token.
+    """The estimated time per token with ``count`` micro-batches of ``rows`` decode rows.
 
-    ``busy`` is the share of the time in which the slowest stage computes.
+    ``busy`` is the share of time in which the slowest stage computes.
     """
 
     count: int
@@ -97,10 +97,7 @@ class MicroBatchEstimate:
 
 
 def estimate_counts(times: RingTimes, streams: int, context: float = 0) -> list[MicroBatchEstimate]:
-    """What every count from ``N`` to ``2N`` promises to ``streams`` decoding streams.
-
-    They have ``context`` tokens each, on average.
-    """
+    """Estimates for each count from ``N`` to ``2N``, with ``streams`` of ``context`` tokens."""
     degree = len(times.profiles)
     return [
         _estimate_count(times, count, streams, context) for count in range(degree, 2 * degree + 1)
@@ -108,7 +105,7 @@ def estimate_counts(times: RingTimes, streams: int, context: float = 0) -> list[
 
 
 def choose_best(curve: Sequence[MicroBatchEstimate]) -> MicroBatchEstimate:
-    """The smallest count that is as good as any, or nearly so."""
+    """The smallest count that is within :data:`MIN_GAIN` of the best."""
     best = smallest_near_best(range(len(curve)), [each.token_s for each in curve], 1 + MIN_GAIN)
     return curve[best]
 
@@ -127,7 +124,7 @@ def _estimate_count(
 
 
 class MicroBatchCount:
-    """Decides ``K`` for one ring; ``fixed`` if that is not 0, ``degree`` while nothing is known."""
+    """Chooses ``K`` for one ring: ``fixed`` unless 0, ``degree`` while profiles are unknown."""
 
     def __init__(
         self,
@@ -140,24 +137,21 @@ class MicroBatchCount:
     ) -> None:
         self._fixed_count = fixed
         self._profiles = _known_profiles(profiles, degree)
-        #: Whether prefill volumes may go without decode rows beyond the ``K``.
+        #: Whether prefill volumes without decode rows may exceed ``K``.
         self.allows_prefill_only = allows_prefill_only and bool(self._profiles)
         self._row_bytes = row_bytes
         self._links = (LinkFacts(),) * degree
-        #: By streams and their context: the best count, and what each promises, in seconds.
+        #: By streams and context: the best estimate, and seconds per token of each count.
         self._curves: dict[tuple[int, int], tuple[MicroBatchEstimate, dict[int, float]]] = {}
-        #: By rows, tokens before them, decode rows of a micro-batch, and their context.
+        #: By rows, tokens before them, piggybacked rows and context.
         self._windows: dict[tuple[int, int, int, int], PrefillOnlyWindow] = {}
         #: By micro-batches in flight.
         self._link_rows: dict[int, int | None] = {}
-        #: Micro-batches in flight now.
+        #: Micro-batches in flight.
         self.count = fixed or degree
 
     def set_times(self, times: RingTimes) -> None:
-        """Stages have measured themselves or their links anew.
-
-        Where not all stages were known at first, none is.
-        """
+        """Update stage and link times. If any stage was unknown at first, all stay unknown."""
         self._profiles = _known_profiles(times.profiles, len(self._profiles))
         self._links = tuple(times.links)
         self._curves.clear()
@@ -165,7 +159,7 @@ class MicroBatchCount:
         self._link_rows.clear()
 
     def update_count(self, streams: int, context: int = 0) -> int:
-        """``K`` while ``streams`` streams decode, of ``context`` tokens each on average."""
+        """``K`` for ``streams`` decoding streams of ``context`` tokens each on average."""
         if self.is_adaptive and streams:
             self.count = self._choose_count(streams, _round_context(context))
         return self.count
@@ -178,10 +172,7 @@ class MicroBatchCount:
     def prefill_only_window(
         self, rows: int, before: int, streams: int, context: int = 0
     ) -> PrefillOnlyWindow:
-        """What holds for chunks of ``rows`` rows that go unpaired; see :func:`prefill_only_window`.
-
-        None may where that is switched off or nothing is known of the stages.
-        """
+        """The window for prefill-only chunks, closed if they are disabled or stages are unknown."""
         if not self.allows_prefill_only:
             return NO_WINDOW
         piggybacked = -(-streams // self.count)
@@ -194,7 +185,7 @@ class MicroBatchCount:
 
     @property
     def link_chunk_rows(self) -> int | None:
-        """Rows of a chunk of which there are as many in flight; see :func:`link_chunk_rows`."""
+        """Rows of a chunk that the links sustain with the current count."""
         if self.count not in self._link_rows:
             self._link_rows[self.count] = link_chunk_rows(self._ring_times, self.count)
         return self._link_rows[self.count]
@@ -215,7 +206,7 @@ class MicroBatchCount:
 
 
 def _known_profiles(profiles: Sequence[Profile], degree: int) -> tuple[Profile, ...]:
-    """Those of all ``degree`` stages, or none."""
+    """The profiles if all ``degree`` stages are known, else none."""
     known = len(profiles) == degree and all(profile.is_known for profile in profiles)
     return tuple(profiles) if known else ()
 

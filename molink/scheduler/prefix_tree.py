@@ -1,4 +1,4 @@
-"""Which token sequences are in which KV blocks: a radix tree over token ids."""
+"""A radix tree from token sequences to KV blocks, and the log of its changes."""
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
@@ -15,19 +15,18 @@ from molink.routing.cache_report import (
     span_digests,
 )
 
-#: The token ids that a block holds the keys and values of.
+#: The token ids of a block.
 BlockTokens = tuple[int, ...]
-#: Stands for the parent of the blocks that sequences begin with; and for that of sequences whose
-#: KV is another although their tokens may be the same. Blocks have numbers from 0 on.
+#: Parents of first blocks; the second is for sequences whose keys differ for the same tokens.
 ROOT, OTHER_ROOT = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What is cached of a token sequence.
+    """The cached prefix of a token sequence.
 
-    The full ``blocks`` lead from the root to ``end_node``; ``copy_source`` has those of the
-    ``num_tokens`` that follow them, and possibly others after these. If there are none it is -1.
+    The full ``blocks`` lead from the root to ``end_node``. ``copy_source`` is a block that begins
+    with the tokens that follow, up to ``num_tokens`` in all; -1 if there are none.
     """
 
     end_node: int = ROOT
@@ -37,26 +36,23 @@ class PrefixMatch:
 
 
 class PrefixTree:
-    """Maps token sequences to blocks of ``block_size`` tokens. Its nodes are the blocks.
+    """Maps token sequences to blocks of ``block_size`` tokens, which are its nodes.
 
-    Only a full block has others below it, and no two of these hold the same tokens. The tree
-    decides nothing about memory: who adds or removes a block sees to that. A block is removed
-    before the one above it is.
-
-    Plain dictionaries of numbers, not objects that refer to each other: there may be a hundred
-    thousand blocks, and the garbage collector would have to look at every object again and again.
+    Only full blocks have children, and siblings differ. The tree does not manage memory; its caller
+    removes children before their parent. Plain dictionaries of integers keep the garbage collector
+    from traversing a hundred thousand objects.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         #: Parent and key of each block.
         self._locations: dict[int, tuple[int, BlockTokens]] = {}
-        #: The same the other way round.
+        #: The inverse of ``_locations``.
         self._children: dict[tuple[int, BlockTokens], int] = {}
-        #: Keys below each block that has others below it, in order: the one that shares most with
-        #: given tokens is a neighbour of the place where these would be.
+        #: Sorted keys of each block's children: the best partial match is next to the insertion
+        #: point.
         self._sorted_keys: dict[int, list[BlockTokens]] = {}
-        #: Rises with every change: what was found before may differ from what there is now.
+        #: Incremented by every change, which may invalidate earlier matches.
         self.version = 0
 
     def __len__(self) -> int:
@@ -66,7 +62,7 @@ class PrefixTree:
         return iter(self._locations)
 
     def match_prefix(self, tokens: Sequence[int], root: int = ROOT) -> PrefixMatch:
-        """The longest cached beginning of ``tokens`` below ``root``, token by token."""
+        """The longest cached prefix of ``tokens`` below ``root``, to the token."""
         size, end, blocks = self._block_size, root, list[int]()
         for last in range(size, len(tokens) + 1, size):
             block = self._children.get((end, tuple(tokens[last - size : last])))
@@ -79,18 +75,17 @@ class PrefixTree:
         return PrefixMatch(end, tuple(blocks), source, first + extra)
 
     def parent_of(self, block: int) -> int:
-        """The block above ``block``, or its root."""
         return self._locations[block][0]
 
     def find_child(self, parent: int, key: BlockTokens) -> int | None:
-        """The block with the tokens ``key`` below ``parent_of``."""
+        """The child of ``parent`` with the tokens ``key``."""
         return self._children.get((parent, key))
 
     def insert_block(self, parent: int, key: BlockTokens, block: int) -> None:
-        """A block has the tokens ``key`` after those of ``parent_of``.
+        """Insert a block with the tokens ``key`` below ``parent``.
 
         Raises:
-            InvariantError: it is in the tree, or these tokens are, or can't be.
+            InvariantError: the block or these tokens are in the tree, or ``parent`` is not full.
         """
         full = parent < 0 or len(self._locations[parent][1]) == self._block_size
         if not full or not 0 < len(key) <= self._block_size or (parent, key) in self._children:
@@ -103,10 +98,10 @@ class PrefixTree:
         self.version += 1
 
     def remove_block(self, block: int) -> None:
-        """Forget a block with none below it.
+        """Remove a leaf.
 
         Raises:
-            InvariantError: there are some.
+            InvariantError: the block has children.
         """
         if block in self._sorted_keys:
             raise InvariantError(f"block {block} can't be removed before what follows it")
@@ -119,13 +114,13 @@ class PrefixTree:
         self.version += 1
 
     def has_extension(self, parent: int, key: BlockTokens) -> bool:
-        """Whether a block below ``parent_of`` begins with ``key``."""
+        """Whether a child of ``parent`` begins with ``key``."""
         keys = self._sorted_keys.get(parent, [])
         at = bisect_left(keys, key)
         return at < len(keys) and keys[at][: len(key)] == key
 
     def find_shorter(self, parent: int, key: BlockTokens) -> int | None:
-        """A block below ``parent_of`` that ``key`` begins with and goes beyond."""
+        """A child of ``parent`` that is a proper prefix of ``key``."""
         keys = self._sorted_keys.get(parent, [])
         at = bisect_left(keys, key) - 1
         if at < 0 or key[: len(keys[at])] != keys[at]:
@@ -133,20 +128,20 @@ class PrefixTree:
         return self._children[parent, keys[at]]
 
     def path_to_root(self, block: int) -> Iterator[int]:
-        """From ``block`` up to the one that its sequence begins with."""
+        """``block`` and its ancestors, root excluded."""
         while block >= 0:
             yield block
             block = self._locations[block][0]
 
     def list_subtree(self, top: int) -> list[int]:
-        """``top`` and all blocks below it, each after the one above it."""
+        """``top`` and its descendants, parents first."""
         found = [top]
         for block in found:
             found += (self._children[block, key] for key in self._sorted_keys.get(block, ()))
         return found
 
     def validate(self) -> None:
-        """Both directions agree, and every block leads to the root.
+        """Check that both maps agree and that every block leads to a root.
 
         Raises:
             InvariantError: they don't.
@@ -165,7 +160,8 @@ class PrefixTree:
             raise InvariantError("a block does not lead to a root")
 
     def _closest_child(self, parent: int, tokens: BlockTokens) -> tuple[int, int]:
-        """The block below ``parent_of`` with most leading ``tokens``, and how many; -1 if none."""
+        """The child of ``parent`` that shares most leading ``tokens``, and their number; -1 if
+        none."""
         keys = self._sorted_keys.get(parent, [])
         at = bisect_left(keys, tokens)
         best, maximum = -1, 0
@@ -183,31 +179,31 @@ def _common_length(one: BlockTokens, other: BlockTokens) -> int:
     return min(len(one), len(other))
 
 
-#: Changes that are remembered: who asks less often gets what came last.
+#: Changes that are remembered; older reports get the latest spans instead.
 MAX_CHANGES = MAX_DIGESTS
 
 
 class SpanLog:
-    """Spans of the cached blocks, and the latest changes of them.
+    """Spans of the cached blocks and their latest changes, for reports to routers.
 
-    A span is cached with the block that it ends in. Sequences whose KV is another although their
-    tokens may be the same are left out.
+    A span is cached with the block that it ends in. Sequences below :data:`OTHER_ROOT` are left
+    out.
     """
 
     def __init__(self) -> None:
-        #: Of each full block: the digest of its last whole span, the tokens after that, and the
+        #: For each full block: the digest of its last whole span, the tokens after it, and the
         #: spans that end in it.
         self._blocks: dict[int, tuple[bytes, BlockTokens, tuple[int, ...]]] = {
             ROOT: (ROOT_DIGEST, (), ())
         }
-        #: How many blocks each span ends in: with long blocks, several that differ behind it.
+        #: Blocks that each span ends in; several if long blocks differ behind it.
         self._span_counts: Counter[int] = Counter()
         self._changed_spans: deque[int] = deque(maxlen=MAX_CHANGES)
-        #: Changes so far.
+        #: Number of changes.
         self.version = 0
 
     def add_block(self, block: int, parent: int, key: BlockTokens) -> None:
-        """A full block is cached, below another one or the root."""
+        """Record a full block that was inserted."""
         if parent == OTHER_ROOT or parent not in self._blocks:
             return
         digest, before, _ = self._blocks[parent]
@@ -223,7 +219,7 @@ class SpanLog:
                 self._record_change(span)
 
     def remove_block(self, block: int) -> None:
-        """A block is cached no longer; one that wasn't full never was here."""
+        """Record a block that was removed; partial blocks are not recorded."""
         _, _, spans = self._blocks.pop(block, (ROOT_DIGEST, (), ()))
         for span in spans:
             self._span_counts[span] -= 1
@@ -232,9 +228,9 @@ class SpanLog:
                 self._record_change(span)
 
     def changes_since(self, version: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
-        """What came and what left since then.
+        """Whether the report is complete, the added spans and the evicted ones since ``version``.
 
-        Where that isn't known, what came last; ``True`` if that is all that there is.
+        If ``version`` is too old, the latest spans are reported.
         """
         missed = self.version - version
         if not 0 <= missed <= len(self._changed_spans) or version < 0:

@@ -1,4 +1,4 @@
-"""All jobs of a head, by what can be done with them."""
+"""Requests of a scheduler by state: waiting, running, preempted."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,29 +14,28 @@ from molink.scheduler.request_state import RequestState
 
 
 class RequestQueues:
-    """Keeps jobs in exactly one place each: waiting, admitted, or gone.
+    """Keeps each request in one place and answers which can be admitted, run or preempted.
 
-    It knows which jobs could be admitted, run or preempted; whose turn it is among them, ``policy``
-    decides.
+    The scheduling policy orders them.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._requests: dict[tuple[str, str], RequestState] = {}
         self.fair_shares = FairShares()
-        #: Those that were preempted, the last one first, then the others as they arrived.
+        #: Preempted requests, the latest first, then the others in order of arrival.
         self._waiting: OrderedDict[RequestState, None] = OrderedDict()
-        #: Tokens of them all, but for those whose KV is in host memory.
+        #: Tokens to compute of all waiting requests; KV in host memory is not counted.
         self.num_waiting_tokens = 0
-        #: By request id, which rises with each admission.
+        #: By request id, which increases with each admission.
         self._running: dict[int, RequestState] = {}
-        #: Admitted jobs with known tokens whose rows have still to be issued, oldest first.
+        #: Running requests with prompt rows to issue, oldest first.
         self._prefilling: dict[int, RequestState] = {}
-        #: Decoding jobs that wait for no rows, in the order in which their tokens came back.
+        #: Decoding requests without awaited rows, in the order in which their tokens came back.
         self._decode_ready: dict[int, RequestState] = {}
         self._pending_releases: list[PendingRelease] = []
         self._next_id = 0
-        #: Who is to be admitted next, once that has been asked.
+        #: The cached result of :meth:`next_waiting`.
         self._next_waiting: tuple[RequestState | None] | None = None
 
     def __len__(self) -> int:
@@ -47,72 +46,64 @@ class RequestQueues:
 
     @property
     def num_running(self) -> int:
-        """How many jobs are admitted."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """How many jobs wait."""
         return len(self._waiting)
 
     @property
     def waiting_requests(self) -> Collection[RequestState]:
-        """The jobs that wait: those that were preempted, then the others as they arrived."""
+        """Waiting requests: preempted ones, then the others in order of arrival."""
         return self._waiting.keys()
 
     @property
     def running_requests(self) -> Collection[RequestState]:
-        """The jobs that are admitted."""
         return self._running.values()
 
     @property
     def max_preemptors(self) -> int:
-        """For how many that wait others may give way in one iteration."""
+        """Requests for which others may be preempted in one iteration."""
         return self._policy.max_preemptors
 
     @property
     def has_prefills(self) -> bool:
-        """Whether an admitted job has rows of known tokens to be issued."""
+        """Whether a running request has prompt rows to issue."""
         return bool(self._prefilling)
 
     @property
     def pending_releases(self) -> Sequence[PendingRelease]:
-        """The admissions whose release has still to be issued."""
+        """Ended admissions whose release is not issued yet."""
         return self._pending_releases
 
     @property
     def queue_lengths(self) -> Sequence[int]:
-        """How many jobs are in each queue of the policy, if it has queues; the best first."""
+        """Lengths of the policy's queues, the best first, if it has any."""
         return self._policy.queue_lengths()
 
     def find_request(self, peer: str, key: str) -> RequestState | None:
-        """The job of a daemon's request."""
         return self._requests.get((peer, key))
 
     def get_by_id(self, request_id: int) -> RequestState | None:
-        """The job that stages know as ``request_id``, unless that admission is over."""
+        """The running request that stages know as ``request_id``."""
         return self._running.get(request_id)
 
     def requests_of_peer(self, peer: str) -> list[RequestState]:
-        """All jobs of a daemon."""
         return [state for (name, _), state in self._requests.items() if name == peer]
 
     # --- whose turn it is -------------------------------------------------------------------------
 
     def decode_order(self, now: float) -> Sequence[RequestState]:
-        """Jobs that take part in decoding, in flight or not, first to be run first.
-
-        Those that wait for their client are not among them.
-        """
+        """Decoding requests that are not stalled, in flight or not, in running order."""
         requests = [*self._decode_ready.values(), *self.decodes_in_flight()]
         return self._policy.order_running(
             [state for state in requests if not state.is_stalled], now
         )
 
     def prefill_order(self, now: float, *, closed: bool = False) -> Sequence[RequestState]:
-        """Jobs with rows of known tokens to be issued, first to be run first.
+        """Requests with prompt rows to issue, in running order.
 
-        Among them is the one to be admitted next, unless nobody is to be (``closed``).
+        The next request to admit is among them unless ``closed``.
         """
         requests = list(self._prefilling.values())
         new = None if closed else self.next_waiting(now)
@@ -121,7 +112,7 @@ class RequestQueues:
         return self._policy.order_running(requests, now) if requests else requests
 
     def decodes_in_flight(self) -> Iterator[RequestState]:
-        """Decoding jobs that wait for rows."""
+        """Decoding requests with awaited rows."""
         return (
             state
             for state in self._running.values()
@@ -129,7 +120,7 @@ class RequestQueues:
         )
 
     def next_waiting(self, now: float) -> RequestState | None:
-        """The job to be admitted next; those that wait for their client are passed over."""
+        """The request to admit next; stalled ones are skipped."""
         if self._next_waiting is None:
             able = [state for state in self._waiting if not state.is_stalled]
             admitted = self._running.values()
@@ -140,7 +131,7 @@ class RequestQueues:
         return self._next_waiting[0]
 
     def next_preemptors(self, now: float) -> Iterator[RequestState]:
-        """Those of the client whose turn it is for whom others may give way, in order."""
+        """Requests of the next client for which others may be preempted, in order."""
         count = self._policy.max_preemptors
         if count == 1:
             first = self.next_waiting(now)
@@ -154,16 +145,16 @@ class RequestQueues:
         yield from sorted(ordered, key=lambda state: state.request.priority)[:count]
 
     def next_swapped(self, now: float) -> RequestState | None:
-        """The job to be admitted next, if it comes back from host memory.
+        """The request to admit next, if its KV is in host memory.
 
-        Not the one whose turn the policy estimates to come soonest: one that has given way to
-        another would come back in its place, and give way again, for ever.
+        It does not swap in the request that the policy estimates to run soonest: a preempted
+        request would displace its preemptor and be preempted again, forever.
         """
         first = self.next_waiting(now)
         return first if first is not None and first.host_copy is not None else None
 
     def latest_scheduled(self, now: float) -> list[RequestState]:
-        """Admitted jobs that others go before, the one whose turn comes last first."""
+        """Running requests that are not scheduled now, the latest next schedule first."""
         admitted = list(self._running.values())
         turns = self._policy.estimate_next_scheduled(admitted, len(admitted), now)
         later = [state for state in self._policy.order_running(admitted, now) if turns[state] > 0]
@@ -171,7 +162,7 @@ class RequestQueues:
         return sorted(later, key=turns.__getitem__, reverse=True)
 
     def estimate_swapped(self, now: float) -> Mapping[RequestState, float]:
-        """Jobs in host memory, and seconds until the turn of each, as the policy estimates."""
+        """Swapped-out requests and the estimated seconds until each is scheduled."""
         requests = [state for state in self._waiting if state.host_copy is not None]
         return (
             self._policy.estimate_next_scheduled(requests, len(self._running), now)
@@ -181,23 +172,22 @@ class RequestQueues:
 
     @property
     def num_swapped(self) -> int:
-        """How many jobs are in host memory."""
         return sum(1 for state in self._waiting if state.host_copy is not None)
 
     def clear_next_waiting(self) -> None:
-        """Time has gone on: what the policy has answered holds no longer."""
+        """Forget the policy's last choice, since time has passed or queues have changed."""
         self._next_waiting = None
 
     def preemption_candidates(self, preemptor: RequestState, now: float) -> Iterator[RequestState]:
-        """Who is to give way to ``needy``, which lacks a block or waits to be admitted, in order.
+        """Requests to preempt for ``preemptor``, which lacks a block or waits for admission, in
+        order.
 
-        First those at rest, then those that would give way once their rows have come back. To one
-        that waits nobody gives way who would be admitted before it, by shares or priority: he would
-        be back at once, and give way again. Nor does anybody who has just been admitted, so that
-        whoever is admitted goes on by a row at least.
+        Idle requests come first, then those with rows in flight. For a waiting preemptor it skips
+        requests that would be readmitted before it, and requests that have not run since their
+        admission, so that every admission makes progress.
 
         Raises:
-            InvariantError: the policy names a job that can't be preempted.
+            InvariantError: the policy selects a request that can't be preempted.
         """
         stay = list(self._running.values())
         idle_requests = [state for state in self._idle_requests() if state is not preemptor]
@@ -212,7 +202,7 @@ class RequestQueues:
         stay: list[RequestState],
         now: float,
     ) -> Iterator[RequestState]:
-        """Those of ``jobs``, and of ``stay``, from which they are taken."""
+        """Candidates among ``requests``; they are removed from ``stay``."""
         while (found := self._policy.choose_preempted(preemptor, requests, stay, now)) is not None:
             if found.state not in requests:
                 key = found.state.key
@@ -229,20 +219,20 @@ class RequestQueues:
     def _would_be_readmitted(
         self, state: RequestState, preemptor: RequestState, now: float
     ) -> bool:
-        """Whether ``job``, if it gave way, would be admitted before ``needy``, which waits."""
+        """Whether a preempted request would be admitted before the waiting ``preemptor``."""
         two = self.fair_shares.order_waiting((state, preemptor))
         first = self._policy.choose_admitted(two, self._running.values(), now)
         return not state.is_stalled and first is state
 
     def can_be_preempted(self, state: RequestState, preemptor: RequestState, now: float) -> bool:
-        """Whether ``job`` would be preempted for ``needy`` if only it could be."""
+        """Whether the policy would preempt ``state`` for ``preemptor``."""
         return (
             self._policy.choose_preempted(preemptor, [state], self._running.values(), now)
             is not None
         )
 
     def is_idle(self, state: RequestState) -> bool:
-        """Whether it has no rows in flight or in a volume that is being composed."""
+        """Whether it has no rows in flight or in the volume being composed."""
         return not state.in_flight and (
             state.id in self._decode_ready or state.id in self._prefilling
         )
@@ -265,9 +255,10 @@ class RequestQueues:
     def admit_request(
         self, state: RequestState, blocks: list[int], found: PrefixMatch, restored: int = 0
     ) -> None:
-        """A waiting job gets an id and blocks for all its tokens, the first of them found.
+        """Admit a waiting request with blocks for all its tokens.
 
-        The next ``restored`` ones come from host memory.
+        The first blocks are ``found`` in the prefix cache; the next ``restored`` ones come from
+        host memory.
         """
         self._remove_waiting(state)
         state.start_admission(self._next_id, blocks, found, restored)
@@ -277,15 +268,15 @@ class RequestQueues:
         self.fair_shares.on_admitted(state)
 
     def set_restore_cost(self, seconds: RestoreCost) -> None:
-        """What it takes until a job that gave way is where it was."""
+        """Set the seconds that restoring a preempted request takes."""
         self._policy.set_restore_cost(seconds)
 
     def set_times(self, times: RingTimes) -> None:
-        """What stages and links take is known anew."""
+        """Update stage and link times."""
         self._policy.set_times(times)
 
     def on_issued(self, state: RequestState, now: float) -> None:
-        """The latest rows of ``job`` have gone into a volume."""
+        """Record that rows of a request entered a volume."""
         self._policy.on_issued(state, now)
         self._decode_ready.pop(state.id, None)
         if state.num_issued == len(state.tokens):
@@ -293,23 +284,23 @@ class RequestQueues:
             state.phase = "decode"
 
     def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
-        """Rows of ``job`` have come back, ``seconds`` after they were issued."""
+        """Record that rows came back, ``seconds`` after their issue."""
         self._policy.on_rows_returned(state, seconds, now)
 
     def on_token(self, state: RequestState) -> None:
-        """A token of ``job`` has come."""
+        """Record a sampled token."""
         self.fair_shares.on_token(state)
 
     def on_answered(self, state: RequestState) -> None:
-        """The answer of ``job`` is whole; it is over next."""
+        """Record that the answer is complete."""
         self._policy.on_answered(state)
 
     def mark_decode_ready(self, state: RequestState) -> None:
-        """A sampled token has come back: the job can go on."""
+        """Record that the sampled token is back: the request can decode on."""
         self._decode_ready[state.id] = state
 
     def preempt_request(self, state: RequestState) -> None:
-        """Take an admitted job's blocks; it waits with its tokens so far."""
+        """Take a running request's blocks; it waits with its tokens so far."""
         self._remove_running(state, None)
         self.fair_shares.on_preempted(state)
         state.phase = "waiting"
@@ -331,7 +322,7 @@ class RequestQueues:
         self._policy.on_removed(state, now)
 
     def pop_pending_releases(self) -> list[PendingRelease]:
-        """The admissions whose release is to be issued now."""
+        """The ended admissions whose release is to be issued now."""
         pending, self._pending_releases = self._pending_releases, []
         return pending
 
@@ -353,7 +344,7 @@ class RequestQueues:
         state.tree_node = ROOT
 
     def validate(self) -> None:
-        """Every job is where its state says.
+        """Check that every request is where its phase says.
 
         Raises:
             InvariantError: one is not.
@@ -367,9 +358,9 @@ class RequestQueues:
         if self.num_waiting_tokens != sum(map(_tokens_to_compute, self._waiting)):
             raise InvariantError(f"{self.num_waiting_tokens} are not the tokens of those that wait")
         if len(self._waiting) + len(self._running) != len(self._requests):
-            raise InvariantError("a job is kept that nobody owns")
+            raise InvariantError("a request is queued that is not registered")
         if not self._decode_ready.keys() | self._prefilling.keys() <= self._running.keys():
-            raise InvariantError("a job that is over could still be run")
+            raise InvariantError("an ended request could still run")
 
     def _validate_running(self, state: RequestState) -> None:
         prefilling = state.phase == "prefill"
@@ -390,5 +381,5 @@ class RequestQueues:
 
 
 def _tokens_to_compute(state: RequestState) -> int:
-    """Tokens that are to be computed before it can go on."""
+    """Tokens to compute before the request can decode on."""
     return len(state.tokens) - (state.host_copy.num_tokens if state.host_copy is not None else 0)

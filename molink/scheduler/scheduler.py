@@ -1,4 +1,4 @@
-"""The head of a pipeline: its requests, from submission to the last token."""
+"""The scheduler of a pipeline: requests from submission to the last token."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -39,24 +39,24 @@ from molink.wire.messages.data_plane import (
 from molink.wire.messages.load import SchedulerLoad
 from molink.wire.messages.serving import FinishReason, OutputToken, Rejected
 
-#: Why the last stage has no token for a request, as far as is known here.
+#: Why the last stage has no token for a request.
 _NO_TOKEN_REASON = (
     "a stage could not compute this request (its logits were unusable, or its grammar is too"
     " complex: that PC's log says which)"
 )
 
-#: Alternatives that came with sampled tokens, by (request id, position).
+#: Alternatives of sampled tokens, by (request id, position).
 TopLogprobsByToken = Mapping[tuple[int, int], TopLogprobs]
 
 
 class Scheduler:
-    """Schedules the requests of one pipeline during one epoch. Sans-IO; a new epoch, a new head.
+    """Schedules the requests of one pipeline during one epoch. Sans-IO.
 
-    ``next_batch`` is to be called whenever stage 0 can take a micro-batch and after every event
-    while it is idle; what it returns goes to stage 0's scoreboard in order. What comes out of the
-    tail goes to ``on_sampled``, ``on_tombstone`` and ``on_released``. ``now`` is in seconds of any
-    monotonic clock. Whose turn it is ``policy`` decides (first come, first served if none is
-    given); ``source`` makes what guesses the tokens of a request.
+    Call ``next_batch`` whenever stage 0 can take a micro-batch, and after every event while it is
+    idle; the batch goes to stage 0's scoreboard in order. The last stage's messages go to
+    ``on_sampled``, ``on_tombstone`` and ``on_released``. ``now`` is in seconds of any monotonic
+    clock. ``policy`` orders requests (default: first come, first served); ``create_draft_source``
+    creates the draft source of a request.
     """
 
     def __init__(
@@ -84,12 +84,7 @@ class Scheduler:
         self._wait_estimator = WaitEstimator(config, self._queues)
         self._transitions = Story()
         self._stats = SchedulerStats(
-            self._queues,
-            self._cache,
-            self._in_flight,
-            self._batcher,
-            self._speculation,
-            self._swap,
+            self._queues, self._cache, self._in_flight, self._batcher, self._speculation, self._swap
         )
         self._counts = self._stats.counts
 
@@ -98,14 +93,14 @@ class Scheduler:
     def submit_request(self, state: RequestState, now: float) -> list[Emission]:
         """Take a request into the queue; returns what is to be told of one that made place for it.
 
-        A full queue has a place for an owner who holds fewer than another; see
+        A peer with fewer queue slots may displace another's request from a full queue, see
         :meth:`AdmissionController.choose_displaced`.
 
         Raises:
-            RequestError: a field is out of range, or the owner's key is in use.
-            ContextTooLong: it can never fit into the context, or into the KV blocks.
-            Overloaded: the queue is full, and this client has its share of it; or its turn would
-                come later than it can wait for. Carries ``retry_after``.
+            RequestError: a field is out of range, or the peer's key is in use.
+            ContextTooLong: the request exceeds the context length or the KV cache.
+            Overloaded: the queue is full and the client has its share, or the estimated wait is too
+                long. Carries ``retry_after``.
         """
         if self._queues.find_request(state.peer, state.key) is not None:
             raise RequestError(f"a request {state.key!r} of this peer is already being served")
@@ -121,10 +116,10 @@ class Scheduler:
         return emissions
 
     def expire_requests(self, now: float) -> list[Emission]:
-        """Refuse those that have waited to be admitted for as long as they may; to be called often.
+        """Reject requests that have waited too long; call it often.
 
-        That is for ``max_queue_s`` seconds, or until no token can come before the deadline. Who was
-        admitted once and gave way goes on waiting.
+        A request expires after ``max_queue_s`` seconds, or when no token can meet its deadline.
+        Preempted requests never expire.
         """
         self._wait_estimator.observe_served(now)
         late = [
@@ -145,18 +140,18 @@ class Scheduler:
         return emissions
 
     def cancel_request(self, peer: str, key: str, now: float) -> None:
-        """Stop a request; one that is over already is no error."""
+        """Cancel a request; an ended one is ignored."""
         state = self._queues.find_request(peer, key)
         if state is not None:
             self._cancel_state(state, now)
 
     def cancel_peer(self, peer: str, now: float) -> None:
-        """Stop all requests of a daemon that has gone."""
+        """Cancel all requests of a peer that is gone."""
         for state in self._queues.requests_of_peer(peer):
             self._cancel_state(state, now)
 
     def grant_credit(self, peer: str, key: str, position: int) -> None:
-        """The client has taken all tokens below ``position``; the latest such word counts."""
+        """Record that the client has taken all tokens below ``position``."""
         state = self._queues.find_request(peer, key)
         if state is not None:
             state.num_credited = max(state.num_credited, min(position, len(state.tokens)))
@@ -166,9 +161,9 @@ class Scheduler:
     def next_batch(self, now: float, *, prefill: bool = True) -> MicroBatch | None:
         """The next micro-batch for stage 0: at most one decode and one prefill volume.
 
-        Releases of requests that were cancelled or have ended since the last call are always in it,
-        however many volumes are in flight. Without ``prefill`` there is no such volume in it:
-        stage 0 has one of which it has run a part.
+        It always includes the releases of requests that ended since the last call, however many
+        volumes are in flight. Pass ``prefill=False`` while stage 0 has a partly executed prefill
+        volume.
         """
         batch = self._batcher.compose_batch(now, prefill=prefill)
         self._wait_estimator.observe_served(now)
@@ -190,11 +185,10 @@ class Scheduler:
     def on_sampled(
         self, message: SamplerOutput, tops: TopLogprobsByToken, now: float
     ) -> list[Emission]:
-        """A volume has gone round; returns what its requests' daemons are to be told.
+        """Process a volume's sampled tokens; returns messages for the requests' peers.
 
-        A request that is neither in ``choices`` nor in ``failed`` although its rows were to be
-        sampled counts as failed: nothing waits for a token that will not come. So does one with
-        tokens for which there were no rows.
+        A request fails if its rows should have been sampled but it is in neither ``sampled`` nor
+        ``failed``, or if it has tokens without rows.
         """
         slices, seconds = self._pop_volume(message.seq, now)
         choices: dict[int, list[SampledId]] = {}
@@ -227,9 +221,9 @@ class Scheduler:
         return emissions
 
     def on_tombstone(self, seq: int, now: float) -> list[Emission]:
-        """A volume has gone round with all of its rows dropped.
+        """Process a volume whose rows were all dropped.
 
-        Its requests should be over; one that is not has been dropped by mistake and has failed.
+        Only rows of ended requests may be dropped; other requests fail.
         """
         emissions = []
         slices, _ = self._pop_volume(seq, now)
@@ -242,7 +236,7 @@ class Scheduler:
         return emissions
 
     def on_released(self, seq: int, now: float) -> None:
-        """A release has gone round: its blocks can be used again."""
+        """Make the blocks of a completed release usable again."""
         if not self._in_flight.pop_release(seq):
             self._count_stray("release", seq, now)
             return
@@ -250,25 +244,25 @@ class Scheduler:
         self._transitions.add_entry(now, "released", seq, freed)
 
     def set_times(self, times: RingTimes) -> None:
-        """What stages have measured of themselves and of their links to the next.
+        """Update measured stage and link times.
 
-        Of those of which nothing was known before only their links count.
+        Stages that were unknown at first stay unknown.
         """
         self._ring_times = times
         self._batcher.set_times(times)
 
     def pop_draft_batch(self) -> DraftBatch | None:
-        """What the draft model is to do now, if anything; to be asked after :meth:`next_batch`."""
+        """The draft model's next batch, if any; ask after :meth:`next_batch`."""
         return self._speculation.draft_queue.pop_batch()
 
     def on_draft_results(self, found: DraftResults) -> None:
-        """The draft model's answer to the oldest order that it hasn't answered."""
+        """Process the results of the draft model's oldest pending batch."""
         self._speculation.draft_queue.on_results(found)
 
     def set_host_memory(self, blocks: int, block_s: float) -> None:
-        """Every stage has host memory for so many KV blocks, of which each takes so long one way.
+        """Set the host memory of every stage: KV blocks, and seconds to copy one block one way.
 
-        The first word counts.
+        Only the first call counts.
         """
         self._swap.set_host_blocks(blocks, block_s)
 
@@ -281,22 +275,20 @@ class Scheduler:
 
     @property
     def num_strays(self) -> int:
-        """How many messages there were about ticks not in flight: stages that misbehave."""
+        """Messages about volumes or releases not in flight: a stage misbehaves."""
         return int(self._counts["strays"])
 
     def collect_stats(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters of this epoch and gauges, by name; see :class:`SchedulerStats`."""
+        """Counters of this epoch, and gauges; see :class:`SchedulerStats`."""
         return self._stats.read_counters(), self._stats.read_gauges()
 
     def report_load(self, pipeline: str, now: float) -> SchedulerLoad:
-        """What others are told of it, under the name of its pipeline."""
+        """The load that is reported to other peers."""
         return self._stats.report_load(pipeline, now)
 
     def cache_report(self, version: int) -> CacheReport:
-        """What those who route are told: what has changed in the cache since ``version``.
-
-        That is of an earlier report of this epoch; -1: there was none.
-        """
+        """Changes of the prefix cache since ``version`` of an earlier report of this epoch; -1 if
+        none."""
         log, config = self._cache.span_log, self.config
         whole, added, evicted = log.changes_since(version)
         room = config.num_blocks * config.block_size
@@ -359,7 +351,7 @@ class Scheduler:
             self._counts["queue_seconds"] += now - state.arrived_at
 
     def _pop_volume(self, seq: int, now: float) -> tuple[tuple[RequestSlice, ...], float]:
-        """The rows of a volume that has gone round, and the seconds that it took."""
+        """Remove a returned volume; its slices and the seconds that it took."""
         returned = self._in_flight.pop_volume(seq)
         if returned is None:
             self._count_stray("volume", seq, now)
@@ -369,7 +361,7 @@ class Scheduler:
         return request_slice, now - issued_at
 
     def _settle_rows(self, state: RequestState, request_slice: RequestSlice, seq: int) -> bool:
-        """Whether tokens may come with these rows."""
+        """Remove returned rows; whether their tokens are awaited."""
         self._speculation.num_drafted += len(request_slice.drafts)
         del state.in_flight[seq]
         if seq not in state.awaited_seqs:
@@ -385,7 +377,7 @@ class Scheduler:
         tops: TopLogprobsByToken,
         now: float,
     ) -> list[Emission]:
-        """The tokens of a live request, up to its end."""
+        """Accept the tokens of a live request, up to its end."""
         if not are_expected(choices, len(state.tokens), request_slice.verified_drafts):
             return [self._fail_request(state, "the last stage did not sample its token", now)]
         compared, right = compare_drafts(state, choices)
@@ -406,11 +398,11 @@ class Scheduler:
     def _accept_token(
         self, state: RequestState, choice: SampledId, tops: TopLogprobsByToken, now: float
     ) -> Emission:
-        """A token of a live request: keep it and pass it on."""
+        """Append a token to a live request and emit it."""
         self._counts["tokens"] += 1
         if not state.has_cached_blocks:
             self._cache.cache_full_blocks(state)
-        state.num_issued = len(state.tokens)  # the one before was a row, if only as a draft
+        state.num_issued = len(state.tokens)  # the previous token had a row, if only as a draft
         state.tokens.append(choice.token)
         self._queues.on_token(state)
         if state.num_generated == 1:
@@ -475,10 +467,10 @@ def check_invariants(
     cache: KVCacheManager,
     in_flight: InFlightTracker,
 ) -> None:
-    """Check blocks, rows in flight and emission windows of all jobs.
+    """Check blocks, rows in flight and credit windows of all requests.
 
     Raises:
-        InvariantError: something does not agree with the rest.
+        InvariantError: they disagree.
     """
     in_flight.validate()
     queues.validate()

@@ -1,4 +1,4 @@
-"""What a head counts, and what others are told of it."""
+"""Counters, gauges and load reports of a scheduler."""
 
 from collections.abc import Mapping
 from itertools import islice
@@ -19,33 +19,35 @@ from molink.wire.messages.load import (
     SchedulerLoad,
 )
 
-#: Longest time until a turn that people are told of.
+#: Maximum reported time until a swapped request resumes.
 MAX_SCHEDULED_MS = 3_600_000
 
 
 def report_request(
-    job: RequestState, turns: Mapping[RequestState, float], now: float
+    state: RequestState, turns: Mapping[RequestState, float], now: float
 ) -> RequestLoad:
-    """Until its first token a request is in prefill for people, though all its rows are issued."""
-    assert job.phase != "gone", "a job that is over is in no roster"
+    """A request's entry in the load report. It counts as prefill until its first token."""
+    assert state.phase != "gone", "ended requests are in no queue"
     phase: Literal["waiting", "swapped", "prefill", "decode"]
-    phase = "prefill" if job.phase == "decode" and not job.num_generated else job.phase
-    if job in turns:
+    phase = "prefill" if state.phase == "decode" and not state.num_generated else state.phase
+    if state in turns:
         phase = "swapped"
     taken, prompt = now - job.first_token_at, job.num_prompt_tokens
     return RequestLoad(
         job.peer[:MAX_PEER_ID],
         phase,
         prompt,
-        0 if job.phase == "waiting" else job.num_computed,
-        len(job.tokens) - prompt,
-        round(1000 * (job.num_generated - 1) / taken) if job.num_generated > 1 and taken > 0 else 0,
-        max(0, int(now - job.arrived_at)),
-        min(MAX_SCHEDULED_MS, round(1000 * turns.get(job, 0.0))),
+        0 if state.phase == "waiting" else state.num_computed,
+        len(state.tokens) - prompt,
+        round(1000 * (state.num_generated - 1) / taken)
+        if state.num_generated > 1 and taken > 0
+        else 0,
+        max(0, int(now - state.arrived_at)),
+        min(MAX_SCHEDULED_MS, round(1000 * turns.get(state, 0.0))),
     )
 
 
-#: What the head itself counts.
+#: Counters that the scheduler itself increments.
 COUNTER_NAMES = (
     "requests",
     "admitted",
@@ -65,7 +67,7 @@ COUNTER_NAMES = (
 
 
 class SchedulerStats:
-    """The figures of one head: :attr:`counts`, which it keeps itself, and those of its parts."""
+    """Figures of a scheduler and its parts."""
 
     def __init__(
         self,
@@ -78,13 +80,13 @@ class SchedulerStats:
     ) -> None:
         self._queues, self._cache, self._in_flight = queues, cache, in_flight
         self._batcher, self._speculation, self._swap = batcher, speculation, swap
-        #: By the names in :data:`COUNTS`.
+        #: By the names in :data:`COUNTER_NAMES`.
         self.counts: dict[str, float] = dict.fromkeys(COUNTER_NAMES, 0)
-        #: When others were told last: seconds until the first job came back from host memory.
+        #: At the last report: seconds until the first swapped-out request is scheduled.
         self._first_swapped_s = 0.0
 
     def read_counters(self) -> dict[str, float]:
-        """What has been counted in this epoch, by name."""
+        """Counters of this epoch, by name."""
         batcher, cache, swap = self._batcher, self._cache, self._swap
         counters = {f"head_{name}_total": float(count) for name, count in self.counts.items()}
         counters["head_prompt_tokens_total"] = float(batcher.num_prompt_tokens)
@@ -104,11 +106,11 @@ class SchedulerStats:
         return counters
 
     def read_gauges(self) -> dict[str, float]:
-        """How it is now, by name.
+        """Current values, by name.
 
-        ``head_cancel_iterations_*`` is how many iterations of the ring began between a cancel of an
-        admitted request and the moment when its blocks could be used again, the first one included.
-        Blocks are ``used``, ``free``, or ``cached`` only and so as good as free.
+        ``*_cancel_iterations_*`` counts ring iterations from the cancel of a running request until
+        its blocks are usable again, the first one included. Blocks are ``used``, ``free``, or
+        ``cached`` and evictable.
         """
         cache, in_flight, queues, host = (
             self._cache,
@@ -146,7 +148,7 @@ class SchedulerStats:
         return {name: float(value) for name, value in gauges.items()}
 
     def report_load(self, pipeline: str, now: float) -> SchedulerLoad:
-        """What others are told of it, under the name of its pipeline."""
+        """The load that is reported to other peers."""
         blocks, turns = self._cache.allocator, self._queues.estimate_swapped(now)
         self._first_swapped_s = min(turns.values(), default=0.0)
         queues = list(self._queues.queue_lengths[:MAX_QUEUES])

@@ -1,4 +1,4 @@
-"""Which requests' KV goes to host memory, and when: proactive swapping (FastServe, §4.2)."""
+"""Swapping of preempted KV to host memory: reactive, and proactive as in FastServe, §4.2."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -12,24 +12,23 @@ from molink.scheduler.request_queues import RequestQueues
 from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import MAX_SWAP_BLOCKS
 
-#: Blocks are reserved for what should arrive in so many turns of the ring: blocks that are given up
-#: can be used after one. With more of them first tokens come sooner, but too many go that have to
-#: come back.
+#: Round trips for whose expected arrivals blocks are reserved. Released blocks are usable after
+#: one; with more, first tokens come sooner but more requests have to be swapped back in.
 RESERVED_ROUND_TRIPS = 1
-#: They are no more than this share of all blocks.
+#: Maximum share of all blocks that is reserved.
 MAX_RESERVED_SHARE = 0.2
-#: Arrivals that the recent rate goes by.
+#: Arrivals that the arrival rate is measured over.
 _MAX_ARRIVALS = 32
-#: Seconds of a turn where nothing is known of the stages.
+#: Seconds of a round trip while stages are unknown.
 _DEFAULT_ROUND_TRIP_S = 0.05
 
 
 class SwapManager:
-    """Keeps what is preempted in host memory, if the mode is not ``recompute`` and there is room.
+    """Copies preempted KV to host memory unless the mode is ``recompute`` or there is no room.
 
-    In mode ``proactive-swap`` some blocks are reserved for requests that should arrive soon, by the
-    recent rate. As long as fewer are free, jobs give way whose turn comes last, before anybody
-    lacks a block; a job in host memory comes back when more are free than are reserved.
+    Mode ``proactive-swap`` reserves blocks for the expected arrivals. While fewer are free, it
+    preempts the requests that are scheduled last before others lack blocks. A swapped-out request
+    resumes when more blocks are free than reserved.
     """
 
     def __init__(
@@ -40,16 +39,16 @@ class SwapManager:
         self._queues = queues
         self._cache = cache
         self._ring_times = RingTimes(config.profiles, (), config.row_bytes)
-        #: When the last requests arrived, and blocks that each asked for.
+        #: Times of the last arrivals, and blocks that each needs.
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=_MAX_ARRIVALS)
-        #: Seconds in which the slowest stage copies a block.
+        #: Seconds for the slowest stage to copy a block.
         self._block_s = 0.0
         self.host_blocks = HostBlockAllocator()
-        #: Requests that went to host memory and came back, and those that there was no room for.
+        #: Requests swapped out, swapped in, and not swapped for lack of host memory.
         self.num_swap_outs = self.num_swap_ins = self.num_fallbacks = 0
 
     def set_host_blocks(self, blocks: int, block_s: float) -> None:
-        """All stages have host memory for so many blocks, each of which takes ``block_s``."""
+        """Set the host memory of all stages: blocks, and seconds to copy one."""
         if self._mode == "recompute" or self.host_blocks.total or not blocks:
             return
         self.host_blocks.set_total(blocks)
@@ -57,13 +56,13 @@ class SwapManager:
         self._queues.set_restore_cost(self._restore_s)
 
     def set_times(self, times: RingTimes) -> None:
-        """Stages have measured themselves, or their links, anew."""
+        """Update stage and link times."""
         self._ring_times = times
 
     # --- to host memory --------------------------------------------------------------------------
 
     def swap_out(self, state: RequestState) -> None:
-        """``job`` is about to be preempted: have its KV copied to host memory, if that is well."""
+        """Have the KV of a request that is about to be preempted copied, if that pays."""
         if (
             self._mode == "recompute"
             or not state.has_valid_kv
@@ -81,13 +80,13 @@ class SwapManager:
         state.host_copy = HostCopy(held, state.num_computed)
 
     def free_copy(self, state: RequestState) -> None:
-        """The copy of ``job``, if there is one, is not needed any more."""
+        """Free the host copy of a request, if any."""
         if state.host_copy is not None:
             self.host_blocks.free_blocks(state.host_copy.blocks)
             state.host_copy = None
 
     def proactive_candidates(self, now: float) -> Iterator[RequestState]:
-        """Jobs to be preempted before others lack blocks, the one whose turn comes last first."""
+        """Requests to preempt before others lack blocks, the latest scheduled first."""
         if not self._is_proactive:
             return
         reserved = self.reserved_blocks(now)
@@ -106,18 +105,18 @@ class SwapManager:
             lacking -= coming.add_blocks(state.blocks)
             if (
                 self._queues.is_idle(state) and not state.is_fresh
-            ):  # the others when their rows are back
+            ):  # the others follow when their rows are back
                 yield state
 
     # --- and back --------------------------------------------------------------------------------
 
     @property
     def resumes_early(self) -> bool:
-        """Whether jobs come back before their turn: their rows go in a later micro-batch."""
+        """Whether requests resume early, with rows in a later micro-batch."""
         return self._is_proactive
 
     def reserved_blocks(self, now: float) -> int:
-        """Blocks that are to be free for requests that should arrive soon."""
+        """Blocks to keep free for expected arrivals."""
         if not self._is_proactive or not self._arrivals:
             return 0
         seconds = now - self._arrivals[0][0]
@@ -132,7 +131,7 @@ class SwapManager:
         return int(min(soon, MAX_RESERVED_SHARE * self._config.num_blocks))
 
     def on_arrived(self, state: RequestState, now: float) -> None:
-        """A request has arrived."""
+        """Record an arrival."""
         self._arrivals.append((now, self._config.blocks_for(state.num_uncached + 1)))
 
     # --- inside ----------------------------------------------------------------------------------
@@ -142,17 +141,17 @@ class SwapManager:
         return self._mode == "proactive-swap" and self.host_blocks.total > 0
 
     def _copy_s(self, tokens: int) -> float:
-        """Seconds that the blocks of so many tokens take, there and back."""
+        """Seconds to copy the blocks of ``tokens`` tokens out and in."""
         return 2 * self._config.blocks_for(tokens) * self._block_s
 
     def _is_worthwhile(self, tokens: int) -> bool:
-        """Whether so many tokens can be copied at once, and sooner than computed anew."""
+        """Whether ``tokens`` fit into one copy, and copying beats recomputation."""
         anew_s = self._ring_times.prompt_s(tokens)
         fits = self._config.blocks_for(tokens) <= MAX_SWAP_BLOCKS
         return fits and not 0 < anew_s < self._copy_s(tokens)
 
     def _restore_s(self, state: RequestState) -> float | None:
-        """Seconds that a copy of ``job`` takes, if it has one or, most likely, would have."""
+        """Seconds to restore a request from its actual or prospective copy, if any."""
         if state.host_copy is not None:
             return self._copy_s(state.host_copy.num_tokens)
         tokens = state.num_computed
@@ -162,14 +161,14 @@ class SwapManager:
         return self._copy_s(tokens)
 
     def validate(self) -> None:
-        """Each host block belongs to one job that waits, or to none.
+        """Check that each host block belongs to one waiting request, or to none.
 
         Raises:
             InvariantError: one doesn't.
         """
         requests = [state for state in self._queues if state.host_copy is not None]
         if any(state.phase != "waiting" for state in requests):
-            raise InvariantError("a job that has blocks has a copy of them in host memory, too")
+            raise InvariantError("a running request has a copy in host memory")
         copies = [state.host_copy for state in requests if state.host_copy is not None]
         for copy in copies:
             if len(copy.blocks) != self._config.blocks_for(copy.num_tokens) or not copy.filled_seq:

@@ -92,8 +92,7 @@ def test_drafts_are_rows_after_the_last_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "start"),
-    [((7,), 11), ((101, 7), 12), ((101, 102, 7), 13), ((101, 102, 103, 7), 14)],
+    ("tokens", "start"), [((7,), 11), ((101, 7), 12), ((101, 102, 7), 13), ((101, 102, 103, 7), 14)]
 )
 def test_tokens_up_to_the_first_that_is_no_draft(tokens: tuple[int, ...], start: int) -> None:
     made = prefilled()
