@@ -1,1 +1,1 @@
-"""Which of several pipelines of a model serves a request."""
+"""Routing of requests between several pipelines of a model."""

@@ -1,4 +1,4 @@
-"""What a head tells of its prefix cache to those who route."""
+"""Reports of prefix caches to routers, and the span digests that both compare."""
 
 import sys
 from array import array
@@ -10,18 +10,18 @@ from molink.errors import WireError
 from molink.facts.ring_times import RequestCosts
 from molink.wire.messages.serving import CacheUpdate
 
-#: Tokens of a span: prompts are compared by as many whole spans as they have. It is no multiple of
-#: a pipeline's block size: these differ, and a prompt has to have the same digests everywhere.
+#: Tokens of a span. It is independent of the pipelines' block sizes, so that a prompt has the same
+#: digests everywhere.
 SPAN_TOKENS = 64
-#: Bytes of a digest, and what the first span of every prompt follows.
+#: Bytes of a digest, and the parent of the first span.
 DIGEST_BYTES = 8
 ROOT_DIGEST = bytes(DIGEST_BYTES)
 
 
 def span_digests(tokens: Sequence[int], after: bytes = ROOT_DIGEST) -> tuple[int, ...]:
-    """A digest for each whole span of ``tokens``: of that span and of all before it.
+    """A digest for each whole span of ``tokens`` and everything before it.
 
-    ``after`` is the digest of what comes before ``tokens`` (little-endian).
+    ``after`` is the digest of what precedes ``tokens`` (little-endian).
     """
     ids = array("i", tokens)
     if sys.byteorder == "big":
@@ -34,18 +34,18 @@ def span_digests(tokens: Sequence[int], after: bytes = ROOT_DIGEST) -> tuple[int
     return tuple(found)
 
 
-#: Digests of a report: of 256 k tokens. It goes with the first token of an answer, 8 bytes each: at
-#: 20 Mbps that token waits for 13 ms behind the longest one.
+#: Digests per report, 256 k tokens. A report travels with an answer's first token: at 20 Mbps the
+#: longest one delays it by 13 ms.
 MAX_DIGESTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """Spans that came into a cache and that left it since an earlier report.
+    """Spans that entered and left a cache since an earlier report.
 
-    ``version`` is what the next report is to follow. If it is ``is_full``, what is not in
-    ``added_spans`` is not in the cache. Where there are more than :data:`MAX_DIGESTS`, it is not
-    whole. The cache has room for ``capacity`` tokens (0: unknown).
+    ``version`` identifies this report. If it ``is_full``, the cache has only ``added_spans``. A
+    cache with more than :data:`MAX_DIGESTS` spans never reports in full. ``capacity`` is the
+    cache's room in tokens (0: unknown).
     """
 
     version: int
@@ -57,7 +57,7 @@ class CacheReport:
 
 
 def pack_report(report: CacheReport) -> tuple[CacheUpdate, bytes]:
-    """A report as a message's part and its payload."""
+    """Encode a report as a message field and a payload."""
     news = CacheUpdate(
         report.version, report.is_full, len(report.added_spans), report.capacity, report.costs
     )
@@ -67,10 +67,10 @@ def pack_report(report: CacheReport) -> tuple[CacheUpdate, bytes]:
 
 
 def unpack_report(news: CacheUpdate, payload: memoryview) -> CacheReport:
-    """What :func:`pack_report` has packed.
+    """Decode what :func:`pack_report` encoded.
 
     Raises:
-        WireError: it says what can't be.
+        WireError: the report is invalid.
     """
     count, rest = divmod(payload.nbytes, DIGEST_BYTES)
     if rest or count > MAX_DIGESTS or news.num_added > count:
@@ -83,7 +83,6 @@ def unpack_report(news: CacheUpdate, payload: memoryview) -> CacheReport:
 
 
 def _to_little_endian(digests: "array[int]") -> "array[int]":
-    """To or from little-endian."""
     if sys.byteorder == "big":
         digests.byteswap()
     return digests

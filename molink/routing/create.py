@@ -12,15 +12,14 @@ _ROUTERS: dict[str, Callable[[], Router]] = {
     "least-loaded": LeastLoadedRouter,
     "e2": E2Router,
 }
-#: Names that :func:`create_router` knows.
 ROUTERS = tuple(_ROUTERS)
 
 
 def create_router(name: str) -> Router:
-    """A fresh router of that name.
+    """Create a router by name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such router.
     """
     if name not in _ROUTERS:
         raise UsageError(f"--router is one of {', '.join(ROUTERS)}, not {name!r}")

@@ -11,19 +11,18 @@ from molink.routing.span_tree import SpanTree
 
 #: Seconds of history (the paper's ``H``).
 WINDOW_S = 180.0
-#: How many times as loaded as the least loaded one a pipeline may be before requests are sent
-#: elsewhere that it has cached (the paper's ``T_hbal``).
+#: Load, relative to the lightest pipeline, above which cached requests are redirected (the paper's
+#: ``T_hbal``).
 T_HBAL = 1.5
-#: By how much the share of answers in a pipeline's work is to be above the mean of all for a prompt
-#: that nobody has cached to go there first.
+#: Excess of a pipeline's share of decoding over the mean, above which uncached prompts go there.
 DECODE_HEAVY_MARGIN = 0.2
-#: Seconds that requests which were sent somewhere may take until reports have them.
+#: Seconds that sent requests may take to appear in reports.
 UNREPORTED_S = 60.0
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """What a pipeline would be for a request: its ``L``, ``M`` and ``R`` in seconds."""
+    """A pipeline's costs for a request: ``L``, ``M`` and ``R`` in seconds."""
 
     load: PipelineLoad
     cached_tokens: int
@@ -38,26 +37,25 @@ class _Candidate:
 
 
 class E2Router(Router):
-    """Sends a request to who has most of its prompt cached, else to who costs least.
+    """Routes a request to the pipeline with most of its prompt cached, else to the cheapest.
 
-    *Exploit.* Where more of the prompt is cached than is not, its key portion is: of those who have
-    it, it goes to the one that costs least. That cost is the pipeline's load ``L``, what has to be
-    evicted ``M`` and the prefill of what is missing ``R``, each in seconds of the slowest stage.
+    *Exploit* if more than half of the prompt is cached: the cheapest of the pipelines that have it.
+    The cost is the pipeline's load ``L``, the eviction ``M`` and the missing prefill ``R``, in
+    seconds of the slowest stage.
 
-    *Explore.* Else it goes to whoever costs least; but to a pipeline that has much more to decode
-    than others, as long as its load is no reason against that.
+    *Explore* otherwise: the cheapest of all, but a pipeline with much more decoding than the mean
+    if its load permits.
 
-    *Rebalance.* If that load is above ``t_hbal`` times the lightest one, and it is done sooner
-    elsewhere by more than it takes to compute it anew, it goes there, and is cached there, too.
+    *Rebalance.* If the load exceeds ``t_hbal`` times the lightest one, and another pipeline is
+    faster by more than the recomputation, the request is redirected and its prefix cached there
+    too.
 
-    *Replicate.* So it does if the wait of those that begin alike has doubled, and they wait for
-    longer than computing it anew takes.
+    *Replicate* if the wait of requests with the same prefix has doubled and exceeds recomputation.
 
-    ``L`` is what is still to be done of what was sent there. (The paper has all that was sent in
-    the window; but what is over keeps nobody waiting.) A token of an answer counts with what a
-    further row adds to a step. ``M`` is the prefill of those spans which would be forgotten, and
-    which several requests used in the window. (The paper has it once for each of these; but it is
-    computed anew once at most, and who was the only one may have been the last.)
+    ``L`` is the outstanding work. (The paper counts everything sent in the window.) A generated
+    token counts as one more row in a step. ``M`` is the prefill of spans that would be evicted and
+    that several requests used in the window. (The paper multiplies by their uses, but they are
+    recomputed once at most, and a single user may have been the last.)
     """
 
     reads_spans: bool = True
@@ -81,7 +79,6 @@ class E2Router(Router):
     def choose_pipeline(
         self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
     ) -> PipelineLoad:
-        """Exploit if more is cached than is not, else explore."""
         self._load_tracker.on_request_end(prompt.key, 0, now)
         candidates = [self._assess_pipeline(prompt, load, now) for load in pipelines]
         holders = [
@@ -131,7 +128,7 @@ class E2Router(Router):
         chosen, cheapest = _cheapest(holders), _cheapest(candidates)
         lightest = min(candidate.load_s for candidate in candidates)
         others = [candidate for candidate in candidates if candidate not in holders]
-        # What is computed anew delays others, too: it counts twice.
+        # Recomputation delays other requests too, so it counts twice.
         anew_s = cheapest.prefill_s - chosen.prefill_s
         if chosen.load_s > self._t_hbal * lightest and cheapest.cost_s + anew_s < chosen.cost_s:
             self._counts["redirected"] += 1
@@ -156,7 +153,7 @@ class E2Router(Router):
         return cheapest
 
     def on_first_token(self, key: RequestKey, cached: int, now: float) -> None:
-        """Its prefill is over, and how long it waited for that is known."""
+        """Record the wait before the prefill."""
         routed = self._load_tracker.on_first_token(key, now)
         if routed is not None and routed.key_span:
             self._prefix_waits.add_wait(
@@ -164,13 +161,12 @@ class E2Router(Router):
             )
 
     def on_request_end(self, key: RequestKey, generated: int, now: float) -> None:
-        """It is no load any more."""
         self._load_tracker.on_request_end(key, generated, now)
 
     # --- pipelines -------------------------------------------------------------------------------
 
     def on_cache_report(self, name: PipelineName, report: CacheReport, now: float) -> None:
-        """Take in what its head says; what was sent there a moment ago may come to be cached."""
+        """Update costs, capacity and spans; recently sent spans may be missing from the report."""
         if report.costs is not None:
             self._costs[name] = report.costs
         if report.capacity:
@@ -181,30 +177,28 @@ class E2Router(Router):
         self._tree.add_spans(name, report.added_spans)
 
     def on_pipeline_removed(self, name: PipelineName) -> None:
-        """Nothing is cached there any more."""
         self._tree.drop_pipeline(name)
         self._load_tracker.drop_pipeline(name)
         self._costs.pop(name, None)
 
     def cached_tokens(self, name: PipelineName) -> int:
-        """About how many tokens are cached there."""
+        """Approximate number of tokens cached there."""
         return self._tree.count_spans(name) * SPAN_TOKENS
 
     @property
     def decision_counts(self) -> Mapping[str, int]:
-        """How often it exploited, explored, redirected and replicated."""
         return self._counts
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being served, as far as is known."""
+        """Whether no request is being served."""
         return len(self._load_tracker) == 0
 
     def validate(self) -> None:
         """Check the bounds.
 
         Raises:
-            InvariantError: one is broken.
+            InvariantError: one is exceeded.
         """
         self._tree.validate()
 
@@ -224,6 +218,6 @@ def _cheapest(candidates: Sequence[_Candidate]) -> _Candidate:
 
 
 def _key_span(prompt: RoutedPrompt, cached: int) -> int:
-    """The node that stands for all prompts which begin alike: at a power of two of spans."""
+    """The span that stands for all prompts with the same prefix: the one at a power of two."""
     depth = cached // SPAN_TOKENS
     return prompt.spans[(1 << (depth.bit_length() - 1)) - 1] if depth else 0

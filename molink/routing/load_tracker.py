@@ -1,44 +1,43 @@
-"""How busy each pipeline is with what was sent there, in seconds of its slowest stage."""
+"""Load of each pipeline, in seconds of its slowest stage, and waits by prefix."""
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from molink.routing.base import PipelineName, RequestKey
 
-#: Tokens of an answer where none has ended yet, and the weight of the latest one.
+#: Initial mean answer length, in tokens, and the weight of the latest answer.
 DEFAULT_ANSWER_TOKENS = 128.0
 SMOOTHING = 0.05
 
 
 @dataclass(slots=True)
 class RoutedRequest:
-    """A request where it is served: what its prefill and its answer were expected to take."""
+    """A request at its pipeline, with the expected seconds of its prefill and answer."""
 
     pipeline: PipelineName
     sent_at: float
     prefill_s: float
     answer_s: float
-    #: The node by which it was placed, if it was; 0 is none.
+    #: The span by which it was routed; 0 if none.
     key_span: int = 0
     has_begun: bool = False
 
 
 @dataclass(slots=True)
 class PipelineWork:
-    """Of one pipeline: what is to be done of the ``num_live`` requests, and what it was sent
-    lately."""
+    """Outstanding work of a pipeline, and what it was sent recently."""
 
     num_live: int = 0
     live_s: float = 0.0
     prefill_s: float = 0.0
     answer_s: float = 0.0
     recent: deque[tuple[float, float, float]] = field(default_factory=deque)
-    #: Those whose first token has not come, as they were sent; ``since`` then one is computed.
+    #: Requests without a first token, in order; the first is computed since ``computing_since``.
     waiting: dict[RequestKey, RoutedRequest] = field(default_factory=dict)
     computing_since: float = 0.0
 
     def remaining_s(self, now: float) -> float:
-        """What is still to be done: the prompt that is computed now is so in part."""
+        """Seconds of outstanding work, less the prefill in progress."""
         first = next(iter(self.waiting.values()), None)
         done_s = (
             min(first.prefill_s, max(0.0, now - self.computing_since)) if first is not None else 0.0
@@ -46,7 +45,7 @@ class PipelineWork:
         return self.live_s - done_s
 
     def expire_before(self, since: float) -> None:
-        """Forget what was sent before."""
+        """Drop requests sent before ``since``."""
         while self.recent and self.recent[0][0] < since:
             _, prefill_s, answer_s = self.recent.popleft()
             self.prefill_s -= prefill_s
@@ -56,23 +55,22 @@ class PipelineWork:
 
 
 class LoadTracker:
-    """Keeps the requests of all pipelines, and their history over ``window_s`` seconds."""
+    """Tracks the requests of all pipelines over ``window_s`` seconds."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._routed: dict[RequestKey, RoutedRequest] = {}
         self._work: dict[PipelineName, PipelineWork] = {}
-        #: Mean tokens of the answers that have ended.
+        #: Mean tokens of finished answers.
         self.answer_tokens = DEFAULT_ANSWER_TOKENS
 
     def work_of(self, name: PipelineName, now: float) -> PipelineWork:
-        """The work of a pipeline."""
         work = self._work.setdefault(name, PipelineWork())
         work.expire_before(now - self._window_s)
         return work
 
     def add_request(self, key: RequestKey, routed: RoutedRequest) -> None:
-        """A request was sent."""
+        """Record a routed request."""
         self._routed[key] = routed
         work = self.work_of(routed.pipeline, routed.sent_at)
         if not work.waiting:
@@ -85,7 +83,7 @@ class LoadTracker:
         work.recent.append((routed.sent_at, routed.prefill_s, routed.answer_s))
 
     def on_first_token(self, key: RequestKey, now: float) -> RoutedRequest | None:
-        """Its prefill is done, the next one's begins; ``None`` if that is known, or it isn't."""
+        """Record the end of a prefill; ``None`` if it is known already or unknown."""
         routed = self._routed.get(key)
         if routed is None or routed.has_begun:
             return None
@@ -98,7 +96,7 @@ class LoadTracker:
         return routed
 
     def on_request_end(self, key: RequestKey, generated: int, now: float) -> None:
-        """It takes nothing any more."""
+        """Record the end of a request."""
         self.on_first_token(key, now)
         routed = self._routed.pop(key, None)
         if routed is None:
@@ -111,7 +109,7 @@ class LoadTracker:
             self.answer_tokens += SMOOTHING * (generated - self.answer_tokens)
 
     def drop_pipeline(self, name: PipelineName) -> None:
-        """A pipeline is gone, and what it served is no load of who comes by its name."""
+        """Drop a pipeline and its requests."""
         self._work.pop(name, None)
         for key in [key for key, routed in self._routed.items() if routed.pipeline == name]:
             del self._routed[key]
@@ -120,10 +118,10 @@ class LoadTracker:
         return len(self._routed)
 
 
-#: Beginnings that are watched, and requests that say something about one.
+#: Prefixes tracked, and waits needed for a mean.
 MAX_PREFIXES = 4096
 MIN_WAITS = 4
-#: A wait counts as longer from so many times the one before (Preble, §4.2).
+#: Growth that counts as an increased wait (Preble, §4.2).
 MIN_GROWTH = 2.0
 
 
@@ -132,7 +130,7 @@ class _Wait:
     half: int
     total_s: float = 0.0
     count: int = 0
-    #: The mean before, if enough have told of it.
+    #: The previous mean, if there were enough waits.
     previous_s: float | None = None
 
     @property
@@ -141,24 +139,21 @@ class _Wait:
 
 
 class PrefixWaits:
-    """Mean waits in the present half of a window, and in the one before."""
+    """Mean waits by prefix in the current half window and the previous one."""
 
     def __init__(self, half_s: float) -> None:
         self._half_s = half_s
         self._waits: OrderedDict[int, _Wait] = OrderedDict()
 
     def add_wait(self, digest: int, wait_s: float, now: float) -> None:
-        """A request that begins so has waited."""
+        """Record the wait of a request."""
         wait = self._current_wait(digest, now)
         wait.total_s += wait_s
         wait.count += 1
 
     def has_doubled(self, digest: int, least_s: float, now: float) -> bool:
-        """Whether they wait for more than twice as long as before, and than ``least_s``.
-
-        Where nothing is known of before, nothing has doubled. It is told once for a half of a
-        window.
-        """
+        """Whether the mean wait has doubled and exceeds ``least_s``; at most once per half
+        window."""
         if digest not in self._waits:
             return False
         wait = self._current_wait(digest, now)

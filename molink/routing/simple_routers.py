@@ -1,4 +1,4 @@
-"""A router whose loss is no loss of requests."""
+"""Routers without cache knowledge, and the fallback for others."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from molink.routing.cache_report import CacheReport
 
 
 class RoundRobinRouter(Router):
-    """Who has waited longest is next; who is not there is passed over."""
+    """Chooses the pipeline that was chosen longest ago."""
 
     def __init__(self) -> None:
         self._last_chosen: dict[PipelineName, int] = {}
@@ -17,24 +17,22 @@ class RoundRobinRouter(Router):
     def choose_pipeline(
         self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
     ) -> PipelineLoad:
-        """The one whose turn was longest ago."""
         chosen = min(pipelines, key=lambda load: self._last_chosen.get(load.name, 0))
         self._num_chosen += 1
         self._last_chosen[chosen.name] = self._num_chosen
         return chosen
 
     def on_pipeline_removed(self, name: PipelineName) -> None:
-        """Its turn is forgotten."""
         self._last_chosen.pop(name, None)
 
 
 class LeastLoadedRouter(Router):
-    """Goes by the number of requests alone, whatever their size."""
+    """Chooses the pipeline with the fewest requests, whatever their size."""
 
     def choose_pipeline(
         self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
     ) -> PipelineLoad:
-        """Of several with as few the one that was sent the fewest."""
+        """Break ties by the number of requests sent."""
         return min(pipelines, key=lambda load: (load.num_requests, load.total_sent))
 
 
@@ -42,10 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class FallbackRouter(Router):
-    """Does as ``router`` does until it fails; from then on requests go to who has the fewest.
+    """Uses ``router`` until it fails, then the least loaded pipeline.
 
-    What was wrong is logged once, with where it happened; ``lost`` in :attr:`decision_counts` is 1
-    then.
+    The failure is logged once, with its traceback; ``lost`` in :attr:`decision_counts` is then 1.
     """
 
     def __init__(self, router: Router) -> None:
@@ -55,42 +52,37 @@ class FallbackRouter(Router):
 
     @property
     def decision_counts(self) -> Mapping[str, int]:
-        """As of the one that is asked."""
         return {**self._router.decision_counts, "lost": self._num_failures}
 
     def choose_pipeline(
         self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
     ) -> PipelineLoad:
-        """One of ``up`` in any case."""
+        """Choose one of ``pipelines`` in any case."""
         try:
             chosen = self._router.choose_pipeline(prompt, pipelines, now)
             if any(chosen is load for load in pipelines):
                 return chosen
             raise LookupError(f"{chosen.name} is none of those that take requests")
-        except Exception as error:  # whatever is wrong with it, requests are to be served
+        except Exception as error:  # requests have to be served whatever is wrong with the router
             self._fall_back(error)
             return self._router.choose_pipeline(prompt, pipelines, now)
 
     def on_first_token(self, key: RequestKey, cached: int, now: float) -> None:
-        """As :class:`Router` says."""
         self._notify_router(lambda router: router.on_first_token(key, cached, now))
 
     def on_request_end(self, key: RequestKey, generated: int, now: float) -> None:
-        """As :class:`Router` says."""
         self._notify_router(lambda router: router.on_request_end(key, generated, now))
 
     def on_cache_report(self, name: PipelineName, report: CacheReport, now: float) -> None:
-        """As :class:`Router` says."""
         self._notify_router(lambda router: router.on_cache_report(name, report, now))
 
     def on_pipeline_removed(self, name: PipelineName) -> None:
-        """As :class:`Router` says."""
         self._notify_router(lambda router: router.on_pipeline_removed(name))
 
     def _notify_router(self, tell: Callable[[Router], None]) -> None:
         try:
             tell(self._router)
-        except Exception as error:  # whatever is wrong with it, requests are to be served
+        except Exception as error:  # requests have to be served whatever is wrong with the router
             self._fall_back(error)
 
     def _fall_back(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Which beginnings of prompts are cached where: a radix tree over spans, for all pipelines."""
+"""Which prompt prefixes each pipeline has cached: a radix tree over spans."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -7,16 +7,13 @@ from molink.errors import InvariantError
 from molink.routing.base import PipelineName
 from molink.routing.cache_report import SPAN_TOKENS
 
-#: Spans of a pipeline whose room is unknown, and of all together: 8 M tokens.
+#: Spans of a pipeline of unknown capacity, and of all pipelines: 8 M tokens.
 DEFAULT_SPANS = 8192
 MAX_SPANS = 131_072
 
 
 class SpanUse:
-    """A node at one pipeline: when it was last used there, and how often in a window.
-
-    Requests are counted in the present half of a window and in the one before.
-    """
+    """A span at one pipeline: its last use, and its uses per half window."""
 
     __slots__ = ("_before", "_count", "_half", "used_at")
 
@@ -25,13 +22,12 @@ class SpanUse:
         self._half = self._count = self._before = 0
 
     def add_request(self, now: float, half_s: float) -> None:
-        """One more request."""
         self._advance_half(int(now / half_s))
         self._count += 1
         self.used_at = now
 
     def count_requests(self, now: float, half_s: float) -> int:
-        """In the last one to two halves of ``half_s`` seconds."""
+        """Requests in the last one to two halves of ``half_s`` seconds."""
         self._advance_half(int(now / half_s))
         return self._count + self._before
 
@@ -42,13 +38,12 @@ class SpanUse:
 
 
 class SpanTree:
-    """The nodes are spans. A span's digest is of all that leads to it, so it names the path.
+    """Spans by pipeline. A span's digest covers its whole prefix, so it identifies its path.
 
-    Each pipeline has its nodes in the order of their last use. A path is used as a whole, and its
-    beginning counts as used last: what is forgotten first is never before what follows it. So a
-    pipeline has at most as many nodes as its cache has room for, and all have ``maximum``.
-
-    Presence is what was sent there, and what reports say: a guess in both directions.
+    Each pipeline's spans are in LRU order. A path is used as a whole and its first span counts as
+    used last, so eviction never removes a span before its successors. A pipeline has at most as
+    many spans as its cache has room for, and all together at most ``maximum``. Presence is an
+    estimate, from requests sent and from reports.
     """
 
     def __init__(self, half_s: float, maximum: int = MAX_SPANS) -> None:
@@ -61,11 +56,10 @@ class SpanTree:
         return sum(map(len, self._nodes.values()))
 
     def count_spans(self, name: PipelineName) -> int:
-        """Nodes of a pipeline."""
         return len(self._nodes.get(name, ()))
 
     def match_prefix(self, name: PipelineName, spans: Sequence[int]) -> int:
-        """How many of the first spans a pipeline has."""
+        """How many of the leading spans a pipeline has."""
         nodes = self._nodes.get(name)
         if nodes is None:
             return 0
@@ -75,7 +69,7 @@ class SpanTree:
         return len(spans)
 
     def use_spans(self, name: PipelineName, spans: Sequence[int], now: float) -> None:
-        """A request with these was sent there: soon they will be cached."""
+        """Record a request with these spans, which will soon be cached."""
         nodes, half_s = self._nodes.setdefault(name, OrderedDict()), self._half_s
         for digest in reversed(spans[: self._capacity_of(name)]):
             use = nodes.get(digest)
@@ -87,7 +81,7 @@ class SpanTree:
         self._shrink(name)
 
     def add_spans(self, name: PipelineName, spans: Iterable[int]) -> None:
-        """They are cached there; where they are new, they are the first to be forgotten."""
+        """Record reported spans; new ones are the first to be evicted."""
         nodes = self._nodes.setdefault(name, OrderedDict())
         room = min(self._capacity_of(name), len(nodes) + self._max_spans - len(self))
         for digest in spans:
@@ -98,38 +92,37 @@ class SpanTree:
                 nodes.move_to_end(digest, last=False)
 
     def remove_spans(self, name: PipelineName, spans: Iterable[int]) -> None:
-        """They are not cached there."""
+        """Remove spans that were evicted."""
         nodes = self._nodes_of(name)
         for digest in spans:
             nodes.pop(digest, None)
 
     def retain_spans(self, name: PipelineName, spans: frozenset[int], since: float) -> None:
-        """Nothing else is cached there but what was used ``since`` then."""
+        """Remove all other spans that were not used since ``since``."""
         nodes = self._nodes_of(name)
         for digest in [d for d, use in nodes.items() if d not in spans and use.used_at < since]:
             del nodes[digest]
 
     def drop_pipeline(self, name: PipelineName) -> None:
-        """The pipeline is gone."""
         self._nodes.pop(name, None)
         self._capacities.pop(name, None)
 
     def set_capacity(self, name: PipelineName, tokens: int) -> None:
-        """A pipeline's cache has room for so many tokens."""
+        """Set the capacity of a pipeline's cache, in tokens."""
         self._capacities[name] = max(1, tokens // SPAN_TOKENS)
         self._shrink(name)
 
     def count_requests(self, name: PipelineName, digest: int, now: float) -> int:
-        """How many requests used a node there in the window."""
+        """Requests that used a span in the window."""
         use = self._nodes_of(name).get(digest)
         return 0 if use is None else use.count_requests(now, self._half_s)
 
     def estimate_evictions(
         self, name: PipelineName, spans: int, now: float, most: int = 64
     ) -> float:
-        """Spans that would be forgotten there for so many new ones, and that are used in common.
+        """Estimate the evicted spans that several requests share if ``spans`` are added.
 
-        Those count that several requests used in the window. It looks at the first ``most``.
+        It extrapolates from the first ``most`` spans.
         """
         nodes = self._nodes_of(name)
         lacking = len(nodes) + spans - self._capacity_of(name)
@@ -147,7 +140,7 @@ class SpanTree:
         """Check the bounds.
 
         Raises:
-            InvariantError: there are more nodes than there may be.
+            InvariantError: a bound is exceeded.
         """
         for name, nodes in self._nodes.items():
             if len(nodes) > self._capacity_of(name):
@@ -156,14 +149,13 @@ class SpanTree:
             raise InvariantError(f"{len(self)} spans, more than {self._max_spans}")
 
     def _nodes_of(self, name: PipelineName) -> OrderedDict[int, SpanUse]:
-        """The nodes of a pipeline; to be added to only if it is known."""
         return self._nodes.get(name, OrderedDict())
 
     def _capacity_of(self, name: PipelineName) -> int:
         return min(self._capacities.get(name, DEFAULT_SPANS), self._max_spans)
 
     def _shrink(self, name: PipelineName) -> None:
-        """Forget what was unused longest: there, then wherever there is most."""
+        """Evict the least recently used spans: here, then where most are."""
         nodes, room = self._nodes_of(name), self._capacity_of(name)
         while len(nodes) > room:
             nodes.popitem(last=False)

@@ -1,1 +1,1 @@
-"""Whose turn it is: who is admitted next, who runs first, and who is preempted."""
+"""Scheduling policies: the order of admission, execution and preemption."""

@@ -18,17 +18,17 @@ _POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "fixed-priority": FixedPriority,
     "cached-share": CachedShare,
 }
-#: They know how long answers will be, which only simulations do.
+#: Oracles know the answer lengths, which only simulations do.
 _ORACLES: dict[str, Callable[[], SchedulingPolicy]] = {"srpt": Srpt}
-#: Names of those that can serve.
+#: Names of policies that can serve.
 SCHEDULING_POLICIES = tuple(_POLICIES)
 
 
 def create_scheduling_policy(name: str) -> SchedulingPolicy:
-    """A fresh policy; those of simulations too.
+    """Create a policy by name, including those for simulations.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is no such policy.
     """
     known = _POLICIES | _ORACLES
     if name not in known:

@@ -7,16 +7,16 @@ from molink.scheduler.request_state import RequestState
 
 
 class Fcfs(SchedulingPolicy):
-    """The policy of vLLM and of the papers' baselines, but that clients have equal shares."""
+    """The policy of vLLM and of the papers' baselines, on top of fair shares."""
 
     def choose_admitted(
         self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
     ) -> RequestState | None:
-        """The first one of the client whose turn it is."""
+        """The first request."""
         return waiting[0]
 
     def order_running(self, requests: Sequence[RequestState], now: float) -> Sequence[RequestState]:
-        """As they came back, or were admitted."""
+        """In order of return or admission."""
         return requests
 
     def choose_preempted(
@@ -26,9 +26,9 @@ class Fcfs(SchedulingPolicy):
         admitted: Collection[RequestState],
         now: float,
     ) -> PreemptionDecision | None:
-        """One that waits for its client; to a job that decodes, else the latest admitted.
+        """A stalled request; for a decoding preemptor, otherwise the latest admitted.
 
-        That one must have been admitted after ``needy``, so the oldest always goes on.
+        It must have been admitted after the preemptor, so that the oldest request makes progress.
         """
         idle = choose_stalled(preemptor, idle_requests, admitted, now)
         if idle is not None or preemptor.phase == "waiting":

@@ -1,4 +1,4 @@
-"""The Gittins index, by answers' lengths as they are learned."""
+"""The Gittins index with learned answer lengths."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -10,75 +10,69 @@ from molink.scheduler.policies.mlfq import ALPHA, DEFAULT_ITERATION_S, PROMOTION
 from molink.scheduler.policies.ranked import Rank, RankedPolicy
 from molink.scheduler.request_state import RequestPhase, RequestState
 
-#: Levels by which an index doubles; jobs of one level go as they came.
+#: Levels per doubling of the index; requests of one level run in order of arrival.
 LEVELS_PER_DOUBLING = 2
 #: The best level's index, in seconds times tokens.
 _MIN_INDEX = 1e-6
-#: Of the answers that are left at least this share ends within a horizon: one that happens to end
-#: next tells nothing.
+#: Minimum share of the remaining answers that end within a horizon: single early ends are noise.
 MIN_ENDING_SHARE = 0.5
-#: All are judged anew where rows or tokens take so many times as long, or as short.
+#: Change of a row's or token's cost, as a factor, after which all requests are re-evaluated.
 MAX_COST_RATIO = 1.2
-#: An answer is looked at anew when it has grown by one token in so many.
+#: An answer is re-evaluated when it has grown by one eighth.
 _REEVALUATION_STEP = 8
 
 
 @dataclass(slots=True)
 class _GittinsState:
-    """What is known of a job."""
+    """Scheduling state of a request."""
 
-    #: As which of all jobs it came.
     arrival_number: int
-    #: When it last had no rows in flight; no time while it has.
+    #: Time since which it has no rows in flight; infinite while it has.
     idle_since: float
-    #: For which the following holds: its state, whether its KV is in host memory, and up to how
-    #: many tokens.
+    #: Validity of the values below: phase, whether a host copy exists, and number of tokens.
     phase: RequestPhase = "waiting"
     has_host_copy: bool = False
     valid_until: int = 0
-    #: Seconds that it is to be given next: of a ring that it shares, and of its own.
+    #: Seconds until the next evaluation: of its share of the ring, and of wall time.
     work_s: float = 0.0
     wall_s: float = 0.0
-    #: When it is promoted, if it rests until then.
+    #: When it is promoted if it stays idle.
     promotion_due_at: float = math.inf
-    #: The inverse of its index: seconds of the ring for one over the answer's tokens; its level.
+    #: The inverse of the index: seconds of the ring per one over the answer's tokens; its level.
     index: float = 0.0
     level: int = 0
-    #: Since when it goes before all that aren't promoted, for how long, and how long it has run.
+    #: Start of the promotion, its length, and the seconds run.
     promoted_at: float | None = None
     granted_s: float = 0.0
     spent_s: float = 0.0
     counted_until: float = 0.0
 
     def mark_idle(self, since: float) -> None:
-        """It has rested since then, or runs."""
+        """Record that it is idle since then; infinity means that it runs."""
         self.idle_since = since
         self.promotion_due_at = since + max(ALPHA, PROMOTION_QUANTA * self.wall_s)
 
 
 class Gittins(RankedPolicy):
-    """Who brings most for the ring's time goes first, by what similar requests took (Gittins 1979).
+    """Prioritizes the highest expected benefit per second of the ring (Gittins 1979).
 
-    What is to be least is the mean latency per token, so that a request that is over brings one
-    over its answer's tokens. How long the answer will be nobody knows, but how long those to
-    similar prompts were (:class:`AnswerLengths`), that it is longer than what there is of it, and
-    what the client lets it take.
-    The index of a job is the most that it can bring for the time that is spent on it, over all
-    horizons: the rest of its prompt, then tokens until the answer is over or the horizon reached.
-    An answer that has outlived those that were like it is taken to be half done, so that without
-    any knowledge this is least attained service first.
+    The objective is mean latency per token, so a finished request yields one over its answer's
+    tokens. Answer lengths are estimated from those of similar prompts (:class:`AnswerLengths`),
+    given the tokens generated so far, and bounded by the client's limit. A request's index is its
+    maximum yield per second over all horizons: the rest of its prompt, then tokens until the answer
+    ends or the horizon is reached. An answer that outlives its peers is assumed to be half done;
+    without any data this is least attained service first.
 
-    *The ring's time.* Where memory is short, a token takes its share of an iteration: by the part
-    of all KV blocks that the job holds, or of all places. A row of a prompt takes what it adds to a
-    step.
+    *Ring time.* If memory is scarce, a token costs its share of an iteration, by the request's
+    share of KV blocks or slots. A prompt row costs what it adds to a step.
 
-    A job gives way to one that waits if that goes before it even after the time that it takes to
-    bring the former back.
+    A request is preempted for a waiting one that outranks it even with the cost of restoring it
+    added.
 
-    *Clients* have equal shares first; the index is for those of one client.
+    *Fair shares* come first; the index orders the requests of one client.
 
-    *Promotion* is as in :class:`Mlfq`: who rests for :data:`PATIENCE` times as long as it is to run
-    next, and at least :data:`ALPHA`, goes before all that came to this later, for as long as that.
+    *Promotion* is as in :class:`Mlfq`: a request idle for :data:`PROMOTION_QUANTA` times its next
+    service time, and at least :data:`ALPHA`, precedes all others for that service time.
     """
 
     max_preemptors = 32
@@ -90,21 +84,18 @@ class Gittins(RankedPolicy):
         self._num_arrivals = 0
         self._costs = UNKNOWN_COSTS
         self._kv_tokens, self._max_num_seqs = 1, 1
-        #: Seconds of a prompt's row and of an answer's token when all were last judged anew.
+        #: Seconds per prompt row and per token at the last re-evaluation of all requests.
         self._index_costs = self._costs.token_s, DEFAULT_ITERATION_S
 
     # --- events ----------------------------------------------------------------------------------
 
     def set_capacity(self, tokens: int, places: int) -> None:
-        """As :class:`SchedulingPolicy` says."""
         self._kv_tokens, self._max_num_seqs = tokens, places
 
     def set_answer_lengths(self, answers: AnswerLengths) -> None:
-        """As :class:`SchedulingPolicy` says."""
         self._answer_lengths = answers
 
     def set_times(self, times: RingTimes) -> None:
-        """As :class:`SchedulingPolicy` says."""
         super().set_times(times)
         self._costs = RequestCosts.from_times(times) or UNKNOWN_COSTS
         measures = self._costs.token_s, self._token_s(1.0)[0]
@@ -114,13 +105,12 @@ class Gittins(RankedPolicy):
                 standing.valid_until = 0
 
     def on_arrived(self, state: RequestState, now: float) -> None:
-        """It is judged by its prompt."""
         standing = self._states[state] = _GittinsState(self._num_arrivals, now)
         self._num_arrivals += 1
         self._compute_index(state, standing)
 
     def on_issued(self, state: RequestState, now: float) -> None:
-        """It runs; perhaps as one that has waited for too long until now."""
+        """Start running, promoted if it has waited too long."""
         standing = self._states[state]
         if standing.idle_since < math.inf:
             if standing.promoted_at is None and now >= standing.promotion_due_at:
@@ -132,7 +122,7 @@ class Gittins(RankedPolicy):
             standing.valid_until = 0
 
     def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
-        """It has run for some more time."""
+        """Account the service time."""
         standing = self._states[state]
         standing.spent_s += now - standing.counted_until
         standing.counted_until = now
@@ -146,13 +136,12 @@ class Gittins(RankedPolicy):
         self._answer_lengths.add_answer(state.num_prompt_tokens, state.num_output_tokens)
 
     def on_removed(self, state: RequestState, now: float) -> None:
-        """Forget it."""
         del self._states[state]
 
     # --- judgement -------------------------------------------------------------------------------
 
     def _current_state(self, state: RequestState) -> _GittinsState:
-        """What is known of it, judged anew where it has changed."""
+        """The request's state, re-evaluated if outdated."""
         found = self._states[state]
         copied = state.host_copy is not None
         if (
@@ -190,7 +179,7 @@ class Gittins(RankedPolicy):
         standing.mark_idle(standing.idle_since)
 
     def _next_token_s(self, state: RequestState) -> float:
-        """Seconds until it brings its next token, beside those of an iteration."""
+        """Seconds until the next token, besides those of an iteration."""
         if state.phase != "waiting":
             return self._costs.prefill_s(
                 max(0, len(state.tokens) - state.num_issued - 1), state.num_issued
@@ -204,12 +193,12 @@ class Gittins(RankedPolicy):
         return self._costs.prefill_s(state.num_uncached, len(state.tokens) - state.num_uncached)
 
     def _restore_s(self, state: RequestState) -> float:
-        """Seconds until a job that gives way now is where it was."""
+        """Seconds to restore the request if it is preempted now."""
         seconds = self.restore_cost(state)
         return seconds if seconds is not None else self._costs.prefill_s(state.num_computed)
 
     def _token_s(self, context: float) -> tuple[float, float]:
-        """What a token of a job of that context takes of the ring, and how long it takes."""
+        """A token's cost with that context: seconds of ring share, and of wall time."""
         requests = max(1.0, min(self._max_num_seqs, self._kv_tokens / context))
         seconds = self.ring_times.round_trip_s(int(requests), context) or DEFAULT_ITERATION_S
         return seconds / requests, seconds
@@ -217,7 +206,7 @@ class Gittins(RankedPolicy):
     # --- questions -------------------------------------------------------------------------------
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """By the level of its index; within one, who came first."""
+        """By promotion, then by the index level, then by arrival."""
         standing = self._current_state(state)
         if standing.promoted_at is not None:
             return -1, standing.promoted_at, standing.arrival_number
@@ -228,9 +217,9 @@ class Gittins(RankedPolicy):
     def choose_admitted(
         self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
     ) -> RequestState | None:
-        """Of the client whose turn it is, the first one.
+        """The best request of the first client.
 
-        If indices came before shares, who asks for what is cached would go before all others.
+        Ranking across clients would let those with cached prompts overtake all others.
         """
         theirs = [state for state in waiting if state.client_key == waiting[0].client_key]
         return min(
@@ -238,7 +227,7 @@ class Gittins(RankedPolicy):
         )
 
     def can_preempt(self, preemptor: RequestState, other: RequestState, now: float) -> bool:
-        """Whether it would do so if it took as much longer as it takes to bring ``other`` back."""
+        """Whether it still outranks ``other`` with the cost of restoring that added."""
         first, second = self.rank_request(preemptor, now), self.rank_request(other, now)
         if first[0] < 0 or second[0] < 0:
             return first < second
@@ -249,7 +238,7 @@ class Gittins(RankedPolicy):
     def estimate_next_scheduled(
         self, requests: Collection[RequestState], batch: int, now: float
     ) -> Mapping[RequestState, float]:
-        """When those who go before it and don't fit beside it are over, or it is promoted."""
+        """Until the requests before it that don't fit beside it are done, or it is promoted."""
         tokens, places, work_s, turns = self._kv_tokens, self._max_num_seqs, 0.0, {}
         asked = set(requests)
         for state in sorted(self._states, key=lambda state: self.rank_request(state, now)):

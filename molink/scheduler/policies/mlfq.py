@@ -1,4 +1,4 @@
-"""A multi-level feedback queue that knows nothing of prompts: FastServe's strawman (§4.1)."""
+"""Multi-level feedback queues: FastServe's skip-join MLFQ and its baselines (§4.1)."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -8,51 +8,48 @@ from molink.facts.ring_times import RingTimes
 from molink.scheduler.policies.ranked import Rank, RankedPolicy
 from molink.scheduler.request_state import RequestState
 
-#: Each queue has twice the quantum of the one before it; the last one's is never consumed.
+#: Each queue has twice the quantum of the previous one; the last is unlimited.
 LEVELS = 16
-#: Seconds of waiting after which a job is promoted, at least (the paper's alpha).
+#: Minimum seconds of waiting before promotion (the paper's alpha).
 ALPHA = 0.3
-#: And quanta of its queue that it waits for, at least.
+#: Quanta of its queue that a request waits at least before promotion.
 PROMOTION_QUANTA = 16
-#: A job gives way when its queue's quantum is so many times what it takes to compute it anew, or to
-#: copy it to host memory and back.
+#: A request is preempted only if its quantum is this many times its restore cost.
 MIN_QUANTUM_RATIO = 8
-#: Seconds that an iteration takes where neither profiles nor a first iteration have told.
+#: Seconds of an iteration before profiles or measurements exist.
 DEFAULT_ITERATION_S = 0.05
 
 
 @dataclass(slots=True)
 class QueuePosition:
-    """Where a job is in the queues."""
+    """A request's position in the queues."""
 
-    #: As which of all jobs it came.
     arrival_number: int
     level: int
-    #: When it came to that level.
+    #: When it joined the level.
     since: float
-    #: The level whose quantum it consumes: another one while it is promoted.
+    #: The level whose quantum it consumes; it differs while promoted.
     home_level: int
-    #: When it last had no rows in flight; ``None`` while it has.
+    #: Time since which it has no rows in flight; ``None`` while it has.
     idle_since: float | None
-    #: Seconds with rows in flight since it came to its level, and until when they are counted.
+    #: Seconds with rows in flight at its level, and until when they are counted.
     spent_s: float = 0.0
     counted_until: float = 0.0
 
 
 class Mlfq(RankedPolicy):
-    """Who has run for a shorter time goes first.
+    """Prioritizes requests that have run for a shorter time.
 
-    A job joins the first queue. When it has run for that queue's quantum (with rows in flight,
-    however many), it is demoted to the next one, at its end. The first quantum is the ring's
-    shortest iteration; each further one is doubled. Jobs in flight keep their place.
+    A request joins the first queue. After that queue's quantum, counted while any of its rows are
+    in flight, it is demoted to the end of the next queue. The first quantum is the ring's shortest
+    iteration, and each further one is doubled. Requests in flight keep their place.
 
-    *Promotion.* A job that waits for ``alpha`` seconds, or for :data:`PROMOTION_QUANTA` quanta of
-    its queue if these are longer, goes to the end of the first queue, and consumes the quantum of
-    its own one there. The paper promotes after ``alpha``, for one quantum of the first queue. Where
-    many wait all are promoted then, and nobody goes first; and a job that has to be computed anew
-    would be so for one token. Here nobody waits for many times longer than it has run until it is
-    in the first queue, and there only for those who came there before it: none of them stays for
-    longer than its quantum and an iteration.
+    *Promotion.* A request that waits for ``alpha`` seconds, and for :data:`PROMOTION_QUANTA` quanta
+    of its queue, moves to the end of the first queue and consumes its own queue's quantum there.
+    The paper promotes after ``alpha`` for one quantum of the first queue. Under load that promotes
+    all requests, so none has priority, and recomputes a preempted request for a single token. Here
+    the wait is bounded by a multiple of the time that the request has run, plus the promoted
+    requests before it, each of which stays for at most its quantum and an iteration.
     """
 
     def __init__(self, alpha: float = ALPHA) -> None:
@@ -60,32 +57,32 @@ class Mlfq(RankedPolicy):
         self._alpha = alpha
         self._positions: dict[RequestState, QueuePosition] = {}
         self._num_arrivals = 0
-        #: Seconds of the first queue's quantum: the ring's shortest iteration.
+        #: The first queue's quantum, in seconds.
         self._shortest_s = DEFAULT_ITERATION_S
-        #: The shortest that was heard of.
+        #: The shortest iteration measured.
         self._shortest_observed_s: float | None = None
 
     # --- queues ----------------------------------------------------------------------------------
 
     def initial_level(self, state: RequestState) -> int:
-        """The queue of a new job."""
+        """The queue of a new request."""
         return 0
 
     def demoted_level(self, state: RequestState, level: int) -> int:
-        """The queue below ``level`` that a job is demoted to."""
+        """The queue that a request is demoted to."""
         return level + 1
 
     def quantum_s(self, level: int) -> float:
-        """Seconds that a job may run for in a queue."""
+        """Seconds that a request may run in a queue."""
         return float(self._shortest_s * (1 << level))
 
     def level_for(self, seconds: float) -> int:
-        """The first queue with a quantum of ``seconds``."""
+        """The first queue with a quantum of at least ``seconds``."""
         levels = range(LEVELS - 1)
         return next((level for level in levels if self.quantum_s(level) >= seconds), LEVELS - 1)
 
     def _promoted_at(self, place: QueuePosition) -> float | None:
-        """When it would go to the first queue if it rested until then; ``None``: it runs."""
+        """When it is promoted if it stays idle; ``None`` while it runs."""
         if place.idle_since is None:
             return None
         return place.idle_since + max(
@@ -95,20 +92,20 @@ class Mlfq(RankedPolicy):
     # --- events ----------------------------------------------------------------------------------
 
     def set_times(self, times: RingTimes) -> None:
-        """Quanta follow the shortest iteration."""
+        """Update the quanta by the shortest iteration."""
         super().set_times(times)
         predicted = times.round_trip_s(1)
         if predicted > 0:
             self._shortest_s = predicted
 
     def on_arrived(self, state: RequestState, now: float) -> None:
-        """It joins its queue."""
+        """Join a queue."""
         level = min(self.initial_level(state), LEVELS - 1)
         self._positions[state] = QueuePosition(self._num_arrivals, level, now, level, now)
         self._num_arrivals += 1
 
     def on_issued(self, state: RequestState, now: float) -> None:
-        """It runs; if it has waited for too long until now, in the first queue."""
+        """Start running, promoted if it has waited too long."""
         place = self._positions[state]
         promoted_at = self._promoted_at(place)
         if promoted_at is None:
@@ -118,7 +115,7 @@ class Mlfq(RankedPolicy):
         place.idle_since, place.counted_until = None, now
 
     def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
-        """It has consumed some of its quantum; perhaps all of it."""
+        """Consume the quantum, and demote the request when it is used up."""
         self._observe_iteration(seconds)
         place = self._positions[state]
         place.spent_s += now - place.counted_until
@@ -132,7 +129,7 @@ class Mlfq(RankedPolicy):
             place.since, place.spent_s = now, 0.0
 
     def _observe_iteration(self, seconds: float) -> None:
-        """Where profiles say nothing, the shortest iteration is known by those there were."""
+        """Without profiles, use the shortest measured iteration."""
         if self.ring_times.round_trip_s(1) <= 0:
             self._shortest_observed_s = (
                 seconds
@@ -142,18 +139,17 @@ class Mlfq(RankedPolicy):
             self._shortest_s = self._shortest_observed_s
 
     def on_removed(self, state: RequestState, now: float) -> None:
-        """Its place is free."""
         del self._positions[state]
 
     def queue_lengths(self) -> Sequence[int]:
-        """How many jobs are in each queue."""
+        """Requests per queue."""
         levels = Counter(place.level for place in self._positions.values())
         return [levels[level] for level in range(LEVELS)]
 
     # --- questions -------------------------------------------------------------------------------
 
     def can_be_preempted(self, state: RequestState) -> bool:
-        """Whether it has run for much longer than it takes until it is where it was."""
+        """Whether it has run for much longer than restoring it takes."""
         seconds = self.restore_cost(state)
         if seconds is None:
             seconds = self.ring_times.prompt_s(state.num_computed)
@@ -162,10 +158,10 @@ class Mlfq(RankedPolicy):
     def estimate_next_scheduled(
         self, requests: Collection[RequestState], batch: int, now: float
     ) -> Mapping[RequestState, float]:
-        """When those before it have been demoted to its queue, or it is promoted (§4.2)."""
+        """Until the requests before it are demoted to its queue, or it is promoted (§4.2)."""
         levels = Counter(place.level for place in self._positions.values())
         before, ahead, quanta = [0.0] * LEVELS, 0, 0.0
-        # Each job ahead consumes the quanta of all queues from its own to this one.
+        # Each request ahead consumes the quanta of all queues from its own to this one.
         for level in range(1, LEVELS):
             ahead += levels[level - 1]
             quanta += ahead * self.quantum_s(level - 1)
@@ -179,7 +175,7 @@ class Mlfq(RankedPolicy):
         return turns
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """By queue; within one, who came there first."""
+        """By queue, then by the time of joining it."""
         place = self._positions[state]
         promoted_at = self._promoted_at(place)
         if (
@@ -193,45 +189,43 @@ class Mlfq(RankedPolicy):
 
 
 class SkipJoinMlfq(Mlfq):
-    """A new job skips the queues whose quantum is shorter than its prefill.
+    """A new request skips the queues whose quantum is shorter than its prefill.
 
-    That is predicted by the stages' profiles and links, for the tokens that the prefix cache lacks.
-    A job that is demoted skips those whose quantum is shorter than its next iteration: the rest of
-    its prompt, if it has not been issued yet.
+    The prefill time is predicted by profiles and links for the tokens that are not cached. A
+    demoted request skips queues whose quantum is shorter than its next iteration, including the
+    rest of its prompt.
     """
 
     def initial_level(self, state: RequestState) -> int:
-        """The first queue whose quantum covers its prefill."""
+        """The first queue whose quantum covers the prefill."""
         return self.level_for(self.ring_times.prompt_s(state.num_uncached))
 
     def demoted_level(self, state: RequestState, level: int) -> int:
-        """The next queue, or a later one whose quantum covers the rest of its prompt."""
+        """The next queue, or a later one whose quantum covers the rest of the prompt."""
         rest = len(state.tokens) - state.num_issued
         return max(level + 1, self.level_for(self.ring_times.prompt_s(rest)) if rest > 1 else 0)
 
 
 class FixedPriority(SkipJoinMlfq):
-    """As skip-join MLFQ, but that a job stays in the queue that it has joined.
+    """Skip-join MLFQ without demotion or promotion: fixed priority by prompt length.
 
-    It knows nothing of how long answers are, and a long prompt waits for as long as shorter ones
-    keep coming.
+    It ignores answer lengths, and long prompts starve while shorter ones arrive.
     """
 
     def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
-        """It consumes nothing."""
+        """Consume nothing."""
 
     def on_issued(self, state: RequestState, now: float) -> None:
-        """It is not promoted either."""
+        """Never promote."""
 
     def _promoted_at(self, place: QueuePosition) -> float | None:
-        """Never."""
         return None
 
     def can_be_preempted(self, state: RequestState) -> bool:
-        """To any with a shorter prompt, whatever that costs."""
+        """For any shorter prompt, whatever it costs."""
         return True
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """By queue; within one, who came first."""
+        """By queue, then by arrival."""
         place = self._positions[state]
         return place.level, 0.0, place.arrival_number

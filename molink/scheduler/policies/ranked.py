@@ -1,4 +1,4 @@
-"""What policies have in common that rank jobs."""
+"""Base class of policies that rank requests."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
@@ -12,44 +12,41 @@ from molink.scheduler.policies.base import (
 )
 from molink.scheduler.request_state import RequestState
 
-#: Level, when it came to that level, and as which of all jobs it arrived: the least goes first. No
-#: two jobs have the same.
+#: Level, time of joining the level, arrival number; the least runs first. Ranks are unique.
 Rank = tuple[float, float, int]
 
 
 class RankedPolicy(SchedulingPolicy):
-    """Goes by the rank of a job; at admission, within a level, clients have equal shares."""
+    """Orders requests by rank; within a level, clients are admitted by fair shares."""
 
     def __init__(self) -> None:
-        #: What stages and links take, as far as it is known.
+        #: Measured stage and link times.
         self.ring_times = RingTimes((), (), 0)
-        #: What copies take until one that gave way is where it was, where there are any.
+        #: Seconds to restore a preempted request by copies.
         self.restore_cost: RestoreCost = lambda state: None
 
     def set_times(self, times: RingTimes) -> None:
-        """Predictions go by these from now on."""
         self.ring_times = times
 
     def set_restore_cost(self, seconds: RestoreCost) -> None:
-        """As :class:`SchedulingPolicy` says."""
         self.restore_cost = seconds
 
     @abstractmethod
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """The place of ``job`` among all jobs."""
+        """The rank of a request."""
 
     def can_be_preempted(self, state: RequestState) -> bool:
-        """Whether ``job`` can be preempted for one that waits."""
+        """Whether a request can be preempted for a waiting one."""
         return True
 
     def can_preempt(self, preemptor: RequestState, other: RequestState, now: float) -> bool:
-        """Whether ``needy``, which waits, goes so far before ``other`` that this gives way."""
+        """Whether the waiting ``preemptor`` outranks ``other`` enough to preempt it."""
         return self.rank_request(preemptor, now)[0] < self.rank_request(other, now)[0]
 
     def choose_admitted(
         self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
     ) -> RequestState | None:
-        """Of the best level the first one of the client whose turn it is."""
+        """The best request of the first client on the best level."""
         ranks = {state: self.rank_request(state, now) for state in waiting}
         best = min(level for level, _, _ in ranks.values())
         level = [state for state in waiting if ranks[state][0] == best]
@@ -57,7 +54,6 @@ class RankedPolicy(SchedulingPolicy):
         return min(theirs, key=lambda state: (state.request.priority, ranks[state]))
 
     def order_running(self, requests: Sequence[RequestState], now: float) -> Sequence[RequestState]:
-        """By rank."""
         return sorted(requests, key=lambda state: self.rank_request(state, now))
 
     def choose_preempted(
@@ -67,10 +63,9 @@ class RankedPolicy(SchedulingPolicy):
         admitted: Collection[RequestState],
         now: float,
     ) -> PreemptionDecision | None:
-        """One that waits for its client, else the last one behind ``needy``.
+        """A stalled request, else the lowest-ranked one behind ``preemptor``.
 
-        For a job that waits it has to be of a worse level, and one that :meth:`can_be_preempted`:
-        of two equal ones the one that has blocks goes on.
+        For a waiting preemptor, it must be on a worse level and :meth:`can_be_preempted`.
         """
         idle = choose_stalled(preemptor, idle_requests, admitted, now)
         if idle is not None:

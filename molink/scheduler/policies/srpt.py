@@ -1,4 +1,4 @@
-"""Shortest remaining processing time: an oracle, for simulations."""
+"""Shortest remaining processing time: an oracle for simulations."""
 
 from molink.facts.ring_times import RingTimes
 from molink.scheduler.policies.ranked import Rank, RankedPolicy
@@ -6,35 +6,32 @@ from molink.scheduler.request_state import RequestState
 
 
 class Srpt(RankedPolicy):
-    """Who is done soonest goes first, by what is left of prompt and answer.
+    """Prioritizes requests with the least remaining prompt and answer.
 
-    It takes ``max_tokens`` for the length of the answer, which only simulated clients know.
+    It takes ``max_tokens`` as the length of the answer, which holds for simulated clients only.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._arrival_numbers: dict[RequestState, int] = {}
         self._num_arrivals = 0
-        #: Seconds of so many rows of a prompt, and of a token.
+        #: Seconds by number of prompt rows, and per token.
         self._prompt_s: dict[int, float] = {}
         self._token_s = 0.0
 
     def set_times(self, times: RingTimes) -> None:
-        """What is left takes another time."""
         super().set_times(times)
         self._prompt_s, self._token_s = {}, times.round_trip_s(1)
 
     def on_arrived(self, state: RequestState, now: float) -> None:
-        """It is counted."""
         self._arrival_numbers[state] = self._num_arrivals
         self._num_arrivals += 1
 
     def on_removed(self, state: RequestState, now: float) -> None:
-        """Forget it."""
         del self._arrival_numbers[state]
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
-        """By seconds that are left."""
+        """By remaining seconds."""
         rows = len(state.tokens) - (state.num_issued if state.phase != "waiting" else 0)
         if rows not in self._prompt_s:
             self._prompt_s[rows] = self.ring_times.prompt_s(rows) if rows > 0 else 0.0

@@ -1,1 +1,1 @@
-"""Speculative decoding: tokens are guessed, and one pass through the ring verifies several."""
+"""Speculative decoding: drafts are proposed, and one pass through the ring verifies several."""

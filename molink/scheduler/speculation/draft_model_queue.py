@@ -1,8 +1,8 @@
-"""Which requests wait for what a draft model guesses, and for how many tokens.
+"""Requests to the draft model.
 
-A model of the same vocabulary, small enough to be whole on the first stage's device, guesses what
-n-grams don't find. That takes time in which its request waits: it is asked if the tokens that it
-may bring are worth more than that and than their rows. Its own chances say when to stop.
+A small model with the same vocabulary on the first stage's device proposes what n-grams don't find.
+Its requests wait meanwhile, so it is used only if the expected tokens are worth that delay and
+their rows. The model's own probabilities decide when to stop.
 """
 
 import math
@@ -16,34 +16,33 @@ from molink.scheduler.request_state import RequestState
 from molink.scheduler.speculation.request_drafter import DraftRecord, DraftYield, RequestDrafter
 from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCosts
 
-#: What guesses promise is divided by this: profiles and chances are estimates.
+#: Expected gains of drafts are divided by this, since profiles and probabilities are estimates.
 MARGIN = 1.2
-#: And what an ask promises, by this: others wait for it too, and it is tried before it is known.
+#: The same for draft model requests, which delay other requests too.
 _REQUEST_MARGIN = 1.8
-#: Tokens that it guesses at most.
+#: Maximum drafts per request to the model.
 MAX_MODEL_DRAFTS = 8
-#: Tokens that it has not been told yet for which a request waits. More it takes in beside, so many
-#: at a time: steps of the stage wait for them.
+#: Unread tokens up to which a request waits for its drafts; longer contexts are read in the
+#: background, up to so many tokens at a time.
 _SOON, _AT_ONCE = 32, 512
-#: What it costs to have it read a prompt has to be saved within so many tokens.
+#: Tokens within which reading a prompt has to pay off.
 _PAYBACK_TOKENS = 64
-#: Asks before more than one request of a volume is asked for.
+#: Requests to the model before more than one per volume is made.
 _MIN_TRIALS = 8
-#: Passes for an ask, as long as nothing is known of them.
+#: Initial estimate of the passes per request.
 _DEFAULT_PASSES = 3.0
-#: Weight of the last answer in how much longer they take than the profile says, and passes; how
-#: many times as long as those before it counts at most, as it may have stalled once; and how far
-#: that is forgotten with each volume that asks nothing.
+#: Weight of the latest result in the slowdown and the passes; the maximum factor by which one
+#: result raises the slowdown; and its decay with each volume without requests.
 _SMOOTHING, _SLOWER, _EASING = 0.2, 4.0, 0.002
-#: At least so many of the guesses that are to be right are held to be.
+#: Lower bound of the assumed success of drafts.
 _MIN_SUCCESS = 0.01
 
 
 @dataclass(slots=True, eq=False)
 class _ModelRequest:
-    """What the model knows of a request, by its number there: its first ``num_tokens`` tokens.
+    """The model's state of a request: it has read the first ``num_tokens`` tokens.
 
-    ``is_pending``: it hasn't answered yet.
+    ``is_pending`` while a result is outstanding.
     """
 
     number: int
@@ -53,9 +52,9 @@ class _ModelRequest:
 
 
 class DraftModelQueue:
-    """What the requests of one head ask of its draft model; without a ``model`` nothing.
+    """Requests of one scheduler to its draft model, if there is a ``model``.
 
-    ``fixed`` tokens are asked for in any case, if that isn't 0.
+    Always requests ``fixed`` tokens unless that is 0.
     """
 
     def __init__(self, model: DraftModelFacts | None, costs: RoundTripCosts, fixed: int) -> None:
@@ -67,34 +66,33 @@ class DraftModelQueue:
         self._by_number: dict[int, _ModelRequest] = {}
         self._requests: list[DraftRequest] = []
         self._ended_numbers: list[int] = []
-        #: Whose rows wait for what is to be asked next, and for each order that isn't answered.
+        #: Requests whose rows wait for the next batch, and for each pending batch.
         self._held: list[RequestState] = []
         self._batches: deque[tuple[DraftBatch, Sequence[RequestState]]] = deque()
         self._waiting: set[RequestState] = set()
-        #: How many times as long as the profile says the model takes, and how many passes.
+        #: Measured time relative to the profile, and passes per request.
         self._slowdown, self._passes = 1.0, _DEFAULT_PASSES
-        #: How all that it has guessed has done, and what it brought.
+        #: Accuracy and yield of all its drafts.
         self.draft_record, self.draft_yield = DraftRecord(), DraftYield()
-        #: Tokens that it has guessed, and seconds that it took.
+        #: Tokens drafted, and seconds taken.
         self.num_drafted = 0
         self.draft_seconds = 0.0
 
     @property
     def has_model(self) -> bool:
-        """Whether there is a model to ask."""
+        """Whether there is a draft model."""
         return self._model is not None
 
     def is_waiting(self, state: RequestState) -> bool:
-        """Whether the next row of a request waits for guesses, its own or beside which it goes."""
+        """Whether the next row of a request waits for drafts of its volume."""
         return state in self._waiting
 
     def request_drafts(
         self, requests: Sequence[tuple[RequestState, RequestDrafter, int]], load: RingLoad
     ) -> None:
-        """Ask what may follow the tokens of ``jobs`` that can go on, where that is worth it.
+        """Request drafts for a volume's requests if that pays.
 
-        They are a volume, which isn't torn apart: all wait if one does. With each comes how many
-        drafts it may have.
+        Each comes with its maximum number of drafts. The whole volume waits for the results.
         """
         model = self._model
         if model is None or load.has_prefill:
@@ -121,19 +119,19 @@ class DraftModelQueue:
             able = able[:1]
         asked, saved = self._best_count([drafter.draft_yield for _, drafter, _ in able], load)
         least = self._min_probability(asked, load)
-        if not asked:  # what was slow once is tried again later
+        if not asked:  # a slow model is tried again later
             self._slowdown += _EASING * (1.0 - self._slowdown)
         for state, drafter, room in able[:asked]:
             behind = len(state.tokens) - self._known_tokens(state)
             if behind <= _SOON:
-                # By what the model says, of which so much is true.
+                # The model's probabilities overestimate by its success ratio.
                 said = least / max(_MIN_SUCCESS, drafter.model_record.success_ratio)
                 self._add_request(state, drafter, min(MAX_MODEL_DRAFTS, room), min(1.0, said))
             elif model.profile.prefill_s(behind) * self._slowdown <= _PAYBACK_TOKENS * saved:
                 self._add_request(state, drafter, 0, 0.0)
 
     def pop_batch(self) -> DraftBatch | None:
-        """What is to be asked now."""
+        """The next batch to send to the model."""
         if not self._requests and not self._ended_numbers:
             return None
         batch = DraftBatch(tuple(self._requests), tuple(self._ended_numbers))
@@ -142,7 +140,7 @@ class DraftModelQueue:
         return batch
 
     def on_results(self, found: DraftResults) -> None:
-        """The model has answered an order."""
+        """Process the results of the oldest pending batch."""
         self.draft_seconds += found.seconds
         (requests, _), held = self._batches.popleft()
         self._waiting.difference_update(held)
@@ -163,7 +161,7 @@ class DraftModelQueue:
             self._update_slowdown(requests, found)
 
     def drop_request(self, state: RequestState) -> None:
-        """A request has ended."""
+        """Drop an ended request."""
         model_request = self._model_requests.pop(state, None)
         if model_request is not None:
             del self._by_number[model_request.number]
@@ -177,9 +175,9 @@ class DraftModelQueue:
     def _can_ask(
         self, state: RequestState, drafter: RequestDrafter, room: int, model: DraftModelFacts
     ) -> bool:
-        """Whether the model could tell something of a request that nobody has told yet.
+        """Whether the model could propose tokens that no other source has.
 
-        Not where n-grams, or a grammar, say what is as likely.
+        Not where n-grams or a grammar are as likely to be right.
         """
         model_request, first = self._model_requests.get(state), len(state.tokens)
         if room < 1 or first + MAX_MODEL_DRAFTS > model.max_model_len:
@@ -199,7 +197,7 @@ class DraftModelQueue:
     def _add_request(
         self, state: RequestState, drafter: RequestDrafter, wanted: int, least: float
     ) -> None:
-        """Ask for ``wanted`` tokens, or, if that is 0, tell more of those that there are."""
+        """Request ``wanted`` tokens, or only send more context if that is 0."""
         model_request = self._model_requests.get(state)
         if model_request is None:
             model_request = self._model_requests[state] = _ModelRequest(
@@ -220,7 +218,7 @@ class DraftModelQueue:
     # --- what it costs, and brings -------------------------------------------------------------
 
     def _update_slowdown(self, requests: Sequence[DraftRequest], found: DraftResults) -> None:
-        """How long an order took tells how long the next ones will."""
+        """Learn the model's speed from a batch."""
         model, new = self._model, sum(len(request.tokens) for request in requests)
         if model is None or not requests:
             return
@@ -239,7 +237,7 @@ class DraftModelQueue:
         return 0.0 if self._model is None else self._model.profile.decode_s(rows, context)
 
     def _min_probability(self, asked: int, load: RingLoad) -> float:
-        """At which chance one guess more, and its row, pay; where so many requests have one."""
+        """The probability above which one more draft and its row pay off."""
         before = self._costs.round_trip_s(0, load)
         if not before or not asked:
             return math.inf
@@ -249,10 +247,7 @@ class DraftModelQueue:
         return MARGIN * load.rows * (after / before - 1) / asked
 
     def _best_count(self, draft_yields: Sequence[DraftYield], load: RingLoad) -> tuple[int, float]:
-        """Of how many of these requests, the best ones first, it pays most to ask for.
-
-        And the seconds that a token of a stream takes less then.
-        """
+        """The number of leading requests that pay off most, and seconds saved per token."""
         before = self._costs.round_trip_s(0, load)
         best, most, rows, tokens = 0, before, 0.0, float(load.rows)
         if not before:
@@ -268,5 +263,5 @@ class DraftModelQueue:
 
 
 def _default_probability(drafter: RequestDrafter) -> float:
-    """The chance of a guess of which nothing is known yet, if all of an ask are as likely."""
+    """The probability of an unknown draft, assuming that all of a request are equally likely."""
     return drafter.draft_yield.tokens / (1.0 + drafter.draft_yield.tokens)

@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last tokens where they came before.
+"""Prompt lookup: drafts from earlier occurrences of the last tokens.
 
-Answers that quote, edit or summarize have much of their prompt in them, and go on there as it does
-(the n-gram drafts of Saxena's "Prompt Lookup Decoding", and of vLLM). It costs no model.
+Answers that quote, edit or summarize repeat parts of their prompt (the n-gram drafts of Saxena's
+"Prompt Lookup Decoding", and of vLLM). It needs no model.
 """
 
 from array import array
@@ -9,29 +9,29 @@ from collections.abc import Sequence
 
 from molink.scheduler.speculation.base import DraftProposal
 
-#: How many of the last tokens are looked for: the most of them that came before.
+#: Maximum number of last tokens to match.
 MAX_NGRAM = 4
-#: Places that are compared, the latest first.
+#: Occurrences that are compared, the latest first.
 _MAX_MATCHES = 64
-#: Tokens that are taken into the index at a time: a long prompt is read in the course of steps.
+#: Tokens indexed per call, so that a long prompt is indexed over several steps.
 _INDEX_STEP = 2048
 
 
 class PromptLookup:
-    """Looks in the prompt and answer of one request, by an index that grows with them."""
+    """Searches the prompt and answer of one request by an incremental index."""
 
     __slots__ = ("_last", "_latest", "_max_ngram", "_previous")
 
     def __init__(self, longest: int = MAX_NGRAM) -> None:
         self._max_ngram = longest
-        #: After which position a token, and two tokens, last came; something follows them there.
+        #: Positions after the latest occurrence of each token, and of each pair.
         self._last: dict[int, int] = {}
         self._latest: dict[tuple[int, int], int] = {}
-        #: For each position that was read: where the same two tokens came before; 0 if nowhere.
+        #: For each indexed position, the previous occurrence of its pair; 0 if none.
         self._previous = array("q", [0])
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
-        """Up to ``count`` tokens that followed the latest place of the most of the last tokens."""
+        """Propose the tokens after the latest of the longest matches."""
         self._index_tokens(tokens)
         best, most, left = self._last.get(tokens[-1], 0), 1, _MAX_MATCHES
         place = self._latest.get((tokens[-2], tokens[-1]), 0) if len(tokens) > 1 else 0
@@ -43,7 +43,7 @@ class PromptLookup:
         return DraftProposal(tokens[best : best + count], most) if best else DraftProposal()
 
     def _match_length(self, tokens: Sequence[int], place: int) -> int:
-        """How many tokens before ``place`` are the last ones."""
+        """How many tokens before ``place`` match the last ones."""
         alike, end = 2, len(tokens)
         while alike < min(self._max_ngram, place) and (
             tokens[place - alike - 1] == tokens[end - alike - 1]

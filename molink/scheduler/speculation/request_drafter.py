@@ -1,4 +1,4 @@
-"""How often the drafts of one request are right."""
+"""Drafts of one request, and how likely they are to be right."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -6,27 +6,27 @@ from collections.abc import Sequence
 from molink.facts.drafts import MAX_DRAFTS, DraftTokens
 from molink.scheduler.speculation.base import DraftProposal, DraftSource
 
-#: Where nothing is known: what drafts are expected to be, and are.
+#: Prior of the expected and the actual rate of right drafts.
 PRIOR_RATE = 0.4
-#: No draft is surer.
+#: Upper bound of any draft's probability.
 MAX_PROBABILITY = 0.97
-#: Likewise what asking a draft model brings: tokens, for so many drafts.
+#: Prior of a draft model request: expected tokens and drafts.
 _PRIOR_YIELD = (1.2, 3.0)
-#: Weight of the last draft in the running means; of the first ones more, as if :data:`USUAL` were
-#: what so many drafts had told; and of all, where less than half are right that were to be.
+#: Weight of the latest draft in the running means, and if less than half of the expected drafts are
+#: right; the prior weighs as much as :data:`_PRIOR_WEIGHT` drafts.
 _SMOOTHING, _SMOOTHING_WHERE_BAD = 0.05, 0.15
 _PRIOR_WEIGHT = 4
-#: From so many drafts, or asks, on a request's own count, not those of all.
+#: Records from which on a request's own means are used instead of the shared ones.
 _MIN_OWN = 8
-#: How far, with each pass without drafts, what was learnt falls back towards what is expected:
-#: texts change, and a request whose drafts were wrong gets one again later.
+#: Recovery towards the expected rate with each pass without drafts, so that a request whose drafts
+#: were wrong is tried again.
 _DECAY = 0.001
 
 
 class DraftRecord:
-    """Running means of a source's drafts: how many were to be right, and were.
+    """Running means of the expected and the actual rate of right drafts.
 
-    Until it has learnt enough it is as that of all requests (``whole``), which learns with it.
+    Until it has enough records, it uses those of all requests (``shared``), which it also updates.
     """
 
     __slots__ = ("_expected", "_right", "_shared", "num_recorded")
@@ -34,30 +34,29 @@ class DraftRecord:
     def __init__(self, whole: "DraftRecord | None" = None) -> None:
         self._shared = whole
         self._expected = self._right = PRIOR_RATE
-        #: Drafts that it has learnt of.
         self.num_recorded = 0
 
     @property
     def expected_rate(self) -> float:
-        """How many were to be right."""
+        """Mean expected probability."""
         return self._effective._expected
 
     @property
     def right_rate(self) -> float:
-        """How many were."""
+        """Mean rate of right drafts."""
         return self._effective._right
 
     @property
     def success_ratio(self) -> float:
-        """How many times as often as expected they are right."""
+        """Right drafts relative to expected ones."""
         return self.right_rate / self.expected_rate
 
     def scale_probability(self, expected: float) -> float:
-        """Of a draft that is to be right with the chance ``expected_rate``."""
+        """The probability of a draft with the given expected probability."""
         return min(MAX_PROBABILITY, expected * self.success_ratio)
 
     def record_draft(self, expected: float, *, right: bool) -> None:
-        """A draft that was to be right with the chance ``expected_rate`` was, or was not."""
+        """Record whether a draft with that expected probability was right."""
         if self._shared is not None:
             if not self.num_recorded:
                 self._expected, self._right = self._shared._expected, self._shared._right
@@ -69,7 +68,7 @@ class DraftRecord:
         self._right += weight * (right - self._right)
 
     def decay_record(self) -> None:
-        """A pass went without drafts."""
+        """Record a pass without drafts."""
         one = self._effective
         one._right += _DECAY * max(0.0, one._expected - one._right)
 
@@ -79,9 +78,9 @@ class DraftRecord:
 
 
 class DraftYield:
-    """What asking a draft model brings: running means of tokens for an ask, and of rows for them.
+    """Running means of the tokens and rows that a draft model request brings.
 
-    Until it has learnt enough it is as that of all requests (``whole``), which learns with it.
+    Until it has enough records, it uses those of all requests (``shared``), which it also updates.
     """
 
     __slots__ = ("_rows", "_shared", "_tokens", "num_recorded")
@@ -89,21 +88,20 @@ class DraftYield:
     def __init__(self, whole: "DraftYield | None" = None) -> None:
         self._shared = whole
         self._tokens, self._rows = _PRIOR_YIELD
-        #: Asks that it has learnt of.
         self.num_recorded = 0
 
     @property
     def tokens(self) -> float:
-        """How many an ask is likely to bring."""
+        """Expected tokens of a request."""
         return self._effective._tokens
 
     @property
     def rows(self) -> float:
-        """How many drafts follow it."""
+        """Drafts that follow a request."""
         return self._effective._rows
 
     def record_request(self, tokens: float, rows: int) -> None:
-        """An ask was followed by ``rows`` drafts, which are likely to bring ``tokens``."""
+        """Record a request followed by ``rows`` drafts that are expected to bring ``tokens``."""
         if self._shared is not None:
             if not self.num_recorded:
                 self._tokens, self._rows = self._shared._tokens, self._shared._rows
@@ -114,7 +112,7 @@ class DraftYield:
         self._rows += weight * (rows - self._rows)
 
     def decay_yield(self) -> None:
-        """A pass went without an ask."""
+        """Record a pass without a request."""
         one = self._effective
         tokens, rows = _PRIOR_YIELD
         one._tokens += _DECAY * max(0.0, tokens - one._tokens)
@@ -125,21 +123,20 @@ class DraftYield:
         return self if self._shared is None or self.num_recorded >= _MIN_OWN else self._shared
 
 
-#: From so many tokens on that agree, the last drafts that were right included, a class of its own.
+#: Lower bounds of the classes by matching tokens, preceding right drafts included.
 EVIDENCE_CLASSES = (1, 2, 3, 4, 6, 9)
-#: Of a request that has had no drafts: the chance that one is right, by class. So it was with the
-#: texts of ``docs/results/lookup.json``, rounded down.
+#: Prior probability by class, measured on the texts of ``docs/results/lookup.json``.
 CLASS_PRIORS = (0.2, 0.45, 0.65, 0.7, 0.85, 0.95)
-#: Weight of the last forced tokens in the trust in them.
+#: Weight of the latest forced tokens in their trust.
 _TRUST_SMOOTHING = 0.15
 
 
 class RequestDrafter:
-    """A request's drafts, and the chance that one is right if those before it are.
+    """Drafts of a request, each with its probability given that the previous ones are right.
 
-    They come from ``source``, or a draft model has ``on_model_drafts`` them. The chance is what can
-    be expected, by the tokens that agree or as the model says, and how such drafts have done so
-    far. ``trust`` is that chance of tokens that the last stage says are forced.
+    They come from ``source``, or from a draft model by ``on_model_drafts``. The probability
+    combines the matching tokens or the model's word with the past success of such drafts. ``trust``
+    is the probability of tokens that the last stage declares as forced.
     """
 
     __slots__ = (
@@ -163,38 +160,36 @@ class RequestDrafter:
         model_record: DraftRecord | None = None,
         draft_yield: DraftYield | None = None,
     ) -> None:
-        """``model_record`` is how those of a draft model have done so far, ``draft_yield`` what
-        they bring."""
         self.source = source
         self.trust = 1.0
         self._record = DraftRecord()
         self.model_record = model_record or DraftRecord()
         self.draft_yield = draft_yield or DraftYield()
-        #: What was foretold last, and the position of its first token.
+        #: The last proposal, and the position of its first token.
         self._proposal: DraftProposal | DraftTokens = DraftProposal()
         self._first_position = 0
-        #: Those before this position are forced.
+        #: Tokens before this position are forced.
         self._forced_until = 0
         self._forced: Sequence[int] = ()
         self._forced_position = -1
-        #: What the draft model says, and from which position on.
+        #: The draft model's tokens; they begin at ``model_drafts_position``.
         self._model_drafts = DraftTokens(-1)
         self.model_drafts_position = -1
 
     def on_forced(self, position: int, tokens: Sequence[int]) -> None:
-        """The last stage says that ``tokens`` have to come from ``position`` on."""
+        """Record that a grammar forces ``tokens`` from ``position`` on."""
         self._forced_position, self._forced = position, tokens
 
     def on_model_drafts(self, position: int, drafts: DraftTokens) -> None:
-        """A draft model says what may come from ``position`` on."""
+        """Record the draft model's tokens from ``position`` on."""
         self.model_drafts_position, self._model_drafts = position, drafts
 
     def is_forced(self, position: int) -> bool:
-        """Whether the last stage says what has to come at ``position``."""
+        """Whether the token at ``position`` is known to be forced."""
         return position == self._forced_position and len(self._forced) > 0
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """Up to ``count`` tokens that may follow ``tokens``."""
+        """Propose up to ``count`` tokens after ``tokens``."""
         self._first_position, self._forced_until = len(tokens), 0
         if self.is_forced(self._first_position):
             self._proposal = DraftProposal(self._forced[:count])
@@ -210,9 +205,9 @@ class RequestDrafter:
     def remaining_drafts(
         self, tokens: Sequence[int], path: Sequence[int], count: int
     ) -> Sequence[int]:
-        """Up to ``count`` tokens that may follow ``tokens`` and the drafts of ``path``.
+        """Propose up to ``count`` tokens after ``tokens`` and the drafts of ``path``.
 
-        If what was foretold last is used up, it looks whether more is foretold now.
+        If the last proposal is used up, it is extended.
         """
         proposal = self._proposal
         rest = proposal.tokens[len(tokens) + len(path) - self._first_position :]
@@ -229,29 +224,31 @@ class RequestDrafter:
         return rest[:count]
 
     def probability_at(self, position: int) -> float:
-        """That of the draft at ``position``, if those before it are right."""
+        """The probability of the draft at ``position`` if the previous ones are right."""
         if position < self._forced_until:
             return self.trust
         return self._token_probability(self._proposal, position - self._first_position)
 
     def lookup_probability(self, tokens: Sequence[int]) -> float:
-        """The chance of the first token that ``source`` foretells; 0 if it foretells none."""
+        """The probability of the source's first draft; 0 if it has none."""
         found = self.source.propose_drafts(tokens, 1)
         return self._token_probability(found, 0) if found.tokens else 0.0
 
     @property
     def is_proven(self) -> bool:
-        """Whether its drafts were right more often than one could expect."""
+        """Whether drafts were right more often than expected."""
         return self._record.success_ratio > 1.0
 
     @property
     def best_probability(self) -> float:
-        """The chance of a draft at best; of one that is neither forced nor guessed by a model."""
+        """The maximum probability of a draft that is neither forced nor from a model."""
         return self._record.scale_probability(CLASS_PRIORS[-1])
 
     def on_verified(self, position: int, drafts: int, right: int) -> None:
-        """Of ``drafts`` from ``position`` on the first ``right`` were; what follows a wrong one
-        tells nothing."""
+        """Record that the first ``right`` of ``drafts`` from ``position`` on were right.
+
+        Drafts after a wrong one tell nothing.
+        """
         sure = max(0, min(drafts, self._forced_until - position))
         if sure:
             self.trust += _TRUST_SMOOTHING * ((right >= sure) - self.trust)
@@ -263,12 +260,12 @@ class RequestDrafter:
             self._proposal = DraftProposal()
 
     def on_no_drafts(self) -> None:
-        """A pass went without drafts."""
+        """Record a pass without drafts."""
         self._record.decay_record()
         self.model_record.decay_record()
 
     def on_issued(self, position: int, rows: int) -> None:
-        """A pass from ``position`` on has ``rows`` drafts."""
+        """Record a pass from ``position`` on with ``rows`` drafts."""
         if self.model_drafts_position == position:
             guessed = rows if self._proposal is self._model_drafts else 0
             self.draft_yield.record_request(
@@ -286,7 +283,7 @@ class RequestDrafter:
     def _expected_tokens(
         self, proposal: DraftProposal | DraftTokens, most: int = MAX_DRAFTS
     ) -> float:
-        """How many tokens it is likely to bring in a pass that has up to so many of it."""
+        """Expected tokens from a pass with up to ``most`` drafts."""
         tokens, probability = 0.0, 1.0
         for index in range(min(len(proposal.tokens), most)):
             probability *= self._token_probability(proposal, index)
@@ -299,7 +296,7 @@ class RequestDrafter:
 
 
 def _prior_probability(proposal: DraftProposal | DraftTokens, index: int) -> float:
-    """The chance of a token that was foretold, by itself."""
+    """The probability of a proposed token before any correction."""
     if isinstance(proposal, DraftTokens):
         return proposal.probabilities[min(index, len(proposal.probabilities) - 1)]
     return CLASS_PRIORS[max(0, bisect_right(EVIDENCE_CLASSES, proposal.evidence + index) - 1)]

@@ -1,4 +1,4 @@
-"""What drafts cost: how much longer a turn of the ring is with them."""
+"""The cost of drafts: the longer round trip of their volume."""
 
 import math
 from bisect import bisect_right
@@ -8,22 +8,20 @@ from molink.facts.drafts import MAX_DRAFTS
 from molink.facts.profile import Profile
 from molink.facts.ring_times import RingTimes
 
-#: A volume that goes ahead may take a stage so many times as long as one row.
+#: Maximum slowdown of a stage by a lookahead volume, relative to one row.
 _MAX_SLOWDOWN = 1.5
-#: Turns that are remembered.
 _MEMO_SIZE = 4096
-#: Tokens before rows are rounded to these, so that what a turn takes can be remembered.
+#: Contexts are rounded down to multiples of this for the memos.
 _CONTEXT_STEP = 128
-#: Seconds that a draft model takes are rounded to these, for the same reason.
+#: Draft model times are rounded to this for the memo, in seconds.
 _STEP_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class RingLoad:
-    """What the ring does: ``rows`` decode rows in a volume, ``flying`` such volumes in flight.
+    """The ring's load: ``rows`` decode rows per volume, ``volumes_in_flight`` such volumes.
 
-    ``context`` tokens come before a row, on average. ``has_prefill``: chunks of prompts run beside
-    the decode rows.
+    ``context`` tokens precede a row on average. ``has_prefill`` means that chunks are piggybacked.
     """
 
     rows: int
@@ -33,29 +31,29 @@ class RingLoad:
 
     @property
     def rounded_context(self) -> "RingLoad":
-        """One of few with about as many tokens before a row."""
+        """The load with its context rounded."""
         return replace(self, context=self.context - self.context % _CONTEXT_STEP)
 
 
 class RoundTripCosts:
-    """Turns of one ring, by what its stages and links have been measured to take."""
+    """Round trips of one ring, predicted from measured stages and links."""
 
     def __init__(self, times: RingTimes) -> None:
         self._ring_times = times
         self._round_trips: dict[tuple[int, int, RingLoad], float] = {}
-        #: Rows of volumes that go ahead, by context.
+        #: Rows of lookahead volumes, by context.
         self._balanced_rows: dict[int, int] = {}
 
     def set_times(self, times: RingTimes) -> None:
-        """Stages have measured themselves or their links anew."""
+        """Update stage and link times."""
         self._ring_times = times
         self._round_trips.clear()
         self._balanced_rows.clear()
 
     def round_trip_s(self, drafts: int, load: RingLoad, drafting_s: float = 0.0) -> float:
-        """What a stream waits for its next token with so many drafts in a volume; 0 if unknown.
+        """Seconds per token of a stream with ``drafts`` in its volume; 0 if unknown.
 
-        For ``guessing_s`` the first stage's device has to find them before.
+        ``drafting_s`` is the time that the first stage's device spends on a draft model before.
         """
         key = drafts, round(drafting_s / _STEP_S), load
         if key not in self._round_trips:
@@ -65,15 +63,15 @@ class RoundTripCosts:
         return self._round_trips[key]
 
     def bottleneck_s(self, rows: int, context: float) -> float:
-        """For how long a volume of decode rows keeps the slowest stage or link busy."""
+        """Seconds that a decode volume occupies the slowest stage or link."""
         times = self._ring_times
         steps = (profile.decode_s(rows, context) for profile in times.profiles)
         return max((*steps, *(times.send_s(index, rows) for index in range(len(times.links)))))
 
     def balanced_rows(self, context: int) -> int:
-        """As many rows as the slowest link sends while the slowest stage computes.
+        """Rows that the slowest link sends while the slowest stage computes.
 
-        Fewer, if so many take that stage much longer than one.
+        Fewer if the stage would take much longer than for one row.
         """
         if context not in self._balanced_rows:
             times = self._ring_times
@@ -97,11 +95,10 @@ class RoundTripCosts:
 
 
 def _step_s(profile: Profile, drafts: int, load: RingLoad) -> float:
-    """Seconds of a decode step, and by how much ``drafts`` make a chunk beside it longer.
+    """Seconds of a decode step with ``drafts``, including the growth of a piggybacked chunk.
 
-    A chunk reads the weights for all rows, so that none is for free; and with the decode rows it
-    has as many as make whole tiles (:mod:`molink.scheduler.chunk_size`), so that one more is a tile
-    more.
+    A chunk shares the weights among all rows and fills whole tiles with the decode rows
+    (:mod:`molink.scheduler.chunk_size`), so one more row costs one more tile.
     """
     seconds = profile.decode_s(load.rows + drafts, load.context)
     if load.has_prefill and len(profile.prefill) > 1:

@@ -1,17 +1,17 @@
-"""How many drafts the requests of a micro-batch get.
+"""How many drafts each request of a micro-batch gets.
 
-A draft is one row more in a decode volume. Drafts pay if the tokens that they may bring, by the
-chance that each and those before it are right, are worth more than the time by which their rows
-make the turn of the ring longer: what stages compute for them and links transfer
-(:mod:`molink.facts.ring_times`), for all tokens that the volume brings. Where a turn is mostly
-latency rows cost next to nothing; where volumes are full of rows and stages compute all the time,
-they cost their share, and none is drafted.
+A draft is an additional row in a decode volume. Drafts pay off if their expected tokens, the
+product of the probabilities of each and those before it, outweigh the longer round trip of the
+whole volume: the stages' computation and the links' transfer of their rows
+(:mod:`molink.facts.ring_times`). If latency dominates, rows cost almost nothing; if stages compute
+all the time, none are drafted.
 
-Tokens that a grammar forces are drafts that are sure to be right: their rows have to be computed
-anyway, now or in a later pass.
+Tokens that a grammar forces are drafts that are certain: their rows must be computed anyway.
 
-A draft that doesn't fit into its pass, or isn't worth to make that pass longer, may go *ahead* in
-one of its own, right behind it, where stages and links have time left.
+Drafts that don't fit into their pass, or don't pay off there, may follow in a *lookahead* volume of
+their own while stages and links have time. All drafts of a request in flight form one path. When a
+different token comes back, the rows on the rest of the path are wrong: they still go round, the
+next rows overwrite their KV, and the last stage ignores them.
 """
 
 import math
@@ -29,19 +29,18 @@ from molink.scheduler.speculation.request_drafter import DraftRecord, DraftYield
 from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCosts
 from molink.wire.messages.data_plane import SampledId
 
-#: Tokens that are foretold at once.
+#: Tokens proposed at once.
 _MAX_PROPOSED = 128
-#: Share of a turn in which decode volumes may keep the slowest stage or link busy, for rows to go
-#: ahead.
+#: Share of a round trip up to which decode volumes may occupy the slowest stage or link for
+#: lookahead to be sent.
 _LOOKAHEAD_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class _DraftCandidate:
-    """Tokens that may follow those of ``state``; ``probabilities`` of each if those before it are
-    right.
+    """Proposed drafts of a request with their conditional ``probabilities``.
 
-    What is promised has to be ``margin`` times what it costs.
+    Their expected gain must be ``margin`` times their cost.
     """
 
     state: RequestState
@@ -51,10 +50,10 @@ class _DraftCandidate:
 
 
 class Speculation:
-    """Decides for one head, whose requests each have a :class:`RequestDrafter`.
+    """Chooses drafts for one scheduler, whose requests each have a :class:`RequestDrafter`.
 
-    As many drafts as ``limits.draft_tokens`` says, or as pay; ``source`` makes what guesses, and a
-    draft model is asked beside it if ``limits`` has one.
+    ``num_speculative_tokens`` drafts per row, or as many as pay off. Requests get their drafts from
+    sources made by ``create_source``, and from the draft model if there is one.
     """
 
     def __init__(self, config: SchedulerConfig, create_source: Callable[[], DraftSource]) -> None:
@@ -65,17 +64,16 @@ class Speculation:
         self._costs = RoundTripCosts(RingTimes(config.profiles, links, config.row_bytes))
         fixed = 0 if self._auto else config.num_speculative_tokens
         model = config.draft_model if config.num_speculative_tokens else None
-        #: What the draft model is asked.
         self.draft_queue = DraftModelQueue(model, self._costs, fixed)
         self.num_drafted = 0
         self.num_accepted = 0
 
     def set_times(self, times: RingTimes) -> None:
-        """Stages have measured themselves or their links anew."""
+        """Update stage and link times."""
         self._costs.set_times(times)
 
     def ask_draft_model(self, requests: Iterable[RequestState], load: RingLoad) -> None:
-        """Ask the draft model what may follow the tokens of those that can go on."""
+        """Request drafts from the model for requests that can decode on."""
         each = [(state, self._drafter_of(state), _draft_room(state)) for state in requests]
         self.draft_queue.request_drafts(each, load.rounded_context)
 
@@ -86,9 +84,9 @@ class Speculation:
         room: int,
         rows_in_flight: Sequence[int] = (),
     ) -> list[tuple[RequestState, Sequence[int]]]:
-        """Drafts for those of a volume's ``jobs`` that get any; at most ``room`` in all.
+        """Drafts for the requests of a volume; at most ``room`` in all.
 
-        ``flying`` are the rows of each decode volume in flight.
+        ``rows_in_flight`` are the rows of each decode volume in flight.
         """
         if not self._config.num_speculative_tokens or not requests:
             return []
@@ -119,9 +117,9 @@ class Speculation:
         rows_in_flight: Sequence[int],
         room: int,
     ) -> list[tuple[RequestState, Sequence[int]]]:
-        """Drafts that go on from those of ``jobs`` in flight, in a volume of their own.
+        """Lookahead drafts that continue those in flight; at most ``room`` in all.
 
-        ``flying`` are the rows of each decode volume in flight; ``room`` is for drafts in all.
+        ``rows_in_flight`` are the rows of each decode volume in flight.
         """
         load = load.rounded_context
         left = min(room, self._lookahead_rows(load, rows_in_flight))
@@ -135,7 +133,7 @@ class Speculation:
             self._costs.round_trip_s(0, load),
             list[tuple[RequestState, Sequence[int]]](),
         )
-        # Of those in a volume that comes behind one on a wrong path, on average.
+        # The mean delay of a volume behind one on a wrong path.
         lost = self._costs.bottleneck_s(left, load.context) / 2 * load.rows
         for offer in offers:
             probability = offer.probabilities[0]
@@ -146,12 +144,12 @@ class Speculation:
         return chosen
 
     def on_verified(self, state: RequestState, drafts: int, right: int) -> None:
-        """Of the ``choose_drafts`` of a job the first ``right`` were."""
+        """Record that the first ``right`` of a request's drafts were right."""
         self.num_accepted += right
         self._drafter_of(state).on_verified(len(state.tokens), drafts, right)
 
     def on_forced(self, state: RequestState, tokens: Sequence[int]) -> None:
-        """The last stage says that ``tokens`` have to follow those of ``job``."""
+        """Record that a grammar forces ``tokens`` after those of the request."""
         self._drafter_of(state).on_forced(len(state.tokens), tokens)
 
     def _drafter_of(self, state: RequestState) -> RequestDrafter:
@@ -165,10 +163,10 @@ class Speculation:
         return state.drafter
 
     def _max_per_pass(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
-        """Most drafts that follow a decode row.
+        """Maximum drafts after a decode row.
 
-        Half as many as go ahead, if two volumes can: those come hardly later, and don't make that
-        row come later.
+        Half of a lookahead volume if two such volumes fit: those come hardly later and don't delay
+        the row itself.
         """
         if not self._auto:
             return self._config.num_speculative_tokens
@@ -181,7 +179,7 @@ class Speculation:
     def _draft_candidate(
         self, state: RequestState, least: float, per_pass: int, has_prefill: bool
     ) -> _DraftCandidate | None:
-        """What may follow; ``None`` if nobody knows, or it is not to be tried at its chance."""
+        """Drafts to try after the request's tokens, if any."""
         drafter = self._drafter_of(state)
         first = len(state.tokens)
         is_forced = drafter.is_forced(first)
@@ -202,8 +200,8 @@ class Speculation:
         return _DraftCandidate(state, drafts, probabilities)
 
     def _lookahead_candidate(self, state: RequestState) -> _DraftCandidate | None:
-        """What may go on from its rows in flight, and the chance that these and the first of it
-        are right."""
+        """Drafts after those in flight, with the probability that all of these and the first are
+        right."""
         drafter, room = state.drafter, _draft_room(state)
         if drafter is None or room < 1:
             return None
@@ -219,7 +217,7 @@ class Speculation:
         return _DraftCandidate(state, drafts, [math.prod(probabilities)])
 
     def _lookahead_rows(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
-        """Rows of a volume that goes ahead; 0 if there is no time for one."""
+        """Rows of a lookahead volume; 0 if there is no time for one."""
         if not self._auto:
             return self._config.num_speculative_tokens
         round_trip = self._costs.round_trip_s(0, load)
@@ -230,7 +228,7 @@ class Speculation:
         return rows if busy <= _LOOKAHEAD_SHARE * round_trip else 0
 
     def _min_probability(self, load: RingLoad) -> float:
-        """At which one draft pays, beside no chunk; no chance is enough if stages are unknown."""
+        """The probability above which one draft pays off without chunks; infinite if unknown."""
         load = replace(load, has_prefill=False)
         before, after = self._costs.round_trip_s(0, load), self._costs.round_trip_s(1, load)
         return MARGIN * load.rows * (after - before) / before if before else math.inf
@@ -240,7 +238,7 @@ class Speculation:
     def _choose_counts(
         self, candidates: Sequence[_DraftCandidate], load: RingLoad, room: int
     ) -> list[tuple[_DraftCandidate, int]]:
-        """How many drafts of each, those with the best chances first."""
+        """How many drafts of each candidate, best first."""
         order = self._order_by_gain(candidates, room)
         count = self._best_count(order, load) if self._auto else len(order)
         counts = [0] * len(candidates)
@@ -253,7 +251,7 @@ class Speculation:
     def _order_by_gain(
         self, candidates: Sequence[_DraftCandidate], room: int
     ) -> list[tuple[int, float]]:
-        """Whose next draft is the best, one after another, and the tokens that count for it."""
+        """Candidates in order of their next draft's gain, with the gains."""
         heap = [
             (-candidate.probabilities[0], index, 1) for index, candidate in enumerate(candidates)
         ]
@@ -268,7 +266,7 @@ class Speculation:
         return order
 
     def _best_count(self, order: Sequence[tuple[int, float]], load: RingLoad) -> int:
-        """With how many of these drafts the volume brings the most tokens in its time."""
+        """The number of these drafts with the most tokens per second."""
         tokens = float(load.rows)
         best, most = 0, tokens / (self._costs.round_trip_s(0, load) or 1.0)
         for count, (_, gain) in enumerate(order, 1):
@@ -279,8 +277,7 @@ class Speculation:
 
 
 def _draft_room(state: RequestState) -> int:
-    """Drafts beyond those in flight that there may be: the last one may be right, and is followed
-    by a token."""
+    """Drafts that may still be added to those in flight; one token follows the last."""
     left = min(
         state.max_remaining,
         state.credit_window - (len(state.tokens) - state.num_credited),
@@ -289,9 +286,9 @@ def _draft_room(state: RequestState) -> int:
 
 
 def are_expected(choices: Sequence[SampledId], position: int, drafts: Sequence[int]) -> bool:
-    """Whether these are tokens from ``position`` on, of which all but the last are ``drafts``.
+    """Whether they are tokens from ``position`` on of which all but the last match ``drafts``.
 
-    The KV of tokens that were neither sampled before nor drafts would be that of others.
+    Otherwise the KV would be that of other tokens.
     """
     if not 1 <= len(choices) <= 1 + len(drafts):
         return False
@@ -302,16 +299,14 @@ def are_expected(choices: Sequence[SampledId], position: int, drafts: Sequence[i
 
 
 def compare_drafts(state: RequestState, choices: Sequence[SampledId]) -> tuple[int, int]:
-    """How many drafts of its path ``choices`` tell of, and how many of them, from the first, are
-    right."""
+    """The number of path drafts that ``choices`` cover, and of the leading right ones."""
     pairs = list(zip(choices, state.draft_path, strict=False))
     wrong = (at for at, (choice, draft) in enumerate(pairs) if choice.token != draft)
     return len(pairs), next(wrong, len(pairs))
 
 
 def advance_path(state: RequestState, new: int, right: int) -> None:
-    """Of the last ``new`` tokens of ``job`` the first ``right`` were on its path: follow it, or
-    leave it."""
+    """Advance the path by ``new`` tokens of which the first ``right`` matched, or clear it."""
     del state.draft_path[:new]
     if (
         right < new
