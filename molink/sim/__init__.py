@@ -1,1 +1,1 @@
-"""A discrete-event simulation that drives the product's own deciders in virtual time."""
+"""Discrete-event simulation of molink's real schedulers, links and rings in virtual time."""

@@ -1,4 +1,4 @@
-"""Clients: they send requests when these are due, and note when each token comes."""
+"""Simulated clients: send requests on time and record when each token arrives."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -14,31 +14,30 @@ from molink.sim.known_text import END_TOKEN, KnownText, tokens_of
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken, Request
 
-#: Uncredited tokens: clients that take everything at once never make a stream wait.
+#: Clients credit every token at once, so streams never stall.
 _CREDIT_WINDOW = 1 << 24
 _PEER = "clients"
 
 
 class ServingRing(Protocol):
-    """What takes requests: a ring."""
+    """A ring that serves requests."""
 
     @property
-    def scheduler(self) -> Scheduler:
-        """Where they are submitted."""
+    def scheduler(self) -> Scheduler: ...
 
     def issue_batches(self) -> None:
-        """The head has a new one."""
+        """Issue batches after a new request."""
 
 
-#: Who is to serve a request now; ``None``: nobody is there, somebody will ask again.
+#: Chooses the ring of a request; ``None`` keeps the request waiting.
 ChooseRing = Callable[[PlannedRequest], ServingRing | None]
 
 
 class Clients:
-    """Sends ``plan`` to the heads that ``choose`` names, and keeps the time of every token.
+    """Sends ``plan`` to the rings that ``choose`` selects, and records the time of every token.
 
-    ``agenda`` is stopped after the last one. It is the heads' front desk, too. Prompts have no
-    content that could be shared, unless there are ``texts`` or a trace says what they share.
+    It receives the schedulers' emissions, and stops ``event_queue`` after the last one. Prompts
+    share no content unless ``texts`` or the trace say so.
     """
 
     def __init__(
@@ -54,21 +53,21 @@ class Clients:
         self._plan = {str(request.index): request for request in plan}
         self._times: dict[str, array[float]] = {key: array("d") for key in self._plan}
         self._errors: dict[str, str] = {}
-        #: Who serves those that live; nobody those that wait.
+        #: The ring of each live request; ``None`` while it waits.
         self._serving: dict[str, ServingRing | None] = {}
         self.num_unfinished = len(self._plan)
-        #: When something last came of a request, or the first one of several was sent.
+        #: Time of the last token, or of the first request after an idle period.
         self.last_event_at = 0.0
         self._live_since = 0.0
-        #: Seconds in which any request was being served.
+        #: Seconds with live requests.
         self.live_s = 0.0
-        #: Told of each request that is over: who served it, its key, tokens of the answer, when.
+        #: Called with the ring, key, generated tokens and time of each ended request.
         self.on_finished: Callable[[ServingRing | None, str, int, float], None] | None = None
-        #: Told of a request's first token, of how many prompt tokens were cached, and when.
+        #: Called with the key, cached prompt tokens and time of a request's first token.
         self.on_first_token: Callable[[str, int, float], None] | None = None
 
     def start(self) -> None:
-        """Have every request sent when it is due."""
+        """Schedule all requests."""
         for key, request in self._plan.items():
             self._event_queue.schedule_at(request.arrival_s, self._send_request, key)
 
@@ -80,7 +79,7 @@ class Clients:
         self._submit_request(key)
 
     def _submit_request(self, key: str) -> None:
-        """Send the prompt, and what there is of the answer; the rest is to come."""
+        """Submit the prompt with the tokens generated so far."""
         planned, now = self._plan[key], self._event_queue.now
         serving = self._serving[key] = self._choose_ring(planned)
         if serving is None:
@@ -117,39 +116,38 @@ class Clients:
         return (*text.prompt, *text.answer)[:count]
 
     def prompt_tokens(self, planned: PlannedRequest) -> tuple[int, ...]:
-        """The tokens of a prompt."""
         return self._token_ids(planned, planned.input_tokens)
 
     def detach_ring(self, serving: ServingRing) -> list[str]:
-        """It is gone: those that it served wait, and can be sent again; returns their keys."""
+        """Detach requests from an ended ring; returns their keys for :meth:`resend_requests`."""
         lost = [key for key, other in self._serving.items() if other is serving]
         for key in lost:
             self._serving[key] = None
         return lost
 
     def resend_requests(self, keys: Iterable[str]) -> None:
-        """Send those again that wait."""
+        """Submit detached requests again."""
         for key in keys:
             if key in self._serving and self._serving[key] is None:
                 self._submit_request(key)
 
     @property
     def waiting_keys(self) -> list[str]:
-        """Keys of those that nobody serves."""
+        """Keys of requests without a ring."""
         return [key for key, serving in self._serving.items() if serving is None]
 
     @property
     def silence_s(self) -> float:
-        """Seconds for which requests have been served without anything coming of it."""
+        """Seconds since the last token of any live request."""
         return self._event_queue.now - self.last_event_at if self._serving else 0.0
 
     # --- the heads' front desk -------------------------------------------------------------------
 
     def deliver_emissions(self, emissions: Iterable[Emission], now: float) -> None:
-        """Take tokens and refusals.
+        """Record tokens and rejections.
 
         Raises:
-            InvariantError: a token came twice, another one came, or one is missing before it.
+            InvariantError: a token is repeated, missing or wrong.
         """
         self.last_event_at = now
         for emission in emissions:
@@ -173,7 +171,7 @@ class Clients:
         return text.token_at(message.position)
 
     def close(self) -> None:
-        """A ring has ended: nothing more comes of it."""
+        """Ignore the end of a ring."""
 
     def _finish_request(self, key: str, now: float, error: str | None = None) -> None:
         self.num_unfinished -= 1
@@ -190,7 +188,7 @@ class Clients:
     # --- what was measured -----------------------------------------------------------------------
 
     def collect_samples(self, since: float) -> list[Sample]:
-        """What the requests that were due at ``since`` or later measured."""
+        """Samples of the requests that were due at ``since`` or later."""
         return [
             self._make_sample(key, request)
             for key, request in self._plan.items()

@@ -1,4 +1,4 @@
-"""Virtual time: what happens when, one thing after another."""
+"""Virtual time: event queues for a ring and for a fleet."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ Callback = Callable[..., None]
 
 
 class ScheduledCallback:
-    """An action that can be called off."""
+    """A scheduled callback that can be cancelled."""
 
     __slots__ = ("_callback",)
 
@@ -21,21 +21,18 @@ class ScheduledCallback:
         self._callback: Callable[[], object] | None = action
 
     def cancel(self) -> None:
-        """Don't run it."""
         self._callback = None
 
     def run(self) -> None:
-        """Run it, unless it was called off."""
+        """Run it unless it was cancelled."""
         if self._callback is not None:
             self._callback()
 
 
 class EventQueue:
-    """Runs actions in order of their time; those of the same time in the order of their entry.
+    """Runs callbacks in order of time; ties in order of scheduling.
 
-    It is the :class:`molink.link.base.Timers` of what lives in virtual time.
-
-    ``now`` is in seconds from 0 and never goes back.
+    It implements :class:`molink.link.base.Timers`. ``now`` starts at 0 s and never decreases.
     """
 
     def __init__(self) -> None:
@@ -46,12 +43,12 @@ class EventQueue:
         self._stopped = False
 
     def schedule_at(self, time: float, action: Callback, *arguments: Any) -> None:
-        """Run ``action(*arguments)`` at ``time``; now, if that is over."""
+        """Run ``action(*arguments)`` at ``time``, or now if that has passed."""
         at = time if time > self.now else self.now
         heappush(self._later, (at, next(self._numbers), action, arguments))
 
     def schedule_soon(self, action: Callback, *arguments: Any) -> None:
-        """Run it as soon as what runs now has ended, before time goes on."""
+        """Run it after the current callback, before time advances."""
         self._soon.append((action, arguments))
 
     def time(self) -> float:
@@ -59,35 +56,34 @@ class EventQueue:
         return self.now
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> ScheduledCallback:
-        """As :meth:`schedule_at`, for what may be called off."""
+        """Like :meth:`schedule_at`, but can be cancelled."""
         appointment = ScheduledCallback(callback)
         self.schedule_at(when, appointment.run)
         return appointment
 
     def call_soon(self, callback: Callable[[], object], /) -> ScheduledCallback:
-        """As :meth:`schedule_soon`, for what may be called off."""
+        """Like :meth:`schedule_soon`, but can be cancelled."""
         appointment = ScheduledCallback(callback)
         self.schedule_soon(appointment.run)
         return appointment
 
     def stop(self) -> None:
-        """Run nothing that is later than now."""
+        """Stop before time advances."""
         self._stopped = True
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it."""
         return self._stopped
 
     @property
     def next_event_at(self) -> float:
-        """When something is due next; infinity if nothing is."""
+        """Time of the next event; infinity if there is none."""
         if self._soon:
             return self.now
         return self._later[0][0] if self._later else inf
 
     def run_next(self) -> bool:
-        """Run the next action, however late it is; ``False`` if there is none."""
+        """Run the next callback; ``False`` if there is none."""
         if self._soon:
             action, arguments = self._soon.popleft()
         elif self._later:
@@ -98,7 +94,7 @@ class EventQueue:
         return True
 
     def run(self, until: float) -> None:
-        """Go on until nothing is left, until somebody stops it, or beyond ``until``."""
+        """Run until the queue is empty, it is stopped, or ``until`` is reached."""
         soon, later = self._soon, self._later
         while True:
             while soon:
@@ -110,18 +106,18 @@ class EventQueue:
             action(*arguments)
 
     def advance_to(self, to: float) -> None:
-        """As :meth:`run`; then it is ``to``, whatever was due last."""
+        """Run until ``to``, and set the time to it."""
         self.run(to)
         if not self._stopped:
             self.now = max(self.now, to)
 
 
-#: Seconds that regions go on at most without a look at what concerns all.
+#: Maximum seconds that regions advance without synchronization.
 _MAX_STEP_S = 1.0
 
 
 def assign_regions(pipelines: Iterable[Sequence[SimPc]]) -> list[int]:
-    """The region of each pipeline, from its PCs: those that share an uplink are in the same one."""
+    """The region of each pipeline; pipelines whose PCs share an uplink are in one region."""
     parents: list[int] = []
     owners: dict[Uplink, int] = {}
 
@@ -138,35 +134,40 @@ def assign_regions(pipelines: Iterable[Sequence[SimPc]]) -> list[int]:
 
 
 class FleetEventQueue:
-    """An agenda for what concerns all, and one for each region."""
+    """A common event queue, and one for each region of pipelines.
+
+    Regions share nothing between common events (arrivals, departures of PCs), so each advances
+    alone until the next one. The order of events is that of a single queue, but only a few
+    pipelines at a time occupy the processor's caches.
+    """
 
     def __init__(self, regions: Iterable[int]) -> None:
         self.common = EventQueue()
         self._regions = {number: EventQueue() for number in sorted(set(regions))}
-        #: What regions have told, and when.
+        #: Events reported by regions, with their times.
         self._pending: list[tuple[float, Callback, tuple[Any, ...]]] = []
         self._horizon = 0.0
 
     def region_queue(self, region: int) -> EventQueue:
-        """What happens in a region."""
+        """The event queue of a region."""
         return self._regions[region]
 
     def schedule_common(self, time: float, action: Callback, *arguments: Any) -> None:
-        """Run it before anything that concerns all and is later than ``time``, in that order."""
+        """Run a region's report, in order of time, before any later common event."""
         self._pending.append((time, action, arguments))
 
     def schedule_later(
         self, region: EventQueue, seconds: float, action: Callback, *arguments: Any
     ) -> None:
-        """Run what concerns all, so many seconds after what happens now (in that region).
+        """Run a common event ``seconds`` after a region's current time.
 
-        Not before the others, which may have gone on up to a second further.
+        Other regions may have advanced by up to a second further; it does not run before them.
         """
         at = max(self.common.now, region.now) + seconds
         self.common.schedule_at(max(at, self._horizon), action, *arguments)
 
     def run(self, until: float) -> None:
-        """Go on until somebody stops the common agenda, or until that time."""
+        """Run until the common queue is stopped, or until that time."""
         common, told = self.common, self._pending
         while not common.is_stopped and common.now < until:
             self._horizon = min(common.next_event_at, common.now + _MAX_STEP_S, until)

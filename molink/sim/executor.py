@@ -1,4 +1,4 @@
-"""A stage that computes nothing but takes its time."""
+"""Simulated stage executor and draft model, which take time but compute nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -18,42 +18,39 @@ from molink.wire.messages.data_plane import (
     Volume,
 )
 
-#: Told of every step: begin, seconds, decode rows, prefill rows.
+#: Called with begin, seconds, decode rows and prefill rows of each step.
 OnStep = Callable[[float, float, int, int], None]
 #: The token of a request at a position.
 TokenAt = Callable[[int, int], int]
-#: The tokens of a request that have to come from a position on.
+#: The forced tokens of a request from a position on.
 ForcedAt = Callable[[int, int], Sequence[int]]
 
 
 class SimStageRequests:
-    """Which requests live at a stage: nothing else is needed where nothing is computed."""
+    """Live requests of a stage, with the seeds that identify their texts."""
 
     def __init__(self) -> None:
-        #: With the seed of each.
+        #: Seeds by request.
         self._live: dict[int, int] = {}
-        #: Position and token of each that were sampled last.
+        #: Position and token last sampled, by request.
         self.last_sampled: dict[int, tuple[int, int]] = {}
 
     def admit_request(self, message: Admit) -> None:
-        """A request begins."""
         self._live[message.request] = message.sampling_params.seed
 
     def seed_of(self, request: int) -> int:
-        """That of a request that lives."""
         return self._live[request]
 
     def add_history(self, request: int, first: int, ids: memoryview) -> None:
-        """Not kept."""
+        """Ignored."""
 
     def set_grammar(self, request: int, text: bytes) -> None:
-        """Not kept."""
+        """Ignored."""
 
     def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
-        """Not kept."""
+        """Ignored."""
 
     def release_request(self, request: int) -> None:
-        """A request is over."""
         self._live.pop(request, None)
         self.last_sampled.pop(request, None)
 
@@ -62,7 +59,7 @@ class SimStageRequests:
 
 
 def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
-    """What a step over ``volumes`` computes; only the last stage samples."""
+    """The rows of a step over ``volumes``; only the last stage samples."""
     decode = decode_context = prefill = prefill_context = sampled = 0
     for volume in volumes:
         for request_slice in volume.slices:
@@ -78,13 +75,11 @@ def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
 
 
 class SimExecutor:
-    """Runs each step for as long as roofline and PC say.
+    """Executes each step in the time that the roofline and the PC predict.
 
-    Rows are views of ``zeros``, which has to be long enough for the largest volume. ``token`` says
-    what is sampled for a request at a position, ``forced`` what has to be.
-
-    Copies from and to host memory run beside steps, one after the other, ``block_s`` seconds for a
-    block. A step waits for those of blocks that it uses.
+    Rows are views of ``zeros``, which must hold the largest volume. ``token`` is sampled for a
+    request at a position; ``forced`` tokens follow. Copies to and from host memory run one after
+    another beside the steps, ``block_s`` seconds per block; a step waits for copies of its blocks.
     """
 
     def __init__(
@@ -109,9 +104,9 @@ class SimExecutor:
         self._token_at = token
         self._forced_at = forced
         self._block_s = block_s
-        #: When the step that runs ends, and when all copies that were begun do.
+        #: End of the current step, and of all copies submitted.
         self._step_end = self._copies_end = 0.0
-        #: When a request's blocks are back, and when blocks that have been given up are copied.
+        #: End of each request's swap-in, and of each block's swap-out.
         self._swap_in_ends: dict[int, float] = {}
         self._swap_out_ends: dict[int, float] = {}
         #: Seconds that steps have waited for copies.
@@ -119,7 +114,7 @@ class SimExecutor:
         self.on_step: OnStep | None = None
 
     def submit_copy(self, copy: BlockCopy) -> None:
-        """Begin to copy when the step that runs is over, and copies before are."""
+        """Start a copy after the current step and earlier copies."""
         begin = max(self._event_queue.now, self._step_end, self._copies_end)
         self._copies_end = end = begin + self._block_s * len(copy.blocks)
         if copy.is_swap_out:
@@ -130,7 +125,6 @@ class SimExecutor:
     def submit_step(
         self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
     ) -> None:
-        """Begin a step."""
         size = step_rows([step_input.volume for step_input in step_inputs], self._is_last)
         now = self._event_queue.now
         wait = self._wait_s(step_inputs, now)
@@ -181,7 +175,7 @@ class SimExecutor:
         return StepOutput(volume, None, SamplerOutput(volume.seq, tuple(choices), (), forced))
 
     def _sample_tokens(self, request_slice: RequestSlice) -> Iterator[SampledId]:
-        """A token after the last row; with drafts, up to the first that is another one."""
+        """Sample after the last row; with drafts, up to the first mismatch."""
         last = self._requests.last_sampled
         if not request_slice.continues_from(*last.get(request_slice.request, (-1, -1))):
             return
@@ -194,7 +188,7 @@ class SimExecutor:
                 return
 
     def _forced_tokens(self, choices: Sequence[SampledId]) -> Iterator[ForcedTokens]:
-        """What has to follow the last choice of each request."""
+        """The forced tokens after the last sampled token of each request."""
         for request, position in {each.request: each.position for each in choices}.items():
             tokens = self._forced_at(request, position + 1)[:MAX_DRAFTS]
             if tokens:
@@ -202,9 +196,9 @@ class SimExecutor:
 
 
 class SimDrafter:
-    """All layers of a model on the first stage's device: what it does, the stage's steps wait for.
+    """A draft model on the first stage's device, which delays the stage's steps.
 
-    Its guesses are those of the request's text, as many as were asked for and are likely enough.
+    It proposes the known drafts of the request's text that are probable enough.
     """
 
     def __init__(
@@ -214,11 +208,11 @@ class SimDrafter:
         self._roofline = roofline
         self._pc = pc
         self._texts = texts
-        #: What it was told of each request.
+        #: Tokens read, by request.
         self._tokens: dict[int, list[int]] = {}
 
     def request_drafts(self, batch: DraftBatch, done: Callable[[DraftResults], None]) -> None:
-        """As :class:`molink.ring.stage.DraftRunner` says."""
+        """Draft for each request, in the predicted time."""
         for number in batch.finished:
             self._tokens.pop(number, None)
         drafts = [self._draft_tokens(request) for request in batch.requests]
@@ -244,7 +238,7 @@ class SimDrafter:
         return DraftTokens(request.request, tokens[:upto], probabilities[:upto])
 
     def _order_s(self, requests: Sequence[DraftRequest], drafts: Sequence[DraftTokens]) -> float:
-        """A pass over what is new, and one more for each guess after the first."""
+        """Seconds of a pass over new tokens, plus one pass per further draft."""
         if not requests:
             return 0.0
         new, before = (

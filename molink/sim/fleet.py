@@ -1,4 +1,4 @@
-"""Many pipelines in one virtual time: PCs that are shared, that leave and return, and a router."""
+"""Simulation of many pipelines with shared PCs, churn and a router."""
 
 import random
 from dataclasses import asdict, dataclass
@@ -17,32 +17,31 @@ from molink.sim.pc import SimPc, Uplink
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import GRACE_S, disable_gc
 
-#: Pipelines of one simulation: a bound against a slip of the pen.
+#: Sanity limit of pipelines.
 MAX_PIPELINES = 10_000
 _HOUR_S = 3600.0
-#: A PC that leaves stays away for at least so many seconds.
+#: Minimum seconds of absence.
 _MIN_AWAY_S = 5.0
-#: What follows are seconds, as measured (``docs/reliability.md``). Requests that were lost are sent
-#: again after so many: that long it takes to notice that the connection has ended.
+#: Measured seconds until the end of a connection is noticed (``docs/reliability.md``); lost
+#: requests are then sent again.
 LOSS_NOTICE_S = 0.5
-#: A PC that returns can hold a stage after so many.
+#: Measured seconds until a returning PC can hold a stage.
 REJOIN_S = 4.7
-#: A router hears of caches as often.
+#: Seconds between cache reports to the router.
 REPORT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class FleetScenario:
-    """``pipelines`` rings as ``ring`` has it, whose workload is that of all of them together.
+    """``pipelines`` rings of the kind ``ring``, which share its workload.
 
-    There are ``peers`` PCs (0: as many as stages). Where there are fewer, PCs hold stages of
-    several pipelines; where there are more, pipelines have spares. So many as ``peers_per_uplink``
-    share an uplink, those of one home mostly in different pipelines. A PC leaves
-    ``departures_per_hour`` times an hour on average, without a word, and is away for ``away_s``
-    seconds on average.
+    Stages run on ``peers`` PCs (0: one per stage). With fewer, PCs hold stages of several
+    pipelines; with more, pipelines have spares. ``peers_per_uplink`` PCs share an uplink, mostly of
+    different pipelines. A PC leaves ``departures_per_hour`` times per hour on average, without
+    notice, for ``away_s`` seconds on average.
 
     Raises:
-        UsageError: a number is out of range, or there is no such router.
+        UsageError: a number is out of range, or the router is unknown.
     """
 
     ring: Scenario
@@ -71,12 +70,11 @@ class FleetScenario:
 
     @property
     def pc_count(self) -> int:
-        """PCs in all."""
         return self.peers or self.pipelines * self.ring.stages
 
     @property
     def tenants(self) -> int:
-        """Stages that a PC holds at most."""
+        """Maximum stages per PC."""
         return -(-self.pipelines * self.ring.stages // self.pc_count)
 
     @property
@@ -94,7 +92,7 @@ class FleetScenario:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFigures:
-    """Of one pipeline: requests that it was sent, rings that it had, and those that it lost."""
+    """A pipeline's requests sent, rings formed, and rings lost."""
 
     requests: int
     formed: int
@@ -103,13 +101,11 @@ class PipelineFigures:
 
 @dataclass(frozen=True, slots=True)
 class FleetOutcome:
-    """What a simulation of a fleet found.
+    """Results of a fleet simulation.
 
-    ``num_lost`` requests have not had all of their tokens; ``num_resubmitted`` counts how often one
-    was sent again because its ring had ended, ``num_departures`` how often a PC left,
-    ``num_broken`` how often a ring could not go on though all of its PCs were there.
-    ``busy_shares`` is the share of the time in which each PC computed. ``virtual_s`` is how long it
-    took.
+    ``num_lost`` requests did not complete; ``num_resubmitted`` counts resubmissions after a ring's
+    end, ``num_departures`` PCs that left, ``num_broken`` rings that failed with all PCs present.
+    ``busy_shares`` is each PC's share of time computing, ``virtual_s`` the simulated time.
     """
 
     fleet: FleetScenario
@@ -121,11 +117,11 @@ class FleetOutcome:
     num_departures: int
     num_broken: int
     virtual_s: float
-    #: Share of the prompts' tokens that prefix caches had, the warm-up's included.
+    #: Share of prompt tokens found in prefix caches, including the warm-up.
     cached_share: float = 0.0
 
     def as_json(self) -> dict[str, object]:
-        """Plain values to be dumped: those of the report, and the simulation's own."""
+        """The report and the simulation's figures as plain values."""
         fleet, ring = self.fleet, self.fleet.ring
         return self.report.as_json() | {
             "rate": ring.workload.rate,
@@ -154,12 +150,12 @@ class FleetOutcome:
 
 
 def simulate_fleet(fleet: FleetScenario, router: Router | None = None) -> FleetOutcome:
-    """Run ``fleet`` until the last request is over; the same fleet always has the same outcome.
+    """Simulate ``fleet`` until the last request ends; deterministic.
 
-    ``router`` is used instead of the one that ``fleet`` names.
+    ``router`` replaces the one that ``fleet`` names.
 
     Raises:
-        UsageError: it makes no sense: a model too large for the devices, say.
+        UsageError: the scenario is impossible, for example a model too large for the devices.
     """
     workload = fleet.ring.workload
     run = _FleetSimulation(fleet, router if router is not None else create_router(fleet.router))
@@ -186,7 +182,7 @@ def simulate_fleet(fleet: FleetScenario, router: Router | None = None) -> FleetO
 
 
 class _FleetSimulation:
-    """Everything of one simulation. It is the surroundings of its slots."""
+    """State of one simulation; the context of its pipelines."""
 
     def __init__(self, fleet: FleetScenario, router: Router) -> None:
         ring, count = fleet.ring, fleet.pc_count
@@ -206,9 +202,9 @@ class _FleetSimulation:
         self.num_resubmitted = self.num_departures = self.num_broken = 0
         self._fleet = fleet
         self.router = router
-        #: Prompt tokens that caches had, of the requests that have begun.
+        #: Cached prompt tokens of the requests that have started.
         self.cached_tokens = 0
-        #: Heads report to a router that reads spans: the rings that there were, and what they said.
+        #: Rings whose caches are reported to the router, and the last reported versions.
         self._shares = fleet.ring.workload.has_shared_prefixes and self.router.reads_spans
         self._versions: dict[str, tuple[RingEpoch, int]] = {}
         templates = RingTemplates(ring, fleet.tenants)
@@ -222,9 +218,8 @@ class _FleetSimulation:
             )
             for number, pcs in enumerate(members)
         ]
-        #: Those that take requests.
+        #: Pipelines that accept requests.
         self._available: list[PipelineLoad] = []
-        #: By name.
         self._by_name = {slot.load.name: slot for slot in self.pipelines}
         self._random = random.Random(f"churn {ring.workload.seed}")
 
@@ -265,22 +260,20 @@ class _FleetSimulation:
     # --- what pipelines ask, and tell ------------------------------------------------------------
 
     def create_receiver(self, scheduler: Scheduler) -> Clients:
-        """The front desk of every head."""
         return self.clients
 
     def on_ring_ended(self, epoch: RingEpoch, event_queue: EventQueue) -> None:
-        """Its requests are sent again, once that is noticed."""
+        """Resubmit the ring's requests once the loss is noticed."""
         keys = self.clients.detach_ring(epoch)
         epoch.remove_requests(len(keys))
         self.num_resubmitted += len(keys)
         self.schedule_later(event_queue, LOSS_NOTICE_S, self.clients.resend_requests, keys)
 
     def on_ring_broken(self) -> None:
-        """A ring can't go on though all of its PCs are there."""
         self.num_broken += 1
 
     def on_pipelines_changed(self) -> None:
-        """Other pipelines take requests than before; what waited for one is sent."""
+        """Update the available pipelines, and send waiting requests if there were none."""
         waited = not self._available
         self._available = [slot.load for slot in self.pipelines if slot.epoch is not None]
         if waited and self._available:
@@ -313,7 +306,7 @@ class _FleetSimulation:
             self._by_name[serving.load.name].close_if_idle(serving)
 
     def _report_caches(self) -> None:
-        """Every head says what has changed in its cache, as daemons ask it."""
+        """Report cache changes of all rings, as peers poll them."""
         for slot in self.pipelines:
             name, epoch = slot.load.name, slot.epoch
             known, version = self._versions.get(name, (None, -1))

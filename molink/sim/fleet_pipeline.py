@@ -1,4 +1,4 @@
-"""One of many pipelines: it is formed, loses a PC, is formed anew, and grows again."""
+"""A pipeline of a fleet: forms rings, loses PCs, and recovers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +15,15 @@ from molink.sim.ring import SimRing
 from molink.sim.ring_template import RingTemplate
 from molink.sim.scenario import Scenario
 
-#: Seconds from the loss of a PC until the ring of those that are left takes requests: as measured
+#: Measured seconds from the loss of a PC until the remaining ring accepts requests
 #: (``docs/reliability.md``, kill -9 of another PC, median).
 RECOVERY_S = 1.12
 
 
 class RingTemplates:
-    """Of one scenario, by the number of stages; ``tenants`` stages share a PC's memory."""
+    """Ring templates by number of stages; ``tenants`` stages share a PC's memory."""
 
     def __init__(self, scenario: Scenario, tenants: int) -> None:
-        """Raises as :meth:`RingTemplate.for_stages`: all stages together have to do."""
         self.scenario = scenario
         self._tenants = tenants
         self._templates: dict[int, RingTemplate | None] = {
@@ -33,7 +32,7 @@ class RingTemplates:
         }
 
     def for_stages(self, stages: int) -> RingTemplate | None:
-        """That of so many stages; ``None`` if they can't hold the model."""
+        """The template for ``stages`` stages; ``None`` if they can't hold the model."""
         if stages not in self._templates:
             try:
                 found = RingTemplate.from_scenario(
@@ -47,7 +46,7 @@ class RingTemplates:
 
 @dataclass(eq=False, slots=True)
 class RingEpoch:
-    """A ring of a pipeline from its forming to its end; ``num_live`` requests are served there."""
+    """A ring from its formation to its end, with ``num_live`` requests."""
 
     load: PipelineLoad
     ring: SimRing
@@ -55,49 +54,47 @@ class RingEpoch:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The ring's."""
         return self.ring.scheduler
 
     def issue_batches(self) -> None:
-        """The head has something new."""
         self.ring.issue_batches()
 
     def add_request(self) -> None:
-        """It has one request more."""
+        """Count a new request."""
         self.num_live += 1
         self.load.num_requests += 1
         self.load.total_sent += 1
 
     def remove_requests(self, count: int = 1) -> None:
-        """It has ``count`` less."""
+        """Count ended requests."""
         self.num_live -= count
         self.load.num_requests -= count
 
 
 class FleetContext(Protocol):
-    """What a pipeline asks of those around it, and tells them."""
+    """What a pipeline needs of its fleet."""
 
     def create_receiver(self, scheduler: Scheduler) -> EmissionReceiver:
-        """The front desk of a head."""
+        """Create the receiver of a scheduler's emissions."""
 
     def on_ring_ended(self, epoch: RingEpoch, event_queue: EventQueue) -> None:
-        """A ring is gone, and what it served with it."""
+        """A ring has ended with its requests."""
 
     def schedule_later(self, region: EventQueue, seconds: float, action: Callback, /) -> None:
-        """Have something happen that concerns all, so many seconds after what happens now."""
+        """Schedule a common event, ``seconds`` from the region's current time."""
 
     def on_ring_broken(self) -> None:
-        """A ring can't go on though all of its PCs are there."""
+        """A ring failed although all its PCs are present."""
 
     def on_pipelines_changed(self) -> None:
-        """A pipeline takes requests now, or doesn't any more."""
+        """A pipeline accepts requests now, or no longer does."""
 
 
 class FleetPipeline:
-    """Keeps one pipeline going over those of its ``pcs`` that are there, in their order.
+    """Keeps a pipeline running on those of ``pcs`` that are present, in order.
 
-    It has as many stages as the scenario, or as there are PCs if the model fits into these. What a
-    ring serves ends there while the next one, of more PCs, takes the new requests.
+    It has as many stages as the scenario, or fewer if fewer PCs can hold the model. A ring finishes
+    its requests while its larger successor accepts new ones.
     """
 
     def __init__(
@@ -108,23 +105,22 @@ class FleetPipeline:
         fleet: FleetContext,
         event_queue: EventQueue,
     ) -> None:
-        """``event_queue`` has what happens in its rings."""
         self.load = load
-        #: Rings that there were, and those that were lost.
+        #: Rings formed, and rings lost.
         self.num_formed = self.num_lost = 0
-        #: Takes requests; ``None`` while none can.
+        #: The ring that accepts requests.
         self.epoch: RingEpoch | None = None
         self._pcs = pcs
         self._templates = templates
         self._fleet = fleet
         self._event_queue = event_queue
-        #: Rings that take no more requests.
+        #: Rings that finish their requests.
         self._retiring: list[RingEpoch] = []
-        #: Only the last of the appointments to form it counts.
+        #: Only the latest scheduled recovery counts.
         self._reform_number = 0
 
     def form_ring(self) -> None:
-        """Have the ring of those who are there, unless there is one of so many stages."""
+        """Form a ring of the present PCs unless the current one is as large."""
         most = self._templates.scenario.stages
         there = [pc for pc in self._pcs if pc.is_present][:most]
         template = self._templates.for_stages(len(there))
@@ -148,13 +144,13 @@ class FleetPipeline:
         fleet.on_pipelines_changed()
 
     def on_pc_left(self, pc: SimPc) -> None:
-        """A PC is not there any more."""
+        """End the rings of a PC that left."""
         for epoch in [self.epoch, *self._retiring]:
             if epoch is not None and pc in epoch.ring.pcs:
                 self._lose_ring(epoch)
 
     def close_if_idle(self, epoch: RingEpoch) -> None:
-        """A request that a ring served is over."""
+        """Close a retiring ring after its last request."""
         if epoch.num_live == 0 and epoch in self._retiring:
             self._retiring.remove(epoch)
             self._event_queue.schedule_soon(epoch.ring.close)
@@ -164,7 +160,7 @@ class FleetPipeline:
         self.close_if_idle(epoch)
 
     def _on_broken(self, stage: int, reason: str) -> None:
-        """A stage can't go on; it says so in the midst of what it does."""
+        """A stage failed; its rings end after the current event."""
         self._fleet.on_ring_broken()
         for epoch in [self.epoch, *self._retiring]:
             if epoch is not None:

@@ -1,4 +1,4 @@
-"""What a ring promises before anything of it is started."""
+"""Forecasts of a ring's performance."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,21 +13,20 @@ from molink.sim.ring_template import DTYPE
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import SimPipeline
 
-#: When the request is sent: links have been tried out by then.
+#: Submission time, after the links have been probed.
 _START_S = 5.0
-#: Virtual seconds after which a request that is served alone counts as stuck.
+#: Virtual seconds after which a single request counts as stuck.
 _MAX_DURATION_S = 36_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class RingForecast:
-    """Placement, the curve of ``K``, and the times of a request.
+    """Placement, the effect of ``K``, and the latencies of a request.
 
-    ``layers`` are each stage's, half-open. ``floor_s`` is the least time per token. ``curve`` has a
-    prospect for every number of micro-batches with ``streams`` streams; ``micro_batches`` is the
-    one that the head takes. ``ttft_s`` and ``tpot_s`` are those of one request of
-    ``prompt_tokens`` that is served alone, simulated; ``token_s`` is the time per token beside
-    ``streams - 1`` others.
+    ``layers`` are half-open ranges by stage. ``floor_s`` is the minimum time per token. ``curve``
+    has estimates for each number of micro-batches with ``streams`` streams; the scheduler uses
+    ``micro_batches``. ``ttft_s`` and ``tpot_s`` are simulated for a single request of
+    ``prompt_tokens``; ``token_s`` is the time per token beside ``streams - 1`` others.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -41,14 +40,13 @@ class RingForecast:
     token_s: float
 
     def as_json(self) -> dict[str, object]:
-        """Plain values to be dumped."""
         return asdict(self)
 
 
 def plan_ring(
     scenario: Scenario, streams: int, prompt_tokens: int, output_tokens: int
 ) -> RingForecast:
-    """What the ring of ``scenario`` promises.
+    """Forecast the ring of ``scenario``.
 
     Raises:
         UsageError: the model doesn't fit, or a number is out of range.
@@ -73,7 +71,7 @@ def plan_ring(
 
 
 def ring_times(scenario: Scenario) -> RingTimes:
-    """Times of the ring of ``scenario``, by the rooflines of its devices."""
+    """Ring times of ``scenario``, by the rooflines of its devices."""
     model, count = scenario.model_profile, scenario.stages
     profiles = [one.make_profile() for one in scenario.rooflines]
     links = [scenario.link_from(index) for index in range(count)]

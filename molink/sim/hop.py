@@ -1,7 +1,6 @@
-"""One hop of the ring: what the two ends of a link have between them, in virtual time.
+"""One simulated hop of the ring: the connections between two ends of a link.
 
-The ends are the product's own, :class:`molink.link.out_link.OutLink` of a stage and
-:class:`molink.link.in_link.InLink` of the next; here are their channels and their server.
+The ends are the real :class:`molink.link.out_link.OutLink` and :class:`molink.link.in_link.InLink`.
 """
 
 from collections.abc import Callable
@@ -21,13 +20,13 @@ from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.codec import Buffer, DataMessage
 from molink.wire.messages.data_plane import Channel, Frame, Volume, VolumeFragment
 
-#: Bytes of a beat or a hello.
+#: Bytes of a heartbeat or a hello.
 _CONTROL_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class SimSender:
-    """Where a message came from, as a link's end is told; the connection is named by its lane."""
+    """The sender of a message; the channel names the connection."""
 
     identity: bytes
     peer_id: str = ""
@@ -38,11 +37,11 @@ _CHANNELS = {sender.identity: lane for lane, sender in _SENDERS.items()}
 
 
 class Hop:
-    """The channels from stage ``stage`` to the next, on a medium.
+    """The connections from stage ``stage`` to the next over a link model.
 
-    What the next stage answers takes its time back and no bandwidth; a message that has arrived
-    takes ``handling`` seconds more. Rows have no content: those that travel packed arrive as
-    ``zeros``, of which there have to be as many as a message holds. Nothing is ever lost.
+    Replies take the time of the return path but no bandwidth. A message that has arrived takes
+    ``handling`` seconds more. Rows have no content: packed ones arrive as views of ``zeros``, which
+    must hold a whole message. Nothing is lost.
     """
 
     def __init__(
@@ -55,18 +54,18 @@ class Hop:
     ) -> None:
         self.link_model = link_model
         self.on_transfer: OnTransfer | None = None
-        #: The end at the next stage.
+        #: The link's end at the next stage.
         self.incoming: InLink | None = None
         self._stage = stage
         self._event_queue = event_queue
         self._handling = handling
         self._zeros = zeros
         self._events: dict[Channel, OutConnectionEvents] = {}
-        #: When the next stage has the last frame that was sent.
+        #: When the next stage has handled the last frame.
         self._handed_at = 0.0
 
     def open_channel(self, channel: Channel, events: OutConnectionEvents) -> OutConnection:
-        """The channel of a lane; it is there as soon as it is started."""
+        """A connection for a channel; it connects when started."""
         self._events[channel] = events
         return _SimChannel(
             self._event_queue,
@@ -112,7 +111,7 @@ class Hop:
         data = None if payload is None else memoryview(payload)
         if packing:
             frame, data = self._unpack_frame(frame)
-        # The next stage unpacks one message after another, and takes none out of turn.
+        # The next stage unpacks messages one after another, in order.
         self._handed_at = max(self._handed_at, arrival + self._handling) + packing
         self._event_queue.schedule_at(self._handed_at, self._on_arrival, frame.channel, frame, data)
 
@@ -130,14 +129,14 @@ class Hop:
     # --- back: what the next stage has in place of a server --------------------------------------
 
     def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
-        """Answer on a connection."""
+        """Reply on a connection."""
         events = self._events[_CHANNELS[identity]]
         at = self._event_queue.now + self.link_model.reply_s
         self._event_queue.schedule_at(at, events.on_message, message, None)
         return True
 
     def report_misbehaviour(self, peer_id: str, reason: str) -> None:
-        """Nobody misbehaves here.
+        """Fail: simulated stages never misbehave.
 
         Raises:
             InvariantError: always.
@@ -146,7 +145,7 @@ class Hop:
 
 
 class _SimChannel:
-    """One lane of a hop."""
+    """A connection of a hop."""
 
     def __init__(
         self,
@@ -161,15 +160,13 @@ class _SimChannel:
         self._channel = channel
         self._events = events
         self._transmit = leave
-        #: Whether the lane can't take more; somebody is told when it can.
+        #: Whether the channel accepts no more; ``on_drained`` follows.
         self.is_congested = False
 
     def start(self) -> None:
-        """Be connected."""
         self._event_queue.schedule_soon(self._events.on_connect)
 
     def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
-        """Let it leave."""
         self._transmit(message, payload)
         if not self.is_congested and not self._link_model.is_ready(
             self._channel, self._event_queue.now
@@ -185,11 +182,11 @@ class _SimChannel:
             self._events.on_drained()
 
     def reconnect_now(self) -> None:
-        """A new connection would be as good as this one."""
+        """Do nothing: a new connection would be the same."""
 
 
 def _packing_s(frame: Frame) -> float:
-    """Seconds to pack the rows of a message, and to unpack them; 0 if they travel plain."""
+    """Seconds to pack or unpack a message's rows; 0 if they are plain."""
     body = frame.body
     if isinstance(body, Volume | VolumeFragment) and body.payload.coding is not Coding.PLAIN:
         return packing_s(body.payload.nbytes)
@@ -197,20 +194,19 @@ def _packing_s(frame: Frame) -> float:
 
 
 def _is_prefill(frame: Frame) -> bool:
-    """Whether a message has prefill rows; decode volumes hardly ever have parts."""
+    """Whether a message has prefill rows; decode volumes are hardly ever fragmented."""
     body = frame.body
     return body.prefill if isinstance(body, Volume) else isinstance(body, VolumeFragment)
 
 
-#: Bytes/s at which one core packs bf16 rows, and unpacks them.
+#: Bytes/s at which one core packs or unpacks bf16 rows.
 PACKING_RATE = 700e6
 
 
 class SimPacker:
-    """The :class:`molink.link.packing.base.Packer` of a simulated link.
+    """A :class:`molink.link.packing.base.Packer` in virtual time.
 
-    Packed rows have ``1 / ratio`` of their bytes; that takes :data:`PACKING_RATE`. ``clock`` gives
-    virtual seconds.
+    It compresses rows to ``1 / ratio`` of their bytes at :data:`PACKING_RATE`.
     """
 
     def __init__(self, ratio: float, clock: Callable[[], float]) -> None:
@@ -219,22 +215,21 @@ class SimPacker:
         self._clock = clock
 
     def set_rate(self, rate: float | None) -> None:
-        """The link carries ``rate`` bytes/s, if that is known."""
+        """Update the measured rate of the link, in bytes/s."""
         self._compressor.set_rate(rate)
 
     def pack_rows(self, bulk: bool, payload: Payload, data: memoryview) -> tuple[Payload, Buffer]:
-        """Rows of a volume for the wire: fewer of the same bytes."""
+        """Pack a volume's rows if that pays."""
         choice = self._compressor.choose_coding(bulk, self._clock())
         plain = payload.nbytes
         coded = int(plain / self._ratio)
         if choice.coding is Coding.PLAIN or coded >= plain:
             return payload, data
-        if choice.is_sample:  # all others would measure the same
+        if choice.is_sample:  # all samples are equal
             seconds = packing_s(plain)
             self._compressor.on_packed(bulk, PackedSample(plain, coded, seconds, seconds))
         return Payload(payload.dtype, payload.shape, choice.coding, coded), data[:coded]
 
 
 def packing_s(plain: int) -> float:
-    """Seconds to pack ``plain`` bytes, or to unpack them."""
     return plain / PACKING_RATE

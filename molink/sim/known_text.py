@@ -1,4 +1,4 @@
-"""What is asked and answered, where that matters: real tokens for drafts to be right or wrong."""
+"""Known prompts and answers, so that drafts are right or wrong."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from molink.bench.trace import HASH_BLOCK_TOKENS, TraceRow
 from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 
-#: The token that ends an answer without content; its others are 0.
+#: Ends answers without content; their other tokens are 0.
 END_TOKEN = 1
 
 
 @dataclass(frozen=True, slots=True)
 class KnownText:
-    """Tokens of a prompt and of its answer.
+    """Tokens of a prompt and its answer.
 
-    ``forced_runs`` has, for each token of the answer, how many from it on a grammar forces; ``()``:
-    it is held to none. ``model_drafts`` has, for each, what a draft model guesses from it on, and
-    the chances of that.
+    ``forced_runs`` has, for each answer token, the number of tokens that a grammar forces from
+    there; empty without a grammar. ``model_drafts`` has the draft model's tokens from there, with
+    their probabilities.
     """
 
     prompt: tuple[int, ...]
@@ -27,7 +27,7 @@ class KnownText:
     model_drafts: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
 
     def has_prefix(self, tokens: Sequence[int]) -> bool:
-        """Whether these are its first ones."""
+        """Whether prompt and answer begin with ``tokens``."""
         prompt = len(self.prompt)
         known = tuple(tokens)
         return known[:prompt] == self.prompt[: len(known)] and (
@@ -35,19 +35,19 @@ class KnownText:
         )
 
     def model_drafts_at(self, position: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """What a draft model guesses from a position on."""
+        """The draft model's tokens and probabilities from ``position`` on."""
         at = position - len(self.prompt)
         return self.model_drafts[at] if 0 <= at < len(self.model_drafts) else ((), ())
 
     def token_at(self, position: int) -> int:
-        """The one at a position of both; what comes after them is 0."""
+        """The token at ``position`` of prompt and answer; 0 after the end."""
         at = position - len(self.prompt)
         if at < 0:
             return self.prompt[position]
         return self.answer[at] if at < len(self.answer) else 0
 
     def forced_at(self, position: int) -> tuple[int, ...]:
-        """Those that a grammar forces from a position on."""
+        """The tokens that a grammar forces from ``position`` on."""
         at = position - len(self.prompt)
         return (
             self.answer[at : at + self.forced_runs[at]] if 0 <= at < len(self.forced_runs) else ()
@@ -55,14 +55,14 @@ class KnownText:
 
 
 class OracleLookup:
-    """Prompt lookup that stops with the first wrong draft: as if all beyond it were cancelled."""
+    """Prompt lookup that stops before the first wrong draft, as an upper bound."""
 
     def __init__(self, texts: Sequence[KnownText]) -> None:
         self._lookup = PromptLookup()
         self._texts = texts
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
-        """As :class:`molink.scheduler.speculation.base.DraftSource` says."""
+        """Propose the right prefix of prompt lookup's drafts."""
         drafts, evidence = self._lookup.propose_drafts(tokens, count)
         known = tuple(tokens)
         for text in self._texts:
@@ -75,9 +75,9 @@ class OracleLookup:
 
 
 def tokens_of(planned: PlannedRequest, count: int) -> tuple[int, ...]:
-    """The first ``count`` tokens of prompt and answer where only it is known what prompts share.
+    """The first ``count`` tokens of a request without content.
 
-    A part of the prompt is its id, over and over; what comes after the parts is 0.
+    Shared prompt parts repeat their id; the rest is 0.
     """
     tokens: list[int] = []
     for part in planned.hash_ids:
@@ -91,7 +91,7 @@ def token_of(last: int, position: int) -> int:
 
 
 def rows_of(texts: Sequence[KnownText]) -> tuple[TraceRow, ...]:
-    """Requests of these sizes in this order, a second apart, for a workload."""
+    """A workload of these requests, one per second."""
     return tuple(
         TraceRow(float(index), len(text.prompt), len(text.answer))
         for index, text in enumerate(texts)

@@ -1,11 +1,8 @@
-"""What the stages on one PC share: its device, and its way out."""
+"""Resources that the stages on one PC share: its device and its uplink."""
 
 
 class Uplink:
-    """Whatever is sent from behind it goes through here, first in, first out.
-
-    ``rate`` in bytes/s, of what enters from now on; ``room`` bytes in the queue.
-    """
+    """A FIFO queue of ``room`` bytes in front of a link of ``rate`` bytes/s."""
 
     def __init__(self, rate: float, room: int) -> None:
         self.rate = rate
@@ -14,7 +11,7 @@ class Uplink:
         self._free_at = 0.0
 
     def enqueue_or_drop(self, nbytes: int, now: float) -> float | None:
-        """When the last of so many bytes has passed; ``None`` if they were dropped."""
+        """When the last of ``nbytes`` has passed; ``None`` if they are dropped."""
         free = max(self._free_at, now)
         if free > now and (free - now) * self.rate + nbytes > self._queue_bytes:
             self.dropped_bytes += nbytes
@@ -23,7 +20,7 @@ class Uplink:
         return self._free_at
 
     def enqueue_bytes(self, nbytes: int, at: float) -> tuple[float, float]:
-        """When the first and the last of so many bytes pass, which are never dropped."""
+        """When the first and the last of ``nbytes`` pass, without loss."""
         begin = max(at, self._free_at)
         end = self._free_at = begin + nbytes / self.rate
         return begin, end
@@ -34,22 +31,22 @@ class Uplink:
 
 
 class SimPc:
-    """A PC; several stages may be on it, and several PCs behind one ``uplink``."""
+    """A PC. It may hold several stages, and several PCs may share an ``uplink``."""
 
     def __init__(self, uplink: Uplink) -> None:
         self.uplink = uplink
-        #: Whether it takes part.
+        #: Whether it is connected.
         self.is_present = True
-        #: How many times as long as its device says a step takes: one that is hot, or shared.
+        #: Factor on the device's step times, for a hot or busy device.
         self.slowdown = 1.0
-        #: Seconds in which it has computed.
+        #: Seconds of computation.
         self.busy_s = 0.0
         self._free_at = 0.0
 
     def reserve_device(self, seconds: float, now: float) -> float:
-        """The device is to compute for ``seconds`` if it is cool.
+        """Reserve the device for ``seconds`` at slowdown 1.
 
-        Returns the seconds until it has: after what other stages have begun.
+        Returns the seconds until it is done, including the queue of other stages.
         """
         seconds *= self.slowdown
         wait = self._free_at - now if self._free_at > now else 0.0

@@ -1,4 +1,4 @@
-"""Devices, models and links by name: small TOML files in ``configs/``."""
+"""Profiles of devices, models and links: TOML files in ``configs/``."""
 
 import math
 import tomllib
@@ -10,20 +10,20 @@ from typing import Any, Literal, TypeVar
 from molink.errors import UsageError
 from molink.sim.congestion.base import CONGESTION_CONTROLS
 
-#: A megabit per second, in bytes per second.
+#: One Mbit/s in bytes/s.
 MBPS = 1e6 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """A roofline: constants of a data sheet and what of them is reached. No measurement.
+    """A device's roofline from its data sheet.
 
-    ``memory_gbs`` (GB/s) and ``tflops`` (dense, 16 bit, accumulated in 32) are the data sheet's;
-    ``memory_efficiency`` and ``compute_efficiency`` the share that decoding and prefilling reach;
-    ``step_ms`` what each forward pass costs besides; ``tile`` the rows by which matrix products
-    grow dearer; ``memory_gb`` the device's memory. ``blocks``: it multiplies by those of a GGUF
-    file, as CPUs do. ``pcie_gbs`` (GB/s) is what copies from or to pinned memory of the host reach;
-    0 if nothing is said of them.
+    ``memory_gbs`` (GB/s) and ``tflops`` (dense, 16 bit with 32-bit accumulation) are nominal;
+    ``memory_efficiency`` and ``compute_efficiency`` are the shares that decoding and prefilling
+    reach. ``step_ms`` is the fixed cost of a forward pass, ``tile`` the row granularity of matrix
+    products, ``memory_gb`` the device's memory. With ``blocks`` it multiplies by GGUF blocks
+    directly, as CPUs do. ``pcie_gbs`` (GB/s) is the rate of copies to and from pinned host memory,
+    0 if unknown.
     """
 
     name: str
@@ -43,8 +43,8 @@ class DeviceProfile:
 class ModelProfile:
     """A decoder's shape; ``bytes_per_parameter`` is 2 for 16-bit weights.
 
-    Where a device multiplies by the blocks of a GGUF file, a parameter of the layers takes
-    ``block_bytes`` and one of the output head ``head_block_bytes``; 0 if there are none.
+    A device that multiplies by GGUF blocks reads ``block_bytes`` per layer parameter and
+    ``head_block_bytes`` per parameter of the output head; 0 if there are no blocks.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ModelProfile:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer's matrices."""
+        """Parameters of one layer's matrices."""
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
@@ -74,15 +74,13 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """Every hop of a ring: Mbps, one-way milliseconds, and the share of it that payload gets.
+    """A hop: bandwidth in Mbps, one-way latency in ms, and the payload's share of the bandwidth.
 
-    ``efficiency`` is what TCP, IP and CURVE leave of the bandwidth: 1500 bytes on the wire carry
-    1448 of a connection, which is 0.965, and acknowledgements and ZeroMQ's frames take the rest.
-    ``queue_kb`` (kB) is what sockets and router take of each lane in front of the bottleneck when
-    nobody holds back: what a decode waits for if the other lane is full. Where TCP has a
-    ``congestion`` control, it is what the router has room for, and what each socket holds.
-    ``handling_ms`` is what a PC takes to hand on a message that has arrived (event loop,
-    decryption, thread changes), in milliseconds.
+    ``efficiency`` is what TCP, IP and CURVE leave: 1448 of 1500 bytes on the wire (0.965), less
+    acknowledgements and ZeroMQ frames. ``queue_kb`` (kB) is what sockets and router buffer of each
+    channel in front of the bottleneck, which delays decodes behind a full bulk channel; with a
+    ``congestion`` control, it is the router's queue and each socket's buffer. ``handling_ms`` is
+    the receiving PC's time per message (event loop, decryption, thread switches).
     """
 
     bandwidth_mbps: float = 100.0
@@ -117,14 +115,13 @@ class LinkProfile:
 
     @property
     def queue(self) -> int:
-        """Bytes in front of the bottleneck."""
+        """Bytes of queue in front of the bottleneck."""
         return int(self.queue_kb * 1000)
 
 
 ProfileKind = Literal["devices", "models", "links"]
 _Profile = TypeVar("_Profile", DeviceProfile, ModelProfile, LinkProfile)
 
-#: Keys whose value may be 0.
 _MAY_BE_ZERO = {
     "latency_ms",
     "handling_ms",
@@ -133,32 +130,32 @@ _MAY_BE_ZERO = {
     "block_bytes",
     "head_block_bytes",
 }
-#: Keys that are shares of 1.
+#: Keys whose value is a share of 1.
 _SHARES = {"memory_efficiency", "compute_efficiency", "efficiency"}
 _MAX_VALUE = 1e9
 
 
 def load_device(name: str) -> DeviceProfile:
-    """The device of that name, or of that ``.toml`` file.
+    """Load a device by profile name or ``.toml`` file.
 
     Raises:
-        UsageError: there is none (names those there are), or its file makes no sense.
+        UsageError: there is no such profile (names the known ones), or it is invalid.
     """
     return _load(DeviceProfile, "devices", name)
 
 
 def load_model(name: str) -> ModelProfile:
-    """The model of that name, or of that ``.toml`` file; raises as :func:`load_device`."""
+    """Load a model by profile name or ``.toml`` file; raises as :func:`load_device`."""
     return _load(ModelProfile, "models", name)
 
 
 def load_link(name: str) -> LinkProfile:
-    """The link of that name, or of that ``.toml`` file; raises as :func:`load_device`."""
+    """Load a link by profile name or ``.toml`` file; raises as :func:`load_device`."""
     return _load(LinkProfile, "links", name)
 
 
 def list_profiles(kind: ProfileKind) -> list[str]:
-    """Names of the profiles that come with molink."""
+    """Names of the bundled profiles."""
     folder = resources.files("molink.configs") / kind
     names = (entry.name for entry in folder.iterdir())
     return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))

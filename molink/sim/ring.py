@@ -1,4 +1,4 @@
-"""One simulated ring: the product's deciders, with executors and media that aren't."""
+"""A simulated ring: real deciders with simulated executors and links."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,14 +17,15 @@ from molink.sim.pc import SimPc
 from molink.sim.ring_template import RingTemplate
 from molink.sim.timeline import Timeline
 
-#: Told which stage can't go on, and why.
+#: Called with the failed stage and the reason.
 OnBroken = Callable[[int, str], None]
 
 
 class SimRing:
-    """A ring of ``template`` over ``pcs``, one for each stage, in virtual time.
+    """A ring of ``template`` over ``pcs``, one per stage, in virtual time.
 
-    ``desk`` makes the front desk of its head. Rings may share PCs, and PCs their uplinks.
+    ``create_receiver`` creates the receiver of its scheduler's emissions. Rings may share PCs, and
+    PCs may share uplinks.
     """
 
     def __init__(
@@ -50,21 +51,20 @@ class SimRing:
             hop.incoming = self._stages[(index + 1) % count].incoming
 
     def start(self) -> None:
-        """Connect and begin."""
         for stage in self._stages:
             stage.start()
 
     def close(self) -> None:
-        """It is over; what is still under way comes to nothing."""
+        """End the ring; events under way have no effect."""
         for stage in self._stages:
             stage.close()
 
     def issue_batches(self) -> None:
-        """The head has something new."""
+        """Issue batches after a new request."""
         self._stages[0].ring.run_pending()
 
     def record_timeline(self, timeline: Timeline) -> None:
-        """Tell ``timeline`` who computes and who sends."""
+        """Record steps and transfers in ``timeline``."""
         for index, executor in enumerate(self._executors):
             executor.on_step = partial(timeline.add_step, index)
         for hop in self._hops:
@@ -122,7 +122,6 @@ class SimRing:
         )
 
     def _make_link_model(self, index: int) -> LinkModel:
-        """The way from stage ``index`` to the next."""
         event_queue, link = self._event_queue, self.template.scenario.link_from(index)
         uplink = self.pcs[index].uplink
         if link.congestion == "none":
@@ -145,14 +144,14 @@ class SimRing:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The head, at stage 0."""
+        """The scheduler, at stage 0."""
         scheduler = self._stages[0].scheduler
         assert scheduler is not None
         return scheduler
 
     @property
     def links(self) -> tuple[LinkFacts, ...]:
-        """Each stage's link to the next one, as far as the first stage knows them."""
+        """Each stage's link to the next, as measured by the first stage."""
         return self._stages[0].ring.links
 
     def stage_stats(self, stage: int = 0) -> tuple[dict[str, float], dict[str, float]]:
@@ -161,7 +160,7 @@ class SimRing:
 
     @property
     def waited_s(self) -> list[float]:
-        """Seconds in which the steps of each stage waited for copies from or to host memory."""
+        """Seconds that each stage's steps waited for host memory copies."""
         return [executor.waited_s for executor in self._executors]
 
     @property

@@ -1,4 +1,4 @@
-"""What the rings of a scenario are built of; as many rings as there are share it."""
+"""What all rings of a scenario have in common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,17 +21,16 @@ from molink.sim.roofline import Roofline
 from molink.sim.scenario import Scenario
 from molink.wire.messages.data_plane import MAX_SLICES
 
-#: Activations travel as bf16.
 DTYPE: DType = "bf16"
 BLOCK_SIZE = 16
-#: Longest prompt and answer together, unless the load has longer ones.
+#: Default maximum of prompt and answer together.
 MAX_MODEL_LEN = 32_768
 _MAX_QUEUE_LEN = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class RingTemplate:
-    """The stages of a scenario's ring, how much fits into them, and ``zeros`` for all rows."""
+    """The stages of a scenario's ring, their KV capacity, and ``zeros`` for all rows."""
 
     scenario: Scenario
     stages: Sequence[Roofline]
@@ -43,7 +42,7 @@ class RingTemplate:
 
     @classmethod
     def from_scenario(cls, scenario: Scenario, tenants: int = 1) -> "RingTemplate":
-        """That of ``scenario``; ``tenants`` stages share the memory of a device.
+        """Build the template; ``tenants`` stages share the memory of a device.
 
         Raises:
             UsageError: the model doesn't fit into the devices.
@@ -71,11 +70,9 @@ class RingTemplate:
         )
 
     def stage_shape(self, stage: int) -> StageShape:
-        """A stage's place in the ring."""
         return StageShape(stage, len(self.stages), self.hidden, self.vocabulary, DTYPE)
 
     def stage_plan(self, stage: int, epoch: int) -> RingPlan:
-        """What a stage is told."""
         scenario = self.scenario
         return RingPlan(
             epoch,
@@ -94,7 +91,7 @@ class RingTemplate:
         )
 
     def host_memory(self, stage: int) -> HostMemory:
-        """Host memory of a stage for KV."""
+        """Host memory of a stage for swapped KV."""
         scenario = self.scenario
         pcie = scenario.device_profiles[stage].pcie_gbs * 1e9
         if scenario.preemption_mode == "recompute" or not pcie:
@@ -105,7 +102,7 @@ class RingTemplate:
 
     @property
     def floor_s(self) -> float:
-        """Seconds of a turn of the ring that waits for nothing, with a single row."""
+        """Seconds of an unloaded round trip with a single row."""
         stages = len(self.stages)
         links = [self.scenario.link_from(stage) for stage in range(stages)]
         facts = tuple(LinkFacts(link.latency, link.bandwidth_mbps * MBPS) for link in links)

@@ -1,8 +1,7 @@
-"""How long a stage's steps take on a device of a given roofline.
+"""Roofline model of a stage's step times.
 
-A step reads all weights of the stage once, and computes with them for every row: whichever takes
-longer counts. Attention comes on top: a decode row reads the keys and values of all tokens before
-it, a prefill row computes with them.
+A step takes the longer of reading all weights once and computing every row. Attention adds to it: a
+decode row reads the KV of all previous tokens, a prefill row computes with them.
 """
 
 from collections.abc import Sequence
@@ -12,18 +11,18 @@ import msgspec
 from molink.facts.profile import Profile
 from molink.sim.profiles import DeviceProfile, ModelProfile
 
-#: Points of a profile, as a stage measures them.
+#: Points of a profile, as stages measure them.
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _PREFILL_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _CONTEXT = 128
-#: Of a device's memory: what weights and KV blocks may take.
+#: Share of a device's memory for weights and KV blocks, before activations.
 _MEMORY_SHARE = 0.9
 _ACTIVATIONS_GB = 0.75
 
 
 class StepRows(msgspec.Struct, frozen=True):
-    """What a step computes: ``decode`` rows after ``decode_context`` tokens in all, ``prefill``
-    rows with ``prefill_context`` tokens before or at them in all, ``sampled`` rows of logits."""
+    """Rows of a step: ``decode`` rows after ``decode_context`` tokens in all, ``prefill`` rows
+    attending to ``prefill_context`` tokens in all, and ``sampled`` rows of logits."""
 
     decode: int = 0
     decode_context: int = 0
@@ -33,7 +32,7 @@ class StepRows(msgspec.Struct, frozen=True):
 
 
 class Roofline:
-    """One stage: ``layers`` layers of ``model`` on ``device``, with the logits if ``is_last``."""
+    """A stage: ``layers`` layers of ``model`` on ``device``, with logits if ``is_last``."""
 
     def __init__(
         self, device: DeviceProfile, model: ModelProfile, layers: int, *, is_last: bool
@@ -55,7 +54,7 @@ class Roofline:
         self._row_s = 2 * weights / compute
         self._read_logits_s = logits * end / memory
         self._row_logits_s = 2 * logits / compute
-        #: Seconds for each token before a decode row, and before a prefill row.
+        #: Seconds per token before a decode row, and before a prefill row.
         self._decode_token_s = layers * model.kv_bytes / memory
         self._prefill_token_s = 4 * layers * model.heads * model.head_size / compute
 
@@ -89,11 +88,10 @@ class Roofline:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
         return self._layers * self._model.kv_bytes
 
     def kv_tokens(self, device: DeviceProfile) -> int:
-        """Tokens whose keys and values fit beside the weights; 0 if not even the weights do."""
+        """Tokens whose KV fits beside the weights; 0 if the weights don't fit."""
         room = memory_for_stages(device) - self.weight_bytes
         return max(0, int(room / self.kv_token_bytes))
 
@@ -104,7 +102,7 @@ def memory_for_stages(device: DeviceProfile) -> float:
 
 
 def split_layers(layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as even as can be: the first stages have the ones left over."""
+    """Layers of each stage, as even as possible; the first stages get the remainder."""
     return [layers // stages + (index < layers % stages) for index in range(stages)]
 
 
@@ -116,7 +114,7 @@ def equal_rooflines(device: DeviceProfile, model: ModelProfile, stages: int) -> 
 def stage_rooflines(
     devices: Sequence[DeviceProfile], model: ModelProfile, layers: Sequence[int]
 ) -> Sequence[Roofline]:
-    """The stages of a ring, by the device of each and its layers."""
+    """The stages of a ring by device and layers."""
     last = len(devices) - 1
     return [
         Roofline(device, model, count, is_last=index == last)

@@ -1,4 +1,4 @@
-"""What is to be simulated: a ring, its links, its switches and its load."""
+"""Scenario of a simulation: ring, links, features and workload."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,39 +16,34 @@ from molink.wire.messages.data_plane import MAX_MICRO_BATCHES
 
 Compression = Literal["none", "lossless"]
 
-#: Stages of a ring, as many as the wire can name.
+#: Maximum stages that the wire can address.
 MAX_STAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One simulation. The defaults are the product's own: all switches on.
+    """One simulation. By default all features are on.
 
-    The baseline of every comparison is ``policy="fifo"`` or ``"concurrent"`` with
-    ``cut_through=False``, ``compression="none"``, ``micro_batches=stages``, ``unpaired=False`` and
-    ``max_num_batched_tokens=workload.max_prompt`` (a prompt is one volume, stored and forwarded);
-    see :meth:`make_baseline`.
+    Baselines are built by :meth:`make_baseline`: ``policy="fifo"`` or ``"concurrent"`` with
+    ``cut_through=False``, ``compression="none"``, ``micro_batches=stages``,
+    ``prefill_only_batches=False`` and ``max_num_batched_tokens=workload.max_prompt`` (a prompt is
+    one volume, stored and forwarded).
 
-    ``micro_batches`` 0 leaves ``K`` to the head, ``max_num_batched_tokens`` 0 the rows of a prefill
-    volume. ``tensors_per_row`` per row and hop is 2 where hidden and residual travel apart (vLLM
-    0.7). ``compression_ratio`` is what lossless compression shrinks rows to ``1 / ratio`` (bf16:
-    1.43 to 1.47 were measured). ``max_num_seqs`` requests hold KV blocks at a time. ``policy`` is
-    that of the links, ``scheduling_policy`` that of the head. ``prefill_only_batches`` lets prefill
-    chunks go without decode rows as long as nobody who decodes waits for them
-    (:mod:`molink.scheduler.micro_batches`). ``devices`` and ``layers`` are those of each stage, if
-    they differ or aren't shared out evenly. ``links`` are those from each stage to the next, if
-    they differ. ``shape`` is the model's, if it has no profile of that name. With ``texts``,
-    request ``i`` is the ``i``-th of them, from the first again after the last, and the workload's
-    sizes have to be theirs. Without, prompts and answers have no content, and there can't be
-    ``num_speculative_tokens`` (of a request in a pass; 0: none, -1: as many as pay; up to
-    ``lookahead_volumes`` passes go on from those). With ``oracle_drafts`` nothing is drafted beyond
-    the first wrong draft. What becomes of the KV of who is preempted says ``preemption_mode``; each
-    stage has ``swap_gb`` (GB) of host memory for it. With ``free_copies``, copies from and to it
-    take no time: more can't be had of any mode. A ``draft_model`` beside the first stage takes its
-    time by its shape, and guesses what its texts say.
+    Scheduling settings are those of :class:`molink.scheduler.config.SchedulerConfig`. ``policy``
+    applies to links, ``scheduling_policy`` to the scheduler. ``tensors_per_row`` is 2 if hidden
+    state and residual travel separately (vLLM 0.7). Lossless compression shrinks rows to ``1 /
+    compression_ratio`` (bf16: 1.43 to 1.47 measured). ``devices``, ``layers`` and ``links`` are per
+    stage, if they differ; ``shape`` replaces the model's profile.
+
+    With ``texts``, request ``i`` is the ``i``-th text, cyclically, and the workload must have their
+    sizes. Without, prompts and answers have no content and there can't be drafts. ``oracle_drafts``
+    stops drafting before the first wrong draft. Each stage has ``swap_gb`` (GB) of host memory for
+    ``preemption_mode``; ``free_copies`` makes its copies instantaneous, as an upper bound. A
+    ``draft_model`` on the first stage's device takes the time of its shape and proposes the texts'
+    known drafts.
 
     Raises:
-        UsageError: a number is out of range, or there is no profile or policy of that name.
+        UsageError: a number is out of range, or a profile or policy is unknown.
     """
 
     workload: Workload
@@ -119,7 +114,7 @@ class Scenario:
         device: str = "rtx4090",
         model: str = "qwen-7b",
     ) -> "Scenario":
-        """All switches off: one tensor per hop, whole prompts stored and forwarded, ``K = N``."""
+        """All features off: one tensor per hop, whole prompts stored and forwarded, ``K = N``."""
         return cls(
             workload,
             stages,
@@ -147,12 +142,11 @@ class Scenario:
 
     @property
     def layer_split(self) -> tuple[int, ...]:
-        """The layers of each stage."""
+        """Layers per stage."""
         return self.layers or tuple(split_layers(self.model_profile.layers, self.stages))
 
     @property
     def rooflines(self) -> Sequence[Roofline]:
-        """The stages."""
         return stage_rooflines(self.device_profiles, self.model_profile, self.layer_split)
 
     @property
@@ -165,12 +159,11 @@ class Scenario:
 
     @property
     def model_profile(self) -> ModelProfile:
-        """The model's shape."""
         return self.shape or load_model(self.model)
 
     @property
     def switches(self) -> dict[str, object]:
-        """What tells one run of a comparison from another, as in the result's JSON."""
+        """The features that distinguish runs of a comparison, as in the result's JSON."""
         return {
             "policy": self.policy,
             "scheduling_policy": self.scheduling_policy,

@@ -1,4 +1,4 @@
-"""Runs a scenario: the product's rings, heads and links, in virtual time."""
+"""Runs a scenario in virtual time."""
 
 import gc
 import multiprocessing
@@ -19,20 +19,20 @@ from molink.sim.ring_template import RingTemplate
 from molink.sim.scenario import Scenario
 from molink.sim.timeline import Timeline
 
-#: A ring that serves requests and has no token for so many seconds has lost something.
+#: Virtual seconds without a token after which a busy ring counts as stuck.
 _STUCK_S = 600.0
-#: How often the KV blocks in use are counted, in virtual seconds.
+#: Virtual seconds between samples of the KV blocks in use.
 _COUNT_INTERVAL_S = 1.0
 
 
 class SimPipeline:
-    """Builds the ring of ``scenario`` and serves ``plan``."""
+    """The ring of ``scenario`` with clients that send ``plan``."""
 
     def __init__(self, scenario: Scenario, plan: Sequence[PlannedRequest]) -> None:
         self.event_queue = EventQueue()
-        #: Why a stage can't go on; empty while all can.
+        #: Why the ring failed; empty while it works.
         self.failure = ""
-        #: The largest share of the KV blocks that was in use.
+        #: Maximum share of KV blocks in use.
         self.kv_peak = 0.0
         self._template = RingTemplate.from_scenario(scenario)
         links = [scenario.link_from(stage) for stage in range(scenario.stages)]
@@ -51,15 +51,14 @@ class SimPipeline:
         self.event_queue.run(until)
 
     def record_timeline(self, timeline: Timeline) -> None:
-        """Tell ``timeline`` who computes and who sends."""
+        """Record steps and transfers in ``timeline``."""
         self._ring.record_timeline(timeline)
 
     def slow_stage(self, stage: int, factor: float, at: float) -> None:
-        """From ``at`` on the steps of a stage take ``factor`` times as long as its device's do."""
+        """Multiply a stage's step times by ``factor`` from ``at`` on."""
         self.event_queue.schedule_at(at, setattr, self._pcs[stage], "slowdown", factor)
 
     def _check_progress(self) -> None:
-        """Whether the ring gets on."""
         if self.clients.silence_s > _STUCK_S:
             self._stop_failed(f"no token for {_STUCK_S:g} s")
         self.event_queue.schedule_at(self.event_queue.now + _STUCK_S, self._check_progress)
@@ -82,7 +81,7 @@ class SimPipeline:
 
     @property
     def floor_s(self) -> float:
-        """Seconds of a turn of the ring that waits for nothing, with a single row."""
+        """Seconds of an unloaded round trip with a single row."""
         return self._template.floor_s
 
     @property
@@ -92,12 +91,11 @@ class SimPipeline:
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request gave its KV blocks up for another."""
         return int(self._ring.stage_stats()[0]["head_preemptions_total"])
 
     @property
     def swap_counts(self) -> tuple[int, int, int]:
-        """Requests that went to host memory, came back, and that there was no room for."""
+        """Requests swapped out, swapped in, and not swapped for lack of host memory."""
         counters, _ = self._ring.stage_stats()
         names = ("swaps_out", "swaps_in", "swap_fallbacks")
         outs, ins, fallbacks = (int(counters[f"head_{name}_total"]) for name in names)
@@ -105,17 +103,17 @@ class SimPipeline:
 
     @property
     def num_prefill_rows(self) -> int:
-        """Rows of prompts that were computed, and of what was lost when requests gave way."""
+        """Rows of prompts, including recomputed ones."""
         return int(self._ring.stage_stats()[0]["head_prefill_rows_total"])
 
     @property
     def waited_s(self) -> list[float]:
-        """Seconds in which the steps of each stage waited for copies from or to host memory."""
+        """Seconds that each stage's steps waited for host memory copies."""
         return self._ring.waited_s
 
     @property
     def draft_counts(self) -> tuple[int, int]:
-        """Tokens that were drafted, and those of them that were right."""
+        """Tokens drafted and accepted."""
         counters, _ = self._ring.stage_stats()
         accepted = counters["head_draft_tokens_accepted_total"]
         return int(counters["head_draft_tokens_total"]), int(accepted)
@@ -131,26 +129,22 @@ class SimPipeline:
         return self._ring.transferred_s
 
 
-#: Virtual seconds for the last requests to end after the last has arrived, at least; then as long
-#: again as the run itself.
+#: Minimum virtual seconds for the last requests to end, in addition to the run's length.
 GRACE_S = 3600.0
-#: Windows can wait for no more processes at once.
+#: Windows can't wait for more processes at once.
 _MAX_PROCESSES = 60
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationOutcome:
-    """What a simulation found.
+    """Results of a simulation.
 
-    ``floor_s`` is the least time per token that the ring allows: all stages' steps of one row, all
-    latencies and the transfers of one row, uncompressed, by the nominal bandwidth.
-    ``bubble_share`` is the share of the time with live requests in which each stage computed
-    nothing; ``link_utilisation`` that in which each link transferred (the last leads back to the
-    head). ``micro_batches`` is ``K`` at the end. ``kv_peak`` is the largest share of the KV blocks
-    that was in use, and ``preemptions`` how often one request had to give them up for another:
-    where there are any, or the peak is near 1, the ring was saturated. Of ``drafted`` tokens
-    ``accepted`` were right. ``tpots`` are the seconds per output token of each request that has
-    any, in order.
+    ``floor_s`` is the minimum time per token: one-row steps of all stages, latencies and
+    uncompressed one-row transfers at nominal bandwidth. ``bubble_share`` is each stage's idle share
+    of the time with live requests, ``link_utilisation`` each link's busy share (the last leads back
+    to the first stage). ``micro_batches`` is ``K`` at the end. ``kv_peak`` is the maximum share of
+    KV blocks in use; with ``preemptions``, or a peak near 1, the ring was saturated. Of ``drafted``
+    tokens, ``accepted`` were right. ``tpots`` are the seconds per output token by request.
     """
 
     scenario: Scenario
@@ -166,7 +160,7 @@ class SimulationOutcome:
     tpots: tuple[float, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """Plain values to be dumped: those of the report, and the simulation's own."""
+        """The report and the simulation's figures as plain values."""
         scenario = self.scenario
         return self.report.as_json() | {
             "rate": scenario.workload.rate,
@@ -188,14 +182,14 @@ class SimulationOutcome:
 
 
 def simulate_scenario(scenario: Scenario, timeline: Timeline | None = None) -> SimulationOutcome:
-    """Run ``scenario`` to its end; the same scenario always has the same outcome.
+    """Simulate ``scenario`` to its end; deterministic.
 
-    All requests that arrive in time are served to their last token, however late. ``timeline``
-    is told who computes and who sends.
+    All requests that arrive in time are served to their last token. ``timeline`` records steps and
+    transfers.
 
     Raises:
-        UsageError: the scenario makes no sense: no such policy, a model too large for the devices.
-        InvariantError: a stage broke, or something was lost.
+        UsageError: the scenario is impossible: an unknown policy, or a model too large.
+        InvariantError: a stage failed, or something was lost.
     """
     workload = scenario.workload
     pipeline = SimPipeline(scenario, workload.plan_requests())
@@ -226,7 +220,8 @@ def simulate_scenario(scenario: Scenario, timeline: Timeline | None = None) -> S
 
 @contextmanager
 def disable_gc() -> Iterator[None]:
-    """Millions of short-lived tuples and hardly a cycle: the garbage collector stands still."""
+    """Disable the garbage collector: there are millions of short-lived tuples and hardly a
+    cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -239,7 +234,7 @@ def disable_gc() -> Iterator[None]:
 def simulate_scenarios(
     scenarios: Sequence[Scenario], processes: int | None = None
 ) -> list[SimulationOutcome]:
-    """Run them on ``processes`` processes (``None``: as many as CPUs); outcomes in their order."""
+    """Run scenarios on ``processes`` processes (default: one per CPU); results in their order."""
     processes = min(processes or os.cpu_count() or 1, len(scenarios), _MAX_PROCESSES)
     if processes < 2:
         return [simulate_scenario(scenario) for scenario in scenarios]

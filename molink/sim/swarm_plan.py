@@ -1,6 +1,6 @@
-"""What a swarm of described PCs would do: its ring as the coordinator would place it.
+"""Plans of a hypothetical swarm: the ring that the coordinator would place.
 
-By data sheets (:mod:`molink.sim.roofline`) instead of measurements; nothing is started.
+Uses data sheets (:mod:`molink.sim.roofline`) instead of measurements.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A model by its shape, and by what placement has to know of it."""
+    """A model's shape, and the facts that placement needs."""
 
     name: str
     shape: ModelProfile
@@ -48,10 +48,10 @@ class ModelDescription:
 
     @classmethod
     def from_profile(cls, name: str) -> "ModelDescription":
-        """The profile of that name, or of that ``.toml`` file.
+        """Describe a model by profile name or ``.toml`` file.
 
         Raises:
-            UsageError: there is none, or it makes no sense.
+            UsageError: there is no such profile, or it is invalid.
         """
         shape = load_model(name)
         weight = shape.bytes_per_parameter
@@ -77,12 +77,12 @@ class ModelDescription:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelDescription":
-        """The model of a folder, or of a GGUF file (or part).
+        """Describe the model of a folder or a GGUF file.
 
-        A folder's ``config.json`` is enough; where its weights are there, they say how they stay.
+        A folder's ``config.json`` suffices; weights, if present, tell how they are quantized.
 
         Raises:
-            ModelError: it isn't there, is broken, or is of a model that can't be served.
+            ModelError: the model is missing, broken or unsupported.
         """
         found = find_local_model(str(folder)) or folder
         file = find_gguf(found) if found.is_dir() else found if found.is_file() else None
@@ -106,7 +106,7 @@ class ModelDescription:
             head_size=config.head_dim,
             vocabulary=config.vocab_size,
         )
-        # As many bytes as the folder's tensors have, whatever its layers are made of.
+        # Average bytes per parameter of the folder's tensors.
         weight = facts.layer_bytes / shape.layer_parameters
         kept = facts.block_weights
         if kept is not None:
@@ -120,9 +120,9 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """One stage. ``weights`` in bytes; ``kv_tokens`` is for how many tokens' KV it has room.
+    """A stage: bytes of ``weights``, KV capacity in tokens, and the seconds of a one-row step.
 
-    ``step_s`` is a step of one decode row, ``link_s`` its way to the next stage (0: none).
+    ``link_s`` is the time to the next stage (0: none).
     """
 
     device: str
@@ -135,9 +135,9 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True)
 class SwarmPlan:
-    """The ring, the PCs that get no stage, and what another PC would bring.
+    """The ring, the PCs without a stage, and the effect of one more PC.
 
-    ``now`` is the ring itself in the terms of ``more``.
+    ``now`` describes the ring itself in the terms of ``more``.
     """
 
     model: str
@@ -150,7 +150,7 @@ class SwarmPlan:
     forecast: RingForecast
 
     def as_json(self) -> dict[str, object]:
-        """Plain values to be dumped; those of the forecast beside the others."""
+        """Plain values, with the forecast's beside the others."""
         values = asdict(self)
         return {**values.pop("forecast"), **values}
 
@@ -165,12 +165,12 @@ def plan_swarm(
     prompt_tokens: int,
     output_tokens: int,
 ) -> SwarmPlan:
-    """Place ``model`` over a PC for each of ``devices``, with equal links between all PCs.
+    """Place ``model`` on one PC for each of ``devices``, with equal links between all PCs.
 
-    A PC with several devices is named with ``+`` between them: each holds a stage of its own.
+    A PC with several devices is named with ``+`` between them; each device holds its own stage.
 
     Raises:
-        UsageError: there is no such device, the model doesn't fit, or a number is out of range.
+        UsageError: a device is unknown, the model doesn't fit, or a number is out of range.
     """
     placed = _place_model(model, devices, link, aim)
     if isinstance(placed, Unplaceable):
@@ -208,7 +208,7 @@ def plan_swarm(
 
 
 def least_quantized(model: ModelDescription, devices: Sequence[str]) -> Quantize | None:
-    """What makes the weights just small enough for ``devices``; ``None`` if nothing does."""
+    """The mildest quantization that fits into ``devices``; ``None`` if none does."""
     mode: Quantize
     for mode in get_args(Quantize):
         if isinstance(
@@ -220,7 +220,7 @@ def least_quantized(model: ModelDescription, devices: Sequence[str]) -> Quantize
 
 @dataclass(frozen=True, slots=True)
 class _DescribedDevice:
-    """A device of a described PC."""
+    """A device of a hypothetical PC."""
 
     peer: str
     device: str
@@ -256,12 +256,12 @@ def _place_model(
 
 
 def make_candidate(peer: str, device: str) -> Candidate:
-    """A PC with that device, as its daemon would report it."""
+    """A PC with that device, as its peer would report it."""
     profile = load_device(device)
     return Candidate(
         peer,
         f"{device} ({peer})",
-        # The margin is in the profile's share already.
+        # The profile's share includes the margin.
         memory=max(0, int(memory_for_stages(profile) * MARGIN_SHARE / (MARGIN_SHARE - 1))),
         read_rate=profile.memory_gbs * 1e9 * profile.memory_efficiency,
         step_overhead=profile.step_ms / 1000,
@@ -289,7 +289,7 @@ def _planned_stages(scenario: Scenario, forecast: RingForecast) -> tuple[Planned
 def _describe_bottleneck(
     stages: Sequence[PlannedStage], objective: Objective, times: RingTimes
 ) -> str:
-    """What would have to be quicker, for a person."""
+    """What limits the ring, for display."""
     links, steps = sum(one.link_s for one in stages), sum(one.step_s for one in stages)
     slowest = max(range(len(stages)), key=lambda index: stages[index].step_s)
     stage = f"stage {slowest} ({stages[slowest].device})"
@@ -309,7 +309,7 @@ def _describe_bottleneck(
 def _prospects(
     model: ModelDescription, devices: Sequence[str], link: LinkProfile, aim: PlacementGoal
 ) -> Iterator[RingEstimate]:
-    """What a PC more of each device would bring; nothing where a ring can have no more PCs."""
+    """The effect of one more PC of each device, where the ring can grow."""
     for device in dict.fromkeys(devices):
         placed = _place_model(model, [*devices, device], link, aim)
         if isinstance(placed, Placement):

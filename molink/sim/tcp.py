@@ -1,4 +1,4 @@
-"""One TCP connection: what leaves when, what is lost, and what has arrived in order."""
+"""A simulated TCP connection: sending, loss and in-order delivery."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from molink.sim.congestion.bbr import burst_bytes
 from molink.sim.event_queue import EventQueue
 from molink.sim.pc import Uplink
 
-#: Bytes that leave and are acknowledged together: two segments (RFC 1122, section 4.2.3.2).
+#: Bytes that are sent and acknowledged together: two segments (RFC 1122, section 4.2.3.2).
 _PAIR_BYTES = 2 * SEGMENT_BYTES
 
-#: Told of a message that has arrived: when its first byte left, its last one passed the uplink, and
-#: all of it was there.
+#: Called when a message has arrived: when its first byte was sent, when its last one passed the
+#: uplink, and when all was there.
 OnPassed = Callable[[float, float, float], None]
 
 
 @dataclass(slots=True)
 class _SegmentPair:
-    """Bytes of the stream that travel together, and what was so when they left (last)."""
+    """Consecutive bytes of the stream, and the connection's state when they were last sent."""
 
     offset: int
     nbytes: int
@@ -49,13 +49,12 @@ class _TcpMessage:
 
 
 class TcpConnection:
-    """Sends messages over an uplink and a latency as its congestion control lets it.
+    """Sends messages over an uplink and a latency under congestion control.
 
-    Acknowledgements are selective (RFC 2018) and nothing is reordered on the way, so what left
-    before something that has arrived is lost if it hasn't (RFC 8985). If everything in flight was
-    dropped, the last of it is sent again after two round trips (a tail loss probe), then all of it.
-    ``reply_s`` tells the seconds that an acknowledgement takes from here; ``on_writable`` is called
-    whenever bytes have left.
+    Acknowledgements are selective (RFC 2018) and nothing is reordered, so bytes sent before others
+    that have arrived are lost (RFC 8985). If everything in flight was dropped, the last segments
+    are sent again after two round trips (a tail loss probe), then all. ``reply_s`` returns the
+    seconds that an acknowledgement takes; ``on_writable`` is called when bytes have been sent.
     """
 
     def __init__(
@@ -70,25 +69,25 @@ class TcpConnection:
         self.controller = controller
         self._event_queue, self._uplink, self._latency = event_queue, uplink, latency
         self._reply_s, self._on_room = reply_s, on_room
-        #: Bytes written and never sent, and where in the stream they begin.
+        #: Bytes written but not sent, and their offset in the stream.
         self.unsent = 0
         self._next = 0
-        #: Messages of which nothing has left, and those that have not arrived.
+        #: Messages of which nothing has been sent, and those that have not arrived.
         self._waiting: deque[_TcpMessage] = deque()
         self._messages: deque[_TcpMessage] = deque()
-        #: What was sent, in the order of the stream: from the first that has not arrived on, and
-        #: from the first that was not acknowledged on.
+        #: Segments in stream order: from the first that has not arrived, and from the first that is
+        #: not acknowledged.
         self._awaited: deque[_SegmentPair] = deque()
         self._open: deque[_SegmentPair] = deque()
-        #: In the order in which they left (last): neither acknowledged nor known to be lost.
+        #: Segments in order of sending, neither acknowledged nor known to be lost.
         self._flight: deque[_SegmentPair] = deque()
         self._in_flight = 0
-        #: Those of the flight that were not dropped.
+        #: Segments of the flight that were not dropped.
         self._num_undropped = 0
         self._lost: deque[_SegmentPair] = deque()
-        #: Recovery ends when everything before it has arrived; ``None`` outside of one.
+        #: Recovery ends when everything before it has arrived; ``None`` outside of recovery.
         self._recovery_end: int | None = None
-        #: When the last acknowledgement that is on its way will be here.
+        #: When the last acknowledgement on its way arrives.
         self._reply_at = 0.0
         self._smoothed_round_trip = 2 * latency
         self._sent_at = 0.0
@@ -116,13 +115,13 @@ class TcpConnection:
 
     @property
     def in_flight(self) -> int:
-        """Bytes on the way."""
+        """Bytes in flight."""
         return self._in_flight
 
     # --- sending ---------------------------------------------------------------------------------
 
     def _send_pending(self) -> None:
-        """Let leave what may: what is lost first."""
+        """Send what window and pacing allow, lost segments first."""
         now, controller = self._event_queue.now, self.controller
         limited = False
         before = self.unsent
@@ -143,7 +142,7 @@ class TcpConnection:
             self._on_room()
 
     def _next_segments(self, room: int) -> _SegmentPair | None:
-        """What leaves next, if the window has room for it."""
+        """The next segments to send, if the window has room."""
         if self._lost:
             if room < self._lost[0].nbytes and self._in_flight:
                 return None
@@ -178,7 +177,7 @@ class TcpConnection:
             self._event_queue.schedule_at(passes + self._latency, self._on_arrival, pair)
 
     def _advance_pacing(self, nbytes: int, now: float) -> None:
-        """When the next may leave: half as long after the first of a burst (Linux)."""
+        """Schedule the next transmission; half as long after the first of a burst (Linux)."""
         gap = nbytes / self.controller.pacing_rate
         if (late := now - self._paced_at) > 0:
             gap -= min(gap / 2, late)
@@ -206,7 +205,7 @@ class TcpConnection:
         while messages and messages[0].end <= there:
             message = messages.popleft()
             message.passed(message.sent_at, pair.passed_at, now)
-        # Those that wait in one queue come at the same time, but for the rounding of sums.
+        # Acknowledgements from one queue arrive at once, apart from rounding.
         self._reply_at = max(self._reply_at, now + self._reply_s())
         self._event_queue.schedule_at(self._reply_at, self._on_acked, pair)
 
@@ -253,7 +252,7 @@ class TcpConnection:
         self._send_pending()
 
     def _mark_lost(self, pair: _SegmentPair) -> int:
-        """It is known to be lost; how many bytes that are."""
+        """Mark segments as lost; returns their bytes."""
         self._in_flight -= pair.nbytes
         self._lost.append(pair)
         return pair.nbytes
@@ -264,13 +263,13 @@ class TcpConnection:
         acknowledged = self._delivered_at - pair.delivered_at
         self._first_sent_at = pair.sent_at
         took = max(sent, acknowledged)
-        # Less than a round trip is no time for an acknowledgement: rounding, or bytes sent again.
+        # Acknowledgements take at least a round trip: less is rounding, or retransmission.
         if took < 2 * self._latency - 1e-9:
             return 0.0
         return (self.delivered - pair.delivered) / took
 
     def _arm_timer(self) -> None:
-        """If no acknowledgement can come, try again after a while."""
+        """If no acknowledgement can come, probe after a while."""
         if self._flight and not self._num_undropped:
             wait = (
                 self._smoothed_round_trip + MIN_TIMEOUT

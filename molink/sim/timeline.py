@@ -1,18 +1,18 @@
-"""Who computed and who sent when, during a window of a simulation."""
+"""Timeline of steps and transfers, and its SVG picture."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
 
-#: What a bar shows: a step with decode rows, with prefill rows or with both; a message of decode
-#: rows or control, or of prefill rows.
+#: A step with decode rows, prefill rows or both; a message of decode rows or control, or of prefill
+#: rows.
 BarKind = Literal["decode", "prefill", "fused", "decode sent", "prefill sent"]
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that took from ``begin`` to ``end`` (seconds), at a stage or on its link."""
+    """A step or a transfer, from ``begin`` to ``end`` (seconds)."""
 
     begin: float
     end: float
@@ -21,7 +21,7 @@ class Bar:
 
 @dataclass(slots=True)
 class Timeline:
-    """Keeps what happens between ``begin`` and ``end`` (seconds of the simulation)."""
+    """Records steps and transfers between ``begin`` and ``end`` (seconds)."""
 
     begin: float
     end: float
@@ -29,12 +29,11 @@ class Timeline:
     links: dict[int, list[Bar]] = field(default_factory=dict)
 
     def add_step(self, stage: int, at: float, seconds: float, decode: int, prefill: int) -> None:
-        """A stage computes."""
         kind: BarKind = "fused" if decode and prefill else "decode" if decode else "prefill"
         self._add_bar(self.stages, stage, Bar(at, at + seconds, kind))
 
     def add_transfer(self, stage: int, prefill: bool, begin: float, end: float) -> None:
-        """A message passes the bottleneck of the link behind a stage."""
+        """Record a message at the bottleneck of the link after ``stage``."""
         kind: BarKind = "prefill sent" if prefill else "decode sent"
         self._add_bar(self.links, stage, Bar(begin, end, kind))
 
@@ -58,12 +57,12 @@ _LEGEND: tuple[tuple[str, str], ...] = (
 )
 _LEFT, _WIDTH, _ROW, _GAP, _TOP = 90, 1100, 18, 6, 44
 _TITLE = 26
-#: Bars closer to each other than this, in pixels, are drawn as one.
+#: Bars closer than this, in pixels, are drawn as one.
 _MERGE_GAP = 0.2
 
 
 def draw_timelines(panels: Sequence[tuple[str, Timeline]], stages: int) -> str:
-    """The SVG text: a panel for each titled timeline, with a row for each stage and its link."""
+    """Draw an SVG: a panel per titled timeline, with a row for each stage and link."""
     rows = 2 * stages
     panel_height = _TITLE + rows * (_ROW + _GAP) + 24
     height = _TOP + panel_height * len(panels)

@@ -1,4 +1,4 @@
-"""Which requests arrive when: a trace's, or ones of one size."""
+"""Workloads: requests of a trace, or of one size."""
 
 import math
 import random
@@ -11,10 +11,10 @@ from molink.bench.planned_requests import PlannedRequest
 from molink.bench.trace import TraceRow
 from molink.errors import UsageError
 
-#: ``poisson``: a Poisson process; ``trace``: the trace's own times, stretched to the rate.
+#: ``poisson``: a Poisson process; ``trace``: the trace's times, scaled to the rate.
 Arrivals = Literal["poisson", "trace"]
 
-#: Requests of one simulation: a bound against a slip of the pen.
+#: Sanity limit of requests.
 MAX_REQUESTS = 1_000_000
 
 
@@ -22,10 +22,9 @@ MAX_REQUESTS = 1_000_000
 class Workload:
     """Requests for ``warmup + duration`` seconds, at ``rate`` requests/s on average.
 
-    Those that arrive during ``warmup`` are served but not counted. With ``trace_rows`` of a trace,
-    the ones with at most ``max_prompt`` and ``max_output`` tokens are taken in the trace's order,
-    from the beginning again when it ends; without, every request has ``input_tokens`` and
-    ``output_tokens``. ``seed`` is that of Poisson arrivals.
+    Requests of the warm-up are served but not counted. ``trace_rows`` with at most ``max_prompt``
+    and ``max_output`` tokens are used in order, cyclically; without a trace, every request has
+    ``input_tokens`` and ``output_tokens``. ``seed`` is that of Poisson arrivals.
 
     Raises:
         UsageError: a number is out of range.
@@ -60,7 +59,7 @@ class Workload:
 
     @property
     def has_shared_prefixes(self) -> bool:
-        """Whether it is known which prompts begin alike."""
+        """Whether the trace tells which prompts share prefixes."""
         return any(row.hash_ids for row in self.trace_rows)
 
     def plan_requests(self) -> list[PlannedRequest]:
@@ -114,7 +113,7 @@ class Workload:
         first, span = sizes[0].arrival_s, sizes[-1].arrival_s - sizes[0].arrival_s
         if span <= 0:
             raise UsageError("the trace's requests all arrive at once: use --arrivals poisson")
-        # With the gap that follows the last one, n requests take n / rate seconds.
+        # With the gap after the last request, n requests take n / rate seconds.
         turn = len(sizes) / self.rate
         scale = turn * (1 - 1 / len(sizes)) / span
         for number in count():

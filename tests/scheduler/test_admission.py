@@ -230,7 +230,7 @@ def test_a_request_is_refused_at_once_when_no_token_of_it_could_come_in_time() -
         ring.submit(f"r{number}", answer=20)
     while ring.head._queues.num_waiting > 6:
         ring.step()
-    expected = r"first token would come in about \d+ s.* within 10\.0 s \(`timeout`\)"
+    expected = r"first token would take about \d+ s.* within 10\.0 s \(`timeout`\)"
     with pytest.raises(Overloaded, match=expected) as told:
         ring.submit("hurried", deadline_s=10.0, priority=1)
     assert told.value.retry_after > 5

@@ -29,7 +29,7 @@ RestoreCost = Callable[[RequestState], float | None]
 class PreemptionDecision:
     """A running request to preempt.
 
-    Whether its KV is kept is not the policy's decision (:mod:`molink.facts.preemption`).
+    Whether its KV is kept is not the policy's decision (:mod:`molink.facts.settings`).
     """
 
     state: RequestState

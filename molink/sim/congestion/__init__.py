@@ -1,1 +1,1 @@
-"""Congestion control of simulated TCP: a protocol, its implementations, and their choice."""
+"""Congestion control of simulated TCP connections."""

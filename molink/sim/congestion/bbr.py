@@ -12,23 +12,23 @@ from molink.sim.congestion.base import INITIAL_WINDOW, SEGMENT_BYTES, SegmentsAc
 
 #: Doubles the delivery rate in a round trip (section 4.3.2.1).
 HIGH_GAIN = 2 / log(2)
-#: Pacing by phase of ProbeBW, each about the least round trip (section 4.3.4.3).
+#: Pacing gains of ProbeBW's phases, each about a minimum round trip long (section 4.3.4.3).
 _CYCLE = (1.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-#: It begins at a random phase but the second; here always at the third, to be repeatable.
+#: The draft starts in a random phase but the second; here always in the third, for repeatability.
 _FIRST_PHASE = 2
-#: Bandwidth-delay products in flight, in ProbeBW.
+#: Bandwidth-delay products in flight in ProbeBW.
 _WINDOW_GAIN = 2.0
-#: Round trips for which the greatest rate counts (section 4.1.1.3).
+#: Round trips of the maximum rate filter (section 4.1.1.3).
 _RATE_ROUNDS = 10
-#: The pipe is full after so many rounds without so much growth (section 4.3.2.2).
+#: The pipe is full after that many rounds without that growth (section 4.3.2.2).
 _FULL_ROUNDS, _FULL_GROWTH = 3, 1.25
-#: Seconds for which the least round trip counts, and those of ProbeRTT (sections 4.1.2.3, 4.3.5).
+#: Lifetime of the minimum round trip, and duration of ProbeRTT (sections 4.1.2.3, 4.3.5).
 ROUND_TRIP_S, PROBE_S = 10.0, 0.2
-#: The window of ProbeRTT, and the least at all times.
+#: The window of ProbeRTT, and the minimum otherwise.
 MIN_WINDOW = 4 * SEGMENT_BYTES
 #: Pacing stays a little below the rate, so that no queue remains (Linux).
 _MARGIN = 0.99
-#: Bursts that a window has to have room for besides, on both ends (Linux).
+#: Bursts that the window has room for in addition, on both ends (Linux).
 _BURSTS = 3
 
 
@@ -42,12 +42,12 @@ class BbrMode(Enum):
 
 
 def burst_bytes(rate: float) -> int:
-    """Bytes that leave together at that pace: those of a millisecond, two segments at least."""
+    """Bytes sent together at that rate: those of a millisecond, at least two segments."""
     return max(2 * SEGMENT_BYTES, int(min(rate * 0.001, 65536)))
 
 
 class _MaxFilter:
-    """The greatest rate of the last rounds."""
+    """The maximum rate of the last rounds."""
 
     def __init__(self) -> None:
         self._rates: deque[tuple[int, float]] = deque()
@@ -65,14 +65,14 @@ class _MaxFilter:
 
 
 class BbrTcp:
-    """Paces by the greatest delivery rate; sees to it that two round trips of it are in flight.
+    """Paces by the maximum delivery rate, with two bandwidth-delay products in flight.
 
-    A connection that always has little to send stays in STARTUP, as no round says what the link
-    can carry: its rate is that of its busiest round trip, and it paces at 2.89 times that.
+    A connection that always has little to send stays in STARTUP, since no round fills the link: its
+    rate is that of its busiest round trip, and it paces at 2.89 times that.
     """
 
     def __init__(self, round_trip: float) -> None:
-        """``round_trip`` is that of the handshake, in seconds."""
+        """``round_trip`` is the handshake's, in seconds."""
         self.window: float = INITIAL_WINDOW
         self.pacing_rate = HIGH_GAIN * INITIAL_WINDOW / round_trip
         self.mode = BbrMode.STARTUP
@@ -88,18 +88,18 @@ class BbrTcp:
         self._prior_window = 0.0
         self._delivered = self._in_flight = 0
         self._conserving = self._recovering = False
-        #: Rates of bytes that left before so many were delivered say nothing.
+        #: Rates of bytes sent before this many were delivered are ignored.
         self._ignored = 0
 
     @property
     def rate(self) -> float:
-        """What the link carries, in bytes/s, as far as is known."""
+        """The estimated rate of the link, in bytes/s."""
         return self._rates.maximum
 
     # --- what the connection tells ---------------------------------------------------------------
 
     def on_restart(self, now: float, idle: float) -> None:
-        """After a pause it paces at the rate (section 4.3.4.4)."""
+        """After a pause, pace at the rate (section 4.3.4.4)."""
         self._restarted = True
         if self.mode is BbrMode.PROBE_BW:
             self._set_pacing_rate(1.0)
@@ -107,10 +107,10 @@ class BbrTcp:
             self._end_probe(now)
 
     def on_sent(self, now: float, in_flight: int, limited: bool) -> None:
-        """No matter."""
+        """Do nothing."""
 
     def on_acked(self, acked: SegmentsAcked) -> None:
-        """Update the model, then what it says (section 3.4)."""
+        """Update the model, then window and pacing (section 3.4)."""
         self._delivered, self._in_flight = acked.delivered, acked.in_flight
         begins = acked.delivered_before >= self._round_end
         if begins:
@@ -129,19 +129,19 @@ class BbrTcp:
         self._set_window(acked)
 
     def on_loss(self, now: float, in_flight: int) -> None:
-        """For a round trip as much leaves as arrives (section 4.2.3.4)."""
+        """Conserve packets for a round trip (section 4.2.3.4)."""
         self._save_window()
         self._recovering = self._conserving = True
         self._round_end = self._delivered
         self.window = max(in_flight, MIN_WINDOW)
 
     def on_recovered(self, now: float) -> None:
-        """The window is what it was."""
+        """Restore the window."""
         self._recovering = self._conserving = False
         self.window = max(self.window, self._prior_window)
 
     def on_timeout(self, now: float) -> None:
-        """Begin with one segment."""
+        """Restart with one segment."""
         self._save_window()
         self._recovering = self._conserving = False
         self._full_rate = 0.0
@@ -159,7 +159,7 @@ class BbrTcp:
         self._is_full = self._full_rounds >= _FULL_ROUNDS
 
     def _advance_cycle(self, acked: SegmentsAcked) -> None:
-        """The next phase of ProbeBW, if it is time (section 4.3.4.3)."""
+        """Enter the next phase of ProbeBW when it is time (section 4.3.4.3)."""
         if self.mode is not BbrMode.PROBE_BW:
             return
         before = acked.in_flight + acked.nbytes
@@ -184,7 +184,7 @@ class BbrTcp:
         self._phase, self._phase_at = _FIRST_PHASE, now
 
     def _probe_round_trip(self, acked: SegmentsAcked, begins: bool) -> None:
-        """The least round trip, and ProbeRTT when it is old (section 4.3.5)."""
+        """Track the minimum round trip; enter ProbeRTT when it is old (section 4.3.5)."""
         now = acked.now
         is_old = now > self._min_round_trip_at + ROUND_TRIP_S
         if acked.round_trip < self._min_round_trip or is_old:
@@ -227,7 +227,7 @@ class BbrTcp:
         return 1.0
 
     def _set_pacing_rate(self, gain: float) -> None:
-        """Before the pipe is full the pace never falls (section 4.2.1)."""
+        """Before the pipe is full, the rate never decreases (section 4.2.1)."""
         pacing_rate = gain * self.rate * _MARGIN
         if self.rate and (self._is_full or pacing_rate > self.pacing_rate):
             self.pacing_rate = pacing_rate
@@ -242,7 +242,7 @@ class BbrTcp:
         return gain * self.rate * self._min_round_trip + extra
 
     def _set_window(self, acked: SegmentsAcked) -> None:
-        """The window (section 4.2.3)."""
+        """Update the window (section 4.2.3)."""
         if acked.lost:
             self.window = max(self.window - acked.lost, SEGMENT_BYTES)
         if self._conserving:

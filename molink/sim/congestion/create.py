@@ -1,4 +1,4 @@
-"""Which congestion control a simulated connection runs."""
+"""Congestion control by name."""
 
 from molink.errors import UsageError
 from molink.sim.congestion.base import CONGESTION_CONTROLS, CongestionController
@@ -10,13 +10,13 @@ from molink.wire.messages.data_plane import Channel
 def create_controller(
     name: str, round_trip: float, channel: Channel = Channel.BULK
 ) -> CongestionController:
-    """Congestion control of a connection whose handshake took ``round_trip`` seconds.
+    """Create the congestion control of a connection whose handshake took ``round_trip`` seconds.
 
-    BBR doesn't control the decode lane for long, and the bulk lane is always paced
+    BBR doesn't control the decode channel for long, and the bulk channel is always paced
     (:mod:`molink.wire.sockets.tcp_info`).
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: the name is unknown.
     """
     match name:
         case "cubic" if channel is Channel.BULK:

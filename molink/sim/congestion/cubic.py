@@ -1,28 +1,29 @@
-"""CUBIC (RFC 9438), with what Linux does around it: HyStart, PRR, and smaller windows after idling.
+"""CUBIC (RFC 9438) with Linux's additions: HyStart, PRR, and window decay when idle.
 
-Sections are those of RFC 9438 unless another is named.
+HyStart leaves slow start before the queue overflows (Ha and Rhee, 2011). Sections are those of RFC
+9438 unless noted.
 """
 
 from math import ceil, inf
 
 from molink.sim.congestion.base import INITIAL_WINDOW, MIN_TIMEOUT, SEGMENT_BYTES, SegmentsAcked
 
-#: Smaller windows don't look, in segments.
+#: Windows below this many segments are not examined.
 _MIN_WINDOW = 16
-#: Acknowledgements of one train are no further apart, in seconds.
+#: Maximum seconds between acknowledgements of one train.
 _TRAIN_GAP = 0.002
-#: Round trips that are looked at before their least one counts.
+#: Round trips sampled before their minimum counts.
 _SAMPLES = 8
-#: How much longer than the least the round trips of a full link are: an eighth, within bounds.
+#: Excess over the minimum round trip that indicates a full link: an eighth, within bounds.
 _DELAY_SHARE = 1 / 8
 _MIN_DELAY, _MAX_DELAY = 0.004, 0.016
 
 
 class HyStart:
-    """Two signs that a window is as large as the link: a long train, or longer round trips."""
+    """Detects a full link by a long train of acknowledgements, or by longer round trips."""
 
     def __init__(self, paced: bool = False) -> None:
-        """``paced``: then a train may be a whole round trip long, as pacing stretches it."""
+        """With ``paced``, a train may be a whole round trip long, as pacing stretches it."""
         self._train = 1.0 if paced else 0.5
         self._minimum = inf
         self._round_end = -1
@@ -31,7 +32,7 @@ class HyStart:
         self._min_of_round = inf
 
     def is_full(self, acked: SegmentsAcked, window: float) -> bool:
-        """Whether slow start should end; told every acknowledgement in it."""
+        """Whether slow start should end; call it with every acknowledgement in slow start."""
         now = acked.now
         self._minimum = min(self._minimum, acked.round_trip)
         if acked.delivered > self._round_end:
@@ -50,25 +51,24 @@ class HyStart:
         return self._samples > _SAMPLES and self._min_of_round > self._minimum + more
 
 
-#: Segments/s³ by which the window grows, and what is left of it after a loss (sections 4.1, 4.6).
+#: Growth in segments/s³, and the window's share after a loss (sections 4.1, 4.6).
 _GROWTH = 0.4
 _DECREASE = 0.7
 #: Segments per round trip in the Reno-friendly region (section 4.3).
 _RENO = 3 * (1 - _DECREASE) / (1 + _DECREASE)
-#: Before the first loss a window grows by a twentieth per round trip at least (Linux, tcp_cubic.c).
+#: Minimum growth per round trip before the first loss (Linux, tcp_cubic.c).
 _FIRST_GROWTH = 1 / 20
-#: Of a window per round trip: the pace in slow start and beyond (Linux, tcp_update_pacing_rate).
+#: Pacing rate in windows per round trip, in slow start and after (Linux, tcp_update_pacing_rate).
 _SLOW_PACE, _PACE = 2.0, 1.2
-#: It grows by one segment for two that are acknowledged at most (section 4.4).
+#: Maximum growth in segments per acknowledged segment (section 4.4).
 _MAX_GROWTH = 0.5
 
 
 class CubicTcp:
     """A window that grows as a cubic function of the time since the last loss.
 
-    ``window`` is what may be in flight; while a loss is repaired, by proportional rate reduction
-    (RFC 6937), it is a little more than what is. Nothing is paced. A window that is not used
-    shrinks (RFC 2861).
+    While a loss is repaired by proportional rate reduction (RFC 6937), ``window`` slightly exceeds
+    the bytes in flight. Nothing is paced. Unused windows decay (RFC 2861).
     """
 
     pacing_rate: float = inf
@@ -80,10 +80,10 @@ class CubicTcp:
         self._hystart = HyStart(self.paced)
         self._hystarting = True
         self._round_trip = 0.0
-        #: The window before the last loss, in segments as the following; 0 before any.
+        #: The window before the last loss, in segments like the following; 0 before any loss.
         self._w_max = 0.0
         self._origin = self._w_est = 0.0
-        #: When the cubic function began, and when it is back at ``_origin``; ``None``: it hasn't.
+        #: Start of the cubic function, and when it returns to ``_origin``; ``None`` before.
         self._epoch: float | None = None
         self._k = 0.0
         self._recovering = False
@@ -99,7 +99,7 @@ class CubicTcp:
     # --- a window that is not used ---------------------------------------------------------------
 
     def on_restart(self, now: float, idle: float) -> None:
-        """Halve the window for each timeout without a segment (RFC 2861); pauses don't count."""
+        """Halve the window for each idle timeout (RFC 2861); pauses don't count as growth time."""
         timeout = self._timeout
         if self._epoch is not None:
             self._epoch += idle
@@ -113,7 +113,7 @@ class CubicTcp:
         self._used = 0
 
     def on_sent(self, now: float, in_flight: int, limited: bool) -> None:
-        """Note how much of the window is used; forget half of what was not for a timeout."""
+        """Track the used window; after an idle timeout, forget half of the unused part."""
         self._repairs += max(0, in_flight - self._in_flight)
         self._in_flight = in_flight
         if (
@@ -141,7 +141,7 @@ class CubicTcp:
         return self._limited or (slow and self.window < 2 * self._max_in_flight)
 
     def _raise_threshold(self) -> None:
-        """A smaller window grows back to three quarters as fast as in slow start (RFC 2861)."""
+        """Let a reduced window grow back to three quarters by slow start (RFC 2861)."""
         self.threshold = max(self.threshold, 0.75 * self.window)
 
     @property
@@ -151,7 +151,6 @@ class CubicTcp:
     # --- growth ----------------------------------------------------------------------------------
 
     def on_acked(self, acked: SegmentsAcked) -> None:
-        """Grow."""
         self._round_trip = acked.round_trip
         self._delivered = acked.delivered
         self._in_flight = acked.in_flight
@@ -218,12 +217,12 @@ class CubicTcp:
         self.window = acked.in_flight + max(0, more)
 
     def on_recovered(self, now: float) -> None:
-        """Go on with the reduced window."""
+        """Continue with the reduced window."""
         self._recovering = False
         self.window = self.threshold
 
     def on_timeout(self, now: float) -> None:
-        """Begin again, up to the reduced window (section 4.8)."""
+        """Restart, up to the reduced window (section 4.8)."""
         self._reduce_window()
         self._w_max = 0.0
         self._recovering = False
@@ -232,21 +231,21 @@ class CubicTcp:
 
 
 class PacedCubicTcp(CubicTcp):
-    """One that Linux paces (:mod:`molink.wire.sockets.tcp_info`).
+    """CUBIC as Linux paces it (:mod:`molink.wire.sockets.tcp_info`).
 
-    That is a bulk lane's, and a decode lane's that has begun under BBR: it goes on being paced.
+    Used for bulk channels, and for decode channels that began under BBR and remain paced.
     """
 
     paced = True
 
     def __init__(self, round_trip: float) -> None:
-        """``round_trip`` is that of the handshake, in seconds."""
+        """``round_trip`` is the handshake's, in seconds."""
         super().__init__()
         self._smoothed_round_trip = round_trip
         self._set_pacing_rate()
 
     def on_acked(self, acked: SegmentsAcked) -> None:
-        """Grow, and pace accordingly."""
+        """Grow, and adjust the pacing rate."""
         super().on_acked(acked)
         self._smoothed_round_trip += (acked.round_trip - self._smoothed_round_trip) / 8
         self._set_pacing_rate()
