@@ -90,7 +90,7 @@ class AdmissionController:
         most = self.max_queue_s(state)
         if wait is not None and wait > most:
             raise Overloaded(
-                f"its turn would come in about {wait:.0f} s; it may wait for {most:g} s"
+                f"the request would wait about {wait:.0f} s; its limit is {most:g} s"
                 " (`max_queue_time`)",
                 _retry_after(wait - most),
             )
@@ -108,12 +108,12 @@ class AdmissionController:
         most = self.max_queue_s(state)
         if now - state.arrived_at < most:
             return Overloaded(
-                f"its turn has not come in time for an answer within {state.deadline_s:.1f} s"
+                f"the request was not started in time to finish within {state.deadline_s:.1f} s"
                 " (`timeout`)",
                 _retry_after(None if wait is None else wait - (state.start_by - state.arrived_at)),
             )
         return Overloaded(
-            f"its turn has not come within {most:g} s (`max_queue_time`)",
+            f"the request was not started within {most:g} s (`max_queue_time`)",
             _retry_after(None if wait is None else wait - most),
         )
 
@@ -125,14 +125,14 @@ class AdmissionController:
         spare = state.start_by - state.arrived_at
         if spare < 0:
             raise RequestError(
-                f"the prompt alone takes {most - spare:.1f} s or more here; its answer has to end"
+                f"the prompt alone takes {most - spare:.1f} s or more; the answer must finish"
                 f" within {most:.1f} s (`timeout`)",
                 "timeout",
             )
         if wait is not None and wait > spare:
             raise Overloaded(
-                f"its first token would come in about {wait + most - spare:.0f} s; its answer has"
-                f" to end within {most:.1f} s (`timeout`)",
+                f"the first token would take about {wait + most - spare:.0f} s; the answer must"
+                f" finish within {most:.1f} s (`timeout`)",
                 _retry_after(wait - spare),
             )
 

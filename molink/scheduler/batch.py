@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from molink.scheduler.blocks import HostCopy
 from molink.scheduler.in_flight import InFlightTracker
 from molink.scheduler.kv_cache_manager import KVCacheManager
-from molink.scheduler.pending_release import PendingRelease
-from molink.scheduler.request_state import RequestState
+from molink.scheduler.request_state import PendingRelease, RequestState
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import (
     MAX_SLICES,
@@ -198,16 +197,18 @@ class ControlIssuer:
 
     def issue_release(self, pending: PendingRelease) -> list[ControlWithPayload]:
         """Release an admission; KV that is swapped out is copied to host memory first."""
-        control, last, copy = [], pending.last_seq, pending.host_copy
+        state = pending.state
+        control, last, copy = [], state.last_seq, state.host_copy
         if copy is not None:
             last = copy.filled_seq = self._in_flight.issue_seq()
-            ids = (*pending.blocks[: len(copy.blocks)], *copy.blocks)
-            out = SwapOut(last, pending.id, _pairs_payload(ids))
+            ids = (*state.blocks[: len(copy.blocks)], *copy.blocks)
+            out = SwapOut(last, state.id, _pairs_payload(ids))
             control.append(ControlWithPayload(out, ids))
         seq = self._in_flight.issue_seq()
         self._cache.release_request(seq, pending)
-        self._in_flight.record_release(seq, pending.round_trips)
-        return [*control, ControlWithPayload(Release(seq, pending.id, last, pending.other_seqs))]
+        self._in_flight.record_release(seq, pending.counter)
+        others = tuple(sorted(state.in_flight.keys() - {state.last_seq}))
+        return [*control, ControlWithPayload(Release(seq, state.id, last, others))]
 
     def issue_admission(
         self, state: RequestState, copy: HostCopy | None

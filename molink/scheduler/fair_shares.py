@@ -152,7 +152,7 @@ class FairShares:
     def units_before(
         self, new: RequestState, backlog: Iterable[tuple[RequestState, float]]
     ) -> float:
-        """Units that are served before ``new``, if those are still to be."""
+        """Units of ``backlog`` that are served before a new request."""
         shared: dict[str, dict[str, float]] = {new.peer: {}}
         for state, units in backlog:
             peer, client = state.peer, state.request.client
@@ -165,13 +165,13 @@ class FairShares:
         return self._peers.units_before(new.peer, sums)
 
     def on_arrived(self, state: RequestState) -> None:
-        """A new request waits."""
+        """Record a new waiting request."""
         peer = state.peer
         self._peers.on_arrived(peer)
         self._clients.setdefault(peer, VirtualTokenCounters()).on_arrived(state.request.client)
 
     def on_admitted(self, state: RequestState) -> None:
-        """A request runs; the first time its prompt counts, as far as it has to be computed."""
+        """Record an admission; the first one counts prompt tokens that are not cached."""
         peer, client = state.peer, state.request.client
         self._peers.on_admitted(peer)
         self._clients[peer].on_admitted(client)
@@ -184,12 +184,12 @@ class FairShares:
         self._add_units(state, W_OUTPUT)
 
     def on_preempted(self, state: RequestState) -> None:
-        """A request that ran waits again; what is computed anew for that counts for nobody."""
+        """Record a preemption; recomputation is not counted."""
         self._peers.on_preempted(state.peer)
         self._clients[state.peer].on_preempted(state.request.client)
 
     def on_removed(self, state: RequestState) -> None:
-        """A request is over, while ``job.state`` still tells where it was."""
+        """Record the end of a request, while ``phase`` still tells whether it waited."""
         peer, waited = state.peer, state.phase == "waiting"
         self._clients[peer].on_removed(state.request.client, waited=waited)
         for forgotten in self._peers.on_removed(peer, waited=waited):

@@ -7,9 +7,8 @@ from dataclasses import replace
 from molink.errors import InvariantError
 from molink.scheduler.blocks import BlockAllocator, ReleasingBlocks
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.pending_release import PendingRelease
 from molink.scheduler.prefix_tree import OTHER_ROOT, ROOT, PrefixMatch, PrefixTree, SpanLog
-from molink.scheduler.request_state import RequestState
+from molink.scheduler.request_state import PendingRelease, RequestState
 
 
 class KVCacheManager:
@@ -133,12 +132,13 @@ class KVCacheManager:
         A failed request's blocks, and unheld blocks below them, are evicted: if a stage's KV is
         bad, it must not fail other requests with the same prefix.
         """
-        leaf = pending.tree_node
-        if self._enabled and pending.has_valid_kv:
-            leaf = self._insert_released(leaf, pending)
+        state = pending.state
+        leaf = state.tree_node
+        if self._enabled and state.has_valid_kv:
+            leaf = self._insert_released(state)
         self.allocator.release_blocks(seq, pending.held_blocks)
         self.allocator.touch_blocks(self._tree.path_to_root(leaf))
-        if not pending.has_valid_kv:
+        if not state.has_valid_kv:
             self._evict_invalid(leaf)
 
     def collect_releasing(self, pending: Iterable[PendingRelease]) -> ReleasingBlocks:
@@ -148,17 +148,22 @@ class KVCacheManager:
             found.add_blocks(each.held_blocks)
         return found
 
-    def _insert_released(self, node: int, pending: PendingRelease) -> int:
+    def _insert_released(self, state: RequestState) -> int:
         """Insert a request's computed blocks; returns the last node of its path."""
-        size, tokens, end = self._block_size, pending.tokens, pending.num_computed
+        node, size, tokens, end = (
+            state.tree_node,
+            self._block_size,
+            state.tokens,
+            state.num_computed,
+        )
         full = end // size
-        for index in range(pending.tree_depth, full):
+        for index in range(state.tree_depth, full):
             key = tuple(tokens[index * size : (index + 1) * size])
             child = self._tree.find_child(node, key)
-            node = self._cache_block(node, key, pending.blocks[index]) if child is None else child
+            node = self._cache_block(node, key, state.blocks[index]) if child is None else child
         rest = tuple(tokens[full * size : end])
-        if rest and full >= pending.tree_depth and not self._tree.has_extension(node, rest):
-            node = self._cache_block(node, rest, pending.blocks[full])
+        if rest and full >= state.tree_depth and not self._tree.has_extension(node, rest):
+            node = self._cache_block(node, rest, state.blocks[full])
         return node
 
     def _cache_block(self, parent: int, key: tuple[int, ...], block: int) -> int:

@@ -2,15 +2,15 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 
 from molink.errors import InvariantError
 from molink.facts.ring_times import RingTimes
 from molink.scheduler.fair_shares import FairShares
 from molink.scheduler.in_flight import RoundTripCounter
-from molink.scheduler.pending_release import PendingRelease
 from molink.scheduler.policies.base import RestoreCost, SchedulingPolicy
 from molink.scheduler.prefix_tree import ROOT, PrefixMatch
-from molink.scheduler.request_state import RequestState
+from molink.scheduler.request_state import PendingRelease, RequestState
 
 
 class RequestQueues:
@@ -91,7 +91,7 @@ class RequestQueues:
     def requests_of_peer(self, peer: str) -> list[RequestState]:
         return [state for (name, _), state in self._requests.items() if name == peer]
 
-    # --- whose turn it is -------------------------------------------------------------------------
+    # --- order -----------------------------------------------------------------------------------
 
     def decode_order(self, now: float) -> Sequence[RequestState]:
         """Decoding requests that are not stalled, in flight or not, in running order."""
@@ -206,7 +206,7 @@ class RequestQueues:
         while (found := self._policy.choose_preempted(preemptor, requests, stay, now)) is not None:
             if found.state not in requests:
                 key = found.state.key
-                raise InvariantError(f"job {key} is to be preempted but can't give way")
+                raise InvariantError(f"the policy preempts {key}, which is no candidate")
             requests.remove(found.state)
             waits = preemptor.phase == "waiting"
             if waits and (
@@ -244,7 +244,7 @@ class RequestQueues:
     # --- the queue --------------------------------------------------------------------------------
 
     def enqueue_request(self, state: RequestState, now: float) -> None:
-        """A new job waits."""
+        """Queue a new request."""
         self._requests[state.peer, state.key] = state
         self.clear_next_waiting()
         self._waiting[state] = None
@@ -311,7 +311,7 @@ class RequestQueues:
     def remove_request(
         self, state: RequestState, now: float, counter: RoundTripCounter | None = None
     ) -> None:
-        """The job is over, at whatever point it is."""
+        """Remove a request in any phase."""
         del self._requests[state.peer, state.key]
         self.fair_shares.on_removed(state)
         if state.phase == "waiting":
@@ -336,7 +336,7 @@ class RequestQueues:
         del self._running[state.id]
         self._prefilling.pop(state.id, None)
         self._decode_ready.pop(state.id, None)
-        self._pending_releases.append(PendingRelease.from_state(state, counter))
+        self._pending_releases.append(PendingRelease(copy(state), counter))
         state.blocks = []
         state.in_flight = {}
         state.clear_draft_path()
@@ -352,7 +352,7 @@ class RequestQueues:
         for state in self:
             inside, waits = self._running.get(state.id) is state, state in self._waiting
             if (state.phase == "waiting") != waits or inside == waits:
-                raise InvariantError(f"job {state.key} is {state.phase} but not kept as such")
+                raise InvariantError(f"request {state.key} is {state.phase} but not queued as such")
             if inside:
                 self._validate_running(state)
         if self.num_waiting_tokens != sum(map(_tokens_to_compute, self._waiting)):

@@ -1,4 +1,4 @@
-"""A request while a head serves it."""
+"""The state of a request while a scheduler serves it."""
 
 import math
 from collections.abc import Sequence
@@ -7,33 +7,34 @@ from typing import Literal
 
 from molink.facts.ring_times import RequestCosts
 from molink.scheduler.blocks import HostCopy
+from molink.scheduler.in_flight import RoundTripCounter
 from molink.scheduler.prefix_tree import ROOT, PrefixMatch
 from molink.scheduler.speculation.request_drafter import RequestDrafter
 from molink.wire.messages.serving import OutputToken, Rejected, Request
 
-#: Seconds after which a job whose client takes nothing may have to give way to others.
+#: Seconds without credit after which a stalled request may be preempted or displaced.
 ABANDONED_AFTER_S = 30.0
-#: Seconds within which a job without a deadline should be admitted: so nobody who comes later than
-#: that goes before it.
+#: Assumed deadline (s) for the first token of a request without one, which bounds how many later
+#: requests may precede it.
 DEFAULT_START_S = 60.0
-#: The least that a resubmission leaves of a timeout, in seconds: the endpoint enforces it.
+#: Minimum timeout (s) that a resubmission keeps; the endpoint enforces the actual one.
 MIN_TIMEOUT_S = 1e-3
 
-#: ``waiting`` holds no blocks, but perhaps a copy of them in host memory; ``prefill`` has rows of
-#: known tokens still to be issued; ``decode`` has issued them all, and has a row in flight or a
-#: token to go on from; ``gone`` is over.
+#: ``waiting`` holds no blocks, but possibly a host copy; ``prefill`` has prompt rows to issue;
+#: ``decode`` has issued them all, and has a row in flight or a token to decode from; ``gone`` has
+#: ended.
 RequestPhase = Literal["waiting", "prefill", "decode", "gone"]
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request and how far it has got.
+    """A request and its progress.
 
-    The attributes below ``stalled_at`` belong to one admission and begin anew with each: a
-    preempted job keeps its tokens only.
+    Attributes from ``id`` on belong to one admission and are reset by the next one: preemption
+    keeps only the tokens.
     """
 
-    #: What the client asked for, as its endpoint made it.
+    #: What the client asked for.
     request: Request
     #: The peer whose endpoint serves the client, and its id of this submission.
     peer: str
@@ -43,56 +44,54 @@ class RequestState:
     num_submitted: int
     #: The client has taken all tokens below this position.
     num_credited: int
-    #: Tokens that may be uncredited before decoding pauses.
+    #: Uncredited tokens at which decoding pauses.
     credit_window: int
-    #: Seconds from arrival that it may wait to be admitted (0: as configured), and within which
-    #: its answer has to end (0: any).
+    #: Seconds from arrival until admission (0: as configured) and until the end of the answer (0:
+    #: unlimited).
     max_queue_s: float = 0.0
     deadline_s: float = 0.0
-    #: When it came to this head, and when its first token did.
+    #: When it arrived at this scheduler, and when its first token did.
     arrived_at: float = 0.0
     first_token_at: float = 0.0
-    #: When it has to be admitted so that a token of it can come before its deadline; without one,
-    #: :data:`DEFAULT_START_S` after it came.
+    #: Latest admission for a token before the deadline, or for :data:`DEFAULT_START_S` without one.
     start_by: float = 0.0
-    #: When it last became ``stalled``.
+    #: When it last stalled.
     stalled_at: float = 0.0
     phase: RequestPhase = "waiting"
     num_admissions: int = 0
-    #: Tokens that the prefix cache lacked when it came.
+    #: Tokens that were not cached on arrival.
     num_uncached: int = 0
-    #: Prompt tokens that the prefix cache had when it was first admitted.
+    #: Prompt tokens that were cached at the first admission.
     num_cached: int = 0
-    #: Its KV in host memory, while it waits after it was preempted.
+    #: Its KV in host memory after a preemption.
     host_copy: HostCopy | None = None
-    #: What guesses its tokens, once it has been asked.
     drafter: RequestDrafter | None = None
-    #: Whether all rows that came back were computed: others may share their KV.
+    #: Whether all returned rows were computed, so that others may share their KV.
     has_valid_kv: bool = True
-    #: The request id that stages know it by; meaningless while waiting.
+    #: The request id that stages use; meaningless while waiting.
     id: int = -1
-    #: Tokens whose rows have been issued; a decoding job's last token is issued as a row later.
-    #: Drafts don't count: the rows of those that are wrong are overwritten by what comes next.
+    #: Tokens whose rows have been issued; a decoding request's last token is issued later. Drafts
+    #: don't count: rows of wrong ones are overwritten.
     num_issued: int = 0
     blocks: list[int] = field(default_factory=list)
-    #: How many of ``blocks`` the stages have been told of.
+    #: Blocks that the stages know of.
     num_announced: int = 0
-    #: Latest tick that admits it or has rows of it.
+    #: Latest ``seq`` that admits it or has rows of it.
     last_seq: int = 0
-    #: Ticks with rows of it that have not come back, and the first of these rows.
+    #: Volumes in flight with rows of it, and the first position in each.
     in_flight: dict[int, int] = field(default_factory=dict)
-    #: Those of them that may bring tokens, in order: the others followed drafts that were wrong.
+    #: Those that may bring tokens, in order; the others follow wrong drafts.
     awaited_seqs: list[int] = field(default_factory=list)
-    #: The drafts in ``awaited`` rows, in order: what they assume to follow ``tokens``.
+    #: Drafts in awaited rows, in order, which are assumed to follow ``tokens``.
     draft_path: list[int] = field(default_factory=list)
-    #: Tokens whose KV it found in the prefix cache: its first row is the one after.
+    #: Tokens found in the prefix cache; its first row is the next one.
     num_reused: int = 0
-    #: Block that the first rows copy from, until they have come back; -1 if none.
+    #: Block that the first rows copy from until they are back; -1 if none.
     copy_source: int = -1
-    #: End of the path in the prefix tree whose blocks are the first ``depth`` of ``blocks``.
+    #: Node of the prefix tree at the end of the first ``tree_depth`` of ``blocks``.
     tree_node: int = ROOT
     tree_depth: int = 0
-    #: Whether the prefix tree has been offered the blocks of this admission's known tokens.
+    #: Whether this admission's computed blocks have been inserted into the prefix tree.
     has_cached_blocks: bool = False
 
     @classmethod
@@ -106,10 +105,10 @@ class RequestState:
         credit_window: int = 256,
         elapsed_s: float = 0.0,
     ) -> "RequestState":
-        """The state of a request that the peer submits under ``key``.
+        """The state of a request that ``peer`` submits under ``key``.
 
-        ``output_ids`` were generated in an earlier epoch. ``elapsed_s`` is how long ago the client
-        asked.
+        ``output_ids`` were generated in an earlier epoch; the client asked ``elapsed_s`` seconds
+        ago.
         """
         tokens = [*request.prompt_token_ids, *output_ids]
         max_queue_s = 0.0 if output_ids else request.max_queue_s
@@ -135,12 +134,11 @@ class RequestState:
 
     @property
     def client_key(self) -> tuple[str, str]:
-        """Peer and client: a client's name counts within its peer only."""
+        """Peer and client: clients are identified within their peer only."""
         return self.peer, self.request.client
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens that the client sent."""
         return len(self.request.prompt_token_ids)
 
     @property
@@ -155,52 +153,50 @@ class RequestState:
 
     @property
     def is_resubmitted(self) -> bool:
-        """Whether some of its answer was generated in an earlier epoch."""
+        """Whether part of its answer was generated in an earlier epoch."""
         return self.num_submitted > self.num_prompt_tokens
 
     @property
     def queue_key(self) -> tuple[int, float]:
-        """What orders the waiting jobs of one client, least first.
-
-        That is by priority; those that gave way to others; then who has the least slack.
-        """
+        """Orders the waiting requests of one client: by priority, preempted ones first, then by
+        slack."""
         return self.request.priority, -math.inf if self.num_admissions else self.start_by
 
     @property
     def num_generated(self) -> int:
-        """Tokens sampled for it by this head."""
+        """Tokens sampled by this scheduler."""
         return len(self.tokens) - self.num_submitted
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the client has to take tokens before more may be sampled."""
+        """Whether decoding pauses until the client takes tokens."""
         return len(self.tokens) - self.num_credited >= self.credit_window
 
     def is_abandoned(self, now: float) -> bool:
-        """Whether its client has taken nothing for so long that others go first."""
+        """Whether it has been stalled for so long that it may be preempted or displaced."""
         return self.is_stalled and now - self.stalled_at >= ABANDONED_AFTER_S
 
     @property
     def kv_end(self) -> int:
-        """Most tokens whose KV it can ever need: the last one sampled is never run."""
+        """Maximum number of tokens with KV; the last sampled one needs none."""
         return self.num_prompt_tokens + self.request.max_tokens - 1
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is at every stage: their rows have come back."""
+        """Tokens whose KV is complete at every stage: their rows are back."""
         return min((self.num_issued, *self.in_flight.values()))
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no row of it has been run since it was admitted."""
+        """Whether none of its rows has been run since its admission."""
         return self.num_issued == self.num_reused
 
     def start_admission(
         self, request_id: int, blocks: list[int], found: PrefixMatch, restored: int = 0
     ) -> None:
-        """It is admitted, with blocks for all its tokens, of which the first are ``found``.
+        """Start an admission with blocks for all tokens, the first ``found`` in the prefix cache.
 
-        The next ``restored`` ones come from its copy in host memory.
+        The next ``restored`` blocks come from the host copy.
         """
         self.phase, self.id, self.blocks = "prefill", request_id, blocks
         self.num_admissions += 1
@@ -219,7 +215,7 @@ class RequestState:
         self.has_cached_blocks = False
 
     def clear_draft_path(self) -> None:
-        """No rows in flight bring tokens any more."""
+        """Stop awaiting tokens of rows in flight."""
         self.awaited_seqs, self.draft_path = [], []
 
 
@@ -229,3 +225,20 @@ class Emission:
 
     peer: str
     message: OutputToken | Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRelease:
+    """An ended admission whose release is not issued yet: a copy of its request's last state.
+
+    ``counter`` counts the iterations until a cancelled request's blocks are back.
+    """
+
+    state: RequestState
+    counter: RoundTripCounter | None = None
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """All blocks that it references."""
+        state = self.state
+        return state.blocks if state.copy_source < 0 else [*state.blocks, state.copy_source]

@@ -88,10 +88,10 @@ class Scheduler:
         )
         self._counts = self._stats.counts
 
-    # --- from daemons --------------------------------------------------------------------------
+    # --- from peers ----------------------------------------------------------------------------
 
     def submit_request(self, state: RequestState, now: float) -> list[Emission]:
-        """Take a request into the queue; returns what is to be told of one that made place for it.
+        """Queue a request; returns the rejection of the request that it displaced, if any.
 
         A peer with fewer queue slots may displace another's request from a full queue, see
         :meth:`AdmissionController.choose_displaced`.
@@ -270,7 +270,7 @@ class Scheduler:
 
     @property
     def live_requests(self) -> list[tuple[str, str]]:
-        """Owner and key of every request, to be told when the epoch ends."""
+        """Peer and key of every request, to notify them when the epoch ends."""
         return [(state.peer, state.key) for state in self._queues]
 
     @property
@@ -477,10 +477,10 @@ def check_invariants(
     cache.validate(queues, queues.pending_releases)
     for state in queues:
         if len(state.tokens) - state.num_credited > state.credit_window:
-            raise InvariantError(f"request {state.id} is ahead of its window")
+            raise InvariantError(f"request {state.id} exceeds its credit window")
         if state.phase == "waiting":
             if state.blocks or state.in_flight or state.copy_source >= 0 or state.tree_node != ROOT:
-                raise InvariantError(f"job {state.key} waits with blocks or rows")
+                raise InvariantError(f"request {state.key} waits with blocks or rows")
         else:
             _check_admitted(state, config, in_flight)
 

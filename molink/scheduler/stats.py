@@ -32,9 +32,9 @@ def report_request(
     phase = "prefill" if state.phase == "decode" and not state.num_generated else state.phase
     if state in turns:
         phase = "swapped"
-    taken, prompt = now - job.first_token_at, job.num_prompt_tokens
+    taken, prompt = now - state.first_token_at, state.num_prompt_tokens
     return RequestLoad(
-        job.peer[:MAX_PEER_ID],
+        state.peer[:MAX_PEER_ID],
         phase,
         prompt,
         0 if state.phase == "waiting" else state.num_computed,

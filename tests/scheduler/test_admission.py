@@ -130,7 +130,7 @@ def test_a_request_is_refused_at_once_when_its_turn_would_come_too_late() -> Non
         ring.step()
     # Two of 20 tokens end every 10 s or so; 6 wait, so it's the turn of a seventh after 38 s.
     with pytest.raises(
-        Overloaded, match=r"about \d+ s; it may wait for 20 s .`max_queue_time`."
+        Overloaded, match=r"about \d+ s; its limit is 20 s .`max_queue_time`."
     ) as told:
         ring.submit("hurried", max_queue_s=20.0)
     ring.submit("patient", max_queue_s=60.0)
@@ -160,7 +160,7 @@ def test_who_has_waited_for_as_long_as_it_may_is_told() -> None:
     told = ring.rejections()
     assert list(told) == ["as the head has it", "longer"]
     assert told["longer"].reason == "overloaded"
-    assert "has not come within 8 s" in told["longer"].message
+    assert "was not started within 8 s" in told["longer"].message
     assert told["longer"].retry_after > 1
     assert [key for _, key in ring.head.live_requests] == ["runs", "long"]
     while ring.head.live_requests:
@@ -267,7 +267,7 @@ def test_who_waits_until_no_token_can_come_in_time_is_told() -> None:
         ring.step()
     (told,) = ring.rejections().values()
     assert (told.key, told.reason) == ("waits", "overloaded")
-    assert "in time for an answer within 6.0 s" in told.message
+    assert "in time to finish within 6.0 s" in told.message
     # "runs" has 86 of its 100 tokens before it, at 2 a second.
     assert 35 <= told.retry_after <= 60
 

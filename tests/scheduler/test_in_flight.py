@@ -81,5 +81,5 @@ def test_nothing_new_while_an_old_tick_is_in_flight() -> None:
 def test_a_tick_from_the_future_is_found() -> None:
     in_flight = InFlightTracker()
     in_flight.record_volume(volume(5), 0.0)
-    with pytest.raises(InvariantError, match="beyond the last one issued"):
+    with pytest.raises(InvariantError, match="exceeds the last one issued"):
         in_flight.validate()

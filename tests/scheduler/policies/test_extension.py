@@ -228,5 +228,5 @@ def test_who_has_rows_in_a_volume_cannot_be_preempted() -> None:
     head = make_head(Careless(), max_num_seqs=1)
     submit(head, "a", "b")
     head.next_batch(0.0)
-    with pytest.raises(InvariantError, match="job b is to be preempted but can't give way"):
+    with pytest.raises(InvariantError, match="the policy preempts b, which is no candidate"):
         head.next_batch(0.0)
