@@ -1,1 +1,1 @@
-"""Load for any OpenAI-style endpoint, and what it measures there."""
+"""Load generator and metrics for any OpenAI-compatible endpoint."""

@@ -1,4 +1,4 @@
-"""An OpenAI answer as it streams in: bytes and ``now`` in, what was measured out. No I/O."""
+"""Parses a streamed OpenAI answer and records when each piece arrived. No I/O."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import msgspec
 from molink.bench.sample import Sample
 from molink.errors import Unavailable
 
-#: A line of an event stream longer than this, in bytes, is not an answer.
+#: Maximum length of an event stream line, in bytes.
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -33,7 +33,7 @@ class _DeltaChoice(msgspec.Struct, frozen=True):
 
 
 class ReportedUsage(msgspec.Struct, frozen=True):
-    """The server's own count of a request's tokens."""
+    """The token counts that the server reports for a request."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
@@ -57,10 +57,10 @@ class AnswerStream:
         self._decoder = msgspec.json.Decoder(_ServerEvent)
 
     def feed_data(self, data: bytes, now: float) -> None:
-        """Take bytes that arrived at ``now``.
+        """Parse bytes that arrived at ``now``.
 
         Raises:
-            Unavailable: the server reports an error, or sends something that is no answer.
+            Unavailable: the server reports an error or sends an invalid event.
         """
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         if len(self._buffer) > MAX_LINE_BYTES:
@@ -70,13 +70,13 @@ class AnswerStream:
                 self._read_event(line.removeprefix(b"data:").strip(), now)
 
     def to_sample(self) -> Sample:
-        """What was measured, once the stream has ended.
+        """Return the measured sample after the stream has ended.
 
         Raises:
-            Unavailable: the answer broke off.
+            Unavailable: the answer is incomplete.
         """
         if self._finished_at is None:
-            raise Unavailable("the stream ended before the answer did")
+            raise Unavailable("the stream ended before the answer was complete")
         tokens = self._usage.completion_tokens if self._usage else None
         return Sample(
             sent_at=self._sent_at,
@@ -92,7 +92,7 @@ class AnswerStream:
         try:
             event = self._decoder.decode(data)
         except msgspec.MsgspecError as error:
-            raise Unavailable(f"the server sent an event that is no answer: {error}") from error
+            raise Unavailable(f"the server sent an invalid event: {error}") from error
         if event.error:
             raise Unavailable(error_message(event.error))
         if event.usage is not None:
@@ -105,7 +105,7 @@ class AnswerStream:
 
 
 def error_message(error: object) -> str:
-    """The sentence in an OpenAI error envelope, or whatever stands in its place."""
+    """Return the message of an OpenAI error envelope, or the error as text."""
     if isinstance(error, dict):
         return str(error.get("message") or error)
     return str(error)

@@ -1,4 +1,4 @@
-"""A client of an OpenAI-style endpoint that takes the time of every piece of an answer."""
+"""A client of an OpenAI-compatible endpoint that timestamps every piece of an answer."""
 
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,14 +16,14 @@ from molink.errors import MolinkError, Unavailable, UsageError
 
 BenchRoute = Literal["chat", "completions"]
 
-#: Seconds to connect, and seconds without a byte after which a request counts as failed.
+#: Connect timeout, and maximum silence before a request counts as failed, in seconds.
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """Where and how to ask. ``url`` is the server's root or its ``/v1``."""
+    """The server to measure. ``url`` is the server's root or its ``/v1``."""
 
     url: str
     api: BenchRoute = "chat"
@@ -32,7 +32,7 @@ class BenchTarget:
     ignore_eos: bool = True
 
     def route_url(self, path: str) -> str:
-        """The URL of a route below ``/v1``."""
+        """Return the URL of a route below ``/v1``."""
         root = self.url.rstrip("/").removesuffix("/v1")
         return f"{root}/v1/{path}"
 
@@ -50,9 +50,9 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class BenchClient:
-    """One connection pool to one endpoint; an async context manager.
+    """A connection pool to one endpoint; an async context manager.
 
-    ``calibration`` is how prompts are sized; :meth:`calibrate_prompts` learns it from the server.
+    ``calibration`` sizes the prompts; :meth:`calibrate_prompts` measures it on the server.
     """
 
     def __init__(self, target: BenchTarget, clock: Clock, seed: int = 0) -> None:
@@ -85,13 +85,14 @@ class BenchClient:
         await self._open_session.close()
 
     async def calibrate_prompts(self) -> bool:
-        """Pick the model unless one was named, and learn how long words are in tokens.
+        """Choose the model unless one was given, and measure how many tokens a word takes.
 
-        Returns whether the server counts tokens (``usage``); without that, sizes are guesses.
+        Returns whether the server reports token counts (``usage``). Without them, prompt sizes are
+        estimates.
 
         Raises:
-            Unavailable: nothing answers at the URL.
-            UsageError: the server refuses the model, the key or a parameter.
+            Unavailable: the server can't be reached.
+            UsageError: the server rejects the model, the key or a parameter.
         """
         if not self.model:
             self.model = await self._first_model()
@@ -103,7 +104,7 @@ class BenchClient:
         return True
 
     async def send(self, request: PlannedRequest) -> Sample:
-        """Send one request and follow its answer; failures are told in the sample."""
+        """Send one request and time its answer. A failure is recorded in the sample."""
         words = self.calibration.words_for_tokens(request.input_tokens)
         prompt = make_prompt(words, hash((self._seed, request.index)))
         body = self._request_body(prompt, request.output_tokens)
@@ -130,7 +131,7 @@ class BenchClient:
             models = msgspec.json.decode(data, type=_ModelList).data
         except msgspec.MsgspecError as error:
             raise UsageError(
-                f"{self._target.route_url('models')} is no OpenAI-style endpoint: {error}"
+                f"{self._target.route_url('models')} is not an OpenAI-compatible endpoint: {error}"
             ) from error
         if not models:
             raise Unavailable(f"{self._target.url} serves no model yet")
@@ -143,7 +144,7 @@ class BenchClient:
             usage = msgspec.json.decode(data, type=_Answer).usage
         except msgspec.MsgspecError as error:
             raise UsageError(
-                f"{self._completions_url} sent no OpenAI-style answer: {error}"
+                f"{self._completions_url} did not return an OpenAI-compatible answer: {error}"
             ) from error
         return usage.prompt_tokens if usage else 0
 
@@ -155,17 +156,19 @@ class BenchClient:
                 refusal = await _describe_refusal(response)
                 status = response.status
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
-            raise UsageError(f"--url {self._target.url} is no http:// or https:// URL") from error
+            raise UsageError(
+                f"--url {self._target.url} is not an http:// or https:// URL"
+            ) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise Unavailable(
                 f"can't reach {url}: {reason}. Is the server running, and is --url right?"
             ) from error
         if "ignore_eos" in refusal:
-            refusal += " (--no-ignore-eos leaves that out)"
+            refusal += " (use --no-ignore-eos to omit it)"
         if status >= 500:
-            raise Unavailable(f"{url} answers {refusal}")
-        raise UsageError(f"{url} answers {refusal}")
+            raise Unavailable(f"{url} returned {refusal}")
+        raise UsageError(f"{url} returned {refusal}")
 
     def _request_body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": output_tokens, "temperature": 0}
@@ -190,7 +193,7 @@ class BenchClient:
 
 
 async def _describe_refusal(response: aiohttp.ClientResponse) -> str:
-    """``HTTP 400: what the server says``, its body read to a bound."""
+    """Return ``HTTP 400: message of the server``; reads a bounded part of the body."""
     body = await response.content.read(4096)
     try:
         envelope = msgspec.json.decode(body)

@@ -1,4 +1,4 @@
-"""The clock of a run, as a protocol, so that tests can turn it by hand."""
+"""The clock of a benchmark run, as a protocol so that tests can control it."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ class Clock(Protocol):
     """Seconds on a monotonic scale."""
 
     def now(self) -> float:
-        """The time."""
+        """Return the current time."""
         ...
 
     async def sleep_until(self, moment: float) -> None:
@@ -18,10 +18,10 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The PC's own."""
+    """The system's monotonic clock."""
 
     def now(self) -> float:
-        """The time."""
+        """Return the current time."""
         return time.perf_counter()
 
     async def sleep_until(self, moment: float) -> None:

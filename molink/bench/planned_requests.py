@@ -1,4 +1,4 @@
-"""What to send: sizes of requests, each with the moment it is due."""
+"""The requests of a run: their sizes and arrival times."""
 
 import math
 import random
@@ -11,11 +11,10 @@ from molink.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request: due ``arrival_s`` seconds after the start; sizes in tokens, ``hash_ids`` as a
-    trace's.
+    """A request that arrives ``arrival_s`` seconds after the start. Sizes are in tokens.
 
-    A simulated client lets the answer take ``max_tokens``, so that nobody knows before that it will
-    end after ``output_tokens``; 0: it says how long it will be.
+    ``hash_ids`` are those of :class:`TraceRow`. A simulated client may set ``max_tokens`` above
+    ``output_tokens``, which hides the answer's length from the scheduler; 0: no such limit.
     """
 
     index: int
@@ -32,18 +31,18 @@ class PlannedRequest:
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """``count`` arrival times in seconds from the start, the first at 0, rising.
+    """Return ``count`` ascending arrival times in seconds from the start; the first is 0.
 
-    Gaps are exponential with mean ``1 / rate`` (requests/s); ``inf`` puts all at 0. The same seed
-    gives the same times.
+    Gaps are exponential with mean ``1 / rate`` (requests/s); ``inf`` puts all at 0. Equal seeds
+    give equal times.
 
     Raises:
         UsageError: ``rate`` is not positive, or ``count`` is below 1.
     """
     if math.isnan(rate) or rate <= 0:
-        raise UsageError(f"--rate has to be a positive number of requests/s or inf, not {rate:g}")
+        raise UsageError(f"--rate must be a positive number of requests/s or inf, not {rate:g}")
     if count < 1:
-        raise UsageError(f"--requests has to be at least 1, not {count}")
+        raise UsageError(f"--requests must be at least 1, not {count}")
     if math.isinf(rate):
         return [0.0] * count
     source = random.Random(seed)
@@ -56,9 +55,9 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
 def plan_sizes(
     input_tokens: int, output_tokens: int, rate: float, count: int, seed: int
 ) -> list[PlannedRequest]:
-    """``count`` requests of one size, arriving as a Poisson process (``inf``: all at once)."""
+    """Plan ``count`` requests of one size with Poisson arrivals (``inf``: all at once)."""
     if input_tokens < 1 or output_tokens < 1:
-        raise UsageError("--input-tokens and --output-tokens have to be at least 1")
+        raise UsageError("--input-tokens and --output-tokens must be at least 1")
     arrivals = poisson_arrivals(rate, count, seed)
     return [
         PlannedRequest(index, at, input_tokens, output_tokens) for index, at in enumerate(arrivals)
@@ -68,9 +67,9 @@ def plan_sizes(
 def plan_trace(
     rows: Sequence[TraceRow], rate: float | None, count: int, seed: int
 ) -> list[PlannedRequest]:
-    """The first ``count`` requests of a trace, in its order and with its sizes.
+    """Plan the first ``count`` requests of a trace, with its sizes and in its order.
 
-    They arrive when the trace says, or with ``rate`` as a Poisson process of that rate.
+    They arrive at the trace's times, or as a Poisson process if ``rate`` is given.
     """
     chosen = rows[:count]
     times = (

@@ -1,7 +1,7 @@
-"""Prompts of about so many tokens, made of plain words.
+"""Prompts of a given approximate token count, made of common words.
 
-Without the model's tokenizer the number of tokens is learnt from the server: two probes of known
-length give the tokens per word and what the chat template adds.
+The tokenizer is unknown here. Two probes of known length measure the tokens per word and the
+overhead of the chat template.
 """
 
 import random
@@ -16,35 +16,35 @@ _WORD_LIST = (
     "parent face level office door health person art war history party result change morning "
     "reason research girl guy moment air teacher force education"
 )
-#: Words that any English tokenizer knows, one token each in most.
+#: Words that are one token each in most English tokenizers.
 WORDS = tuple(_WORD_LIST.split())
 
-#: Words in the two probes.
+#: Number of words in the two probes.
 SHORT_PROBE = 8
 LONG_PROBE = 72
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Tokens of a prompt as a function of its words. The default suits a large vocabulary."""
+    """A linear model of a prompt's tokens by its words. The default suits a large vocabulary."""
 
     tokens_per_word: float = 1.0
     overhead: float = 0.0
 
     @classmethod
     def from_probes(cls, short_tokens: int, long_tokens: int) -> "Calibration":
-        """From the server's counts for prompts of :data:`SHORT_PROBE` and :data:`LONG_PROBE`."""
+        """Fit to the server's token counts of the short and the long probe."""
         slope = (long_tokens - short_tokens) / (LONG_PROBE - SHORT_PROBE)
         if slope <= 0:
             return cls()
         return cls(slope, max(0.0, short_tokens - slope * SHORT_PROBE))
 
     def words_for_tokens(self, tokens: int) -> int:
-        """How many words make a prompt of about ``tokens`` tokens; at least one."""
+        """Return the number of words in a prompt of about ``tokens`` tokens; at least one."""
         return max(1, round((tokens - self.overhead) / self.tokens_per_word))
 
 
 def make_prompt(words: int, seed: int) -> str:
-    """``words`` words drawn by ``seed``; prompts of different seeds differ from the start on."""
+    """Draw ``words`` words by ``seed``. Prompts of different seeds share no prefix."""
     source = random.Random(seed)
     return " ".join(source.choices(WORDS, k=words))

@@ -1,4 +1,4 @@
-"""What a run measured, as figures."""
+"""Summary statistics of a benchmark run."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from molink.bench.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Seconds; ``None`` where nothing was measured."""
+    """Mean and percentiles in seconds; ``None`` without data."""
 
     mean: float | None
     p50: float | None
@@ -19,7 +19,7 @@ class Summary:
 
     @classmethod
     def from_values(cls, values: Iterable[float]) -> "Summary":
-        """Mean and percentiles of ``values``."""
+        """Summarize ``values``."""
         ordered = sorted(values)
         if not ordered:
             return cls(None, None, None, None)
@@ -32,7 +32,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of a sorted, non-empty sequence, linear between its neighbours."""
+    """Return a percentile of a sorted, non-empty sequence, with linear interpolation."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -55,19 +55,19 @@ class Report:
     latency_s: Summary
     input_tokens: int
     output_tokens: int
-    #: The run was cut short; the figures are of what had completed by then.
+    #: The run was interrupted; the statistics cover the requests completed by then.
     interrupted: bool = False
     first_error: str | None = None
 
     def as_json(self) -> dict[str, object]:
-        """Plain values to be dumped."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def summarize(
     samples: Sequence[Sample], duration: float, *, policy: str, interrupted: bool = False
 ) -> Report:
-    """Figures of a run that took ``duration`` seconds from its first request to its last answer."""
+    """Summarize a run that took ``duration`` seconds from its first request to its last answer."""
     done = [sample for sample in samples if sample.error is None]
     output_tokens = sum(sample.output_tokens for sample in done)
     errors = [sample.error for sample in samples if sample.error is not None]
@@ -89,17 +89,17 @@ def summarize(
     )
 
 
-#: Rows of the table: what a measure is called, and where it is.
+#: Table rows: label and accessor of each metric.
 _ROWS: tuple[tuple[str, Callable[[Report], Summary]], ...] = (
     ("time to first token (TTFT)", lambda report: report.ttft_s),
     ("time per output token (TPOT)", lambda report: report.tpot_s),
     ("inter-token latency (ITL)", lambda report: report.itl_s),
-    ("latency of a request", lambda report: report.latency_s),
+    ("request latency", lambda report: report.latency_s),
 )
 
 
 def report_table(report: Report) -> Table:
-    """The report for a person: milliseconds per measure, throughput below."""
+    """Render the report as a table in milliseconds, with throughput in the caption."""
     view = Table(
         caption=(
             f"{report.completed} completed, {report.failed} failed in {report.duration_s:.1f} s · "

@@ -1,4 +1,4 @@
-"""Sends planned requests when they are due and collects what they measured."""
+"""Sends planned requests at their arrival times and collects the samples."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,7 +8,7 @@ from molink.bench.clock import Clock
 from molink.bench.planned_requests import PlannedRequest
 from molink.bench.sample import Sample
 
-#: Sends one request and returns what it measured; never raises for a failed one.
+#: Sends one request and returns its sample; never raises for a failed request.
 Send = Callable[[PlannedRequest], Awaitable[Sample]]
 
 
@@ -29,10 +29,10 @@ async def run_plan(
     clock: Clock,
     on_sample: Callable[[Sample], None] = lambda _: None,
 ) -> Measurement:
-    """Send ``plan`` in order, each request when due but at most ``concurrency`` at once.
+    """Send ``plan`` in order, each request at its arrival time, at most ``concurrency`` at once.
 
-    A request that has to wait for its turn counts from the moment it is sent. Cancelling the task
-    (Ctrl-C) ends the run early: what has completed by then is returned as ``interrupted``.
+    A request delayed by ``concurrency`` is timed from the moment it is sent. Cancelling the task
+    (Ctrl-C) ends the run early and returns the completed samples as ``interrupted``.
     """
     samples: list[Sample] = []
     slots = asyncio.Semaphore(concurrency)

@@ -1,4 +1,4 @@
-"""What one request measured."""
+"""The measurement of one request."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,10 +8,9 @@ from itertools import pairwise
 class Sample:
     """Times in seconds on the run's clock.
 
-    ``piece_times`` are the moments at which a piece of the answer arrived, rising; ``finished_at``
-    is when the last piece, or the word that it was the last, did. ``output_tokens`` is the server's
-    ``usage`` where it sends one, else the number of pieces. A failed request has an ``error``, and
-    its figures count for nothing.
+    ``piece_times`` are the ascending arrival times of the answer's pieces; ``finished_at`` is when
+    the last piece or the finish reason arrived. ``output_tokens`` is the server's ``usage``, or the
+    number of pieces without it. A failed request has an ``error`` and is excluded from statistics.
     """
 
     sent_at: float
@@ -23,12 +22,12 @@ class Sample:
 
     @property
     def first_at(self) -> float:
-        """When the first piece arrived; the end for an answer without text."""
+        """Arrival time of the first piece; the end for an answer without text."""
         return self.piece_times[0] if self.piece_times else self.finished_at
 
     @property
     def ttft(self) -> float:
-        """Time to the first token."""
+        """Time to first token."""
         return self.first_at - self.sent_at
 
     @property
@@ -38,7 +37,7 @@ class Sample:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time per token after the first; ``None`` for an answer of one token or none."""
+        """Mean time per output token after the first; ``None`` below two tokens."""
         if self.output_tokens < 2:
             return None
         return (self.finished_at - self.first_at) / (self.output_tokens - 1)
@@ -47,6 +46,6 @@ class Sample:
     def itl(self) -> tuple[float, ...]:
         """Inter-token latencies: gaps between successive pieces.
 
-        A server that sends several tokens in one piece shows one gap for them.
+        Several tokens in one piece count as one gap.
         """
         return tuple(b - a for a, b in pairwise(self.piece_times))

@@ -1,11 +1,11 @@
-"""Traces of real services: sizes and arrival times of requests.
+"""Request traces of real services: sizes and arrival times.
 
 Two formats are read, told apart by their first character:
 
 - Azure's CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens`` with dates such as
   ``2023-11-16 18:15:46.6805900``
 - Mooncake's JSONL: ``timestamp`` in milliseconds, ``input_length``, ``output_length``, and
-  ``hash_ids`` of the prompt's parts of 512 tokens: prompts whose first ids are the same begin alike
+  ``hash_ids`` of the prompt's blocks of 512 tokens: equal leading ids mean a shared prefix
 """
 
 import csv
@@ -20,7 +20,7 @@ import msgspec
 from molink.errors import UsageError
 
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
-#: Tokens of a prompt's part, as Mooncake has it; the last one may have fewer.
+#: Tokens of a hashed prompt block in Mooncake's traces; the last block may be shorter.
 HASH_BLOCK_TOKENS = 512
 MAX_HASH_IDS = 2**15
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
@@ -28,10 +28,10 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request of a trace: ``arrival_s`` in seconds after the trace's first; sizes in tokens.
+    """One request, ``arrival_s`` seconds after the trace's first. Sizes are in tokens.
 
-    ``hash_ids`` has an id for each part of :data:`HASH_BLOCK_TOKENS` tokens of the prompt, if it is
-    known what it shares with others.
+    ``hash_ids`` has an id for each block of :data:`HASH_BLOCK_TOKENS` prompt tokens, if known.
+    Equal leading ids mean a shared prefix.
     """
 
     arrival_s: float
@@ -57,11 +57,11 @@ class _MooncakeRow(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """All requests of a trace file in order of arrival.
+    """Read all requests of a trace file in order of arrival.
 
     Raises:
-        UsageError: the file can't be read, is empty, or has a bad row (named by its number; the
-            file's first line is row 1).
+        UsageError: the file can't be read, is empty, or has an invalid row. The message names the
+            row; the file's first line is row 1.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -86,7 +86,7 @@ def _parse_azure(path: Path, lines: list[str]) -> Iterator[TraceRow]:
         if number == 1:
             if fields != AZURE_HEADER:
                 raise UsageError(
-                    f"{path}, row 1: neither the header {','.join(AZURE_HEADER)} nor a JSON object"
+                    f"{path}, row 1: expected the header {','.join(AZURE_HEADER)} or a JSON object"
                 )
             continue
         if not fields:

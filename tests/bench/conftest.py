@@ -1,4 +1,4 @@
-"""A server to be measured, in the test's own loop or in a thread."""
+"""A fake server to benchmark, in the test's loop or in a thread."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ def fake() -> FakeOpenAI:
 
 @pytest.fixture
 async def url(fake: FakeOpenAI) -> AsyncIterator[str]:
-    """The fake in the test's own event loop."""
+    """A fake in the test's own event loop."""
     server = TestServer(fake.app)
     await server.start_server()
     yield str(server.make_url("")).rstrip("/")
@@ -26,7 +26,7 @@ async def url(fake: FakeOpenAI) -> AsyncIterator[str]:
 
 @pytest.fixture
 def threaded_url(fake: FakeOpenAI) -> Iterator[str]:
-    """The fake in a thread of its own, for tests of the command line."""
+    """A fake in a thread, for tests of the command line."""
     started = threading.Event()
     addresses: list[str] = []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

@@ -41,12 +41,12 @@ ANSWER = (
 )
 
 
-def test_figures_of_a_chat_answer() -> None:
+def test_times_of_a_chat_answer() -> None:
     sample = read(ANSWER)
     assert sample.ttft == pytest.approx(1.0)
     assert sample.latency == pytest.approx(1.5)
     assert sample.itl == pytest.approx((0.2, 0.3))
-    # Six tokens by the server's count, although only three pieces came.
+    # Six tokens by the server's count, although only three pieces arrived.
     assert (sample.input_tokens, sample.output_tokens) == (7, 6)
     assert sample.tpot == pytest.approx(0.1)
 
@@ -84,17 +84,17 @@ def test_an_answer_without_text_has_a_ttft() -> None:
     [
         (sse({"error": {"message": "out of blocks", "code": 500}}), "out of blocks"),
         (sse({"error": "plain"}), "plain"),
-        (b"data: {\n\n", "no answer"),
-        (sse({"choices": 3}), "no answer"),
+        (b"data: {\n\n", "invalid event"),
+        (sse({"choices": 3}), "invalid event"),
         (b"x" * (MAX_LINE_BYTES + 1), "a line of more than"),
     ],
 )
-def test_what_is_no_answer_is_refused(data: bytes, message: str) -> None:
+def test_invalid_events_are_rejected(data: bytes, message: str) -> None:
     with pytest.raises(Unavailable, match=message):
         AnswerStream(0.0).feed_data(data, 1.0)
 
 
-def test_an_answer_that_breaks_off_is_refused() -> None:
+def test_an_incomplete_answer_is_rejected() -> None:
     stream = AnswerStream(0.0)
     stream.feed_data(sse(event("a")), 1.0)
     with pytest.raises(Unavailable, match="ended before"):

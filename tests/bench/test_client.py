@@ -23,7 +23,7 @@ async def test_a_measured_answer(fake: FakeOpenAI, url: str, suffix: str) -> Non
         assert bench.model == "toy"
         sample = await bench.send(REQUEST)
     assert sample.error is None
-    # The template and the words of the fake's tokenizer are known from the probes.
+    # The probes reveal the fake's template and tokenizer.
     assert (sample.input_tokens, sample.output_tokens, len(sample.piece_times)) == (51, 4, 4)
     assert sample.sent_at <= sample.first_at <= sample.finished_at
     body = fake.bodies[-1]
@@ -58,17 +58,17 @@ async def test_prompts_differ_from_request_to_request(fake: FakeOpenAI, url: str
     assert first != second
 
 
-async def test_failures_are_told_in_the_sample(fake: FakeOpenAI, url: str) -> None:
+async def test_failures_are_recorded_in_the_sample(fake: FakeOpenAI, url: str) -> None:
     fake.refused = {1}
     fake.cut = {2}
     async with client(url, model="toy") as bench:
         refused = await bench.send(REQUEST)
         cut = await bench.send(REQUEST)
     assert refused.error == "HTTP 429: queues are full"
-    assert cut.error == "the stream ended before the answer did"
+    assert cut.error == "the stream ended before the answer was complete"
 
 
-async def test_nothing_listens() -> None:
+async def test_an_unreachable_server() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -79,26 +79,26 @@ async def test_nothing_listens() -> None:
 
 
 @pytest.mark.parametrize("address", ["nonsense", "ftp://x/y", "http://"])
-async def test_a_url_that_is_none(address: str) -> None:
+async def test_an_invalid_url(address: str) -> None:
     async with client(address) as bench:
         with pytest.raises(UsageError, match="--url"):
             await bench.calibrate_prompts()
 
 
-async def test_no_such_route(url: str) -> None:
+async def test_a_missing_route(url: str) -> None:
     async with client(f"{url}/elsewhere") as bench:
         with pytest.raises(UsageError, match="HTTP 404"):
             await bench.calibrate_prompts()
 
 
-async def test_no_model_yet(fake: FakeOpenAI, url: str) -> None:
+async def test_a_server_without_models(fake: FakeOpenAI, url: str) -> None:
     fake.models = []
     async with client(url) as bench:
         with pytest.raises(Unavailable, match="serves no model"):
             await bench.calibrate_prompts()
 
 
-async def test_a_refused_parameter_is_told_before_the_run(fake: FakeOpenAI, url: str) -> None:
+async def test_a_rejected_parameter_is_reported_before_the_run(fake: FakeOpenAI, url: str) -> None:
     fake.reject_ignore_eos = True
     async with client(url) as bench:
         with pytest.raises(UsageError, match="unknown field ignore_eos"):
@@ -110,7 +110,7 @@ def test_calibration() -> None:
     assert learnt == Calibration(3.0, 20.0)
     assert learnt.words_for_tokens(320) == 100
     assert learnt.words_for_tokens(1) == 1
-    # A server that counts nonsense is not believed.
+    # A server with nonsensical counts is not trusted.
     assert Calibration.from_probes(50, 50) == Calibration()
 
 

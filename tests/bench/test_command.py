@@ -42,7 +42,7 @@ def test_json_result(fake: FakeOpenAI, threaded_url: str) -> None:
     assert (report["completed"], report["failed"], report["output_tokens"]) == (6, 0, 30)
     assert report["ttft_s"].keys() == {"mean", "p50", "p90", "p99"}
     assert len(fake.bodies) == 2 + 2 + 6
-    # Nothing but the result where stderr is no terminal.
+    # Nothing but the result if stderr is not a terminal.
     assert result.stderr == ""
 
 
@@ -51,7 +51,7 @@ def test_table_and_failures(fake: FakeOpenAI, threaded_url: str) -> None:
     result = bench("--url", threaded_url, "--requests", "3", "--output-tokens", "2")
     assert result.exit_code == 0
     assert "2 completed, 1 failed" in result.stdout
-    assert "1 requests failed; the first: HTTP 429: queues are full" in result.stderr
+    assert "1 requests failed; first error: HTTP 429: queues are full" in result.stderr
 
 
 def test_a_trace(fake: FakeOpenAI, threaded_url: str, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_trace(fake: FakeOpenAI, threaded_url: str, tmp_path: Path) -> None:
     [
         (["--rate", "0"], "--rate"),
         (["--trace", "nowhere.csv"], "can't read the trace"),
-        (["--trace", "nowhere.csv", "--input-tokens", "3"], "leave out --input-tokens"),
+        (["--trace", "nowhere.csv", "--input-tokens", "3"], "omit --input-tokens"),
         (["--output-tokens", "0"], "--output-tokens"),
     ],
 )
@@ -93,10 +93,10 @@ def test_unreachable() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT for one process on Windows")
-def test_an_interrupt_prints_what_was_measured(fake: FakeOpenAI, threaded_url: str) -> None:
+def test_an_interrupt_prints_partial_results(fake: FakeOpenAI, threaded_url: str) -> None:
     fake.held_from = 6
     code = (
-        # A job that a script starts in the background inherits an ignored SIGINT.
+        # A background job of a script inherits an ignored SIGINT.
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from molink.bench import runner\n"

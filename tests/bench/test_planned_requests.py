@@ -11,7 +11,7 @@ def test_infinite_rate_sends_all_at_once() -> None:
     assert poisson_arrivals(math.inf, 3, seed=0) == [0.0, 0.0, 0.0]
 
 
-def test_poisson_rises_from_zero_with_the_rate_as_mean() -> None:
+def test_poisson_arrivals_ascend_from_zero_with_the_mean_rate() -> None:
     times = poisson_arrivals(4.0, 20_000, seed=1)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert times[0] == 0.0
@@ -24,17 +24,17 @@ def test_poisson_rises_from_zero_with_the_rate_as_mean() -> None:
     )
 
 
-def test_the_seed_decides() -> None:
+def test_equal_seeds_give_equal_plans() -> None:
     assert poisson_arrivals(1.0, 9, seed=7) == poisson_arrivals(1.0, 9, seed=7)
     assert poisson_arrivals(1.0, 9, seed=7) != poisson_arrivals(1.0, 9, seed=8)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
-def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+def test_invalid_rates_are_rejected(rate: float) -> None:
     with pytest.raises(UsageError, match="--rate"):
         poisson_arrivals(rate, 1, seed=0)
 
 
-def test_no_requests_are_refused() -> None:
+def test_zero_requests_are_rejected() -> None:
     with pytest.raises(UsageError, match="--requests"):
         poisson_arrivals(1.0, 0, seed=0)

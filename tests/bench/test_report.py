@@ -16,7 +16,7 @@ def test_percentiles_are_linear_between_neighbours() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50))
-def test_percentiles_rise_and_stay_in_range(values: list[float]) -> None:
+def test_percentiles_ascend_within_the_range(values: list[float]) -> None:
     summary = Summary.from_values(values)
     assert summary.p50 is not None
     assert summary.p90 is not None
@@ -24,7 +24,7 @@ def test_percentiles_rise_and_stay_in_range(values: list[float]) -> None:
     assert min(values) <= summary.p50 <= summary.p90 <= summary.p99 <= max(values)
 
 
-def test_the_shape_of_the_result() -> None:
+def test_the_json_result() -> None:
     samples = [
         Sample(
             sent_at=0.0,
@@ -56,7 +56,7 @@ def test_the_shape_of_the_result() -> None:
     }
 
 
-def test_nothing_measured_is_null_and_a_dash() -> None:
+def test_missing_data_is_null_and_a_dash() -> None:
     report = summarize([], 0.0, policy="x")
     assert report.ttft_s == Summary(None, None, None, None)
     assert (report.requests_per_s, report.output_tokens_per_s) == (0.0, 0.0)

@@ -27,7 +27,7 @@ class VirtualClock:
         await event.wait()
 
     async def turn(self) -> None:
-        """Advance for ever, letting everything that can run do so before each step."""
+        """Advance forever; before each step everything runnable runs."""
         while True:
             for _ in range(50):
                 await asyncio.sleep(0)
@@ -37,7 +37,7 @@ class VirtualClock:
 
 
 class FakeServer:
-    """Answers each request with its tokens at a scripted pace, and counts what runs at once."""
+    """Answers each request with its tokens at a scripted rate and counts concurrent requests."""
 
     def __init__(self, clock: VirtualClock, first: float, each: float) -> None:
         self._clock = clock
@@ -65,7 +65,7 @@ def plan(*times: float, tokens: int = 5) -> list[PlannedRequest]:
     return [PlannedRequest(index, at, 8, tokens) for index, at in enumerate(times)]
 
 
-async def test_requests_go_out_when_due_and_figures_are_exact() -> None:
+async def test_requests_are_sent_on_time_and_timed_exactly() -> None:
     clock = VirtualClock()
     server = FakeServer(clock, first=0.5, each=0.125)
     turning = asyncio.create_task(clock.turn())
@@ -89,7 +89,7 @@ async def test_requests_go_out_when_due_and_figures_are_exact() -> None:
         assert (summary.mean, summary.p50, summary.p90, summary.p99) == (value,) * 4
 
 
-async def test_concurrency_holds_requests_back_in_order() -> None:
+async def test_concurrency_delays_requests_in_order() -> None:
     clock = VirtualClock()
     server = FakeServer(clock, first=1.0, each=0.0)
     turning = asyncio.create_task(clock.turn())
@@ -103,7 +103,7 @@ async def test_concurrency_holds_requests_back_in_order() -> None:
     assert {sample.latency for sample in measured.samples} == {1.0}
 
 
-async def test_an_interrupted_run_keeps_what_it_measured() -> None:
+async def test_an_interrupted_run_keeps_its_samples() -> None:
     clock = VirtualClock()
     server = FakeServer(clock, first=1.0, each=0.0)
     turning = asyncio.create_task(clock.turn())

@@ -48,7 +48,7 @@ def test_mooncake(write: Callable[..., Any]) -> None:
     ]
 
 
-def test_rows_are_put_in_order(write: Callable[..., Any]) -> None:
+def test_rows_are_sorted(write: Callable[..., Any]) -> None:
     first, second = MOONCAKE.splitlines()
     assert [row.arrival_s for row in read_trace(write(f"{second}\n{first}\n"))] == [0.0, 3.0]
 
@@ -58,7 +58,7 @@ def test_rows_are_put_in_order(write: Callable[..., Any]) -> None:
     [
         ("", "has no requests"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
-        ("a,b,c\n1,2,3\n", "row 1: neither the header"),
+        ("a,b,c\n1,2,3\n", "row 1: expected the header"),
         (AZURE.replace("396", "many"), "row 3: "),
         (AZURE.replace(",109", ""), "row 3: 2 fields instead of 3"),
         (AZURE.replace("2023-11-16 18:16:46", "noon"), "row 4: "),
@@ -73,7 +73,7 @@ def test_bad_rows_are_named(write: Callable[..., Any], text: str, message: str) 
         read_trace(write(text))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"can't read the trace .*nowhere\.csv"):
         read_trace(tmp_path / "nowhere.csv")
 

@@ -49,7 +49,7 @@ class Loopback:
     def open(self) -> None:
         found = self.up.found()
         self.tools.wait_for(lambda: found.home.membership.exists(), self.up)
-        self.tools.wait_for(lambda: self.up.status().get("porch"), self.up)
+        self.tools.wait_for(lambda: self.up.status().get("pairing_port"), self.up)
         self.where = f"127.0.0.1:{self.up.status()['porch']}"
 
     def join(self, name: str, home: str = "") -> Process:
@@ -77,7 +77,7 @@ def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> N
     second = loopback.join("second")
     code = shown_code(second, tools)
     assert "asks swarm first to let it in" in second.output
-    (knock,) = loopback.up.status()["knocks"]
+    (knock,) = loopback.up.status()["pairing_requests"]
     assert (knock["name"], knock["code"], knock["address"]) == ("second", code, "127.0.0.1")
     tools.wait_for(lambda: f"molink approve {code}" in loopback.up.output, loopback.up)
     assert code in tools.run_molink(loopback.first, "approve").stdout
@@ -85,7 +85,7 @@ def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> N
     assert (done.returncode, done.stdout) == (0, "second is a member now.\n"), done.stderr
     second.found()
     tools.wait_for(lambda: "second" in loopback.names(), second)
-    assert loopback.up.status()["knocks"] == []
+    assert loopback.up.status()["pairing_requests"] == []
     assert "second" in tools.run_molink(loopback.first, "invite", "--list").stdout
 
 
@@ -132,7 +132,7 @@ def test_refused_or_given_up(loopback: Loopback, tools: type[Tools]) -> None:
     fourth.process.send_signal(signal.SIGINT)
     assert fourth.process.wait(60) == 130
     assert "Traceback" not in fourth.output
-    tools.wait_for(lambda: not loopback.up.status()["knocks"], loopback.up)
+    tools.wait_for(lambda: not loopback.up.status()["pairing_requests"], loopback.up)
     done = tools.run_molink(loopback.first, "approve", code)
     assert (done.returncode, "no PC that waits shows" in done.stderr) == (1, True)
     assert not {"third", "fourth"} & set(loopback.names())
@@ -160,7 +160,7 @@ def test_a_hostile_pc_before_the_porch(loopback: Loopback, tools: type[Tools]) -
             ):
                 with suppress(OSError):
                     attempt()
-        assert loopback.up.status()["knocks"] == [], "members are answered meanwhile"
+        assert loopback.up.status()["pairing_requests"] == [], "members are answered meanwhile"
     assert loopback.up.status()["coordinator"]["pid"] == process.pid
     assert process.memory_info().rss - before < 50 << 20
     fifth = loopback.join("fifth")
@@ -264,4 +264,4 @@ def peers(pair: VethPair, home: Path) -> list[dict[str, Any]]:
     )
     said = asking.communicate(timeout=START_S)[0]
     listed = json.loads(said)["peers"] if said else []
-    return [one for one in listed if one["state"] == "here"]
+    return [one for one in listed if one["state"] == "online"]

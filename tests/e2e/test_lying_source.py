@@ -73,8 +73,8 @@ def tensors(folder: Path) -> dict[str, bytes]:
 @pytest.mark.timeout(300)
 def test_a_source_that_alters_weights(joiner: Process, tools: type[Tools], model: Path) -> None:
     status = joiner.wait_ready()
-    (liar,) = status["cut_off"]
-    assert (liar["name"], liar["by"]) == ("liar", "this PC, as a source of models")
+    (liar,) = status["banned_peers"]
+    assert (liar["name"], liar["banned_by"]) == ("liar", "this PC, as a source of models")
     assert "is not what the model's owner has there" in liar["reason"]
     log = (joiner.home.logs / "daemon.log").read_text(encoding="utf-8")
     assert f"peer {liar['peer']} is no source of models any more" in log

@@ -104,7 +104,7 @@ def test_both_devices_of_a_pc_hold_stages_and_come_and_go_with_it(place: TwoDevi
 
     place.second = place.start("second", "join", "--device", "cpu,cpu")
     place.tools.wait_for(
-        lambda: all(one["state"] == "here" for one in place.peers().values()), place.second
+        lambda: all(one["state"] == "online" for one in place.peers().values()), place.second
     )
     assert place.peers().keys() == ALL
     place.second_molink("leave")

@@ -288,7 +288,7 @@ def test_one_model_twice_and_once_again(place: TwoModels) -> None:
         next(stream)
 
     def busy() -> list[int]:
-        heads = [one["head"] for one in place.swarm.status("first")["pipelines"]]
+        heads = [one["scheduler"] for one in place.swarm.status("first")["pipelines"]]
         return [0 if head is None else head["running"] for head in heads]
 
     place.until(lambda: busy() == [1, 1])

@@ -97,8 +97,8 @@ def test_each_takes_its_shards(
     tools.wait_for(lambda: "together they hold all layers" in a.status().get("files", ""), a)
     d = start("d", "join", invite(), "--stage", "2:3")
     d.wait_ready()
-    (liar,) = d.status()["cut_off"]
-    assert (liar["name"], liar["by"]) == ("b", "this PC, as a source of models")
+    (liar,) = d.status()["banned_peers"]
+    assert (liar["name"], liar["banned_by"]) == ("b", "this PC, as a source of models")
     assert f"its bytes of {OF_LAYERS[2]} are not what the hub says" in liar["reason"]
     assert took("d") == {OF_LAYERS[2]: size[OF_LAYERS[2]]}
     (stored,) = d.home.models.rglob("*.safetensors")

@@ -1,1 +1,1 @@
-"""The local chat endpoint: OpenAI's routes, metrics and the chat page."""
+"""The chat endpoint of a PC: OpenAI, Anthropic and Ollama routes, metrics and the chat page."""

@@ -1,10 +1,10 @@
-"""Who may call the endpoint: a listening port on a PC is within reach of every page it opens.
+"""Authenticates requests and protects the endpoint from other sites' pages.
 
 A page of another site can send requests to ``localhost`` (a form post, a ``fetch`` without reading
-the answer), and by DNS rebinding it can even pose as the same site. So the ``Host`` must
-be a name of ours, an ``Origin`` must be our own or one that the owner allows, and a ``POST``
-must be JSON, which no form can send. Ollama's clients send theirs without saying so, or as ``curl``
-does: that passes at its routes, unless a browser says that a page of another site asks.
+the answer), and DNS rebinding makes it look like the same site. So the ``Host`` must be a name of
+this endpoint, the ``Origin`` must be its own or an allowed one, and a ``POST`` must be JSON, which
+no form can send. Ollama's clients send JSON without a content type, or with ``curl``'s default;
+their routes accept that unless the browser marks the request as cross-site.
 """
 
 import hmac
@@ -19,11 +19,11 @@ from molinkd.api.api_settings import ApiSettings, is_loopback
 from molinkd.api.cors import AllowedOrigins
 from molinkd.api.problem import Problem, ProblemError
 
-#: Paths that answer without the API key: they tell nothing, and the page has to ask for the key.
+#: Paths that need no API key: they reveal nothing, and the page must be able to ask for the key.
 PUBLIC_PATHS = frozenset({"/", "/health", "/openapi.json", "/readyz"})
-#: Where the files of the chat page are; they answer without it, too.
+#: Files of the chat page, which need no API key either.
 PAGE_PREFIX = "/page/"
-#: Where Ollama's routes are.
+#: Prefix of Ollama's routes.
 OLLAMA_PREFIX = "/api/"
 _FORM_TYPE = "application/x-www-form-urlencoded"
 _CLIENT_NAME = web.RequestKey("caller", str)
@@ -31,11 +31,11 @@ _CLIENT_ID = web.RequestKey("client", str)
 
 
 class AccessGuard:
-    """Checks each request before anything else looks at it."""
+    """Checks every request before it is handled."""
 
     def __init__(self, settings: ApiSettings) -> None:
         self._keys = settings.keys
-        #: What heads on other PCs know a key by: neither the key nor its name.
+        #: Random client ids sent to other PCs in place of a key or its name.
         self._client_ids = {name: secrets.token_hex(8) if name else "" for name, _ in self._keys}
         self.origins = AllowedOrigins(settings.cors_origins)
         self._loopback = settings.loopback
@@ -46,17 +46,16 @@ class AccessGuard:
         self._host_names = frozenset(names)
 
     def check_request(self, request: web.BaseRequest) -> None:
-        """Let ``request`` pass, and note the name of its key: :func:`client_name`,
-        :func:`client_id`.
+        """Check ``request`` and store its client: see :func:`client_name` and :func:`client_id`.
 
         Raises:
-            ProblemError: a foreign host or origin (403), no JSON (415), or no valid key (401).
+            ProblemError: foreign host or origin (403), no JSON (415), or no valid key (401).
         """
         host = request.headers.getall(hdrs.HOST, [])
         if len(host) != 1 or not self._is_own_host(host[0]):
             raise _forbidden(
-                "the Host header names no host of this endpoint; call it as localhost, or allow "
-                "the name in `allowed_hosts`",
+                "the Host header does not match this endpoint; use localhost, or add the "
+                "name to `allowed_hosts`",
                 "invalid_host",
             )
         self._check_origin(request, host[0])
@@ -85,37 +84,37 @@ class AccessGuard:
             own = (f"http://{host}".lower(), f"https://{host}".lower())
             if origin.lower() not in own and origin not in self.origins:
                 raise _forbidden(
-                    "a page of another site can't use this endpoint, unless its owner names the "
-                    "origin in `cors_origins` (--cors-origin)",
+                    "pages of other sites can't use this endpoint, unless its owner allows "
+                    "their origin in `cors_origins` (--cors-origin)",
                     "invalid_origin",
                 )
 
     def _authenticate(self, request: web.BaseRequest) -> str:
         scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         if scheme.lower() != "bearer":
-            key = request.headers.get("X-Api-Key", "")  # as Anthropic's clients send it
+            key = request.headers.get("X-Api-Key", "")  # Anthropic's clients use this header
         given = key.strip().encode("utf-8", "surrogateescape")
-        # All are compared, so that the time tells nothing.
+        # Compare all keys, so that timing reveals nothing.
         found = [name for name, own in self._keys if hmac.compare_digest(given, own.encode())]
         if not found:
-            text = "a valid API key is needed: send `Authorization: Bearer KEY`"
+            text = "a valid API key is required: send `Authorization: Bearer KEY`"
             problem = Problem(401, text, "authentication_error", None, "invalid_api_key")
             raise ProblemError(problem)
         return found[0]
 
 
 def client_name(request: web.BaseRequest) -> str:
-    """Who asks: the name of the key that was sent, else the client's address."""
+    """Return the name of the client's key, or its address."""
     return request.get(_CLIENT_NAME) or request.remote or ""
 
 
 def client_id(request: web.BaseRequest) -> str:
-    """Whose share of a pipeline it takes: one word for each named key, the same for all others."""
+    """Return the id for fair scheduling: one per named key, empty for all others."""
     return request.get(_CLIENT_ID) or ""
 
 
 def _is_json(request: web.BaseRequest) -> bool:
-    """Whether the body is said to be JSON, or at Ollama's routes may be; a form's never is."""
+    """Whether the body is declared as JSON, or may be JSON on Ollama's routes; never a form."""
     kind = request.headers.get(hdrs.CONTENT_TYPE)
     if kind is not None and request.content_type == "application/json":
         return True

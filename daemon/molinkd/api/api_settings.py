@@ -1,4 +1,4 @@
-"""How the endpoint is set up."""
+"""Settings of the endpoint."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -15,15 +15,14 @@ MIB = 2**20
 class ApiSettings:
     """Settings of one endpoint. Times in seconds, sizes in bytes.
 
-    ``host`` is the address the endpoint binds; beyond loopback it needs an API key: ``api_key``, or
-    several in ``api_keys``, each with its name.
-    ``allowed_hosts`` are further names under which clients may call it (the ``Host``
-    header), for instance the name of this PC or of a reverse proxy; ``*`` allows every name.
-    ``cors_origins`` are the pages that may use it beside its own (see :class:`AllowedOrigins`).
-    ``max_choices`` bounds prompts × ``n`` of one request.
+    ``host`` is the address to bind. Any address but loopback requires an API key: ``api_key``, or
+    several in ``api_keys``, each with its name. ``allowed_hosts`` are additional names for the
+    ``Host`` header, such as this PC's name or that of a reverse proxy; ``*`` allows all.
+    ``cors_origins`` are other pages that may use the endpoint (see :class:`AllowedOrigins`).
+    ``max_choices`` limits prompts × ``n`` of one request.
 
     Raises:
-        UsageError: the settings would let strangers in, or can't work.
+        UsageError: the settings are invalid or would expose the endpoint without a key.
     """
 
     host: str = "127.0.0.1"
@@ -33,37 +32,39 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 2 * MIB
     max_connections: int = 512
-    #: Bodies that may be under way at once.
+    #: Maximum number of bodies received at once.
     max_concurrent_bodies: int = 64
     max_choices: int = 64
-    #: How answers write calls and thoughts: by each model's template, or one way for all models.
+    #: How answers encode tool calls and reasoning: detected per model, or one format for all.
     tool_call_parser: ToolCallParserChoice = "auto"
     header_timeout_s: float = 10.0
-    #: How late a body may be that comes at ``min_body_rate`` bytes per second.
+    #: Slack of a body over ``min_body_rate`` bytes per second.
     body_timeout_s: float = 10.0
     min_body_rate: int = 16 * 1024
     keepalive_s: float = 75.0
-    #: A client that takes nothing for this long loses its answer.
+    #: Maximum time without reading before a client loses its answer.
     stall_timeout_s: float = 60.0
-    #: After how long without an event a stream says that it is still there.
+    #: Idle time after which a stream sends a keepalive event.
     keepalive_interval_s: float = 10.0
-    #: How long running answers may go on when the endpoint stops, and then their last words.
+    #: How long running answers may continue at shutdown, and how long connections may take to
+    #: close.
     shutdown_grace_period_s: float = 0.0
     close_timeout_s: float = 1.0
 
     def __post_init__(self) -> None:
         for name, key in self.keys:
             if not key.strip():
-                raise UsageError(f"the API key {name!r} is empty: set a real one, or none at all")
+                raise UsageError(f"the API key {name!r} is empty: set a key, or remove it")
         if AllowedOrigins(self.cors_origins).allows_any and not self.keys:
             raise UsageError(
-                "`cors_origins`: with * every page that this PC opens could use the endpoint: set "
+                "`cors_origins`: * lets any page that this PC opens use the endpoint; set "
                 "an API key too, or name the origins"
             )
         if not self.loopback and not self.keys:
             raise UsageError(
-                f"the endpoint would listen on {self.host}, where others can reach it, without an "
-                "API key: set one with --api-key (or MOLINK_API_KEY), or listen on 127.0.0.1"
+                f"the endpoint would listen on {self.host}, where others can reach it, "
+                "without an API key: set one with --api-key (or MOLINK_API_KEY), or listen "
+                "on 127.0.0.1"
             )
         bounds = (
             self.max_body_bytes,
@@ -80,11 +81,11 @@ class ApiSettings:
             self.stall_timeout_s,
         )
         if min(*bounds, *times) <= 0:
-            raise UsageError("every limit and timeout of the endpoint must be above 0")
+            raise UsageError("all limits and timeouts of the endpoint must be positive")
 
     @property
     def keys(self) -> tuple[tuple[str, str], ...]:
-        """All keys, each after its name; that of ``api_key`` is empty."""
+        """All keys as (name, key); the name of ``api_key`` is empty."""
         single = () if self.api_key is None else (("", self.api_key),)
         return (*single, *self.api_keys.items())
 
@@ -95,7 +96,7 @@ class ApiSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` (a name, or an IP address without brackets) is this PC itself."""
+    """Whether ``host`` (a name, or an IP address without brackets) is this PC."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:

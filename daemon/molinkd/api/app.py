@@ -34,28 +34,28 @@ _LOG = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-#: What every answer says, so that no page of another site can use it in a way of its own.
+#: Response headers that keep other sites from reading or reinterpreting an answer.
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
 
-#: What reads the bodies of an application's requests.
+#: Reads the bodies of requests.
 BODIES = web.AppKey("bodies", BodyReader)
 
-#: Its answers, which may be given time to end.
+#: Tracks running answers, so that shutdown can wait for them.
 ANSWERS = web.AppKey("answers", RunningAnswers)
 
-#: A client that has waited for longer than this, in seconds, for nothing is told not to ask again
-#: by itself: official clients would wait twice more.
+#: A client that waited longer than this, in seconds, before a 503 is told not to retry: official
+#: clients would wait twice more.
 _NO_RETRY_AFTER_S = 3.0
 
-#: The status under which a request counts whose client left before its answer was complete.
+#: The status recorded for a request whose client disconnected early (nginx's 499).
 _CLIENT_CLOSED_REQUEST = "499"
 
 
 def create_app(backend: Backend, settings: ApiSettings, reader: PromptTokenizer) -> web.Application:
-    """The application that serves ``backend``; prompts are read by ``reader``.
+    """Create the application that serves ``backend``; ``reader`` tokenizes prompts.
 
-    Run it with ``handler_cancellation=True``, as ``EndpointServer`` does:
-    a request whose client has gone is cancelled, and with it its generation.
+    Run it with ``handler_cancellation=True``, as ``EndpointServer`` does, so that a client's
+    disconnect cancels its generation.
     """
     recorder = RequestRecorder()
     shell = _Middleware(AccessGuard(settings), recorder, settings)
@@ -93,7 +93,7 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptTokenizer)
 
 
 class _Middleware:
-    """Around every handler: the guard before it, errors as envelopes and figures after it."""
+    """Middleware: authentication, error envelopes, metrics."""
 
     def __init__(
         self, guard: AccessGuard, recorder: RequestRecorder, settings: ApiSettings
@@ -104,7 +104,7 @@ class _Middleware:
 
     @web.middleware
     async def handle_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """aiohttp's middleware."""
+        """Handle one request (an aiohttp middleware)."""
         assign_request_id(request)
         connection = request.protocol if isinstance(request.protocol, EndpointProtocol) else None
         if connection is not None:
@@ -125,11 +125,11 @@ class _Middleware:
             self._recorder.requests[route, status] += 1
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """What every answer says."""
+        """Add the headers that every response has."""
         own = get_request_id(request)
         headers = {**_HEADERS, "X-Request-Id": own}
         if request.path.startswith(MESSAGES_PREFIX):
-            headers["Request-Id"] = own  # as Anthropic's clients read it
+            headers["Request-Id"] = own  # Anthropic's clients read this name
         for name, value in headers.items():
             response.headers.setdefault(name, value)
         self._guard.origins.add_headers(request, response)
@@ -161,10 +161,10 @@ class _Middleware:
             return answer
 
     async def _send_response(self, request: web.Request, answer: web.StreamResponse) -> None:
-        """Send ``answer``, but not at any pace: a client that takes nothing has gone.
+        """Send ``answer`` within a time limit.
 
         Raises:
-            ConnectionError: it has.
+            ConnectionError: the client does not read.
         """
         size = answer.content_length or 0 if isinstance(answer, web.Response) else 0
         patience = self._settings.stall_timeout_s + size / self._settings.min_body_rate
@@ -175,11 +175,11 @@ class _Middleware:
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
-            raise ConnectionResetError("the client takes nothing") from None
+            raise ConnectionResetError("the client does not read") from None
 
 
 def _error_envelope(path: str) -> Envelope | None:
-    """How errors of that route look, where not as OpenAI's."""
+    """Return the error format of a route; ``None`` means OpenAI's."""
     if path.startswith(MESSAGES_PREFIX):
         return message_envelope
     return ollama_envelope if path.startswith(OLLAMA_PREFIX) else None
@@ -193,19 +193,19 @@ class _StatusRoutes:
         self._registry = create_registry(recorder, backend)
 
     async def get_health(self, request: web.Request) -> web.Response:
-        """The process is alive."""
+        """Report that the process is alive."""
         return web.Response(body=b'{"status":"ok"}', content_type="application/json")
 
     async def get_readiness(self, request: web.Request) -> web.Response:
-        """A pipeline can serve (``?model=`` asks for one model's); 503 if not."""
+        """Report whether a pipeline is ready (``?model=`` for one model); 503 if not."""
         model = request.query.get("model")
         if not self._backend.is_ready(model):
-            text = "no pipeline can serve now; `molink status` says what is missing"
+            text = "no pipeline is ready; `molink status` shows the reason"
             return Problem(503, text, "server_error", None, "unavailable", 1.0).to_response()
         return web.Response(body=json.encode({"status": "ready"}), content_type="application/json")
 
     async def get_metrics(self, request: web.Request) -> web.Response:
-        """Prometheus text."""
+        """Return the metrics in Prometheus text format."""
         return web.Response(
             body=render_metrics(self._registry),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},

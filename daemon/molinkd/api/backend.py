@@ -1,4 +1,4 @@
-"""What the endpoint needs from the swarm, as a protocol; the daemon implements it."""
+"""What the endpoint needs from the swarm, as a protocol. The daemon implements it."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +13,10 @@ from molink.wire.messages.serving import Request
 class ServedModel:
     """A model that a pipeline serves.
 
-    ``folder`` is a local folder with at least config, tokenizer and chat template (never weights
-    that only other peers have). ``max_model_len`` is in tokens. Requests of up to
-    ``original_max_model_len`` are computed as the model was trained at first (LongRoPE); 0: there
-    is no such bound. ``size`` is of all its weights, in bytes, 0 if not known, and ``root`` names
-    its content.
+    ``folder`` is a local folder with at least config, tokenizer and chat template; its weights may
+    be on other peers. ``max_model_len`` is in tokens. Requests of up to ``original_max_model_len``
+    tokens use the original position embeddings (LongRoPE); 0: no such limit. ``size`` is the size
+    of all weights in bytes, 0 if unknown. ``root`` identifies the model's content.
     """
 
     name: str
@@ -31,9 +30,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class StageLabels:
-    """Which stage a worker's figures are of, as labels.
+    """Prometheus labels of a stage.
 
-    ``layers`` is ``0:12``; ``sends`` and ``receives`` are its links, ``0-1`` from stage 0 to 1.
+    ``layers`` is such as ``0:12``; ``sends`` and ``receives`` are its links, such as ``0-1`` from
+    stage 0 to 1.
     """
 
     pipeline: str
@@ -45,14 +45,14 @@ class StageLabels:
     def for_stage(
         cls, pipeline: str, layers: tuple[int, int], stage: int, stages: int
     ) -> "StageLabels":
-        """The name of one of ``stages`` stages."""
+        """Label one of ``stages`` stages."""
         before, after = (stage - 1) % stages, (stage + 1) % stages
         return cls(pipeline, f"{layers[0]}:{layers[1]}", f"{stage}-{after}", f"{before}-{stage}")
 
 
 @dataclass(frozen=True, slots=True)
 class StageMetricValues:
-    """What a stage's workers have counted, and what the one that there is measures."""
+    """Counters of a stage over all its workers, and gauges of the current worker."""
 
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class StageMetricValues:
 
 @dataclass(frozen=True, slots=True)
 class MetricValues:
-    """What a daemon and its workers count and measure, name → value; for Prometheus."""
+    """Counters and gauges of a daemon and its workers, for Prometheus."""
 
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
@@ -68,18 +68,18 @@ class MetricValues:
 
 
 class Backend(Protocol):
-    """Everything behind the endpoint. All methods are called on the endpoint's own event loop."""
+    """The swarm behind the endpoint. All methods are called on the endpoint's event loop."""
 
     def list_models(self) -> Sequence[ServedModel]:
-        """Models that can be asked for now, ready or not."""
+        """Return the models that clients may request, ready or not."""
         ...
 
     def is_ready(self, model: str | None = None) -> bool:
-        """Whether a pipeline can serve ``model`` (any model if ``None``) right now."""
+        """Whether a pipeline can serve ``model`` (any model if ``None``) now."""
         ...
 
     def generate(self, request: Request) -> AsyncGenerator[GeneratedToken, None]:
-        """Stream an answer; closing the generator (``aclose``) cancels the request.
+        """Stream an answer. Closing the generator (``aclose``) cancels the request.
 
         Raises (from the generator):
             ModelNotFound, ContextTooLong, Overloaded, Unavailable.
@@ -87,13 +87,13 @@ class Backend(Protocol):
         ...
 
     def collect_metrics(self) -> MetricValues:
-        """Those of this daemon, its workers and links."""
+        """Collect the metrics of this daemon, its workers and links."""
         ...
 
     async def fetch_status(self) -> bytes:
-        """``molink status --json`` as UTF-8.
+        """Return ``molink status --json`` as UTF-8.
 
         Raises:
-            Unavailable: it can't be told now.
+            Unavailable: the status is not available.
         """
         ...

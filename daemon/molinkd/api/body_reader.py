@@ -1,4 +1,4 @@
-"""A request's body: read within bounds of size and time."""
+"""Reads request bodies within limits of size, rate and concurrency."""
 
 import asyncio
 
@@ -10,28 +10,28 @@ from molinkd.api.problem import Problem, ProblemError
 
 
 class BodyReader:
-    """Reads bodies. Each has to come at some pace, and only so many may be under way at once.
+    """Reads bodies at a minimum rate, with a limited number at once.
 
-    What is late most goes first where there are too many: a client that sends on purpose a byte
-    now and then is soon later than any that only has a slow line.
+    Above the limit the body that is furthest behind is dropped. A slowloris client falls behind
+    sooner than one on a slow line.
     """
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
-        #: One for each body that has not arrived completely; its time is when that is too late.
+        #: One timeout for each incomplete body; it expires when the body is too late.
         self._deadlines: set[asyncio.Timeout] = set()
 
     async def read_body(self, request: web.Request) -> bytes:
-        """The body of ``request``.
+        """Read the body of ``request``.
 
         Raises:
-            ProblemError: it is too large, or comes too slowly.
-            RequestError: it is damaged.
-            ConnectionError: the client has gone.
+            ProblemError: the body is too large or arrives too slowly.
+            RequestError: the body is malformed.
+            ConnectionError: the client disconnected.
         """
         settings, content = self._settings, request.content
-        if request.transport is None:  # aiohttp would call it a RuntimeError
-            raise ConnectionResetError("the client has gone")
+        if request.transport is None:  # aiohttp would raise RuntimeError
+            raise ConnectionResetError("the client disconnected")
         if (request.content_length or 0) > settings.max_body_bytes:
             raise _too_large(settings)
         begin = asyncio.get_running_loop().time() + settings.body_timeout_s
@@ -47,17 +47,18 @@ class BodyReader:
                     deadline.reschedule(begin + len(data) / settings.min_body_rate)
         except TimeoutError:
             text = (
-                f"the body came too slowly: send at least {settings.min_body_rate} bytes per second"
+                f"the body arrived too slowly: send at least {settings.min_body_rate} bytes "
+                "per second"
             )
             raise ProblemError(Problem(408, text, code="timeout")) from None
         except web.RequestPayloadError as error:
-            raise RequestError(f"the body is damaged: {error}") from None
+            raise RequestError(f"the body is malformed: {error}") from None
         finally:
             self._deadlines.discard(deadline)
         return bytes(data)
 
     def drop_slowest(self) -> bool:
-        """Give up the body that is late most; ``False`` if none is under way."""
+        """Drop the body that is furthest behind; ``False`` if there is none."""
         waiting = (deadline for deadline in self._deadlines if not deadline.expired())
         latest = min(waiting, key=lambda deadline: deadline.when() or 0.0, default=None)
         if latest is None:

@@ -1,4 +1,4 @@
-"""The chat page: files of the package's data, served with a policy that lets them do little."""
+"""Serves the chat page under a strict content security policy."""
 
 import base64
 import hashlib
@@ -11,7 +11,7 @@ from aiohttp import web
 
 from molinkd.api.access_guard import PAGE_PREFIX
 
-#: What is served, by the ends of names; the licences of others' code beside it, too.
+#: Content types of the served files, by suffix; includes licences of vendored code.
 _TYPES = {
     ".html": "text/html",
     ".css": "text/css",
@@ -19,7 +19,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain",
 }
-#: No inline code, nothing from elsewhere, no form, and HTML only through DOMPurify.
+#: No inline code, no foreign content, no forms, and HTML only through DOMPurify.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -38,7 +38,7 @@ _HEADERS = {
     "Content-Security-Policy": _POLICY,
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
-    # A browser may look up the hosts of links before anybody follows one.
+    # Keeps browsers from resolving the hosts of links in answers.
     "X-DNS-Prefetch-Control": "off",
 }
 
@@ -51,7 +51,7 @@ class _PageFile:
 
     @classmethod
     def load_file(cls, source: Traversable, suffix: str) -> "_PageFile":
-        """Line ends are made those of Unix, as a checkout on Windows may have others."""
+        """Read a file. A checkout on Windows may have other line ends, so they are normalized."""
         body = source.read_bytes().replace(b"\r\n", b"\n")
         digest = base64.urlsafe_b64encode(hashlib.sha256(body).digest()[:15]).decode()
         return cls(body, _TYPES[suffix], digest)
@@ -70,14 +70,14 @@ class _PageFile:
 
 
 class ChatPage:
-    """Serves the page: each file has a route of its own, so nothing else can be asked for."""
+    """Serves the page. Each file has its own route, so nothing else can be requested."""
 
     def __init__(self) -> None:
         self._files = dict(_load_files(files("molink") / "data" / "page", PurePosixPath()))
 
     @property
     def routes(self) -> list[web.RouteDef]:
-        """``/`` and its files."""
+        """``/`` and the files of the page."""
         return [
             web.get("/" if name == "index.html" else PAGE_PREFIX + name, one.serve_file)
             for name, one in self._files.items()
@@ -85,7 +85,7 @@ class ChatPage:
 
 
 def _load_files(folder: Traversable, at: PurePosixPath) -> list[tuple[str, _PageFile]]:
-    """All files of a known type, by their paths."""
+    """Return all files of known types with their paths."""
     found: list[tuple[str, _PageFile]] = []
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         path = at / entry.name

@@ -1,4 +1,4 @@
-"""Connections to the endpoint: how many there may be, which go first, what of them is logged."""
+"""Connections of the endpoint: limits, fairness between clients, and the access log."""
 
 import asyncio
 import logging
@@ -16,21 +16,21 @@ from molinkd.api.request_id import get_request_id
 
 _ACCESS_LOG = logging.getLogger("molinkd.api.access")
 
-#: What is asked every second, by whoever watches a daemon: no news.
+#: Paths that monitors poll; their requests are logged at debug level.
 PROBE_PATHS = PUBLIC_PATHS | {"/metrics"}
-#: How long a client whose connection or body was refused may take to read why.
+#: How long a rejected connection stays open for the client to read the error, in seconds.
 _REFUSAL_LINGER_S = 1.0
-#: How many connections a client may have at work for each that nobody uses.
+#: How many busy connections a client may have per unused connection.
 _BUSY_PER_UNUSED = 8
-#: Refused connections that may be reading at once; further ones are cut off without a word.
+#: Rejected connections kept open at once; further ones are closed at once.
 _MAX_REFUSALS = 64
 
 
 class AccessLog(AbstractAccessLogger):
-    """A line for each request that is no probe."""
+    """Logs each request; probes at debug level."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        """aiohttp's: ``request`` was answered, in ``time`` seconds."""
+        """Log a request that took ``time`` seconds (aiohttp's hook)."""
         level = logging.DEBUG if request.path in PROBE_PATHS else logging.INFO
         path = printable(request.path[:256])
         client = printable(client_name(request)[:64])
@@ -47,10 +47,10 @@ class AccessLog(AbstractAccessLogger):
 
 
 class EndpointProtocol(web.RequestHandler):
-    """A connection that is closed if its first request doesn't come in time.
+    """A connection that is closed if its first request does not arrive in time.
 
-    aiohttp bounds the pauses between requests (keep-alive) but not the wait for the first one.
-    Bodies stay as they came: one that is refused must not be inflated before.
+    aiohttp limits the pause between requests (keep-alive), but not the wait for the first one.
+    Bodies are not decompressed, so that a rejected one is never inflated.
     """
 
     __slots__ = ("_header_timeout", "_header_timer", "_others")
@@ -77,7 +77,7 @@ class EndpointProtocol(web.RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the wait for a request."""
+        """Start the timeout of the first request."""
         if not self._others.admit_connection(self, transport):
             return
         super().connection_made(transport)
@@ -91,10 +91,10 @@ class EndpointProtocol(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What is no HTTP gets an envelope as well, and no traceback in the log."""
+        """Answer invalid HTTP with an error envelope and without a traceback in the log."""
         problem = internal_problem()
         if status < 500:
-            problem = Problem(status, f"no valid HTTP: {message}", code="bad_request")
+            problem = Problem(status, f"invalid HTTP: {message}", code="bad_request")
         else:
             super().handle_error(request, status, exc, message)  # logs it
         answer = problem.to_response()
@@ -102,32 +102,32 @@ class EndpointProtocol(web.RequestHandler):
         return answer
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The client has gone."""
+        """Release the connection."""
         self.on_request_start()
         self._others.remove_connection(self)
         super().connection_lost(exc)
 
     def on_request_start(self) -> None:
-        """A request's headers are complete."""
+        """Mark the connection as busy; a request's headers are complete."""
         self._others.mark_busy(self)
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
     def assign_client(self, client: str) -> None:
-        """The request that has begun is of ``who``; see :meth:`Connections.assign_client`."""
+        """Assign the current request to a client; see :meth:`Connections.assign_client`."""
         self._others.assign_client(self, client)
 
     def on_request_end(self) -> None:
-        """Its answer has been written."""
+        """Mark the connection as idle; the answer is written."""
         self._others.mark_idle(self)
 
 
 class RefusedConnection(asyncio.Protocol):
-    """A connection beyond the limit: told so and closed.
+    """A connection above the limit: sends an error and closes.
 
-    It stays open for a moment, as closing it on what the client is still sending would reset it
-    before the client has read the answer.
+    It stays open briefly: closing while the client still sends would reset the connection before
+    the client reads the error.
     """
 
     def __init__(self, refused: "set[RefusedConnection]") -> None:
@@ -135,7 +135,7 @@ class RefusedConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Answer at once; what the client sends is ignored."""
+        """Send the error; input is ignored."""
         assert isinstance(transport, asyncio.Transport)
         if len(self._refused) >= _MAX_REFUSALS:
             transport.abort()
@@ -153,33 +153,32 @@ class RefusedConnection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(_REFUSAL_LINGER_S, transport.abort)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The client has gone."""
+        """Release the connection."""
         self._refused.discard(self)
         if self._timer is not None:
             self._timer.cancel()
 
 
 class Connections:
-    """The connections of an endpoint; at most ``settings.max_connections`` that are served.
+    """Limits the connections of an endpoint to ``settings.max_connections``.
 
-    Beyond that the one goes that has been idle for longest, of the address with most of them; if
-    all are at work, the one whose body is late most. Only where every one waits for its answer a
-    new one is refused.
+    Above the limit the connection that was idle longest is closed, of the address with the most
+    idle connections; if none is idle, the one whose body is furthest behind. A new connection is
+    rejected only if all others wait for answers.
 
-    Where there may be several clients, each has :data:`_BUSY_PER_UNUSED` times as many connections
-    at work as there are that nobody has: eight ninths of all if it is alone, and ``n`` that want as
-    many as they can get ``8 / (8 n + 1)`` each, once those have ended that were there before
-    (dynamic thresholds; Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory
-    packet switches", 1998). So there are always some for another one, and no answer is cut off for
-    it.
+    With several clients, each may have :data:`_BUSY_PER_UNUSED` busy connections per unused one:
+    eight ninths of the limit for a single client, ``8 / (8 n + 1)`` each for ``n`` greedy clients,
+    once older connections have ended (dynamic thresholds; Choudhury and Hahne, "Dynamic queue
+    length thresholds for shared-memory packet switches", 1998). Some connections always remain for
+    another client, and no answer is cut off.
     """
 
     def __init__(self, server: web.Server, settings: ApiSettings, bodies: BodyReader) -> None:
         self._server = server
         self._settings = settings
         self._body_reader = bodies
-        #: Those that are served; of them, those without a request that is answered, longest first,
-        #: with their clients' addresses, and those with one, with their clients' names.
+        #: All connections with their address; the idle ones, longest first; the busy ones with
+        #: their client.
         self._open: dict[EndpointProtocol, str] = {}
         self._idle: dict[EndpointProtocol, str] = {}
         self._busy: dict[EndpointProtocol, str] = {}
@@ -187,14 +186,14 @@ class Connections:
         self._refused: set[RefusedConnection] = set()
 
     def create_protocol(self) -> asyncio.Protocol:
-        """The protocol of a connection that has just been accepted."""
+        """Create the protocol of an accepted connection."""
         loop = asyncio.get_running_loop()
         return EndpointProtocol(self._server, loop=loop, settings=self._settings, others=self)
 
     def admit_connection(
         self, connection: EndpointProtocol, transport: asyncio.BaseTransport
     ) -> bool:
-        """Let a new connection in, for which another may have to go; else it is told so."""
+        """Admit a new connection, perhaps in place of an idle one, or reject it."""
         if len(self._open) >= self._settings.max_connections and not self._drop_one():
             refusal = RefusedConnection(self._refused)
             transport.set_protocol(refusal)
@@ -205,37 +204,37 @@ class Connections:
         return True
 
     def mark_busy(self, connection: EndpointProtocol) -> None:
-        """A request of ``connection`` is answered now."""
+        """Mark ``connection`` as busy."""
         self._idle.pop(connection, None)
 
     def assign_client(self, connection: EndpointProtocol, client: str) -> None:
-        """Count ``connection``, which is at work, as one of ``who``.
+        """Count a busy ``connection`` for ``client``.
 
         Raises:
-            ProblemError: so many are at work for it that others would find none (429).
+            ProblemError: the client exceeds its share (429).
         """
         held = sum(name == client for name in self._busy.values()) + 1
         unused = self._settings.max_connections - len(self._busy) - 1
         if held > _BUSY_PER_UNUSED * unused and not self._has_single_client:
-            text = f"{held - 1} connections are at work for you, which is your share; try again"
+            text = f"{held - 1} of your connections are busy, which is your share; try again"
             problem = Problem(429, text, "rate_limit_error", None, "too_many_connections", 1.0)
             raise ProblemError(problem)
         self._busy[connection] = client
 
     def mark_idle(self, connection: EndpointProtocol) -> None:
-        """An answer has been written."""
+        """Mark ``connection`` as idle."""
         self._busy.pop(connection, None)
         if connection in self._open:
             self._idle[connection] = self._open[connection]
 
     def remove_connection(self, connection: EndpointProtocol) -> None:
-        """A client has gone, or has to."""
+        """Remove a closed connection."""
         self._open.pop(connection, None)
         self._idle.pop(connection, None)
         self._busy.pop(connection, None)
 
     def _drop_one(self) -> bool:
-        """Have one connection go; ``False`` if none should."""
+        """Close one connection to make room; ``False`` if none can be closed."""
         if not self._idle:
             return self._body_reader.drop_slowest()
         ((most, _),) = Counter(self._idle.values()).most_common(1)

@@ -1,4 +1,4 @@
-"""An answer as the blocks that protocols show: texts, thoughts and calls, in their order."""
+"""Splits an answer into content blocks: texts, reasoning and tool calls, in order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ BlockKind = Literal["text", "thought", "call"]
 
 @dataclass(slots=True)
 class ContentBlock:
-    """One of an answer's blocks, as far as it has come.
+    """One block of an answer, as received so far.
 
-    ``index`` counts them from 0, ``name`` is of a call, ``logprobs`` are of a text's tokens.
+    ``index`` counts from 0; ``name`` is the tool of a call; ``logprobs`` belong to a text.
     """
 
     kind: BlockKind
@@ -35,32 +35,32 @@ class ContentBlock:
 
     @property
     def text(self) -> str:
-        """All of it; of a call, its arguments as the model wrote them."""
+        """The block's text; for a call, its arguments as the model wrote them."""
         return "".join(self.texts)
 
     @property
     def arguments(self) -> dict[str, Any] | None:
-        """Arguments of a call as JSON; ``None`` if they are no object, being cut off or wrong."""
+        """The arguments of a call; ``None`` if they are no complete JSON object."""
         try:
             return msgspec.json.decode(self.text, type=dict[str, Any])
         except (ValueError, RecursionError):
             return None
 
     def as_text(self) -> str:
-        """It as a text: a call that can't be shown as one."""
+        """Render the block as text, also a call that can't be parsed."""
         return f"{self.name}({self.text})" if self.kind == "call" else self.text
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStartedEvent:
-    """``block`` begins, empty."""
+    """``block`` starts; it is still empty."""
 
     block: ContentBlock
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGrownEvent:
-    """``block`` has got ``text`` more."""
+    """``text`` was appended to ``block``."""
 
     block: ContentBlock
     text: str
@@ -69,7 +69,7 @@ class BlockGrownEvent:
 
 @dataclass(frozen=True, slots=True)
 class BlockEndedEvent:
-    """No more comes of ``block``."""
+    """``block`` is complete."""
 
     block: ContentBlock
 
@@ -78,14 +78,14 @@ BlockEvent = BlockStartedEvent | BlockGrownEvent | BlockEndedEvent
 
 
 class BlockReader:
-    """Sans-IO: an answer's pieces in, what they do to its blocks out. An answer has a block."""
+    """Sans-IO: turns pieces of an answer into block events. An answer has a block."""
 
     def __init__(self) -> None:
         self.blocks: list[ContentBlock] = []
         self._events: list[BlockEvent] = []
 
     def push_piece(self, piece: TextPiece) -> list[BlockEvent]:
-        """What ``piece`` adds; its logprobs go with a text."""
+        """Add a piece and return its events; its logprobs go to a text block."""
         logprobs = piece.logprobs
         for part in piece_parts(piece):
             match part:
@@ -105,7 +105,7 @@ class BlockReader:
         return self._pop_events()
 
     def finish_blocks(self) -> list[BlockEvent]:
-        """The end of an answer."""
+        """End the last block; an empty answer gets an empty text block."""
         if not self.blocks:
             self._start_block("text")
         self._end_block()
@@ -140,7 +140,7 @@ class BlockReader:
 
 
 def read_blocks(pieces: Iterable[TextPiece]) -> list[ContentBlock]:
-    """The blocks of a whole answer."""
+    """Return the blocks of a complete answer."""
     reader = BlockReader()
     for piece in pieces:
         reader.push_piece(piece)
@@ -149,10 +149,10 @@ def read_blocks(pieces: Iterable[TextPiece]) -> list[ContentBlock]:
 
 
 def piece_parts(piece: TextPiece) -> Sequence[AnswerPart]:
-    """The parts of a piece, also of one that is content only."""
+    """Return the parts of a piece; plain content counts as one part."""
     return piece.parts or ((TextDelta(piece.text),) if piece.text else ())
 
 
 def text_of_kind(blocks: Iterable[ContentBlock], kind: BlockKind) -> str:
-    """What all blocks of ``kind`` say."""
+    """Join the texts of all blocks of ``kind``."""
     return "".join(block.text for block in blocks if block.kind == kind)

@@ -1,4 +1,4 @@
-"""Pages of other origins that the owner lets in: what browsers have to be told (CORS)."""
+"""Cross-origin requests (CORS) of pages that the owner allows."""
 
 import re
 from collections.abc import Iterable
@@ -8,19 +8,19 @@ from aiohttp import hdrs, web
 from molink.errors import UsageError
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")
-#: A browser's extensions and webviews have ids that nobody knows beforehand: ``scheme://*``.
+#: ``scheme://*``: extensions and webviews have ids that are not known in advance.
 _SCHEME = re.compile(r"(?!https?:)([a-z][a-z0-9+.-]*://)\*")
-#: Headers that a page may want to send; more are no preflight of a client's.
+#: Maximum length of a preflight's header list.
 _MAX_HEADERS = 1024
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]*")
 _EXPOSED = "x-request-id, request-id, retry-after"
 
 
 class AllowedOrigins:
-    """Origins that may use the endpoint beside its own: exact ones, ``scheme://*``, or ``*``."""
+    """Origins allowed to use the endpoint: exact ones, ``scheme://*``, or ``*``."""
 
     def __init__(self, origins: Iterable[str]) -> None:
-        """Raises :class:`UsageError` for what is none."""
+        """Raises :class:`UsageError` for an invalid origin."""
         self._origins: set[str] = set()
         self._schemes: tuple[str, ...] = ()
         self.allows_any = False
@@ -34,8 +34,8 @@ class AllowedOrigins:
                 self._origins.add(origin)
             else:
                 raise UsageError(
-                    f"`cors_origins`: {text!r} is no origin: write it as the browser's address "
-                    "line begins, such as https://chat.example:8080, or app://* or *"
+                    f"`cors_origins`: {text!r} is not an origin; use scheme and host, such "
+                    "as https://chat.example:8080, or app://* or *"
                 )
 
     def __contains__(self, origin: str) -> bool:
@@ -43,12 +43,12 @@ class AllowedOrigins:
         return self.allows_any or origin in self._origins or origin.startswith(self._schemes)
 
     def match_origin(self, request: web.BaseRequest) -> str | None:
-        """The origin of ``request`` if it is one of these; ``None`` if not, or it has none."""
+        """Return the origin of ``request`` if it is allowed, else ``None``."""
         origins = request.headers.getall(hdrs.ORIGIN, [])
         return origins[0] if len(origins) == 1 and origins[0] in self else None
 
     def preflight_response(self, request: web.Request) -> web.Response | None:
-        """The answer to a browser that asks whether its page may; ``None`` if it doesn't ask."""
+        """Answer a CORS preflight; ``None`` if ``request`` is not one."""
         method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
         if request.method != hdrs.METH_OPTIONS or method is None or not self.match_origin(request):
             return None
@@ -64,7 +64,7 @@ class AllowedOrigins:
         return web.Response(status=204, headers=headers)
 
     def add_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """Let the page read ``response``, if it may."""
+        """Add CORS headers to ``response`` if the origin is allowed."""
         origin = self.match_origin(request)
         if origin is None:
             return

@@ -1,4 +1,4 @@
-"""Embeddings: refused in a way that says so, as no model that is served makes any."""
+"""Rejects embedding requests with a clear error, since no served model supports them."""
 
 from typing import Any
 
@@ -31,10 +31,10 @@ class EmbeddingRoutes:
         return [web.post(path, self.refuse_embeddings) for path in paths]
 
     async def refuse_embeddings(self, request: web.Request) -> web.Response:
-        """Embeddings, which are not made here."""
+        """Embeddings; not supported."""
         body = decode_struct(await self._body_reader.read_body(request), EmbeddingRequest)
         raise RequestError(
-            f"`model`: {(body.model or 'what is served')[:128]} makes no embeddings; molink serves "
-            "models that generate text only",
+            f"`model`: {(body.model or 'this model')[:128]} does not support embeddings; "
+            "molink serves text generation only",
             "model",
         )

@@ -1,21 +1,21 @@
-"""Streamed answers: server-sent events, or lines; cheap per event, bounded in memory."""
+"""Streams events or lines to a client, with bounded memory."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-#: Bytes that may wait for the network before producers have to wait too.
+#: Bytes buffered for the network before producers must wait.
 HIGH_WATER_BYTES = 64 * 1024
 
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class EventStream:
-    """An event stream that begins with its first event.
+    """An event stream that sends its headers with the first event.
 
-    Until then nothing has been sent, so an error can still be an ordinary HTTP answer. What is
-    pushed within one round of the event loop leaves in one write.
+    Until then an error can still be an ordinary HTTP response. Events pushed in one loop iteration
+    leave in one write.
     """
 
     def __init__(self, request: web.Request, stall_timeout_s: float, content_type: str) -> None:
@@ -35,12 +35,11 @@ class EventStream:
 
     @property
     def has_started(self) -> bool:
-        """Whether anything has been sent."""
+        """Whether anything was sent."""
         return self._writer is not None
 
     def push_event(self, event: bytes) -> None:
-        """Send a whole ``data: …`` block, or line; wait with :meth:`drain_buffer` before the
-        next."""
+        """Queue a whole ``data: …`` block or line; call :meth:`drain_buffer` before the next."""
         self._buffer += event
         self._pushed_at = asyncio.get_running_loop().time()
         if self._writer is None:
@@ -50,7 +49,7 @@ class EventStream:
             self._has_room.clear()
 
     def start_keepalive(self, event: Callable[[], bytes], seconds: float) -> None:
-        """Push ``event()`` whenever nothing has been pushed for so many seconds."""
+        """Push ``event()`` after every ``seconds`` without an event."""
 
         async def breathe() -> None:
             loop = asyncio.get_running_loop()
@@ -62,10 +61,10 @@ class EventStream:
         self._keepalive_task = asyncio.create_task(breathe())
 
     async def drain_buffer(self) -> None:
-        """Wait until the client has taken enough.
+        """Wait until the buffer has room.
 
         Raises:
-            ConnectionError: it has gone, or taken nothing for too long.
+            ConnectionError: the client disconnected or stopped reading.
         """
         if not self._has_room.is_set():
             await self._wait_unless_stalled(self._has_room.wait())
@@ -73,10 +72,10 @@ class EventStream:
             self._writer.result()
 
     async def finish_stream(self) -> web.StreamResponse:
-        """Send what is left and end the stream.
+        """Send the buffer and end the stream.
 
         Raises:
-            ConnectionError: the client has gone.
+            ConnectionError: the client disconnected.
         """
         self._is_ended = True
         self._stop_keepalive()
@@ -86,7 +85,7 @@ class EventStream:
         return self.response
 
     async def abort_stream(self) -> None:
-        """Stop writing, for a client that has gone or takes nothing; its connection is cut."""
+        """Stop writing and close the connection of a client that is gone or stalled."""
         self._stop_keepalive()
         if self._writer is None:
             return
@@ -95,7 +94,7 @@ class EventStream:
         self._writer.cancel()
         await asyncio.wait([self._writer])
         if not self._writer.cancelled():
-            self._writer.exception()  # known already: the client has gone
+            self._writer.exception()  # expected: the client disconnected
 
     def _stop_keepalive(self) -> None:
         if self._keepalive_task is not None:
@@ -120,4 +119,4 @@ class EventStream:
         try:
             await asyncio.wait_for(waiting, self._stall_timeout)
         except TimeoutError:
-            raise ConnectionResetError("the client takes nothing") from None
+            raise ConnectionResetError("the client does not read") from None

@@ -1,4 +1,4 @@
-"""Work that waits its turn: whoever has much of it waits for his own, not others for him."""
+"""A queue that serves clients round-robin, so that none can starve the others."""
 
 from collections import OrderedDict, deque
 from typing import Generic, TypeVar
@@ -9,30 +9,31 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by owner; owners take turns, and each one's items come in order. Sans-IO."""
+    """Queues items per client and serves clients round-robin. Sans-IO."""
 
     def __init__(self, max_items: int) -> None:
         self._max_items = max_items
-        #: Owners with items, the next one first.
+        #: Clients with items, the next one first.
         self._clients: OrderedDict[str, deque[T]] = OrderedDict()
 
     def __len__(self) -> int:
         return sum(map(len, self._clients.values()))
 
     def add_item(self, client: str, item: T) -> T | None:
-        """Add an item; returns the one that lost its place to it, if there was none left.
+        """Add an item. If the queue is full, returns the item that it displaced.
 
-        That is the last one of the owner with most, where that has two more than ``owner``.
+        The displaced item is the last one of the client with the most items, if that has at least
+        two more than ``client``.
 
         Raises:
-            Overloaded: as many wait as may, and ``owner`` has its share of them.
+            Overloaded: the queue is full and ``client`` has its fair share.
         """
         displaced = self._displace_item(client) if len(self) >= self._max_items else None
         self._clients.setdefault(client, deque()).append(item)
         return displaced
 
     def discard_item(self, client: str, item: T) -> None:
-        """An item is wanted no more; it may have been taken."""
+        """Remove an item if it is still queued."""
         items = self._clients.get(client)
         if items is None or item not in items:
             return
@@ -41,7 +42,7 @@ class FairQueue(Generic[T]):
             del self._clients[client]
 
     def pop_item(self) -> T | None:
-        """The next item; ``None`` if there is none."""
+        """Return the next item; ``None`` if the queue is empty."""
         if not self._clients:
             return None
         client, items = self._clients.popitem(last=False)
@@ -58,5 +59,5 @@ class FairQueue(Generic[T]):
 
 
 def queue_full_error() -> Overloaded:
-    """What one is told whose item has no place."""
-    return Overloaded("too many prompts wait to be read; try again", retry_after=1.0)
+    """Return the error for an item that does not fit."""
+    return Overloaded("too many prompts are queued; try again", retry_after=1.0)

@@ -1,7 +1,8 @@
-"""Runs the endpoint on an event loop of its own, in a thread of its own.
+"""Runs the endpoint in its own thread with its own event loop.
 
-ZeroMQ needs a selector loop on Windows, whose ``select()`` ends at 512 sockets; the endpoint has a
-Proactor loop there, and everywhere it is safe from whatever keeps the daemon's loop busy.
+ZeroMQ needs a selector loop on Windows, whose ``select()`` is limited to 512 sockets, so the
+endpoint uses a Proactor loop there. On every system a separate loop is unaffected by the daemon's
+load.
 """
 
 import asyncio
@@ -24,21 +25,21 @@ from molinkd.api.prompt_worker_pool import PromptTokenizer
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_PORT = 5465
-#: How many ports are tried from the one asked for.
+#: How many ports to try, starting with the requested one.
 PORT_TRIES = 15
-#: How often to look whether the listener is still there, in seconds.
+#: Interval of the check that the listener is still open, in seconds.
 LISTENER_CHECK_S = 1.0
 _START_TIMEOUT_S = 30.0
-#: Connections that the system keeps until they are accepted, and that are accepted in one round of
-#: the loop. Few, so that a new one's request is read before it counts as the longest idle one.
+#: Backlog of the system, and connections accepted per loop iteration. The latter is small, so that
+#: a new connection's request is read before it counts as the longest idle one.
 _BACKLOG, _AT_ONCE = 512, 16
-#: A second ``listen()`` changes nothing on Windows, whose loop accepts one at a time anyway.
+#: A second ``listen()`` has no effect on Windows, whose loop accepts one connection at a time.
 _FIRST_BACKLOG = _BACKLOG if sys.platform == "win32" else _AT_ONCE
 _IN_USE = frozenset({errno.EADDRINUSE, errno.EACCES, getattr(errno, "WSAEACCES", errno.EACCES)})
 
 
 class EndpointServer:
-    """The endpoint as a thread: :meth:`start` it, :meth:`stop` it, both from any thread."""
+    """The endpoint's thread. :meth:`start` and :meth:`stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -59,30 +60,30 @@ class EndpointServer:
 
     @property
     def port(self) -> int:
-        """The port it listens on; 0 before it started."""
+        """The port it listens on; 0 before the start."""
         return self._port
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that the backend is called on; ``None`` before it started."""
+        """The event loop that calls the backend; ``None`` before the start."""
         return self._loop
 
     @property
     def url(self) -> str:
-        """Where a client on this PC finds the API: ``http://127.0.0.1:5465/v1``."""
+        """The API's URL for clients on this PC: ``http://127.0.0.1:5465/v1``."""
         host = self._settings.host
         if host in ("0.0.0.0", "::", ""):
             host = "127.0.0.1"
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}/v1"
 
     def start(self, port: int = DEFAULT_PORT, stop: int | None = None) -> int:
-        """Listen on ``port``, or on the next free one below ``stop``; 0 takes any.
+        """Listen on ``port``, or on the next free port below ``stop``; 0 means any port.
 
-        Returns the port taken. ``None``: as many are tried as usual.
+        Returns the port. With ``stop`` ``None`` the default number of ports is tried.
 
         Raises:
-            PortInUse: neither ``port`` nor one of the next is free.
-            UsageError: the address is none of this PC's.
+            PortInUse: no port is free.
+            UsageError: the address does not belong to this PC.
         """
         if self._thread is not None:
             raise UsageError("the endpoint has already been started")
@@ -98,12 +99,12 @@ class EndpointServer:
         return self._port
 
     def stop(self) -> None:
-        """Stop listening, give running answers a moment, end the thread. May be called twice."""
+        """Stop listening, let running answers finish briefly, and join the thread. Idempotent."""
         thread, loop, stopping = self._thread, self._loop, self._stopping
         if thread is None or loop is None or stopping is None:
             return
         if thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # the loop has closed: it stopped by itself
+            with contextlib.suppress(RuntimeError):  # the loop has already closed
                 loop.call_soon_threadsafe(stopping.set)
             thread.join()
 
@@ -137,7 +138,7 @@ class EndpointServer:
                 self._loop = loop
                 self._started.set()
                 while not await _is_set_within(stopping, LISTENER_CHECK_S):
-                    # A Proactor loop closes its listener when a client resets too early.
+                    # A Proactor loop closes its listener when a client resets early.
                     if any(socket.fileno() < 0 for socket in listener.sockets):
                         listener.close()
                         listener = await self._listen(connections, self._port)
@@ -165,13 +166,14 @@ class EndpointServer:
                     raise UsageError(f"the endpoint can't listen on {host}: {error}") from error
                 continue
             for waiting in listener.sockets:
-                with waiting.dup() as copy:  # asyncio has one number for both
+                with waiting.dup() as copy:  # asyncio sets one number for both
                     copy.listen(_BACKLOG)
             self._port = int(listener.sockets[0].getsockname()[1])
             return listener
         span = f"port {port} is" if stop == port + 1 else f"ports {port} to {stop - 1} are"
         raise PortInUse(
-            f"{span} taken (or not allowed) on {host}: free one, or choose another with --api-port"
+            f"{span} in use (or not permitted) on {host}: free one, or choose another with "
+            "--api-port"
         )
 
 
@@ -182,9 +184,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _close(listener: asyncio.Server) -> None:
-    """Listen no more. A closed server never takes up what it accepted a moment ago, so that goes
-    first."""
-    with contextlib.suppress(NotImplementedError):  # a Proactor loop takes up as it accepts
+    """Close the listener once its accepted connections are handed over."""
+    with contextlib.suppress(NotImplementedError):  # a Proactor loop takes over at once
         for waiting in listener.sockets:
             asyncio.get_running_loop().remove_reader(waiting)
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A model as requests need it."""
+"""A served model with its tokenizer."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from molinkd.api.backend import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, its tokenizer, and how its answers are to be read."""
+    """A model, its tokenizer, and the parser of its answers."""
 
     model: ServedModel
     tokenizer: Tokenizer

@@ -1,27 +1,26 @@
-"""How late an event loop does what is due."""
+"""Measures the delay of an event loop."""
 
 import asyncio
 from collections.abc import Callable
 
-#: Seconds between two looks.
+#: Seconds between two samples.
 SAMPLE_INTERVAL_S = 0.02
 
 
 class LoopDelaySampler:
-    """Looks at the running event loop while there is something to look at.
+    """Samples the delay of the running event loop while answers are streamed.
 
-    All streams of an endpoint share a loop: whatever keeps it busy delays every one of them.
+    All streams of an endpoint share a loop, so a blocked loop delays all of them.
     """
 
     def __init__(self, observe: Callable[[float], None], is_needed: Callable[[], bool]) -> None:
-        """``observe`` is told how many seconds late each look was; ``is_needed``: whether to go
-        on."""
+        """``observe`` receives delays in seconds; sampling stops when ``is_needed`` is false."""
         self._observe = observe
         self._is_needed = is_needed
         self._is_sampling = False
 
     def start_sampling(self) -> None:
-        """Begin to look, where nobody does; ends once it isn't needed any more."""
+        """Start sampling unless it is running."""
         if not self._is_sampling:
             self._is_sampling = True
             self._schedule_sample(asyncio.get_running_loop())

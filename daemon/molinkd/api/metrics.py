@@ -1,4 +1,4 @@
-"""The endpoint's own figures, and those of the swarm behind it, for Prometheus."""
+"""Metrics of the endpoint and of the swarm behind it, for Prometheus."""
 
 import platform
 import re
@@ -44,7 +44,7 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_:]")
 
 
 class Histogram:
-    """Counts of durations; cheap enough for every token of every stream."""
+    """A histogram of durations, cheap enough for every token of every stream."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -59,7 +59,7 @@ class Histogram:
         self._sum += seconds
 
     def to_metric(self, name: str, documentation: str) -> HistogramMetricFamily:
-        """The figures as Prometheus wants them."""
+        """Return the histogram as a Prometheus metric."""
         total = 0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
@@ -69,7 +69,7 @@ class Histogram:
 
 
 class GenerationTimer:
-    """Measures one answer."""
+    """Times one answer."""
 
     __slots__ = ("_last", "_recorder", "_start")
 
@@ -78,7 +78,7 @@ class GenerationTimer:
         self._start = self._last = time.perf_counter()
 
     def record_token(self) -> float:
-        """A token came; returns the time."""
+        """Record a token and return its time."""
         now = time.perf_counter()
         recorder = self._recorder
         if self._last == self._start:
@@ -90,13 +90,13 @@ class GenerationTimer:
         return now
 
     def record_end(self) -> None:
-        """The answer is over, one way or another."""
+        """Record the end of the answer."""
         self._recorder.running -= 1
         self._recorder.duration.observe(time.perf_counter() - self._start)
 
 
 class RequestRecorder:
-    """Counts what happens at the endpoint. Used on its event loop only."""
+    """Counts events of the endpoint. Used on its event loop only."""
 
     def __init__(self) -> None:
         self.first_token = Histogram(_TTFT_BUCKETS_S)
@@ -110,17 +110,17 @@ class RequestRecorder:
         self.requests: Counter[tuple[str, str]] = Counter()
 
     def start_generation(self, prompt_tokens: int) -> GenerationTimer:
-        """Begin to measure an answer."""
+        """Start to time an answer."""
         self.running += 1
         self._loop_sampler.start_sampling()
         self.prompt_tokens += prompt_tokens
         return GenerationTimer(self)
 
     def metric_families(self) -> Iterator[Metric]:
-        """All figures as Prometheus wants them."""
+        """Return all metrics for Prometheus."""
         requests = CounterMetricFamily(
             "molink_endpoint_requests",
-            "HTTP requests that were answered, by route and status; 499: the client went away.",
+            "HTTP requests by route and status; 499: the client disconnected.",
             labels=("route", "status"),
         )
         for (route, status), count in self.requests.items():
@@ -128,45 +128,47 @@ class RequestRecorder:
         yield requests
         yield GaugeMetricFamily(
             "molink_endpoint_running",
-            "Answers that are being generated for clients of this PC's endpoint.",
+            "Answers being generated for clients of this PC's endpoint.",
             value=self.running,
         )
         yield CounterMetricFamily(
             "molink_endpoint_prompt_tokens",
-            "Tokens of prompts that this PC's endpoint was asked.",
+            "Prompt tokens received by this PC's endpoint.",
             value=self.prompt_tokens,
         )
         yield CounterMetricFamily(
             "molink_endpoint_generated_tokens",
-            "Tokens that came for answers of this PC's endpoint.",
+            "Tokens generated for this PC's endpoint.",
             value=self.generated_tokens,
         )
         yield self.first_token.to_metric(
             "molink_endpoint_time_to_first_token_seconds",
-            "Seconds from the start of a generation to its first token.",
+            "Time from the start of a generation to its first token, in seconds.",
         )
         yield self.inter_token.to_metric(
-            "molink_endpoint_inter_token_seconds", "Seconds between two tokens of an answer."
+            "molink_endpoint_inter_token_seconds",
+            "Time between two tokens of an answer, in seconds.",
         )
         yield self.duration.to_metric(
-            "molink_endpoint_answer_seconds", "Seconds from the start of a generation to its end."
+            "molink_endpoint_answer_seconds",
+            "Time from the start of a generation to its end, in seconds.",
         )
         yield self.loop_delay.to_metric(
             "molink_endpoint_loop_delay_seconds",
-            "Seconds by which the endpoint's event loop was late, 50 times a second while answers"
-            " are generated.",
+            "Delay of the endpoint's event loop in seconds, sampled 50 times a second "
+            "while answers are generated.",
         )
 
 
 class EndpointCollector(Collector):
-    """The recorder's figures and the backend's, collected when asked for."""
+    """Collects the metrics of the recorder and the backend on demand."""
 
     def __init__(self, recorder: RequestRecorder, backend: Backend) -> None:
         self._recorder = recorder
         self._backend = backend
 
     def collect(self) -> Iterable[Metric]:
-        """Every metric family, each name once."""
+        """Return every metric family once."""
         figures = self._backend.collect_metrics()
         families = {
             family.name: family for family in (_build_info(), *self._recorder.metric_families())
@@ -176,10 +178,10 @@ class EndpointCollector(Collector):
             _add_sample(found, CounterMetricFamily, name, {}, value)
         for name, value in figures.gauges.items():
             _add_sample(found, GaugeMetricFamily, name, {}, value)
-        for stage, told in figures.stages.items():
-            for name, value in told.counters.items():
+        for stage, values in figures.stages.items():
+            for name, value in values.counters.items():
                 _add_sample(found, CounterMetricFamily, name, _stage_labels(stage, name), value)
-            for name, value in told.gauges.items():
+            for name, value in values.gauges.items():
                 _add_sample(found, GaugeMetricFamily, name, _stage_labels(stage, name), value)
         return {**found, **families}.values()
 
@@ -191,7 +193,7 @@ def _add_sample(
     labels: dict[str, str],
     value: float,
 ) -> None:
-    """A sample of the family of that name; of two kinds the first one counts."""
+    """Add a sample to its family; a name used for two kinds keeps the first."""
     title = _metric_name(name)
     if kind is CounterMetricFamily:
         title = title.removesuffix("_total")
@@ -214,21 +216,21 @@ def _build_info() -> Metric:
         "python": platform.python_version(),
         "system": sys.platform,
     }
-    text = "Always 1; the labels say which molink runs here, on which Python and which system."
+    text = "Always 1; the labels are the versions of molink, Python and the system."
     info = GaugeMetricFamily("molink_build_info", text, labels=list(labels))
     info.add_metric(list(labels.values()), 1.0)
     return info
 
 
 def create_registry(recorder: RequestRecorder, backend: Backend) -> CollectorRegistry:
-    """A registry of its own, so that two endpoints in one process don't mix."""
+    """Create a separate registry, so that two endpoints in one process stay apart."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EndpointCollector(recorder, backend))
     return registry
 
 
 def render_metrics(registry: CollectorRegistry) -> bytes:
-    """The text of ``/metrics``."""
+    """Render the text of ``/metrics``."""
     return generate_latest(registry)
 
 

@@ -1,4 +1,4 @@
-"""The models that can be asked for, with their tokenizers, loaded once and off the event loop."""
+"""The served models and their tokenizers, each loaded once off the event loop."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,7 @@ from molinkd.api.loaded_model import LoadedModel
 
 
 class ModelCatalog:
-    """Finds models by name; a tokenizer is loaded when its model is first asked for."""
+    """Finds models by name and loads a model's tokenizer on first use."""
 
     def __init__(self, backend: Backend, tool_call_parser: ToolCallParserChoice = "auto") -> None:
         self._backend = backend
@@ -19,38 +19,37 @@ class ModelCatalog:
         self._loads: dict[Path, asyncio.Task[Tokenizer]] = {}
 
     def find_model(self, name: str | None) -> ServedModel:
-        """The model called ``name``; without a name, the only one that is served.
+        """Return the model called ``name``, or the only served model if ``name`` is ``None``.
 
         Raises:
-            ModelNotFound: there is none; the message lists those that there are.
-            RequestError: no name, and there is a choice.
-            Unavailable: no model at all is served now.
+            ModelNotFound: no such model; the message lists those available.
+            RequestError: ``name`` is missing and several models are served.
+            Unavailable: no model is served.
         """
         models = self._backend.list_models()
         if not models:
             raise Unavailable(
-                "no model is served here now: `molink status` says why, and `molink run MODEL` has "
-                "the swarm serve one"
+                "no model is served: `molink status` shows why, `molink run MODEL` loads one"
             )
         if name is None:
             if len(models) == 1:
                 return models[0]
             served = ", ".join(model.name for model in models)
-            raise RequestError(f"`model`: which one? There are: {served}", "model")
+            raise RequestError(f"`model` is required; available: {served}", "model")
         for model in models:
             if model.name == name:
                 return model
         names = ", ".join(model.name for model in models)
-        raise ModelNotFound(f"there is no model {name[:128]!r} here; available: {names}")
+        raise ModelNotFound(f"model {name[:128]!r} not found; available: {names}")
 
     async def load_model(self, name: str | None) -> LoadedModel:
-        """The model called ``name`` (see :meth:`find_model`), ready to tokenize.
+        """Return the model called ``name`` with its tokenizer; see :meth:`find_model`.
 
         Raises:
-            RequestError: no name, and there is a choice.
-            ModelNotFound: there is no such model.
-            Unavailable: no model at all is served now.
-            BrokenModel: its tokenizer can't be loaded.
+            RequestError: ``name`` is missing and several models are served.
+            ModelNotFound: no such model.
+            Unavailable: no model is served.
+            BrokenModel: the tokenizer can't be loaded.
         """
         model = self.find_model(name)
         return LoadedModel(model, await self._load_tokenizer(model.folder), self._tool_call_parser)
@@ -64,14 +63,14 @@ class ModelCatalog:
             load.add_done_callback(_retrieve_exception)
             self._loads[folder] = load
         try:
-            return await asyncio.shield(load)  # others may wait for it when this client leaves
+            return await asyncio.shield(load)  # other clients may wait for it too
         except Exception:
             if self._loads.get(folder) is load:
-                del self._loads[folder]  # so that a mended folder is read again
+                del self._loads[folder]  # retry after the folder was repaired
             raise
 
 
 def _retrieve_exception(load: asyncio.Task[Tokenizer]) -> None:
-    """Take note of a failure, in case every client that waited for it has left."""
+    """Retrieve the exception, in case no client waits for the load any more."""
     if not load.cancelled():
         load.exception()

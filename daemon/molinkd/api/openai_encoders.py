@@ -1,7 +1,7 @@
-"""Answers in OpenAI's two formats, as whole JSON objects and as events of a stream.
+"""Encodes answers in OpenAI's chat and completion formats, whole or as event streams.
 
-A stream's event is put together from parts that are serialised once per choice: at 64 streams,
-serialising whole objects for every token would be most of the endpoint's work.
+The constant parts of events are serialized once per choice: at 64 streams, encoding whole objects
+for every token would dominate the endpoint's work.
 """
 
 import secrets
@@ -25,40 +25,40 @@ EVENT_STREAM = "text/event-stream"
 
 
 class ResponseEncoder(Protocol):
-    """How one route's answers look; an object of it is for one answer."""
+    """Encodes one answer in the format of a route."""
 
-    #: Of a stream.
+    #: The content type of a stream.
     content_type: str
 
     def encode_start(self, index: int) -> bytes:
-        """Events before the first piece of choice ``index``; may be empty."""
+        """Encode the events before the first piece of choice ``index``; may be empty."""
         ...
 
     def encode_piece(self, index: int, piece: TextPiece) -> bytes:
-        """The events of ``piece``."""
+        """Encode the events of ``piece``."""
         ...
 
     def encode_keepalive(self) -> bytes:
-        """What adds nothing, for a client that would think that nobody is there."""
+        """Encode an event without content, which keeps the connection alive."""
         ...
 
     def encode_end(self, usage: Usage) -> bytes:
-        """The events that end a stream."""
+        """Encode the events that end a stream."""
         ...
 
     def encode_error(self, problem: Problem) -> bytes:
-        """What ends a stream that has begun and can't go on."""
+        """Encode an error in a stream that has started."""
         ...
 
     def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
-        """The answer in one object; ``answers`` has the pieces of each choice."""
+        """Encode the answer as one object; ``answers`` has the pieces of each choice."""
         ...
 
 
 class _OpenAIEncoder:
-    """What the events of both formats are put together from."""
+    """Shared parts of both formats."""
 
-    #: How ids begin; what a whole answer and an event are called; the field that holds the text.
+    #: Prefix of ids, object type of a response and of an event, name of the text field.
     content_type = EVENT_STREAM
     _id_prefix: ClassVar[str]
     _object: ClassVar[str]
@@ -79,11 +79,11 @@ class _OpenAIEncoder:
         self._suffix = b',"logprobs":null,"finish_reason":null}]' + self._end
 
     def encode_keepalive(self) -> bytes:
-        """A comment."""
+        """Encode a comment."""
         return b": waiting\n\n"
 
     def encode_end(self, usage: Usage) -> bytes:
-        """Where figures were asked for, a chunk with them and no choices; then the end."""
+        """Encode the usage chunk if requested, then the end marker."""
         if not self._with_usage:
             return DONE
         figures = {"choices": [], "usage": usage.as_json(), "timings": usage.to_timings()}
@@ -94,7 +94,7 @@ class _OpenAIEncoder:
         return json.encode({**self._response_head, "choices": choices, **figures})
 
     def encode_error(self, problem: Problem) -> bytes:
-        """The envelope, as an event."""
+        """Encode the error envelope as an event."""
         return b"event: error\ndata: " + problem.to_json() + b"\n\n"
 
 
@@ -105,11 +105,11 @@ class ChatEncoder(_OpenAIEncoder):
     _text_field = b"delta"
 
     def encode_start(self, index: int) -> bytes:
-        """The event that names the role."""
+        """Encode the event with the role."""
         return self._prefixes[index] + b'{"role":"assistant","content":""}' + self._suffix
 
     def encode_piece(self, index: int, piece: TextPiece) -> bytes:
-        """A text that was added, then, at the end, the reason."""
+        """Encode the added text, then the finish reason."""
         prefix = self._prefixes[index]
         suffix = self._suffix
         if piece.logprobs:
@@ -125,12 +125,12 @@ class ChatEncoder(_OpenAIEncoder):
         return event
 
     def _deltas(self, piece: TextPiece) -> Sequence[bytes]:
-        """What ``piece`` adds to the message; an empty content where only logprobs go out."""
+        """Encode the deltas of ``piece``; empty content if it has only logprobs."""
         deltas = [delta for part in piece_parts(piece) if (delta := encode_delta(part)) is not None]
         return deltas or ([b'{"content":""}'] if piece.logprobs else [])
 
     def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
-        """A ``chat.completion``."""
+        """Encode a ``chat.completion``."""
         choices = []
         for index, pieces in enumerate(answers):
             message = make_message(read_blocks(pieces))
@@ -163,13 +163,13 @@ class CompletionEncoder(_OpenAIEncoder):
         self._echoes = [choice.echo for choice in plan.choices]
 
     def encode_start(self, index: int) -> bytes:
-        """The prompt, where it is to be echoed."""
+        """Encode the prompt if ``echo`` is set."""
         if not self._echoes[index]:
             return b""
         return self._prefixes[index] + json.encode(self._echoes[index]) + self._suffix
 
     def encode_piece(self, index: int, piece: TextPiece) -> bytes:
-        """A text that was added; the last one has the reason too."""
+        """Encode the added text; the last event has the finish reason."""
         start = self._prefixes[index] + json.encode(piece.text)
         if not piece.logprobs and piece.finish is None:
             return start + self._suffix
@@ -180,7 +180,7 @@ class CompletionEncoder(_OpenAIEncoder):
         )
 
     def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
-        """A ``text_completion``."""
+        """Encode a ``text_completion``."""
         choices = []
         for index, pieces in enumerate(answers):
             logprobs = (
@@ -205,7 +205,7 @@ class CompletionEncoder(_OpenAIEncoder):
         }
 
     def _top_logprobs(self, entry: TokenLogprob) -> dict[str, float]:
-        """The most likely tokens, and the one that came; of two with one text the likelier one."""
+        """Return the top alternatives and the sampled token; of equal texts the likelier one."""
         found: dict[str, float] = {}
         for token, logprob in (*entry.top[: self._num_logprobs], (entry.token, entry.logprob)):
             found.setdefault(self._decode_token(token), max(logprob, MIN_LOGPROB))
@@ -218,7 +218,7 @@ class CompletionEncoder(_OpenAIEncoder):
 def logprob_entries(
     entries: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """Tokens with their bytes and logprobs, and ``top`` others in their place, as chats have it."""
+    """Return tokens with bytes, logprobs and ``top`` alternatives, in chat format."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
@@ -235,7 +235,7 @@ def logprob_entries(
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text; one that is part of a character as OpenAI writes it, ``bytes:\\xe4``."""
+    """Decode a token; part of a character becomes ``bytes:\\xe4``, as OpenAI writes it."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode("utf-8")
@@ -244,12 +244,12 @@ def _token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def join_pieces(pieces: Sequence[TextPiece]) -> str:
-    """All that they say."""
+    """Join the texts of pieces."""
     return "".join(piece.text for piece in pieces)
 
 
 def collect_logprobs(pieces: Sequence[TextPiece]) -> list[TokenLogprob]:
-    """Those of all their tokens."""
+    """Collect the logprobs of pieces."""
     return [entry for piece in pieces for entry in piece.logprobs]
 
 
@@ -263,5 +263,5 @@ def _make_response_head(prefix: str, kind: str, plan: RequestPlan) -> dict[str, 
 
 
 def _make_event_head(prefix: str, kind: str, plan: RequestPlan) -> bytes:
-    """The beginning that all events of one stream share, up to a comma."""
+    """Encode the start that all events of a stream share, up to a comma."""
     return b"data: " + json.encode(_make_response_head(prefix, kind, plan))[:-1] + b","

@@ -1,4 +1,4 @@
-"""Content, thoughts and calls of an answer as OpenAI's message, whole and bit by bit."""
+"""Encodes content, reasoning and tool calls as OpenAI messages and deltas."""
 
 import secrets
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from molinkd.api.content_blocks import ContentBlock, text_of_kind
 
 
 def encode_delta(part: AnswerPart) -> bytes | None:
-    """A stream's ``delta`` that adds ``part``; ``None`` if nothing says so."""
+    """Encode the ``delta`` of ``part``; ``None`` if it adds nothing."""
     match part:
         case TextDelta(text):
             return b'{"content":' + json.encode(text) + b"}"
@@ -34,7 +34,7 @@ def encode_delta(part: AnswerPart) -> bytes | None:
 
 
 def make_message(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
-    """The message of an answer; ``content`` is null beside calls if there is none."""
+    """Return the message of an answer; ``content`` is null if there are only calls."""
     content, thoughts = text_of_kind(blocks, "text"), text_of_kind(blocks, "thought")
     calls = [_tool_call(block.name, block.text) for block in blocks if block.kind == "call"]
     message: dict[str, Any] = {
@@ -55,5 +55,5 @@ def _tool_call(name: str, arguments: str) -> dict[str, Any]:
 
 
 def new_call_id() -> str:
-    """Mistral's templates want nine letters and digits; no other minds."""
+    """Return a call id. Mistral's templates require nine letters or digits."""
     return secrets.token_hex(5)[:9]

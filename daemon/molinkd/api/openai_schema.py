@@ -1,7 +1,7 @@
-"""The bodies of requests, as typed structs: what OpenAI's API and vLLM's have in common.
+"""Request bodies of the OpenAI routes, with vLLM's extensions.
 
-Unknown fields are ignored, as clients send plenty; fields that would change the answer in a way we
-don't support are declared in :class:`UnsupportedFields`, so that they can be refused by name.
+Unknown fields are ignored. Fields that would change the answer but are not supported are declared
+in :class:`UnsupportedFields`, so that they are rejected by name.
 """
 
 import re
@@ -26,7 +26,7 @@ MAX_STOP_LENGTH = 256
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-#: -1: as many as fit. More than fit are as many as fit.
+#: -1 or a value above the limit: as many as fit.
 MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -42,7 +42,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class JsonSchema(msgspec.Struct):
-    """``response_format.json_schema``; an answer is held to it whether it is ``strict`` or not."""
+    """``response_format.json_schema``; enforced whether ``strict`` or not."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -57,9 +57,9 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct):
-    """``structured_outputs``, as newer versions of vLLM call what were ``guided_…`` fields.
+    """``structured_outputs``, vLLM's successor of the ``guided_…`` fields.
 
-    ``disable_any_whitespace`` goes with ``response_format`` too.
+    ``disable_any_whitespace`` applies to ``response_format`` too.
     """
 
     json: dict[str, Any] | str | None = None
@@ -71,7 +71,7 @@ class StructuredOutputs(msgspec.Struct):
 
 
 class UnsupportedFields(msgspec.Struct, kw_only=True):
-    """Fields that change what an answer is; refused unless they hold a neutral value."""
+    """Fields that are rejected unless they have a neutral value."""
 
     tools: Any = None
     tool_choice: Any = None
@@ -95,7 +95,7 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     documents: Any = None
 
 
-#: Values beside null, false, 0, "", [] and {} that ask for nothing.
+#: Neutral values beside null, false, 0, "", [] and {}.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
@@ -106,9 +106,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class GenerationBody(UnsupportedFields, kw_only=True):
-    """What both routes take. ``None`` means that the model's own default counts."""
+    """Fields of both routes. ``None`` means the model's default."""
 
-    #: May be left out where only one model is served, as llama.cpp's and vLLM's servers allow.
+    #: Optional if only one model is served, as with llama.cpp and vLLM.
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -131,11 +131,11 @@ class GenerationBody(UnsupportedFields, kw_only=True):
     ) = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
-    #: Among the requests of one API key; the least goes first, as vLLM has it.
+    #: Order among requests of one API key; lower values run first, as in vLLM.
     priority: Priority | None = None
-    #: Seconds that a request may wait until it is its turn.
+    #: Maximum time in the queue, in seconds.
     max_queue_time: Seconds | None = None
-    #: Seconds until the whole answer has ended, as LiteLLM calls them; it is cut off then.
+    #: Maximum time of the whole answer in seconds, as in LiteLLM; it is then cut off.
     timeout: Seconds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -148,26 +148,26 @@ class GenerationBody(UnsupportedFields, kw_only=True):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage figures."""
+        """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message's content; only text can be used."""
+    """A part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
 
 
 class FunctionCall(msgspec.Struct):
-    """What a call calls; ``arguments`` are JSON, written as a text or as it is."""
+    """The function of a tool call; ``arguments`` are JSON, as text or as an object."""
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call in a message of the assistant."""
+    """A tool call of an assistant message."""
 
     id: CallId
     type: Literal["function"] = "function"
@@ -175,7 +175,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -195,7 +195,7 @@ class FunctionDefinition(msgspec.Struct):
 
 
 class Tool(msgspec.Struct):
-    """A tool that the model may use."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -208,7 +208,7 @@ class NamedFunction(msgspec.Struct):
 
 
 class NamedChoice(msgspec.Struct):
-    """``tool_choice``: this function has to be called."""
+    """``tool_choice``: this function must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -231,14 +231,14 @@ class ChatBody(GenerationBody, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """The body of ``POST /v1/completions``; ``prompt`` is checked where it is tokenized."""
+    """The body of ``POST /v1/completions``; ``prompt`` is validated when it is tokenized."""
 
     prompt: str | list[Any]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
-    #: What comes after the answer.
+    #: The text after the answer (fill-in-the-middle).
     suffix: str | None = None
-    #: How many answers are generated, of which the ``n`` likeliest count.
+    #: Number of answers to generate, of which the ``n`` likeliest are returned.
     best_of: Count | None = None
 
 
@@ -250,10 +250,10 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def decode_body(data: bytes, kind: type[BodyT]) -> BodyT:
-    """``data`` (JSON) as a ``kind``.
+    """Decode JSON into ``kind`` and reject unsupported fields.
 
     Raises:
-        RequestError: it is no valid JSON, or a field is missing, wrong or not supported.
+        RequestError: invalid JSON, or a missing, invalid or unsupported field.
     """
     body = decode_struct(data, kind)
     _refuse_unsupported(body, kind)
@@ -261,10 +261,10 @@ def decode_body(data: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def decode_struct(data: bytes, kind: type[StructT]) -> StructT:
-    """Decode ``data`` (JSON) as a ``kind`` of any protocol.
+    """Decode JSON into ``kind``.
 
     Raises:
-        RequestError: it is no valid JSON, or a field is missing or wrong.
+        RequestError: invalid JSON, or a missing or invalid field.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -302,7 +302,7 @@ def unpack_body(data: bytes, kind: type[BodyT]) -> BodyT:
 def _refuse_unsupported(body: UnsupportedFields, kind: type[UnsupportedFields]) -> None:
     for name in UnsupportedFields.__struct_fields__:
         if name in kind.__annotations__:
-            continue  # this route declares it anew: it is supported there
+            continue  # this route redeclares the field, so it is supported
         value = getattr(body, name)
         if value is None or (
             not value and name not in ("web_search_options", "add_generation_prompt")
@@ -313,13 +313,13 @@ def _refuse_unsupported(body: UnsupportedFields, kind: type[UnsupportedFields]) 
 
 
 def _validation_error(text: str) -> RequestError:
-    """The field and the reason out of what msgspec says."""
+    """Extract field and reason from a msgspec error."""
     at = _AT.search(text)
     path = at[1] if at else ""
     reason = text[: at.start()] if at else text
     missing = _MISSING.match(reason)
     if missing:
         path = f"{path}.{missing[1]}".lstrip(".")
-        reason = "required, but missing"
+        reason = "required"
     path = path.replace("[...]", "")
     return RequestError(f"`{path}`: {reason}" if path else f"the body: {reason}", path or None)

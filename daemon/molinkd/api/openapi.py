@@ -1,4 +1,4 @@
-"""``/openapi.json``: the routes that there are, and their bodies as msgspec describes them."""
+"""``/openapi.json``: the routes and their bodies, as msgspec describes them."""
 
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, ModelReferen
 from molinkd.api.openai_schema import ChatBody, CompletionBody
 from molinkd.api.responses.schema import ResponseRequest
 
-#: What each route takes that takes anything.
+#: The body of each route that has one.
 REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -39,7 +39,7 @@ class OpenAPIRoute:
         return [web.get("/openapi.json", self.get_document)]
 
     async def get_document(self, request: web.Request) -> web.Response:
-        """What can be asked here (OpenAPI 3.1)."""
+        """The API description (OpenAPI 3.1)."""
         routes = tuple(
             (route.method.lower(), route.resource.canonical, route.handler.__doc__ or "")
             for route in request.app.router.routes()
@@ -59,8 +59,8 @@ def _encode_document(routes: tuple[tuple[str, str, str], ...]) -> bytes:
         operation: dict[str, Any] = {
             "summary": about.strip().splitlines()[0],
             "responses": {
-                "200": {"description": "The answer; a stream where one is asked for."},
-                "default": {"description": "Why not: an error in the form of its protocol."},
+                "200": {"description": "The answer, or a stream if requested."},
+                "default": {"description": "An error in the format of the route's protocol."},
             },
         }
         if path in REQUEST_BODIES:

@@ -1,4 +1,4 @@
-"""One answer's tokens to what its client sees: text, logprobs, and why it ended."""
+"""Turns generated tokens into the text, logprobs and finish reason of one choice."""
 
 import math
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from molink.text.tool_calls.base import AnswerPart, TextDelta, ToolCallBegin, To
 from molink.wire.messages.serving import FinishReason
 from molinkd.api.request_plan import RequestPlan
 
-#: Why an answer ended, as clients are told.
+#: Why an answer ended, in OpenAI's words.
 AnswerFinish = FinishReason | Literal["tool_calls"]
 
-#: OpenAI's stand-in for a probability of nothing.
+#: OpenAI's value for a probability of zero.
 MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token of the answer with its logprob and the most likely ones in its place.
+    """A generated token with its logprob and the top alternatives.
 
-    ``offset`` is where its text begins in the answer, in characters.
+    ``offset`` is where its text starts in the answer, in characters.
     """
 
     token: int
@@ -33,10 +33,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What a token added to an answer; the last one has ``finish``.
+    """Text that a token added to an answer; the last piece has a ``finish`` reason.
 
-    ``parts`` has it in order where there is more than content; ``text`` is the content of it.
-    ``stop`` is the stop string at which it ended.
+    ``text`` is the content. ``parts`` holds content, reasoning and calls in order if there is more
+    than content. ``stop`` is the stop string that ended the answer.
     """
 
     text: str
@@ -47,9 +47,9 @@ class TextPiece:
 
 
 class OutputProcessor:
-    """Sans-IO: tokens in, pieces out.
+    """Sans-IO: takes tokens, returns pieces of text.
 
-    ``tokens``, ``reasoning_tokens`` of them and ``cached_tokens`` are figures for ``usage``.
+    ``tokens``, ``reasoning_tokens`` and ``cached_tokens`` are counts for ``usage``.
     """
 
     def __init__(self, plan: RequestPlan) -> None:
@@ -66,7 +66,7 @@ class OutputProcessor:
         self._include_stop = plan.include_stop
         self._wants_logprobs = plan.logprobs >= 0
         self._pending: list[TokenLogprob] = []
-        #: Characters detokenized, and characters that went out.
+        #: Characters detokenized, and characters emitted.
         self._decoded_chars = 0
         self._emitted_chars = 0
         self.tokens = 0
@@ -75,7 +75,7 @@ class OutputProcessor:
         self._total_logprob = 0.0
 
     def process_token(self, token: GeneratedToken) -> TextPiece | None:
-        """What the client sees of ``token``; ``None`` if nothing yet. None comes after an end."""
+        """Process a token; ``None`` if there is nothing to emit. Not called after the end."""
         if self.tokens == 0:
             self.cached_tokens = token.cached_tokens
         self.tokens += 1
@@ -98,12 +98,12 @@ class OutputProcessor:
         return piece
 
     def cut_off(self) -> TextPiece | None:
-        """The end of an answer of which no more tokens are wanted."""
+        """End the answer early with finish reason ``length``."""
         return self._finish_text("length")
 
     @property
     def score(self) -> float:
-        """The mean logprob of its tokens; means nothing where none was asked for."""
+        """The mean logprob of the tokens; meaningless without logprobs."""
         return self._total_logprob / max(self.tokens, 1)
 
     def _filter_stops(self, text: str) -> str:
@@ -127,7 +127,7 @@ class OutputProcessor:
         return None if piece is None else replace(piece, stop=stop)
 
     def _make_piece(self, text: str, finish: FinishReason | None = None) -> TextPiece | None:
-        """The piece of ``text``; ``None`` if it is held back until more of it is there."""
+        """Make a piece of ``text``; ``None`` if the parser holds it back."""
         self._emitted_chars += len(text)
         parts, ended = self._parse_parts(text, finish)
         if self._parser is not None and not parts and ended is None:
@@ -142,7 +142,7 @@ class OutputProcessor:
     def _parse_parts(
         self, text: str, finish: FinishReason | None
     ) -> tuple[Sequence[AnswerPart], AnswerFinish | None]:
-        """What the parser finds in ``text``, and why the answer ends there."""
+        """Parse ``text`` into parts, and determine the finish reason."""
         if self._parser is None:
             return (), finish
         parts = self._parser.parse_delta(text)

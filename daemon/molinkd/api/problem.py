@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's envelope ``{"error": {message, type, param, code}}``."""
+"""HTTP errors in OpenAI's envelope ``{"error": {message, type, param, code}}``."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from molink.errors import (
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
-#: Status and OpenAI type and code of what aiohttp itself raises.
+#: Type and code of errors that aiohttp raises, by status.
 _HTTP: dict[int, tuple[str, str]] = {
     404: (_INVALID, "unknown_url"),
     405: (_INVALID, "method_not_allowed"),
@@ -31,7 +31,7 @@ _HTTP: dict[int, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error's HTTP status and the fields of its envelope."""
+    """The HTTP status and envelope fields of an error."""
 
     status: int
     message: str
@@ -41,7 +41,7 @@ class Problem:
     retry_after: float | None = None
 
     def error_fields(self) -> dict[str, str | None]:
-        """What is in the envelope."""
+        """Return the fields of the envelope."""
         return {
             "message": self.message,
             "type": self.type,
@@ -50,11 +50,11 @@ class Problem:
         }
 
     def to_json(self) -> bytes:
-        """The envelope as JSON."""
+        """Encode the envelope as JSON."""
         return msgspec.json.encode({"error": self.error_fields()})
 
     def to_response(self, envelope: "Envelope | None" = None) -> web.Response:
-        """The envelope as an answer: OpenAI's, or another protocol's."""
+        """Build the response, in OpenAI's format or that of ``envelope``."""
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
@@ -67,16 +67,16 @@ class Problem:
             content_type="application/json",
         )
         if self.status in (408, 413):
-            answer.force_close()  # what is left of the body is not worth reading
+            answer.force_close()  # the rest of the body is not read
         return answer
 
 
-#: How a protocol writes an error.
+#: Encodes an error in a protocol's format.
 Envelope = Callable[[Problem], bytes]
 
 
 class ProblemError(Exception):
-    """An error that has no place in :mod:`molink.errors`, being HTTP's own."""
+    """An HTTP error without a counterpart in :mod:`molink.errors`."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -84,9 +84,9 @@ class ProblemError(Exception):
 
 
 def problem_of(error: BaseException, request: str = "this request") -> Problem | None:
-    """The problem that ``error`` means to a client; ``None`` if it is one we didn't foresee.
+    """Map ``error`` to a problem; ``None`` if it is unexpected.
 
-    ``request`` is what aiohttp's own errors are about: method and path.
+    ``request`` is the method and path, for errors that aiohttp raises.
     """
     match error:
         case ProblemError():
@@ -101,10 +101,8 @@ def problem_of(error: BaseException, request: str = "this request") -> Problem |
 
 
 def internal_problem() -> Problem:
-    """What a client is told of an error that we didn't foresee; the log has the rest."""
-    return Problem(
-        500, "internal error of the endpoint; its log says more", _SERVER, None, "internal"
-    )
+    """The problem for an unexpected error, whose details are only logged."""
+    return Problem(500, "internal error; see the log of the endpoint", _SERVER, None, "internal")
 
 
 def _from_molink_error(error: MolinkError) -> Problem:

@@ -1,7 +1,7 @@
-"""From what a client sends to token ids.
+"""Tokenizes prompts of clients.
 
-Everything here may take long, and works on texts and templates of strangers: it runs in a process
-that can be ended (``prompt_process.py``).
+Templates and texts are untrusted and may take long to process, so this runs in a process that can
+be killed (``prompt_worker.py``).
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ from molinkd.api.openai_schema import ChatBody, ChatMessage, CompletionBody
 from molinkd.api.prompt_worker_messages import PromptTokens
 from molinkd.api.tool_validation import check_tool_support, tools_for_template
 
-#: Variables of templates that a client can't set: they carry the conversation itself.
+#: Template variables that clients can't set, since they carry the conversation.
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-#: A text with more characters per token of the context than this, plus some, can't fit it.
+#: A text with more characters than this per token of context, plus some, can't fit.
 _CHARACTERS_PER_TOKEN = 16
 _EXTRA_CHARACTERS = 16 * 1024
-#: Characters of a prompt's end that say how the answer begins.
+#: Characters at the end of a prompt that determine how the answer starts.
 _TAIL_CHARACTERS = 128
 
 
 def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
-    """The prompt of a conversation, by the model's chat template.
+    """Render and tokenize a conversation.
 
     Raises:
-        ContextTooLong: it is so long that it can't fit.
-        RequestError: a part that isn't text, no template, or messages that it refuses.
+        ContextTooLong: it can't fit the context.
+        RequestError: unsupported content, no chat template, or the template rejects it.
     """
     asked = {"echo": body.echo, "suffix": body.suffix, "best_of": (body.best_of or 1) != 1}
     for name in [name for name, value in asked.items() if value]:
@@ -52,7 +52,7 @@ def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
         messages = apply_call_style(messages, template.call_style)
     options = dict(body.chat_template_kwargs or {})
     for name in _RESERVED.intersection(options):
-        raise RequestError(f"`chat_template_kwargs.{name}` can't be set", "chat_template_kwargs")
+        raise RequestError(f"`chat_template_kwargs.{name}` is reserved", "chat_template_kwargs")
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
     text = template.render_prompt(messages, options, tools)
@@ -62,11 +62,11 @@ def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
 
 
 def tokenize_completion(body: CompletionBody, loaded_model: LoadedModel) -> list[PromptTokens]:
-    """The prompts of a completion: a text, ids, or a list of either.
+    """Tokenize the prompts of a completion: text, ids, or a list of either.
 
     Raises:
-        ContextTooLong: one is so long that it can't fit.
-        RequestError: the prompt is empty, of a wrong type, or has ids that don't exist.
+        ContextTooLong: a prompt can't fit the context.
+        RequestError: a prompt is empty, of an invalid type, or has invalid ids.
     """
     prompt = body.prompt
     if isinstance(prompt, str) or _is_id_list(prompt):
@@ -90,11 +90,12 @@ def _tokenize_one(
         return PromptTokens(_add_suffix(ids, body, loaded_model), prompt if body.echo else "")
     tokenizer = loaded_model.tokenizer
     if not isinstance(prompt, list) or not _is_id_list(prompt):
-        raise RequestError(f"`{field}`: expected a text or a list of token ids", field)
+        raise RequestError(f"`{field}`: expected text or a list of token ids", field)
     for token in prompt:
         if not 0 <= token < tokenizer.vocab_size:
             raise RequestError(
-                f"`{field}`: there is no token {token}; the model has {tokenizer.vocab_size}", field
+                (f"`{field}`: token {token} is out of range; the model has {tokenizer.vocab_size}"),
+                field,
             )
     text = tokenizer.decode(prompt, skip_special=False) if body.echo else ""
     return PromptTokens(_add_suffix(_require_ids(prompt, field), body, loaded_model), text)
@@ -103,7 +104,7 @@ def _tokenize_one(
 def _add_suffix(
     ids: Sequence[int], body: CompletionBody, loaded_model: LoadedModel
 ) -> tuple[int, ...]:
-    """The prompt ``ids`` with what comes after the answer, where the client says that."""
+    """Add the text after the answer for fill-in-the-middle, if given."""
     if not body.suffix:
         return tuple(ids)
     after = _encode_text(body.suffix, "suffix", loaded_model, special=False, empty=True)
@@ -117,14 +118,14 @@ def _add_suffix(
 def _encode_text(
     text: str, field: str, loaded_model: LoadedModel, *, special: bool = True, empty: bool = False
 ) -> tuple[int, ...]:
-    """The ids of ``text``, which may be ``empty``; with ``special`` as a prompt of its own."""
+    """Tokenize ``text``, by default with a prompt's special tokens; ``empty`` allows no ids."""
     _check_length(len(text), field, loaded_model)
     ids = loaded_model.tokenizer.encode(text, special=special)
     return tuple(ids) if empty else _require_ids(ids, field)
 
 
 def _check_messages(messages: Sequence[ChatMessage], loaded_model: LoadedModel) -> None:
-    """Refuse what can't fit before a template works on it: each message has a token at least."""
+    """Reject oversized conversations before rendering; each message takes a token."""
     name, max_model_len = loaded_model.model.name, loaded_model.model.max_model_len
     if len(messages) > max_model_len:
         raise ContextTooLong(
@@ -164,13 +165,13 @@ def _require_ids(ids: Sequence[int], field: str) -> tuple[int, ...]:
 
 
 def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> dict[str, Any]:
-    """The message as templates expect it: a plain object with its content as one text."""
+    """Return the message for the template: a dict with its content as one text."""
     content = message.content
     if isinstance(content, list):
         content = _join_parts(message, index)
     if content is None and not message.tool_calls:
         field = f"messages[{index}].content"
-        raise RequestError(f"`{field}`: required, but missing", field)
+        raise RequestError(f"`{field}`: required", field)
     role = message.role
     plain: dict[str, Any] = {
         "role": "system" if role == "developer" and not knows_developer else role,
@@ -182,14 +183,14 @@ def _plain_message(message: ChatMessage, index: int, knows_developer: bool) -> d
             plain[name] = value
     if role == "tool" and not message.tool_call_id:
         field = f"messages[{index}].tool_call_id"
-        raise RequestError(f"`{field}`: required, but missing", field)
+        raise RequestError(f"`{field}`: required", field)
     if message.tool_calls:
         plain["tool_calls"] = msgspec.to_builtins(message.tool_calls)
     return plain
 
 
 def _join_parts(message: ChatMessage, index: int) -> str:
-    """Text parts joined by line ends, as vLLM does for templates that take a plain text."""
+    """Join text parts with newlines, as vLLM does."""
     assert isinstance(message.content, list)
     texts = []
     for place, part in enumerate(message.content):
@@ -199,6 +200,6 @@ def _join_parts(message: ChatMessage, index: int) -> str:
                 f"`{field}.type`: {part.type[:32]!r} is not supported, only 'text'", f"{field}.type"
             )
         if part.text is None:
-            raise RequestError(f"`{field}.text`: required, but missing", f"{field}.text")
+            raise RequestError(f"`{field}.text`: required", f"{field}.text")
         texts.append(part.text)
     return "\n".join(texts)

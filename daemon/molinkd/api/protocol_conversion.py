@@ -1,4 +1,4 @@
-"""What the adapters of other protocols have in common: from their fields to the OpenAI bodies."""
+"""Helpers that convert fields of other protocols to the OpenAI bodies."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ _QUOTED = re.compile(r"`([^`\s]+)`")
 
 
 def refuse_fields(fields: Mapping[str, Any]) -> None:
-    """Refuse what changes an answer in a way that nothing here can.
+    """Reject fields that molink does not support and that are not empty.
 
-    ``fields`` are by the protocol's names; empty values ask for nothing.
+    ``fields`` are keyed by the protocol's own names.
 
     Raises:
-        RequestError: one of them asks for something.
+        RequestError: a field has a value.
     """
     for name, value in fields.items():
         if value:
@@ -38,7 +38,7 @@ def refuse_fields(fields: Mapping[str, Any]) -> None:
 
 
 class _SchedulingFields(Protocol):
-    """What says when it is a request's turn, in every protocol's body."""
+    """Scheduling fields that every protocol's body has."""
 
     priority: int | None
     max_queue_time: float | None
@@ -46,16 +46,16 @@ class _SchedulingFields(Protocol):
 
 
 def copy_scheduling(body: GenerationBody, asked: _SchedulingFields) -> None:
-    """Have in ``body`` when it is its turn, and how long all of it may take."""
+    """Copy priority and time limits from ``asked`` to ``body``."""
     body.priority, body.max_queue_time = asked.priority, asked.max_queue_time
     body.timeout = asked.timeout
 
 
 def make_message(role: str, content: str | None, where: str) -> ChatMessage:
-    """A message of a conversation.
+    """Build a chat message.
 
     Raises:
-        RequestError: a role or a content that can't be.
+        RequestError: the role is not supported, or the content is missing.
     """
     if role not in get_args(Role):
         raise RequestError(f"`{where}.role`: {role[:32]!r} is not supported", f"{where}.role")
@@ -63,10 +63,10 @@ def make_message(role: str, content: str | None, where: str) -> ChatMessage:
 
 
 def join_texts(parts: Sequence[ContentPart], kinds: Sequence[str], where: str) -> str:
-    """The text of a message's parts, which are of ``kinds``; joined by line ends.
+    """Join the texts of message parts of the given ``kinds`` with newlines.
 
     Raises:
-        RequestError: a part of another kind, or without a text.
+        RequestError: a part is of another kind or has no text.
     """
     return "\n".join(
         part_text(part, kinds, f"{where}[{place}]") for place, part in enumerate(parts)
@@ -74,7 +74,7 @@ def join_texts(parts: Sequence[ContentPart], kinds: Sequence[str], where: str) -
 
 
 def part_text(part: ContentPart, kinds: Sequence[str], where: str) -> str:
-    """The text of one part of a message; see :func:`join_texts`."""
+    """Return the text of one message part; see :func:`join_texts`."""
     if part.type not in kinds:
         text = f"`{where}.type`: {part.type[:32]!r} is not supported, only {kinds[0]!r}"
         raise RequestError(text, f"{where}.type")
@@ -82,37 +82,38 @@ def part_text(part: ContentPart, kinds: Sequence[str], where: str) -> str:
 
 
 def require_value(value: str | None, where: str) -> str:
-    """``value``, which has to be there.
+    """Return ``value``, which must not be missing.
 
     Raises:
-        RequestError: it isn't.
+        RequestError: it is ``None``.
     """
     if value is None:
-        raise RequestError(f"`{where}`: required, but missing", where)
+        raise RequestError(f"`{where}`: required", where)
     return value
 
 
 def make_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
-    """A tool."""
+    """Build a function tool."""
     return Tool("function", FunctionDefinition(name, description, parameters))
 
 
 def make_tool_choice(name: str) -> NamedChoice:
-    """That this function has to be called."""
+    """Build a ``tool_choice`` that requires this function."""
     return NamedChoice("function", NamedFunction(name))
 
 
 def json_response_format(schema: dict[str, Any] | None) -> ResponseFormat:
-    """That an answer is JSON by ``schema``, or any object if there is none."""
+    """Build a ``response_format`` for JSON with ``schema``, or for any JSON object."""
     if schema is None:
         return ResponseFormat("json_object")
     return ResponseFormat("json_schema", JsonSchema(schema))
 
 
 def rename_error_fields(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """``error`` about fields of a body as their protocol calls them.
+    """Translate the field names in ``error`` to those of the client's protocol.
 
-    ``names`` has them by those of the body, with ``[]`` for any index: ``tools[].function``.
+    ``names`` maps fields of the OpenAI body, with ``[]`` for any index, such as
+    ``tools[].function``.
     """
     if not names:
         return error

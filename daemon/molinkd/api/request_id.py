@@ -1,4 +1,4 @@
-"""The id of a request: in its answer's headers and in the log, so that one finds the other."""
+"""Request ids, which appear in response headers and in the log."""
 
 import re
 import secrets
@@ -10,12 +10,12 @@ _KEY = web.RequestKey("request_id", str)
 
 
 def assign_request_id(request: web.BaseRequest) -> None:
-    """Give ``request`` its id: the client's own where it sends a sane one."""
+    """Assign an id to ``request``: the client's ``X-Request-Id`` if valid, else a random one."""
     given = request.headers.get("X-Request-Id", "")
     request[_KEY] = given if _VALID_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
 def get_request_id(request: web.BaseRequest) -> str:
-    """The id; empty if the request was refused before it got one."""
+    """Return the id; empty if the request was rejected before it got one."""
     found: str = request.get(_KEY, "")
     return found

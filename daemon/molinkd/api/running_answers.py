@@ -1,4 +1,4 @@
-"""The answers that are given now, and how they end with the endpoint."""
+"""Tracks running answers and ends them at shutdown."""
 
 import asyncio
 import contextlib
@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator
 from molink.errors import Unavailable
 
 _SHUTDOWN_MESSAGE = (
-    "molink is ending on this PC; ask again once it runs, or on another PC of the swarm"
+    "molink is shutting down on this PC; retry later, or use another PC of the swarm"
 )
 
 
 class RunningAnswers:
-    """Answers are generated inside :meth:`track_answer`; when the endpoint ends, they may go on a
-    while."""
+    """Answers run inside :meth:`track_answer`; at shutdown they have a grace period."""
 
     def __init__(self) -> None:
         self._scopes: set[asyncio.Timeout] = set()
@@ -22,10 +21,10 @@ class RunningAnswers:
 
     @contextlib.asynccontextmanager
     async def track_answer(self) -> AsyncIterator[None]:
-        """An answer runs meanwhile.
+        """Track an answer while the context is open.
 
         Raises:
-            Unavailable: the endpoint ends, and no time is left.
+            Unavailable: the endpoint is shutting down.
         """
         if self._is_shutting_down:
             raise Unavailable(_SHUTDOWN_MESSAGE)
@@ -45,7 +44,7 @@ class RunningAnswers:
             raise Unavailable(_SHUTDOWN_MESSAGE) from None
 
     async def shut_down(self, seconds: float) -> None:
-        """Begin no answers from now on; end those that still run after so many seconds."""
+        """Reject new answers, and end those still running after ``seconds``."""
         self._is_shutting_down = True
         if self._scopes:
             self._all_ended.clear()

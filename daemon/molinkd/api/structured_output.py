@@ -1,4 +1,4 @@
-"""What a client wants an answer to be like: JSON, by a schema or not, a regular expression, …"""
+"""Structured output: compiles a request's JSON schema, regex or grammar."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,26 +13,26 @@ from molinkd.api.loaded_model import LoadedModel
 from molinkd.api.openai_schema import ChatBody, GenerationBody
 from molinkd.api.tool_validation import choose_answer_format, required_tools
 
-#: A field, and the kind and the text of what it asks for.
+#: The field, grammar kind and source of a constraint.
 _GrammarSource = tuple[str, GrammarKind, Any]
 _ANY_OBJECT = {"type": "object"}
 
 
 def compile_grammar(body: GenerationBody, tokenizer: Tokenizer) -> bytes:
-    """The grammar that an answer to ``body`` is held to; empty if it may be anything.
+    """Compile the grammar of a request's answer; empty without a constraint.
 
-    It is compiled once, to see that it can be, which may take half a second.
+    It is compiled once here to validate it, which may take half a second.
 
     Raises:
-        RequestError: it is invalid, too complex, not supported, or not the only one; names the
-            field.
+        RequestError: the constraint is invalid, too complex, unsupported, or not the only one. The
+            message names the field.
     """
     asked = list(_requested_grammars(body))
     if not asked:
         return b""
     field, kind, source = asked[0]
     if len(asked) > 1:
-        raise RequestError(f"`{field}` and `{asked[1][0]}` can't go together", asked[1][0])
+        raise RequestError(f"`{field}` and `{asked[1][0]}` can't be combined", asked[1][0])
     _check_eos(body, tokenizer, field)
     try:
         if kind == "json_schema" and not isinstance(source, str):
@@ -42,24 +42,24 @@ def compile_grammar(body: GenerationBody, tokenizer: Tokenizer) -> bytes:
     except RequestError as error:
         raise RequestError(f"`{field}`: {error}", field) from None
     except RecursionError:
-        raise RequestError(f"`{field}`: it is nested too deeply", field) from None
+        raise RequestError(f"`{field}`: nested too deeply", field) from None
     return grammar
 
 
 def compile_call_grammar(body: ChatBody, loaded_model: LoadedModel, tail: str) -> bytes:
-    """The grammar of an answer that has to call a tool; empty if it need not.
+    """Compile the grammar of an answer that must call a tool; empty if it need not.
 
     ``tail`` is the end of the prompt.
 
     Raises:
-        RequestError: the schema of a tool is too complex or not supported, or the answer is to have
-            another form besides.
+        RequestError: a tool's schema is too complex or unsupported, or the request has another
+            constraint.
     """
     tools = required_tools(body)
     if not tools:
         return b""
     for other, _, _ in _requested_grammars(body):
-        raise RequestError(f"`tool_choice` and `{other}` can't go together", other)
+        raise RequestError(f"`tool_choice` and `{other}` can't be combined", other)
     _check_eos(body, loaded_model.tokenizer, "tool_choice")
     form = choose_answer_format(loaded_model, tools=True)
     parallel = body.tool_choice == "required" and body.parallel_tool_calls is not False
@@ -74,7 +74,7 @@ def compile_call_grammar(body: ChatBody, loaded_model: LoadedModel, tail: str) -
 
 
 def _json_layout(body: GenerationBody) -> JsonLayout:
-    """How JSON is laid out. Where it is known, much of it is forced, and comes many at a time."""
+    """Choose the JSON whitespace. A fixed layout forces many tokens, which are sampled at once."""
     wanted = body.structured_outputs
     if wanted is None or wanted.disable_any_whitespace is None:
         return "line"
@@ -83,9 +83,9 @@ def _json_layout(body: GenerationBody) -> JsonLayout:
 
 def _check_eos(body: GenerationBody, tokenizer: Tokenizer, field: str) -> None:
     if body.ignore_eos:
-        raise RequestError(f"`ignore_eos` and `{field}` can't go together", "ignore_eos")
+        raise RequestError(f"`ignore_eos` and `{field}` can't be combined", "ignore_eos")
     if not tokenizer.eos_ids:
-        raise RequestError(f"`{field}`: this model has no token that ends an answer", field)
+        raise RequestError(f"`{field}`: this model has no end-of-sequence token", field)
 
 
 def _requested_grammars(body: GenerationBody) -> Iterator[_GrammarSource]:
@@ -96,7 +96,7 @@ def _requested_grammars(body: GenerationBody) -> Iterator[_GrammarSource]:
         schema = None if named.json_schema is None else named.json_schema.schema
         field = "response_format.json_schema.schema"
         if schema is None:
-            raise RequestError(f"`{field}`: required, but missing", field)
+            raise RequestError(f"`{field}`: required", field)
         yield field, "json_schema", schema
     yield from _skip_null(
         ("guided_json", "json_schema", body.guided_json),

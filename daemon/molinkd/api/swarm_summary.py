@@ -1,7 +1,7 @@
-"""``GET /swarm``: the swarm as the chat page draws it.
+"""``GET /swarm``: the summary of the swarm that the chat page draws.
 
-Less than ``molink status --json`` has: whoever may use the endpoint learns which PC computes what
-and why one waits, but no ids, ports, processes or codes. All texts are plain.
+It has less than ``molink status --json``: users of the endpoint see which PC computes what and why
+a request waits, but no ids, ports, processes or codes. All texts are plain.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from molink.swarm.controller.status_schema import (
 from molinkd.api.api_settings import is_loopback
 from molinkd.api.backend import Backend
 
-#: However many pages look, the daemon is asked once in so many seconds.
+#: How long a summary is reused, in seconds, however many pages poll.
 CACHE_TTL_S = 0.7
-#: Addresses by which another PC may try to join.
+#: Maximum number of join commands with addresses.
 _MAX_ADDRESSES = 3
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):\d+")
 
 
 class StageSummary(msgspec.Struct, frozen=True):
-    """A stage: its PC and layers, and seconds for one row, and until that is at the next stage.
+    """A stage: its PC and layers, seconds per row, and seconds to send a row to the next stage.
 
-    ``doing`` says what it does instead of serving; ``busy`` is in percent, ``None`` = not told.
+    ``doing`` is its activity other than serving; ``busy`` is in percent, ``None`` if unknown.
     """
 
     pc: str
@@ -47,7 +47,7 @@ class StageSummary(msgspec.Struct, frozen=True):
 
 
 class RequestSummary(msgspec.Struct, frozen=True):
-    """A request that a ring serves: tokens of it, of which ``computed`` are at every stage."""
+    """A request of a ring, in tokens; ``computed`` ones are done at every stage."""
 
     state: str
     prompt: int
@@ -57,7 +57,7 @@ class RequestSummary(msgspec.Struct, frozen=True):
 
 
 class RingSummary(msgspec.Struct, frozen=True):
-    """A pipeline, with its stages in order; ``reason`` says why it isn't ready."""
+    """A pipeline with its stages in order; ``reason`` explains why it is not ready."""
 
     model: str
     ready: bool
@@ -70,7 +70,7 @@ class RingSummary(msgspec.Struct, frozen=True):
 
 
 class PcSummary(msgspec.Struct, frozen=True):
-    """A PC that holds no stage of a ring, and what it does."""
+    """A PC without a stage."""
 
     pc: str
     device: str
@@ -78,7 +78,7 @@ class PcSummary(msgspec.Struct, frozen=True):
 
 
 class SwarmSummary(msgspec.Struct, frozen=True):
-    """The swarm. ``pairings`` PCs wait to be let in; ``join`` are commands that let one more in."""
+    """The swarm. ``pairings`` PCs wait for approval; ``join`` are commands for another PC."""
 
     ready: bool
     online: int
@@ -105,7 +105,7 @@ class SwarmRoute:
         return [web.get("/swarm", self.get_swarm)]
 
     async def get_swarm(self, request: web.Request) -> web.Response:
-        """Which PC computes which layers, what runs and waits, and how one more PC joins."""
+        """The swarm's PCs, stages and requests, and how to join."""
         loop = asyncio.get_running_loop()
         async with self._lock:
             if loop.time() >= self._expires_at:
@@ -118,9 +118,9 @@ class SwarmRoute:
 
 
 def summarize_swarm(status: SwarmStatus) -> SwarmSummary:
-    """What of ``status`` is shown."""
+    """Summarize ``status`` for users of the endpoint."""
     peers = {peer.id: peer for peer in status.peers}
-    pcs = [peer.state == "here" for peer in status.peers if not peer.pc]
+    pcs = [peer.state == "online" for peer in status.peers if not peer.pc]
     placed = {stage.peer for ring in status.pipelines for stage in ring.stages}
     return SwarmSummary(
         ready=status.is_ready,
@@ -135,20 +135,20 @@ def summarize_swarm(status: SwarmStatus) -> SwarmSummary:
 
 
 def _summarize_ring(ring: PipelineStatus, peers: dict[str, PeerStatus]) -> RingSummary:
-    head = ring.scheduler or SchedulerStatus()
+    scheduler = ring.scheduler or SchedulerStatus()
     return RingSummary(
         model=sanitize_text(ring.model),
         ready=ring.ready,
         reason=sanitize_text(ring.reason),
-        running=head.running,
-        waiting=head.waiting,
-        tokens_per_s=round(head.tokens_per_s, 1),
+        running=scheduler.running,
+        waiting=scheduler.waiting,
+        tokens_per_s=round(scheduler.tokens_per_s, 1),
         stages=tuple(_summarize_stage(ring, number, peers) for number in range(len(ring.stages))),
         requests=tuple(
             RequestSummary(
                 sanitize_text(one.state), one.prompt, one.computed, one.generated, one.age_s
             )
-            for one in head.requests
+            for one in scheduler.requests
         ),
     )
 
@@ -158,14 +158,14 @@ def _summarize_stage(
 ) -> StageSummary:
     stage = ring.stages[number]
     peer = peers.get(stage.peer, PeerStatus(id=stage.peer))
-    workers = peer.workers if peer.state == "here" else ()
+    workers = peer.workers if peer.state == "online" else ()
     mine = (one for one in workers if (one.pipeline, one.stage) == (ring.id, number))
     worker = next(mine, None)
     return StageSummary(
         pc=sanitize_text(peer.name or peer.id),
         device=sanitize_text(short_device_name(stage.device)),
         layers=stage.layers,
-        doing="not there" if worker is None else sanitize_text(worker.activity),
+        doing="offline" if worker is None else sanitize_text(worker.activity),
         busy=None if worker is None or worker.load is None else worker.load.busy,
         decode_s=stage.decode_s,
         link_s=stage.link_s,
@@ -174,7 +174,7 @@ def _summarize_stage(
 
 def _summarize_pc(peer: PeerStatus) -> PcSummary:
     doing = peer.state
-    if peer.state == "here":
+    if peer.state == "online":
         doing = peer.paused or ("endpoint only" if peer.stage == "none" else "spare")
     return PcSummary(
         sanitize_text(peer.name),
@@ -184,7 +184,7 @@ def _summarize_pc(peer: PeerStatus) -> PcSummary:
 
 
 def _join_commands(status: SwarmStatus) -> Iterator[str]:
-    """On the same network, and by address from elsewhere."""
+    """Return commands to join: on the same network, and by address."""
     yield "molink join"
     hosts = [found[1] for one in status.coordinator.addresses if (found := _ADDRESS.fullmatch(one))]
     elsewhere = [host for host in dict.fromkeys(hosts) if not is_loopback(host.strip("[]"))]

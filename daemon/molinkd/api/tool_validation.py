@@ -1,4 +1,4 @@
-"""The tools of a request: what is wrong with them, and which of them can be called."""
+"""Validates the tools of a request and selects those that may be called."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from molinkd.api.openai_schema import ChatBody, NamedChoice
 
 
 def choose_answer_format(loaded_model: LoadedModel, *, tools: bool) -> AnswerFormat:
-    """How the model writes answers to requests with tools, or without."""
+    """Return how the model writes answers, to requests with ``tools`` or without."""
     tokenizer = loaded_model.tokenizer
     template = tokenizer.chat_templates.select_template(tools=tools)
     source = template.source if template is not None else ""
@@ -19,7 +19,7 @@ def choose_answer_format(loaded_model: LoadedModel, *, tools: bool) -> AnswerFor
 
 
 def model_capabilities(loaded_model: LoadedModel) -> list[str]:
-    """What the model can do beside completing text, by Ollama's names."""
+    """List the model's capabilities beside completion, by Ollama's names."""
     template = loaded_model.tokenizer.chat_templates.select_template(tools=True)
     if template is None:
         return []
@@ -30,32 +30,32 @@ def model_capabilities(loaded_model: LoadedModel) -> list[str]:
 
 
 def check_tool_support(loaded_model: LoadedModel, template: ChatTemplate) -> None:
-    """See that the model can be told of tools, and that its calls can be told from text.
+    """Check that the chat template accepts tools and that calls can be parsed.
 
     Raises:
-        RequestError: one of both fails.
+        RequestError: the model does not support tools.
     """
     name = loaded_model.model.name
     if not template.takes_tools:
-        raise RequestError(f"`tools`: {name} can't use tools", "tools")
+        raise RequestError(f"`tools`: {name} does not support tools", "tools")
     if choose_answer_format(loaded_model, tools=True).tool_calls is None:
         known = ", ".join(TOOL_CALL_FORMATS)
         raise RequestError(
-            f"`tools`: how {name} writes calls is not known; if it is one of {known}, the setting "
-            "`tool_call_parser` says so",
+            f"`tools`: the tool call format of {name} is unknown; if it is one of {known}, "
+            "set `tool_call_parser`",
             "tools",
         )
 
 
 def callable_names(body: ChatBody) -> frozenset[str]:
-    """Names of the tools that an answer may call."""
+    """Return the names of the tools that the answer may call."""
     if body.tool_choice == "none":
         return frozenset()
     return frozenset(tool.function.name for tool in body.tools or ())
 
 
 def required_tools(body: ChatBody) -> dict[str, dict[str, Any] | None]:
-    """The tools one of which has to be called, by name, with their parameters; none if none has."""
+    """Return the tools of which one must be called, with their parameters; empty if none must."""
     choice = body.tool_choice
     if choice in (None, "auto", "none"):
         return {}
@@ -65,10 +65,10 @@ def required_tools(body: ChatBody) -> dict[str, dict[str, Any] | None]:
 
 
 def tools_for_template(body: ChatBody) -> list[dict[str, Any]]:
-    """The tools as chat templates take them; none where the answer may not call any.
+    """Return the tools for the chat template; empty if the answer may not call any.
 
     Raises:
-        RequestError: two have one name, parameters are no JSON schema, or the choice is impossible.
+        RequestError: duplicate names, invalid parameters or an impossible choice.
     """
     tools = body.tools or []
     names: set[str] = set()
@@ -76,7 +76,7 @@ def tools_for_template(body: ChatBody) -> list[dict[str, Any]]:
         field = f"tools[{index}].function"
         name = tool.function.name
         if name in names:
-            raise RequestError(f"`{field}.name`: there are two tools {name!r}", f"{field}.name")
+            raise RequestError(f"`{field}.name`: duplicate tool {name!r}", f"{field}.name")
         names.add(name)
         problem = find_schema_problem(tool.function.parameters or {})
         if problem is not None:
@@ -99,7 +99,7 @@ def tools_for_template(body: ChatBody) -> list[dict[str, Any]]:
 
 
 def _complete_parameters(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with what templates take for granted."""
+    """Add the keys that chat templates assume."""
     taken = {"type": "object", "properties": {}}
     return schema | {name: value for name, value in taken.items() if name not in schema}
 
@@ -109,7 +109,7 @@ def _check_tool_choice(body: ChatBody, names: set[str]) -> None:
     if choice in (None, "auto", "none"):
         return
     if not names:
-        raise RequestError("`tool_choice`: there are no `tools`", "tool_choice")
+        raise RequestError("`tool_choice`: requires `tools`", "tool_choice")
     if isinstance(choice, NamedChoice) and choice.function.name not in names:
         field = "tool_choice.function.name"
-        raise RequestError(f"`{field}`: no tool is called {choice.function.name[:64]!r}", field)
+        raise RequestError(f"`{field}`: no tool named {choice.function.name[:64]!r}", field)

@@ -1,4 +1,4 @@
-"""``molink apply``: have the swarm serve what a file names."""
+"""``molink apply``: serve the models of a file."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from molink.errors import MolinkError, RequestError
 from molink.plaintext import printable
 from molink.swarm.artifacts.transfer import TransferRate
 from molink.wire.messages.admin import ApplyFile, ApplyReply, LoadModelReply
-from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli import daemon_client
 from molinkd.cli.daemon_console import TransferLine
 from molinkd.cli.model_verbs import POLL_INTERVAL_S, show_progress
 from molinkd.cli.swarm_file import LineIndex, SwarmFile, model_entries, read_swarm_file, served_name
@@ -21,14 +21,16 @@ from molinkd.peer.artifacts.progress import Progress
 
 
 def apply(
-    file: Annotated[Path, typer.Argument(help="A TOML file with a [[models]] for each model.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
+    file: Annotated[Path, typer.Argument(help="TOML file with a [[models]] section per model.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the changes without applying them.")
+    ] = False,
     home: HomeOption = None,
 ) -> None:
-    """Have the swarm serve the models that a file names, and no others; twice is as once."""
+    """Serve exactly the models in a file; safe to repeat."""
     found, lines = read_swarm_file(file)
     models = model_entries(found, lines, file.absolute().parent)
-    daemon = local_daemon.require_daemon(home)
+    daemon = daemon_client.require_daemon(home)
     order = ApplyFile(ref=0, models=models, molink=found.molink, dry_run=dry_run)
     try:
         changes = _apply_file(daemon, order)
@@ -37,27 +39,27 @@ def apply(
     for line in changes.splitlines():
         print(printable(line))
     if not changes:
-        print("Nothing to change: the swarm is asked for this already.")
+        print("Nothing to change.")
     elif dry_run:
-        print("Nothing was changed (--dry-run).")
+        print("Dry run: nothing was changed.")
     else:
-        print("Applied; `molink status` shows how far it is.")
+        print("Applied. Follow progress with `molink status`.")
 
 
-def _apply_file(daemon: local_daemon.RunningDaemon, order: ApplyFile) -> str:
-    """Ask until all models are found and the coordinator has answered: what changes."""
+def _apply_file(daemon: daemon_client.RunningDaemon, order: ApplyFile) -> str:
+    """Poll until all models are located and the coordinator has replied; returns the changes."""
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
     speed, doing = TransferRate(time.monotonic()), ("", "")
     try:
         while True:
-            far, payload = local_daemon.send_request(daemon, order)
+            far, payload = daemon_client.send_request(daemon, order)
             if isinstance(far, ApplyReply):
                 return payload.decode("utf-8")
             assert isinstance(far, LoadModelReply)
             if (far.name, far.state) != doing:
                 speed, doing = TransferRate(time.monotonic(), far.done), (far.name, far.state)
             progress = Progress(far.done, far.total)
-            progress.source = "the hub" if far.state == "fetching" else "disk, to hash it once"
+            progress.source = "the hub" if far.state == "fetching" else "disk (hashing once)"
             show_progress(line, far.name or "a model", progress, speed)
             time.sleep(POLL_INTERVAL_S)
     finally:
@@ -65,7 +67,7 @@ def _apply_file(daemon: local_daemon.RunningDaemon, order: ApplyFile) -> str:
 
 
 def _locate_error(error: RequestError, file: SwarmFile, lines: LineIndex) -> MolinkError:
-    """The coordinator's refusal with the line that it is about: a PC's, else the model's."""
+    """Add the line of the file to an error of the coordinator."""
     text = str(error)
     if file.molink and text.startswith(f"the file requires molink {file.molink}"):
         return lines.error_at(text, key="molink")

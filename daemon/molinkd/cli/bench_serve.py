@@ -21,10 +21,10 @@ from molink.bench.trace import read_trace
 from molink.errors import Unavailable, UsageError
 from molinkd.cli.bench_stage import stage
 
-bench_app = typer.Typer(help="Measure a server, or this PC.", no_args_is_help=True)
+bench_app = typer.Typer(help="Benchmark a server, or this PC.", no_args_is_help=True)
 bench_app.command("stage")(stage)
 
-#: Exit code after Ctrl-C, as shells count it.
+#: Exit code after Ctrl-C, as in shells.
 INTERRUPTED = 130
 
 
@@ -37,49 +37,47 @@ TraceOption = Annotated[
 RateOption = Annotated[
     float | None,
     typer.Option(
-        help="Requests per second (Poisson), or inf for all at once.  "
-        "[default: the trace's own times, without a trace inf]"
+        help="Requests per second (Poisson), or inf for all at once.  [default: the trace's "
+        "times; without a trace: inf]"
     ),
 ]
-ModelOption = Annotated[
-    str | None, typer.Option(help="Its name.  [default: the first that the server lists]")
-]
+ModelOption = Annotated[str | None, typer.Option(help="Model name.  [default: first listed]")]
 KeyOption = Annotated[
     str | None,
-    typer.Option(envvar="MOLINK_API_KEY", help="Bearer token of the server.  [default: none]"),
+    typer.Option(envvar="MOLINK_API_KEY", help="API key of the server.  [default: none]"),
 ]
 EosOption = Annotated[
-    bool, typer.Option(help="Ask for answers of full length (an extension of vLLM and molink).")
+    bool, typer.Option(help="Request full-length answers (an extension of vLLM and molink).")
 ]
 PolicyOption = Annotated[
-    str, typer.Option(help="Name to note in the result; a server does not tell its policy.")
+    str, typer.Option(help="Policy name to record in the result; servers don't report it.")
 ]
 
 
 @bench_app.callback()
 def bench() -> None:
-    """Measure a server, or this PC."""
+    """Benchmark a server, or this PC."""
 
 
 @bench_app.command("serve")
 def serve(
-    url: Annotated[str, typer.Option(help="The server's root, or its /v1.")],
+    url: Annotated[str, typer.Option(help="URL of the server, with or without /v1.")],
     trace: TraceOption = None,
-    input_tokens: Annotated[int | None, typer.Option(help="Per prompt.  [default: 128]")] = None,
-    output_tokens: Annotated[int | None, typer.Option(help="Per answer.  [default: 64]")] = None,
+    input_tokens: Annotated[int | None, typer.Option(help="Prompt tokens.  [default: 128]")] = None,
+    output_tokens: Annotated[int | None, typer.Option(help="Answer tokens.  [default: 64]")] = None,
     rate: RateOption = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once, at maximum.")] = 16,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all, at maximum.")] = 100,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first, not counted.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum concurrent requests.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Maximum number of requests.")] = 100,
+    warmup: Annotated[int, typer.Option(min=0, help="Uncounted requests to send first.")] = 0,
     model: ModelOption = None,
     api_key: KeyOption = None,
-    api: Annotated[BenchRoute, typer.Option(help="Which route to use.")] = "chat",
+    api: Annotated[BenchRoute, typer.Option(help="Route to use.")] = "chat",
     ignore_eos: EosOption = True,
     policy: PolicyOption = "unknown",
-    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Send requests to any OpenAI-style endpoint, and time them.
+    """Benchmark an OpenAI-compatible endpoint.
 
     Reports TTFT, TPOT, ITL, latency and throughput.
     """
@@ -98,7 +96,7 @@ def serve(
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
     if not report.completed:
-        raise Unavailable(f"no request completed; the first error: {report.first_error}")
+        raise Unavailable(f"no request completed; first error: {report.first_error}")
 
 
 def _make_plan(
@@ -118,7 +116,7 @@ def _make_plan(
             seed,
         )
     if input_tokens is not None or output_tokens is not None:
-        raise UsageError("--trace has sizes of its own: leave out --input-tokens, --output-tokens")
+        raise UsageError("--trace defines the sizes: omit --input-tokens and --output-tokens")
     return plan_trace(read_trace(trace), rate, requests, seed)
 
 
@@ -133,7 +131,9 @@ async def _measure(
     clock = MonotonicClock()
     async with BenchClient(endpoint, clock, seed) as client:
         if not await client.calibrate_prompts():
-            progress.console.print("The server counts no tokens (usage): sizes are approximate.")
+            progress.console.print(
+                "The server reports no token counts (usage); sizes are approximate."
+            )
         if warmup:
             first = plan[0]
             tries = [replace(first, index=-1 - number, arrival_s=0.0) for number in range(warmup)]
@@ -151,7 +151,7 @@ async def _run_phase(
     clock: MonotonicClock,
     progress: Progress,
 ) -> Measurement:
-    """Run one plan under its own progress bar."""
+    """Run one plan with a progress bar."""
     bar = progress.add_task(title, total=len(plan), failed="")
     failed = 0
 
@@ -178,10 +178,10 @@ def _progress_bar(console: Console, *, hidden: bool) -> Progress:
 def _print_report(report: Report, notes: Console, *, as_json: bool) -> None:
     if report.failed:
         notes.print(
-            f"{report.failed} requests failed; the first: {report.first_error}", markup=False
+            f"{report.failed} requests failed; first error: {report.first_error}", markup=False
         )
     if report.interrupted:
-        notes.print("Interrupted: these are the figures so far.")
+        notes.print("Interrupted: partial results.")
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:

@@ -1,4 +1,4 @@
-"""``molink bench stage``: how quickly this PC computes layers of a model."""
+"""``molink bench stage``: measure layers of a model on this PC."""
 
 import re
 from collections.abc import Sequence
@@ -29,24 +29,24 @@ def stage(
         str,
         typer.Option("--model", "-m", help="Folder, GGUF file, OWNER/NAME or molink-demo."),
     ] = DEMO_MODEL_NAME,
-    layers: Annotated[str | None, typer.Option(help="Layers A:B.  [default: all]")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layer range A:B.  [default: all]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     threads: Annotated[
-        int, typer.Option("--threads", "-t", min=0, help="On the CPU; 0 = torch's default.")
+        int, typer.Option("--threads", "-t", min=0, help="CPU threads; 0 = torch's default.")
     ] = 0,
-    dtype: Annotated[DTypeChoice, typer.Option(help="Compute in.")] = "auto",
-    quantize: Annotated[Quantize, typer.Option(help="Keep the layers' weights so.")] = "none",
+    dtype: Annotated[DTypeChoice, typer.Option(help="Data type for computation.")] = "auto",
+    quantize: Annotated[Quantize, typer.Option(help="Weight quantization.")] = "none",
     seconds: Annotated[
-        float, typer.Option(min=0.1, max=600.0, help="Of measuring, at maximum.")
+        float, typer.Option(min=0.1, max=600.0, help="Maximum measuring time in seconds.")
     ] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure one stage on this PC: its steps, and what limits it.
+    """Benchmark one stage on this PC and show its bottleneck.
 
-    Compares with the memory bandwidth and the matrix products that the device is measured to have.
+    Compares the steps with the measured memory bandwidth and matrix throughput of the device.
     """
     if _DEVICE.match(device) is None:
-        raise UsageError(f"--device is auto, cpu or cuda:N, not {device!r}")
+        raise UsageError(f"--device must be auto, cpu or cuda:N, not {device!r}")
     source = find_model(model, unpack_into=Home.find_home().unpacked)
     order = StageBench(
         source.path,
@@ -67,16 +67,16 @@ def stage(
 
 
 def _parse_layers(folder: Path, given: str | None) -> LayerRange:
-    """The range to measure, checked against the model."""
+    """Parse the layer range and check it against the model."""
     wanted = None
     if given is not None and (wanted := parse_layers(given)) is None:
-        raise UsageError(f"--layers is A:B, for example 0:12, not {given!r}")
+        raise UsageError(f"--layers must be A:B, such as 0:12, not {given!r}")
     opened = ModelFolder.open(folder, wanted)
     return wanted or (0, opened.config.layers)
 
 
 def print_result(found: StageBenchResult, console: Console) -> None:
-    """Print the result for a person."""
+    """Print the result as tables."""
     first, last = found.layers
     threads = f", {found.threads} threads" if found.threads else ""
     quantized = "" if found.quantize == "none" else f", {found.quantize}"
@@ -88,10 +88,10 @@ def print_result(found: StageBenchResult, console: Console) -> None:
     for line in lines:
         console.print(printable(line), markup=False)
     console.print(
-        f"\n[bold]T_d[/bold]: a decode step of streams that have {found.context} tokens each"
+        f"\n[bold]T_d[/bold]: a decode step; each stream has {found.context} tokens of context"
     )
     console.print(_points_table("streams", found.decode))
-    console.print("\n[bold]T_p[/bold]: a prefill chunk that begins a prompt")
+    console.print("\n[bold]T_p[/bold]: the first prefill chunk of a prompt")
     console.print(_points_table("rows", found.prefill))
     read, compute = found.read, found.compute
     tile = f"in steps of {found.tile} rows" if found.tile > 1 else "without steps"

@@ -1,4 +1,4 @@
-"""``molink chat``: a conversation in the terminal with any OpenAI-style endpoint."""
+"""``molink chat``: a conversation in the terminal with any OpenAI-compatible endpoint."""
 
 import asyncio
 import importlib
@@ -17,18 +17,18 @@ from rich.console import Console
 from molink.errors import ModelNotFound, MolinkError, RequestError, Unavailable
 
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
-#: A path is no command, nor is a question that only begins with a slash.
+#: Paths and questions that start with a slash are not commands.
 _COMMAND = re.compile(r"/[A-Za-z?]+$")
-#: A command of molink in a hint, where no home is known.
+#: Formats a command of molink for a hint if no home is known.
 _FORMAT_COMMAND = "`molink {}`".format
-_HELP = "/clear forgets the conversation, /exit leaves, Ctrl-C stops an answer"
+_HELP = "/clear resets the conversation, /exit quits, Ctrl-C stops an answer"
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What is sent with every question. ``options`` are further fields of the request.
+    """The state sent with each question. ``options`` are extra request fields.
 
-    ``format_command`` is the ``Home.typed`` of the home whose endpoint it is.
+    ``format_command`` is ``Home.format_command`` of the endpoint's home.
     """
 
     base_url: str
@@ -40,24 +40,24 @@ class Conversation:
     format_command: Callable[[str], str] = _FORMAT_COMMAND
 
     def clear(self) -> None:
-        """Forget everything that was said."""
+        """Forget all messages."""
         self.messages.clear()
 
     def request_body(self) -> dict[str, Any]:
-        """The request for the next answer."""
+        """Return the request for the next answer."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*first, *self.messages]
         return {**self.options, "model": self.model, "messages": messages, "stream": True}
 
 
 class EventParser:
-    """Server-sent events out of bytes as they come; sans-IO."""
+    """Parses server-sent events from chunks of bytes; sans-IO."""
 
     def __init__(self) -> None:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of the events that ``data`` completes."""
+        """Return the payloads of the events that ``data`` completes."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [line[5:].strip() for line in map(bytes.rstrip, lines) if line.startswith(b"data:")]
 
@@ -73,11 +73,11 @@ def run_chat(
     temperature: float | None = None,
     format_command: Callable[[str], str] = _FORMAT_COMMAND,
 ) -> int:
-    """Talk with the model at ``base_url`` (which ends with ``/v1``); returns an exit code.
+    """Chat with the model at ``base_url`` (which ends with ``/v1``); returns an exit code.
 
-    With ``text``, or if standard input is no terminal, prints one answer and ends. Otherwise asks
-    for questions until ``/exit`` or end of input. Without ``model`` the endpoint's first one is
-    taken. Errors go to standard error, as one line each.
+    With ``text``, or if standard input is not a terminal, prints one answer. Otherwise prompts
+    until ``/exit`` or end of input. ``model`` defaults to the endpoint's first. Errors are printed
+    to standard error.
     """
     options = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in options.items() if value is not None}
@@ -102,7 +102,7 @@ def run_chat(
 
 def _one_shot(runner: asyncio.Runner, conversation: Conversation, text: str) -> int:
     if not text:
-        raise RequestError("there is nothing to ask: give a text, or run it in a terminal", "text")
+        raise RequestError("nothing to ask: pass a text, or run it in a terminal", "text")
     conversation.messages.append({"role": "user", "content": text})
     runner.run(_print_answer(conversation, Console(highlight=False)))
     return 0
@@ -110,7 +110,7 @@ def _one_shot(runner: asyncio.Runner, conversation: Conversation, text: str) -> 
 
 def _interactive(runner: asyncio.Runner, conversation: Conversation, errors: Console) -> int:
     console = Console(highlight=False)
-    with suppress(ImportError):  # line editing and a history of questions, where there is one
+    with suppress(ImportError):  # line editing and history, if available
         importlib.import_module("readline")
     model = _printable(conversation.model)
     console.print(f"{model} at {conversation.base_url}. {_HELP}.", style="dim", markup=False)
@@ -127,7 +127,7 @@ def _interactive(runner: asyncio.Runner, conversation: Conversation, errors: Con
                 return 0
             case "/clear":
                 conversation.clear()
-                console.print("Forgotten.", style="dim")
+                console.print("Conversation cleared.", style="dim")
             case "/help" | "/?":
                 console.print(_HELP, style="dim")
             case _ if _COMMAND.match(question):
@@ -144,7 +144,7 @@ def _ask_question(
     console: Console,
     errors: Console,
 ) -> None:
-    """One question and its answer; if there is none, as if it hadn't been asked."""
+    """Ask one question; without an answer the question is dropped."""
     asked = len(conversation.messages)
     conversation.messages.append({"role": "user", "content": question})
     try:
@@ -158,7 +158,7 @@ def _ask_question(
 
 
 async def _print_answer(conversation: Conversation, console: Console) -> None:
-    """Print the next answer as it comes, and remember it, even when it is stopped."""
+    """Stream the next answer to the console and keep it, even if it is stopped."""
     said: list[str] = []
     thinks = False
     try:
@@ -180,11 +180,11 @@ async def _print_answer(conversation: Conversation, console: Console) -> None:
 
 
 async def stream_answer(conversation: Conversation) -> AsyncGenerator[tuple[str, str], None]:
-    """The next answer of ``conversation``, piece by piece: what the model thinks, and what it says.
+    """Stream the next answer as (reasoning, content) pieces.
 
     Raises:
-        Unavailable: the endpoint can't be reached, or broke off.
-        MolinkError: what it answered instead.
+        Unavailable: the endpoint is unreachable, or the connection was lost.
+        MolinkError: the endpoint's error.
     """
     url = f"{conversation.base_url.rstrip('/')}/chat/completions"
     parser = EventParser()
@@ -203,8 +203,8 @@ async def stream_answer(conversation: Conversation) -> AsyncGenerator[tuple[str,
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _unreachable(conversation, error) from error
     except ValueError as error:
-        raise Unavailable(f"{url} doesn't speak the OpenAI API: {error}") from error
-    raise Unavailable(f"{url} broke off in the middle of its answer")
+        raise Unavailable(f"{url} is not an OpenAI-compatible API: {error}") from error
+    raise Unavailable(f"{url} closed the connection before the answer was complete")
 
 
 def _content(event: dict[str, Any]) -> str:
@@ -234,12 +234,12 @@ async def _first_model(conversation: Conversation) -> str:
             models = json.loads(await response.read())["data"]
             if not models:
                 status = conversation.format_command("status")
-                raise ModelNotFound(f"{conversation.base_url} serves no model; {status} says why")
+                raise ModelNotFound(f"{conversation.base_url} serves no model; {status} shows why")
             return str(models[0]["id"])
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _unreachable(conversation, error) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise Unavailable(f"{url} doesn't speak the OpenAI API: {error}") from error
+        raise Unavailable(f"{url} is not an OpenAI-compatible API: {error}") from error
 
 
 def _headers(conversation: Conversation) -> dict[str, str]:
@@ -253,9 +253,9 @@ async def _check_status(response: aiohttp.ClientResponse) -> None:
     try:
         message = str(json.loads(await response.read())["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        message = f"{response.url} answered {response.status} {response.reason}"
+        message = f"{response.url} returned {response.status} {response.reason}"
     if response.status == 401:
-        raise RequestError(f"{message} (here: `--api-key KEY`, or MOLINK_API_KEY)")
+        raise RequestError(f"{message} (use `--api-key KEY` or MOLINK_API_KEY)")
     if response.status == 404:
         raise ModelNotFound(message)
     if response.status in (429, 503):
@@ -267,12 +267,12 @@ def _unreachable(conversation: Conversation, error: Exception) -> Unavailable:
     reason = str(error) or type(error).__name__
     hints = f"{conversation.format_command('status')}, {conversation.format_command('up')}"
     return Unavailable(
-        f"no answer from {conversation.base_url}: {reason}; is molink running? ({hints})"
+        f"no response from {conversation.base_url}: {reason}; is molink running? ({hints})"
     )
 
 
 def _printable(text: str) -> str:
-    """``text`` without control characters: an answer must not drive the terminal."""
+    """Remove control characters, so that an answer can't control the terminal."""
     if text.isprintable():
         return text
     return "".join(

@@ -1,4 +1,4 @@
-"""The verb ``config``: what is set on this PC, where from, and how it is forgotten."""
+"""``molink config``: show this PC's settings and their sources, and forget saved options."""
 
 import json
 import os
@@ -26,9 +26,9 @@ from molinkd.peer.settings import (
 
 config_app = typer.Typer()
 
-#: Where what nobody has set comes from.
+#: Source of a setting that is not set.
 DEFAULT_SOURCE = "default"
-#: Settings of which 0 is a word.
+#: Settings for which 0 has a meaning.
 _ZERO_WORDS = {"memory": "by the device", "max_num_batched_tokens": "auto", "micro_batches": "auto"}
 
 
@@ -36,15 +36,14 @@ _ZERO_WORDS = {"memory": "by the device", "max_num_batched_tokens": "auto", "mic
 def show_config(
     context: typer.Context,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show the settings that have their defaults too.")
+        bool, typer.Option("--all", help="Also show settings with default values.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, of all settings.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all settings.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Show what the next start takes, and where each setting is from.
+    """Show the settings for the next start and their sources.
 
-    An option of the command line comes before the environment, that before the options of the last
-    start, those before config.toml, and that before the defaults.
+    Precedence: command line, environment, options of the last start, config.toml, defaults.
     """
     if context.invoked_subcommand is not None:
         return
@@ -52,42 +51,42 @@ def show_config(
     remembered = read_options(place.options)
     found = setting_sources(place, os.environ, remembered)
     if as_json:
-        told = {name: {"value": value, "from": where} for name, (value, where) in found.items()}
-        print(json.dumps(told, indent=2))
+        result = {name: {"value": value, "from": where} for name, (value, where) in found.items()}
+        print(json.dumps(result, indent=2))
     else:
         _print_settings(found, place, everything=everything)
-    load_settings(place, {}, os.environ, remembered)  # says what can't be used
+    load_settings(place, {}, os.environ, remembered)  # reports invalid settings
 
 
 @config_app.command()
 def unset(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Settings, such as stage or endpoint-port.")
+        list[str] | None, typer.Argument(help="Setting names, such as stage or api-port.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All saved options.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Forget options of the last start; what runs goes on as it is."""
+    """Forget saved options of the last start. A running daemon is not affected."""
     place = Home.find_home(home)
     remembered = read_options(place.options)
     wanted = [name.removeprefix("--").replace("-", "_") for name in names or ()]
     if bool(wanted) == everything:
-        raise UsageError("name the settings to forget, or all of them with --all")
+        raise UsageError("name the settings to forget, or use --all")
     for name in wanted:
         if name not in remembered:
             raise UsageError(_explain_unset(place, name, remembered))
-    gone = [name for name in remembered if everything or name in wanted]
-    if gone:
+    removed = [name for name in remembered if everything or name in wanted]
+    if removed:
         write_options(
-            place.options, {name: one for name, one in remembered.items() if name not in gone}
+            place.options, {name: one for name, one in remembered.items() if name not in removed}
         )
-    print(printable(f"Forgotten: {', '.join(gone) or 'nothing was remembered'}."))
+    print(printable(f"Forgot: {', '.join(removed) or 'nothing was saved'}."))
 
 
 def setting_sources(
     home: Home, environment: Mapping[str, str], remembered: Mapping[str, Any]
 ) -> dict[str, tuple[str, str]]:
-    """The value of each setting, as text, and where it is from; not whether it can be used."""
+    """Return the value (as text, not validated) and source of each setting."""
     defaults = msgspec.to_builtins(default_settings())
     defaults |= defaults.pop("pipeline")
     found = {
@@ -113,10 +112,10 @@ def _value_text(name: str, value: Any) -> str:
 def _explain_unset(home: Home, name: str, remembered: Mapping[str, Any]) -> str:
     value, where = setting_sources(home, os.environ, remembered).get(name, ("", ""))
     if not where:
-        return f"there is no setting `{name}`; {home.format_command('config --all')} shows them"
+        return f"unknown setting `{name}`; {home.format_command('config --all')} lists all"
     if where == DEFAULT_SOURCE:
-        return f"`{name}` is not set: it has its default, {value}"
-    return f"`{name}` is not remembered: it comes from {where}. Take it away there"
+        return f"`{name}` is not set; its default is {value}"
+    return f"`{name}` is not a saved option; it is set by {where}. Remove it there"
 
 
 def _print_settings(found: Mapping[str, tuple[str, str]], home: Home, *, everything: bool) -> None:
@@ -129,9 +128,9 @@ def _print_settings(found: Mapping[str, tuple[str, str]], home: Home, *, everyth
             table.add_row(name, *(Text(printable(text)) for text in (value, where)))
         Console(highlight=False).print(table)
     else:
-        print("Nothing is set on this PC: all settings have their defaults.")
+        print("All settings have their default values.")
     if not everything:
-        print(printable(f"{home.format_command('config --all')} shows the defaults too."))
+        print(printable(f"{home.format_command('config --all')} also shows the defaults."))
     if any(where == "the options of the last start" for _, where in shown.values()):
         forget = home.format_command("config unset NAME")
-        print(printable(f"{forget} forgets what was given at the last start."))
+        print(printable(f"{forget} removes a saved option."))

@@ -1,4 +1,4 @@
-"""Finding a running daemon, and talking to it under this peer's own key."""
+"""Client of a running daemon, authenticated with this peer's own key."""
 
 import asyncio
 import json
@@ -34,17 +34,17 @@ from molinkd.peer.home import Home
 from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
 from molinkd.peer.run_file import RunFile, read_run_file
 
-#: Seconds to get a connection to the daemon on this PC: one that runs answers at once.
+#: Connect timeout for the daemon on this PC, in seconds.
 CONNECT_TIMEOUT_S = 3.0
-#: Seconds for the answer, for which the daemon may have to ask the coordinator.
+#: Reply timeout in seconds; the daemon may have to ask the coordinator.
 REPLY_TIMEOUT_S = 15.0
-#: Seconds between two looks at a swarm that isn't ready yet.
+#: Poll interval while a swarm is not ready, in seconds.
 _POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunningDaemon:
-    """A running daemon. ``endpoints`` are all that are known on this PC, its own first."""
+    """A running daemon."""
 
     home: Home
     run_file: RunFile
@@ -52,12 +52,12 @@ class RunningDaemon:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Roots of the endpoints on this PC."""
+        """URLs of all endpoints on this PC, the daemon's own first."""
         return self.run_file.demo or (self.run_file.endpoint,)
 
 
 def find_daemon(home: Home) -> RunningDaemon | None:
-    """The daemon of ``home``, or of a demo under it if there is none."""
+    """Return the daemon of ``home``, or of a demo below it."""
     run_file = read_run_file(home.run_file)
     if run_file is not None:
         return RunningDaemon(home, run_file)
@@ -69,10 +69,10 @@ def find_daemon(home: Home) -> RunningDaemon | None:
 
 
 def require_daemon(home: Path | None) -> RunningDaemon:
-    """As :func:`find_daemon`.
+    """Return the daemon as :func:`find_daemon` does.
 
     Raises:
-        Unavailable: there is none.
+        Unavailable: no daemon runs.
     """
     place = Home.find_home(home)
     found = find_daemon(place)
@@ -83,14 +83,13 @@ def require_daemon(home: Path | None) -> RunningDaemon:
 
 def _not_running(home: Home) -> Unavailable:
     return Unavailable(
-        f"no molink runs here: start one with {home.format_command('up')}, "
-        f"{home.format_command('join')} or "
-        f"{home.format_command('demo')}"
+        f"molink is not running here: start it with {home.format_command('up')}, "
+        f"{home.format_command('join')} or {home.format_command('demo')}"
     )
 
 
 def fetch_status(found: RunningDaemon, *, scale_out: bool = False) -> dict[str, Any]:
-    """``molink status --json`` of the daemon's swarm, perhaps with what a PC more would bring."""
+    """Return ``molink status --json``, optionally with the effect of one more PC."""
     status: dict[str, Any] = json.loads(_fetch_status_json(found, scale_out=scale_out))
     return status
 
@@ -100,17 +99,17 @@ def _fetch_status_json(found: RunningDaemon, *, scale_out: bool = False) -> byte
     try:
         return send_request(found, question)[1]
     except ConnectionBroken:
-        # A daemon opens its port anew when a member is shut out; to ask twice changes nothing.
+        # A daemon reopens its port when a peer is revoked; the request is safe to repeat.
         return send_request(found, question)[1]
 
 
 def wait_until_ready(home: Path | None, wait: float) -> tuple[RunningDaemon, bytes]:
-    """The daemon here and ``molink status --json`` as UTF-8, once all models are ready.
+    """Return the daemon and ``molink status --json`` (UTF-8) once all models are ready.
 
-    After ``wait`` seconds as it is then.
+    After ``wait`` seconds returns the status as it is.
 
     Raises:
-        MolinkError: no daemon runs here even then, or it doesn't answer.
+        MolinkError: no daemon runs, or it does not respond.
     """
     until = time.monotonic() + wait
     while True:
@@ -126,26 +125,26 @@ def wait_until_ready(home: Path | None, wait: float) -> tuple[RunningDaemon, byt
 
 
 def served_models(status: dict[str, Any]) -> list[str]:
-    """The names of the models that are to be served."""
+    """Return the names of the served models."""
     models = status.get("models", ())
     names = [str(one["name"]) for one in models if not one.get("stopped")]
     return names or [str(name) for name in (status.get("model"),) if name]
 
 
 def stopped_models(status: dict[str, Any]) -> list[str]:
-    """The names of the models that a file names and that were stopped."""
+    """Return the names of stopped models of an applied file."""
     return [str(one["name"]) for one in status.get("models", ()) if one.get("stopped")]
 
 
 def create_invitation(home: Home, ttl: float, uses: int) -> InviteReply:
-    """A new join token, from the daemon here or from a coordinator that runs alone."""
+    """Create a join token, by the daemon here or a standalone coordinator."""
     reply, _ = _request_swarm(home, InviteRequest(ref=0, ttl=ttl, uses=uses))
     assert isinstance(reply, InviteReply)
     return reply
 
 
 def fetch_invitations(home: Home) -> list[dict[str, Any]]:
-    """``molink invite --list --json``."""
+    """Return ``molink invite --list --json``."""
     reply, payload = _request_swarm(home, InvitationsRequest(ref=0))
     assert isinstance(reply, InvitationsReply)
     invitations: list[dict[str, Any]] = json.loads(payload)
@@ -153,11 +152,11 @@ def fetch_invitations(home: Home) -> list[dict[str, Any]]:
 
 
 def revoke_invitation(home: Home, id: str) -> RevokeReply:
-    """End the invitation of that id.
+    """Revoke an invitation.
 
     Raises:
-        RequestError: there is none.
-        NotAuthorized: another PC has made it, and this one doesn't run the swarm.
+        RequestError: no such invitation.
+        NotAuthorized: another PC created it, and this one does not own the swarm.
     """
     reply, _ = _request_swarm(
         home, RevokeRequest(ref=0, target=INVITATION_PREFIX + id.removeprefix(INVITATION_PREFIX))
@@ -167,11 +166,11 @@ def revoke_invitation(home: Home, id: str) -> RevokeReply:
 
 
 def revoke_peer(home: Home, name_or_id: str) -> tuple[str, RevokeReply]:
-    """Shut the peer of that id or name out of the swarm; returns its id, and what ended with it.
+    """Revoke a peer by id or name; returns its id and the revoked invitations.
 
     Raises:
-        UsageError: there is none, or more than one.
-        NotAuthorized: this PC doesn't run the swarm.
+        UsageError: no such peer, or the name is ambiguous.
+        NotAuthorized: this PC does not own the swarm.
     """
     _, payload = _request_swarm(home, StatusRequest(ref=0))
     peer = find_peer(home, json.loads(payload), name_or_id)
@@ -181,30 +180,30 @@ def revoke_peer(home: Home, name_or_id: str) -> tuple[str, RevokeReply]:
 
 
 def revoke_all_peers(home: Home) -> list[str]:
-    """Shut all other peers out: the swarm ends. The one that leads comes last.
+    """Revoke all other peers, the leader last, which dissolves the swarm.
 
-    Returns the names of those that are not there, and so haven't heard of it.
+    Returns the names of offline peers, which were not notified.
 
     Raises:
-        MolinkError: not all could be.
+        MolinkError: not all peers were revoked.
     """
     _, payload = _request_swarm(home, StatusRequest(ref=0))
     status = json.loads(payload)
     if status["coordinator"]["state"] != "running":
-        raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
+        raise Unavailable(f"the coordinator is unavailable: {status['trouble']}")
     me = derive_peer_id(home.load_keys().public)
     others = [peer for peer in status["peers"] if peer["id"] != me]
     for peer in sorted(others, key=lambda peer: bool(peer["id"] == status.get("leader"))):
         _request_swarm(home, RevokeRequest(ref=0, target=peer["id"]))
-    return [peer["name"] for peer in others if peer["state"] == "away"]
+    return [peer["name"] for peer in others if peer["state"] == "offline"]
 
 
 def unrevoke_peer(home: Home, name_or_id: str) -> str:
-    """Let the peer of that id or name into the swarm again; returns its id.
+    """Readmit a revoked peer by id or name; returns its id.
 
     Raises:
-        UsageError: none was revoked that is called so, or more than one.
-        NotAuthorized: this PC doesn't run the swarm.
+        UsageError: no such revoked peer, or the name is ambiguous.
+        NotAuthorized: this PC does not own the swarm.
     """
     _, payload = _request_swarm(home, StatusRequest(ref=0))
     peer = find_peer(home, json.loads(payload), name_or_id, "revoked")
@@ -214,10 +213,10 @@ def unrevoke_peer(home: Home, name_or_id: str) -> str:
 
 
 def decide_pairing(home: Home, code: str, *, refuse: bool) -> str:
-    """Let the PC in that shows ``code``, or refuse it; returns its name.
+    """Approve or reject the PC that shows ``code``; returns its name.
 
     Raises:
-        RequestError: there is no such PC.
+        RequestError: no such PC.
     """
     reply, _ = _request_swarm(home, PairingDecisionRequest(ref=0, code=code[:64], refuse=refuse))
     assert isinstance(reply, PairingDecisionReply)
@@ -225,16 +224,16 @@ def decide_pairing(home: Home, code: str, *, refuse: bool) -> str:
 
 
 def fetch_pairings(home: Home) -> list[dict[str, Any]]:
-    """The PCs that ask to be let in, as ``molink status --json`` has them.
+    """Return the waiting PCs, as in ``molink status --json``.
 
     Raises:
-        Unavailable: the coordinator could not be asked.
+        Unavailable: the coordinator is unavailable.
     """
     _, payload = _request_swarm(home, StatusRequest(ref=0))
     status = json.loads(payload)
     if status["coordinator"]["state"] != "running":
-        raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
-    pairings: list[dict[str, Any]] = status.get("knocks", [])
+        raise Unavailable(f"the coordinator is unavailable: {status['trouble']}")
+    pairings: list[dict[str, Any]] = status.get("pairing_requests", [])
     return pairings
 
 
@@ -244,31 +243,31 @@ def find_peer(
     name_or_id: str,
     among: Literal["peers", "revoked"] = "peers",
 ) -> str:
-    """The id of the member, or of the revoked peer, with that id or name.
+    """Return the id of a member, or revoked peer, by id or name.
 
     Raises:
-        UsageError: there is none, or more than one.
-        Unavailable: the coordinator, who knows them all, could not be asked.
+        UsageError: no match, or several.
+        Unavailable: the coordinator is unavailable.
     """
     if status["coordinator"]["state"] != "running":
-        raise Unavailable(f"the swarm's coordinator can't be asked: {status['trouble']}")
+        raise Unavailable(f"the coordinator is unavailable: {status['trouble']}")
     peers = status.get(among, [])
     named = [peer["id"] for peer in peers if peer["name"] == name_or_id]
     found = [peer["id"] for peer in peers if peer["id"] == name_or_id] or named
     if not found:
-        kind = "peer of the swarm" if among == "peers" else "peer that was revoked"
+        kind = "peer of the swarm" if among == "peers" else "revoked peer"
         raise UsageError(
-            f"no {kind} is called {name_or_id}; {home.format_command('status')} shows them"
+            f"no {kind} named {name_or_id}; {home.format_command('status')} lists them"
         )
     if len(found) > 1:
         raise UsageError(
-            f"{len(found)} peers are called {name_or_id}: give one's id ({', '.join(found)})"
+            f"{len(found)} peers are named {name_or_id}: use an id ({', '.join(found)})"
         )
     return str(found[0])
 
 
 def _request_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage, bytes]:
-    """Ask the daemon here, or the coordinator where that runs alone."""
+    """Send a request to the daemon here, or to a standalone coordinator."""
     found, member = find_daemon(home), read_membership(home.membership)
     if found is not None:
         return send_request(found, message)
@@ -278,16 +277,13 @@ def _request_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage,
 
 
 def request_shutdown(found: RunningDaemon, *, leave: bool) -> None:
-    """End the daemon; it leaves the swarm for good if ``leave``."""
+    """Stop the daemon; with ``leave`` it leaves the swarm first."""
     reply, _ = send_request(found, ShutdownRequest(ref=0, leave=leave))
     assert isinstance(reply, DoneReply)
 
 
 def set_drain(found: RunningDaemon, device: str = "", *, on: bool) -> None:
-    """Have the PC of the daemon hold no layers for now, or do so again.
-
-    ``device``: only on that one of its devices.
-    """
+    """Drain the daemon's PC, or undo that; ``device`` limits it to one device."""
     reply, _ = send_request(found, DrainRequest(ref=0, drain=on, device=device))
     assert isinstance(reply, DoneReply)
 
@@ -296,7 +292,7 @@ def send_request(found: RunningDaemon, message: ControlMessage) -> tuple[Control
     """Send one request to a daemon and return its reply.
 
     Raises:
-        MolinkError: the daemon's refusal, or it doesn't answer.
+        MolinkError: the daemon refuses, or does not respond.
     """
     keys, run_file = found.home.load_keys(), found.run_file
     addresses = endpoints([run_file.control_host], run_file.control_port)
@@ -307,24 +303,23 @@ def send_request(found: RunningDaemon, message: ControlMessage) -> tuple[Control
         )
     except DaemonNotResponding:
         raise Unavailable(
-            f"{name} runs, but did not answer within {CONNECT_TIMEOUT_S:g} s: it is suspended, "
-            "or too busy."
-            " Let it go on and ask again, or end it and start molink anew."
+            f"{name} did not respond within {CONNECT_TIMEOUT_S:g} s: it is suspended or "
+            "overloaded. Try again later, or kill it and restart molink."
         ) from None
 
 
 def request_coordinator(
     home: Home, member: MembershipRecord, message: ControlMessage
 ) -> tuple[ControlMessage, bytes]:
-    """Send one request to the coordinator itself, where no daemon runs."""
-    name = "the swarm's coordinator"
+    """Send one request to the coordinator, if no daemon runs."""
+    name = "the coordinator"
     return send_control_request(
         home, member.coordinator_key, member.endpoints, message, name, REPLY_TIMEOUT_S
     )
 
 
 class DaemonNotResponding(Unavailable):
-    """There was no connection in time."""
+    """No connection in time."""
 
 
 def send_control_request(
@@ -335,11 +330,11 @@ def send_control_request(
     name: str,
     connect_s: float,
 ) -> tuple[ControlMessage, bytes]:
-    """One request to the server that holds ``server_key``, under the key of ``home``.
+    """Send one request to the server with key ``server_key``, authenticated as ``home``.
 
     Raises:
         DaemonNotResponding: no connection within ``connect_s`` seconds.
-        MolinkError: the server's refusal, or it doesn't answer.
+        MolinkError: the server refuses, or does not respond.
     """
     import zmq.asyncio
 

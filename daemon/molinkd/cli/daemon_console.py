@@ -1,4 +1,4 @@
-"""What a daemon in the foreground says on its terminal."""
+"""Terminal output of a daemon in the foreground."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -29,24 +29,24 @@ from molinkd.peer.launch import (
     TransfersChangedEvent,
 )
 
-#: Where lines can't be rewritten, how far a transfer is is said this often, in seconds.
+#: Interval of progress lines where lines can't be rewritten, in seconds.
 PRINT_INTERVAL_S = 5.0
 
 
 def invitation_text(token: str, uses: int, format_command: Callable[[str], str]) -> str:
-    """How so many PCs are added by ``token``; ``typed`` as in :class:`DaemonConsole`."""
+    """Return instructions to add ``uses`` PCs by ``token``."""
     begin, more = f"To add up to {uses} PCs", ""
     if uses == 1:
         begin, more = (
             "To add a PC",
-            f" (for each further PC, {format_command('invite')} prints a token)",
+            f" ({format_command('invite')} prints a token for another PC)",
         )
     command = join_instructions(token)
     return f"{begin}, install molink there and run this in its folder{more}:\n\n{command}"
 
 
 def transfer_text(one: TransferState) -> str:
-    """How far a transfer is, in a few words: bytes, rate, and how long it will take."""
+    """Format the progress of a transfer: bytes, rate and remaining time."""
     source = f" from {one.source}" if one.source else ""
     text = f"{one.model}{source}: {one.done / 1e6:.0f} of {one.total / 1e6:.0f} MB"
     seconds = estimate_eta(one.total - one.done, one.rate)
@@ -56,7 +56,7 @@ def transfer_text(one: TransferState) -> str:
 
 
 class TransferLine:
-    """How far transfers are: one line that is rewritten on a terminal, else one now and then."""
+    """Shows transfer progress: one rewritten line on a terminal, else lines at intervals."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
@@ -64,7 +64,7 @@ class TransferLine:
         self._printed_at = float("-inf")
 
     def show_transfers(self, transfers: Sequence[TransferState]) -> None:
-        """Say it; nothing if there are none."""
+        """Show the progress of ``transfers``; nothing if empty."""
         self.clear_line()
         waited_for = [one for one in transfers if not one.is_replica]
         if not waited_for:
@@ -78,7 +78,7 @@ class TransferLine:
             self._printed_at = self._clock()
 
     def clear_line(self) -> None:
-        """Take away the line that will be rewritten: something else is to be printed."""
+        """Erase the progress line before other output."""
         if self._is_drawn:
             self._console.control(_ERASE_LINE)
             self._is_drawn = False
@@ -88,7 +88,7 @@ _ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2
 
 
 class DaemonConsole:
-    """Prints a daemon's events for a person."""
+    """Prints a daemon's events."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class DaemonConsole:
         foreground: bool = True,
         format_command: Callable[[str], str] = "`molink {}`".format,
     ) -> None:
-        """``approve(code)`` lets a PC in whose code is typed here; ``None``: nobody can type.
+        """``approve(code)`` approves a PC whose code is typed here; ``None`` disables input.
 
-        ``foreground``: the daemon runs in this terminal. ``format_command`` is the ``Home.typed``
-        of its home.
+        ``foreground``: the daemon runs in this terminal. ``format_command`` is that of its
+        ``Home``.
         """
         self._foreground, self._format_command = foreground, format_command
         self._pairing_prompt = (
@@ -114,7 +114,7 @@ class DaemonConsole:
         """Print one event."""
         match event:
             case ModelFoundEvent():
-                text = ", its text model (it takes no images)" if event.has_vision else ""
+                text = " (text only; images are not supported)" if event.has_vision else ""
                 named = f"[bold]{escape(event.model)}[/bold]{text}"
                 self._print_markup(f"Serving {named} from {escape(event.path)}")
             case DaemonStartedEvent():
@@ -125,7 +125,7 @@ class DaemonConsole:
                 )
                 if event.discovery:
                     self._print_markup(
-                        "A PC of this network may leave the token out: it is let in by a code.\n"
+                        "PCs on this network don't need the token: they join by a code.\n"
                     )
             case PairingsChangedEvent():
                 self._show_pairings(event)
@@ -136,35 +136,38 @@ class DaemonConsole:
             case ModelReadinessChangedEvent(ready=True):
                 self._print_markup(f"[green]{escape(event.model)} is ready.[/green]")
             case ModelReadinessChangedEvent():
-                text = f"{escape(event.model)} is interrupted; requests wait until it is ready."
+                text = (
+                    f"{escape(event.model)} is interrupted; requests wait until it is ready again."
+                )
                 self._print_markup(f"[yellow]{text}[/yellow]")
             case ModelUnavailableEvent():
                 model, reason = escape(event.model), escape(event.reason)
-                self._print_markup(f"[yellow]{model} can't be served yet: {reason}[/yellow]")
+                self._print_markup(f"[yellow]{model} is not available yet: {reason}[/yellow]")
             case ProblemReportedEvent():
                 self._print_markup(f"[red]molink: {escape(event.text)}[/red]")
 
     def print_text(self, text: str) -> None:
-        """Print a line of our own."""
+        """Print a line."""
         self._print_markup(escape(text))
 
     def _show_pairings(self, event: PairingsChangedEvent) -> None:
-        """Say of those who have come that they are here."""
+        """Announce new pairing requests."""
         for one in event.pairings:
             if one not in self._shown_pairings:
                 name, address = escape(one.name), escape(one.address)
-                here = "type the code here, or run" if self._pairing_prompt is not None else "run"
+                action = "type the code here, or run" if self._pairing_prompt is not None else "run"
                 self._print_markup(
-                    f"\n[bold]{name}[/bold] ({address}) wants to join. Does it show the code "
-                    f"[bold]{escape(one.code)}[/bold]? Then {here}\n\n"
-                    f"  {escape(self._format_command(f'approve {one.code}').strip('`'))}\n"
+                    f"\n[bold]{name}[/bold] ({address}) wants to join with code "
+                    f"[bold]{escape(one.code)}[/bold]. If that PC shows the same code, "
+                    f"{action}\n\n  "
+                    f"{escape(self._format_command(f'approve {one.code}').strip('`'))}\n"
                 )
         self._shown_pairings = event.pairings
         if self._pairing_prompt is not None:
             self._pairing_prompt.set_pending(pending=bool(event.pairings))
 
     def _show_listening(self, event: DaemonStartedEvent) -> None:
-        ends = "; Ctrl-C stops it" if self._foreground else ""
+        ends = ". Ctrl-C stops it" if self._foreground else ""
         self._print_markup(f"{escape(event.name)} is in swarm {escape(event.swarm)}{ends}.")
         self._print_markup(
             f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/)"

@@ -1,4 +1,4 @@
-"""Starts this PC's daemon, here or in the background, with the options of its last start."""
+"""Starts this PC's daemon, in the foreground or background, with its saved options."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import msgspec
 
 from molink.errors import MolinkError, UsageError
 from molinkd.child_process import exit_text
-from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli import daemon_client
 from molinkd.cli.daemon_console import DaemonConsole
 from molinkd.cli.join_verbs import is_terminal, resolve_token
 from molinkd.peer.frontend.api_endpoint import api_settings
@@ -43,25 +43,26 @@ def start_daemon(
     invite: bool = True,
     background: bool = False,
 ) -> None:
-    """Run the daemon until it ends, or until it is up if in the ``background``.
+    """Run the daemon until it ends; in the ``background``, return once it has started.
 
-    ``given`` are options of the command line, by setting. They are kept for the next start.
-    ``token`` may be an address to knock at instead; ``swarm`` says which of several to join.
+    ``options`` are settings from the command line, saved for the next start. ``token`` may be an
+    address to pair with; ``swarm`` selects one of several.
 
     Raises:
-        MolinkError: it can't start, or has ended with an error.
-        KeyboardInterrupt: it was ended by Ctrl-C, in good order.
+        MolinkError: it can't start, or failed.
+        KeyboardInterrupt: Ctrl-C, after a clean shutdown.
     """
     remembered = read_options(home.options)
     settings = load_settings(home, options, os.environ, remembered)
     for address in settings.advertise:
         if not is_reachable_name(address):
             raise UsageError(
-                f"`advertise` is without a port here, not {address!r}: other PCs dial several ports"
+                f"`advertise` takes addresses without ports, not {address!r}: other PCs use "
+                "several ports"
             )
 
     def approve(code: str) -> str:
-        return local_daemon.decide_pairing(home, code, refuse=False)
+        return daemon_client.decide_pairing(home, code, refuse=False)
 
     console = DaemonConsole(
         approve if is_terminal() and not background else None,
@@ -70,7 +71,7 @@ def start_daemon(
     )
     as_before = {name: value for name, value in remembered.items() if name not in options}
     if as_before:
-        console.print_text(f"As at the last start: {format_options(as_before)}")
+        console.print_text(f"Using saved options: {format_options(as_before)}")
 
     def show(event: AnyDaemonEvent) -> None:
         if isinstance(event, DaemonStartedEvent):
@@ -81,7 +82,7 @@ def start_daemon(
         home=str(home.root), settings=settings, role=role, model=model, token=token, invite=invite
     )
     try:
-        api_settings(settings)  # before anybody is asked, or a swarm made
+        api_settings(settings)  # before pairing or creating a swarm
         if role == "join":
             asked = resolve_token(home, settings, token, swarm)
             launch = msgspec.structs.replace(launch, token=asked)
@@ -91,14 +92,14 @@ def start_daemon(
         raise
     if background:
         console.print_text(
-            f"It runs in the background (process {pid}): {home.format_command('status')} shows "
-            "the swarm, "
-            f"{home.format_command('logs')} what it does, {home.format_command('down')} ends it."
+            f"Running in the background (process {pid}). {home.format_command('status')} "
+            f"shows the swarm, {home.format_command('logs')} the logs; "
+            f"{home.format_command('down')} stops it."
         )
 
 
 def _run_daemon(launch: Launch, home: Home, show: Announce, *, background: bool) -> int:
-    """Returns the process id of a daemon in the background, else 0 once it has ended."""
+    """Return the process id of a background daemon, or 0 after a foreground daemon ended."""
     if background:
         return _start_detached(launch, home.create_folders(), show)
     with log_to_file(home, launch.settings.log_level):
@@ -107,17 +108,17 @@ def _run_daemon(launch: Launch, home: Home, show: Announce, *, background: bool)
 
 
 def _unset_hint(error: str, remembered: Mapping[str, Any], home: Home) -> str:
-    """Said of an error that names an option which was given at another start."""
+    """Return a hint if an error names a saved option."""
     for name in remembered:
         option = f"--{name.replace('_', '-')}"
         if re.search(rf"{option}\b", error):
             forget = home.format_command(f"config unset {name}")
-            return f" ({option} is as at the last start; {forget} forgets that)"
+            return f" ({option} is a saved option; {forget} removes it)"
     return ""
 
 
 def _start_detached(launch: Launch, home: Home, show: Announce) -> int:
-    """Start a daemon that outlives this process, and listen to it until it is up."""
+    """Start a daemon that outlives this process and follow its events until it is up."""
     with (home.logs / "background.log").open("ab") as errors:
         child = subprocess.Popen(
             [*DAEMON_COMMAND, DETACHED],
@@ -139,16 +140,16 @@ def _start_detached(launch: Launch, home: Home, show: Announce) -> int:
             raise
         except EOFError:
             how = exit_text(child.wait())
-            raise MolinkError(f"the daemon {how} while it started; see {home.logs}") from None
+            raise MolinkError(f"the daemon {how} during startup; see {home.logs}") from None
     return child.pid
 
 
 def _follow_events(launch: Launch, events: IO[bytes], show: Announce) -> None:
-    """Show what the daemon says until there is nothing more to wait for.
+    """Show the daemon's events until startup is complete.
 
     Raises:
         MolinkError: it can't start.
-        EOFError: it has ended without a word.
+        EOFError: it exited without an error event.
     """
     up = False
     for line in events:

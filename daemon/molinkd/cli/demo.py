@@ -1,4 +1,4 @@
-"""``molink demo``: a whole swarm on this PC, with progress, until Ctrl-C or one answer."""
+"""``molink demo``: run a whole swarm on this PC, until Ctrl-C or for one answer."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ _SAMPLE_BODY = {"messages": [{"role": "user", "content": _QUESTION}], "stream": 
 
 
 class DemoConsole:
-    """Progress of a demo, on standard error: standard output is for the answer."""
+    """Prints the progress of a demo to standard error; standard output is for the answer."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -42,7 +42,7 @@ class DemoConsole:
 
     @contextlib.contextmanager
     def show_starting(self, peers: int) -> Iterator[None]:
-        """A spinner on a terminal, plain lines elsewhere."""
+        """Show a spinner on a terminal, plain lines otherwise."""
         text = f"Starting {peers} {'peer' if peers == 1 else 'peers'} on this PC"
         if not self._console.is_terminal:
             self._console.print(f"{text} …")
@@ -55,7 +55,7 @@ class DemoConsole:
         self._started = True
 
     def show_event(self, number: int, event: AnyDaemonEvent) -> None:
-        """Print what a person cares for in a daemon's event."""
+        """Print an event of a daemon."""
         match event:
             case ModelFoundEvent():
                 self._print_line(f"Model {event.model}")
@@ -63,29 +63,27 @@ class DemoConsole:
                 self._stages[number] = event.text
                 self._show_progress(f"peer {number}: {event.text}")
             case ModelReadinessChangedEvent(ready=True):
-                self._print_line(
-                    f"peer {number}: {self._stages.get(number, 'no stage')}: can answer"
-                )
+                self._print_line(f"peer {number}: {self._stages.get(number, 'no stage')}: ready")
             case ModelReadinessChangedEvent():
                 self._print_line(f"peer {number}: {event.model} is interrupted")
             case ModelUnavailableEvent() if number == 1:
-                self._print_line(f"{event.model} can't be served yet: {event.reason}")
+                self._print_line(f"{event.model} is not available yet: {event.reason}")
             case DaemonEndedEvent() if not self._started:
-                pass  # the demo ends with just this
+                pass  # expected: start reports this error
             case ProblemReportedEvent() | DaemonEndedEvent():
                 self._print_line(f"peer {number}: {event.text}")
 
     def show_ready(self, swarm: DemoSwarm, home: Home) -> None:
-        """How to use it."""
+        """Print how to use the swarm."""
         urls = [f"{peer.endpoint}/v1" for peer in swarm.peers]
-        self._print_line("\nThe swarm is ready. Every peer answers at its own endpoint:\n")
+        self._print_line("\nThe swarm is ready. Every peer has its own endpoint:\n")
         for url in urls:
             self._print_line(f"  {url}")
         self._print_line("\nTry:\n")
         self._print_line(f"{sample_command(urls[0], home.format_command)}\n")
         page = f"{swarm.peers[0].endpoint}/"
         self._print_line(
-            f"or {home.format_command('chat')}, or {page} in a browser. Ctrl-C ends it."
+            f"or {home.format_command('chat')}, or open {page} in a browser. Ctrl-C stops the demo."
         )
 
     def _show_progress(self, text: str) -> None:
@@ -101,7 +99,7 @@ class DemoConsole:
 def sample_command(
     url: str, format_command: Callable[[str], str], platform: str = sys.platform
 ) -> str:
-    """A command to try, in words that the platform's shell takes; ``typed`` is ``Home.typed``."""
+    """Return a sample command in the syntax of the platform's shell."""
     if platform == "win32":
         chat = format_command(f'chat "{_QUESTION}"')
         return f"  {chat.strip('`')}"
@@ -122,8 +120,8 @@ def run_demo(
     """Run the demo; returns the exit code.
 
     Raises:
-        MolinkError: it can't start; says why.
-        KeyboardInterrupt: it was ended by Ctrl-C, in good order.
+        MolinkError: it can't start.
+        KeyboardInterrupt: Ctrl-C, after a clean shutdown.
     """
     console = DemoConsole()
 
@@ -150,5 +148,5 @@ def run_demo(
 def _ask_question(endpoint: str, question: str) -> int:
     from molinkd.cli.chat import run_chat
 
-    # Greedy: the demo model is small, and the same question should get the same answer.
+    # Greedy, so that the same question gets the same answer.
     return run_chat(f"{endpoint}/v1", question, temperature=0.0)

@@ -1,4 +1,4 @@
-"""Who holds layers, as a person wants it: ``molink drain``, ``resume`` and ``rebalance``."""
+"""``molink drain``, ``resume`` and ``rebalance``: move layers between PCs."""
 
 import time
 from typing import Annotated, Any
@@ -10,38 +10,38 @@ from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 
 DeviceOption = Annotated[
-    str | None, typer.Option(help="Only that one of this PC's devices: cuda:1.  [default: all]")
+    str | None, typer.Option(help="One device of this PC, such as cuda:1.  [default: all]")
 ]
 
-#: How often the swarm is looked at, in seconds.
+#: Poll interval, in seconds.
 _POLL_INTERVAL_S = 0.5
 
 
 def drain(
     timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the others to take over.")
+        float, typer.Option(min=0, help="Seconds to wait for other PCs to take over.")
     ] = 120.0,
     device: DeviceOption = None,
     home: HomeOption = None,
 ) -> None:
-    """Hold no layers on this PC: others take them, memory is free.
+    """Move this PC's layers to other PCs and free its memory.
 
-    It lasts until `molink resume`, or until molink is started here again.
+    Lasts until `molink resume`, or until molink restarts.
     """
-    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli import daemon_client
     from molinkd.peer.home import Home
 
-    place, found = Home.find_home(home), local_daemon.require_daemon(home)
-    local_daemon.set_drain(found, device or "", on=True)
+    place, found = Home.find_home(home), daemon_client.require_daemon(home)
+    daemon_client.set_drain(found, device or "", on=True)
     deadline = time.monotonic() + timeout
-    trouble = "the others have not taken them yet"
+    trouble = "other PCs have not taken over yet"
     while True:
-        status = local_daemon.fetch_status(found)
+        status = daemon_client.fetch_status(found)
         own = _own_peers(status, found.run_file.pid, device)
         if own and not any(one["workers"] for one in own):
             what = f"{device} of this PC" if device else "This PC"
-            ends = f"{place.format_command('resume')} ends that."
-            print(printable(f"{what} holds no layers now; its endpoint goes on. {ends}"))
+            ends = f"Undo: {place.format_command('resume')}."
+            print(printable(f"{what} holds no layers now; its endpoint still works. {ends}"))
             return
         trouble = status.get("trouble") or trouble
         if time.monotonic() >= deadline or _is_stuck(status, own):
@@ -49,39 +49,38 @@ def drain(
         time.sleep(_POLL_INTERVAL_S)
     raise Unavailable(
         printable(
-            f"the layers of this PC stay here for now: {trouble}. They go as soon as others can "
+            f"this PC still holds layers: {trouble}. They move as soon as other PCs can "
             f"take them; {place.format_command('resume')} keeps them here, "
-            f"{place.format_command('down')} ends "
-            "molink here anyway."
+            f"{place.format_command('down')} stops molink anyway."
         )
     )
 
 
 def resume(device: DeviceOption = None, home: HomeOption = None) -> None:
-    """Offer to hold layers on this PC again, after `molink drain`."""
-    from molinkd.cli import daemon_client as local_daemon
+    """Let this PC hold layers again."""
+    from molinkd.cli import daemon_client
 
-    local_daemon.set_drain(local_daemon.require_daemon(home), device or "", on=False)
-    print(f"{printable(device) if device else 'This PC'} offers to hold layers again.")
+    daemon_client.set_drain(daemon_client.require_daemon(home), device or "", on=False)
+    print(f"{printable(device) if device else 'This PC'} can hold layers again.")
 
 
 def rebalance(home: HomeOption = None) -> None:
-    """Place all models anew over the PCs that are here.
+    """Reassign all layers across the connected PCs.
 
-    By itself the swarm leaves what serves where it is, unless another ring is much better. Answers
-    go on meanwhile.
+    The swarm normally keeps a working placement unless another one is much better. Running answers
+    continue.
     """
     from molink.wire.messages.admin import Rebalance
-    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli import daemon_client
     from molinkd.peer.home import Home
 
-    local_daemon.send_request(local_daemon.require_daemon(home), Rebalance(ref=0))
+    daemon_client.send_request(daemon_client.require_daemon(home), Rebalance(ref=0))
     watch = Home.find_home(home).format_command("status")
-    print(printable(f"All models are placed anew; {watch} shows what becomes of it."))
+    print(printable(f"Reassigning all layers. Follow progress with {watch}."))
 
 
 def _own_peers(status: dict[str, Any], pid: int, device: str | None) -> list[dict[str, Any]]:
-    """The peers of this PC, or that of one device; none if they are not known."""
+    """Return the peers of this PC, or of one device; empty if unknown."""
     own = next((peer for peer in status["peers"] if peer["daemon_pid"] == pid), None)
     if own is None:
         return []
@@ -91,5 +90,5 @@ def _own_peers(status: dict[str, Any], pid: int, device: str | None) -> list[dic
 
 
 def _is_stuck(status: dict[str, Any], own: list[dict[str, Any]]) -> bool:
-    """Whether the swarm has looked at them, and knows no way."""
+    """Whether the swarm has tried to move the layers and failed."""
     return bool(any(one.get("paused") for one in own) and status.get("trouble"))

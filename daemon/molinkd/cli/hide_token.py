@@ -1,23 +1,23 @@
-"""A join token that was typed on the command line stands in ``ps`` for every user of the PC."""
+"""Hides a join token given on the command line from ``ps``."""
 
 import contextlib
 import os
 import sys
 
-#: Where ``molink join`` finds it instead; only the user's own processes can read that.
+#: Environment variable that holds the token instead; other users can't read it.
 TOKEN_VARIABLE = "MOLINK_TOKEN"
 
 if sys.platform == "win32":
 
     def hide_token(token: str) -> None:
-        """Windows shows command lines to nobody but the user and administrators."""
+        """Do nothing: Windows shows command lines only to the user and administrators."""
 
 else:
 
     def hide_token(token: str) -> None:
-        """Go on as the same process with the same command line, but for the token.
+        """Replace this process with the same command line without the token.
 
-        Does nothing if the token didn't come from there; if it can't be done, it stays there.
+        Does nothing if the token is not on the command line, or if exec fails.
         """
         if not token or token not in sys.orig_argv[1:]:
             return
@@ -27,6 +27,6 @@ else:
 
 
 def without_token(token: str, arguments: list[str]) -> list[str]:
-    """``arguments`` but for the last that is the token: an option may have the same text."""
+    """Remove the last occurrence of the token; an option may have the same text."""
     at = len(arguments) - 1 - arguments[::-1].index(token)
     return [*arguments[:at], *arguments[at + 1 :]]

@@ -1,4 +1,4 @@
-"""``molink invite --list`` for people, and what is said when an invitation ends."""
+"""Output of ``molink invite --list`` and of revoked invitations."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +16,11 @@ def show_invitations(
     invitations: Sequence[dict[str, Any]],
     format_command: Callable[[str], str] = "`molink {}`".format,
 ) -> None:
-    """Print the invitations that there are, oldest first; ``format_command`` as in
-    ``Home.typed``."""
+    """Print all invitations, oldest first."""
     console = Console(highlight=False)
     if not invitations:
         console.print(
-            f"There are no invitations; {format_command('invite')} makes one.", markup=False
+            f"There are no invitations; {format_command('invite')} creates one.", markup=False
         )
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -42,13 +41,13 @@ def show_invitations(
 
 
 def remaining_text(ended: RevokeReply) -> str:
-    """The sentence about members that came by what has ended; empty if there are none."""
+    """Return a sentence about members that joined by a revoked invitation; empty if none."""
     stayed = remaining_peers(ended)
-    return f" Who came by it stays: {', '.join(stayed)}." if stayed else ""
+    return f" PCs that joined with it stay: {', '.join(stayed)}." if stayed else ""
 
 
 def remaining_peers(ended: RevokeReply) -> list[str]:
-    """Their names; of many the last entry says how many more there are."""
+    """Return their names; the last entry counts those left out."""
     return [*ended.kept_peers, *([f"{ended.num_others} more"] if ended.num_others else [])]
 
 

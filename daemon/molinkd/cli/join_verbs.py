@@ -1,4 +1,4 @@
-"""Joining without a token: ``approve`` on a PC of the swarm, and what ``join`` does before it."""
+"""Pairing without a token: ``approve`` on a PC of the swarm, and ``join`` on the new PC."""
 
 import asyncio
 import json
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
     from molinkd.peer.membership.pairing_client import PairingCode
     from molinkd.peer.settings import Settings
 
-#: A host with a dot or a port: a single word would be a token that was not copied whole.
+#: A host with a dot or a port: a single word is probably an incomplete token.
 _HOST = re.compile(
     r"(?P<host>[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>\d{1,5}))?\Z"
 )
-#: A name as PCs have: longer ones are rather a token that was not copied whole.
+#: A plausible PC name; a longer word is probably an incomplete token.
 _NAME = re.compile(r"[A-Za-z0-9-]{1,32}\Z")
 
 
 def approve(
     code: Annotated[
-        str | None, typer.Argument(help="What that PC shows; none lists the PCs that ask.")
+        str | None, typer.Argument(help="Code that the new PC shows; omit it to list waiting PCs.")
     ] = None,
-    refuse: Annotated[bool, typer.Option("--refuse", help="Send that PC away.")] = False,
+    refuse: Annotated[bool, typer.Option("--refuse", help="Reject that PC.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Let a PC in that shows the same code, or list who asks.
+    """Approve a PC that shows this code, or list waiting PCs.
 
-    That PC runs `molink join`.
+    Run `molink join` on the new PC first.
     """
-    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli import daemon_client
     from molinkd.peer.home import Home
 
     place = Home.find_home(home)
     if code is None:
         if refuse:
-            raise UsageError("--refuse takes the code of the PC to be sent away")
-        pairings = local_daemon.fetch_pairings(place)
+            raise UsageError("--refuse needs the code of the PC to reject")
+        pairings = daemon_client.fetch_pairings(place)
         if as_json:
             print(json.dumps(pairings, indent=2))
             return
@@ -58,52 +58,51 @@ def approve(
             print(printable(text))
         if pairings:
             command = place.format_command("approve CODE")
-            print(printable(f"{command} lets one in, if it shows that code itself."))
+            print(printable(f"{command} approves a PC if it shows the same code."))
         else:
-            print("No PC asks to be let in. Run `molink join` there.")
+            print("No PC is waiting. Run `molink join` on the new PC.")
         return
     if normalize_code(code) is None:
         raise UsageError(f"a code has {CODE_DIGITS} digits, such as 4827-1931, not {code!r}")
-    name = local_daemon.decide_pairing(place, code, refuse=refuse)
+    name = daemon_client.decide_pairing(place, code, refuse=refuse)
     if as_json:
         print(json.dumps({"name": name, "admitted": not refuse}))
     else:
-        print(printable(f"{name} was refused." if refuse else f"{name} is a member now."))
+        print(printable(f"{name} was rejected." if refuse else f"{name} joined."))
 
 
 def is_address(text: str) -> bool:
-    """Whether what was given to ``join`` is where to knock, and no token."""
+    """Whether the argument of ``join`` is an address, not a token."""
     match = _HOST.match(text)
     return match is not None and ("." in text or match["port"] is not None or text[0] == "[")
 
 
 def _check_token(given: str) -> None:
-    """Refuse what is rather a PC's name than a token.
+    """Reject a PC name given in place of a token.
 
     Raises:
-        TokenError: it is.
+        TokenError: it is a name.
     """
     from molink.swarm.membership.discovery import PAIRING_PORT
     from molink.swarm.membership.join_token import TOKEN_PREFIX
 
     if _NAME.match(given) and not given.startswith(TOKEN_PREFIX):
         raise TokenError(
-            f"{given} is no join token: it doesn't begin with `{TOKEN_PREFIX}`. If it is a PC's "
-            "name, "
-            f"write `molink join {given}:{PAIRING_PORT}`; `molink join` alone looks for swarms on "
-            "this network"
+            f"{given} is not a join token: tokens start with `{TOKEN_PREFIX}`. If it is a PC's "
+            f"name, use `molink join {given}:{PAIRING_PORT}`; `molink join` alone looks for "
+            "swarms on this network"
         )
 
 
 def resolve_token(
     place: "Home", settings: "Settings", given: str | None, swarm: str | None
 ) -> str | None:
-    """The token to join by; ``None`` if this PC is a member by now, or has none.
+    """Return the token to join with; ``None`` if this PC is already a member, or has no token.
 
-    ``given`` is a token, or an address to knock at.
+    ``given`` is a token or an address to pair with.
 
     Raises:
-        MolinkError: it can't get into a swarm; says why.
+        MolinkError: it can't join.
     """
     if given is not None and not is_address(given):
         _check_token(given)
@@ -111,25 +110,22 @@ def resolve_token(
     if place.membership.exists():
         if given is not None or swarm is not None:
             raise UsageError(
-                f"this PC is a member of a swarm already: {place.format_command('join')} alone "
-                "returns to "
-                f"it. To change swarms run {place.format_command('leave')} first, or give "
-                "another state "
-                "folder with --home."
+                f"this PC is already in a swarm: {place.format_command('join')} alone "
+                f"reconnects to it. To switch swarms, run {place.format_command('leave')} "
+                "first, or use another state folder with --home."
             )
         return None
     if (given is not None or settings.discovery) and pair_with_swarm(place, settings, given, swarm):
         return None
     nothing = (
-        "no swarm that PCs can join without a token is on this network. Does `molink up` run, and "
-        "do the firewalls of both PCs let UDP port 5353 and TCP ports 5466 to 5479 in? Else run "
-        f"{place.format_command('join HOST')} with the first PC's address, or paste the token "
-        "that it has "
-        "printed"
+        "no swarm found on this network. Is `molink up` running, and do the firewalls of "
+        "both PCs allow UDP port 5353 and TCP ports 5466 to 5479? Otherwise run "
+        f"{place.format_command('join HOST')} with the first PC's address, or paste a token "
+        "from `molink invite`"
     )
     if is_terminal():
         if settings.discovery:
-            print(f"There is none: {nothing}.")
+            print(f"{nothing[0].upper()}{nothing[1:]}.")
         token: str = typer.prompt("Join token", hide_input=True)
         return token
     if settings.discovery:
@@ -140,12 +136,12 @@ def resolve_token(
 def pair_with_swarm(
     place: "Home", settings: "Settings", address: str | None, swarm: str | None
 ) -> bool:
-    """Have this PC let into a swarm by a person there, and remember the swarm.
+    """Pair this PC with a swarm by a code that a person approves, and save the membership.
 
-    Returns ``False`` if none was found; ``address`` and ``swarm`` (a name or an id) say which one.
+    Returns ``False`` if no swarm was found; ``address`` and ``swarm`` (a name or an id) select one.
 
     Raises:
-        MolinkError: it was not let in; says why.
+        MolinkError: pairing failed.
     """
     from molink.wire.sockets.event_loop import EventLoop
     from molinkd.peer.home import HomeLock
@@ -187,7 +183,7 @@ def _parse_address(address: str) -> "DiscoveredSwarm":
     assert match is not None
     port = int(match["port"] or PAIRING_PORT)
     if not 0 < port < 65536:
-        raise UsageError(f"{port} is no port")
+        raise UsageError(f"{port} is not a valid port")
     return DiscoveredSwarm("", "", "", (match["host"].strip("[]"),), port)
 
 
@@ -208,7 +204,7 @@ def _choose_swarm(settings: "Settings", wanted: str | None) -> "DiscoveredSwarm 
         print(printable(f"  {number}  {_describe_swarm(one)}"), flush=True)
     if not is_terminal():
         raise UsageError(
-            "several swarms are on this network: name one with --swarm NAME, or its id"
+            "several swarms found on this network: choose one with --swarm NAME or its id"
         )
     number = 0
     while not 1 <= number <= len(found):
@@ -223,10 +219,9 @@ def _describe_swarm(one: "DiscoveredSwarm") -> str:
 def _print_code(code: "PairingCode", name: str) -> None:
     print(
         printable(
-            f"\nThis PC ({name}) asks swarm {code.name} to let it in, and shows the code\n\n"
-            f"    {code.code}\n\n"
-            f"On a PC of the swarm run `molink approve {code.code}`, if it shows the same code "
-            "there. Waiting; Ctrl-C ends it.",
+            f"\nThis PC ({name}) asks to join swarm {code.name} with code\n\n    "
+            f"{code.code}\n\nOn a PC of the swarm, run `molink approve {code.code}` if it "
+            "shows the same code. Waiting for approval. Ctrl-C cancels.",
             keep="\n",
         ),
         flush=True,
@@ -234,35 +229,36 @@ def _print_code(code: "PairingCode", name: str) -> None:
 
 
 def _undo_join(place: "Home", member: "MembershipRecord") -> None:
-    """Leave the swarm that has let this PC in, where that can be told: it is a member there."""
+    """Leave the swarm again after a failed confirmation, since this PC is already a member."""
     from molink.wire.messages.admin import LeaveRequest
-    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli import daemon_client
 
     try:
-        local_daemon.request_coordinator(place, member, LeaveRequest(ref=0))
+        daemon_client.request_coordinator(place, member, LeaveRequest(ref=0))
     except MolinkError as error:
-        text = f"The swarm could not be told that this PC doesn't come ({error})."
-        print(printable(f"{text} If it is yours, `molink revoke` there takes this PC out."))
+        text = f"The swarm could not be notified that this PC does not join ({error})."
+        print(printable(f"{text} If it is your swarm, run `molink revoke` there."))
 
 
 def _confirm_code(code: "PairingCode", place: "Home") -> None:
-    """Ask whether the swarm that has answered is the one that was meant, where a person is there.
+    """Ask the user whether the right swarm approved, if a terminal is attached.
 
-    Only the person knows: whoever pretends to be the swarm says that this PC is let in.
+    Only the user can tell: an impostor would claim approval too.
     """
-    text = f"Swarm {code.name} has let this PC in."
+    text = f"Approved by swarm {code.name}."
     if not is_terminal():
-        print(printable(f"{text} It holds only if the code there was {code.code}."), flush=True)
+        print(
+            printable(f"{text} This is safe only if {code.code} was shown there too."), flush=True
+        )
         return
-    if not typer.confirm(printable(f"{text} Did you see {code.code} there?")):
+    if not typer.confirm(printable(f"Approved. Did {code.name} show the same code, {code.code}?")):
         raise PairingRefused(
-            "this PC has joined nothing: another PC may pretend to be the swarm. Run "
-            f"{place.format_command('join')} again and compare the codes, or join by a token "
-            "(`molink "
-            "invite` prints one there)"
+            "this PC did not join: another PC may impersonate the swarm. Run "
+            f"{place.format_command('join')} again and compare the codes, or join with a "
+            "token (`molink invite` prints one)"
         )
 
 
 def is_terminal() -> bool:
-    """Whether a person can be asked."""
+    """Whether a person can be prompted."""
     return sys.stdin is not None and sys.stdin.isatty()

@@ -1,4 +1,4 @@
-"""Commands, and a group of them, that are imported only when they are asked for."""
+"""Commands and groups that are imported only when used, to keep the command line fast."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -8,74 +8,74 @@ import typer
 
 Command = Callable[..., None]
 
-#: Name, module and function of each, and its line in the help.
+#: Name, import path and help line of each command.
 _COMMANDS = (
     (
         "top",
         "molinkd.cli.top.command:top",
-        "Watch the swarm at work: stages, links, requests, events.",
+        "Live view of the swarm: stages, links, requests, events.",
     ),
     (
         "run",
         "molinkd.cli.model_verbs:run_model",
-        "Have the swarm serve a model, wait for it, and chat with it.",
+        "Serve a model, wait until it is ready, and chat.",
     ),
     (
         "apply",
         "molinkd.cli.apply:apply",
-        "Have the swarm serve the models of a file, and no others.",
+        "Serve exactly the models in a file; safe to repeat.",
     ),
     (
         "pull",
         "molinkd.cli.model_verbs:pull",
-        "Fetch what is missing of a model from the Hugging Face hub.",
+        "Download a model from the Hugging Face hub.",
     ),
     (
         "list",
         "molinkd.cli.model_verbs:list_models",
-        "Show the models on this PC: size, place, which is served.",
+        "List the models on this PC.",
     ),
     (
         "rm",
         "molinkd.cli.model_verbs:rm",
-        "Delete a model from this PC's disk.",
+        "Delete a model from this PC.",
     ),
     (
         "stop",
         "molinkd.cli.model_verbs:stop",
-        "Have the swarm serve a model no more, or none at all.",
+        "Unload one model, or all.",
     ),
     (
         "plan",
         "molinkd.cli.plan:plan",
-        "Predict placement and times of a ring; starts nothing.",
+        "Predict placement and speed; starts nothing.",
     ),
     (
         "doctor",
         "molinkd.cli.doctor.command:doctor",
-        "Look for what is wrong here, and which command mends it.",
+        "Check this PC and suggest fixes.",
     ),
-    ("logs", "molinkd.cli.logs:logs", "Show what molink wrote down on this PC."),
+    ("logs", "molinkd.cli.logs:logs", "Show this PC's logs."),
     (
         "simulate",
         "molinkd.cli.simulate:simulate_command",
-        "Run a trace through a ring of stages in virtual time.",
+        "Simulate a trace in virtual time.",
     ),
 )
 
-#: The same of each group.
+#: Name, import path and help line of each group.
 _GROUPS = (
     (
         "config",
         "molinkd.cli.config:config_app",
-        "Show what is set on this PC, and where each setting is from.",
+        "Show settings and their sources.",
     ),
     (
         "service",
         "molinkd.cli.service.verbs:service_app",
-        "Keep molink running on this PC, from each start on.",
+        "Run molink automatically at startup.",
     ),
-    ("bench", "molinkd.cli.bench_serve:bench_app", "Measure a server, or this PC."),
+    ("bench", "molinkd.cli.bench_serve:bench_app", "Benchmark a server, or this PC."),
 )
 
 COMMAND_NAMES = tuple(name for name, _, _ in _COMMANDS)
@@ -85,14 +85,14 @@ GROUP_NAMES = tuple(name for name, _, _ in _GROUPS)
 def add_lazy_commands(
     app: typer.Typer, arguments: Sequence[str], wrap: Callable[[Command], Command]
 ) -> None:
-    """Add the real commands, wrapped, if ``arguments`` name them, else their lines in the help."""
+    """Add the commands; those not in ``arguments`` get a placeholder with their help line."""
     for name, where, text in _COMMANDS:
         command = _import_object(where) if name in arguments else _placeholder
         app.command(name, short_help=text)(wrap(command))
 
 
 def add_lazy_groups(app: typer.Typer, arguments: Sequence[str]) -> None:
-    """Add the real groups if ``arguments`` name them, else their lines in the help."""
+    """Add the groups; those not in ``arguments`` get a placeholder with their help line."""
     for name, where, text in _GROUPS:
         if name in arguments:
             app.add_typer(_import_object(where), name=name)
@@ -103,10 +103,10 @@ def add_lazy_groups(app: typer.Typer, arguments: Sequence[str]) -> None:
 
 
 def _import_object(where: str) -> Any:
-    """What a module has under a name: ``module:name``."""
+    """Import ``module:name``."""
     module, name = where.split(":")
     return getattr(import_module(module), name)
 
 
 def _placeholder() -> None:
-    """Only its line in the help is needed."""
+    pass

@@ -1,4 +1,4 @@
-"""``molink plan --live``: the ring that serves, by what was measured of its stages and links."""
+"""``molink plan --live``: explain the running rings from measurements."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -15,10 +15,10 @@ from molink.swarm.controller.scale_out import RingEstimate
 
 @dataclass(frozen=True, slots=True)
 class LiveStage:
-    """One stage: ``step_s`` of one decode row, and ``link_s`` until its row is at the next one.
+    """A stage: ``step_s`` per decode row, and ``link_s`` to send a row to the next stage.
 
-    ``measured`` is whether anything is known of that link; else it is assumed. ``weights`` and
-    ``kv`` take that many bytes of the ``memory`` that molink may use on the device; 0: not told.
+    ``measured``: the link was measured, not assumed. ``weights`` and ``kv`` are bytes of the
+    ``memory`` that molink may use on the device; 0: unknown.
     """
 
     peer: str
@@ -34,10 +34,10 @@ class LiveStage:
 
 @dataclass(frozen=True, slots=True)
 class LivePlan:
-    """The ring in its order; ``spare_peers`` with the reason.
+    """A ring in order; ``spare_peers`` maps peers without a stage to the reason.
 
-    ``round_trip_s`` is the least time per token: that of a request alone. Such a one, of
-    ``prompt_tokens``, has its first token after ``first_token_s``; 0 if that isn't known.
+    ``round_trip_s`` is the minimum time per token, of a single request. Its first token takes
+    ``first_token_s`` for ``prompt_tokens``; 0 if unknown.
     """
 
     model: str
@@ -48,32 +48,32 @@ class LivePlan:
     spare_peers: dict[str, str]
     prompt_tokens: int
     first_token_s: float
-    #: As placement predicts the ring now and with one PC more, for each kind that there is.
+    #: Estimates of the placement, now and with one more PC of each kind.
     current: RingEstimate | None = None
     prospects: tuple[RingEstimate, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """Plain values to be dumped."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def explain_rings(status: dict[str, Any]) -> list[LivePlan]:
-    """The plan of each ring of a swarm that is ready, by ``molink status --json``.
+    """Return the plan of each ready ring, from ``molink status --json``.
 
     Raises:
-        Unavailable: there is none; says why.
+        Unavailable: no ring is ready.
     """
     pipelines = [one for one in status["pipelines"] if one.get("ready") and one["stages"]]
     if not pipelines:
         reasons = [one.get("reason", "") for one in status["pipelines"]]
         why = next((reason for reason in reasons if reason), status.get("trouble", ""))
-        raise Unavailable(f"no ring is ready: {why or 'nothing is served'}")
+        raise Unavailable(f"no ring is ready: {why or 'no model is served'}")
     names = {peer["id"]: printable(peer["name"]) for peer in status["peers"]}
     used = {one["peer"] for pipeline in pipelines for one in pipeline["stages"]}
     spare_peers = {
         names[peer["id"]]: printable(peer.get("reason", ""))
         for peer in status["peers"]
-        if peer["state"] == "here" and peer["id"] not in used
+        if peer["state"] == "online" and peer["id"] not in used
     }
     objectives = {one["name"]: one.get("objective", "") for one in status.get("models", ())}
     return [_make_plan(one, status, names, spare_peers, objectives) for one in pipelines]
@@ -119,7 +119,7 @@ def _make_plan(
 
 
 def _stage_memory(peer: dict[str, Any], pipeline: str, stage: int) -> dict[str, int]:
-    """What a stage takes of its device, as its PC has told."""
+    """Return the memory use of a stage, as its PC reports it."""
     for worker in peer.get("workers", ()):
         if (worker["pipeline"], worker["stage"]) == (pipeline, stage) and worker["load"]:
             load = worker["load"]
@@ -128,7 +128,7 @@ def _stage_memory(peer: dict[str, Any], pipeline: str, stage: int) -> dict[str, 
 
 
 def print_plan(plan: LivePlan) -> None:
-    """For a person."""
+    """Print a plan."""
     console = Console(highlight=False)
     console.print(f"{printable(plan.model)}, placed for {plan.objective}", markup=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -139,21 +139,22 @@ def print_plan(plan: LivePlan) -> None:
         first, last = one.layers
         step = f"{1e3 * one.step_s:.1f} ms" if one.step_s else "not measured"
         memory = f"{format_size(one.weights)} + {format_size(one.kv)} of {format_size(one.memory)}"
-        memory = memory if one.memory else "not told"
+        memory = memory if one.memory else "unknown"
         row = (str(index), one.peer, one.device, f"{first}:{last}", memory, step, link)
         table.add_row(*(row if len(plan.stages) > 1 else (*row[:-1], "-")))
     console.print(table)
-    console.print(f"Least time per token of this ring: {1e3 * plan.round_trip_s:.1f} ms")
+    console.print(f"Minimum time per token: {1e3 * plan.round_trip_s:.1f} ms")
     if plan.first_token_s:
         console.print(
-            f"One request alone, {plan.prompt_tokens} prompt tokens: first token after about"
-            f" {1e3 * plan.first_token_s:.0f} ms, then one every {1e3 * plan.round_trip_s:.1f} ms"
+            f"Single request, {plan.prompt_tokens} prompt tokens: first token in about "
+            f"{1e3 * plan.first_token_s:.0f} ms, then one every "
+            f"{1e3 * plan.round_trip_s:.1f} ms"
         )
     console.print(f"Bottleneck: {plan.bottleneck}", markup=False)
     if plan.current is not None:
         for line in describe_prospects(plan.current, plan.prospects, plan.objective):
-            # By the bytes that steps read, not by the steps above.
-            console.print(f"{line}, as placement reckons", markup=False)
+            # Estimated from the bytes read per step, not from the steps above.
+            console.print(f"{line} (estimated)", markup=False)
     for name, why in plan.spare_peers.items():
         console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
 
@@ -161,31 +162,31 @@ def print_plan(plan: LivePlan) -> None:
 def describe_prospects(
     current: RingEstimate, prospects: Iterable[RingEstimate], objective: str
 ) -> Iterator[str]:
-    """What a PC more of each kind would bring, for a person."""
+    """Describe the effect of one more PC of each kind."""
 
     def text(one: RingEstimate) -> str:
         if objective == "latency":
             return f"{1e3 * one.round_trip_s:.1f} ms per token"
-        return f"{one.tokens_per_s:.0f} tokens/s of many"
+        return f"{one.tokens_per_s:.0f} tokens/s in total"
 
     for one in prospects:
         stages = "1 stage" if one.stages == 1 else f"{one.stages} stages"
         if text(one) == text(current):
-            yield f"One more {one.device} would bring nothing: {text(one)} with it and without"
+            yield f"Another {one.device} would not help: {text(one)} either way"
         else:
-            yield f"One more {one.device}: {stages}, {text(one)} instead of {text(current)}"
+            yield f"Another {one.device}: {stages}, {text(one)} instead of {text(current)}"
 
 
 def _find_bottleneck(stages: tuple[LiveStage, ...]) -> str:
     steps, links = sum(one.step_s for one in stages), sum(one.link_s for one in stages)
     total = steps + links
     if not total:
-        return "nothing is measured yet"
+        return "nothing measured yet"
     if links > steps:
         worst = max(stages, key=lambda one: one.link_s)
         after = stages[(stages.index(worst) + 1) % len(stages)]
-        what = f"the links, most of all from {worst.peer} to {after.peer}"
+        what = f"network, mostly {worst.peer} to {after.peer}"
         return f"{what}: {100 * links / total:.0f} % of the time per token"
     slowest = max(stages, key=lambda one: one.step_s)
-    what = f"computing, most of all on {slowest.peer}"
+    what = f"computation, mostly on {slowest.peer}"
     return f"{what}: {100 * steps / total:.0f} % of the time per token"

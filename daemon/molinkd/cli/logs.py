@@ -1,4 +1,4 @@
-"""``molink logs``: what the daemon and its processes wrote down, in the order of time."""
+"""``molink logs``: show the logs of all processes in order of time."""
 
 import json
 import logging
@@ -17,11 +17,11 @@ from molinkd.cli.daemon_client import find_daemon
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.home import Home
 
-#: How :data:`molink.plaintext.LOG_FORMAT` writes the beginning of a record.
+#: A record in :data:`molink.plaintext.LOG_FORMAT`.
 _RECORD = re.compile(
     r"(?P<time>[\d-]{10} [\d:]{8},\d{3}) (?P<level>[A-Z]+) (?P<logger>\S+): (?P<text>.*)"
 )
-#: Until new lines are looked for again, in seconds.
+#: Poll interval for new lines, in seconds.
 _POLL_INTERVAL_S = 0.5
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -29,7 +29,7 @@ Level = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class LogRecord:
-    """One record. ``process`` is the log's name; a record without a beginning has no ``time``."""
+    """A log record. ``process`` is the log's name; ``time`` is empty without a header."""
 
     time: str
     process: str
@@ -39,19 +39,23 @@ class LogRecord:
 
 
 def logs(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last.")] = 50,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow new records until Ctrl-C.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of lines to show.")
+    ] = 50,
     process: Annotated[
         str | None,
-        typer.Option(
-            help="Only of the daemon, a worker, the coordinator and so on.  [default: all]"
-        ),
+        typer.Option(help="Only this process: daemon, worker, coordinator.  [default: all]"),
     ] = None,
-    level: Annotated[Level, typer.Option(help="Only from that level on.")] = "debug",
-    as_json: Annotated[bool, typer.Option("--json", help="Print each as JSON.")] = False,
+    level: Annotated[Level, typer.Option(help="Minimum level.")] = "debug",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, one record per line.")
+    ] = False,
     home: HomeOption = None,
 ) -> None:
-    """Show what molink wrote down on this PC."""
+    """Show this PC's logs."""
     found = find_daemon(Home.find_home(home))
     folder = (found.home if found is not None else Home.find_home(home)).logs
     least = logging.getLevelNamesMapping()[level.upper()]
@@ -62,7 +66,7 @@ def logs(
 
     ends = {path: path.stat().st_size for path in _log_files(folder)}
     if not ends and not follow:
-        raise Unavailable(f"molink has written nothing down yet (in {folder})")
+        raise Unavailable(f"no logs yet (in {folder})")
     everything = read_records(folder)
     if process is not None and not follow:
         _check_process(process, everything)
@@ -77,15 +81,15 @@ def logs(
 
 
 def _check_process(name: str, records: Iterable[LogRecord]) -> None:
-    """Refuse to look for what no process is called."""
+    """Reject the name of an unknown process."""
     known = sorted({one.process for one in records})
     if not any(one.startswith(name) for one in known):
-        there = ", ".join(known) or "of none"
-        raise UsageError(f"no process {name!r} wrote anything down; there is: {there}")
+        there = ", ".join(known) or "none"
+        raise UsageError(f"no logs of process {name!r}; available: {there}")
 
 
 def read_records(folder: Path) -> list[LogRecord]:
-    """All records of a home's logs, the oldest first."""
+    """Read all records of a folder, oldest first."""
     found = [
         one
         for path in _log_files(folder)
@@ -95,7 +99,7 @@ def read_records(folder: Path) -> list[LogRecord]:
 
 
 def parse_records(process: str, lines: Iterable[str]) -> Iterator[LogRecord]:
-    """Records of one log. What continues one, such as a traceback, belongs to it."""
+    """Parse one log; continuation lines, such as tracebacks, belong to their record."""
     record = LogRecord("", process, "INFO", "", "")
     begun = False
     for line in lines:
@@ -112,12 +116,12 @@ def parse_records(process: str, lines: Iterable[str]) -> Iterator[LogRecord]:
 
 
 def _new_records(folder: Path, ends: dict[Path, int]) -> list[LogRecord]:
-    """Records after the ``ends`` of what was read before, which become the present ones."""
+    """Read records after the offsets in ``ends`` and update these."""
     found: list[LogRecord] = []
     for path in _log_files(folder):
         size, end = path.stat().st_size, ends.get(path, 0)
         if size < end:
-            end = 0  # it was begun anew
+            end = 0  # the log was rotated
         if size > end and path.suffix == ".log":
             found += parse_records(_process_name(path), _read_lines(path, end))
         ends[path] = size
@@ -125,7 +129,7 @@ def _new_records(folder: Path, ends: dict[Path, int]) -> list[LogRecord]:
 
 
 def _log_files(folder: Path) -> list[Path]:
-    """The logs, with the older part of each first."""
+    """Return the logs of each process, rotated part first."""
     return sorted(folder.glob("*.log*"), key=lambda path: (_process_name(path), -len(path.name)))
 
 

@@ -1,4 +1,4 @@
-"""The command ``molink``: finds the verb, runs it, and turns errors into one clear line."""
+"""The command ``molink``: runs a subcommand and prints errors as one line."""
 
 import functools
 import io
@@ -8,42 +8,71 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TextIO
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import molink
 from molink.errors import MolinkError
 from molink.plaintext import printable
-from molinkd.cli import daemon_verbs, join_verbs, swarm_verbs
-from molinkd.cli import drain_verbs as draining
-from molinkd.cli import stop_verbs as ending
+from molinkd.cli import daemon_verbs, drain_verbs, join_verbs, stop_verbs, swarm_verbs
 from molinkd.cli.lazy_commands import add_lazy_commands, add_lazy_groups
 
-#: Exit code after Ctrl-C, as shells count it.
+#: Exit code after Ctrl-C, as in shells.
 INTERRUPTED = 130
+
+#: Order of the sections in the help of a command.
+_PANELS = (
+    "Arguments",
+    "Common",
+    "Model",
+    "Network",
+    "Device",
+    "Scheduling",
+    "Advanced",
+    "Options",
+)
 
 _HELP = "Pool the PCs you already own into one LLM server."
 
 
+class _Command(TyperCommand):
+    """A command whose help groups the options by panel, as plain text of 80 columns."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section per panel, in the order of first use."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                default = "Options" if param.param_type_name == "option" else "Arguments"
+                panel = getattr(param, "rich_help_panel", None) or default
+                sections.setdefault(panel, []).append(record)
+        for panel in sorted(sections, key=_PANELS.index):
+            with formatter.section(panel):
+                formatter.write_dl(sections[panel])
+
+
 class _Commands(TyperGroup):
-    """All commands; what is wrong with an option is said without the name of a Python error."""
+    """All commands; option errors are shown without the name of a Python exception."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the one that is named; typer has the context's type from a package of its own."""
+        """Run the selected command. The type of ``ctx`` is private to typer."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")  # typer 0.29's, pydantic's
+            error.message = error.message.removeprefix(
+                "Value error, "
+            )  # prefix added by pydantic for typer 0.29
             raise
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
-    """The command line; groups that take long to import only if ``arguments`` name them."""
+    """Build the command line; slow imports only if ``arguments`` need them."""
     app = typer.Typer(
         name="molink",
         cls=_Commands,
         help=_HELP,
         pretty_exceptions_enable=False,
-        # Rich's markup eats what stands in brackets, and its boxes need more than 80 columns.
+        # Rich markup would interpret brackets, and its panels need more than 80 columns.
         rich_markup_mode=None,
     )
     app.callback(invoke_without_command=True)(_root_command)
@@ -57,15 +86,15 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         join_verbs.approve,
         swarm_verbs.revoke,
         swarm_verbs.un_revoke,
-        draining.drain,
-        draining.resume,
-        draining.rebalance,
-        ending.down,
-        ending.leave,
+        drain_verbs.drain,
+        drain_verbs.resume,
+        drain_verbs.rebalance,
+        stop_verbs.down,
+        stop_verbs.leave,
         daemon_verbs.coordinator,
     ]
     for command in commands:
-        app.command()(_interruptible(command))
+        app.command(cls=_Command)(_interruptible(command))
     add_lazy_groups(app, arguments)
     add_lazy_commands(app, arguments, _interruptible)
     return app
@@ -89,14 +118,14 @@ def _root_command(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line of this process and exit with its code."""
+    """Run the command line of this process and exit."""
     if sys.platform == "win32" and "PYTHONIOENCODING" not in os.environ:
         use_utf8((sys.stdin, sys.stdout, sys.stderr))
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def use_utf8(streams: Iterable[TextIO | None]) -> None:
-    """Have files and pipes get UTF-8: a Windows code page lacks half of what we print."""
+    """Write UTF-8 to files and pipes; Windows code pages lack many characters."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
             stream.reconfigure(encoding="utf-8", errors="replace")
@@ -116,7 +145,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _completion_words(environment: Mapping[str, str]) -> list[str]:
-    """The words typed so far if a shell asks how they go on: typer's completion."""
+    """Return the words that a shell wants completed."""
     if "_MOLINK_COMPLETE" not in environment:
         return []
     typed = environment.get("_TYPER_COMPLETE_ARGS") or environment.get("COMP_WORDS", "")
@@ -124,7 +153,7 @@ def _completion_words(environment: Mapping[str, str]) -> list[str]:
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with Ctrl-C as an ordinary end, under the exit code that shells expect."""
+    """Wrap ``command`` so that Ctrl-C ends it with the exit code of shells."""
 
     @functools.wraps(command)
     def guarded(*args: Any, **options: Any) -> None:

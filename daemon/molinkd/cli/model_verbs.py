@@ -1,4 +1,4 @@
-"""Verbs about models: ``pull``, ``list``, ``rm``, ``run``, ``stop``."""
+"""``molink pull``, ``list``, ``rm``, ``run`` and ``stop``."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ from molink.swarm.placement.placement import parse_layers
 from molink.wire.messages.admin import LoadModel, LoadModelReply, StopServing, SwitchModel
 from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.peer_reports import TransferState
-from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli import daemon_client
 from molinkd.cli.daemon_console import TransferLine
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.artifacts.installed_models import (
@@ -44,7 +44,7 @@ from molinkd.peer.artifacts.installed_models import (
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.home import Home
 
-#: Between two looks at what is waited for, in seconds.
+#: Poll interval, in seconds.
 POLL_INTERVAL_S = 0.5
 
 ModelArgument = Annotated[
@@ -56,14 +56,14 @@ T = TypeVar("T")
 def pull(
     model: ModelArgument,
     layers: Annotated[
-        str | None, typer.Option(help="Only the files that have layers A:B.  [default: all]")
+        str | None, typer.Option(help="Only the files with layers A:B.  [default: all]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Have a model on this PC: fetch what is missing of it from the Hugging Face hub."""
+    """Download a model from the Hugging Face hub."""
     part = parse_layers(layers) if layers is not None else None
     if layers is not None and (part is None or part[0] >= part[1]):
-        raise UsageError(f"--layers is A:B with A < B, not {layers!r}")
+        raise UsageError(f"--layers must be A:B with A < B, not {layers!r}")
     from_hub = is_repository(model) and find_local_model(model) is None
     stop, progress = threading.Event(), Progress(source="the hub")
 
@@ -88,14 +88,14 @@ def pull(
     if as_json:
         print(json.dumps({"model": model, "path": str(path), "bytes": progress.total}))
     else:
-        print(printable(f"{model} is here: {path}"))
+        print(printable(f"{model} is available at {path}"))
 
 
 def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Show the models on this PC: their size, where they lie, and which one is served."""
+    """List the models on this PC."""
     place = Home.find_home(home)
     served = _served_models(place)
     models = list_installed_models(place)
@@ -106,60 +106,60 @@ def list_models(
     for column in ("model", "size", "where", "", "path"):
         table.add_column(column, overflow="fold")
     for one in models:
-        state = "served" if any(map(one.has_name, served)) else "" if one.is_complete else "in part"
+        state = "served" if any(map(one.has_name, served)) else "" if one.is_complete else "partial"
         cells = (one.name, f"{one.size / 1e9:.2f} GB", one.location, state, str(one.path))
         table.add_row(*map(printable, cells))
     Console(highlight=False, markup=False).print(table)
 
 
 def rm(
-    model: Annotated[str, typer.Argument(help="As `molink list` shows it.")],
+    model: Annotated[str, typer.Argument(help="Name as shown by `molink list`.")],
     hf_cache: Annotated[
-        bool, typer.Option("--hf-cache", help="Delete it from the Hugging Face cache too.")
+        bool, typer.Option("--hf-cache", help="Also delete it from the Hugging Face cache.")
     ] = False,
     home: HomeOption = None,
 ) -> None:
-    """Delete a model from this PC's disk; never one that is served, nor a folder of yours."""
+    """Delete a model from this PC. Served models and your own folders are never deleted."""
     place = Home.find_home(home)
     chosen = choose_deletable(place, list_installed_models(place), model, hf_cache=hf_cache)
     served = _served_models(place)
     if any(one.has_name(name) for one in chosen for name in served):
         first = place.format_command("stop" if len(served) < 2 else f"stop {model}")
-        raise UsageError(f"{model} is being served: {first} first, or serve another one")
+        raise UsageError(f"{model} is being served: run {first} first, or serve another model")
     freed = sum(map(delete_model, chosen))
-    print(printable(f"{model} is deleted: {freed / 1e9:.2f} GB are free again."))
+    print(printable(f"Deleted {model}: {freed / 1e9:.2f} GB freed."))
 
 
 def run_model(
     model: ModelArgument,
-    text: Annotated[str | None, typer.Argument(help="One question; none for a conversation.")] = (
-        None
-    ),
+    text: Annotated[
+        str | None, typer.Argument(help="One question; omit it for a conversation.")
+    ] = (None),
     timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for it once its files are here.")
+        float, typer.Option(help="Seconds to wait after its files are local.")
     ] = 600.0,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="MOLINK_API_KEY", help="Key of the endpoint.  [default: none]"),
+        typer.Option(envvar="MOLINK_API_KEY", help="API key of the endpoint.  [default: none]"),
     ] = None,
     home: HomeOption = None,
 ) -> None:
-    """Have the swarm serve a model, unless it does, wait for it, and chat with it."""
+    """Serve a model, wait until it is ready, and chat."""
     from molinkd.cli.chat import run_chat
 
     place = Home.find_home(home)
-    found = local_daemon.find_daemon(place)
+    found = daemon_client.find_daemon(place)
     if found is None:
         raise Unavailable(
-            f"no molink runs here: start one with {place.format_command(f'up --model {model}')}, "
-            "or join "
-            f"one with {place.format_command('join')}"
+            "molink is not running here: start it with "
+            f"{place.format_command(f'up --model {model}')}, or join a swarm with "
+            f"{place.format_command('join')}"
         )
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
-    name, status = _served_name(model), local_daemon.fetch_status(found)
-    if name in local_daemon.stopped_models(status):
-        local_daemon.send_request(found, SwitchModel(ref=0, model=name, served=True))
-    elif name not in local_daemon.served_models(status):
+    name, status = _served_name(model), daemon_client.fetch_status(found)
+    if name in daemon_client.stopped_models(status):
+        daemon_client.send_request(found, SwitchModel(ref=0, model=name, served=True))
+    elif name not in daemon_client.served_models(status):
         name = _request_model(found, model, line)
     endpoint = found.endpoints[0]
     _wait_until_ready(found, endpoint, name, timeout, line)
@@ -169,43 +169,40 @@ def run_model(
 
 def stop(
     model: Annotated[
-        str | None, typer.Argument(help="Only this one of several.  [default: all]")
+        str | None, typer.Argument(help="Unload only this model.  [default: all]")
     ] = None,
     home: HomeOption = None,
 ) -> None:
-    """Have the swarm serve a model no more, or none at all: its memory is free; PCs stay."""
-    found = local_daemon.require_daemon(home)
-    status, format_command = local_daemon.fetch_status(found), Home.find_home(home).format_command
+    """Unload one model, or all, and free its memory; PCs stay in the swarm."""
+    found = daemon_client.require_daemon(home)
+    status, format_command = daemon_client.fetch_status(found), Home.find_home(home).format_command
     if model is not None:
         name = _served_name(model)
-        local_daemon.send_request(found, SwitchModel(ref=0, model=name))
-        print(
-            printable(
-                f"{name} is not served any more; {format_command(f'run {model}')} undoes that."
-            )
-        )
+        daemon_client.send_request(found, SwitchModel(ref=0, model=name))
+        print(printable(f"Unloaded {name}. Undo: {format_command(f'run {model}')}."))
         if any(one.get("applied") for one in status["models"] if one["name"] == name):
-            print("The file of the swarm names it still: `molink apply` has it served again, too.")
+            print("The swarm's file still lists it; `molink apply` would load it again.")
         return
-    served = local_daemon.served_models(status)
-    reply, _ = local_daemon.send_request(found, StopServing(ref=0))
+    served = daemon_client.served_models(status)
+    reply, _ = daemon_client.send_request(found, StopServing(ref=0))
     assert isinstance(reply, DoneReply)
-    are = "are" if len(served) > 1 else "is"
-    again = f"{format_command('run MODEL')} has a model served."
-    print(printable(f"{', '.join(served) or 'No model'} {are} not served any more; {again}"))
+    again = f"{format_command('run MODEL')} loads a model."
+    print(printable(f"Unloaded {', '.join(served) or 'nothing'}. {again}"))
 
 
 def _served_name(model: str) -> str:
-    """The name under which a swarm would serve it."""
+    """Return the name under which a swarm would serve the model."""
     found = None if model == DEMO_MODEL_NAME else find_local_model(model)
     return short_name(model) if found is None else name_local_model(found)
 
 
 def _served_models(home: Home) -> list[str]:
-    """The models that the swarm of this PC serves; none if nothing runs here."""
-    found = local_daemon.find_daemon(home)
+    """Return the models served by this PC's swarm; empty if molink is not running."""
+    found = daemon_client.find_daemon(home)
     try:
-        return [] if found is None else local_daemon.served_models(local_daemon.fetch_status(found))
+        return (
+            [] if found is None else daemon_client.served_models(daemon_client.fetch_status(found))
+        )
     except MolinkError:
         return []
 
@@ -228,7 +225,7 @@ def _model_json(model: InstalledModel, served: list[str]) -> dict[str, Any]:
 def run_with_progress(
     get: Callable[[], T], model: str, progress: Progress, stop: threading.Event
 ) -> T:
-    """``get()`` in a thread, and how far ``progress`` is in one line meanwhile."""
+    """Run ``get()`` in a thread and show its progress in one line."""
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
     speed = TransferRate(time.monotonic())
     done = threading.Event()
@@ -245,7 +242,7 @@ def run_with_progress(
 
 
 def show_progress(line: TransferLine, model: str, progress: Progress, speed: TransferRate) -> None:
-    """How far a transfer of a model is, in one line."""
+    """Show the progress of a transfer in one line."""
     speed.observe_bytes(progress.done - progress.existing, time.monotonic())
     if not progress.total:
         return
@@ -259,13 +256,13 @@ def show_progress(line: TransferLine, model: str, progress: Progress, speed: Tra
     line.show_transfers([state])
 
 
-def _request_model(found: local_daemon.RunningDaemon, model: str, line: TransferLine) -> str:
-    """Have the daemon bring a model and the swarm serve it; returns its name there."""
+def _request_model(found: daemon_client.RunningDaemon, model: str, line: TransferLine) -> str:
+    """Ask the daemon to load a model and the swarm to serve it; returns its served name."""
     local = None if model == DEMO_MODEL_NAME else find_local_model(model)
     wanted = model if local is None else str(local)
     speed, doing = TransferRate(time.monotonic()), ""
     while True:
-        far, _ = local_daemon.send_request(found, LoadModel(ref=0, model=wanted))
+        far, _ = daemon_client.send_request(found, LoadModel(ref=0, model=wanted))
         assert isinstance(far, LoadModelReply)
         if far.state == "asked":
             line.clear_line()
@@ -273,23 +270,23 @@ def _request_model(found: local_daemon.RunningDaemon, model: str, line: Transfer
         if far.state != doing:
             speed, doing = TransferRate(time.monotonic(), far.done), far.state
         progress = Progress(far.done, far.total)
-        fetching = "the hub" if local is None else "disk, to unpack it once"
-        progress.source = fetching if doing == "fetching" else "disk, to hash it once"
+        fetching = "the hub" if local is None else "disk (unpacking once)"
+        progress.source = fetching if doing == "fetching" else "disk (hashing once)"
         show_progress(line, far.name or model, progress, speed)
         time.sleep(POLL_INTERVAL_S)
 
 
 def _wait_until_ready(
-    found: local_daemon.RunningDaemon, endpoint: str, name: str, timeout: float, line: TransferLine
+    found: daemon_client.RunningDaemon, endpoint: str, name: str, timeout: float, line: TransferLine
 ) -> None:
-    """Until the endpoint here can answer with the model ``name``.
+    """Wait until the local endpoint can serve the model ``name``.
 
     Raises:
-        Unavailable: it can't within ``timeout`` seconds without a transfer; says why.
+        Unavailable: not ready within ``timeout`` seconds after the last transfer.
     """
     deadline = time.monotonic() + timeout
     while not _is_ready(endpoint, name):
-        status = local_daemon.fetch_status(found)
+        status = daemon_client.fetch_status(found)
         transfers = [
             TransferState(
                 model=f"{one['model']} to {peer['name']}"[:256],
@@ -307,9 +304,9 @@ def _wait_until_ready(
         line.show_transfers(transfers)
         if time.monotonic() >= deadline:
             line.clear_line()
-            why = status.get("trouble") or "its pipeline is still being formed"
+            why = status.get("trouble") or "its pipeline is still forming"
             more = found.home.format_command("status")
-            raise Unavailable(f"{name} can't be used yet: {why}; {more} shows more")
+            raise Unavailable(f"{name} is not ready yet: {why}; {more} shows details")
         time.sleep(POLL_INTERVAL_S)
     line.clear_line()
 

@@ -1,4 +1,4 @@
-"""While PCs knock, their codes may be typed into the terminal of ``molink up``."""
+"""Reads pairing codes that the user types into the terminal of ``molink up``."""
 
 import threading
 from collections.abc import Callable
@@ -6,23 +6,23 @@ from collections.abc import Callable
 from molink.errors import MolinkError
 from molinkd.cli.terminal_lines import TypedLines
 
-#: How often it is looked whether anybody still knocks, in seconds.
+#: Interval of the check for pending requests, in seconds.
 _POLL_INTERVAL_S = 0.5
 
 
 class PairingPrompt:
-    """Reads codes in a thread of its own for as long as somebody knocks."""
+    """Reads codes in a thread while pairing requests are pending."""
 
     def __init__(
         self, approve: Callable[[str], str], say: Callable[[str], None], lines: TypedLines
     ) -> None:
-        """``approve(code)`` returns the name of the PC that it lets in, or raises."""
+        """``approve(code)`` returns the name of the approved PC, or raises."""
         self._approve, self._say, self._lines = approve, say, lines
         self._is_pending = threading.Event()
         self._thread: threading.Thread | None = None
 
     def set_pending(self, *, pending: bool) -> None:
-        """Whether somebody knocks now."""
+        """Start or stop reading, as requests are ``pending`` or not."""
         if pending == self._is_pending.is_set():
             return
         if not pending:
@@ -31,13 +31,13 @@ class PairingPrompt:
         self._is_pending.set()
         previous = self._thread
         self._thread = threading.Thread(
-            target=self._read_codes, args=(previous,), name="molink-doorbell", daemon=True
+            target=self._read_codes, args=(previous,), name="molink-pairing", daemon=True
         )
         self._thread.start()
 
     def _read_codes(self, previous: threading.Thread | None) -> None:
         if previous is not None:
-            previous.join()  # it may not have noticed yet that nobody knocked for a moment
+            previous.join()  # the previous thread may still be stopping
         while self._is_pending.is_set():
             try:
                 line = self._lines.next(_POLL_INTERVAL_S)
@@ -46,6 +46,6 @@ class PairingPrompt:
             if line is None or not line.strip():
                 continue
             try:
-                self._say(f"{self._approve(line.strip())} is a member now.")
+                self._say(f"{self._approve(line.strip())} joined.")
             except MolinkError as error:
                 self._say(f"molink: {error}")

@@ -1,4 +1,4 @@
-"""``molink plan``: what a ring would do, without starting anything."""
+"""``molink plan``: predict a ring without starting anything."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ from molinkd.cli.live_plan import describe_prospects, explain_rings, print_plan
 from molinkd.cli.swarm_verbs import HomeOption
 
 _DEFAULT_PCS = 3
-#: PCs whose placement is explained.
+#: Maximum number of PCs in a plan.
 _MAX_PCS = 64
 
 
@@ -36,42 +36,45 @@ def plan(
         typer.Option(
             min=1,
             max=MAX_STAGES,
-            help="Stages of the ring at least; so many PCs if one device is named.  "
+            help="Minimum number of stages; with a single device also the number of PCs.  "
             "[default: 3 PCs of one device]",
         ),
     ] = None,
     device: Annotated[
         str,
         typer.Option(
-            help="Device of each PC: a name or a .toml file; comma separated if unequal, with + "
-            "between those of one PC: rtx3090+rtx3060,rtx4090."
+            help="Device of each PC (name or .toml file), comma separated; join the devices of "
+            "one PC with +: rtx3090+rtx3060,rtx4090."
         ),
     ] = "rtx4090",
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder of the model (its config.json is enough), its GGUF file, or the name of "
-            "one that is on this PC.  [default: --model-profile]"
+            help="Model folder (config.json is enough), GGUF file, or name of a model on this "
+            "PC.  [default: --model-profile]"
         ),
     ] = None,
     model_profile: Annotated[
-        str, typer.Option(help="Shape of the model: a name, or a .toml file.")
+        str, typer.Option(help="Model shape: a name or a .toml file.")
     ] = "qwen-7b",
     objective: Annotated[
-        Objective, typer.Option(help="Place for one stream's time per token, or many's tokens/s.")
+        Objective,
+        typer.Option(help="Optimize for the latency of one stream or the throughput of many."),
     ] = "latency",
-    bandwidth: Annotated[float, typer.Option(help="Of each link, in Mbps.")] = 100.0,
-    latency: Annotated[float, typer.Option(help="Of each link, one way, in ms.")] = 30.0,
-    streams: Annotated[int, typer.Option(help="Requests that decode at once.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the request looked at.")] = 512,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Of its answer.")] = 32,
-    live: Annotated[
-        bool, typer.Option("--live", help="Explain the ring that serves now instead.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    bandwidth: Annotated[float, typer.Option(help="Bandwidth per link, in Mbps.")] = 100.0,
+    latency: Annotated[float, typer.Option(help="One-way latency per link, in ms.")] = 30.0,
+    streams: Annotated[int, typer.Option(help="Concurrent decoding requests.")] = 8,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Prompt length of the simulated request.")
+    ] = 512,
+    output_tokens: Annotated[
+        int, typer.Option(min=2, help="Answer length of the simulated request.")
+    ] = 32,
+    live: Annotated[bool, typer.Option("--live", help="Explain the running ring instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Placement, micro-batches and predicted times of a ring, by rooflines: nothing is started."""
+    """Predict placement, micro-batches and speed of a ring from rooflines; starts nothing."""
     if live:
         _explain_live(home, as_json=as_json)
         return
@@ -84,8 +87,8 @@ def plan(
         or len(devices) > _MAX_PCS
     ):
         raise UsageError(
-            f"--device names 1 to {_MAX_PCS} devices, one per PC, with commas between "
-            "(rtx3090+rtx3060: a PC with both)"
+            f"--device takes 1 to {_MAX_PCS} PCs, separated by commas (rtx3090+rtx3060: a "
+            "PC with both)"
         )
     link = LinkProfile(bandwidth, latency)
     planned = plan_swarm(
@@ -106,15 +109,15 @@ def plan(
 
 
 def _find_folder(model: str) -> Path:
-    """The folder or GGUF file that is meant; nothing is fetched."""
+    """Return the model's folder or GGUF file; nothing is fetched."""
     if model == DEMO_MODEL_NAME:
         return find_demo_model().path
     if find_local_model(model) is None and is_repository(model):
         cached = hub.find_cached(model)
         if cached is None:
             raise UsageError(
-                f"{model} is not on this PC: `molink pull {model}` fetches it, a folder with its "
-                "config.json will do, and --model-profile describes a model without files"
+                f"{model} is not on this PC: download it with `molink pull {model}`, pass a "
+                "folder with its config.json, or describe it with --model-profile"
             )
         return cached
     return Path(model)
@@ -123,8 +126,8 @@ def _find_folder(model: str) -> Path:
 def _explain_live(home: Path | None, *, as_json: bool) -> None:
     rings = explain_rings(fetch_status(require_daemon(home), scale_out=True))
     if as_json:
-        told = [one.as_json() for one in rings]
-        print(json.dumps(told[0] if len(told) == 1 else told, indent=2))
+        plans = [one.as_json() for one in rings]
+        print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))
         return
     for one in rings:
         print_plan(one)
@@ -149,13 +152,13 @@ def _print_plan(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> No
     )
     for line in describe_prospects(planned.now, planned.more, planned.objective):
         console.print(line)
-    console.print(f"With {forecast.streams} streams (< is what the head takes):")
+    console.print(f"With {forecast.streams} streams (< marks the scheduler's choice):")
     console.print(_micro_batch_table(planned))
 
 
 def _stage_table(planned: SwarmPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("stage", "device", "layers", "weights", "room for KV", "step", "link to next"):
+    for column in ("stage", "device", "layers", "weights", "KV capacity", "step", "link to next"):
         table.add_column(column, justify="right")
     for index, one in enumerate(planned.stages):
         first, last = one.layers

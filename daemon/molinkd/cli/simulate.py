@@ -1,4 +1,4 @@
-"""``molink simulate``: a trace, or requests of one size, through a ring in virtual time."""
+"""``molink simulate``: run a trace, or requests of one size, in virtual time."""
 
 import json
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from molink.sim.workload import Workload
 from molinkd.cli import simulate_options as options
 from molinkd.cli.simulate_fleet import fleet_options, format_seconds, show_fleets
 
-#: Seconds that a picture shows unless told otherwise.
+#: Default length of a timeline, in seconds.
 _WINDOW_S = 3.0
-#: Differences of a replay that are printed.
+#: Maximum number of printed differences of a replay.
 _MAX_DIFFERENCES = 20
 
 
@@ -66,10 +66,10 @@ def simulate_command(
     window: options.Window = None,
     recording: options.Replay = None,
 ) -> None:
-    """Run a trace through a ring of stages in virtual time, with the deciders of the product.
+    """Simulate a trace on a ring of stages in virtual time, using molink's real schedulers.
 
-    Devices are rooflines of data sheets, links a bottleneck and a latency, with TCP's congestion
-    control if asked for: see the profiles. With --pipelines many rings share one virtual time.
+    Devices are rooflines from data sheets. Links have a bandwidth and latency, and optionally TCP's
+    congestion control; see the profiles. --pipelines simulates many rings together.
     """
     if recording is not None:
         _replay_recording(recording, as_json=as_json)
@@ -77,7 +77,7 @@ def simulate_command(
     _check_options(trace, arrivals, timeline, window)
     fleet = fleet_options(pipelines, peers, peers_per_uplink, router, churn, away)
     if fleet is not None and timeline is not None:
-        raise UsageError("--timeline draws a single ring: leave out --pipelines")
+        raise UsageError("--timeline draws a single ring: omit --pipelines")
     rows, sizes = _read_requests(trace, input_tokens, output_tokens)
     load = Workload(rate, duration, warmup, rows, arrivals, seed, *sizes, max_prompt, max_output)
     scenario = Scenario(
@@ -109,22 +109,22 @@ def simulate_command(
 def _check_options(
     trace: Path | None, arrivals: str, picture: Path | None, window: str | None
 ) -> None:
-    """Options that need another one."""
+    """Check options that depend on each other."""
     if trace is None and arrivals == "trace":
         raise UsageError("--arrivals trace needs a --trace with times")
     if window is not None and picture is None:
-        raise UsageError("--window is what a picture shows: it needs --timeline FILE.svg")
+        raise UsageError("--window needs --timeline FILE.svg")
 
 
 def _read_requests(
     trace: Path | None, input_tokens: int | None, output_tokens: int | None
 ) -> tuple[tuple[TraceRow, ...], tuple[int, int]]:
-    """The rows of the trace, if there is one, and the tokens in and out of requests without."""
+    """Return the rows of the trace, and the sizes of requests without one."""
     if trace is None:
         tokens = 512 if input_tokens is None else input_tokens
         return (), (tokens, 128 if output_tokens is None else output_tokens)
     if input_tokens is not None or output_tokens is not None:
-        raise UsageError("--trace has sizes of its own: leave out --input-tokens, --output-tokens")
+        raise UsageError("--trace defines the sizes: omit --input-tokens and --output-tokens")
     return tuple(read_trace(trace)), (512, 128)
 
 
@@ -138,7 +138,7 @@ def _parse_policies(names: str) -> list[str]:
 def _make_link(
     name: str, bandwidth: float | None, latency: float | None, congestion: str | None
 ) -> LinkProfile:
-    """The link of that name, but for what is given."""
+    """Load a link profile and apply overrides."""
     link = load_link(name)
     return replace(
         link,
@@ -149,11 +149,11 @@ def _make_link(
 
 
 def _parse_count(option: str, value: str) -> int:
-    """A number, or 0 for ``auto``."""
+    """Parse a number, or 0 for ``auto``."""
     if value.strip().lower() == "auto":
         return 0
     if not value.isdecimal() or int(value) == 0:
-        raise UsageError(f"{option} is a number from 1 on or auto, not {value!r}")
+        raise UsageError(f"{option} must be a positive number or auto, not {value!r}")
     return int(value)
 
 
@@ -171,7 +171,7 @@ def _run_scenarios(
     if picture is None:
         return simulate_scenarios(scenarios)
     if picture.suffix.lower() != ".svg":
-        raise UsageError(f"--timeline draws an .svg file, not {picture}")
+        raise UsageError(f"--timeline must be an .svg file, not {picture}")
     begin, end = _parse_window(window, scenarios[0].workload)
     timelines = [Timeline(begin, end) for _ in scenarios]
     outcomes = [simulate_scenario(*pair) for pair in zip(scenarios, timelines, strict=True)]
@@ -184,7 +184,7 @@ def _run_scenarios(
 
 
 def _parse_window(text: str | None, workload: Workload) -> tuple[float, float]:
-    """What a picture shows: as told, or a little from the middle of the run."""
+    """Parse the window of the timeline; by default it starts in the middle of the run."""
     if text is None:
         middle = workload.warmup + workload.duration / 2
         return middle, middle + _WINDOW_S
@@ -193,7 +193,7 @@ def _parse_window(text: str | None, workload: Workload) -> tuple[float, float]:
     except ValueError:
         begin = end = 0.0
     if not 0 <= begin < end < float("inf"):
-        raise UsageError(f"--window is A:B in seconds, A before B, not {text!r}")
+        raise UsageError(f"--window must be A:B in seconds with A < B, not {text!r}")
     return begin, end
 
 
@@ -204,8 +204,9 @@ def _print_outcomes(outcomes: Sequence[SimulationOutcome], *, as_json: bool) -> 
         return
     table = Table(
         caption=(
-            "Seconds; idle: of each stage, while it has requests. Least time per token of this"
-            f" ring: {1000 * outcomes[0].floor_s:.1f} ms"
+            "In seconds; idle: share of the time with requests in which a stage does not "
+            "compute. Minimum time per token of this ring: "
+            f"{1000 * outcomes[0].floor_s:.1f} ms"
         ),
         caption_justify="left",
         caption_style="",
@@ -233,7 +234,7 @@ def _print_outcomes(outcomes: Sequence[SimulationOutcome], *, as_json: bool) -> 
         )
     Console().print(table)
     for report in (outcome.report for outcome in outcomes if outcome.report.failed):
-        print(f"{report.policy}: {report.failed} failed; the first: {report.first_error}")
+        print(f"{report.policy}: {report.failed} failed; first error: {report.first_error}")
 
 
 def _replay_recording(recording: Path, *, as_json: bool) -> None:
@@ -247,11 +248,11 @@ def _replay_recording(recording: Path, *, as_json: bool) -> None:
         found = [_difference_json(each) for each in differences]
         print(json.dumps({"recording": str(recording), "differences": found}, indent=2))
     elif not differences:
-        print("Every decision came out the same.")
+        print("All decisions match.")
     else:
         for each in differences[:_MAX_DIFFERENCES]:
             print(f"line {each.line}: recorded {each.recorded}, now {each.replayed}")
-        print(f"{len(differences)} decisions came out otherwise.")
+        print(f"{len(differences)} decisions differ.")
     if differences:
         raise typer.Exit(1)
 

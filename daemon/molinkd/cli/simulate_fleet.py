@@ -1,4 +1,4 @@
-"""``molink simulate --pipelines``: many rings, and what came of them."""
+"""``molink simulate --pipelines``: simulate many rings."""
 
 import json
 import time
@@ -17,32 +17,32 @@ from molink.sim.scenario import Scenario
 def fleet_options(
     pipelines: int | None,
     peers: int | None,
-    homes: int | None,
+    peers_per_uplink: int | None,
     router: str | None,
-    churn: float | None,
-    away: float | None,
+    departures_per_hour: float | None,
+    away_s: float | None,
 ) -> dict[str, Any] | None:
-    """What was given, by the names of :class:`FleetScenario`; ``None`` of a single ring.
+    """Return the given options by field of :class:`FleetScenario`; ``None`` for a single ring.
 
     Raises:
         UsageError: an option needs ``--pipelines``.
     """
     given = {
         "peers": ("--peers", peers),
-        "homes": ("--peers-per-uplink", homes),
+        "peers_per_uplink": ("--peers-per-uplink", peers_per_uplink),
         "router": ("--router", router),
-        "churn": ("--churn", churn),
-        "away": ("--away", away),
+        "departures_per_hour": ("--churn", departures_per_hour),
+        "away_s": ("--away", away_s),
     }
     found = {name: value for name, (_, value) in given.items() if value is not None}
     if pipelines is None and found:
         option = given[next(iter(found))][0]
-        raise UsageError(f"{option} is about many pipelines: it needs --pipelines")
+        raise UsageError(f"{option} needs --pipelines")
     return None if pipelines is None else {"pipelines": pipelines, **found}
 
 
 def show_fleets(rings: Sequence[Scenario], options: dict[str, Any], as_json: bool) -> None:
-    """Run the fleet with each of ``rings``, and show what came of it."""
+    """Simulate a fleet of each of ``rings`` and print the results."""
     found: list[tuple[FleetOutcome, float]] = []
     for ring in rings:
         fleet = FleetScenario(ring, **options)
@@ -65,14 +65,14 @@ def show_fleets(rings: Sequence[Scenario], options: dict[str, Any], as_json: boo
 
 
 def _outcome_rows(outcome: FleetOutcome, cpu: float) -> Iterator[tuple[str, str]]:
-    """What is shown of one, by lines."""
+    """Yield the rows of a result."""
     report, pipelines = outcome.report, outcome.pipelines
     yield "requests done", str(report.completed)
     yield "lost", str(outcome.num_lost)
-    yield "sent again", str(outcome.num_resubmitted)
+    yield "resubmitted", str(outcome.num_resubmitted)
     yield "PCs that left", str(outcome.num_departures)
     yield "rings lost / formed", f"{_total(pipelines, 'lost')} / {_total(pipelines, 'formed')}"
-    yield "rings that broke by themselves", str(outcome.num_broken)
+    yield "rings that failed on their own", str(outcome.num_broken)
     for name, summary, places in (("TTFT", report.ttft_s, 2), ("TPOT", report.tpot_s, 4)):
         values = (summary.mean, summary.p50, summary.p90, summary.p99)
         shown = " / ".join(format_seconds(value, places) for value in values)
@@ -82,10 +82,10 @@ def _outcome_rows(outcome: FleetOutcome, cpu: float) -> Iterator[tuple[str, str]
     yield "requests per pipeline: least / mean / most", spread
     busy = [100 * share for share in outcome.busy_shares]
     yield (
-        "a PC computes: least / mean / most",
+        "PC busy: least / mean / most",
         f"{min(busy):.0f} / {fmean(busy):.0f} / {max(busy):.0f} %",
     )
-    yield "of prompts cached", f"{100 * outcome.cached_share:.0f} %"
+    yield "prompt tokens cached", f"{100 * outcome.cached_share:.0f} %"
     yield "virtual minutes", f"{outcome.virtual_s / 60:.1f}"
     yield "CPU seconds per virtual minute", f"{60 * cpu / outcome.virtual_s:.2f}"
 
@@ -95,5 +95,5 @@ def _total(pipelines: Sequence[Any], name: str) -> int:
 
 
 def format_seconds(value: float | None, places: int) -> str:
-    """A time for a table."""
+    """Format a time for a table."""
     return "–" if value is None else f"{value:.{places}f}"

@@ -11,81 +11,82 @@ Trace = Annotated[
     Path | None,
     typer.Option(help="Sizes from an Azure (.csv) or Mooncake (.jsonl) trace.  [default: none]"),
 ]
-Rate = Annotated[float, typer.Option(help="Requests per second, on average.")]
+Rate = Annotated[float, typer.Option(help="Mean requests per second.")]
 Duration = Annotated[float, typer.Option(help="Seconds in which requests arrive.")]
-Warmup = Annotated[float, typer.Option(help="Seconds before that; requests are not counted.")]
+Warmup = Annotated[float, typer.Option(help="Uncounted seconds before that.")]
 Arrivals = Annotated[
     Literal["poisson", "trace"],
-    typer.Option(help="At random, or when the trace says, stretched to --rate."),
+    typer.Option(help="Poisson arrivals, or the trace's times scaled to --rate."),
 ]
-MaxTokens = Annotated[int, typer.Option(help="Longer ones of the trace are left out.")]
+MaxTokens = Annotated[int, typer.Option(help="Skip longer requests of the trace.")]
 InputTokens = Annotated[
-    int | None, typer.Option(help="Per prompt, without a trace.  [default: 512]")
+    int | None, typer.Option(help="Prompt tokens without a trace.  [default: 512]")
 ]
 OutputTokens = Annotated[
-    int | None, typer.Option(help="Per answer, without a trace.  [default: 128]")
+    int | None, typer.Option(help="Answer tokens without a trace.  [default: 128]")
 ]
-Seed = Annotated[int, typer.Option(help="Of the arrivals.")]
+Seed = Annotated[int, typer.Option(help="Seed of the arrivals.")]
 
-Stages = Annotated[int, typer.Option(help="Of the ring.")]
-Device = Annotated[str, typer.Option(help="Of every stage: a name or a .toml file.")]
-ModelProfile = Annotated[str, typer.Option(help="A name or a .toml file.")]
-Link = Annotated[str, typer.Option(help="Between the stages: a name or a .toml file.")]
+Stages = Annotated[int, typer.Option(help="Stages of the ring.")]
+Device = Annotated[str, typer.Option(help="Device of every stage: a name or a .toml file.")]
+ModelProfile = Annotated[str, typer.Option(help="Model: a name or a .toml file.")]
+Link = Annotated[str, typer.Option(help="Links between stages: a name or a .toml file.")]
 Bandwidth = Annotated[
-    float | None, typer.Option(help="Mbps, instead of the link's.  [default: the link's]")
+    float | None, typer.Option(help="Link bandwidth in Mbps.  [default: the link's]")
 ]
 Latency = Annotated[
     float | None,
-    typer.Option(help="Milliseconds one way, instead of the link's.  [default: the link's]"),
+    typer.Option(help="One-way link latency in milliseconds.  [default: the link's]"),
 ]
 Congestion = Annotated[
     Literal["none", "cubic", "bbr"] | None,
-    typer.Option(
-        help="TCP's congestion control, instead of the link's.  [default: the link's, else none]"
-    ),
+    typer.Option(help="TCP congestion control.  [default: the link's, else none]"),
 ]
-MaxNumSeqs = Annotated[int, typer.Option(help="Requests that hold KV blocks at once.")]
+MaxNumSeqs = Annotated[int, typer.Option(help="Maximum running requests.")]
 
 Pipelines = Annotated[
     int | None, typer.Option(help="Rings that share the requests.  [default: 1, no fleet]")
 ]
-Peers = Annotated[int | None, typer.Option(help="PCs in all.  [default: --pipelines x --stages]")]
-PeersPerUplink = Annotated[int | None, typer.Option(help="PCs behind one router.  [default: 1]")]
+Peers = Annotated[
+    int | None, typer.Option(help="Number of PCs.  [default: --pipelines x --stages]")
+]
+PeersPerUplink = Annotated[int | None, typer.Option(help="PCs per uplink.  [default: 1]")]
 Router = Annotated[
     str | None,
-    typer.Option(
-        help="Who gets a request: round-robin, least-loaded, e2.  [default: least-loaded]"
-    ),
+    typer.Option(help="Request router: round-robin, least-loaded, e2.  [default: least-loaded]"),
 ]
 Churn = Annotated[
-    float | None, typer.Option(help="Times that a PC leaves in an hour, on average.  [default: 0]")
+    float | None, typer.Option(help="Mean departures of a PC per hour.  [default: 0]")
 ]
-Away = Annotated[
-    float | None, typer.Option(help="Seconds that it is away, on average.  [default: 600]")
-]
+Away = Annotated[float | None, typer.Option(help="Mean seconds of absence.  [default: 600]")]
 
-Policy = Annotated[str, typer.Option(help="How links send; several separated by commas.")]
-SchedulingPolicy = Annotated[str, typer.Option(help="Whose turn it is among requests.")]
+Policy = Annotated[str, typer.Option(help="Link policies, comma separated.")]
+SchedulingPolicy = Annotated[str, typer.Option(help="Scheduling policy.")]
 Preemption = Annotated[
-    PreemptionMode, typer.Option("--preemption-mode", help="What becomes of KV that gives way.")
+    PreemptionMode, typer.Option("--preemption-mode", help="KV of preempted requests.")
 ]
-CutThrough = Annotated[bool, typer.Option(help="Prefill rows go on while more come.")]
-Compression = Annotated[Literal["none", "lossless"], typer.Option(help="Of rows between stages.")]
-MicroBatches = Annotated[str, typer.Option(help="In flight: a number or auto.")]
-PrefillOnlyBatches = Annotated[bool, typer.Option(help="Chunks also go without decode rows.")]
-MaxNumBatchedTokens = Annotated[str, typer.Option(help="Rows of a prefill volume or auto.")]
-Tensors = Annotated[int, typer.Option(min=1, max=2, help="Per row and hop; 2 as vLLM 0.7.")]
+CutThrough = Annotated[bool, typer.Option(help="Forward prefill rows while more arrive.")]
+Compression = Annotated[
+    Literal["none", "lossless"], typer.Option(help="Compression of rows between stages.")
+]
+MicroBatches = Annotated[str, typer.Option(help="Micro-batches in flight: a number or auto.")]
+PrefillOnlyBatches = Annotated[
+    bool, typer.Option(help="Issue prefill chunks without decode rows too.")
+]
+MaxNumBatchedTokens = Annotated[str, typer.Option(help="Maximum prefill rows per batch, or auto.")]
+Tensors = Annotated[
+    int, typer.Option(min=1, max=2, help="Tensors per row and hop; 2 as in vLLM 0.7.")
+]
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Timeline = Annotated[
-    Path | None, typer.Option(help="Draw who computes and sends into this .svg.  [default: none]")
+    Path | None, typer.Option(help="Draw computation and transfers to this .svg.  [default: none]")
 ]
-Window = Annotated[str | None, typer.Option(help="Seconds A:B that it shows.  [default: all]")]
+Window = Annotated[str | None, typer.Option(help="Seconds A:B of the timeline.  [default: all]")]
 Replay = Annotated[
     Path | None,
     typer.Option(
         "--replay",
-        help="Only compare a recording of a link's decisions with the same once more.  "
-        "[default: none]",
+        help="Only replay a recording of a link's decisions and compare.  [default: none]",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Has the small real model that ``molink demo --model smollm2`` serves on this PC."""
+"""Provides the small model of ``molink demo --model smollm2``."""
 
 import threading
 
@@ -12,10 +12,10 @@ from molinkd.peer.artifacts.smollm2 import NAME, ModelOrigin, create_origins
 
 
 def fetch_small_model() -> str:
-    """What to serve; fetched if it isn't here, with its size said before and progress.
+    """Return the model's path; downloads it if needed, showing size and progress.
 
     Raises:
-        Unavailable: it can't be had anywhere; says why.
+        Unavailable: it can't be downloaded.
     """
     asked = create_origins()
     for source in asked:
@@ -29,8 +29,8 @@ def fetch_small_model() -> str:
         except MolinkError as error:
             reasons.append(f"{source.name}: {error}")
     raise Unavailable(
-        f"{NAME} can't be fetched ({'; '.join(reasons)}). `molink demo` without --model serves the "
-        "bundled model; --model takes a folder or a GGUF file too"
+        f"can't download {NAME} ({'; '.join(reasons)}). `molink demo` without --model uses "
+        "the bundled model; --model also accepts a folder or a GGUF file"
     )
 
 

@@ -9,7 +9,7 @@ from molink.plaintext import printable
 from molink.swarm.election.events import StartCoordinatorAction
 from molink.wire.sockets.event_loop import EventLoop
 from molink.wire.sockets.key_pair import KeyPair
-from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli import daemon_client
 from molinkd.cli.daemon_console import invitation_text
 from molinkd.peer.election.coordinator_process import create_coordinator_process
 from molinkd.peer.home import Home, HomeLock
@@ -27,16 +27,17 @@ class _CoordinatorHost:
 
 
 def run_coordinator(home: Home, settings: Settings) -> None:
-    """Run until Ctrl-C. The state is that of ``molink up`` in the same folder.
+    """Run the coordinator until Ctrl-C, with the state of ``molink up`` in the same folder.
 
     Raises:
-        UsageError: it can't start; says why.
+        UsageError: it can't start.
     """
     known = read_membership(home.create_folders().membership)
     if known is not None and not known.is_founder:
         raise UsageError(
-            f"this PC is a member of swarm {known.swarm}, whose coordinator runs elsewhere. Give "
-            f"another state folder with --home, or run {home.format_command('leave')} first."
+            f"this PC is a member of swarm {known.swarm}, whose coordinator runs elsewhere. "
+            f"Use another state folder with --home, or run {home.format_command('leave')} "
+            "first."
         )
     lock = HomeLock(home)
     lock.acquire()
@@ -65,12 +66,15 @@ async def _run(home: Home, settings: Settings, known: MembershipRecord | None) -
             )
             membership.save(home.membership)
             ttl, uses = settings.token_ttl, settings.token_uses
-            invite = await asyncio.to_thread(local_daemon.create_invitation, home, ttl, uses)
+            invite = await asyncio.to_thread(daemon_client.create_invitation, home, ttl, uses)
             print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
             print(
                 printable(invitation_text(invite.token, uses, home.format_command), keep="\n")
                 + "\n",
                 flush=True,
             )
-            print("The first one names the model: add --model to it. Ctrl-C stops it.", flush=True)
+            print(
+                "Add --model on the first PC to choose the model. Ctrl-C stops the coordinator.",
+                flush=True,
+            )
             await stopped.wait()

@@ -1,4 +1,4 @@
-"""``molink status`` for people: fits a terminal of 80 columns."""
+"""``molink status`` as tables for a terminal of 80 columns."""
 
 from collections.abc import Callable, Iterator
 
@@ -26,7 +26,7 @@ from molinkd.cli.units import format_size
 def show_status(
     status: SwarmStatus, *, demo: bool, format_command: Callable[[str], str] = "`molink {}`".format
 ) -> None:
-    """Print the state of a swarm; ``format_command`` is the ``Home.typed`` of the home here."""
+    """Print the state of a swarm."""
     console = Console(highlight=False)
 
     def say(text: str, style: str = "") -> None:
@@ -50,15 +50,15 @@ def show_status(
     for pipeline in status.pipelines:
         of = f" of {pipeline.model}" if len(status.pipelines) > 1 else ""
         say(_pipeline_text(pipeline, of))
-    for knock in status.pairing_requests:
-        approve = format_command(f"approve {knock.code}")
-        text = f"{knock.name} ({knock.address}) wants to join: {approve}"
-        say(f"{text} if it shows that code", "yellow")
+    for request in status.pairing_requests:
+        approve = format_command(f"approve {request.code}")
+        text = f"{request.name} ({request.address}) wants to join: {approve}"
+        say(f"{text} if that PC shows the same code", "yellow")
     if status.revoked:
         revoked = ", ".join(f"{one.name} ({one.id})" for one in status.revoked)
         say(f"Revoked: {revoked}")
     for cut in status.banned_peers:
-        text = f"{cut.name} ({cut.peer}) was cut off by {cut.banned_by}: {cut.reason}"
+        text = f"{cut.name} ({cut.peer}) was banned by {cut.banned_by}: {cut.reason}"
         say(text, "yellow")
 
 
@@ -73,13 +73,13 @@ def _title_line(status: SwarmStatus, *, demo: bool) -> Text:
 
 def _first_warnings(status: SwarmStatus) -> Iterator[str]:
     if status.coordinator.state != "running":
-        yield f"Only what this PC knows: {status.trouble}"
+        yield f"Coordinator unavailable; local information only: {status.trouble}"
     elif not status.pipelines:
         yield f"No pipeline: {status.trouble}"
 
 
 def _stage_table(status: SwarmStatus) -> Table:
-    """What each PC does: one line for each of its stages."""
+    """List each PC's stages, one per line."""
     table = _make_table(
         "peer", "address", "role", "layers", ">memory", ">tokens/s", wrap="peer address role"
     )
@@ -105,7 +105,7 @@ def _stage_table(status: SwarmStatus) -> Table:
 
 
 def _pc_table(status: SwarmStatus) -> Table:
-    """What each PC is."""
+    """List the PCs."""
     versions = {peer.version for peer in status.peers if peer.version}
     differ = ("version",) if len(versions) > 1 else ()
     table = _make_table("peer", "id", "device", "copy", "endpoint", *differ, wrap="peer device")
@@ -117,9 +117,9 @@ def _pc_table(status: SwarmStatus) -> Table:
 
 
 def _make_table(*columns: str, wrap: str) -> Table:
-    """A table without cells that are cut; figures of columns with ``>`` stand to the right.
+    """Create a table without truncated cells; columns with ``>`` are right-aligned.
 
-    ``wrap`` are the columns that get narrower where there is no room.
+    ``wrap`` names the columns that shrink if there is no room.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in columns:
@@ -134,21 +134,21 @@ def _make_table(*columns: str, wrap: str) -> Table:
 
 
 def _plain_text(text: str, style: str = "") -> Text:
-    """Text of peers: neither markup nor anything else that is obeyed."""
+    """Return untrusted text without markup or control characters."""
     return Text(printable(text), style=style)
 
 
 def _role_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
-    if peer.state != "here":
+    if peer.state != "online":
         return peer.state
     if worker is None:
         return peer.paused or ("endpoint only" if peer.stage == "none" else "spare")
-    role = f"stage {worker.stage}" if worker.stage else "head"
+    role = f"stage {worker.stage}"
     return f"{role} {worker.activity}" if worker.activity else role
 
 
 def _memory_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
-    """What weights and KV take of what molink may use there."""
+    """Format the memory used by weights and KV, of the available memory."""
     load = worker.load if worker is not None else None
     if not peer.memory:
         return ""
@@ -163,7 +163,7 @@ def _memory_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
 
 
 def _loading_text(worker: WorkerStatus) -> str:
-    """How far it is with loading its layers into memory; empty if that isn't told."""
+    """Format the progress of loading weights; empty if unknown."""
     one = worker.loading
     if one is None:
         return ""
@@ -180,21 +180,21 @@ def _transfer_line(one: TransferStatus) -> str:
 
 
 def _copy_text(percent: int) -> str:
-    """How much of the model lies on a PC's disk."""
+    """Format how much of the model is on a PC's disk."""
     return "whole" if percent == 100 else f"{percent} %" if percent else ""
 
 
 def _models_text(status: SwarmStatus) -> str:
-    """What is to be served."""
+    """Format the served models."""
     if len(status.models) > 1:
         return "models " + ", ".join(map(_model_text, status.models))
-    told = status.models[0] if status.models else ModelStatus()
+    first = status.models[0] if status.models else ModelStatus()
     only = ModelStatus(
         name=status.model or "none",
         quantize=status.quantize,
-        replicas=told.replicas,
-        ready=told.ready,
-        stopped=told.stopped,
+        replicas=first.replicas,
+        ready=first.ready,
+        stopped=first.stopped,
     )
     return f"model {_model_text(only)}"
 
@@ -209,9 +209,9 @@ def _model_text(model: ModelStatus) -> str:
 def _pipeline_text(pipeline: PipelineStatus, of: str) -> str:
     ready = "ready" if pipeline.ready else "not ready"
     reason = f": {pipeline.reason}" if pipeline.reason else ""
-    head, epoch = pipeline.scheduler, epoch_text(pipeline.epoch)
+    scheduler, epoch = pipeline.scheduler, epoch_text(pipeline.epoch)
     busy = ""
-    if pipeline.ready and not reason and head is not None:
-        rate = f"{head.tokens_per_s:.1f} tokens/s"
-        busy = f": {head.running} requests, {head.waiting} waiting, {rate}"
+    if pipeline.ready and not reason and scheduler is not None:
+        rate = f"{scheduler.tokens_per_s:.1f} tokens/s"
+        busy = f": {scheduler.running} requests, {scheduler.waiting} waiting, {rate}"
     return f"Pipeline {pipeline.id}{of} (epoch {epoch}) is {ready}{reason}{busy}"

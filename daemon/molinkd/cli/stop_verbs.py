@@ -1,4 +1,4 @@
-"""Verbs that end something: ``down``, ``leave``."""
+"""``molink down`` and ``molink leave``."""
 
 import shutil
 import time
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 
 def down(home: HomeOption = None) -> None:
-    """End the daemon on this PC, which stays a member."""
+    """Stop molink on this PC; it stays in the swarm."""
     from molinkd.peer.home import Home
     from molinkd.peer.run_file import read_run_file
 
     place = Home.find_home(home)
     run_file = read_run_file(place.run_file)
     if run_file is None:
-        raise Unavailable(f"no molink runs here (state folder {place.root})")
+        raise Unavailable(f"molink is not running here (state folder {place.root})")
     stop_daemon(place, run_file)
     again = f"{place.format_command('up')} or {place.format_command('join')} starts it again."
-    print(printable(f"molink has ended on this PC. {again}"))
+    print(printable(f"molink stopped on this PC. {again}"))
 
 
 def leave(
     dissolve: Annotated[
         bool,
-        typer.Option("--dissolve", help="On the PC of `molink up`: end the swarm for everyone."),
+        typer.Option("--dissolve", help="On the swarm's first PC: end the swarm for all PCs."),
     ] = False,
     home: HomeOption = None,
 ) -> None:
-    """Leave the swarm for good; the daemon here ends."""
+    """Leave the swarm permanently and stop molink on this PC."""
     from molinkd.peer.home import Home
     from molinkd.peer.membership.membership_record import read_membership
     from molinkd.peer.run_file import read_run_file
@@ -49,18 +49,17 @@ def leave(
     place = Home.find_home(home)
     member = read_membership(place.membership)
     if member is None:
-        raise UsageError(f"this PC is in no swarm (state folder {place.root})")
+        raise UsageError(f"this PC is not in a swarm (state folder {place.root})")
     if dissolve and not member.is_founder:
         raise UsageError(
-            f"only the PC that has made the swarm can end it for everyone; "
-            f"{place.format_command('leave')} "
-            "takes this one out of it"
+            "only the PC that created the swarm can dissolve it; "
+            f"{place.format_command('leave')} removes this PC"
         )
     if member.is_founder and not dissolve:
         raise UsageError(
-            "this PC has made the swarm, and only it can shut other PCs out. To end the swarm for "
-            f"everyone, run {place.format_command('leave --dissolve')}; to pause this PC, "
-            f"{place.format_command('down')}: the others go on."
+            "this PC created the swarm; only it can remove PCs. To end the swarm for all "
+            f"PCs, run {place.format_command('leave --dissolve')}; to stop only this PC, "
+            f"run {place.format_command('down')}."
         )
     run_file = read_run_file(place.run_file)
     if member.is_founder:
@@ -74,42 +73,42 @@ def leave(
     for folder in (place.devices, *([place.coordinator] if member.is_founder else ())):
         if not wait_until(partial(_try_remove, folder)):
             raise UsageError(f"can't delete {folder}: delete it by hand")
-    print(printable(f"This PC has left swarm {member.swarm}."))
+    print(printable(f"This PC left swarm {member.swarm}."))
 
 
 def _dissolve_swarm(home: "Home", member: "MembershipRecord", *, runs: bool) -> None:
-    """Shut all others out of the swarm that was made here.
+    """Remove all other peers from the swarm that this PC created.
 
     Raises:
-        MolinkError: it isn't possible now. They would go on as a swarm that nobody owns.
+        MolinkError: not all can be removed; they would continue as a swarm without an owner.
     """
-    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli import daemon_client
 
     again = home.format_command("leave --dissolve")
     if runs:
         try:
-            away = local_daemon.revoke_all_peers(home)
+            offline = daemon_client.revoke_all_peers(home)
         except MolinkError as error:
             raise Unavailable(
-                f"the swarm goes on, since not all of its PCs could be told that it ends: {error}. "
-                f"Run {again} again once that is mended"
+                "the swarm was not dissolved, since not all of its PCs could be notified: "
+                f"{error}. Fix that and run {again} again"
             ) from error
-        if away:
-            names = ", ".join(away)
-            text = f"Off, and not told: {names}. `molink leave` there takes each out of the swarm."
+        if offline:
+            names = ", ".join(offline)
+            text = f"Offline and not notified: {names}. Run `molink leave` on each of them."
             print(printable(text))
         return
     others = _other_members(home, member)
     if others:
         raise Unavailable(
-            f"molink does not run here, so that {', '.join(others)} can't be told, and would go on "
-            f"as a swarm that nobody owns. Run {home.format_command('up --background')}, then "
-            f"{again}"
+            f"molink is not running here, so {', '.join(others)} can't be notified and "
+            "would continue without an owner. Run "
+            f"{home.format_command('up --background')}, then {again}"
         )
 
 
 def _other_members(home: "Home", member: "MembershipRecord") -> list[str]:
-    """Names of the swarm's other members, by the copy of its state that is here."""
+    """Return the names of the other members, from the local state replica."""
     from molink.facts.identity import derive_peer_id
     from molinkd.peer.election.replica_file import ReplicaFile
 
@@ -127,37 +126,39 @@ def _other_members(home: "Home", member: "MembershipRecord") -> list[str]:
 
 
 def _notify_coordinator(home: "Home", member: "MembershipRecord") -> None:
-    """That this PC leaves: no daemon runs here that would. The others go on in any case."""
+    """Notify the coordinator that this PC leaves; the others continue either way."""
     from molink.wire.messages.admin import LeaveRequest
-    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli import daemon_client
 
     try:
-        local_daemon.request_coordinator(home, member, LeaveRequest(ref=0))
+        daemon_client.request_coordinator(home, member, LeaveRequest(ref=0))
     except MolinkError as error:
-        print(printable(f"The others could not be told ({error}): they go on without it."))
+        print(
+            printable(
+                f"The other PCs could not be notified ({error}); they continue without this PC."
+            )
+        )
 
 
 def stop_daemon(home: "Home", run_file: "RunFile", *, leave: bool = False) -> None:
-    """Have the daemon end, and wait until it has; it leaves the swarm for good if ``leave``.
+    """Stop the daemon and wait for its exit; with ``leave`` it leaves the swarm first.
 
     Raises:
-        MolinkError: it doesn't.
+        MolinkError: it does not stop.
     """
-    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli import daemon_client
 
     try:
-        local_daemon.request_shutdown(local_daemon.RunningDaemon(home, run_file), leave=leave)
+        daemon_client.request_shutdown(daemon_client.RunningDaemon(home, run_file), leave=leave)
     except MolinkError:
         if run_file.is_alive():
             raise
     if not wait_until(lambda: not run_file.is_alive()):
-        raise MolinkError(
-            f"the molink daemon (process {run_file.pid}) was told to end, and has not"
-        )
+        raise MolinkError(f"the molink daemon (process {run_file.pid}) did not stop when asked")
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> bool:
-    """Look again and again until ``condition``; whether it was within ``timeout`` seconds."""
+    """Poll ``condition`` for up to ``timeout`` seconds; returns whether it held."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -167,7 +168,7 @@ def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> bool:
 
 
 def _try_remove(folder: Path) -> bool:
-    """Delete a folder; ``False`` while a process still has files of it open (Windows)."""
+    """Delete a folder; ``False`` while a process still has its files open (Windows)."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""``swarm.toml``: what a swarm is to serve. Read strictly; what is wrong is named with its line."""
+"""Reads ``swarm.toml``, the models to serve. Strict; errors name the line."""
 
 import re
 import tomllib
@@ -22,7 +22,7 @@ from molink.swarm.placement.placement import parse_layers
 from molink.wire.messages.admin import MAX_MODELS, MAX_PINS, ModelEntry
 from molink.wire.messages.instructions import MAX_PIPELINES
 
-#: Bytes of a file that is looked at.
+#: Maximum size of the file, in bytes.
 MAX_BYTES = 1 << 16
 
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
@@ -34,23 +34,22 @@ _SYNTAX = re.compile(r" \(at line (\d+), column \d+\)")
 
 
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A ``[[models]]`` of the file."""
+    """A ``[[models]]`` section of the file."""
 
-    #: A name of the Hugging Face hub, a folder or GGUF file (from the file's own folder on), or
-    #: ``molink-demo``.
+    #: A Hugging Face name, a folder or GGUF file (relative to the file), or ``molink-demo``.
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
-    #: Pipelines that it has, where there are enough PCs.
+    #: Number of pipelines, if there are enough PCs.
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1
-    #: Stages that each of them has at least, where there are enough PCs; 0 = whatever is best.
+    #: Minimum stages per pipeline, if there are enough PCs; 0 = automatic.
     min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     objective: Objective = "latency"
     dtype: DTypeChoice = "auto"
     quantize: Quantize = "none"
-    #: Micro-batches in flight; 0 = as many as pay.
+    #: Micro-batches in flight; 0 = automatic.
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    #: Names or ids of the only PCs that it runs on; they run no other model.
+    #: Names or ids of the only PCs for this model; they serve no other.
     pcs: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PINS)] = ()
-    #: The layers ``A:B`` that a PC holds, by its name or id.
+    #: Layers ``A:B`` by name or id of the PC.
     layers: dict[Text, Text] = {}
 
 
@@ -58,16 +57,16 @@ class SwarmFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     models: Annotated[tuple[ModelSection, ...], msgspec.Meta(max_length=MAX_MODELS)]
-    #: The version of molink that all PCs have to run; empty = any.
+    #: The version of molink that all PCs must run; empty = any.
     molink: Text = ""
 
 
 class LineIndex:
-    """Where in the text things stand, for who has to mend them."""
+    """Finds the line of a key for error messages."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._path = path
-        #: Line of each key by the index of its model (-1: above all), and of each model's begin.
+        #: Line of each key by model index (-1: top level), and the first line of each model.
         self._keys: dict[tuple[int, str], int] = {}
         self._models: list[int] = []
         for number, line in enumerate(text.splitlines(), 1):
@@ -81,24 +80,24 @@ class LineIndex:
                 self._keys.setdefault((len(self._models) - 1, found[1]), number)
 
     def find_line(self, model: int = -1, key: str = "") -> int:
-        """The line of a key, or else of its model."""
+        """Return the line of a key, or of its model."""
         begin = self._models[model] if 0 <= model < len(self._models) else 1
         return self._keys.get((model, key), self._keys.get((-1, "models"), begin))
 
     def first_key(self, model: int, *keys: str) -> str:
-        """The first of ``keys`` that stands there; empty if none does."""
+        """Return the first of ``keys`` that is set; empty if none is."""
         return next((key for key in keys if (model, key) in self._keys), "")
 
     def error_at(self, why: str, model: int = -1, key: str = "", line: int = 0) -> UsageError:
-        """That something is wrong there."""
+        """Return an error that names the line."""
         return UsageError(f"{self._path}, line {line or self.find_line(model, key)}: {why}")
 
 
 def read_swarm_file(path: Path) -> tuple[SwarmFile, LineIndex]:
-    """What a file says, and where.
+    """Read and validate a file.
 
     Raises:
-        UsageError: it can't be read, or something in it can't be; says in which line, and why.
+        UsageError: it can't be read or is invalid; names the line.
     """
     try:
         raw = path.read_bytes()
@@ -112,7 +111,7 @@ def read_swarm_file(path: Path) -> tuple[SwarmFile, LineIndex]:
         found = msgspec.convert(tomllib.loads(text), SwarmFile)
     except tomllib.TOMLDecodeError as error:
         at = _SYNTAX.search(str(error))
-        why = f"this is no TOML: {_SYNTAX.sub('', str(error))}"
+        why = f"invalid TOML: {_SYNTAX.sub('', str(error))}"
         raise lines.error_at(why, line=int(at[1]) if at else len(text.splitlines())) from None
     except msgspec.ValidationError as error:
         raise _explain_error(str(error), lines) from None
@@ -121,10 +120,10 @@ def read_swarm_file(path: Path) -> tuple[SwarmFile, LineIndex]:
 
 
 def model_entries(file: SwarmFile, lines: LineIndex, folder: Path) -> tuple[ModelEntry, ...]:
-    """The models as the daemon is asked for them; folders are looked for in ``folder``.
+    """Convert the models for the daemon; relative paths start at ``folder``.
 
     Raises:
-        UsageError: one is neither a folder nor a name of the hub.
+        UsageError: a model is neither a path nor a Hugging Face name.
     """
     return tuple(
         ModelEntry(
@@ -142,7 +141,7 @@ def model_entries(file: SwarmFile, lines: LineIndex, folder: Path) -> tuple[Mode
 
 
 def served_name(model: str) -> str:
-    """The name under which a swarm serves what a file names."""
+    """Return the name under which a swarm serves a model of the file."""
     return model if model == DEMO_MODEL_NAME else short_name(model.rstrip("/\\").replace("\\", "/"))
 
 
@@ -155,17 +154,13 @@ def _resolve_source(model: str, index: int, lines: LineIndex, folder: Path) -> s
     if found is not None:
         return str(found)
     if model != DEMO_MODEL_NAME and not is_repository(model) and not is_hub_file(model):
-        why = (
-            f"{model} is no folder and no GGUF file, not {DEMO_MODEL_NAME}, and no name of the "
-            "Hugging "
-            "Face hub"
-        )
+        why = f"{model} is not a folder, a GGUF file, {DEMO_MODEL_NAME} or a Hugging Face name"
         raise lines.error_at(f"{why} (OWNER/NAME)", index, "model")
     return model
 
 
 def _explain_error(text: str, lines: LineIndex) -> UsageError:
-    """What msgspec found, where, and what there is instead."""
+    """Turn a msgspec error into one with line and alternatives."""
     path = _PATH.search(text)
     model = int(path[1]) if path and path[1] else -1
     key = path[2] or "" if path else ""
@@ -174,38 +169,38 @@ def _explain_error(text: str, lines: LineIndex) -> UsageError:
     table = ModelSection if model >= 0 else SwarmFile
     if unknown:
         key = unknown[1]
-        why = f"{key} is nothing known: there are {', '.join(table.__struct_fields__)}"
+        why = f"unknown key {key}; available: {', '.join(table.__struct_fields__)}"
     elif missing:
         why = f"{missing[1]} is missing"
     elif key:
         why = f"{key}: {why[:1].lower()}{why[1:]}"
         choices = get_args(table.__annotations__[key]) if "enum" in why else ()
-        why += f": it is one of {', '.join(choices)}" if choices else ""
+        why += f". Choices: {', '.join(choices)}" if choices else ""
     return lines.error_at(why, model, key)
 
 
 def _check_file(file: SwarmFile, lines: LineIndex) -> None:
     if not file.models:
-        raise lines.error_at("no model is named; `molink stop` has the swarm serve none")
+        raise lines.error_at("no models; to serve none, use `molink stop`")
     seen: dict[str, int] = {}
     for index, one in enumerate(file.models):
         name = served_name(one.model)
         if seen.setdefault(name, index) != index:
-            raise lines.error_at(f"{name} is named twice", index, "model")
+            raise lines.error_at(f"duplicate model {name}", index, "model")
         if len(set(one.pcs)) < len(one.pcs):
             raise lines.error_at("a PC is pinned twice", index, "pcs")
         if one.replicas > 1 and one.layers:
-            why = f"of which of the {one.replicas} replicas are these layers? Name them for one"
+            why = f"layers can't be assigned with {one.replicas} replicas; use one replica"
             raise lines.error_at(why, index, "layers")
         for pc, layers in one.layers.items():
             part = parse_layers(layers)
             if part is None or part[0] >= part[1]:
                 raise lines.error_at(
-                    f"layers of {pc} are A:B with A < B, not {layers}", index, "layers"
+                    f"layers of {pc} must be A:B with A < B, not {layers}", index, "layers"
                 )
             if one.pcs and pc not in one.pcs:
-                raise lines.error_at(f"{pc} has layers, but is none of pcs", index, "layers")
+                raise lines.error_at(f"{pc} has layers but is not in pcs", index, "layers")
     pipelines = sum(one.replicas for one in file.models)
     if pipelines > MAX_PIPELINES:
-        why = f"these are {pipelines} pipelines with all replicas; a swarm has {MAX_PIPELINES}"
+        why = f"{pipelines} pipelines including replicas; a swarm can have {MAX_PIPELINES}"
         raise lines.error_at(f"{why} at most", len(file.models) - 1, "replicas")

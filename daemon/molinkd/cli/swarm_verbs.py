@@ -1,4 +1,4 @@
-"""Verbs about a swarm that runs: ``status``, ``chat``, ``invite``, ``revoke`` …"""
+"""Commands for a running swarm: ``status``, ``chat``, ``invite``, ``revoke`` …"""
 
 import json
 import sys
@@ -20,20 +20,20 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     wait: Annotated[
         float,
-        typer.Option(min=0, help="Seconds to wait for it to be ready, or for molink to start."),
+        typer.Option(min=0, help="Seconds to wait until molink runs and is ready."),
     ] = 0.0,
     home: HomeOption = None,
 ) -> None:
-    """Show the swarm: its peers, their stages, if it serves.
+    """Show the swarm's PCs, their layers, and whether it is ready.
 
-    Exit code 0 if all its models can be used, else 6.
+    Exits with 0 if all models are ready, else with 6.
     """
     from molink.swarm.controller.status_schema import decode_status
-    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli import daemon_client
     from molinkd.cli.status_table import show_status
     from molinkd.peer.home import Home
 
-    found, text = local_daemon.wait_until_ready(home, wait)
+    found, text = daemon_client.wait_until_ready(home, wait)
     state = decode_status(text)
     if as_json:
         print(json.dumps(json.loads(text), indent=2))
@@ -44,38 +44,39 @@ def status(
 
 
 def chat(
-    text: Annotated[str | None, typer.Argument(help="One question; none for a conversation.")] = (
-        None
-    ),
+    text: Annotated[
+        str | None, typer.Argument(help="One question; omit it for a conversation.")
+    ] = (None),
     url: Annotated[
-        str | None, typer.Option(help="Endpoint.  [default: that of the molink on this PC]")
+        str | None, typer.Option(help="URL of the endpoint.  [default: this PC's]")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Its name.  [default: the first there is]")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name.  [default: first served]")] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="MOLINK_API_KEY", help="Key of the endpoint.  [default: none]"),
+        typer.Option(envvar="MOLINK_API_KEY", help="API key of the endpoint.  [default: none]"),
     ] = None,
     system: Annotated[
         str | None, typer.Option(help="System prompt.  [default: the model's]")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer.  [default: what fits]")
+        int | None, typer.Option(min=1, help="Maximum answer tokens.  [default: what fits]")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 = always the same.  [default: the model's]")
+        float | None,
+        typer.Option(
+            min=0.0, help="Sampling temperature; 0 = deterministic.  [default: the model's]"
+        ),
     ] = None,
     home: HomeOption = None,
 ) -> None:
-    """Chat with the model: a conversation, or one question."""
-    from molinkd.cli import daemon_client as local_daemon
+    """Chat with a model, or ask one question."""
+    from molinkd.cli import daemon_client
     from molinkd.cli.chat import run_chat
     from molinkd.peer.home import Home
 
     if url is not None and not url.lower().startswith(("http://", "https://")):
-        raise UsageError(f"--url is a URL such as http://127.0.0.1:5465, not {url!r}")
-    root = (url or local_daemon.require_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
+        raise UsageError(f"--url must be a URL such as http://127.0.0.1:5465, not {url!r}")
+    root = (url or daemon_client.require_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
     code = run_chat(
         f"{root}/v1",
         text,
@@ -90,50 +91,48 @@ def chat(
 
 
 def invite(
-    ttl: Annotated[float, typer.Option(help="Hours for which it is valid; 0 = for ever.")] = 24.0,
-    uses: Annotated[int, typer.Option(help="How many PCs may join by it.")] = 1,
+    ttl: Annotated[float, typer.Option(help="Validity in hours; 0 = unlimited.")] = 24.0,
+    uses: Annotated[int, typer.Option(help="Number of PCs that may join.")] = 1,
     list_all: Annotated[
-        bool, typer.Option("--list", help="Show the invitations that there are, and who used them.")
+        bool, typer.Option("--list", help="List all invitations and their uses.")
     ] = False,
     end: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="End that one; its members stay.  [default: none]"),
+        typer.Option(
+            metavar="ID", help="Revoke this invitation; joined PCs stay.  [default: none]"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Print a new join token for another PC.
-
-    In a terminal with the command that takes it. Or list the invitations that there are, or
-    end one.
-    """
+    """Create a join token for another PC, or manage invitations."""
     from molink.swarm.membership.invitations import INVITATION_PREFIX, MAX_USES
-    from molinkd.cli import daemon_client as local_daemon
+    from molinkd.cli import daemon_client
     from molinkd.cli.daemon_console import invitation_text
     from molinkd.cli.invitation_table import remaining_peers, remaining_text, show_invitations
     from molinkd.peer.home import Home
 
     if ttl < 0:
-        raise UsageError("--ttl is a number of hours, 0 for ever")
+        raise UsageError("--ttl must be a number of hours, or 0 for unlimited")
     if not 1 <= uses <= MAX_USES:
-        raise UsageError(f"--uses is a number of PCs, 1 to {MAX_USES}")
+        raise UsageError(f"--uses must be 1 to {MAX_USES}")
     if list_all and end is not None:
-        raise UsageError("--list and --end don't go together")
+        raise UsageError("--list and --end can't be combined")
     place = Home.find_home(home)
     if end is not None:
-        ended = local_daemon.revoke_invitation(place, end)
+        ended = daemon_client.revoke_invitation(place, end)
         if as_json:
             print(json.dumps({"id": end, "stayed": remaining_peers(ended)}))
         else:
-            print(printable(f"Invitation {end} has ended.{remaining_text(ended)}"))
+            print(printable(f"Revoked invitation {end}.{remaining_text(ended)}"))
     elif list_all:
-        invitations = local_daemon.fetch_invitations(place)
+        invitations = daemon_client.fetch_invitations(place)
         if as_json:
             print(json.dumps(invitations, indent=2))
         else:
             show_invitations(invitations, place.format_command)
     else:
-        made = local_daemon.create_invitation(place, ttl * 3600, uses)
+        made = daemon_client.create_invitation(place, ttl * 3600, uses)
         shown = {"id": made.id.removeprefix(INVITATION_PREFIX), "token": made.token, "uses": uses}
         if as_json:
             print(json.dumps(shown))
@@ -147,28 +146,28 @@ def revoke(
     peer: Annotated[str, typer.Argument(help="Name or id of a peer.")],
     home: HomeOption = None,
 ) -> None:
-    """Shut a peer out of the swarm, on the swarm's first PC."""
-    from molinkd.cli import daemon_client as local_daemon
+    """Remove a PC from the swarm. Run it on the swarm's first PC."""
+    from molinkd.cli import daemon_client
     from molinkd.cli.invitation_table import remaining_text
     from molinkd.peer.home import Home
 
     place = Home.find_home(home)
-    id, ended = local_daemon.revoke_peer(place, peer)
+    id, ended = daemon_client.revoke_peer(place, peer)
     print(
         printable(
-            f"{id} is no member any more. Its invitations and the one by which it came have ended."
-            f"{remaining_text(ended)} {place.format_command(f'un-revoke {id}')} takes it back."
+            f"Removed {id} and revoked its invitations.{remaining_text(ended)} Undo: "
+            f"{place.format_command(f'un-revoke {id}')}."
         )
     )
 
 
 def un_revoke(
-    peer: Annotated[str, typer.Argument(help="Name or id of a peer that was revoked.")],
+    peer: Annotated[str, typer.Argument(help="Name or id of a revoked peer.")],
     home: HomeOption = None,
 ) -> None:
-    """Let a peer in again that was revoked, on the first PC."""
-    from molinkd.cli import daemon_client as local_daemon
+    """Readmit a removed PC. Run it on the swarm's first PC."""
+    from molinkd.cli import daemon_client
     from molinkd.peer.home import Home
 
-    id = local_daemon.unrevoke_peer(Home.find_home(home), peer)
-    print(f"{id} is a member again. Start it with `molink join`; it needs no token.")
+    id = daemon_client.unrevoke_peer(Home.find_home(home), peer)
+    print(f"{id} may rejoin. Run `molink join` there; it needs no token.")

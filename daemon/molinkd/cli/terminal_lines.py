@@ -1,27 +1,27 @@
-"""Lines that a person types into the terminal of a program that does other things meanwhile.
+"""Reads lines from the terminal of a program that does other work meanwhile.
 
-Nothing waits for a key without end: a thread that is stuck in a read would hold up the end of the
-process, and a read in the background stops it.
+Reads never block for long: a blocked thread would delay exit, and a read in the background would
+stop the process.
 """
 
 import os
 import sys
 import time
 
-#: Characters of a line; what is longer is cut.
+#: Maximum length of a line.
 _MAX_CHARACTERS = 256
 
 if sys.platform == "win32":
     import msvcrt
 
     class TypedLines:
-        """The lines of a console."""
+        """Lines typed into a Windows console."""
 
         def __init__(self) -> None:
             self._typed = ""
 
         def next(self, patience: float) -> str | None:
-            """The line that is finished within so many seconds, if one is."""
+            """Return a line completed within ``patience`` seconds, if any."""
             until = time.monotonic() + patience
             while time.monotonic() < until:
                 if not msvcrt.kbhit():
@@ -41,22 +41,22 @@ else:
     import select
 
     class TypedLines:
-        """The lines of a terminal."""
+        """Lines typed into a terminal."""
 
         def __init__(self, descriptor: int = 0) -> None:
             self._descriptor = descriptor
 
         def next(self, patience: float) -> str | None:
-            """The line that is finished within so many seconds, if one is.
+            """Return a line completed within ``patience`` seconds, if any.
 
             Raises:
-                EOFError: there will be no more.
+                EOFError: end of input.
             """
             ready, _, _ = select.select([self._descriptor], [], [], patience)
             if not ready:
                 return None
             if _in_background(self._descriptor):
-                time.sleep(patience)  # the line is for the program in the foreground
+                time.sleep(patience)  # the input belongs to the foreground program
                 return None
             data = os.read(self._descriptor, 4096)
             if not data:
@@ -68,4 +68,4 @@ else:
         try:
             return os.tcgetpgrp(descriptor) != os.getpgrp()
         except OSError:
-            return False  # not the terminal that this process belongs to
+            return False  # not this process's controlling terminal

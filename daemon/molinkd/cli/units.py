@@ -1,15 +1,15 @@
-"""Figures in few characters, for people."""
+"""Formats quantities in few characters."""
 
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes: ``0 B``, ``1.2 kB``, ``64 MB``; at most 7 characters up to petabytes."""
+    """Format bytes: ``0 B``, ``1.2 kB``, ``64 MB``; at most 7 characters up to petabytes."""
     return _scale_number(nbytes, _SIZES)
 
 
 def format_bandwidth(nbytes: float) -> str:
-    """Bytes/s as what lines are sold by: ``94 Mbit/s``; ``?`` if unknown (0)."""
+    """Format bytes/s as a bit rate: ``94 Mbit/s``; ``?`` if unknown (0)."""
     return (
         _scale_number(8 * nbytes, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
         if nbytes
@@ -26,7 +26,7 @@ def _scale_number(number: float, units: tuple[str, ...]) -> str:
 
 
 def format_seconds(duration: float) -> str:
-    """A short time: ``0.3 ms``, ``15 ms``, ``2.1 s``; ``?`` if unknown (0)."""
+    """Format a short time: ``0.3 ms``, ``15 ms``, ``2.1 s``; ``?`` if unknown (0)."""
     if duration <= 0:
         return "?"
     if duration < 0.9995:
@@ -35,7 +35,7 @@ def format_seconds(duration: float) -> str:
 
 
 def format_duration(duration: float) -> str:
-    """A time that people wait for: ``12 s``, ``3 min``, ``2 h``, ``5 d``."""
+    """Format a duration: ``12 s``, ``3 min``, ``2 h``, ``5 d``."""
     for limit, unit, name in ((100, 1, "s"), (100 * 60, 60, "min"), (48 * 3600, 3600, "h")):
         if duration < limit:
             return f"{max(0, duration) / unit:.0f} {name}"

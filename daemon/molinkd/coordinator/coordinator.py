@@ -429,10 +429,10 @@ class Coordinator:
             "leader": self._options.leader,
             "counters": shown,
             "revoked": revoked[-_MAX_REVOKED_SHOWN:],
-            "porch": self.pairing_port,
+            "pairing_port": self.pairing_port,
             "time": round(time.time(), 3),
             "relays": self._relays.routes,
-            "knocks": [asdict(one) for one in self._pairing.pending_requests],
+            "pairing_requests": [asdict(one) for one in self._pairing.pending_requests],
         }
         if message.scale_out:
             more["outlook"] = self._outlook.estimate_at(time.monotonic())

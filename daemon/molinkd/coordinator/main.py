@@ -67,7 +67,7 @@ async def serve(options: CoordinatorOptions) -> None:
                 "addresses": coordinator.addresses,
                 "restored": restored,
                 "name": coordinator.swarm.name,
-                "porch": coordinator.pairing_port,
+                "pairing_port": coordinator.pairing_port,
             }
             print(json.dumps(announcement), flush=True)
             await _wait_until_stopped(coordinator, options.standalone)

@@ -43,7 +43,7 @@ def local_status(
                 "epoch": route.epoch,
                 "ready": route.pipeline in usable,
                 "stages": [],
-                "head": scheduler_status(report, route.pipeline),
+                "scheduler": scheduler_status(report, route.pipeline),
                 "reason": "" if route.pipeline in usable else route.reason or _UNREACHABLE,
             }
             for route in routes

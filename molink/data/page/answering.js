@@ -1,11 +1,11 @@
-// An answer that comes: asks the endpoint, and fills a message with what it says.
+// Requests an answer from the endpoint and streams it into a message.
 
 import { call, EndpointError, events } from "./endpoint.js";
 import { messages, NOT_COMPLETE } from "./tree.js";
 
 const NUMBERS = { temperature: Number, top_p: Number, max_tokens: Number, seed: Number };
 
-// What of the settings is sent: only what was set.
+// The sampling parameters to send; fields left empty are omitted.
 export function sampling(settings) {
   const found = {};
   for (const [name, read] of Object.entries(NUMBERS)) {
@@ -16,7 +16,7 @@ export function sampling(settings) {
 }
 
 export class Answering {
-  // `changed()` is called for each piece, `ended(error)` at the end; error: null or an EndpointError.
+  // Calls `changed()` after each event and `ended(error)` at the end; error is null or an EndpointError.
   constructor(conversation, node, settings, changed, ended) {
     this.conversation = conversation;
     this.node = node;
@@ -25,7 +25,7 @@ export class Answering {
     this.first = 0;
     this.pieces = [];
     this.abort = new AbortController();
-    // The page is being left, which ends the connection.
+    // Set when the page unloads, which closes the connection.
     this.left = false;
     this.over = this.#run(settings).then(ended);
   }
@@ -38,8 +38,8 @@ export class Answering {
     return (performance.now() - this.started) / 1000;
   }
 
-  // Pieces per second over the last two seconds; 0 = not known.
-  get pace() {
+  // Events per second over the last two seconds; 0 if unknown.
+  get rate() {
     const now = performance.now();
     while (this.pieces.length && this.pieces[0] < now - 2000) this.pieces.shift();
     const span = now - (this.pieces[0] ?? now);
@@ -63,10 +63,10 @@ export class Answering {
     } catch (error) {
       if (this.left) facts.finish = "left";
       else if (error.name === "AbortError") facts.finish = "stopped";
-      else problem = error instanceof EndpointError ? error : new EndpointError(`The page failed: ${error.message}`);
+      else problem = error instanceof EndpointError ? error : new EndpointError(`Error in this page: ${error.message}`);
     }
     node.note = this.#note(facts);
-    node.problem = problem?.message ?? (node.content || node.thoughts || facts.finish === "stopped" || this.left ? "" : "The model had nothing to say.");
+    node.problem = problem?.message ?? (node.content || node.thoughts || facts.finish === "stopped" || this.left ? "" : "The model returned an empty answer.");
     return problem;
   }
 
@@ -75,13 +75,13 @@ export class Answering {
     const choice = event.choices?.[0];
     if (!choice) return;
     facts.finish = choice.finish_reason || facts.finish;
-    const { content, reasoning_content: thought } = choice.delta ?? {};
-    if (!content && !thought) return;
+    const { content, reasoning_content: reasoning } = choice.delta ?? {};
+    if (!content && !reasoning) return;
     const now = performance.now();
     this.first ||= now;
     this.last = now;
     this.pieces.push(now);
-    if (thought) this.node.thoughts = (this.node.thoughts ?? "") + thought;
+    if (reasoning) this.node.thoughts = (this.node.thoughts ?? "") + reasoning;
     if (content) this.node.content += content;
     this.changed();
   }
@@ -89,9 +89,9 @@ export class Answering {
   #note({ tokens, finish }) {
     const facts = [];
     const seconds = (this.last - this.first) / 1000;
-    if (this.first) facts.push(`first token after ${((this.first - this.started) / 1000).toFixed(2)} s`);
-    if (tokens > 1 && seconds > 0) facts.push(`${tokens} tokens, ${((tokens - 1) / seconds).toFixed(1)} per second`);
-    if (finish === "length") facts.push("cut at the length limit");
+    if (this.first) facts.push(`first token in ${((this.first - this.started) / 1000).toFixed(2)} s`);
+    if (tokens > 1 && seconds > 0) facts.push(`${tokens} tokens, ${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
+    if (finish === "length") facts.push("stopped at the length limit");
     if (finish === "stopped") facts.push("stopped");
     if (finish === "left") facts.push(NOT_COMPLETE);
     return facts.join(" · ");

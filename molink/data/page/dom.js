@@ -1,4 +1,4 @@
-// Nodes made one by one: no text ever becomes HTML here.
+// DOM helpers. Text is always inserted as text nodes, never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -10,16 +10,16 @@ const ICONS = {
   stop: "M7 7h10v10H7z",
   copy: "M9 9h11v11H9zM5 15H4V4h11v1",
   edit: "M4 20h4L19 9l-4-4L4 16zM13 7l4 4",
-  again: "M20 11a8 8 0 1 0-2 6M20 5v6h-6",
-  bin: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
+  retry: "M20 11a8 8 0 1 0-2 6M20 5v6h-6",
+  trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
   save: "M12 4v11M7 11l5 5 5-5M5 20h14",
   back: "M15 5l-7 7 7 7",
-  forth: "M9 5l7 7-7 7",
+  forward: "M9 5l7 7-7 7",
 };
 
 export const byId = (id) => document.getElementById(id);
 
-// An element with that class, holding texts and nodes.
+// Create an element with a class and children.
 export function make(kind, className = "", ...children) {
   const node = document.createElement(kind);
   if (className) node.className = className;
@@ -39,7 +39,7 @@ export function icon(name) {
   return svg("svg", { viewBox: "0 0 24 24", class: `glyph ${name}`, "aria-hidden": "true" }, path);
 }
 
-// A button that shows only a glyph; `label` is what is read and shown as a tip.
+// A button that shows only an icon; `label` is its accessible name and tooltip.
 export function iconButton(name, label, act) {
   const node = make("button", "icon", icon(name));
   node.type = "button";
@@ -56,17 +56,17 @@ export function textButton(text, act, className = "plain") {
   return node;
 }
 
-// Set a text only if it is another one: what didn't change is not read out again.
+// Set the text only if it changed, so that screen readers do not repeat it.
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// For those who don't see: said once whoever reads the screen has ended a sentence.
+// Announce a text to screen readers without interrupting them.
 export function say(text) {
-  byId("said").textContent = text;
+  byId("announcement").textContent = text;
 }
 
-// Have `parent` hold just these nodes. Those that stay are not moved, so focus stays as well.
+// Make `nodes` the only children of `parent`. Nodes that stay are not moved, so focus is kept.
 export function arrange(parent, nodes) {
   const wanted = new Set(nodes);
   for (const child of [...parent.childNodes]) if (!wanted.has(child)) child.remove();
@@ -75,7 +75,7 @@ export function arrange(parent, nodes) {
   });
 }
 
-// Pages of plain HTTP from another PC have no clipboard API; the old way works there.
+// Pages served over plain HTTP from another PC have no clipboard API; fall back to execCommand.
 export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -91,7 +91,7 @@ export async function copyText(text) {
   }
 }
 
-// A button that copies what `text()` is then, and says so.
+// A button that copies the current value of `text()`.
 export function copyButton(label, text) {
   const node = iconButton("copy", label, async () => {
     await copyText(text());
@@ -110,7 +110,7 @@ export function download(name, type, text) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-// Resolves to whether it was confirmed.
+// Ask for confirmation; resolves to true or false.
 export function confirmed(question, word) {
   const dialog = byId("confirm");
   setText(byId("confirm-text"), question);

@@ -1,4 +1,4 @@
-// The endpoint: requests, streams, and its errors as sentences.
+// The endpoint client: requests, event streams, and readable errors.
 
 const KEY = "molink.key";
 
@@ -11,16 +11,16 @@ export class EndpointError extends Error {
 }
 
 let key = "";
-try { key = sessionStorage.getItem(KEY) ?? ""; } catch { /* a browser that keeps nothing */ }
+try { key = sessionStorage.getItem(KEY) ?? ""; } catch { /* storage is blocked */ }
 
 export const apiKey = () => key;
 
 export function setApiKey(text) {
   key = text.trim();
-  try { sessionStorage.setItem(KEY, key); } catch { /* then until the page is left */ }
+  try { sessionStorage.setItem(KEY, key); } catch { /* storage is blocked: keep the key in memory */ }
 }
 
-// The answer to a request, which is a good one; raises EndpointError.
+// Send a request and return its successful response; throws EndpointError.
 export async function call(path, { body, signal } = {}) {
   const headers = {};
   if (body) headers["Content-Type"] = "application/json";
@@ -32,13 +32,13 @@ export async function call(path, { body, signal } = {}) {
     response = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new EndpointError("The endpoint does not answer. Is molink running on that PC?");
+    throw new EndpointError("The endpoint does not respond. Is molink running on that PC?");
   }
   if (!response.ok) throw await refusal(response);
   return response;
 }
 
-// A header takes Latin-1 only; the endpoint reads it as UTF-8.
+// Headers take Latin-1 only; the endpoint decodes them as UTF-8.
 function encodeKey(text) {
   return String.fromCharCode(...new TextEncoder().encode(text));
 }
@@ -47,23 +47,23 @@ async function refusal(response) {
   let told = "";
   try {
     told = String((await response.json()).error.message ?? "");
-  } catch { /* a proxy in between, or nothing that is ours */ }
+  } catch { /* not an error object of ours, perhaps from a proxy */ }
   const after = Number(response.headers.get("Retry-After")) || 0;
   return new EndpointError(sentence(response.status, told, after), response.status, after);
 }
 
-const BEGINNINGS = {
+const PREFIXES = {
   401: "The API key is missing or wrong",
-  408: "The endpoint waited too long for the message",
-  429: "All places are taken",
-  503: "The swarm can't answer now",
+  408: "The message arrived too slowly",
+  429: "The swarm is overloaded",
+  503: "The swarm is unavailable",
 };
 
 export function sentence(status, told, after = 0) {
-  const begin = BEGINNINGS[status] ?? (told ? "" : `The endpoint answered with status ${status}`);
+  const begin = PREFIXES[status] ?? (told ? "" : `The endpoint returned status ${status}`);
   const rest = told && begin ? `: ${told}` : told;
   const text = ended(begin + rest);
-  return after > 0 ? `${text} It may work again in ${after} s.` : text;
+  return after > 0 ? `${text} Try again in ${after} s.` : text;
 }
 
 function ended(text) {
@@ -72,7 +72,7 @@ function ended(text) {
   return /[.!?]$/.test(first) ? first : first + ".";
 }
 
-// The objects of a stream, until its end; raises EndpointError for one that says why it ends.
+// Yield the objects of an event stream until [DONE]; throws EndpointError on an error event.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", over = false;
@@ -93,9 +93,9 @@ export async function* events(response) {
     }
   } catch (error) {
     if (error instanceof EndpointError || error.name === "AbortError") throw error;
-    throw new EndpointError("The connection to the endpoint broke.");
+    throw new EndpointError("The connection to the endpoint was lost.");
   } finally {
     reader.cancel().catch(() => {});
   }
-  if (!over) throw new EndpointError("The endpoint ended the answer before it was complete.");
+  if (!over) throw new EndpointError("The endpoint closed the stream before the answer was complete.");
 }

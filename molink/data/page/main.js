@@ -1,4 +1,4 @@
-// Puts the page together: what is typed, which conversation is shown, which answers come.
+// Wires the page together: input, the open conversation, and running answers.
 
 import { Answering } from "./answering.js";
 import { byId, icon, make, say, setText } from "./dom.js";
@@ -8,11 +8,11 @@ import { Sidebar } from "./sidebar.js";
 import { browserStorage, Store } from "./store.js";
 import { Swarm, whyWaiting } from "./swarm.js";
 import { add, choose, splitThoughts } from "./tree.js";
-import { fit, Turns } from "./turns.js";
+import { fit, MessageList } from "./message_list.js";
 
 const NEW = "new";
-// Seconds between two times that an answer under way is kept.
-const KEEP_S = 2;
+// Seconds between saves of a running answer.
+const SAVE_INTERVAL_S = 2;
 
 const store = new Store(browserStorage());
 const answers = new Map();
@@ -22,10 +22,10 @@ let conversation = store.create();
 for (const [id, name] of [["open-list", "list"], ["fresh", "plus"], ["open-settings", "gear"]]) byId(id).append(icon(name));
 const sendIcon = icon("send"), stopIcon = icon("stop");
 
-const turns = new Turns(byId("log"), {
+const messageList = new MessageList(byId("log"), {
   edit: (node, content) => { question(node.parent, content); },
-  again: (node) => {
-    // Of an answer without a word nothing is to be kept.
+  retry: (node) => {
+    // An empty answer is not worth keeping as a version.
     if (!node.content && !node.thoughts) delete conversation.nodes[node.id];
     answer(node.parent);
   },
@@ -38,7 +38,7 @@ const sidebar = new Sidebar(store, {
   removed: (id) => { answers.get(id)?.stop(); if (id === conversation.id) open(store.create()); },
   answers: (id) => answers.has(id),
 });
-const unlocked = () => { loadModels(); swarm.look(); };
+const unlocked = () => { loadModels(); swarm.refresh(); };
 const keyDialog = new KeyDialog(unlocked);
 const settings = new SettingsDialog(store, unlocked, () => { for (const one of answers.values()) one.stop(); open(store.create()); });
 const swarm = new Swarm();
@@ -60,14 +60,14 @@ function open(wanted) {
 
 function show() {
   const follow = atEnd();
-  turns.show(conversation, answers.get(conversation.id));
+  messageList.show(conversation, answers.get(conversation.id));
   sidebar.show(conversation.id);
   const busy = answers.has(conversation.id);
   send.replaceChildren(busy ? stopIcon : sendIcon);
   send.setAttribute("aria-label", busy ? "Stop" : "Send");
   send.disabled = !busy && !text.value.trim();
   swarm.expect(answers.size);
-  tellWaiting();
+  showProgress();
   if (follow) toEnd();
 }
 
@@ -80,15 +80,15 @@ function answer(parent) {
   const mine = conversation;
   const node = add(mine, parent, { role: "assistant", model: byId("model").value });
   store.save(mine);
-  let kept = performance.now();
+  let savedAt = performance.now();
   const answering = new Answering(mine, node, store.settings, () => {
-    if (performance.now() - kept > KEEP_S * 1000) {
-      kept = performance.now();
+    if (performance.now() - savedAt > SAVE_INTERVAL_S * 1000) {
+      savedAt = performance.now();
       if (store.conversations.has(mine.id)) store.save(mine);
     }
     if (mine !== conversation) return;
     const follow = atEnd();
-    turns.grow(answering);
+    messageList.grow(answering);
     if (follow) toEnd();
   }, (problem) => ended(mine, node, problem));
   answers.set(mine.id, answering);
@@ -104,16 +104,16 @@ function ended(mine, node, problem) {
   if (problem?.status === 401) keyDialog.open(true);
 }
 
-// Before the first token: why there is none. Then: how fast it is.
-function tellWaiting() {
+// Show why the first token is late, then the token rate.
+function showProgress() {
   const answering = answers.get(conversation.id);
-  const turn = answering && turns.turns.get(answering.node.id);
-  if (!turn) return;
-  const pace = answering.pace ? ` · ${answering.pace.toFixed(1)} per second` : "";
-  if (answering.first) turn.wait(`first token after ${((answering.first - answering.started) / 1000).toFixed(2)} s${pace}`);
-  else turn.wait(answering.elapsed < 0.5 ? "" : whyWaiting(swarm.told, answering.node.model, answering.elapsed));
+  const view = answering && messageList.views.get(answering.node.id);
+  if (!view) return;
+  const rate = answering.rate ? ` · ${answering.rate.toFixed(1)} tokens/s` : "";
+  if (answering.first) view.showState(`first token in ${((answering.first - answering.started) / 1000).toFixed(2)} s${rate}`);
+  else view.showState(answering.elapsed < 0.5 ? "" : whyWaiting(swarm.summary, answering.node.model, answering.elapsed));
 }
-setInterval(tellWaiting, 500);
+setInterval(showProgress, 500);
 
 // --- scrolling ------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ function toEnd() {
 scroll.addEventListener("scroll", () => { byId("to-end").hidden = atEnd(); }, { passive: true });
 byId("to-end").addEventListener("click", () => { toEnd(); text.focus({ preventScroll: true }); });
 
-// --- what is typed --------------------------------------------------------------------------------
+// --- input ----------------------------------------------------------------------------------------
 
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -182,7 +182,7 @@ function panel(id, shown) {
   cover();
 }
 
-// On a narrow page a panel covers the conversation.
+// On a narrow page an open panel covers the conversation.
 function cover() {
   document.querySelector("main").inert = narrow.matches && !(byId("list").hidden && byId("swarm").hidden);
 }
@@ -199,10 +199,10 @@ byId("open-settings").addEventListener("click", () => settings.open());
 // --- models ---------------------------------------------------------------------------------------
 
 const models = byId("model");
-let lookedAt = 0;
+let modelsLoadedAt = 0;
 
 async function loadModels() {
-  lookedAt = performance.now();
+  modelsLoadedAt = performance.now();
   let names;
   try {
     names = (await (await call("/v1/models")).json()).data.map((model) => String(model.id));
@@ -218,7 +218,7 @@ async function loadModels() {
     return option;
   }));
   if (!names.length) {
-    models.append(make("option", "", "no model yet"));
+    models.append(make("option", "", "No model served"));
     models.options[0].value = "";
   }
   models.disabled = !names.length;
@@ -226,15 +226,15 @@ async function loadModels() {
 }
 
 models.addEventListener("change", () => store.set({ model: models.value }));
-swarm.addEventListener("told", (event) => {
-  tellWaiting();
-  const served = (swarm.told?.rings ?? []).map((ring) => ring.model).sort().join("\n");
+swarm.addEventListener("refreshed", (event) => {
+  showProgress();
+  const served = (swarm.summary?.rings ?? []).map((ring) => ring.model).sort().join("\n");
   if (event.detail?.status === 401) keyDialog.open();
-  if (served !== models.dataset.served || performance.now() - lookedAt > 9000) loadModels();
+  if (served !== models.dataset.served || performance.now() - modelsLoadedAt > 9000) loadModels();
   models.dataset.served = served;
 });
 
-// --- several tabs, and the end --------------------------------------------------------------------
+// --- other tabs and unload ------------------------------------------------------------------------
 
 window.addEventListener("storage", (event) => {
   store.changedElsewhere(event.key, answers.has(conversation.id) || text === document.activeElement ? conversation.id : "");
@@ -255,4 +255,4 @@ open(conversation);
 panel("list", Boolean(panels.list) && !narrow.matches);
 panel("swarm", Boolean(panels.swarm) && !narrow.matches);
 loadModels();
-setText(byId("said"), "");
+setText(byId("announcement"), "");

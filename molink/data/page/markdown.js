@@ -1,14 +1,14 @@
-// Markdown of a model, which is hostile: raw HTML is shown as text, what the parser makes goes
-// through DOMPurify with few elements allowed, and nothing is loaded unless a link is clicked.
+// Renders untrusted Markdown: raw HTML is shown as text, the parser's output passes DOMPurify with
+// few allowed elements, and nothing is loaded unless the user clicks a link.
 
 import { copyButton, make } from "./dom.js";
 import { Marked } from "./vendor/marked.js";
 import DOMPurify from "./vendor/purify.js";
 
-// Longer texts, and longer paragraphs, are shown as they are; longer code has one colour.
+// Longer texts and paragraphs are shown as plain text; longer code is not highlighted.
 const LONGEST = 300_000, LONGEST_PARAGRAPH = 20_000, LONGEST_CODE = 40_000;
-// A parser takes the square of a text's length for some texts: after so many times that it took so
-// many milliseconds, the text is shown as it is.
+// Parsing is quadratic for some texts: after this many slow parses, of this many milliseconds, the
+// text is shown as plain text.
 const SLOW_MS = 300, SLOW_TIMES = 2;
 
 const POLICY = {
@@ -42,25 +42,25 @@ const marked = new Marked({
   breaks: true,
   renderer: {
     html: ({ text }) => escaped(text),
-    // No picture is fetched; who wants to see one follows its link.
+    // Images are not fetched; they are shown as links.
     image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`,
     checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
   },
 });
 
-// One text that grows: blocks that are complete are left as they are.
+// Renders a growing text: completed blocks are not rendered again.
 export class MarkdownView {
   #blocks = [];
   #slow = 0;
 
-  // `plain`: as it is.
+  // `plain`: show the text without Markdown.
   constructor(node, plain = false) {
     this.node = node;
     this.plain = plain;
     node.classList.add("markdown");
   }
 
-  // `done`: nothing more comes.
+  // `done`: the text is complete.
   show(text, done) {
     const tokens = this.#parse(text);
     if (!tokens) {
@@ -86,7 +86,7 @@ export class MarkdownView {
     for (const extra of this.#blocks.splice(tokens.length)) extra.nodes.forEach((node) => node.remove());
   }
 
-  // Its blocks; null if it is not to be parsed, or can't.
+  // The blocks of the text; null if it is too long or fails to parse.
   #parse(text) {
     if (this.plain || text.length > LONGEST || longParagraph(text)) return null;
     const began = performance.now();
@@ -101,7 +101,7 @@ export class MarkdownView {
   }
 }
 
-// Blocks of code are long now and then, and cost little.
+// Code blocks may be long; they are cheap to render.
 function longParagraph(text) {
   return text.length > LONGEST_PARAGRAPH
     && text.split(/\n\s*\n/).some((one) => one.length > LONGEST_PARAGRAPH && !/^ {0,3}(```|~~~)/m.test(one));
@@ -116,11 +116,11 @@ function rendered(token, open) {
   }
   for (const pre of fragment.querySelectorAll("pre")) dress(pre, open);
   for (const table of fragment.querySelectorAll("table")) scrolls(table);
-  // At least one, so that the block has a place.
+  // At least one node, so that the block keeps its position.
   return fragment.childNodes.length ? [...fragment.childNodes] : [document.createTextNode("")];
 }
 
-// A wide table scrolls by itself, with the keyboard too.
+// A wide table scrolls on its own, also with the keyboard.
 function scrolls(table) {
   const box = make("div", "wide");
   box.tabIndex = 0;
@@ -130,7 +130,7 @@ function scrolls(table) {
   box.append(table);
 }
 
-// A block of code has its language above it, and a button that copies it.
+// A code block shows its language and a copy button.
 function dress(pre, open) {
   const code = pre.querySelector("code") ?? pre;
   const language = /language-(\S+)/.exec(code.className)?.[1] ?? "";
@@ -146,7 +146,7 @@ function dress(pre, open) {
 
 let highlighter = null;
 
-// The highlighter is fetched with the first code that names its language.
+// The highlighter is loaded with the first code block that names a language.
 async function colour(code, language) {
   try {
     highlighter ??= import("./vendor/highlight.js");

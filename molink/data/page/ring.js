@@ -1,24 +1,24 @@
-// One ring, drawn: a place for each stage, how busy it is, and a token on its way round.
+// Draws one ring: a circle per stage, its load, and a token that travels around.
 //
-// Where a token is between two looks nobody tells. What is known is how long each stage and each link
-// takes; the dot keeps these shares, slowed down so that one can follow it, and the page says by how much.
+// Token positions are not reported. The dot is animated from the measured time of each stage and link,
+// slowed down enough to follow; the caption names the factor.
 
 import { make, setText, svg } from "./dom.js";
 
-const SIZE = 300, MIDDLE = SIZE / 2, RADIUS = 92, PLACE = 21;
-// Seconds that the dot takes at least for a round.
-const ROUND_S = 3;
+const SIZE = 300, MIDDLE = SIZE / 2, RADIUS = 92, STAGE_RADIUS = 21;
+// Minimum seconds per animated pass.
+const MIN_PASS_S = 3;
 
 const still = window.matchMedia("(prefers-reduced-motion: reduce)");
 
 export class Ring {
   constructor() {
     this.drawing = svg("svg", { viewBox: `0 0 ${SIZE} ${SIZE}`, class: "ring", "aria-hidden": "true" });
-    this.pace = make("p", "small");
+    this.timing = make("p", "small");
     this.stages = make("ol", "stages");
     this.title = make("h3", "");
     this.state = make("p", "small");
-    this.element = make("section", "ring-box", this.title, this.drawing, this.state, this.pace, this.stages);
+    this.element = make("section", "ring-box", this.title, this.drawing, this.state, this.timing, this.stages);
     this.shape = "";
     this.moving = false;
   }
@@ -41,51 +41,51 @@ export class Ring {
 
   #draw(ring) {
     const count = ring.stages.length;
-    this.places = ring.stages.map((stage, at) => {
+    this.circles = ring.stages.map((stage, at) => {
       const [x, y] = point(at / count);
-      const busy = svg("circle", { cx: x, cy: y, r: PLACE, class: "busy", pathLength: 100, transform: `rotate(-90 ${x} ${y})` });
+      const busy = svg("circle", { cx: x, cy: y, r: STAGE_RADIUS, class: "busy", pathLength: 100, transform: `rotate(-90 ${x} ${y})` });
       const label = count <= 6 ? named(stage, at / count) : [];
-      const group = svg("g", { class: "place" },
-        svg("circle", { cx: x, cy: y, r: PLACE, class: "stage" }), busy,
+      const group = svg("g", { class: "stage-group" },
+        svg("circle", { cx: x, cy: y, r: STAGE_RADIUS, class: "stage" }), busy,
         svg("text", { x, y: y + 5, class: "number" }, String(at + 1)), ...label);
       return { group, busy };
     });
     this.dot = svg("circle", { r: 6, class: "token" });
     this.rate = svg("text", { x: MIDDLE, y: MIDDLE + 2, class: "rate" });
     this.unit = svg("text", { x: MIDDLE, y: MIDDLE + 20, class: "unit" });
-    const lowest = Math.max(MIDDLE + RADIUS + 8, ...ring.stages.map((_, at) => point(at / count)[1] + PLACE + 42));
+    const lowest = Math.max(MIDDLE + RADIUS + 8, ...ring.stages.map((_, at) => point(at / count)[1] + STAGE_RADIUS + 42));
     this.drawing.setAttribute("viewBox", `0 0 ${SIZE} ${count ? lowest : 1}`);
     this.drawing.replaceChildren(
       svg("circle", { cx: MIDDLE, cy: MIDDLE, r: RADIUS, class: "track" }),
-      ...this.places.map((place) => place.group), this.dot, this.rate, this.unit);
+      ...this.circles.map((circle) => circle.group), this.dot, this.rate, this.unit);
     this.rows = ring.stages.map(() => make("li", ""));
     this.stages.replaceChildren(...this.rows);
   }
 
   #mark(stage, at) {
-    const { group, busy } = this.places[at];
+    const { group, busy } = this.circles[at];
     busy.setAttribute("stroke-dasharray", `${Math.min(100, stage.busy ?? 0)} 100`);
     group.classList.toggle("absent", Boolean(stage.doing));
     setText(this.rows[at], describe(stage, this.ring.stages.length > 1));
     if (at === 0) {
       const rate = this.ring.tokens_per_s;
       setText(this.rate, rate ? rate.toFixed(1) : "");
-      setText(this.unit, rate ? "tokens/s" : !this.ring.ready ? "not ready" : this.ring.running ? "at work" : "idle");
+      setText(this.unit, rate ? "tokens/s" : !this.ring.ready ? "not ready" : this.ring.running ? "busy" : "idle");
     }
   }
 
   #move(moving) {
     const round = roundOf(this.ring);
-    const slower = Math.max(1, ROUND_S / round);
+    const slower = Math.max(1, MIN_PASS_S / round);
     const times = slower >= 10 ? Math.round(slower) : slower.toFixed(1);
     const shown = moving && !still.matches;
-    const slow = slower > 1.05 ? `, drawn ${times} times slower` : "";
-    setText(this.pace, round > 1e-6 ? `A round takes about ${duration(round)}${shown ? slow : ""}.` : "");
+    const slow = slower > 1.05 ? ` (animation slowed ${times}×)` : "";
+    setText(this.timing, round > 1e-6 ? `One pass takes about ${duration(round)}${shown ? slow : ""}.` : "");
     this.dot?.toggleAttribute("hidden", !shown);
     if (shown === this.moving) return;
     this.moving = shown;
     if (shown) requestAnimationFrame((now) => this.#step(now));
-    else this.places?.forEach((place) => place.group.classList.remove("now"));
+    else this.circles?.forEach((circle) => circle.group.classList.remove("now"));
   }
 
   #step(now) {
@@ -97,25 +97,25 @@ export class Ring {
     const [x, y] = point((at + along) / this.ring.stages.length);
     this.dot.setAttribute("cx", x);
     this.dot.setAttribute("cy", y);
-    this.places.forEach((place, number) => place.group.classList.toggle("now", number === at && along === 0));
+    this.circles.forEach((circle, number) => circle.group.classList.toggle("now", number === at && along === 0));
     requestAnimationFrame((next) => this.#step(next));
   }
 }
 
-// On the ring; `part` of a round from the top, clockwise.
+// The point at `part` of a full turn, clockwise from the top.
 function point(part, radius = RADIUS) {
   const angle = part * 2 * Math.PI - Math.PI / 2;
   return [MIDDLE + radius * Math.cos(angle), MIDDLE + radius * Math.sin(angle)];
 }
 
-// Name and layers of a stage, above or below its place, inside of the drawing.
+// Labels of a stage, above or below its circle and inside the drawing.
 function named(stage, part) {
   const [x, y] = point(part);
   const above = y < MIDDLE - 1;
   const name = stage.pc.length > 16 ? stage.pc.slice(0, 15) + "…" : stage.pc;
   const room = Math.max(name.length, 12) * 3.6;
   const at = Math.min(Math.max(x, room), SIZE - room);
-  const line = (text, down, kind) => svg("text", { x: at, y: y + (above ? -PLACE - 25 : PLACE + 18) + down, class: kind }, text);
+  const line = (text, down, kind) => svg("text", { x: at, y: y + (above ? -STAGE_RADIUS - 25 : STAGE_RADIUS + 18) + down, class: kind }, text);
   return [line(name, 0, "name"), line(layersOf(stage), 15, "unit")];
 }
 
@@ -124,10 +124,10 @@ export function roundOf(ring) {
   return Math.max(sum, 1e-6);
 }
 
-// At which stage the dot is at that time, and how far on its way to the next one (0: it is computed).
+// The stage at which the dot is at that time, and its progress to the next stage (0: computing).
 export function whereIs(ring, seconds) {
   const round = roundOf(ring);
-  let left = (((seconds / Math.max(round, ROUND_S)) % 1) + 1) % 1 * round;
+  let left = (((seconds / Math.max(round, MIN_PASS_S)) % 1) + 1) % 1 * round;
   for (let at = 0; at < ring.stages.length; at++) {
     const { decode_s, link_s } = ring.stages[at];
     if (left < decode_s) return { at, along: 0 };
@@ -139,9 +139,9 @@ export function whereIs(ring, seconds) {
 }
 
 function stateOf(ring) {
-  if (!ring.ready) return `Not ready: ${ring.reason || "it is being formed"}.`;
-  const run = ring.running === 1 ? "1 answer runs" : `${ring.running || "No"} answers run`;
-  const wait = ring.waiting ? `, ${ring.waiting} ${ring.waiting === 1 ? "waits" : "wait"}` : "";
+  if (!ring.ready) return `Not ready: ${ring.reason || "the pipeline is forming"}.`;
+  const run = ring.running ? `${ring.running} running` : "Idle";
+  const wait = ring.waiting ? `, ${ring.waiting} waiting` : "";
   return `${run}${wait}.${ring.reason ? ` ${ring.reason}.` : ""}`;
 }
 
@@ -149,11 +149,11 @@ function describe(stage, several) {
   const parts = [stage.pc, layersOf(stage), stage.device];
   if (stage.doing) parts.push(stage.doing);
   else if (stage.busy !== null) parts.push(`busy ${stage.busy} %`);
-  if (several && stage.link_s) parts.push(`${duration(stage.link_s)} to the next`);
+  if (several && stage.link_s) parts.push(`${duration(stage.link_s)} to next stage`);
   return parts.filter(Boolean).join(" · ");
 }
 
-// Counted from 1.
+// Layers are counted from 1 here.
 function layersOf({ layers: [first, last] }) {
   return last - first === 1 ? `layer ${last}` : `layers ${first + 1} to ${last}`;
 }

@@ -1,4 +1,4 @@
-// The settings' dialog: what is changed there counts at once, and is kept.
+// The settings dialog: changes apply at once and are saved.
 
 import { byId, confirmed, setText } from "./dom.js";
 import { apiKey, setApiKey } from "./endpoint.js";
@@ -11,7 +11,7 @@ export function applyTheme(theme) {
 }
 
 export class SettingsDialog {
-  // `unlocked()` is called when there is another key, `emptied()` when all conversations are gone.
+  // Calls `unlocked()` when the key changes and `emptied()` when all conversations are deleted.
   constructor(store, unlocked, emptied) {
     this.store = store;
     this.dialog = byId("settings");
@@ -53,7 +53,7 @@ export class SettingsDialog {
   }
 }
 
-// Asks for the key; once, however many requests want it.
+// Asks for the API key, once for all requests that need it.
 export class KeyDialog {
   constructor(unlocked) {
     this.dialog = byId("ask");
@@ -70,7 +70,7 @@ export class KeyDialog {
     });
   }
 
-  // `insist`: a person has asked for something that needs it.
+  // `insist`: the user started an action that needs the key.
   open(insist = false) {
     if (this.dialog.open || (this.refused && !insist) || document.querySelector("dialog[open]")) return;
     this.field.value = "";

@@ -1,10 +1,10 @@
-// The list of conversations, and what can be done with one.
+// The list of conversations and their actions.
 
 import { arrange, byId, confirmed, download, iconButton, make, setText } from "./dom.js";
 import { asJson, asMarkdown } from "./tree.js";
 
 export class Sidebar {
-  // `act` has open(id), removed(id), answers(id).
+  // `act` provides open(id), removed(id), answers(id).
   constructor(store, act) {
     this.store = store;
     this.act = act;
@@ -28,8 +28,8 @@ export class Sidebar {
     arrange(this.list, [...rows.values()].map((row) => row.element));
     const { keep } = this.store.settings;
     const words = rows.size ? "" : "No conversations yet.";
-    const lost = this.store.full ? "This browser has no room for this conversation: save it before you leave." : "";
-    setText(byId("kept"), lost || (keep ? words : "Conversations are not kept: they end with this page."));
+    const lost = this.store.full ? "Browser storage is full: save this conversation before you close the page." : "";
+    setText(byId("storage-state"), lost || (keep ? words : "Conversations are not saved and are lost when this page closes."));
   }
 
   #make(id) {
@@ -44,7 +44,7 @@ export class Sidebar {
     json.title = "Save as JSON";
     json.setAttribute("aria-label", "Save as JSON");
     json.addEventListener("click", () => download(`${name()}.json`, "application/json", asJson(find())));
-    const remove = iconButton("bin", "Delete", async () => {
+    const remove = iconButton("trash", "Delete", async () => {
       if (!await confirmed(`Delete “${find().title || "New chat"}”?`, "Delete")) return;
       this.store.remove(id);
       this.act.removed(id);

@@ -1,10 +1,10 @@
-// What this browser keeps: conversations, drafts, settings. Bounded, and never in the way: where
-// nothing can be kept, all goes on in memory.
+// Browser storage for conversations, drafts and settings. Bounded; falls back to memory where
+// storage is blocked.
 
 import { isConversation, newConversation, NOT_COMPLETE } from "./tree.js";
 
 const CONVERSATION = "molink.conversation.", DRAFT = "molink.draft.", SETTINGS = "molink.settings";
-const MOST = 200, MOST_CHARACTERS = 3_000_000;
+const MAX_CONVERSATIONS = 200, MAX_CHARACTERS = 3_000_000;
 
 const DEFAULTS = {
   model: "", system: "", temperature: "", top_p: "", max_tokens: "", seed: "", theme: "", keep: true, panels: null,
@@ -25,7 +25,7 @@ export class Store extends EventTarget {
     }
   }
 
-  // Another tab has changed something; its word counts, but for what is open here.
+  // Take over a change from another tab, except to the conversation that is open here.
   changedElsewhere(name, open) {
     if (!name?.startsWith(CONVERSATION) || name === CONVERSATION + open) return;
     const id = name.slice(CONVERSATION.length);
@@ -51,7 +51,7 @@ export class Store extends EventTarget {
   }
 
   remove(id) {
-    this.#forget(id);
+    this.#evict(id);
     for (const name of [...this.drafts.keys()]) if (name.startsWith(id)) this.setDraft(name, "");
     this.#changed();
   }
@@ -105,31 +105,31 @@ export class Store extends EventTarget {
   #keep(conversation) {
     const text = JSON.stringify(conversation);
     this.sizes.set(conversation.id, text.length);
-    this.#makeRoom(conversation.id);
+    this.#evictOverflow(conversation.id);
     this.full = true;
-    // A browser's bound is its own: the oldest go until it takes this one.
+    // The quota differs between browsers: delete the oldest until this one fits.
     while (!this.#put(CONVERSATION + conversation.id, text)) {
-      if (!this.#forgetOldest(conversation.id)) return;
+      if (!this.#evictOldest(conversation.id)) return;
     }
     this.full = false;
   }
 
-  #makeRoom(but) {
+  #evictOverflow(but) {
     const sum = () => [...this.sizes.values()].reduce((a, b) => a + b, 0);
-    while (this.conversations.size > MOST || sum() > MOST_CHARACTERS) {
-      if (!this.#forgetOldest(but)) return;
+    while (this.conversations.size > MAX_CONVERSATIONS || sum() > MAX_CHARACTERS) {
+      if (!this.#evictOldest(but)) return;
     }
   }
 
-  #forgetOldest(but) {
+  #evictOldest(but) {
     const oldest = this.sorted().reverse().find((one) => one.id !== but && this.sizes.has(one.id));
     if (!oldest) return false;
-    this.#forget(oldest.id);
+    this.#evict(oldest.id);
     this.#changed();
     return true;
   }
 
-  #forget(id) {
+  #evict(id) {
     this.conversations.delete(id);
     this.sizes.delete(id);
     this.#erase(CONVERSATION + id);
@@ -167,11 +167,11 @@ export class Store extends EventTarget {
   #erase(name) {
     try {
       this.storage.removeItem(name);
-    } catch { /* then there is nothing */ }
+    } catch { /* storage is blocked */ }
   }
 }
 
-// This browser's storage; null where pages may have none.
+// The local storage, or null where it is blocked.
 export function browserStorage() {
   try {
     return window.localStorage;

@@ -1,75 +1,75 @@
-// What the swarm does: asked now and then, drawn in the panel, and told to whoever waits.
+// Polls the swarm summary, draws the panel, and explains why an answer waits.
 
 import { arrange, byId, copyButton, make, setText } from "./dom.js";
 import { call } from "./endpoint.js";
 import { Ring } from "./ring.js";
 
-// Seconds between two looks while somebody looks or waits, and otherwise.
-const OFTEN_S = 1, SELDOM_S = 10;
-// How old what is told may be, and how much earlier a request is sent than it is there.
-const LATE_S = 3;
+// Poll interval in seconds while the panel is open or an answer is pending, and otherwise.
+const ACTIVE_S = 1, IDLE_S = 10;
+// How much the reported age of a request may differ from the time since it was sent, in seconds.
+const AGE_TOLERANCE_S = 3;
 
 export class Swarm extends EventTarget {
   constructor() {
     super();
-    this.told = null;
+    this.summary = null;
     this.watched = false;
     this.waiting = 0;
     this.rings = [];
     this.others = byId("others");
-    document.addEventListener("visibilitychange", () => this.#soon(0));
-    this.#soon(0);
+    document.addEventListener("visibilitychange", () => this.#schedule(0));
+    this.#schedule(0);
   }
 
-  // Look often while the panel is open, or an answer is waited for.
+  // Poll often while the panel is open.
   watch(open) {
     this.watched = open;
-    this.#soon(0);
+    this.#schedule(0);
   }
 
   expect(count) {
-    if (count > this.waiting) this.#soon(0.2);
+    if (count > this.waiting) this.#schedule(0.2);
     this.waiting = count;
   }
 
-  look() {
-    this.#soon(0);
+  refresh() {
+    this.#schedule(0);
   }
 
-  #soon(seconds) {
+  #schedule(seconds) {
     clearTimeout(this.timer);
-    if (!document.hidden) this.timer = setTimeout(() => this.#look(), seconds * 1000);
+    if (!document.hidden) this.timer = setTimeout(() => this.#poll(), seconds * 1000);
   }
 
-  async #look() {
+  async #poll() {
     let failure = null;
     try {
-      this.told = await (await call("/swarm")).json();
+      this.summary = await (await call("/swarm")).json();
     } catch (error) {
       failure = error;
     }
-    this.#soon(this.watched || this.waiting ? OFTEN_S : SELDOM_S);
+    this.#schedule(this.watched || this.waiting ? ACTIVE_S : IDLE_S);
     this.#show(failure);
-    this.dispatchEvent(new CustomEvent("told", { detail: failure }));
+    this.dispatchEvent(new CustomEvent("refreshed", { detail: failure }));
   }
 
   #show(failure) {
     const pill = byId("open-swarm");
-    pill.classList.toggle("ready", !failure && Boolean(this.told?.ready));
-    pill.classList.toggle("bad", Boolean(failure) || !this.told?.ready);
-    const word = failure ? "Swarm" : pcs(this.told.here);
+    pill.classList.toggle("ready", !failure && Boolean(this.summary?.ready));
+    pill.classList.toggle("bad", Boolean(failure) || !this.summary?.ready);
+    const word = failure ? "Swarm" : pcs(this.summary.online);
     setText(byId("swarm-word"), word);
-    pill.setAttribute("aria-label", `Swarm: ${failure ? "unknown" : `${word}, ${this.told.ready ? "ready" : "not ready"}`}`);
-    setText(byId("swarm-state"), failure ? failure.message : stateOf(this.told));
+    pill.setAttribute("aria-label", `Swarm: ${failure ? "unknown" : `${word}, ${this.summary.ready ? "ready" : "not ready"}`}`);
+    setText(byId("swarm-state"), failure ? failure.message : stateOf(this.summary));
     if (failure || !this.watched) return this.rings.forEach((ring) => ring.stop());
-    const { rings, others, join, knocks } = this.told;
+    const { rings, others, join, pairings } = this.summary;
     while (this.rings.length < rings.length) this.rings.push(new Ring());
     for (const ring of this.rings.splice(rings.length)) ring.stop();
     arrange(byId("rings"), this.rings.map((ring) => ring.element));
     rings.forEach((ring, at) => this.rings[at].update(ring));
     this.#list(others);
-    this.#joining(join);
-    setText(byId("knocks"), knocks ? `${pcs(knocks)} asked to be let in: run molink approve in a terminal.` : "");
+    this.#showJoin(join);
+    setText(byId("pairings"), pairings ? `${pcs(pairings)} waiting to join: run molink approve in a terminal.` : "");
   }
 
   #list(others) {
@@ -81,7 +81,7 @@ export class Swarm extends EventTarget {
     this.others.append(make("h3", "", "Other PCs"), make("ul", "stages", ...lines.map((line) => make("li", "", line))));
   }
 
-  #joining(commands) {
+  #showJoin(commands) {
     if (commands.join("\n") === this.commands) return;
     this.commands = commands.join("\n");
     byId("join-commands").replaceChildren(...commands.map((command, at) => make("div", "command",
@@ -94,32 +94,32 @@ function pcs(count) {
   return count === 1 ? "1 PC" : `${count} PCs`;
 }
 
-function stateOf(told) {
-  const away = told.away ? `, ${told.away} away` : "";
-  const state = told.ready ? "ready" : `not ready${told.trouble ? `: ${told.trouble}` : ""}`;
-  return `${pcs(told.here)} here${away}, ${state}.`;
+function stateOf(summary) {
+  const offline = summary.offline ? `, ${summary.offline} offline` : "";
+  const state = summary.ready ? "ready" : `not ready${summary.trouble ? `: ${summary.trouble}` : ""}`;
+  return `${pcs(summary.online)} connected${offline}, ${state}.`;
 }
 
-// Why a request that was sent `elapsed` seconds ago has no answer yet, as far as it is known.
-export function whyWaiting(told, model, elapsed) {
-  const rings = (told?.rings ?? []).filter((ring) => ring.model === model);
-  if (!told) return "Waiting for the swarm…";
+// Explain why a request sent `elapsed` seconds ago has no token yet.
+export function whyWaiting(summary, model, elapsed) {
+  const rings = (summary?.rings ?? []).filter((ring) => ring.model === model);
+  if (!summary) return "Waiting for the swarm…";
   if (!rings.some((ring) => ring.ready)) {
-    const reason = rings.map((ring) => ring.reason).find(Boolean) || told.trouble;
-    return `The swarm is not ready${reason ? `: ${reason}` : ""}. The request waits for it…`;
+    const reason = rings.map((ring) => ring.reason).find(Boolean) || summary.trouble;
+    return `The swarm is not ready${reason ? `: ${reason}` : ""}. The request is queued…`;
   }
   const requests = rings.flatMap((ring) => ring.requests);
-  // Requests have no names here: it is the one that came when this was sent.
-  const mine = requests.filter((one) => one.state !== "decode" && Math.abs(one.age_s - elapsed) < LATE_S)
+  // The summary has no request ids: match by age.
+  const mine = requests.filter((one) => one.state !== "decode" && Math.abs(one.age_s - elapsed) < AGE_TOLERANCE_S)
     .sort((a, b) => Math.abs(a.age_s - elapsed) - Math.abs(b.age_s - elapsed))[0];
   if (mine?.state === "prefill") {
     const share = mine.prompt ? Math.min(99, Math.round((100 * mine.computed) / mine.prompt)) : 0;
-    return `The PCs read the ${mine.prompt} tokens of the conversation: ${share} %…`;
+    return `Processing ${mine.prompt} prompt tokens: ${share} %…`;
   }
   if (mine?.state === "waiting") {
     const before = requests.filter((one) => one.state === "waiting" && one.age_s > mine.age_s).length;
     const run = rings.reduce((sum, ring) => sum + ring.running, 0);
-    return `Waiting for a place: ${run} answers run, ${before} ${before === 1 ? "waits" : "wait"} before this one…`;
+    return `Queued: ${run} running, ${before} ahead of this request…`;
   }
   return "Waiting for the first token…";
 }

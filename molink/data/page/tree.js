@@ -1,9 +1,9 @@
-// A conversation as a tree: to edit a message or to answer anew begins a branch, and loses nothing.
+// A conversation as a tree: editing a message or regenerating an answer starts a new branch.
 //
 // { id, title, updated, leaf, nodes: { id: { id, parent, role, content, thoughts, note, problem, model } } }
 
-// The note of an answer that nobody was there to take.
-export const NOT_COMPLETE = "not complete: the page was left";
+// The note of an answer that was running when the page closed.
+export const NOT_COMPLETE = "incomplete: the page was closed";
 
 export function newId() {
   return [...crypto.getRandomValues(new Uint8Array(8))].map((b) => b.toString(16).padStart(2, "0")).join("");
@@ -13,7 +13,7 @@ export function newConversation() {
   return { id: newId(), title: "", updated: Date.now(), leaf: null, nodes: {} };
 }
 
-// The messages from the first to the one that is shown last.
+// The messages from the root to the open leaf.
 export function path(conversation) {
   const found = [];
   for (let id = conversation.leaf; id && found.length < 10000; id = conversation.nodes[id].parent) {
@@ -23,7 +23,7 @@ export function path(conversation) {
   return found.reverse();
 }
 
-// A new message after `parent` (null: the first), which is shown from now on.
+// Append a message after `parent` (null: the root) and open its branch.
 export function add(conversation, parent, fields) {
   const node = { id: newId(), parent, content: "", ...fields };
   conversation.nodes[node.id] = node;
@@ -38,12 +38,12 @@ function titleOf(text) {
   return line.length > 60 ? line.slice(0, 59) + "…" : line;
 }
 
-// The versions of a message, itself among them, in the order in which they were made.
+// All versions of a message, itself included, oldest first.
 export function versions(conversation, node) {
   return Object.values(conversation.nodes).filter((one) => one.parent === node.parent);
 }
 
-// Show that version of a message, and what came after it last.
+// Open a version of a message and its newest continuation.
 export function choose(conversation, node) {
   let last = node;
   for (;;) {
@@ -54,7 +54,7 @@ export function choose(conversation, node) {
   conversation.leaf = last.id;
 }
 
-// Thoughts that a model writes into its answer, apart from it.
+// Split reasoning that a model writes inline from its answer.
 export function splitThoughts(content) {
   const begin = /^\s*<think>/.exec(content);
   if (!begin) return { thoughts: "", content, thinking: false };
@@ -68,7 +68,7 @@ export function splitThoughts(content) {
   };
 }
 
-// What the endpoint is sent: no thoughts, and no answers that failed before their first word.
+// The messages to send: without reasoning and without empty answers.
 export function messages(conversation, upTo, system) {
   const found = system.trim() ? [{ role: "system", content: system }] : [];
   for (const node of path({ ...conversation, leaf: upTo })) {
@@ -78,7 +78,7 @@ export function messages(conversation, upTo, system) {
   return found;
 }
 
-// Whether something that was kept is a conversation: another version, or a person, may have written it.
+// Validate a stored conversation, which another version or the user may have written.
 export function isConversation(one) {
   const texts = (node) => typeof node?.content === "string" && (node.role === "user" || node.role === "assistant");
   return typeof one?.id === "string" && typeof one.title === "string" && typeof one.updated === "number"

@@ -189,7 +189,7 @@ def _peer_status(member: MemberRecord, session: PeerSession | None) -> dict[str,
         "name": member.name,
         "address": told.addresses[0] if told is not None and told.addresses else "",
         "endpoint": "",
-        "state": "away",
+        "state": "offline",
         "pc": told.primary_peer if told is not None else "",
         "device": "",
         "daemon_pid": 0,
@@ -206,7 +206,7 @@ def report_status(report: PeerReport) -> dict[str, Any]:
     return {
         "endpoint": report.api_address,
         "pc": report.primary_peer,
-        "state": "here",
+        "state": "online",
         "device": describe_device(report.device),
         "daemon_pid": report.daemon_pid,
         "version": report.version,
@@ -350,7 +350,7 @@ def _pipeline_status(reconciler: Reconciler) -> dict[str, Any]:
         "state": formation.state if formation is not None else "waiting",
         "reason": reconciler.reason,
         "phases": reconciler.phase_times.to_status(),
-        "head": None if formation is None else _first_stage_scheduler(reconciler, formation),
+        "scheduler": None if formation is None else _first_stage_scheduler(reconciler, formation),
     }
 
 

@@ -26,13 +26,18 @@ class BannedPeers:
         self._reasons = {key: reason for key, reason in self._reasons.items() if key[0] != peer}
 
     def add_to_status(self, status: bytes) -> bytes:
-        """``molink status --json`` (UTF-8) with these members under ``cut_off``."""
+        """``molink status --json`` (UTF-8) with these members under ``banned_peers``."""
         if not self._reasons:
             return status
         shown: dict[str, Any] = json.loads(status)
         names = {peer["id"]: peer["name"] for peer in shown["peers"]}
-        shown["cut_off"] = [
-            {"peer": peer, "name": names.get(peer, peer), "by": socket_name, "reason": reason}
+        shown["banned_peers"] = [
+            {
+                "peer": peer,
+                "name": names.get(peer, peer),
+                "banned_by": socket_name,
+                "reason": reason,
+            }
             for (peer, socket_name), reason in self._reasons.items()
         ]
         return json.dumps(shown).encode("utf-8")

@@ -1,4 +1,4 @@
-"""A scripted backend, and endpoints over it."""
+"""A scripted backend and endpoints that serve it."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -38,7 +38,7 @@ async def open_client(
 
 @pytest.fixture
 def serve() -> Callable[..., AbstractAsyncContextManager[TestClient]]:
-    """``serve(backend, settings)``: a client of an endpoint with settings of its own."""
+    """``serve(backend, settings)``: a client of a new endpoint."""
     return open_client
 
 
@@ -68,9 +68,9 @@ def window() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(backend: FakeBackend, window: Browser) -> Iterator[Callable[..., Browser]]:
-    """``page(**settings)`` opens the page of a new endpoint, which so has a storage of its own.
+    """``page(**settings)`` opens the page of a new endpoint, with its own storage.
 
-    Nothing may violate the page's policy, or fail in it.
+    Fails on violations of the content security policy and on script errors.
     """
     backend.context = 8000
     backend.swarm = swarms.ring(["attic", "<img src=x onerror=window.hit=1>"], model="tiny")

@@ -1,4 +1,4 @@
-"""Who may call the endpoint: hosts, origins, content types, keys."""
+"""Access checks: hosts, origins, content types, keys."""
 
 import asyncio
 from typing import Any
@@ -70,7 +70,7 @@ async def test_hosts_beyond_loopback(backend: Any, serve: Any, host: str, status
         await post(client, status, Host=host, Authorization="Bearer k")
 
 
-async def test_any_host_where_the_owner_says_so(backend: Any, serve: Any) -> None:
+async def test_any_host_if_allowed(backend: Any, serve: Any) -> None:
     settings = ApiSettings(host="0.0.0.0", api_key="k", allowed_hosts=("*",))
     async with serve(backend, settings) as client:
         await post(client, 200, Host="proxy.example", Authorization="Bearer k")
@@ -118,7 +118,7 @@ async def test_a_post_without_a_content_type(client: TestClient) -> None:
     assert response.status == 415
 
 
-async def test_compressed_bodies_are_refused(client: TestClient) -> None:
+async def test_compressed_bodies_are_rejected(client: TestClient) -> None:
     import zlib
 
     packed = zlib.compress(b" " * 10_000_000)
@@ -152,19 +152,19 @@ async def test_keys(backend: Any, serve: Any, header: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "my-pc", ""])
-def test_beyond_loopback_needs_a_key(host: str) -> None:
+def test_a_public_address_needs_a_key(host: str) -> None:
     with pytest.raises(UsageError, match="API key"):
         ApiSettings(host=host)
     ApiSettings(host=host, api_key="k")
 
 
 @pytest.mark.parametrize("key", ["", "  "])
-def test_an_empty_key_is_no_key(key: str) -> None:
+def test_an_empty_key_is_rejected(key: str) -> None:
     with pytest.raises(UsageError):
         ApiSettings(api_key=key)
 
 
-def test_limits_must_make_sense() -> None:
+def test_limits_must_be_positive() -> None:
     with pytest.raises(UsageError):
         ApiSettings(max_body_bytes=0)
 
@@ -188,7 +188,7 @@ def test_loopback(host: str) -> None:
         ("null", False),
     ],
 )
-async def test_pages_of_origins_that_the_owner_names(
+async def test_pages_of_allowed_origins(
     backend: Any, serve: Any, origin: str, allowed: bool
 ) -> None:
     origins = ("https://chat.example:8080/", "vscode-webview://*", "app://obsidian.md")
@@ -217,7 +217,7 @@ async def test_pages_of_origins_that_the_owner_names(
         assert "x-request-id" in answer.headers["Access-Control-Expose-Headers"]
 
 
-async def test_a_preflight_of_nobody(client: TestClient) -> None:
+async def test_a_preflight_of_an_unknown_origin(client: TestClient) -> None:
     assert (await client.options("/v1/models")).status == 405
 
 
@@ -233,7 +233,7 @@ async def test_every_page_needs_a_key(backend: Any, serve: Any) -> None:
 @pytest.mark.parametrize(
     "origin", ["", "chat.example", "https://a/b", "https://*", "https://*.example", "http://*"]
 )
-def test_what_is_no_origin(origin: str) -> None:
+def test_invalid_origins(origin: str) -> None:
     with pytest.raises(UsageError, match="cors_origins"):
         ApiSettings(cors_origins=(origin,))
 
@@ -251,7 +251,7 @@ async def test_keys_with_names(backend: Any, serve: Any, caplog: pytest.LogCaptu
     ApiSettings(host="0.0.0.0", api_keys={"phone": "p1"})
 
 
-async def test_each_named_key_is_a_client_of_its_own(backend: Any, serve: Any) -> None:
+async def test_each_named_key_is_a_separate_client(backend: Any, serve: Any) -> None:
     settings = ApiSettings(api_key="main", api_keys={"phone": "p1", "attic": "a1"})
     body = {"prompt": "Hello", "max_tokens": 2, "priority": -3, "max_queue_time": 2.5}
     async with serve(backend, settings) as client:
@@ -272,7 +272,7 @@ async def test_each_named_key_is_a_client_of_its_own(backend: Any, serve: Any) -
     ("field", "value"),
     [("priority", 2**31), ("priority", "high"), ("max_queue_time", 0), ("max_queue_time", 1e9)],
 )
-async def test_a_turn_that_cannot_be_is_refused(
+async def test_invalid_conversations_are_rejected(
     client: TestClient, field: str, value: object
 ) -> None:
     response = await client.post("/v1/completions", json={"prompt": "Hello", field: value})

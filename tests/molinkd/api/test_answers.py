@@ -1,4 +1,4 @@
-"""What the OpenAI routes answer, whole and streamed."""
+"""Answers of the OpenAI routes, whole and streamed."""
 
 import json
 import shutil
@@ -119,7 +119,7 @@ async def test_completions_default_to_sixteen_tokens(
     assert answer["usage"]["completion_tokens"] == 16
 
 
-async def test_chat_defaults_to_what_the_context_leaves(
+async def test_chat_defaults_to_the_remaining_context(
     client: TestClient, backend: FakeBackend
 ) -> None:
     await chat(client)
@@ -129,7 +129,7 @@ async def test_chat_defaults_to_what_the_context_leaves(
     )
 
 
-async def test_a_short_chat_defaults_to_what_longrope_was_trained_with_at_first(
+async def test_a_short_chat_defaults_to_the_original_longrope_context(
     client: TestClient, backend: FakeBackend
 ) -> None:
     prompts = []
@@ -141,14 +141,14 @@ async def test_a_short_chat_defaults_to_what_longrope_was_trained_with_at_first(
     assert 10 < 2 * prompt <= 200
     left = [context - prompt] * 3
     assert [request.max_tokens for request in backend.requests] == [200 - prompt, *left]
-    # Who says how long an answer may be, gets that.
+    # An explicit limit takes precedence.
     backend.short_context = 200
     await chat(client, max_tokens=300)
     assert backend.requests[-1].max_tokens == 300
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_n_answers_have_seeds_of_their_own(
+async def test_n_answers_have_different_seeds(
     client: TestClient, backend: FakeBackend, stream: bool
 ) -> None:
     body = {"messages": HI, "n": 3, "seed": 7}
@@ -202,7 +202,7 @@ async def test_prompts(
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
-async def test_the_likeliest_of_several(client: TestClient, backend: FakeBackend) -> None:
+async def test_best_of_returns_the_likeliest(client: TestClient, backend: FakeBackend) -> None:
     likely = {0: -3.0, 1: -1.0, 2: -2.0}
     texts = {0: "worst", 1: "best", 2: "second"}
     plain = backend._token
@@ -223,7 +223,7 @@ async def test_the_likeliest_of_several(client: TestClient, backend: FakeBackend
     assert answer["usage"]["completion_tokens"] == 2 * tokens
 
 
-async def test_a_gap_is_filled(
+async def test_fill_in_the_middle(
     model_folder: Path, tmp_path: Path, serve: Callable[..., Any]
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "tiny")
@@ -312,7 +312,7 @@ async def test_timings(client: TestClient, backend: FakeBackend) -> None:
         assert timings["predicted_per_second"] == pytest.approx(rate)
 
 
-async def test_what_a_client_leaves_out_is_as_the_models_authors_want_it(
+async def test_omitted_parameters_use_the_generation_config(
     model_folder: Path, tmp_path: Path, serve: Callable[..., Any]
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "tiny")
@@ -332,7 +332,7 @@ async def test_what_a_client_leaves_out_is_as_the_models_authors_want_it(
     assert found == [(0.6, 0.95, 20, 0.05, 1.1), (1.2, 1.0, 0, 0.0, 1.0)]
 
 
-async def test_nulls_and_neutral_values_mean_nothing(
+async def test_nulls_and_neutral_values_are_ignored(
     client: TestClient, backend: FakeBackend
 ) -> None:
     await chat(
@@ -422,7 +422,7 @@ async def test_completion_logprobs(client: TestClient, backend: FakeBackend) -> 
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
     assert logprobs["token_logprobs"] == [-0.5] * len(logprobs["tokens"])
     assert min(logprobs["top_logprobs"][0].values()) == -9999.0
-    # The token that came is among them, and alone where no others were asked for.
+    # The sampled token is included, alone if no alternatives were requested.
     answer = await post(client, "completions", prompt="x", logprobs=0)
     alone = answer["choices"][0]["logprobs"]
     assert alone["top_logprobs"] == [{token: -0.5} for token in alone["tokens"]]

@@ -1,4 +1,4 @@
-"""What an attack on the endpoint costs others: prints how long their requests take meanwhile.
+"""The cost of attacks for other clients: prints their response times meanwhile.
 
 ``python -m pytest -m slow -s tests/molinkd/api/test_attacks.py``
 """
@@ -28,7 +28,7 @@ SHORT = {"messages": HI, "max_tokens": 2}
 
 
 class Attacked:
-    """An endpoint whose model has a pattern that a text can make slow."""
+    """An endpoint whose model has a regular expression that some texts make slow."""
 
     def __init__(self, folder: Path) -> None:
         path = build_model(folder) / "tokenizer.json"
@@ -42,7 +42,7 @@ class Attacked:
         self.server.start(0)
 
     def ask(self, route: str, body: bytes | None, **headers: str) -> tuple[int, float]:
-        """The status of an answer and the seconds that it took."""
+        """Return the status and duration of a request."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
         begin = time.perf_counter()
         headers = {"Content-Type": "application/json", **headers}
@@ -56,7 +56,7 @@ class Attacked:
         return self.ask("/v1/chat/completions", json.dumps(SHORT).encode())
 
     def crowd(self, data: bytes) -> None:
-        """Four hundred connections that send ``data`` and no more, for five seconds."""
+        """Open four hundred connections that send ``data`` and nothing else for five seconds."""
         with ExitStack() as stack:
             for _ in range(400):
                 address = ("127.0.0.1", self.server.port)
@@ -73,7 +73,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
 
 
 def packed(attacked: Attacked) -> None:
-    body = gzip.compress(b" " * 2**24) * 115  # two gigabytes, in less than two megabytes
+    body = gzip.compress(b" " * 2**24) * 115  # two gigabytes compressed to less than two megabytes
     attacked.ask("/v1/completions", body, **{"Content-Encoding": "gzip"})
 
 
@@ -108,7 +108,7 @@ def slow_bodies(attacked: Attacked) -> None:
     [(packed, 4), (many_messages, 2), (echoes, 2), (pattern, 3), (idle, 3), (slow_bodies, 3)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_others_are_served(
+def test_attacks_do_not_delay_others(
     attacked: Attacked, attack: Callable[[Attacked], None], times: int
 ) -> None:
     begin = time.perf_counter()

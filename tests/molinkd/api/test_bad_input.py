@@ -1,4 +1,4 @@
-"""Every request that can't be served gets a status and an envelope that names the field."""
+"""Invalid requests get a status and an envelope that names the field."""
 
 import asyncio
 import io
@@ -30,7 +30,7 @@ async def problem(response: Any, status: int) -> dict[str, Any]:
     return body["error"]
 
 
-#: More optional keys than may be tried at once.
+#: More optional keys than the compiler tries at once.
 MANY_KEYS = {"type": "object", "properties": {f"p{n}": {} for n in range(3000)}}
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
@@ -197,11 +197,11 @@ async def test_bad_fields_of_a_completion(
     ],
     ids=lambda data: repr(data[:24]),
 )
-async def test_bodies_that_are_no_request(client: TestClient, route: str, data: bytes) -> None:
+async def test_malformed_bodies(client: TestClient, route: str, data: bytes) -> None:
     await problem(await client.post(f"/v1/{route}", data=data, headers=JSON), 400)
 
 
-async def test_bodies_that_are_too_large(client: TestClient) -> None:
+async def test_oversized_bodies(client: TestClient) -> None:
     data = io.BytesIO(b'{"model":"' + b"x" * (2 * 2**20) + b'"}')
     error = await problem(await client.post("/v1/completions", data=data, headers=JSON), 413)
     assert error["code"] == "request_too_large"
@@ -213,7 +213,7 @@ async def test_bodies_that_are_too_large(client: TestClient) -> None:
     await problem(await client.post("/v1/completions", data=chunks(), headers=JSON), 413)
 
 
-async def test_no_model_at_all(client: TestClient, backend: Any) -> None:
+async def test_no_model_served(client: TestClient, backend: Any) -> None:
     backend.models = lambda: ()
     for model in ({"model": "tiny"}, {}):
         body = {**model, "messages": HI}
@@ -240,7 +240,7 @@ async def test_unknown_models(client: TestClient) -> None:
         ({"messages": [{"role": "user", "content": "z" * 600}]}, "messages"),
     ],
 )
-async def test_contexts_that_are_too_long(
+async def test_prompts_that_exceed_the_context(
     client: TestClient, fields: dict[str, Any], param: str
 ) -> None:
     response = await client.post("/v1/chat/completions", json={"model": "tiny", **fields})
@@ -321,13 +321,13 @@ async def test_an_error_after_the_stream_began(client: TestClient, backend: Any)
         assert "secret" not in text
 
 
-async def test_an_answer_without_an_end_is_an_error(client: TestClient, backend: Any) -> None:
+async def test_an_incomplete_answer_is_an_error(client: TestClient, backend: Any) -> None:
     backend.tokens = []
     body = {"model": "tiny", "prompt": "x", "ignore_eos": True}
     await problem(await client.post("/v1/completions", json=body), 500)
 
 
-async def test_a_body_that_never_comes(backend: Any, serve: Any) -> None:
+async def test_a_body_that_never_arrives(backend: Any, serve: Any) -> None:
     async with serve(backend, ApiSettings(body_timeout_s=0.05)) as slow:
         reader, writer = await asyncio.open_connection("127.0.0.1", slow.port)
         writer.write(
@@ -340,7 +340,7 @@ async def test_a_body_that_never_comes(backend: Any, serve: Any) -> None:
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
-async def test_a_text_far_beyond_the_context_is_not_even_encoded(
+async def test_a_text_far_beyond_the_context_is_not_tokenized(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
     monkeypatch.setattr(Tokenizer, "encode", None)
@@ -369,7 +369,7 @@ async def test_counts_are_checked_before_any_work(
         assert error["param"] == param
 
 
-async def test_an_echo_is_bounded_over_all_answers(
+async def test_echo_is_bounded_over_all_answers(
     client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_plan, "MAX_ECHO_CHARACTERS", 100)

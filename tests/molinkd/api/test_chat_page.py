@@ -1,4 +1,4 @@
-"""The chat page as it is served: files, headers; and what it is told of the swarm."""
+"""The chat page's files and headers, and the swarm summary."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestClient
 from molink.errors import Unavailable
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.swarm_summary import summarize_swarm
-from tests.molinkd.cli.top.swarms import peer, ring, told
+from tests.molinkd.cli.top.swarms import decode, peer, ring
 from tests.support.fake_backend import FakeBackend
 
 FOLDER = Path(str(files("molink"))) / "data" / "page"
@@ -52,7 +52,7 @@ async def test_its_files_are_served_and_no_others(client: TestClient) -> None:
     assert (await client.get("/page/vendor/vendored.toml")).status == 404
 
 
-async def test_a_browser_that_has_a_file_is_told_so(client: TestClient) -> None:
+async def test_cached_files_are_not_sent_again(client: TestClient) -> None:
     first = await client.get("/page/main.js")
     again = {"If-None-Match": first.headers["ETag"]}
     response = await client.get("/page/main.js", headers=again)
@@ -61,9 +61,7 @@ async def test_a_browser_that_has_a_file_is_told_so(client: TestClient) -> None:
     assert (await client.get("/page/base.css", headers=again)).status == 200
 
 
-async def test_the_page_needs_no_key_but_what_it_shows_does(
-    backend: FakeBackend, serve: Any
-) -> None:
+async def test_the_page_needs_no_key_but_its_data_does(backend: FakeBackend, serve: Any) -> None:
     async with serve(backend, ApiSettings(api_key="k")) as client:
         for path in ("/", "/page/main.js", "/page/vendor/marked.js"):
             assert (await client.get(path)).status == 200
@@ -73,7 +71,7 @@ async def test_the_page_needs_no_key_but_what_it_shows_does(
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
-def test_our_own_files_ask_nobody_else_and_make_no_html(path: Path) -> None:
+def test_page_files_load_nothing_foreign_and_insert_no_html(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     outside = re.findall(r"(?:https?:)?//[\w-]+\.[\w.-]+", text)
     assert set(outside) <= {"http://www.w3.org"}  # the namespace of SVG
@@ -82,7 +80,7 @@ def test_our_own_files_ask_nobody_else_and_make_no_html(path: Path) -> None:
     assert len(text.splitlines()) < 400
 
 
-def test_what_others_wrote_is_as_it_was_published() -> None:
+def test_vendored_files_are_unmodified() -> None:
     vendor = FOLDER / "vendor"
     listed = tomllib.loads((vendor / "vendored.toml").read_text(encoding="utf-8"))
     named = {"vendored.toml"}
@@ -99,9 +97,11 @@ def test_what_others_wrote_is_as_it_was_published() -> None:
 # --- the swarm ------------------------------------------------------------------------------------
 
 
-async def test_what_is_told_of_the_swarm(client: TestClient, backend: FakeBackend) -> None:
+async def test_the_swarm_summary(client: TestClient, backend: FakeBackend) -> None:
     backend.swarm = ring(["attic", "<b>\u202eevil\x1b[2J"])
-    backend.swarm["knocks"] = [{"name": "new", "code": "4827-1931", "address": "192.168.1.9"}]
+    backend.swarm["pairing_requests"] = [
+        {"name": "new", "code": "4827-1931", "address": "192.168.1.9"}
+    ]
     response = await client.get("/swarm")
     text = await response.text()
     shown = json.loads(text)
@@ -109,18 +109,20 @@ async def test_what_is_told_of_the_swarm(client: TestClient, backend: FakeBacken
     assert [stage["pc"] for stage in first["stages"]] == ["attic", "<b>evil\\x1b[2J"]
     assert [stage["layers"] for stage in first["stages"]] == [[0, 12], [12, 24]]
     assert [stage["busy"] for stage in first["stages"]] == [34, 35]
-    assert (shown["ready"], shown["here"], shown["knocks"]) == (True, 2, 1)
+    assert (shown["ready"], shown["here"], shown["pairing_requests"]) == (True, 2, 1)
     for secret in ("4827", "192.168.1.9", "0000000000000001", '"pid"'):
         assert secret not in text
 
 
-async def test_many_pages_cost_one_question(client: TestClient, backend: FakeBackend) -> None:
+async def test_many_pages_share_one_status_request(
+    client: TestClient, backend: FakeBackend
+) -> None:
     for _ in range(5):
         assert (await client.get("/swarm")).status == 200
     assert backend.status_asked < 5
 
 
-async def test_a_status_that_cannot_be_told(
+async def test_an_unavailable_status(
     client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def status() -> bytes:
@@ -132,10 +134,10 @@ async def test_a_status_that_cannot_be_told(
     assert (await response.json())["error"]["message"] == "the daemon is too busy"
 
 
-def test_how_one_more_pc_joins() -> None:
+def test_join_commands() -> None:
     listens = ["127.0.0.1:5466", "192.168.1.7:5466", "[fd00::7]:5466", "pc;rm -rf /:1", "pc:x"]
     status = {"coordinator": {"state": "running", "addresses": listens}}
-    shown = summarize_swarm(told(status))
+    shown = summarize_swarm(decode(status))
     assert shown.join == ("molink join", "molink join 192.168.1.7", "molink join [fd00::7]")
     assert not shown.ready
 
@@ -145,9 +147,9 @@ def test_pcs_without_a_stage() -> None:
         peer(1, "spare"),
         peer(2, "phone", stage="none"),
         peer(3, "game", paused="paused: its GPU is busy"),
-        peer(4, "gone", state="away"),
+        peer(4, "gone", state="offline"),
     ]
-    shown = summarize_swarm(told({"peers": peers}))
+    shown = summarize_swarm(decode({"peers": peers}))
     assert [one.doing for one in shown.others] == [
         "spare",
         "endpoint only",

@@ -1,4 +1,4 @@
-"""Whoever opens many connections, or sends slowly, or takes nothing, shuts nobody out."""
+"""Clients with many connections, slow bodies or no reads do not lock out others."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ Dial = Callable[[bytes], socket.socket]
 
 @contextmanager
 def serving(backend: FakeBackend, **settings: Any) -> Iterator[tuple[EndpointServer, Dial]]:
-    """An endpoint, and what opens a connection to it and sends."""
+    """An endpoint, and a function that opens a connection and sends."""
     server = EndpointServer(backend, ApiSettings(**settings), InlineReader())
     server.start(0)
     with ExitStack() as stack:
@@ -47,7 +47,7 @@ def serving(backend: FakeBackend, **settings: Any) -> Iterator[tuple[EndpointSer
 
 
 def status(connection: socket.socket) -> int:
-    """The status of one answer, read with its head and its short body."""
+    """Read the status of one answer with its head and short body."""
     head = b""
     while b"\r\n\r\n" not in head:
         part = connection.recv(65536)
@@ -83,7 +83,7 @@ class _Idle:
 
 
 class _Peer:
-    """A transport, as far as it tells where a client is."""
+    """A transport that knows its client's address."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -93,7 +93,7 @@ class _Peer:
 
 
 @pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: lo", GET, POST % (99, b"{")])
-def test_what_is_idle_or_slow_longest_goes_first(backend: FakeBackend, start: bytes) -> None:
+def test_the_longest_idle_or_slowest_goes_first(backend: FakeBackend, start: bytes) -> None:
     with serving(backend, max_connections=4) as (_, dial):
         first = dial(start)
         others = [dial(start) for _ in range(20)]
@@ -103,7 +103,7 @@ def test_what_is_idle_or_slow_longest_goes_first(backend: FakeBackend, start: by
         assert others
 
 
-def test_an_answer_under_way_is_never_cut_off_for_another(backend: FakeBackend) -> None:
+def test_a_running_answer_is_never_cut_off_for_another(backend: FakeBackend) -> None:
     backend.gate = asyncio.Semaphore(0)
     with serving(backend, max_connections=3) as (server, dial):
         busy = [dial(POST % (len(BODY), BODY)) for _ in range(3)]
@@ -132,7 +132,7 @@ def test_one_key_leaves_connections_for_another(backend: FakeBackend) -> None:
         refused = until_closed(dial(once))
         assert b" 429 " in refused.splitlines()[0]
         assert b'"code":"too_many_connections"' in refused
-        assert status(dial(GET)) == 200, "probes are no matter of shares"
+        assert status(dial(GET)) == 200, "probes do not count"
         other = dial(keyed(b"o"))
         working(server, backend, 9)
         assert server.loop is not None
@@ -142,13 +142,13 @@ def test_one_key_leaves_connections_for_another(backend: FakeBackend) -> None:
         assert status(dial(keyed(b"g"))) == 200
 
 
-def test_greedy_clients_come_to_have_the_same_share_and_leave_some() -> None:
+def test_greedy_clients_converge_to_equal_shares_and_leave_some() -> None:
     settings = ApiSettings(api_keys={"a": "a", "b": "b"})
     connections = Connections(None, settings, None)  # type: ignore[arg-type]
     held: dict[str, list[Any]] = {"a": [], "b": [], "c": []}
 
     def fill(name: str) -> None:
-        """Ask until it is refused."""
+        """Send requests until one is rejected."""
         while True:
             connection: Any = object()
             try:
@@ -159,7 +159,7 @@ def test_greedy_clients_come_to_have_the_same_share_and_leave_some() -> None:
 
     fill("a")
     assert len(held["a"]) == 455
-    for _ in range(2000):  # an answer of a's ends; b asks first
+    for _ in range(2000):  # an answer of a ends; b asks first
         connections.remove_connection(held["a"].pop(0))
         fill("b")
         fill("a")
@@ -169,7 +169,7 @@ def test_greedy_clients_come_to_have_the_same_share_and_leave_some() -> None:
     assert len(held["c"]) >= 25
 
 
-def test_who_opens_most_loses_the_idle_ones() -> None:
+def test_the_client_with_most_idle_connections_loses_one() -> None:
     connections = Connections(None, ApiSettings(max_connections=4), None)  # type: ignore[arg-type]
     quiet, *loud = (_Idle() for _ in range(6))
     for address, each in (("10.0.0.1", quiet), *(("10.0.0.2", one) for one in loud)):
@@ -178,7 +178,7 @@ def test_who_opens_most_loses_the_idle_ones() -> None:
     assert [one.closed for one in loud] == [True, True, False, False, False]
 
 
-def test_a_crowd_of_slow_bodies_is_no_fault_of_ours(
+def test_many_slow_bodies_are_not_a_server_error(
     backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -196,7 +196,7 @@ def test_a_slow_body_is_refused(backend: FakeBackend) -> None:
         assert b"bytes per second" in answer
 
 
-def test_only_so_many_bodies_are_under_way(backend: FakeBackend) -> None:
+def test_concurrent_bodies_are_limited(backend: FakeBackend) -> None:
     with serving(backend, max_bodies=2) as (_, dial):
         first = dial(POST % (99, b"{"))
         until = [dial(POST % (99, b"{")) for _ in range(2)]
@@ -205,7 +205,7 @@ def test_only_so_many_bodies_are_under_way(backend: FakeBackend) -> None:
         assert until
 
 
-def test_a_client_that_takes_nothing_is_cut_off(
+def test_a_client_that_does_not_read_is_cut_off(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = {f"{'x' * 4000}{number}": 1.0 for number in range(1000)}
@@ -222,7 +222,7 @@ def test_a_client_that_takes_nothing_is_cut_off(
         assert len(until_closed(lazy)) < 12_000_000
 
 
-def test_a_packed_body_is_not_even_unpacked(backend: FakeBackend) -> None:
+def test_a_compressed_body_is_never_decompressed(backend: FakeBackend) -> None:
     headers = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Encoding: %s\r\nContent-Length: %d\r\n\r\n%s"
@@ -243,7 +243,9 @@ def test_a_packed_body_is_not_even_unpacked(backend: FakeBackend) -> None:
             assert b"HTTP/1.1 200 OK" in received
 
 
-def test_probes_are_no_news(backend: FakeBackend, caplog: pytest.LogCaptureFixture) -> None:
+def test_probes_are_logged_at_debug_level(
+    backend: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     with serving(backend) as (_, dial):
         for path in (b"/health", b"/readyz", b"/metrics", b"/"):

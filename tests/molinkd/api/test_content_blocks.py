@@ -1,4 +1,4 @@
-"""What an answer's parts become: blocks, one after the other, however the answer was cut."""
+"""An answer's parts become consecutive blocks, however the answer was chunked."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +48,7 @@ def steps_of(pieces: list[TextPiece]) -> tuple[list[BlockEvent], BlockReader]:
 
 
 @given(RUNS, st.integers(1, 4))
-def test_cuts_change_nothing(runs: list[list[AnswerPart]], size: int) -> None:
+def test_chunk_boundaries_change_nothing(runs: list[list[AnswerPart]], size: int) -> None:
     parts = [part for run in runs for part in run]
     pieces = [TextPiece("", parts=parts[at : at + size]) for at in range(0, len(parts), size)]
     steps, reader = steps_of(pieces)
@@ -56,7 +56,7 @@ def test_cuts_change_nothing(runs: list[list[AnswerPart]], size: int) -> None:
     assert blocks == read_blocks([TextPiece("", parts=parts)])
     assert blocks
     assert [block.index for block in blocks] == list(range(len(blocks)))
-    # Each begins when the one before has ended, and what it grows by is what it is.
+    # Each block starts after the previous one ended, and its growth adds up to its text.
     ends = [step for step in steps if not isinstance(step, BlockGrownEvent)]
     assert ends == [
         step for block in blocks for step in (BlockStartedEvent(block), BlockEndedEvent(block))
@@ -83,7 +83,7 @@ def test_logprobs_stay_with_texts() -> None:
     assert (call.name, call.logprobs) == ("f", [])
 
 
-def test_arguments_that_are_no_object() -> None:
+def test_arguments_that_are_not_an_object() -> None:
     for text in ("", "[]", '{"a": 1', "{} {}", "[" * 100_000, '"x"', '{"a": NaN}'):
         (call,) = read_blocks(
             [TextPiece("", parts=[ToolCallBegin(0, "f"), ToolCallArguments(0, text)])]
@@ -92,7 +92,7 @@ def test_arguments_that_are_no_object() -> None:
         assert call.as_text() == f"f({text})"
 
 
-def test_fields_are_called_as_their_protocol_does() -> None:
+def test_field_names_follow_the_protocol() -> None:
     names = {
         "messages": "input",
         "tools[].function": "tools[]",

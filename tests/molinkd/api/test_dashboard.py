@@ -1,4 +1,4 @@
-"""What the dashboard in ``docs`` asks Prometheus for is there, and every figure is described."""
+"""The metrics of the dashboard in ``docs`` exist, and every metric has a description."""
 
 import json
 import re
@@ -12,18 +12,18 @@ _NAME = re.compile(r"molink_\w+")
 
 
 def asked() -> set[str]:
-    """Names of all samples that the dashboard asks for."""
+    """Return all sample names in the dashboard's queries."""
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     texts += [str(variable["query"]) for variable in dashboard["templating"]["list"]]
     return {name for text in texts for name in _NAME.findall(text)}
 
 
-def test_what_the_dashboard_asks_for_is_there() -> None:
+def test_dashboard_metrics_exist() -> None:
     known = {f"molink_{name}" for name in HELP} | {"molink_build_info"}
     known |= {family.name for family in RequestRecorder().metric_families()}
     names = {re.sub(r"_(total|bucket)$", "", name) for name in asked()}
-    families = {name for name in names if name.endswith("_")}  # of a pattern
+    families = {name for name in names if name.endswith("_")}  # part of a pattern
     assert names - families <= known
     assert all(any(name.startswith(family) for name in known) for family in families)
     assert len(names) > 25
@@ -42,8 +42,8 @@ def test_panels_do_not_overlap() -> None:
     assert all(panel["title"] and panel["description"] for panel in panels)
 
 
-def test_texts_say_more_than_names() -> None:
-    """A help text has to tell something that isn't in the name."""
+def test_help_texts_add_to_the_name() -> None:
+    """A help text has information beyond the name."""
     for name, text in HELP.items():
         assert text.endswith("."), name
         words = set(re.findall(r"[a-z]+", text.lower()))

@@ -1,4 +1,4 @@
-"""Whose turn a request's is, and until when its answer has to end: in every protocol."""
+"""Priority and time limits of requests, in every protocol."""
 
 import asyncio
 import itertools
@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestClient
 from tests.support.fake_backend import FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]
-#: A body for each route that generates, and where in it the fields are.
+#: A body for each generating route, and the path of its scheduling fields.
 ROUTES: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/chat/completions": ({"messages": HI}, ""),
     "/v1/completions": ({"prompt": "hi", "max_tokens": 99}, ""),
@@ -21,7 +21,7 @@ ROUTES: dict[str, tuple[dict[str, Any], str]] = {
     "/api/chat": ({"messages": HI}, "options"),
     "/api/generate": ({"prompt": "hi"}, "options"),
 }
-#: How the end of a whole answer looks that was cut off, and of a stream of it.
+#: The end of a truncated answer, whole and streamed.
 CUT = {
     "/v1/chat/completions": ('"finish_reason":"length"', "data: [DONE]"),
     "/v1/completions": ('"finish_reason":"length"', "data: [DONE]"),
@@ -38,7 +38,7 @@ def body_of(path: str, stream: bool = False, **fields: object) -> dict[str, Any]
 
 
 class Clock:
-    """The running loop's, which can be put forward."""
+    """The running loop's clock, which tests can advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead = 0.0
@@ -66,7 +66,7 @@ async def test_the_fields_are_in_every_protocol(
     ("field", "value"),
     [("timeout", 0), ("timeout", 86401), ("timeout", "10s"), ("priority", 0.5)],
 )
-async def test_values_that_cannot_be_are_refused(
+async def test_invalid_values_are_rejected(
     client: TestClient, path: str, field: str, value: object
 ) -> None:
     answer = await client.post(path, json=body_of(path, **{field: value}))
@@ -88,7 +88,7 @@ async def test_openapi_has_them(client: TestClient, path: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
-async def test_an_answer_over_its_time_ends_with_what_it_has(
+async def test_an_answer_past_its_deadline_is_truncated(
     client: TestClient,
     backend: FakeBackend,
     monkeypatch: pytest.MonkeyPatch,
@@ -114,7 +114,7 @@ async def test_an_answer_over_its_time_ends_with_what_it_has(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
-async def test_where_nothing_came_in_time_it_is_an_error(
+async def test_no_token_before_the_deadline_is_an_error(
     client: TestClient,
     backend: FakeBackend,
     monkeypatch: pytest.MonkeyPatch,
@@ -125,7 +125,7 @@ async def test_where_nothing_came_in_time_it_is_an_error(
     clock = Clock(monkeypatch)
     asking = asyncio.create_task(client.post(path, json=body_of(path, stream, timeout=5)))
     await backend.until_running(1)
-    clock.ahead = 6  # less than until a stream says that it is still there
+    clock.ahead = 6  # shorter than the keepalive interval
     answer = await asking
     assert answer.status == 504
     assert answer.headers["X-Should-Retry"] == "false"
@@ -138,7 +138,7 @@ async def test_where_nothing_came_in_time_it_is_an_error(
         assert (await answer.json())["error"]["type"] == "timeout_error"
 
 
-async def test_of_several_answers_each_ends_with_what_it_has(
+async def test_each_of_several_answers_is_truncated(
     client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend.gate = asyncio.Semaphore(3)
@@ -153,7 +153,7 @@ async def test_of_several_answers_each_ends_with_what_it_has(
     assert answer["usage"]["completion_tokens"] == 3
 
 
-async def test_reading_the_prompt_counts(
+async def test_tokenizing_counts_against_the_deadline(
     client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = itertools.count(0, 50)

@@ -1,4 +1,4 @@
-"""What clients see while nothing can serve, and when the endpoint ends."""
+"""What clients get while no pipeline is ready, and at shutdown."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ CHAT = {"model": "tiny", "messages": HI}
         ("/v1/responses", {"stream": True, "input": "hi"}, b": waiting\n", b"}\n\n"),
     ],
 )
-async def test_a_client_that_waits_hears_that_somebody_is_there(
+async def test_a_waiting_client_gets_keepalives(
     backend: FakeBackend, serve: Any, path: str, body: dict[str, Any], sign: bytes, end: bytes
 ) -> None:
     backend.gate = asyncio.Semaphore(0)
@@ -45,9 +45,7 @@ async def test_a_client_that_waits_hears_that_somebody_is_there(
     assert b'"H"' in rest
 
 
-async def test_what_fails_while_it_waits_is_told_in_the_stream(
-    backend: FakeBackend, serve: Any
-) -> None:
+async def test_an_error_while_waiting_ends_the_stream(backend: FakeBackend, serve: Any) -> None:
     backend.gate, backend.error = asyncio.Semaphore(0), Unavailable("nobody came")
     async with serve(backend, ApiSettings(keepalive_interval_s=0.01)) as client:
         response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
@@ -58,7 +56,7 @@ async def test_what_fails_while_it_waits_is_told_in_the_stream(
 
 
 @pytest.mark.parametrize("waited", [False, True])
-def test_who_has_waited_does_not_wait_twice_more(
+def test_clients_do_not_retry_after_a_long_wait(
     endpoint: EndpointServer, backend: FakeBackend, waited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_module, "_NO_RETRY_AFTER_S", -1.0 if waited else 60.0)
@@ -109,7 +107,9 @@ async def test_streams_are_finished(ending: EndpointServer, backend: FakeBackend
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_takes_too_long_is_told_why(backend: FakeBackend, stream: bool) -> None:
+async def test_answers_beyond_the_grace_period_get_a_reason(
+    backend: FakeBackend, stream: bool
+) -> None:
     endpoint = EndpointServer(backend, ApiSettings(shutdown_grace_period_s=0.05), InlineReader())
     endpoint.start(0)
     backend.gate = asyncio.Semaphore(1)
@@ -129,7 +129,7 @@ async def test_what_takes_too_long_is_told_why(backend: FakeBackend, stream: boo
     assert backend.running == 0
 
 
-async def test_models_that_can_serve_nothing_fail_at_once(
+async def test_models_without_context_fail_at_once(
     client: TestClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "list_models", list)

@@ -1,4 +1,4 @@
-"""``tool_choice`` ``required`` and named, through a whole ring, of a model that knows no tools."""
+"""``tool_choice`` ``required`` and named, on a real ring with a model without tool training."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 @contextmanager
 def toy(folder: Path, template: str) -> Iterator[openai.OpenAI]:
-    """The bundled model, with another chat template."""
+    """The bundled model with another chat template."""
     torch.set_num_threads(1)
     shutil.copytree(find_demo_model().path, folder)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -63,7 +63,7 @@ def ask(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_call_comes_and_fits_its_schema(
+def test_a_required_call_matches_its_schema(
     ask: openai.OpenAI, choice: Any, temperature: float
 ) -> None:
     answer = ask.chat.completions.create(
@@ -90,8 +90,8 @@ def test_a_call_comes_and_fits_its_schema(
         assert arguments == {}
 
 
-def test_an_answer_of_a_given_form_is_content(tmp_path: Path) -> None:
-    """Also where the prompt has opened what the model thinks, and where tools are offered."""
+def test_a_structured_answer_is_content(tmp_path: Path) -> None:
+    """Also if the prompt opens the reasoning, and if tools are offered."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": WEATHER}}
     with toy(tmp_path / "tiny", tool_templates.THINKING) as ask:
         for tools in ([], TOOLS):

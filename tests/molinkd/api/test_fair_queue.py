@@ -1,4 +1,4 @@
-"""Owners take turns; each one's items come in order; there are only so many."""
+"""Clients are served round-robin, in order per client, up to a limit."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from molink.errors import Overloaded
 from molinkd.api.fair_queue import FairQueue
 
 
-def test_who_has_much_waits_for_his_own() -> None:
+def test_a_busy_client_waits_for_its_own_items() -> None:
     queue: FairQueue[str] = FairQueue(10)
     for item in ("a1", "a2", "a3", "b1", "c1"):
         queue.add_item(item[0], item)
@@ -17,7 +17,7 @@ def test_who_has_much_waits_for_his_own() -> None:
     assert [queue.pop_item() for _ in range(5)] == ["c1", "a2", "b2", "a3", None]
 
 
-def test_only_so_many_wait() -> None:
+def test_the_queue_is_bounded() -> None:
     queue: FairQueue[int] = FairQueue(2)
     queue.add_item("a", 1)
     queue.add_item("b", 2)
@@ -28,18 +28,18 @@ def test_only_so_many_wait() -> None:
     assert len(queue) == 2
 
 
-def test_a_full_queue_has_a_place_for_who_has_less() -> None:
+def test_a_full_queue_admits_a_client_with_fewer_items() -> None:
     queue: FairQueue[str] = FairQueue(4)
     for item in ("a1", "a2", "a3", "b1"):
         queue.add_item(item[0], item)
     assert queue.add_item("c", "c1") == "a3"
     with pytest.raises(Overloaded):
-        queue.add_item("c", "c2")  # a has one more: nobody gains by turns
+        queue.add_item("c", "c2")  # a already has one more, so displacing gains nothing
     assert queue.add_item("d", "d1") == "a2"
     assert [queue.pop_item() for _ in range(5)] == ["a1", "b1", "c1", "d1", None]
 
 
-def test_what_is_wanted_no_more_takes_no_place() -> None:
+def test_discarded_items_free_their_slot() -> None:
     queue: FairQueue[str] = FairQueue(2)
     queue.add_item("a", "a1")
     queue.add_item("b", "b1")
@@ -51,7 +51,7 @@ def test_what_is_wanted_no_more_takes_no_place() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
-def test_nothing_is_lost_or_overtaken_by_its_owner(steps: list[tuple[str, bool]]) -> None:
+def test_items_keep_their_order_and_none_is_lost(steps: list[tuple[str, bool]]) -> None:
     queue: FairQueue[tuple[str, int]] = FairQueue(100)
     put: list[tuple[str, int]] = []
     taken: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""Whatever is sent, the endpoint answers below 500, soon, and goes on."""
+"""The endpoint answers any input promptly and below 500, and keeps running."""
 
 import asyncio
 import http.client
@@ -19,7 +19,7 @@ from tests.support.fake_backend import FakeBackend, build_model
 from tests.support.http_fuzz import OTHERS, random_body, random_bytes, random_other
 from tests.support.tool_templates import HERMES
 
-#: Quick enough that a request which never becomes complete holds nothing up.
+#: Short timeouts, so that incomplete requests hold nothing up.
 QUICK = ApiSettings(
     header_timeout_s=0.5,
     body_timeout_s=0.5,
@@ -27,14 +27,14 @@ QUICK = ApiSettings(
     keepalive_s=0.5,
     max_concurrent_bodies=256,
 )
-#: Connections of random bytes that are open at once.
+#: Concurrent connections with random bytes.
 AT_ONCE = 64
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 
 
 @pytest.fixture
 def backend(tmp_path: Path) -> FakeBackend:
-    """A model that takes tools, and calls one."""
+    """A model that accepts tools and calls one."""
     folder = build_model(tmp_path / "tiny", HERMES)
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     return FakeBackend(folder, "ok" + call, context=4096)
@@ -79,7 +79,7 @@ def test_bodies(fuzzed: EndpointServer, seed: int, count: int) -> None:
             response = connection.getresponse()
             answer = response.read()
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-            # It had been idle for as long as the endpoint allows: as any client would, once more.
+            # The connection was idle too long: retry once, as any client would.
             connection.close()
             connection.request("POST", f"/v1/{route}", data, {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -158,11 +158,11 @@ async def test_bytes(fuzzed: EndpointServer, seed: int, count: int) -> None:
 
     async with asyncio.TaskGroup() as group:
         for number in range(count):
-            await turns.acquire()  # so that they are sent while others are made
+            await turns.acquire()  # sent while others are generated
             data = random_bytes(rng)
             leaves, cut = rng.random() < 0.2, rng.randrange(len(data) + 1)
             group.create_task(attack(number, data, leaves, cut))
-    # Rarer ones may all have become 408 where the processor is busy.
+    # Rarer statuses may all have become 408 on a busy processor.
     assert {200, 400, 404} <= seen
     health = http.client.HTTPConnection("127.0.0.1", fuzzed.port, timeout=60)
     health.request("GET", "/health")

@@ -1,4 +1,4 @@
-"""Hostile schemas, tools and lists at every route that takes them: a 400 names the field."""
+"""Hostile schemas, tools and lists on every route that takes them: a 400 names the field."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestClient
 from tests.support import tool_templates
 from tests.support.tool_answers import HI, PARIS, backend_of
 
-#: Where a schema stands: the route, the body around it, and the field that errors name.
+#: Location of a schema: the route, the body around it, and the field in errors.
 FORMS: dict[str, tuple[str, Any, str]] = {
     "chat": (
         "/v1/chat/completions",
@@ -100,7 +100,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     },
     "deep": nested(200),
 }
-#: That a schema goes on for ever is no reason to refuse it.
+#: Recursion alone is no reason to reject a schema.
 TREE = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "more": {"type": "array", "items": {"$ref": "#"}}},
@@ -130,7 +130,9 @@ async def refused(client: TestClient, path: str, body: dict[str, Any], field: st
 
 @pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("place", FORMS.values(), ids=FORMS)
-async def test_forms(client: TestClient, place: Any, schema: dict[str, Any]) -> None:
+async def test_structured_output_fields(
+    client: TestClient, place: Any, schema: dict[str, Any]
+) -> None:
     path, body, field = place
     await refused(client, path, body(schema), field)
 
@@ -143,7 +145,7 @@ async def test_tools(client: TestClient, place: Any, schema: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("place", [*FORMS.values(), *TOOLS.values()], ids=[*FORMS, *TOOLS])
-async def test_a_schema_of_itself_is_taken(client: TestClient, place: Any) -> None:
+async def test_a_recursive_schema_is_accepted(client: TestClient, place: Any) -> None:
     path, body, _ = place
     response = await client.post(path, json={"model": "tiny", **body(TREE)})
     assert response.status == 200, await response.text()

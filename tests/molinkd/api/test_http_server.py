@@ -1,4 +1,4 @@
-"""The endpoint's thread, its ports and its connections."""
+"""The endpoint's thread, ports and connections."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def test_the_next_free_port(backend: Any) -> None:
         first.stop()
 
 
-def test_a_port_that_was_chosen_is_taken_or_none(backend: Any) -> None:
+def test_a_chosen_port_is_used_or_fails(backend: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match=f"port {port} is taken"):
@@ -90,7 +90,7 @@ def test_running_answers_end_with_the_endpoint(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n"])
-def test_what_is_no_http_gets_an_envelope(endpoint: EndpointServer, junk: bytes) -> None:
+def test_invalid_http_gets_an_envelope(endpoint: EndpointServer, junk: bytes) -> None:
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=60) as connection:
         connection.sendall(junk)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -102,7 +102,7 @@ def test_what_is_no_http_gets_an_envelope(endpoint: EndpointServer, junk: bytes)
 
 
 @pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: lo"])
-def test_a_connection_that_says_nothing_is_closed(backend: Any, start: bytes) -> None:
+def test_a_silent_connection_is_closed(backend: Any, start: bytes) -> None:
     server = EndpointServer(backend, ApiSettings(header_timeout_s=0.05), InlineReader())
     port = server.start(0)
     try:

@@ -1,4 +1,4 @@
-"""How late a loop is: found while it matters, and no longer."""
+"""Delay of a loop, sampled only while needed."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ import time
 from molinkd.api.loop_delay import SAMPLE_INTERVAL_S, LoopDelaySampler
 
 
-async def test_a_loop_that_is_kept_busy_is_late() -> None:
+async def test_a_blocked_loop_is_late() -> None:
     found: asyncio.Queue[float] = asyncio.Queue()
     delay = LoopDelaySampler(found.put_nowait, lambda: found.qsize() < 2)
     delay.start_sampling()
@@ -16,7 +16,7 @@ async def test_a_loop_that_is_kept_busy_is_late() -> None:
     assert await found.get() >= 0
 
 
-async def test_it_ends_when_it_is_not_needed_and_begins_again() -> None:
+async def test_sampling_stops_when_unneeded_and_restarts() -> None:
     found: asyncio.Queue[float] = asyncio.Queue()
     delay = LoopDelaySampler(found.put_nowait, lambda: False)
     for _ in range(2):

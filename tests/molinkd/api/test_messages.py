@@ -1,4 +1,4 @@
-"""``/v1/messages``: Anthropic's client against a real endpoint, and what is refused."""
+"""``/v1/messages``: Anthropic's client against a real endpoint, and rejected fields."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def test_whole(ask: anthropic.Anthropic, backend: FakeBackend) -> None:
             *HI,
         ],
         system=[{"type": "text", "text": "Be brief."}],
-        extra_body={"temperature": 0.5, "top_k": 4},  # newer clients have no names for them
+        extra_body={"temperature": 0.5, "top_k": 4},  # newer clients lack names for them
     )
     assert (answer._request_id or "").startswith("req_")
     part = answer.content[0]
@@ -53,7 +53,7 @@ def test_whole(ask: anthropic.Anthropic, backend: FakeBackend) -> None:
     assert text.startswith("<|start|>system\nBe brief.<|end|>\n<|start|>user\na<|end|>\n")
 
 
-def test_why_it_ended(ask: anthropic.Anthropic) -> None:
+def test_stop_reasons(ask: anthropic.Anthropic) -> None:
     cut = ask.messages.create(model="tiny", max_tokens=2, messages=HI)
     assert cut.stop_reason == "max_tokens"
     stopped = ask.messages.create(

@@ -1,4 +1,4 @@
-"""``/v1/messages``: tools, thoughts and forms, by Anthropic's client, whole and streamed."""
+"""``/v1/messages``: tools, reasoning and structured output with Anthropic's client."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +52,7 @@ def check(content: Any) -> None:
     assert first.id != second.id
 
 
-def test_whole_and_back_again(ask: anthropic.Anthropic, family: FakeBackend) -> None:
+def test_whole_and_round_trip(ask: anthropic.Anthropic, family: FakeBackend) -> None:
     answer = ask.messages.create(**OPTIONS, tools=TOOLS, thinking={"type": "adaptive"})
     check(answer.content)
     assert answer.stop_reason == "tool_use"
@@ -109,8 +109,8 @@ def test_choices(ask: anthropic.Anthropic, family: FakeBackend) -> None:
 
 
 @pytest.mark.parametrize("family", ["thinking"], indirect=True)
-def test_calls_that_are_cut_or_wrong(ask: anthropic.Anthropic, family: FakeBackend) -> None:
-    """Nobody is given a call without the arguments that the model meant."""
+def test_truncated_or_invalid_calls(ask: anthropic.Anthropic, family: FakeBackend) -> None:
+    """Calls without valid arguments are not passed on as calls."""
     ids = family.tokenizer.encode(family.answer.partition("Paris")[0])
     answer = ask.messages.create(**OPTIONS | {"max_tokens": len(ids)}, tools=TOOLS)
     assert answer.stop_reason == "max_tokens"
@@ -130,7 +130,7 @@ class Weather(pydantic.BaseModel):
     city: str
 
 
-def test_a_form(ask: anthropic.Anthropic, family: FakeBackend) -> None:
+def test_a_json_schema(ask: anthropic.Anthropic, family: FakeBackend) -> None:
     whole, family.answer = family.answer, PARIS
     try:
         answer = ask.messages.parse(**OPTIONS, output_format=Weather)

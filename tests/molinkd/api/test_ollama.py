@@ -1,4 +1,4 @@
-"""Ollama's routes: its own client against a real endpoint, and what it doesn't look at."""
+"""Ollama's routes: its own client against a real endpoint, and rejected fields."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ def test_a_stream(ask: ollama.Client, backend: FakeBackend) -> None:
     assert [chunk.done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1].done_reason == "stop"
     assert chunks[-1].eval_count == len(backend.tokenizer.encode(backend.answer)) + 1
-    # Nothing was said of a limit, so there is none.
+    # Without a limit the answer may use the whole context.
     request = backend.requests[0]
     assert request.max_tokens == CONTEXT - len(request.prompt_token_ids)
 
@@ -161,7 +161,7 @@ async def test_bad_fields_are_named(
         raise AssertionError((await response.json())["error"])
 
 
-async def test_leaving_a_stream_frees_it(client: TestClient, backend: FakeBackend) -> None:
+async def test_closing_a_stream_cancels_it(client: TestClient, backend: FakeBackend) -> None:
     backend.gate = asyncio.Semaphore(1)
     response = await client.post("/api/chat", json={"model": "tiny", "messages": HI})
     assert response.headers["Content-Type"].startswith("application/x-ndjson")

@@ -1,4 +1,4 @@
-"""Ollama's routes: tools, thoughts and forms, by its own client, whole and streamed."""
+"""Ollama's routes: tools, reasoning and structured output with its client, whole and streamed."""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def called(message: ollama.Message) -> list[tuple[str, Any]]:
     return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
 
 
-def test_whole_and_back_again(ask: ollama.Client, family: FakeBackend) -> None:
+def test_whole_and_round_trip(ask: ollama.Client, family: FakeBackend) -> None:
     answer = ask.chat("tiny", HI, tools=TOOLS, think=True)
     said = answer.message
     assert (said.thinking, said.content) == ("Hm.", "Let me see.")
@@ -79,12 +79,12 @@ def now(zone: str) -> str:
     return zone
 
 
-def test_functions_of_python_are_tools(ask: ollama.Client, family: FakeBackend) -> None:
+def test_python_functions_are_tools(ask: ollama.Client, family: FakeBackend) -> None:
     assert called(ask.chat("tiny", HI, tools=[now]).message) == [("now", {})]
     assert "zone" in prompt_of(family)
 
 
-def test_what_is_thought_about_a_prompt(ask: ollama.Client) -> None:
+def test_reasoning_of_a_prompt(ask: ollama.Client) -> None:
     answer = ask.generate("tiny", "x")
     assert answer.thinking == "Hm."
     assert (answer.response or "").startswith("Let me see.")
@@ -93,7 +93,7 @@ def test_what_is_thought_about_a_prompt(ask: ollama.Client) -> None:
     assert "".join(part.response or "" for part in parts) == answer.response
 
 
-def test_a_call_that_is_cut_off_is_text(ask: ollama.Client, family: FakeBackend) -> None:
+def test_a_truncated_call_is_text(ask: ollama.Client, family: FakeBackend) -> None:
     options = {"num_predict": len(family.tokenizer.encode(family.answer.partition("Paris")[0]))}
     answer = ask.chat("tiny", HI, tools=TOOLS, options=options)
     assert called(answer.message) == []
@@ -108,7 +108,7 @@ class Weather(pydantic.BaseModel):
     city: str
 
 
-def test_forms(ask: ollama.Client, family: FakeBackend) -> None:
+def test_structured_output_fields(ask: ollama.Client, family: FakeBackend) -> None:
     whole, family.answer = family.answer, PARIS
     try:
         for form in (Weather.model_json_schema(), "json"):
@@ -122,7 +122,7 @@ def test_forms(ask: ollama.Client, family: FakeBackend) -> None:
         family.answer = whole
 
 
-def test_what_a_model_can_do(ask: ollama.Client) -> None:
+def test_capabilities(ask: ollama.Client) -> None:
     assert ask.show("tiny").capabilities == ["completion", "tools", "thinking"]
 
 
@@ -149,7 +149,7 @@ async def test_bad_fields_are_named(
         assert f"`{field}`" in (await response.json())["error"]
 
 
-async def test_results_without_calls_are_taken(serve: Any, tmp_path: Path) -> None:
+async def test_results_without_calls_are_accepted(serve: Any, tmp_path: Path) -> None:
     model = backend_of(tmp_path / "tiny", tool_templates.HERMES, f"<tool_call>{CALL}")
     client: TestClient
     async with serve(model) as client:

@@ -1,4 +1,4 @@
-"""The official client against a real endpoint: the conformance test."""
+"""Conformance: the official client against a real endpoint."""
 
 import asyncio
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def test_streams(ask: openai.OpenAI, backend: Any) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == backend.answer
 
 
-def test_leaving_a_stream_frees_it(ask: openai.OpenAI, endpoint: Any, backend: Any) -> None:
+def test_closing_a_stream_cancels_it(ask: openai.OpenAI, endpoint: Any, backend: Any) -> None:
     backend.gate = asyncio.Semaphore(1)
     with ask.chat.completions.create(model="tiny", messages=HI, stream=True) as stream:
         next(iter(stream))

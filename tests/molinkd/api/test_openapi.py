@@ -1,4 +1,4 @@
-"""``/openapi.json`` says what the routes do."""
+"""``/openapi.json`` describes the routes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from molinkd.api.openapi import REQUEST_BODIES
 from tests.support.fake_backend import FakeBackend
 
 HI = [{"role": "user", "content": "hi"}]
-#: A body that each route takes; routes that are not here refuse all.
+#: A valid body for each route; routes that are missing here reject all.
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI, "stop": ["x"], "max_tokens": -1},
     "/v1/completions": {"prompt": ["a", [97]], "best_of": 2},
@@ -59,7 +59,7 @@ def schema_of(document: dict[str, Any], path: str) -> dict[str, Any]:
     return {**content["application/json"]["schema"], "components": document["components"]}
 
 
-async def test_every_route_is_there(client: TestClient, document: dict[str, Any]) -> None:
+async def test_every_route_is_documented(client: TestClient, document: dict[str, Any]) -> None:
     assert document["openapi"] == "3.1.0"
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -78,7 +78,7 @@ async def test_every_route_is_there(client: TestClient, document: dict[str, Any]
 
 
 @pytest.mark.parametrize("path", GOOD)
-async def test_what_it_allows_is_taken(
+async def test_documented_bodies_are_accepted(
     client: TestClient, document: dict[str, Any], path: str
 ) -> None:
     jsonschema.Draft202012Validator(schema_of(document, path)).validate(GOOD[path])
@@ -86,7 +86,7 @@ async def test_what_it_allows_is_taken(
 
 
 @pytest.mark.parametrize(("path", "change"), BAD)
-async def test_what_it_forbids_is_refused(
+async def test_undocumented_bodies_are_rejected(
     client: TestClient, document: dict[str, Any], path: str, change: dict[str, Any]
 ) -> None:
     body = {**GOOD[path], **change}
@@ -95,7 +95,7 @@ async def test_what_it_forbids_is_refused(
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed", "/api/embeddings"])
-async def test_embeddings_are_refused(client: TestClient, path: str, backend: FakeBackend) -> None:
+async def test_embeddings_are_rejected(client: TestClient, path: str, backend: FakeBackend) -> None:
     response = await client.post(path, json={"model": "tiny", "input": "x"})
     assert response.status == 400
     assert "`model`: tiny makes no embeddings" in await response.text()

@@ -1,4 +1,4 @@
-"""The chat page in a headless Chromium, over a scripted backend: what is said and shown."""
+"""The chat page in headless Chromium with a scripted backend: rendering and editing."""
 
 import asyncio
 import os
@@ -73,7 +73,7 @@ def test_an_answer_is_formatted(backend: FakeBackend, page: Callable[..., Browse
     assert "think" not in sent_prompt(backend)
 
 
-def test_thoughts_are_folded_and_not_sent_back(
+def test_reasoning_is_folded_and_not_sent_back(
     page: Callable[..., Browser], tmp_path: Path
 ) -> None:
     folder = build_model(tmp_path / "tiny", tool_templates.THINKING)
@@ -88,9 +88,7 @@ def test_thoughts_are_folded_and_not_sent_back(
     assert "They" not in sent_prompt(thinking)
 
 
-def test_what_a_model_writes_does_nothing(
-    backend: FakeBackend, page: Callable[..., Browser]
-) -> None:
+def test_model_output_is_inert(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.answer = HOSTILE
     browser = wait_until_ready(page())
     browser.click("#open-swarm")
@@ -110,7 +108,7 @@ def test_what_a_model_writes_does_nothing(
     assert set(browser.run(f"return {loaded}")) == {origin}
 
 
-def test_what_takes_a_parser_long_is_shown_as_it_is(page: Callable[..., Browser]) -> None:
+def test_slow_markdown_is_shown_as_plain_text(page: Callable[..., Browser]) -> None:
     browser = page()
     shown = browser.run(
         """
@@ -128,7 +126,7 @@ def test_what_takes_a_parser_long_is_shown_as_it_is(page: Callable[..., Browser]
     assert shown == [[True, 0], [True, 0], [False, 60]]
 
 
-def test_stop_again_and_edit(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+def test_stop_regenerate_and_edit(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.gate = gate = asyncio.Semaphore(5)
     browser = wait_until_ready(page())
     browser.type("#text", "Count." + ENTER)
@@ -205,7 +203,7 @@ def test_a_phone(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     assert browser.run(f"return {scroll}.scrollWidth - {scroll}.clientWidth") <= 0
 
 
-def test_only_one_thing_shows_the_focus(page: Callable[..., Browser]) -> None:
+def test_only_one_element_shows_focus(page: Callable[..., Browser]) -> None:
     browser = wait_until_ready(page())
     browser.type("#text", "x")
     shown = """[...document.querySelectorAll("*")].filter((one) => {
@@ -220,9 +218,9 @@ def test_only_one_thing_shows_the_focus(page: Callable[..., Browser]) -> None:
 
 @pytest.mark.slow
 def test_accessibility(backend: FakeBackend, page: Callable[..., Browser]) -> None:
-    """By axe-core: ``npm pack axe-core``, unpack it, and name its ``axe.min.js`` in ``AXE``."""
+    """With axe-core: ``npm pack axe-core``, unpack it, and pass ``axe.min.js`` as ``AXE``."""
     if "AXE" not in os.environ:
-        pytest.skip("name a copy of axe-core (npm) in AXE: its axe.min.js")
+        pytest.skip("set AXE to the axe.min.js of axe-core (npm)")
     axe = Path(os.environ["AXE"]).read_text(encoding="utf-8")
     backend.answer = FORMATTED
     browser = wait_until_ready(page())

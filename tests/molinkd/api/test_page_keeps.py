@@ -1,4 +1,4 @@
-"""The chat page in a headless Chromium: what it keeps, sends, and shows of the swarm."""
+"""The chat page in headless Chromium: storage, settings, and the swarm panel."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tools.browser import ENTER, Browser
 pytestmark = needs_chromium
 
 
-def test_conversations_and_drafts_outlive_a_reload(
+def test_conversations_and_drafts_survive_a_reload(
     backend: FakeBackend, page: Callable[..., Browser]
 ) -> None:
     browser = wait_until_ready(page())
@@ -50,7 +50,7 @@ def test_conversations_and_drafts_outlive_a_reload(
     ]
 
 
-def test_an_answer_that_a_reload_cuts_off_is_kept(
+def test_an_answer_interrupted_by_a_reload_is_kept(
     backend: FakeBackend, page: Callable[..., Browser]
 ) -> None:
     backend.gate = asyncio.Semaphore(6)
@@ -85,7 +85,7 @@ def test_conversations_are_saved_as_files(page: Callable[..., Browser]) -> None:
     ]
 
 
-def test_what_is_kept_is_bounded(page: Callable[..., Browser]) -> None:
+def test_storage_is_bounded(page: Callable[..., Browser]) -> None:
     browser = page()
     kept = browser.run(
         """
@@ -137,7 +137,7 @@ def test_settings_are_sent_and_kept(backend: FakeBackend, page: Callable[..., Br
     assert "cut at the length limit" in browser.text(".note")
 
 
-def test_a_wrong_setting_is_not_sent(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+def test_an_invalid_setting_is_not_sent(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     browser = wait_until_ready(page())
     browser.click("#open-settings")
     browser.type("#temperature", "7")
@@ -161,7 +161,7 @@ def test_the_key_is_asked_for(backend: FakeBackend, page: Callable[..., Browser]
 
 def test_the_swarm_is_drawn(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.swarm["coordinator"] = {"state": "running", "addresses": ["192.168.1.7:5466"]}
-    backend.swarm["knocks"] = [{"name": "new"}]
+    backend.swarm["pairing_requests"] = [{"name": "new"}]
     browser = wait_until_ready(page())
     browser.click("#open-swarm")
     browser.until("document.querySelectorAll('.ring .stage').length === 2")
@@ -175,7 +175,7 @@ def test_the_swarm_is_drawn(backend: FakeBackend, page: Callable[..., Browser]) 
     assert "cellar is away" in browser.text("#rings")
 
 
-def test_it_is_said_why_one_waits(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+def test_waiting_is_explained(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.gate = gate = asyncio.Semaphore(0)
     browser = wait_until_ready(page())
     browser.type("#text", "Hello" + ENTER)

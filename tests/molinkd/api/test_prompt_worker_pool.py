@@ -13,7 +13,7 @@ import pytest
 
 from molink.errors import BrokenModel, ContextTooLong, Overloaded, RequestError
 from molink.text.tokenizer import Tokenizer
-from molinkd.api import prompt_worker_pool as prompt_reader
+from molinkd.api import prompt_worker_pool
 from molinkd.api.backend import ServedModel
 from molinkd.api.loaded_model import LoadedModel
 from molinkd.api.openai_schema import ChatBody, ChatMessage, CompletionBody
@@ -75,7 +75,7 @@ def completion(**fields: Any) -> CompletionBody:
     return CompletionBody(**fields)
 
 
-async def test_it_reads_as_this_process_would(reader: PromptWorkers, offer: LoadedModel) -> None:
+async def test_workers_tokenize_like_this_process(reader: PromptWorkers, offer: LoadedModel) -> None:
     direct = InlineReader()
     for body in (
         chat("naïve 🦊 hello"),
@@ -88,7 +88,7 @@ async def test_it_reads_as_this_process_would(reader: PromptWorkers, offer: Load
     assert len(children()) == 2
 
 
-async def test_what_is_wrong_comes_back_as_itself(
+async def test_errors_keep_their_type(
     reader: PromptWorkers, offer: LoadedModel, tmp_path: Path
 ) -> None:
     with pytest.raises(RequestError) as refused:
@@ -102,7 +102,7 @@ async def test_what_is_wrong_comes_back_as_itself(
         await reader.tokenize_prompts("", gone, chat("x"))
 
 
-async def test_what_takes_too_long_is_ended_and_the_next_is_read(
+async def test_a_slow_prompt_is_killed_and_the_next_is_read(
     reader: PromptWorkers,
     offer: LoadedModel,
     hostile_folder: Path,
@@ -121,12 +121,12 @@ async def test_what_takes_too_long_is_ended_and_the_next_is_read(
     assert await reader.tokenize_prompts("", offer, chat("hello"))
 
 
-async def test_a_long_prompt_holds_up_no_short_one(
+async def test_a_long_prompt_does_not_delay_short_ones(
     reader: PromptWorkers, offer: LoadedModel, hostile_folder: Path
 ) -> None:
     hostile = offer_of(hostile_folder)
     text = HOSTILE_TEXT * 2
-    assert len(text) > prompt_reader.SHORT_BODY_BYTES
+    assert len(text) > prompt_worker_pool.SHORT_BODY_BYTES
     long = asyncio.create_task(reader.tokenize_prompts("", hostile, chat(text)))
     assert await reader.tokenize_prompts("", offer, chat("hello"))
     assert not long.done()
@@ -135,7 +135,7 @@ async def test_a_long_prompt_holds_up_no_short_one(
         await long
 
 
-async def test_a_process_that_is_killed_is_no_reason_to_fail(
+async def test_a_killed_worker_is_restarted(
     reader: PromptWorkers, offer: LoadedModel
 ) -> None:
     expected = await reader.tokenize_prompts("", offer, chat("hello"))
@@ -153,7 +153,7 @@ async def test_a_process_that_is_killed_is_no_reason_to_fail(
     assert len({len((await read).prompts[0].ids) for read in reads}) == 1
 
 
-async def test_a_client_that_leaves_is_not_waited_for(
+async def test_a_disconnected_client_is_skipped(
     reader: PromptWorkers, offer: LoadedModel
 ) -> None:
     reads = [
@@ -170,7 +170,7 @@ async def test_a_client_that_leaves_is_not_waited_for(
                 await read
 
 
-async def test_only_so_many_wait(
+async def test_the_queue_is_bounded(
     offer: LoadedModel, reader: PromptWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_reader, "MAX_SHORT", 2)
@@ -182,7 +182,7 @@ async def test_only_so_many_wait(
     assert [isinstance(read, Overloaded) for read in found] == [False] * 4 + [True]
 
 
-async def test_one_client_cannot_keep_others_out(
+async def test_one_client_cannot_starve_others(
     offer: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_reader, "MAX_SHORT", 3)
@@ -204,7 +204,7 @@ async def test_one_client_cannot_keep_others_out(
     assert isinstance(found[2], asyncio.CancelledError)
 
 
-async def test_one_bad_text_holds_up_nobody(
+async def test_one_slow_text_delays_nobody(
     reader: PromptWorkers, offer: LoadedModel, hostile_folder: Path
 ) -> None:
     bad = asyncio.create_task(
@@ -216,7 +216,7 @@ async def test_one_bad_text_holds_up_nobody(
         await bad
 
 
-async def test_processes_beyond_the_first_end_when_they_are_idle(
+async def test_extra_workers_exit_when_idle(
     offer: LoadedModel, reader: PromptWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_reader, "IDLE_TIMEOUT_S", 0.05)
@@ -228,7 +228,7 @@ async def test_processes_beyond_the_first_end_when_they_are_idle(
     await brief.close()
 
 
-async def test_a_tokenizer_that_was_loaded_anew_is_loaded_anew_there(
+async def test_a_reloaded_tokenizer_is_reloaded_in_the_worker(
     reader: PromptWorkers, tmp_path: Path
 ) -> None:
     folder = build_model(tmp_path / "model")
@@ -267,7 +267,7 @@ asyncio.run(main())
 """
 
 
-def test_it_ends_with_the_daemon_even_while_it_works(hostile_folder: Path) -> None:
+def test_a_worker_exits_with_the_daemon_even_while_busy(hostile_folder: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(hostile_folder), HOSTILE_TEXT]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -1,4 +1,4 @@
-"""``/v1/responses``: the official client against a real endpoint, and what is refused."""
+"""``/v1/responses``: the official client against a real endpoint, and rejected fields."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -99,7 +99,7 @@ def test_a_stream(ask: openai.OpenAI, backend: FakeBackend) -> None:
     assert final.usage.total_tokens > 0
 
 
-def test_a_stream_that_is_cut(ask: openai.OpenAI, backend: FakeBackend) -> None:
+def test_a_truncated_stream(ask: openai.OpenAI, backend: FakeBackend) -> None:
     stream = ask.responses.create(model="tiny", input="hi", max_output_tokens=2, stream=True)
     assert list(stream)[-1].type == "response.incomplete"
     backend.error, backend.fail_at = Unavailable("the pipeline broke"), 2

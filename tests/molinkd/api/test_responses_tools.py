@@ -1,4 +1,4 @@
-"""``/v1/responses``: tools, thoughts and forms, by the official client, whole and streamed."""
+"""``/v1/responses``: tools, reasoning and structured output with the official client."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def check(output: Any) -> None:
     assert {item.status for item in output} == {"completed"}
 
 
-def test_whole_and_back_again(ask: openai.OpenAI, family: FakeBackend) -> None:
+def test_whole_and_round_trip(ask: openai.OpenAI, family: FakeBackend) -> None:
     answer = ask.responses.create(**OPTIONS)
     check(answer.output)
     assert (answer.status, answer.output_text) == ("completed", "Let me see.")
@@ -109,7 +109,7 @@ def test_choices(ask: openai.OpenAI, family: FakeBackend) -> None:
         assert (b"get_weather" in grammar) == (choice == "required")
 
 
-def test_a_call_that_is_cut_off(ask: openai.OpenAI, family: FakeBackend) -> None:
+def test_a_truncated_call(ask: openai.OpenAI, family: FakeBackend) -> None:
     ids = family.tokenizer.encode(family.answer.partition("Paris")[0])
     answer = ask.responses.create(**OPTIONS, max_output_tokens=len(ids))
     assert answer.status == "incomplete"
@@ -120,7 +120,7 @@ class Weather(pydantic.BaseModel):
     city: str
 
 
-def test_forms(ask: openai.OpenAI, family: FakeBackend) -> None:
+def test_structured_output_fields(ask: openai.OpenAI, family: FakeBackend) -> None:
     whole, family.answer = family.answer, PARIS
     try:
         answer = ask.responses.parse(model="tiny", input=HI, text_format=Weather)

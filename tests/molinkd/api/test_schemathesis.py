@@ -1,4 +1,4 @@
-"""Whatever ``/openapi.json`` allows, and much that it doesn't, is answered below 500 and soon."""
+"""Valid and invalid requests by ``/openapi.json`` are answered promptly and below 500."""
 
 import subprocess
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from tests.support.tool_templates import HERMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-#: A `POST` that isn't JSON gets a 415 before anybody looks where it goes: no check of methods.
+#: A `POST` without JSON gets a 415 before routing, so methods are not checked.
 CHECKS = "not_a_server_error,content_type_conformance,status_code_conformance"
-#: What it may take; making bodies up is most of it.
+#: Time limit; most of it is spent generating bodies.
 SECONDS = "150"
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    """An endpoint whose model takes tools, and calls one."""
+    """An endpoint whose model accepts tools and calls one."""
     backend = backend_of(tmp_path / "tiny", HERMES, f"ok<tool_call>{CALL}</tool_call>")
     server = EndpointServer(backend, ApiSettings(), PromptWorkers({}))
     server.start(0)

@@ -1,4 +1,4 @@
-"""Clients that leave, stall or come in crowds."""
+"""Clients that disconnect, stall or come in large numbers."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ async def soon(awaitable: Any) -> Any:
 
 
 async def send(port: int | None, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A request on a connection of its own, so that it can be cut."""
+    """Send a request on its own connection, so that it can be dropped."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps({"model": "tiny", "messages": HI, **body}).encode()
     head = (
@@ -37,7 +37,7 @@ async def close(writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_leaving_in_the_middle_cancels(client: TestClient, backend: Any, n: int) -> None:
+async def test_disconnecting_midway_cancels(client: TestClient, backend: Any, n: int) -> None:
     backend.gate = asyncio.Semaphore(2 * n)
     reader, writer = await send(client.port, stream=True, n=n)
     await soon(reader.readuntil(b'"content":"H"'))
@@ -48,7 +48,7 @@ async def test_leaving_in_the_middle_cancels(client: TestClient, backend: Any, n
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_before_the_first_token_cancels(
+async def test_disconnecting_before_the_first_token_cancels(
     client: TestClient, backend: Any, stream: bool
 ) -> None:
     backend.gate = asyncio.Semaphore(0)
@@ -61,7 +61,7 @@ async def test_leaving_before_the_first_token_cancels(
     assert "molink_endpoint_running 0.0" in text
 
 
-async def test_an_error_of_one_answer_ends_the_others(client: TestClient, backend: Any) -> None:
+async def test_an_error_of_one_choice_ends_the_others(client: TestClient, backend: Any) -> None:
     backend.gate = asyncio.Semaphore(4)
     backend.error, backend.fail_at = Unavailable("broke"), 1
     body = {"model": "tiny", "messages": HI, "n": 3, "stream": True}
@@ -70,7 +70,7 @@ async def test_an_error_of_one_answer_ends_the_others(client: TestClient, backen
     assert (backend.running, backend.closed) == (0, 3)
 
 
-async def test_a_client_that_takes_nothing_is_dropped(backend: Any, serve: Any) -> None:
+async def test_a_client_that_does_not_read_is_dropped(backend: Any, serve: Any) -> None:
     backend.answer = "x" * 400_000
     backend.context = 10**9
     async with serve(backend, ApiSettings(stall_timeout_s=0.2)) as client:
@@ -80,7 +80,7 @@ async def test_a_client_that_takes_nothing_is_dropped(backend: Any, serve: Any) 
         writer.transport.abort()
 
 
-async def test_thirty_two_streams_at_once(client: TestClient, backend: Any) -> None:
+async def test_thirty_two_concurrent_streams(client: TestClient, backend: Any) -> None:
     backend.gate = asyncio.Semaphore(0)
 
     async def one(number: int) -> str:

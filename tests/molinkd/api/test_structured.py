@@ -1,4 +1,4 @@
-"""Answers that are held to a schema, a regular expression or a grammar, through a whole ring."""
+"""Answers that follow a schema, regular expression or grammar, on a real ring."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def schema(fields: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_chat_answer_is_what_its_schema_says(ask: openai.OpenAI, temperature: float) -> None:
+def test_a_chat_answer_matches_its_schema(ask: openai.OpenAI, temperature: float) -> None:
     answer = ask.chat.completions.create(
         model="tiny",
         messages=HI,
@@ -74,7 +74,7 @@ def test_a_chat_answer_is_what_its_schema_says(ask: openai.OpenAI, temperature: 
 
 
 class Colour(pydantic.BaseModel):
-    """As people write it for the official client."""
+    """As users write it for the official client."""
 
     kind: Literal["red", "green"]
     share: int = pydantic.Field(ge=0, le=100)
@@ -146,7 +146,7 @@ def test_json_is_on_one_line(
     assert text == json.dumps(json.loads(text), separators=separators)
 
 
-def test_white_space_is_free_if_asked_for() -> None:
+def test_free_whitespace_on_request() -> None:
     body = decode_body(
         b'{"messages": [{"role": "user", "content": ""}], "guided_json": {},'
         b' "structured_outputs": {"disable_any_whitespace": false}}',
@@ -177,15 +177,15 @@ def request(backend: RingBackend, seed: int) -> Request:
     )
 
 
-def test_an_answer_that_is_resumed_goes_on_as_it_would_have(backend: RingBackend) -> None:
+def test_a_resumed_answer_continues_unchanged(backend: RingBackend) -> None:
     whole = [told.token for told in backend.tokens(backend.submit(request(backend, 4)))]
     for begun in (1, len(whole) // 2, len(whole) - 1):
         key = backend.submit(request(backend, 4), whole[:begun])
         assert [told.token for told in backend.tokens(key)] == whole[begun:]
 
 
-def test_answers_that_make_way_for_others_stay_what_they_have_to_be() -> None:
-    """With room for few tokens requests are preempted, and admitted again."""
+def test_preempted_answers_still_match_their_schema() -> None:
+    """With few KV blocks requests are preempted and resumed."""
     backend = RingBackend(find_demo_model().path, blocks=8)
     keys = [backend.submit(request(backend, seed)) for seed in range(4)]
     for key in keys:
@@ -195,8 +195,8 @@ def test_answers_that_make_way_for_others_stay_what_they_have_to_be() -> None:
     assert backend.ring.head.collect_stats()[0]["head_preemptions_total"] > 0
 
 
-def test_a_bad_grammar_of_a_peer_fails_its_answer_and_no_other(backend: RingBackend) -> None:
-    """A peer's daemon need not have checked anything."""
+def test_an_invalid_grammar_from_a_peer_fails_only_its_answer(backend: RingBackend) -> None:
+    """A peer's daemon may skip validation."""
     good = request(backend, 1)
     bad = [replace(good, grammar=text) for text in (b"\xff", b"start: start", b"{}")]
     keys = [backend.submit(one) for one in (*bad, good)]

@@ -1,4 +1,4 @@
-"""Tools, calls and thoughts through the chat route, whole and streamed, by the official client."""
+"""Tools, calls and reasoning on the chat route with the official client, whole and streamed."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -119,8 +119,8 @@ def test_the_clients_own_accumulation(ask: openai.OpenAI) -> None:
     assert len(final.choices[0].message.tool_calls or ()) == 2
 
 
-def test_a_conversation_goes_on(ask: openai.OpenAI, family: FakeBackend) -> None:
-    """What came out goes back in, with results: ids pair up, whatever the template wants."""
+def test_tool_results_continue_the_conversation(ask: openai.OpenAI, family: FakeBackend) -> None:
+    """Output goes back in with results; ids match, whatever the template needs."""
     first = ask.chat.completions.create(model="tiny", messages=HI, tools=TOOLS).choices[0].message
     message = {**first.model_dump(exclude_none=True), "content": None}
     results = [
@@ -162,7 +162,7 @@ async def message_of(client: TestClient, **body: Any) -> tuple[dict[str, Any], s
     return choice["message"], choice["finish_reason"]
 
 
-async def test_without_tools_nothing_is_a_call(client: TestClient, model: FakeBackend) -> None:
+async def test_without_tools_calls_are_text(client: TestClient, model: FakeBackend) -> None:
     for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
         message, finish = await message_of(client, **fields)
         assert message == {"role": "assistant", "content": model.answer, "refusal": None}
@@ -179,7 +179,7 @@ async def test_one_call_only(client: TestClient, model: FakeBackend) -> None:
     assert len(message["tool_calls"]) == 2
 
 
-async def test_a_call_that_is_cut_off(client: TestClient, model: FakeBackend) -> None:
+async def test_a_truncated_call(client: TestClient, model: FakeBackend) -> None:
     model.answer = f"<tool_call>{CALL}"
     length = len(model.tokenizer.encode(model.answer.partition("Paris")[0]))
     message, finish = await message_of(client, tools=TOOLS, max_tokens=length)
@@ -202,7 +202,7 @@ async def test_logprobs_of_all_tokens(client: TestClient, model: FakeBackend) ->
     assert sum(len(entry["content"]) for entry in logprobs if entry) == len(ids)
 
 
-async def test_thoughts_count_in_usage(serve: Callable[..., Any], tmp_path: Path) -> None:
+async def test_reasoning_counts_in_usage(serve: Callable[..., Any], tmp_path: Path) -> None:
     model = backend_of(tmp_path / "tiny", tool_templates.THINKING, "I think\n</think>\nYes.")
     async with serve(model) as client:
         answer = await post(client)
@@ -219,7 +219,7 @@ async def test_thoughts_count_in_usage(serve: Callable[..., Any], tmp_path: Path
         assert message["reasoning_content"]
 
 
-async def test_the_setting(serve: Callable[..., Any], tmp_path: Path) -> None:
+async def test_the_tool_call_parser_setting(serve: Callable[..., Any], tmp_path: Path) -> None:
     plain = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     model = backend_of(tmp_path / "tiny", plain, f"[TOOL_CALLS][{CALL}]")
     async with serve(model) as client:
@@ -249,7 +249,7 @@ async def test_a_template_for_tools(serve: Callable[..., Any], tmp_path: Path) -
         assert prompt_of(model) == "plain Weather?"
 
 
-async def test_a_model_that_knows_no_tools(serve: Callable[..., Any], tmp_path: Path) -> None:
+async def test_a_model_without_tool_support(serve: Callable[..., Any], tmp_path: Path) -> None:
     model = backend_of(tmp_path / "tiny", "{% for m in messages %}{{ m.content }}{% endfor %}")
     async with serve(model) as client:
         error = (await post(client, 400, tools=TOOLS))["error"]
@@ -339,7 +339,7 @@ async def test_bad_tools(client: TestClient, fields: dict[str, Any], param: str)
     assert len(error["message"]) < 1000
 
 
-async def test_tools_of_all_kinds_are_taken(client: TestClient, model: FakeBackend) -> None:
+async def test_all_kinds_of_tools_are_accepted(client: TestClient, model: FakeBackend) -> None:
     kinds = with_property(
         {
             "type": ["string", "null"],

@@ -1,4 +1,4 @@
-"""``molink apply``: where in the file stands what the swarm refuses."""
+"""``molink apply``: the line of each error."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ layers = { cellar = "0:9" }
 @pytest.mark.parametrize(
     ("said", "line"),
     [
-        ("the file wants molink 9.9, but attic runs 1.0: update molink there", 1),
+        ("the file requires molink 9.9, but attic runs 1.0: update molink there", 1),
         ("one: it needs 9 GB", 2),
         ("one: no PC of this swarm is called den; `molink status` shows them", 4),
         ("one: den-2 is not there", 2),
@@ -36,7 +36,7 @@ layers = { cellar = "0:9" }
         ("three: cellar with layers 0:9 names layers that three doesn't have", 12),
     ],
 )
-def test_a_refusal_has_its_line(tmp_path: Path, said: str, line: int) -> None:
+def test_an_error_names_its_line(tmp_path: Path, said: str, line: int) -> None:
     path = tmp_path / "swarm.toml"
     path.write_text(TEXT, encoding="utf-8")
     file, lines = read_swarm_file(path)
@@ -45,7 +45,7 @@ def test_a_refusal_has_its_line(tmp_path: Path, said: str, line: int) -> None:
     assert str(located) == f"{path}, line {line}: {said}"
 
 
-def test_what_is_of_no_model_stays_as_it_is(tmp_path: Path) -> None:
+def test_errors_without_a_model_are_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "swarm.toml"
     path.write_text(TEXT, encoding="utf-8")
     error = RequestError("only the swarm's first PC may apply a file")

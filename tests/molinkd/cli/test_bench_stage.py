@@ -1,4 +1,4 @@
-"""``molink bench stage`` on real small models, each in a process of its own."""
+"""``molink bench stage`` with real small models, each in its own process."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ def measure(folder: Path, *more: str) -> int:
 
 @pytest.fixture(scope="module")
 def measured(folder: Path) -> str:
-    """What is printed of two layers: measured once, in seconds of compute."""
+    """The output for two layers, measured once."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert measure(folder, "--layers", "1:3", "--dtype", "f32", "--json") == 0
     return out.getvalue()
@@ -45,7 +45,7 @@ def test_json(measured: str) -> None:
         assert printed[what]["share"] > 0
 
 
-def test_a_table_for_people(
+def test_the_table(
     folder: Path,
     measured: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -68,10 +68,10 @@ def test_a_table_for_people(
 @pytest.mark.parametrize(
     ("more", "code", "text"),
     [
-        (("--layers", "2"), 2, "--layers is A:B, for example 0:12, not '2'"),
+        (("--layers", "2"), 2, "--layers must be A:B, such as 0:12, not '2'"),
         (("--layers", "0:9"), 2, "has layers 0:3"),
         (("--device", "cuda:99"), 2, "a cuda device can't be used"),
-        (("--device", "tpu"), 2, "--device is auto, cpu or cuda:N, not 'tpu'"),
+        (("--device", "tpu"), 2, "--device must be auto, cpu or cuda:N, not 'tpu'"),
         (("--model", "no-such-model"), 5, "no model 'no-such-model'"),
         (("--threads", "-1"), 2, "threads"),
     ],

@@ -1,4 +1,4 @@
-"""``molink chat`` against a small endpoint of its own."""
+"""``molink chat`` against a fake endpoint."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from molinkd.cli.chat import EventParser, run_chat
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Answers each chat with ``pieces``, or with ``error``; remembers the requests."""
+    """Answers each chat with ``pieces`` or ``error``, and records the requests."""
 
     daemon_threads = False
     pieces: tuple[str, ...] = ("Hel", "lo", " \x1b[31m🦊")
@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Be quiet."""
+        pass
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_conversation(
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_thoughts_are_shown_in_a_terminal_and_are_no_part_of_the_conversation(
+def test_reasoning_is_shown_in_a_terminal_but_not_sent_back(
     endpoint: Endpoint,
     typing_in: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
@@ -149,7 +149,7 @@ def test_thoughts_are_shown_in_a_terminal_and_are_no_part_of_the_conversation(
     assert endpoint.bodies[1]["messages"][1]["content"] == "".join(endpoint.pieces)
 
 
-def test_an_error_is_no_part_of_the_conversation(
+def test_failed_questions_are_dropped(
     endpoint: Endpoint, typing_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     endpoint.error = (429, "too \x1b[1mbusy")
@@ -159,7 +159,7 @@ def test_an_error_is_no_part_of_the_conversation(
     assert capsys.readouterr().err.count("error: too [1mbusy") == 2
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
+def test_ctrl_c_stops_an_answer_and_keeps_its_text(
     endpoint: Endpoint, typing_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = chat._content
@@ -193,13 +193,13 @@ def test_errors(
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-def test_a_key_that_is_missing(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_key(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     endpoint.error = (401, "a valid API key is needed")
     assert run_chat(endpoint.url, "hi") == 1
     assert "--api-key" in capsys.readouterr().err
 
 
-def test_nobody_there(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_endpoint(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_chat("http://127.0.0.1:1/v1", "hi") == 6
     error = capsys.readouterr().err
     assert "molink up" in error
@@ -212,19 +212,19 @@ def test_an_endpoint_without_models(endpoint: Endpoint, capsys: pytest.CaptureFi
     assert "serves no model" in capsys.readouterr().err
 
 
-def test_a_stream_that_breaks_off(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dropped_stream(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     endpoint.ends = False
     assert run_chat(endpoint.url, "hi") == 6
     captured = capsys.readouterr()
     assert captured.out.startswith("Hello")
-    assert "broke off" in captured.err
+    assert "before the answer was complete" in captured.err
 
 
 def test_nothing_to_ask(endpoint: Endpoint) -> None:
     assert run_chat(endpoint.url, "") == 1
 
 
-def test_event_parser_at_any_border() -> None:
+def test_event_parser_at_any_boundary() -> None:
     data = b'data: {"a":1}\n\n: comment\n\nevent: error\r\ndata:{"b":2}\r\n\r\ndata: [DONE]\n\n'
     for size in (1, 3, 7, len(data)):
         parser = EventParser()

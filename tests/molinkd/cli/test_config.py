@@ -1,4 +1,4 @@
-"""What is set on a PC, where it is from, and how it is forgotten."""
+"""Settings of a PC, their sources, and how to unset them."""
 
 import json
 from pathlib import Path
@@ -26,13 +26,13 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_where_each_value_is_from(
+def test_sources_of_settings(
     home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["config"]) == 0
-    assert shown(capsys)[0] == "Nothing is set on this PC: all settings have their defaults."
+    assert shown(capsys)[0] == "All settings have their default values."
     home.config.write_text(
-        'name = "file"\nhold = 5\napi_keys = {phone = "secret"}', encoding="utf-8"
+        'name = "file"\npipeline_wait_timeout = 5\napi_keys = {phone = "secret"}', encoding="utf-8"
     )
     write_options(home.options, {"name": "last", "api_key": "secret", "pause_times": ["7:00-8:00"]})
     monkeypatch.setenv("MOLINK_VRAM_BUDGET", "6GB")
@@ -42,7 +42,7 @@ def test_where_each_value_is_from(
         "setting value from",
         "api_key … the options of the last start",
         f"api_keys … {home.config}",
-        f"hold 5 {home.config}",
+        f"pipeline_wait_timeout 5 {home.config}",
         "memory 6GB the environment (MOLINK_*)",
         "name last the options of the last start",
         "pause_times 7:00-8:00 the options of the last start",
@@ -55,19 +55,19 @@ def test_where_each_value_is_from(
 
 
 def test_unset(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    home.config.write_text("hold = 5", encoding="utf-8")
+    home.config.write_text("pipeline_wait_timeout = 5", encoding="utf-8")
     write_options(home.options, {"stage": "none", "api_port": 1, "new": [1]})
     for wrong, why in (
-        (["hold"], f"it comes from {home.config}"),
-        (["threads"], "it has its default, 0"),
-        (["nonsense"], "there is no setting `nonsense`"),
+        (["pipeline_wait_timeout"], f"it is set by {home.config}"),
+        (["threads"], "its default is 0"),
+        (["nonsense"], "unknown setting `nonsense`"),
         ([], "--all"),
         (["stage", "--all"], "--all"),
     ):
         assert run(["config", "unset", *wrong]) == 2
         assert why in capsys.readouterr().err
     assert len(read_options(home.options)) == 3
-    assert run(["config", "unset", "endpoint-port", "new"]) == 0
+    assert run(["config", "unset", "api-port", "new"]) == 0
     assert read_options(home.options) == {"stage": "none"}
     assert run(["config", "unset", "--all"]) == 0
     assert read_options(home.options) == {}
@@ -82,7 +82,7 @@ def test_unset(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
         ({"stage": "0:4"}, ["--device", "cuda:0,cuda:1"], "stage"),
     ],
 )
-def test_a_remembered_value_that_is_wrong_now_can_be_forgotten(
+def test_an_invalid_saved_value_can_be_unset(
     options: dict[str, str | int],
     arguments: list[str],
     name: str,
@@ -96,7 +96,7 @@ def test_a_remembered_value_that_is_wrong_now_can_be_forgotten(
     )
     write_options(home.options, options)
     assert run(["up", *arguments]) == 2
-    assert f"`molink config unset {name}` forgets that" in capsys.readouterr().err
+    assert f"`molink config unset {name}`" in capsys.readouterr().err
     assert run(["config"]) == (0 if arguments else 2), "it is shown all the same"
     assert f"{name} " in capsys.readouterr().out
     assert run(["config", "unset", name]) == 0
@@ -105,7 +105,7 @@ def test_a_remembered_value_that_is_wrong_now_can_be_forgotten(
 
 
 @pytest.mark.parametrize("arguments", [[], ["--port", "2"]])
-def test_a_remembered_port_that_is_taken_can_be_forgotten(
+def test_a_saved_port_in_use_can_be_unset(
     arguments: list[str],
     home: Home,
     monkeypatch: pytest.MonkeyPatch,
@@ -117,11 +117,11 @@ def test_a_remembered_port_that_is_taken_can_be_forgotten(
     monkeypatch.setattr("molinkd.cli.daemon_start.run_daemon", taken)
     write_options(home.options, {"api_port": 1})
     assert run(["up", *arguments]) == 4
-    forgets = "`molink config unset api_port` forgets that" in capsys.readouterr().err
+    forgets = "`molink config unset api_port` removes it" in capsys.readouterr().err
     assert forgets == (not arguments)
 
 
-def test_what_is_given_now_counts_instead_of_what_is_wrong(
+def test_a_given_value_overrides_an_invalid_one(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: list[Launch] = []

@@ -1,4 +1,4 @@
-"""What a daemon in the foreground says of its transfers."""
+"""Output of a foreground daemon about transfers."""
 
 import io
 
@@ -19,7 +19,7 @@ def line(*, terminal: bool, times: list[float]) -> tuple[TransferLine, io.String
     return TransferLine(console, lambda: times[0]), out
 
 
-def test_on_a_terminal_one_line_is_rewritten() -> None:
+def test_a_terminal_line_is_rewritten() -> None:
     shown, out = line(terminal=True, times=[0.0])
     shown.show_transfers([STATE])
     shown.show_transfers([STATE])
@@ -28,7 +28,7 @@ def test_on_a_terminal_one_line_is_rewritten() -> None:
     assert out.getvalue() == f"{TEXT}\r\x1b[2K" * 2
 
 
-def test_elsewhere_it_says_so_now_and_then() -> None:
+def test_a_pipe_gets_a_line_at_intervals() -> None:
     times = [0.0]
     shown, out = line(terminal=False, times=times)
     for time in (0.0, 0.5, PRINT_INTERVAL_S, PRINT_INTERVAL_S + 0.5):
@@ -37,22 +37,22 @@ def test_elsewhere_it_says_so_now_and_then() -> None:
     assert out.getvalue() == f"{TEXT}\n" * 2
 
 
-def test_what_nobody_waits_for_is_not_told() -> None:
+def test_replication_is_not_shown() -> None:
     shown, out = line(terminal=False, times=[0.0])
     shown.show_transfers([TransferState(model="m", done=1, total=9, is_replica=True)])
     assert out.getvalue() == ""
 
 
-def test_what_is_sent_drives_no_terminal() -> None:
+def test_transfer_texts_cannot_control_the_terminal() -> None:
     shown, out = line(terminal=False, times=[0.0])
     shown.show_transfers([TransferState(model="\x1b[2J", done=1, total=9)])
     assert "\x1b" not in out.getvalue()
 
 
-def test_of_a_model_that_sees_it_says_what_is_served(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_vision_model_is_announced_as_text_only(capsys: pytest.CaptureFixture[str]) -> None:
     for sees in (True, False):
         DaemonConsole().show_event(ModelFoundEvent(model="m", path="[x]", has_vision=sees))
     assert capsys.readouterr().out.splitlines() == [
-        "Serving m, its text model (it takes no images) from [x]",
+        "Serving m (text only; images are not supported) from [x]",
         "Serving m from [x]",
     ]

@@ -1,4 +1,4 @@
-"""What the help says of each command, and that it fits 80 columns."""
+"""Help texts are complete and fit 80 columns."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from molinkd.cli.main import build_app, run
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All commands with the words that name them; groups among them."""
+    """All commands and groups, with the words that name them."""
     waiting: list[tuple[tuple[str, ...], Any]] = [
         ((), typer.main.get_command(build_app([*COMMAND_NAMES, *GROUP_NAMES])))
     ]
@@ -41,7 +41,7 @@ def test_every_option_has_a_text_and_shows_its_default() -> None:
 
 
 @pytest.mark.parametrize("words", NAMES, ids=" ".join)
-def test_it_fits_80_columns_without_a_word_that_is_cut(
+def test_help_fits_80_columns_without_truncation(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -57,12 +57,12 @@ def test_it_fits_80_columns_without_a_word_that_is_cut(
     ("typed", "found"),
     [
         ("molink un-", ["un-revoke"]),
-        ("molink top --o", ["--once"]),  # of a command that is imported only when it is named
+        ("molink top --o", ["--once"]),  # a lazily imported command
         ("molink config un", ["unset"]),
         ("molink up --quantize n", ["none", "nf4"]),
     ],
 )
-def test_shells_are_told_how_words_go_on(
+def test_shell_completion(
     typed: str,
     found: list[str],
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""Joining without a token, from the command line: which swarm, which code, and who is asked."""
+"""Pairing from the command line: choice of the swarm, codes, and confirmation."""
 
 import io
 import json
@@ -15,8 +15,7 @@ from molink.errors import PairingRefused, RequestError
 from molink.swarm.membership.discovery import PAIRING_PORT, DiscoveredSwarm
 from molink.wire.messages.admin import LeaveRequest
 from molink.wire.messages.instructions import PendingPairing
-from molinkd.cli import daemon_client as local_daemon
-from molinkd.cli import main
+from molinkd.cli import daemon_client, main
 from molinkd.cli.daemon_console import DaemonConsole
 from molinkd.cli.join_verbs import is_address
 from molinkd.cli.main import run
@@ -36,7 +35,7 @@ MEMBER = MembershipRecord(
 
 
 class Network:
-    """The swarms that are found, who was asked, and the daemons that would have been run."""
+    """The discovered swarms, pairing attempts, and daemons that would be started."""
 
     def __init__(self) -> None:
         self.swarms = [ATTIC]
@@ -47,7 +46,7 @@ class Network:
     def look_around(self, _host: str) -> list[DiscoveredSwarm]:
         return self.swarms
 
-    async def knock(
+    async def request(
         self,
         nearby: DiscoveredSwarm,
         _keys: object,
@@ -84,7 +83,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     network = Network()
     monkeypatch.setattr("molinkd.peer.membership.discovery.scan_network", network.look_around)
-    monkeypatch.setattr("molinkd.peer.membership.pairing_client.request_pairing", network.knock)
+    monkeypatch.setattr("molinkd.peer.membership.pairing_client.request_pairing", network.request)
     monkeypatch.setattr("molinkd.cli.daemon_start.run_daemon", network.run_daemon)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     return network
@@ -107,19 +106,17 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
         ("-x.y\n", False),
     ],
 )
-def test_an_address_is_no_token(text: str, address: bool) -> None:
+def test_addresses_are_not_tokens(text: str, address: bool) -> None:
     assert is_address(text) is address
 
 
-def test_a_word_that_may_be_a_name_is_no_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_word_like_a_name_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["join", "mypc", "--home", str(tmp_path)]) == 3
     told = capsys.readouterr().err
-    assert "mypc is no join token" in told
+    assert "mypc is not a join token" in told
     assert "molink join mypc:5479" in told
     assert main.run(["join", "x" * 60, "--home", str(tmp_path)]) == 3
-    assert "name of a PC" not in capsys.readouterr().err
+    assert "PC's name" not in capsys.readouterr().err
 
 
 def test_the_only_swarm_is_joined(
@@ -134,7 +131,7 @@ def test_the_only_swarm_is_joined(
     assert read_membership(home.membership) == MEMBER
     (launch,) = network.launches
     assert (launch.role, launch.token) == ("join", None)
-    # It is a member now: nobody is looked for.
+    # It is a member now, so no swarm is looked for.
     network.swarms = []
     assert run(["join"]) == 0
     assert run(["join", "192.168.1.7"]) == 2
@@ -142,14 +139,14 @@ def test_the_only_swarm_is_joined(
     assert len(network.asked) == 1
 
 
-def test_an_address_is_where_to_knock(network: Network) -> None:
+def test_pairing_with_an_address(network: Network) -> None:
     network.swarms = []
     assert run(["join", "192.168.1.7"]) == 0
     (nearby,) = network.asked
     assert (nearby.addresses, nearby.port) == (("192.168.1.7",), PAIRING_PORT)
 
 
-def test_a_port_and_one_that_is_none(network: Network, home: Home) -> None:
+def test_ports_of_addresses(network: Network, home: Home) -> None:
     assert run(["join", "[fe80::1]:70000"]) == 2
     assert run(["join", "[fe80::1]:7"]) == 0
     assert (network.asked[0].addresses, network.asked[0].port) == (("fe80::1",), 7)
@@ -186,25 +183,27 @@ def test_no_swarm(
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 10), ("\n", 10)])
-def test_who_approves_may_be_an_impostor(
+def test_an_impostor_may_approve(
     network: Network, home: Home, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
 ) -> None:
-    """Only the person knows whether the swarm's own PC has shown the code."""
+    """Only the user knows whether the swarm's own PC showed the code."""
     said: list[tuple[MembershipRecord, object]] = []
 
     def ask(_home: Home, member: MembershipRecord, message: object) -> None:
         said.append((member, message))
 
-    monkeypatch.setattr(local_daemon, "request_coordinator", ask)
+    monkeypatch.setattr(daemon_client, "request_coordinator", ask)
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     assert run(["join"]) == code
-    # Where this PC was let in it would stay a member that never comes.
+    # Otherwise this PC would remain an absent member.
     assert said == ([] if code == 0 else [(MEMBER, LeaveRequest(ref=0))])
     assert home.membership.exists() is (code == 0)
     assert bool(network.launches) is (code == 0)
 
 
-def test_a_refusal(network: Network, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rejected_pairing(
+    network: Network, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
     network.refusal = PairingRefused("the swarm refused this PC")
     assert run(["join"]) == 10
     assert "refused" in capsys.readouterr().err
@@ -212,29 +211,29 @@ def test_a_refusal(network: Network, home: Home, capsys: pytest.CaptureFixture[s
     assert run(["join"]) == 130
     assert not home.membership.exists()
     network.refusal = None
-    assert run(["join"]) == 0, "the folder can be used again"
+    assert run(["join"]) == 0, "the folder is unlocked again"
 
 
 def test_approving(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Home
 ) -> None:
-    knock = {"name": "p\x1bc", "code": "4827-1931", "address": "10.0.0.1", "since": 1.0}
-    knocks: list[dict[str, Any]] = [knock]
+    request = {"name": "p\x1bc", "code": "4827-1931", "address": "10.0.0.1", "since": 1.0}
+    pairings: list[dict[str, Any]] = [request]
     judged: list[tuple[str, bool]] = []
 
     def judge(_: Home, code: str, *, refuse: bool) -> str:
         judged.append((code, refuse))
         return "p\x1bc"
 
-    monkeypatch.setattr(local_daemon, "fetch_pairings", lambda _: knocks)
-    monkeypatch.setattr(local_daemon, "decide_pairing", judge)
+    monkeypatch.setattr(daemon_client, "fetch_pairings", lambda _: pairings)
+    monkeypatch.setattr(daemon_client, "decide_pairing", judge)
     assert run(["approve"]) == 0
     out = capsys.readouterr().out
     assert "4827-1931  p\\x1bc (10.0.0.1)" in out
     assert run(["approve", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == knocks
+    assert json.loads(capsys.readouterr().out) == pairings
     assert run(["approve", "4827-1931"]) == 0
-    assert capsys.readouterr().out == "p\\x1bc is a member now.\n"
+    assert capsys.readouterr().out == "p\\x1bc joined.\n"
     assert run(["approve", "4827-1931", "--refuse", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"name": "p\x1bc", "admitted": False}
     assert judged == [("4827-1931", False), ("4827-1931", True)]
@@ -242,14 +241,14 @@ def test_approving(
     capsys.readouterr()
     assert run(["approve", "482719"]) == 2
     assert "a code has 8 digits" in capsys.readouterr().err
-    assert len(judged) == 2, "nobody was asked for what is no code"
-    knocks.clear()
+    assert len(judged) == 2, "no request for an invalid code"
+    pairings.clear()
     assert run(["approve"]) == 0
-    assert "No PC asks" in capsys.readouterr().out
+    assert "No PC is waiting" in capsys.readouterr().out
 
 
 class Lines(TypedLines):
-    """What is typed, line by line."""
+    """Lines typed by the user."""
 
     def __init__(self, *lines: str) -> None:
         self.lines = list(lines)
@@ -262,7 +261,7 @@ class Lines(TypedLines):
         raise EOFError
 
 
-def test_codes_are_typed_while_somebody_knocks() -> None:
+def test_codes_are_read_while_requests_are_pending() -> None:
     said: list[str] = []
 
     def approve(code: str) -> str:
@@ -276,7 +275,7 @@ def test_codes_are_typed_while_somebody_knocks() -> None:
     assert not lines.read.is_set()
     bell.set_pending(pending=True)
     assert lines.read.wait(30)
-    assert said == ["molink: no PC that waits shows 1111-1111", "pc is a member now."]
+    assert said == ["molink: no PC that waits shows 1111-1111", "pc joined."]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a console's keys can't be piped")
@@ -294,12 +293,12 @@ def test_typed_lines() -> None:
         os.close(descriptor)
 
 
-def test_a_demo_is_announced_to_nobody() -> None:
+def test_a_demo_is_not_announced() -> None:
     swarm = DemoSwarm(Home.find_home(), 2, "auto", None, lambda *_: None)
     assert not swarm._peer_settings(1).discovery
 
 
-def test_the_terminal_says_who_knocks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairing_requests_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     console = DaemonConsole()
     pc = PendingPairing(name="[bold]p\x1bc", code="4827-1931", address="10.0.0.1")
     console.show_event(PairingsChangedEvent(pairings=(pc,)))
@@ -309,15 +308,15 @@ def test_the_terminal_says_who_knocks(capsys: pytest.CaptureFixture[str]) -> Non
     other = PendingPairing(name="pc", code="0000-0001", address="10.0.0.1")
     console.show_event(PairingsChangedEvent(pairings=(pc, other)))
     out = capsys.readouterr().out
-    assert ("4827-1931" in out, "0000-0001" in out) == (False, True), "each is told of once"
+    assert ("4827-1931" in out, "0000-0001" in out) == (False, True), "each is announced once"
 
 
-def test_the_terminal_says_how_pcs_are_added(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invitations_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     console = DaemonConsole()
     console.show_event(InvitationCreatedEvent(token="molink-x", discovery=True))
     lines = capsys.readouterr().out.splitlines()
     assert "  .venv/bin/molink join molink-x" in lines
     assert r"  .venv\Scripts\molink join molink-x" in lines
-    assert "is let in by a code" in lines[-2]
+    assert "they join by a code" in lines[-2]
     console.show_event(InvitationCreatedEvent(token="molink-x", uses=3))
     assert "To add up to 3 PCs" in capsys.readouterr().out

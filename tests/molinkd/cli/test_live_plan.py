@@ -1,4 +1,4 @@
-"""``molink plan --live``: what it makes of a status."""
+"""``molink plan --live``: the plan of a status."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def status(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
     pipeline = {"id": "p1", "ready": True, "stages": list(stages), "reason": ""}
     peers = [
         {"id": peer, "name": peer.upper(), "state": state, "reason": "a spare" * (peer == "c")}
-        for peer, state in (("a", "here"), ("b", "here"), ("c", "here"), ("d", "away"))
+        for peer, state in (("a", "online"), ("b", "online"), ("c", "online"), ("d", "offline"))
     ]
     return {"model": "toy", "peers": peers, "pipelines": [pipeline], "trouble": "", **more}
 
@@ -28,7 +28,7 @@ def test_the_links_are_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> Non
         status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020, measured=False))
     )
     assert plan.round_trip_s == pytest.approx(0.065)
-    assert plan.bottleneck == "the links, most of all from A to B: 77 % of the time per token"
+    assert plan.bottleneck == "network, mostly A to B: 77 % of the time per token"
     assert plan.spare_peers == {"C": "a spare"}
     assert plan.as_json()["stages"][1]["measured"] is False
     print_plan(plan)
@@ -39,26 +39,26 @@ def test_the_links_are_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_one_stage_is_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
     (plan,) = explain_rings(status(stage("a", 0.010, 0.0)))
-    assert plan.bottleneck == "computing, most of all on A: 100 % of the time per token"
+    assert plan.bottleneck == "computation, mostly on A: 100 % of the time per token"
     print_plan(plan)
     assert "assumed" not in capsys.readouterr().out
-    assert explain_rings(status(stage("a", 0.0, 0.0)))[0].bottleneck == "nothing is measured yet"
+    assert explain_rings(status(stage("a", 0.0, 0.0)))[0].bottleneck == "nothing measured yet"
 
 
-def test_what_a_pc_more_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
-    now = {"device": "", "stages": 2, "turn_s": 0.065, "tokens_per_s": 15.4}
+def test_prospects_of_another_pc(capsys: pytest.CaptureFixture[str]) -> None:
+    now = {"device": "", "stages": 2, "round_trip_s": 0.065, "tokens_per_s": 15.4}
     more = [
-        {**now, "device": "cuda: fast", "stages": 1, "turn_s": 0.02, "tokens_per_s": 50.0},
+        {**now, "device": "cuda: fast", "stages": 1, "round_trip_s": 0.02, "tokens_per_s": 50.0},
         {**now, "device": "cpu: slow"},
     ]
     scale_out = {"p1": {"now": now, "more": more}}
     (plan,) = explain_rings(status(stage("a", 0.010, 0.030), outlook=scale_out))
     print_plan(plan)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "One more cuda: fast: 1 stage, 20.0 ms per token instead of 65.0 ms per token" in shown
-    assert "with it and without, as placement reckons" in shown
-    assert "One more cpu: slow would bring nothing: 65.0 ms per token with it and without" in shown
-    assert plan.as_json()["more"][0]["turn_s"] == 0.02
+    assert "Another cuda: fast: 1 stage, 20.0 ms per token instead of 65.0 ms per token" in shown
+    assert "either way (estimated)" in shown
+    assert "Another cpu: slow would not help: 65.0 ms per token either way" in shown
+    assert plan.as_json()["prospects"][0]["round_trip_s"] == 0.02
     (plan,) = explain_rings(status(stage("a", 0.01, 0.03), outlook={}))
     assert plan.prospects == ()
 
@@ -81,16 +81,16 @@ def test_memory_and_the_first_token(
     assert plan.as_json()["first_token_s"] == 1.25
     print_plan(plan)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "512 prompt tokens: first token after about 1250 ms, then one every 65.0 ms" in shown
+    assert "512 prompt tokens: first token in about 1250 ms, then one every 65.0 ms" in shown
     assert "of 12.0 GB" in shown
-    assert "not told" in shown
+    assert "unknown" in shown
 
 
 def test_no_ring() -> None:
     waiting = {"ready": False, "stages": [], "reason": "waiting for peers"}
     with pytest.raises(Unavailable, match="no ring is ready: waiting for peers"):
         explain_rings(status(pipelines=[waiting]))
-    with pytest.raises(Unavailable, match="nothing is served"):
+    with pytest.raises(Unavailable, match="no model is served"):
         explain_rings(status(pipelines=[]))
 
 

@@ -35,9 +35,11 @@ def shown(capsys: pytest.CaptureFixture[str], home: Path, *options: str) -> list
     return capsys.readouterr().out.splitlines()
 
 
-def test_all_processes_in_the_order_of_time(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_all_processes_are_merged_by_time(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = shown(capsys, home)
-    assert lines[0] == r"background INFO \x1b[2Jno record"  # nothing in a log drives a terminal
+    assert lines[0] == r"background INFO \x1b[2Jno record"  # log texts can't control the terminal
     assert [line.rpartition(": ")[2] for line in lines[1:5]] == [
         "older",
         "begins",
@@ -47,7 +49,7 @@ def test_all_processes_in_the_order_of_time(home: Path, capsys: pytest.CaptureFi
     assert lines[5:] == ["Traceback (most recent call last):", '  File "x.py", line 1']
 
 
-def test_only_the_last_or_some(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_and_filters(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, home, "-n", "1", "--process", "worker") == [
         "2026-01-02 10:00:01,000 worker-p1-0 WARNING molinkd.worker: slow"
     ]
@@ -63,7 +65,7 @@ def test_json_has_a_traceback_in_its_record(home: Path, capsys: pytest.CaptureFi
     assert record["text"].startswith("it broke\nTraceback")
 
 
-def test_what_is_written_later(home: Path) -> None:
+def test_following_a_log(home: Path) -> None:
     folder = home / "logs"
     ends: dict[Path, int] = {}
     logs._new_records(folder, ends)
@@ -72,18 +74,18 @@ def test_what_is_written_later(home: Path) -> None:
         file.write("2026-01-02 10:00:03,000 INFO molinkd.peer: goes on\n")
     (one,) = logs._new_records(folder, ends)
     assert one.text == "goes on"
-    # It was moved aside, and begun anew.
+    # The log was rotated.
     (folder / "daemon.log").replace(folder / "daemon.log.1")
     (folder / "daemon.log").write_text(WORKER, encoding="utf-8")
     (one,) = logs._new_records(folder, ends)
     assert one.text == "slow"
 
 
-def test_nothing_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["logs", "--home", str(tmp_path)]) == 6
-    assert "nothing down yet" in capsys.readouterr().err
+    assert "no logs yet" in capsys.readouterr().err
 
 
-def test_a_process_that_there_is_not(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_process(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["logs", "--home", str(home), "--process", "nosuch"]) == 2
-    assert "there is: background, daemon, worker-p1-0" in capsys.readouterr().err
+    assert "available: background, daemon, worker-p1-0" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: help, errors in one line, exit codes, and finding the daemon."""
+"""The command line: help, one-line errors, exit codes, and finding the daemon."""
 
 import io
 import json
@@ -14,7 +14,7 @@ import molink
 from molink import errors
 from molink.errors import ConnectionBroken, Unavailable, UsageError
 from molink.wire.messages.admin import InviteReply, RevokeReply, StatusRequest
-from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli import daemon_client
 from molinkd.cli.demo import sample_command
 from molinkd.cli.invitation_table import remaining_text, show_invitations
 from molinkd.cli.main import run, use_utf8
@@ -29,7 +29,7 @@ from molinkd.peer.settings import MemoryShare
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path))
     monkeypatch.delenv("MOLINK_TOKEN", raising=False)
-    monkeypatch.setenv("MOLINK_DISCOVERY", "false")  # nothing is looked for on the real network
+    monkeypatch.setenv("MOLINK_DISCOVERY", "false")  # no discovery on the real network
     return tmp_path
 
 
@@ -68,7 +68,7 @@ def test_quantize_and_memory_reach_the_daemon(
 
 
 @pytest.mark.parametrize("verb", ["up", "join"])
-def test_an_endpoint_for_others_without_a_key_is_refused_before_anything_is_done(
+def test_a_public_endpoint_without_a_key_is_rejected_first(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def never(*_: object) -> None:
@@ -85,32 +85,32 @@ def test_an_endpoint_for_others_without_a_key_is_refused_before_anything_is_done
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["status"], 6, "no molink runs here"),
-        (["top"], 6, "no molink runs here"),
-        (["top", "--json"], 6, "no molink runs here"),
-        (["chat", "hi"], 6, "no molink runs here"),
-        (["invite"], 6, "no molink runs here"),
+        (["status"], 6, "molink is not running here"),
+        (["top"], 6, "molink is not running here"),
+        (["top", "--json"], 6, "molink is not running here"),
+        (["chat", "hi"], 6, "molink is not running here"),
+        (["invite"], 6, "molink is not running here"),
         (["invite", "--ttl", "-1"], 2, "--ttl"),
         (["invite", "--uses", "0"], 2, "--uses"),
-        (["invite", "--list"], 6, "no molink runs here"),
-        (["invite", "--end", "x"], 6, "no molink runs here"),
+        (["invite", "--list"], 6, "molink is not running here"),
+        (["invite", "--end", "x"], 6, "molink is not running here"),
         (["invite", "--list", "--end", "x"], 2, "--list and --end"),
-        (["revoke", "pc"], 6, "no molink runs here"),
-        (["un-revoke", "pc"], 6, "no molink runs here"),
-        (["leave"], 2, "in no swarm"),
+        (["revoke", "pc"], 6, "molink is not running here"),
+        (["un-revoke", "pc"], 6, "molink is not running here"),
+        (["leave"], 2, "not in a swarm"),
         (["join"], 2, "in no swarm"),
         (["join", ""], 2, "token is empty"),
-        (["join", "hello"], 3, "doesn't begin with"),
+        (["join", "hello"], 3, "tokens start with"),
         (["join", "molink-AAAA"], 3, "not a valid join token"),
         (["up", "--stage", "4:2"], 2, "stage"),
         (["up", "--memory", "much"], 2, "size"),
         (["up", "--memory", "150%"], 2, "the command line: memory: a share of memory is above 0%"),
-        (["chat", "--url", "foo", "hi"], 2, "--url is a URL"),
+        (["chat", "--url", "foo", "hi"], 2, "--url must be a URL"),
         (["up", "--model", "no such model!"], 5, "no such model!"),
         (["up", "--worker-ports", "5"], 2, "worker_ports"),
         (["up", "--advertise", "foo:1:2"], 2, "not 'foo:1:2'"),
-        (["up", "--advertise", "foo:1"], 2, "without a port here, not 'foo:1'"),
-        (["status", "--home", "else where"], 6, "`molink up --home "),
+        (["up", "--advertise", "foo:1"], 2, "without ports, not 'foo:1'"),
+        (["status", "--home", "elsewhere"], 6, "`molink up --home "),
     ],
 )
 def test_errors_are_one_clear_line(
@@ -125,7 +125,7 @@ def test_errors_are_one_clear_line(
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """The daemons that would have been run."""
+    """The daemons that would be started."""
     launches: list[Launch] = []
     monkeypatch.setattr(
         "molinkd.cli.daemon_start.run_daemon", lambda launch, _: launches.append(launch)
@@ -138,7 +138,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_token_may_be_typed_in_or_piped(
+def test_a_token_may_be_typed_or_piped(
     launches: list[Launch], monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:
     monkeypatch.setattr("typer.prompt", lambda text, hide_input: f"{text} {hide_input}")
@@ -150,8 +150,8 @@ def test_a_token_may_be_typed_in_or_piped(
     assert [launch.token for launch in launches] == ["molink-piped", "Join token True", None]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows doesn't show it to others")
-def test_a_token_leaves_the_command_line(
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows hides it from others")
+def test_a_token_is_hidden_from_the_command_line(
     launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, list[str], dict[str, str]]] = []
@@ -163,7 +163,7 @@ def test_a_token_leaves_the_command_line(
     assert program == line[0] == sys.executable
     assert line[1:] == ["-m", "molinkd", "join", "--name", "molink-x", "--stage", "none"]
     assert environment["MOLINK_TOKEN"] == "molink-x"
-    # Then the token comes from the environment, and is used.
+    # The token then comes from the environment.
     calls.clear()
     monkeypatch.setattr(sys, "orig_argv", line)
     monkeypatch.setenv("MOLINK_TOKEN", "molink-y")
@@ -172,11 +172,11 @@ def test_a_token_leaves_the_command_line(
     assert (calls, [launch.token for launch in launches]) == ([], ["molink-y"])
 
 
-def test_a_token_is_shown_with_its_command_to_people_only(
+def test_a_token_has_instructions_only_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = InviteReply(ref=0, id="molink-ab", token="molink-token")
-    monkeypatch.setattr(local_daemon, "create_invitation", lambda *_: made)
+    monkeypatch.setattr(daemon_client, "create_invitation", lambda *_: made)
     assert run(["invite"]) == 0
     assert capsys.readouterr().out == "molink-token\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -203,7 +203,7 @@ def test_invitations_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in out
     assert remaining_text(RevokeReply(ref=0)) == ""
     ended = RevokeReply(ref=0, kept_peers=("a", "b"), num_others=3)
-    assert remaining_text(ended) == " Who came by it stays: a, b, 3 more."
+    assert remaining_text(ended) == " PCs that joined with it stay: a, b, 3 more."
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["up", "--bogus"], ["demo", "--peers", "0"]])
@@ -213,16 +213,14 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("verb", ["simulate", "up"])
-def test_a_choice_that_is_none_is_said_in_words(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_choices_are_explained(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([verb, "--preemption-mode", "nonsense"]) == 2
     told = capsys.readouterr().err
     assert "'nonsense' is not one of 'recompute', 'reactive-swap', 'proactive-swap'" in told
     assert "Value error" not in told
 
 
-def test_a_broken_model_is_named_before_anything_starts(
+def test_a_broken_model_is_reported_before_the_start(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -233,61 +231,59 @@ def test_a_broken_model_is_named_before_anything_starts(
     assert not (home / "coordinator").exists()
 
 
-def test_a_live_daemon_comes_before_a_demo(home: Path) -> None:
+def test_a_daemon_takes_precedence_over_a_demo(home: Path) -> None:
     place = Home(home)
-    assert local_daemon.find_daemon(place) is None
+    assert daemon_client.find_daemon(place) is None
     with pytest.raises(Unavailable):
-        local_daemon.require_daemon(home)
+        daemon_client.require_daemon(home)
     demo = place.demo_home(2)
     demo.create_folders()
     note = RunFile.of_this_process(1, "http://a", ("http://a", "http://b"))
     note.save_file(demo.run_file)
-    found = local_daemon.require_daemon(home)
+    found = daemon_client.require_daemon(home)
     assert found.is_demo
     assert found.home == first_peer(demo)
     assert found.endpoints == ("http://a", "http://b")
     RunFile.of_this_process(2, "http://live").save_file(place.run_file)
-    found = local_daemon.require_daemon(home)
+    found = daemon_client.require_daemon(home)
     assert not found.is_demo
     assert found.endpoints == ("http://live",)
 
 
-def test_a_daemon_that_does_not_answer_is_not_waited_for(
+def test_an_unresponsive_daemon_times_out(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_daemon, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(daemon_client, "CONNECT_TIMEOUT_S", 0.2)
     place = Home(home)
     place.create_folders()
-    # As that of a process that was stopped: connections get as far as the kernel.
+    # Like a suspended process: the kernel accepts connections, but nothing replies.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         RunFile.of_this_process(silent.getsockname()[1], "http://a").save_file(place.run_file)
         assert run(["status"]) == 6
     said = capsys.readouterr().err
-    assert "did not answer within 0.2 s" in said
+    assert "did not respond within 0.2 s" in said
     assert f"process {os.getpid()}" in said
 
 
-def test_a_status_that_is_cut_off_is_asked_for_again(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when a member has just been shut out."""
+def test_a_dropped_status_request_is_retried(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a peer was just revoked."""
     asked: list[object] = []
 
     def ask(
-        found: local_daemon.RunningDaemon, message: StatusRequest
+        found: daemon_client.RunningDaemon, message: StatusRequest
     ) -> tuple[StatusRequest, bytes]:
         asked.append(found)
         if len(asked) == 1:
             raise ConnectionBroken("broke")
         return message, b'{"peers": []}'
 
-    monkeypatch.setattr(local_daemon, "send_request", ask)
-    found = local_daemon.RunningDaemon(Home(home), RunFile.of_this_process(1, "http://a"))
-    assert local_daemon.fetch_status(found) == {"peers": []}
+    monkeypatch.setattr(daemon_client, "send_request", ask)
+    found = daemon_client.RunningDaemon(Home(home), RunFile.of_this_process(1, "http://a"))
+    assert daemon_client.fetch_status(found) == {"peers": []}
     assert asked == [found, found]
 
 
-def test_status_ends_by_whether_the_swarm_is_ready(
+def test_status_exit_code_is_readiness(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipeline = {"id": "p1", "model": "m", "ready": False}
@@ -305,7 +301,7 @@ def test_status_ends_by_whether_the_swarm_is_ready(
         return message, json.dumps(state).encode()
 
     monkeypatch.setattr("molinkd.cli.daemon_client.time.sleep", wait)
-    monkeypatch.setattr(local_daemon, "send_request", ask)
+    monkeypatch.setattr(daemon_client, "send_request", ask)
     assert run(["status"]) == 6
     assert (run(["status", "--wait", "60"]), len(slept)) == (0, 2), "for molink, then for a model"
     assert run(["status", "--json"]) == 0
@@ -357,17 +353,17 @@ def test_each_error_ends_with_its_exit_code(
     def fail(*_: object) -> None:
         raise kind("it failed")
 
-    monkeypatch.setattr(local_daemon, "require_daemon", fail)
+    monkeypatch.setattr(daemon_client, "require_daemon", fail)
     assert run(["status"]) == kind.exit_code
 
 
-def test_errors_drive_no_terminal(
+def test_errors_cannot_control_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise Unavailable("\x1b[2J")
 
-    monkeypatch.setattr(local_daemon, "require_daemon", fail)
+    monkeypatch.setattr(daemon_client, "require_daemon", fail)
     assert run(["status"]) == 6
     assert capsys.readouterr().err == "molink: \\x1b[2J\n"
 
@@ -375,24 +371,24 @@ def test_errors_drive_no_terminal(
 def test_a_peer_is_found_by_name_or_id() -> None:
     peers = [{"id": i, "name": n} for i, n in (("1", "pc"), ("2", "tv"), ("3", "tv"), ("tv", "x"))]
     status = {"coordinator": {"state": "running"}, "peers": peers, "trouble": "gone"}
-    assert local_daemon.find_peer(Home.find_home(), status, "pc") == "1"
-    assert local_daemon.find_peer(Home.find_home(), status, "3") == "3"
-    # An id is nobody else's choice, a name is.
-    assert local_daemon.find_peer(Home.find_home(), status, "tv") == "tv"
-    with pytest.raises(UsageError, match="2 peers are called tv"):
-        local_daemon.find_peer(Home.find_home(), {**status, "peers": peers[:3]}, "tv")
+    assert daemon_client.find_peer(Home.find_home(), status, "pc") == "1"
+    assert daemon_client.find_peer(Home.find_home(), status, "3") == "3"
+    # Ids are unique, names are not.
+    assert daemon_client.find_peer(Home.find_home(), status, "tv") == "tv"
+    with pytest.raises(UsageError, match="2 peers are named tv"):
+        daemon_client.find_peer(Home.find_home(), {**status, "peers": peers[:3]}, "tv")
     with pytest.raises(UsageError, match="no peer"):
-        local_daemon.find_peer(Home.find_home(), status, "nobody")
+        daemon_client.find_peer(Home.find_home(), status, "nobody")
     revoked = {**status, "revoked": [{"id": "9", "name": "old"}]}
-    assert local_daemon.find_peer(Home.find_home(), revoked, "old", "revoked") == "9"
-    with pytest.raises(UsageError, match="no peer that was revoked is called pc"):
-        local_daemon.find_peer(Home.find_home(), revoked, "pc", "revoked")
+    assert daemon_client.find_peer(Home.find_home(), revoked, "old", "revoked") == "9"
+    with pytest.raises(UsageError, match="no revoked peer named pc"):
+        daemon_client.find_peer(Home.find_home(), revoked, "pc", "revoked")
     unreachable = {**status, "coordinator": {"state": "unreachable"}}
     with pytest.raises(Unavailable, match="gone"):
-        local_daemon.find_peer(Home.find_home(), unreachable, "pc")
+        daemon_client.find_peer(Home.find_home(), unreachable, "pc")
 
 
-def test_events_of_a_daemon_drive_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_daemon_events_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     from molinkd.cli.daemon_console import DaemonConsole
     from molinkd.cli.demo import DemoConsole
     from molinkd.peer.launch import (

@@ -1,4 +1,4 @@
-"""``molink pull``, ``list``, ``rm``, and what ``run`` and ``stop`` say without a daemon."""
+"""``molink pull``, ``list``, ``rm``, and ``run`` and ``stop`` without a daemon."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def served(
 
 def test_pull_list_and_rm(served: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["pull", REPOSITORY]) == 0
-    assert f"{REPOSITORY} is here: " in capsys.readouterr().out
+    assert f"{REPOSITORY} is available at " in capsys.readouterr().out
     served.asked.clear()
     assert run(["pull", REPOSITORY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == REPOSITORY
@@ -42,14 +42,14 @@ def test_pull_list_and_rm(served: FakeHub, capsys: pytest.CaptureFixture[str]) -
     assert run(["rm", REPOSITORY]) == 2
     assert "--hf-cache" in capsys.readouterr().err
     assert run(["rm", REPOSITORY, "--hf-cache"]) == 0
-    assert "GB are free again" in capsys.readouterr().out
+    assert "GB freed" in capsys.readouterr().out
     assert run(["rm", REPOSITORY, "--hf-cache"]) == 5
 
 
-def test_pull_where_there_are_no_links(
+def test_pull_without_symlinks(
     served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on Windows without developer mode; a warning of the hub's library would be an error."""
+    """As on Windows without developer mode; a warning of the hub's library would fail the test."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError("a required privilege is not held by the client")
@@ -57,21 +57,21 @@ def test_pull_where_there_are_no_links(
     monkeypatch.setattr(os, "symlink", refuse)
     monkeypatch.setattr("huggingface_hub.file_download._are_symlinks_supported_in_dir", {})
     assert run(["pull", REPOSITORY]) == 0
-    assert f"{REPOSITORY} is here: " in capsys.readouterr().out
+    assert f"{REPOSITORY} is available at " in capsys.readouterr().out
     served.asked.clear()
     assert run(["pull", REPOSITORY]) == 0
-    assert served.asked == [], "nothing is fetched twice"
+    assert served.asked == [], "nothing is downloaded twice"
 
 
-def test_pull_mends_what_is_cut_off(served: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of the cache counts as whole until it is opened."""
+def test_pull_repairs_a_truncated_file(served: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file in the cache counts as complete until it is opened."""
     assert run(["pull", REPOSITORY, "--json"]) == 0
     found = Path(json.loads(capsys.readouterr().out)["path"])
     weights = next(found.glob("*.safetensors")).resolve()
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     assert run(["pull", REPOSITORY]) == 0
-    assert f"{REPOSITORY} is here: " in capsys.readouterr().out
+    assert f"{REPOSITORY} is available at " in capsys.readouterr().out
     assert weights.read_bytes() == whole
 
 
@@ -81,7 +81,7 @@ def test_a_model_that_is_served_is_not_deleted(
     assert run(["pull", REPOSITORY]) == 0
     monkeypatch.setattr(model_verbs, "_served_models", lambda _: ["some-model"])
     assert run(["rm", REPOSITORY, "--hf-cache"]) == 2
-    assert "is being served: `molink stop` first" in capsys.readouterr().err
+    assert "is being served: run `molink stop` first" in capsys.readouterr().err
     capsys.readouterr()
     assert run(["list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["served"] is True
@@ -102,7 +102,7 @@ def test_progress_is_shown_and_errors_have_their_codes(
     for layers in ("3:1", "x"):
         assert run(["pull", REPOSITORY, "--layers", layers]) == 2
     err = capsys.readouterr().err
-    for text in ("no model 'owner/none'", "is gated", "can't give", "--layers is A:B"):
+    for text in ("no model 'owner/none'", "is gated", "can't give", "--layers must be A:B"):
         assert text in err
     assert f"Fetching {REPOSITORY} from the hub: " in err
 

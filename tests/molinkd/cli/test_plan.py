@@ -1,4 +1,4 @@
-"""``molink plan``: its JSON, its table, and clear errors."""
+"""``molink plan``: JSON, table and errors."""
 
 import json
 from pathlib import Path
@@ -16,23 +16,23 @@ from tests.support.models import MakeModel
 RING = ("plan", "--stages", "2", "--prompt-tokens", "64", "--output-tokens", "4")
 
 
-def test_a_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*RING, "--streams", "4", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    # The second stage has the output head too.
+    # The second stage includes the output head.
     assert planned["layers"] == [[0, 18], [18, 32]]
     assert [each["count"] for each in planned["curve"]] == [2, 3, 4]
     assert 0 < planned["floor_s"] <= planned["token_s"]
 
 
-def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*RING, "--bandwidth", "20", "--latency", "2"]) == 0
     shown = capsys.readouterr().out
     assert "qwen-7b on 2 x rtx4090, links of 20 Mbps and 2 ms one way" in shown
     assert "0:18" in shown
     assert "18:32" in shown
-    assert "Bottleneck: computing" in shown
-    assert "One more rtx4090 would bring nothing" in shown
+    assert "Bottleneck: comput" in shown
+    assert "Another rtx4090 would not help" in shown
     assert "<" in shown
 
 
@@ -45,7 +45,7 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
     return json.loads(capsys.readouterr().out)
 
 
-def test_unequal_pcs_get_what_they_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unequal_pcs_get_layers_by_capacity(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(
         capsys,
         *("--device", "rtx3060, rtx3060,rtx3090", "--latency", "1"),
@@ -60,11 +60,11 @@ def test_unequal_pcs_get_what_they_can_hold(capsys: pytest.CaptureFixture[str]) 
     assert min(one["kv_tokens"] for one in stages) >= 8192
     assert found["bottleneck"].startswith("computing")
     more = {one["device"]: one for one in found["more"]}
-    assert more["rtx3090"]["turn_s"] < found["now"]["turn_s"]
-    assert more["rtx3060"]["turn_s"] <= found["now"]["turn_s"]
+    assert more["rtx3090"]["round_trip_s"] < found["now"]["round_trip_s"]
+    assert more["rtx3060"]["round_trip_s"] <= found["now"]["round_trip_s"]
 
 
-def test_who_makes_it_slower_gets_no_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pc_that_slows_the_ring_gets_no_stage(capsys: pytest.CaptureFixture[str]) -> None:
     far = planned(capsys, "--device", "rtx3090,rtx3060")
     assert [one["device"] for one in far["stages"]] == ["rtx3090"]
     assert far["spares"] == ["rtx3060"]
@@ -75,7 +75,7 @@ def test_who_makes_it_slower_gets_no_stage(capsys: pytest.CaptureFixture[str]) -
     assert both["bottleneck"].startswith("the links' latency")
 
 
-def test_many_streams_are_worth_more_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_streams_justify_more_stages(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--device", "rtx3060,rtx3060,rtx3060", "--latency", "1", "--bandwidth", "1000")
     options += ("--model-profile", "llama-3-8b")
     one, many = (planned(capsys, *options, "--objective", name) for name in OBJECTIVES)
@@ -94,10 +94,10 @@ def test_a_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert named["layers"] == found["layers"]
 
 
-def test_a_gguf_file_takes_the_room_of_its_blocks(
+def test_a_gguf_file_is_sized_by_its_blocks(
     capsys: pytest.CaptureFixture[str], make_model: MakeModel, tmp_path: Path
 ) -> None:
-    """Where a device multiplies by them; elsewhere they become bf16. In parts, too."""
+    """For devices that multiply quantized blocks, else they become bf16; also split files."""
     folder = make_model(tmp_path / "model", "llama", 3)
     plain = "memory_gbs = 60\ntflops = 1\nmemory_gb = 8\nmemory_efficiency = 0.7\nstep_ms = 0.5\n"
     plain += 'compute_efficiency = 0.6\nsource = "a test"\n'
@@ -105,7 +105,7 @@ def test_a_gguf_file_takes_the_room_of_its_blocks(
         (tmp_path / f"{name}.toml").write_text(plain + more, encoding="utf-8")
     whole = write_gguf(folder, tmp_path / "tiny.gguf", Kind.Q8_0)
     part = write_gguf(folder, tmp_path / "parts.gguf", Kind.Q8_0, part=8)
-    # As `molink up` makes it once, and as the other PCs fetch it.
+    # As `molink up` unpacks it, and as other PCs fetch it.
     unpacked_one = import_gguf(whole, tmp_path / "unpacked", NullCounter(), Event())
     stages = {
         (name, path): planned(
@@ -135,31 +135,31 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     ("option", "value", "told"),
     [
         ("--device", "rtx9090", "rtx4090"),
-        ("--device", "rtx3060,,rtx3090", "--device names"),
+        ("--device", "rtx3060,,rtx3090", "--device takes"),
         ("--device", "rtx3060,rtx9090", "rtx4090"),
         ("--objective", "speed", "--objective"),
         ("--bandwidth", "-3", "bandwidth_mbps"),
         ("--latency", "nan", "latency_ms"),
         ("--streams", "0", "--streams"),
         ("--model-profile", "nothing", "qwen-7b"),
-        ("--model", "owner/none", "`molink pull owner/none` fetches it"),
+        ("--model", "owner/none", "`molink pull owner/none`"),
     ],
 )
-def test_nonsense_is_refused(
+def test_invalid_options_are_rejected(
     capsys: pytest.CaptureFixture[str], option: str, value: str, told: str
 ) -> None:
     assert run([*RING, option, value]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_the_help_names_what_is_imported_late(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_lazy_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "simulate" in shown
     assert "plan" in shown
 
 
-def test_a_pc_with_two_devices_has_two_stages_and_a_quick_link(
+def test_a_pc_with_two_devices_has_two_stages_and_a_fast_link(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(["plan", "--device", "rtx3060+rtx3060,rtx3060", "--stages", "3", "--json"]) == 0
@@ -168,7 +168,7 @@ def test_a_pc_with_two_devices_has_two_stages_and_a_quick_link(
     assert links[0] < 0.002
     assert min(links[1:]) > 0.03
     assert found["tpot_s"] < 0.07 + sum(stage["step_s"] for stage in found["stages"])
-    # A PC more is one with both, and one PC with both needs no link.
+    # One more PC has both devices, and a PC with both needs no link.
     assert {one["device"] for one in found["more"]} == {"rtx3060+rtx3060", "rtx3060"}
     assert run(["plan", "--device", "rtx3060 + rtx3060", "--json", "--stages", "2"]) == 0
     (first, second) = json.loads(capsys.readouterr().out)["stages"]

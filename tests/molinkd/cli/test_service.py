@@ -1,4 +1,4 @@
-"""``molink service`` with the system's own commands replaced by notes of them."""
+"""``molink service`` with fake system commands."""
 
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -21,7 +21,7 @@ NAMESPACE = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
 
 
 class System:
-    """A system that notes what it is told, and fails where it is to."""
+    """A fake system that records commands and fails on request."""
 
     def __init__(self, fails: Callable[[Sequence[str]], bool] = lambda _: False) -> None:
         self.told: list[list[str]] = []
@@ -46,7 +46,7 @@ def test_a_unit_is_written_enabled_and_started(tmp_path: Path) -> None:
     assert "enable-linger" in service.install_service(COMMAND)
     text = (tmp_path / "systemd" / "user" / "molink.service").read_text(encoding="utf-8")
     assert '"/opt/my python" "-m" "molinkd"' in text
-    assert '"/home/a b/50%%$$x"' in text  # `%` and `$` mean something to systemd
+    assert '"/home/a b/50%%$$x"' in text  # `%` and `$` are special to systemd
     assert "Restart=on-failure" in text
     assert "${" not in text
     verbs = [command[2] for command in system.told]
@@ -54,14 +54,14 @@ def test_a_unit_is_written_enabled_and_started(tmp_path: Path) -> None:
     assert service.get_status() == (True, "active")
 
 
-def test_a_unit_that_cannot_be_started_is_not_left_behind(tmp_path: Path) -> None:
+def test_a_unit_that_fails_to_start_is_removed(tmp_path: Path) -> None:
     service = systemd(System(lambda command: "enable" in command), tmp_path)
     with pytest.raises(MolinkError, match="no such thing"):
         service.install_service(COMMAND)
     assert not service.path.exists()
 
 
-def test_a_unit_goes(tmp_path: Path) -> None:
+def test_a_unit_is_removed(tmp_path: Path) -> None:
     system = System()
     service = systemd(system, tmp_path)
     assert not service.uninstall_service()
@@ -82,12 +82,12 @@ def test_a_task_holds_its_command() -> None:
     assert texts["Command"] == r"C:\Program Files\pythonw.exe"
     assert texts["Arguments"] == r'-m molinkd "D:\a & b"'
     assert texts["UserId"] == r"PC\<me>"
-    assert texts["ExecutionTimeLimit"] == "PT0S"  # it may run for ever
-    assert texts["Count"] == "999"  # it is started again after a failure
+    assert texts["ExecutionTimeLimit"] == "PT0S"  # no time limit
+    assert texts["Count"] == "999"  # restarted after a failure
     assert texts["LogonType"] == "InteractiveToken"
 
 
-def test_a_task_is_made_started_and_deleted() -> None:
+def test_a_task_is_created_started_and_deleted() -> None:
     system = System()
     service = TaskSchedulerService(system.run)
     service.install_service(COMMAND)
@@ -104,19 +104,17 @@ def test_a_task_is_made_started_and_deleted() -> None:
 
 
 def test_a_command_that_is_missing_is_an_error() -> None:
-    with pytest.raises(MolinkError, match="can't be run"):
+    with pytest.raises(MolinkError, match="can't run"):
         base.run_command(["molink-has-no-such-command"])
     assert base.run_command([sys.executable, "-c", "print('yes')"]) == (0, "yes")
 
 
-def test_a_pc_of_no_swarm_gets_no_service(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_service_needs_a_membership(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["service", "install", "--home", str(tmp_path)]) == 2
-    assert "is in no swarm" in capsys.readouterr().err
+    assert "is not in a swarm" in capsys.readouterr().err
 
 
-def test_installing_says_what_was_done(
+def test_installing_reports_its_actions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     system = System()
@@ -124,22 +122,22 @@ def test_installing_says_what_was_done(
     home = Home(tmp_path / "home").create_folders()
     MembershipRecord(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
     assert run(["service", "install", "--home", str(home.root)]) == 0
-    assert "swarm s is a service now" in capsys.readouterr().out
+    assert "Installed the service for swarm s" in capsys.readouterr().out
     assert run(["service", "status", "--home", str(home.root)]) == 1  # nothing runs
     out = capsys.readouterr().out
     assert "The service is installed." in out
-    assert "molink does not run." in out
+    assert "molink is not running." in out
     assert run(["service", "uninstall"]) == 0
-    assert "gone" in capsys.readouterr().out
+    assert "Removed" in capsys.readouterr().out
 
 
-def test_without_a_session_the_daemon_goes_on(
+def test_without_a_session_the_daemon_keeps_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     system = System(lambda command: "--user" in command)
     monkeypatch.setattr(verbs, "system_service", lambda: systemd(system, tmp_path / "config"))
     monkeypatch.setattr(verbs, "read_run_file", lambda _: object())  # a daemon runs
-    monkeypatch.setattr(verbs, "stop_daemon", lambda *_: pytest.fail("it was ended"))
+    monkeypatch.setattr(verbs, "stop_daemon", lambda *_: pytest.fail("it was stopped"))
     home = Home(tmp_path / "home").create_folders()
     MembershipRecord(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
     assert run(["service", "install", "--home", str(home.root)]) == 1
@@ -149,7 +147,7 @@ def test_without_a_session_the_daemon_goes_on(
 
 
 @pytest.mark.parametrize(("own", "role"), [(True, "up"), (False, "join")])
-def test_the_service_starts_what_ran_before(
+def test_the_service_starts_the_previous_role(
     own: bool, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[object, ...]] = []

@@ -1,4 +1,4 @@
-"""``molink simulate``: its JSON, its table, its picture, its replay, and clear errors."""
+"""``molink simulate``: JSON, table, timeline, replay and errors."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_several_policies_are_a_list(capsys: pytest.CaptureFixture[str]) -> None
     arguments = (*SHORT, "--policy", "fifo, adaptive", "--stages", "2", "--json", "--seed", "1")
     timeline = ("--timeline", "unused.png")
     assert simulate(*arguments, *timeline) == 2
-    assert "draws an .svg file, not unused.png" in capsys.readouterr().err
+    assert "must be an .svg file, not unused.png" in capsys.readouterr().err
     assert simulate(*arguments) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["policy"] for each in found] == ["fifo", "adaptive"]
@@ -39,12 +39,12 @@ def test_several_policies_are_a_list(capsys: pytest.CaptureFixture[str]) -> None
         assert each["failed"] == 0
 
 
-def test_why_requests_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_failed_requests_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(*SHORT, "--policy", "fifo", "--input-tokens", "9000000") == 0
-    assert "failed; the first: 9000000 tokens and up to" in capsys.readouterr().out
+    assert "failed; first error: 9000000 tokens and up to" in capsys.readouterr().out
 
 
-def test_one_policy_is_an_object_and_switches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_policy_is_an_object_and_options_apply(capsys: pytest.CaptureFixture[str]) -> None:
     switches = ("--no-cut-through", "--compression", "none", "--micro-batches", "3")
     more = (
         "--max-num-batched-tokens",
@@ -106,7 +106,7 @@ def test_a_bad_row_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "trace.csv, row 3: " in capsys.readouterr().err
 
 
-def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "ring.svg"
     where = ("--timeline", str(picture), "--window", "0:30")
     assert simulate(*SHORT, "--policy", "fifo", *where) == 0
@@ -132,11 +132,11 @@ def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("--rate", "0"), "--rate has to be a number above 0"),
         (("--stages", "0"), "--stages has to be from 1 to 64, not 0"),
         (("--stages", "33"), "qwen-7b has 32 layers: too few for 33 stages"),
-        (("--micro-batches", "0"), "--micro-batches is a number from 1 on or auto"),
-        (("--micro-batches", "many"), "--micro-batches is a number from 1 on or auto"),
+        (("--micro-batches", "0"), "--micro-batches must be a positive number or auto"),
+        (("--micro-batches", "many"), "--micro-batches must be a positive number or auto"),
         (("--micro-batches", "1000"), "--micro-batches has to be from 0 to 64"),
-        (("--timeline", "x.svg", "--window", "5:1"), "--window is A:B in seconds"),
-        (("--window", "1:5"), "it needs --timeline"),
+        (("--timeline", "x.svg", "--window", "5:1"), "--window must be A:B in seconds"),
+        (("--window", "1:5"), "--window needs --timeline"),
         (("--arrivals", "trace"), "--arrivals trace needs a --trace"),
         (("--trace", "nowhere.csv"), "can't read the trace nowhere.csv"),
         (("--replay", "nowhere.jsonl"), "can't read the recording nowhere.jsonl"),
@@ -160,14 +160,14 @@ def test_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording = tmp_path / "link.jsonl"
     recording.write_bytes(b"".join(lines))
     assert simulate("--replay", str(recording)) == 0
-    assert "Every decision came out the same." in capsys.readouterr().out
+    assert "All decisions match." in capsys.readouterr().out
 
     recording.write_bytes(b"".join(lines).replace(b'"send":[1,10]', b'"send":[1,9]'))
     assert simulate("--replay", str(recording), "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert len(found["differences"]) == 1
     assert simulate("--replay", str(recording)) == 1
-    assert "1 decisions came out otherwise." in capsys.readouterr().out
+    assert "1 decisions differ." in capsys.readouterr().out
     recording.write_bytes(b"nonsense\n")
     assert simulate("--replay", str(recording)) == 2
     assert "line 1 of the recording" in capsys.readouterr().err
@@ -191,6 +191,6 @@ def test_many_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_of_many_pipelines_need_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(*SHORT, "--churn", "2") == 2
-    assert "--churn is about many pipelines: it needs --pipelines" in capsys.readouterr().err
+    assert "--churn needs --pipelines" in capsys.readouterr().err
     assert simulate(*SHORT, "--pipelines", "2", "--timeline", "unused.svg") == 2
-    assert "leave out --pipelines" in capsys.readouterr().err
+    assert "omit --pipelines" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``molink status`` for people."""
+"""The tables of ``molink status``."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ STATE: dict[str, Any] = {
             "id": "f00",
             "name": "[red]pc[/red]",
             "address": "192.168.1.7",
-            "state": "here",
+            "state": "online",
             "device": "cpu: x",
             "endpoint": "http://e",
             "daemon_pid": 1,
@@ -36,7 +36,9 @@ def show(state: dict[str, Any], *, demo: bool = False) -> None:
     show_status(decode_status(msgspec.json.encode(state)), demo=demo)
 
 
-def test_copies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_on_disk(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     peers = [{**STATE["peers"][0], "copied": copied} for copied in (0, 43, 100)]
     show({**STATE, "peers": peers, "files": "Only pc has all files of m"})
@@ -50,12 +52,12 @@ def test_copies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     show(STATE, demo=True)
     out = capsys.readouterr().out
-    # What peers call themselves is text, not markup.
-    for text in ("home (demo)", "[red]pc[/red]", "head loading", "0:4", "why not", "epoch 3"):
+    # Names of peers are text, not markup.
+    for text in ("home (demo)", "[red]pc[/red]", "stage 0 loading", "0:4", "why not", "epoch 3"):
         assert text in out
 
 
@@ -67,7 +69,7 @@ def test_an_epoch_after_a_change_of_leader(capsys: pytest.CaptureFixture[str]) -
     assert "(epoch 2.1)" in capsys.readouterr().out
 
 
-def test_how_weights_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantization_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show({**STATE, "quantize": "nf4"})
     show({**STATE, "quantize": "none"})
     quantized, plain = capsys.readouterr().out.split("Swarm ")[1:]
@@ -77,32 +79,37 @@ def test_how_weights_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unreachable_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
     show({**STATE, "coordinator": {"state": "unreachable"}, "trouble": "gone"})
-    assert "Only what this PC knows: gone" in capsys.readouterr().out
+    assert "local information only: gone" in capsys.readouterr().out
 
 
-def test_what_peers_say_drives_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_peer_texts_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     evil = "\x1b]0;PWNED\x07\x1b[2J"
     peer = {**STATE["peers"][0], "name": evil, "device": evil, "endpoint": evil}
     pipeline = {"id": evil, "epoch": 1, "ready": False, "reason": evil}
-    cut_off = {"peer": evil, "name": evil, "by": "us", "reason": evil}
-    changes = {"model": evil, "peers": [peer], "pipelines": [pipeline], "cut_off": [cut_off]}
+    cut_off = {"peer": evil, "name": evil, "banned_by": "us", "reason": evil}
+    changes = {"model": evil, "peers": [peer], "pipelines": [pipeline], "banned_peers": [cut_off]}
     show({**STATE, **changes})
     out = capsys.readouterr().out
     assert "PWNED" in out
     assert not set("\x1b\x07") & set(out)
 
 
-def test_members_that_were_cut_off(
+def test_banned_peers_are_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    cut_off = {"peer": "p", "name": "pc", "by": "this PC's control socket", "reason": "nonsense"}
-    show({**STATE, "cut_off": [cut_off]})
+    cut_off = {
+        "peer": "p",
+        "name": "pc",
+        "banned_by": "this PC's control socket",
+        "reason": "nonsense",
+    }
+    show({**STATE, "banned_peers": [cut_off]})
     out = capsys.readouterr().out
-    assert "pc (p) was cut off by this PC's control socket: nonsense" in out
+    assert "pc (p) was banned by this PC's control socket: nonsense" in out
 
 
-def test_why_there_is_no_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_for_no_pipeline_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show({**STATE, "pipelines": [], "trouble": "no model was asked for"})
     assert "No pipeline: no model was asked for" in capsys.readouterr().out
 
@@ -119,7 +126,7 @@ def test_transfers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert "pc copies m from tv: 2 of 10 MB\n" in out
 
 
-def test_how_far_loading_is(
+def test_loading_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -128,10 +135,10 @@ def test_how_far_loading_is(
     show({**STATE, "peers": [{**STATE["peers"][0], "name": "pc", "workers": workers}]})
     out = capsys.readouterr().out
     assert "pc loads layers 0:4: 2000 of 4000 MB, 500.0 MB/s, 4 s left\n" in out
-    assert "head loading 50 %" in out
+    assert "stage 0 loading 50 %" in out
 
 
-def test_versions_are_shown_where_they_differ(
+def test_differing_versions_are_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -170,8 +177,10 @@ def test_several_models(
     ]
 
 
-def test_who_does_what(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it in 80 columns, without a cell that is cut."""
+def test_roles_fit_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything in 80 columns without truncation."""
     monkeypatch.setenv("COLUMNS", "80")
     state = swarms.serving()
     first, second = state["peers"][:2]
@@ -184,24 +193,24 @@ def test_who_does_what(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0] == "Swarm den (home), model qwen3-8b: ready"
     assert "peer address role layers memory tokens/s" in lines
-    assert "alice 192.168.178.123 head, leads 0:8 4.0/12.0 GB 21.4" in lines
+    assert "alice 192.168.178.123 stage 0, leads 0:8 4.0/12.0 GB 21.4" in lines
     assert "bob stage 1 fetching 25 % 8:16 4.0/12.0 GB 21.4" in lines
     assert any(line.startswith("laptop endpoint only none") for line in lines)
-    assert any(line.startswith("attic away none") for line in lines)
+    assert any(line.startswith("attic offline none") for line in lines)
     assert f"alice {first['id']} cuda 0: RTX 3060 whole http://127.0.0.1:5465" in lines
     assert "Pipeline p1 (epoch 3) is ready: 2 requests, 1 waiting, 21.4 tokens/s" in lines
 
 
-def test_pcs_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_duplicate_names(capsys: pytest.CaptureFixture[str]) -> None:
     first = {**STATE["peers"][0], "name": "attic"}
     device = {**first, "id": "f01", "pc": "f00"}
     show({**STATE, "peers": [first, device]})
     assert "called attic" not in capsys.readouterr().out
     show({**STATE, "peers": [first, device, {**first, "id": "f02"}]})
-    assert "2 PCs are called attic: commands take their ids" in capsys.readouterr().out
+    assert "2 PCs" in capsys.readouterr().out
 
 
-def test_what_is_ready() -> None:
+def test_readiness_of_pipelines() -> None:
     ready, other = ({"id": one, "model": one, "ready": one == "a"} for one in "ab")
     for pipelines, expected in (([], False), ([ready], True), ([ready, other], False)):
         state = {**STATE, "pipelines": pipelines}
@@ -211,7 +220,7 @@ def test_what_is_ready() -> None:
     assert decode_status(msgspec.json.encode(state)).is_ready, "another replica serves it"
 
 
-def test_lines_are_whole_for_programs(
+def test_lines_are_not_wrapped_for_pipes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

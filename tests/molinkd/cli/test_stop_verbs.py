@@ -1,4 +1,4 @@
-"""``molink leave``: a swarm is not left behind without an owner, nor a member that isn't there."""
+"""``molink leave``: no swarm without an owner, and no absent members."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ from molink.swarm.controller.records import MemberRecord
 from molink.swarm.election.replica import Replica
 from molink.wire.messages.admin import LeaveRequest
 from molink.wire.sockets.key_pair import KeyPair
-from molinkd.cli import daemon_client as local_daemon
-from molinkd.cli import stop_verbs as ending
+from molinkd.cli import daemon_client, stop_verbs
 from molinkd.cli.main import run
 from molinkd.peer.home import Home
 from molinkd.peer.membership.membership_record import MembershipRecord
@@ -23,7 +22,7 @@ SWARM = "ab" * 8
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
-    """That of the PC which has made a swarm."""
+    """The home of the PC that created a swarm."""
     home = Home(tmp_path / "my home").create_folders()
     mine = MembershipRecord(
         swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",), is_founder=True
@@ -44,9 +43,7 @@ def _copy_of_the_state(home: Home, *others: str) -> None:
     home.replica.write_bytes(replica.encode())
 
 
-def test_others_are_not_left_without_an_owner(
-    home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leaving_does_not_orphan_the_swarm(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     _copy_of_the_state(home, "attic")
     assert run(["leave", "--dissolve", "--home", str(home.root)]) == 6
     error = capsys.readouterr().err
@@ -57,7 +54,7 @@ def test_others_are_not_left_without_an_owner(
     assert home.coordinator.exists()
 
 
-def test_nobody_else_is_left_behind(home: Home) -> None:
+def test_an_owner_alone_may_dissolve(home: Home) -> None:
     _copy_of_the_state(home)
     assert run(["leave", "--dissolve", "--home", str(home.root)]) == 0
     assert not home.membership.exists()
@@ -66,11 +63,11 @@ def test_nobody_else_is_left_behind(home: Home) -> None:
 
 @pytest.fixture
 def ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[Home]:
-    """A daemon runs in the home; which were told to end."""
+    """A daemon runs in the home; returns those that were stopped."""
     ended: list[Home] = []
     note = RunFile.of_this_process(1, "http://127.0.0.1:5465")
     monkeypatch.setattr("molinkd.peer.run_file.read_run_file", lambda _: note)
-    monkeypatch.setattr(ending, "stop_daemon", lambda place, _, leave: ended.append(place))
+    monkeypatch.setattr(stop_verbs, "stop_daemon", lambda place, _, leave: ended.append(place))
     return ended
 
 
@@ -81,10 +78,10 @@ def _swarm(monkeypatch: pytest.MonkeyPatch, **status: Any) -> None:
         away: list[str] = status["away"]
         return away
 
-    monkeypatch.setattr(local_daemon, "revoke_all_peers", revoke_all)
+    monkeypatch.setattr(daemon_client, "revoke_all_peers", revoke_all)
 
 
-def test_a_swarm_whose_coordinator_is_silent_goes_on(
+def test_an_unavailable_coordinator_blocks_dissolving(
     home: Home,
     ended: list[Home],
     monkeypatch: pytest.MonkeyPatch,
@@ -92,12 +89,12 @@ def test_a_swarm_whose_coordinator_is_silent_goes_on(
 ) -> None:
     _swarm(monkeypatch, failure="it can't be asked")
     assert run(["leave", "--dissolve", "--home", str(home.root)]) == 6
-    assert "the swarm goes on" in capsys.readouterr().err
+    assert "the swarm was not dissolved" in capsys.readouterr().err
     assert ended == []
     assert home.membership.exists()
 
 
-def test_who_is_off_is_named(
+def test_offline_peers_are_listed(
     home: Home,
     ended: list[Home],
     monkeypatch: pytest.MonkeyPatch,
@@ -105,11 +102,11 @@ def test_who_is_off_is_named(
 ) -> None:
     _swarm(monkeypatch, away=["attic"])
     assert run(["leave", "--dissolve", "--home", str(home.root)]) == 0
-    assert "Off, and not told: attic" in capsys.readouterr().out
+    assert "Offline and not notified: attic" in capsys.readouterr().out
     assert ended == [home]
 
 
-def test_a_member_leaves_though_nobody_answers(
+def test_a_member_can_leave_offline(
     home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[object] = []
@@ -118,11 +115,11 @@ def test_a_member_leaves_though_nobody_answers(
         asked.append(message)
         raise Unavailable("nobody is there")
 
-    monkeypatch.setattr(local_daemon, "request_coordinator", ask)
+    monkeypatch.setattr(daemon_client, "request_coordinator", ask)
     MembershipRecord(swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",)).save(
         home.membership
     )
     assert run(["leave", "--home", str(home.root)]) == 0
-    assert "could not be told (nobody is there)" in capsys.readouterr().out
+    assert "could not be notified (nobody is there)" in capsys.readouterr().out
     assert asked == [LeaveRequest(ref=0)]
     assert not home.membership.exists()

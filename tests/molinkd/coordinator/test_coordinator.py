@@ -1136,7 +1136,7 @@ async def test_who_speaks_otherwise_takes_no_part(
     await scene.until(lambda: newer.last(Welcome) and refused(owner), owner, newer)
     owner.protocol = PROTOCOL + 1
     await scene.until(lambda: owner.last(Welcome), owner, newer)
-    assert (await scene.status(owner))["peers"][0]["state"] == "here"
+    assert (await scene.status(owner))["peers"][0]["state"] == "online"
 
 
 async def test_a_pc_that_speaks_otherwise_cannot_join(scene: Scene) -> None:

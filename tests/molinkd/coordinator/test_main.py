@@ -91,9 +91,9 @@ async def test_a_life(launch: Launch, context: Context) -> None:
     owner, joiner = KeyPair.generate(), KeyPair.generate()
     process = launch("swarm", owner, "--port", "0")
     said = process.announcement()
-    known = {"port", "public_key", "swarm", "term", "addresses", "restored", "name", "porch"}
+    known = {"port", "public_key", "swarm", "term", "addresses", "restored", "name", "pairing_port"}
     assert said.keys() == known
-    assert said["porch"] == 0, "nobody may knock unless that is asked for"
+    assert said["pairing_port"] == 0, "nobody may knock unless that is asked for"
     where = (said["public_key"], [f"tcp://127.0.0.1:{said['port']}"])
 
     reply, _ = await ask(context, owner, *where, InviteRequest(ref=0))

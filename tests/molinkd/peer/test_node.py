@@ -128,8 +128,12 @@ async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net: Net) -> Non
     peer = derive_peer_id(OTHER.public)
     told = PeerBlocked(epoch=1, peer=peer, reason="nonsense", is_previous_stage=False)
     scene.node._stages.supervisor._on_message(1, told)
-    (shown,) = json.loads(await scene.node.query_status())["cut_off"]
-    assert (shown["name"], shown["by"], shown["reason"]) == ("tv", "a stage of this PC", "nonsense")
+    (shown,) = json.loads(await scene.node.query_status())["banned_peers"]
+    assert (shown["name"], shown["banned_by"], shown["reason"]) == (
+        "tv",
+        "a stage of this PC",
+        "nonsense",
+    )
     assert "control_members_blocked" in scene.node.backend.collect_metrics().counters
 
 
@@ -270,12 +274,12 @@ async def test_a_source_that_alters_the_chat_template_is_named_and_left(
     (model,) = scene.node.backend.list_models()
     for name in ("tokenizer_config.json", "tokenizer.json"):
         assert (model.folder / name).read_bytes() == (folder / name).read_bytes()
-    (shown,) = json.loads(await scene.node.query_status())["cut_off"]
-    assert (shown["peer"], shown["by"]) == (liar.peer, "this PC, as a source of models")
+    (shown,) = json.loads(await scene.node.query_status())["banned_peers"]
+    assert (shown["peer"], shown["banned_by"]) == (liar.peer, "this PC, as a source of models")
     assert "is not what the model's owner has there" in shown["reason"]
     scene.coordinator.send(scene.identity, PeerRemoved(peer=liar.peer))
     await net.until(lambda: scene.node._peers.book.get_peer(liar.peer) is None)
-    assert "cut_off" not in json.loads(await scene.node.query_status())
+    assert "banned_peers" not in json.loads(await scene.node.query_status())
 
 
 class SlowHolding(ModelFiles):

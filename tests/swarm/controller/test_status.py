@@ -28,7 +28,7 @@ def test_status_has_the_documented_keys(running: FakeFleet) -> None:
         "name": "B",
         "address": "10.0.0.98",
         "endpoint": "http://127.0.0.1:5465",
-        "state": "here",
+        "state": "online",
         "pc": "",
         "device": "cpu: CPU",
         "daemon_pid": 1,
@@ -81,7 +81,7 @@ def test_status_has_the_documented_keys(running: FakeFleet) -> None:
             "loaded": 1.5,
             "formed": 1.5,
         },
-        "head": None,
+        "scheduler": None,
     }
     assert status["clock"] == running.now
     assert (status["trouble"], status["files"]) == ("", "Only A has all files of toy so far")
@@ -179,7 +179,7 @@ def test_stage_and_scheduler_loads_are_shown(running: FakeFleet) -> None:
             "bulk": {"queued": 2, "in_flight": 4},
         },
     }
-    assert status["pipelines"][0]["head"] == {
+    assert status["pipelines"][0]["scheduler"] == {
         "running": 1,
         "waiting": 2,
         "blocks": 80,

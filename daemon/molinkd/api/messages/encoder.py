@@ -1,4 +1,4 @@
-"""Answers of ``/v1/messages``, whole and as events."""
+"""Encodes answers of ``/v1/messages``, whole or as events."""
 
 import secrets
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from molinkd.api.problem import Problem
 from molinkd.api.request_plan import RequestPlan
 
 _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
-#: How more of a block is written.
+#: Start of a delta, by block kind.
 _DELTA_STARTS = {
     "text": b'{"type":"text_delta","text":',
     "thought": b'{"type":"thinking_delta","thinking":',
@@ -42,14 +42,14 @@ _ERRORS = {
 
 
 def encode_envelope(problem: Problem) -> bytes:
-    """An error's body."""
+    """Encode an error."""
     other = "invalid_request_error" if problem.status < 500 else "api_error"
     error = {"type": _ERRORS.get(problem.status, other), "message": problem.message}
     return json.encode({"type": "error", "error": error})
 
 
 class MessagesEncoder:
-    """One answer."""
+    """Encodes one answer."""
 
     content_type = EVENT_STREAM
 
@@ -60,21 +60,21 @@ class MessagesEncoder:
         self._blocks = BlockReader()
 
     def encode_start(self, index: int) -> bytes:
-        """That the message begins."""
+        """Encode ``message_start``."""
         usage = {"input_tokens": self._plan.prompt_tokens, "output_tokens": 0}
         return _encode_event("message_start", message=self._message_json([], TextPiece(""), usage))
 
     def encode_piece(self, index: int, piece: TextPiece) -> bytes:
-        """What was added to which block."""
+        """Encode the block events of ``piece``."""
         self._last = piece
         return b"".join(map(_encode_block_event, self._blocks.push_piece(piece)))
 
     def encode_keepalive(self) -> bytes:
-        """A ``ping``."""
+        """Encode a ``ping``."""
         return _encode_event("ping")
 
     def encode_end(self, usage: Usage) -> bytes:
-        """Why it ended, and its figures."""
+        """Encode the stop reason and usage."""
         return (
             b"".join(map(_encode_block_event, self._blocks.finish_blocks()))
             + _encode_event(
@@ -84,11 +84,11 @@ class MessagesEncoder:
         )
 
     def encode_error(self, problem: Problem) -> bytes:
-        """The envelope, as an event."""
+        """Encode the error envelope as an event."""
         return b"event: error\ndata: " + encode_envelope(problem) + b"\n\n"
 
     def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
-        """A ``message``."""
+        """Encode a ``message``."""
         content = [_complete_block_json(block) for block in read_blocks(answers[0])]
         last = answers[0][-1]
         if last.finish == "tool_calls" and all(part["type"] != "tool_use" for part in content):
@@ -115,7 +115,7 @@ def _encode_block_event(step: BlockEvent) -> bytes:
             begun = _block_json(block)
             return _encode_event("content_block_start", index=block.index, content_block=begun)
         case BlockGrownEvent(block, text):
-            if not text:  # logprobs only, which have no place here
+            if not text:  # logprobs only, which this protocol lacks
                 return b""
             return _DELTA % block.index + _DELTA_STARTS[block.kind] + json.encode(text) + b"}}\n\n"
         case BlockEndedEvent(block):
@@ -134,7 +134,7 @@ def _block_json(block: ContentBlock, text: str = "", arguments: object = None) -
 
 
 def _complete_block_json(block: ContentBlock) -> dict[str, Any]:
-    """A call whose arguments are no object is none that anybody could follow: it is a text."""
+    """Encode a complete block; a call with invalid arguments becomes a text."""
     if block.kind == "call" and block.arguments is None:
         return {"type": "text", "text": block.as_text()}
     return _block_json(block, block.text, block.arguments if block.kind == "call" else None)
@@ -151,7 +151,7 @@ def _stop_fields(last: TextPiece) -> dict[str, Any]:
 
 
 def _usage_json(usage: Usage) -> dict[str, int]:
-    """What was in the cache doesn't count as input here."""
+    """Return the usage; cached tokens don't count as input in this protocol."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

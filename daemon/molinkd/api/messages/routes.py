@@ -9,7 +9,7 @@ from molinkd.api.messages.encoder import MessagesEncoder
 from molinkd.api.messages.schema import FIELD_NAMES, CountTokensRequest, MessageRequest
 from molinkd.api.openai_schema import decode_struct
 
-#: Where its routes are.
+#: Prefix of the routes.
 MESSAGES_PREFIX = "/v1/messages"
 
 

@@ -1,4 +1,4 @@
-"""The bodies of ``POST /v1/messages``, and what they mean in that of a chat."""
+"""Bodies of ``POST /v1/messages``, and their conversion to chat bodies."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -32,7 +32,7 @@ from molinkd.api.protocol_conversion import (
     require_value,
 )
 
-#: What fields of a chat are called here.
+#: Names of chat fields in this protocol.
 FIELD_NAMES = {
     "stop": "stop_sequences",
     "tools[].function": "tools[]",
@@ -44,7 +44,7 @@ FIELD_NAMES = {
 
 
 class MessagePart(ContentPart, kw_only=True):
-    """A block of a message: a text, a thought, a call (``tool_use``) or what came of one."""
+    """A content block: text, thinking, ``tool_use`` or ``tool_result``."""
 
     thinking: str | None = None
     id: CallId | None = None
@@ -55,7 +55,7 @@ class MessagePart(ContentPart, kw_only=True):
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["user", "assistant"]
     content: str | list[MessagePart]
@@ -68,7 +68,7 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 
 class MessagesTool(msgspec.Struct, kw_only=True):
-    """A tool of the client's; those that run on a server have other types."""
+    """A client tool; server tools have other types."""
 
     name: ToolName
     type: str | None = None
@@ -111,10 +111,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     output_format: OutputFormat | None = None
 
     def as_openai(self) -> ChatBody:
-        """The body of the same request at ``/v1/chat/completions``.
+        """Convert to the body of ``/v1/chat/completions``.
 
         Raises:
-            RequestError: it asks for what is not there.
+            RequestError: an unsupported or invalid field.
         """
         body = ChatBody(model=self.model, messages=self._chat_messages())
         self._set_tools(body)
@@ -162,7 +162,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
             else:
                 messages.append(_assistant_message(one.content, f"{where}.content"))
         if self.messages[-1].role == "assistant":
-            text = "`messages`: the last one is the user's; answers are not begun by the client"
+            text = (
+                "`messages`: the last message must be the user's; prefilled answers are not "
+                "supported"
+            )
             raise RequestError(text, "messages")
         return messages
 
@@ -190,7 +193,7 @@ class MessageRequest(CountTokensRequest, kw_only=True):
 
 
 def _user_messages(parts: Sequence[MessagePart], where: str) -> Iterator[ChatMessage]:
-    """What came of calls, each as a message, and what the user says."""
+    """Convert a user message: tool results and texts, in order."""
     texts: list[str] = []
     for place, part in enumerate(parts):
         field = f"{where}[{place}]"

@@ -1,1 +1,1 @@
-"""Ollama's API, for the clients that speak only that."""
+"""Ollama's API."""

@@ -1,4 +1,4 @@
-"""Answers as Ollama's clients read them: JSON objects, one a line in a stream."""
+"""Encodes answers for Ollama's clients: JSON objects, one per line in a stream."""
 
 import secrets
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ NDJSON = "application/x-ndjson"
 
 
 def format_now() -> str:
-    """The time as Ollama writes it."""
+    """Return the current time in Ollama's format."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def encode_envelope(problem: Problem) -> bytes:
-    """An error's body."""
+    """Encode an error."""
     return json.encode({"error": problem.message})
 
 
 class OllamaEncoder:
-    """Answers of ``/api/chat`` (``chat``), or of ``/api/generate``."""
+    """Encodes answers of ``/api/chat`` (``chat``) or ``/api/generate``."""
 
     content_type = NDJSON
 
@@ -58,11 +58,11 @@ class OllamaEncoder:
         self._finish: str | None = None
 
     def encode_start(self, index: int) -> bytes:
-        """Nothing: each line says all there is."""
+        """Return nothing: each line is self-contained."""
         return b""
 
     def encode_piece(self, index: int, piece: TextPiece) -> bytes:
-        """Lines with what was added; none for the end alone."""
+        """Encode the added text and calls; empty for the end alone."""
         self._finish = piece.finish
         lines = self._encode_block_events(self._blocks.push_piece(piece))
         if not piece.logprobs:
@@ -72,22 +72,22 @@ class OllamaEncoder:
         return b"".join(before) + last.removesuffix(b"}\n") + logprobs
 
     def encode_keepalive(self) -> bytes:
-        """A line that adds nothing."""
+        """Encode a line without content."""
         return self._text_line()
 
     def encode_end(self, usage: Usage) -> bytes:
-        """The line with the figures."""
+        """Encode the last line, with usage."""
         lines = b"".join(self._encode_block_events(self._blocks.finish_blocks()))
         return (
             lines + json.encode(self._final_fields(_make_message(""), self._finish, usage)) + b"\n"
         )
 
     def encode_error(self, problem: Problem) -> bytes:
-        """A line with the error."""
+        """Encode the error as a line."""
         return encode_envelope(problem) + b"\n"
 
     def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
-        """Everything in one object."""
+        """Encode the answer as one object."""
         pieces = answers[0]
         blocks = read_blocks(pieces)
         calls = [block for block in blocks if _is_call(block)]
@@ -103,7 +103,7 @@ class OllamaEncoder:
         return json.encode(found)
 
     def _encode_block_events(self, steps: Sequence[BlockEvent]) -> list[bytes]:
-        """A call comes when it is complete, in one line."""
+        """Encode block events as lines; a call is sent when complete."""
         lines = []
         for step in steps:
             match step:
@@ -127,7 +127,7 @@ class OllamaEncoder:
         return json.encode({**self._common_fields(message), "done": False}) + b"\n"
 
     def _common_fields(self, message: dict[str, Any]) -> dict[str, Any]:
-        """``said`` is a message; to a prompt its content is the ``response``."""
+        """Return the fields of every object; ``/api/generate`` has ``response`` for a message."""
         fields: dict[str, Any] = {"message": message}
         if not self._chat:
             fields = {"response": message["content"]}
@@ -156,7 +156,7 @@ class OllamaEncoder:
 
 
 def _is_call(block: ContentBlock) -> bool:
-    """Whether ``block`` is a call that can be followed: its arguments are an object here."""
+    """Whether ``block`` is a call with valid arguments."""
     return block.kind == "call" and block.arguments is not None
 
 
@@ -168,7 +168,6 @@ def _tool_call(block: ContentBlock, index: int) -> dict[str, Any]:
 def _make_message(
     content: str, thoughts: str = "", calls: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """A message."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thoughts:
         message["thinking"] = thoughts
@@ -178,5 +177,5 @@ def _make_message(
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Nanoseconds; 1 at least, as clients divide by it."""
+    """Convert to nanoseconds; at least 1, since clients divide by it."""
     return max(round(seconds * 1e9), 1)

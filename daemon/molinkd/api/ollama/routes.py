@@ -20,9 +20,9 @@ from molinkd.api.openai_schema import ChatBody, decode_struct
 from molinkd.api.request_plan import RequestPlan
 from molinkd.api.tool_validation import model_capabilities
 
-#: The version of Ollama whose routes these are: clients look whether it has what they need.
+#: The emulated version of Ollama; clients check it for features.
 OLLAMA_VERSION = "0.12.0"
-#: Until when a model stays: until it is told to go, which clients want as a date.
+#: The ``expires_at`` of models, which stay loaded.
 _NEVER_EXPIRES = "2318-01-01T00:00:00Z"
 
 
@@ -93,7 +93,7 @@ class OllamaRoutes:
         return json_response(json.encode({"models": models}))
 
     async def list_running(self, request: web.Request) -> web.Response:
-        """``GET /api/ps``: those that can be asked now."""
+        """``GET /api/ps``: models that are ready."""
         ready = [
             model for model in self._backend.list_models() if self._backend.is_ready(model.name)
         ]
@@ -111,7 +111,7 @@ class OllamaRoutes:
         """``POST /api/show``."""
         body = decode_struct(await self._body_reader.read_body(request), ModelReference)
         if body.served_name is None:
-            raise RequestError("`model`: required, but missing", "model")
+            raise RequestError("`model`: required", "model")
         loaded_model = await self._catalog.load_model(body.served_name)
         model, template = loaded_model.model, loaded_model.tokenizer.chat_template
         model_json = await _model_json(model)
@@ -137,7 +137,7 @@ class OllamaRoutes:
     async def _load_response(
         self, body: ChatRequest | GenerateRequest, fields: dict[str, Any]
     ) -> web.Response:
-        """What a client is told that only wants the model loaded, or unloaded: it stays."""
+        """Answer a request that only loads or unloads a model, which has no effect."""
         loaded_model = await self._catalog.load_model(body.served_name)
         reason = "unload" if body.keep_alive in (0, "0", "0s", "0m", "0h") else "load"
         found = {"model": loaded_model.model.name, "created_at": format_now(), **fields}
@@ -145,7 +145,7 @@ class OllamaRoutes:
 
 
 async def _model_json(model: ServedModel) -> dict[str, Any]:
-    """A model as ``/api/tags`` lists it."""
+    """Return a model as ``/api/tags`` lists it."""
     family = await asyncio.to_thread(_model_family, model)
     return {
         "name": model.name,
@@ -165,7 +165,7 @@ async def _model_json(model: ServedModel) -> dict[str, Any]:
 
 
 def _model_family(model: ServedModel) -> str:
-    """The architecture that the model's config names."""
+    """Return the architecture in the model's config."""
     try:
         config = json.decode(read_bytes(model.folder / "config.json"), type=dict[str, Any])
     except (MolinkError, OSError, ValueError):

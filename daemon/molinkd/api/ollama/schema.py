@@ -1,8 +1,8 @@
-"""The bodies of Ollama's routes, and what they mean in OpenAI's.
+"""Bodies of Ollama's routes, and their conversion to OpenAI bodies.
 
-Options of how a model is loaded or computed (``num_gpu``, ``num_thread``, …) and ``keep_alive`` are
-accepted and have no effect: models are placed by the swarm, and stay. So is ``num_ctx``: the whole
-context is there for every request.
+Options for loading and computing (``num_gpu``, ``num_thread``, …) and ``keep_alive`` are accepted
+without effect: the swarm places models, and they stay loaded. ``num_ctx`` has no effect either:
+every request may use the whole context.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -35,7 +35,7 @@ from molinkd.api.protocol_conversion import (
     refuse_fields,
 )
 
-#: What fields of the OpenAI bodies are called here.
+#: Names of OpenAI fields in this protocol.
 FIELD_NAMES = {"response_format.json_schema.schema": "format", "response_format": "format"}
 
 Kind = TypeVar("Kind", bound=GenerationBody)
@@ -44,7 +44,7 @@ Think = bool | Literal["low", "medium", "high"]
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """``options``; further ones are of no concern here."""
+    """``options``; others are ignored."""
 
     num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**53)] | None = None
     num_ctx: Context | None = None
@@ -67,20 +67,20 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
 
 
 class ModelReference(msgspec.Struct, kw_only=True):
-    """What names a model; older clients say ``name``."""
+    """A reference to a model; older clients send ``name``."""
 
     model: str | None = None
     name: str | None = None
 
     @property
     def served_name(self) -> str | None:
-        """The model's name, as it is served: ``latest`` is no name of ours."""
+        """The model's served name, without the tag ``latest``."""
         name = self.model or self.name
         return None if name is None else name.removesuffix(":latest")
 
 
 class OllamaRequest(ModelReference, kw_only=True):
-    """What both routes that generate have in common."""
+    """Fields of both generating routes."""
 
     stream: bool | None = None
     options: OllamaOptions | None = None
@@ -93,7 +93,7 @@ class OllamaRequest(ModelReference, kw_only=True):
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True):
-    """A message of ``/api/chat``; one of role ``tool`` says what came of a call."""
+    """A message of ``/api/chat``; role ``tool`` is the result of a call."""
 
     role: str
     content: str | None = None
@@ -118,10 +118,10 @@ class ChatRequest(OllamaRequest, kw_only=True):
     tools: Annotated[list[OllamaTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
 
     def as_openai(self) -> ChatBody:
-        """The body of the same request at ``/v1/chat/completions``.
+        """Convert to the body of ``/v1/chat/completions``.
 
         Raises:
-            RequestError: it asks for what is not there.
+            RequestError: an unsupported or invalid field.
         """
         calls = ToolCallIds()
         messages = []
@@ -156,10 +156,10 @@ class GenerateRequest(OllamaRequest, kw_only=True):
     images: list[Any] | None = None
 
     def as_openai(self) -> GenerationBody:
-        """The body of the same request: of a chat, unless it is to be taken as it is.
+        """Convert to a chat body, or to a completion body for raw prompts.
 
         Raises:
-            RequestError: it asks for what is not there.
+            RequestError: an unsupported or invalid field.
         """
         refuse_fields({"images": self.images, "template": self.template})
         if self.context:
@@ -175,7 +175,7 @@ class GenerateRequest(OllamaRequest, kw_only=True):
 
 
 def _apply_options(body: Kind, request: OllamaRequest) -> Kind:
-    """``body`` with what the options say."""
+    """Copy options, format and thinking of ``request`` to ``body``."""
     options = request.options or OllamaOptions()
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop"):
         setattr(body, name, getattr(options, name))

@@ -1,4 +1,4 @@
-"""Calls in a conversation: Ollama's have no ids, or not all of them."""
+"""Assigns ids to tool calls of a conversation, which Ollama's clients may omit."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -9,23 +9,23 @@ from molinkd.api.openai_schema import CallId, ChatMessage, FunctionCall, ToolCal
 
 
 class OllamaToolCall(msgspec.Struct, kw_only=True):
-    """A call in a message."""
+    """A tool call in a message."""
 
     function: FunctionCall
     id: CallId | None = None
 
 
 class ToolCallIds:
-    """Gives calls ids, by which what came of them is found."""
+    """Assigns ids to calls and matches results to them."""
 
     def __init__(self) -> None:
         self._count = 0
-        #: Calls whose outcome isn't known, in their order; and the ids of each tool's calls.
+        #: Ids of calls without a result, in order; ids by tool.
         self._pending: dict[str, None] = {}
         self._ids_by_tool: defaultdict[str, deque[str]] = defaultdict(deque)
 
     def assign_ids(self, calls: Sequence[OllamaToolCall]) -> list[ToolCall] | None:
-        """The calls of an answer."""
+        """Return the calls of an answer with ids."""
         found = []
         for call in calls:
             ident = call.id or self._next_id()
@@ -35,7 +35,7 @@ class ToolCallIds:
         return found or None
 
     def match_result(self, content: str, ident: str | None, name: str | None) -> ChatMessage:
-        """What came of a call: of that one, of the first of that tool, or of the first."""
+        """Match a result to a pending call: by ``ident``, else by tool name, else the first."""
         if ident is None:
             ident = (
                 self._first_pending(name or "")

@@ -1,1 +1,1 @@
-"""OpenAI's newer API: ``/v1/responses``."""
+"""OpenAI's Responses API: ``/v1/responses``."""

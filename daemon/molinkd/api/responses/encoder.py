@@ -1,4 +1,4 @@
-"""Answers of ``/v1/responses``: one object, or events that tell how it comes to be."""
+"""Encodes answers of ``/v1/responses``, whole or as events."""
 
 import secrets
 import time
@@ -24,7 +24,7 @@ from molinkd.api.request_plan import RequestPlan
 from molinkd.api.responses.response_items import ItemStatus, ResponseItems
 from molinkd.api.responses.schema import ResponseRequest
 
-#: What the events of a block's text are called.
+#: Event names of a block's text.
 _EVENTS = {
     "text": "response.output_text",
     "thought": "response.reasoning_text",
@@ -33,7 +33,7 @@ _EVENTS = {
 
 
 class ResponsesEncoder:
-    """One answer; ``asked`` is repeated in it, as OpenAI does."""
+    """Encodes one answer, which repeats the fields of ``request`` as OpenAI does."""
 
     content_type = EVENT_STREAM
 
@@ -49,29 +49,29 @@ class ResponsesEncoder:
         self._delta_start = b""
 
     def encode_start(self, index: int) -> bytes:
-        """That the answer begins."""
+        """Encode the start of the response."""
         response = self._response_fields("in_progress", [])
         return self._encode_event("response.created", response=response) + self._encode_event(
             "response.in_progress", response=response
         )
 
     def encode_piece(self, index: int, piece: TextPiece) -> bytes:
-        """What was added to which item."""
+        """Encode the item events of ``piece``."""
         self._finish = piece.finish
         return b"".join(map(self._encode_block_event, self._blocks.push_piece(piece)))
 
     def encode_keepalive(self) -> bytes:
-        """A comment."""
+        """Encode a comment."""
         return b": waiting\n\n"
 
     def encode_end(self, usage: Usage) -> bytes:
-        """That the last item and the answer are complete."""
+        """Encode the end of the last item and the response."""
         steps = b"".join(map(self._encode_block_event, self._blocks.finish_blocks()))
         done = self._final_response(self._blocks.blocks, self._finish, usage)
         return steps + self._encode_event(f"response.{done['status']}", response=done)
 
     def encode_error(self, problem: Problem) -> bytes:
-        """An ``error`` event; with an envelope in it, at which clients raise."""
+        """Encode an ``error`` event, with the envelope that makes clients raise."""
         return self._encode_event(
             "error",
             code=problem.code,
@@ -81,7 +81,7 @@ class ResponsesEncoder:
         )
 
     def encode_response(self, answers: Sequence[Sequence[TextPiece]], usage: Usage) -> bytes:
-        """A ``response``."""
+        """Encode a ``response``."""
         pieces = answers[0]
         return json.encode(self._final_response(read_blocks(pieces), pieces[-1].finish, usage))
 
@@ -143,7 +143,7 @@ class ResponsesEncoder:
     def _item_status(
         block: ContentBlock, blocks: Sequence[ContentBlock], finish: AnswerFinish | None
     ) -> ItemStatus:
-        """What is missing of a cut answer is missing of its last item."""
+        """Return a block's status; the last item of a cut answer is incomplete."""
         cut = finish == "length" and block is blocks[-1]
         return "incomplete" if cut else "completed"
 
@@ -173,7 +173,7 @@ class ResponsesEncoder:
     def _response_fields(
         self, status: ItemStatus, output: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        """The object, without figures."""
+        """Return the response object without usage."""
         request = self._request
         sampling = self._plan.choices[0].request.sampling_params
         return {

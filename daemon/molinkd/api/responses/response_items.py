@@ -1,4 +1,4 @@
-"""The items of a response: messages, what was thought, and calls."""
+"""The output items of a response: messages, reasoning and calls."""
 
 import secrets
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _PREFIXES = {"text": "msg", "thought": "rs", "call": "fc"}
 
 
 class ResponseItems:
-    """One answer's items; each block is one of them, by its index."""
+    """The items of one answer, by block index."""
 
     def __init__(self, plan: RequestPlan) -> None:
         self._plan = plan
@@ -23,12 +23,12 @@ class ResponseItems:
         self._call_ids: dict[int, str] = {}
 
     def item_id(self, block: ContentBlock) -> str:
-        """The id of its item."""
+        """Return the id of a block's item."""
         new = f"{_PREFIXES[block.kind]}_{secrets.token_hex(24)}"
         return self._ids.setdefault(block.index, new)
 
     def make_item(self, block: ContentBlock, status: ItemStatus) -> dict[str, Any]:
-        """The item; without its content while it is in progress."""
+        """Build an item; it has no content while in progress."""
         begun = status == "in_progress"
         item = {"id": self.item_id(block), "status": status}
         content = [] if begun else [self.make_part(block)]
@@ -48,7 +48,7 @@ class ResponseItems:
                 }
 
     def make_part(self, block: ContentBlock, *, begun: bool = False) -> dict[str, Any]:
-        """The only part of a message's, or a thought's content; empty when it has just begun."""
+        """Build the single content part of an item; empty when ``begun``."""
         text = "" if begun else block.text
         if block.kind == "thought":
             return {"type": "reasoning_text", "text": text}
@@ -56,7 +56,7 @@ class ResponseItems:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def make_logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """Those of some tokens; none where none were asked for."""
+        """Encode logprobs; empty if not requested."""
         if self._plan.logprobs < 0:
             return []
         return logprob_entries(entries, self._plan.logprobs, self._plan.loaded_model.tokenizer)

@@ -1,6 +1,6 @@
-"""The body of ``POST /v1/responses``, and what it means in that of a chat.
+"""The body of ``POST /v1/responses``, and its conversion to a chat body.
 
-Nothing is kept: an answer can't be asked for again, or gone on from by its id.
+Responses are not stored, so they can't be retrieved or continued by id.
 """
 
 from typing import Annotated, Any, Literal
@@ -33,11 +33,11 @@ from molinkd.api.protocol_conversion import (
     require_value,
 )
 
-#: Kinds of a message's parts: what goes in, and what came out before.
+#: Kinds of content parts: text, and reasoning.
 _TEXT_KINDS = ("input_text", "output_text", "text")
 _REASONING_KINDS = ("reasoning_text", "text", "summary_text")
 
-#: What fields of a chat are called here.
+#: Names of chat fields in this protocol.
 FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -49,7 +49,7 @@ FIELD_NAMES = {
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """An item of ``input``: a message, a thought (``reasoning``), a call, or what came of one."""
+    """An item of ``input``: message, reasoning, call or call output."""
 
     type: str = "message"
     role: str | None = None
@@ -62,7 +62,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
-    """``reasoning``; thoughts come as they are, there are no summaries."""
+    """``reasoning``; summaries are not supported."""
 
     effort: str | None = None
 
@@ -84,7 +84,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """A tool that the client runs; OpenAI's own are not here."""
+    """A client tool; OpenAI's built-in tools are not supported."""
 
     type: Literal["function"]
     name: ToolName
@@ -94,14 +94,14 @@ class FunctionTool(msgspec.Struct, kw_only=True):
 
 
 class FunctionChoice(msgspec.Struct, kw_only=True):
-    """``tool_choice``: this function has to be called."""
+    """``tool_choice``: this function must be called."""
 
     type: Literal["function"]
     name: str
 
 
 class ResponseRequest(msgspec.Struct, kw_only=True):
-    """``POST /v1/responses``. Fields that only say how OpenAI keeps or bills it are ignored."""
+    """``POST /v1/responses``. Fields about storage and billing are ignored."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], msgspec.Meta(min_length=1)]
@@ -128,19 +128,19 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
 
     @property
     def text_format(self) -> TextFormat:
-        """``text.format``, or that of plain text."""
+        """``text.format``, or plain text."""
         asked = self.text.format if self.text is not None else None
         return asked or TextFormat(type="text")
 
     def as_openai(self) -> ChatBody:
-        """The body of the same request at ``/v1/chat/completions``.
+        """Convert to the body of ``/v1/chat/completions``.
 
         Raises:
-            RequestError: it asks for what is not there.
+            RequestError: an unsupported or invalid field.
         """
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name):
-                text = f"`{name}`: answers are not kept here; send the conversation in `input`"
+                text = f"`{name}`: responses are not stored; send the conversation in `input`"
                 raise RequestError(text, name)
         refuse_fields({"prompt": self.prompt, "background": self.background})
         logprobs = "message.output_text.logprobs" in (self.include or ())
@@ -174,7 +174,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             return
         if form.type == "json_schema" and form.schema is None:
             field = "text.format.schema"
-            raise RequestError(f"`{field}`: required, but missing", field)
+            raise RequestError(f"`{field}`: required", field)
         body.response_format = json_response_format(
             form.schema if form.type == "json_schema" else None
         )
@@ -216,13 +216,14 @@ def _unsupported_item(item: InputItem, where: str) -> RequestError:
     text = f"`{where}`: {item.type[:32]!r} is not supported, only 'message', 'function_call', …"
     if item.type == "item_reference":
         text = (
-            f"`{where}`: answers are not kept here; have your client send items, by `store` false"
+            f"`{where}`: responses are not stored; set `store` to false so that your client "
+            "sends items"
         )
     return RequestError(text, where)
 
 
 def _reasoning_text(item: InputItem, where: str) -> str:
-    """What was thought; a summary, where nothing else is known of it."""
+    """Return the reasoning, or its summary."""
     if item.content:
         return _content_text(item.content, f"{where}.content", _REASONING_KINDS) or ""
     return _content_text(item.summary, f"{where}.summary", _REASONING_KINDS) or ""

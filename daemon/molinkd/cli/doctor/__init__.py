@@ -1,1 +1,1 @@
-"""``molink doctor``: what is wrong on this PC, and the command that mends it."""
+"""``molink doctor``: diagnose this PC and suggest fixes."""

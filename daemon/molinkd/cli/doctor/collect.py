@@ -1,4 +1,4 @@
-"""Finds out what ``molink doctor`` judges; whatever can't be found out here stays unknown."""
+"""Collects the facts for ``molink doctor``. What can't be determined stays unknown."""
 
 import contextlib
 import getpass
@@ -16,7 +16,7 @@ import psutil
 
 import molink
 from molink.errors import MolinkError
-from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli import daemon_client
 from molinkd.cli.daemon_client import RunningDaemon
 from molinkd.cli.doctor.collect_network import collect_network
 from molinkd.cli.doctor.facts import (
@@ -35,7 +35,7 @@ from molinkd.peer.saved_options import read_options
 from molinkd.peer.settings import Settings, load_settings
 from molinkd.platform import child_options
 
-#: Of another program that is asked something.
+#: Timeout of other programs, in seconds.
 _COMMAND_TIMEOUT_S = 10.0
 _NVIDIA_VENDOR = "0x10de"
 
@@ -43,15 +43,15 @@ Say = Callable[[str], None]
 
 
 def collect_facts(home: Home, say: Say) -> DoctorFacts:
-    """All facts of this PC and its swarm; takes some seconds, and ``say`` what it is about."""
+    """Collect the facts of this PC and its swarm in some seconds; reports progress to ``say``."""
     settings, options_error = _load_settings(home)
-    found = local_daemon.find_daemon(home)
+    found = daemon_client.find_daemon(home)
     if found is not None and found.is_demo:
         found = None
-    say("Looking at this PC and its network …")
+    say("Checking this PC and its network …")
     swarm, trouble = (None, "") if found is None else _collect_swarm(found)
     network = collect_network(settings, found is not None)
-    say("Trying the kernels of its device …")
+    say("Testing the kernels of its device …")
     test = _run_self_test(home, settings, "" if swarm is None else swarm.model)
     device = DeviceFacts(
         system=sys.platform,
@@ -70,7 +70,7 @@ def collect_facts(home: Home, say: Say) -> DoctorFacts:
 
 
 def _load_settings(home: Home) -> tuple[Settings, str]:
-    """As the next start would have them; without the last start's options if they are damaged."""
+    """Load the settings for the next start; without the saved options if those are corrupt."""
     options_error, options = "", {}
     try:
         options = read_options(home.options)
@@ -85,13 +85,13 @@ def _run_self_test(home: Home, settings: Settings, served: str) -> SelfTestResul
     if test.results and home.root.is_dir():
         with contextlib.suppress(OSError, MolinkError):
             save_disabled_kernels(home.disabled_kernels, test)
-            # Workers try again what they have found before.
+            # Make workers repeat their kernel checks.
             home.kernel_checks.unlink(missing_ok=True)
     return test
 
 
 def _find_model(home: Home, name: str) -> Path | None:
-    """The folder of the model called ``name``, as far as it is on this PC."""
+    """Return the local folder of a model, if any."""
     called = (one.path for one in list_installed_models(home) if one.has_name(name))
     return next((path for path in called if (path / "config.json").is_file()), None)
 
@@ -100,10 +100,10 @@ def _find_model(home: Home, name: str) -> Path | None:
 
 
 def _collect_swarm(found: RunningDaemon) -> tuple[SwarmFacts | None, str]:
-    """The swarm by the daemon here, or why it can't be asked."""
+    """Return the swarm by the daemon here, or the reason why it is unknown."""
     began = time.time()
     try:
-        status = local_daemon.fetch_status(found)
+        status = daemon_client.fetch_status(found)
     except MolinkError as error:
         return None, str(error)
     return read_swarm(status, found.run_file.pid, began, time.time()), str(
@@ -112,14 +112,14 @@ def _collect_swarm(found: RunningDaemon) -> tuple[SwarmFacts | None, str]:
 
 
 def read_swarm(status: dict[str, Any], pid: int, began: float, ended: float) -> SwarmFacts:
-    """What of ``molink status --json`` counts; it was asked between two times of this PC."""
+    """Extract facts from ``molink status --json``, requested between two local times."""
     peers = [
         PeerFact(
             id=str(one.get("id", "")),
             name=str(one.get("name", "")),
             version=str(one.get("version", "")),
             address=str(one.get("address", "")),
-            is_online=one.get("state") == "here",
+            is_online=one.get("state") == "online",
         )
         for one in status.get("peers", ())
     ]
@@ -129,7 +129,7 @@ def read_swarm(status: dict[str, Any], pid: int, began: float, ended: float) -> 
         id=str(status.get("swarm", "")),
         own_id=str(me),
         leader=str(status.get("leader", "")),
-        pairing_port=int(status.get("porch") or 0),
+        pairing_port=int(status.get("pairing_port") or 0),
         model=str(status.get("model") or ""),
         trouble=str(status.get("trouble") or ""),
         peers=tuple(peers),
@@ -168,7 +168,7 @@ def _collect_host(home: Home, settings: Settings, options_error: str, trouble: s
 
 
 def _nearest_folder(path: Path) -> Path:
-    """The folder, or the one in which it would be made."""
+    """Return the folder, or the parent in which it would be created."""
     return next(one for one in (path, *path.parents) if one.is_dir())
 
 
@@ -205,7 +205,7 @@ def _user_name() -> str:
 
 
 def _is_on_battery() -> bool:
-    """Whether this PC runs on its battery now."""
+    """Whether this PC runs on battery."""
     with contextlib.suppress(OSError, RuntimeError, AttributeError, NotImplementedError):
         found = psutil.sensors_battery()
         return found is not None and found.power_plugged is False
@@ -216,7 +216,7 @@ def _is_on_battery() -> bool:
 
 
 def _run_command(command: Sequence[str]) -> tuple[int, str] | None:
-    """Exit code and output of another program; ``None`` if there is none of that name."""
+    """Return exit code and output of a program; ``None`` if it is not installed."""
     program = shutil.which(command[0])
     if program is None:
         return None
@@ -236,7 +236,7 @@ def _run_command(command: Sequence[str]) -> tuple[int, str] | None:
 
 
 def read_card(output: tuple[int, str] | None) -> NvidiaCard | None:
-    """What ``nvidia-smi`` has printed: its head has the versions, a row each card's name."""
+    """Parse the output of ``nvidia-smi``: versions in the header, a row per GPU."""
     if output is None:
         return None
     code, text = output
@@ -253,7 +253,7 @@ def read_card(output: tuple[int, str] | None) -> NvidiaCard | None:
 
 
 def _is_plugged_in() -> bool | None:
-    """Whether an NVIDIA display adapter is plugged in, where Linux tells it."""
+    """Whether an NVIDIA display adapter is on the PCI bus; Linux only."""
     devices = Path("/sys/bus/pci/devices")
     if sys.platform != "linux" or not devices.is_dir():
         return None

@@ -1,4 +1,4 @@
-"""Finds out about ports, firewalls, WSL and multicast on this PC."""
+"""Collects facts about ports, firewalls, WSL and multicast."""
 
 import contextlib
 import errno
@@ -18,15 +18,15 @@ from molinkd.peer.membership.discovery import scan_network
 from molinkd.peer.settings import Settings
 from molinkd.platform import child_options
 
-#: How long swarms are listened for, and how long after the first was heard, in seconds.
+#: How long to listen for swarms, and how long after the first one, in seconds.
 _LISTEN_S, _MORE_S = 3.0, 0.5
 _COMMAND_TIMEOUT_S = 5.0
-#: Windows' error for a port that it keeps to itself (``WSAEACCES``).
+#: Windows' error for a reserved port (``WSAEACCES``).
 _WSAEACCES = 10013
 
 
 def collect_network(settings: Settings, running: bool) -> NetworkFacts:
-    """What can be seen from here; ports are tried only while no daemon is ``running``."""
+    """Collect network facts; ports are probed only if no daemon is ``running``."""
     announced, multicast_error = _listen_for_swarms(settings)
     firewall, rule = _detect_firewall()
     return NetworkFacts(
@@ -87,7 +87,7 @@ def _probe_port(setting: str, host: str, port: int) -> PortFact:
 
 
 def _port_user(port: int) -> str:
-    """The program that listens there, where the system tells it."""
+    """Return the program that listens on a port, if the system reports it."""
     with contextlib.suppress(psutil.Error, OSError):
         for one in psutil.net_connections("tcp"):
             if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN:
@@ -101,7 +101,7 @@ def _port_user(port: int) -> str:
 
 
 def _detect_firewall() -> tuple[str, bool | None]:
-    """The firewall that runs here, and whether it has a rule called molink if that can be told."""
+    """Return the active firewall, and whether it has a rule named molink (``None``: unknown)."""
     if sys.platform == "win32":
         code = _run_command("netsh", "advfirewall", "firewall", "show", "rule", "name=molink")[0]
         return "Windows Defender Firewall", None if code is None else code == 0
@@ -115,7 +115,7 @@ def _detect_firewall() -> tuple[str, bool | None]:
 
 
 def _wsl_network() -> str:
-    """Which network WSL 2 gives this system; empty outside of it, and in WSL 1, which has none."""
+    """Return the networking mode of WSL 2; empty outside of it and in WSL 1."""
     release = ""
     with contextlib.suppress(OSError):
         release = Path("/proc/sys/kernel/osrelease").read_text(encoding="utf-8").lower()
@@ -126,7 +126,7 @@ def _wsl_network() -> str:
 
 
 def _run_command(program: str, *arguments: str) -> tuple[int | None, str]:
-    """Exit code and output; ``None`` where the program is not there, or doesn't answer."""
+    """Return exit code and output; ``None`` if the program is missing or hangs."""
     found = shutil.which(program)
     if sys.platform == "win32":
         found = os.path.expandvars(rf"%SystemRoot%\System32\{program}.exe")

@@ -21,16 +21,14 @@ from molinkd.peer.home import Home
 
 
 def doctor(
-    fix: Annotated[
-        bool, typer.Option("--fix", help="Mend what can be mended without rights or loss.")
-    ] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Apply safe fixes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Look for what is wrong on this PC, and say which command mends it.
+    """Check this PC and suggest fixes.
 
-    Tries the kernels of its device too: workers don't use those that compute wrongly. Exit code 1
-    if there is a problem.
+    Also tests the kernels of its device; workers avoid faulty ones. Exits with 1 if there is a
+    problem.
     """
     place = Home.find_home(home)
 
@@ -44,15 +42,15 @@ def doctor(
         findings = [apply_fix(one, place) for one in findings]
     if as_json:
         problems = any(one.level == "problem" for one in findings)
-        told = {"ok": not problems, "checks": [_finding_json(one) for one in findings]}
-        print(json.dumps(told, indent=2))
+        result = {"ok": not problems, "checks": [_finding_json(one) for one in findings]}
+        print(json.dumps(result, indent=2))
     else:
         print(format_report(findings))
     raise typer.Exit(int(any(one.level == "problem" for one in findings)))
 
 
 def run_checks(facts: DoctorFacts) -> list[Finding]:
-    """All checks, in the order of the report."""
+    """Run all checks, in the order of the report."""
     found = [_check_daemon(facts)]
     found += check_device(facts.device)
     found += check_network(facts.network, facts.swarm, facts.daemon_pid)
@@ -62,20 +60,20 @@ def run_checks(facts: DoctorFacts) -> list[Finding]:
 def _check_daemon(facts: DoctorFacts) -> Finding:
     trouble = facts.host.trouble
     if not facts.daemon_pid:
-        text = "molink does not run on this PC now; what only a swarm can tell is left out"
+        text = "molink is not running on this PC; swarm checks are skipped"
         return Finding("daemon", "ok", text)
     if trouble:
-        text = f"molink runs (process {facts.daemon_pid}), and says: {trouble}"
+        text = f"molink runs (process {facts.daemon_pid}) and reports: {trouble}"
         return Finding("daemon", "warning", text, ("molink status", "molink logs"))
     return Finding("daemon", "ok", f"molink runs (process {facts.daemon_pid})")
 
 
 def format_report(findings: list[Finding]) -> str:
-    """For people: a line for each check, then what mends what is not in order."""
+    """Format the report: a line per check, then the commands."""
     width = max(len(one.check) for one in findings)
     lines = [f"{one.level:<8} {one.check:<{width}}  {printable(one.text)}" for one in findings]
     amiss = [one for one in findings if one.level != "ok" and one.commands]
-    # Problems first, in the order of the checks.
+    # Problems first.
     for one in sorted(amiss, key=lambda finding: finding.level != "problem"):
         lines += [
             "",
@@ -84,24 +82,24 @@ def format_report(findings: list[Finding]) -> str:
         ]
     if any(one.fix is not None for one in findings):
         fix = format_command("molink doctor --fix")
-        lines += ["", f"`{fix}` mends the folder of molink's state by itself."]
+        lines += ["", f"`{fix}` repairs the state folder."]
     counts = [sum(one.level == level for one in findings) for level in ("problem", "warning")]
-    told = f"{_count_text(counts[0], 'problem')}, {_count_text(counts[1], 'warning')}."
-    lines += ["", told[0].upper() + told[1:]]
+    summary = f"{_count_text(counts[0], 'problem')}, {_count_text(counts[1], 'warning')}."
+    lines += ["", summary[0].upper() + summary[1:]]
     return "\n".join(lines)
 
 
 def apply_fix(finding: Finding, home: Home) -> Finding:
-    """Do what a finding says is safe to do; the finding that is left."""
+    """Apply the safe fix of a finding; returns the finding after it."""
     done = ""
     with contextlib.suppress(OSError):
         if finding.fix == "set-aside-options":
             aside = home.options.with_suffix(".damaged")
             retry_while_busy(lambda: home.options.replace(aside))
-            done = f"mended: {home.options} was moved to {aside}; give your options again"
+            done = f"fixed: {home.options} was moved to {aside}; pass your options again"
         elif finding.fix == "restrict-folder":
             home.root.chmod(0o700)
-            done = f"mended: only you can look into {home.root} now"
+            done = f"fixed: only you can access {home.root} now"
     return Finding(finding.check, "ok", done) if done else finding
 
 

@@ -1,4 +1,4 @@
-"""Judges torch, the GPU's driver, and the kernels of this PC's device."""
+"""Checks torch, the GPU driver, and the kernels of this PC's device."""
 
 import re
 
@@ -7,13 +7,13 @@ from molinkd.cli.doctor.facts import DeviceFacts, Finding
 from molinkd.peer.agent.kernel_self_test import KernelResult, TorchGpu, TorchInfo
 
 _DRIVERS_URL = "https://www.nvidia.com/drivers"
-#: On the CPU.
+#: Commands that select the CPU.
 _CPU_COMMANDS = ("molink up --device cpu  # or: molink join --device cpu",)
 _DLL_ERROR = re.compile(r"DLL|WinError (126|127|1114)")
 
 
 def check_device(facts: DeviceFacts) -> list[Finding]:
-    """Torch, the GPU and the kernels, one line each."""
+    """Check torch, the GPU and the kernels; one finding each."""
     about = facts.test.about
     if about is None:
         return [_check_missing_torch(facts)]
@@ -38,31 +38,31 @@ def _driver_commands(system: str) -> tuple[str, ...]:
 
 
 def _check_missing_torch(facts: DeviceFacts) -> Finding:
-    failure = facts.test.failure or "it says nothing"
+    failure = facts.test.failure or "unknown error"
     commands = [_install_command(facts.system)]
     if facts.system == "win32" and _DLL_ERROR.search(failure):
         commands.insert(0, "winget install Microsoft.VCRedist.2015+.x64")
-    text = f"torch can't be used, so this PC can hold no layers: {failure}"
+    text = f"torch can't be used, so this PC can't hold layers: {failure}"
     return Finding("torch", "problem", text, tuple(commands))
 
 
 def _check_torch(facts: DeviceFacts, about: TorchInfo) -> Finding:
-    card, build = facts.card, f"for CUDA {about.cuda}" if about.cuda else "the CPU build"
+    card, build = facts.card, f"for CUDA {about.cuda}" if about.cuda else "CPU build"
     text = f"torch {about.torch} ({build})"
     has_card = bool(card is not None and card.names) or bool(facts.is_plugged_in)
     if about.cuda is None and has_card and facts.configured_device != "cpu":
-        name = card.names[0] if card is not None and card.names else "an NVIDIA card"
+        name = card.names[0] if card is not None and card.names else "an NVIDIA GPU"
         return Finding(
             "torch",
             "problem",
-            f"{text}: the GPU of this PC ({name}) is not used, and all is computed on the CPU",
+            f"{text}: the GPU of this PC ({name}) is not used; everything runs on the CPU",
             (_install_command(facts.system, "--cuda"),),
         )
     return Finding("torch", "ok", text)
 
 
 def _check_gpu(facts: DeviceFacts, about: TorchInfo) -> Finding | None:
-    """The driver and torch's use of it; nothing where no GPU is wanted."""
+    """Check the driver and torch's use of the GPU; ``None`` if no GPU is configured."""
     card, system = facts.card, facts.system
     if about.cuda is None or facts.configured_device == "cpu":
         return None
@@ -70,28 +70,31 @@ def _check_gpu(facts: DeviceFacts, about: TorchInfo) -> Finding | None:
         return _check_architecture(about, about.gpus)
     if card is None:
         if facts.is_plugged_in:
-            text = "an NVIDIA card is plugged in, but its driver is not installed (no nvidia-smi)"
+            text = "an NVIDIA GPU is installed, but its driver is not (no nvidia-smi)"
             return Finding("gpu", "problem", text, _driver_commands(system))
-        return Finding("gpu", "ok", "no NVIDIA card was found: this PC computes on its CPU")
+        return Finding("gpu", "ok", "no NVIDIA GPU found: this PC computes on its CPU")
     if card.error:
         return Finding(
-            "gpu", "problem", f"the driver does not answer: {card.error}", _restart_commands(system)
+            "gpu",
+            "problem",
+            f"the GPU driver does not respond: {card.error}",
+            _restart_commands(system),
         )
     if _major_version(card.cuda) < _major_version(about.cuda):
         return Finding(
             "gpu",
             "problem",
-            f"the driver {card.driver} is for CUDA {card.cuda} at most, and torch was built for "
-            f"{about.cuda}: the GPU can't be used. A newer driver mends it, or the build of torch "
-            "that suits this one",
+            f"driver {card.driver} supports CUDA up to {card.cuda}, but torch was built for "
+            f"{about.cuda}: the GPU can't be used. Update the driver, or install a torch "
+            "build for this driver",
             (*_driver_commands(system), _reinstall_command(system)),
         )
-    why = about.reason or "torch finds no GPU, though nvidia-smi does; is CUDA_VISIBLE_DEVICES set?"
+    why = about.reason or "torch finds no GPU, but nvidia-smi does; is CUDA_VISIBLE_DEVICES set?"
     return Finding("gpu", "problem", f"torch can't use the GPU: {why}", _restart_commands(system))
 
 
 def _reinstall_command(system: str) -> str:
-    """Has the installer choose: it keeps a torch that is there."""
+    """Uninstall torch first: the installer keeps an existing one."""
     python, also = (".venv/bin/python", "&&")
     if system == "win32":
         python, also = ".venv\\Scripts\\python", ";"
@@ -100,7 +103,7 @@ def _reinstall_command(system: str) -> str:
 
 
 def _restart_commands(system: str) -> tuple[str, ...]:
-    """A driver that was updated works after the next start."""
+    """A new driver takes effect after a restart."""
     return ("Restart-Computer" if system == "win32" else "sudo reboot", "nvidia-smi")
 
 
@@ -111,15 +114,16 @@ def _check_architecture(about: TorchInfo, gpus: tuple[TorchGpu, ...]) -> Finding
             return Finding(
                 "gpu",
                 "problem",
-                f"this torch has no code for {gpu.name} (compute capability {gpu.capability}; it "
-                f"has {have}): an older card can't be used, a newer one needs a newer torch",
+                f"this torch build does not support {gpu.name} (compute capability "
+                f"{gpu.capability}; supported: {have}): an older GPU can't be used, a newer "
+                "one needs a newer torch",
                 _CPU_COMMANDS,
             )
     return Finding("gpu", "ok", f"torch uses {', '.join(gpu.name for gpu in gpus)}")
 
 
 def _has_code(kernels_for: tuple[str, ...], capability: str) -> bool:
-    """Machine code runs within its major version, on minor ones no older; PTX on all later."""
+    """Machine code runs on its major version, equal or newer minors; PTX on all newer."""
     if not kernels_for:
         return True
     major, _, minor = capability.partition(".")
@@ -137,7 +141,7 @@ def _has_code(kernels_for: tuple[str, ...], capability: str) -> bool:
 
 
 def _major_version(version: str | None) -> int:
-    """``12`` of ``12.8``; a large number if it isn't known, so that nothing is concluded."""
+    """Return ``12`` for ``12.8``; a large number if unknown, so that no check fails."""
     head = (version or "").partition(".")[0]
     return int(head) if head.isdecimal() else 1000
 
@@ -152,7 +156,7 @@ def _check_kernels(facts: DeviceFacts) -> Finding:
         text = f"the self-test of {test.device or 'the device'} failed: {test.failure}"
         return Finding("kernels", "problem", text, ("molink doctor --json",))
     if not wrong:
-        text = f"{right} kernels of {test.device} ({test.name}) compute what plain torch does"
+        text = f"{right} kernels of {test.device} ({test.name}) match plain torch"
         return Finding("kernels", "ok", text)
     texts = ", ".join(_describe_failure(one) for one in _first_per_kernel(wrong))
     without = [one.kernel for one in wrong if one.kernel not in FALLBACKS]
@@ -160,15 +164,15 @@ def _check_kernels(facts: DeviceFacts) -> Finding:
         return Finding(
             "kernels",
             "problem",
-            f"{test.device} ({test.name}) computes wrongly, and nothing can take the place of "
-            f"{without[0]}: {texts}. Overclocked or failing memory does this",
+            f"{test.device} ({test.name}) computes wrong results, and {without[0]} has no "
+            f"replacement: {texts}. A likely cause is overclocked or failing memory",
             _fallback_commands(test.device),
         )
     instead = "; ".join(f"{name}: {FALLBACKS[name]}" for name in test.disabled_kernels)
     return Finding(
         "kernels",
         "warning",
-        f"{texts}. Workers don't use it from their next start on, but ({instead})",
+        f"{texts}. Workers avoid it from their next start and use: {instead}",
         ("molink down", "molink up  # or: molink join"),
     )
 
@@ -186,4 +190,4 @@ def _first_per_kernel(wrong: list[KernelResult]) -> list[KernelResult]:
 def _describe_failure(one: KernelResult) -> str:
     if one.error is None:
         return f"{one.kernel} ({one.dtype}) fails: {one.reason}"
-    return f"{one.kernel} ({one.dtype}) is off by {one.error:.2g} ({one.tolerance:.2g} is allowed)"
+    return f"{one.kernel} ({one.dtype}) is off by {one.error:.2g} (tolerance {one.tolerance:.2g})"

@@ -1,6 +1,6 @@
-"""What ``molink doctor`` finds out, and what it concludes: plain values, no I/O.
+"""Facts and findings of ``molink doctor``: plain values, no I/O.
 
-Texts of other programs and PCs are in here as they came; who prints them cleans them.
+Texts of other programs and PCs are stored as received; sanitize them for output.
 """
 
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from typing import Literal
 from molinkd.peer.agent.kernel_self_test import SelfTestResult
 
 Level = Literal["ok", "warning", "problem"]
-#: What ``--fix`` can do: nothing that takes rights, opens anything, or loses what is needed.
+#: Fixes for ``--fix``: they need no privileges, open nothing, and lose no data.
 Fix = Literal["restrict-folder", "set-aside-options"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check, in words; ``commands`` mend it, or are a first step."""
+    """The outcome of one check; ``commands`` fix it or are a first step."""
 
     check: str
     level: Level
@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class NvidiaCard:
-    """What ``nvidia-smi`` says. ``cuda`` is the latest version that the driver is for."""
+    """Output of ``nvidia-smi``. ``cuda`` is the newest version that the driver supports."""
 
     names: tuple[str, ...] = ()
     driver: str = ""
@@ -37,9 +37,9 @@ class NvidiaCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """Python, torch and the GPU. ``card`` is ``None`` where there is no ``nvidia-smi``.
+    """Python, torch and the GPU. ``card`` is ``None`` without ``nvidia-smi``.
 
-    ``is_plugged_in``: whether an NVIDIA card is plugged in; ``None`` if that can't be seen.
+    ``is_plugged_in``: an NVIDIA GPU is on the PCI bus; ``None`` if unknown.
     """
 
     system: str
@@ -51,7 +51,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class PortFact:
-    """A port that molink would listen on. ``used_by`` says by whom, or why it can't be had."""
+    """A port that molink uses. ``used_by`` is the program that has it, or the error."""
 
     setting: str
     port: int
@@ -61,7 +61,7 @@ class PortFact:
 
 @dataclass(frozen=True, slots=True)
 class PeerFact:
-    """A member of the swarm, as the coordinator knows it."""
+    """A peer, as the coordinator knows it."""
 
     id: str
     name: str
@@ -72,11 +72,11 @@ class PeerFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmFacts:
-    """The swarm by ``molink status``; there is none of these facts where no daemon runs.
+    """The swarm by ``molink status``; absent if no daemon runs.
 
-    ``clock_offset_s`` is how many seconds this PC's clock is ahead of the one that leads, give or
-    take ``clock_error_s``; ``None`` if that isn't known. ``unreachable`` are pairs of ids: who
-    can't reach whom; ``relayed`` says who reaches whom by way of whom; ``model`` is what is served.
+    ``clock_offset_s`` is how far this PC's clock is ahead of the leader's, within
+    ``clock_error_s``; ``None`` if unknown. ``unreachable`` are pairs of ids (source, target);
+    ``relayed`` are triples (source, target, relay); ``model`` is the served model.
     """
 
     id: str
@@ -92,12 +92,12 @@ class SwarmFacts:
     clock_error_s: float = 0.0
 
     def peer_name(self, peer: str) -> str:
-        """What a member is called."""
+        """Return the name of a peer."""
         return next((one.name for one in self.peers if one.id == peer), peer)
 
     @property
     def others(self) -> tuple[PeerFact, ...]:
-        """All members but this PC."""
+        """All peers but this PC."""
         return tuple(one for one in self.peers if one.id != self.own_id)
 
 
@@ -105,10 +105,10 @@ class SwarmFacts:
 class NetworkFacts:
     """How others reach this PC.
 
-    ``firewall`` is the one that runs here, empty if none was seen; ``has_firewall_rule`` whether it
-    has a rule of ours. ``wsl`` is the network of WSL 2 (``nat``, ``mirrored`` …), empty outside of
-    it. ``announced_swarms`` are the ids of swarms that are announced, ``multicast_error`` says why
-    none could be heard.
+    ``firewall`` is the active firewall, empty if none was found; ``has_firewall_rule`` tells
+    whether it has a rule for molink. ``wsl`` is the networking mode of WSL 2 (``nat``, ``mirrored``
+    …), empty outside of it. ``announced_swarms`` are the ids of discovered swarms;
+    ``multicast_error`` is why discovery failed.
     """
 
     system: str
@@ -131,10 +131,10 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The state folder, the disk, and whether this PC may fall asleep. Sizes in bytes.
+    """The state folder, the disk, and power. Sizes in bytes.
 
-    ``write_error`` says why the folder can't be used; ``is_open_to_others`` that other users can
-    read it; ``options_error`` why the options of the last start can't be read.
+    ``write_error`` is why the state folder can't be written; ``is_open_to_others``: other users can
+    read it; ``options_error`` is why the saved options can't be read.
     """
 
     system: str
@@ -155,8 +155,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorFacts:
-    """All of them. ``daemon_pid`` is the process id of the daemon that runs here, 0 if none
-    does."""
+    """All facts. ``daemon_pid`` is the process id of the daemon here, 0 if none runs."""
 
     device: DeviceFacts
     network: NetworkFacts

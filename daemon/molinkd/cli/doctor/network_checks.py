@@ -1,4 +1,4 @@
-"""Judges whether others can reach this PC: ports, firewall, NAT, WSL, discovery."""
+"""Checks whether others can reach this PC: ports, firewall, NAT, WSL, discovery."""
 
 import ipaddress
 
@@ -7,15 +7,15 @@ from molinkd.cli.doctor.facts import Finding, NetworkFacts, PortFact, SwarmFacts
 from molinkd.peer.membership.addresses import is_loopback
 from molinkd.peer.settings import MAX_PORTS_TRIED
 
-#: Of mDNS.
+#: mDNS.
 _DISCOVERY_PORT = 5353
 _ADVERTISE = ("molink up --advertise ADDRESS  # or: molink join --advertise ADDRESS",)
-#: Networks of which a person takes two addresses to be neighbours, in bits.
+#: Prefix length within which two addresses count as one network.
 _HOME_PREFIX_BITS = 24
 
 
 def check_network(facts: NetworkFacts, swarm: SwarmFacts | None, daemon: int) -> list[Finding]:
-    """One line each; without a ``daemon`` only what this PC can tell by itself."""
+    """Check the network; one finding each. Without a ``daemon`` only local checks are possible."""
     found = [_check_ports(facts, daemon), _check_firewall(facts, swarm), _check_nat(facts, swarm)]
     if facts.wsl:
         found.append(_check_wsl(facts))
@@ -25,39 +25,37 @@ def check_network(facts: NetworkFacts, swarm: SwarmFacts | None, daemon: int) ->
 
 def _check_ports(facts: NetworkFacts, daemon: int) -> Finding:
     if daemon:
-        return Finding("ports", "ok", f"molink runs here (process {daemon}) and has its ports")
+        return Finding("ports", "ok", f"molink runs here (process {daemon}) and holds its ports")
     refused = [one for one in facts.ports if one.is_reserved]
     if refused and facts.system == "win32":
         return Finding(
             "ports",
             "problem",
-            f"Windows keeps {_list_ports(refused)} from programs ({refused[0].used_by}), as it "
-            "does for "
-            "Hyper-V; others can't be told which ports will do",
+            f"Windows reserves {_list_ports(refused)} ({refused[0].used_by}), for instance "
+            "for Hyper-V; molink can't use other ports unannounced",
             (
                 "netsh interface ipv4 show excludedportrange protocol=tcp",
                 "net stop winnat; net start winnat  # as administrator",
             ),
         )
     if refused:
-        text = f"{_list_ports(refused)} can't be listened on: {refused[0].used_by}"
+        text = f"{_list_ports(refused)} can't be used: {refused[0].used_by}"
         return Finding("ports", "problem", text, (f"molink up --{_option_name(refused[0])} 0",))
     workers = [one for one in facts.ports if one.setting == "worker_ports"]
     if workers and all(one.used_by for one in workers):
         first, last = facts.worker_ports
-        text = f"all ports for stages, {first} to {last}, are in use; {workers[0].used_by} has one"
+        text = f"all worker ports, {first} to {last}, are in use; {workers[0].used_by} has one"
         return Finding("ports", "problem", text, ("molink status", "molink down"))
     taken = [one for one in facts.ports if one.used_by and one.setting != "worker_ports"]
     if taken:
         return Finding(
             "ports",
             "warning",
-            f"{_list_ports(taken)} in use by {taken[0].used_by}: molink takes the next free "
-            "port, for "
-            "which a firewall may have no rule. End that program, or choose another port",
+            f"{_list_ports(taken)} in use by {taken[0].used_by}: molink uses the next free "
+            "port, which a firewall may block. Stop that program, or choose another port",
             _other_port_command(taken[0]),
         )
-    return Finding("ports", "ok", "the ports that molink listens on are free")
+    return Finding("ports", "ok", "molink's ports are free")
 
 
 def _option_name(port: PortFact) -> str:
@@ -65,7 +63,7 @@ def _option_name(port: PortFact) -> str:
 
 
 def _other_port_command(port: PortFact) -> tuple[str, ...]:
-    """How to choose another port."""
+    """Suggest another port."""
     return (f"molink up --{_option_name(port)} {port.port + 100}",)
 
 
@@ -74,7 +72,7 @@ def _list_ports(ports: list[PortFact]) -> str:
 
 
 def _open_port_commands(facts: NetworkFacts) -> tuple[str, ...]:
-    """What opens all ports for others, those too that are taken where one is in use."""
+    """Return commands that open molink's ports, including the fallback ports."""
     ranges = [(one, one) for one in (facts.coordinator_port, facts.pairing_port) if one]
     ranges.append((facts.control_port, facts.control_port + MAX_PORTS_TRIED - 1))
     ranges.append(facts.worker_ports)
@@ -91,7 +89,7 @@ def _open_port_commands(facts: NetworkFacts) -> tuple[str, ...]:
 
 
 def _failed_peers(facts: NetworkFacts, swarm: SwarmFacts, *, far: bool) -> list[str]:
-    """Names of those that can't connect to this PC, from its own networks or from ``far``."""
+    """Names of peers that can't connect to this PC, from its own networks or from ``far``."""
     mine = [one for one in facts.addresses if not is_loopback(one)]
     found = [by for by, to in swarm.unreachable if to == swarm.own_id and by != swarm.own_id]
     return [swarm.peer_name(one) for one in found if _is_far(swarm, one, mine) is far]
@@ -104,11 +102,11 @@ def _check_firewall(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
         return Finding(
             "firewall",
             "warning",
-            f"a firewall ({facts.firewall}) runs here, and no other PC has tried to connect yet. "
+            f"a firewall ({facts.firewall}) is active, and no other PC has connected yet. "
             "If one can't, open molink's ports",
             _open_port_commands(facts),
         )
-    text = "it has a rule for molink" if facts.firewall else "none was seen on this PC"
+    text = "a rule for molink exists" if facts.firewall else "no firewall found on this PC"
     return Finding("firewall", "ok", text)
 
 
@@ -116,13 +114,15 @@ def _check_reachability(facts: NetworkFacts, swarm: SwarmFacts) -> Finding:
     failed = ", ".join(_failed_peers(facts, swarm, far=False))
     if failed:
         wall = f"its firewall ({facts.firewall})" if facts.firewall else "a firewall"
-        text = f"{failed} can't connect to this PC at port {facts.control_port}: {wall} keeps "
-        return Finding("firewall", "problem", f"{text}others out", _open_port_commands(facts))
+        text = f"{failed} can't connect to this PC on port {facts.control_port}: {wall} "
+        return Finding(
+            "firewall", "problem", f"{text}blocks the connection", _open_port_commands(facts)
+        )
     blocked = ", ".join(swarm.peer_name(to) for by, to in swarm.unreachable if by == swarm.own_id)
     if blocked:
         text = f"this PC can't connect to {blocked}: run `molink doctor` there"
         return Finding("firewall", "warning", text)
-    return Finding("firewall", "ok", "no other PC of the swarm has failed to connect to this one")
+    return Finding("firewall", "ok", "all other PCs of the swarm can connect to this one")
 
 
 def _check_nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
@@ -130,7 +130,7 @@ def _check_nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
         return Finding(
             "nat",
             "warning",
-            f"`host` is {facts.host}: only this PC itself can reach molink here",
+            f"`host` is {facts.host}: only this PC can reach molink here",
             ("molink up --host 0.0.0.0  # or: molink join --host 0.0.0.0",),
         )
     usable = [one for one in facts.addresses if not is_loopback(one)]
@@ -138,33 +138,35 @@ def _check_nat(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
         return Finding("nat", "problem", "this PC has no network address: is it connected?")
     names = "" if swarm is None else ", ".join(_failed_peers(facts, swarm, far=True))
     if names:
-        told = ", ".join(facts.advertise or usable)
+        own = ", ".join(facts.advertise or usable)
         return Finding(
             "nat",
             "problem",
-            f"{names} can't reach {told} from another network: a router (NAT) is in between, and "
-            "no member passes on what they say. Put both PCs into one VPN (WireGuard, Tailscale), "
-            "and name this PC's address in it",
+            f"{names} can't reach {own} from another network: a router (NAT) is in "
+            "between, and no peer relays. Put both PCs into one VPN (WireGuard, Tailscale) "
+            "and advertise this PC's VPN address",
             _ADVERTISE,
         )
     relayed = "" if swarm is None else _describe_relays(swarm)
     if relayed:
-        text = f"{relayed}. That works, but a direct way may be shorter: a VPN (WireGuard, "
-        text += "Tailscale) in which all PCs are, whose address of this PC is named"
+        text = (
+            f"{relayed}. This works, but a direct connection may be faster: use a VPN (WireGuard, "
+        )
+        text += "Tailscale) for all PCs and advertise this PC's VPN address"
         return Finding("nat", "warning", text, _ADVERTISE)
     if facts.advertise:
-        text = f"others are told {', '.join(facts.advertise)}"
+        text = f"advertised addresses: {', '.join(facts.advertise)}"
         return Finding("nat", "ok", text)
     if all(not _is_public(one) for one in usable):
-        text = f"{usable[0]} is an address of the local network: PCs there can reach it, others not"
+        text = f"{usable[0]} is a local address: only PCs on the same network can reach it"
         return Finding("nat", "ok", text)
     return Finding("nat", "ok", f"this PC has a public address: {_first_public(usable)}")
 
 
 def _describe_relays(swarm: SwarmFacts) -> str:
-    """Who reaches this PC by way of whom."""
+    """Describe the relayed routes to this PC."""
     return ", ".join(
-        f"{swarm.peer_name(by)} reaches this PC by way of {swarm.peer_name(through)}"
+        f"{swarm.peer_name(by)} reaches this PC through {swarm.peer_name(through)}"
         if through != by
         else f"{swarm.peer_name(by)} reaches this PC over connections that this PC opens"
         for by, to, through in swarm.relayed
@@ -173,7 +175,7 @@ def _describe_relays(swarm: SwarmFacts) -> str:
 
 
 def _is_far(swarm: SwarmFacts, peer: str, mine: list[str]) -> bool:
-    """Whether a member's address is in none of this PC's networks."""
+    """Whether a peer's address is outside all networks of this PC."""
     theirs = next((one.address for one in swarm.peers if one.id == peer), "")
     try:
         address = ipaddress.ip_address(theirs)
@@ -209,13 +211,13 @@ def _check_wsl(facts: NetworkFacts) -> Finding:
     if facts.wsl == "mirrored":
         return Finding("wsl", "ok", "WSL shares the network of Windows (mirrored)")
     if facts.advertise:
-        text = f"WSL has a network of its own ({facts.wsl}); others are told other addresses"
-        return Finding("wsl", "warning", f"{text}: Windows has to forward the ports")
+        text = f"WSL has its own network ({facts.wsl}); other addresses are advertised"
+        return Finding("wsl", "warning", f"{text}: Windows must forward the ports")
     return Finding(
         "wsl",
         "problem",
-        f"WSL has a network of its own ({facts.wsl}), so no other PC can reach molink here. "
-        "Have it share that of Windows (in PowerShell), or install molink in Windows itself",
+        f"WSL has its own network ({facts.wsl}), so other PCs can't reach molink here. Use "
+        "mirrored networking (in PowerShell), or install molink in Windows",
         (
             'Add-Content "$env:USERPROFILE\\.wslconfig" "[wsl2]`nnetworkingMode=mirrored"',
             "wsl --shutdown",
@@ -224,14 +226,14 @@ def _check_wsl(facts: NetworkFacts) -> Finding:
 
 
 def _check_discovery(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
-    by_hand = "`molink join ADDRESS`, with the first PC's address, does without"
+    by_hand = "use `molink join ADDRESS` with the first PC's address instead"
     if not facts.discovery:
-        return Finding("discovery", "ok", "it is switched off (`discovery = false`)")
+        return Finding("discovery", "ok", "disabled (`discovery = false`)")
     if facts.multicast_error:
-        text = f"this PC can't take part in multicast (mDNS): {facts.multicast_error}. {by_hand}"
+        text = f"this PC can't use multicast (mDNS): {facts.multicast_error}. To join, {by_hand}"
         return Finding("discovery", "warning", text, _open_port_commands(facts))
     if not facts.interfaces:
-        text = f"no network here on which swarms could be found. {by_hand}"
+        text = f"no network for discovery found. To join, {by_hand}"
         return Finding("discovery", "warning", text)
     if (
         swarm is not None
@@ -243,11 +245,11 @@ def _check_discovery(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
         return Finding(
             "discovery",
             "warning",
-            f"{whose} of the swarm isn't heard here: UDP port {_DISCOVERY_PORT} is closed, the PCs "
-            "are in different networks, or the Wi-Fi keeps its clients apart. New PCs join by "
-            f"address: {by_hand}",
+            f"{whose} of the swarm is not received here: UDP port {_DISCOVERY_PORT} is "
+            "closed, the PCs are on different networks, or the Wi-Fi isolates its clients. "
+            f"To join, {by_hand}",
             _open_port_commands(facts),
         )
     count = len(facts.announced_swarms)
-    heard = f"{count} swarm{'s' * (count != 1)} can be heard" if count else "no swarm is announced"
+    heard = f"{count} swarm{'s' * (count != 1)} found" if count else "no swarm found"
     return Finding("discovery", "ok", f"{heard} on this network")

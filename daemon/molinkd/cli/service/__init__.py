@@ -1,1 +1,1 @@
-"""``molink service``: this PC's part in its swarm, kept running by the operating system."""
+"""``molink service``: let the operating system run this PC's daemon."""

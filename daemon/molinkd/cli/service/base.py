@@ -1,4 +1,4 @@
-"""What a service is, whichever system keeps it running."""
+"""The service protocol, common to all operating systems."""
 
 import subprocess
 from collections.abc import Callable, Sequence
@@ -7,54 +7,54 @@ from typing import NamedTuple, Protocol
 
 from molink.errors import MolinkError
 
-#: Longest time that a command of the system may take, in seconds.
+#: Timeout of system commands, in seconds.
 _COMMAND_TIMEOUT_S = 60.0
 
 
 class CommandResult(NamedTuple):
-    """How a command of the system ended, and what it said."""
+    """Exit code and output of a system command."""
 
     code: int
     text: str
 
 
-#: Runs a command of the system.
+#: Runs a system command.
 RunCommand = Callable[[Sequence[str]], CommandResult]
 
 
 class ServiceStatus(NamedTuple):
-    """``detail`` is what the system says of it, for a person."""
+    """``detail`` is the system's own description."""
 
     installed: bool
     detail: str
 
 
 class SystemService(Protocol):
-    """The service ``molink`` of the user who asks. All raise :class:`MolinkError`."""
+    """The service ``molink`` of the current user. All methods raise :class:`MolinkError`."""
 
     def check_available(self) -> None:
-        """Raise if this user can have no service here; changes nothing."""
+        """Raise if this user can't have a service; changes nothing."""
 
     def install_service(self, command: Sequence[str]) -> str:
-        """Have ``command`` run now and after each start of the PC; returns what else to know."""
+        """Run ``command`` now and at every start of the PC; returns a hint for the user."""
 
     def uninstall_service(self) -> bool:
-        """Stop it and take it away; whether there was one."""
+        """Stop and remove the service; returns whether it existed."""
 
     def get_status(self) -> ServiceStatus:
-        """Whether there is one."""
+        """Return whether the service is installed."""
 
 
 def read_template(name: str) -> str:
-    """A file of ``daemon/units``."""
+    """Read a template of ``daemon/units``."""
     return (resources.files("molinkd.units") / name).read_text(encoding="utf-8")
 
 
 def run_command(command: Sequence[str]) -> CommandResult:
-    """Run a command of the system.
+    """Run a system command.
 
     Raises:
-        MolinkError: it isn't there, or does not end.
+        MolinkError: it is missing or does not exit.
     """
     try:
         done = subprocess.run(
@@ -66,12 +66,12 @@ def run_command(command: Sequence[str]) -> CommandResult:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MolinkError(f"`{' '.join(command)}` can't be run: {error}") from error
+        raise MolinkError(f"can't run `{' '.join(command)}`: {error}") from error
     return CommandResult(done.returncode, done.stdout.decode("utf-8", "replace").strip())
 
 
 def run_checked(run: RunCommand, command: Sequence[str]) -> CommandResult:
-    """Run a command that has to succeed.
+    """Run a command that must succeed.
 
     Raises:
         MolinkError: it failed.

@@ -1,4 +1,4 @@
-"""A user unit of systemd (Linux)."""
+"""A systemd user unit (Linux)."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from molinkd.cli.service.base import (
 UNIT_NAME = "molink.service"
 _SYSTEMCTL = ("systemctl", "--user")
 _ALTERNATIVE = (
-    "have your system run `molink up --background` or `molink join --background` at its start"
+    "configure your system to run `molink up --background` or `molink join --background` at startup"
 )
 
 
@@ -33,9 +33,9 @@ class SystemdService:
         self.path = Path(config) / "systemd" / "user" / UNIT_NAME
 
     def check_available(self) -> None:
-        """Whether systemd runs units of this user: without a session of its own it doesn't."""
+        """Check that systemd runs units of this user, which needs a session."""
         if shutil.which("systemctl") is None and self._run is run_command:
-            raise MolinkError(f"there is no systemd on this PC: {_ALTERNATIVE}")
+            raise MolinkError(f"systemd is not available on this PC: {_ALTERNATIVE}")
         try:
             run_checked(self._run, [*_SYSTEMCTL, "daemon-reload"])
         except MolinkError as error:
@@ -44,7 +44,7 @@ class SystemdService:
             ) from error
 
     def install_service(self, command: Sequence[str]) -> str:
-        """Write, enable and start the unit; see the protocol."""
+        """Write, enable and start the unit."""
         self.check_available()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = Template(read_template(UNIT_NAME)).substitute(
@@ -57,10 +57,10 @@ class SystemdService:
         except MolinkError:
             self.path.unlink(missing_ok=True)
             raise
-        return "For it to run while you are not logged in: loginctl enable-linger"
+        return "To keep it running while you are logged out: loginctl enable-linger"
 
     def uninstall_service(self) -> bool:
-        """Stop, disable and delete the unit; whether there was one."""
+        """Stop, disable and delete the unit."""
         if not self.path.exists():
             return False
         run_checked(self._run, [*_SYSTEMCTL, "disable", "--now", UNIT_NAME])
@@ -69,14 +69,14 @@ class SystemdService:
         return True
 
     def get_status(self) -> ServiceStatus:
-        """By the unit's file, and by ``systemctl is-active``."""
+        """Check the unit file and ``systemctl is-active``."""
         if not self.path.exists():
-            return ServiceStatus(False, f"there is no {self.path}")
+            return ServiceStatus(False, f"{self.path} does not exist")
         answer = self._run([*_SYSTEMCTL, "is-active", UNIT_NAME])
         return ServiceStatus(True, answer.text)
 
 
 def _quote_word(word: str) -> str:
-    """A word of ``ExecStart`` as systemd reads it: ``%`` and ``$`` mean something there."""
+    """Quote a word for ``ExecStart``, where ``%`` and ``$`` are special."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"'

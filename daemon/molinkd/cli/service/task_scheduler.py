@@ -1,4 +1,4 @@
-"""A task of Windows' Task Scheduler that begins when its user logs on."""
+"""A task of the Windows Task Scheduler that starts at logon."""
 
 import getpass
 import os
@@ -19,7 +19,7 @@ from molinkd.cli.service.base import (
 
 TASK_NAME = "molink"
 _XML_TEMPLATE = "molink.xml"
-#: By its whole path: a program of the current directory must not be taken for it.
+#: An absolute path, so that a program in the current folder is never run instead.
 _SCHTASKS = str(Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32", "schtasks.exe"))
 
 
@@ -30,10 +30,10 @@ class TaskSchedulerService:
         self._run = run
 
     def check_available(self) -> None:
-        """Each user has tasks."""
+        """Do nothing: every user may have tasks."""
 
     def install_service(self, command: Sequence[str]) -> str:
-        """Make and start the task; see the protocol."""
+        """Create and start the task."""
         text = task_xml(command, _qualified_user())
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / _XML_TEMPLATE
@@ -42,10 +42,10 @@ class TaskSchedulerService:
                 self._run, [_SCHTASKS, "/Create", "/TN", TASK_NAME, "/XML", str(path), "/F"]
             )
         run_checked(self._run, [_SCHTASKS, "/Run", "/TN", TASK_NAME])
-        return "It begins whenever you log on."
+        return "It starts whenever you log on."
 
     def uninstall_service(self) -> bool:
-        """End and delete the task; whether there was one."""
+        """End and delete the task."""
         if not self.get_status().installed:
             return False
         self._run([_SCHTASKS, "/End", "/TN", TASK_NAME])
@@ -53,13 +53,13 @@ class TaskSchedulerService:
         return True
 
     def get_status(self) -> ServiceStatus:
-        """By what ``schtasks`` knows of the task, in the words of the system's language."""
+        """Query the task with ``schtasks``, whose output is localized."""
         answer = self._run([_SCHTASKS, "/Query", "/TN", TASK_NAME, "/FO", "LIST"])
         return ServiceStatus(answer.code == 0, answer.text)
 
 
 def task_xml(command: Sequence[str], user: str) -> str:
-    """The task as XML. ``command`` is a program and its arguments."""
+    """Render the task as XML. ``command`` is a program with its arguments."""
     program, *arguments = command
     return Template(read_template(_XML_TEMPLATE)).substitute(
         USER=escape(user),

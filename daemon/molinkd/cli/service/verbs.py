@@ -1,4 +1,4 @@
-"""``molink service install``, ``uninstall``, ``status``, and what the service itself runs."""
+"""``molink service install``, ``uninstall``, ``status``, and the command that the service runs."""
 
 import json
 import sys
@@ -19,56 +19,53 @@ from molinkd.peer.home import Home
 from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
 from molinkd.peer.run_file import read_run_file
 
-service_app = typer.Typer(help="Keep molink running on this PC, from each start on.")
+service_app = typer.Typer(help="Run molink automatically at startup.")
 
 
 def system_service() -> SystemService:
-    """That of this PC's system."""
+    """Return the service of this operating system."""
     return TaskSchedulerService() if sys.platform == "win32" else SystemdService()
 
 
 @service_app.command()
 def install(home: HomeOption = None) -> None:
-    """Have this PC's part in its swarm run from now on.
-
-    Also when the PC was switched off and on, and again if it has died.
-    """
+    """Run molink automatically at startup and after a crash."""
     place = Home.find_home(home)
     member = _require_membership(place)
     service = system_service()
-    service.check_available()  # before the daemon is ended for it
+    service.check_available()  # before the daemon is stopped for it
     run_file = read_run_file(place.run_file)
     if run_file is not None:
         stop_daemon(place, run_file)
-        print("The daemon that ran here was ended: the service goes on in its place.")
+        print("Stopped the running daemon: the service replaces it.")
     more = service.install_service(service_command(place))
-    print(printable(f"This PC's part in swarm {member.swarm} is a service now. {more}"))
+    print(printable(f"Installed the service for swarm {member.swarm}. {more}"))
 
 
 @service_app.command()
 def uninstall() -> None:
-    """End the service and take it away; the swarm is not left."""
+    """Stop and remove the service; this PC stays in the swarm."""
     there = system_service().uninstall_service()
-    print("The service is gone." if there else "There was no service.")
+    print("Removed the service." if there else "No service was installed.")
 
 
 @service_app.command()
 def status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Say whether there is a service, and whether molink runs."""
+    """Show whether it is installed and molink is running."""
     found = system_service().get_status()
     run_file = read_run_file(Home.find_home(home).run_file)
     if as_json:
         pid = run_file.pid if run_file is not None else None
         print(json.dumps({"installed": found.installed, "pid": pid, "detail": found.detail}))
     else:
-        print("The service is installed." if found.installed else "There is no service.")
+        print("The service is installed." if found.installed else "The service is not installed.")
         print(
-            f"molink runs (process {run_file.pid})."
+            f"molink is running (process {run_file.pid})."
             if run_file is not None
-            else "molink does not run."
+            else "molink is not running."
         )
         if found.detail:
             print(printable(found.detail, keep="\n"))
@@ -77,16 +74,16 @@ def status(
 
 @service_app.command(hidden=True)
 def run(home: HomeOption = None) -> None:
-    """What the service runs: the daemon, as it was started last."""
+    """Run the daemon with its saved options; started by the service."""
     place = Home.find_home(home)
     start_daemon("up" if _require_membership(place).is_founder else "join", place, {}, invite=False)
 
 
 def service_command(home: Home) -> list[str]:
-    """The command line of the service."""
+    """Return the command line of the service."""
     python = Path(sys.executable)
     if sys.platform == "win32":
-        python = python.with_name("pythonw.exe")  # without a window
+        python = python.with_name("pythonw.exe")  # no console window
     return [str(python), "-P", "-m", "molinkd", "service", "run", "--home", str(home.root)]
 
 
@@ -94,8 +91,8 @@ def _require_membership(home: Home) -> MembershipRecord:
     member = read_membership(home.membership)
     if member is None:
         raise UsageError(
-            f"this PC is in no swarm (state folder {home.root}): run {home.format_command('up')} "
-            "or "
-            f"{home.format_command('join')} once, with the options that the service is to have"
+            f"this PC is not in a swarm (state folder {home.root}): run "
+            f"{home.format_command('up')} or {home.format_command('join')} once, with the "
+            "options for the service"
         )
     return member

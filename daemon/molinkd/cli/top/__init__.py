@@ -1,1 +1,1 @@
-"""``molink top``: the swarm on one screen, as it is now."""
+"""``molink top``: a live view of the swarm."""

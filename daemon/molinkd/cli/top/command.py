@@ -1,4 +1,4 @@
-"""The verb ``top``."""
+"""``molink top``."""
 
 import asyncio
 import json
@@ -12,22 +12,22 @@ import typer
 from molink.swarm.controller.status_schema import decode_status
 from molink.wire.messages.admin import StatusRequest
 from molink.wire.sockets.event_loop import EventLoop
-from molinkd.cli import daemon_client as local_daemon
+from molinkd.cli import daemon_client
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.top.layout import MIN_WIDTH, screen_lines
 from molinkd.cli.top.view import SwarmView, make_view
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print it once, as plain text.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one plain-text snapshot.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON snapshot.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Watch the swarm: stages, links, requests, transfers and events, as they are now."""
-    found = local_daemon.require_daemon(home)
+    """Live view of the swarm: stages, links, requests, transfers and events."""
+    found = daemon_client.require_daemon(home)
     # The screen is drawn on stderr.
     terminals = all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr))
-    # What is wrong now is said as by the other verbs.
+    # Report an initial error like other commands do.
     view = _fetch_view(found)
     if as_json or once or not terminals:
         if as_json:
@@ -42,6 +42,6 @@ def top(
         runner.run(run_top(home, view))
 
 
-def _fetch_view(found: local_daemon.RunningDaemon) -> SwarmView:
-    _, payload = local_daemon.send_request(found, StatusRequest(ref=0))
+def _fetch_view(found: daemon_client.RunningDaemon) -> SwarmView:
+    _, payload = daemon_client.send_request(found, StatusRequest(ref=0))
     return make_view(decode_status(payload), demo=found.is_demo)

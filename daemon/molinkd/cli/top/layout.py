@@ -1,6 +1,6 @@
-"""The view as lines of text for a screen of some width; plain functions.
+"""Lays out the view as lines of text for a screen width; plain functions.
 
-Only ASCII and the sixteen colours that every terminal has. A line is never wider than the screen.
+Uses only ASCII and 16 colours. A line is never wider than the screen.
 """
 
 import textwrap
@@ -22,7 +22,7 @@ from molinkd.cli.top.view import (
 )
 from molinkd.cli.units import format_bandwidth, format_duration, format_seconds, format_size
 
-#: In what order requests are shown.
+#: Order of requests.
 SortOrder = Literal["oldest", "fastest", "longest"]
 SORT_ORDERS: tuple[SortOrder, ...] = ("oldest", "fastest", "longest")
 _SORT_KEYS: dict[SortOrder, Callable[[RequestView], float]] = {
@@ -31,19 +31,19 @@ _SORT_KEYS: dict[SortOrder, Callable[[RequestView], float]] = {
     "longest": lambda request: -(request.prompt + request.generated),
 }
 
-#: The narrowest screen that lines are laid out for; on a narrower one they are cut.
+#: Minimum layout width; narrower screens crop the lines.
 MIN_WIDTH = 80
 _TITLE_STYLE = "bold cyan"
 _WARNING_STYLE = "yellow"
 
 
 def screen_lines(view: SwarmView, width: int, order: SortOrder = "oldest") -> list[Text]:
-    """All of it."""
+    """Return the whole screen."""
     return [*header_lines(view, width), Text(), *body_lines(view, width, order)]
 
 
 def header_lines(view: SwarmView, width: int, *, stale: bool = False) -> list[Text]:
-    """Two lines: what is served, and the sums; whether it is now isn't known of a stale view."""
+    """Return the two header lines: models and totals; the state of a stale view is unknown."""
     state = Text("READY", "bold green") if view.ready else Text("NOT READY", "bold red")
     if stale:
         state = Text("UNKNOWN", "bold yellow")
@@ -66,9 +66,9 @@ def _totals_text(view: SwarmView) -> str:
     running = sum(ring.running for ring in view.rings)
     waiting = sum(ring.waiting for ring in view.rings)
     rate = sum(ring.tokens_per_s for ring in view.rings)
-    away = f", {view.offline} away" if view.offline else ""
+    offline = f", {view.offline} offline" if view.offline else ""
     parts = [
-        f"{view.online} PC{'s' * (view.online != 1)} here{away}",
+        f"{view.online} PC{'s' * (view.online != 1)} connected{offline}",
         f"{running} running, {waiting} waiting",
         f"{rate:.1f} tokens/s",
     ]
@@ -84,7 +84,7 @@ def _kv_parts(ring: RingView) -> Iterator[str]:
 
 
 def _scheduler_parts(ring: RingView) -> Iterator[str]:
-    """What the head of a ring does, as far as the sums don't say it."""
+    """Yield the scheduler's state that the totals lack."""
     if ring.model:
         yield f"{ring.running} running, {ring.waiting} waiting"
         yield f"{ring.tokens_per_s:.1f} tokens/s"
@@ -92,12 +92,12 @@ def _scheduler_parts(ring: RingView) -> Iterator[str]:
     if ring.queues:
         yield f"queues {' '.join(map(str, ring.queues))}"
     if ring.host_blocks or ring.swap_fallbacks:
-        anew = f", no room for {ring.swap_fallbacks}" if ring.swap_fallbacks else ""
-        yield f"swapped {ring.swapped}, {ring.used_host_blocks}/{ring.host_blocks}{anew}"
+        recomputed = f", {ring.swap_fallbacks} recomputed" if ring.swap_fallbacks else ""
+        yield f"swapped {ring.swapped}, {ring.used_host_blocks}/{ring.host_blocks}{recomputed}"
 
 
 def body_lines(view: SwarmView, width: int, order: SortOrder = "oldest") -> list[Text]:
-    """Everything else, a section after another; what there is none of has no section."""
+    """Return all sections; empty ones are omitted."""
     lines = [
         Text(part, _WARNING_STYLE)
         for notice in view.notices
@@ -121,7 +121,7 @@ def body_lines(view: SwarmView, width: int, order: SortOrder = "oldest") -> list
 
 
 def _pairing_lines(pairings: Sequence[PairingView], width: int) -> Iterator[Text]:
-    """First of all: somebody waits for it."""
+    """Yield waiting PCs, first because they need a decision."""
     if not pairings:
         return
     name = max(16, min(44, width - 60))
@@ -134,7 +134,7 @@ def _pairing_lines(pairings: Sequence[PairingView], width: int) -> Iterator[Text
 
 
 def _ring_lines(ring: RingView, width: int) -> Iterator[Text]:
-    """What its head does; then for each stage a line, and one for its link to the next one."""
+    """Yield the scheduler's state, then each stage and its link to the next one."""
     name, device = _column_widths(width - 48, 15, 44)
     if ring.model:
         yield Text(f"{ring.model}, {ring.id}{'' if ring.ready else ', not ready'}", "bold")
@@ -198,7 +198,9 @@ def _pc_lines(others: Sequence[PcView], width: int) -> Iterator[Text]:
     for pc in others:
         line = Text("   ")
         line.append(_pad_cell(pc.name, name), "bold")
-        line.append(f" {_pad_cell(pc.state, 8)}", "green" if pc.state == "here" else _WARNING_STYLE)
+        line.append(
+            f" {_pad_cell(pc.state, 8)}", "green" if pc.state == "online" else _WARNING_STYLE
+        )
         line.append(
             f" {_pad_cell(pc.device, device)} {format_size(pc.memory) if pc.memory else '':>8}"
         )
@@ -237,7 +239,7 @@ def _transfer_lines(transfers: Sequence[TransferView], width: int) -> Iterator[T
         return
     name = max(17, min(44, width - 59))
     yield Text(
-        f"{'TRANSFERS to':<{name + 3}} {'what':<17} {'here/all':>17} {'rate':>10} {'left':>7}",
+        f"{'TRANSFERS to':<{name + 3}} {'what':<17} {'done/all':>17} {'rate':>10} {'left':>7}",
         _TITLE_STYLE,
     )
     for one in transfers:
@@ -250,7 +252,7 @@ def _transfer_lines(transfers: Sequence[TransferView], width: int) -> Iterator[T
 
 
 def _event_lines(view: SwarmView, width: int) -> Iterator[Text]:
-    """The newest first."""
+    """Yield events, newest first."""
     if not view.events:
         return
     yield Text("EVENTS", _TITLE_STYLE)
@@ -263,7 +265,7 @@ def _event_lines(view: SwarmView, width: int) -> Iterator[Text]:
 
 
 def wrap_text(text: str, width: int) -> list[str]:
-    """A text as lines of at most so many columns, 20 at least; by words where none is wide."""
+    """Wrap a text to ``width`` columns, at least 20; at words unless it has wide characters."""
     width = max(20, width)
     if cell_len(text) > len(text):
         return chop_cells(text, width)
@@ -271,7 +273,7 @@ def wrap_text(text: str, width: int) -> list[str]:
 
 
 def _pack_lines(parts: Sequence[str], width: int) -> Iterator[str]:
-    """As few lines of whole parts as there can be."""
+    """Pack parts into as few lines as possible."""
     line = ""
     for part in parts:
         if line and len(line) + 3 + len(part) > width:
@@ -287,18 +289,18 @@ def _pack_lines(parts: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _column_widths(room: int, least: int, most: int) -> tuple[int, int]:
-    """What a name and a device may take of ``room`` columns."""
+    """Divide ``room`` columns between name and device."""
     name = max(least, min(most, room // 2))
     return name, max(8, min(most, room - name))
 
 
 def _truncate_text(text: str, width: int) -> str:
-    """A text of at most so many columns."""
+    """Truncate a text to ``width`` columns."""
     return text if cell_len(text) <= width else _pad_cell(text, width)
 
 
 def _pad_cell(text: str, width: int) -> str:
-    """A text of exactly so many columns; ``~`` ends one that was cut."""
+    """Pad or truncate a text to exactly ``width`` columns; ``~`` marks truncation."""
     fitted = set_cell_size(text, width)
     if fitted.rstrip() != text.rstrip():
         return set_cell_size(fitted, width - 1) + "~"

@@ -1,4 +1,4 @@
-"""Asks the daemon on this PC again and again, on one connection."""
+"""Polls the daemon on this PC over one connection."""
 
 from pathlib import Path
 
@@ -13,15 +13,15 @@ from molink.wire.sockets.client import Client
 from molink.wire.sockets.create_socket import endpoints
 from molinkd.cli.daemon_client import CONNECT_TIMEOUT_S, RunningDaemon, require_daemon
 
-#: Seconds for an answer, for which the daemon may have to ask the coordinator (3 s at most).
+#: Reply timeout in seconds; the daemon may ask the coordinator for up to 3 s.
 REPLY_TIMEOUT_S = 5.0
 
 
 class StatusFeed:
-    """The status of the swarm, for as long as it is asked for.
+    """Fetches the status of the swarm.
 
-    The daemon may go and come back, as another process with another port: it is looked for each
-    time, and connected to anew if it is not the one of before.
+    The daemon may restart with another port, so it is looked up each time and reconnected if it
+    changed.
     """
 
     def __init__(self, home: Path | None) -> None:
@@ -31,11 +31,11 @@ class StatusFeed:
         self._client: Client[ControlMessage] | None = None
 
     async def fetch_status(self) -> tuple[SwarmStatus, bool]:
-        """The status now, and whether it is that of a demo.
+        """Return the status and whether it is a demo's.
 
         Raises:
-            Unavailable: no daemon runs, or it doesn't answer.
-            MolinkError: the daemon's refusal.
+            Unavailable: no daemon runs, or it does not respond.
+            MolinkError: the daemon's error.
         """
         try:
             found = require_daemon(self._home)
@@ -47,10 +47,10 @@ class StatusFeed:
         return decode_status(b"" if payload is None else bytes(payload)), found.is_demo
 
     async def send_request(self, message: ControlMessage) -> ControlMessage:
-        """The daemon's answer to something that its user wants.
+        """Send a request and return the reply.
 
         Raises:
-            MolinkError: as :meth:`fetch_status`, or it can't be done.
+            MolinkError: as :meth:`fetch_status`, or the action failed.
         """
         client = await self._connect_client(require_daemon(self._home))
         reply, _ = await client.send_request(message, timeout=REPLY_TIMEOUT_S)
@@ -75,17 +75,15 @@ class StatusFeed:
         try:
             await client.wait_connected(CONNECT_TIMEOUT_S)
         except Unavailable:
-            raise Unavailable(
-                f"{name} runs, but did not answer within {CONNECT_TIMEOUT_S:g} s"
-            ) from None
+            raise Unavailable(f"{name} did not respond within {CONNECT_TIMEOUT_S:g} s") from None
         return client
 
     async def close(self) -> None:
-        """Disconnect; it may be asked again."""
+        """Disconnect; the next request reconnects."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
 
     def destroy_context(self) -> None:
-        """Give back what all connections share; nothing may be asked any more."""
+        """Release the context; no more requests are possible."""
         self._context.destroy(linger=0)

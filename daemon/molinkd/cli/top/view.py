@@ -1,4 +1,4 @@
-"""What ``molink top`` shows, made of the status: a pure function."""
+"""Builds the view of ``molink top`` from the status; a pure function."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from molink.swarm.controller.status_schema import (
     short_device_name,
 )
 
-#: As many notices as leave room for the rest.
+#: Maximum number of notices, which leaves room for the rest.
 _MAX_NOTICES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LinkView:
-    """The link of a stage to the PC ``target``."""
+    """The link of a stage to PC ``target``."""
 
     target: str
     figures: LinkStatus
@@ -31,9 +31,9 @@ class LinkView:
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """A stage of a ring; ``doing`` says what it does instead of serving, empty if nothing.
+    """A stage of a ring; ``doing`` is its activity other than serving, or empty.
 
-    ``used`` of ``memory`` bytes are weights and KV; shares are in percent, ``None`` = not told.
+    ``used`` of ``memory`` bytes hold weights and KV; shares are in percent, ``None`` if unknown.
     """
 
     number: int
@@ -51,7 +51,7 @@ class StageView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request that was asked at ``pc``; ``phase`` is its state, and how far that is."""
+    """A request from ``pc``; ``phase`` is its state with progress."""
 
     pc: str
     state: str
@@ -64,7 +64,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class RingView:
-    """A pipeline: its stages, and what its head does; ``model`` is empty if there is only one."""
+    """A pipeline: its stages and scheduler; ``model`` is empty if it is the only pipeline."""
 
     id: str
     model: str
@@ -88,7 +88,7 @@ class RingView:
 
 @dataclass(frozen=True, slots=True)
 class PcView:
-    """A PC without a stage in a ring that is shown."""
+    """A PC without a stage in a shown ring."""
 
     name: str
     state: str
@@ -99,7 +99,7 @@ class PcView:
 
 @dataclass(frozen=True, slots=True)
 class PairingView:
-    """A PC that waits to be let in, and the code that it shows if it is the one it claims to be."""
+    """A PC that waits to join, and the code that it should show."""
 
     name: str
     code: str
@@ -108,7 +108,7 @@ class PairingView:
 
 @dataclass(frozen=True, slots=True)
 class TransferView:
-    """Files on their way to a PC; bytes/s, and seconds until all are there if that is known."""
+    """A transfer to a PC; ``rate`` in bytes/s, ``left_s`` is ``None`` if unknown."""
 
     pc: str
     what: str
@@ -120,7 +120,7 @@ class TransferView:
 
 @dataclass(frozen=True, slots=True)
 class EventView:
-    """What happened ``age_s`` seconds ago; ``None`` = it isn't known when."""
+    """An event ``age_s`` seconds ago; ``None`` if unknown."""
 
     age_s: float | None
     text: str
@@ -128,7 +128,7 @@ class EventView:
 
 @dataclass(frozen=True, slots=True)
 class SwarmView:
-    """The swarm as it is shown. All texts are plain: nothing in them is obeyed by a terminal."""
+    """The swarm as shown. All texts are plain, without terminal control sequences."""
 
     swarm: str
     model: str
@@ -144,11 +144,11 @@ class SwarmView:
 
 
 def make_view(status: SwarmStatus, *, demo: bool = False) -> SwarmView:
-    """The view of a status that was told at ``now``, in seconds of any monotonic clock."""
+    """Build the view of a status."""
     names = {peer.id: sanitize_text(peer.name) for peer in status.peers}
     peers = {peer.id: peer for peer in status.peers}
     shown = {stage.peer for pipeline in status.pipelines for stage in pipeline.stages}
-    pcs = [peer.state == "here" for peer in status.peers if not peer.pc]
+    pcs = [peer.state == "online" for peer in status.peers if not peer.pc]
     online = sum(pcs)
     return SwarmView(
         swarm=sanitize_text(status.swarm) + (" (demo)" if demo else ""),
@@ -177,13 +177,13 @@ def _limit_notices(notices: list[str]) -> tuple[str, ...]:
     more = len(notices) - _MAX_NOTICES
     if more <= 1:
         return tuple(notices)
-    return (*notices[:_MAX_NOTICES], f"and {more} notices more: `molink status` shows them")
+    return (*notices[:_MAX_NOTICES], f"and {more} more notices: see `molink status`")
 
 
 def _make_notices(status: SwarmStatus, names: dict[str, str]) -> Iterator[str]:
-    """What a person should know, the most important first."""
+    """Yield notices, most important first."""
     if status.coordinator.state != "running":
-        yield f"Only what this PC knows: {sanitize_text(status.trouble)}"
+        yield f"Coordinator unavailable; local information only: {sanitize_text(status.trouble)}"
     elif not status.pipelines:
         yield f"No pipeline: {sanitize_text(status.trouble)}"
     for pipeline in status.pipelines:
@@ -200,7 +200,7 @@ def _make_notices(status: SwarmStatus, names: dict[str, str]) -> Iterator[str]:
         yield sanitize_text(status.files)
     for one in status.banned_peers:
         name, banned_by = sanitize_text(one.name), sanitize_text(one.banned_by)
-        yield f"{name} was cut off by {banned_by}: {sanitize_text(one.reason)}"
+        yield f"{name} was banned by {banned_by}: {sanitize_text(one.reason)}"
 
 
 def _model_names(status: SwarmStatus) -> list[str]:
@@ -211,19 +211,19 @@ def _model_names(status: SwarmStatus) -> list[str]:
 def _ring_view(
     pipeline: PipelineStatus, peers: dict[str, PeerStatus], names: dict[str, str], *, alone: bool
 ) -> RingView:
-    head, stages = pipeline.scheduler or SchedulerStatus(), pipeline.stages
+    scheduler, stages = pipeline.scheduler or SchedulerStatus(), pipeline.stages
     return RingView(
         id=sanitize_text(pipeline.id),
         model="" if alone else sanitize_text(pipeline.model),
         epoch=pipeline.epoch,
         ready=pipeline.ready,
         stages=tuple(_stage_view(pipeline, number, peers, names) for number in range(len(stages))),
-        running=head.running,
-        waiting=head.waiting,
-        used_blocks=head.used,
-        blocks=head.blocks,
-        micro_batches=head.micro_batches,
-        cached=head.cached,
+        running=scheduler.running,
+        waiting=scheduler.waiting,
+        used_blocks=scheduler.used,
+        blocks=scheduler.blocks,
+        micro_batches=scheduler.micro_batches,
+        cached=scheduler.cached,
         requests=tuple(
             RequestView(
                 names.get(one.peer, sanitize_text(one.peer)),
@@ -234,22 +234,19 @@ def _ring_view(
                 one.tokens_per_s,
                 one.age_s,
             )
-            for one in head.requests
+            for one in scheduler.requests
         ),
-        tokens_per_s=head.tokens_per_s,
-        host_blocks=head.host_blocks,
-        used_host_blocks=head.host_used,
-        swapped=head.swapped,
-        swap_fallbacks=head.swap_fallbacks,
-        queues=head.queues,
+        tokens_per_s=scheduler.tokens_per_s,
+        host_blocks=scheduler.host_blocks,
+        used_host_blocks=scheduler.host_used,
+        swapped=scheduler.swapped,
+        swap_fallbacks=scheduler.swap_fallbacks,
+        queues=scheduler.queues,
     )
 
 
 def _phase_text(request: RequestStatus) -> str:
-    """What becomes of it; of a prefill, how much of its tokens is computed.
-
-    Of one in host memory, when its turn should come.
-    """
+    """Format a request's phase: progress of a prefill, or time until a swapped request resumes."""
     if request.state == "swapped":
         return f"swapped {request.resume_s:.1f} s" if request.resume_s < 100 else "swapped"
     if request.state != "prefill":
@@ -278,14 +275,14 @@ def _stage_view(
         busy=load.busy if load is not None else None,
         bubbles=load.bubbles if load is not None else None,
         decode_s=stage.decode_s,
-        doing=sanitize_text(worker.activity) if worker is not None else "not there",
+        doing=sanitize_text(worker.activity) if worker is not None else "offline",
         link=link,
     )
 
 
 def _find_worker(peer: PeerStatus | None, pipeline: str, number: int) -> WorkerStatus | None:
-    """The worker of a stage, as its PC reports it."""
-    workers = peer.workers if peer is not None and peer.state == "here" else ()
+    """Return the worker of a stage, as its PC reports it."""
+    workers = peer.workers if peer is not None and peer.state == "online" else ()
     mine = (one for one in workers if (one.pipeline, one.stage) == (pipeline, number))
     return next(mine, None)
 
@@ -310,7 +307,7 @@ def _pc_view(peer: PeerStatus) -> PcView:
 
 def _transfer_views(status: SwarmStatus) -> Iterator[TransferView]:
     for peer in status.peers:
-        for one in peer.transfers if peer.state == "here" else ():
+        for one in peer.transfers if peer.state == "online" else ():
             what = "copy" if one.copy else "weights"
             source = f"{what} from {one.source}" if one.source else what
             yield TransferView(
@@ -324,7 +321,7 @@ def _transfer_views(status: SwarmStatus) -> Iterator[TransferView]:
 
 
 def _event_view(line: str, clock: float | None) -> EventView:
-    """A line of the coordinator's story: the seconds of its clock, and what happened."""
+    """Parse a line of the coordinator's transition log: clock time in seconds, and text."""
     when, _, text = line.partition(" ")
     try:
         ago = None if clock is None else max(0.0, clock - float(when))

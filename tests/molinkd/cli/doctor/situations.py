@@ -1,4 +1,4 @@
-"""PCs as ``molink doctor`` may find them."""
+"""Facts of PCs as ``molink doctor`` may find them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ def swarm(**changes: Any) -> SwarmFacts:
     return replace(usual, **changes)
 
 
-def place(**changes: Any) -> HostFacts:
+def host(**changes: Any) -> HostFacts:
     usual = HostFacts(
         system="linux",
         home=Path("/home/me/molink"),
@@ -66,4 +66,4 @@ def place(**changes: Any) -> HostFacts:
 
 
 def facts(**changes: Any) -> DoctorFacts:
-    return replace(DoctorFacts(device=device(), network=network(), host=place()), **changes)
+    return replace(DoctorFacts(device=device(), network=network(), host=host()), **changes)

@@ -1,4 +1,4 @@
-"""What ``molink doctor`` reads of other programs, of the swarm and of this PC."""
+"""What ``molink doctor`` reads from other programs, the swarm and this PC."""
 
 import os
 import socket
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from molink.checkpoint.model_source import find_demo_model
-from molinkd.cli.doctor import collect as gather
-from molinkd.cli.doctor import collect_network as gather_network
+from molinkd.cli.doctor import collect, collect_network
 from molinkd.cli.doctor.collect import read_card, read_swarm
 from molinkd.cli.doctor.facts import NvidiaCard
 from molinkd.peer.agent.kernel_self_test import KernelResult, SelfTestResult
@@ -36,7 +35,7 @@ WINDOWS = """\
 """
 
 
-def test_what_nvidia_smi_prints() -> None:
+def test_nvidia_smi_output() -> None:
     assert read_card(None) is None
     assert read_card((0, LINUX)) == NvidiaCard(
         ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 3090"), "550.54.14", "12.4"
@@ -49,14 +48,14 @@ def test_what_nvidia_smi_prints() -> None:
     assert read_card((9, "")) == NvidiaCard(error="nvidia-smi ended with 9")
 
 
-def test_the_swarm_by_its_status() -> None:
-    peer = {"id": "a", "name": "desk", "version": "1", "address": "10.0.0.1", "state": "here"}
+def test_swarm_facts_from_status() -> None:
+    peer = {"id": "a", "name": "desk", "version": "1", "address": "10.0.0.1", "state": "online"}
     status = {
         "swarm": "s",
         "leader": "b",
-        "porch": 5479,
+        "pairing_port": 5479,
         "trouble": None,
-        "peers": [{**peer, "daemon_pid": 7}, {"id": "b", "state": "away", "daemon_pid": 0}],
+        "peers": [{**peer, "daemon_pid": 7}, {"id": "b", "state": "offline", "daemon_pid": 0}],
         "unreachable": [["b", "a"]],
         "relays": [{"from": "b", "to": "a", "through": "c"}],
         "time": 1000.0,
@@ -74,20 +73,20 @@ def test_the_swarm_by_its_status() -> None:
         (("b", "a", "c"),),
     )
     assert [one.is_online for one in found.peers] == [True, False]
-    # Of an older version, or by this PC alone.
+    # A status of an older version, or of this PC alone.
     bare = read_swarm({"swarm": "s", "peers": []}, 7, 0.0, 0.0)
     assert (bare.own_id, bare.clock_offset_s, bare.unreachable) == ("", None, ())
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        found = gather_network._probe_port("control_port", "127.0.0.1", number)
+        found = collect_network._probe_port("control_port", "127.0.0.1", number)
         assert found.used_by
         assert not found.is_reserved
         if sys.platform == "linux":
             assert f"process {os.getpid()}" in found.used_by
-    assert gather_network._probe_port("control_port", "127.0.0.1", number).used_by == ""
+    assert collect_network._probe_port("control_port", "127.0.0.1", number).used_by == ""
 
 
 def test_this_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +97,11 @@ def test_this_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert more == {"model": None}
         return SelfTestResult(failure="not tried")
 
-    monkeypatch.setattr(gather, "run_self_test", tested)
-    monkeypatch.setattr(gather_network, "scan_network", lambda *_: [])
+    monkeypatch.setattr(collect, "run_self_test", tested)
+    monkeypatch.setattr(collect_network, "scan_network", lambda *_: [])
     monkeypatch.setenv("MOLINK_DEVICE", "cpu")
     said: list[str] = []
-    facts = gather.collect_facts(Home(tmp_path / "new" / "home"), said.append)
+    facts = collect.collect_facts(Home(tmp_path / "new" / "home"), said.append)
     assert (asked, facts.daemon_pid, facts.swarm) == (["cpu"], 0, None)
     assert facts.host.write_error == ""
     assert facts.host.free_bytes > 0
@@ -112,7 +111,7 @@ def test_this_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(said) == 2
 
 
-def test_kernels_are_tried_with_the_shapes_of_what_is_served(
+def test_kernels_are_tested_with_the_served_models_shapes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, asked = Home(tmp_path), list[Any]()
@@ -123,33 +122,33 @@ def test_kernels_are_tried_with_the_shapes_of_what_is_served(
         right = KernelResult(kernel="torch", dtype="f32", state="ok")
         return SelfTestResult(results=(right,))
 
-    monkeypatch.setattr(gather, "run_self_test", tested)
+    monkeypatch.setattr(collect, "run_self_test", tested)
     for name in ("molink-demo", "another"):
-        gather._run_self_test(home, Settings(name="pc"), name)
+        collect._run_self_test(home, Settings(name="pc"), name)
     assert asked == [find_demo_model().path, None]
-    assert not home.kernel_checks.exists()  # workers are to try again
+    assert not home.kernel_checks.exists()  # workers must check again
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    assert gather._write_error(tmp_path) == ""
+def test_a_missing_folder(tmp_path: Path) -> None:
+    assert collect._write_error(tmp_path) == ""
     assert list(tmp_path.iterdir()) == []
-    assert gather._write_error(tmp_path / "nowhere") != ""
+    assert collect._write_error(tmp_path / "nowhere") != ""
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "part").write_bytes(b"1234")
-    assert gather._folder_size(tmp_path / "models") == 4
-    assert gather._folder_size(tmp_path / "nowhere") == 0
+    assert collect._folder_size(tmp_path / "models") == 4
+    assert collect._folder_size(tmp_path / "nowhere") == 0
 
 
-def test_options_that_are_damaged_are_told_and_left_out(tmp_path: Path) -> None:
+def test_corrupt_options_are_reported_and_ignored(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.options.write_text("{", encoding="utf-8")
-    settings, damaged = gather._load_settings(home)
+    settings, damaged = collect._load_settings(home)
     assert str(home.options) in damaged
     assert settings.device == Settings(name="x").device
 
 
-def test_programs_that_are_not_there() -> None:
-    assert gather._run_command(["molink-has-no-such-program"]) is None
-    assert gather_network._run_command("molink-has-no-such-program") == (None, "")
-    code, text = gather._run_command([sys.executable, "-c", "print('hello')"]) or (1, "")
+def test_missing_programs() -> None:
+    assert collect._run_command(["molink-has-no-such-program"]) is None
+    assert collect_network._run_command("molink-has-no-such-program") == (None, "")
+    code, text = collect._run_command([sys.executable, "-c", "print('hello')"]) or (1, "")
     assert (code, text.strip()) == (0, "hello")

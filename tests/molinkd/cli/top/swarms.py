@@ -1,4 +1,4 @@
-"""Swarms as ``molink status --json`` tells of them, for the screens of ``molink top``."""
+"""Statuses of swarms for the screens of ``molink top``."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from molink.swarm.controller.status_schema import SwarmStatus, decode_status
 GB = 10**9
 
 
-def told(status: dict[str, Any]) -> SwarmStatus:
+def decode(status: dict[str, Any]) -> SwarmStatus:
     """A status as it comes from a daemon."""
     return decode_status(msgspec.json.encode(status))
 
@@ -41,7 +41,7 @@ def peer(number: int, name: str, *workers: dict[str, Any], **changes: Any) -> di
     return {
         "id": f"{number:016x}",
         "name": name,
-        "state": "here",
+        "state": "online",
         "device": "cuda 0: NVIDIA GeForce RTX 3060",
         "memory": 12 * GB,
         "reason": "",
@@ -56,7 +56,7 @@ def request(owner: int, state: str, **changes: int | float) -> dict[str, Any]:
 
 
 def ring(names: list[str], layers: int = 24, **pipeline: Any) -> dict[str, Any]:
-    """PCs of those names with a stage each, and two requests."""
+    """A ring of the named PCs with a stage each, and two requests."""
     each = layers // len(names)
     ranges = [[each * i, each * (i + 1)] for i in range(len(names))]
     peers = [peer(i, name, stage_of(i, ranges[i])) for i, name in enumerate(names)]
@@ -87,7 +87,7 @@ def ring(names: list[str], layers: int = 24, **pipeline: Any) -> dict[str, Any]:
         "model": "qwen3-8b",
         "peers": peers,
         "pipelines": [
-            {"id": "p1", "epoch": 3, "ready": True, "stages": stages, "head": head, **pipeline}
+            {"id": "p1", "epoch": 3, "ready": True, "stages": stages, "scheduler": head, **pipeline}
         ],
         "story": ["100.0 epoch 3: alice 0:8, bob 8:16", "112.5 epoch 3 is ready"],
         "clock": 120.0,
@@ -95,18 +95,18 @@ def ring(names: list[str], layers: int = 24, **pipeline: Any) -> dict[str, Any]:
 
 
 def serving() -> dict[str, Any]:
-    """Three PCs serve; a fourth has no stage, and a fifth is off."""
+    """Three PCs serve; a fourth has no stage, and a fifth is offline."""
     status = ring(["alice", "bob", "carol"])
     copy = {"bytes": 12 * 10**8, "total": 4 * GB, "from": "alice", "copy": True}
     status["peers"] += [
         peer(7, "laptop", transfers=[copy], device="cpu: Intel i5"),
-        peer(8, "attic", state="away", device="", memory=0),
+        peer(8, "attic", state="offline", device="", memory=0),
     ]
     return status
 
 
 def several() -> dict[str, Any]:
-    """Two models; one has two pipelines, of which one waits for a PC."""
+    """Two models; one has two pipelines, one of which waits for a PC."""
     first = ring(["alice", "bob"], model="qwen3-8b")
     second = ring(["dora"], id="p2", model="llama-3b")
     (other,) = second["pipelines"]
@@ -129,7 +129,7 @@ def several() -> dict[str, Any]:
 
 
 def loading() -> dict[str, Any]:
-    """A stage fetches its files, another one loads."""
+    """One stage fetches its files, another loads."""
     status = ring(["alice", "bob"], ready=False, reason="loading the model", head=None)
     fetching = {"state": "fetching", "fetching": {"done": 340 * 10**6, "total": GB}}
     for index, how in enumerate((fetching, {"state": "loading"})):
@@ -140,7 +140,7 @@ def loading() -> dict[str, Any]:
 
 
 def not_ready() -> dict[str, Any]:
-    """Nothing is placed, and somebody is left out."""
+    """No placement, and one peer is left out."""
     reason = "waiting for peers: 1 of 3 with a stage are there"
     pipeline = {"id": "p1", "epoch": 0, "ready": False, "reason": reason, "stages": []}
     why = "left out: its stage failed 3 times, the last time with: no memory on cuda:0 for 120 KV "
@@ -149,13 +149,13 @@ def not_ready() -> dict[str, Any]:
     return {**ring(["alice"]), "peers": peers, "pipelines": [pipeline]}
 
 
-def knocking() -> dict[str, Any]:
-    """Two PCs want to join, and one would like to look like another."""
-    knocks = [
+def pairing() -> dict[str, Any]:
+    """Two PCs want to join; one imitates another."""
+    pairings = [
         {"name": "den", "code": "482-913", "address": "192.168.1.23", "since": 1.0},
         {"name": "[b]alice[/b]\x1b[1m" * 9, "code": "111-222", "address": "192.168.1.66"},
     ]
-    return {**alone(), "knocks": knocks}
+    return {**alone(), "pairing_requests": pairings}
 
 
 def alone() -> dict[str, Any]:
@@ -169,17 +169,17 @@ def sixteen() -> dict[str, Any]:
 
 
 def long_names() -> dict[str, Any]:
-    """Names as long as they may be, wide characters among them."""
+    """Names of maximum length, some with wide characters."""
     status = ring(["A" * 256, "ノートパソコン" * 20, "carol"])
     return {**status, "swarm": "s" * 256, "model": "m" * 256, "files": "Only " + "A " * 120}
 
 
 def hostile() -> dict[str, Any]:
-    """Names and reasons that would like to be obeyed."""
+    """Names and reasons with control sequences and markup."""
     evil = "[red]x[/red]\x1b[2J\x07\r\n\u202e\u200b[@click=app.quit]q[/]"
     status = ring([evil, "[/]", "$accent"], reason=evil)
-    cut_off = [{"name": evil, "by": "this PC's control socket", "reason": evil}]
+    banned_peers = [{"name": evil, "banned_by": "this PC's control socket", "reason": evil}]
     return {**status, "swarm": evil, "model": evil, "story": [evil, f"1.0 {evil}"]} | {
         "files": evil,
-        "cut_off": cut_off,
+        "banned_peers": banned_peers,
     }

@@ -1,4 +1,4 @@
-"""The screen as text, compared with files: ``WRITE_FRAMES=1 pytest …`` writes them anew."""
+"""The screen as text, compared with files; ``WRITE_FRAMES=1 pytest …`` rewrites them."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SWARMS: tuple[Callable[[], dict[str, Any]], ...] = (
     swarms.serving,
     swarms.loading,
     swarms.not_ready,
-    swarms.knocking,
+    swarms.pairing,
     swarms.alone,
     swarms.several,
     swarms.sixteen,
@@ -35,7 +35,7 @@ SWARMS: tuple[Callable[[], dict[str, Any]], ...] = (
 
 
 class Daemon:
-    """Answers with what it is given: a status, or an error."""
+    """Answers with a status or an error."""
 
     def __init__(self, answer: SwarmStatus | MolinkError) -> None:
         self.answer = answer
@@ -61,7 +61,7 @@ class Daemon:
 
 
 def screen(app: TopApp) -> str:
-    """What the terminal shows, without colours."""
+    """The terminal's content without colours."""
     strips = app.screen._compositor.render_strips()
     return "\n".join(strip.text.rstrip() for strip in strips) + "\n"
 
@@ -75,7 +75,7 @@ def compare(name: str, text: str) -> None:
 
 
 def swarm_of(status: dict[str, Any]) -> tuple[Daemon, TopApp]:
-    daemon = Daemon(swarms.told(status))
+    daemon = Daemon(swarms.decode(status))
     return daemon, TopApp(daemon.ask, daemon.tell, None, daemon.clock, interval=3600.0)
 
 
@@ -101,7 +101,7 @@ async def test_it_scrolls() -> None:
         compare("sixteen-end-80x24", screen(app))
         await app.refresh_status()
         await pilot.pause()
-        assert "epoch 3 is ready" in screen(app), "what is new doesn't scroll back"
+        assert "epoch 3 is ready" in screen(app), "new content must not scroll back"
 
 
 async def test_help() -> None:
@@ -117,8 +117,8 @@ async def test_help() -> None:
         assert "Keys" not in screen(app)
 
 
-async def test_a_pc_is_let_in_by_the_code_that_is_typed() -> None:
-    daemon, app = swarm_of(swarms.knocking())
+async def test_a_typed_code_approves_a_pc() -> None:
+    daemon, app = swarm_of(swarms.pairing())
     async with app.run_test(size=(80, 24)) as pilot:
         await app.refresh_status()
         await pilot.press("a")
@@ -128,7 +128,7 @@ async def test_a_pc_is_let_in_by_the_code_that_is_typed() -> None:
         assert not daemon.told, "nothing was typed"
         await pilot.press(*"4829", "minus", "enter")
         await pilot.pause()
-        assert "is a member now." in screen(app)
+        assert "joined." in screen(app)
         assert "\x1b" not in screen(app)
         daemon.now += 60.0
         await app.refresh_status()
@@ -146,34 +146,34 @@ async def test_a_pc_is_let_in_by_the_code_that_is_typed() -> None:
     ]
 
 
-async def test_this_pc_gives_its_layers_away_and_takes_some_again() -> None:
+async def test_this_pc_is_drained_and_resumed() -> None:
     daemon, app = swarm_of(swarms.serving())
     async with app.run_test(size=(80, 24)) as pilot:
         await app.refresh_status()
         for keys in ("dx", "dd", "dr"):
             await pilot.press(*keys)
             await pilot.pause()
-        assert "offers to hold layers again" in screen(app)
+        assert "can hold layers again" in screen(app)
     assert daemon.told == [DrainRequest(ref=0, drain=True), DrainRequest(ref=0, drain=False)]
 
 
-async def test_all_is_placed_anew_once_that_is_confirmed() -> None:
+async def test_rebalancing_needs_confirmation() -> None:
     daemon, app = swarm_of(swarms.serving())
     async with app.run_test(size=(80, 24)) as pilot:
         await app.refresh_status()
         for keys in ("rx", "ry"):
             await pilot.press(*keys)
             await pilot.pause()
-        assert "All models are placed anew" in screen(app)
+        assert "Reassigning all layers" in screen(app)
     assert daemon.told == [Rebalance(ref=0)]
 
 
-async def test_a_pause_keeps_the_figures() -> None:
+async def test_a_pause_freezes_the_view() -> None:
     daemon, app = swarm_of(swarms.serving())
     async with app.run_test(size=(80, 24)) as pilot:
         await app.refresh_status()
         await pilot.press("p")
-        daemon.answer = swarms.told(swarms.not_ready())
+        daemon.answer = swarms.decode(swarms.not_ready())
         await app.refresh_status()
         await pilot.pause()
         assert "PAUSED" in screen(app)
@@ -203,13 +203,13 @@ async def test_the_order_of_requests() -> None:
     ]
 
 
-async def test_the_daemon_goes_and_comes_back() -> None:
+async def test_reconnecting_to_the_daemon() -> None:
     daemon, app = swarm_of(swarms.serving())
     status = daemon.answer
     async with app.run_test(size=(80, 24)) as pilot:
         await app.refresh_status()
         daemon.answer = Unavailable(
-            "no molink runs [bold]here[/bold]: start one with `molink up`, or\x1b"
+            "molink is not running [bold]here[/bold]: start one with `molink up`, or\x1b"
         )
         await app.refresh_status()
         daemon.now += 12

@@ -1,4 +1,4 @@
-"""The connection to the daemon, which goes and comes back while ``molink top`` runs."""
+"""The connection of ``molink top`` to a daemon that restarts."""
 
 import socket
 from pathlib import Path
@@ -13,7 +13,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import DoneReply
 from molink.wire.sockets.server import MessageSender, Server
-from molinkd.cli.top import status_feed as feed_module
+from molinkd.cli.top import status_feed
 from molinkd.cli.top.status_feed import StatusFeed
 from molinkd.peer.home import Home
 from molinkd.peer.run_file import RunFile
@@ -22,7 +22,7 @@ from tests.support.net import Net
 
 
 class FakeDaemon:
-    """Answers with ``status``; remembers on which connections it was asked."""
+    """Answers with ``status`` and records the connections of requests."""
 
     def __init__(self, net: Net, place: Home, status: bytes) -> None:
         self.status = status
@@ -41,12 +41,12 @@ class FakeDaemon:
         self.server.send(sender.identity, reply, self.status)
 
 
-async def test_one_connection_until_the_daemon_is_another(net: Net, tmp_path: Path) -> None:
+async def test_one_connection_per_daemon(net: Net, tmp_path: Path) -> None:
     place = Home(tmp_path)
     place.create_folders()
     feed = StatusFeed(tmp_path)
     try:
-        with pytest.raises(Unavailable, match="no molink runs here"):
+        with pytest.raises(Unavailable, match="molink is not running here"):
             await feed.fetch_status()
         first = FakeDaemon(net, place, msgspec.json.encode(swarms.serving()))
         for _ in range(3):
@@ -69,19 +69,17 @@ async def test_one_connection_until_the_daemon_is_another(net: Net, tmp_path: Pa
         feed.destroy_context()
 
 
-async def test_a_daemon_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feed_module, "CONNECT_TIMEOUT_S", 0.2)
+async def test_an_unresponsive_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_feed, "CONNECT_TIMEOUT_S", 0.2)
     place = Home(tmp_path)
     place.create_folders()
     feed = StatusFeed(tmp_path)
-    # As that of a process that was stopped: connections get as far as the kernel.
+    # Like a suspended process: the kernel accepts connections, but nothing replies.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         RunFile.of_this_process(silent.getsockname()[1], "http://e").save_file(place.run_file)
         try:
             for _ in range(2):
-                with pytest.raises(Unavailable, match="runs, but did not answer within"):
+                with pytest.raises(Unavailable, match="did not respond within"):
                     await feed.fetch_status()
         finally:
             await feed.close()

@@ -1,4 +1,4 @@
-"""What is made of a status, without a screen."""
+"""The view of a status, without a screen."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.molinkd.cli.top.test_screen import SWARMS
 
 
 def view_of(status: dict[str, Any]) -> SwarmView:
-    return make_view(swarms.told(status))
+    return make_view(swarms.decode(status))
 
 
 def test_a_ring() -> None:
@@ -39,18 +39,21 @@ def test_a_ring() -> None:
         ("bob", "prefill 10 %"),
         ("alice", "waiting"),
     ]
-    assert [(pc.name, pc.state) for pc in view.others] == [("laptop", "here"), ("attic", "away")]
+    assert [(pc.name, pc.state) for pc in view.others] == [
+        ("laptop", "online"),
+        ("attic", "offline"),
+    ]
     assert [(event.age_s, event.text) for event in view.events] == [
         (7.5, "epoch 3 is ready"),
         (20.0, "epoch 3: alice 0:8, bob 8:16"),
     ]
 
 
-def test_a_stage_whose_pc_is_gone() -> None:
+def test_a_stage_on_an_offline_pc() -> None:
     status = swarms.serving()
-    status["peers"][1] |= {"state": "away", "workers": []}
+    status["peers"][1] |= {"state": "offline", "workers": []}
     (ring,) = view_of(status).rings
-    assert [stage.doing for stage in ring.stages] == ["", "not there", ""]
+    assert [stage.doing for stage in ring.stages] == ["", "offline", ""]
     assert ring.stages[1].busy is None
     del status["peers"][1]
     (ring,) = view_of(status).rings
@@ -71,7 +74,7 @@ def test_several_models() -> None:
 
 
 def test_without_a_coordinator() -> None:
-    """What a PC knows of itself then: no stages of the ring, and its own."""
+    """Without a coordinator a PC knows only itself, and no stages of the ring."""
     status = swarms.serving()
     pipeline = {"id": "p1", "epoch": 3, "ready": True, "stages": [], "reason": ""}
     status |= {
@@ -83,18 +86,21 @@ def test_without_a_coordinator() -> None:
         "clock": None,
     }
     view = view_of(status)
-    assert view.notices[0] == "Only what this PC knows: the coordinator doesn't answer"
+    assert (
+        view.notices[0]
+        == "Coordinator unavailable; local information only: the coordinator doesn't answer"
+    )
     assert [(pc.name, pc.stages) for pc in view.others] == [("alice", "0:8 ready")]
 
 
 def test_an_older_daemon() -> None:
-    """It tells of no loads, heads or transfers."""
+    """It reports no loads, schedulers or transfers."""
     status = swarms.serving()
     for peer in status["peers"]:
         peer.pop("transfers", None)
         for worker in peer["workers"]:
             del worker["load"]
-    del status["pipelines"][0]["head"], status["clock"]
+    del status["pipelines"][0]["scheduler"], status["clock"]
     view = view_of(status)
     assert [stage.busy for stage in view.rings[0].stages] == [None] * 3
     assert view.transfers == ()
@@ -102,8 +108,8 @@ def test_an_older_daemon() -> None:
     assert body_lines(view, 80)
 
 
-def test_what_is_no_status() -> None:
-    head = b'{"pipelines": [{"id": "p", "head": {"blocks": %s}}]}'
+def test_an_invalid_status() -> None:
+    head = b'{"pipelines": [{"id": "p", "scheduler": {"blocks": %s}}]}'
     for text in (
         b"",
         b"[]",
@@ -114,7 +120,7 @@ def test_what_is_no_status() -> None:
         head % b"-1",
         head % (b"9" * 400),
     ):
-        with pytest.raises(WireError, match="doesn't understand"):
+        with pytest.raises(WireError, match="can't read"):
             decode_status(text)
 
 
@@ -138,7 +144,7 @@ def test_no_line_is_wider_than_the_screen(swarm: Any, width: int) -> None:
             assert line.plain.isprintable()
 
 
-def test_figures_of_usual_sizes_are_shown_whole() -> None:
+def test_usual_numbers_are_not_truncated() -> None:
     status = swarms.ring(["alice", "bob"])
     for one in status["peers"]:
         one["memory"] = 12_600_000_000
@@ -147,33 +153,33 @@ def test_figures_of_usual_sizes_are_shown_whole() -> None:
     assert sum("69.3 MB/12.6 GB" in line and line.endswith(" 2.1 ms") for line in lines) == 2
 
 
-def test_what_a_head_has_beside_its_blocks_is_shown_where_there_is_any() -> None:
+def test_optional_scheduler_state_is_shown() -> None:
     status = swarms.ring(["alice", "bob"])
     assert not any("queues" in line or "swapped" in line for line in shown(status, 120))
-    head = status["pipelines"][0]["head"]
+    head = status["pipelines"][0]["scheduler"]
     head |= {"queues": [2, 0, 1], "swapped": 1, "host_blocks": 40}
     assert "queues 2 0 1   swapped 1, 0/40" in shown(status, MIN_WIDTH)
     head |= {"swap_fallbacks": 7, "host_used": 40, "queues": [64] * 16}
     lines = shown(status, MIN_WIDTH)
     assert "queues " + " ".join(["64"] * 16) in lines
-    assert "swapped 1, 40/40, no room for 7" in lines
+    assert "swapped 1, 40/40, 7 recomputed" in lines
 
 
-def test_each_of_several_pipelines_has_figures_of_its_own() -> None:
+def test_each_pipeline_has_its_own_figures() -> None:
     status = swarms.several()
-    status["pipelines"][1]["head"] |= {"running": 5, "used": 700, "queues": [0, 3]}
+    status["pipelines"][1]["scheduler"] |= {"running": 5, "used": 700, "queues": [0, 3]}
     lines = shown(status, MIN_WIDTH)
     first, second = (lines.index(f"{name}") + 1 for name in ("qwen3-8b, p1", "llama-3b, p2"))
     assert lines[first] == "2 running, 1 waiting   21.4 tokens/s   KV 12/800  K 3"
     assert lines[second] == "5 running, 1 waiting   21.4 tokens/s   KV 700/800  K 3   queues 0 3"
-    assert lines[1] == "3 PCs here   7 running, 2 waiting   42.8 tokens/s"
+    assert lines[1] == "3 PCs connected   7 running, 2 waiting   42.8 tokens/s"
 
 
 def shown(status: dict[str, Any], width: int) -> list[str]:
     return [line.plain for line in screen_lines(view_of(status), width)]
 
 
-def test_hostile_texts_are_shown_as_they_are() -> None:
+def test_hostile_texts_are_shown_verbatim() -> None:
     view = view_of(swarms.hostile())
     text = "\n".join(line.plain for line in screen_lines(view, 300))
     assert "[red]x[/red]\\x1b[2J" in text
@@ -186,11 +192,11 @@ def test_many_notices_leave_room() -> None:
         peer["reason"] = "left out"
     notices = view_of(status).notices
     assert len(notices) == 5
-    assert notices[-1] == "and 12 notices more: `molink status` shows them"
+    assert notices[-1] == "and 12 more notices: see `molink status`"
 
 
-def test_the_largest_figures() -> None:
-    """Whatever a coordinator may tell is shown somehow."""
+def test_extreme_numbers() -> None:
+    """Any number from a coordinator can be shown."""
     most = 2**53
     status = swarms.loading()
     worker = status["peers"][0]["workers"][0]
@@ -207,23 +213,28 @@ def test_the_largest_figures() -> None:
     assert screen_lines(view_of(status), 80)
 
 
-def test_a_wide_reason_is_shown_whole() -> None:
+def test_a_wide_reason_is_not_truncated() -> None:
     status = swarms.serving()
     status["files"] = "電" * 100
     text = "".join(line.plain for line in body_lines(view_of(status), 80))
     assert text.count("電") == 100
 
 
-def test_requests_that_are_not_told() -> None:
+def test_unlisted_requests_are_counted() -> None:
     status = swarms.serving()
-    status["pipelines"][0]["head"]["waiting"] = 41
+    status["pipelines"][0]["scheduler"]["waiting"] = 41
     assert "   and 40 more" in [line.plain for line in body_lines(view_of(status), 80)]
 
 
-def test_the_sums_fit_a_narrow_screen() -> None:
+def test_the_totals_fit_a_narrow_screen() -> None:
     status = swarms.sixteen()
-    status["pipelines"][0]["head"] |= {"running": 128, "waiting": 64, "blocks": 9999, "used": 9999}
-    status["pipelines"][0]["head"]["requests"][0]["tokens_per_s"] = 2345.6
+    status["pipelines"][0]["scheduler"] |= {
+        "running": 128,
+        "waiting": 64,
+        "blocks": 9999,
+        "used": 9999,
+    }
+    status["pipelines"][0]["scheduler"]["requests"][0]["tokens_per_s"] = 2345.6
     assert header_lines(view_of(status), MIN_WIDTH)[1].plain.endswith("K 3")
 
 

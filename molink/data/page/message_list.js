@@ -1,46 +1,46 @@
-// The messages of a conversation. A message's node stays the same while it is shown, so that what
-// comes never takes the focus, a selection or what is being typed.
+// Renders the messages of a conversation. A message keeps its DOM node while it is shown, so that
+// streaming never disturbs focus, selection or typing.
 
 import { arrange, copyButton, iconButton, make, setText, textButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 import { path, splitThoughts, versions } from "./tree.js";
 
-export class Turns {
-  // `act` has edit(node, text), again(node), choose(node), draft(name), setDraft(name, text).
+export class MessageList {
+  // `act` provides edit(node, text), retry(node), choose(node), draft(name), setDraft(name, text).
   constructor(log, act) {
     this.log = log;
     this.act = act;
-    this.turns = new Map();
+    this.views = new Map();
     this.empty = make("div", "hello", make("strong", "", "What would you like to know?"),
-      "Answers come from the PCs of your swarm. Conversations stay in this browser.");
+      "Answers are computed by the PCs of your swarm. Conversations stay in this browser.");
   }
 
   show(conversation, answering) {
     const nodes = path(conversation);
     const shown = new Map();
     for (const node of nodes) {
-      const kept = this.turns.get(node.id);
-      const turn = kept?.node === node ? kept : new (node.role === "user" ? Question : Answer)(node, conversation, this.act);
-      turn.update(versions(conversation, node), answering);
-      shown.set(node.id, turn);
+      const kept = this.views.get(node.id);
+      const view = kept?.node === node ? kept : new (node.role === "user" ? Question : Answer)(node, conversation, this.act);
+      view.update(versions(conversation, node), answering);
+      shown.set(node.id, view);
     }
-    this.turns = shown;
-    arrange(this.log, nodes.length ? [...shown.values()].map((turn) => turn.element) : [this.empty]);
+    this.views = shown;
+    arrange(this.log, nodes.length ? [...shown.values()].map((view) => view.element) : [this.empty]);
   }
 
-  // Only what the answer that comes has changed.
+  // Update only the running answer.
   grow(answering) {
-    this.turns.get(answering.node.id)?.grow(answering);
+    this.views.get(answering.node.id)?.grow(answering);
   }
 }
 
-// Which version of a message is shown, where there are several.
+// Switches between versions of a message.
 class Versions {
   constructor(act) {
     this.act = act;
     this.word = make("span", "small");
     this.before = iconButton("back", "Earlier version", () => this.#go(-1));
-    this.after = iconButton("forth", "Later version", () => this.#go(1));
+    this.after = iconButton("forward", "Later version", () => this.#go(1));
     this.element = make("span", "versions", this.before, this.word, this.after);
   }
 
@@ -116,16 +116,16 @@ class Answer {
     this.body = make("div", "body");
     this.markdown = new MarkdownView(this.body, node.plain);
     this.thought = make("div", "thought");
-    this.summary = make("summary", "", "Thoughts");
+    this.summary = make("summary", "", "Reasoning");
     this.thoughts = make("details", "thoughts", this.summary, this.thought);
     this.state = make("p", "note");
     this.problem = make("div", "problem");
     this.problem.setAttribute("role", "alert");
-    this.retry = textButton("Try again", () => act.again(node));
-    this.again = iconButton("again", "Answer anew", () => act.again(node));
+    this.retry = textButton("Try again", () => act.retry(node));
+    this.regenerate = iconButton("retry", "Regenerate", () => act.retry(node));
     this.versions = new Versions(act);
     const copy = copyButton("Copy this answer", () => splitThoughts(node.content).content);
-    this.tools = make("div", "tools", this.versions.element, this.again, copy);
+    this.tools = make("div", "tools", this.versions.element, this.regenerate, copy);
     this.element = make("article", "turn theirs", this.thoughts, this.body, this.problem, this.state, this.tools);
     this.element.setAttribute("aria-label", "Answer");
     this.painted = -Infinity;
@@ -134,7 +134,7 @@ class Answer {
   update(all, answering) {
     const mine = answering?.node === this.node;
     this.versions.update(all, this.node, Boolean(answering));
-    this.again.disabled = this.retry.disabled = Boolean(answering);
+    this.regenerate.disabled = this.retry.disabled = Boolean(answering);
     this.tools.hidden = mine;
     this.#paint(mine ? answering : null);
     setText(this.state, mine ? "" : this.node.note ?? "");
@@ -162,20 +162,20 @@ class Answer {
     const begun = Boolean(split.content);
     this.thoughts.hidden = !thoughts;
     if (thoughts) setText(this.thought, thoughts);
-    setText(this.summary, answering && !begun ? "Thinking…" : "Thoughts");
+    setText(this.summary, answering && !begun ? "Thinking…" : "Reasoning");
     this.body.hidden = !begun;
     if (begun) this.markdown.show(split.content, !answering);
-    if (this.markdown.plain) this.node.plain = true; // also when it is read again
+    if (this.markdown.plain) this.node.plain = true; // also after a reload
     this.element.classList.toggle("live", Boolean(answering));
   }
 
-  // What is waited for, in words.
-  wait(text) {
+  // Show progress or the reason for waiting.
+  showState(text) {
     setText(this.state, text);
   }
 }
 
-// As high as its text.
+// Fit the height of a text area to its text.
 export function fit(area) {
   area.style.height = "auto";
   area.style.height = `${area.scrollHeight}px`;

@@ -1,4 +1,4 @@
-"""Each thing that ``molink doctor`` can say, by the facts that make it say so."""
+"""Each finding of ``molink doctor``, and the facts that cause it."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from tests.molinkd.cli.doctor.situations import (
     CUDA_BUILD,
     WORKING,
     device,
+    host,
     network,
-    place,
     swarm,
 )
 
@@ -45,7 +45,7 @@ def expect(found: Finding, level: str, text: str, command: str | None = None) ->
 @pytest.mark.parametrize(
     ("facts", "level", "text", "command"),
     [
-        (device(), "ok", "torch 2.13.0+cpu (the CPU build)", None),
+        (device(), "ok", "torch 2.13.0+cpu (CPU build)", None),
         (device(WORKING), "ok", "torch 2.13.0+cu130 (for CUDA 13.0)", None),
         (
             device(card=CARD),
@@ -53,18 +53,23 @@ def expect(found: Finding, level: str, text: str, command: str | None = None) ->
             "the GPU of this PC (NVIDIA GeForce RTX 3060) is not used",
             "./install.sh --cuda",
         ),
-        (device(on_bus=True), "problem", "(an NVIDIA card) is not used", "./install.sh --cuda"),
+        (
+            device(is_plugged_in=True),
+            "problem",
+            "(an NVIDIA GPU) is not used",
+            "./install.sh --cuda",
+        ),
         (
             device(card=CARD, system="win32"),
             "problem",
             "is not used",
             "powershell -ExecutionPolicy Bypass -File install.ps1 --cuda",
         ),
-        (device(card=CARD, wanted="cpu"), "ok", "the CPU build", None),
+        (device(card=CARD, configured_device="cpu"), "ok", "CPU build", None),
         (
             device(None, failure="ModuleNotFoundError: No module named 'torch'"),
             "problem",
-            "this PC can hold no layers: ModuleNotFoundError",
+            "this PC can't hold layers: ModuleNotFoundError",
             "./install.sh",
         ),
         (
@@ -73,7 +78,7 @@ def expect(found: Finding, level: str, text: str, command: str | None = None) ->
             "WinError 126",
             "winget install Microsoft.VCRedist.2015+.x64",
         ),
-        (device(None), "problem", "it says nothing", "./install.sh"),
+        (device(None), "problem", "unknown error", "./install.sh"),
     ],
 )
 def test_torch(facts: Any, level: str, text: str, command: str | None) -> None:
@@ -91,24 +96,24 @@ PASCAL = TorchGpu(name="GTX 1080", capability="6.1")
     ("facts", "level", "text", "command"),
     [
         (device(WORKING), "ok", "torch uses NVIDIA GeForce RTX 3060", None),
-        (device(CUDA_BUILD), "ok", "no NVIDIA card was found", None),
-        (device(CUDA_BUILD, on_bus=False), "ok", "no NVIDIA card was found", None),
+        (device(CUDA_BUILD), "ok", "no NVIDIA GPU found", None),
+        (device(CUDA_BUILD, is_plugged_in=False), "ok", "no NVIDIA GPU found", None),
         (
-            device(CUDA_BUILD, on_bus=True),
+            device(CUDA_BUILD, is_plugged_in=True),
             "problem",
-            "its driver is not installed",
+            "its driver is not",
             "sudo ubuntu-drivers install && sudo reboot",
         ),
         (
-            device(CUDA_BUILD, on_bus=True, system="win32"),
+            device(CUDA_BUILD, is_plugged_in=True, system="win32"),
             "problem",
-            "its driver is not installed",
+            "its driver is not",
             "start https://www.nvidia.com/drivers",
         ),
         (
             device(CUDA_BUILD, card=CARD),
             "problem",
-            "the driver 550.54 is for CUDA 12.4 at most, and torch was built for 13.0",
+            "driver 550.54 supports CUDA up to 12.4",
             "sudo ubuntu-drivers install && sudo reboot  # not Ubuntu: https://www.nvidia.com/drivers"
             "\n.venv/bin/python -m pip uninstall -y torch && ./install.sh --cuda",
         ),
@@ -123,7 +128,7 @@ PASCAL = TorchGpu(name="GTX 1080", capability="6.1")
                 CUDA_BUILD, card=NvidiaCard(error="couldn't communicate with the NVIDIA driver")
             ),
             "problem",
-            "the driver does not answer: couldn't communicate",
+            "the GPU driver does not respond: couldn't communicate",
             "sudo reboot",
         ),
         (
@@ -142,12 +147,17 @@ PASCAL = TorchGpu(name="GTX 1080", capability="6.1")
         (
             device(gpu(gpus=(PASCAL,), kernels_for=("sm_75", "sm_86"))),
             "problem",
-            "no code for GTX 1080 (compute capability 6.1; it has sm_75, sm_86)",
+            "does not support GTX 1080 (compute capability 6.1; supported: sm_75, sm_86)",
             "molink up --device cpu",
         ),
         (device(gpu(gpus=(PASCAL,), kernels_for=())), "ok", "torch uses GTX 1080", None),
         (device(gpu(gpus=(PASCAL,), kernels_for=("sm_60",))), "ok", "torch uses GTX 1080", None),
-        (device(gpu(gpus=(PASCAL,), kernels_for=("x", "sm_62"))), "problem", "no code", "cpu"),
+        (
+            device(gpu(gpus=(PASCAL,), kernels_for=("x", "sm_62"))),
+            "problem",
+            "does not support",
+            "cpu",
+        ),
         (device(gpu(gpus=(PASCAL,), kernels_for=("compute_50",))), "ok", "GTX 1080", None),
     ],
 )
@@ -155,8 +165,8 @@ def test_the_gpu(facts: Any, level: str, text: str, command: str | None) -> None
     expect(of(check_device(facts), "gpu"), level, text, command)
 
 
-def test_no_gpu_is_judged_where_none_is_wanted() -> None:
-    for facts in (device(CPU_BUILD), device(WORKING, wanted="cpu")):
+def test_the_gpu_is_not_checked_if_unwanted() -> None:
+    for facts in (device(CPU_BUILD), device(WORKING, configured_device="cpu")):
         assert [one.check for one in check_device(facts)] == ["torch", "kernels"]
 
 
@@ -168,12 +178,11 @@ def failed(kernel: str, **changes: Any) -> KernelResult:
 @pytest.mark.parametrize(
     ("facts", "level", "text", "command"),
     [
-        (device(), "ok", "2 kernels of cpu (a CPU) compute what plain torch does", None),
+        (device(), "ok", "2 kernels of cpu (a CPU) match plain torch", None),
         (
             device(results=(failed("compiled-attention"), failed("compiled-attention"))),
             "warning",
-            "compiled-attention (bf16) is off by 0.3 (0.03 is allowed). Workers don't use it from "
-            "their next start on, but (compiled-attention: gather-attention)",
+            "compiled-attention (bf16) is off by 0.3 (tolerance 0.03)",
             "molink down",
         ),
         (
@@ -185,7 +194,7 @@ def failed(kernel: str, **changes: Any) -> KernelResult:
         (
             device(results=(failed("torch"), failed("int8"))),
             "problem",
-            "nothing can take the place of torch: torch (bf16) is off by 0.3",
+            "torch has no replacement: torch (bf16) is off by 0.3",
             "molink up --stage none",
         ),
         (device(failure="no memory"), "problem", "of cpu failed: no memory", "molink doctor"),
@@ -199,12 +208,12 @@ def test_a_gpu_that_computes_wrongly_leaves_the_cpu() -> None:
     results = failed("gather-attention"), failed("plain-attention")
     facts = device(WORKING, results=results, where="cuda:0")
     found = of(check_device(facts), "kernels")
-    expect(found, "problem", "nothing can take the place of plain-attention", "--device cpu")
+    expect(found, "problem", "plain-attention has no replacement", "--device cpu")
 
 
-def test_what_is_wrong_but_not_needed_is_no_problem() -> None:
+def test_unused_faulty_kernels_are_no_problem() -> None:
     facts = device(WORKING, results=(failed("plain-attention"), failed("unpacked")), where="cuda:0")
-    expect(of(check_device(facts), "kernels"), "ok", "compute what plain torch does")
+    expect(of(check_device(facts), "kernels"), "ok", "match plain torch")
 
 
 # --- the network ------------------------------------------------------------------------------
@@ -217,41 +226,43 @@ def port(number: int, setting: str = "control_port", **changes: Any) -> PortFact
 @pytest.mark.parametrize(
     ("facts", "daemon", "level", "text", "command"),
     [
-        (network(), 0, "ok", "the ports that molink listens on are free", None),
-        (network(), 42, "ok", "molink runs here (process 42) and has its ports", None),
+        (network(), 0, "ok", "molink's ports are free", None),
+        (network(), 42, "ok", "molink runs here (process 42) and holds its ports", None),
         (
-            network(ports=(port(5467, taken="nc (process 9)"),)),
+            network(ports=(port(5467, used_by="nc (process 9)"),)),
             0,
             "warning",
-            "port 5467 (`control_port`) in use by nc (process 9): molink takes the next free port",
+            "port 5467 (`control_port`) in use by nc (process 9): molink uses the next free",
             "molink up --control-port 5567",
         ),
         (
-            network(ports=(port(5468, "worker_ports", taken="nc"), port(5469, "worker_ports"))),
+            network(ports=(port(5468, "worker_ports", used_by="nc"), port(5469, "worker_ports"))),
             0,
             "ok",
             "are free",
             None,
         ),
         (
-            network(ports=(port(5468, "worker_ports", taken="nc"),)),
+            network(ports=(port(5468, "worker_ports", used_by="nc"),)),
             0,
             "problem",
-            "all ports for stages, 5468 to 5479, are in use; nc has one",
+            "all worker ports, 5468 to 5479, are in use; nc has one",
             "molink down",
         ),
         (
-            network(ports=(port(80, taken="Permission denied", refused=True),)),
+            network(ports=(port(80, used_by="Permission denied", is_reserved=True),)),
             0,
             "problem",
-            "port 80 (`control_port`) can't be listened on: Permission denied",
+            "port 80 (`control_port`) can't be used: Permission denied",
             "molink up --control-port 0",
         ),
         (
-            network(system="win32", ports=(port(5467, taken="WinError 10013", refused=True),)),
+            network(
+                system="win32", ports=(port(5467, used_by="WinError 10013", is_reserved=True),)
+            ),
             0,
             "problem",
-            "Windows keeps port 5467 (`control_port`) from programs (WinError 10013)",
+            "Windows reserves port 5467 (`control_port`) (WinError 10013)",
             "netsh interface ipv4 show excludedportrange protocol=tcp",
         ),
     ],
@@ -260,19 +271,25 @@ def test_ports(facts: Any, daemon: int, level: str, text: str, command: str | No
     expect(of(check_network(facts, None, daemon), "ports"), level, text, command)
 
 
-CLOSED = ((B, A),)
+UNREACHABLE = ((B, A),)
 
 
 @pytest.mark.parametrize(
     ("facts", "known", "level", "text", "command"),
     [
-        (network(), None, "ok", "none was seen on this PC", None),
-        (network(firewall="x", rule=True), None, "ok", "it has a rule for molink", None),
+        (network(), None, "ok", "no firewall found", None),
+        (
+            network(firewall="x", has_firewall_rule=True),
+            None,
+            "ok",
+            "a rule for molink exists",
+            None,
+        ),
         (
             network(firewall="ufw"),
             None,
             "warning",
-            "a firewall (ufw) runs here, and no other PC has tried to connect yet",
+            "a firewall (ufw) is active",
             "sudo ufw allow 5466:5482/tcp && sudo ufw allow 5353/udp",
         ),
         (
@@ -282,18 +299,24 @@ CLOSED = ((B, A),)
             "a firewall (firewalld)",
             "sudo firewall-cmd --add-port=5466-5482/tcp --add-port=6000-6001/tcp",
         ),
-        (network(firewall="ufw"), swarm(), "ok", "no other PC of the swarm has failed", None),
+        (network(firewall="ufw"), swarm(), "ok", "all other PCs of the swarm can connect", None),
         (
             network(firewall="ufw"),
-            swarm(closed=CLOSED),
+            swarm(unreachable=UNREACHABLE),
             "problem",
-            "couch can't connect to this PC at port 5467: its firewall (ufw) keeps others out",
+            "couch can't connect to this PC on port 5467: its firewall (ufw) blocks the connection",
             "sudo ufw allow 5466:5482/tcp",
         ),
-        (network(), swarm(closed=CLOSED), "problem", "a firewall keeps others out", "sudo ufw"),
         (
-            network(system="win32", firewall="Windows Defender Firewall", rule=False),
-            swarm(closed=CLOSED),
+            network(),
+            swarm(unreachable=UNREACHABLE),
+            "problem",
+            "a firewall blocks the connection",
+            "sudo ufw",
+        ),
+        (
+            network(system="win32", firewall="Windows Defender Firewall", has_firewall_rule=False),
+            swarm(unreachable=UNREACHABLE),
             "problem",
             "its firewall (Windows Defender Firewall)",
             "New-NetFirewallRule -DisplayName molink -Direction Inbound -Protocol TCP -LocalPort "
@@ -303,7 +326,7 @@ CLOSED = ((B, A),)
         ),
         (
             network(),
-            swarm(closed=((A, C),)),
+            swarm(unreachable=((A, C),)),
             "warning",
             "this PC can't connect to attic: run `molink doctor` there",
             None,
@@ -317,7 +340,7 @@ def test_the_firewall(facts: Any, known: Any, level: str, text: str, command: st
 @pytest.mark.parametrize(
     ("facts", "known", "level", "text", "command"),
     [
-        (network(), None, "ok", "192.168.1.7 is an address of the local network", None),
+        (network(), None, "ok", "192.168.1.7 is a local address", None),
         (
             network(addresses=("10.0.0.4", "8.8.8.8")),
             None,
@@ -325,37 +348,38 @@ def test_the_firewall(facts: Any, known: Any, level: str, text: str, command: st
             "this PC has a public address: 8.8.8.8",
             None,
         ),
-        (network(addresses=("mypc",), host="mypc"), None, "ok", "mypc is an address", None),
-        (network(advertise=("1.2.3.4",)), None, "ok", "others are told 1.2.3.4", None),
-        (network(host="127.0.0.1"), None, "warning", "only this PC itself", "--host 0.0.0.0"),
+        (network(addresses=("mypc",), host="mypc"), None, "ok", "mypc is a local address", None),
+        (network(advertise=("1.2.3.4",)), None, "ok", "advertised addresses: 1.2.3.4", None),
+        (network(host="127.0.0.1"), None, "warning", "only this PC can reach", "--host 0.0.0.0"),
         (network(addresses=("127.0.0.1",)), None, "problem", "is it connected?", None),
-        (network(), swarm(closed=CLOSED), "ok", "192.168.1.7", None),
+        (network(), swarm(unreachable=UNREACHABLE), "ok", "192.168.1.7", None),
         (
             network(),
-            swarm(closed=((C, A),)),
+            swarm(unreachable=((C, A),)),
             "problem",
-            "attic can't reach 192.168.1.7 from another network: a router (NAT) is in between, and "
-            "no member passes on what they say. Put both PCs into one VPN",
+            "attic can't reach 192.168.1.7 from another network: a router (NAT) is in between",
             "molink up --advertise ADDRESS",
         ),
         (
             network(),
             swarm(relayed=((C, A, B), (B, A, B), (A, C, B))),
             "warning",
-            "attic reaches this PC by way of couch, couch reaches this PC over connections that "
-            "this PC opens. That works, but a direct way may be shorter: a VPN",
+            "attic reaches this PC through couch, couch reaches this PC over connections that "
+            "this PC opens",
             "molink up --advertise ADDRESS",
         ),
         (
             network(advertise=("1.2.3.4",), addresses=("127.0.0.1",)),
-            swarm(closed=((C, A),)),
+            swarm(unreachable=((C, A),)),
             "problem",
             "attic can't reach 1.2.3.4",
             "molink join --advertise ADDRESS",
         ),
         (
             network(),
-            swarm(closed=((C, A),), peers=(PeerFact(A, "a"), PeerFact(C, "c", address="name"))),
+            swarm(
+                unreachable=((C, A),), peers=(PeerFact(A, "a"), PeerFact(C, "c", address="name"))
+            ),
             "ok",
             "192.168.1.7",
             None,
@@ -369,38 +393,50 @@ def test_nat(facts: Any, known: Any, level: str, text: str, command: str | None)
 @pytest.mark.parametrize(
     ("facts", "level", "text", "command"),
     [
-        (network(wsl="mirrored"), "ok", "shares the network of Windows", None),
-        (network(wsl="nat"), "problem", "(nat), so no other PC can reach", MIRRORED),
-        (network(wsl="nat", advertise=("1.2.3.4",)), "warning", "has to forward the ports", None),
+        (network(wsl="mirrored"), "ok", "shares the network", None),
+        (network(wsl="nat"), "problem", "(nat), so other PCs can't reach", MIRRORED),
+        (network(wsl="nat", advertise=("1.2.3.4",)), "warning", "must forward the ports", None),
     ],
 )
 def test_wsl(facts: Any, level: str, text: str, command: str | None) -> None:
     expect(of(check_network(facts, None, 0), "wsl"), level, text, command)
 
 
-def test_outside_of_wsl_it_is_not_mentioned() -> None:
+def test_wsl_is_checked_only_inside_it() -> None:
     assert "wsl" not in [one.check for one in check_network(network(), None, 0)]
 
 
 @pytest.mark.parametrize(
     ("facts", "known", "level", "text", "command"),
     [
-        (network(), None, "ok", "no swarm is announced on this network", None),
-        (network(heard=("x",)), None, "ok", "1 swarm can be heard", None),
-        (network(heard=("x", "y")), None, "ok", "2 swarms can be heard", None),
-        (network(discovery=False), None, "ok", "switched off", None),
-        (network(interfaces=()), None, "warning", "no network here on which", None),
-        (network(deaf="no route"), None, "warning", "(mDNS): no route.", "sudo ufw allow"),
+        (network(), None, "ok", "no swarm found on this network", None),
+        (network(announced_swarms=("x",)), None, "ok", "1 swarm found", None),
+        (network(announced_swarms=("x", "y")), None, "ok", "2 swarms found", None),
+        (network(discovery=False), None, "ok", "disabled", None),
+        (network(interfaces=()), None, "warning", "no network for discovery", None),
+        (
+            network(multicast_error="no route"),
+            None,
+            "warning",
+            "(mDNS): no route.",
+            "sudo ufw allow",
+        ),
         (
             network(),
-            swarm(porch=5479),
+            swarm(pairing_port=5479),
             "warning",
-            "its announcement of the swarm isn't heard here: UDP port 5353 is closed",
+            "its announcement of the swarm is not received here",
             "5353/udp",
         ),
-        (network(), swarm(porch=5479, leader=A), "warning", "this PC's own announcement", "5353"),
-        (network(heard=("5" * 16,)), swarm(porch=5479), "ok", "1 swarm", None),
-        (network(), swarm(porch=0), "ok", "no swarm is announced", None),
+        (
+            network(),
+            swarm(pairing_port=5479, leader=A),
+            "warning",
+            "this PC's own announcement",
+            "5353",
+        ),
+        (network(announced_swarms=("5" * 16,)), swarm(pairing_port=5479), "ok", "1 swarm", None),
+        (network(), swarm(pairing_port=0), "ok", "no swarm found", None),
     ],
 )
 def test_discovery(facts: Any, known: Any, level: str, text: str, command: str | None) -> None:
@@ -413,18 +449,18 @@ def test_discovery(facts: Any, known: Any, level: str, text: str, command: str |
 @pytest.mark.parametrize(
     ("check", "facts", "known", "level", "text", "command"),
     [
-        ("state", place(), None, "ok", "molink can be written", None),
+        ("state", host(), None, "ok", "molink is writable", None),
         (
             "state",
-            place(unwritable="Permission denied"),
+            host(write_error="Permission denied"),
             None,
             "problem",
-            "can't be written: Permission denied",
+            "is not writable: Permission denied",
             'sudo chown -R "me" "',
         ),
         (
             "state",
-            place(unwritable="Access is denied", system="win32"),
+            host(write_error="Access is denied", system="win32"),
             None,
             "problem",
             "Access is denied",
@@ -432,56 +468,70 @@ def test_discovery(facts: Any, known: Any, level: str, text: str, command: str |
         ),
         (
             "state",
-            place(damaged="options.json: bad"),
+            host(options_error="options.json: bad"),
             None,
             "problem",
-            "the options of the last start can't be read (options.json: bad)",
+            "the saved options can't be read (options.json: bad)",
             "molink doctor --fix",
         ),
-        ("state", place(open_to_others=True), None, "warning", "other users", "chmod 700"),
-        ("disk", place(models=3 * 10**9), None, "ok", "models there take 3.0 GB", None),
-        ("disk", place(free=2 * 10**9), None, "warning", "2.0 GB are free", None),
-        ("disk", place(free=2 * 10**9, models=1), None, "warning", "few models", "molink rm NAME"),
-        ("disk", place(free=1), None, "problem", "neither models nor", None),
-        ("sleep", place(), None, "ok", "stays awake", None),
-        ("sleep", place(on_battery=True), None, "warning", "Plug it in", None),
-        ("sleep", place(keep_awake=False), None, "ok", "`keep_awake` is off", None),
-        ("sleep", place(inhibitor=False), None, "warning", "no systemd-inhibit", "systemctl mask"),
-        ("clock", place(), None, "ok", "no other PC's clock", None),
-        ("clock", place(), swarm(clock=None), "ok", "no other PC's clock", None),
-        ("clock", place(), swarm(), "ok", "as that of couch, within 0.2 s", None),
-        ("clock", place(), swarm(leader=A, clock=9.0), "ok", "this PC leads", None),
+        ("state", host(is_open_to_others=True), None, "warning", "other users", "chmod 700"),
+        ("disk", host(model_bytes=3 * 10**9), None, "ok", "models use 3.0 GB", None),
+        ("disk", host(free_bytes=2 * 10**9), None, "warning", "2.0 GB free", None),
+        (
+            "disk",
+            host(free_bytes=2 * 10**9, model_bytes=1),
+            None,
+            "warning",
+            "few models",
+            "molink rm NAME",
+        ),
+        ("disk", host(free_bytes=1), None, "problem", "not enough for models", None),
+        ("sleep", host(), None, "ok", "stays awake", None),
+        ("sleep", host(on_battery=True), None, "warning", "Plug it in", None),
+        ("sleep", host(keep_awake=False), None, "ok", "`keep_awake` is off", None),
+        (
+            "sleep",
+            host(has_inhibitor=False),
+            None,
+            "warning",
+            "no systemd-inhibit",
+            "systemctl mask",
+        ),
+        ("clock", host(), None, "ok", "no other clock", None),
+        ("clock", host(), swarm(clock_offset_s=None), "ok", "no other clock", None),
+        ("clock", host(), swarm(), "ok", "within 0.2 s of couch", None),
+        ("clock", host(), swarm(leader=A, clock_offset_s=9.0), "ok", "this PC leads", None),
         (
             "clock",
-            place(),
-            swarm(clock=-7.5),
+            host(),
+            swarm(clock_offset_s=-7.5),
             "warning",
             "7.5 s behind that of couch",
             "sudo timedatectl set-ntp true",
         ),
-        ("clock", place(), swarm(clock=7.5, unsure=3.0), "ok", "within 7.5 s", None),
+        ("clock", host(), swarm(clock_offset_s=7.5, clock_error_s=3.0), "ok", "within 7.5 s", None),
         (
             "clock",
-            place(system="win32"),
-            swarm(clock=4000.0),
+            host(system="win32"),
+            swarm(clock_offset_s=4000.0),
             "problem",
-            "4000.0 s ahead of that of couch: tokens seem expired",
+            "4000.0 s ahead of that of couch: tokens may seem expired",
             "w32tm /resync",
         ),
-        ("clock", place(year=1970), None, "problem", "says it is 1970", "timedatectl"),
-        ("version", place(), None, "ok", "molink 0.1.0", None),
-        ("version", place(), swarm(), "ok", "as all 3 PCs of the swarm", None),
+        ("clock", host(year=1970), None, "problem", "shows the year 1970", "timedatectl"),
+        ("version", host(), None, "ok", "molink 0.1.0", None),
+        ("version", host(), swarm(), "ok", "like all 3 PCs of the swarm", None),
         (
             "version",
-            place(version="0.2.0"),
+            host(version="0.2.0"),
             swarm(),
             "warning",
-            "this is molink 0.2.0, but the daemon that runs here is still 0.1.0",
+            "molink 0.2.0 is installed, but the running daemon is 0.1.0",
             "molink down",
         ),
         (
             "version",
-            place(),
+            host(),
             swarm(peers=(PeerFact(A, "desk", "0.1.0"), PeerFact(B, "couch", "0.2.0"))),
             "warning",
             "this PC has molink 0.1.0, but couch has 0.2.0",
@@ -489,7 +539,7 @@ def test_discovery(facts: Any, known: Any, level: str, text: str, command: str |
         ),
         (
             "version",
-            place(system="win32"),
+            host(system="win32"),
             swarm(peers=(PeerFact(A, "desk", "0.1.0"), PeerFact(B, "couch", "0.2.0"))),
             "warning",
             "couch has 0.2.0",
@@ -497,7 +547,7 @@ def test_discovery(facts: Any, known: Any, level: str, text: str, command: str |
         ),
     ],
 )
-def test_the_place(
+def test_the_host(
     check: str, facts: Any, known: Any, level: str, text: str, command: str | None
 ) -> None:
     expect(of(check_host(facts, known), check), level, text, command)
