@@ -75,7 +75,9 @@ def completion(**fields: Any) -> CompletionBody:
     return CompletionBody(**fields)
 
 
-async def test_workers_tokenize_like_this_process(reader: PromptWorkers, offer: LoadedModel) -> None:
+async def test_workers_tokenize_like_this_process(
+    reader: PromptWorkers, offer: LoadedModel
+) -> None:
     direct = InlineReader()
     for body in (
         chat("naïve 🦊 hello"),
@@ -109,7 +111,7 @@ async def test_a_slow_prompt_is_killed_and_the_next_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hostile = offer_of(hostile_folder)
-    monkeypatch.setattr(prompt_reader, "SHORT_S", 0.5)
+    monkeypatch.setattr(prompt_worker_pool, "SHORT_S", 0.5)
     impatient = PromptWorkers({})
     try:
         with pytest.raises(RequestError, match=r"more than 0\.5 s"):
@@ -135,9 +137,7 @@ async def test_a_long_prompt_does_not_delay_short_ones(
         await long
 
 
-async def test_a_killed_worker_is_restarted(
-    reader: PromptWorkers, offer: LoadedModel
-) -> None:
+async def test_a_killed_worker_is_restarted(reader: PromptWorkers, offer: LoadedModel) -> None:
     expected = await reader.tokenize_prompts("", offer, chat("hello"))
     for _ in range(2):
         for child in children():
@@ -153,9 +153,7 @@ async def test_a_killed_worker_is_restarted(
     assert len({len((await read).prompts[0].ids) for read in reads}) == 1
 
 
-async def test_a_disconnected_client_is_skipped(
-    reader: PromptWorkers, offer: LoadedModel
-) -> None:
+async def test_a_disconnected_client_is_skipped(reader: PromptWorkers, offer: LoadedModel) -> None:
     reads = [
         asyncio.create_task(reader.tokenize_prompts("", offer, chat("hello"))) for _ in range(6)
     ]
@@ -173,7 +171,7 @@ async def test_a_disconnected_client_is_skipped(
 async def test_the_queue_is_bounded(
     offer: LoadedModel, reader: PromptWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_reader, "MAX_SHORT", 2)
+    monkeypatch.setattr(prompt_worker_pool, "MAX_SHORT", 2)
     narrow = PromptWorkers({})
     reads = [narrow.tokenize_prompts("", offer, chat("x")) for _ in range(5)]
     found = await asyncio.gather(*reads, return_exceptions=True)
@@ -185,7 +183,7 @@ async def test_the_queue_is_bounded(
 async def test_one_client_cannot_starve_others(
     offer: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_reader, "MAX_SHORT", 3)
+    monkeypatch.setattr(prompt_worker_pool, "MAX_SHORT", 3)
     narrow = PromptWorkers({})
     # Two are being read, and three wait. The quiet one gets the last one's place; for the greedy
     # one's next there is none until one of his leaves.
@@ -219,7 +217,7 @@ async def test_one_slow_text_delays_nobody(
 async def test_extra_workers_exit_when_idle(
     offer: LoadedModel, reader: PromptWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_reader, "IDLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(prompt_worker_pool, "IDLE_TIMEOUT_S", 0.05)
     brief = PromptWorkers({})
     for _ in range(2):
         bodies = [chat("x"), chat("y"), chat("z " * 40_000)]
