@@ -28,7 +28,7 @@ from molink.facts.footprint import StageSetup, StepLimits
 from molink.facts.memory_plan import plan_memory
 from molink.facts.model import BLOCK_SIZE, Quantize
 from molink.stage.batch import SequenceRows, StageInput
-from molink.stage.sampling.penalties import SampleRow
+from molink.stage.sampling.logits_processors import SampleRow
 from molink.stage.sampling.sampler import sample_tokens
 from molink.stage.stage import Stage
 from molink.wire.messages.data_plane import SamplingParams

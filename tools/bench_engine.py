@@ -36,7 +36,7 @@ from molink.checkpoint.gguf_import import GGUF_SUFFIX, import_gguf
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import NullCounter
 from molink.stage.batch import SequenceRows, StageInput
-from molink.stage.diagnostics.peak_rates import peak_read_rate
+from molink.stage.diagnostics.stage_bench import peak_read_rate
 from molink.stage.kernels import compiler
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES

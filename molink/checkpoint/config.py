@@ -8,8 +8,7 @@ from typing import Any, cast
 
 from molink.checkpoint.config_fields import ConfigFields, read_json
 from molink.checkpoint.families import ARCHITECTURES, CONFIG_DEFAULTS, Family, parse_traits
-from molink.checkpoint.low_bit import LowBitScheme
-from molink.checkpoint.low_bit_config import parse_low_bit
+from molink.checkpoint.low_bit import LowBitScheme, parse_low_bit
 from molink.checkpoint.multimodal import TEXT_MODELS, extract_text_config
 from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_MODEL_LEN

@@ -24,9 +24,15 @@ from molink.checkpoint.tensor_layout import stage_tensors
 from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import make_plain_name, retry_while_busy
 from molink.gguf.architecture import build_config, read_vocab_size
-from molink.gguf.header import GgufFile, GgufTensor
-from molink.gguf.sampling_defaults import read_sampling_defaults
-from molink.gguf.split_files import find_first_splits, find_splits, model_name, read_split_gguf
+from molink.gguf.gguf_file import (
+    GgufFile,
+    GgufTensor,
+    find_first_splits,
+    find_splits,
+    model_name,
+    read_split_gguf,
+)
+from molink.gguf.metadata import read_sampling_defaults
 from molink.gguf.tensor_mapping import MappedTensor, map_tensors
 from molink.gguf.tokenizer_files import TokenizerFiles, build_tokenizer_files
 

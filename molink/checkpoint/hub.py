@@ -4,37 +4,37 @@ The hub's library lays the cache out and fetches the small files. Weights are fe
 there of a file when the line breaks or the program ends is kept, and the rest fetched the next
 time. Each is checked against the SHA-256 that the hub names. The library is imported late: that
 takes half a second, and most commands never need it.
+
+What the Hugging Face hub's library raises, as errors of ours.
 """
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from threading import Event
+from typing import Any, Protocol
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.disk_space import check_free_space
-from molink.checkpoint.hub_errors import (
-    first_line,
-    is_refusal,
-    network_errors,
-    raise_if_stopped,
-    translate_hub_errors,
-)
 from molink.checkpoint.model_folder import read_weight_map
 from molink.checkpoint.stacked_experts import stack_names
 from molink.checkpoint.tensor_layout import stage_tensors
 from molink.errors import (
     BrokenModel,
+    GatedModel,
     ModelError,
+    ModelNotFound,
+    MolinkError,
     Unavailable,
 )
 from molink.facts.model import LayerRange
 from molink.files import retry_while_busy
-from molink.gguf.split_files import find_first_splits
+from molink.gguf.gguf_file import find_first_splits
 
 #: What is fetched: weights and metadata, no pickles.
 FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -408,3 +408,67 @@ def _fetch_range(
                 out.write(piece[: file.nbytes - begin])
                 begin += len(piece)
                 counter.add_bytes(len(piece))
+
+
+def network_errors() -> Any:
+    """What is raised where the line is the reason."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    # The library's HTTP client isn't ours to name: all its errors have the same base.
+    http: Any = HfHubHTTPError.__mro__[1]
+    return (http, OfflineModeIsEnabled)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the hub itself says no, so that to ask again is no use."""
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return 400 <= status < 500 and status not in (408, 429)
+
+
+def raise_if_stopped(repository: str, stop: Event) -> None:
+    """Raise ``Unavailable`` if ``stop`` was set."""
+    if stop.is_set():
+        raise Unavailable(f"fetching {repository} was ended; what has come is kept")
+
+
+@contextmanager
+def translate_hub_errors(repository: str) -> Iterator[None]:
+    """What the hub's library raises, as errors of ours."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    hub = constants.ENDPOINT
+    try:
+        yield
+    except MolinkError:
+        raise
+    except GatedRepoError as error:
+        raise GatedModel(
+            f"{repository} is gated: its authors want to be asked first. Accept their terms at "
+            f"{hub}/{repository}, then give your token (`hf auth login`, or HF_TOKEN)"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelNotFound(
+            f"no model {repository!r} at {hub}: is the name right (OWNER/NAME)? A private one "
+            "needs your token (`hf auth login`, or HF_TOKEN)"
+        ) from error
+    except (LocalEntryNotFoundError, *network_errors()) as error:
+        if is_refusal(error):
+            raise GatedModel(f"{hub} refuses {repository}: {first_line(error)}") from error
+        raise Unavailable(
+            f"the hub at {hub} can't give {repository} now: {first_line(error)}. What has come is "
+            "kept. Try again later, or take a model folder from elsewhere (`--model FOLDER`)"
+        ) from error
+    except OSError as error:
+        raise ModelError(f"can't write {repository} to the cache: {error}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what it says."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)

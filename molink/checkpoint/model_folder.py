@@ -1,7 +1,11 @@
 """A model folder in Hugging Face's layout, checked before anything is started with it."""
 
-from collections.abc import Iterable, Mapping
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +15,25 @@ from molink.checkpoint.foreign_formats import (
     explain_missing_weights,
     refuse_foreign_folder,
     refuse_foreign_tensors,
+    refuse_unknown_tensors,
 )
-from molink.checkpoint.low_bit_checks import ReadTensor, check_low_bit_contents
+from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
 from molink.checkpoint.multimodal import extract_text_tensors
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import required_tensors
-from molink.checkpoint.safetensors_header import TensorSpan, read_header
+from molink.checkpoint.safetensors_header import (
+    TensorRequirement,
+    TensorSpan,
+    read_header,
+)
 from molink.checkpoint.tensor_layout import TensorShapes, stage_tensors
-from molink.checkpoint.tensor_requirement import TensorRequirement
-from molink.checkpoint.unknown_tensors import refuse_unknown_tensors
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.facts.dtypes import WeightDType
 from molink.facts.model import ModelFacts
+
+#: Reads the bytes of a tensor, perhaps from afar; fewer only where its file ends.
+ReadTensor = Callable[[TensorSpan], bytes]
+
 
 INDEX_FILE = "model.safetensors.index.json"
 #: Without these a model can't be served.
@@ -191,3 +202,86 @@ def _missing_tensors(path: Path, names: Iterable[str]) -> BrokenModel:
         return BrokenModel(f"{path}: tensor {first}{more} is in none of its safetensors files")
     reason = "lacks it" if (path / shard).is_file() else "is missing"
     return BrokenModel(f"{path / shard} {reason}: {INDEX_FILE} says it holds {first}{more}")
+
+
+def check_low_bit_contents(
+    path: Path,
+    scheme: LowBitScheme | None,
+    shapes: TensorShapes,
+    tensors: Mapping[str, TensorSpan],
+    read: ReadTensor | None = None,
+) -> None:
+    """Check the order of columns of the weights among ``shapes``, and biases that aren't there.
+
+    The tensors are of the shapes and types that the config demands. They lie in the folder
+    ``path``, or ``read`` reads them.
+
+    Raises:
+        BrokenModel: a column's group is none of those that there are, or a group has too many
+            columns; the tensor is named.
+        UnsupportedModel: such a bias isn't zero; named.
+    """
+    if scheme is None:
+        return
+    read = read or partial(_read_local, path)
+    for name, shape in shapes.items():
+        if can_be_low_bit(name, shape) and scheme.is_stored(name, tensors):
+            _check_order(path, scheme, name, shape[1], tensors, read)
+            bias = f"{name.removesuffix('weight')}bias"
+            if bias in tensors and bias not in shapes:
+                _check_zero(path, tensors[bias], bias, read)
+
+
+def _check_order(
+    path: Path,
+    scheme: LowBitScheme,
+    name: str,
+    width: int,
+    tensors: Mapping[str, TensorSpan],
+    read: ReadTensor,
+) -> None:
+    order, groups, columns = (
+        scheme.order_name(name),
+        scheme.count_groups(width),
+        scheme.scale_block[1] or width,
+    )
+    if not scheme.has_column_order or groups == 1:
+        return
+    span = tensors[order]
+    found = array("i", _read_tensor(path, span, order, read))
+    if sys.byteorder == "big":
+        found.byteswap()
+    if not 0 <= min(found) <= max(found) < groups:
+        raise BrokenModel(
+            f"{path / span.file}: tensor {order} has groups {min(found)} to {max(found)}, but "
+            f"there are scales of {groups} (0 to {groups - 1}): fetch the file again"
+        )
+    group, most = Counter(found).most_common(1)[0]
+    if most > columns:
+        raise BrokenModel(
+            f"{path / span.file}: tensor {order} gives group {group} {most} columns, where "
+            f"config.json says {columns}: fetch the file again"
+        )
+
+
+def _check_zero(path: Path, span: TensorSpan, name: str, read: ReadTensor) -> None:
+    if any(_read_tensor(path, span, name, read)):
+        raise UnsupportedModel(
+            f"{path / span.file}: tensor {name} is a bias that a model of this config.json hasn't"
+        )
+
+
+def _read_tensor(path: Path, span: TensorSpan, name: str, read: ReadTensor) -> bytes:
+    try:
+        found = read(span)
+    except OSError as error:
+        raise BrokenModel(f"{path / span.file}: tensor {name} can't be read: {error}") from error
+    if len(found) != span.nbytes:
+        raise BrokenModel(f"{path / span.file}: tensor {name} is truncated; fetch the file again")
+    return found
+
+
+def _read_local(path: Path, span: TensorSpan) -> bytes:
+    with (path / span.file).open("rb") as file:
+        file.seek(span.offset)
+        return file.read(span.nbytes)

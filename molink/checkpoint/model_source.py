@@ -8,9 +8,9 @@ from pathlib import Path
 
 from molink.checkpoint import hub
 from molink.checkpoint.gguf_import import GGUF_SUFFIX, find_gguf, import_gguf
-from molink.checkpoint.hub_shards import HubModel, find_shards
+from molink.checkpoint.hub_reader import HubModel, find_shards
 from molink.errors import ModelNotFound
-from molink.gguf.split_files import model_name, split_names
+from molink.gguf.gguf_file import model_name, split_names
 
 #: The model that ships with molink, and the default.
 DEMO_MODEL_NAME = "molink-demo"

@@ -9,7 +9,7 @@ checkpoint's author left out are stored as in any other model.
 Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.ggml_types`), those
 of GPTQ, AWQ and FP8 as :mod:`molink.checkpoint.low_bit` says, experts perhaps in stacks, and in
 MXFP4 (:mod:`molink.checkpoint.stacked_experts`). Such a checkpoint counts as not quantized: where
-its weights don't stay so (:mod:`molink.checkpoint.resident_format`), they become what a stage
+its weights don't stay so (:mod:`molink.checkpoint.quantization`), they become what a stage
 computes with.
 """
 
@@ -19,12 +19,15 @@ from math import prod
 from typing import Any
 
 from molink.checkpoint.config_fields import ConfigFields
-from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
-from molink.checkpoint.low_bit_config import LOW_BIT_METHODS
+from molink.checkpoint.low_bit import LOW_BIT_METHODS, LowBitScheme, can_be_low_bit
 from molink.checkpoint.quantization import NF4_BLOCK, can_hold, is_quantizable
-from molink.checkpoint.safetensors_header import TensorSpec
+from molink.checkpoint.safetensors_header import (
+    FLOAT_DTYPES,
+    MAX_STATE_BYTES,
+    TensorRequirement,
+    TensorSpec,
+)
 from molink.checkpoint.stacked_experts import StackedExpert, find_stack
-from molink.checkpoint.tensor_requirement import FLOAT_DTYPES, MAX_STATE_BYTES, TensorRequirement
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.model import Quantize
 from molink.gguf.ggml_types import GgmlType, find_packed, packed_name, packed_shape

@@ -4,6 +4,8 @@ Quantized are the projections of the decoder layers (attention, MLP, experts): n
 Embedding, norms, router and output head stay as they are. ``int8`` has a scale per output row
 (LLM.int8(), Dettmers et al. 2022, without the outlier part); ``nf4`` has 4-bit normal floats in
 blocks of 64 weights (QLoRA, Dettmers et al. 2023, §3).
+
+Which weights stay in few bits where a CPU multiplies by these: one rule for reader and plan.
 """
 
 from collections.abc import Iterable, Sequence

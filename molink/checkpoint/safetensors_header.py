@@ -2,6 +2,8 @@
 
 A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes,
 whose offsets the header gives relative to its own end.
+
+What a tensor has to be in a file of a model.
 """
 
 import json
@@ -163,3 +165,24 @@ def _refuse_overlap(path: PurePath, spans: dict[str, TensorSpan]) -> None:
         if span.offset < end:
             raise BrokenModel(f"{path}: tensors {before} and {name} overlap")
         end, before = span.offset + span.nbytes, name
+
+
+#: Element types of tensors that aren't quantized.
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+#: Bytes of the JSON object beside an nf4 weight; those seen have about 150.
+MAX_STATE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRequirement:
+    """What a tensor has to be in a file; an extent of -1 may be anything up to MAX_STATE_BYTES."""
+
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def accepts_shape(self, shape: tuple[int, ...]) -> bool:
+        """Whether ``shape`` is as demanded."""
+        return len(shape) == len(self.shape) and all(
+            found == wanted if wanted >= 0 else 0 < found <= MAX_STATE_BYTES
+            for found, wanted in zip(shape, self.shape, strict=True)
+        )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from molink.errors import BrokenModel, UnsupportedModel
-from molink.gguf.header import GgufFile, GgufTensor
+from molink.gguf.gguf_file import GgufFile, GgufTensor
 
 #: Tensors that hold divisors of rope's frequencies.
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (

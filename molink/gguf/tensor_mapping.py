@@ -13,7 +13,7 @@ from typing import Any
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.gguf.architecture import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from molink.gguf.ggml_types import packed_name, packed_shape
-from molink.gguf.header import GgufFile, GgufTensor
+from molink.gguf.gguf_file import GgufFile, GgufTensor
 
 _LAYER_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
 _MODEL_TENSORS = {

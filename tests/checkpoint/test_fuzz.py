@@ -12,7 +12,7 @@ import pytest
 
 from molink.checkpoint.safetensors_header import read_header
 from molink.errors import ModelError
-from molink.gguf.header import read_gguf
+from molink.gguf.gguf_file import read_gguf
 
 #: What a size, count, offset or type is replaced by.
 _ODD = [0, 1, 7, 31, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1]

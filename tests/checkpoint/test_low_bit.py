@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from molink.checkpoint.low_bit import LowBitScheme
-from molink.checkpoint.low_bit_config import parse_low_bit
+from molink.checkpoint.low_bit import LowBitScheme, parse_low_bit
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel, MolinkError, UnsupportedModel
 from tests.support.low_bit_models import write_low_bit

@@ -16,8 +16,12 @@ from molink.checkpoint.prequantized import (
     parse_quantized,
     required_tensors,
 )
-from molink.checkpoint.safetensors_header import TensorSpan
-from molink.checkpoint.tensor_requirement import FLOAT_DTYPES, MAX_STATE_BYTES, TensorRequirement
+from molink.checkpoint.safetensors_header import (
+    FLOAT_DTYPES,
+    MAX_STATE_BYTES,
+    TensorRequirement,
+    TensorSpan,
+)
 from molink.errors import BrokenModel, MolinkError, UnsupportedModel
 
 NAME = "model.layers.0.self_attn.q_proj.weight"

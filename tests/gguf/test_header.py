@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from molink.errors import BrokenModel, ModelError, UnsupportedModel
-from molink.gguf.header import MAX_HEADER_BYTES, read_gguf
+from molink.gguf.gguf_file import MAX_HEADER_BYTES, read_gguf
 
 U32, STRING, LIST = 4, 8, 9
 HUGE = 2**63
@@ -149,7 +149,7 @@ def test_a_header_without_end_is_not_read_to_it(
     read: Callable[[bytes], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_HEADER_BYTES < 2**30
-    monkeypatch.setattr("molink.gguf.header.MAX_HEADER_BYTES", 1000)
+    monkeypatch.setattr("molink.gguf.gguf_file.MAX_HEADER_BYTES", 1000)
     long = text("k") + struct.pack("<I", STRING) + text("y" * 2000)
     with pytest.raises(BrokenModel, match="over 1000 bytes"):
         read(file(keys=(long,)))

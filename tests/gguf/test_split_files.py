@@ -10,7 +10,7 @@ import pytest
 from molink.checkpoint.gguf_import import import_gguf, read_gguf_model
 from molink.checkpoint.model_source import NullCounter, find_model
 from molink.errors import BrokenModel, ModelError
-from molink.gguf.split_files import model_name, read_split_gguf, split_names
+from molink.gguf.gguf_file import model_name, read_split_gguf, split_names
 from tests.support.gguf_models import Kind, write_gguf
 from tests.support.models import MakeModel
 

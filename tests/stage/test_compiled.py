@@ -9,7 +9,7 @@ import torch
 
 from molink.facts.kernels import FALLBACKS
 from molink.stage.attention.compiled import CompiledAttention
-from molink.stage.attention.plain import PlainAttention
+from molink.stage.attention.gather import PlainAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.norm import CompiledRmsNorm
 from molink.stage.kernels.create import create_matmul

@@ -15,7 +15,7 @@ from molink.checkpoint.hub import HubFile, HubRepository, _files_of_layers
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.stage.batch import SequenceRows
-from molink.stage.weights.stacked_experts import unpack_mxfp4
+from molink.stage.weights.stored_formats import unpack_mxfp4
 from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from tests.support.models import MakeModel

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from molink.errors import ContextTooLong, RequestError
-from molink.text.fill_in_middle import build_fim_prompt
+from molink.text.tokenizer import build_fim_prompt
 from molink.text.tool_calls.template_style import apply_call_style
 from molinkd.api.loaded_model import LoadedModel
 from molinkd.api.openai_schema import ChatBody, ChatMessage, CompletionBody

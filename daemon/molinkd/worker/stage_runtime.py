@@ -1,15 +1,25 @@
-"""A stage's place in the ring of one epoch: everything that ends with the epoch."""
+"""A stage's place in the ring of one epoch: everything that ends with the epoch.
+
+The channels of an outgoing link, as ZeroMQ clients.
+
+The file in which a stage records what its link decides.
+"""
 
 import asyncio
+import contextlib
+import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import zmq.asyncio
 
 from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ring_times import LinkFacts
+from molink.link.base import OutConnectionEvents
 from molink.link.estimate.link_memory import LinkMemory
 from molink.link.out_link import LinkStats
 from molink.link.packing.compression import RowPacker
@@ -21,18 +31,18 @@ from molink.ring.stage import DraftRunner, StageShape
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.policies.answer_lengths import AnswerLengths
 from molink.scheduler.scheduler import Scheduler
-from molink.wire.messages.codec import DataMessage
+from molink.wire.messages.codec import DataMessage, data_codec
+from molink.wire.messages.data_plane import Channel
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import SchedulerLoad, StageLoad
 from molink.wire.messages.serving import Cancel, Credit, PromptFragment, Submit
 from molink.wire.messages.worker_pipe import FormRing, LoadStage
+from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
-from molink.wire.sockets.tcp_info import has_idle_reset
-from molinkd.worker.connector import StageConnector
+from molink.wire.sockets.tcp_info import avoid_bbr, enable_pacing, has_idle_reset
 from molinkd.worker.engine import StageEngine
-from molinkd.worker.record_file import RecordFile
 from molinkd.worker.request_receiver import RequestReceiver
 from molinkd.worker.request_table import RequestTable
 
@@ -254,3 +264,104 @@ def _make_scheduler_limits(
         draft_model=None if engine.draft is None else engine.draft.facts,
         preemption_mode=start.settings.preemption_mode,
     )
+
+
+class StageConnector:
+    """Makes the channels of an ``OutLink`` to the worker that holds ``server_key``.
+
+    ``addresses`` are ``tcp://host:port``, tried in turn.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        keys: KeyPair,
+        server_key: str,
+        addresses: Sequence[str],
+    ) -> None:
+        self._context = context
+        self._keys = keys
+        self._server_key = server_key
+        self._addresses = addresses
+        self.clients: list[Client[DataMessage]] = []
+
+    def open_connection(self, channel: Channel, events: OutConnectionEvents) -> Client[DataMessage]:
+        """The channel of a lane."""
+        client = Client(
+            self._context,
+            self._keys,
+            data_codec(),
+            self._server_key,
+            self._addresses,
+            name=f"the next stage ({channel.name.lower()} lane)",
+            events=ClientEvents(
+                on_message=events.on_message,
+                on_connect=events.on_connect,
+                on_disconnect=events.on_disconnect,
+                on_lost=events.on_lost,
+                on_drained=events.on_drained,
+                on_open=avoid_bbr if channel is Channel.DECODE else enable_pacing,
+            ),
+        )
+        self.clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        """Disconnect them all."""
+        for client in self.clients:
+            await client.close()
+
+
+log = logging.getLogger(__name__)
+
+#: Bytes that are kept until they are worth a write.
+_BUFFER_BYTES = 16 * 1024
+
+
+class RecordFile:
+    """Takes whole lines; one that can't be written is a warning, never the end of a stage."""
+
+    def __init__(self, folder: Path, pipeline: str, stage: int, epoch: int) -> None:
+        """A recording of the same name is overwritten: it is of a worker that has gone."""
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", pipeline)[:100]
+        self.path = folder / f"link-{name}-{stage}-{epoch}.jsonl"
+        self._buffer = bytearray()
+        self._file: BinaryIO | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("wb", buffering=0)
+        except OSError as error:
+            log.warning("can't record to %s: %s", self.path, error)
+
+    def write_line(self, line: bytes) -> None:
+        """Take the next line; what is on disk always ends with a whole one."""
+        if self._file is not None:
+            self._buffer += line
+            if len(self._buffer) >= _BUFFER_BYTES:
+                self._flush_buffer()
+
+    def close(self) -> None:
+        """Write the rest."""
+        self._flush_buffer()
+        if self._file is not None:
+            self._close_file(self._file)
+
+    def _flush_buffer(self) -> None:
+        if self._file is None or not self._buffer:
+            return
+        end = self._file.tell()
+        try:
+            if self._file.write(self._buffer) != len(self._buffer):
+                raise OSError("no room for it")
+        except OSError as error:
+            log.warning("can't record to %s any more: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            self._close_file(self._file)
+        self._buffer.clear()
+
+    def _close_file(self, file: BinaryIO) -> None:
+        self._file = None
+        # What can't be written any more may be found out only now.
+        with contextlib.suppress(OSError):
+            file.close()

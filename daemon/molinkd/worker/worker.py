@@ -38,9 +38,8 @@ from molink.wire.sockets.server import MessageSender, Server
 from molink.wire.sockets.zap import ZapAuthenticator
 from molinkd.worker.daemon_pipe import DaemonPipe
 from molinkd.worker.engine import LoadedStage, LoadEngine, StageEngine
-from molinkd.worker.loop_meter import LoopMeter
+from molinkd.worker.monitors import LoopMeter, SwapShortage
 from molinkd.worker.stage_runtime import StageRuntime
-from molinkd.worker.swap_shortage import SwapShortage
 
 log = logging.getLogger(__name__)
 

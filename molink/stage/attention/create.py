@@ -7,8 +7,7 @@ import torch
 from molink.errors import UsageError
 from molink.stage.attention.backend_check import create_checked_compiled, create_checked_flash
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
-from molink.stage.attention.gather import GatherAttention
-from molink.stage.attention.plain import PlainAttention
+from molink.stage.attention.gather import GatherAttention, PlainAttention
 
 
 def create_attention(

@@ -8,8 +8,7 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import SINKS_NAME, attention_projections, mlp_projections
 from molink.stage.attention.base import LayerAttention
-from molink.stage.decoder.mlp import GatedMlp, GateFunction, Mlp
-from molink.stage.decoder.moe import ExpertMlp, SharedExpertMlp
+from molink.stage.decoder.mlp import ExpertMlp, GatedMlp, GateFunction, Mlp, SharedExpertMlp
 from molink.stage.decoder.norm import IdentityNorm, Norm, QueryKeyNorm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.rotary import Rotate

@@ -23,8 +23,7 @@ from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
 from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.attention.compiled import CompiledAttention, compile_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
-from molink.stage.attention.gather import GatherAttention
-from molink.stage.attention.plain import PlainAttention
+from molink.stage.attention.gather import GatherAttention, PlainAttention
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate_half
 from molink.stage.device_copy import pinned_error
@@ -35,9 +34,9 @@ from molink.stage.kernels.create import create_block_matmul, create_matmul, crea
 from molink.stage.kernels.kernel_shape import supports_rowwise
 from molink.stage.kernels.repack import packed_scales, unpack_rows
 from molink.stage.linear import PackedLinear, PlainLinear, Projection, ProjectionFactory
-from molink.stage.linear.bnb import load_library
+from molink.stage.linear.base import make_random_weight
+from molink.stage.linear.nf4 import load_library
 from molink.stage.linear.quantized import TOLERANCE, QuantizedKernels, relative_error
-from molink.stage.linear.random_weight import make_random_weight
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 

@@ -2,12 +2,15 @@
 
 Loads layers of a model as a worker would, measures its profile, and in the same run what the device
 can do at best. Prints one JSON object; the command line, which never imports torch, shows it.
+
+The best that a device can do: bytes read and operations computed per second, measured.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,9 +24,9 @@ from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import BLOCK_SIZE
 from molink.facts.profile import Profile
 from molink.stage.diagnostics.device import describe_cpu, narrow_weight_dtypes, pick_device
-from molink.stage.diagnostics.peak_rates import peak_matmul_rate, peak_read_rate
 from molink.stage.diagnostics.stage_profile import profile_stage
 from molink.stage.kernels.create import supports_block_weights
+from molink.stage.linear import ProjectionFactory
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES, cpu_supports_bf16
 
@@ -147,3 +150,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+#: Bytes of the read: far beyond any cache.
+_READ_BYTES = 512 << 20
+#: Rows and columns of the matrices.
+_CPU_SIZE = 2048
+_CUDA_SIZE = 8192
+_REPEATS = 5
+_SECONDS = 2.0
+
+
+def peak_read_rate(device: torch.device) -> float:
+    """Bytes/s at which a large tensor is read, by the quickest of some plain reductions."""
+    numbers = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=device)
+    halves = numbers.view(torch.float32)
+    return max(
+        _measure_rate(read, _READ_BYTES, device) for read in (numbers.sum, numbers.amax, halves.sum)
+    )
+
+
+def peak_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations/s of a large square matrix product in ``dtype``."""
+    size = _CUDA_SIZE if device.type == "cuda" else _CPU_SIZE
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    right = torch.ones(size, size, dtype=dtype, device=device)
+    kept = ProjectionFactory.probe_device(dtype, device).create_projection(right, None)
+    operations = 2 * size**3
+    with torch.inference_mode():
+        return max(
+            _measure_rate(product, operations, device)
+            for product in (lambda: left @ right, lambda: kept(left))
+        )
+
+
+def _measure_rate(act: Callable[[], object], amount: int, device: torch.device) -> float:
+    """``amount`` per second of the quickest run of ``act``, after one that warms up."""
+    _time_run(act, device)
+    taken: list[float] = []
+    while len(taken) < _REPEATS and (not taken or sum(taken) < _SECONDS):
+        taken.append(_time_run(act, device))
+    return amount / min(taken)
+
+
+def _time_run(act: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter()
+    act()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return max(1e-9, time.perf_counter() - begin)

@@ -27,6 +27,7 @@ from molink.stage.kernels.emit import (
     FLOAT,
     I32,
     I64,
+    INTEGERS,
     Values,
     begin_function,
     emit_element_pointer,
@@ -34,6 +35,7 @@ from molink.stage.kernels.emit import (
     emit_maximum,
     emit_minimum,
     emit_offset,
+    emit_transpose,
 )
 from molink.stage.kernels.kernel_shape import (
     BF16,
@@ -45,7 +47,6 @@ from molink.stage.kernels.kernel_shape import (
 )
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
 from molink.stage.kernels.softmax import QueryState, SoftmaxEmitter
-from molink.stage.kernels.vectors import INTEGERS, emit_transpose
 
 #: Integers that describe a pass: its first row, how many there are, the position of the first, and
 #: where the sequence's pages begin in the table.

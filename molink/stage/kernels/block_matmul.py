@@ -9,7 +9,7 @@ where the numbers of a group are whole ones of a byte in kinds ``K``, else of 16
 block. So memory is read in
 one stream, or two, with steps of one size each, which a CPU's prefetcher follows: with the numbers
 of each block before its groups, kinds ``K`` came from memory at half the rate.
-(see :mod:`molink.gguf.block_formats` and :mod:`molink.stage.kernels.code_decoder`). Codes are whole
+(see :mod:`molink.gguf.block_formats` and :mod:`molink.stage.kernels.block_reader`). Codes are whole
 numbers that bf16 holds exactly; their products with a row are added up in float32 over a group,
 then multiplied by its scale. What is added to each weight of a group, or by which its codes are
 shifted, is multiplied by the sum of the row's values, which takes away a decoder's excess too.
@@ -40,8 +40,8 @@ from molink.stage.kernels.emit import (
     emit_loop,
     emit_offset,
 )
+from molink.stage.kernels.matmul import pad_row_stride
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
-from molink.stage.kernels.row_padding import pad_row_stride
 
 #: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
 _TILES = (6, 4, 2, 1)

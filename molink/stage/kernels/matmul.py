@@ -9,6 +9,8 @@ neighbours in depth follow each other, and of each pair the columns; those of fl
 
 Each column of each row has one sum, over the depth in order: what a row gives doesn't depend on the
 rows beside it, nor on how the blocks are spread over threads.
+
+How the rows of a product lie in memory.
 """
 
 import torch
@@ -28,7 +30,6 @@ from molink.stage.kernels.emit import (
     emit_offset,
 )
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
-from molink.stage.kernels.row_padding import pad_row_stride
 
 
 class MatMul:
@@ -143,3 +144,22 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
     emit_loop(builder, begin, end, 1, emit_block)
     builder.ret_void()
     return product
+
+
+#: Beginnings so far apart fall on the same lines of a cache close by, which has room for few.
+_CACHE_SET_STRIDE = 4096
+#: Rows that such a cache has room for beside weights; of float32 no more are read side by side.
+_MAX_CACHED_ROWS = 8
+_CACHE_LINE_BYTES = 64
+
+
+def pad_row_stride(rows: Tensor) -> Tensor:
+    """``rows``, each of which lies in one piece: copied apart if they'd push each other out.
+
+    A product reads some of them side by side: of 4096 bf16 each, 12 at once take a tenth longer.
+    """
+    width, size = rows.shape[1], rows.element_size()
+    if len(rows) <= _MAX_CACHED_ROWS or size > 2 or width * size % _CACHE_SET_STRIDE:
+        return rows.contiguous()
+    apart = rows.new_empty(len(rows), width + _CACHE_LINE_BYTES // size)[:, :width]
+    return apart.copy_(rows)

@@ -14,25 +14,23 @@ from molink.checkpoint.traits import Activation
 from molink.stage.kernels.compiler import CompiledLibrary
 from molink.stage.kernels.emit import (
     FLOAT,
+    FLOATS,
     I64,
     Values,
     begin_function,
     emit_broadcast,
-    emit_element_pointer,
-    emit_loop,
-    emit_offset,
-)
-from molink.stage.kernels.kernel_shape import F32, LANES
-from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
-from molink.stage.kernels.vectors import (
-    FLOATS,
     emit_call,
     emit_constant,
+    emit_element_pointer,
     emit_load,
+    emit_loop,
+    emit_offset,
     emit_power_of_two,
     emit_reduction,
     emit_store,
 )
+from molink.stage.kernels.kernel_shape import F32, LANES
+from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
 
 #: Numbers that are not worth a second thread.
 _MIN_PARALLEL_NUMBERS = 1 << 16

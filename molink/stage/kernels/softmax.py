@@ -12,24 +12,22 @@ from llvmlite import ir
 from molink.stage.kernels.arithmetic import Arithmetic
 from molink.stage.kernels.emit import (
     FLOAT,
+    FLOATS,
     I32,
     I64,
+    INTEGERS,
     Values,
     emit_broadcast,
-    emit_element_pointer,
-    emit_loop,
-)
-from molink.stage.kernels.kernel_shape import BF16, F32, LANES, AttentionKernelShape
-from molink.stage.kernels.vectors import (
-    FLOATS,
-    INTEGERS,
     emit_call,
     emit_constant,
+    emit_element_pointer,
+    emit_loop,
     emit_negative_power_of_two,
     emit_power_of_two,
     emit_reduction,
     emit_store_bf16,
 )
+from molink.stage.kernels.kernel_shape import BF16, F32, LANES, AttentionKernelShape
 
 #: Below all scores, and still finite by any factor.
 MIN_SCORE = -1.0e30

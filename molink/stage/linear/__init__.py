@@ -1,11 +1,9 @@
 """Projections: a protocol, its implementations, and their choice."""
 
 from molink.stage.linear.base import EmbeddingTable, Projection
-from molink.stage.linear.blocks import BlockLinear, ConcatenatedLinear
-from molink.stage.linear.compiled import CompiledLinear
+from molink.stage.linear.compiled import BlockLinear, CompiledLinear, ConcatenatedLinear
 from molink.stage.linear.create import ProjectionFactory
-from molink.stage.linear.packed import PackedLinear, can_pack
-from molink.stage.linear.plain import PlainLinear
+from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
 
 __all__ = [
     "BlockLinear",

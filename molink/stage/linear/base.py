@@ -1,7 +1,11 @@
-"""What a layer multiplies by."""
+"""What a layer multiplies by.
+
+Weights to try products with.
+"""
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -48,3 +52,13 @@ def pad_rows(rows: Tensor) -> Tensor:
 def total_bytes(*tensors: Tensor | None) -> int:
     """Bytes of the tensors that are there."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+#: By how many numbers each row begins later than the one before it.
+_ROW_SHIFT = 7
+
+
+def make_random_weight(out: int, width: int, generator: torch.Generator) -> Tensor:
+    """Float32 ``[out, width]``; rows share numbers, at other places: few have to be drawn."""
+    drawn = torch.randn(out * _ROW_SHIFT + width, generator=generator)
+    return drawn.as_strided((out, width), (_ROW_SHIFT, 1)).contiguous()

@@ -1,14 +1,20 @@
-"""Projections by a product that was compiled for this CPU."""
+"""Projections by a product that was compiled for this CPU.
 
+Projections by weights that stay in few bits.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from molink.stage.linear.base import total_bytes
+from molink.stage.kernels.repack import BlockCodes, pack_blocks, packed_scales, unpack_rows
+from molink.stage.linear.base import Projection, total_bytes
 
 if TYPE_CHECKING:
+    from molink.stage.kernels.block_matmul import BlockMatMul
     from molink.stage.kernels.matmul import MatMul
 
 #: Rows of a weight are packed by multiples of so many, which whole blocks have.
@@ -69,3 +75,84 @@ class CompiledLinear:
     def nbytes(self) -> int:
         """See :class:`~molink.stage.linear.base.Projection`."""
         return total_bytes(self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLinear:
+    """A projection in blocks; see :mod:`molink.stage.kernels.block_matmul`.
+
+    ``weight`` is uint8 ``[out / C, bytes]``; ``bias`` float32, zeros where there is none.
+    """
+
+    product: "BlockMatMul"
+    weight: Tensor
+    bias: Tensor
+    #: Of rows and results; the product may have another one.
+    dtype: torch.dtype
+    #: Which of a row's values the weight's columns are of, where they lie in another order.
+    column_order: Tensor | None = None
+
+    @classmethod
+    def pack_blocks(
+        cls,
+        product: "BlockMatMul",
+        rows: int,
+        parts: Iterable[BlockCodes],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        order: Tensor | None = None,
+    ) -> "BlockLinear":
+        """Of ``parts``, one below the other, which have so many ``rows``.
+
+        Each has a multiple of :data:`~molink.gguf.block_formats.ROWS` as rows, and isn't needed
+        afterwards.
+        """
+        columns = product.columns
+        weight = torch.empty(0, dtype=torch.uint8)
+        first = 0
+        for part in parts:
+            made = pack_blocks(product.form, part, columns)
+            if not first:
+                weight = made.new_empty(rows // columns, *made.shape[1:])
+            weight[first : first + len(made)] = made
+            first += len(made)
+        added = torch.zeros(rows) if bias is None else bias.float()
+        return cls(product, weight, added, dtype, order)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        given = rows if self.column_order is None else rows[:, self.column_order]
+        found = self.product(self.weight, given.to(self.product.dtype), self.bias)
+        return found.to(self.dtype)
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """See :class:`~molink.stage.linear.base.EmbeddingTable`."""
+        found = unpack_rows(self.product.form, self.weight, self.product.columns, tokens)
+        return found.to(self.dtype)
+
+    def is_finite(self, first: int, last: int) -> bool:
+        """Whether all scales of rows ``first … last - 1`` are finite, so that all weights are."""
+        columns = self.product.columns
+        part = self.weight[first // columns : last // columns]
+        return bool(packed_scales(self.product.form, part, columns).isfinite().all())
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        return total_bytes(self.weight, self.bias, self.column_order)
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatenatedLinear:
+    """Projections of the same rows whose outputs lie side by side: weights of several kinds."""
+
+    parts: tuple[Projection, ...]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        return torch.cat([part(rows) for part in self.parts], 1)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`~molink.stage.linear.base.Projection`."""
+        return sum(part.nbytes for part in self.parts)

@@ -13,8 +13,7 @@ from molink.gguf.block_formats import BlockFormat
 from molink.stage.kernels.create import create_block_matmul, create_matmul, supports_block_weights
 from molink.stage.linear.base import Projection
 from molink.stage.linear.compiled import PART_ROWS, CompiledLinear
-from molink.stage.linear.packed import PackedLinear, can_pack
-from molink.stage.linear.plain import PlainLinear
+from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
 
 if TYPE_CHECKING:
     from molink.stage.kernels.block_matmul import BlockMatMul

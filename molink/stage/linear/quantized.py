@@ -13,8 +13,7 @@ from torch import Tensor
 
 from molink.checkpoint.quantization import NF4_BLOCK, can_hold
 from molink.facts.model import Quantize
-from molink.stage.linear.base import Projection
-from molink.stage.linear.bnb import load_library, quantize_nf4
+from molink.stage.linear.base import Projection, make_random_weight
 from molink.stage.linear.int8 import (
     MAX_INT8_WIDTH,
     CudaProduct,
@@ -28,9 +27,10 @@ from molink.stage.linear.nf4 import (
     CudaNf4Linear,
     PackedNf4Linear,
     has_nf4_kernel,
+    load_library,
+    quantize_nf4,
     supports_shape,
 )
-from molink.stage.linear.random_weight import make_random_weight
 from molink.stage.linear.unpacked import UnpackedLinear, rows_per_unpack
 
 log = logging.getLogger(__name__)

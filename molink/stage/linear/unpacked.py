@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from molink.checkpoint.quantization import NF4_BLOCK
 from molink.facts.model import Quantize
 from molink.stage.linear.base import pad_rows, total_bytes
-from molink.stage.linear.bnb import dequantize_nf4
+from molink.stage.linear.nf4 import dequantize_nf4
 
 #: Weights that are unpacked at once (in bf16 1 MiB: they stay in the CPU's cache).
 _MAX_WEIGHTS = 2**19

@@ -9,7 +9,7 @@ Inference from Transformers via Speculative Decoding", §2.3, does for drafts th
 
 from collections.abc import Sequence
 
-from molink.stage.sampling.penalties import SampleRow
+from molink.stage.sampling.logits_processors import SampleRow
 from molink.stage.sampling.sampler import SampledToken
 from molink.stage.sampling.token_history import TokenHistory
 from molink.wire.messages.data_plane import RequestSlice, SamplingParams

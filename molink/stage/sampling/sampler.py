@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from molink.stage.device_copy import download_tensors, gather_rows, upload_tensor
-from molink.stage.sampling.penalties import SampleRow, apply_penalties
-from molink.stage.sampling.token_draws import BLOCK_TOKENS, TokenDraws, block_maxima, scatter_rows
-from molink.stage.sampling.token_masks import apply_masks
-from molink.stage.sampling.uniform_noise import uniform_noise
+from molink.stage.sampling.logits_processors import SampleRow, apply_masks, apply_penalties
+from molink.stage.sampling.token_draws import (
+    BLOCK_TOKENS,
+    TokenDraws,
+    block_maxima,
+    scatter_rows,
+    uniform_noise,
+)
 
 __all__ = ["SampleRow", "SampledToken", "sample_tokens"]
 

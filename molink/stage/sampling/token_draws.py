@@ -2,10 +2,14 @@
 
 A number in [0, 1) per row picks from the cumulative distribution over the kept tokens in order of
 their ids. How it is computed depends on the row alone, never on the others of the step.
+
+The randomness of sampling: a pure function of (seed, position), the same on every device.
 """
 
 import math
+import struct
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -219,3 +223,16 @@ def _weigh_all(logits: Tensor, filters: SamplingFilters) -> Tensor:
 def _block_sums(weights: Tensor) -> Tensor:
     """Sums (float64) of the blocks of each row, ``[n, blocks]``; each in float32, at its pace."""
     return weights.view(len(weights), -1, BLOCK_TOKENS).sum(dim=-1).double()
+
+
+_KEY = struct.Struct("<QQ")
+_BITS = 52
+
+
+def uniform_noise(seed: int, position: int) -> float:
+    """A number in [0, 1) for the token at ``position`` of a request with ``seed``.
+
+    It has 52 bits, so that its product with a sum of probabilities stays below that sum.
+    """
+    digest = blake2b(_KEY.pack(seed, position), digest_size=8, person=b"molink-noise").digest()
+    return (int.from_bytes(digest, "little") >> (64 - _BITS)) / float(1 << _BITS)

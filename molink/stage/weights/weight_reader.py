@@ -10,14 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from molink.checkpoint.low_bit import LowBitScheme
+from molink.checkpoint.low_bit import LowBitScheme, find_resident_format
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.prequantized import companion_names
 from molink.checkpoint.quantization import can_hold, is_quantizable
-from molink.checkpoint.resident_format import find_resident_format
+from molink.checkpoint.safetensors_header import FLOAT_DTYPES
 from molink.checkpoint.stacked_experts import StackedExpert, find_stack
 from molink.checkpoint.tensor_layout import TensorShapes, layer_tensors
-from molink.checkpoint.tensor_requirement import FLOAT_DTYPES
 from molink.errors import BrokenModel, UsageError
 from molink.facts.dtypes import NarrowDType, narrow_dtype, weight_dtype
 from molink.facts.model import Quantize
@@ -37,9 +36,14 @@ from molink.stage.linear.compiled import PART_ROWS
 from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
 from molink.stage.linear.unpacked import rows_per_unpack
 from molink.stage.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
-from molink.stage.weights.bnb_formats import check_layout, fill_quantized
-from molink.stage.weights.low_bit import read_column_order, read_low_bit_blocks, unpack_low_bit
-from molink.stage.weights.stacked_experts import read_expert_rows
+from molink.stage.weights.stored_formats import (
+    check_layout,
+    fill_quantized,
+    read_column_order,
+    read_expert_rows,
+    read_low_bit_blocks,
+    unpack_low_bit,
+)
 
 #: Weights that are packed at once.
 _MAX_PACKED_WEIGHTS = 2**20

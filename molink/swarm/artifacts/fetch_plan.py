@@ -16,14 +16,13 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.low_bit import LowBitScheme
 from molink.checkpoint.manifest import CHUNK_BYTES, HashedEntry, Manifest, ManifestEntry, ShardEntry
 from molink.checkpoint.prequantized import required_tensors
-from molink.checkpoint.safetensors_header import TensorSpec
+from molink.checkpoint.safetensors_header import TensorRequirement, TensorSpec
 from molink.checkpoint.tensor_layout import (
     EMBEDDING_NAME,
     TensorShapes,
     layer_tensors,
     stage_tensors,
 )
-from molink.checkpoint.tensor_requirement import TensorRequirement
 from molink.errors import BrokenModel
 from molink.facts.model import Quantize
 

@@ -22,7 +22,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import data_codec
 from molink.wire.messages.data_plane import RequestSlice, Tombstone, Volume, VolumeFragment
 from molink.wire.sockets.server import Server
-from molinkd.worker.connector import StageConnector
+from molinkd.worker.stage_runtime import StageConnector
 
 HIDDEN = 256
 

@@ -3,7 +3,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from molinkd.worker.record_file import RecordFile
+from molinkd.worker.stage_runtime import RecordFile
 
 
 def test_whole_lines_under_a_name_that_is_safe(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What is said of host memory that is short, and how often."""
 
 from molink.wire.messages.worker_pipe import WorkerStats
-from molinkd.worker.swap_shortage import WARNING_INTERVAL_S, SwapShortage
+from molinkd.worker.monitors import WARNING_INTERVAL_S, SwapShortage
 
 
 def stats(fallbacks: int, blocks: int = 30) -> WorkerStats:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.stage.attention import dot_product as scores
 from molink.stage.attention import gather
+from molink.stage.attention import work_groups as scores
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.gather import GatherAttention
 

@@ -1,6 +1,12 @@
 """Which blocks and positions are read, and which rows run together."""
 
-from molink.stage.attention.spans import Span, as_slice, block_ids, bucket_spans, effective_windows
+from molink.stage.attention.work_groups import (
+    Span,
+    as_slice,
+    block_ids,
+    bucket_spans,
+    effective_windows,
+)
 from molink.stage.batch import SequenceRows
 
 TABLE = (9, 8, 7, 6, 5, 4)

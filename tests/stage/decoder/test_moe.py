@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 
 from molink.checkpoint.model_folder import ModelFolder
-from molink.stage.decoder.mlp import GatedMlp, create_gate
-from molink.stage.decoder.moe import ExpertMlp
+from molink.stage.decoder.mlp import ExpertMlp, GatedMlp, create_gate
 from molink.stage.linear import PlainLinear
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel

@@ -13,9 +13,8 @@ from torch import Tensor
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from molink.facts.dtypes import WeightDType
-from molink.stage.attention import dot_product as scores
-from molink.stage.attention.gather import GatherAttention
-from molink.stage.attention.plain import PlainAttention
+from molink.stage.attention import work_groups as scores
+from molink.stage.attention.gather import GatherAttention, PlainAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.norm import CompiledRmsNorm
 from molink.stage.diagnostics import kernel_checks as proof
@@ -28,8 +27,8 @@ from molink.stage.kernels.create import create_matmul
 from molink.stage.kernels.matmul import MatMul
 from molink.stage.kernels.rowwise import RowwiseKernels
 from molink.stage.linear import CompiledLinear
+from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.int8 import Int8Linear
-from molink.stage.linear.plain import PlainLinear
 from molink.stage.linear.unpacked import UnpackedLinear
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.models import MakeModel

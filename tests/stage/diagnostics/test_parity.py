@@ -22,7 +22,7 @@ from molink.stage.kernels.create import create_rowwise
 from molink.stage.kernels.matmul import MatMul
 from molink.stage.kernels.rowwise import RowwiseKernels
 from molink.stage.linear import quantized
-from molink.stage.linear.plain import PlainLinear
+from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.quantized import QuantizedKernels
 from molink.stage.linear.unpacked import UnpackedLinear
 from tests.support.models import MakeModel

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from molink.stage.diagnostics import peak_rates as limits
 from molink.stage.diagnostics import stage_bench as bench
+from molink.stage.diagnostics import stage_bench as limits
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from molink.errors import UsageError
-from molink.stage.linear.bnb import load_library
+from molink.stage.linear.nf4 import load_library
 
 #: What the `kernels` package does, as far as bitsandbytes asks it.
 FETCHER = """
@@ -32,7 +32,7 @@ def test_no_code_is_fetched_though_the_package_that_would_is_there(tmp_path: Pat
         "import logging; logging.basicConfig()\n"
         "import molink.stage.stage\n"
         "assert 'bitsandbytes' not in sys.modules, 'imported before it is needed'\n"
-        "from molink.stage.linear.bnb import load_library\n"
+        "from molink.stage.linear.nf4 import load_library\n"
         "load_library()\n"
         "assert 'kernels' not in sys.modules\n",
     )
@@ -52,7 +52,7 @@ def test_the_package_can_still_be_used_by_others_and_what_was_fetched_before_is_
         "on_cpu.gemm_4bit_forward_kernel = print\n"
         "del sys.modules['kernels']\n"
         "import kernels\n"
-        "from molink.stage.linear.bnb import load_library\n"
+        "from molink.stage.linear.nf4 import load_library\n"
         "load_library()\n"
         "assert sys.modules['kernels'] is kernels\n"
         "assert on_cpu.gemm_4bit_forward_kernel is None\n",

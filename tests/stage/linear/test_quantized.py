@@ -113,7 +113,7 @@ def test_merged_projections_are_the_parts_side_by_side(mode: str) -> None:
 
 @torch.inference_mode()
 def test_int8_weights_are_those_of_bitsandbytes() -> None:
-    from molink.stage.linear.bnb import load_library
+    from molink.stage.linear.nf4 import load_library
 
     library = load_library()
     weight = torch.randn(64, 128).half()
@@ -172,7 +172,7 @@ def test_which_kind_is_chosen() -> None:
 
 @torch.inference_mode()
 def test_the_product_of_a_gpu_with_bitsandbytes_on_a_cpu() -> None:
-    from molink.stage.linear.bnb import load_library
+    from molink.stage.linear.nf4 import load_library
 
     load_library()
     weight = torch.randn(96, 128)

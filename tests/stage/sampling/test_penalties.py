@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from molink.stage.sampling.penalties import SampleRow, apply_penalties
+from molink.stage.sampling.logits_processors import SampleRow, apply_penalties
 from molink.stage.sampling.token_history import TokenHistory
 from molink.wire.messages.data_plane import SamplingParams
 

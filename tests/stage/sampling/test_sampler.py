@@ -12,8 +12,8 @@ from torch import Tensor
 from molink.stage.sampling import sampler
 from molink.stage.sampling import token_draws as draws
 from molink.stage.sampling.sampler import SampleRow, sample_tokens
+from molink.stage.sampling.token_draws import uniform_noise
 from molink.stage.sampling.token_history import TokenHistory
-from molink.stage.sampling.uniform_noise import uniform_noise
 from molink.wire.messages.data_plane import (
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,

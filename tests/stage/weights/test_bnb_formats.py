@@ -16,8 +16,7 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.quantization import is_quantizable
 from molink.errors import BrokenModel, ModelError, UnsupportedModel, UsageError
 from molink.stage.batch import SequenceRows
-from molink.stage.linear.bnb import load_library
-from molink.stage.linear.nf4 import NF4_VALUES
+from molink.stage.linear.nf4 import NF4_VALUES, load_library
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring

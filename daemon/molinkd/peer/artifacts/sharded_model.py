@@ -7,7 +7,7 @@ fetch the model have one. The shards of this PC's own stage come into it as they
 import logging
 from pathlib import Path
 
-from molink.checkpoint.hub_shards import HubModel
+from molink.checkpoint.hub_reader import HubModel
 from molink.checkpoint.manifest import HashedEntry, Manifest, hash_chunks, manifest_root
 from molink.checkpoint.model_folder import METADATA_FILES
 from molink.checkpoint.model_source import short_name

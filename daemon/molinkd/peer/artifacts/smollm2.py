@@ -23,7 +23,7 @@ import platformdirs
 
 from molink.checkpoint import hub
 from molink.checkpoint.disk_space import check_free_space
-from molink.checkpoint.hub_errors import translate_hub_errors
+from molink.checkpoint.hub import translate_hub_errors
 from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import retry_while_busy
 from molinkd.peer.artifacts.progress import Progress

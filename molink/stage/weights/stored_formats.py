@@ -1,17 +1,32 @@
 """Weights of GPTQ, AWQ, FP8 and compressed-tensors: :mod:`molink.checkpoint.low_bit`.
 
 They are unpacked, or put into the blocks by which a CPU multiplies.
+
+Reading weights that a checkpoint holds in bitsandbytes' formats.
+
+Experts out of a stack, as numbers; see :mod:`molink.checkpoint.stacked_experts`.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor, unflatten
 
 from molink.checkpoint.low_bit import LowBitScheme
+from molink.checkpoint.prequantized import (
+    NESTED_BLOCK,
+    QUANT_STATE_SUFFIX,
+    companion_names,
+    parse_quant_state,
+)
+from molink.checkpoint.stacked_experts import MXFP4_BLOCK, StackedExpert
+from molink.errors import BrokenModel, UnsupportedModel
 from molink.gguf.block_formats import BlockFormat
 from molink.stage.kernels.repack import BlockCodes
 from molink.stage.kernels.repack import rows_per_repack as packed_rows
+from molink.stage.linear.nf4 import NF4_VALUES
+from molink.stage.linear.quantized import QuantizedWeight
 from molink.stage.linear.unpacked import rows_per_unpack
 
 _WORD_BITS = 32
@@ -170,3 +185,92 @@ def _expand_scales(scheme: LowBitScheme, stored: Tensor, first: int, last: int) 
         return stored.view(1, 1).expand(last - first, 1)
     of_row = torch.arange(first, last) // (scheme.scale_block[0] or last)
     return stored[of_row]
+
+
+#: Reads a tensor of the checkpoint as it is stored.
+ReadStored = Callable[[str], Tensor]
+
+
+def fill_quantized(
+    weight: QuantizedWeight, first: int, name: str, shape: tuple[int, int], read: ReadStored
+) -> None:
+    """Put the stored weight ``name`` of ``shape`` (``[out, in]``) at row ``first`` of ``weight``.
+
+    Raises:
+        BrokenModel: scales that are no numbers, or a damaged description; named.
+        UnsupportedModel: a variant that isn't implemented; named.
+    """
+    data, scales = weight.row_slices(first, first + shape[0])
+    data.copy_(read(name).view(data.shape))
+    stored = (
+        read(companion_names(name)[0]) if weight.mode == "int8" else _read_scales(name, shape, read)
+    )
+    scales.copy_(stored)
+    if not bool(torch.isfinite(scales).all()):
+        raise BrokenModel(f"tensor {name}: a scale of it is NaN or infinite; fetch it again")
+
+
+def check_layout(name: str, layout: Tensor) -> None:
+    """Check an int8 weight's ``weight_format``: 0 is row by row, others belong to old GPUs.
+
+    Raises:
+        UnsupportedModel: it is another one.
+    """
+    if int(layout) != 0:
+        raise UnsupportedModel(f"tensor {name}: weight_format {int(layout)} is not supported")
+
+
+def _read_scales(name: str, shape: tuple[int, int], read: ReadStored) -> Tensor:
+    """Float32 scales of the blocks of an nf4 weight."""
+    offset = parse_quant_state(
+        read(f"{name}.{QUANT_STATE_SUFFIX}").numpy().tobytes(), shape, f"tensor {name}"
+    )
+    if not torch.allclose(read(f"{name}.quant_map"), torch.tensor(NF4_VALUES), rtol=0, atol=1e-4):
+        raise UnsupportedModel(f"tensor {name}: its quant_map isn't that of nf4")
+    scales = read(f"{name}.absmax")
+    if scales.dtype is torch.float32:
+        return scales
+    values = read(f"{name}.nested_quant_map")[scales.int()]
+    coarse = read(f"{name}.nested_absmax").repeat_interleave(NESTED_BLOCK)[: len(scales)]
+    return values * coarse + offset
+
+
+#: The values of 4-bit floats with two bits of exponent and one of mantissa (E2M1).
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SCALE_BIAS = 127
+
+
+def read_expert_rows(
+    place: StackedExpert, mapped: Callable[[str], Tensor], step: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Rows of an expert's tensor, about ``step`` at a time, each with where it begins."""
+    parts = [mapped(name)[place.index] for name in place.names]
+    if place.is_mxfp4:
+        width = parts[1].shape[1] * MXFP4_BLOCK
+        step = min(step, rows_per_unpack(width))
+        for begin in range(0, len(parts[0]), step):
+            yield begin, unpack_mxfp4(*(part[begin : begin + step] for part in parts))
+        return
+    rows = parts[0].t() if parts[0].dim() == 2 else parts[0]
+    for begin in range(0, len(rows), step):
+        yield begin, rows[begin : begin + step]
+
+
+def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Float32 ``[out, in]`` of uint8 ``blocks [out, in / 32, 16]`` and ``scales [out, in / 32]``.
+
+    A scale of 255 is none: what it belongs to becomes NaN.
+    """
+    # One look-up for both values of a byte takes a sixth of the time of one for each.
+    both = _byte_pairs().index_select(0, blocks.reshape(-1).int()).view(blocks.shape)
+    powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _SCALE_BIAS)
+    powers = powers.masked_fill(scales == 255, torch.nan)
+    return both.view(torch.float32).mul_(powers.unsqueeze(-1)).flatten(1)
+
+
+@cache
+def _byte_pairs() -> Tensor:
+    """The two float32 values of each byte, as one int64: ``[256]``."""
+    values = torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)])
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
+    return pairs.view(torch.int64).view(-1)
