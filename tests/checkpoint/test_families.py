@@ -71,10 +71,10 @@ def test_granite_has_factors(load: Callable[..., Any]) -> None:
 
 def test_smollm3_turns_nothing_in_some_layers(load: Callable[..., Any]) -> None:
     config = load("smollm3", num_hidden_layers=8)
-    assert [config.rope_of(layer) for layer in range(8)] == [0, 0, 0, None] * 2
-    assert (config.rope.theta, config.tied) == (2e6, True)
+    assert [config.rope_index(layer) for layer in range(8)] == [0, 0, 0, None] * 2
+    assert (config.rope.theta, config.tied_embeddings) == (2e6, True)
     listed = load("smollm3", no_rope_layers=[0, 1, 1, 1], rope_theta=5e6)
-    assert [listed.rope_of(layer) for layer in range(4)] == [None, 0, 0, 0]
+    assert [listed.rope_index(layer) for layer in range(4)] == [None, 0, 0, 0]
     assert listed.rope.theta == 5e6
 
 
@@ -107,9 +107,9 @@ def test_olmo3_scales_layers_without_a_window(load: Callable[..., Any]) -> None:
     fields = {"max_position_embeddings": 65536, "sliding_window": 4096}
     config = load("olmo3", rope_theta=500000, rope_scaling=scaling, **fields)
     assert config.windows == (4096, 4096, 4096, 0)
-    assert [rope.kind for rope in config.ropes] == ["yarn", "default"]
-    assert [rope.theta for rope in config.ropes] == [5e5, 5e5]
-    assert config.context == 65536
+    assert [rope.kind for rope in config.rope_configs] == ["yarn", "default"]
+    assert [rope.theta for rope in config.rope_configs] == [5e5, 5e5]
+    assert config.max_model_len == 65536
     new = {FULL: scaling | {"rope_theta": 5e5}, SLIDING: {"rope_theta": 5e5}}
     assert load("olmo3", rope_parameters=new, **fields) == config
 
@@ -130,7 +130,7 @@ def test_phi3_is_merged_and_may_scale(load: Callable[..., Any]) -> None:
     assert (plain.merged_qkv, plain.windows, plain.rope.kind) == (True, (0,) * 4, "default")
     assert plain.rope.rotary_dim(plain.head_dim) == 24
     mini = load("phi3", **PHI4_MINI)
-    assert (mini.tied, mini.windows, mini.context) == (True, (262144,) * 4, 131072)
+    assert (mini.tied_embeddings, mini.windows, mini.max_model_len) == (True, (262144,) * 4, 131072)
     assert mini.rope.rotary_dim(mini.head_dim) == 18
     assert (mini.rope.kind, mini.rope.factor, mini.rope.original_context) == ("longrope", 32, 4096)
     assert mini.rope.long_factor == (4.0,) * 9
@@ -156,9 +156,9 @@ def test_phi3_calls_longrope_by_many_names(load: Callable[..., Any], kind: str) 
 def test_mixtral_has_experts_everywhere(load: Callable[..., Any]) -> None:
     config = load("mixtral", num_local_experts=8, num_experts_per_tok=2)
     assert config.experts is not None
-    assert (config.experts.count, config.experts.chosen) == (8, 2)
-    assert (config.experts.inner_size, config.experts.normalized) == (128, True)
-    assert all(config.experts_of(layer) for layer in range(4))
+    assert (config.experts.num_experts, config.experts.top_k) == (8, 2)
+    assert (config.experts.intermediate_size, config.experts.renormalize) == (128, True)
+    assert all(config.layer_experts(layer) for layer in range(4))
     assert (config.rope.theta, config.windows) == (1e6, (0,) * 4)
 
 
@@ -167,11 +167,16 @@ def test_qwen3_moe_has_experts_in_some_layers(load: Callable[..., Any]) -> None:
     config = load("qwen3_moe", num_experts=16, **fields)
     assert config == load("qwen3_moe", num_local_experts=16, **fields)
     assert config.experts is not None
-    assert (config.experts.count, config.experts.inner_size) == (16, 32)
-    assert (config.experts.normalized, config.qk_norm, config.head_dim) == (True, "each head", 24)
-    assert all(config.experts_of(layer) for layer in range(4))
+    assert (config.experts.num_experts, config.experts.intermediate_size) == (16, 32)
+    assert (config.experts.renormalize, config.qk_norm, config.head_dim) == (True, "each head", 24)
+    assert all(config.layer_experts(layer) for layer in range(4))
     some = load("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[1], **fields)
-    assert [some.experts_of(layer) is not None for layer in range(4)] == [False, False, False, True]
+    assert [some.layer_experts(layer) is not None for layer in range(4)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     windowed = load("qwen3_moe", use_sliding_window=True, sliding_window=7)
     assert windowed.windows == (7,) * 4
 
@@ -179,8 +184,12 @@ def test_qwen3_moe_has_experts_in_some_layers(load: Callable[..., Any]) -> None:
 def test_qwen2_moe_has_a_shared_expert(load: Callable[..., Any]) -> None:
     config = load("qwen2_moe")
     assert config.experts is not None
-    assert (config.experts.count, config.experts.chosen, config.experts.inner_size) == (60, 4, 1408)
-    assert (config.experts.shared_size, config.experts.normalized) == (5632, False)
+    assert (config.experts.num_experts, config.experts.top_k, config.experts.intermediate_size) == (
+        60,
+        4,
+        1408,
+    )
+    assert (config.experts.shared_intermediate_size, config.experts.renormalize) == (5632, False)
     assert (config.attention_bias, config.output_bias) == (True, False)
     shapes = layer_tensors(config, 0)
     assert shapes["model.layers.0.mlp.shared_expert_gate.weight"] == (1, 96)
@@ -190,11 +199,15 @@ def test_qwen2_moe_has_a_shared_expert(load: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("family", ["glm", "glm4"])
 def test_glm_rotates_neighbours_in_half_of_a_head(load: Callable[..., Any], family: str) -> None:
     config = load(family, rms_norm_eps=...)
-    assert (config.head_dim, config.rope.rotary_dim(128), config.interleaved) == (128, 64, True)
+    assert (config.head_dim, config.rope.rotary_dim(128), config.interleaved_rope) == (
+        128,
+        64,
+        True,
+    )
     assert (config.norm_eps, config.merged_qkv, config.merged_gate_up) == (1.5625e-7, False, True)
     assert (config.attention_bias, config.output_bias) == (True, False)
     assert config.eos_ids == (151329, 151336, 151338)
-    assert len(config.norms.names) == (4 if family == "glm4" else 2)
+    assert len(config.norms.present_names) == (4 if family == "glm4" else 2)
 
 
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
@@ -221,12 +234,16 @@ def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
         },
         quantization_config={"quant_method": "mxfp4"},
     )
-    assert (config.windows, config.sinks, config.context) == ((128, 0) * 2, True, 131072)
+    assert (config.windows, config.sinks, config.max_model_len) == ((128, 0) * 2, True, 131072)
     assert (config.attention_bias, config.output_bias, config.quantized) == (True, True, "none")
     assert (config.activation, config.activation_limit) == ("clamped_swiglu", 7.0)
     assert (config.rope.kind, config.rope.theta, config.rope.truncate) == ("yarn", 150000, False)
     assert config.experts is not None
-    assert (config.experts.count, config.experts.chosen, config.experts.biased) == (32, 4, True)
+    assert (config.experts.num_experts, config.experts.top_k, config.experts.has_bias) == (
+        32,
+        4,
+        True,
+    )
     shapes = layer_tensors(config, 1)
     assert shapes["model.layers.1.self_attn.sinks"] == (4,)
     assert shapes["model.layers.1.mlp.router.bias"] == (32,)
@@ -239,9 +256,13 @@ def test_gemma2(load: Callable[..., Any]) -> None:
     config = load("gemma2", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
     assert (config.head_dim, config.attention_scale) == (256, 1 / 12)
     assert (config.attention_softcap, config.final_softcap) == (50.0, 30.0)
-    assert (config.activation, config.tied) == ("gelu_tanh", True)
+    assert (config.activation, config.tied_embeddings) == ("gelu_tanh", True)
     assert config.windows == (4096, 0, 4096, 0)
-    assert (len(config.norms.names), config.norm_offset, config.local_rope) == (4, 1.0, None)
+    assert (len(config.norms.present_names), config.norm_offset, config.sliding_rope) == (
+        4,
+        1.0,
+        None,
+    )
     assert config.embedding_scale == pytest.approx(96**0.5)
     free = load("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (free.attention_softcap, free.final_softcap) == (0.0, 0.0)
@@ -269,11 +290,11 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
     )
     assert old == new
     assert old.windows == (512,) * 5 + (0, 512)
-    assert [old.rope_of(layer) for layer in range(7)] == [1] * 5 + [0, 1]
-    assert [rope.theta for rope in old.ropes] == [1e6, 1e4]
-    assert [rope.factor for rope in old.ropes] == [8.0, 1.0]
+    assert [old.rope_index(layer) for layer in range(7)] == [1] * 5 + [0, 1]
+    assert [rope.theta for rope in old.rope_configs] == [1e6, 1e4]
+    assert [rope.factor for rope in old.rope_configs] == [8.0, 1.0]
     silent = load("gemma3_text", **fields)
-    assert [rope.theta for rope in silent.ropes] == [1e6, 1e4]
+    assert [rope.theta for rope in silent.rope_configs] == [1e6, 1e4]
     assert (silent.windows, silent.qk_norm, silent.final_softcap) == (old.windows, "each head", 0.0)
 
 

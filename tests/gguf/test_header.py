@@ -55,10 +55,10 @@ def read(tmp_path: Path) -> Callable[[bytes], Any]:
 def test_metadata_and_tensors(read: Callable[[bytes], Any]) -> None:
     words = text("words") + struct.pack("<IIQ", LIST, STRING, 2) + text("a") + text("é")
     found = read(file(tensor("x"), keys=(number("n", 7), words)))
-    assert found.metadata.integer("n") == 7
-    assert found.metadata.texts("words") == ["a", "é"]
+    assert found.metadata.get_integer("n") == 7
+    assert found.metadata.get_strings("words") == ["a", "é"]
     one = found.tensors["x"]
-    assert (one.shape, one.kind.name, one.nbytes, one.offset % 32) == ((2, 32), "q8_0", 68, 0)
+    assert (one.shape, one.ggml_type.name, one.nbytes, one.offset % 32) == ((2, 32), "q8_0", 68, 0)
 
 
 REFUSED: dict[str, tuple[bytes, type[ModelError], str]] = {

@@ -97,7 +97,7 @@ def place(
         is_first=True,
         is_last=stages == 1,
         config=config(rope),
-        travel_dtype="f32",
+        wire_dtype="f32",
         weight_bytes=1000,
         block_bytes=lambda size: 10 * size,
     )

@@ -70,7 +70,7 @@ class FakeStage:
     config = SimpleNamespace(
         hidden_size=8, context=64, vocab_size=10, keys_depend_on_length=False, short_context=0
     )
-    travel_dtype = "f32"
+    wire_dtype = "f32"
     weight_bytes = 3 << 20
 
     def __init__(self, error: Exception | None = None) -> None:

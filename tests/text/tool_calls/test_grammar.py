@@ -6,7 +6,7 @@ from typing import Any
 
 import llguidance
 import pytest
-from tests.text.calls.answers import THINK, called, read
+from tests.text.tool_calls.answers import THINK, called, read
 
 from molink.errors import RequestError
 from molink.text.grammar import build_grammar, compile_grammar

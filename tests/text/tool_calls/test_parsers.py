@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.text.calls.answers import called, parser_of, read, read_text
+from tests.text.tool_calls.answers import called, parser_of, read, read_text
 
 from molink.text.tool_calls import call_reader
 from molink.text.tool_calls.base import MAX_HELD_SPACE
