@@ -6,7 +6,6 @@ from typing import Any
 
 import llguidance
 import pytest
-from tests.text.tool_calls.answers import THINK, called, read
 
 from molink.errors import RequestError
 from molink.text.grammar import build_grammar, compile_grammar
@@ -15,6 +14,7 @@ from molink.text.tokenizer import Tokenizer
 from molink.text.tool_calls.create import AnswerFormat, create_answer_parser
 from molink.text.tool_calls.grammar import build_call_grammar
 from tests.support.fake_backend import build_model
+from tests.text.tool_calls.answers import THINK, called, read
 
 TOOLS: dict[str, Any] = {
     "get_weather": {

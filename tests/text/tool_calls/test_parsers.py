@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.text.tool_calls.answers import called, parser_of, read, read_text
 
 from molink.text.tool_calls import call_reader
 from molink.text.tool_calls.base import MAX_HELD_SPACE
+from tests.text.tool_calls.answers import called, parser_of, read, read_text
 
 PARIS = {"city": "Paris", "days": [1, {"x": '}]\\" </tool_call>'}]}
 CALL = json.dumps({"name": "get_weather", "arguments": PARIS})
