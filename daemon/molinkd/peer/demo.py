@@ -13,7 +13,7 @@ from molink.errors import MolinkError, UsageError, WorkerError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.files import retry_while_busy
-from molink.stage.diagnostics.stage_profile import prune_profiles
+from molink.stage.diagnostics.profile_cache import prune_profiles
 from molink.wire.sockets.secrets import private_folder
 from molinkd.child_process import ChildProcess, exit_text
 from molinkd.peer.home import Home, HomeLock, copy_measurements

@@ -79,7 +79,7 @@ def test_longrope_scales_attention_by_its_factor() -> None:
 
 
 def test_a_partial_rotation_leaves_the_rest_alone() -> None:
-    rope, rows = make(partial=0.75), torch.randn(3, 2, 16)
+    rope, rows = make(partial_rotary_factor=0.75), torch.randn(3, 2, 16)
     turned = rows.clone()
     rotate_half(turned, angles(rope, (5, 3)))
     assert torch.equal(turned[..., 12:], rows[..., 12:])

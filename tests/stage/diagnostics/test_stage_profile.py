@@ -11,13 +11,9 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.profile import Profile
 from molink.stage import stage as stages
 from molink.stage.diagnostics import stage_profile as module
+from molink.stage.diagnostics.profile_cache import MAX_PROFILES, ProfileCache
 from molink.stage.diagnostics.stage_passes import StagePasses
-from molink.stage.diagnostics.stage_profile import (
-    MAX_PROFILES,
-    ProfileCache,
-    profile_key,
-    profile_stage,
-)
+from molink.stage.diagnostics.stage_profile import profile_key, profile_stage
 from molink.stage.diagnostics.timing import DECODE_ROWS
 from molink.stage.graphs.capture import GraphWork
 from molink.stage.stage import Stage
