@@ -129,15 +129,18 @@ class E2Router(Router):
         lightest = min(candidate.load_s for candidate in candidates)
         others = [candidate for candidate in candidates if candidate not in holders]
         # Recomputation delays other requests too, so it counts twice.
-        anew_s = cheapest.prefill_s - chosen.prefill_s
-        if chosen.load_s > self._t_hbal * lightest and cheapest.cost_s + anew_s < chosen.cost_s:
+        recompute_s = cheapest.prefill_s - chosen.prefill_s
+        if (
+            chosen.load_s > self._t_hbal * lightest
+            and cheapest.cost_s + recompute_s < chosen.cost_s
+        ):
             self._counts["redirected"] += 1
             return cheapest
         if others:
-            anew = _cheapest(others)
-            if self._prefix_waits.has_doubled(key_span, anew.prefill_s - chosen.prefill_s, now):
+            replica = _cheapest(others)
+            if self._prefix_waits.has_doubled(key_span, replica.prefill_s - chosen.prefill_s, now):
                 self._counts["replicated"] += 1
-                return anew
+                return replica
         self._counts["exploited"] += 1
         return chosen
 

@@ -27,7 +27,7 @@ class RoundRobinRouter(Router):
 
 
 class LeastLoadedRouter(Router):
-    """Chooses the pipeline with the fewest requests, whatever their size."""
+    """Chooses the pipeline with the fewest requests, regardless of their size."""
 
     def choose_pipeline(
         self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
@@ -63,7 +63,7 @@ class FallbackRouter(Router):
             if any(chosen is load for load in pipelines):
                 return chosen
             raise LookupError(f"{chosen.name} is none of those that take requests")
-        except Exception as error:  # requests have to be served whatever is wrong with the router
+        except Exception as error:  # a failing router must not fail requests
             self._fall_back(error)
             return self._router.choose_pipeline(prompt, pipelines, now)
 
@@ -82,7 +82,7 @@ class FallbackRouter(Router):
     def _notify_router(self, tell: Callable[[Router], None]) -> None:
         try:
             tell(self._router)
-        except Exception as error:  # requests have to be served whatever is wrong with the router
+        except Exception as error:  # a failing router must not fail requests
             self._fall_back(error)
 
     def _fall_back(self, error: Exception) -> None:

@@ -1,1 +1,1 @@
-"""The scheduler beside stage 0: admission, batches, KV blocks, ticks. Plain objects, no I/O."""
+"""The scheduler beside stage 0: admission, batching, KV blocks. Plain objects without I/O."""

@@ -135,14 +135,14 @@ class Batcher:
 
     def _ask_draft_model(self, running: Sequence[RequestState], streams: int, context: int) -> None:
         """Request drafts for the requests of the next volume; some then wait for them."""
-        asking = self._speculation.draft_queue
-        if asking.has_model:
+        draft_queue = self._speculation.draft_queue
+        if draft_queue.has_model:
             ready = (
                 state
                 for state in running
                 if state.phase == "decode"
                 and not state.awaited_seqs
-                and not asking.is_waiting(state)
+                and not draft_queue.is_waiting(state)
             )
             requests = list(islice(ready, self._decode_quota(streams)))
             self._speculation.ask_draft_model(
@@ -152,14 +152,14 @@ class Batcher:
     def _add_decode_rows(
         self, builder: VolumeBuilder, running: Sequence[RequestState], now: float
     ) -> None:
-        quota, asking = self._decode_quota(len(running)), self._speculation.draft_queue
+        quota, draft_queue = self._decode_quota(len(running)), self._speculation.draft_queue
         self._starved = []
         for state in running:
             if len(builder) == quota or builder.block_room < 1:
                 return
             if state.awaited_seqs or state.phase != "decode":  # preempted for an earlier request
                 continue
-            if asking.is_waiting(state):
+            if draft_queue.is_waiting(state):
                 continue
             grown = self._grow_blocks(state)
             if grown is None:
@@ -294,8 +294,8 @@ class Batcher:
         apart = (
             self._in_flight.count_volumes(prefill=False) + len(self._prefill_only_seqs) < maximum
         )
-        paired = flying < maximum and (piggyback or apart)
-        if not paired and not self.micro_batches.allows_prefill_only:
+        is_regular = flying < maximum and (piggyback or apart)
+        if not is_regular and not self.micro_batches.allows_prefill_only:
             return 0
         before = requests[0].num_issued if admitted else 0
         queued, prompts = self._queues.num_waiting_tokens, self._queues.num_waiting
@@ -304,13 +304,13 @@ class Batcher:
         rows = self._chunk_size.choose_rows(streams, left, before, context, queued, prompts)
         if not self._config.max_num_batched_tokens:
             rows = min(rows, self.micro_batches.link_chunk_rows or rows)
-        if paired:
+        if is_regular:
             return rows
         room = self._in_flight.num_prefill_rows + rows <= self._config.max_prefill_only_rows
-        unpaired = self.micro_batches.prefill_only_window(rows, before, streams, context)
+        window = self.micro_batches.prefill_only_window(rows, before, streams, context)
         awaited = self._in_flight.oldest_awaited_at
-        clear = awaited is None or now - awaited <= unpaired.window_s
-        return rows if room and clear and flying < unpaired.max_volumes else 0
+        clear = awaited is None or now - awaited <= window.window_s
+        return rows if room and clear and flying < window.max_volumes else 0
 
     def _add_chunk(
         self, builder: VolumeBuilder, state: RequestState, maximum: int, now: float

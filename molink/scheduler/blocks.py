@@ -86,7 +86,7 @@ class BlockAllocator:
         for block in blocks:
             if not self._references[block]:
                 if not self._in_tree[block]:
-                    raise InvariantError(f"can't share block {block}: nobody holds it")
+                    raise InvariantError(f"can't share block {block}: it is not held")
                 del self._cached[block]
                 self._num_settled -= not self._outstanding[block]
             self._references[block] += 1
@@ -137,9 +137,9 @@ class BlockAllocator:
         Raises:
             InvariantError: it is not held, or already in the tree.
         """
-        self._check_held((block,), "keep")
+        self._check_held((block,), "cache")
         if self._in_tree[block]:
-            raise InvariantError(f"block {block} is kept already")
+            raise InvariantError(f"block {block} is cached already")
         self._in_tree[block] = True
 
     def touch_blocks(self, blocks: Iterable[int]) -> None:
@@ -155,7 +155,7 @@ class BlockAllocator:
             InvariantError: it is not cached.
         """
         if block not in self._cached:
-            raise InvariantError(f"can't forget block {block}: it is not cached")
+            raise InvariantError(f"can't evict block {block}: it is not cached")
         del self._cached[block]
         self._in_tree[block] = False
         if self._outstanding[block]:
@@ -196,7 +196,7 @@ class BlockAllocator:
         if held != {block: count for block, count in references.items() if count}:
             raise InvariantError("references to blocks are not those of tables and copies")
         if sorted(kept) != [block for block in range(self.total) if self._in_tree[block]]:
-            raise InvariantError("the prefix cache does not have the blocks that are kept for it")
+            raise InvariantError("the cached blocks are not those of the prefix tree")
         outstanding = Counter(block for blocks in self._pending.values() for block in blocks)
         if any(count != outstanding[block] for block, count in enumerate(self._outstanding)):
             raise InvariantError("releases of a block that have not gone round are miscounted")
@@ -227,7 +227,7 @@ class BlockAllocator:
     def _check_held(self, blocks: Iterable[int], act: str) -> None:
         for block in blocks:
             if not 0 <= block < self.total or not self._references[block]:
-                raise InvariantError(f"can't {act} block {block}: nobody holds it")
+                raise InvariantError(f"can't {act} block {block}: it is not held")
 
 
 class ReleasingBlocks:
@@ -302,7 +302,7 @@ class HostBlockAllocator:
         """
         for block in blocks:
             if block not in self._allocated:
-                raise InvariantError(f"can't free host block {block}: nobody has it")
+                raise InvariantError(f"can't free host block {block}: it is not allocated")
             self._allocated.remove(block)
             self._free.append(block)
 

@@ -133,7 +133,7 @@ class ChunkSize:
         is_queue = prompts > 1 and queued * self._row_s > patience_s
         return max(rows, self._queued_rows - piggybacked) if is_queue else rows
 
-    # --- nobody decodes ------------------------------------------------------------------------
+    # --- without decodes ------------------------------------------------------------------------
 
     def _efficient_rows(self, left: int, before: int) -> int:
         """The smallest chunk that computes ``left`` rows in nearly minimal time."""
@@ -151,7 +151,7 @@ class ChunkSize:
         steps = [self._chunk_s(profile, rows, before) for profile in self._profiles]
         return (-(-left // rows) - 1) * max(steps) + sum(steps)
 
-    # --- others decode -------------------------------------------------------------------------
+    # --- beside decodes -------------------------------------------------------------------------
 
     def _bounded_rows(self, piggybacked: int, before: int, context: int) -> int:
         """The largest chunk that keeps ``piggybacked`` decode rows within the bound.

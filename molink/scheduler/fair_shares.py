@@ -192,8 +192,8 @@ class FairShares:
         """Record the end of a request, while ``phase`` still tells whether it waited."""
         peer, waited = state.peer, state.phase == "waiting"
         self._clients[peer].on_removed(state.request.client, waited=waited)
-        for forgotten in self._peers.on_removed(peer, waited=waited):
-            del self._clients[forgotten]
+        for dropped in self._peers.on_removed(peer, waited=waited):
+            del self._clients[dropped]
 
     def _add_units(self, state: RequestState, units: int) -> None:
         peer = state.peer

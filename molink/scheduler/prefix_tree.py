@@ -147,7 +147,7 @@ class PrefixTree:
             InvariantError: they don't.
         """
         if {place: block for block, place in self._locations.items()} != self._children:
-            raise InvariantError("blocks are not below those that they should be below")
+            raise InvariantError("a block is not below its parent")
         keys: dict[int, list[BlockTokens]] = {}
         for parent, key in self._children:
             keys.setdefault(parent, []).append(key)

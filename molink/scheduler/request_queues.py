@@ -156,10 +156,12 @@ class RequestQueues:
     def latest_scheduled(self, now: float) -> list[RequestState]:
         """Running requests that are not scheduled now, the latest next schedule first."""
         admitted = list(self._running.values())
-        turns = self._policy.estimate_next_scheduled(admitted, len(admitted), now)
-        later = [state for state in self._policy.order_running(admitted, now) if turns[state] > 0]
+        scheduled = self._policy.estimate_next_scheduled(admitted, len(admitted), now)
+        later = [
+            state for state in self._policy.order_running(admitted, now) if scheduled[state] > 0
+        ]
         later.reverse()
-        return sorted(later, key=turns.__getitem__, reverse=True)
+        return sorted(later, key=scheduled.__getitem__, reverse=True)
 
     def estimate_swapped(self, now: float) -> Mapping[RequestState, float]:
         """Swapped-out requests and the estimated seconds until each is scheduled."""

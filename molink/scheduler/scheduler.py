@@ -125,17 +125,17 @@ class Scheduler:
         late = [
             state for state in self._queues.waiting_requests if self._admission.is_late(state, now)
         ]
-        turns: dict[tuple[str, str], float | None] = {}
+        waits: dict[tuple[str, str], float | None] = {}
         emissions = []
         for state in late:
             self._counts["expired"] += 1
             self._remove_request(state, "expired", now)
             client = state.client_key
-            if client not in turns:
+            if client not in waits:
                 retry = copy(state)
                 self._set_arrival(retry, now)
-                turns[client] = self._wait_estimator.estimate_wait(retry)
-            error = self._admission.late_error(state, turns[client], now)
+                waits[client] = self._wait_estimator.estimate_wait(retry)
+            error = self._admission.late_error(state, waits[client], now)
             emissions.append(self._reject_overloaded(state, error))
         return emissions
 

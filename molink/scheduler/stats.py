@@ -24,13 +24,13 @@ MAX_SCHEDULED_MS = 3_600_000
 
 
 def report_request(
-    state: RequestState, turns: Mapping[RequestState, float], now: float
+    state: RequestState, next_scheduled: Mapping[RequestState, float], now: float
 ) -> RequestLoad:
     """A request's entry in the load report. It counts as prefill until its first token."""
     assert state.phase != "gone", "ended requests are in no queue"
     phase: Literal["waiting", "swapped", "prefill", "decode"]
     phase = "prefill" if state.phase == "decode" and not state.num_generated else state.phase
-    if state in turns:
+    if state in next_scheduled:
         phase = "swapped"
     taken, prompt = now - state.first_token_at, state.num_prompt_tokens
     return RequestLoad(
@@ -43,7 +43,7 @@ def report_request(
         if state.num_generated > 1 and taken > 0
         else 0,
         max(0, int(now - state.arrived_at)),
-        min(MAX_SCHEDULED_MS, round(1000 * turns.get(state, 0.0))),
+        min(MAX_SCHEDULED_MS, round(1000 * next_scheduled.get(state, 0.0))),
     )
 
 
@@ -97,9 +97,9 @@ class SchedulerStats:
         counters["head_swap_fallbacks_total"] = float(swap.num_fallbacks)
         counters["head_draft_tokens_total"] = float(self._speculation.num_drafted)
         counters["head_draft_tokens_accepted_total"] = float(self._speculation.num_accepted)
-        asking = self._speculation.draft_queue
-        counters["head_guessed_tokens_total"] = float(asking.num_drafted)
-        counters["head_guess_seconds_total"] = asking.draft_seconds
+        draft_queue = self._speculation.draft_queue
+        counters["head_guessed_tokens_total"] = float(draft_queue.num_drafted)
+        counters["head_guess_seconds_total"] = draft_queue.draft_seconds
         counters["head_prefix_hit_tokens_total"] = float(cache.num_hit_tokens)
         counters["head_prefix_lookup_tokens_total"] = float(cache.num_lookup_tokens)
         counters["head_prefix_evictions_total"] = float(cache.num_evictions)
@@ -149,8 +149,8 @@ class SchedulerStats:
 
     def report_load(self, pipeline: str, now: float) -> SchedulerLoad:
         """The load that is reported to other peers."""
-        blocks, turns = self._cache.allocator, self._queues.estimate_swapped(now)
-        self._first_swapped_s = min(turns.values(), default=0.0)
+        blocks, next_scheduled = self._cache.allocator, self._queues.estimate_swapped(now)
+        self._first_swapped_s = min(next_scheduled.values(), default=0.0)
         queues = list(self._queues.queue_lengths[:MAX_QUEUES])
         while queues and not queues[-1]:
             queues.pop()
@@ -162,9 +162,10 @@ class SchedulerStats:
             blocks.total - self._cache.num_available,
             self._batcher.micro_batches.count,
             tuple(
-                report_request(state, turns, now) for state in islice(self._queues, MAX_REQUESTS)
+                report_request(state, next_scheduled, now)
+                for state in islice(self._queues, MAX_REQUESTS)
             ),
-            len(turns),
+            len(next_scheduled),
             self._swap.host_blocks.total,
             self._swap.host_blocks.num_held,
             min(100, round(100 * self._cache.hit_rate)),

@@ -146,9 +146,9 @@ class SwapManager:
 
     def _is_worthwhile(self, tokens: int) -> bool:
         """Whether ``tokens`` fit into one copy, and copying beats recomputation."""
-        anew_s = self._ring_times.prompt_s(tokens)
+        recompute_s = self._ring_times.prompt_s(tokens)
         fits = self._config.blocks_for(tokens) <= MAX_SWAP_BLOCKS
-        return fits and not 0 < anew_s < self._copy_s(tokens)
+        return fits and not 0 < recompute_s < self._copy_s(tokens)
 
     def _restore_s(self, state: RequestState) -> float | None:
         """Seconds to restore a request from its actual or prospective copy, if any."""

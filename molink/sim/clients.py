@@ -141,7 +141,7 @@ class Clients:
         """Seconds since the last token of any live request."""
         return self._event_queue.now - self.last_event_at if self._serving else 0.0
 
-    # --- the heads' front desk -------------------------------------------------------------------
+    # --- emission receiver ----------------------------------------------------------------------
 
     def deliver_emissions(self, emissions: Iterable[Emission], now: float) -> None:
         """Record tokens and rejections.

@@ -254,8 +254,10 @@ class SimDrafter:
             sampled=sum(request.max_drafts > 0 for request in requests),
         )
         seconds = self._roofline.step_s(first)
-        for guessed in range(1, max(len(guess.tokens) for guess in drafts)):
-            active = [a for a, g in zip(requests, drafts, strict=True) if len(g.tokens) > guessed]
+        for num_passes in range(1, max(len(draft.tokens) for draft in drafts)):
+            active = [
+                a for a, g in zip(requests, drafts, strict=True) if len(g.tokens) > num_passes
+            ]
             context = sum(request.position for request in active)
             rows = StepRows(decode=len(active), decode_context=context, sampled=len(active))
             seconds += self._roofline.step_s(rows)

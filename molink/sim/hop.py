@@ -32,8 +32,8 @@ class SimSender:
     peer_id: str = ""
 
 
-_SENDERS = {lane: SimSender(bytes([lane])) for lane in Channel}
-_CHANNELS = {sender.identity: lane for lane, sender in _SENDERS.items()}
+_SENDERS = {channel: SimSender(bytes([channel])) for channel in Channel}
+_CHANNELS = {sender.identity: channel for channel, sender in _SENDERS.items()}
 
 
 class Hop:

@@ -103,8 +103,10 @@ class SimRing:
         self._executors.append(executor)
         broken = partial(self._on_broken, index)
         link = self._make_link(index) if self._hops else None
-        guesses = template.scenario.draft_roofline if index == 0 else None
-        drafter = None if guesses is None else SimDrafter(event_queue, guesses, pc, texts)
+        draft_roofline = template.scenario.draft_roofline if index == 0 else None
+        drafter = (
+            None if draft_roofline is None else SimDrafter(event_queue, draft_roofline, pc, texts)
+        )
         environment = StageEnvironment(
             event_queue, requests, executor, self._create_receiver, broken, link, drafter
         )

@@ -114,11 +114,11 @@ class Workload:
         if span <= 0:
             raise UsageError("the trace's requests all arrive at once: use --arrivals poisson")
         # With the gap after the last request, n requests take n / rate seconds.
-        turn = len(sizes) / self.rate
-        scale = turn * (1 - 1 / len(sizes)) / span
+        cycle_s = len(sizes) / self.rate
+        scale = cycle_s * (1 - 1 / len(sizes)) / span
         for number in count():
             for row in sizes:
-                yield number * turn + (row.arrival_s - first) * scale
+                yield number * cycle_s + (row.arrival_s - first) * scale
 
 
 def _repeat_sizes(sizes: Sequence[TraceRow]) -> Iterator[TraceRow]:

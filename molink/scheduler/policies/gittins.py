@@ -89,8 +89,8 @@ class Gittins(RankedPolicy):
 
     # --- events ----------------------------------------------------------------------------------
 
-    def set_capacity(self, tokens: int, places: int) -> None:
-        self._kv_tokens, self._max_num_seqs = tokens, places
+    def set_capacity(self, tokens: int, slots: int) -> None:
+        self._kv_tokens, self._max_num_seqs = tokens, slots
 
     def set_answer_lengths(self, answers: AnswerLengths) -> None:
         self._answer_lengths = answers
@@ -239,17 +239,17 @@ class Gittins(RankedPolicy):
         self, requests: Collection[RequestState], batch: int, now: float
     ) -> Mapping[RequestState, float]:
         """Until the requests before it that don't fit beside it are done, or it is promoted."""
-        tokens, places, work_s, turns = self._kv_tokens, self._max_num_seqs, 0.0, {}
+        tokens, slots, work_s, scheduled = self._kv_tokens, self._max_num_seqs, 0.0, {}
         asked = set(requests)
         for state in sorted(self._states, key=lambda state: self.rank_request(state, now)):
             standing = self._states[state]
-            tokens, places = tokens - len(state.tokens), places - 1
+            tokens, slots = tokens - len(state.tokens), slots - 1
             if state in asked:
                 promoted_s = max(0.0, standing.promotion_due_at - now)
-                turns[state] = min(work_s, promoted_s)
-            if tokens < 0 or places < 0:
+                scheduled[state] = min(work_s, promoted_s)
+            if tokens < 0 or slots < 0:
                 work_s += standing.work_s
-        return turns
+        return scheduled
 
 
 def _is_close(seconds: float, others: float) -> bool:

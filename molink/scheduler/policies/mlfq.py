@@ -166,13 +166,15 @@ class Mlfq(RankedPolicy):
             ahead += levels[level - 1]
             quanta += ahead * self.quantum_s(level - 1)
             before[level] = quanta / max(1, batch)
-        turns = {}
+        scheduled = {}
         for state in requests:
             place = self._positions[state]
             promoted_at = self._promoted_at(place)
             waits = before[place.level]
-            turns[state] = waits if promoted_at is None else min(waits, max(0.0, promoted_at - now))
-        return turns
+            scheduled[state] = (
+                waits if promoted_at is None else min(waits, max(0.0, promoted_at - now))
+            )
+        return scheduled
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
         """By queue, then by the time of joining it."""
@@ -222,7 +224,7 @@ class FixedPriority(SkipJoinMlfq):
         return None
 
     def can_be_preempted(self, state: RequestState) -> bool:
-        """For any shorter prompt, whatever it costs."""
+        """For any shorter prompt, at any cost."""
         return True
 
     def rank_request(self, state: RequestState, now: float) -> Rank:

@@ -227,8 +227,8 @@ class DraftModelQueue:
         first = self._pass_s(new, 0) if new <= 2 * asked else model.profile.prefill_s(new)
         predicted = first + max(0, passes - 1) * self._pass_s(asked, 0)
         if predicted:
-            pace = min(found.seconds / predicted, _SLOWER * self._slowdown)
-            self._slowdown += _SMOOTHING * (pace - self._slowdown)
+            slowdown = min(found.seconds / predicted, _SLOWER * self._slowdown)
+            self._slowdown += _SMOOTHING * (slowdown - self._slowdown)
         if asked:
             self._passes += _SMOOTHING * (passes - self._passes)
 
@@ -255,8 +255,10 @@ class DraftModelQueue:
         for asked, each in enumerate(draft_yields, 1):
             tokens += each.tokens / _REQUEST_MARGIN
             rows += each.rows
-            guessing = self._passes * self._slowdown * self._pass_s(asked, load.context)
-            round_trip = self._costs.round_trip_s(round(rows), load, guessing) * load.rows / tokens
+            drafting_s = self._passes * self._slowdown * self._pass_s(asked, load.context)
+            round_trip = (
+                self._costs.round_trip_s(round(rows), load, drafting_s) * load.rows / tokens
+            )
             if round_trip < most:
                 best, most = asked, round_trip
         return best, before - most

@@ -267,9 +267,9 @@ class RequestDrafter:
     def on_issued(self, position: int, rows: int) -> None:
         """Record a pass from ``position`` on with ``rows`` drafts."""
         if self.model_drafts_position == position:
-            guessed = rows if self._proposal is self._model_drafts else 0
+            issued = rows if self._proposal is self._model_drafts else 0
             self.draft_yield.record_request(
-                self._expected_tokens(self._model_drafts, guessed), guessed
+                self._expected_tokens(self._model_drafts, issued), issued
             )
         else:
             self.draft_yield.decay_yield()

@@ -59,7 +59,7 @@ _RENO = 3 * (1 - _DECREASE) / (1 + _DECREASE)
 #: Minimum growth per round trip before the first loss (Linux, tcp_cubic.c).
 _FIRST_GROWTH = 1 / 20
 #: Pacing rate in windows per round trip, in slow start and after (Linux, tcp_update_pacing_rate).
-_SLOW_PACE, _PACE = 2.0, 1.2
+_SLOW_START_GAIN, _PACING_GAIN = 2.0, 1.2
 #: Maximum growth in segments per acknowledged segment (section 4.4).
 _MAX_GROWTH = 0.5
 
@@ -113,7 +113,7 @@ class CubicTcp:
         self._used = 0
 
     def on_sent(self, now: float, in_flight: int, limited: bool) -> None:
-        """Track the used window; after an idle timeout, forget half of the unused part."""
+        """Track the used window; after an idle timeout, halve the unused part."""
         self._repairs += max(0, in_flight - self._in_flight)
         self._in_flight = in_flight
         if (
@@ -251,5 +251,5 @@ class PacedCubicTcp(CubicTcp):
         self._set_pacing_rate()
 
     def _set_pacing_rate(self) -> None:
-        gain = _SLOW_PACE if self.window < self.threshold / 2 else _PACE
+        gain = _SLOW_START_GAIN if self.window < self.threshold / 2 else _PACING_GAIN
         self.pacing_rate = gain * max(self.window, self._in_flight) / self._smoothed_round_trip
