@@ -88,21 +88,21 @@ class SchedulerStats:
     def read_counters(self) -> dict[str, float]:
         """Counters of this epoch, by name."""
         batcher, cache, swap = self._batcher, self._cache, self._swap
-        counters = {f"head_{name}_total": float(count) for name, count in self.counts.items()}
-        counters["head_prompt_tokens_total"] = float(batcher.num_prompt_tokens)
-        counters["head_prefill_rows_total"] = float(batcher.num_prefill_rows)
-        counters["head_preemptions_total"] = float(batcher.num_preemptions)
-        counters["head_swaps_out_total"] = float(swap.num_swap_outs)
-        counters["head_swaps_in_total"] = float(swap.num_swap_ins)
-        counters["head_swap_fallbacks_total"] = float(swap.num_fallbacks)
-        counters["head_draft_tokens_total"] = float(self._speculation.num_drafted)
-        counters["head_draft_tokens_accepted_total"] = float(self._speculation.num_accepted)
+        counters = {f"scheduler_{name}_total": float(count) for name, count in self.counts.items()}
+        counters["scheduler_prompt_tokens_total"] = float(batcher.num_prompt_tokens)
+        counters["scheduler_prefill_rows_total"] = float(batcher.num_prefill_rows)
+        counters["scheduler_preemptions_total"] = float(batcher.num_preemptions)
+        counters["scheduler_swaps_out_total"] = float(swap.num_swap_outs)
+        counters["scheduler_swaps_in_total"] = float(swap.num_swap_ins)
+        counters["scheduler_swap_fallbacks_total"] = float(swap.num_fallbacks)
+        counters["scheduler_draft_tokens_total"] = float(self._speculation.num_drafted)
+        counters["scheduler_draft_tokens_accepted_total"] = float(self._speculation.num_accepted)
         draft_queue = self._speculation.draft_queue
-        counters["head_guessed_tokens_total"] = float(draft_queue.num_drafted)
-        counters["head_guess_seconds_total"] = draft_queue.draft_seconds
-        counters["head_prefix_hit_tokens_total"] = float(cache.num_hit_tokens)
-        counters["head_prefix_lookup_tokens_total"] = float(cache.num_lookup_tokens)
-        counters["head_prefix_evictions_total"] = float(cache.num_evictions)
+        counters["scheduler_draft_model_tokens_total"] = float(draft_queue.num_drafted)
+        counters["scheduler_draft_model_seconds_total"] = draft_queue.draft_seconds
+        counters["scheduler_prefix_hit_tokens_total"] = float(cache.num_hit_tokens)
+        counters["scheduler_prefix_lookup_tokens_total"] = float(cache.num_lookup_tokens)
+        counters["scheduler_prefix_evictions_total"] = float(cache.num_evictions)
         return counters
 
     def read_gauges(self) -> dict[str, float]:
@@ -120,28 +120,28 @@ class SchedulerStats:
         )
         blocks = cache.allocator
         gauges = {
-            "head_blocks": blocks.total,
-            "head_blocks_used": blocks.total - cache.num_available,
-            "head_blocks_releasing": blocks.num_releasing,
-            "head_blocks_free": blocks.num_free,
-            "head_blocks_cached": blocks.num_settled,
-            "head_prefix_hit_rate": round(cache.hit_rate, 4),
-            "head_host_blocks": host.total,
-            "head_host_blocks_used": host.num_held,
-            "head_swapped": queues.num_swapped,
-            "head_micro_batches": self._batcher.micro_batches.count,
-            "head_running": queues.num_running,
-            "head_waiting": queues.num_waiting,
-            "head_clients": queues.fair_shares.num_clients,
-            "head_decode_in_flight": in_flight.count_volumes(prefill=False)
+            "scheduler_blocks": blocks.total,
+            "scheduler_blocks_used": blocks.total - cache.num_available,
+            "scheduler_blocks_releasing": blocks.num_releasing,
+            "scheduler_blocks_free": blocks.num_free,
+            "scheduler_blocks_cached": blocks.num_settled,
+            "scheduler_prefix_hit_rate": round(cache.hit_rate, 4),
+            "scheduler_host_blocks": host.total,
+            "scheduler_host_blocks_used": host.num_held,
+            "scheduler_swapped": queues.num_swapped,
+            "scheduler_micro_batches": self._batcher.micro_batches.count,
+            "scheduler_running": queues.num_running,
+            "scheduler_waiting": queues.num_waiting,
+            "scheduler_clients": queues.fair_shares.num_clients,
+            "scheduler_decode_in_flight": in_flight.count_volumes(prefill=False)
             + in_flight.num_lookahead,
-            "head_prefill_in_flight": in_flight.count_volumes(prefill=True),
-            "head_prefill_rows_in_flight": in_flight.num_prefill_rows,
-            "head_cancel_iterations_last": in_flight.cancel_iterations_last,
-            "head_cancel_iterations_max": in_flight.cancel_iterations_max,
-            "head_swapped_turn_seconds": self._first_swapped_s,
+            "scheduler_prefill_in_flight": in_flight.count_volumes(prefill=True),
+            "scheduler_prefill_rows_in_flight": in_flight.num_prefill_rows,
+            "scheduler_cancel_iterations_last": in_flight.cancel_iterations_last,
+            "scheduler_cancel_iterations_max": in_flight.cancel_iterations_max,
+            "scheduler_swapped_resume_seconds": self._first_swapped_s,
             **{
-                f"head_queue_{level}": requests
+                f"scheduler_queue_{level}": requests
                 for level, requests in enumerate(queues.queue_lengths, 1)
             },
         }

@@ -65,7 +65,9 @@ class SimPipeline:
 
     def _sample_kv_usage(self) -> None:
         _, gauges = self._ring.stage_stats()
-        self.kv_peak = max(self.kv_peak, gauges["head_blocks_used"] / gauges["head_blocks"])
+        self.kv_peak = max(
+            self.kv_peak, gauges["scheduler_blocks_used"] / gauges["scheduler_blocks"]
+        )
         self.event_queue.schedule_at(
             self.event_queue.now + _COUNT_INTERVAL_S, self._sample_kv_usage
         )
@@ -87,24 +89,24 @@ class SimPipeline:
     @property
     def max_micro_batches(self) -> int:
         """``K`` at the end."""
-        return int(self._ring.stage_stats()[1]["head_micro_batches"])
+        return int(self._ring.stage_stats()[1]["scheduler_micro_batches"])
 
     @property
     def num_preemptions(self) -> int:
-        return int(self._ring.stage_stats()[0]["head_preemptions_total"])
+        return int(self._ring.stage_stats()[0]["scheduler_preemptions_total"])
 
     @property
     def swap_counts(self) -> tuple[int, int, int]:
         """Requests swapped out, swapped in, and not swapped for lack of host memory."""
         counters, _ = self._ring.stage_stats()
         names = ("swaps_out", "swaps_in", "swap_fallbacks")
-        outs, ins, fallbacks = (int(counters[f"head_{name}_total"]) for name in names)
+        outs, ins, fallbacks = (int(counters[f"scheduler_{name}_total"]) for name in names)
         return outs, ins, fallbacks
 
     @property
     def num_prefill_rows(self) -> int:
         """Rows of prompts, including recomputed ones."""
-        return int(self._ring.stage_stats()[0]["head_prefill_rows_total"])
+        return int(self._ring.stage_stats()[0]["scheduler_prefill_rows_total"])
 
     @property
     def waited_s(self) -> list[float]:
@@ -115,8 +117,8 @@ class SimPipeline:
     def draft_counts(self) -> tuple[int, int]:
         """Tokens drafted and accepted."""
         counters, _ = self._ring.stage_stats()
-        accepted = counters["head_draft_tokens_accepted_total"]
-        return int(counters["head_draft_tokens_total"]), int(accepted)
+        accepted = counters["scheduler_draft_tokens_accepted_total"]
+        return int(counters["scheduler_draft_tokens_total"]), int(accepted)
 
     @property
     def computed_s(self) -> list[float]:

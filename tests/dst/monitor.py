@@ -110,7 +110,7 @@ class Monitor:
             self.counts["resent"] += place.seat.outgoing.stats.resent
         if place.seat.scheduler is not None:
             self.counts["preemptions"] += int(
-                place.seat.scheduler.collect_stats()[0]["head_preemptions_total"]
+                place.seat.scheduler.collect_stats()[0]["scheduler_preemptions_total"]
             )
 
     def check_epoch(self, worker: Worker, place: StageEpoch) -> None:
@@ -139,7 +139,7 @@ class Monitor:
             return f"{worker} has work"
         if head is not None:
             gauges = head.collect_stats()[1]
-            used, leaving = gauges["head_blocks_used"], gauges["head_blocks_releasing"]
+            used, leaving = gauges["scheduler_blocks_used"], gauges["scheduler_blocks_releasing"]
             if head.live_requests or used or leaving:
                 return (
                     f"the head on {worker} has {head.live_requests}, {used} blocks, {leaving} leave"

@@ -116,7 +116,7 @@ def test_every_figure_is_described(demo: Process, tools: type[Tools]) -> None:
     assert [name for name, text in helps.items() if text == UNDESCRIBED] == []
     own = {name for name in helps if name.startswith("endpoint_") or name == "build_info"}
     # The queues are those of a policy that isn't the default.
-    seldom = {name for name in HELP if name.startswith(("daemon_requests_", "head_queue_"))}
+    seldom = {name for name in HELP if name.startswith(("daemon_requests_", "scheduler_queue_"))}
     assert helps.keys() - own - seldom == HELP.keys() - seldom
 
 
@@ -160,10 +160,10 @@ def test_closing_the_connection_frees_the_blocks(demo: Process, tools: type[Tool
     )
     for _ in range(5):
         next(stream)
-    tools.wait_for(lambda: tools.metrics(at_head)["molink_head_blocks_used"] > 0, demo)
+    tools.wait_for(lambda: tools.metrics(at_head)["molink_scheduler_blocks_used"] > 0, demo)
     stream.close()
-    tools.wait_for(lambda: tools.metrics(at_head)["molink_head_blocks_used"] == 0, demo)
-    assert tools.metrics(at_head)["molink_head_cancelled_total"] >= 1
+    tools.wait_for(lambda: tools.metrics(at_head)["molink_scheduler_blocks_used"] == 0, demo)
+    assert tools.metrics(at_head)["molink_scheduler_cancelled_total"] >= 1
 
 
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo: Process, tools: type[Tools]) -> None:
@@ -190,9 +190,9 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo: Process, tools: ty
     for usage in (again.usage, last.usage):
         assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
     assert again.choices[0].message.content == first.choices[0].message.content
-    hits, minimum = "molink_head_prefix_hit_tokens_total", 2 * (first.usage.prompt_tokens - 1)
+    hits, minimum = "molink_scheduler_prefix_hit_tokens_total", 2 * (first.usage.prompt_tokens - 1)
     tools.wait_for(lambda: tools.metrics(at_head)[hits] >= minimum, demo)
-    assert 0 < tools.metrics(at_head)["molink_head_prefix_hit_rate"] < 1
+    assert 0 < tools.metrics(at_head)["molink_scheduler_prefix_hit_rate"] < 1
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -124,10 +124,10 @@ def test_a_flood_delays_others_and_leaves_nothing(first: Process, tools: type[To
     def nothing_left() -> bool:
         now = tools.metrics(endpoint, KEYS["quiet"])
         names = ("blocks_used", "host_blocks_used", "waiting", "running", "clients", "swapped")
-        return not any(now[f"molink_head_{name}"] for name in names)
+        return not any(now[f"molink_scheduler_{name}"] for name in names)
 
     tools.wait_for(nothing_left, first)
-    assert tools.metrics(endpoint, KEYS["quiet"])["molink_head_swap_fallbacks_total"] > 0
+    assert tools.metrics(endpoint, KEYS["quiet"])["molink_scheduler_swap_fallbacks_total"] > 0
     for pid, threads in before.items():
         with suppress(psutil.NoSuchProcess):
             assert psutil.Process(pid).num_threads() <= threads + 8

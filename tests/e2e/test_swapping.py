@@ -53,7 +53,7 @@ def test_who_is_swapped_gets_the_same_text(first: Process, tools: type[Tools]) -
     (at_head,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
 
     def counted(name: str) -> float:
-        return tools.metrics(at_head)[f"molink_head_{name}"]
+        return tools.metrics(at_head)[f"molink_scheduler_{name}"]
 
     def all_came_back() -> bool:
         return 0 < counted("swaps_out_total") == counted("swaps_in_total")
@@ -94,7 +94,7 @@ def test_who_is_swapped_when_a_process_is_killed_gets_the_same_text(
         peer = status["pipelines"][0]["stages"][0]["peer"]
         (at_head,) = [each["endpoint"] for each in status["peers"] if each["id"] == peer]
         metrics = tools.metrics(at_head)
-        return [metrics[f"molink_head_{name}"] for name in names]
+        return [metrics[f"molink_scheduler_{name}"] for name in names]
 
     with tools.client(endpoint) as client, ThreadPoolExecutor(REQUESTS) as pool:
         model = client.models.list().data[0].id

@@ -231,7 +231,7 @@ def test_chunks_in_flight_have_no_more_rows_than_a_stage_has_room_for() -> None:
 
     def over() -> bool:
         nonlocal maximum
-        maximum = max(maximum, ring.head.collect_stats()[1]["head_prefill_rows_in_flight"])
+        maximum = max(maximum, ring.head.collect_stats()[1]["scheduler_prefill_rows_in_flight"])
         return all(len(times) == 2 for times in ring.tokens.values())
 
     ring.run_until(over)

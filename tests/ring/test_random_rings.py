@@ -530,8 +530,8 @@ class Ring:
                 break
             self.validate()
         assert not self.head.live_requests
-        assert not self.head.collect_stats()[1]["head_blocks_used"]
-        assert not self.head.collect_stats()[1]["head_host_blocks_used"]
+        assert not self.head.collect_stats()[1]["scheduler_blocks_used"]
+        assert not self.head.collect_stats()[1]["scheduler_host_blocks_used"]
         self.check_empty()
 
     def validate(self) -> None:
@@ -782,8 +782,8 @@ def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> Non
     advance(ring)
     _, gauges = ring.head.collect_stats()
     held = len(ring.head._queues.find_request("daemon", "b").blocks)
-    assert gauges["head_blocks_used"] == held
-    assert gauges["head_cancel_iterations_max"] == (0 if when == "waiting" else 1)
+    assert gauges["scheduler_blocks_used"] == held
+    assert gauges["scheduler_cancel_iterations_max"] == (0 if when == "waiting" else 1)
     ring.drain(lambda events: events[0])
 
 
@@ -843,4 +843,4 @@ def test_what_a_draft_model_guesses_changes_no_answer(num_speculative_tokens: in
         request = make_state("d", str(number), (number, 1), 2, 24, SamplingParams(seed=20 + number))
         ring.submit(request)
     ring.drain(rng.choice)
-    assert ring.head.collect_stats()[0]["head_guessed_tokens_total"] > 20
+    assert ring.head.collect_stats()[0]["scheduler_draft_model_tokens_total"] > 20

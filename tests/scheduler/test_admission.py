@@ -143,7 +143,7 @@ def test_a_request_is_refused_at_once_when_its_turn_would_come_too_late() -> Non
     assert told.value.retry_after == pytest.approx(ring.now - at - 20, abs=8)
     assert not ring.rejections(), "who was let in has kept to its time"
     counters, _ = ring.head.collect_stats()
-    assert counters["head_late_total"] == 1
+    assert counters["scheduler_late_total"] == 1
 
 
 def test_who_has_waited_for_as_long_as_it_may_is_told() -> None:
@@ -166,9 +166,12 @@ def test_who_has_waited_for_as_long_as_it_may_is_told() -> None:
     while ring.head.live_requests:
         ring.step()
     counters, _ = ring.head.collect_stats()
-    assert counters["head_expired_total"] == 2
+    assert counters["scheduler_expired_total"] == 2
     # "runs" at once, and "long" when that had its 100 tokens, at 2 a second.
-    assert (counters["head_admitted_total"], counters["head_queue_seconds_total"]) == (2, 50.0)
+    assert (counters["scheduler_admitted_total"], counters["scheduler_queue_seconds_total"]) == (
+        2,
+        50.0,
+    )
 
 
 #: A prompt token takes a tenth of a second.
@@ -241,7 +244,7 @@ def test_a_request_is_refused_at_once_when_no_token_of_it_could_come_in_time() -
     while not ring.is_admitted("first"):
         ring.step()
     assert not ring.rejections()
-    assert ring.head.collect_stats()[0]["head_late_total"] == 1
+    assert ring.head.collect_stats()[0]["scheduler_late_total"] == 1
 
 
 def test_a_prompt_that_takes_longer_than_its_deadline_is_no_matter_of_load() -> None:

@@ -97,7 +97,7 @@ def test_as_long_as_they_are_right_each_pass_brings_its_tokens() -> None:
     # The path is left: a pass begins with what is known.
     (rows,) = sent(made.next_batch(0.0)).slices
     assert (rows.start, rows.drafts) == (20, (111, 112, 113))
-    assert made.collect_stats()[0]["head_draft_tokens_accepted_total"] == 9.0
+    assert made.collect_stats()[0]["scheduler_draft_tokens_accepted_total"] == 9.0
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_cancel_gives_all_blocks_back(when: str) -> None:
         assert say(made, volume, 9) == []
     made.on_released(release.seq, 0.0)
     made.validate()
-    assert made.collect_stats()[1]["head_blocks_used"] == 0.0
+    assert made.collect_stats()[1]["scheduler_blocks_used"] == 0.0
     tree = made._cache._tree
     right = [*range(10), 50, *range(101, 110)]
     assert tree.match_prefix(right).num_tokens == (10 if when == "at once" else 14)

@@ -105,8 +105,8 @@ def test_tokens_up_to_the_first_that_is_no_draft(tokens: tuple[int, ...], start:
     assert batch is not None
     assert batch.volumes[0].tokens[0] == 7
     counters = made.collect_stats()[0]
-    assert counters["head_draft_tokens_total"] == 3.0
-    assert counters["head_draft_tokens_accepted_total"] == len(tokens) - 1
+    assert counters["scheduler_draft_tokens_total"] == 3.0
+    assert counters["scheduler_draft_tokens_accepted_total"] == len(tokens) - 1
 
 
 def test_blocks_that_only_wrong_drafts_have_used_are_used_again() -> None:
@@ -224,7 +224,7 @@ def test_drafts_preempt_nobody() -> None:
     volume = sent(made.next_batch(0.0))
     assert [rows.drafts for rows in volume.slices] == [tuple(range(101, 116)), (101,)]
     made.validate()
-    assert made.collect_stats()[0]["head_preemptions_total"] == 0.0
+    assert made.collect_stats()[0]["scheduler_preemptions_total"] == 0.0
 
 
 def test_a_volume_has_no_more_drafts_than_can_be_reported() -> None:
@@ -255,7 +255,7 @@ def test_a_cancel_amid_drafts_gives_all_blocks_back() -> None:
     assert say(made, volume, 101, 102, 103, 7) == []
     made.on_released(release.seq, 0.0)
     made.validate()
-    assert made.collect_stats()[1]["head_blocks_free"] == 64.0
+    assert made.collect_stats()[1]["scheduler_blocks_free"] == 64.0
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -310,7 +310,7 @@ def test_tokens_for_which_there_were_no_rows_fail_their_request(
     assert batch is not None
     made.on_released(batch.controls[0].body.seq, 0.0)
     # Nothing of it is kept for others.
-    assert made.collect_stats()[1]["head_blocks_free"] == 64.0
+    assert made.collect_stats()[1]["scheduler_blocks_free"] == 64.0
 
 
 def test_more_tokens_than_one_without_drafts_fail_it_too() -> None:

@@ -107,5 +107,9 @@ def test_a_flood_starves_nobody_and_leaves_nothing(hostile: str, policy: str) ->
     assert not flooded.pending
     flooded.head.validate()
     _, gauges = flooded.head.collect_stats()
-    assert (gauges["head_blocks_used"], gauges["head_waiting"], gauges["head_clients"]) == (0, 0, 0)
+    assert (
+        gauges["scheduler_blocks_used"],
+        gauges["scheduler_waiting"],
+        gauges["scheduler_clients"],
+    ) == (0, 0, 0)
     assert flooded.head._queues.fair_shares.num_counters <= 2 + 256

@@ -92,7 +92,7 @@ class Served:
 
     @property
     def preemptions(self) -> float:
-        return self.head.collect_stats()[0]["head_preemptions_total"]
+        return self.head.collect_stats()[0]["scheduler_preemptions_total"]
 
 
 @pytest.mark.parametrize(("policy", "several"), [("skip-join-mlfq", False), ("gittins", True)])
@@ -288,7 +288,7 @@ def test_who_comes_back_from_host_memory_is_not_who_gives_way_next(seed: int, cl
         if len(way) == 2 or (batch is None and way):
             run_micro_batches(head, way.popleft(), served.now)
         if round(served.now / TURN_S) % 400 == 0:
-            before, tokens = tokens, head.collect_stats()[0]["head_tokens_total"]
+            before, tokens = tokens, head.collect_stats()[0]["scheduler_tokens_total"]
             assert tokens > before
 
 

@@ -87,10 +87,10 @@ class Player:
         return first
 
     def gauge(self, name: str) -> float:
-        return self.head.collect_stats()[1][f"head_{name}"]
+        return self.head.collect_stats()[1][f"scheduler_{name}"]
 
     def counter(self, name: str) -> float:
-        return self.head.collect_stats()[0][f"head_{name}_total"]
+        return self.head.collect_stats()[0][f"scheduler_{name}_total"]
 
 
 def group(batch: MicroBatch) -> RequestSlice:

@@ -145,14 +145,14 @@ def test_the_head_spreads_decodes_over_as_many_as_pay() -> None:
         256, 16, 0, max_num_batched_tokens=16, profiles=(STAGE,) * 3, num_stages=3, row_bytes=ROW
     )
     head = Scheduler(config, 1)
-    assert head.collect_stats()[1]["head_micro_batches"] == 3
+    assert head.collect_stats()[1]["scheduler_micro_batches"] == 3
     head.set_times(ring(0.1))
     for index in range(12):
         request = make_state("d", f"r{index}", (1, 2), 2, 8, SamplingParams())
         head.submit_request(request, 0.0)
     while head.next_batch(0.0) is not None:
         pass
-    assert head.collect_stats()[1]["head_micro_batches"] in (3, 6)
+    assert head.collect_stats()[1]["scheduler_micro_batches"] in (3, 6)
 
 
 def test_the_head_goes_by_the_contexts_of_those_who_decode() -> None:
@@ -184,7 +184,7 @@ def test_the_head_goes_by_the_contexts_of_those_who_decode() -> None:
                     SampledId(each.request, each.start + each.count, 1) for each in rows
                 )
                 head.on_sampled(SamplerOutput(volume.header.seq, choices), {}, 0.0)
-        return head.collect_stats()[1]["head_micro_batches"]
+        return head.collect_stats()[1]["scheduler_micro_batches"]
 
     assert count(16) == 6
     assert count(10_000) < 6

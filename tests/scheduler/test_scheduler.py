@@ -38,7 +38,7 @@ def limits(**changes: int) -> SchedulerConfig:
 
 def is_empty(head: Scheduler) -> bool:
     """Whether no request is here and all blocks can be used."""
-    return not head.live_requests and not head.collect_stats()[1]["head_blocks_used"]
+    return not head.live_requests and not head.collect_stats()[1]["scheduler_blocks_used"]
 
 
 def request(
@@ -203,10 +203,10 @@ def test_at_most_k_decode_volumes_in_flight() -> None:
     for _ in range(2):
         batch = head.next_batch(0.0)
         back(head, volumes(batch)[-1])
-    assert head.collect_stats()[1]["head_decode_in_flight"] == 1.0
+    assert head.collect_stats()[1]["scheduler_decode_in_flight"] == 1.0
     back(head, volumes(head.next_batch(0.0))[-1])
     head.next_batch(0.0)
-    assert head.collect_stats()[1]["head_decode_in_flight"] == 2.0
+    assert head.collect_stats()[1]["scheduler_decode_in_flight"] == 2.0
 
 
 def test_decode_and_prefill_rows_travel_in_separate_volumes() -> None:
@@ -267,7 +267,7 @@ def tight(micro_batches: int) -> Scheduler:
     )
     submit(head, request("old", 15, 34), request("young", 15, 34))
     step(head)
-    assert head.collect_stats()[1]["head_blocks_free"] == 1.0
+    assert head.collect_stats()[1]["scheduler_blocks_free"] == 1.0
     return head
 
 
@@ -308,13 +308,13 @@ def test_the_youngest_is_preempted_and_goes_on_later() -> None:
     # "young" is stuck at its 17th token when "old" needs the block it has; it comes back as 2.
     assert ended == [(1, 1), (0, 1), (2, 33)]
     assert len(texts["old"]) == 33
-    assert head.collect_stats()[0]["head_preemptions_total"] == 1.0
+    assert head.collect_stats()[0]["scheduler_preemptions_total"] == 1.0
 
 
 def test_a_preempted_request_returns_under_a_new_id_with_its_tokens() -> None:
     head = tight(micro_batches=1)
     submit(head, request("new", 1, 1))
-    while not head.collect_stats()[0]["head_preemptions_total"]:
+    while not head.collect_stats()[0]["scheduler_preemptions_total"]:
         step(head, token=70)
     head.cancel_request("daemon", "old", 0.0)
     step(head)
@@ -448,7 +448,7 @@ def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored() -> No
     head.on_released(4, 0.0)
     assert is_empty(head)
     assert head.num_strays == 0
-    assert head.collect_stats()[1]["head_cancel_iterations_last"] == 1.0
+    assert head.collect_stats()[1]["scheduler_cancel_iterations_last"] == 1.0
 
 
 def test_a_daemon_that_disconnects_takes_its_requests_along() -> None:
@@ -490,7 +490,7 @@ def test_what_is_not_in_flight_is_counted_and_ignored() -> None:
     assert head.on_sampled(SamplerOutput(5), {}, 0.0) == []
     assert head.on_tombstone(6, 0.0) == []
     head.on_released(7, 0.0)
-    assert head.collect_stats()[0]["head_strays_total"] == 3.0
+    assert head.collect_stats()[0]["scheduler_strays_total"] == 3.0
 
 
 # --- admission -----------------------------------------------------------------------------------
@@ -523,7 +523,7 @@ def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all() -> None:
             submit(head, request("one more", 2, owner=peer))
     (emission,) = head.submit_request(request("c", 2, owner="c"), 0.0)
     assert emission.message.retry_after >= 1
-    assert head.collect_stats()[0]["head_displaced_total"] == 4.0
+    assert head.collect_stats()[0]["scheduler_displaced_total"] == 4.0
 
 
 def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
@@ -574,7 +574,7 @@ def test_who_never_credits_locks_nobody_out() -> None:
     emitted = []
     for _ in range(30):
         emitted += step(head)
-    assert head.collect_stats()[1]["head_running"] == 4.0
+    assert head.collect_stats()[1]["scheduler_running"] == 4.0
     (displaced,) = head.submit_request(request("new", 4, 3, owner="other"), 0.0)
     assert displaced.peer == "greedy"
     for _ in range(10):
@@ -691,54 +691,54 @@ def test_stats() -> None:
     step(head)
     counters, gauges = head.collect_stats()
     assert counters == {
-        "head_requests_total": 2.0,
-        "head_admitted_total": 2.0,
-        "head_queue_seconds_total": 0.0,
-        "head_tokens_total": 2.0,
-        "head_finished_total": 0.0,
-        "head_cancelled_total": 0.0,
-        "head_displaced_total": 0.0,
-        "head_refused_total": 0.0,
-        "head_late_total": 0.0,
-        "head_expired_total": 0.0,
-        "head_failed_total": 0.0,
-        "head_volumes_total": 1.0,
-        "head_iterations_total": 1.0,
-        "head_prompt_tokens_total": 8.0,
-        "head_prefill_rows_total": 8.0,
-        "head_preemptions_total": 0.0,
-        "head_swaps_out_total": 0.0,
-        "head_swaps_in_total": 0.0,
-        "head_swap_fallbacks_total": 0.0,
-        "head_draft_tokens_total": 0.0,
-        "head_draft_tokens_accepted_total": 0.0,
-        "head_guessed_tokens_total": 0.0,
-        "head_guess_seconds_total": 0.0,
-        "head_prefix_hit_tokens_total": 0.0,
-        "head_prefix_lookup_tokens_total": 8.0,
-        "head_prefix_evictions_total": 0.0,
-        "head_strays_total": 0.0,
+        "scheduler_requests_total": 2.0,
+        "scheduler_admitted_total": 2.0,
+        "scheduler_queue_seconds_total": 0.0,
+        "scheduler_tokens_total": 2.0,
+        "scheduler_finished_total": 0.0,
+        "scheduler_cancelled_total": 0.0,
+        "scheduler_displaced_total": 0.0,
+        "scheduler_refused_total": 0.0,
+        "scheduler_late_total": 0.0,
+        "scheduler_expired_total": 0.0,
+        "scheduler_failed_total": 0.0,
+        "scheduler_volumes_total": 1.0,
+        "scheduler_iterations_total": 1.0,
+        "scheduler_prompt_tokens_total": 8.0,
+        "scheduler_prefill_rows_total": 8.0,
+        "scheduler_preemptions_total": 0.0,
+        "scheduler_swaps_out_total": 0.0,
+        "scheduler_swaps_in_total": 0.0,
+        "scheduler_swap_fallbacks_total": 0.0,
+        "scheduler_draft_tokens_total": 0.0,
+        "scheduler_draft_tokens_accepted_total": 0.0,
+        "scheduler_draft_model_tokens_total": 0.0,
+        "scheduler_draft_model_seconds_total": 0.0,
+        "scheduler_prefix_hit_tokens_total": 0.0,
+        "scheduler_prefix_lookup_tokens_total": 8.0,
+        "scheduler_prefix_evictions_total": 0.0,
+        "scheduler_strays_total": 0.0,
     }
     assert gauges == {
-        "head_blocks": 10.0,
-        "head_blocks_used": 3.0,
-        "head_blocks_releasing": 0.0,
-        "head_blocks_free": 7.0,
-        "head_blocks_cached": 0.0,
-        "head_prefix_hit_rate": 0.0,
-        "head_host_blocks": 0.0,
-        "head_host_blocks_used": 0.0,
-        "head_swapped": 0.0,
-        "head_micro_batches": 2.0,
-        "head_running": 2.0,
-        "head_waiting": 0.0,
-        "head_clients": 1.0,
-        "head_decode_in_flight": 0.0,
-        "head_prefill_in_flight": 0.0,
-        "head_prefill_rows_in_flight": 0.0,
-        "head_cancel_iterations_last": 0.0,
-        "head_cancel_iterations_max": 0.0,
-        "head_swapped_turn_seconds": 0.0,
+        "scheduler_blocks": 10.0,
+        "scheduler_blocks_used": 3.0,
+        "scheduler_blocks_releasing": 0.0,
+        "scheduler_blocks_free": 7.0,
+        "scheduler_blocks_cached": 0.0,
+        "scheduler_prefix_hit_rate": 0.0,
+        "scheduler_host_blocks": 0.0,
+        "scheduler_host_blocks_used": 0.0,
+        "scheduler_swapped": 0.0,
+        "scheduler_micro_batches": 2.0,
+        "scheduler_running": 2.0,
+        "scheduler_waiting": 0.0,
+        "scheduler_clients": 1.0,
+        "scheduler_decode_in_flight": 0.0,
+        "scheduler_prefill_in_flight": 0.0,
+        "scheduler_prefill_rows_in_flight": 0.0,
+        "scheduler_cancel_iterations_last": 0.0,
+        "scheduler_cancel_iterations_max": 0.0,
+        "scheduler_swapped_resume_seconds": 0.0,
     }
 
 

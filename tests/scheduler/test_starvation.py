@@ -112,7 +112,7 @@ def test_no_policy_starves_a_long_request(
     crowded.turn()
     crowded.head.validate()
     _, gauges = crowded.head.collect_stats()
-    assert gauges["head_blocks_used"] == gauges["head_host_blocks_used"] == 0
+    assert gauges["scheduler_blocks_used"] == gauges["scheduler_host_blocks_used"] == 0
 
 
 def test_where_prompts_have_priorities_for_good_a_long_one_may_starve() -> None:

@@ -106,7 +106,10 @@ def test_one_that_gives_way_goes_on_where_it_was() -> None:
         2 * len(young.host_copy.blocks),
         young.host_copy.blocks,
     )
-    hosts, rows_before = young.host_copy.blocks, head.collect_stats()[0]["head_prefill_rows_total"]
+    hosts, rows_before = (
+        young.host_copy.blocks,
+        head.collect_stats()[0]["scheduler_prefill_rows_total"],
+    )
     batch, _ = until_swap(head, SwapIn, now)
     order = next(each for each in bodies(batch) if isinstance(each, SwapIn))
     assert [type(each) for each in bodies(batch) if not isinstance(each, Release)] == [
@@ -124,9 +127,9 @@ def test_one_that_gives_way_goes_on_where_it_was() -> None:
     assert not volume.prefill
     assert volume.slices[0].after_seq >= order.seq
     counters, gauges = head.collect_stats()
-    assert counters["head_prefill_rows_total"] == rows_before
-    assert gauges["head_host_blocks_used"] == gauges["head_swapped"] == 0
-    assert counters["head_swaps_out_total"] == counters["head_swaps_in_total"] == 1
+    assert counters["scheduler_prefill_rows_total"] == rows_before
+    assert gauges["scheduler_host_blocks_used"] == gauges["scheduler_swapped"] == 0
+    assert counters["scheduler_swaps_out_total"] == counters["scheduler_swaps_in_total"] == 1
 
 
 @pytest.mark.parametrize(
@@ -139,13 +142,13 @@ def test_without_host_memory_it_is_computed_anew(mode: PreemptionMode, host: int
     batch, now = until_swap(head, Release)
     assert not any(isinstance(each, SwapOut) for each in bodies(batch))
     counters, _ = head.collect_stats()
-    assert counters["head_preemptions_total"] == 1
-    assert counters["head_swap_fallbacks_total"] == (mode != "recompute")
+    assert counters["scheduler_preemptions_total"] == 1
+    assert counters["scheduler_swap_fallbacks_total"] == (mode != "recompute")
     assert head.report_load("p", now).swap_fallbacks == (mode != "recompute")
-    rows = counters["head_prefill_rows_total"]
+    rows = counters["scheduler_prefill_rows_total"]
     for round_trip in range(40):
         go_round(head, now + 0.01 * round_trip)
-    assert head.collect_stats()[0]["head_prefill_rows_total"] > rows + 7
+    assert head.collect_stats()[0]["scheduler_prefill_rows_total"] > rows + 7
 
 
 def test_people_are_told_of_queues_and_of_the_first_turn() -> None:
@@ -159,12 +162,12 @@ def test_people_are_told_of_queues_and_of_the_first_turn() -> None:
         place.level = place.home_level = level
     load, (_, gauges) = head.report_load("p", now), head.collect_stats()
     assert sum(load.queues) == load.running + load.waiting == 2
-    assert load.queues == tuple(gauges[f"head_queue_{n + 1}"] for n in range(len(load.queues)))
+    assert load.queues == tuple(gauges[f"scheduler_queue_{n + 1}"] for n in range(len(load.queues)))
     assert load.queues[-1]
     # What metrics show is what others were told last.
     (swapped,) = (each for each in load.requests if each.state == "swapped")
     assert swapped.resume_ms > 0
-    assert head.collect_stats()[1]["head_swapped_turn_seconds"] == pytest.approx(
+    assert head.collect_stats()[1]["scheduler_swapped_resume_seconds"] == pytest.approx(
         swapped.resume_ms / 1000, abs=0.001
     )
 
@@ -174,12 +177,12 @@ def test_who_is_cancelled_meanwhile_leaves_no_copy() -> None:
     submit(head, "old", 10)
     submit(head, "young", 7)
     _, now = until_swap(head, SwapOut)
-    assert head.collect_stats()[1]["head_swapped"] == 1
+    assert head.collect_stats()[1]["scheduler_swapped"] == 1
     # With a new epoch its daemon would submit it anew, like all others.
     assert ("d", "young") in head.live_requests
     head.cancel_request("d", "young", now)
     head.validate()
-    assert head.collect_stats()[1]["head_host_blocks_used"] == 0
+    assert head.collect_stats()[1]["scheduler_host_blocks_used"] == 0
 
 
 @pytest.mark.parametrize("mode", ["reactive-swap", "proactive-swap"])
@@ -196,7 +199,7 @@ def test_blocks_are_free_before_they_are_lacking(mode: PreemptionMode) -> None:
     go_round(head, 0.15)
     gone = {state.key for state in head._queues if state.host_copy is not None}
     assert gone == ({"long"} if mode == "proactive-swap" else set())
-    assert head.collect_stats()[0]["head_preemptions_total"] == len(gone)
+    assert head.collect_stats()[0]["scheduler_preemptions_total"] == len(gone)
 
 
 def in_queues(head: Scheduler, levels: dict[str, int]) -> None:
@@ -245,7 +248,10 @@ def test_what_is_computed_anew_sooner_than_copied_is_not_copied() -> None:
     batch, _ = until_swap(head, Release)
     assert not any(isinstance(each, SwapOut) for each in bodies(batch))
     counters, _ = head.collect_stats()
-    assert (counters["head_preemptions_total"], counters["head_swap_fallbacks_total"]) == (1, 0)
+    assert (
+        counters["scheduler_preemptions_total"],
+        counters["scheduler_swap_fallbacks_total"],
+    ) == (1, 0)
 
 
 def test_policies_are_told_what_copies_take_of_those_that_have_one_or_would() -> None:
@@ -309,6 +315,6 @@ def test_host_blocks_are_in_one_place_each() -> None:
     with pytest.raises(InvariantError, match="not those of the copies"):
         host.validate([])
     host.free_blocks(held)
-    with pytest.raises(InvariantError, match="nobody has it"):
+    with pytest.raises(InvariantError, match="not allocated"):
         host.free_blocks((1,))
     assert host.num_held == 0

@@ -95,11 +95,11 @@ class FakeBackend:
     def collect_metrics(self) -> MetricValues:
         stages = {
             StageLabels.for_stage("p1", (0, 3), 0, 2): StageMetricValues(
-                {}, {"head_blocks_free": 7.0}
+                {}, {"scheduler_blocks_free": 7.0}
             ),
             StageLabels.for_stage("p1", (3, 6), 1, 2): StageMetricValues(
                 {"link_sent_bytes_total": 5.0, "link_received_bytes_total": 6.0},
-                {"head_blocks_free": 8.0, "stage_requests": 2.0},
+                {"scheduler_blocks_free": 8.0, "stage_requests": 2.0},
             ),
         }
         return MetricValues({"recoveries": 3.0}, {"odd name": 1.0}, stages)

@@ -177,7 +177,7 @@ class VirtualRing:
         assert not self.head.live_requests
         assert self.head.num_strays == 0
         _, gauges = self.head.collect_stats()
-        assert gauges["head_blocks_used"] == gauges["head_blocks_releasing"] == 0
+        assert gauges["scheduler_blocks_used"] == gauges["scheduler_blocks_releasing"] == 0
         for ring in self.rings:
             assert not ring.progress.has_requests
             assert ring.scoreboard.num_waiting == ring.scoreboard.num_queued == 0

@@ -136,7 +136,7 @@ async def test_the_head_of_a_ring_learns_that_a_stage_has_become_slow(
             for request in plan:
                 load.submit(request)
             head, hot = members[0], members[1]
-            await until(lambda: of("head_micro_batches", head) > 3)
+            await until(lambda: of("scheduler_micro_batches", head) > 3)
             await until(lambda: of("stage_decode_slowdown", hot) > 5)
-            await until(lambda: of("head_micro_batches", head) == 3)
+            await until(lambda: of("scheduler_micro_batches", head) == 3)
         assert [member.trouble for member in members] == [[], [], []]

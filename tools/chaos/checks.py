@@ -21,10 +21,10 @@ _LOOK_S = 0.2
 WORKERS, SPARES = "molink_workers", "molink_spare_workers"
 #: Gauges that are 0 without requests.
 IDLE = (
-    "molink_head_blocks_used",
-    "molink_head_blocks_releasing",
-    "molink_head_running",
-    "molink_head_waiting",
+    "molink_scheduler_blocks_used",
+    "molink_scheduler_blocks_releasing",
+    "molink_scheduler_running",
+    "molink_scheduler_waiting",
     "molink_daemon_requests_active",
 )
 #: Log lines of a process that crashed in native code. 9 and 15 are SIGKILL and SIGTERM.

@@ -55,60 +55,60 @@ _PHASES = {
 }
 
 _SCHEDULER = {
-    "head_requests": "Requests that this scheduler queued.",
-    "head_admitted": "Requests admitted from the queue.",
-    "head_queue_seconds": "Total queueing time of admitted requests, in seconds.",
-    "head_tokens": "Tokens sampled for this scheduler's requests.",
-    "head_finished": "Requests that finished.",
-    "head_cancelled": "Requests cancelled by their client or its daemon.",
-    "head_displaced": "Waiting requests displaced from a full queue by another client's request.",
-    "head_refused": "Requests rejected: queue full.",
-    "head_late": (
+    "scheduler_requests": "Requests that this scheduler queued.",
+    "scheduler_admitted": "Requests admitted from the queue.",
+    "scheduler_queue_seconds": "Total queueing time of admitted requests, in seconds.",
+    "scheduler_tokens": "Tokens sampled for this scheduler's requests.",
+    "scheduler_finished": "Requests that finished.",
+    "scheduler_cancelled": "Requests cancelled by their client or its daemon.",
+    "scheduler_displaced": "Waiting requests displaced from a full queue by another client.",
+    "scheduler_refused": "Requests rejected: queue full.",
+    "scheduler_late": (
         "Requests rejected at once because `max_queue_time` or `timeout` could not be met."
     ),
-    "head_expired": "Requests rejected after waiting for their maximum time.",
-    "head_failed": "Requests that failed in a stage.",
-    "head_volumes": "Volumes issued: the decode or prefill rows of a micro-batch.",
-    "head_iterations": "Scheduling iterations that issued something.",
-    "head_prompt_tokens": "Prompt tokens of admitted requests.",
-    "head_prefill_rows": "Prompt rows issued to the stages; cached tokens have none.",
-    "head_preemptions": (
+    "scheduler_expired": "Requests rejected after waiting for their maximum time.",
+    "scheduler_failed": "Requests that failed in a stage.",
+    "scheduler_volumes": "Volumes issued: the decode or prefill rows of a micro-batch.",
+    "scheduler_iterations": "Scheduling iterations that issued something.",
+    "scheduler_prompt_tokens": "Prompt tokens of admitted requests.",
+    "scheduler_prefill_rows": "Prompt rows issued to the stages; cached tokens have none.",
+    "scheduler_preemptions": (
         "Preemptions: a running request gave up its KV blocks and was queued again."
     ),
-    "head_swaps_out": "Swaps of a request's KV to host memory at every stage.",
-    "head_swaps_in": "Swaps of a request's KV back from host memory.",
-    "head_swap_fallbacks": "Preemptions that recomputed because host memory was full.",
-    "head_draft_tokens": "Draft tokens sent for verification.",
-    "head_draft_tokens_accepted": "Draft tokens accepted.",
-    "head_guessed_tokens": "Tokens proposed by the draft model.",
-    "head_guess_seconds": "Seconds spent in the draft model.",
-    "head_prefix_hit_tokens": "Tokens of new requests found in the prefix cache.",
-    "head_prefix_lookup_tokens": "Tokens of new requests looked up in the prefix cache.",
-    "head_prefix_evictions": "KV blocks evicted from the prefix cache.",
-    "head_strays": "Messages of stages for unknown sequence numbers: misbehaving stages.",
-    "head_blocks": "KV blocks of each stage of the pipeline.",
-    "head_blocks_used": "KV blocks held by requests and by pending releases.",
-    "head_blocks_releasing": "KV blocks whose release has not completed its round trip.",
-    "head_blocks_free": "KV blocks that are empty.",
-    "head_blocks_cached": "KV blocks held only by the prefix cache; free on demand.",
-    "head_prefix_hit_rate": "Prefix cache hit rate by tokens, 0 to 1.",
-    "head_micro_batches": "K: the limit of micro-batches with decode rows in flight.",
-    "head_running": "Requests that hold KV blocks.",
-    "head_waiting": "Requests in the queue.",
-    "head_swapped": "Queued requests whose KV is in host memory.",
-    "head_swapped_turn_seconds": (
+    "scheduler_swaps_out": "Swaps of a request's KV to host memory at every stage.",
+    "scheduler_swaps_in": "Swaps of a request's KV back from host memory.",
+    "scheduler_swap_fallbacks": "Preemptions that recomputed because host memory was full.",
+    "scheduler_draft_tokens": "Draft tokens sent for verification.",
+    "scheduler_draft_tokens_accepted": "Draft tokens accepted.",
+    "scheduler_draft_model_tokens": "Tokens proposed by the draft model.",
+    "scheduler_draft_model_seconds": "Seconds spent in the draft model.",
+    "scheduler_prefix_hit_tokens": "Tokens of new requests found in the prefix cache.",
+    "scheduler_prefix_lookup_tokens": "Tokens of new requests looked up in the prefix cache.",
+    "scheduler_prefix_evictions": "KV blocks evicted from the prefix cache.",
+    "scheduler_strays": "Messages of stages for unknown sequence numbers: misbehaving stages.",
+    "scheduler_blocks": "KV blocks of each stage of the pipeline.",
+    "scheduler_blocks_used": "KV blocks held by requests and by pending releases.",
+    "scheduler_blocks_releasing": "KV blocks whose release has not completed its round trip.",
+    "scheduler_blocks_free": "KV blocks that are empty.",
+    "scheduler_blocks_cached": "KV blocks held only by the prefix cache; free on demand.",
+    "scheduler_prefix_hit_rate": "Prefix cache hit rate by tokens, 0 to 1.",
+    "scheduler_micro_batches": "K: the limit of micro-batches with decode rows in flight.",
+    "scheduler_running": "Requests that hold KV blocks.",
+    "scheduler_waiting": "Requests in the queue.",
+    "scheduler_swapped": "Queued requests whose KV is in host memory.",
+    "scheduler_swapped_resume_seconds": (
         "Estimated seconds until the first swapped request resumes (ENST)."
     ),
-    "head_host_blocks": "KV blocks that fit in each stage's host memory.",
-    "head_host_blocks_used": "KV blocks in host memory.",
-    "head_clients": "Clients (API keys of all PCs) with requests here.",
-    "head_decode_in_flight": "Decode volumes in flight.",
-    "head_prefill_in_flight": "Prefill volumes in flight.",
-    "head_prefill_rows_in_flight": "Rows of prefill volumes in flight.",
-    "head_cancel_iterations_last": (
+    "scheduler_host_blocks": "KV blocks that fit in each stage's host memory.",
+    "scheduler_host_blocks_used": "KV blocks in host memory.",
+    "scheduler_clients": "Clients (API keys of all PCs) with requests here.",
+    "scheduler_decode_in_flight": "Decode volumes in flight.",
+    "scheduler_prefill_in_flight": "Prefill volumes in flight.",
+    "scheduler_prefill_rows_in_flight": "Rows of prefill volumes in flight.",
+    "scheduler_cancel_iterations_last": (
         "Iterations from the latest cancel of a running request until its blocks were free."
     ),
-    "head_cancel_iterations_max": "The most iterations that a cancel took in this epoch.",
+    "scheduler_cancel_iterations_max": "The most iterations that a cancel took in this epoch.",
 }
 
 _STAGE = {
@@ -177,9 +177,9 @@ def _recovery_help() -> dict[str, str]:
 
 def _queue_help() -> dict[str, str]:
     """Queue lengths of policies with a multi-level feedback queue."""
-    first = {"head_queue_1": "Requests in the first queue, promoted ones included."}
+    first = {"scheduler_queue_1": "Requests in the first queue, promoted ones included."}
     return first | {
-        f"head_queue_{level}": f"Requests in queue {level}." for level in range(2, LEVELS + 1)
+        f"scheduler_queue_{level}": f"Requests in queue {level}." for level in range(2, LEVELS + 1)
     }
 
 

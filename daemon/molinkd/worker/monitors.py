@@ -41,11 +41,11 @@ class SwapShortage:
 
     def check_stats(self, stats: WorkerStats, now: float) -> str | None:
         """What is to be said by now, if anything."""
-        count = int(stats.counters.get("head_swap_fallbacks_total", 0))
+        count = int(stats.counters.get("scheduler_swap_fallbacks_total", 0))
         if count == self._reported_count or now - self._reported_at < WARNING_INTERVAL_S:
             return None
         more, self._reported_count, self._reported_at = count - self._reported_count, count, now
-        blocks = int(stats.gauges.get("head_host_blocks", 0))
+        blocks = int(stats.gauges.get("scheduler_host_blocks", 0))
         if blocks:
             why = f"the {blocks} blocks of host memory that each stage has are full; the least"
             why += " `swap_space` of all PCs counts"

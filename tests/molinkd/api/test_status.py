@@ -47,8 +47,8 @@ async def test_metrics(client: TestClient, backend: Any) -> None:
     assert samples["molink_recoveries_total",] == 3
     assert samples["molink_link_sent_bytes_total", "1-0", "p1", "3:6"] == 5
     assert samples["molink_link_received_bytes_total", "0-1", "p1", "3:6"] == 6
-    assert samples["molink_head_blocks_free", "p1", "0:3"] == 7
-    assert samples["molink_head_blocks_free", "p1", "3:6"] == 8
+    assert samples["molink_scheduler_blocks_free", "p1", "0:3"] == 7
+    assert samples["molink_scheduler_blocks_free", "p1", "3:6"] == 8
     (requests_here,) = families["molink_stage_requests"].samples
     assert requests_here.labels == {"pipeline": "p1", "stage": "3:6"}
     assert requests_here.value == 2

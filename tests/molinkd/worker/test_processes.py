@@ -295,12 +295,12 @@ async def test_a_worker_asks_its_draft_model(
                 daemon.submit(f"r{epoch}", PROMPT, epoch=epoch)
                 assert await daemon.finished(f"r{epoch}") == expected
         stats = stages[0].hear(WorkerStats)
-        while stats.counters["head_finished_total"] < 2:
+        while stats.counters["scheduler_finished_total"] < 2:
             stats = stages[0].hear(WorkerStats)
         counters = stats.counters
-        assert counters["head_guessed_tokens_total"] > 10
-        assert counters["head_draft_tokens_accepted_total"] > 10
-        assert counters["head_guess_seconds_total"] > 0
+        assert counters["scheduler_draft_model_tokens_total"] > 10
+        assert counters["scheduler_draft_tokens_accepted_total"] > 10
+        assert counters["scheduler_draft_model_seconds_total"] > 0
 
 
 @dataclass
@@ -334,9 +334,11 @@ async def test_cancel_new_epoch_and_penalties(pair: Pair, client_keys: KeyPair) 
 
         stats = stages[0].hear(WorkerStats)
         # The first reports may be from before the requests.
-        while stats.counters["head_finished_total"] < 1 or stats.gauges["head_blocks_used"]:
+        while (
+            stats.counters["scheduler_finished_total"] < 1 or stats.gauges["scheduler_blocks_used"]
+        ):
             stats = stages[0].hear(WorkerStats)
-        assert stats.counters["head_finished_total"] == 1
+        assert stats.counters["scheduler_finished_total"] == 1
 
         pair.epoch += 1
         form(stages, pair.epoch, 64)

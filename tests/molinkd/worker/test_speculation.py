@@ -172,7 +172,7 @@ def test_lookups_change_no_answer(stages: Sequence[Stage]) -> None:
     without, _ = answers(stages, 0)
     found, counters = answers(stages, 3)
     assert plain(found) == plain(without)
-    assert counters["head_draft_tokens_total"] > 20
+    assert counters["scheduler_draft_tokens_total"] > 20
     for key, tokens in found.items():
         for token, other in zip(tokens, without[key], strict=True):
             assert token.logprob == pytest.approx(other.logprob, abs=1e-4, nan_ok=True)
@@ -193,11 +193,11 @@ def test_drafts_that_are_often_right_change_no_answer(
         stages, num_speculative_tokens, lambda: Known(texts, rng), ahead=ahead
     )
     assert plain(found) == plain(without)
-    drafted = counters["head_draft_tokens_total"]
-    accepted = counters["head_draft_tokens_accepted_total"]
+    drafted = counters["scheduler_draft_tokens_total"]
+    accepted = counters["scheduler_draft_tokens_accepted_total"]
     assert 50 < accepted < drafted
     if not ahead:
-        assert counters["head_volumes_total"] < 0.8 * before["head_volumes_total"]
+        assert counters["scheduler_volumes_total"] < 0.8 * before["scheduler_volumes_total"]
 
 
 def test_a_stream_is_done_in_fewer_turns_where_drafts_go_ahead(stages: Sequence[Stage]) -> None:
@@ -217,8 +217,8 @@ def test_few_blocks_and_drafts(stages: Sequence[Stage]) -> None:
     without, _ = answers(stages, 0, samplings=["penalties", "greedy"])
     found, counters = answers(stages, 5, samplings=["penalties", "greedy"], blocks=14)
     assert plain(found) == plain(without)
-    assert counters["head_preemptions_total"] > 0
-    assert counters["head_draft_tokens_accepted_total"] > 0
+    assert counters["scheduler_preemptions_total"] > 0
+    assert counters["scheduler_draft_tokens_accepted_total"] > 0
 
 
 # --- a draft model --------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ def test_a_draft_model_that_is_right_changes_no_answer(
     _, lookups = answers(stages, num_speculative_tokens, profiles=(STAGE,) * 3)
     found, counters = draft_model(folder, stages, num_speculative_tokens=num_speculative_tokens)
     assert plain(found) == plain(without)
-    assert counters["head_guessed_tokens_total"] > 20
-    accepted = "head_draft_tokens_accepted_total"
+    assert counters["scheduler_draft_model_tokens_total"] > 20
+    accepted = "scheduler_draft_tokens_accepted_total"
     # So many streams at once are worth few asks.
     if num_speculative_tokens != AUTO_DRAFTS:
         assert counters[accepted] > 1.5 * lookups[accepted]
@@ -273,7 +273,10 @@ def test_a_draft_model_that_knows_nothing_changes_no_answer(
     other = ModelFolder.open(make_model(tmp_path, seed=9))
     found, counters = draft_model(other, stages, num_speculative_tokens=num_speculative_tokens)
     assert plain(found) == plain(without)
-    assert counters["head_draft_tokens_accepted_total"] < 0.5 * counters["head_draft_tokens_total"]
+    assert (
+        counters["scheduler_draft_tokens_accepted_total"]
+        < 0.5 * counters["scheduler_draft_tokens_total"]
+    )
     if num_speculative_tokens == AUTO_DRAFTS:
         assert counters["seconds"] < 1.05 * before["seconds"]
 
@@ -285,4 +288,4 @@ def test_a_draft_model_with_few_blocks_changes_no_answer(
     without, _ = answers(stages, 0, samplings=only["samplings"])
     found, counters = draft_model(folder, stages, num_speculative_tokens=3, **only)
     assert plain(found) == plain(without)
-    assert counters["head_preemptions_total"] > 0
+    assert counters["scheduler_preemptions_total"] > 0

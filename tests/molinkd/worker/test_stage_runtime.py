@@ -159,7 +159,7 @@ async def test_a_head_knows_of_host_memory_where_it_is_to_be_used(mode: str, blo
     try:
         own.open()
         _, gauges = own.collect_stats()
-        assert gauges["head_host_blocks"] == blocks
+        assert gauges["scheduler_host_blocks"] == blocks
         assert gauges["stage_host_kv_bytes"] == 5 * 10 * 4
         scheduler = own.report_scheduler_load()
         assert scheduler is not None
@@ -201,7 +201,7 @@ async def test_a_token_that_does_not_exist_fails_its_own_request_only() -> None:
             SamplerOutput(header.seq, (SampledId(bad, 9, 10), SampledId(good, 9, 9))), None
         )
         assert scheduler.live_requests == [("d", "good")]
-        assert scheduler.collect_stats()[0]["head_failed_total"] == 1
+        assert scheduler.collect_stats()[0]["scheduler_failed_total"] == 1
         assert ring.num_strays == 1
     finally:
         await own.close()

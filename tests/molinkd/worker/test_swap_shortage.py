@@ -5,8 +5,8 @@ from molinkd.worker.monitors import WARNING_INTERVAL_S, SwapShortage
 
 
 def stats(fallbacks: int, blocks: int = 30) -> WorkerStats:
-    counters = {"head_swap_fallbacks_total": float(fallbacks)}
-    return WorkerStats(epoch=1, counters=counters, gauges={"head_host_blocks": float(blocks)})
+    counters = {"scheduler_swap_fallbacks_total": float(fallbacks)}
+    return WorkerStats(epoch=1, counters=counters, gauges={"scheduler_host_blocks": float(blocks)})
 
 
 def test_it_is_said_at_once_and_then_now_and_then() -> None:

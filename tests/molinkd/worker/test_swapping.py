@@ -151,13 +151,16 @@ def test_swaps_change_no_answer(
     found, ring, computing = serve(stages, requests(), policy, **few)
     assert texts(found) == plenty
     counters, gauges = ring.head.collect_stats()
-    assert counters["head_swaps_out_total"] >= 2
-    assert counters["head_swaps_in_total"] >= 2
-    assert gauges["head_host_blocks"] == 64
-    assert gauges["head_host_blocks_used"] == 0
+    assert counters["scheduler_swaps_out_total"] >= 2
+    assert counters["scheduler_swaps_in_total"] >= 2
+    assert gauges["scheduler_host_blocks"] == 64
+    assert gauges["scheduler_host_blocks_used"] == 0
     # Every stage has copied the same blocks, in the same order.
     assert computing[0].copies == computing[1].copies
-    assert sum(copy.is_swap_out for copy in computing[0].copies) == counters["head_swaps_out_total"]
+    assert (
+        sum(copy.is_swap_out for copy in computing[0].copies)
+        == counters["scheduler_swaps_out_total"]
+    )
 
 
 def test_what_finds_no_host_memory_is_computed_anew(
@@ -167,7 +170,7 @@ def test_what_finds_no_host_memory_is_computed_anew(
     found, ring, _ = serve(stages, requests(), **few)
     assert texts(found) == plenty
     counters, _ = ring.head.collect_stats()
-    assert counters["head_swap_fallbacks_total"] >= 1
+    assert counters["scheduler_swap_fallbacks_total"] >= 1
 
 
 def test_stages_of_one_pc_share_the_memory_that_is_free(
@@ -204,7 +207,7 @@ def test_who_is_swapped_when_a_stage_is_lost_is_replayed(
     requested = requests()
 
     def lost(ring: VirtualRing) -> bool:
-        return ring.head.collect_stats()[1]["head_swapped"] >= 1
+        return ring.head.collect_stats()[1]["scheduler_swapped"] >= 1
 
     before, ring, _ = serve(stages, requested, until=lost, **few)
     swapped = {job.key for job in ring.head._queues if job.host_copy is not None}

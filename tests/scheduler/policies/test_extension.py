@@ -158,7 +158,7 @@ def test_it_decides_who_is_preempted() -> None:
     old = head._queues.find_request("daemon", "old")
     assert old is not None
     assert (old.phase, old.num_admissions) == ("waiting", 1)
-    assert head.collect_stats()[0]["head_preemptions_total"] == 1.0
+    assert head.collect_stats()[0]["scheduler_preemptions_total"] == 1.0
     # With the block that "old" had, "young" goes on to its end; then "old" does.
     seq = released[0].seq
     head.on_released(seq, 0.0)
