@@ -25,7 +25,8 @@ from molink.sim.ring_template import MAX_MODEL_LEN
 from molink.sim.roofline import memory_for_stages
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
-from molink.swarm.controller.scale_out import RingEstimate, estimate_ring
+from molink.swarm.controller.estimates import estimate_ring
+from molink.swarm.controller.status_schema import RingEstimate
 from molink.swarm.placement.links import LOCAL_LATENCY, LOCAL_RATE, Links
 from molink.swarm.placement.placement import (
     MICRO_BATCH_ROWS,

@@ -231,7 +231,7 @@ def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
         done = tools.run_molink(first, "un-revoke", "fifth")
         assert done.returncode == 0, done.stderr
         again = tools.Process(home, ["join", *options])
-        tools.wait_for(lambda: "here" in _states(trio, "fifth"), again)
+        tools.wait_for(lambda: "online" in _states(trio, "fifth"), again)
     finally:
         guest.stop()
         if again is not None:

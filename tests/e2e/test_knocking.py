@@ -116,7 +116,7 @@ def test_a_copied_state_folder(loopback: Loopback, tools: type[Tools]) -> None:
     done = tools.run_molink(copy, "join", loopback.where, *loopback.options)
     assert (done.returncode, "peer.key" in done.stderr) == (2, True), done.stderr
     states = {peer["name"]: peer["state"] for peer in loopback.up.status()["peers"]}
-    assert states["second"] == "here"
+    assert states["second"] == "online"
 
 
 def test_refused_or_given_up(loopback: Loopback, tools: type[Tools]) -> None:

@@ -7,7 +7,7 @@ from molink.sim.forecast import plan_ring, ring_times
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
-from molink.swarm.placement.ttft import predict_ttft
+from molink.swarm.controller.estimates import predict_ttft
 
 LOAD = Workload(rate=1.0, duration=1.0)
 

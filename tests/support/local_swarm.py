@@ -58,7 +58,7 @@ class LocalSwarm:
     def led_by(self, name: str, by: str, there: int) -> bool:
         """Whether ``name`` knows ``there`` PCs, led by ``by``, and a ready pipeline."""
         status = self.status(name)
-        peers = [peer for peer in status.get("peers", ()) if peer["state"] == "here"]
+        peers = [peer for peer in status.get("peers", ()) if peer["state"] == "online"]
         leaders = [peer["name"] for peer in peers if peer["id"] == status.get("leader")]
         pipelines = status.get("pipelines", [])
         ready = bool(pipelines) and pipelines[0]["ready"]

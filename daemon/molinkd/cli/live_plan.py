@@ -10,7 +10,7 @@ from rich.table import Table
 from molink.errors import Unavailable
 from molink.facts.memory_plan import format_size
 from molink.plaintext import printable
-from molink.swarm.controller.scale_out import RingEstimate
+from molink.swarm.controller.status_schema import RingEstimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _make_plan(
     model = pipeline.get("model") or status["model"]
     round_trip_s = sum(one.step_s + one.link_s for one in stages)
     objective = objectives.get(model) or status.get("objective", "latency")
-    scale_out = status.get("outlook", {}).get(pipeline["id"], {})
+    scale_out = status.get("scale_out", {}).get(pipeline["id"], {})
     prospects = tuple(RingEstimate(**one) for one in scale_out.get("more", ()))
     return LivePlan(
         model,

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import asdict
 
 import zmq.asyncio
+from msgspec import structs
 
 from molink.errors import (
     InvariantError,
@@ -23,6 +24,7 @@ from molink.errors import (
     PortInUse,
     StateError,
 )
+from molink.swarm.controller.estimates import CachedEstimates
 from molink.swarm.controller.events import (
     AnnouncePeerAction,
     CommitPipelineAction,
@@ -45,7 +47,8 @@ from molink.swarm.controller.relays import (
     RelayOpenedEvent,
     RouteTriedEvent,
 )
-from molink.swarm.controller.status import CachedScaleOut, build_status, encode_status
+from molink.swarm.controller.status import build_status, encode_status
+from molink.swarm.controller.status_schema import PairingStatus, RevokedPeerStatus
 from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.membership.sanitize import sanitize_failure, sanitize_report
 from molink.swarm.membership.versions import IncompatiblePeers, PeerVersion, own_version
@@ -188,7 +191,7 @@ class Coordinator:
             self._pairing,
         )
         self._incompatible = IncompatiblePeers()
-        self._outlook = CachedScaleOut(self.fleet)
+        self._estimates = CachedEstimates(self.fleet)
         self._timer_task: asyncio.Task[None] | None = None
         self._failure: asyncio.Future[None] | None = None
 
@@ -417,25 +420,28 @@ class Coordinator:
             self._incompatible.list_active(time.monotonic()),
         )
         counters = self._server.counters
-        shown = asdict(counters) | {"strangers": counters.unauthenticated}
         revoked = [
-            {"id": one.peer, "name": one.name}
+            RevokedPeerStatus(one.peer, one.name)
             for one in self.membership.records.values()
             if one.standing == "revoked"
         ]
-        more = {
-            "name": self.swarm.name,
-            "term": self.term,
-            "leader": self._options.leader,
-            "counters": shown,
-            "revoked": revoked[-_MAX_REVOKED_SHOWN:],
-            "pairing_port": self.pairing_port,
-            "time": round(time.time(), 3),
-            "relays": self._relays.routes,
-            "pairing_requests": [asdict(one) for one in self._pairing.pending_requests],
-        }
-        if message.scale_out:
-            more["outlook"] = self._outlook.estimate_at(time.monotonic())
-        text = encode_status(status | more)
+        now = time.monotonic()
+        status = structs.replace(
+            status,
+            name=self.swarm.name,
+            term=self.term,
+            leader=self._options.leader,
+            counters=asdict(counters) | {"strangers": counters.unauthenticated},
+            revoked=tuple(revoked[-_MAX_REVOKED_SHOWN:]),
+            pairing_port=self.pairing_port,
+            time=round(time.time(), 3),
+            relays=tuple(self._relays.routes),
+            pairing_requests=tuple(
+                PairingStatus(one.name, one.code, one.address)
+                for one in self._pairing.pending_requests
+            ),
+            scale_out=self._estimates.estimate_at(now) if message.scale_out else None,
+        )
+        text = encode_status(status)
         payload = Payload("u8", (len(text),))
         self._reply(sender, StatusReply(ref=message.ref, payload=payload), text)

@@ -1,10 +1,16 @@
-"""The state of the swarm as one peer sees it, for when the coordinator can't be asked."""
+"""Status of the swarm as one peer sees it, used while the coordinator is unreachable."""
 
-import json
 from collections.abc import Collection, Sequence
-from typing import Any
 
-from molink.swarm.controller.status import report_status, scheduler_status
+import msgspec
+
+from molink.swarm.controller.status import peer_status, scheduler_status
+from molink.swarm.controller.status_schema import (
+    CoordinatorStatus,
+    ModelStatus,
+    PipelineStatus,
+    SwarmStatus,
+)
 from molink.wire.messages.instructions import Route
 from molink.wire.messages.peer_reports import PeerReport
 from molinkd.peer.membership.membership_record import MembershipRecord
@@ -20,34 +26,28 @@ def local_status(
     reason: str,
     usable: Collection[str],
 ) -> bytes:
-    """``molink status --json`` (UTF-8) of this peer alone; ``reason`` says why no more.
+    """``molink status --json`` (UTF-8) of this peer alone; ``reason`` tells why.
 
-    ``usable`` are the pipelines whose heads this peer can reach.
+    ``usable`` are the pipelines whose schedulers this peer can reach.
     """
-    peer = {
-        "id": me,
-        "name": report.name,
-        "address": report.addresses[0] if report.addresses else "",
-        **report_status(report),
-    }
-    status: dict[str, Any] = {
-        "swarm": membership.swarm,
-        "coordinator": {"addresses": list(membership.addresses), "state": "unreachable"},
-        "model": routes[0].model if routes else None,
-        "models": [{"name": name} for name in dict.fromkeys(route.model for route in routes)],
-        "peers": [peer],
-        "pipelines": [
-            {
-                "id": route.pipeline,
-                "model": route.model,
-                "epoch": route.epoch,
-                "ready": route.pipeline in usable,
-                "stages": [],
-                "scheduler": scheduler_status(report, route.pipeline),
-                "reason": "" if route.pipeline in usable else route.reason or _UNREACHABLE,
-            }
-            for route in routes
-        ],
-        "trouble": reason,
-    }
-    return json.dumps(status).encode("utf-8")
+    pipelines = tuple(
+        PipelineStatus(
+            id=route.pipeline,
+            model=route.model,
+            epoch=route.epoch,
+            ready=route.pipeline in usable,
+            scheduler=scheduler_status(report, route.pipeline),
+            reason="" if route.pipeline in usable else route.reason or _UNREACHABLE,
+        )
+        for route in routes
+    )
+    status = SwarmStatus(
+        swarm=membership.swarm,
+        coordinator=CoordinatorStatus("unreachable", tuple(membership.addresses)),
+        model=routes[0].model if routes else None,
+        models=tuple(map(ModelStatus, dict.fromkeys(route.model for route in routes))),
+        peers=(peer_status(me, report),),
+        pipelines=pipelines,
+        trouble=reason,
+    )
+    return msgspec.json.encode(status)

@@ -14,7 +14,7 @@ RETRY_INTERVAL = 60.0
 _Snapshot = tuple[frozenset[str], frozenset[str], tuple[LayerRange, ...]]
 
 
-def part_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
+def partial_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
     """Peers that hold some of a model's files, in joining order.
 
     If they are more than a message can name: a greedy choice that covers as many layers as it can.
@@ -39,7 +39,7 @@ def part_holders(facts: ModelFacts, registry: Registry) -> tuple[str, ...]:
     return tuple(peer for peer in found if peer in chosen)
 
 
-def whole_holders(facts: ModelFacts, registry: Registry, *, only_model: bool) -> list[str]:
+def full_holders(facts: ModelFacts, registry: Registry, *, only_model: bool) -> list[str]:
     """Peers that hold all files. ``replicated_percent`` counts only if the swarm has one model."""
     return [
         peer

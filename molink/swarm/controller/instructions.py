@@ -1,7 +1,7 @@
 """Builds the messages that assign stages, form rings and publish routes."""
 
 from molink.swarm.controller.formation import Formation
-from molink.swarm.controller.holdings import part_holders
+from molink.swarm.controller.holdings import partial_holders
 from molink.swarm.controller.migration import Migration
 from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
 from molink.swarm.controller.registry import Registry
@@ -37,7 +37,7 @@ def build_instruction(
             block_size=record.block_size,
             quantize=desired.quantize,
             root=desired.facts.root,
-            partial_sources=part_holders(desired.facts, registry),
+            partial_sources=partial_holders(desired.facts, registry),
             hub=desired.facts.hub,
             max_model_len=desired.facts.max_model_len,
         )
@@ -74,7 +74,7 @@ def build_prefetch(
         model=desired.facts.name,
         sources=find_sources(desired, registry),
         root=desired.facts.root,
-        partial_sources=part_holders(desired.facts, registry),
+        partial_sources=partial_holders(desired.facts, registry),
         hub=desired.facts.hub,
     )
 
@@ -104,7 +104,7 @@ def build_route(
         max_model_len=_max_model_len(desired, ready),
         sources=find_sources(desired, registry),
         root=desired.facts.root,
-        partial_sources=part_holders(desired.facts, registry),
+        partial_sources=partial_holders(desired.facts, registry),
         hub=desired.facts.hub,
         reason=reason[:MAX_REASON_CHARS],
         forming_progress=forming_progress,
@@ -124,7 +124,7 @@ def find_sources(desired: DesiredModel, registry: Registry) -> tuple[str, ...]:
     If no peer holds any, the one that loaded it first: it may be about to reconnect.
     """
     whole = registry.find_holders(desired.facts.name)[:MAX_SOURCES]
-    if whole or part_holders(desired.facts, registry):
+    if whole or partial_holders(desired.facts, registry):
         return whole
     return (desired.source,)
 

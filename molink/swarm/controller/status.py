@@ -1,32 +1,42 @@
-"""Builds the content of ``molink status --json`` from the fleet."""
+"""Builds ``molink status --json`` from the fleet and the peers' reports."""
 
-import json
-import math
 import types
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-from molink.facts.device import Device
-from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES, LinkFacts, RingTimes
+import msgspec
+from msgspec import structs
+
+from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
 from molink.swarm.artifacts.transfer import estimate_eta
+from molink.swarm.controller.estimates import describe_device, stage_slowdown
 from molink.swarm.controller.fleet import Fleet
-from molink.swarm.controller.formation import Formation, stage_layout
-from molink.swarm.controller.holdings import describe_missing, missing_layers, whole_holders
+from molink.swarm.controller.formation import Formation
+from molink.swarm.controller.holdings import describe_missing, full_holders, missing_layers
 from molink.swarm.controller.reconciler import Reconciler
 from molink.swarm.controller.records import DesiredModel, MemberRecord, StageRecord
-from molink.swarm.controller.registry import PeerSession
-from molink.swarm.controller.scale_out import estimate_scale_out
+from molink.swarm.controller.status_schema import (
+    ByteProgress,
+    ChannelStatus,
+    CoordinatorStatus,
+    LinkStatus,
+    LoadProgress,
+    ModelStatus,
+    PeerStatus,
+    PipelineStatus,
+    RequestStatus,
+    SchedulerStatus,
+    StageStatus,
+    StageUsage,
+    SwarmStatus,
+    TransferStatus,
+    WorkerStatus,
+)
 from molink.swarm.membership.versions import PeerVersion, own_version
 from molink.swarm.placement.placement import row_bytes
-from molink.swarm.placement.ttft import predict_ttft
 from molink.wire.messages.peer_reports import PeerReport, TransferState, WorkerState
 
 #: Maximum payload of the reply, in bytes.
 MAX_BYTES = 192 * 1024
-#: Seconds for which a scale-out estimate is cached: computing it blocks the coordinator.
-SCALE_OUT_INTERVAL = 5.0
-#: Prompt length of the TTFT prediction, in tokens.
-PROMPT_TOKENS = 512
 #: Transitions shown: a screenful.
 _MAX_TRANSITIONS = 20
 #: Unreachable pairs shown.
@@ -38,284 +48,84 @@ def build_status(
     swarm: str,
     addresses: Sequence[str],
     pid: int,
-    blocked: Collection[str] = (),
+    banned: Collection[str] = (),
     refused: Mapping[str, PeerVersion] = types.MappingProxyType({}),
-) -> dict[str, Any]:
+) -> SwarmStatus:
     """The status of swarm ``swarm`` whose coordinator ``pid`` listens at ``addresses``.
 
-    ``blocked`` members were banned for misbehaviour; ``refused`` ones speak another protocol
-    version.
+    ``banned`` members misbehaved; ``refused`` ones speak another protocol version.
     """
     registry = fleet.registry
     served = [one for one in fleet.models if not one.stopped]
     first = served[0] if served else None
-    peers = [
-        _peer_status(member, registry.sessions.get(peer))
-        | {"reason": fleet.explain_exclusion(peer)}
-        for peer, member in registry.members.items()
-    ]
     joined = {peer: at for at, peer in enumerate(registry.members)}
-    peers.sort(key=lambda one: joined[registry.primary_peer(one["id"])])  # a PC's devices after it
-    for peer in peers:
-        if peer["id"] in refused:
-            spoken = refused[peer["id"]]
-            reason = f"refused: it runs {spoken}, the swarm runs {own_version()}"
-            peer |= {"state": "refused", "version": spoken.version, "reason": reason}
-    return {
-        "swarm": swarm,
-        "coordinator": {
-            "addresses": list(addresses),
-            "state": "running",
-            "pid": pid,
-            "version": own_version().version,
-        },
-        "model": first.facts.name if first is not None else None,
-        "quantize": first.quantization if first is not None else "none",
-        "objective": first.objective if first is not None else "latency",
-        "models": [_model_status(fleet, desired) for desired in fleet.models],
-        "peers": [peer | {"state": "blocked"} if peer["id"] in blocked else peer for peer in peers],
-        "pipelines": [_pipeline_status(one) for one in fleet.deployments],
-        "files": "; ".join(filter(None, (_files_warning(fleet, desired) for desired in served))),
-        "trouble": fleet.reason,
-        "unreachable": [
-            list(pair) for pair in fleet.context.reachability.failed_pairs[:_MAX_PAIRS]
-        ],
-        "story": list(fleet.story[-_MAX_TRANSITIONS:]),
-        "clock": round(fleet.clock, 1),
-    }
-
-
-def _model_status(fleet: Fleet, desired: DesiredModel) -> dict[str, Any]:
-    """A desired model, and how many of its pipelines are ready."""
-    mine = [one for one in fleet.deployments if one.key[0] == desired.facts.name]
-    return {
-        "name": desired.facts.name,
-        "quantize": desired.quantization,
-        "dtype": desired.dtype,
-        "objective": desired.objective,
-        "min_stages": desired.min_stages,
-        "replicas": desired.replicas,
-        "ready": sum(one.is_ready for one in mine),
-        "applied": desired.applied,
-        "stopped": desired.stopped,
-    }
-
-
-class CachedScaleOut:
-    """What one more PC would bring, cached for a while."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._last: dict[str, Any] = {}
-        self._valid_until = -math.inf
-
-    def estimate_at(self, now: float) -> dict[str, Any]:
-        """Estimates by pipeline at ``now`` (seconds) or shortly before."""
-        if now >= self._valid_until:
-            found = {
-                one.pipeline: build_scale_out(one, self._fleet.clock) | _ttft_status(one)
-                for one in self._fleet.deployments
-            }
-            self._last, self._valid_until = found, now + SCALE_OUT_INTERVAL
-        return self._last
-
-
-def build_scale_out(reconciler: Reconciler, now: float) -> dict[str, Any]:
-    """What one more PC would bring; empty if no ring serves or peers have named their layers."""
-    registry, planner, formation = reconciler.registry, reconciler.planner, reconciler.formation
-    if formation is None or not reconciler.is_ready:
-        return {}
-    devices = {
-        peer: describe_device(session.report.device) for peer, session in registry.sessions.items()
-    }
-    candidates = planner.find_candidates(registry, formation, now)
-    serving = stage_layout(formation.record.stages)
-    return estimate_scale_out(planner, reconciler.desired, candidates, devices, serving)
-
-
-def _ttft_status(reconciler: Reconciler) -> dict[str, Any]:
-    """Predicted TTFT of a lone request; empty if no ring serves."""
-    formation, desired = reconciler.formation, reconciler.desired
-    if formation is None or not reconciler.is_ready:
-        return {}
-    stages, links = formation.record.stages, []
-    for stage, after in zip(stages, stages[1:] + stages[:1], strict=True):
-        latency, rate = reconciler.planner.links.latency_and_rate(stage.peer, after.peer)
-        links.append(LinkFacts(latency + HANDLING_S, rate))
-    times = RingTimes(
-        [stage.profile for stage in stages],
-        links if len(stages) > 1 else (),
-        row_bytes(desired.facts, desired.dtype),
+    # A PC's further devices follow it.
+    order = sorted(registry.members, key=lambda peer: joined[registry.primary_peer(peer)])
+    peers = []
+    for peer in order:
+        status = _member_status(fleet, registry.members[peer])
+        if peer in refused:
+            version = refused[peer]
+            reason = f"refused: it runs {version}, the swarm runs {own_version()}"
+            status = structs.replace(
+                status, state="refused", version=version.version, reason=reason
+            )
+        peers.append(structs.replace(status, state="banned") if peer in banned else status)
+    return SwarmStatus(
+        swarm=swarm,
+        coordinator=CoordinatorStatus("running", tuple(addresses), pid, own_version().version),
+        model=first.facts.name if first is not None else None,
+        quantize=first.quantization if first is not None else "none",
+        objective=first.objective if first is not None else "latency",
+        models=tuple(_model_status(fleet, desired) for desired in fleet.models),
+        peers=tuple(peers),
+        pipelines=tuple(map(_pipeline_status, fleet.deployments)),
+        files="; ".join(filter(None, (_files_warning(fleet, desired) for desired in served))),
+        trouble=fleet.reason,
+        unreachable=tuple(fleet.context.reachability.failed_pairs[:_MAX_PAIRS]),
+        story=fleet.story[-_MAX_TRANSITIONS:],
+        clock=round(fleet.clock, 1),
     )
-    sessions = reconciler.registry.sessions
-    slowdowns = [_stage_slowdown(sessions.get(stage.peer), formation.record.id) for stage in stages]
-    return {"prompt": PROMPT_TOKENS, "first_token_s": predict_ttft(times, PROMPT_TOKENS, slowdowns)}
 
 
-def encode_status(status: dict[str, Any]) -> bytes:
+def encode_status(status: SwarmStatus) -> bytes:
     """Encode as UTF-8 of at most :data:`MAX_BYTES`; the rest is dropped and marked ``truncated``.
 
     Stage loads go first: clients look up peers here by name.
     """
-    text = json.dumps(status).encode("utf-8")
+    text = msgspec.json.encode(status)
     if len(text) > MAX_BYTES:
-        status = {
-            **status,
-            "peers": [_without_load(peer) for peer in status["peers"]],
-            "truncated": True,
-        }
-        text = json.dumps(status).encode("utf-8")
+        peers = tuple(
+            structs.replace(
+                peer, workers=tuple(structs.replace(one, load=None) for one in peer.workers)
+            )
+            for peer in status.peers
+        )
+        status = structs.replace(status, peers=peers, truncated=True)
+        text = msgspec.json.encode(status)
     while len(text) > MAX_BYTES:
-        status = {
-            **status,
-            "story": [],
-            "peers": status["peers"][: len(status["peers"]) // 2],
-            "truncated": True,
-        }
-        text = json.dumps(status).encode("utf-8")
+        half = status.peers[: len(status.peers) // 2]
+        status = structs.replace(status, story=(), peers=half)
+        text = msgspec.json.encode(status)
     return text
 
 
-def _without_load(peer: dict[str, Any]) -> dict[str, Any]:
-    """A peer without its load."""
-    workers = [{**worker, "load": None} for worker in peer.get("workers", ())]
-    return {**peer, "workers": workers}
+# --- models --------------------------------------------------------------------------------------
 
 
-def _peer_status(member: MemberRecord, session: PeerSession | None) -> dict[str, Any]:
-    told = member.announced
-    shown: dict[str, Any] = {
-        "id": member.peer,
-        "name": member.name,
-        "address": told.addresses[0] if told is not None and told.addresses else "",
-        "endpoint": "",
-        "state": "offline",
-        "pc": told.primary_peer if told is not None else "",
-        "device": "",
-        "daemon_pid": 0,
-        "workers": [],
-        "transfers": [],
-    }
-    if session is not None:
-        shown |= report_status(session.report)
-    return shown
-
-
-def report_status(report: PeerReport) -> dict[str, Any]:
-    """What a live peer reports of itself."""
-    return {
-        "endpoint": report.api_address,
-        "pc": report.primary_peer,
-        "state": "online",
-        "device": describe_device(report.device),
-        "daemon_pid": report.daemon_pid,
-        "version": report.version,
-        "stage": report.stage,
-        "paused": report.pause_reason,
-        "memory": report.device.memory,
-        "copied": report.replicated_percent,
-        "held": {
-            one.root[:16]: [list(layers) for layers in one.layers] for one in report.partial_models
-        },
-        "transfers": [_transfer_status(one) for one in report.transfers],
-        "workers": [
-            {
-                "pid": worker.pid,
-                "pipeline": worker.pipeline,
-                "stage": worker.stage,
-                "layers": list(worker.layers),
-                "state": worker.state,
-                "fetching": _byte_progress(worker, "fetching"),
-                "loading": _load_progress(worker),
-                "load": _stage_usage(report, worker),
-            }
-            for worker in report.workers
-        ],
-    }
-
-
-def _byte_progress(worker: WorkerState, state: str) -> dict[str, Any] | None:
-    """A worker's progress if it is in ``state`` and has reported any."""
-    told = worker.state == state and worker.total
-    return {"done": worker.done, "total": worker.total} if told else None
-
-
-def _load_progress(worker: WorkerState) -> dict[str, Any] | None:
-    """Like :func:`_byte_progress`, with bytes/s and the seconds left."""
-    found = _byte_progress(worker, "loading")
-    if found is None:
-        return None
-    seconds = estimate_eta(worker.total - worker.done, worker.rate)
-    return found | {"rate": worker.rate, "eta_s": None if seconds is None else round(seconds, 1)}
-
-
-def _stage_usage(report: PeerReport, worker: WorkerState) -> dict[str, Any] | None:
-    """Load of a stage and its link; ``None`` if not reported."""
-    told = () if report.load is None else report.load.stages
-    name = worker.pipeline, worker.stage
-    load = next((one for one in told if (one.pipeline, one.stage) == name), None)
-    if load is None:
-        return None
-    return {
-        "busy": load.busy,
-        "bubbles": load.bubbles,
-        "requests": load.requests,
-        "weights": load.weight_bytes,
-        "kv": load.kv_bytes,
-        "link": {
-            "latency_s": load.latency_us / 1e6,
-            "rate": load.rate,
-            "decode": {"queued": load.queued[0], "in_flight": load.in_flight[0]},
-            "bulk": {"queued": load.queued[1], "in_flight": load.in_flight[1]},
-        },
-    }
-
-
-def scheduler_status(report: PeerReport, pipeline: str) -> dict[str, Any] | None:
-    """A peer's report on the scheduler of ``pipeline``; ``None`` if there is none."""
-    told = () if report.load is None else report.load.schedulers
-    head = next((one for one in told if one.pipeline == pipeline), None)
-    if head is None:
-        return None
-    return {
-        "running": head.running,
-        "waiting": head.waiting,
-        "blocks": head.blocks,
-        "used": head.used_blocks,
-        "micro_batches": head.micro_batches,
-        "swapped": head.swapped,
-        "host_blocks": head.host_blocks,
-        "host_used": head.used_host_blocks,
-        "swap_fallbacks": head.swap_fallbacks,
-        "cached": head.cached_percent,
-        "queues": list(head.queues),
-        "requests": [
-            {
-                "peer": one.peer,
-                "state": one.state,
-                "prompt": one.prompt,
-                "computed": one.computed,
-                "generated": one.generated,
-                "tokens_per_s": one.token_rate / 1000,
-                "age_s": one.age,
-                "resume_s": one.resume_ms / 1000,
-            }
-            for one in head.requests
-        ],
-    }
-
-
-def _transfer_status(one: TransferState) -> dict[str, Any]:
-    seconds = estimate_eta(one.total - one.done, one.rate)
-    return {
-        "model": one.model,
-        "bytes": one.done,
-        "total": one.total,
-        "rate": one.rate,
-        "eta_s": None if seconds is None else round(seconds, 1),
-        "from": one.source,
-        "copy": one.is_replica,
-    }
+def _model_status(fleet: Fleet, desired: DesiredModel) -> ModelStatus:
+    mine = [one for one in fleet.deployments if one.key[0] == desired.facts.name]
+    return ModelStatus(
+        name=desired.facts.name,
+        quantize=desired.quantization,
+        dtype=desired.dtype,
+        objective=desired.objective,
+        min_stages=desired.min_stages,
+        replicas=desired.replicas,
+        ready=sum(one.is_ready for one in mine),
+        applied=desired.applied,
+        stopped=desired.stopped,
+    )
 
 
 def _files_warning(fleet: Fleet, desired: DesiredModel) -> str:
@@ -323,84 +133,193 @@ def _files_warning(fleet: Fleet, desired: DesiredModel) -> str:
     registry, facts, only_model = fleet.registry, desired.facts, len(fleet.models) == 1
     if len({registry.primary_peer(peer) for peer in registry.sessions}) < 2:
         return ""
-    holders = whole_holders(facts, registry, only_model=only_model)
+    holders = full_holders(facts, registry, only_model=only_model)
     if len(holders) > 1:
         return ""
     if holders:
         return f"Only {registry.name_of(holders[0])} has all files of {facts.name} so far"
     nobody = f"No connected PC has all files of {facts.name}"
     reports = [one.report for one in registry.sessions.values()]
-    lacking = missing_layers(facts, reports, only_model=only_model)
-    if lacking:
-        return f"{nobody}, and none has those of {describe_missing(facts, lacking)}"
+    missing = missing_layers(facts, reports, only_model=only_model)
+    if missing:
+        return f"{nobody}, and none has those of {describe_missing(facts, missing)}"
     return f"{nobody}; together they hold all layers" if only_model else nobody
 
 
-def _pipeline_status(reconciler: Reconciler) -> dict[str, Any]:
-    formation = reconciler.formation
-    return {
-        "id": reconciler.pipeline,
-        "model": reconciler.desired.facts.name,
-        "replica": reconciler.replica,
-        "epoch": reconciler.epoch,
-        "ready": reconciler.is_ready,
-        "micro_batches": _micro_batches(formation),
-        "stages": [] if formation is None else _stage_statuses(reconciler, formation),
-        "blocks": formation.record.blocks if formation is not None else 0,
-        "state": formation.state if formation is not None else "waiting",
-        "reason": reconciler.reason,
-        "phases": reconciler.phase_times.to_status(),
-        "scheduler": None if formation is None else _first_stage_scheduler(reconciler, formation),
-    }
+# --- peers ---------------------------------------------------------------------------------------
 
 
-def _first_stage_scheduler(reconciler: Reconciler, formation: Formation) -> dict[str, Any] | None:
-    """The scheduler as reported by the first stage's peer; others are not trusted."""
-    session = reconciler.registry.sessions.get(formation.peers[0])
-    return None if session is None else scheduler_status(session.report, formation.record.id)
-
-
-def _micro_batches(formation: Formation | None) -> int:
-    """The configured number, or the scheduler's minimum."""
-    if formation is None:
-        return 0
-    return formation.record.micro_batches or len(formation.record.stages)
-
-
-def _stage_statuses(reconciler: Reconciler, formation: Formation) -> list[dict[str, Any]]:
-    stages, links = formation.record.stages, reconciler.planner.links
-
-    def shown(stage: StageRecord, after: StageRecord) -> dict[str, Any]:
-        session = reconciler.registry.sessions.get(stage.peer)
-        return {
-            "peer": stage.peer,
-            "layers": list(stage.layers),
-            "device": describe_device(session.report.device) if session is not None else "",
-            "decode_s": stage.profile.decode_s(1) * _stage_slowdown(session, formation.record.id),
-            "link_s": link_s(stage, after) if after is not stage else 0.0,
-            "link_measured": links.is_measured(stage.peer, after.peer),
-        }
-
-    def link_s(stage: StageRecord, after: StageRecord) -> float:
-        """Seconds until a row, or its token, is at the next stage."""
-        latency, rate = links.latency_and_rate(stage.peer, after.peer)
-        row = row_bytes(reconciler.desired.facts, reconciler.desired.dtype)
-        return latency + HANDLING_S + (TOKEN_BYTES if after is stages[0] else row) / rate
-
-    return [
-        shown(stage, after) for stage, after in zip(stages, stages[1:] + stages[:1], strict=True)
-    ]
-
-
-def _stage_slowdown(session: PeerSession | None, pipeline: str) -> float:
-    """How much longer a peer's stage takes than its profile says; 1.0 if not reported."""
-    workers = () if session is None else session.report.workers
-    return next(
-        (one.slowdown for one in workers if one.pipeline == pipeline and one.slowdown > 0), 1.0
+def _member_status(fleet: Fleet, member: MemberRecord) -> PeerStatus:
+    session = fleet.registry.sessions.get(member.peer)
+    if session is not None:
+        return peer_status(member.peer, session.report, fleet.explain_exclusion(member.peer))
+    info = member.announced
+    return PeerStatus(
+        id=member.peer,
+        name=member.name,
+        state="offline",
+        address=info.addresses[0] if info is not None and info.addresses else "",
+        pc=info.primary_peer if info is not None else "",
     )
 
 
-def describe_device(device: Device) -> str:
-    """A device in a few words."""
-    index = f" {device.index}" if device.kind == "cuda" else ""
-    return f"{device.kind}{index}: {device.name}"
+def peer_status(peer: str, report: PeerReport, reason: str = "") -> PeerStatus:
+    """A live peer as it reports itself; ``reason`` tells why it has no stage."""
+    return PeerStatus(
+        id=peer,
+        name=report.name,
+        state="online",
+        address=report.addresses[0] if report.addresses else "",
+        endpoint=report.api_address,
+        version=report.version,
+        device=describe_device(report.device),
+        memory=report.device.memory,
+        daemon_pid=report.daemon_pid,
+        stage=report.stage,
+        paused=report.pause_reason,
+        reason=reason,
+        copied=report.replicated_percent,
+        held={one.root[:16]: one.layers for one in report.partial_models},
+        pc=report.primary_peer,
+        transfers=tuple(map(_transfer_status, report.transfers)),
+        workers=tuple(_worker_status(report, worker) for worker in report.workers),
+    )
+
+
+def _transfer_status(one: TransferState) -> TransferStatus:
+    return TransferStatus(
+        model=one.model,
+        bytes=one.done,
+        total=one.total,
+        rate=one.rate,
+        eta_s=_eta_s(one.total - one.done, one.rate),
+        source=one.source,
+        copy=one.is_replica,
+    )
+
+
+def _worker_status(report: PeerReport, worker: WorkerState) -> WorkerStatus:
+    done, total = worker.done, worker.total
+    fetching = ByteProgress(done, total) if worker.state == "fetching" and total else None
+    loading = None
+    if worker.state == "loading" and total:
+        loading = LoadProgress(done, total, worker.rate, _eta_s(total - done, worker.rate))
+    return WorkerStatus(
+        layers=worker.layers,
+        pipeline=worker.pipeline,
+        stage=worker.stage,
+        state=worker.state,
+        pid=worker.pid,
+        fetching=fetching,
+        loading=loading,
+        load=_stage_usage(report, worker),
+    )
+
+
+def _eta_s(left: int, rate: float) -> float | None:
+    seconds = estimate_eta(left, rate)
+    return None if seconds is None else round(seconds, 1)
+
+
+def _stage_usage(report: PeerReport, worker: WorkerState) -> StageUsage | None:
+    """Load of a stage and its link; ``None`` if not reported."""
+    loads = () if report.load is None else report.load.stages
+    for load in loads:
+        if (load.pipeline, load.stage) == (worker.pipeline, worker.stage):
+            decode, bulk = map(ChannelStatus, load.queued, load.in_flight)
+            return StageUsage(
+                busy=load.busy,
+                bubbles=load.bubbles,
+                requests=load.requests,
+                weights=load.weight_bytes,
+                kv=load.kv_bytes,
+                link=LinkStatus(load.latency_us / 1e6, load.rate, decode, bulk),
+            )
+    return None
+
+
+def scheduler_status(report: PeerReport, pipeline: str) -> SchedulerStatus | None:
+    """A peer's report on the scheduler of ``pipeline``; ``None`` if there is none."""
+    loads = () if report.load is None else report.load.schedulers
+    load = next((one for one in loads if one.pipeline == pipeline), None)
+    if load is None:
+        return None
+    return SchedulerStatus(
+        running=load.running,
+        waiting=load.waiting,
+        blocks=load.blocks,
+        used=load.used_blocks,
+        micro_batches=load.micro_batches,
+        swapped=load.swapped,
+        host_blocks=load.host_blocks,
+        host_used=load.used_host_blocks,
+        swap_fallbacks=load.swap_fallbacks,
+        cached=load.cached_percent,
+        queues=load.queues,
+        requests=tuple(
+            RequestStatus(
+                peer=one.peer,
+                state=one.state,
+                prompt=one.prompt,
+                computed=one.computed,
+                generated=one.generated,
+                tokens_per_s=one.token_rate / 1000,
+                age_s=one.age,
+                resume_s=one.resume_ms / 1000,
+            )
+            for one in load.requests
+        ),
+    )
+
+
+# --- pipelines -----------------------------------------------------------------------------------
+
+
+def _pipeline_status(reconciler: Reconciler) -> PipelineStatus:
+    status = PipelineStatus(
+        id=reconciler.pipeline,
+        model=reconciler.desired.facts.name,
+        replica=reconciler.replica,
+        epoch=reconciler.epoch,
+        ready=reconciler.is_ready,
+        state="waiting",
+        reason=reconciler.reason,
+        phases=reconciler.phase_times.to_status(),
+    )
+    formation = reconciler.formation
+    if formation is None:
+        return status
+    record = formation.record
+    # Only the first stage's peer is trusted to report on the scheduler.
+    session = reconciler.registry.sessions.get(formation.peers[0])
+    return structs.replace(
+        status,
+        state=formation.state,
+        # By default the scheduler uses at least as many as stages.
+        micro_batches=record.micro_batches or len(record.stages),
+        blocks=record.blocks,
+        stages=_stage_statuses(reconciler, formation),
+        scheduler=None if session is None else scheduler_status(session.report, record.id),
+    )
+
+
+def _stage_statuses(reconciler: Reconciler, formation: Formation) -> tuple[StageStatus, ...]:
+    stages, links = formation.record.stages, reconciler.planner.links
+    row = row_bytes(reconciler.desired.facts, reconciler.desired.dtype)
+
+    def status(stage: StageRecord, after: StageRecord) -> StageStatus:
+        session = reconciler.registry.sessions.get(stage.peer)
+        latency, rate = links.latency_and_rate(stage.peer, after.peer)
+        link_s = latency + HANDLING_S + (TOKEN_BYTES if after is stages[0] else row) / rate
+        slowdown = stage_slowdown(session, formation.record.id)
+        return StageStatus(
+            peer=stage.peer,
+            layers=stage.layers,
+            device=describe_device(session.report.device) if session is not None else "",
+            decode_s=stage.profile.decode_s(1) * slowdown,
+            link_s=link_s if after is not stage else 0.0,
+            link_measured=links.is_measured(stage.peer, after.peer),
+        )
+
+    after = stages[1:] + stages[:1]
+    return tuple(map(status, stages, after))

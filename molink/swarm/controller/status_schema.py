@@ -1,11 +1,12 @@
-"""Schema of ``molink status --json``, as ``molink top`` and the chat page read it.
+"""Schema of ``molink status --json``: what the coordinator builds, and every client decodes.
 
 Missing fields (an older daemon, a swarm without a model) have defaults; unknown ones are ignored.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
 
@@ -77,6 +78,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     pipeline: str = ""
     stage: Count = 0
     state: str = ""
+    pid: int = 0
     fetching: ByteProgress | None = None
     loading: LoadProgress | None = None
     load: StageUsage | None = None
@@ -93,7 +95,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """A member of the swarm."""
+    """A member of the swarm. ``state``: ``online``, ``offline``, ``banned`` or ``refused``."""
 
     id: str
     name: str = ""
@@ -103,12 +105,14 @@ class PeerStatus(msgspec.Struct, frozen=True):
     version: str = ""
     device: str = ""
     memory: Count = 0
+    daemon_pid: int = 0
     #: Layers that it offers to hold (``none``: only an endpoint), and why it does not for now.
     stage: str = ""
     paused: str = ""
     reason: str = ""
-    #: Percentage of the models' files on its disk.
+    #: Percentage of the models' files on its disk, and the layers of each partial model.
     copied: Count = 0
+    held: dict[str, tuple[LayerRange, ...]] = {}
     #: For a further device of a PC: the id of its primary peer.
     pc: str = ""
     transfers: tuple[TransferStatus, ...] = ()
@@ -122,8 +126,9 @@ class StageStatus(msgspec.Struct, frozen=True):
     layers: LayerRange
     device: str = ""
     decode_s: Amount = 0.0
-    #: Seconds until a row reaches the next stage.
+    #: Seconds until a row reaches the next stage, and whether that link was measured.
     link_s: Amount = 0.0
+    link_measured: bool = False
 
 
 class RequestStatus(msgspec.Struct, frozen=True):
@@ -171,11 +176,17 @@ class PipelineStatus(msgspec.Struct, frozen=True):
 
     id: str
     model: str = ""
+    replica: Count = 0
     epoch: Count = 0
     ready: bool = False
+    state: str = ""
     reason: str = ""
+    micro_batches: Count = 0
+    blocks: Count = 0
     stages: tuple[StageStatus, ...] = ()
     scheduler: SchedulerStatus | None = None
+    #: Why the last change began, and the seconds until each of its phases ended.
+    phases: dict[str, str | float] = {}
 
 
 class PairingStatus(msgspec.Struct, frozen=True):
@@ -207,6 +218,8 @@ class CoordinatorStatus(msgspec.Struct, frozen=True):
 
     state: str = ""
     addresses: tuple[str, ...] = ()
+    pid: int = 0
+    version: str = ""
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
@@ -214,9 +227,40 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
     name: str = ""
     quantize: str = "none"
+    dtype: str = "auto"
+    objective: str = "latency"
+    min_stages: Count = 0
     replicas: Count = 1
     ready: Count = 0
+    applied: bool = False
     stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RingEstimate:
+    """A ring as placement predicts it with one more PC like ``device``; with none if empty.
+
+    ``round_trip_s`` is the time per token of a micro-batch that waits for nothing. ``tokens_per_s``
+    is the total over all streams: one for ``latency``, as many as the ring takes for
+    ``throughput``.
+    """
+
+    device: str
+    stages: int
+    round_trip_s: float
+    tokens_per_s: float
+
+
+class ScaleOutStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A pipeline's ring ``now``, with one PC ``more`` of each kind, and its TTFT.
+
+    ``first_token_s`` is the predicted time to the first token of a prompt of ``prompt`` tokens.
+    """
+
+    now: RingEstimate | None = None
+    more: tuple[RingEstimate, ...] = ()
+    prompt: int = 0
+    first_token_s: float = 0.0
 
 
 class SwarmStatus(msgspec.Struct, frozen=True):
@@ -225,19 +269,32 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     swarm: str = ""
     name: str = ""
     leader: str = ""
+    term: int = 0
     coordinator: CoordinatorStatus = CoordinatorStatus()
     model: str | None = None
     quantize: str = "none"
+    objective: str = "latency"
     models: tuple[ModelStatus, ...] = ()
     peers: tuple[PeerStatus, ...] = ()
     pipelines: tuple[PipelineStatus, ...] = ()
     files: str = ""
     trouble: str = ""
+    #: Pairs of peers of which the first cannot connect to the second.
+    unreachable: tuple[tuple[str, str], ...] = ()
     story: tuple[str, ...] = ()
     clock: Amount | None = None
+    time: Amount | None = None
     banned_peers: tuple[BannedPeerStatus, ...] = ()
+    pairing_port: int | None = None
     pairing_requests: tuple[PairingStatus, ...] = ()
     revoked: tuple[RevokedPeerStatus, ...] = ()
+    #: Relays (``from``, ``to``, ``through``), and the control socket's counters.
+    relays: tuple[dict[str, Any], ...] = ()
+    counters: dict[str, int] = {}
+    #: By pipeline, if requested.
+    scale_out: dict[str, ScaleOutStatus] | None = None
+    #: Whether loads or peers were dropped to bound the size.
+    truncated: bool = False
 
     @property
     def is_ready(self) -> bool:

@@ -154,6 +154,6 @@ def test_pcs_without_a_stage() -> None:
         "spare",
         "endpoint only",
         "paused: its GPU is busy",
-        "away",
+        "offline",
     ]
     assert (shown.online, shown.offline) == (3, 1)

@@ -72,7 +72,7 @@ def test_memory_and_the_first_token(
     worker = {"pipeline": "p1", "stage": 0, "load": load}
     told["peers"][0] |= {"memory": 12 * 10**9, "workers": [{**worker, "pipeline": "p0"}, worker]}
     told["peers"][1] |= {"memory": 1, "workers": [{**worker, "stage": 1, "load": None}]}
-    told["outlook"] = {"p1": {"prompt": 512, "first_token_s": 1.25}}
+    told["scale_out"] = {"p1": {"prompt": 512, "first_token_s": 1.25}}
     (plan,) = explain_rings(told)
     assert [(one.weights, one.kv, one.memory) for one in plan.stages] == [
         (3 * 10**9, 2 * 10**9, 12 * 10**9),

@@ -315,15 +315,15 @@ async def test_join_serve_and_route(scene: Scene, kit: Kit) -> None:
     head = owner.last(Route).head
     assert (head.peer, head.port) == (owner.id, 5468)
     status = await scene.status(guest)
-    assert "outlook" not in status
+    assert "scale_out" not in status
     _, asked = await guest.client.send_request(StatusRequest(ref=0, scale_out=True), timeout=30)
-    (found,) = json.loads(bytes(asked))["outlook"].values()
+    (found,) = json.loads(bytes(asked))["scale_out"].values()
     assert found["now"]["stages"] == len(status["pipelines"][0]["stages"])
     assert len(found["more"]) == 1
     assert status["swarm"] == scene.coordinator.swarm.id
     assert [(p["id"], p["state"]) for p in status["peers"]] == [
-        (owner.id, "here"),
-        (guest.id, "here"),
+        (owner.id, "online"),
+        (guest.id, "online"),
     ]
     assert [s["layers"] for s in status["pipelines"][0]["stages"]] == [[0, 3], [3, 6]]
     assert status["pipelines"][0]["ready"] is True
@@ -992,7 +992,7 @@ async def test_a_pc_that_knocks_becomes_a_member(scene: Scene) -> None:
     (knock_,) = owner.last(PendingPairings).knocks
     assert (knock_.name, knock_.code, knock_.address) == ("attic", code, "127.0.0.1")
     assert guest.last(PendingPairings) is None, "owners are told; others see it in the status"
-    (shown,) = (await scene.status(guest))["knocks"]
+    (shown,) = (await scene.status(guest))["pairing_requests"]
     assert (shown["name"], shown["code"]) == ("attic", code)
     assert abs(shown["since"] - time.time()) < 60
     with pytest.raises(RequestError, match="no PC that waits"):
@@ -1026,7 +1026,7 @@ async def test_a_full_swarm_takes_nobody_who_knocks(scene: Scene) -> None:
     (task, code), (other, _) = [await knocking(scene, KeyPair.generate()) for _ in range(2)]
     await owner.ask(PairingDecisionRequest(ref=0, code=code))
     await task
-    (left,) = (await scene.status(owner))["knocks"]
+    (left,) = (await scene.status(owner))["pairing_requests"]
     with pytest.raises(Unavailable, match="as many as it may have"):
         await owner.ask(PairingDecisionRequest(ref=0, code=left["code"]))
     with pytest.raises(Unavailable):
@@ -1052,7 +1052,7 @@ async def test_without_discovery_nobody_can_knock(scene: Scene) -> None:
     assert scene.coordinator.porch_port == 0
     with pytest.raises(RequestError, match="discovery"):
         await owner.ask(PairingDecisionRequest(ref=0, code="0000-0001"))
-    assert (await scene.status(owner))["knocks"] == []
+    assert (await scene.status(owner))["pairing_requests"] == []
 
 
 async def test_of_two_pcs_with_one_key_the_second_is_told(

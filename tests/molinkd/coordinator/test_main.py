@@ -123,8 +123,8 @@ async def test_a_life(launch: Launch, context: Context) -> None:
     _, payload = await ask(context, joiner, *where, StatusRequest(ref=0))
     status = json.loads(bytes(payload))
     assert [(peer["name"], peer["state"]) for peer in status["peers"]] == [
-        ("owner", "away"),
-        ("joiner", "away"),
+        ("owner", "offline"),
+        ("joiner", "offline"),
     ]
 
     other = launch("other", owner, "--port", "0")

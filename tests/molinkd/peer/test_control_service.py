@@ -51,7 +51,7 @@ class Commands:
         self.asked: list[object] = []
 
     async def query_status(self, outlook: bool) -> bytes:
-        return b'{"swarm": "s", "outlook": {}}' if outlook else b'{"swarm": "s"}'
+        return b'{"swarm": "s", "scale_out": {}}' if outlook else b'{"swarm": "s"}'
 
     async def forward_request(self, message: ControlMessage) -> tuple[ControlMessage, bytes]:
         match message:
@@ -212,7 +212,7 @@ async def test_the_user_may_ask_for_everything(net: Net, library: ModelRepositor
     assert payload is not None
     assert bytes(payload) == b'{"swarm": "s"}'
     _, payload = await client.send_request(StatusRequest(ref=0, scale_out=True))
-    assert bytes(payload or b"") == b'{"swarm": "s", "outlook": {}}'
+    assert bytes(payload or b"") == b'{"swarm": "s", "scale_out": {}}'
     reply, _ = await client.send_request(InviteRequest(ref=0, ttl=5.0, uses=3))
     assert isinstance(reply, InviteReply)
     assert reply.token == "token 5 3"

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from molink.swarm.controller.events import MemberRemovedEvent, PeerReportedEvent, PeerStoppedEvent
-from molink.swarm.controller.holdings import RETRY_INTERVAL, missing_layers, part_holders
+from molink.swarm.controller.holdings import RETRY_INTERVAL, missing_layers, partial_holders
 from molink.swarm.controller.status import build_status
 from molink.wire.messages.instructions import MAX_SOURCES, Assign, Route
 from molink.wire.messages.peer_reports import PartialModel
@@ -53,10 +53,10 @@ def test_partial_holders_are_named(paper: FakeFleet) -> None:
     have(paper, "c", (3, 6), root=OTHER)
     paper.handle_event(PeerStoppedEvent("b"))
     have_facts = paper.fleet.models[0].facts
-    assert part_holders(have_facts, paper.fleet.registry) == ()
+    assert partial_holders(have_facts, paper.fleet.registry) == ()
     paper.report("b")
     have(paper, "b", (0, 3))
-    assert part_holders(have_facts, paper.fleet.registry) == ("b",)
+    assert partial_holders(have_facts, paper.fleet.registry) == ("b",)
     paper.handle_event(PeerStoppedEvent("a"))
     paper.wait(3, "b", "c")
     route = paper.fleet.registry.sessions["c"].routes["p1"]
@@ -70,7 +70,7 @@ def test_named_holders_cover_most_layers(paper: FakeFleet) -> None:
         have(paper, name, (0, 2))
     paper.join("z")
     have(paper, "z", (2, 6))
-    found = part_holders(facts, paper.fleet.registry)
+    found = partial_holders(facts, paper.fleet.registry)
     assert len(found) == MAX_SOURCES
     assert found[-1] == "z"
     reports = [
@@ -98,8 +98,8 @@ def test_missing_files_are_reported_and_not_retried(paper: FakeFleet) -> None:
     assert assigned(paper) == []
     assert reason(paper) == "stage 0 on B: oops"
     status = build_status(paper.fleet, "s1", [], 1)
-    assert status["pipelines"][0]["reason"] == "stage 0 on B: oops"
-    assert status["peers"][0]["reason"] == ""  # nobody is to blame
+    assert status.pipelines[0].reason == "stage 0 on B: oops"
+    assert status.peers[0].reason == ""
     # Somebody comes who has more.
     paper.report("c")
     have(paper, "c", (3, 6))

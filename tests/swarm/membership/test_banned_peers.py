@@ -13,16 +13,18 @@ def test_they_are_shown_until_they_are_no_members() -> None:
     assert offenders.add_to_status(STATUS) == STATUS
     offenders.record_ban("this PC's control socket", "p", "may not send Form")
     offenders.record_ban("this PC's control socket", "q", "x" * 999)
-    first, second = json.loads(offenders.add_to_status(STATUS))["cut_off"]
+    first, second = json.loads(offenders.add_to_status(STATUS))["banned_peers"]
     assert first == {
         "peer": "p",
         "name": "pc",
-        "by": "this PC's control socket",
+        "banned_by": "this PC's control socket",
         "reason": "may not send Form",
     }
     assert second["name"] == "q"
     offenders.drop_peer("p")
-    assert [one["peer"] for one in json.loads(offenders.add_to_status(STATUS))["cut_off"]] == ["q"]
+    assert [one["peer"] for one in json.loads(offenders.add_to_status(STATUS))["banned_peers"]] == [
+        "q"
+    ]
 
 
 def test_they_are_never_too_many() -> None:
@@ -52,5 +54,5 @@ async def test_a_server_tells_of_whom_it_cuts_off(net: Net) -> None:
     for ref in range(40):
         client.send(StatusRequest(ref=ref))
     await net.until(lambda: offenders.add_to_status(STATUS) != STATUS)
-    (shown,) = json.loads(offenders.add_to_status(STATUS))["cut_off"]
-    assert (shown["peer"], shown["by"]) == (derive_peer_id(keys.public), "here")
+    (shown,) = json.loads(offenders.add_to_status(STATUS))["banned_peers"]
+    assert (shown["peer"], shown["banned_by"]) == (derive_peer_id(keys.public), "here")

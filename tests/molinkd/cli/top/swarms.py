@@ -130,7 +130,7 @@ def several() -> dict[str, Any]:
 
 def loading() -> dict[str, Any]:
     """One stage fetches its files, another loads."""
-    status = ring(["alice", "bob"], ready=False, reason="loading the model", head=None)
+    status = ring(["alice", "bob"], ready=False, reason="loading the model", scheduler=None)
     fetching = {"state": "fetching", "fetching": {"done": 340 * 10**6, "total": GB}}
     for index, how in enumerate((fetching, {"state": "loading"})):
         status["peers"][index]["workers"][0] |= {"load": None, **how}
