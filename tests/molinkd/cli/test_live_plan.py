@@ -52,14 +52,14 @@ def test_prospects_of_another_pc(capsys: pytest.CaptureFixture[str]) -> None:
         {**now, "device": "cpu: slow"},
     ]
     scale_out = {"p1": {"now": now, "more": more}}
-    (plan,) = explain_rings(status(stage("a", 0.010, 0.030), outlook=scale_out))
+    (plan,) = explain_rings(status(stage("a", 0.010, 0.030), scale_out=scale_out))
     print_plan(plan)
     shown = " ".join(capsys.readouterr().out.split())
     assert "Another cuda: fast: 1 stage, 20.0 ms per token instead of 65.0 ms per token" in shown
     assert "either way (estimated)" in shown
     assert "Another cpu: slow would not help: 65.0 ms per token either way" in shown
     assert plan.as_json()["prospects"][0]["round_trip_s"] == 0.02
-    (plan,) = explain_rings(status(stage("a", 0.01, 0.03), outlook={}))
+    (plan,) = explain_rings(status(stage("a", 0.01, 0.03), scale_out={}))
     assert plan.prospects == ()
 
 
