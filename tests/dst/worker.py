@@ -226,7 +226,7 @@ class Worker(Process):
             num_stages=shape.stages,
             row_bytes=shape.row_bytes,
             prefill_only_batches=mode.unpaired,
-            num_speculative_tokens=mode.draft_tokens,
+            num_speculative_tokens=mode.num_speculative_tokens,
             lookahead_volumes=mode.ahead,
         )
         return RingPlan(
