@@ -1,4 +1,4 @@
-"""``python -m tests.dst SEED [several] [late] [alone]``: one seed again, with all that happened."""
+"""``python -m tests.dst SEED [several] [late] [alone]``: replay one seed with its full story."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A daemon's connections: to the coordinator, and to the heads of pipelines."""
+"""A daemon's connections to the coordinator and to pipelines' schedulers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ REPORT_INTERVAL = 0.5
 
 
 class Session:
-    """The connection to the coordinator, as :mod:`molinkd.peer.membership.session` has it."""
+    """Connection to the coordinator, like :mod:`molinkd.peer.membership.session`."""
 
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon
@@ -36,7 +36,7 @@ class Session:
         return Dial(network, daemon, daemon.peer.id, lambda: where, target.key, events)
 
     def follow_coordinator(self) -> None:
-        """Connect to where the coordinator is now."""
+        """Connect to the coordinator's current address."""
         target = self._daemon.peer.membership
         if (target.key, (target.address, PORT)) != self._target:
             self.dial.close()
@@ -93,8 +93,7 @@ class Session:
 
 
 class SchedulerConnections:
-    """Connections to the heads of all pipelines, as
-    :mod:`molinkd.peer.frontend.scheduler_connections` has it."""
+    """Connections to all schedulers, like :mod:`molinkd.peer.frontend.scheduler_connections`."""
 
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon
@@ -142,7 +141,7 @@ class SchedulerConnections:
     def send(self, target: PipelineEpoch, message: Any, payload: Any = None) -> None:
         route, dial = self._routes.get(target.pipeline), self._dials.get(target.pipeline)
         if route is None or dial is None or route.epoch != target.epoch:
-            raise MolinkError("the head is gone")
+            raise MolinkError("the scheduler is gone")
         dial.send(message, payload)
 
     @property

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 PORT = 5466
 STEP_INTERVAL = 0.5
-#: From the end of a connection until somebody looks whose it was, in seconds.
+#: Seconds from the end of a connection until its peer is determined.
 _CLOSING = 0.1
 
 
@@ -61,7 +61,7 @@ def _number(pipeline: str) -> int:
 
 @dataclass
 class Disk:
-    """What has been committed, as :mod:`molinkd.coordinator.state_store` keeps it."""
+    """Committed state, like :mod:`molinkd.coordinator.state_store`."""
 
     members: dict[str, MemberRecord] = field(default_factory=dict)
     models: tuple[DesiredModel, ...] = ()
@@ -72,7 +72,7 @@ class Disk:
 
     @classmethod
     def restored(cls, found: Replica) -> "Disk":
-        """What a copy holds."""
+        """A disk with a replica's state."""
         members = {one.peer: one for one in found.members}
         pipelines = {(one.model, one.replica): one for one in found.pipelines}
         return cls(
@@ -80,7 +80,7 @@ class Disk:
         )
 
     def replica(self) -> Replica:
-        """A copy."""
+        """The state as a replica."""
         pipelines = tuple(self.pipelines.values())
         return Replica(
             swarm="swarm",
@@ -99,7 +99,7 @@ class Disk:
         )
 
     def touch(self) -> None:
-        """Something has changed."""
+        """Count a change."""
         self.version = self.version[0], self.version[1] + 1
 
     def begin_term(self, term: int) -> None:
@@ -125,7 +125,7 @@ class Disk:
 
 
 class Coordinator(Process):
-    """One run of it on a PC."""
+    """One run of a coordinator on a PC."""
 
     def __init__(
         self, world: "World", pc: Pc, leader: str, disk: Disk, term: int, lost: str
@@ -153,10 +153,10 @@ class Coordinator(Process):
         self._shared: tuple[Version, bytes] = ((-1, -1), b"")
         self._connections: dict[str, bytes] = {}
         self._twins = DuplicatePeers()
-        #: What has come and is not read, and since when there is any.
+        #: Unread messages, and since when there are any.
         self._unread: deque[tuple[Sender, Any, Any]] = deque()
         self._unread_since = 0.0
-        #: How late it is read, and until when.
+        #: Delay of reading, and until when it lasts.
         self._late, self._late_until = 0.0, 0.0
         self.listener = Listener(
             world.network, self, PORT, self.key, self._on_message, self._admits
@@ -166,7 +166,7 @@ class Coordinator(Process):
         self.later(STEP_INTERVAL, self._step)
 
     def raise_term(self, term: int) -> None:
-        """Go on in a higher term."""
+        """Continue in a higher term."""
         self.disk.begin_term(term)
         self.term = term
         self.world.monitor.leads(self._leader, term)
@@ -179,7 +179,7 @@ class Coordinator(Process):
     # --- what people do --------------------------------------------------------------------------
 
     def remove(self, peer: str, why: str) -> None:
-        """A peer leaves, or is shut out."""
+        """A peer leaves or is revoked."""
         member = self.disk.members[peer]
         self.disk.put(replace(member, standing="left" if why == "left" else "revoked"))
         self._drop_peer(peer)
@@ -189,11 +189,11 @@ class Coordinator(Process):
     # --- messages --------------------------------------------------------------------------------
 
     def read_late(self, late: float, seconds: float) -> None:
-        """Do all in time but read: others want the CPU too."""
+        """Read messages late but keep timers: the CPU is busy."""
         self._late, self._late_until = late, self.time() + seconds
 
     def _on_message(self, sender: Sender, message: Any, payload: Any) -> None:
-        """Something has come; it is read once what came before it is."""
+        """Read a message once all earlier ones are read."""
         if not self._unread:
             if self.time() >= self._late_until:
                 self._handle(sender, message, payload)
@@ -224,7 +224,7 @@ class Coordinator(Process):
         peer = sender.peer_id
         match message:
             case PeerReport():
-                # No PC has a copy of another's state folder.
+                # No PC has a copy of another one's state folder.
                 assert not self._twins.observe_connection(peer, sender.identity, self.time())
                 fresh = self._connections.get(peer) != sender.identity
                 self._connections[peer] = sender.identity
@@ -268,7 +268,7 @@ class Coordinator(Process):
             self._send(peer, StateReplica(payload=Payload("u8", (len(data),))), data)
 
     def _merge(self, peer: str, theirs: Replica) -> None:
-        """What a peer knows of the time in which another one led its part."""
+        """Merge what a peer recorded while another coordinator led its part."""
         by_owner = self.disk.members[peer].is_owner
         for member in merge_replicas(self.disk.replica(), theirs, by_owner=by_owner):
             self.disk.put(member)

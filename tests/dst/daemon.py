@@ -1,4 +1,4 @@
-"""A PC's daemon: keeper, address book and streams of the product, in shells as thin as its own."""
+"""A PC's daemon: the product's stage agent, address book and streams in thin shells."""
 
 import contextlib
 from array import array
@@ -68,27 +68,27 @@ if TYPE_CHECKING:
 REPORT_INTERVAL = 0.5
 SWEEP = 5.0
 GRACE = 5.0
-#: The product looks twice as often.
+#: The product checks twice as often.
 WATCH = 1.0
-#: Seconds that another peer has to let a connection in, and until it is tried again.
+#: Seconds in which another peer must accept a connection, and until the next attempt.
 PATIENCE, PROBE_AGAIN = 3.0, 5.0
-#: One-way delays that a connection takes.
+#: One-way delays of a handshake.
 _RETRY_INTERVAL = 5.0
 
 
 @dataclass
 class Peer:
-    """What a PC keeps whatever its processes do: its key, and the swarm that it belongs to."""
+    """What a PC keeps across its processes: its key and its swarm."""
 
     pc: Pc
     key: str
     id: str
     membership: Membership
-    #: The copy of the coordinator's state.
+    #: Replica of the coordinator's state.
     replica: Replica
-    #: The state itself, where the coordinator has run.
+    #: The state itself, if the coordinator has run here.
     disk: Disk | None = None
-    #: The highest term of a coordinator that was obeyed.
+    #: Highest term of an obeyed coordinator.
     obeyed: int = 0
     stage: str = "auto"
     device: Device = field(default_factory=lambda: Device(kind="cpu", name="CPU", memory=1 << 40))
@@ -96,7 +96,7 @@ class Peer:
 
 @dataclass
 class Active:
-    """A request that is under way."""
+    """A running request."""
 
     stream: RequestStream
     on_token: Callable[[GeneratedToken, OutputToken], None]
@@ -121,12 +121,12 @@ class Daemon(Process):
         self.workers: dict[int, Worker] = {}
         self._fetches: dict[int, None] = {}
         self.prefetched: PrefetchState | None = None
-        self.heads = SchedulerConnections(self)
+        self.schedulers = SchedulerConnections(self)
         self.active: dict[str, Active] = {}
         self._running = RunningTime(self.time())
         self._keys = 0
         self._sweep: ScheduledCallback | None = None
-        #: Newest epoch that was assigned, by pipeline.
+        #: Newest assigned epoch by pipeline.
         self._epochs: dict[str, int] = {}
         self._forming: dict[str, FormPipeline] = {}
         self._reached: dict[str, bool] = {}
@@ -147,7 +147,7 @@ class Daemon(Process):
     # --- the coordinator -------------------------------------------------------------------------
 
     def report(self) -> PeerReport:
-        """What the coordinator is told each second."""
+        """The report sent to the coordinator."""
         peer = self.peer
         return PeerReport(
             name=peer.pc.name,
@@ -162,13 +162,13 @@ class Daemon(Process):
             workers=self.keeper.worker_states({}, {}),
             prefetch=self.prefetched,
             replica=peer.replica.version,
-            routes=self.heads.known_routes,
+            routes=self.schedulers.known_routes,
         )
 
     def on_welcome(self) -> None:
-        """The coordinator knows us."""
+        """The coordinator has accepted this peer."""
         self.book.mark_unconfirmed()
-        self.heads.on_welcome()
+        self.schedulers.on_welcome()
         for known, ok in self._reached.items():
             self.session.send_if_welcome(self._on_probe(known, ok))
         if self._sweep is not None:
@@ -177,7 +177,7 @@ class Daemon(Process):
         self._carry_out([*self.keeper.resend_reports()])
 
     def on_instruction(self, message: Any, payload: Any) -> None:
-        """The coordinator says something."""
+        """Process an instruction of the coordinator."""
         match message:
             case StateReplica() | StateRequest():
                 self._share(payload)
@@ -201,9 +201,9 @@ class Daemon(Process):
                 self._epochs.pop(message.pipeline, None)
                 self._carry_out(self.keeper.unassign_pipeline(message.pipeline))
             case Route():
-                self.heads.update_route(message)
+                self.schedulers.update_route(message)
             case RouteRemoved():
-                self.heads.remove_route(message.pipeline)
+                self.schedulers.remove_route(message.pipeline)
 
     def _share(self, payload: Any) -> None:
         if payload is None:
@@ -220,7 +220,7 @@ class Daemon(Process):
                 self.book.add_peer(member.announced)
 
     def _form_soon(self, order: FormPipeline) -> None:
-        """Form the ring once the next stage can be reached."""
+        """Form the ring once the next stage is reachable."""
         if self._forming.get(order.pipeline) != order:
             self._forming[order.pipeline] = order
             self.later(_RETRY_INTERVAL * self.world.network.latency, self._form, order, False)
@@ -260,7 +260,7 @@ class Daemon(Process):
             self.later(PROBE_AGAIN, self._probe, member)
 
     def _on_probe(self, peer: str, ok: bool) -> ReachReport:
-        """Some are said to be farther away than others: placement goes by it."""
+        """Report a latency: some peers count as farther away, which affects placement."""
         far = 1 + (self.pc.number + 3 * self.world.pc_of(peer).number) % 4
         return ReachReport(
             peer=peer, is_reachable=ok, latency=far * self.world.network.latency if ok else None
@@ -353,7 +353,7 @@ class Daemon(Process):
         worker = self.workers.pop(generation, None)
         if worker is not None:
             worker.later(0.02, worker.stop)
-            # One that stands still is killed.
+            # A frozen worker is killed.
             self.later(0.02 if kill else GRACE, worker.die)
 
     def _watch(self) -> None:
@@ -373,7 +373,7 @@ class Daemon(Process):
             self._order_worker(generation, self.book.peer_keys())
 
     def running(self) -> float:
-        """Seconds in which this daemon ran; looked at with each tick."""
+        """Seconds in which this daemon ran, updated with each timer."""
         return self._running.counted_time(self.time())
 
     # --- requests, as molinkd.peer.frontend.swarm_backend has them ---
@@ -385,7 +385,7 @@ class Daemon(Process):
         on_token: Callable[[GeneratedToken, OutputToken], None],
         on_error: Callable[[MolinkError], None],
     ) -> str:
-        """A client asks; returns the request's key."""
+        """Start a client's request; returns its key."""
         self._keys += 1
         key = f"{self.pid}-{self._keys}"
         stream = RequestStream(key, request, limits, self.running())
@@ -394,24 +394,24 @@ class Daemon(Process):
         return key
 
     def on_consumed(self, key: str, count: int) -> None:
-        """The client has taken so many more."""
+        """The client has consumed ``count`` more tokens."""
         active = self.active.get(key)
         if active is not None:
             self._act(active, active.stream.on_tokens_consumed(count))
 
     def close(self, key: str) -> None:
-        """The client is gone, or has all."""
+        """The client is gone or has its full answer."""
         active = self.active.pop(key, None)
         if active is not None:
             self._act(active, active.stream.cancel())
 
     def on_routes_changed(self) -> None:
-        """Targets may be others."""
+        """Schedulers may have changed."""
         for active in list(self.active.values()):
             self._choose(active)
 
     def on_scheduler_message(self, pipeline: str, message: Any) -> None:
-        """A head answers."""
+        """Process a scheduler's answer."""
         if isinstance(message, OutputTokens):
             for token in message.tokens:
                 active = self._served_by(pipeline, token.key)
@@ -431,11 +431,11 @@ class Daemon(Process):
 
     def _choose(self, active: Active) -> None:
         model = active.stream.request.model
-        targets = self.heads.targets(model)
+        targets = self.schedulers.targets(model)
         if active.target not in targets:
             active.target = targets[0] if targets else None
         now = self.running()
-        active.stream.on_formation_progress(self.heads.forming(model), now)
+        active.stream.on_formation_progress(self.schedulers.forming(model), now)
         self._act(active, active.stream.set_target(active.target, now))
 
     def _wake(self, active: Active) -> None:
@@ -467,12 +467,12 @@ class Daemon(Process):
         ids = array("i", act.token_ids)
         prompt = PromptFragment(act.submit.key, 0, Payload("i32", (len(ids),)))
         try:
-            self.heads.send(act.target, act.submit, act.grammar)
-            self.heads.send(act.target, prompt, ids)
+            self.schedulers.send(act.target, act.submit, act.grammar)
+            self.schedulers.send(act.target, prompt, ids)
         except MolinkError as error:
             refused = Rejected(act.target.epoch, act.submit.key, "epoch", str(error))
             self.call_soon(lambda: self.on_scheduler_message(act.target.pipeline, refused))
 
     def _mention(self, target: PipelineEpoch, message: Any) -> None:
         with contextlib.suppress(MolinkError):
-            self.heads.send(target, message)
+            self.schedulers.send(target, message)

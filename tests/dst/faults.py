@@ -1,4 +1,4 @@
-"""What goes wrong in a seed: three faults or more, some of them at once."""
+"""Faults of a seed: three or more, some at once."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 #: Seconds of the swarm's life in which faults begin.
 BEGIN = (0.3, 10.0)
-#: What is cut off, asleep or without power for longer, in seconds, may cost a request: it waits for
-#: a pipeline for 30 s. A process that only stands still may not, however long, once it was served.
+#: A partition, sleep or power cut longer than this, in seconds, may cost a request, which waits 30
+#: s for a pipeline. A frozen process must not cost one, however long, once it was served.
 LONG = 12.0
 
 
 class Faults:
-    """Drawn and entered in the agenda when it is made; ``until`` is when the last one is over."""
+    """Draws and schedules all faults when created; ``until`` is when the last one ends."""
 
     def __init__(self, world: "World", rng: Random, *, late: bool, others: bool) -> None:
-        """``late``: coordinators read late at times; ``others``: all else goes wrong."""
+        """``late``: coordinators read late at times; ``others``: all other faults occur."""
         self._world = world
         self._rng = rng
         self.until = 0.0
-        #: Whether one lasts so long that a request may end for want of a pipeline.
+        #: Whether a fault lasts so long that a request may end for lack of a pipeline.
         self.long = False
-        #: What happened, for a person.
-        self.said: list[str] = []
+        #: Applied faults as text.
+        self.log: list[str] = []
         kinds: list[tuple[int, Callable[[], None]]] = [
             (3, self._kill_worker),
             (2, self._kill_daemon),
@@ -59,7 +59,7 @@ class Faults:
 
     def _say(self, text: str) -> None:
         line = f"{self._world.agenda.now:.2f} {text}"
-        self.said.append(line)
+        self.log.append(line)
         self._world.note(f"FAULT {text}")
 
     def _for(self, seconds: float, undo: Callable[[], None], *, may_cost: bool = True) -> None:
@@ -76,7 +76,7 @@ class Faults:
         return one, other
 
     def _a_while(self) -> float:
-        """How long something stands still: 1 to 30 s, rarely long."""
+        """Duration of a freeze: 1 to 30 s, rarely long."""
         longest = self._rng.choice((2.0, 4.0, 6.0, 6.0, 8.0, 8.0, 12.0, 30.0))
         return self._rng.uniform(max(1.0, longest / 2), longest)
 
@@ -117,8 +117,8 @@ class Faults:
         self._say(f"freeze {process} for {seconds:.1f} s")
         process.freeze()
         self._world.network.froze(process)
-        # A swarm that has never served waits for as many PCs as it was told to: without one that
-        # is gone for good, it waits for all that are left.
+        # A swarm that has never served waits for its configured number of PCs: after a permanent
+        # loss, for all that are left.
         waits = bool(self._world.lost) and not self._world.monitor.counts["epochs"]
         self._for(seconds, process.thaw, may_cost=waits)
 
@@ -133,7 +133,7 @@ class Faults:
         self._freeze(self._coordinator())
 
     def _read_late(self) -> None:
-        """So many others want the leader's CPU that it doesn't read in time, but ticks."""
+        """The leader's CPU is so busy that it reads late but its timers fire."""
         coordinator = self._coordinator()
         if coordinator is not None:
             late, seconds = self._rng.uniform(0.5, 6.0), self._a_while()
@@ -177,7 +177,7 @@ class Faults:
         self._for(seconds, wake)
 
     def _leave(self) -> None:
-        """A member leaves, or is shut out by the owner."""
+        """A member leaves or is revoked."""
         world = self._world
         coordinator = self._coordinator()
         if coordinator is None or coordinator.frozen:
@@ -190,7 +190,7 @@ class Faults:
             and peer.pc in world.daemons
             and peer.pc is not coordinator.pc
         ]
-        # The swarm may wait for so many that are there.
+        # The swarm may wait for this many live PCs.
         left = len(world.pcs) - len(world.lost) - 1
         if len(members) < 3 or left < world.min_peers:
             return
@@ -220,7 +220,7 @@ class Faults:
         self._cut_for(self._around(part), f"{part} cut off")
 
     def _part(self) -> None:
-        """The leader's PC and some others lose the rest for long enough that both parts lead."""
+        """Partition the leader's PC and some others for long enough that both parts lead."""
         coordinator = self._coordinator()
         if coordinator is None:
             return

@@ -1,4 +1,4 @@
-"""Whom a daemon follows, and the coordinator that runs beside it, as ``molinkd`` carries it out."""
+"""A daemon's part in the election, and its coordinator process, like ``molinkd``."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -29,18 +29,18 @@ from tests.dst.network import Listener
 if TYPE_CHECKING:
     from tests.dst.daemon import Daemon
 
-#: Where daemons listen for each other.
+#: Port on which daemons listen for each other.
 CONTROL = 5467
 STEP_INTERVAL = 0.5
-#: Seconds that a peer has to answer, and that a coordinator has to end.
+#: Seconds in which a peer must answer, and in which a coordinator must end.
 ANSWER, GRACE = 1.0, 5.0
-#: Seconds until a coordinator goes on in a higher term: it writes that down, and disks are slow.
+#: Seconds until a coordinator continues in a higher term: writing it to disk is slow.
 RAISING = (0.001, 0.1, 1.0)
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Where the coordinator is, as a peer knows."""
+    """The coordinator as a peer knows it."""
 
     term: int
     leader: str
@@ -50,7 +50,7 @@ class Membership:
 
 
 class Leadership:
-    """One daemon's part in who leads the swarm."""
+    """One daemon's part in electing the leader."""
 
     def __init__(self, daemon: "Daemon") -> None:
         self._daemon = daemon
@@ -60,7 +60,7 @@ class Leadership:
         self._deeds: deque[StartCoordinatorAction | StepDownAction] = deque()
         self._busy = False
         self._raised = 0
-        #: Numbers what was last decided about the process here.
+        #: Number of the last decision about the local process.
         self._deed = 0
         known = MembershipChangedEvent(peer.replica.order or (peer.id,), peer.replica.version)
         member = peer.membership
@@ -84,14 +84,14 @@ class Leadership:
         self._daemon.later(STEP_INTERVAL, self._step)
 
     def orphan(self) -> None:
-        """The daemon is dead: its coordinator reads the end of its pipe."""
+        """The daemon died: its coordinator reads the end of its pipe."""
         if self.coordinator is not None:
             self.coordinator.later(0.01, self.coordinator.die)
 
     # --- what happens ------------------------------------------------------------------------
 
     def on_heartbeat(self, term: int, leader: str) -> bool:
-        """The coordinator has spoken; whether it is one to follow."""
+        """Process a coordinator's heartbeat; returns whether to obey it."""
         self._on_event(CoordinatorHeardEvent(term, leader))
         if term < self.succession.term:
             return False
@@ -103,7 +103,7 @@ class Leadership:
         self._on_event(ConnectionLostEvent())
 
     def on_replica(self, data: Any) -> None:
-        """The coordinator shares its state."""
+        """The coordinator has sent its state."""
         self._peer.replica = found = decode_replica(data)
         self._on_event(MembershipChangedEvent(found.order, found.version))
 
@@ -143,7 +143,7 @@ class Leadership:
     # --- asking ------------------------------------------------------------------------------
 
     def _ask(self, peer: str) -> None:
-        """One question over a connection of its own, which is given up after a while."""
+        """Ask a peer over a new connection, with a timeout."""
         daemon, network = self._daemon, self._daemon.world.network
         pc = daemon.world.pc_of(peer)
         view = self.succession.build_view(daemon.time())
@@ -177,7 +177,7 @@ class Leadership:
     # --- leading -----------------------------------------------------------------------------
 
     def _act(self) -> None:
-        """Start and end the coordinator as decided, one after the other."""
+        """Start and stop the coordinator as decided, one after the other."""
         if self._busy or not self._deeds:
             return
         self._busy = True
@@ -222,6 +222,6 @@ class Leadership:
         return coordinator
 
     def _retry_raise(self, term: int, deed: int) -> None:
-        """It has ended though nobody asked it to."""
+        """Restart a coordinator that ended by itself."""
         if deed == self._deed and not self._busy and self.coordinator is not None:
             self._start(max(term, self._raised), "")

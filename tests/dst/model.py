@@ -1,8 +1,8 @@
-"""A model whose every token depends on all tokens before it, through the ring's own rows and KV.
+"""A model whose every token depends on all earlier ones, through the ring's rows and KV.
 
-A layer's value at a position is a hash of what came in there and of all that is in its KV blocks
-before: a row that is lost, doubled or out of order, or a block that holds something else, changes
-every later token. Which stage has which layers changes none.
+A layer's value at a position is a hash of its input and of all earlier values in its KV blocks. A
+row that is lost, duplicated or reordered, or a block with wrong content, changes every later token;
+the assignment of layers to stages changes none.
 """
 
 from array import array
@@ -22,13 +22,13 @@ from tests.dst.process import Process
 VOCABULARY = 5000
 #: Bytes of a row.
 HIDDEN = 8
-#: Tokens of a KV block: few, so that blocks are many.
+#: Tokens of a KV block: few, for many blocks.
 BLOCK = 4
 _MASK = (1 << 63) - 1
 
 
 def layer_value(layer: int, kv: Sequence[int]) -> int:
-    """What a layer makes of the last of ``kv`` after all others."""
+    """A layer's value for the last of ``kv``, given all others."""
     return hash((layer, *kv)) & _MASK
 
 
@@ -41,7 +41,7 @@ def draw(value: int, sampling: SamplingParams, position: int, history: Sequence[
 def reference(
     layers: int, prompt: Sequence[int], count: int, stop: Sequence[int], sampling: SamplingParams
 ) -> list[int]:
-    """The answer."""
+    """The expected answer."""
     kv: list[list[int]] = [[] for _ in range(layers)]
     tokens = list(prompt)
     done = 0
@@ -73,7 +73,7 @@ class State:
 
 
 class Requests:
-    """All of one stage and epoch, as :class:`molink.ring.stage.StageRequests` says."""
+    """Requests of one stage and epoch; implements :class:`molink.ring.stage.StageRequests`."""
 
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
@@ -99,7 +99,7 @@ class Requests:
 
 
 class Executor:
-    """Runs the steps of a stage with ``layers``; KV begins as nonsense, like real memory."""
+    """Runs the steps of a stage with ``layers``; KV starts as garbage, like real memory."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Executor:
         self._kv = {layer: [-1 - layer] * (blocks * BLOCK) for layer in self._layers}
         self._requests = requests
         self._rng = rng
-        #: Steps take so much longer.
+        #: Factor on the duration of steps.
         self.slow = 1.0
 
     def submit_step(
@@ -137,7 +137,7 @@ class Executor:
         done(StepResult([self._run(segment) for segment in step_inputs], seconds, None))
 
     def _copy(self, rows: RequestSlice) -> None:
-        """The positions before the first row in its block come from another block."""
+        """Copy the positions before the first row of a block from another block."""
         count = rows.start % BLOCK
         there = rows.copy_from_block * BLOCK
         here = self._requests[rows.request].blocks[rows.start // BLOCK] * BLOCK
@@ -162,7 +162,7 @@ class Executor:
         return StepOutput(volume, memoryview(out.tobytes()), None)
 
     def _sample(self, rows: RequestSlice, values: Sequence[int]) -> Iterator[SampledId]:
-        """A token after the last row; with drafts, up to the first that is another one."""
+        """Sample after the last row; with drafts, up to the first mismatch."""
         state = self._requests[rows.request]
         if not rows.continues_from(*state.last):
             return

@@ -1,4 +1,4 @@
-"""Watches a simulated swarm: what must never happen, and what must be true in the end."""
+"""Checks a simulated swarm: what must never happen, and what must hold in the end."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """All that has to hold, and counts of what the faults have led to."""
+    """All invariants, and counts of the faults' effects."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
@@ -37,21 +37,21 @@ class Monitor:
         self._world.note(f"epoch {record.epoch} {'formed' if record.formed else stages}")
 
     def obeys(self, daemon: "Daemon", term: int) -> None:
-        """A daemon does what a coordinator says."""
+        """A daemon obeys a coordinator."""
         if term < daemon.peer.obeyed:
             raise Failure(f"{daemon} obeys term {term} after {daemon.peer.obeyed}")
         daemon.peer.obeyed = term
 
     def rejected(self, message: Rejected) -> None:
-        """A daemon is told that its request can't go on."""
+        """A daemon's request was rejected."""
         self.counts[f"rejected_{message.reason}"] += 1
         if message.reason in ("invalid", "too_long", "failed"):
-            raise Failure(f"a head says {message}")
+            raise Failure(f"a scheduler says {message}")
 
     # --- epochs ----------------------------------------------------------------------------------
 
     def on_epoch_started(self, worker: Worker, epoch: int) -> None:
-        """A worker takes its place in a ring."""
+        """A worker joins a ring."""
         self._world.note(f"{worker} stage {worker.start.stage} in epoch {epoch}")
         if epoch <= self._epochs.get(worker, 0):
             raise Failure(f"{worker} went back to epoch {epoch}")
@@ -60,13 +60,13 @@ class Monitor:
     def stale(
         self,
         worker: Worker,
-        place: StageEpoch,
+        state: StageEpoch,
         sender: Sender,
         message: Frame | LinkHello,
         payload: Any,
     ) -> None:
-        """A link of another epoch speaks: nothing may come of it."""
-        incoming = place.seat.incoming
+        """A message of another epoch's link has no effect."""
+        incoming = state.runtime.incoming
         self.counts["stale"] += 1
         if incoming is None:
             return
@@ -76,19 +76,19 @@ class Monitor:
         taken = incoming.counters["link_received_frames_total"] > before
         bound = isinstance(message, LinkHello) and sender.identity in incoming._channels
         if taken or bound:
-            raise Failure(f"{worker} in epoch {place.epoch} takes {message}")
+            raise Failure(f"{worker} in epoch {state.epoch} takes {message}")
 
-    def submitted(self, worker: Worker, place: StageEpoch, message: Submit) -> None:
-        """A request has come to a head: in its own epoch, or it is refused."""
-        if message.epoch == place.epoch:
+    def submitted(self, worker: Worker, state: StageEpoch, message: Submit) -> None:
+        """A request reaches a scheduler of its own epoch, or is refused."""
+        if message.epoch == state.epoch:
             return
         self.counts["stale"] += 1
-        assert place.desk is not None
-        if any(key == message.key for _, key in place.desk._connections):
-            raise Failure(f"{worker} in epoch {place.epoch} takes {message}")
+        assert state.receiver is not None
+        if any(key == message.key for _, key in state.receiver._connections):
+            raise Failure(f"{worker} in epoch {state.epoch} takes {message}")
 
     def standing(self) -> list[tuple[str, int]]:
-        """Pipelines and epochs that have a live place for every stage."""
+        """Pipelines and epochs that have all stages running."""
         stages: dict[tuple[str, int], set[int]] = {}
         counts: dict[tuple[str, int], int] = {}
         for worker in self._world.workers():
@@ -98,52 +98,55 @@ class Monitor:
                 counts[which] = worker.epoch_state.stages
         return [which for which, found in stages.items() if len(found) == counts[which]]
 
-    # --- places ----------------------------------------------------------------------------------
+    # --- stages ----------------------------------------------------------------------------------
 
-    def on_epoch_ended(self, worker: Worker, place: StageEpoch) -> None:
-        """Whatever happened on the way, nobody was dishonest."""
-        self.check_epoch(worker, place)
-        counts = place.seat.incoming.counters if place.seat.incoming is not None else {}
+    def on_epoch_ended(self, worker: Worker, state: StageEpoch) -> None:
+        """No peer was suspected of misbehaviour."""
+        self.check_epoch(worker, state)
+        counts = state.runtime.incoming.counters if state.runtime.incoming is not None else {}
         for name in ("duplicates", "gaps", "unbound", "strangers"):
             self.counts[name] += int(counts.get(f"link_received_{name}_total", 0))
-        if place.seat.outgoing is not None:
-            self.counts["resent"] += place.seat.outgoing.stats.resent
-        if place.seat.scheduler is not None:
+        if state.runtime.outgoing is not None:
+            self.counts["resent"] += state.runtime.outgoing.stats.resent
+        if state.runtime.scheduler is not None:
             self.counts["preemptions"] += int(
-                place.seat.scheduler.collect_stats()[0]["scheduler_preemptions_total"]
+                state.runtime.scheduler.collect_stats()[0]["scheduler_preemptions_total"]
             )
 
-    def check_epoch(self, worker: Worker, place: StageEpoch) -> None:
-        """Invariants of a ring's stage."""
-        ring, head, incoming = place.seat.ring, place.seat.scheduler, place.seat.incoming
+    def check_epoch(self, worker: Worker, state: StageEpoch) -> None:
+        """Check the invariants of a ring's stage."""
+        ring, scheduler, incoming = (
+            state.runtime.ring,
+            state.runtime.scheduler,
+            state.runtime.incoming,
+        )
         ring.scoreboard.validate()
         if ring.scoreboard.num_refused or ring.num_strays:
             raise Failure(f"{worker} refused {ring.scoreboard.counters}, {ring.num_strays} strays")
-        if head is not None:
-            head.validate()
-            if head.num_strays:
-                raise Failure(f"the head on {worker} met {head.num_strays} strays")
+        if scheduler is not None:
+            scheduler.validate()
+            if scheduler.num_strays:
+                raise Failure(f"the scheduler on {worker} met {scheduler.num_strays} strays")
         if incoming is not None:
             incoming._receiver.validate()
             if incoming._receiver.counters.garbage:
                 raise Failure(f"{worker} was sent {incoming._receiver.last_fault}")
-        if place.seat.outgoing is not None:
-            place.seat.outgoing._sender.validate()
+        if state.runtime.outgoing is not None:
+            state.runtime.outgoing._sender.validate()
 
-    def unsettled(self, worker: Worker, place: StageEpoch) -> str:
-        """What a stage still has, though all requests are over; empty if nothing."""
-        ring, head = place.seat.ring, place.seat.scheduler
-        if ring.progress.has_requests or len(place.requests):
-            return f"{worker} has {len(place.requests)} requests"
+    def unsettled(self, worker: Worker, state: StageEpoch) -> str:
+        """What a stage still holds after all requests; empty if nothing."""
+        ring, scheduler = state.runtime.ring, state.runtime.scheduler
+        if ring.progress.has_requests or len(state.requests):
+            return f"{worker} has {len(state.requests)} requests"
         if ring.scoreboard.num_waiting or ring.scoreboard.num_queued or len(ring._samples):
             return f"{worker} has work"
-        if head is not None:
-            gauges = head.collect_stats()[1]
-            used, leaving = gauges["scheduler_blocks_used"], gauges["scheduler_blocks_releasing"]
-            if head.live_requests or used or leaving:
-                return (
-                    f"the head on {worker} has {head.live_requests}, {used} blocks, {leaving} leave"
-                )
-        if place.desk is not None and len(place.desk):
-            return f"the desk on {worker} has {len(place.desk)} requests"
+        if scheduler is not None:
+            gauges = scheduler.collect_stats()[1]
+            used, releasing = gauges["scheduler_blocks_used"], gauges["scheduler_blocks_releasing"]
+            live = scheduler.live_requests
+            if live or used or releasing:
+                return f"the scheduler on {worker} has {live}, {used} blocks, {releasing} pending"
+        if state.receiver is not None and len(state.receiver):
+            return f"the receiver on {worker} has {len(state.receiver)} requests"
         return ""

@@ -1,10 +1,9 @@
-"""A network that is slow, cut, and forgetful, and connections on it such as ZeroMQ's.
+"""A network that is slow, partitioned and lossy, with connections like ZeroMQ's.
 
-Messages of a connection come in order or not at all. What is under way when a connection breaks is
-lost, or still comes, late, after what its successor has brought. A new connection may begin with
-messages of the old one once more, and one that was made anew below the surface repeats its last.
-While a path is cut, messages wait, as TCP keeps sending; who hears nothing for long enough gives
-the connection up.
+Messages of a connection arrive in order or not at all. When a connection breaks, messages in flight
+are lost or arrive late, after those of its successor. A new connection may first repeat messages of
+the old one, and one that reconnected below the surface repeats its last ones. While a path is cut,
+messages wait, as TCP retransmits; an end that hears nothing for long enough closes the connection.
 """
 
 from collections import Counter, deque
@@ -19,37 +18,37 @@ from molink.link.base import OutConnectionEvents
 from molink.sim.event_queue import EventQueue
 from tests.dst.process import Failure, Pc, Process
 
-#: Seconds of a handshake, in one-way delays; and between two tries of a client.
+#: Seconds of a handshake, in one-way delays; and between two attempts of a client.
 _HANDSHAKE = 5.0
 _RETRY = (0.2, 1.0)
-#: Messages that come again on the next connection, at most.
+#: Messages repeated on the next connection, at most.
 _RECENT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Whom a message came from, as a server is told."""
+    """A message's sender as a server sees it."""
 
     identity: bytes
     peer_id: str
 
 
 def nothing(*_: object) -> None:
-    """Nobody wants to know."""
+    """Ignore an event."""
 
 
 class Network:
-    """Who reaches whom, and how fast. Directions count one by one."""
+    """Reachability and delay between PCs, by direction."""
 
     def __init__(self, agenda: EventQueue, seed: int, rng: Random) -> None:
         self.agenda = agenda
         self.seed = seed
         self.rng = rng
-        #: One-way seconds between two PCs, at least.
+        #: Minimum one-way seconds between two PCs.
         self.latency = rng.choice((0.002, 0.02, 0.05))
-        #: Seconds after which a connection without any sign of its other end is given up.
+        #: Seconds without any sign of the other end after which a connection closes.
         self.dead_after = rng.uniform(4.0, 12.0)
-        #: Whether connections to processes that stand still are given up too.
+        #: Whether connections to frozen processes close too.
         self.frozen_are_dead = rng.random() < 0.3
         self._cuts: Counter[tuple[str, str]] = Counter()
         self._slow: dict[tuple[str, str], float] = {}
@@ -61,66 +60,66 @@ class Network:
     # --- paths -----------------------------------------------------------------------------------
 
     def blocked(self, source: Pc, target: Pc) -> bool:
-        """Whether nothing gets from one PC to the other now."""
+        """Whether nothing gets from one PC to the other."""
         if not (source.up and target.up):
             return True
         return source is not target and self._cuts.get((source.name, target.name), 0) > 0
 
     def broken(self, one: Pc, other: Pc) -> bool:
-        """Whether they can't talk with each other."""
+        """Whether either direction is blocked."""
         return self.blocked(one, other) or self.blocked(other, one)
 
     def cut(self, pairs: list[tuple[Pc, Pc]]) -> None:
-        """Let nothing through in these directions any more."""
+        """Block these directions."""
         for source, target in pairs:
             self._cuts[source.name, target.name] += 1
         self._check_wires()
 
     def heal(self, pairs: list[tuple[Pc, Pc]]) -> None:
-        """As before :meth:`cut`."""
+        """Undo :meth:`cut`."""
         for source, target in pairs:
             self._cuts[source.name, target.name] -= 1
         for wire in list(self.wires.values()):
             wire.healed()
 
     def slow(self, one: Pc, other: Pc, factor: float) -> None:
-        """Messages between two PCs take so much longer."""
+        """Multiply the delay between two PCs."""
         self._slow[one.name, other.name] = self._slow[other.name, one.name] = factor
 
     def reaches(self, process: Process, target: tuple[str, int]) -> bool:
-        """Whether a connection from there to a port can be made now."""
+        """Whether a connection to a port can be made now."""
         server = self.listeners.get(target)
         if server is None or server.process.frozen:
             return False
         return not self.broken(process.pc, server.process.pc)
 
     def delay(self, source: Pc, target: Pc, rng: Random) -> float:
-        """Seconds that a message takes."""
+        """Delay of a message in seconds."""
         if source is target:
             return 0.0005
         slow = self._slow.get((source.name, target.name), 1.0) if self._slow else 1.0
         return self.latency * slow * (1.0 + 2.0 * rng.random() ** 3)
 
     def _check_wires(self) -> None:
-        """Connections on broken paths will be given up, if these stay so."""
+        """Connections on broken paths close if these stay broken."""
         for wire in list(self.wires.values()):
             wire.watch()
 
     # --- PCs and processes -----------------------------------------------------------------------
 
     def pc_down(self) -> None:
-        """A PC is off: nobody hears a word of it."""
+        """A PC is off and silent."""
         self._check_wires()
 
     def died(self, process: Process) -> None:
-        """Its kernel says so to whom it can reach."""
+        """The kernel closes a dead process's connections where it can reach the other end."""
         for listener in [one for one in self.listeners.values() if one.process is process]:
             listener.close()
         for wire in list(self.wires.values()):
             wire.process_died(process)
 
     def froze(self, process: Process) -> None:
-        """Who hears nothing of it may give it up."""
+        """Peers of a frozen process may close its connections."""
         if self.frozen_are_dead:
             for wire in list(self.wires.values()):
                 wire.process_froze(process)
@@ -128,19 +127,19 @@ class Network:
     # --- faults of connections -------------------------------------------------------------------
 
     def reset(self, one: Pc, other: Pc) -> None:
-        """All connections between two PCs break."""
+        """Break all connections between two PCs."""
         for wire in list(self.wires.values()):
             if {wire.client.process.pc, wire.server.process.pc} == {one, other}:
                 wire.reset()
 
     def echo(self, one: Pc, other: Pc) -> None:
-        """Connections between two PCs are made anew below the surface, and repeat themselves."""
+        """Reconnect below the surface, which repeats messages."""
         for wire in list(self.wires.values()):
             if {wire.client.process.pc, wire.server.process.pc} == {one, other}:
                 wire.echo()
 
     def next_number(self) -> int:
-        """Of a connection."""
+        """A new connection number."""
         self._numbers += 1
         return self._numbers
 
@@ -181,7 +180,7 @@ class _Flow:
         return self._last
 
     def after_all(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Do it once all that is under way has come."""
+        """Run once all messages in flight have arrived."""
         self._agenda.schedule_at(self._next(), action, *arguments)
 
     def _arrive(self, message: Any, payload: Any) -> None:
@@ -194,7 +193,7 @@ class _Flow:
         self.process.run(self._receive, message, payload)
 
     def healed(self) -> None:
-        """The sender's TCP tries again, some time."""
+        """The sender's TCP retransmits after a while."""
         if self._held:
             self._agenda.schedule_at(self._agenda.now + 2.0 * self._rng.random(), self._flush)
 
@@ -207,7 +206,7 @@ class _Flow:
 
 
 class Wire:
-    """One connection of a client to a server, until one of both gives it up."""
+    """One connection of a client to a server, until either end closes it."""
 
     def __init__(self, network: Network, client: "Dial", server: "Listener") -> None:
         number = network.next_number()
@@ -241,7 +240,7 @@ class Wire:
     # --- its end ---------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Give it up if its path stays broken."""
+        """Close it if its path stays broken."""
         if not self._watched and self._is_broken():
             self._watched = True
             network = self._network
@@ -261,13 +260,13 @@ class Wire:
         return not (self.client.process.alive and self.server.process.alive)
 
     def nobody_there(self) -> None:
-        """Something came for a process that is no more: its kernel says so."""
+        """A message came for a dead process: its kernel answers with a reset."""
         if self._half_dead() and not self._is_broken():
             self._tell_client(self._network.latency)
             self._server_hears()
 
     def reset(self) -> None:
-        """Both ends see it broken, each in its own time; some of what is under way is lost."""
+        """Both ends see it broken at different times; some messages in flight are lost."""
         self._lose()
         self._tell_client(self._rng.random() * 0.1)
         self._tell_server(self._rng.random() * 0.1)
@@ -277,7 +276,7 @@ class Wire:
             flow.open = flow.open and self._rng.random() < 0.3
 
     def given_up(self) -> None:
-        """By the client: the server hears of it, if it can."""
+        """The client closes it; the server learns of it if it can."""
         self.down.open = False
         self.up.open = self.up.open and self._rng.random() < 0.5
         if not self._is_broken():
@@ -288,7 +287,7 @@ class Wire:
             )
 
     def shut_out(self) -> None:
-        """By the server."""
+        """The server closes it."""
         self._server_hears()
         if not self._is_broken():
             self.down.after_all(self._tell_client, 0.0)
@@ -327,7 +326,7 @@ class Wire:
         agenda.schedule_at(agenda.now + seconds, self._server_hears)
 
     def _server_hears(self) -> None:
-        """The server can't answer on it any more."""
+        """The server can no longer answer on it."""
         there = self.server.wires.pop(self.identity, None)
         self._network.wires.pop(self.identity, None)
         if there is not None:
@@ -335,7 +334,7 @@ class Wire:
 
 
 class Listener:
-    """What :class:`molink.wire.sockets.server.Server` is to its owner."""
+    """Stands in for :class:`molink.wire.sockets.server.Server`."""
 
     def __init__(
         self,
@@ -358,12 +357,12 @@ class Listener:
         network.listeners[process.pc.name, port] = self
 
     def receive_message(self, sender: Sender, message: Any, payload: Any) -> None:
-        """A message came."""
+        """A message arrived."""
         if self.admits(sender.peer_id):
             self._handler(sender, message, payload)
 
     def send(self, identity: bytes, message: Any, payload: Any = None) -> bool:
-        """Answer on a connection; whether it is there."""
+        """Answer on a connection; returns whether it exists."""
         wire = self.wires.get(identity)
         if wire is None:
             return False
@@ -371,7 +370,7 @@ class Listener:
         return True
 
     def report_misbehaviour(self, user_id: str, reason: str) -> None:
-        """Nobody misbehaves here.
+        """Fail: no simulated peer misbehaves.
 
         Raises:
             Failure: always.
@@ -379,20 +378,20 @@ class Listener:
         raise Failure(f"{self.process} takes {user_id} for hostile: {reason}")
 
     def expel(self, user: str) -> None:
-        """Cut off a member that is none any more."""
+        """Disconnect a former member."""
         for wire in list(self.wires.values()):
             if wire.client.user == user:
                 wire.shut_out()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         where = self.process.pc.name, self.port
         if self._network.listeners.get(where) is self:
             del self._network.listeners[where]
 
 
 class Dial:
-    """What :class:`molink.wire.sockets.client.Client` is to its owner: it reconnects for ever."""
+    """Stands in for :class:`molink.wire.sockets.client.Client`: reconnects for ever."""
 
     is_congested = False
 
@@ -407,9 +406,9 @@ class Dial:
         *,
         echoes: str = "",
     ) -> None:
-        """``target()`` is asked before each try.
+        """``target()`` is called before each attempt.
 
-        ``echoes``: what is sent may come twice, ``up`` to the server or ``down`` from it.
+        ``echoes``: messages may be duplicated ``up`` to the server or ``down`` from it.
         """
         self._network = network
         self.process = process
@@ -422,7 +421,7 @@ class Dial:
         self._again: list[tuple[Any, Any]] = []
         self._closed = False
         self._trying = False
-        #: Whether there was a connection since the other end was last seen to be gone.
+        #: Whether there was a connection since the other end was last seen dead.
         self._met = False
 
     @property
@@ -431,11 +430,11 @@ class Dial:
         return self.wire is not None
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start to connect."""
         self._try_in(0.0)
 
     def send(self, message: Any, payload: Any = None) -> None:
-        """Send, if there is a connection.
+        """Send on the connection.
 
         Raises:
             Unavailable: there is none.
@@ -449,7 +448,7 @@ class Dial:
                 self.wire.up.send(*old)
 
     def reconnect_now(self) -> None:
-        """Give up the connection for a new one."""
+        """Replace the connection."""
         self.process.call_soon(self._redial)
 
     def _redial(self) -> None:
@@ -465,12 +464,12 @@ class Dial:
             self.wire = None
 
     def receive_message(self, message: Any, payload: Any) -> None:
-        """A message came."""
+        """A message arrived."""
         if not self._closed:
             self._events.on_message(message, payload)
 
     def lost(self, wire: Wire) -> None:
-        """The connection is no more."""
+        """The connection broke."""
         if self.wire is not wire:
             return
         if "up" in self.echoes and self._network.rng.random() < 0.3:

@@ -1,4 +1,4 @@
-"""PCs and processes in virtual time: they die, stand still, go on, and never share a clock."""
+"""PCs and processes in virtual time: they die, freeze and resume, and share no clock."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,17 +8,17 @@ from molink.sim.event_queue import EventQueue, ScheduledCallback
 
 
 class Failure(AssertionError):
-    """Something did not hold."""
+    """An invariant was violated."""
 
 
 class Pc:
-    """A computer: its processes, its clock, and the ports that they listen on."""
+    """A computer: its processes, its clock and its ports."""
 
     def __init__(self, agenda: EventQueue, name: str, number: int) -> None:
         self.agenda = agenda
         self.name = name
         self.number = number
-        #: Monotonic clocks of different PCs have nothing to do with each other, in seconds.
+        #: Monotonic clocks of PCs differ by up to this many seconds.
         self.offset = 1000.0 * (number + 1)
         self.up = True
         self.processes: list[Process] = []
@@ -28,10 +28,9 @@ class Pc:
 
 
 class Process:
-    """One process: the timers of what lives in it, as an event loop has them.
+    """One process with its timers, like an event loop.
 
-    What happens to a process that stands still (SIGSTOP) waits until it goes on; what happens to a
-    dead one is lost.
+    Events of a frozen process (SIGSTOP) wait until it resumes; those of a dead one are lost.
     """
 
     def __init__(self, pc: Pc, name: str) -> None:
@@ -55,23 +54,23 @@ class Process:
         return self._agenda.now + self.pc.offset
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> ScheduledCallback:
-        """As :class:`molink.link.base.Timers` says."""
+        """See :class:`molink.link.base.Timers`."""
         appointment = ScheduledCallback(callback)
         self._agenda.schedule_at(when - self.pc.offset, self.run, appointment.run)
         return appointment
 
     def call_soon(self, callback: Callable[[], object], /) -> ScheduledCallback:
-        """As :class:`molink.link.base.Timers` says."""
+        """See :class:`molink.link.base.Timers`."""
         appointment = ScheduledCallback(callback)
         self._agenda.schedule_soon(self.run, appointment.run)
         return appointment
 
     def later(self, seconds: float, action: Callable[..., object], *arguments: Any) -> None:
-        """Do it then."""
+        """Call ``action`` after ``seconds``."""
         self._agenda.schedule_at(self._agenda.now + seconds, self.run, action, *arguments)
 
     def run(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Something happens to this process."""
+        """Run ``action`` in this process."""
         if not self.alive:
             return
         if self.frozen:
@@ -82,11 +81,11 @@ class Process:
     # --- what becomes of it --------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """Stand still."""
+        """Stop the process (SIGSTOP)."""
         self.frozen = True
 
     def thaw(self) -> None:
-        """Go on: what has come meanwhile comes now, in its order."""
+        """Resume; events of the meantime run in order."""
         self.frozen = False
         while self._backlog and self.alive and not self.frozen:
             action, arguments = self._backlog.popleft()

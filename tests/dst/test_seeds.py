@@ -1,6 +1,6 @@
-"""Swarms in virtual time, a seed each: whatever fails, every answer is whole and right.
+"""Swarms in virtual time, one per seed: whatever fails, every answer is complete and correct.
 
-A seed that fails is seen again with ``python -m tests.dst SEED``.
+Replay a failing seed with ``python -m tests.dst SEED``.
 """
 
 from collections import Counter
@@ -11,9 +11,9 @@ import pytest
 from molink.swarm.controller.registry import Registry
 from tests.dst.world import REQUESTS, Outcome, run, run_all
 
-#: Seeds of CI and all seeds; how many a test runs.
+#: Seeds in CI, all seeds, and how many each test runs.
 SEEDS, ALL_SEEDS, SHARE = 300, 10_000, 100
-#: Those with two models, in CI.
+#: Seeds with two models, in CI.
 SEVERAL_SEEDS = 100
 
 
@@ -28,7 +28,7 @@ def test_no_request_is_lost(first: int) -> None:
 
 
 def assert_faults_matter(outcomes: list[Outcome]) -> None:
-    """What the product has against them is needed, in a hundred seeds."""
+    """Each of the product's safeguards was needed within a hundred seeds."""
     counts = Counter[str]()
     for outcome in outcomes:
         counts.update(outcome.counts)
@@ -50,7 +50,7 @@ def test_no_request_is_lost_with_two_models(first: int) -> None:
 
 
 def test_no_request_is_lost_with_a_slow_leader() -> None:
-    """Beside all other faults."""
+    """Together with all other faults."""
     seeds = 25
     outcomes = run_all(range(seeds), late=True)
     assert sum(any("reads" in said for said in one.faults) for one in outcomes) > seeds // 2
@@ -58,7 +58,7 @@ def test_no_request_is_lost_with_a_slow_leader() -> None:
 
 
 def test_unread_peer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is placed anew because the leader is late; without `TimePassedEvent.behind` it is."""
+    """A slow leader places nothing again; without ``TimePassedEvent.read_lag`` it does."""
     alone = partial(run_all, range(12), late=True, faults=False)
     assert {outcome.counts["epochs"] for outcome in alone()} == {1}
     monkeypatch.setattr(Registry, "set_read_lag", lambda self, behind: None)

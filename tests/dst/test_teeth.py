@@ -1,4 +1,4 @@
-"""The simulation has teeth: without one of the product's rules it fails within 200 seeds."""
+"""Mutation tests: without one of the product's rules the simulation fails within 200 seeds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +16,12 @@ from molink.wire.messages.data_plane import Frame, LinkHello
 from tests.dst.process import Failure
 from tests.dst.world import run_all
 
-#: Seeds that are tried at most.
+#: Maximum seeds tried.
 SEEDS = 200
 
 
 def without_epochs_of_links(patch: pytest.MonkeyPatch) -> None:
-    """A stage takes what a link of any epoch says."""
+    """A stage accepts messages of any epoch's link."""
     hello, frame = InLink._on_hello, LinkReceiver.on_frame
 
     def any_hello(self: InLink, sender: Any, message: LinkHello) -> None:
@@ -41,7 +41,7 @@ def without_epochs_of_links(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_numbers(patch: pytest.MonkeyPatch) -> None:
-    """A stage takes frames as they come, whatever their numbers are."""
+    """A stage accepts frames in any order."""
     frame = LinkReceiver.on_frame
 
     def any_number(self: LinkReceiver, message: Frame, payload: Any, now: float) -> Any:
@@ -52,18 +52,18 @@ def without_numbers(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_resending(patch: pytest.MonkeyPatch) -> None:
-    """What was lost with a connection is not sent again."""
+    """Frames lost with a connection are not resent."""
     patch.setattr(SendWindow, "rewind_unacknowledged", lambda self: None)
 
 
 def without_after(patch: pytest.MonkeyPatch) -> None:
-    """A volume runs before what it comes after, and nobody looks."""
+    """A volume runs before its predecessor, unchecked."""
     patch.setattr(VolumeQueue, "is_ready", lambda self, waiting: True)
     patch.setattr(VolumeQueue, "find_problems", lambda self: iter(()))
 
 
 def without_positions(patch: pytest.MonkeyPatch) -> None:
-    """A daemon lets out every token that comes, at the position that is due."""
+    """A daemon emits every token it receives, whatever its position."""
     token = RequestStream.on_token
 
     def any_position(self: RequestStream, message: Any, now: float) -> Any:
@@ -75,7 +75,7 @@ def without_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_what_was_emitted(patch: pytest.MonkeyPatch) -> None:
-    """A daemon asks the next head to begin from the prompt, and counts on from there."""
+    """A daemon has the next scheduler start from the prompt alone."""
     submit = RequestStream._submit
 
     def from_the_prompt(self: RequestStream, target: Any, now: float) -> Any:
@@ -90,7 +90,7 @@ def without_what_was_emitted(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_terms(patch: pytest.MonkeyPatch) -> None:
-    """A daemon follows whoever speaks, though the term of it is over."""
+    """A daemon obeys coordinators of past terms."""
     hears = LeaderElection._on_coordinator_heard
 
     def any_term(self: LeaderElection, event: CoordinatorHeardEvent, now: float) -> None:
@@ -116,7 +116,7 @@ def without_terms(patch: pytest.MonkeyPatch) -> None:
 def test_removing_a_safeguard_is_detected(
     without: Callable[[pytest.MonkeyPatch], None], first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``first``: one that failed when this was written, so that few have to be tried."""
+    """``first``: a seed known to fail, to save time."""
     without(monkeypatch)
     with pytest.raises(Failure, match=r"again: python -m tests\.dst"):
         run_all([*range(first, SEEDS), *range(first)])

@@ -1,4 +1,4 @@
-"""A worker process: the product's ring, head, desk and links, around a model that isn't one."""
+"""A worker process: the product's ring, scheduler, receiver and links around a fake model."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,35 +34,35 @@ from tests.dst.process import Failure, Pc, Process
 if TYPE_CHECKING:
     from tests.dst.world import World
 
-#: Known beforehand, so that no link spends time on finding out.
+#: Preset, so that links need no measurement.
 KNOWN = LinkFacts(0.01, 10e6)
 SWEEP_INTERVAL = 2.0
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How all stages of a swarm work; tests have each in some seeds."""
+    """Options of all stages of a swarm; each occurs in some seeds."""
 
     policy: str = "fifo"
     cut_through: bool = True
-    #: Rows of a piece of a prefill volume; 0: whole volumes.
-    piece: int = 0
+    #: Rows of a sub-chunk of a prefill volume; 0: whole volumes.
+    sub_chunk: int = 0
     chunk: int = 6
     micro_batches: int = 0
     blocks: int = 40
-    unpaired: bool = True
+    prefill_only: bool = True
     num_speculative_tokens: int = 0
-    ahead: int = 0
+    lookahead: int = 0
 
 
 @dataclass
 class Guesses:
-    """Drafts as a request should be answered, and every third token is another."""
+    """Drafts of the expected answer with every third token wrong."""
 
     world: "World"
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
-        """As :class:`molink.scheduler.speculation.base.DraftSource` says."""
+        """Implements :class:`molink.scheduler.speculation.base.DraftSource`."""
         for client in self.world.clients:
             text = (*client.prompt, *client.expected)
             if text[: len(tokens)] == tuple(tokens):
@@ -73,7 +73,7 @@ class Guesses:
 
 @dataclass
 class SubChunks:
-    """Prefill volumes run in pieces of so many rows."""
+    """Splits prefill volumes into sub-chunks of ``size`` rows."""
 
     size: int
 
@@ -88,14 +88,14 @@ class StageEpoch:
     epoch: int
     stages: int
     previous: str
-    seat: RingStage
+    runtime: RingStage
     requests: Requests
     dials: list[Dial] = field(default_factory=list)
-    desk: RequestReceiver | None = None
+    receiver: RequestReceiver | None = None
 
 
 class Worker(Process):
-    """One stage of one peer, until its daemon ends it or has ended."""
+    """One stage of one peer, as long as its daemon lets it run."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Worker(Process):
         start: LoadStage,
         say: Callable[[int, Any], None],
     ) -> None:
-        """``say`` takes its generation and what it says to its daemon."""
+        """``say(generation, message)`` sends to the daemon."""
         super().__init__(pc, f"worker{generation}")
         self.world = world
         self.peer = peer
@@ -124,7 +124,7 @@ class Worker(Process):
     # --- its daemon's orders ---------------------------------------------------------------------
 
     def order(self, message: PeerKeys | FormRing | LoadStage | Ping) -> None:
-        """Something came on the pipe."""
+        """Process a message from the pipe."""
         if isinstance(message, Ping):
             self.say(self.generation, Pong())
             return
@@ -136,9 +136,9 @@ class Worker(Process):
         for gone in before - self._members:
             if self.listener is not None:
                 self.listener.expel(gone)
-            if self.epoch_state is not None and self.epoch_state.desk is not None:
-                self.epoch_state.desk.drop_peer(gone, self.time())
-                self.epoch_state.seat.ring.run_pending()
+            if self.epoch_state is not None and self.epoch_state.receiver is not None:
+                self.epoch_state.receiver.drop_peer(gone, self.time())
+                self.epoch_state.runtime.ring.run_pending()
 
     def _loaded(self) -> None:
         if self.listener is None:
@@ -158,40 +158,40 @@ class Worker(Process):
 
     def _obey(self) -> None:
         while self._orders and not self._busy:
-            order, place = self._orders.popleft(), self.epoch_state
+            order, state = self._orders.popleft(), self.epoch_state
             if isinstance(order, LoadStage):
                 self._leave()
                 self.start, self._busy = order, True
                 self.later(self._rng.uniform(*self.world.load_s), self._loaded)
-            elif place is None or order.epoch > place.epoch:
+            elif state is None or order.epoch > state.epoch:
                 self._leave()
                 self._busy = True
                 self.later(0.05, self._form, order)
-            elif order.epoch == place.epoch:
+            elif order.epoch == state.epoch:
                 self.say(self.generation, RingFormed(epoch=order.epoch))
 
     def _form(self, order: FormRing) -> None:
         self._busy = False
         self.world.monitor.on_epoch_started(self, order.epoch)
         self.epoch_state = self._start_epoch(order)
-        self.epoch_state.seat.start()
+        self.epoch_state.runtime.start()
         self.say(self.generation, RingFormed(epoch=order.epoch))
         self._obey()
 
     def _leave(self) -> None:
-        place, self.epoch_state = self.epoch_state, None
-        if place is not None:
-            self.world.monitor.on_epoch_ended(self, place)
-            place.seat.close()
-            for dial in place.dials:
+        state, self.epoch_state = self.epoch_state, None
+        if state is not None:
+            self.world.monitor.on_epoch_ended(self, state)
+            state.runtime.close()
+            for dial in state.dials:
                 dial.close()
 
     def stop(self) -> None:
-        """End in good order."""
+        """Shut down in good order."""
         self._leave()
         self.die()
 
-    # --- a place ---------------------------------------------------------------------------------
+    # --- an epoch -------------------------------------------------------------------------------
 
     def _start_epoch(self, order: FormRing) -> StageEpoch:
         start, count = self.start, len(order.ring)
@@ -201,19 +201,21 @@ class Worker(Process):
         executor = Executor(self, start.layers, last, order.blocks, requests, self._rng)
         previous = order.ring[start.stage - 1].peer if count > 1 else ""
         dials: list[Dial] = []
-        desks: list[RequestReceiver] = []
+        receivers: list[RequestReceiver] = []
 
-        def desk(head: Scheduler) -> RequestReceiver:
+        def receiver(scheduler: Scheduler) -> RequestReceiver:
             assert self.listener is not None
-            desks.append(RequestReceiver(head, start.pipeline, VOCABULARY, self.listener.send))
-            return desks[0]
+            receivers.append(
+                RequestReceiver(scheduler, start.pipeline, VOCABULARY, self.listener.send)
+            )
+            return receivers[0]
 
         link = self._link(order, dials) if count > 1 else None
-        around = StageEnvironment(self, requests, executor, desk, self._broken, link)
-        seat = build_ring(self._plan(order, shape, previous), around)
-        place = StageEpoch(order.epoch, count, previous, seat, requests, dials)
-        place.desk = desks[0] if desks else None
-        return place
+        around = StageEnvironment(self, requests, executor, receiver, self._broken, link)
+        runtime = build_ring(self._plan(order, shape, previous), around)
+        state = StageEpoch(order.epoch, count, previous, runtime, requests, dials)
+        state.receiver = receivers[0] if receivers else None
+        return state
 
     def _plan(self, order: FormRing, shape: StageShape, previous: str) -> RingPlan:
         mode = self.world.mode
@@ -225,9 +227,9 @@ class Worker(Process):
             max_model_len=self.world.context,
             num_stages=shape.stages,
             row_bytes=shape.row_bytes,
-            prefill_only_batches=mode.unpaired,
+            prefill_only_batches=mode.prefill_only,
             num_speculative_tokens=mode.num_speculative_tokens,
-            lookahead_volumes=mode.ahead,
+            lookahead_volumes=mode.lookahead,
         )
         return RingPlan(
             order.epoch,
@@ -239,7 +241,7 @@ class Worker(Process):
             mode.policy,
             mode.cut_through,
             previous,
-            SubChunks(mode.piece) if mode.piece else None,
+            SubChunks(mode.sub_chunk) if mode.sub_chunk else None,
             create_draft_source=lambda: Guesses(self.world),
         )
 
@@ -247,7 +249,7 @@ class Worker(Process):
         after = order.ring[(self.start.stage + 1) % len(order.ring)]
         assert self.listener is not None
 
-        def connect(lane: Channel, events: OutConnectionEvents) -> Dial:
+        def connect(channel: Channel, events: OutConnectionEvents) -> Dial:
             where = self.world.where(after)
             network = self.world.network
             key, twice = after.peer, "up down"
@@ -265,32 +267,32 @@ class Worker(Process):
     # --- messages --------------------------------------------------------------------------------
 
     def _handle(self, sender: Sender, message: Any, payload: Any) -> None:
-        place = self.epoch_state
-        if place is None:
+        state = self.epoch_state
+        if state is None:
             if isinstance(message, Submit):
                 assert self.listener is not None
                 why = "the ring is being formed"
                 rejected = Rejected(message.epoch, message.key, "epoch", why)
                 self.listener.send(sender.identity, rejected)
             return
-        if isinstance(message, Frame | LinkHello) and message.epoch != place.epoch:
-            self.world.monitor.stale(self, place, sender, message, payload)
+        if isinstance(message, Frame | LinkHello) and message.epoch != state.epoch:
+            self.world.monitor.stale(self, state, sender, message, payload)
             return
-        incoming = place.seat.incoming
+        incoming = state.runtime.incoming
         data = None if payload is None else memoryview(payload).cast("B")
         if incoming is not None and incoming.handle_message(sender, message, data):
             return
-        if place.desk is not None and isinstance(
+        if state.receiver is not None and isinstance(
             message, Submit | PromptFragment | Cancel | Credit
         ):
-            place.desk.handle_message(sender, message, data, self.time())
+            state.receiver.handle_message(sender, message, data, self.time())
             if isinstance(message, Submit):
-                self.world.monitor.submitted(self, place, message)
-            place.seat.ring.run_pending()
+                self.world.monitor.submitted(self, state, message)
+            state.runtime.ring.run_pending()
 
     def _sweep(self) -> None:
-        place = self.epoch_state
-        if place is not None and place.desk is not None:
-            place.desk.sweep_connections(self.time())
-            place.seat.ring.run_pending()
+        state = self.epoch_state
+        if state is not None and state.receiver is not None:
+            state.receiver.sweep_connections(self.time())
+            state.runtime.ring.run_pending()
         self.later(SWEEP_INTERVAL, self._sweep)

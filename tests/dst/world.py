@@ -1,4 +1,4 @@
-"""A whole swarm in virtual time, from one seed: PCs, what goes wrong with them, and clients."""
+"""A whole swarm in virtual time from one seed: PCs, faults and clients."""
 
 import gc
 from collections import deque
@@ -31,22 +31,21 @@ from tests.dst.worker import Mode, Worker
 
 #: Requests of a seed.
 REQUESTS = 8
-#: Seconds between two looks at everything.
+#: Seconds between two checks.
 _CHECK_INTERVAL = 1.0
-#: What is said for its own sake is said less often than in the product, in seconds, for the time
-#: that a seed takes: beats while requests live, and what a link is measured to be. Patience is the
-#: same.
+#: Periods longer than the product's, in seconds, to save time: heartbeats while requests live, and
+#: link measurements. Timeouts are the same.
 _BEAT, _REPORT = 1.0, 100.0
-#: Once all faults are over, requests have so long to end, and the swarm to be well again.
+#: After all faults, seconds in which requests must end and the swarm must settle.
 _END_WITHIN = 90.0
 _SETTLE_WITHIN = 60.0
-#: After this time without a fault there is one epoch at most.
+#: After this time without a fault there is at most one epoch.
 _CALM = 20.0
 
 
 @dataclass
 class Client:
-    """Asks once, and knows the answer."""
+    """Sends one request and knows the answer."""
 
     number: int
     model: str
@@ -60,13 +59,13 @@ class Client:
     expected: list[int]
     daemon: Daemon | None = None
     got: list[int] = field(default_factory=list)
-    #: How it ended; empty while it goes on.
+    #: How it ended; empty while it runs.
     end: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a seed."""
+    """Result of a seed."""
 
     seed: int
     ends: tuple[str, ...]
@@ -74,12 +73,12 @@ class Outcome:
     faults: tuple[str, ...]
     #: Virtual seconds.
     seconds: float
-    #: Everything that was noted, as one number.
+    #: Hash of the story.
     trace: int
 
 
 class World:
-    """Everything there is for one seed."""
+    """State of one seed."""
 
     def __init__(
         self,
@@ -90,10 +89,10 @@ class World:
         faults: bool = True,
         verbose: bool = False,
     ) -> None:
-        """``several``: two models are served, each with its own number of layers.
+        """``several``: two models with different numbers of layers are served.
 
-        Of every other seed the first one has two pipelines, where there are enough PCs. ``late``:
-        coordinators read late at times. ``faults``: there are others.
+        In every other seed the first one has two pipelines, if there are enough PCs. ``late``:
+        coordinators read late at times. ``faults``: other faults occur.
         """
         self.seed = seed
         self.rng = rng = Random(seed)
@@ -104,10 +103,10 @@ class World:
         self._trace = 0
         self.layers = rng.choice((3, 3, 3, 4))
         self.load_s = rng.choice(((0.1, 0.4), (0.2, 1.5)))
-        # Every other seed has drafts; what is drawn for the others is what it was. Every fourth
-        # has short passes that go ahead, and longer answers.
+        # Every other seed uses drafts, without changing the other random choices. Every fourth has
+        # short passes with lookahead, and longer answers.
         drafts = (0, 3, 0, 1)[seed % 4]
-        self.mode = replace(_mode(rng), num_speculative_tokens=drafts, ahead=6 * (drafts == 1))
+        self.mode = replace(_mode(rng), num_speculative_tokens=drafts, lookahead=6 * (drafts == 1))
         self.context = 64
         self.pcs = [Pc(self.agenda, f"pc{i}", i) for i in range(self.layers + 1)]
         self.network.pcs = {pc.name: pc for pc in self.pcs}
@@ -132,11 +131,11 @@ class World:
     # --- who is there ----------------------------------------------------------------------------
 
     def pc_of(self, peer: str) -> Pc:
-        """Where a peer lives."""
+        """The PC of a peer."""
         return next(one.pc for one in self.peers if one.id == peer)
 
     def coordinators(self) -> Iterator[Coordinator]:
-        """All that live."""
+        """All running coordinators."""
         for pc in self.pcs:
             yield from (one for one in pc.processes if isinstance(one, Coordinator))
 
@@ -145,12 +144,12 @@ class World:
         return address.addresses[0], address.port
 
     def workers(self) -> Iterator[Worker]:
-        """All that live."""
+        """All running workers."""
         for pc in self.pcs:
             yield from (one for one in pc.processes if isinstance(one, Worker))
 
     def start_daemon(self, pc: Pc) -> None:
-        """A PC starts its daemon."""
+        """Start a PC's daemon."""
         if not pc.up or pc in self.daemons or pc in self.lost:
             return
         daemon = self.daemons[pc] = Daemon(self, self.peers[pc.number])
@@ -164,21 +163,21 @@ class World:
                 self._ended(client, "its endpoint died")
 
     def kill_pc(self, pc: Pc) -> None:
-        """Its power is gone."""
+        """Cut a PC's power."""
         pc.up = False
         for process in list(pc.processes):
             process.die()
         self.network.pc_down()
 
     def boot(self, pc: Pc) -> None:
-        """Its power is back."""
+        """Restore a PC's power."""
         pc.up = True
         self.agenda.schedule_at(self.agenda.now + self.rng.uniform(0.2, 1.0), self.start_daemon, pc)
 
     # --- the beginning ---------------------------------------------------------------------------
 
     def _swarm(self) -> list[Peer]:
-        """All are members, and know the founder's coordinator and its state."""
+        """Make all PCs members that know the founder's coordinator and its state."""
         keys = {pc: (pc.name * 40)[:40] for pc in self.pcs}
         ids = {pc: derive_peer_id(key) for pc, key in keys.items()}
         members = {
@@ -232,7 +231,7 @@ class World:
         shared = [hash((self.seed, rng.randrange(2), i)) % VOCABULARY for i in range(12)]
         own = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 5))]
         prompt = tuple(shared[: rng.choice((0, 4, 6, 9))] + own)
-        count = rng.randrange(3, 9) + self.mode.ahead
+        count = rng.randrange(3, 9) + self.mode.lookahead
         penalty = 1.1 if rng.random() < 0.25 else 1.0
         sampling = SamplingParams(seed=rng.randrange(1 << 30), repetition_penalty=penalty)
         expected = reference(layers, prompt, count, (), sampling)
@@ -317,10 +316,10 @@ class World:
     # --- time ------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Until all is over and well.
+        """Run until all requests have ended and the swarm is settled.
 
         Raises:
-            Failure: something did not hold.
+            Failure: an invariant was violated.
         """
         with (
             patch.object(heartbeat, "BUSY_INTERVAL", _BEAT),
@@ -352,7 +351,7 @@ class World:
             self.seed,
             tuple(client.end for client in self.clients),
             dict(self.monitor.counts),
-            tuple(self.faults.said),
+            tuple(self.faults.log),
             time,
             self._trace,
         )
@@ -371,7 +370,7 @@ class World:
                 raise Failure(f"{self.monitor.standing()} stand at once")
 
     def _unsettled(self) -> str:
-        """Why the swarm isn't well yet; empty if it is."""
+        """Why the swarm is not settled yet; empty if it is."""
         coordinators = list(self.coordinators())
         if len(coordinators) != 1:
             return f"{coordinators} lead"
@@ -397,7 +396,7 @@ class World:
         return self._unknown(coordinator, standing)
 
     def _unknown(self, coordinator: Coordinator, standing: dict[str, int]) -> str:
-        """Which daemon doesn't know who is a member, who leads, or where requests go."""
+        """Which daemon does not know the members, the leader or the routes."""
         members = frozenset(coordinator.fleet.registry.members)
         for daemon in self.daemons.values():
             if daemon.peer.id not in members:
@@ -406,13 +405,13 @@ class World:
                 return f"{daemon} follows another term"
             if daemon.book.peers != members:
                 return f"{daemon} knows other members"
-            targets = [one for model in self.models for one in daemon.heads.targets(model)]
+            targets = [one for model in self.models for one in daemon.schedulers.targets(model)]
             if {one.pipeline: one.epoch for one in targets} != standing:
                 return f"{daemon} has no way to all of {standing}"
         return ""
 
     def note(self, text: str) -> None:
-        """For who reads what happened."""
+        """Append to the story."""
         line = f"{self.agenda.now:9.4f} {text}"
         self._trace = hash((self._trace, *line.encode()))
         self.story.append(line)
@@ -422,11 +421,11 @@ def _mode(rng: Random) -> Mode:
     return Mode(
         policy=rng.choice(("fifo", "fifo", "concurrent", "adaptive")),
         cut_through=rng.random() < 0.5,
-        piece=rng.choice((0, 2, 3)),
+        sub_chunk=rng.choice((0, 2, 3)),
         chunk=rng.choice((4, 8)),
         micro_batches=rng.choice((0, 1, 2)),
         blocks=rng.choice((8, 14, 30)),
-        unpaired=rng.random() < 0.5,
+        prefill_only=rng.random() < 0.5,
     )
 
 
@@ -434,7 +433,7 @@ def run(seed: int, *, several: bool = False, late: bool = False, faults: bool = 
     """Run a seed.
 
     Raises:
-        Failure: something did not hold; says how to see it again.
+        Failure: an invariant was violated; tells how to replay it.
     """
     world = World(seed, several=several, late=late, faults=faults)
     gc.disable()  # a sixth of the time
@@ -454,10 +453,10 @@ def run(seed: int, *, several: bool = False, late: bool = False, faults: bool = 
 def run_all(
     seeds: Iterable[int], *, several: bool = False, late: bool = False, faults: bool = True
 ) -> list[Outcome]:
-    """Run them until one fails.
+    """Run seeds until one fails.
 
     Raises:
-        Failure: as :func:`run` says.
+        Failure: see :func:`run`.
     """
     outcomes = []
     for seed in seeds:
