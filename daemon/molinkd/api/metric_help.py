@@ -59,7 +59,7 @@ _SCHEDULER = {
     "scheduler_admitted": "Requests admitted from the queue.",
     "scheduler_queue_seconds": "Total queueing time of admitted requests, in seconds.",
     "scheduler_tokens": "Tokens sampled for this scheduler's requests.",
-    "scheduler_finished": "Requests that finished.",
+    "scheduler_finished": "Requests that finished or reached a limit.",
     "scheduler_cancelled": "Requests cancelled by their client or its daemon.",
     "scheduler_displaced": "Waiting requests displaced from a full queue by another client.",
     "scheduler_refused": "Requests rejected: queue full.",
@@ -79,7 +79,7 @@ _SCHEDULER = {
     "scheduler_swaps_in": "Swaps of a request's KV back from host memory.",
     "scheduler_swap_fallbacks": "Preemptions that recomputed because host memory was full.",
     "scheduler_draft_tokens": "Draft tokens sent for verification.",
-    "scheduler_draft_tokens_accepted": "Draft tokens accepted.",
+    "scheduler_draft_tokens_accepted": "Draft tokens that verification confirmed.",
     "scheduler_draft_model_tokens": "Tokens proposed by the draft model.",
     "scheduler_draft_model_seconds": "Seconds spent in the draft model.",
     "scheduler_prefix_hit_tokens": "Tokens of new requests found in the prefix cache.",
@@ -102,9 +102,9 @@ _SCHEDULER = {
     "scheduler_host_blocks": "KV blocks that fit in each stage's host memory.",
     "scheduler_host_blocks_used": "KV blocks in host memory.",
     "scheduler_clients": "Clients (API keys of all PCs) with requests here.",
-    "scheduler_decode_in_flight": "Decode volumes in flight.",
-    "scheduler_prefill_in_flight": "Prefill volumes in flight.",
-    "scheduler_prefill_rows_in_flight": "Rows of prefill volumes in flight.",
+    "scheduler_decode_in_flight": "Decode volumes issued and not yet completed.",
+    "scheduler_prefill_in_flight": "Prefill volumes issued and not yet completed.",
+    "scheduler_prefill_rows_in_flight": "Rows of prefill volumes issued and not yet completed.",
     "scheduler_cancel_iterations_last": (
         "Iterations from the latest cancel of a running request until its blocks were free."
     ),
@@ -179,7 +179,7 @@ def _queue_help() -> dict[str, str]:
     """Queue lengths of policies with a multi-level feedback queue."""
     first = {"scheduler_queue_1": "Requests in the first queue, promoted ones included."}
     return first | {
-        f"scheduler_queue_{level}": f"Requests in queue {level}." for level in range(2, LEVELS + 1)
+        f"scheduler_queue_{level}": f"Requests in queue {level} of the multi-level feedback queue." for level in range(2, LEVELS + 1)
     }
 
 

@@ -175,7 +175,7 @@ def _summarize_stage(
 def _summarize_pc(peer: PeerStatus) -> PcSummary:
     doing = peer.state
     if peer.state == "online":
-        doing = peer.paused or ("endpoint only" if peer.stage == "none" else "spare")
+        doing = peer.paused or ("endpoint only" if peer.stage == "none" else "standby")
     return PcSummary(
         sanitize_text(peer.name),
         sanitize_text(short_device_name(peer.device)),

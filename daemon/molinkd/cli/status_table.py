@@ -142,7 +142,7 @@ def _role_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
     if peer.state != "online":
         return peer.state
     if worker is None:
-        return peer.paused or ("endpoint only" if peer.stage == "none" else "spare")
+        return peer.paused or ("endpoint only" if peer.stage == "none" else "standby")
     role = f"stage {worker.stage}"
     return f"{role} {worker.activity}" if worker.activity else role
 

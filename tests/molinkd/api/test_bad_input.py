@@ -214,7 +214,7 @@ async def test_oversized_bodies(client: TestClient) -> None:
 
 
 async def test_no_model_served(client: TestClient, backend: Any) -> None:
-    backend.models = lambda: ()
+    backend.list_models = lambda: ()
     for model in ({"model": "tiny"}, {}):
         body = {**model, "messages": HI}
         error = await problem(await client.post("/v1/chat/completions", json=body), 503)

@@ -109,7 +109,7 @@ async def test_the_swarm_summary(client: TestClient, backend: FakeBackend) -> No
     assert [stage["pc"] for stage in first["stages"]] == ["attic", "<b>evil\\x1b[2J"]
     assert [stage["layers"] for stage in first["stages"]] == [[0, 12], [12, 24]]
     assert [stage["busy"] for stage in first["stages"]] == [34, 35]
-    assert (shown["ready"], shown["here"], shown["pairing_requests"]) == (True, 2, 1)
+    assert (shown["ready"], shown["online"], shown["pairings"]) == (True, 2, 1)
     for secret in ("4827", "192.168.1.9", "0000000000000001", '"pid"'):
         assert secret not in text
 
@@ -151,7 +151,7 @@ def test_pcs_without_a_stage() -> None:
     ]
     shown = summarize_swarm(decode({"peers": peers}))
     assert [one.doing for one in shown.others] == [
-        "spare",
+        "standby",
         "endpoint only",
         "paused: its GPU is busy",
         "offline",

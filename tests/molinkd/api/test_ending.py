@@ -125,7 +125,7 @@ async def test_answers_beyond_the_grace_period_get_a_reason(
         await asyncio.to_thread(endpoint.stop)
         response = await asked
         assert response.status == (200 if stream else 503)
-        assert b"molink is ending on this PC" in await response.read()
+        assert b"molink is shutting down on this PC" in await response.read()
     assert backend.running == 0
 
 

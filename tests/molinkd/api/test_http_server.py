@@ -54,7 +54,7 @@ def test_the_next_free_port(backend: Any) -> None:
 def test_a_chosen_port_is_used_or_fails(backend: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortInUse, match=f"port {port} is taken"):
+        with pytest.raises(PortInUse, match=f"port {port} is in use"):
             EndpointServer(backend, ApiSettings(), InlineReader()).start(port, port + 1)
 
 

@@ -92,7 +92,7 @@ async def test_the_asynchronous_client(endpoint: EndpointServer, backend: FakeBa
 
 
 def test_errors(ask: ollama.Client, backend: FakeBackend) -> None:
-    with pytest.raises(ollama.ResponseError, match="there is no model 'llama3'") as missing:
+    with pytest.raises(ollama.ResponseError, match="model 'llama3' not found") as missing:
         ask.chat("llama3", HI)
     assert missing.value.status_code == 404
     backend.error = Unavailable("the pipeline broke")

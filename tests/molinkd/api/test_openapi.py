@@ -98,4 +98,4 @@ async def test_undocumented_bodies_are_rejected(
 async def test_embeddings_are_rejected(client: TestClient, path: str, backend: FakeBackend) -> None:
     response = await client.post(path, json={"model": "tiny", "input": "x"})
     assert response.status == 400
-    assert "`model`: tiny makes no embeddings" in await response.text()
+    assert "`model`: tiny does not support embeddings" in await response.text()

@@ -12,7 +12,7 @@ from molinkd.api.metrics import Histogram
 async def test_health_and_readiness(client: TestClient, backend: Any) -> None:
     assert (await client.get("/health")).status == 200
     assert (await client.get("/readyz")).status == 200
-    backend.is_ready = False
+    backend.ready_now = False
     assert (await client.get("/health")).status == 200
     response = await client.get("/readyz")
     assert response.status == 503
@@ -55,7 +55,7 @@ async def test_metrics(client: TestClient, backend: Any) -> None:
     assert samples["molink_odd_name",] == 1
     (build,) = families["molink_build_info"].samples
     assert (build.value, build.labels["version"]) == (1, molink.__version__)
-    assert families["molink_stage_requests"].documentation == "Requests that the stage knows."
+    assert families["molink_stage_requests"].documentation == "Requests known to the stage."
     for family in families.values():
         assert family.documentation.endswith(".")
         assert " " in family.documentation

@@ -42,10 +42,10 @@ def test_sources_of_settings(
         "setting value from",
         "api_key … the options of the last start",
         f"api_keys … {home.config}",
-        f"pipeline_wait_timeout 5 {home.config}",
         "memory 6GB the environment (MOLINK_*)",
         "name last the options of the last start",
         "pause_times 7:00-8:00 the options of the last start",
+        f"pipeline_wait_timeout 5 {home.config}",
     ]
     assert run(["config", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
