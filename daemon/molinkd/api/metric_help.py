@@ -179,7 +179,8 @@ def _queue_help() -> dict[str, str]:
     """Queue lengths of policies with a multi-level feedback queue."""
     first = {"scheduler_queue_1": "Requests in the first queue, promoted ones included."}
     return first | {
-        f"scheduler_queue_{level}": f"Requests in queue {level} of the multi-level feedback queue." for level in range(2, LEVELS + 1)
+        f"scheduler_queue_{level}": f"Requests in queue {level} of the multi-level feedback queue."
+        for level in range(2, LEVELS + 1)
     }
 
 

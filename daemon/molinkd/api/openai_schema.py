@@ -275,23 +275,26 @@ def decode_struct(data: bytes, kind: type[StructT]) -> StructT:
 
 
 def pack_body(body: GenerationBody) -> bytes:
-    """Encode a decoded body for a process that tokenizes its prompts (see :func:`unpack_body`).
+    """Encode a body for a prompt worker; see :func:`unpack_body`.
 
     Raises:
-        RequestError: it has an integer of more than 64 bits.
+        RequestError: an integer exceeds 64 bits.
     """
     try:
         # Prompts don't depend on the seed, which may have more than 64 bits.
         return msgspec.msgpack.encode(msgspec.structs.replace(body, seed=None))
     except (OverflowError, RecursionError) as error:
-        raise RequestError(f"the body: {error}") from None
+        field = "prompt" if isinstance(body, CompletionBody) else None
+        raise RequestError(
+            f"`{field}`: {error}" if field else f"the body: {error}", field
+        ) from None
 
 
 def unpack_body(data: bytes, kind: type[BodyT]) -> BodyT:
-    """Decode what :func:`pack_body` returned.
+    """Decode the result of :func:`pack_body`.
 
     Raises:
-        RequestError: another protocol's request has a value that is out of range.
+        RequestError: a value converted from another protocol is out of range.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)

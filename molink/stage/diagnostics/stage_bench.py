@@ -148,10 +148,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 #: Bytes of the read: far beyond any cache.
 _READ_BYTES = 512 << 20
 #: Rows and columns of the matrices.
@@ -199,3 +195,7 @@ def _time_run(act: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return max(1e-9, time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
