@@ -67,7 +67,7 @@ class Leadership:
         self.succession = LeaderElection(
             peer.id,
             daemon.time(),
-            known=known,
+            membership=known,
             term=max(member.term, known.replica[0]),
             leader=member.leader,
         )

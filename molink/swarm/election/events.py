@@ -1,4 +1,4 @@
-"""What :mod:`molink.swarm.election.leader_election` is told, and what it decides."""
+"""Events and actions of :mod:`molink.swarm.election.leader_election`."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from molink.wire.messages.election import LeaderView
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorHeardEvent:
-    """The coordinator that this peer is connected to has spoken, in this term.
+    """The coordinator that this peer is connected to sent a heartbeat in this term.
 
-    ``leader`` is the peer on whose PC it runs; empty for one without a daemon.
+    It runs on the PC of the peer ``leader``; empty for one without a daemon.
     """
 
     term: int
@@ -25,7 +25,7 @@ class ConnectionLostEvent:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChangedEvent:
-    """All members in the order of succession, and the replica (term, revision) that is held."""
+    """All members in order of succession, and the version of the replica held here."""
 
     order: tuple[str, ...]
     replica: tuple[int, int]
@@ -33,7 +33,7 @@ class MembershipChangedEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerAnsweredEvent:
-    """A peer has said whom it follows, as an answer or with a question of its own."""
+    """A peer stated whom it follows, in an answer or along with a query of its own."""
 
     peer: str
     view: LeaderView
@@ -41,15 +41,14 @@ class PeerAnsweredEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerTimedOutEvent:
-    """A peer that was asked can't be reached, or doesn't answer."""
+    """A queried peer is unreachable or did not answer."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorStartedEvent:
-    """The coordinator of this PC runs, as :class:`StartCoordinatorAction` asked for, in that term
-    or a higher one."""
+    """The coordinator of this PC runs as requested, in this term or a higher one."""
 
     term: int
     coordinator_key: str
@@ -58,17 +57,17 @@ class CoordinatorStartedEvent:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorFailedEvent:
-    """The coordinator of this PC can't be started, or doesn't stay."""
+    """The coordinator of this PC failed to start, or exited."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResignedEvent:
-    """This daemon ends in good order."""
+    """This daemon shuts down."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElectionTimePassedEvent:
-    """Time has passed."""
+    """The periodic timer fired."""
 
 
 ElectionEvent = (
@@ -84,13 +83,12 @@ ElectionEvent = (
 )
 
 
-# --- decisions ---------------------------------------------------------------------------------
+# --- actions ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class QueryLeaderAction:
-    """Ask a peer whom it follows; :class:`PeerAnsweredEvent` or :class:`PeerTimedOutEvent` has to
-    come of it."""
+    """Ask a peer whom it follows; it answers or times out."""
 
     peer: str
 
@@ -107,9 +105,9 @@ class FollowLeaderAction:
 
 @dataclass(frozen=True, slots=True)
 class StartCoordinatorAction:
-    """Run the coordinator here, in this term, or start it again if it runs already.
+    """Start the coordinator here in this term, or restart it.
 
-    ``lost_leader`` is the peer that led until now and can't be reached; empty if there is none.
+    ``lost_leader`` is the unreachable previous leader, if there is one.
     """
 
     term: int
@@ -118,14 +116,14 @@ class StartCoordinatorAction:
 
 @dataclass(frozen=True, slots=True)
 class RaiseTermAction:
-    """The coordinator here goes on in this term; none of its connections is lost."""
+    """Continue with the coordinator here in this term; connections stay."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepDownAction:
-    """End the coordinator that runs here: another one leads."""
+    """Stop the coordinator here: another peer leads."""
 
 
 ElectionAction = (

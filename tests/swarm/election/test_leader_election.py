@@ -41,7 +41,7 @@ ORDER = ("a", "b", "c")
 def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -> LeaderElection:
     """A member of a swarm that ``a`` has founded, in touch with its leader."""
     one = LeaderElection(
-        me, now, known=MembershipChangedEvent(ORDER, (0, 5)), term=term, leader=leader
+        me, now, membership=MembershipChangedEvent(ORDER, (0, 5)), term=term, leader=leader
     )
     one.handle(CoordinatorHeardEvent(term, leader), now)
     return one
@@ -50,7 +50,7 @@ def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -
 def test_one_that_is_not_able_never_leads() -> None:
     """A further device of a PC: whatever is lost, it looks for somebody else."""
     one = LeaderElection(
-        "b", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a", can_lead=False
+        "b", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a", can_lead=False
     )
     assert not one.build_view(0.0).can_lead
     now = 0.0
@@ -83,13 +83,13 @@ def view(
 
 
 def leading(me: str = "a") -> LeaderElection:
-    one = LeaderElection(me, 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader=me)
+    one = LeaderElection(me, 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader=me)
     one.handle(ElectionTimePassedEvent(), 0.0)
     one.handle(PeerTimedOutEvent("b"), 0.1)
     one.handle(PeerTimedOutEvent("c"), 0.1)
     one.handle(PeerTimedOutEvent("a"), 0.1)
     one.handle(CoordinatorStartedEvent(0, KEY, ("h:1",)), 0.2)
-    assert one.role == "leading"
+    assert one.role == "leader"
     return one
 
 
@@ -123,7 +123,7 @@ def test_a_lost_connection_asks_everybody_and_the_next_one_leads() -> None:
 def test_one_of_many_asks_a_few_first_and_turns_to_the_leader_that_one_names() -> None:
     """When fifty PCs start at once, and each asks all others, they are busy with that alone."""
     one = LeaderElection(
-        "b", 0.0, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
+        "b", 0.0, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
     )
     first = one.handle(ElectionTimePassedEvent(), 0.0)
     assert first == [QueryLeaderAction("a"), QueryLeaderAction("c")]
@@ -146,7 +146,7 @@ def test_one_of_many_asks_a_few_first_and_turns_to_the_leader_that_one_names() -
 def test_one_of_many_asks_ever_less_often_until_its_leader_has_had_its_time() -> None:
     """All of fifty PCs wait for the one that starts the coordinator; so they leave it time."""
     one = LeaderElection(
-        "b", 0.0, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
+        "b", 0.0, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
     )
     asked = {}
     for step in range(int(RESTART_GRACE / 0.25)):
@@ -165,7 +165,7 @@ def test_one_of_many_asks_ever_less_often_until_its_leader_has_had_its_time() ->
 @pytest.mark.parametrize("silent", [True, False])
 def test_one_of_many_asks_all_once_no_leader_is_among_the_few(silent: bool) -> None:
     one = LeaderElection(
-        "b", 9.9, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
+        "b", 9.9, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
     )
     one.handle(CoordinatorHeardEvent(0, "a"), 9.9)
     *rest, last = one.handle(ConnectionLostEvent(), 10.0)
@@ -191,7 +191,7 @@ def test_one_of_many_asks_all_once_no_leader_is_among_the_few(silent: bool) -> N
 def test_the_last_of_many_leave_it_to_the_first_to_ask_all(me: str, later: float) -> None:
     """Else a coordinator that is only slow has each of fifty PCs ask each other one."""
     one = LeaderElection(
-        me, 9.9, known=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
+        me, 9.9, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
     )
     one.handle(CoordinatorHeardEvent(0, "a"), 9.9)
     asked = {10.0: one.handle(ConnectionLostEvent(), 10.0)}
@@ -228,7 +228,7 @@ def test_who_comes_later_in_the_order_waits_for_the_earlier_one() -> None:
         FollowLeaderAction("b", found.term, KEY, ("h:1",))
     ]
     assert one.handle(CoordinatorHeardEvent(found.term, "b"), 11.0) == []
-    assert (one.role, one.leader, one.term) == ("following", "b", found.term)
+    assert (one.role, one.leader, one.term) == ("follower", "b", found.term)
 
 
 def test_a_newer_replica_goes_before_the_order() -> None:
@@ -258,7 +258,7 @@ def test_nobody_takes_over_while_a_reachable_peer_hears_the_leader() -> None:
     one.handle(ConnectionLostEvent(), 10.0)
     one.handle(PeerTimedOutEvent("a"), 10.1)
     assert one.handle(PeerAnsweredEvent("c", view(hears=True)), 10.1) == []
-    assert one.role == "looking"
+    assert one.role == "candidate"
 
 
 def test_a_leader_whose_process_was_only_restarted_stays() -> None:
@@ -284,7 +284,7 @@ def test_a_coordinator_without_a_daemon_gets_time_to_be_started_again() -> None:
 
 
 def test_after_its_own_start_a_peer_waits_for_the_leader_it_knew() -> None:
-    one = LeaderElection("b", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
+    one = LeaderElection("b", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
     assert one.handle(ElectionTimePassedEvent(), 0.0) == [
         QueryLeaderAction("a"),
         QueryLeaderAction("c"),
@@ -299,14 +299,14 @@ def test_after_its_own_start_a_peer_waits_for_the_leader_it_knew() -> None:
 
 
 def test_the_last_leader_leads_again_at_once_and_in_its_term() -> None:
-    one = LeaderElection("a", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
+    one = LeaderElection("a", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
     one.handle(ElectionTimePassedEvent(), 0.0)
     one.handle(PeerTimedOutEvent("b"), 0.1)
     assert one.handle(PeerTimedOutEvent("c"), 0.1) == [StartCoordinatorAction(0)]
 
 
 def test_the_last_leader_follows_who_took_over_meanwhile() -> None:
-    one = LeaderElection("a", 0.0, known=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
+    one = LeaderElection("a", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
     one.handle(ElectionTimePassedEvent(), 0.0)
     found = view("b", next_term(0, "b"), leads=True)
     assert one.handle(PeerAnsweredEvent("b", found), 0.1) == [
@@ -320,7 +320,7 @@ def test_an_older_term_is_not_followed() -> None:
     one.handle(PeerTimedOutEvent("c"), 10.1)
     assert one.handle(PeerAnsweredEvent("a", view(leads=True)), 10.1) == []
     assert one.handle(CoordinatorHeardEvent(0, "a"), 10.2) == []
-    assert one.role == "looking"
+    assert one.role == "candidate"
 
 
 def test_a_leader_takes_a_higher_term_for_a_peer_that_knows_a_higher_one() -> None:
@@ -377,7 +377,7 @@ def test_a_lone_member_that_says_it_leads_does_not_unseat_a_leader() -> None:
     one.handle(PeerAnsweredEvent("c", rival), 5.0)
     one.handle(PeerAnsweredEvent("c", rival), 5.1)
     one.handle(PeerTimedOutEvent("b"), 5.1)
-    assert (one.role, round_of(one.term)) == ("leading", 2)
+    assert (one.role, round_of(one.term)) == ("leader", 2)
 
 
 def test_a_leader_asks_a_few_now_and_then_and_all_after_a_standstill() -> None:
@@ -398,7 +398,7 @@ def test_who_just_woke_asks_again_before_it_leads() -> None:
     """What ran out while it stood still says nothing of the others: their answers still wait."""
     one = peer("b")
     one.handle(ConnectionLostEvent(), 10.0)
-    assert one.role == "looking"
+    assert one.role == "candidate"
     # It stands still. The questions are given up before anything else happens, then it looks.
     assert one.handle(PeerTimedOutEvent("a"), 40.0) == []
     assert one.handle(PeerTimedOutEvent("c"), 40.0) == []
@@ -534,7 +534,7 @@ class Network:
 
     def _start(self, me: str) -> LeaderElection:
         return LeaderElection(
-            me, self.now, known=MembershipChangedEvent(self.order, (0, 1)), leader=self.order[0]
+            me, self.now, membership=MembershipChangedEvent(self.order, (0, 1)), leader=self.order[0]
         )
 
     def reaches(self, one: str, other: str) -> bool:
@@ -554,7 +554,7 @@ class Network:
         before = self.peers[who]
         known = MembershipChangedEvent(self.order, (0, 1))
         leader, term = before.leader, before.term
-        self.peers[who] = LeaderElection(who, self.now, known=known, term=term, leader=leader)
+        self.peers[who] = LeaderElection(who, self.now, membership=known, term=term, leader=leader)
 
     def run(self, seconds: float) -> None:
         until = self.now + seconds
@@ -619,7 +619,7 @@ class Network:
         return {
             one.leader
             for who, one in self.peers.items()
-            if who not in self.dead and one.role in ("following", "leading")
+            if who not in self.dead and one.role in ("follower", "leader")
         }
 
 
@@ -669,6 +669,6 @@ def test_each_part_has_one_leader_and_a_healed_swarm_one_in_all(seed: int) -> No
         network.restart(one)
     network.run(40.0)
     assert len(network.leaders()) == 1
-    assert all(one.role in ("following", "leading") for one in network.peers.values())
+    assert all(one.role in ("follower", "leader") for one in network.peers.values())
     (leader,) = network.leaders()
     assert network.runs.keys() == {leader}

@@ -139,7 +139,7 @@ class Leadership:
         self._election = LeaderElection(
             self._me,
             self._loop.time(),
-            known=known,
+            membership=known,
             term=0 if membership is None else max(membership.term, known.replica[0]),
             leader=self._me if self.is_founder or membership is None else membership.leader,
             can_lead=self._can_lead,
@@ -190,7 +190,7 @@ class Leadership:
     @property
     def has_missing_peers(self) -> bool:
         """Whether a member didn't answer when it was asked last, and this PC follows nobody."""
-        follows = self._election is None or self._election.role == "following"
+        follows = self._election is None or self._election.role == "follower"
         return not follows and not self._unresponsive.isdisjoint(self.replica.order)
 
     def add_addresses(self, addresses: tuple[str, ...]) -> None:
