@@ -329,7 +329,7 @@ async def test_join_serve_and_route(scene: Scene, kit: Kit) -> None:
     assert status["pipelines"][0]["ready"] is True
 
 
-async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(
+async def test_quantization_reaches_the_stage_and_survives_a_restart(
     scene: Scene, kit: Kit
 ) -> None:
     owner = await scene.peer()
@@ -342,7 +342,7 @@ async def test_how_weights_are_kept_reaches_the_stage_and_outlives_a_restart(
     assert scene.coordinator.fleet.models[0].quantize == "nf4"
 
 
-async def test_a_restart_adopts_what_runs(scene: Scene, kit: Kit) -> None:
+async def test_restart_adopts_running_pipelines(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit))
     await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
@@ -356,7 +356,7 @@ async def test_a_restart_adopts_what_runs(scene: Scene, kit: Kit) -> None:
     assert scene.coordinator.fleet.deployments[0].ready
 
 
-async def test_one_token_lets_one_of_250_invented_peers_in(scene: Scene) -> None:
+async def test_single_use_token_admits_one_of_250_peers(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     async with scene.guest(token) as guest:
@@ -371,7 +371,7 @@ async def test_one_token_lets_one_of_250_invented_peers_in(scene: Scene) -> None
     }
 
 
-async def test_a_pc_that_vanishes_is_lost_with_its_connection(
+async def test_vanished_pc_is_lost_with_its_connection(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "SESSION_TIMEOUT", 1000.0)
@@ -386,7 +386,7 @@ async def test_a_pc_that_vanishes_is_lost_with_its_connection(
     assert "disconnected" in scene.coordinator.fleet.story[-1]
 
 
-async def test_a_lost_answer_burns_no_token(scene: Scene) -> None:
+async def test_lost_join_reply_does_not_use_up_the_token(scene: Scene) -> None:
     """Whoever has joined may do so again by the token, whatever became of the coordinator."""
     owner = await scene.peer()
     token = await scene.token(owner)
@@ -400,7 +400,7 @@ async def test_a_lost_answer_burns_no_token(scene: Scene) -> None:
             await guest.send_request(wish(KeyPair.generate()), timeout=30)
 
 
-async def test_invitations_are_listed_and_ended(scene: Scene) -> None:
+async def test_invitations_are_listed_and_revoked(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, uses=2)
     first = await scene.join(token)
@@ -433,7 +433,7 @@ async def test_invitations_are_listed_and_ended(scene: Scene) -> None:
     assert (await scene.status(first))["swarm"], "who came by it stays"
 
 
-async def test_an_expired_invitation_opens_nothing(
+async def test_expired_invitation_is_rejected(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await scene.peer()
@@ -446,7 +446,7 @@ async def test_an_expired_invitation_opens_nothing(
     assert scene.state.invitations() == []
 
 
-async def test_the_secret_is_kept_nowhere(scene: Scene) -> None:
+async def test_invitation_secret_is_not_stored(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     await scene.stop()
@@ -454,7 +454,7 @@ async def test_the_secret_is_kept_nowhere(scene: Scene) -> None:
         assert token.secret_key.encode() not in path.read_bytes()
 
 
-async def test_an_invitation_may_do_nothing_but_join(scene: Scene) -> None:
+async def test_invitation_key_may_only_join(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = Client(
@@ -480,7 +480,7 @@ async def test_an_invitation_may_do_nothing_but_join(scene: Scene) -> None:
     assert len(scene.coordinator.fleet.registry.members) == 1
 
 
-async def test_strangers_and_odd_requests(scene: Scene, kit: Kit) -> None:
+async def test_invalid_requests_are_rejected(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     stranger = Peer(kit, scene.context, KeyPair.generate(), scene.keys.public, scene.port)
     scene.stack.push_async_callback(stranger.client.close)
@@ -495,7 +495,7 @@ async def test_strangers_and_odd_requests(scene: Scene, kit: Kit) -> None:
     assert (await scene.status(owner))["counters"]["strangers"] >= 1
 
 
-async def test_leaving_and_coming_back(scene: Scene) -> None:
+async def test_peer_leaves_and_rejoins(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     guest = await scene.join(token)
@@ -507,7 +507,7 @@ async def test_leaving_and_coming_back(scene: Scene) -> None:
     assert (await scene.join(token, guest.keys)).id == guest.id
 
 
-async def test_a_goodbye_ends_the_session_but_no_membership(scene: Scene) -> None:
+async def test_goodbye_ends_the_session_but_not_the_membership(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: owner.last(PeerInfo), owner, guest)
@@ -517,7 +517,7 @@ async def test_a_goodbye_ends_the_session_but_no_membership(scene: Scene) -> Non
     assert not registry.live(guest.id)
 
 
-async def test_a_revoked_peer_is_cut_off_for_good(scene: Scene) -> None:
+async def test_revoked_peer_stays_disconnected(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, uses=3)
     guest, other = await scene.join(token), await scene.join(token)
@@ -541,7 +541,7 @@ async def test_a_revoked_peer_is_cut_off_for_good(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("how", ["revoked", "left"])
-async def test_with_a_pc_go_its_further_devices(scene: Scene, how: str) -> None:
+async def test_devices_of_a_pc_are_removed_with_it(scene: Scene, how: str) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: guest.last(Welcome), guest)
@@ -563,7 +563,7 @@ async def test_with_a_pc_go_its_further_devices(scene: Scene, how: str) -> None:
         assert set(members) == {owner.id, other.id, guest.id, device.id}
 
 
-async def test_all_models_are_placed_anew_for_the_owner_alone(scene: Scene) -> None:
+async def test_only_owners_rebalance(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     with pytest.raises(NotAuthorized, match="only the swarm's first PC"):
@@ -575,7 +575,7 @@ async def test_all_models_are_placed_anew_for_the_owner_alone(scene: Scene) -> N
     await scene.until(lambda: "placed anew" in "".join(scene.coordinator.fleet.story))
 
 
-async def test_a_pc_that_was_off_is_told_that_it_is_revoked(scene: Scene) -> None:
+async def test_offline_pc_learns_of_its_revocation(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await guest.client.close()
@@ -597,7 +597,7 @@ async def test_a_pc_that_was_off_is_told_that_it_is_revoked(scene: Scene) -> Non
     assert guest.id not in scene.coordinator.fleet.registry.members
 
 
-async def test_what_a_revoked_pc_asks_is_answered_so(scene: Scene) -> None:
+async def test_requests_of_a_revoked_pc_are_refused(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await guest.client.close()
@@ -615,7 +615,7 @@ async def test_what_a_revoked_pc_asks_is_answered_so(scene: Scene) -> None:
         await client.send_request(LeaveRequest(ref=0), timeout=30)
 
 
-async def test_a_revoked_peer_is_taken_back(scene: Scene) -> None:
+async def test_revoked_peer_is_readmitted(scene: Scene) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: owner.last(PeerInfo), owner, guest)
@@ -637,7 +637,7 @@ async def test_a_revoked_peer_is_taken_back(scene: Scene) -> None:
     await scene.until(lambda: scene.coordinator.fleet.registry.live(guest.id), back)
 
 
-async def test_a_swarm_has_room_for_so_many(scene: Scene) -> None:
+async def test_number_of_members_is_bounded(scene: Scene) -> None:
     await scene.stop()
     await scene.start(max_peers=2)
     owner = await scene.peer()
@@ -654,7 +654,7 @@ async def test_a_swarm_has_room_for_so_many(scene: Scene) -> None:
         await owner.ask(UnrevokeRequest(ref=0, target=guest.id))
 
 
-async def test_too_many_at_once_come_later(scene: Scene) -> None:
+async def test_joins_are_rate_limited(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, uses=5)
     scene.coordinator.door._rate = JoinRateLimiter(
@@ -670,7 +670,7 @@ async def test_too_many_at_once_come_later(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("kind", [StateError, InvariantError])
-async def test_a_state_that_fails_ends_the_run(
+async def test_state_error_ends_the_run(
     scene: Scene,
     kit: Kit,
     monkeypatch: pytest.MonkeyPatch,
@@ -689,7 +689,7 @@ async def test_a_state_that_fails_ends_the_run(
     assert owner.last(Assign) is None
 
 
-async def test_the_wrong_key_is_noticed(scene: Scene) -> None:
+async def test_wrong_key_is_detected(scene: Scene) -> None:
     await scene.stop()
     scene.keys = KeyPair.generate()
     with pytest.raises(StateError, match="another key"):
@@ -698,7 +698,7 @@ async def test_the_wrong_key_is_noticed(scene: Scene) -> None:
     scene.own_context.destroy(linger=0)
 
 
-async def test_a_port_that_is_taken(scene: Scene, tmp_path: Path, kit: Kit) -> None:
+async def test_port_in_use(scene: Scene, tmp_path: Path, kit: Kit) -> None:
     async with contextlib.AsyncExitStack() as stack:
         other = Scene(kit, tmp_path / "other", stack)
         stack.push_async_callback(other.stop)
@@ -731,7 +731,7 @@ async def test_only_owners_replace_the_model(scene: Scene, kit: Kit) -> None:
         await guest.ask(serve(kit))
 
 
-async def test_the_swarm_serves_nothing_once_it_is_told_to(scene: Scene, kit: Kit) -> None:
+async def test_serving_stops_on_request(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     with pytest.raises(RequestError, match="serves no model"):
@@ -761,7 +761,7 @@ async def apply(peer: Peer, wishes: bytes, *, dry: bool = False) -> list[str]:
     return bytes(text).decode().splitlines()
 
 
-async def test_a_file_of_models_is_applied_once_and_by_owners_only(scene: Scene, kit: Kit) -> None:
+async def test_only_owners_apply_a_file_of_models(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     for peer in (owner, guest):
@@ -818,7 +818,7 @@ async def test_a_file_of_models_is_applied_once_and_by_owners_only(scene: Scene,
 
 
 @pytest.mark.parametrize("how", ["revoked", "left"])
-async def test_invitations_end_with_their_maker(scene: Scene, how: str) -> None:
+async def test_invitations_end_with_their_creator(scene: Scene, how: str) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     with pytest.raises(NotAuthorized, match="more than 30 days"):
@@ -836,7 +836,7 @@ async def test_invitations_end_with_their_maker(scene: Scene, how: str) -> None:
         await scene.join(token)
 
 
-async def test_a_flood_of_invitations_leaves_the_owners(scene: Scene) -> None:
+async def test_flood_of_invitations_leaves_the_owners(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, uses=2)
     guest = await scene.join(token)
@@ -847,7 +847,7 @@ async def test_a_flood_of_invitations_leaves_the_owners(scene: Scene) -> None:
     await scene.join(token)
 
 
-async def test_nobody_else_renames_a_member(scene: Scene) -> None:
+async def test_peer_cannot_rename_another(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     assert (await scene.join(token, owner.keys)).id == owner.id
@@ -858,7 +858,7 @@ async def test_nobody_else_renames_a_member(scene: Scene) -> None:
     assert not any("guest" in line for line in scene.coordinator.fleet.story)
 
 
-async def test_what_stages_say_is_cleaned(scene: Scene, kit: Kit) -> None:
+async def test_stage_messages_are_sanitized(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit))
     await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
@@ -875,7 +875,7 @@ def noted(term: int) -> LeaderHeartbeat:
     return LeaderHeartbeat(term=term, leader="x", version=__version__, protocol=PROTOCOL)
 
 
-async def test_its_first_word_is_the_term_and_every_report_is_answered(scene: Scene) -> None:
+async def test_every_report_is_answered_with_the_term(scene: Scene) -> None:
     await scene.stop()
     term = next_term(0, "x")
     await scene.start(term=term, leader="x")
@@ -889,7 +889,7 @@ async def test_its_first_word_is_the_term_and_every_report_is_answered(scene: Sc
     await scene.until(lambda: noted(next_term(term, "x")) in owner.told, owner)
 
 
-async def test_peers_get_the_state_once(scene: Scene) -> None:
+async def test_peers_are_sent_the_state_once(scene: Scene) -> None:
     owner = await scene.peer()
     await scene.until(lambda: owner.shared is not None, owner)
     owner.replica = owner.shared.version
@@ -923,7 +923,7 @@ async def send_state(scene: Scene, peer: Peer, state: Replica) -> None:
     await scene.until(lambda: scene.state.version() > version)
 
 
-async def test_members_of_another_part_are_taken_over(scene: Scene) -> None:
+async def test_members_of_another_part_are_imported(scene: Scene) -> None:
     owner = await scene.peer()
     await scene.until(lambda: owner.last(Welcome))
     keys = KeyPair.generate()
@@ -935,7 +935,7 @@ async def test_members_of_another_part_are_taken_over(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("owner_says_so", [True, False])
-async def test_only_an_owner_is_believed_in_who_was_revoked(
+async def test_revocations_are_imported_from_owners_only(
     scene: Scene, *, owner_says_so: bool
 ) -> None:
     owner = await scene.peer()
@@ -954,7 +954,7 @@ async def test_only_an_owner_is_believed_in_who_was_revoked(
     assert standing[first.id] == ("revoked" if owner_says_so else "member")
 
 
-async def test_a_state_that_nobody_asked_for_is_refused(scene: Scene) -> None:
+async def test_unrequested_state_is_rejected(scene: Scene) -> None:
     owner = await scene.peer()
     await scene.until(lambda: owner.last(Welcome))
     keys = KeyPair.generate()
@@ -977,7 +977,7 @@ async def knocking(scene: Scene, keys: KeyPair, name: str = "pc") -> tuple[async
     return task, codes[0].code if codes else ""
 
 
-async def test_a_pc_that_knocks_becomes_a_member(scene: Scene) -> None:
+async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
     """Any member may let it in; it is written down who has."""
     await scene.stop()
     await scene.start(porch=0)
@@ -1019,7 +1019,7 @@ async def test_a_pc_that_knocks_becomes_a_member(scene: Scene) -> None:
         await (await knocking(scene, keys))[0]
 
 
-async def test_a_full_swarm_takes_nobody_who_knocks(scene: Scene) -> None:
+async def test_full_swarm_rejects_pairing(scene: Scene) -> None:
     await scene.stop()
     await scene.start(porch=0, max_peers=2)
     owner = await scene.peer()
@@ -1036,7 +1036,7 @@ async def test_a_full_swarm_takes_nobody_who_knocks(scene: Scene) -> None:
     assert len(scene.state.members()) == 2
 
 
-async def test_letting_a_pc_in_ends_no_token(scene: Scene) -> None:
+async def test_pairing_does_not_use_up_a_token(scene: Scene) -> None:
     await scene.stop()
     await scene.start(porch=0)
     owner = await scene.peer()
@@ -1047,7 +1047,7 @@ async def test_letting_a_pc_in_ends_no_token(scene: Scene) -> None:
     await scene.join(tokens[0])
 
 
-async def test_without_discovery_nobody_can_knock(scene: Scene) -> None:
+async def test_pairing_needs_discovery(scene: Scene) -> None:
     owner = await scene.peer()
     assert scene.coordinator.porch_port == 0
     with pytest.raises(RequestError, match="discovery"):
@@ -1055,9 +1055,7 @@ async def test_without_discovery_nobody_can_knock(scene: Scene) -> None:
     assert (await scene.status(owner))["pairing_requests"] == []
 
 
-async def test_of_two_pcs_with_one_key_the_second_is_told(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_duplicate_pc_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state folder was copied, and both run."""
     monkeypatch.setattr(twins, "ONCE_S", 0.0)
     owner = await scene.peer()
@@ -1071,7 +1069,7 @@ async def test_of_two_pcs_with_one_key_the_second_is_told(
     assert scene.coordinator.fleet.registry.live(first.id)
 
 
-async def test_a_swarm_is_updated_pc_by_pc(scene: Scene, kit: Kit) -> None:
+async def test_swarm_is_updated_pc_by_pc(scene: Scene, kit: Kit) -> None:
     """Versions that speak alike are in one ring: each PC gives its layers away and comes back."""
     owner = await scene.peer()
     await owner.ask(serve(kit, min_peers=3, min_stages=3))
@@ -1098,7 +1096,7 @@ async def test_a_swarm_is_updated_pc_by_pc(scene: Scene, kit: Kit) -> None:
         assert sorted(versions) == sorted(["1", *["2"] * (number + 1), *["1"] * (1 - number)])
 
 
-async def test_who_speaks_otherwise_takes_no_part(
+async def test_incompatible_peer_is_excluded(
     scene: Scene, kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await scene.peer()
@@ -1139,7 +1137,7 @@ async def test_who_speaks_otherwise_takes_no_part(
     assert (await scene.status(owner))["peers"][0]["state"] == "online"
 
 
-async def test_a_pc_that_speaks_otherwise_cannot_join(scene: Scene) -> None:
+async def test_incompatible_pc_cannot_join(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     strange = wish(KeyPair.generate())

@@ -87,7 +87,7 @@ async def ask(
         await client.close()
 
 
-async def test_a_life(launch: Launch, context: Context) -> None:
+async def test_process_lifecycle(launch: Launch, context: Context) -> None:
     owner, joiner = KeyPair.generate(), KeyPair.generate()
     process = launch("swarm", owner, "--port", "0")
     said = process.announcement()
@@ -137,7 +137,7 @@ async def test_a_life(launch: Launch, context: Context) -> None:
         assert code == 0
 
 
-def test_one_at_a_time_and_errors_are_one_line(launch: Launch, tmp_path: Path) -> None:
+def test_second_process_fails_with_a_one_line_error(launch: Launch, tmp_path: Path) -> None:
     owner = KeyPair.generate()
     first = launch("swarm", owner, "--port", "0")
     first.announcement()
@@ -150,7 +150,7 @@ def test_one_at_a_time_and_errors_are_one_line(launch: Launch, tmp_path: Path) -
     assert "Traceback" not in log
 
 
-def test_it_ends_with_whoever_started_it(launch: Launch) -> None:
+def test_process_ends_with_its_parent(launch: Launch) -> None:
     process = launch("swarm", KeyPair.generate(), "--port", "0")
     process.announcement()
     process.child.stdin.close()
@@ -159,7 +159,7 @@ def test_it_ends_with_whoever_started_it(launch: Launch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process")
-def test_it_may_have_many_connections(tmp_path: Path) -> None:
+def test_descriptor_limit_is_raised(tmp_path: Path) -> None:
     import resource
 
     import psutil

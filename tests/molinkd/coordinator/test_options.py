@@ -7,12 +7,12 @@ from molinkd.coordinator.options import CoordinatorOptions, advertised_addresses
 KEY = "-:@3456789012345678901234567890123456789"
 
 
-def test_defaults(tmp_path: Path) -> None:
+def test_default_options(tmp_path: Path) -> None:
     options = parse_options(["--state", str(tmp_path), "--name", "home"])
     assert options == CoordinatorOptions(tmp_path, name="home")
 
 
-def test_everything(tmp_path: Path) -> None:
+def test_all_options(tmp_path: Path) -> None:
     arguments = [
         "--host",
         "1.2.3.4",
@@ -52,7 +52,7 @@ def test_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", ["--port 70000", "--max-peers 0", "--member short:name", f"--member {KEY}"]
 )
-def test_mistakes_are_named(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_named(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_options(["--state", "x", *wrong.split()])
     assert "argument --" in capsys.readouterr().err
@@ -68,14 +68,14 @@ def test_mistakes_are_named(wrong: str, capsys: pytest.CaptureFixture[str]) -> N
         ("[fe80::1]:99", "[fe80::1]:99"),
     ],
 )
-def test_addresses(host: str, address: str) -> None:
+def test_advertised_addresses(host: str, address: str) -> None:
     assert advertised_addresses(CoordinatorOptions(Path(), addresses=(host,)), 7) == (address,)
     assert advertised_addresses(CoordinatorOptions(Path(), host=host.removesuffix(":99")), 7)[
         0
     ].endswith(":7")
 
 
-def test_on_all_interfaces_it_names_those_that_others_can_reach() -> None:
+def test_wildcard_host_advertises_reachable_interfaces() -> None:
     assert all(
         address.endswith(":7") for address in advertised_addresses(CoordinatorOptions(Path()), 7)
     )

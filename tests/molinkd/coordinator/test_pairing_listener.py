@@ -127,7 +127,7 @@ class Raw:
             await self.writer.wait_closed()
 
 
-async def test_let_in(scene: Scene) -> None:
+async def test_approved_pc_is_admitted(scene: Scene) -> None:
     shown: list[PairingCode] = []
     knocking = scene.knock(shown.append)
     code = await scene.code()
@@ -145,7 +145,7 @@ async def test_let_in(scene: Scene) -> None:
     assert scene.porch.pending_requests == []
 
 
-async def test_not_let_in(scene: Scene) -> None:
+async def test_rejected_pc_is_told_why(scene: Scene) -> None:
     knocking = scene.knock()
     assert scene.porch.decide_request(await scene.code(), "owner", refuse=True) == "pc"
     with pytest.raises(PairingRefused):
@@ -170,7 +170,7 @@ async def test_not_let_in(scene: Scene) -> None:
         ("refused", PairingRefused, "refused"),
     ],
 )
-async def test_keys_that_cannot_come_in(
+async def test_inadmissible_keys_are_rejected(
     scene: Scene, objection: PairingOutcome, error: type[MolinkError], text: str
 ) -> None:
     scene.objection = objection
@@ -179,7 +179,7 @@ async def test_keys_that_cannot_come_in(
     assert scene.changes == 0
 
 
-async def test_nobody_approves(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pending_pc_expires(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knocks, "WAIT_S", 0.0)
     knocking = scene.knock()
     await until(lambda: scene.changes)
@@ -188,7 +188,7 @@ async def test_nobody_approves(scene: Scene, monkeypatch: pytest.MonkeyPatch) ->
         await knocking
 
 
-async def test_a_pc_that_gives_up_is_forgotten(scene: Scene) -> None:
+async def test_disconnected_pc_is_dropped(scene: Scene) -> None:
     knocking = scene.knock()
     code = await scene.code()
     knocking.cancel()
@@ -197,7 +197,7 @@ async def test_a_pc_that_gives_up_is_forgotten(scene: Scene) -> None:
         scene.porch.decide_request(code, "owner", refuse=False)
 
 
-async def test_the_swarm_ends_meanwhile(scene: Scene) -> None:
+async def test_closed_listener_ends_pairing(scene: Scene) -> None:
     knocking = scene.knock()
     await scene.code()
     await scene.porch.close()
@@ -205,7 +205,7 @@ async def test_the_swarm_ends_meanwhile(scene: Scene) -> None:
         await knocking
 
 
-async def test_another_swarm_than_was_announced(scene: Scene) -> None:
+async def test_unexpected_swarm_is_rejected(scene: Scene) -> None:
     for swarm, key in (("cd" * 8, SWARM_KEYS.public), (SWARM, PC_KEYS.public)):
         nearby = DiscoveredSwarm(swarm, "attic", key, ("127.0.0.1",), scene.porch.port)
         with pytest.raises(WireError, match="pretends"):
@@ -213,7 +213,7 @@ async def test_another_swarm_than_was_announced(scene: Scene) -> None:
     assert scene.porch.pending_requests == []
 
 
-async def test_no_swarm_there(scene: Scene) -> None:
+async def test_unreachable_swarm_is_reported(scene: Scene) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nearby = DiscoveredSwarm("", "", "", ("127.0.0.1",), free.getsockname()[1])
@@ -237,7 +237,7 @@ async def test_no_swarm_there(scene: Scene) -> None:
 # --- a hostile PC --------------------------------------------------------------------------------
 
 
-async def test_a_replayed_knock_shows_another_code(scene: Scene) -> None:
+async def test_replayed_pairing_gets_another_code(scene: Scene) -> None:
     """All that a PC has said, said again: it lets nobody in unless its own code is approved."""
     knocker = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
     codes, raws = [], []
@@ -259,7 +259,7 @@ async def test_a_replayed_knock_shows_another_code(scene: Scene) -> None:
         await raw.close()
 
 
-async def test_a_man_in_the_middle(scene: Scene) -> None:
+async def test_man_in_the_middle_is_exposed(scene: Scene) -> None:
     """He relays a knock with a key of his own; the PC shows one code, the swarm another."""
     evil = KeyPair.generate()
     shown: list[PairingCode] = []
@@ -296,7 +296,7 @@ async def test_a_man_in_the_middle(scene: Scene) -> None:
     assert scene.members == {}
 
 
-async def test_a_knock_with_another_pcs_key(scene: Scene) -> None:
+async def test_pairing_with_a_foreign_key_admits_only_that_key(scene: Scene) -> None:
     """Only that PC can use what its key is let in to, and its own knock stays as it was."""
     knocking = scene.knock()
     own = await scene.code()
@@ -312,7 +312,7 @@ async def test_a_knock_with_another_pcs_key(scene: Scene) -> None:
     await raw.close()
 
 
-async def test_what_is_no_message_ends_the_connection(scene: Scene) -> None:
+async def test_invalid_message_ends_the_connection(scene: Scene) -> None:
     chance = random.Random(1)
     asked = PairingInitiator(PC_KEYS.public, "pc", "1", bytes(32)).commitment
     giant = b"\xff\xff" + bytes(1 << 20)
@@ -335,7 +335,7 @@ async def test_what_is_no_message_ends_the_connection(scene: Scene) -> None:
     assert scene.changes == 0
 
 
-async def test_half_open_connections_keep_nobody_out(
+async def test_half_open_connections_do_not_block_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One address has few; they end by themselves, and then it may knock again."""
@@ -356,7 +356,7 @@ async def test_half_open_connections_keep_nobody_out(
     await knocking
 
 
-async def test_a_flood_costs_little(scene: Scene) -> None:
+async def test_flood_is_rate_limited(scene: Scene) -> None:
     """Connections are taken at a pace, and a PC that waits already goes on waiting."""
     knocking = scene.knock()
     code = await scene.code()
@@ -379,7 +379,7 @@ async def test_a_flood_costs_little(scene: Scene) -> None:
     assert (await knocking).swarm == SWARM
 
 
-async def test_a_pc_that_speaks_otherwise_is_shown_to_nobody(
+async def test_incompatible_pc_is_never_pending(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("molink.swarm.membership.pairing.PROTOCOL", PROTOCOL + 1)
@@ -388,7 +388,7 @@ async def test_a_pc_that_speaks_otherwise_is_shown_to_nobody(
     assert scene.porch.pending_requests == []
 
 
-def test_what_it_is_told_then() -> None:
+def test_incompatible_pc_is_told_what_to_update() -> None:
     with pytest.raises(VersionMismatch, match=r"the swarm molink 9\.0 \(protocol 9\)"):
         _raise_unless_admitted(
             PairingResult(outcome="version", version="9.0", protocol=9), "", "`molink join`"

@@ -38,18 +38,18 @@ def opened(options: CoordinatorOptions) -> tuple[Replica, str]:
         return state.to_replica(), said
 
 
-def test_without_a_copy_it_is_this_pcs_own(tmp_path: Path) -> None:
+def test_own_state_is_used_without_a_replica(tmp_path: Path) -> None:
     made = make_state(tmp_path / "state")
     assert opened(options(tmp_path)) == (made, "")
 
 
-def test_a_lost_state_without_a_copy_is_no_new_swarm(tmp_path: Path) -> None:
+def test_lost_state_without_a_replica_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"the state of swarm s1 is gone: .*replica\.msgpack"):
         open_state(options(tmp_path), KEYS)
     assert not list((tmp_path / "state").glob("*.damaged*"))
 
 
-def test_a_lost_state_goes_on_from_the_copy_and_says_so(tmp_path: Path) -> None:
+def test_lost_state_is_restored_from_the_replica(tmp_path: Path) -> None:
     made = make_state(tmp_path / "elsewhere")
     (tmp_path / "replica.msgpack").write_bytes(made.encode())
     found, said = opened(options(tmp_path))
@@ -60,7 +60,7 @@ def test_a_lost_state_goes_on_from_the_copy_and_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_a_damaged_state_is_moved_aside(tmp_path: Path) -> None:
+def test_damaged_state_is_moved_aside(tmp_path: Path) -> None:
     made = make_state(tmp_path / "state")
     (tmp_path / "replica.msgpack").write_bytes(made.encode())
     file = tmp_path / "state" / STATE_FILE
@@ -72,7 +72,7 @@ def test_a_damaged_state_is_moved_aside(tmp_path: Path) -> None:
     assert "goes on from the copy" in said
 
 
-def test_a_damaged_state_without_a_copy_is_an_error(tmp_path: Path) -> None:
+def test_damaged_state_without_a_replica_is_an_error(tmp_path: Path) -> None:
     make_state(tmp_path / "state")
     (tmp_path / "state" / STATE_FILE).write_bytes(b"SQLite format 3\0" + b"smashed" * 1000)
     with pytest.raises(DamagedState, match=r"replica\.msgpack"):
@@ -80,7 +80,7 @@ def test_a_damaged_state_without_a_copy_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newer", ["state", "copy"])
-def test_the_newer_one_counts(tmp_path: Path, newer: str) -> None:
+def test_newer_of_state_and_replica_wins(tmp_path: Path, newer: str) -> None:
     made = make_state(tmp_path / "state")
     with contextlib.closing(StateStore.open(tmp_path / "state")) as state:
         if newer == "copy":
@@ -96,7 +96,7 @@ def test_the_newer_one_counts(tmp_path: Path, newer: str) -> None:
     assert opened(options(tmp_path)) == (made if newer == "state" else later, "")
 
 
-def test_a_copy_of_another_swarm_is_none(tmp_path: Path) -> None:
+def test_replica_of_another_swarm_is_ignored(tmp_path: Path) -> None:
     made = make_state(tmp_path / "elsewhere", "s2")
     (tmp_path / "replica.msgpack").write_bytes(made.encode())
     with pytest.raises(StateError, match="is gone"):
@@ -104,7 +104,7 @@ def test_a_copy_of_another_swarm_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", bytes(1 << 20)])
-def test_what_is_no_copy_is_not_read(tmp_path: Path, data: bytes) -> None:
+def test_invalid_replica_is_ignored(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "replica.msgpack"
     assert read_replica(path) is None
     path.write_bytes(data)

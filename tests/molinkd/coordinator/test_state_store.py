@@ -55,7 +55,7 @@ def pipeline(epoch: int = 1, id: str = "p1", **changes: int) -> PipelineRecord:
     return PipelineRecord(id, "toy", epoch, stages, **changes)
 
 
-def test_a_restart_finds_everything(state: StateStore) -> None:
+def test_restart_finds_everything(state: StateStore) -> None:
     announced = PeerInfo(
         peer=B, name="bob", public_key=KEYS[1].public, addresses=("::1",), control_port=7
     )
@@ -91,7 +91,7 @@ def test_a_restart_finds_everything(state: StateStore) -> None:
         assert again.last_numbers() == (1, 2)
 
 
-def test_a_new_folder_is_empty(tmp_path: Path) -> None:
+def test_new_folder_is_empty(tmp_path: Path) -> None:
     with contextlib.closing(StateStore.open(tmp_path)) as state:
         assert state.read_swarm() is None
         assert state.read_members() == []
@@ -170,7 +170,7 @@ def test_the_one_model_and_pipeline_of_the_fifth_format_go_on(state: StateStore)
 OTHER = msgspec.structs.replace(FACTS, name="other")
 
 
-def test_several_models_with_several_pipelines_are_kept(state: StateStore, tmp_path: Path) -> None:
+def test_models_and_pipelines_are_stored(state: StateStore, tmp_path: Path) -> None:
     models = (
         DesiredModel(FACTS, A, replicas=2, applied=True),
         DesiredModel(OTHER, B, pins=((B, "0:6"),), applied=True),
@@ -214,7 +214,7 @@ def test_a_copy_of_an_earlier_version_has_one_model(state: StateStore) -> None:
     assert decode_replica(msgspec.msgpack.encode(fields)).models == (DesiredModel(FACTS, A),)
 
 
-def test_what_a_ring_is_placed_for_is_kept(state: StateStore) -> None:
+def test_placement_objective_is_stored(state: StateStore) -> None:
     wanted = DesiredModel(FACTS, A, objective="throughput", min_stages=3)
     state.save_models((wanted,))
     with reopened(state) as again:
@@ -244,7 +244,7 @@ def test_a_file_of_the_third_format_goes_on(state: StateStore) -> None:
         assert again.read_version() == (0, 1)
 
 
-def test_an_epoch_never_goes_back(state: StateStore) -> None:
+def test_epochs_never_decrease(state: StateStore) -> None:
     state.save_models((DesiredModel(FACTS, A),))
     state.commit_pipeline(pipeline(epoch=5))
     with pytest.raises(InvariantError, match="epoch 4 after 5"):
@@ -252,7 +252,7 @@ def test_an_epoch_never_goes_back(state: StateStore) -> None:
     assert state.read_pipelines() == (pipeline(epoch=5),)
 
 
-def test_another_model_ends_the_pipeline_but_not_the_counting(state: StateStore) -> None:
+def test_replaced_model_ends_the_pipeline_but_not_the_numbering(state: StateStore) -> None:
     state.save_models((DesiredModel(FACTS, A),))
     state.commit_pipeline(pipeline(epoch=5))
     state.save_models((DesiredModel(FACTS, B),))
@@ -272,7 +272,7 @@ def test_another_model_ends_the_pipeline_but_not_the_counting(state: StateStore)
     assert state.last_numbers() == (2, 6)
 
 
-def test_standing(state: StateStore) -> None:
+def test_standing_is_stored(state: StateStore) -> None:
     state.save_standing(B, "revoked")
     state.save_member(MemberRecord(A, KEYS[0].public, "a", is_owner=True))
     state.save_member(MemberRecord(A, KEYS[0].public, "a"))
@@ -282,14 +282,16 @@ def test_standing(state: StateStore) -> None:
     ]
 
 
-def test_a_failed_write_changes_nothing(state: StateStore) -> None:
+def test_failed_write_changes_nothing(state: StateStore) -> None:
     with pytest.raises(StateError):
         state.save_models((DesiredModel(FACTS, "nobody"),))
     assert state.read_models() == ()
     state.save_models((DesiredModel(FACTS, A),))
 
 
-def test_one_process_at_a_time(state: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_process_opens_the_state(
+    state: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connect = sqlite3.connect
     monkeypatch.setattr(
         module.sqlite3, "connect", lambda p, **kw: connect(p, **{**kw, "timeout": 0})
@@ -298,7 +300,7 @@ def test_one_process_at_a_time(state: StateStore, monkeypatch: pytest.MonkeyPatc
         StateStore.open(state.path.parent)
 
 
-def test_a_newer_format_is_refused(state: StateStore) -> None:
+def test_other_formats_are_refused(state: StateStore) -> None:
     state._db.execute("UPDATE schema SET version = 99")
     state.close()
     with pytest.raises(StateError, match="written by a newer molink"):
@@ -306,7 +308,7 @@ def test_a_newer_format_is_refused(state: StateStore) -> None:
 
 
 @pytest.mark.parametrize("damage", ["text", "truncated", "foreign"])
-def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+def test_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / module.STATE_FILE
     StateStore.open(tmp_path).close()
     if damage == "text":
@@ -321,7 +323,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         StateStore.open(tmp_path)
 
 
-def test_what_is_made_beside_only_takes_its_number(state: StateStore) -> None:
+def test_reservation_only_takes_its_number(state: StateStore) -> None:
     state.save_models((DesiredModel(FACTS, A),))
     state.commit_pipeline(pipeline(epoch=5, formed=True))
     state.reserve_epoch("p2", 6)
@@ -331,7 +333,7 @@ def test_what_is_made_beside_only_takes_its_number(state: StateStore) -> None:
         state.commit_pipeline(pipeline(epoch=4, formed=True))
 
 
-def test_a_replica_makes_the_same_state_elsewhere(state: StateStore, tmp_path: Path) -> None:
+def test_replica_reproduces_the_state(state: StateStore, tmp_path: Path) -> None:
     announced = PeerInfo(
         peer=B, name="bob", public_key=KEYS[1].public, addresses=("::1",), control_port=7
     )
@@ -351,7 +353,7 @@ def test_a_replica_makes_the_same_state_elsewhere(state: StateStore, tmp_path: P
         assert other.to_replica() == replica
 
 
-def test_each_change_has_a_revision_and_each_leader_a_term(state: StateStore) -> None:
+def test_changes_raise_the_revision_and_leaders_the_term(state: StateStore) -> None:
     term, revision = state.read_version()
     state.save_port(1)
     assert state.read_version() == (term, revision + 1)
@@ -366,7 +368,7 @@ def test_each_change_has_a_revision_and_each_leader_a_term(state: StateStore) ->
         assert again.read_version() == (70000, revision + 2)
 
 
-def test_a_copy_of_the_file_is_whole(state: StateStore, tmp_path: Path) -> None:
+def test_file_copy_is_complete(state: StateStore, tmp_path: Path) -> None:
     """What is committed is in the one file that the error text names."""
     state.save_standing(B, "left")
     copy = tmp_path / "copy"

@@ -30,7 +30,7 @@ MINUTES = st.integers(0, 24 * 60 - 1)
         (" 9:05-9:06 ", 9 * 60 + 5, True),
     ],
 )
-def test_a_time_of_each_day(text: str, minute: int, holds: bool) -> None:
+def test_daily_window_contains_its_minutes(text: str, minute: int, holds: bool) -> None:
     assert DailyWindow.parse(text).contains_minute(minute) is holds
 
 
@@ -38,20 +38,20 @@ def test_a_time_of_each_day(text: str, minute: int, holds: bool) -> None:
     "text",
     ["", "18", "18:00", "18:00-18:00", "25:00-26:00", "10:60-11:00", "a:00-b:00", "1:00-24:30"],
 )
-def test_what_is_no_time(text: str) -> None:
+def test_invalid_window_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="18:00-23:30"):
         DailyWindow.parse(text)
 
 
 @given(begin=MINUTES, end=MINUTES, minute=MINUTES)
-def test_a_time_and_its_rest_are_the_day(begin: int, end: int, minute: int) -> None:
+def test_window_and_its_complement_cover_the_day(begin: int, end: int, minute: int) -> None:
     if begin != end:
         time, rest = DailyWindow(begin, end), DailyWindow(end, begin)
         assert time.contains_minute(minute) is not rest.contains_minute(minute)
         assert DailyWindow.parse(str(time)) == time
 
 
-def test_the_user_and_the_day() -> None:
+def test_drain_and_daily_windows_pause() -> None:
     pausing = PausePolicy(["18:00-20:00", "23:00-1:00"])
     assert pausing.pause_reason(0) == "paused from 23:00 to 01:00"
     assert pausing.pause_reason(19 * 60) == "paused from 18:00 to 20:00"
@@ -67,7 +67,7 @@ def watch(others: DeviceContention, share: float, begin: float, seconds: float) 
     return begin + int(seconds)
 
 
-def test_a_game_is_made_room_for_and_its_end_is_waited_for() -> None:
+def test_sustained_use_pauses_until_it_ends() -> None:
     others = DeviceContention()
     now = watch(others, 0.05, 0.0, 60)
     now = watch(others, 0.95, now, 5)
@@ -84,7 +84,7 @@ def test_a_game_is_made_room_for_and_its_end_is_waited_for() -> None:
     assert not others.busy
 
 
-def test_use_in_between_changes_nothing() -> None:
+def test_moderate_use_changes_nothing() -> None:
     others = DeviceContention()
     now = watch(others, 0.25, 0.0, 600)
     assert not others.busy
@@ -94,14 +94,14 @@ def test_use_in_between_changes_nothing() -> None:
     assert others.busy
 
 
-def test_a_short_dip_does_not_hide_a_game() -> None:
+def test_short_dip_does_not_end_contention() -> None:
     others = DeviceContention()
     for second in range(60):
         others.observe_usage(0.0 if second % 5 == 0 else 0.8, float(second))
     assert others.busy
 
 
-def test_time_asleep_counts_for_nothing() -> None:
+def test_gap_between_samples_does_not_count() -> None:
     others = DeviceContention()
     others.observe_usage(0.9, 0.0)
     others.observe_usage(0.9, 3600.0)
@@ -112,7 +112,7 @@ def test_time_asleep_counts_for_nothing() -> None:
 
 
 @given(st.lists(st.floats(0, 1), max_size=300))
-def test_it_changes_only_after_a_while(shares: list[float]) -> None:
+def test_contention_changes_only_after_a_delay(shares: list[float]) -> None:
     others, changes = DeviceContention(), [0]
     for second, share in enumerate(shares):
         was = others.busy
@@ -122,7 +122,7 @@ def test_it_changes_only_after_a_while(shares: list[float]) -> None:
             changes.append(second)
 
 
-def test_what_a_person_is_told_of_a_game() -> None:
+def test_contention_is_the_pause_reason() -> None:
     pausing = PausePolicy(["18:00-20:00"])
     pausing.contention.busy = True
     assert pausing.pause_reason(0) == CONTENTION_REASON

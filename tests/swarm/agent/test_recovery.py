@@ -5,7 +5,7 @@ import pytest
 from molink.swarm.agent.recovery import RECOVERY_PHASES, RecoveryTimer
 
 
-def test_the_phases_of_a_worker_that_was_lost() -> None:
+def test_phases_of_a_lost_worker() -> None:
     recovery = RecoveryTimer()
     recovery.start_outage(10.0, 1000.0)
     recovery.start_outage(10.1, 1000.1)  # the coordinator says so too
@@ -27,7 +27,7 @@ def test_the_phases_of_a_worker_that_was_lost() -> None:
     assert recovery.gauges["recovery_last_formed_seconds"] == pytest.approx(0.25)
 
 
-def test_a_stage_that_stays_only_waits_for_the_others() -> None:
+def test_surviving_stage_only_waits_for_others() -> None:
     recovery = RecoveryTimer()
     recovery.start_outage(0.0, 0.0)
     recovery.end_phase("decided", 1.0)
@@ -38,7 +38,7 @@ def test_a_stage_that_stays_only_waits_for_the_others() -> None:
     assert recovery.latest["others"] == 2.0
 
 
-def test_a_second_failure_on_the_way_is_added_up() -> None:
+def test_repeated_phase_is_added_up() -> None:
     recovery = RecoveryTimer()
     for decided in (1.0, 6.0):
         recovery.start_outage(0.0, 0.0)
@@ -49,7 +49,7 @@ def test_a_second_failure_on_the_way_is_added_up() -> None:
     assert sum(recovery.latest.values()) == 8.0
 
 
-def test_what_nobody_waits_for_is_no_recovery() -> None:
+def test_unnoticed_outage_is_not_counted() -> None:
     recovery = RecoveryTimer()
     recovery.end_phase("decided", 1.0)
     recovery.record_load(1.0, 1.0, 3.0)
@@ -58,7 +58,7 @@ def test_what_nobody_waits_for_is_no_recovery() -> None:
     assert set(recovery.latest.values()) == {0.0}
 
 
-def test_parts_are_never_longer_than_the_whole() -> None:
+def test_load_parts_never_exceed_the_phase() -> None:
     recovery = RecoveryTimer()
     recovery.start_outage(0.0, 0.0)
     recovery.record_load(9.0, 1.5, 2.0)

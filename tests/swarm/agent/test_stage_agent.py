@@ -98,7 +98,7 @@ def running() -> StageAgent:
     return keeper
 
 
-def test_from_assignment_to_ready() -> None:
+def test_assignment_becomes_ready() -> None:
     keeper = StageAgent()
     assert keeper.assign_stage(assign()) == [FetchFilesAction(1, assign())]
     assert state(keeper) == ("fetching", 1)
@@ -115,7 +115,7 @@ def test_from_assignment_to_ready() -> None:
     keeper.validate()
 
 
-def test_the_same_layers_in_a_new_epoch_keep_the_worker() -> None:
+def test_same_layers_in_a_new_epoch_keep_the_worker() -> None:
     keeper = running()
     assert keeper.assign_stage(assign(epoch=2)) == [PING]
     assert state(keeper) == ("loaded", 2)
@@ -131,13 +131,13 @@ def test_the_same_layers_in_a_new_epoch_keep_the_worker() -> None:
 @pytest.mark.parametrize(
     "change", [{"dtype": "f32"}, {"quantize": "nf4"}, {"root": "0f" * 32 + ":9"}]
 )
-def test_other_weights_take_another_worker(change: dict[str, str]) -> None:
+def test_other_weights_replace_the_worker(change: dict[str, str]) -> None:
     keeper = running()
     other = msgspec.structs.replace(assign(epoch=2), **change)
     assert keeper.assign_stage(other) == [StopWorkerAction(1), FetchFilesAction(2, other)]
 
 
-def test_what_the_head_has_to_know_comes_with_its_ring() -> None:
+def test_profiles_accompany_the_ring() -> None:
     def known(epoch: int, stage: int = 1) -> StageProfile:
         return StageProfile(pipeline="p1", epoch=epoch, stage=stage, profile=PROFILE)
 
@@ -156,7 +156,7 @@ def test_what_the_head_has_to_know_comes_with_its_ring() -> None:
     assert order.message.profiles == ()
 
 
-def test_another_context_keeps_the_worker_but_not_what_it_was_told() -> None:
+def test_other_context_keeps_the_worker_but_reloads_it() -> None:
     keeper = running()
     other = msgspec.structs.replace(assign(epoch=2), max_model_len=4096)
     assert keeper.assign_stage(other) == [PING, FetchFilesAction(1, other)]
@@ -181,7 +181,7 @@ def test_other_layers_of_the_same_weights_keep_the_worker() -> None:
     keeper.validate()
 
 
-def test_a_worker_that_ends_before_it_holds_other_layers_has_failed() -> None:
+def test_worker_that_exits_before_reloading_has_failed() -> None:
     keeper = running()
     keeper.assign_stage(assign(epoch=2, layers=(0, 6)))
     reason = "ended by signal 9"
@@ -191,7 +191,7 @@ def test_a_worker_that_ends_before_it_holds_other_layers_has_failed() -> None:
     keeper.validate()
 
 
-def test_a_worker_that_is_still_loading_is_replaced() -> None:
+def test_loading_worker_is_replaced() -> None:
     keeper = running()
     keeper.assign_stage(assign(epoch=2, layers=(0, 6)))
     keeper.on_files_fetched(1, start())
@@ -203,7 +203,7 @@ def test_a_worker_that_is_still_loading_is_replaced() -> None:
     keeper.validate()
 
 
-def test_a_new_epoch_while_loading_goes_on_loading() -> None:
+def test_new_epoch_does_not_interrupt_loading() -> None:
     keeper = StageAgent()
     keeper.assign_stage(assign())
     keeper.on_files_fetched(1, start())
@@ -211,20 +211,20 @@ def test_a_new_epoch_while_loading_goes_on_loading() -> None:
     assert keeper.on_worker_message(1, LOADED) == [told(2)]
 
 
-def test_an_old_epoch_is_ignored() -> None:
+def test_old_epoch_is_ignored() -> None:
     keeper = running()
     keeper.assign_stage(assign(epoch=3))
     assert keeper.assign_stage(assign(epoch=2)) == []
     assert keeper.form_ring(form(2)) == []
 
 
-def test_the_same_assignment_again_repeats_what_was_told() -> None:
+def test_repeated_assignment_repeats_the_reports() -> None:
     keeper = running()
     assert keeper.assign_stage(assign()) == [told(), ready()]
     assert state(keeper) == ("ready", 1)
 
 
-def test_a_failed_worker_is_reported_once_and_replaced() -> None:
+def test_failed_worker_is_reported_once_and_replaced() -> None:
     keeper = running()
     failed = SendToCoordinatorAction(
         StageFailed(pipeline="p1", epoch=1, stage=0, reason="OutOfMemory: no room")
@@ -240,7 +240,7 @@ def test_a_failed_worker_is_reported_once_and_replaced() -> None:
     keeper.validate()
 
 
-def test_files_that_cannot_be_had() -> None:
+def test_missing_files_are_reported() -> None:
     keeper = StageAgent()
     keeper.assign_stage(assign())
     decisions = keeper.on_failure(1, "no source")
@@ -251,7 +251,7 @@ def test_files_that_cannot_be_had() -> None:
     assert keeper.on_files_fetched(1, start()) == []
 
 
-def test_a_lost_neighbour_is_told_but_not_our_failure() -> None:
+def test_lost_neighbour_is_reported_but_not_as_own_failure() -> None:
     keeper = running()
     (tell,) = keeper.on_worker_message(1, NextStageLost(epoch=1, reason="silent"))
     assert isinstance(tell, SendToCoordinatorAction)
@@ -261,7 +261,7 @@ def test_a_lost_neighbour_is_told_but_not_our_failure() -> None:
     assert keeper.on_worker_message(1, NextStageLost(epoch=0, reason="silent")) == []
 
 
-def test_a_previous_stage_that_was_cut_off_is_to_blame() -> None:
+def test_banned_previous_stage_is_blamed() -> None:
     keeper = running()
     blocked = PeerBlocked(epoch=1, peer="b", reason="nonsense", is_previous_stage=True)
     (tell,) = keeper.on_worker_message(1, blocked)
@@ -273,7 +273,7 @@ def test_a_previous_stage_that_was_cut_off_is_to_blame() -> None:
         assert keeper.on_worker_message(1, msgspec.structs.replace(blocked, **change)) == []
 
 
-def test_what_was_said_of_a_neighbour_is_repeated_until_the_next_ring() -> None:
+def test_neighbour_failure_is_repeated_until_the_next_ring() -> None:
     keeper = running()
     said = keeper.on_worker_message(1, NextStageLost(epoch=1, reason="silent"))
     assert keeper.resend_reports() == [told(), ready(), *said]
@@ -288,7 +288,7 @@ def test_what_was_said_of_a_neighbour_is_repeated_until_the_next_ring() -> None:
     assert keeper.resend_reports() == [told(2)]
 
 
-def test_unassign_ends_it() -> None:
+def test_unassign_stops_the_worker() -> None:
     keeper = running()
     assert keeper.unassign_pipeline("p1") == [StopWorkerAction(1)]
     assert keeper.worker_states({}, {}) == ()
@@ -302,7 +302,7 @@ def watched(keeper: StageAgent, begun: float, seconds: float) -> list[AgentActio
     return [each for look in looks for each in keeper.check_liveness(begun + 0.5 * look)]
 
 
-def test_a_worker_that_does_not_answer_is_followed_by_another_one() -> None:
+def test_unresponsive_worker_is_replaced() -> None:
     keeper = running()
     keeper.check_liveness(0.0)
     keeper.assign_stage(assign(epoch=2))
@@ -315,7 +315,7 @@ def test_a_worker_that_does_not_answer_is_followed_by_another_one() -> None:
     keeper.validate()
 
 
-def test_a_worker_whose_computation_hangs_is_followed_by_another_one() -> None:
+def test_stuck_worker_is_replaced() -> None:
     keeper = running()
     other = assign(epoch=2, layers=(0, 6))
     keeper.assign_stage(other)
@@ -325,7 +325,7 @@ def test_a_worker_whose_computation_hangs_is_followed_by_another_one() -> None:
     keeper.validate()
 
 
-def test_a_worker_that_serves_is_asked_now_and_then() -> None:
+def test_serving_worker_is_pinged_periodically() -> None:
     keeper = running()
     assert watched(keeper, 0.0, 1.0) == [PING]
     assert keeper.on_worker_message(1, Pong()) == []
@@ -339,7 +339,7 @@ def test_a_worker_that_serves_is_asked_now_and_then() -> None:
     keeper.validate()
 
 
-def test_a_standstill_of_the_daemon_itself_is_no_silence() -> None:
+def test_suspension_of_the_daemon_is_not_silence() -> None:
     keeper = running()
     assert watched(keeper, 0.0, 1.0) == [PING]
     assert keeper.check_liveness(31.0) == []
@@ -348,7 +348,7 @@ def test_a_standstill_of_the_daemon_itself_is_no_silence() -> None:
     assert keeper.check_liveness(34.5) == []
 
 
-def test_a_worker_that_loads_is_not_asked() -> None:
+def test_loading_worker_is_not_pinged() -> None:
     keeper = StageAgent()
     keeper.assign_stage(assign())
     keeper.on_files_fetched(1, start())

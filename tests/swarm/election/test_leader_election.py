@@ -47,7 +47,7 @@ def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -
     return one
 
 
-def test_one_that_is_not_able_never_leads() -> None:
+def test_ineligible_peer_never_leads() -> None:
     """A further device of a PC: whatever is lost, it looks for somebody else."""
     one = LeaderElection(
         "b", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a", can_lead=False
@@ -101,7 +101,7 @@ def asking(one: LeaderElection, others: str, since: float, until: float) -> None
         one.handle(ElectionTimePassedEvent(), since + step * QUERY_INTERVAL)
 
 
-def test_a_lost_connection_asks_everybody_and_the_next_one_leads() -> None:
+def test_lost_connection_queries_everyone_and_the_next_in_line_leads() -> None:
     one = peer("b")
     assert one.handle(ConnectionLostEvent(), 10.0) == [
         QueryLeaderAction("a"),
@@ -120,7 +120,7 @@ def test_a_lost_connection_asks_everybody_and_the_next_one_leads() -> None:
     assert one.build_view(10.8).is_leader
 
 
-def test_one_of_many_asks_a_few_first_and_turns_to_the_leader_that_one_names() -> None:
+def test_large_swarm_queries_few_first_and_follows_the_named_leader() -> None:
     """When fifty PCs start at once, and each asks all others, they are busy with that alone."""
     one = LeaderElection(
         "b", 0.0, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
@@ -143,7 +143,7 @@ def test_one_of_many_asks_a_few_first_and_turns_to_the_leader_that_one_names() -
     assert not one.is_awaiting("a")
 
 
-def test_one_of_many_asks_ever_less_often_until_its_leader_has_had_its_time() -> None:
+def test_large_swarm_backs_off_until_the_leader_had_time_to_start() -> None:
     """All of fifty PCs wait for the one that starts the coordinator; so they leave it time."""
     one = LeaderElection(
         "b", 0.0, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
@@ -163,7 +163,7 @@ def test_one_of_many_asks_ever_less_often_until_its_leader_has_had_its_time() ->
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_one_of_many_asks_all_once_no_leader_is_among_the_few(silent: bool) -> None:
+def test_large_swarm_queries_everyone_if_the_few_know_no_leader(silent: bool) -> None:
     one = LeaderElection(
         "b", 9.9, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
     )
@@ -188,7 +188,7 @@ def test_one_of_many_asks_all_once_no_leader_is_among_the_few(silent: bool) -> N
 @pytest.mark.parametrize(
     ("me", "later"), [("b", 0.0), ("e", 0.0), ("f", QUERY_INTERVAL), ("j", 2 * QUERY_INTERVAL)]
 )
-def test_the_last_of_many_leave_it_to_the_first_to_ask_all(me: str, later: float) -> None:
+def test_peers_far_down_the_order_query_everyone_later(me: str, later: float) -> None:
     """Else a coordinator that is only slow has each of fifty PCs ask each other one."""
     one = LeaderElection(
         me, 9.9, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
@@ -203,7 +203,7 @@ def test_the_last_of_many_leave_it_to_the_first_to_ask_all(me: str, later: float
     )
 
 
-def test_silence_counts_as_loss_and_hearing_puts_it_off() -> None:
+def test_silence_beyond_the_timeout_is_a_loss() -> None:
     one = peer("b", now=0.0)
     for step in range(8):
         assert one.handle(ElectionTimePassedEvent(), step * 0.5) == []
@@ -218,7 +218,7 @@ def test_silence_counts_as_loss_and_hearing_puts_it_off() -> None:
     ]
 
 
-def test_who_comes_later_in_the_order_waits_for_the_earlier_one() -> None:
+def test_later_peer_waits_for_an_earlier_one() -> None:
     one = peer("c")
     one.handle(ConnectionLostEvent(), 10.0)
     one.handle(PeerTimedOutEvent("a"), 10.1)
@@ -231,7 +231,7 @@ def test_who_comes_later_in_the_order_waits_for_the_earlier_one() -> None:
     assert (one.role, one.leader, one.term) == ("follower", "b", found.term)
 
 
-def test_a_newer_replica_goes_before_the_order() -> None:
+def test_newer_replica_outranks_the_order() -> None:
     one = peer("c")
     one.handle(MembershipChangedEvent(ORDER, (0, 6)), 9.0)
     one.handle(ConnectionLostEvent(), 10.0)
@@ -241,7 +241,7 @@ def test_a_newer_replica_goes_before_the_order() -> None:
     ]
 
 
-def test_who_does_not_take_its_turn_is_passed_over() -> None:
+def test_peer_that_does_not_lead_in_time_is_skipped() -> None:
     one = peer("c")
     one.handle(ConnectionLostEvent(), 10.0)
     now, decisions = 10.0, []
@@ -253,7 +253,7 @@ def test_who_does_not_take_its_turn_is_passed_over() -> None:
     assert decisions == [StartCoordinatorAction(next_term(0, "c"), lost_leader="a")]
 
 
-def test_nobody_takes_over_while_a_reachable_peer_hears_the_leader() -> None:
+def test_no_takeover_while_a_reachable_peer_hears_the_leader() -> None:
     one = peer("b")
     one.handle(ConnectionLostEvent(), 10.0)
     one.handle(PeerTimedOutEvent("a"), 10.1)
@@ -261,7 +261,7 @@ def test_nobody_takes_over_while_a_reachable_peer_hears_the_leader() -> None:
     assert one.role == "candidate"
 
 
-def test_a_leader_whose_process_was_only_restarted_stays() -> None:
+def test_restarted_leader_stays_leader() -> None:
     one = peer("b")
     one.handle(ConnectionLostEvent(), 10.0)
     one.handle(PeerTimedOutEvent("c"), 10.1)
@@ -270,7 +270,7 @@ def test_a_leader_whose_process_was_only_restarted_stays() -> None:
     ]
 
 
-def test_a_coordinator_without_a_daemon_gets_time_to_be_started_again() -> None:
+def test_standalone_coordinator_gets_time_to_restart() -> None:
     one = peer("b", leader="")
     one.handle(ConnectionLostEvent(), 10.0)
     one.handle(PeerTimedOutEvent("a"), 10.1)
@@ -283,7 +283,7 @@ def test_a_coordinator_without_a_daemon_gets_time_to_be_started_again() -> None:
     ]
 
 
-def test_after_its_own_start_a_peer_waits_for_the_leader_it_knew() -> None:
+def test_started_peer_waits_for_the_last_leader() -> None:
     one = LeaderElection("b", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
     assert one.handle(ElectionTimePassedEvent(), 0.0) == [
         QueryLeaderAction("a"),
@@ -298,14 +298,14 @@ def test_after_its_own_start_a_peer_waits_for_the_leader_it_knew() -> None:
     ]
 
 
-def test_the_last_leader_leads_again_at_once_and_in_its_term() -> None:
+def test_last_leader_resumes_at_once_in_its_term() -> None:
     one = LeaderElection("a", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
     one.handle(ElectionTimePassedEvent(), 0.0)
     one.handle(PeerTimedOutEvent("b"), 0.1)
     assert one.handle(PeerTimedOutEvent("c"), 0.1) == [StartCoordinatorAction(0)]
 
 
-def test_the_last_leader_follows_who_took_over_meanwhile() -> None:
+def test_last_leader_follows_its_successor() -> None:
     one = LeaderElection("a", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
     one.handle(ElectionTimePassedEvent(), 0.0)
     found = view("b", next_term(0, "b"), leads=True)
@@ -314,7 +314,7 @@ def test_the_last_leader_follows_who_took_over_meanwhile() -> None:
     ]
 
 
-def test_an_older_term_is_not_followed() -> None:
+def test_older_term_is_not_followed() -> None:
     one = peer("b", term=next_term(0, "a"))
     one.handle(ConnectionLostEvent(), 10.0)
     one.handle(PeerTimedOutEvent("c"), 10.1)
@@ -323,7 +323,7 @@ def test_an_older_term_is_not_followed() -> None:
     assert one.role == "candidate"
 
 
-def test_a_leader_takes_a_higher_term_for_a_peer_that_knows_a_higher_one() -> None:
+def test_leader_raises_its_term_for_a_peer_that_knows_a_higher_one() -> None:
     one = leading("a")
     known = next_term(next_term(0, "c"), "c")
     assert one.handle(PeerAnsweredEvent("c", view("c", known)), 5.0) == [
@@ -332,7 +332,7 @@ def test_a_leader_takes_a_higher_term_for_a_peer_that_knows_a_higher_one() -> No
     assert round_of(one.term) == 3
 
 
-def test_a_term_out_of_all_proportion_is_no_term() -> None:
+def test_implausible_term_is_ignored() -> None:
     one = leading("a")
     far = 5000 << 16
     assert one.handle(PeerAnsweredEvent("c", view("c", far, leads=True)), 5.0) == []
@@ -340,7 +340,7 @@ def test_a_term_out_of_all_proportion_is_no_term() -> None:
     assert one.term == 0
 
 
-def test_of_two_leaders_the_one_with_more_followers_goes_on() -> None:
+def test_leader_with_more_followers_wins() -> None:
     one = leading("a")
     rival = view("c", next_term(0, "c"), leads=True)
     assert one.handle(PeerAnsweredEvent("c", rival), 5.0) == [
@@ -360,7 +360,7 @@ def test_of_two_leaders_the_one_with_more_followers_goes_on() -> None:
     assert decisions == [StepDownAction(), FollowLeaderAction("c", rival.term, KEY, ("h:1",))]
 
 
-def test_who_is_no_member_any_more_has_no_say_in_it() -> None:
+def test_answers_of_removed_members_do_not_count() -> None:
     # Of those that are left nobody follows either leader: who comes first in the order goes on.
     term = next_term(0, "a")
     one = leading("b")
@@ -370,7 +370,7 @@ def test_who_is_no_member_any_more_has_no_say_in_it() -> None:
     assert StepDownAction() in one.handle(PeerAnsweredEvent("a", view("a", term, leads=True)), 10.1)
 
 
-def test_a_lone_member_that_says_it_leads_does_not_unseat_a_leader() -> None:
+def test_leader_without_followers_unseats_nobody() -> None:
     """Its own word counts for nothing: nobody follows it."""
     one = leading("a")
     rival = view("c", next_term(0, "c"), leads=True)
@@ -380,7 +380,7 @@ def test_a_lone_member_that_says_it_leads_does_not_unseat_a_leader() -> None:
     assert (one.role, round_of(one.term)) == ("leader", 2)
 
 
-def test_a_leader_asks_a_few_now_and_then_and_all_after_a_standstill() -> None:
+def test_leader_probes_a_few_and_everyone_after_a_suspension() -> None:
     one = leading("a")
     asked: list[ElectionAction] = []
     for step in range(1, 20):
@@ -394,7 +394,7 @@ def test_a_leader_asks_a_few_now_and_then_and_all_after_a_standstill() -> None:
     ]
 
 
-def test_who_just_woke_asks_again_before_it_leads() -> None:
+def test_resumed_peer_queries_again_before_it_leads() -> None:
     """What ran out while it stood still says nothing of the others: their answers still wait."""
     one = peer("b")
     one.handle(ConnectionLostEvent(), 10.0)
@@ -419,7 +419,7 @@ def test_who_just_woke_asks_again_before_it_leads() -> None:
     ]
 
 
-def test_who_just_woke_leads_where_nobody_answers_still() -> None:
+def test_resumed_peer_leads_if_nobody_answers() -> None:
     one = peer("b")
     one.handle(ConnectionLostEvent(), 10.0)
     now, decisions = 40.0, one.handle(ElectionTimePassedEvent(), 40.0)
@@ -431,7 +431,7 @@ def test_who_just_woke_leads_where_nobody_answers_still() -> None:
     assert decisions[-1] == StartCoordinatorAction(next_term(0, "b"), lost_leader="a")
 
 
-def test_a_turn_that_was_not_taken_while_it_stood_still_is_no_refusal() -> None:
+def test_suspension_does_not_expire_a_claim() -> None:
     one = peer("c")
     one.handle(ConnectionLostEvent(), 10.0)
     for now in (10.1, 50.0, 50.1, 50.7, 51.3):
@@ -443,7 +443,7 @@ def test_a_turn_that_was_not_taken_while_it_stood_still_is_no_refusal() -> None:
 
 
 @pytest.mark.parametrize(("heard", "after"), [(True, 2 * LEADER_TIMEOUT), (False, STARTUP_TIMEOUT)])
-def test_a_coordinator_that_hangs_is_started_again(heard: bool, after: float) -> None:
+def test_silent_own_coordinator_is_restarted(heard: bool, after: float) -> None:
     """One that nobody has asked yet, as this PC still measures its device, has longer."""
     one = leading("a")
     if heard:
@@ -455,7 +455,7 @@ def test_a_coordinator_that_hangs_is_started_again(heard: bool, after: float) ->
     assert 0.2 + after < found[0] <= 0.2 + after + 0.25
 
 
-def test_who_can_not_lead_lets_the_next_one() -> None:
+def test_failed_start_passes_leadership_on() -> None:
     one = peer("b")
     one.handle(ConnectionLostEvent(), 10.0)
     one.handle(PeerTimedOutEvent("a"), 10.1)
@@ -469,7 +469,7 @@ def test_who_can_not_lead_lets_the_next_one() -> None:
     assert not one.build_view(10.6).can_lead
 
 
-def test_a_leader_whose_coordinator_does_not_stay_gives_way() -> None:
+def test_leader_whose_coordinator_exits_steps_down() -> None:
     """Its disk is full, say: the state can be written elsewhere."""
     one = leading("a")
     assert one.handle(CoordinatorFailedEvent(), 5.0) == [
@@ -484,20 +484,20 @@ def test_a_leader_whose_coordinator_does_not_stay_gives_way() -> None:
     ]
 
 
-def test_who_ends_is_not_waited_for() -> None:
+def test_resigned_peer_is_skipped() -> None:
     one = leading("a")
     one.handle(ResignedEvent(), 5.0)
     assert (one.build_view(5.0).is_leader, one.build_view(5.0).can_lead) == (False, False)
     assert one.handle(ElectionTimePassedEvent(), 9.0) == []
 
 
-def test_strangers_views_are_nothing() -> None:
+def test_views_of_strangers_are_ignored() -> None:
     one = peer("b")
     one.handle(ConnectionLostEvent(), 10.0)
     assert one.handle(PeerAnsweredEvent("x", view("x", 1 << 16, leads=True)), 10.1) == []
 
 
-def test_no_leader_begins_in_anothers_term() -> None:
+def test_leader_never_starts_in_another_peers_term() -> None:
     """A copy of another leader's state may come while the coordinator here is being started."""
     own = next_term(0, "b")
     assert first_term(own, 0, "b") == first_term(own, own, "b") == own
@@ -534,7 +534,10 @@ class Network:
 
     def _start(self, me: str) -> LeaderElection:
         return LeaderElection(
-            me, self.now, membership=MembershipChangedEvent(self.order, (0, 1)), leader=self.order[0]
+            me,
+            self.now,
+            membership=MembershipChangedEvent(self.order, (0, 1)),
+            leader=self.order[0],
         )
 
     def reaches(self, one: str, other: str) -> bool:
@@ -640,7 +643,7 @@ class Postman(Network):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_each_part_has_one_leader_and_a_healed_swarm_one_in_all(seed: int) -> None:
+def test_each_part_has_one_leader_and_a_healed_swarm_one(seed: int) -> None:
     network = Postman(seed, peers=2 + seed % 4 if seed % 5 else 6 + seed % 7)
     chance = network.random
     network.run(3.0)

@@ -29,7 +29,7 @@ def replica(*members: MemberRecord, term: int = 0, revision: int = 1) -> Replica
     return Replica("s", "home", 64, term, revision, (), members, (), None, None, (1, 7))
 
 
-def test_it_survives_the_way() -> None:
+def test_replica_round_trips() -> None:
     one = replica(member("a", owner=True), member("b", "revoked"))
     assert decode_replica(one.encode()) == one
     assert one.order == (member("a").peer,)
@@ -37,18 +37,18 @@ def test_it_survives_the_way() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\xff" * 50, b"\x93\x01\x02\x03"])
-def test_other_bytes_are_none(data: bytes) -> None:
+def test_invalid_bytes_are_rejected(data: bytes) -> None:
     with pytest.raises(StateError, match="no copy"):
         decode_replica(data)
 
 
-def test_an_id_that_is_not_its_keys_is_refused() -> None:
+def test_member_id_must_match_its_key() -> None:
     false = replica(replace(member("a"), peer=member("b").peer))
     with pytest.raises(StateError, match="another's key"):
         decode_replica(false.encode())
 
 
-def test_of_a_long_past_only_the_last_and_the_revoked_travel() -> None:
+def test_former_members_are_trimmed_but_revoked_ones_stay() -> None:
     past: list[MemberRecord] = []
     for n in range(MAX_FORMER_MEMBERS + 10):
         key = f"{n:040d}"
@@ -59,7 +59,7 @@ def test_of_a_long_past_only_the_last_and_the_revoked_travel() -> None:
     assert {m.name for m in kept} == {"r", "x", "a"}
 
 
-def test_the_past_is_known_by_the_lineage() -> None:
+def test_lineage_tells_which_versions_are_included() -> None:
     lineage = ((0, 5), (10, 9))
     assert includes_version((20, 11), 20, 12, lineage)
     assert not includes_version((20, 13), 20, 12, lineage)
@@ -69,7 +69,7 @@ def test_the_past_is_known_by_the_lineage() -> None:
     assert includes_version((3, 99), 20, 12, ((5, 1),)), "older than all that is remembered"
 
 
-def test_a_lineage_is_bounded() -> None:
+def test_lineage_is_bounded() -> None:
     lineage: tuple[tuple[int, int], ...] = ()
     for term in range(200):
         lineage = next_lineage(lineage, term, term)
@@ -77,7 +77,7 @@ def test_a_lineage_is_bounded() -> None:
     assert lineage[-1] == (199, 199)
 
 
-def test_a_merge_takes_members_and_an_owners_revocations_but_no_owners() -> None:
+def test_merge_takes_members_and_owners_revocations_but_no_ownership() -> None:
     first, out = member("a", owner=True), member("c", "revoked")
     ours = replica(first, member("b"), out, member("d", "left"))
     theirs = replica(
@@ -98,7 +98,7 @@ def test_a_merge_takes_members_and_an_owners_revocations_but_no_owners() -> None
     assert merge_replicas(after, theirs, by_owner=True) == []
 
 
-def test_a_peer_is_sent_what_it_lacks_once() -> None:
+def test_outdated_peer_is_sent_the_state_once() -> None:
     one = ReplicaSync()
     assert one.plan_sync("p", (0, 5), (0, 5), (), 0.0) is None
     assert one.plan_sync("p", (0, 4), (0, 5), (), 0.0) == "send"
@@ -111,7 +111,7 @@ def test_a_peer_is_sent_what_it_lacks_once() -> None:
     assert one.plan_sync("p", (0, 4), (0, 6), (), 1.2 + RESEND_TIMEOUT) == "send"
 
 
-def test_a_peer_of_another_part_is_asked_first() -> None:
+def test_peer_of_another_part_is_asked_for_its_state_first() -> None:
     one = ReplicaSync()
     assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), 0.0) == "ask"
     assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), 1.0) is None

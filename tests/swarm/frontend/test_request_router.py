@@ -11,7 +11,7 @@ A, B, LATER = PipelineEpoch("a", 1), PipelineEpoch("b", 1), PipelineEpoch("a", 2
 LONG = tuple(range(4 * SPAN_TOKENS))
 
 
-def test_a_single_pipeline_is_not_asked_about() -> None:
+def test_single_pipeline_needs_no_router() -> None:
     class Never(Router):
         def choose_pipeline(self, prompt: RoutedPrompt, up: object, now: float) -> PipelineLoad:
             raise AssertionError("nobody has to choose")
@@ -22,7 +22,7 @@ def test_a_single_pipeline_is_not_asked_about() -> None:
     assert routing.cache_version_for(A, 0) is None
 
 
-def test_loads_are_those_that_are_not_over() -> None:
+def test_load_counts_unfinished_requests() -> None:
     routing = RequestRouter(LeastLoadedRouter())
     assert [routing.choose_pipeline(key, LONG, [A, B], 0.0) for key in "12"] == [A, B]
     routing.on_request_finished("2", 3, 1.0)
@@ -33,7 +33,7 @@ def test_loads_are_those_that_are_not_over() -> None:
     assert routing.cache_version_for(A, 1) is None
 
 
-def test_what_begins_alike_goes_to_the_same_and_others_spread() -> None:
+def test_shared_prefixes_share_a_pipeline_and_others_spread() -> None:
     routing = RequestRouter(E2Router())
     first = routing.choose_pipeline("1", LONG, [A, B], 0.0)
     routing.on_first_token("1", 0, 1.0)
@@ -44,7 +44,7 @@ def test_what_begins_alike_goes_to_the_same_and_others_spread() -> None:
     assert routing.counts["exploited"] == 1
 
 
-def test_reports_say_what_other_endpoints_have_brought() -> None:
+def test_cache_reports_include_other_endpoints_prefixes() -> None:
     routing = RequestRouter(E2Router())
     routing.choose_pipeline("1", (1, 2), [A, B], 0.0)
     assert (routing.cache_version_for(A, 1), routing.cache_version_for(B, 1)) == (-1, -1)
@@ -60,7 +60,7 @@ def test_reports_say_what_other_endpoints_have_brought() -> None:
     assert routing.choose_pipeline("3", LONG, [A, B], 5.0) == A
 
 
-def test_the_next_epoch_of_a_pipeline_has_nothing() -> None:
+def test_next_epoch_starts_with_an_empty_cache() -> None:
     routing = RequestRouter(E2Router())
     assert routing.choose_pipeline("1", LONG, [A, B], 0.0) == A
     routing.on_cache_report(A, CacheReport(3, True, span_digests(LONG)), 1.0)

@@ -62,7 +62,7 @@ def failure(acts: list[StreamAction]) -> Exception:
     return act.error
 
 
-def test_an_undisturbed_request() -> None:
+def test_undisturbed_request() -> None:
     stream = make(max_tokens=2)
     assert stream.state == "waiting"
     submit = submitted(stream.set_target(ONE, 0.0))
@@ -90,7 +90,7 @@ def test_resubmissions_carry_the_request_and_its_elapsed_time() -> None:
     assert (submit.request, submit.elapsed_s) == (request.without_payloads(), 10.0)
 
 
-def test_who_may_not_wait_for_longer_does_not_wait_for_a_pipeline() -> None:
+def test_queue_time_bounds_the_wait_for_a_pipeline() -> None:
     request = Request("m", PROMPT, 5, SamplingParams(), max_queue_s=3.0)
     stream = RequestStream("k", request, LIMITS, 0.0)
     assert stream.next_wake_at == 3.0
@@ -99,7 +99,7 @@ def test_who_may_not_wait_for_longer_does_not_wait_for_a_pipeline() -> None:
     assert isinstance(failure(late.set_target(ONE, 3.0)), Unavailable)
 
 
-def test_a_new_epoch_resubmits_prompt_and_emitted_tokens() -> None:
+def test_new_epoch_resubmits_prompt_and_emitted_tokens() -> None:
     stream = make(max_tokens=5)
     stream.set_target(ONE, 0.0)
     stream.on_token(token(stream, 3, 50), 1.0)
@@ -126,7 +126,7 @@ def test_tokens_of_an_earlier_submission_are_dropped() -> None:
     assert stream.on_token(token(stream, 3, 50, epoch=1), 2.2) == []
 
 
-def test_the_same_head_after_a_broken_connection_forgets_the_old_submission() -> None:
+def test_reconnect_cancels_the_old_submission() -> None:
     stream = make()
     stream.set_target(ONE, 0.0)
     old = stream.attempt_key
@@ -136,7 +136,7 @@ def test_the_same_head_after_a_broken_connection_forgets_the_old_submission() ->
     assert submitted(acts).submit.key != old
 
 
-def test_a_gap_is_asked_for_again() -> None:
+def test_gap_causes_a_resubmission() -> None:
     stream = make()
     stream.set_target(ONE, 0.0)
     acts = stream.on_token(token(stream, 4, 51), 1.0)
@@ -145,7 +145,7 @@ def test_a_gap_is_asked_for_again() -> None:
     assert submitted(stream.wake(1.25)).token_ids == PROMPT
 
 
-def test_it_waits_as_long_as_a_pipeline_gets_on_with_being_formed() -> None:
+def test_stream_waits_while_formation_progresses() -> None:
     stream = make()
     now = 0.0
     for sign in range(1, 8):
@@ -159,7 +159,7 @@ def test_it_waits_as_long_as_a_pipeline_gets_on_with_being_formed() -> None:
     assert "for 205 s" in str(failure(stream.wake(now + 30.0)))
 
 
-def test_it_waits_no_longer_than_ten_minutes_whatever_gets_on() -> None:
+def test_wait_is_bounded_despite_progress() -> None:
     stream = make()
     for sign in range(1, 24):
         stream.on_formation_progress(sign, 25.0 * sign)
@@ -169,7 +169,7 @@ def test_it_waits_no_longer_than_ten_minutes_whatever_gets_on() -> None:
     assert "for 600 s" in str(failure(stream.wake(600.0)))
 
 
-def test_nobody_serves_it() -> None:
+def test_request_fails_without_a_pipeline() -> None:
     stream = make()
     assert stream.set_target(None, 0.0) == []
     assert stream.next_wake_at == 30.0
@@ -178,14 +178,14 @@ def test_nobody_serves_it() -> None:
     assert stream.state == "done"
 
 
-def test_a_loss_gives_the_whole_hold_time_again() -> None:
+def test_lost_pipeline_restarts_the_wait() -> None:
     stream = make()
     stream.set_target(ONE, 0.0)
     stream.set_target(None, 100.0)
     assert stream.next_wake_at == 130.0
 
 
-def test_overloaded_before_the_first_token_is_the_clients_matter() -> None:
+def test_overload_before_the_first_token_fails_the_request() -> None:
     stream = make()
     stream.set_target(ONE, 0.0)
     error = failure(stream.on_rejected(rejected(stream, "overloaded", retry_after=3.0), 0.1))
@@ -193,7 +193,7 @@ def test_overloaded_before_the_first_token_is_the_clients_matter() -> None:
     assert error.retry_after == 3.0
 
 
-def test_overloaded_in_mid_stream_is_a_pause() -> None:
+def test_overload_in_mid_stream_is_a_pause() -> None:
     stream = make()
     stream.set_target(ONE, 0.0)
     stream.on_token(token(stream, 3, 50), 1.0)
@@ -206,13 +206,13 @@ def test_overloaded_in_mid_stream_is_a_pause() -> None:
 @pytest.mark.parametrize(
     ("reason", "kind"), [("too_long", ContextTooLong), ("invalid", RequestError)]
 )
-def test_what_no_retry_can_mend(reason: str, kind: type[Exception]) -> None:
+def test_permanent_rejections_fail_the_request(reason: str, kind: type[Exception]) -> None:
     stream = make()
     stream.set_target(ONE, 0.0)
     assert isinstance(failure(stream.on_rejected(rejected(stream, reason), 0.1)), kind)
 
 
-def test_an_old_epoch_is_waited_out() -> None:
+def test_epoch_rejection_waits_for_the_new_epoch() -> None:
     stream = make()
     stream.set_target(ONE, 0.0)
     assert stream.on_rejected(rejected(stream, "epoch"), 0.1) == []
@@ -220,7 +220,7 @@ def test_an_old_epoch_is_waited_out() -> None:
     assert submitted(stream.set_target(TWO, 0.5)).target == TWO
 
 
-def test_an_epoch_that_is_never_right_ends_with_the_hold_time() -> None:
+def test_permanent_epoch_rejection_ends_with_the_wait() -> None:
     stream, now = make(), 0.0
     stream.set_target(ONE, now)
     for _ in range(1000):
@@ -236,7 +236,7 @@ def test_an_epoch_that_is_never_right_ends_with_the_hold_time() -> None:
     assert now == pytest.approx(30.0, abs=0.5)
 
 
-def test_failed_is_tried_again_a_few_times() -> None:
+def test_failures_are_retried_a_few_times() -> None:
     stream, now = make(), 0.0
     stream.set_target(ONE, now)
     for _ in range(LIMITS.max_failed_attempts):
@@ -247,7 +247,7 @@ def test_failed_is_tried_again_a_few_times() -> None:
     assert isinstance(failure(stream.on_rejected(rejected(stream, "failed"), now)), Unavailable)
 
 
-def test_a_request_that_takes_every_head_down_is_given_up() -> None:
+def test_request_that_crashes_every_pipeline_fails() -> None:
     stream = make()
     acts: list[StreamAction] = []
     for epoch in range(1, 20):
@@ -273,7 +273,7 @@ def flapping(
     return now, acts
 
 
-def test_a_connection_may_break_as_often_as_it_likes_within_the_hold_time() -> None:
+def test_broken_connections_only_cost_time() -> None:
     stream = make()
     flapping(stream, seconds=29.0, served=0.5)
     assert stream.state == "running"
@@ -283,20 +283,20 @@ def test_a_connection_may_break_as_often_as_it_likes_within_the_hold_time() -> N
     assert stream.next_wake_at == 70.0
 
 
-def test_a_connection_that_breaks_at_each_submission_ends_with_the_hold_time() -> None:
+def test_connection_that_always_breaks_ends_with_the_wait() -> None:
     now, acts = flapping(make(), seconds=1000.0, served=0.5)
     assert "for 30 s" in str(failure(acts))
     assert now == pytest.approx(30.0, abs=1.0)
 
 
-def test_a_head_that_had_it_for_a_while_begins_a_new_wait_for_ten_minutes() -> None:
+def test_service_of_some_seconds_restarts_the_wait() -> None:
     now, acts = flapping(make(), seconds=1000.0, served=40.0)
     assert isinstance(failure(acts), Unavailable)
     # From the first loss on.
     assert now == pytest.approx(640.0, abs=41.0)
 
 
-def test_credit_goes_out_in_quarters_of_the_window() -> None:
+def test_credit_is_sent_in_quarters_of_the_window() -> None:
     stream = make(max_tokens=100)
     stream.set_target(ONE, 0.0)
     for position in range(3, 8):
@@ -308,7 +308,7 @@ def test_credit_goes_out_in_quarters_of_the_window() -> None:
     assert stream.on_tokens_consumed(1) == []
 
 
-def test_a_slow_client_survives_any_number_of_new_epochs() -> None:
+def test_slow_client_survives_many_epochs() -> None:
     stream = make(max_tokens=1000)
     position, windows = 3, []
     for epoch in range(1, 12):
@@ -329,7 +329,7 @@ def test_a_slow_client_survives_any_number_of_new_epochs() -> None:
     stream.validate()
 
 
-def test_a_head_that_ignores_credit_is_dropped() -> None:
+def test_scheduler_that_ignores_credit_is_dropped() -> None:
     stream = make(max_tokens=1000)
     stream.set_target(ONE, 0.0)
     acts: list[StreamAction] = []
@@ -341,7 +341,7 @@ def test_a_head_that_ignores_credit_is_dropped() -> None:
     assert position < 3 + 3 * LIMITS.credit_window
 
 
-def test_cancel_tells_the_head() -> None:
+def test_cancel_reaches_the_scheduler() -> None:
     stream = make()
     stream.set_target(ONE, 0.0)
     assert stream.cancel() == [SendToSchedulerAction(ONE, Cancel(stream.attempt_key))]
@@ -349,7 +349,7 @@ def test_cancel_tells_the_head() -> None:
     assert stream.on_token(token(stream, 3, 50), 1.0) == []
 
 
-def test_a_head_that_goes_on_beyond_max_tokens_is_stopped() -> None:
+def test_tokens_beyond_max_tokens_are_cancelled() -> None:
     stream = make(max_tokens=1)
     stream.set_target(ONE, 0.0)
     acts = stream.on_token(token(stream, 3, 50), 0.1)
@@ -373,7 +373,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_positions_go_out_once_and_in_order(steps: list[tuple[str, int | str]]) -> None:
+def test_positions_are_emitted_once_and_in_order(steps: list[tuple[str, int | str]]) -> None:
     """The tokens that a client sees are those of one undisturbed run, whatever happens."""
     stream = RequestStream(
         "k", Request("m", PROMPT, 12, SamplingParams(), ()), StreamLimits(credit_window=64), 0.0
@@ -408,7 +408,7 @@ def test_positions_go_out_once_and_in_order(steps: list[tuple[str, int | str]]) 
     assert seen == [(len(PROMPT) + i, 1000 + len(PROMPT) + i) for i in range(len(seen))]
 
 
-def test_each_submission_brings_its_grammar() -> None:
+def test_each_submission_carries_the_grammar() -> None:
     grammar = b"start: /a/"
     request = Request("m", PROMPT, 5, SamplingParams(), (99,), grammar)
     stream = RequestStream("k", request, StreamLimits(), 0.0)

@@ -29,7 +29,7 @@ def make() -> tuple[AddressBook, list[str], list[str]]:
     return book, came, gone
 
 
-def test_members_come_and_go() -> None:
+def test_peers_are_added_and_removed() -> None:
     book, came, gone = make()
     other = member(KeyPair.generate())
     assert book.add_peer(other)
@@ -43,20 +43,20 @@ def test_members_come_and_go() -> None:
     assert book.peers == {derive_peer_id(ME.public)}
 
 
-def test_an_id_is_that_of_its_key() -> None:
+def test_peer_id_must_match_its_key() -> None:
     book, came, _ = make()
     assert not book.add_peer(member(KeyPair.generate(), peer=derive_peer_id(ME.public)))
     assert came == []
 
 
-def test_this_peer_is_always_in() -> None:
+def test_own_peer_is_always_included() -> None:
     book, came, _ = make()
     assert book.add_peer(member(ME))
     assert came == []
     assert len(book.peer_keys().peers) == 1
 
 
-def test_who_went_while_there_was_no_session_is_dropped() -> None:
+def test_unconfirmed_peers_are_dropped_after_a_reconnect() -> None:
     book, _, gone = make()
     stays, goes = member(KeyPair.generate()), member(KeyPair.generate())
     for one in (stays, goes):

@@ -8,7 +8,7 @@ from tests.support.net import Net
 STATUS = json.dumps({"peers": [{"id": "p", "name": "pc"}]}).encode()
 
 
-def test_they_are_shown_until_they_are_no_members() -> None:
+def test_banned_peers_are_shown_until_removed() -> None:
     offenders = BannedPeers()
     assert offenders.add_to_status(STATUS) == STATUS
     offenders.record_ban("this PC's control socket", "p", "may not send Form")
@@ -27,14 +27,14 @@ def test_they_are_shown_until_they_are_no_members() -> None:
     ]
 
 
-def test_they_are_never_too_many() -> None:
+def test_number_of_banned_peers_is_bounded() -> None:
     offenders = BannedPeers()
     for number in range(1000):
         offenders.record_ban("w", str(number), "\x1b" * 999)
     assert len(offenders.add_to_status(STATUS)) < 64 * 1024
 
 
-async def test_a_server_tells_of_whom_it_cuts_off(net: Net) -> None:
+async def test_server_reports_banned_peers(net: Net) -> None:
     """The wiring of the daemon: the callback's arguments are those of ``blocked``."""
     from functools import partial
 

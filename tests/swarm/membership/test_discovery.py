@@ -19,12 +19,12 @@ def announced(nearby: DiscoveredSwarm, **changes: str) -> dict[bytes, bytes | No
     return {k.encode(): v.encode() for k, v in (nearby.properties | changes).items()}
 
 
-def test_what_is_announced_is_read_again() -> None:
+def test_announcement_round_trips() -> None:
     assert parse_announcement(announced(SWARM), SWARM.addresses, SWARM.port) == SWARM
     assert instance_name(SWARM.swarm) == f"molink-{SWARM.swarm}._molink._tcp.local."
 
 
-def test_a_name_is_fit_to_be_shown() -> None:
+def test_announced_name_is_sanitized() -> None:
     hostile = "\x1b]0;attic\x07\nmolink: \u202edone" + "x" * 100
     found = parse_announcement(announced(SWARM, name=hostile), SWARM.addresses, 5479)
     assert found is not None
@@ -39,11 +39,11 @@ def test_a_name_is_fit_to_be_shown() -> None:
     "changes",
     [{"v": "2"}, {"swarm": "../x"}, {"swarm": ""}, {"key": "k"}, {"key": "\n" * 40}],
 )
-def test_what_is_no_swarm(changes: dict[str, str]) -> None:
+def test_invalid_announcement_is_ignored(changes: dict[str, str]) -> None:
     assert parse_announcement(announced(SWARM, **changes), SWARM.addresses, 5479) is None
 
 
-def test_where_nobody_is_to_be_led() -> None:
+def test_unusable_addresses_are_ignored() -> None:
     """To programs of this PC, say, or to everybody."""
     for address in ("127.0.0.1", "::1", "224.0.0.1", "0.0.0.0", "attic", "", "255.255.255.255"):
         assert not is_dialable(address)
@@ -63,7 +63,7 @@ def test_where_nobody_is_to_be_led() -> None:
     st.lists(st.text(max_size=20)),
     st.one_of(st.none(), st.integers()),
 )
-def test_any_announcement_is_read(
+def test_parsing_never_fails(
     properties: dict[bytes, bytes | None], addresses: list[str], port: int | None
 ) -> None:
     parse_announcement(properties, addresses, port)

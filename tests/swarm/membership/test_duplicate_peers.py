@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from molink.swarm.membership.duplicate_peers import ONCE_S, RETURNS, DuplicatePeers
 
 
-def test_one_pc_that_comes_back_has_no_twin() -> None:
+def test_reconnecting_peer_is_no_duplicate() -> None:
     """What waited to be read on its earlier connections is heard between."""
     twins = DuplicatePeers()
     backlog = islice(cycle([b"a", b"b"]), 100)
@@ -17,7 +17,7 @@ def test_one_pc_that_comes_back_has_no_twin() -> None:
     assert not any(twins.observe_connection("p", b"%d" % (now // 5), float(now)) for now in times)
 
 
-def test_the_one_that_came_second_is_shut_out() -> None:
+def test_second_pc_is_the_duplicate() -> None:
     twins, heard = DuplicatePeers(), []
     for number, one in enumerate(islice(cycle([b"a", b"b"]), 80)):
         heard.append((one, twins.observe_connection("p", one, number * ONCE_S / 2)))
@@ -34,7 +34,7 @@ def test_the_one_that_came_second_is_shut_out() -> None:
 
 
 @given(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=60))
-def test_somebody_is_always_heard(connections: list[bytes]) -> None:
+def test_one_connection_always_counts(connections: list[bytes]) -> None:
     twins = DuplicatePeers()
     shut = {
         one for now, one in enumerate(connections) if twins.observe_connection("p", one, float(now))

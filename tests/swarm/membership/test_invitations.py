@@ -11,7 +11,7 @@ DAY = 86400
 KEY = "k" * 40
 
 
-def test_it_holds_until_it_expires() -> None:
+def test_invitation_is_valid_until_it_expires() -> None:
     invitations = Invitations()
     record = invitations.create_invitation("a", KEY, 10, now=100.5, owner=True)
     forever = invitations.create_invitation("a", KEY, 0, now=100.5, owner=True)
@@ -28,7 +28,7 @@ def test_it_holds_until_it_expires() -> None:
     assert not invitations.revoke_invitation(forever.id)
 
 
-def test_it_is_for_as_many_as_it_was_made_for() -> None:
+def test_number_of_uses_is_enforced() -> None:
     invitations = Invitations()
     id = invitations.create_invitation("a", KEY, 0, now=1, owner=True, uses=2).id
     assert invitations.redeem_invitation(id, "b", now=2).used_by == (InvitationUse("b", 2),)
@@ -53,12 +53,12 @@ def test_it_is_for_as_many_as_it_was_made_for() -> None:
 
 
 @pytest.mark.parametrize("uses", [0, -1, 256])
-def test_a_nonsense_number_of_uses(uses: int) -> None:
+def test_invalid_number_of_uses_is_rejected(uses: int) -> None:
     with pytest.raises(UsageError, match="for 1 to 255 PCs"):
         Invitations().create_invitation("a", KEY, 1, now=0, owner=True, uses=uses)
 
 
-def test_those_that_are_used_up_do_not_end_those_that_are_not() -> None:
+def test_used_up_invitations_do_not_displace_others() -> None:
     invitations = Invitations()
     fresh = invitations.create_invitation("a", KEY, 0, now=0, owner=True)
     for number in range(MAX_INVITATIONS):
@@ -68,7 +68,7 @@ def test_those_that_are_used_up_do_not_end_those_that_are_not() -> None:
     assert invitations.get_invitation(fresh.id) == fresh
 
 
-def test_a_listing() -> None:
+def test_invitations_are_listed() -> None:
     invitations = Invitations()
     id = invitations.create_invitation("a", KEY, 10, now=1, owner=True, uses=2).id
     invitations.put_record(invitations.redeem_invitation(id, "b", now=2))
@@ -88,7 +88,7 @@ def test_a_listing() -> None:
     assert len(text) < 200_000
 
 
-def test_a_flood_ends_the_flooders_own_only() -> None:
+def test_flood_ends_only_the_creators_own_invitations() -> None:
     invitations = Invitations()
     owners = invitations.create_invitation("owner", KEY, 0, now=0, owner=True)
     first = invitations.create_invitation("b", KEY, DAY, now=0, owner=False)
@@ -100,13 +100,13 @@ def test_a_flood_ends_the_flooders_own_only() -> None:
 
 
 @pytest.mark.parametrize("ttl", [-1, float("nan"), float("inf"), 1e18])
-def test_a_nonsense_duration(ttl: float) -> None:
+def test_invalid_duration_is_rejected(ttl: float) -> None:
     with pytest.raises(UsageError, match="can't be valid for"):
         Invitations().create_invitation("a", KEY, ttl, now=0, owner=True)
 
 
 @pytest.mark.parametrize("ttl", [0, 31 * DAY])
-def test_only_an_owners_is_for_ever(ttl: int) -> None:
+def test_only_owners_invitations_never_expire(ttl: int) -> None:
     with pytest.raises(NotAuthorized, match="more than 30 days"):
         Invitations().create_invitation("b", KEY, ttl, now=0, owner=False)
     assert Invitations().create_invitation("a", KEY, ttl, now=0, owner=True)

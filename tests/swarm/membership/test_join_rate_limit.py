@@ -7,7 +7,7 @@ from molink.swarm.membership.join_rate_limit import JoinRateLimiter
 from molink.util.token_bucket import RateLimit
 
 
-def test_a_burst_and_then_a_steady_trickle() -> None:
+def test_burst_then_steady_rate() -> None:
     rate = JoinRateLimiter(100.0, RateLimit(2, 0.5), RateLimit(99, 99.0))
     assert [rate.admit_join("a", 100.0) for _ in range(4)] == [0.0, 0.0, 2.0, 2.0]
     assert rate.admit_join("a", 101.0) == 1.0
@@ -21,7 +21,7 @@ def test_a_burst_and_then_a_steady_trickle() -> None:
     rate.drop_invitation("never seen")
 
 
-def test_all_together_are_bounded_too() -> None:
+def test_overall_rate_is_bounded() -> None:
     rate = JoinRateLimiter(0.0, RateLimit(2, 1.0), RateLimit(3, 1.0))
     assert [rate.admit_join(id, 0.0) for id in "aabbc"] == [0.0, 0.0, 0.0, 1.0, 1.0]
     # What was refused has cost nothing.

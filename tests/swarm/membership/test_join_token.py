@@ -22,18 +22,18 @@ def token(expires: int = 0) -> JoinToken:
     )
 
 
-def test_round_trip() -> None:
+def test_token_round_trips() -> None:
     text = str(token(expires=2_000))
     assert JoinToken.parse(text, now=1_999.5) == token(expires=2_000)
     assert JoinToken.parse(f"  {text[:30]}\n {text[30:]}\r\n", now=0) == token(expires=2_000)
     assert len(text) < 250
 
 
-def test_the_secret_is_not_shown() -> None:
+def test_repr_hides_the_secret() -> None:
     assert INVITATION.secret not in repr(token())
 
 
-def test_expired_says_when() -> None:
+def test_expired_token_says_when() -> None:
     with pytest.raises(TokenError, match=r"expired on 2001-09-09 at 01:46 UTC") as caught:
         JoinToken.parse(str(token(expires=1_000_000_000)), now=1_000_000_000)
     assert "\n" not in str(caught.value)
@@ -52,14 +52,14 @@ def test_expired_says_when() -> None:
         ("molink-_wAAAAAA", "mistyped"),
     ],
 )
-def test_malformed_says_why(text: str, why: str) -> None:
+def test_malformed_token_says_why(text: str, why: str) -> None:
     with pytest.raises(TokenError, match=why) as caught:
         JoinToken.parse(text, now=0)
     assert "\n" not in str(caught.value)
 
 
 @given(st.data())
-def test_any_typo_is_noticed(data: st.DataObject) -> None:
+def test_any_typo_is_detected(data: st.DataObject) -> None:
     text = str(token())
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters(min_codepoint=33, max_codepoint=126).filter(text[at].__ne__))
@@ -73,7 +73,7 @@ def test_any_typo_is_noticed(data: st.DataObject) -> None:
 
 
 @given(st.integers(0, 400))
-def test_any_truncation_is_noticed(length: int) -> None:
+def test_any_truncation_is_detected(length: int) -> None:
     text = str(token())
     if length < len(text):
         with pytest.raises(TokenError):
@@ -82,7 +82,7 @@ def test_any_truncation_is_noticed(length: int) -> None:
 
 @given(st.binary(max_size=300), st.sampled_from([1, 2]))
 @example(b"\x94\xa7\0\0\0\0\0\0\x80", 1)
-def test_hostile_bodies_are_token_errors(body: bytes, version: int) -> None:
+def test_hostile_bodies_raise_token_errors(body: bytes, version: int) -> None:
     raw = token_module._checksum(bytes([version]) + body) + bytes([version]) + body
     text = "molink-" + base64.urlsafe_b64encode(raw).decode().rstrip("=")
     with pytest.raises(TokenError, match="version 2" if version == 2 else "not a valid"):

@@ -79,7 +79,7 @@ class Scene:
         return visitor, code
 
 
-def test_both_sides_show_one_code_and_it_lets_that_key_in() -> None:
+def test_both_sides_show_one_code_that_admits_the_key() -> None:
     scene = Scene()
     visitor, code = scene.wait("attic\x1b[31m PC")
     (waiting,) = scene.knocks.pending_requests
@@ -94,7 +94,7 @@ def test_both_sides_show_one_code_and_it_lets_that_key_in() -> None:
     ), "a code counts once"
 
 
-def test_two_pcs_of_one_name_have_their_own_codes() -> None:
+def test_pcs_of_one_name_have_different_codes() -> None:
     scene = Scene()
     first, code = scene.wait("pc")
     _, other = scene.wait("pc", EVIL_KEY)
@@ -106,7 +106,7 @@ def test_two_pcs_of_one_name_have_their_own_codes() -> None:
     assert [one.code for one in scene.knocks.pending_requests] == [other]
 
 
-def test_refused() -> None:
+def test_refused_joiner_is_told() -> None:
     scene = Scene()
     visitor, code = scene.wait()
     assert scene.handle(PairingDecidedEvent(code, "owner", refuse=True)) == [
@@ -116,7 +116,7 @@ def test_refused() -> None:
     ]
 
 
-def test_three_wrong_codes_send_those_who_wait_away() -> None:
+def test_three_wrong_codes_reject_all_pending_joiners() -> None:
     scene = Scene()
     visitor, code = scene.wait()
     wrong = "0000-0000" if code != "0000-0000" else "1111-1111"
@@ -136,7 +136,7 @@ def test_three_wrong_codes_send_those_who_wait_away() -> None:
     assert isinstance(nobody, ReportPairingErrorAction)
 
 
-def test_times() -> None:
+def test_joiners_expire() -> None:
     scene = Scene()
     silent = scene.arrive()
     scene.now = TALK_S
@@ -152,7 +152,7 @@ def test_times() -> None:
     assert scene.handle(JoinerDisconnectedEvent(visitor)) == []
 
 
-def test_who_goes_waits_no_more() -> None:
+def test_disconnected_joiner_is_not_pending() -> None:
     scene = Scene()
     visitor, code = scene.wait()
     assert scene.handle(JoinerDisconnectedEvent(visitor)) == [PublishPendingAction()]
@@ -160,7 +160,7 @@ def test_who_goes_waits_no_more() -> None:
     assert isinstance(denied, ReportPairingErrorAction)
 
 
-def test_what_a_visitor_may_not_say() -> None:
+def test_out_of_order_messages_disconnect() -> None:
     scene = Scene()
     asked = PairingInitiator(PC_KEY, "pc", "1", nonce(1)).commitment
     early = scene.arrive()
@@ -188,7 +188,7 @@ def test_what_a_visitor_may_not_say() -> None:
     ]
 
 
-def test_a_key_that_cannot_be_let_in_bothers_nobody() -> None:
+def test_inadmissible_key_is_never_pending() -> None:
     scene = Scene()
     visitor = scene.arrive()
     asked = PairingInitiator(PC_KEY, "pc", "1", nonce(1)).commitment
@@ -197,7 +197,7 @@ def test_a_key_that_cannot_be_let_in_bothers_nobody() -> None:
     ]
 
 
-def test_a_replay_shows_another_code() -> None:
+def test_replayed_messages_give_another_code() -> None:
     """Whoever has recorded a knock can say the same again; the swarm's nonce is another one."""
     scene = Scene()
     knocker = PairingInitiator(PC_KEY, "pc", "1", nonce(7))
@@ -211,7 +211,7 @@ def test_a_replay_shows_another_code() -> None:
     assert [one.code for one in scene.knocks.pending_requests] == codes
 
 
-def test_a_man_in_the_middle_shows_other_codes() -> None:
+def test_man_in_the_middle_gets_other_codes() -> None:
     """He has to settle on his keys and nonces before he knows either code."""
     swarm, evil = Scene(), Scene(EVIL_KEY)
     pc = PairingInitiator(PC_KEY, "pc", "1", nonce(7))
@@ -235,7 +235,7 @@ def test_a_man_in_the_middle_shows_other_codes() -> None:
         pc.answer_challenge(msgspec.structs.replace(challenge, public_key=PC_KEY))
 
 
-def test_one_code_shown_twice_lets_nobody_in() -> None:
+def test_duplicate_code_admits_nobody() -> None:
     scene = Scene()
     visitor, code = scene.wait()
     other, _ = scene.wait("pc", EVIL_KEY)
@@ -247,7 +247,7 @@ def test_one_code_shown_twice_lets_nobody_in() -> None:
     assert scene.knocks.pending_requests == []
 
 
-def test_bounds() -> None:
+def test_joiners_are_bounded() -> None:
     scene = Scene()
     for _ in range(MAX_OF_ADDRESS):
         scene.arrive("10.9.9.9")
@@ -261,7 +261,7 @@ def test_bounds() -> None:
     ]
 
 
-def test_one_address_has_few_knocks_and_leaves_room_for_others() -> None:
+def test_pairing_attempts_of_one_address_are_rate_limited() -> None:
     scene = Scene()
     for _ in range(MAX_WAITING_OF_ADDRESS):
         scene.wait(address="10.9.9.9")
@@ -280,7 +280,7 @@ def test_one_address_has_few_knocks_and_leaves_room_for_others() -> None:
     ]
 
 
-def test_knocks_without_end_are_put_off() -> None:
+def test_pairing_attempts_are_rate_limited_overall() -> None:
     """Each is a chance to show another PC's code."""
     scene, let_in = Scene(), 0
     for _ in range(1000):
@@ -309,12 +309,12 @@ def test_knocks_without_end_are_put_off() -> None:
         ("", None),
     ],
 )
-def test_what_a_person_types(typed: str, code: str | None) -> None:
+def test_typed_codes_are_normalized(typed: str, code: str | None) -> None:
     assert normalize_code(typed) == code
 
 
 @given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
-def test_a_code_is_eight_digits(own: bytes, theirs: bytes) -> None:
+def test_code_has_eight_digits(own: bytes, theirs: bytes) -> None:
     knocker = PairingInitiator(PC_KEY, "n" * 100, "1" * 100, own)
     challenge = Challenge(swarm="ab" * 8, name="attic", public_key=SWARM_KEY, nonce=theirs)
     reveal, code = knocker.answer_challenge(challenge)
@@ -348,7 +348,7 @@ events = st.one_of(
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(events, st.sampled_from([0.0, 0.1, 5.0, 100.0])), max_size=60))
-def test_whatever_happens_only_a_shown_code_lets_in(
+def test_only_a_shown_code_admits(
     steps: list[tuple[PairingEvent, float]],
 ) -> None:
     """And it stays within its bounds; a visitor that is told a verdict is forgotten."""

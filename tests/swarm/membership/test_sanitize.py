@@ -11,14 +11,14 @@ from molink.wire.messages.peer_reports import StageFailed, TransferState
 from tests.support.fake_fleet import Kit
 
 
-def test_names() -> None:
+def test_names_are_sanitized() -> None:
     assert sanitize_name("  my PC\x1b[31m\n\u202e ", "p") == "my PC[31m"
     assert sanitize_name("\0\n", "p") == "p"
     assert len(sanitize_name("x" * 200, "p")) == 64
     assert sanitize_name("Jürgens Büro", "p") == "Jürgens Büro"
 
 
-def test_reports(kit: Kit) -> None:
+def test_reports_are_sanitized(kit: Kit) -> None:
     report = msgspec.structs.replace(
         kit.report("a"), name="\n", addresses=("10.0.0.1", "pc.lan", "fe80::1%eth0", "x y", "a/b")
     )
@@ -46,13 +46,13 @@ def test_reports(kit: Kit) -> None:
 @pytest.mark.parametrize(
     ("told", "believed"), [(0.0, 0.0), (2.0, 2.0), (1e-300, 0.0), (1e300, 0.0), (float("nan"), 0.0)]
 )
-def test_paces(kit: Kit, told: float, believed: float) -> None:
+def test_slowdowns_are_bounded(kit: Kit, told: float, believed: float) -> None:
     worker = msgspec.structs.replace(kit.worker("ready", 1, 0, (0, 6)), slowdown=told)
     (clean,) = sanitize_report(kit.report("a", worker), "a").workers
     assert clean.slowdown == believed
 
 
-def test_reasons() -> None:
+def test_reasons_are_sanitized() -> None:
     failed = StageFailed(pipeline="p1", epoch=1, stage=0, reason="\x1b]0;PWNED\x07\n" + "x" * 999)
     clean = sanitize_failure(failed).reason
     assert clean.startswith("\\x1b]0;PWNED\\x07\\nxxx")
@@ -60,6 +60,6 @@ def test_reasons() -> None:
     assert len(clean) == 512
 
 
-def test_names_of_models() -> None:
+def test_model_names_are_validated() -> None:
     assert is_valid_model_name("Qwen/Qwen3-8B")
     assert not any(map(is_valid_model_name, ("", " ", "a\x1b[31m", "a\nb", "a\u202eb")))

@@ -9,11 +9,11 @@ from molink.swarm.membership.versions import (
 )
 
 
-def test_versions_that_speak_alike_may_be_together() -> None:
+def test_versions_with_one_protocol_are_compatible() -> None:
     assert explain_mismatch(PeerVersion("1.0", 3), PeerVersion("2.0", 3)) == ""
 
 
-def test_who_has_to_be_updated() -> None:
+def test_mismatch_names_the_side_to_update() -> None:
     old, new = PeerVersion("1.0", 3), PeerVersion("2.0", 4)
     assert "Update this PC with" in explain_mismatch(old, new)
     assert "Update the other PCs" in explain_mismatch(new, old)
@@ -23,7 +23,7 @@ def test_who_has_to_be_updated() -> None:
         assert "./install.sh" in text
 
 
-def test_who_is_refused_is_so_while_it_reports() -> None:
+def test_incompatible_peers_are_listed_while_they_report() -> None:
     refused, other = IncompatiblePeers(), PeerVersion("9", own_version().protocol + 1)
     assert not refused.check_version("a", other, 0.0)
     assert not refused.check_version("b", other, 1.0)
