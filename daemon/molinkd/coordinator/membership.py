@@ -22,8 +22,11 @@ from molink.errors import (
 from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import MAX_PEERS, InvitationRecord, MemberRecord, Standing
 from molink.swarm.controller.registry import Registry
-from molink.swarm.membership.invitations import INVITATION_PREFIX, Invitations
-from molink.swarm.membership.join_rate_limit import JoinRateLimiter
+from molink.swarm.membership.invitations import (
+    INVITATION_PREFIX,
+    Invitations,
+    JoinRateLimiter,
+)
 from molink.swarm.membership.join_token import ContactPoint
 from molink.swarm.membership.sanitize import sanitize_name
 from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version

@@ -1,4 +1,4 @@
-"""The members of the swarm, as the coordinator announces them, and who may talk to this peer."""
+"""The members of the swarm, as announced by the coordinator."""
 
 from collections.abc import Callable
 
@@ -8,53 +8,52 @@ from molink.wire.messages.worker_pipe import PeerKey, PeerKeys
 
 
 class AddressBook:
-    """All members but this peer itself. A member is never more than its key says it is."""
+    """All other members. A peer's id always matches its key."""
 
     def __init__(self, own_key: PeerKey) -> None:
         self._own_key = own_key
         self._peers: dict[str, PeerInfo] = {}
-        #: Members that the coordinator hasn't named since it welcomed us last.
+        #: Peers that the coordinator has not announced in this session.
         self._unconfirmed: set[str] = set()
-        #: Called with a member that is new or has changed.
+        #: Called with a peer that is new or has changed.
         self.on_peer_changed: Callable[[PeerInfo], None] = lambda _: None
-        #: Called with the id of a member that is gone.
+        #: Called with the id of a removed peer.
         self.on_peer_removed: Callable[[str], None] = lambda _: None
 
-    def add_peer(self, member: PeerInfo) -> bool:
-        """Take in an announcement; ``False`` if it is false (an id that isn't its key's)."""
-        if member.peer != derive_peer_id(member.public_key):
+    def add_peer(self, info: PeerInfo) -> bool:
+        """Add an announced peer; ``False`` if its id doesn't match its key."""
+        if info.peer != derive_peer_id(info.public_key):
             return False
-        self._unconfirmed.discard(member.peer)
-        if member.peer != self._own_key.peer and self._peers.get(member.peer) != member:
-            self._peers[member.peer] = member
-            self.on_peer_changed(member)
+        self._unconfirmed.discard(info.peer)
+        if info.peer != self._own_key.peer and self._peers.get(info.peer) != info:
+            self._peers[info.peer] = info
+            self.on_peer_changed(info)
         return True
 
     def remove_peer(self, peer: str) -> None:
-        """A member has left or was revoked."""
+        """Remove a peer that left or was revoked."""
         self._unconfirmed.discard(peer)
         if self._peers.pop(peer, None) is not None:
             self.on_peer_removed(peer)
 
     def mark_unconfirmed(self) -> None:
-        """A session begins: the coordinator names all members now."""
+        """Start a session, in which the coordinator announces all members again."""
         self._unconfirmed = set(self._peers)
 
     def drop_unconfirmed(self) -> None:
-        """Drop members that went while there was no session; some time after
-        :meth:`mark_unconfirmed`."""
+        """Remove peers that left between two sessions, some time into the new one."""
         for peer in sorted(self._unconfirmed):
             self.remove_peer(peer)
         self._unconfirmed.clear()
 
     def get_peer(self, peer: str) -> PeerInfo | None:
-        """The member with that id."""
+        """The peer with that id."""
         return self._peers.get(peer)
 
     def name_of(self, peer: str) -> str:
-        """What people call a member; of anything else, itself."""
-        member = self._peers.get(peer)
-        return peer if member is None else member.name
+        """A peer's name for display; an unknown id itself."""
+        info = self._peers.get(peer)
+        return peer if info is None else info.name
 
     @property
     def peers(self) -> frozenset[str]:
@@ -62,9 +61,6 @@ class AddressBook:
         return frozenset((self._own_key.peer, *self._peers))
 
     def peer_keys(self) -> PeerKeys:
-        """All members, this peer included, as workers need them."""
-        others = (
-            PeerKey(peer=member.peer, public_key=member.public_key)
-            for member in self._peers.values()
-        )
+        """Keys of all members, this peer included, for workers."""
+        others = (PeerKey(peer=one.peer, public_key=one.public_key) for one in self._peers.values())
         return PeerKeys(peers=(self._own_key, *others))

@@ -1,7 +1,7 @@
-"""Swarms that announce themselves on the local network; anybody there can announce anything.
+"""Announcements of swarms on the local network.
 
-What is announced is not secret and not believed: it says where to knock, no more
-(:mod:`molink.swarm.membership.pairing`).
+Anyone on the network can announce anything. So an announcement only says where to request pairing
+(:mod:`molink.swarm.membership.pairing`); it is neither secret nor trusted.
 """
 
 import ipaddress
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from molink.swarm.membership.sanitize import sanitize_name
 
-#: The kind of service, as DNS-SD names it.
+#: DNS-SD service type.
 SERVICE_TYPE = "_molink._tcp.local."
-#: Version of what is announced.
+#: Format version of announcements.
 ANNOUNCEMENT_VERSION = "1"
-#: Swarms that are shown.
+#: Swarms listed at once.
 MAX_SWARMS = 16
 _MAX_ADDRESSES = 6
-#: Bytes of one announced value.
+#: Bytes of a property's value.
 _MAX_VALUE = 255
-#: Where PCs knock unless another port is set: the last that one firewall rule opens.
+#: Default port of the pairing listener: the last one that the firewall rule opens.
 PAIRING_PORT = 5479
 _ID = re.compile(r"[0-9a-f]{16}\Z")
 _KEY = re.compile(r"[!-~]{40}\Z")
@@ -28,7 +28,7 @@ _KEY = re.compile(r"[!-~]{40}\Z")
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredSwarm:
-    """A swarm, and where to knock. ``public_key`` is the coordinator's; empty if not known."""
+    """A swarm and its pairing port. ``public_key`` is the coordinator's; empty if unknown."""
 
     swarm: str
     name: str
@@ -38,7 +38,7 @@ class DiscoveredSwarm:
 
     @property
     def properties(self) -> dict[str, str]:
-        """What is announced beside addresses and port."""
+        """The announcement's properties, besides addresses and port."""
         return {
             "v": ANNOUNCEMENT_VERSION,
             "swarm": self.swarm,
@@ -48,14 +48,14 @@ class DiscoveredSwarm:
 
 
 def instance_name(swarm: str) -> str:
-    """Under which name a swarm is announced."""
+    """The DNS-SD instance name of a swarm."""
     return f"molink-{swarm}.{SERVICE_TYPE}"
 
 
 def parse_announcement(
     properties: Mapping[bytes, bytes | None], addresses: Iterable[str], port: int | None
 ) -> DiscoveredSwarm | None:
-    """What somebody announces, if it can be a swarm; its name is fit to be shown."""
+    """The announced swarm, with a sanitized name; ``None`` if the announcement is invalid."""
     swarm, name, key = (
         _decode_text(properties.get(field)) for field in (b"swarm", b"name", b"key")
     )
@@ -68,12 +68,12 @@ def parse_announcement(
 
 
 def is_swarm_id(text: str) -> bool:
-    """Whether a swarm can have that id."""
+    """Whether ``text`` has the form of a swarm's id."""
     return _ID.match(text) is not None
 
 
 def is_dialable(address: str) -> bool:
-    """Whether an address that somebody else names can be another PC's on this network."""
+    """Whether an announced address can be another PC on this network."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

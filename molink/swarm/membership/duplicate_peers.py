@@ -1,38 +1,39 @@
-"""Two PCs with one key: a state folder was copied, and both run.
+"""Detects two PCs that run with one key, after a state folder was copied.
 
-Each would take the other's place with every report. A connection that is heard again after
-another of the same peer is still there, so both are. For a moment that may be words that waited to
-be read when a peer came back by a new connection; so it has to go on for seconds.
+Each report of one would displace the other. A connection that is heard again after another one of
+the same peer is still open, so both run. Reports that were queued when a peer reconnected look the
+same for a moment, so the alternation has to last for seconds.
 """
 
 import math
 from dataclasses import dataclass
 
-#: So often an earlier connection is heard again before both count as running, and what counts as
-#: once, in seconds: a peer reports twice a second.
-RETURNS, ONCE_S = 6, 0.5
+#: Alternations after which both connections count as running, and the shortest time between two
+#: that are counted, in seconds; a peer reports twice a second.
+MIN_ALTERNATIONS = 6
+ALTERNATION_INTERVAL_S = 0.5
 
 
 @dataclass(slots=True)
 class _ConnectionHistory:
     latest: bytes
     previous: bytes = b""
-    #: Of the two the one that came later.
+    #: The later one of these two.
     second: bytes = b""
     alternations: int = 0
     alternated_at: float = -math.inf
-    #: The PC that came later, once it is clear that there are two.
+    #: Connection of the duplicate, once detected.
     rejected: bytes = b""
 
 
 class DuplicatePeers:
-    """Which connection of each peer counts."""
+    """Decides which connection of each peer counts."""
 
     def __init__(self) -> None:
         self._peers: dict[str, _ConnectionHistory] = {}
 
     def observe_connection(self, peer: str, connection: bytes, now: float) -> bool:
-        """A peer reports on a connection; whether that is one of a PC that came second."""
+        """Record a report on a connection; returns whether it comes from a duplicate."""
         history = self._peers.get(peer)
         if history is None:
             self._peers[peer] = _ConnectionHistory(connection)
@@ -42,19 +43,18 @@ class DuplicatePeers:
         if connection == history.latest:
             return False
         if connection == history.previous:
-            if now >= history.alternated_at + ONCE_S:
+            if now >= history.alternated_at + ALTERNATION_INTERVAL_S:
                 history.alternations, history.alternated_at = history.alternations + 1, now
         else:
             history.second, history.alternations = connection, 0
         history.previous, history.latest = history.latest, connection
-        if history.alternations >= RETURNS:
+        if history.alternations >= MIN_ALTERNATIONS:
             history.rejected = history.second
-            history.latest = (
-                history.previous if history.latest == history.second else history.latest
-            )
+            if history.latest == history.second:
+                history.latest = history.previous
             history.previous, history.alternations = b"", 0
         return connection == history.rejected
 
     def drop_peer(self, peer: str) -> None:
-        """A peer has gone, with all its connections."""
+        """Drop a peer and all its connections."""
         self._peers.pop(peer, None)

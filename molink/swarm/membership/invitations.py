@@ -1,4 +1,4 @@
-"""Which invitations hold, and for whom. Of each only the public half of its key is kept."""
+"""Invitations: validity, uses, and the rate of joins. Only public keys are stored."""
 
 import json
 import math
@@ -10,19 +10,25 @@ from typing import Any
 
 from molink.errors import NotAuthorized, TokenError, UsageError
 from molink.swarm.controller.records import InvitationRecord, InvitationUse
+from molink.util.token_bucket import KeyedTokenBuckets, RateLimit, TokenBucket
 
-#: How the user id of a connection under an invitation's key begins.
+#: Prefix of the ZAP user id of connections under an invitation's key.
 INVITATION_PREFIX = "invite:"
-#: Each `molink up` makes one; beyond this many of one member its oldest ends. Those that are used
-#: up count apart: a PC whose answer was lost comes again with such a one.
+#: Invitations of one member; the oldest end first, since each `molink up` creates one. Used-up ones
+#: count separately: a PC whose reply was lost joins again with its own.
 MAX_INVITATIONS = 16
-#: Longest validity of an owner's, unless it is for ever, and of any other member's, in seconds.
+#: Longest validity in seconds: of an owner's that expires at all, and of another member's.
 _MAX_TTL = 10 * 365 * 86400
 _MAX_NON_OWNER_TTL = 30 * 86400
-#: PCs that one invitation may be for.
+#: Most PCs that one invitation can admit.
 MAX_USES = 255
-#: Bound of a listing, in bytes.
+#: Bytes of an encoded listing.
 _MAX_LISTING_BYTES = 192 * 1024
+_PRINT_ANOTHER = "`molink invite` on a PC of the swarm prints another"
+#: Joins by one invitation, and by all. A classroom of PCs joins within seconds; a flood of invented
+#: ones would cost all others, which are told of each.
+PER_INVITATION_LIMIT = RateLimit(8, 2.0)
+OVERALL_LIMIT = RateLimit(16, 4.0)
 
 
 class Invitations:
@@ -35,19 +41,17 @@ class Invitations:
         return iter(self._records.values())
 
     def get_invitation(self, id: str) -> InvitationRecord | None:
-        """That one, if there is such a one."""
+        """The invitation with that id."""
         return self._records.get(id)
 
     def create_invitation(
         self, creator: str, public_key: str, ttl: float, now: float, *, owner: bool, uses: int = 1
     ) -> InvitationRecord:
-        """A new invitation by ``creator`` for ``uses`` PCs, valid for ``ttl`` s (0 = for ever).
-
-        The secret half of its key goes into the token and is then forgotten.
+        """Create an invitation for ``uses`` PCs, valid for ``ttl`` seconds (0: forever).
 
         Raises:
-            UsageError: ``ttl`` is no duration, or ``uses`` no number of PCs.
-            NotAuthorized: it is longer than an invitation by one who is no owner may be.
+            UsageError: ``ttl`` or ``uses`` is out of range.
+            NotAuthorized: only an owner may create one that is valid for so long.
         """
         if not (math.isfinite(ttl) and 0 <= ttl <= _MAX_TTL):
             raise UsageError(f"an invitation can't be valid for {ttl} seconds")
@@ -55,8 +59,8 @@ class Invitations:
             raise UsageError(f"an invitation is for 1 to {MAX_USES} PCs, not for {uses}")
         if not owner and not 0 < ttl <= _MAX_NON_OWNER_TTL:
             raise NotAuthorized(
-                f"an invitation for more than {_MAX_NON_OWNER_TTL // 86400} days can only be made "
-                "on the swarm's first PC"
+                "only the swarm's first PC can create an invitation for more than "
+                f"{_MAX_NON_OWNER_TTL // 86400} days"
             )
         expires = math.ceil(now + ttl) if ttl else 0
         id = f"{INVITATION_PREFIX}{secrets.token_hex(6)}"
@@ -65,39 +69,31 @@ class Invitations:
         return record
 
     def put_record(self, record: InvitationRecord) -> None:
-        """Remember it, in the place of an earlier record of it."""
+        """Store a record, replacing an earlier one of the same id."""
         self._records[record.id] = record
 
     def redeem_invitation(self, id: str, peer: str, now: float) -> InvitationRecord:
-        """The invitation once ``peer`` has joined by it; nothing is remembered yet.
+        """The record after ``peer`` has joined by it; the caller stores it.
 
-        A peer that has joined by it before may do so again, and that counts once.
+        A peer may join again by an invitation that it used before.
 
         Raises:
-            TokenError: it does not hold any more, or was for as many PCs as have joined by it.
+            TokenError: it has expired or is used up.
         """
         record = self._records.get(id)
         if record is None or _is_expired(record, now):
-            raise TokenError(
-                "this join token has expired: ask for a new one, which `molink invite` prints on a "
-                "PC of the swarm"
-            )
+            raise TokenError(f"this join token has expired. {_PRINT_ANOTHER}")
         if any(use.peer == peer for use in record.used_by):
             return record
         if record.uses_left < 1:
             pcs = (
-                "one PC, which has"
-                if record.max_uses == 1
-                else f"{record.max_uses} PCs, which have"
+                "1 PC, which has" if record.max_uses == 1 else f"{record.max_uses} PCs, which have"
             )
-            raise TokenError(
-                f"this join token was for {pcs} joined by it. `molink invite` on a PC of the swarm "
-                "prints another"
-            )
+            raise TokenError(f"this join token was for {pcs} joined. {_PRINT_ANOTHER}")
         return replace(record, used_by=(*record.used_by, InvitationUse(peer, now)))
 
     def purge_expired(self, now: float) -> list[str]:
-        """Forget those that have expired or are too many; returns their ids."""
+        """Remove expired and excess invitations; returns their ids."""
         expired: list[str] = []
         counts: Counter[tuple[str, bool]] = Counter()
         for id, record in reversed(self._records.items()):
@@ -111,25 +107,48 @@ class Invitations:
         return expired
 
     def created_by(self, peer: str) -> list[str]:
-        """Ids of those that ``peer`` has made."""
+        """Ids of the invitations that ``peer`` created."""
         return [record.id for record in self if record.creator == peer]
 
     def redeemed_by(self, peer: str) -> list[str]:
-        """Ids of those that ``peer`` has joined by."""
+        """Ids of the invitations by which ``peer`` joined."""
         return [record.id for record in self if any(use.peer == peer for use in record.used_by)]
 
     def revoke_invitation(self, id: str) -> bool:
-        """End one; whether there was such a one."""
+        """Remove an invitation; returns whether it existed."""
         return self._records.pop(id, None) is not None
+
+
+class JoinRateLimiter:
+    """Limits joins by one invitation and by all."""
+
+    def __init__(
+        self,
+        now: float,
+        per_invitation: RateLimit = PER_INVITATION_LIMIT,
+        overall: RateLimit = OVERALL_LIMIT,
+    ) -> None:
+        self._buckets = KeyedTokenBuckets(per_invitation)
+        self._overall = TokenBucket(overall, now)
+
+    def admit_join(self, invitation: str, now: float) -> float:
+        """Count a join and return 0, or the seconds after which to retry."""
+        own = self._buckets.bucket_for(invitation, now)
+        wait = max(own.wait_time(now), self._overall.wait_time(now))
+        if wait == 0.0:
+            own.take_token()
+            self._overall.take_token()
+        return wait
+
+    def drop_invitation(self, invitation: str) -> None:
+        """Drop the bucket of an invitation that has ended."""
+        self._buckets.drop_key(invitation)
 
 
 def encode_invitations(
     invitations: Sequence[InvitationRecord], name_of: Callable[[str], str]
 ) -> bytes:
-    """``molink invite --list --json`` (UTF-8); the oldest are left out where that is too long.
-
-    ``name_of`` has the names of peers, by their ids.
-    """
+    """``molink invite --list --json`` (UTF-8), without the oldest if it is too long."""
     text = json.dumps([_to_json(record, name_of) for record in invitations]).encode("utf-8")
     if len(text) <= _MAX_LISTING_BYTES:
         return text

@@ -1,9 +1,9 @@
-"""The join token: everything a PC needs to become a member, in one word to paste.
+"""The join token: one word to paste, with everything a PC needs to become a member.
 
-It holds where the coordinator listens, its public key (so that nobody can stand in for it), the
-secret key of an invitation, which opens the coordinator's door for exactly one message, and a few
-members who can say where the coordinator is by then. Text form:
-``molink-`` and base64url of a checksum, a version byte and a msgpack array.
+It holds the coordinator's addresses and public key, the secret key of an invitation, which lets a
+PC send a single message to the coordinator, and a few contact points that know where the
+coordinator runs by then. Text form: ``molink-`` and base64url of a checksum, a version byte and a
+msgpack array.
 """
 
 import base64
@@ -21,15 +21,15 @@ from molink.wire.messages.base import PublicKey
 
 TOKEN_PREFIX = "molink-"
 _VERSION = 1
-#: Enough to notice a word that was not copied whole.
+#: Detects incomplete copies.
 _CHECKSUM_BYTES = 4
-#: Characters: several times those of a token with all the addresses it may have.
+#: Characters; several times the longest valid token.
 _MAX_LENGTH = 2048
 _ALPHABET = re.compile(r"[A-Za-z0-9_-]*\Z")
 
 
 class ContactPoint(msgspec.Struct, frozen=True, array_like=True):
-    """A member's control socket: it knows where the coordinator is by now."""
+    """A member's control socket; the member knows where the coordinator runs."""
 
     public_key: PublicKey
     addresses: Annotated[Addresses, msgspec.Meta(min_length=1)]
@@ -55,7 +55,7 @@ class JoinToken(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults
 
     @classmethod
     def parse(cls, text: str, now: float) -> "JoinToken":
-        """Read a token as it was pasted; blanks and line breaks inside are ignored.
+        """Parse a pasted token; white space inside is ignored.
 
         Raises:
             TokenError: it is malformed or, at unix time ``now``, expired; the message says which.
@@ -63,10 +63,9 @@ class JoinToken(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults
         token = _decode(_unpack("".join(text.split())))
         if token.expires and token.expires <= now:
             raise TokenError(
-                f"this join token expired on {_format_expiry(token.expires)}: ask for a new one, "
-                "which "
-                "`molink invite` prints on a PC of the swarm. If this PC has joined already, run "
-                "`molink join` without a token"
+                f"this join token expired on {_format_expiry(token.expires)}. `molink invite` on a PC "
+                "of the swarm prints another. If this PC has joined before, run `molink join` "
+                "without a token"
             )
         return token
 

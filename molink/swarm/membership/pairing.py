@@ -1,17 +1,17 @@
-"""Strangers that ask to be let in, and the short code by which a person tells them apart.
+"""Pairing: a PC without a token asks to join, and a person compares two short codes.
 
-A PC without a token *knocks*. Whoever sits in between could offer keys of its own to both sides, so
-both show a code that follows from everything they have said, both public keys included; a person
-compares the two. The PC commits to a nonce before it sees the swarm's, and shows it after: nobody
-in between can try keys until the codes agree, and each attempt has one chance in 10^8 (a *short
-authentication string*, as in ZRTP and in Bluetooth's numeric comparison).
+A man in the middle could offer keys of its own to both sides. So both sides show a code derived
+from the whole exchange, both public keys included, and a person compares them. The PC commits to a
+nonce before it sees the swarm's and reveals it afterwards: nobody can try keys until the codes
+agree, and each attempt has one chance in 10^8 (a *short authentication string*, as in ZRTP and in
+Bluetooth's numeric comparison).
 
-:class:`PairingResponder` is the swarm's side, :class:`PairingInitiator` the PC's. All times are in
-seconds.
+:class:`PairingResponder` is the swarm's side, :class:`PairingInitiator` the joining PC's. Sans-IO;
+all times are in seconds.
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -32,28 +32,31 @@ from molink.wire.messages.pairing import (
 )
 from molink.wire.protocol import PROTOCOL
 
-#: Digits of a code.
 CODE_DIGITS = 8
-#: Connections at once, in all and of one address.
-MAX_VISITORS, MAX_OF_ADDRESS = 32, 4
-#: Knocks that wait for a person at once, in all and of one address.
-MAX_WAITING, MAX_WAITING_OF_ADDRESS = 8, 3
-#: From a connection until its code is known, and from then until nobody has approved it.
-TALK_S, WAIT_S = 10.0, 300.0
-#: Wrong codes after which those who wait are sent away.
+#: Open connections, in all and from one address.
+MAX_JOINERS = 32
+MAX_JOINERS_PER_ADDRESS = 4
+#: Requests that await a decision, in all and from one address.
+MAX_PENDING = 8
+MAX_PENDING_PER_ADDRESS = 3
+#: From a connection to its code, and from there to the decision.
+HANDSHAKE_TIMEOUT_S = 10.0
+DECISION_TIMEOUT_S = 300.0
+#: Wrong codes after which all pending requests are refused.
 MAX_WRONG_CODES = 3
-#: Knocks of one address, and in all: each is a chance of 1 in 10^8 to show another's code.
-RATE_OF_ADDRESS, RATE = RateLimit(6, 0.1), RateLimit(16, 0.5)
-#: Addresses whose rate is remembered.
+#: Attempts from one address, and in all: each has a chance of 1 in 10^8 to show a given code.
+ADDRESS_RATE_LIMIT = RateLimit(6, 0.1)
+OVERALL_RATE_LIMIT = RateLimit(16, 0.5)
+#: Addresses whose rate is tracked.
 _MAX_ADDRESS_BUCKETS = 256
 
 
-# --- what happens ----------------------------------------------------------------------------
+# --- events ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class JoinerConnectedEvent:
-    """A connection; ``nonce`` are 32 random bytes that nobody has seen."""
+    """A PC connected; ``nonce`` is 32 fresh random bytes."""
 
     joiner: int
     address: str
@@ -62,7 +65,7 @@ class JoinerConnectedEvent:
 
 @dataclass(frozen=True, slots=True)
 class JoinerMessageReceivedEvent:
-    """A message of a visitor. ``objection``: why its key can't be let in, where it can't."""
+    """A joiner sent a message; ``objection`` is why its key is inadmissible, if it is."""
 
     joiner: int
     message: PairingClientMessage
@@ -71,14 +74,14 @@ class JoinerMessageReceivedEvent:
 
 @dataclass(frozen=True, slots=True)
 class JoinerDisconnectedEvent:
-    """A visitor's connection has ended."""
+    """A joiner's connection ended."""
 
     joiner: int
 
 
 @dataclass(frozen=True, slots=True)
 class PairingDecidedEvent:
-    """A member (``approver``) lets the PC that shows ``code`` in, or refuses it."""
+    """The member ``approver`` admitted or refused the PC that shows ``code``."""
 
     code: str
     approver: str
@@ -87,7 +90,7 @@ class PairingDecidedEvent:
 
 @dataclass(frozen=True, slots=True)
 class PairingTimePassedEvent:
-    """Time has passed."""
+    """The periodic timer fired."""
 
 
 PairingEvent = (
@@ -99,12 +102,12 @@ PairingEvent = (
 )
 
 
-# --- what is to be done ----------------------------------------------------------------------
+# --- actions ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SendToJoinerAction:
-    """Send a message to a visitor; after a :class:`PairingResult` its connection ends."""
+    """Send a message to a joiner; close the connection after a :class:`PairingResult`."""
 
     joiner: int
     message: PairingServerMessage
@@ -112,14 +115,14 @@ class SendToJoinerAction:
 
 @dataclass(frozen=True, slots=True)
 class DisconnectJoinerAction:
-    """End a visitor's connection without a word."""
+    """Close a joiner's connection without a message."""
 
     joiner: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitJoinerAction:
-    """Make this key a member on the word of ``approver``, then tell the visitor the verdict."""
+    """Make this key a member on behalf of ``approver``, then send the joiner the result."""
 
     joiner: int
     public_key: str
@@ -129,21 +132,21 @@ class AdmitJoinerAction:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmRefusalAction:
-    """The PC of that name was refused, as asked for."""
+    """Confirm that the PC of that name was refused."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPairingErrorAction:
-    """A :class:`PairingDecidedEvent` can't be obeyed; says why, for a person."""
+    """Report why a decision was not applied; ``reason`` is for a person."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PublishPendingAction:
-    """Those who wait are others than before."""
+    """Publish the changed list of pending requests."""
 
 
 PairingAction = (
@@ -158,7 +161,7 @@ PairingAction = (
 
 @dataclass(frozen=True, slots=True)
 class PairingRequest:
-    """A PC that waits for a person; ``since`` by the clock of the events."""
+    """A PC that awaits a decision; ``since`` by the clock of the events."""
 
     name: str
     code: str
@@ -170,68 +173,68 @@ class PairingRequest:
 class _Joiner:
     address: str
     nonce: bytes
-    #: ``new`` → ``challenged`` → ``waiting``.
-    state: Literal["new", "challenged", "waiting"] = "new"
-    #: When it is sent away.
-    expires_at: float = 0.0
+    expires_at: float
+    #: ``new`` → ``challenged`` → ``pending``.
+    state: Literal["new", "challenged", "pending"] = "new"
     since: float = 0.0
     commitment: Commitment | None = None
     name: str = ""
     code: str = ""
-    wrong_codes: int = field(default=0)
+    wrong_codes: int = 0
 
 
 class PairingResponder:
-    """Who stands before the door of a swarm."""
+    """The swarm's side."""
 
     def __init__(self, swarm: str, name: str, public_key: str, now: float) -> None:
-        """``swarm`` is its id, ``public_key`` that of its coordinator."""
+        """``swarm`` is its id, ``public_key`` its coordinator's."""
         self._swarm, self._name, self._key = swarm, name, public_key
         self._joiners: dict[int, _Joiner] = {}
-        self._rate = TokenBucket(RATE, now)
-        self._rates: dict[str, TokenBucket] = {}
+        self._bucket = TokenBucket(OVERALL_RATE_LIMIT, now)
+        self._address_buckets: dict[str, TokenBucket] = {}
 
     def handle(self, event: PairingEvent, now: float) -> list[PairingAction]:
-        """What follows from an event at ``now``."""
-        decisions = self._expire_joiners(now)
+        """Handle an event; returns the actions that follow."""
+        actions = self._expire_joiners(now)
         match event:
             case JoinerConnectedEvent():
-                decisions += self._on_connected(event, now)
+                actions += self._on_connected(event, now)
             case JoinerMessageReceivedEvent() if event.joiner in self._joiners:
-                decisions += self._on_message(event, now)
+                actions += self._on_message(event, now)
             case JoinerDisconnectedEvent() if event.joiner in self._joiners:
-                decisions += self._remove_joiner(event.joiner)
+                actions += self._remove_joiner(event.joiner)
             case PairingDecidedEvent():
-                decisions += self._on_decision(event)
-        return decisions
+                actions += self._on_decision(event)
+        return actions
 
     @property
     def pending_requests(self) -> list[PairingRequest]:
-        """Those who wait for a person, longest first."""
+        """Requests that await a decision, oldest first."""
         return [
             PairingRequest(one.name, one.code, one.address, one.since)
             for one in self._joiners.values()
-            if one.state == "waiting"
+            if one.state == "pending"
         ]
 
     def validate(self) -> None:
         """Check the bounds; for tests."""
-        assert len(self._joiners) <= MAX_VISITORS
-        assert len(self.pending_requests) <= MAX_WAITING
-        assert len(self._rates) <= _MAX_ADDRESS_BUCKETS
+        assert len(self._joiners) <= MAX_JOINERS
+        assert len(self.pending_requests) <= MAX_PENDING
+        assert len(self._address_buckets) <= _MAX_ADDRESS_BUCKETS
         for address in {one.address for one in self._joiners.values()}:
-            assert len(self._joiners_of(address)) <= MAX_OF_ADDRESS
+            assert len(self._joiners_of(address)) <= MAX_JOINERS_PER_ADDRESS
         for one in self._joiners.values():
-            assert bool(one.code) == (one.state == "waiting")
+            assert bool(one.code) == (one.state == "pending")
             assert one.wrong_codes < MAX_WRONG_CODES
 
-    # --- visitors ----------------------------------------------------------------------------
+    # --- joiners -----------------------------------------------------------------------------
 
     def _on_connected(self, event: JoinerConnectedEvent, now: float) -> list[PairingAction]:
-        full = len(self._joiners) >= MAX_VISITORS
-        if full or len(self._joiners_of(event.address)) >= MAX_OF_ADDRESS:
+        full = len(self._joiners) >= MAX_JOINERS
+        if full or len(self._joiners_of(event.address)) >= MAX_JOINERS_PER_ADDRESS:
             return [DisconnectJoinerAction(event.joiner)]
-        self._joiners[event.joiner] = _Joiner(event.address, event.nonce, expires_at=now + TALK_S)
+        expires_at = now + HANDSHAKE_TIMEOUT_S
+        self._joiners[event.joiner] = _Joiner(event.address, event.nonce, expires_at)
         return []
 
     def _on_message(self, event: JoinerMessageReceivedEvent, now: float) -> list[PairingAction]:
@@ -260,15 +263,17 @@ class PairingResponder:
     def _on_reveal(
         self, number: int, joiner: _Joiner, message: Reveal, now: float
     ) -> list[PairingAction]:
-        asked = joiner.commitment
-        assert asked is not None
-        if make_commitment(asked.public_key, message.nonce) != asked.commitment:
+        committed = joiner.commitment
+        assert committed is not None
+        if make_commitment(committed.public_key, message.nonce) != committed.commitment:
             return [*self._remove_joiner(number), DisconnectJoinerAction(number)]
-        of_address = [one for one in self._joiners_of(joiner.address) if one.state == "waiting"]
-        if len(self.pending_requests) >= MAX_WAITING or len(of_address) >= MAX_WAITING_OF_ADDRESS:
+        of_address = [one for one in self._joiners_of(joiner.address) if one.state == "pending"]
+        full = len(self.pending_requests) >= MAX_PENDING
+        if full or len(of_address) >= MAX_PENDING_PER_ADDRESS:
             return self._reject_joiner(number, "busy")
-        joiner.state, joiner.since, joiner.expires_at = "waiting", now, now + WAIT_S
-        joiner.code = short_code(asked, self._make_challenge(joiner), message.nonce)
+        joiner.state, joiner.since = "pending", now
+        joiner.expires_at = now + DECISION_TIMEOUT_S
+        joiner.code = short_code(committed, self._make_challenge(joiner), message.nonce)
         return [PublishPendingAction()]
 
     def _make_challenge(self, joiner: _Joiner) -> Challenge:
@@ -277,65 +282,56 @@ class PairingResponder:
         )
 
     def _expire_joiners(self, now: float) -> list[PairingAction]:
-        decisions: list[PairingAction] = []
+        actions: list[PairingAction] = []
         for number, one in list(self._joiners.items()):
             if one.expires_at > now:
                 continue
-            if one.state == "waiting":
-                decisions += self._reject_joiner(number, "expired")
+            if one.state == "pending":
+                actions += self._reject_joiner(number, "expired")
             else:
-                decisions += [*self._remove_joiner(number), DisconnectJoinerAction(number)]
-        return decisions
+                actions += [*self._remove_joiner(number), DisconnectJoinerAction(number)]
+        return actions
 
     def _reject_joiner(self, number: int, outcome: PairingOutcome) -> list[PairingAction]:
-        verdict = PairingResult(outcome=outcome)
+        result = PairingResult(outcome=outcome)
         if outcome == "version":
-            speaks = own_version()
-            verdict = PairingResult(
-                outcome=outcome, version=speaks.version, protocol=speaks.protocol
-            )
-        return [*self._remove_joiner(number), SendToJoinerAction(number, verdict)]
+            own = own_version()
+            result = PairingResult(outcome=outcome, version=own.version, protocol=own.protocol)
+        return [*self._remove_joiner(number), SendToJoinerAction(number, result)]
 
     def _remove_joiner(self, number: int) -> list[PairingAction]:
-        return [PublishPendingAction()] if self._joiners.pop(number).state == "waiting" else []
+        return [PublishPendingAction()] if self._joiners.pop(number).state == "pending" else []
 
     def _joiners_of(self, address: str) -> list[_Joiner]:
         return [one for one in self._joiners.values() if one.address == address]
 
     def _check_rate(self, address: str, now: float) -> PairingOutcome | None:
-        """Take one knock of what this address, and all, may have."""
-        own = self._rates.pop(address, None) or TokenBucket(RATE_OF_ADDRESS, now)
-        self._rates[address] = own
-        if len(self._rates) > _MAX_ADDRESS_BUCKETS:
-            del self._rates[next(iter(self._rates))]
-        if own.wait_time(now) or self._rate.wait_time(now):
+        """Count an attempt; ``"busy"`` if the address, or all together, make too many."""
+        own = self._address_buckets.pop(address, None) or TokenBucket(ADDRESS_RATE_LIMIT, now)
+        self._address_buckets[address] = own
+        if len(self._address_buckets) > _MAX_ADDRESS_BUCKETS:
+            del self._address_buckets[next(iter(self._address_buckets))]
+        if own.wait_time(now) or self._bucket.wait_time(now):
             return "busy"
         own.take_token()
-        self._rate.take_token()
+        self._bucket.take_token()
         return None
 
-    # --- a person's word ---------------------------------------------------------------------
+    # --- decisions ---------------------------------------------------------------------------
 
     def _on_decision(self, event: PairingDecidedEvent) -> list[PairingAction]:
         code = normalize_code(event.code)
         if code is None:
-            return [
-                ReportPairingErrorAction(
-                    f"a code has {CODE_DIGITS} digits, such as 4827-1931, and this has not"
-                )
-            ]
+            text = f"a code has {CODE_DIGITS} digits, for example 4827-1931"
+            return [ReportPairingErrorAction(text)]
         found = [number for number, one in self._joiners.items() if one.code == code]
         if len(found) == 1:
             return self._apply_decision(found[0], event)
         if found:
-            # Nobody can tell them apart, and it is no accident.
-            sent = [decision for one in found for decision in self._reject_joiner(one, "refused")]
-            return [
-                *sent,
-                ReportPairingErrorAction(
-                    f"{len(found)} PCs show {code}: all were refused; join again"
-                ),
-            ]
+            # Indistinguishable, and no accident.
+            actions = [action for one in found for action in self._reject_joiner(one, "refused")]
+            text = f"{len(found)} PCs show {code}; all were refused. Run `molink join` again"
+            return [*actions, ReportPairingErrorAction(text)]
         return self._count_wrong_code(code)
 
     def _apply_decision(self, number: int, event: PairingDecidedEvent) -> list[PairingAction]:
@@ -344,36 +340,30 @@ class PairingResponder:
             return [*self._reject_joiner(number, "refused"), ConfirmRefusalAction(joiner.name)]
         assert joiner.commitment is not None
         key = joiner.commitment.public_key
-        return [
-            *self._remove_joiner(number),
-            AdmitJoinerAction(number, key, joiner.name, event.approver),
-        ]
+        admit = AdmitJoinerAction(number, key, joiner.name, event.approver)
+        return [*self._remove_joiner(number), admit]
 
     def _count_wrong_code(self, code: str) -> list[PairingAction]:
-        waiting = [number for number, one in self._joiners.items() if one.state == "waiting"]
-        if not waiting:
-            return [
-                ReportPairingErrorAction(
-                    f"no PC that waits shows {code}: it may have waited for too long. Run `molink "
-                    "join` there again"
-                )
-            ]
-        decisions: list[PairingAction] = []
-        for number in waiting:
+        pending = [number for number, one in self._joiners.items() if one.state == "pending"]
+        if not pending:
+            text = f"no waiting PC has code {code}; its request may have expired. "
+            return [ReportPairingErrorAction(f"{text}Run `molink join` there again")]
+        actions: list[PairingAction] = []
+        for number in pending:
             self._joiners[number].wrong_codes += 1
             if self._joiners[number].wrong_codes >= MAX_WRONG_CODES:
-                decisions += self._reject_joiner(number, "refused")
-        reason = f"no PC that waits shows {code}. Compare it with the code on that PC"
-        if decisions:
-            reason += f"; after {MAX_WRONG_CODES} wrong codes it has to run `molink join` again"
-        return [*decisions, ReportPairingErrorAction(reason)]
+                actions += self._reject_joiner(number, "refused")
+        text = f"no waiting PC has code {code}. Compare it with the code on that PC"
+        if actions:
+            text += f"; after {MAX_WRONG_CODES} wrong codes it has to run `molink join` again"
+        return [*actions, ReportPairingErrorAction(text)]
 
 
 class PairingInitiator:
-    """The side of the PC that asks."""
+    """The joining PC's side."""
 
     def __init__(self, public_key: str, name: str, version: str, nonce: bytes) -> None:
-        """``nonce`` are 32 random bytes that nobody has seen."""
+        """``nonce`` is 32 fresh random bytes."""
         self._nonce = nonce
         self.commitment = Commitment(
             public_key=public_key,
@@ -384,33 +374,36 @@ class PairingInitiator:
         )
 
     def answer_challenge(self, challenge: Challenge) -> tuple[Reveal, str]:
-        """What to say to the swarm's challenge, and the code to show.
+        """The answer to the swarm's challenge, and the code to show.
 
         Raises:
-            WireError: the swarm shows this PC its own key.
+            WireError: the swarm presents this PC's own key.
         """
         if challenge.public_key == self.commitment.public_key:
-            raise WireError("the other side shows this PC's own key as its own")
+            raise WireError("the other side presents this PC's own key")
         return Reveal(nonce=self._nonce), short_code(self.commitment, challenge, self._nonce)
 
 
 def make_commitment(public_key: str, nonce: bytes) -> bytes:
-    """What binds a PC to a nonce without showing it."""
+    """Hash that binds a PC to a nonce without revealing it."""
     data = public_key.encode("ascii") + nonce
     return hashlib.blake2b(data, digest_size=32, person=b"molink-commit").digest()
 
 
 def short_code(commitment: Commitment, challenge: Challenge, nonce: bytes) -> str:
-    """The code of a knock, such as ``4827-1931``: a hash over all that was said."""
-    whole = msgspec.msgpack.encode((commitment, challenge, nonce))
-    digest = hashlib.blake2b(whole, digest_size=16, person=b"molink-code").digest()
-    digits = f"{int.from_bytes(digest, 'big') % 10**CODE_DIGITS:0{CODE_DIGITS}d}"
-    return f"{digits[:4]}-{digits[4:]}"
+    """The code of an exchange, such as ``4827-1931``: a hash over all its messages."""
+    exchange = msgspec.msgpack.encode((commitment, challenge, nonce))
+    digest = hashlib.blake2b(exchange, digest_size=16, person=b"molink-code").digest()
+    return _format_code(f"{int.from_bytes(digest, 'big') % 10**CODE_DIGITS:0{CODE_DIGITS}d}")
 
 
 def normalize_code(text: str) -> str | None:
-    """A code as a person types it, in the form of :func:`short_code`; ``None`` if it is none."""
+    """A typed code in the form of :func:`short_code`; ``None`` if it is invalid."""
     digits = "".join(text.split()).replace("-", "")
     if len(digits) != CODE_DIGITS or not (digits.isascii() and digits.isdigit()):
         return None
+    return _format_code(digits)
+
+
+def _format_code(digits: str) -> str:
     return f"{digits[:4]}-{digits[4:]}"

@@ -1,4 +1,4 @@
-"""Members' own words are shown to people and dialled by other PCs: only clean ones pass."""
+"""Sanitizes what peers report before people see it or other PCs connect to it."""
 
 import math
 import re
@@ -11,21 +11,20 @@ from molink.swarm.placement.placement import parse_layers
 from molink.wire.messages.peer_reports import PeerReport, PrefetchState, StageFailed
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
-#: Characters of a name that a column of ``molink status`` has room for.
+#: Characters of a name; a column of ``molink status`` has room for them.
 _MAX_NAME_CHARS = 64
-#: Characters of a reason: the headers that pass it on hold a ring's addresses too.
+#: Characters of a reason; the header that carries it holds a ring's addresses too.
 MAX_REASON_CHARS = 512
 
 
 def sanitize_name(name: str, default: str) -> str:
-    """A name without anything that a terminal would obey."""
+    """A name without control characters; ``default`` if nothing is left."""
     return "".join(c for c in name if c.isprintable()).strip()[:_MAX_NAME_CHARS] or default
 
 
 def sanitize_report(report: PeerReport, peer: str) -> PeerReport:
-    """A report with its texts cleaned and its measurements finite."""
-    device = report.device
-    rate = device.read_rate
+    """A report with printable texts and finite measurements."""
+    device, rate = report.device, report.device.read_rate
     return msgspec.structs.replace(
         report,
         name=sanitize_name(report.name, peer),
@@ -40,9 +39,7 @@ def sanitize_report(report: PeerReport, peer: str) -> PeerReport:
             msgspec.structs.replace(
                 worker,
                 pipeline=sanitize_name(worker.pipeline, "?"),
-                slowdown=worker.slowdown
-                if 1 / MAX_SLOWDOWN <= worker.slowdown <= MAX_SLOWDOWN
-                else 0.0,
+                slowdown=_sanitize_slowdown(worker.slowdown),
             )
             for worker in report.workers
         ),
@@ -60,6 +57,10 @@ def sanitize_report(report: PeerReport, peer: str) -> PeerReport:
     )
 
 
+def _sanitize_slowdown(slowdown: float) -> float:
+    return slowdown if 1 / MAX_SLOWDOWN <= slowdown <= MAX_SLOWDOWN else 0.0
+
+
 def _sanitize_prefetch(prefetch: PrefetchState | None) -> PrefetchState | None:
     if prefetch is None:
         return None
@@ -67,12 +68,12 @@ def _sanitize_prefetch(prefetch: PrefetchState | None) -> PrefetchState | None:
 
 
 def sanitize_failure(message: StageFailed) -> StageFailed:
-    """A reason that can be shown."""
+    """A failure with a printable reason."""
     return msgspec.structs.replace(message, reason=printable(message.reason)[:MAX_REASON_CHARS])
 
 
 def is_valid_model_name(name: str) -> bool:
-    """Whether models may be called so. A name is never changed: peers ask each other by it."""
+    """Whether a model may have this name; names identify models, so they are never changed."""
     return bool(name.strip()) and name.isprintable()
 
 

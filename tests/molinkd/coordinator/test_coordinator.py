@@ -40,10 +40,10 @@ from molink.swarm.controller.records import MemberRecord, PipelineRecord
 from molink.swarm.election.replica import Replica, decode_replica
 from molink.swarm.membership import duplicate_peers as twins
 from molink.swarm.membership.discovery import DiscoveredSwarm
-from molink.swarm.membership.invitations import MAX_INVITATIONS
-from molink.swarm.membership.join_rate_limit import JoinRateLimiter, RateLimit
+from molink.swarm.membership.invitations import MAX_INVITATIONS, JoinRateLimiter
 from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.terms import next_term
+from molink.util.token_bucket import RateLimit
 from molink.wire.messages.admin import (
     ApplyModels,
     DesiredModels,
@@ -366,8 +366,8 @@ async def test_single_use_token_admits_one_of_250_peers(scene: Scene) -> None:
     assert len(scene.state.members()) == 2
     assert Counter(type(one) for one in refused) == {TokenError: 249}
     assert {str(one) for one in refused} == {
-        "this join token was for one PC, which has joined by it. `molink invite` on a PC of the "
-        "swarm prints another"
+        "this join token was for 1 PC, which has joined. `molink invite` on a PC of the swarm "
+        "prints another"
     }
 
 
@@ -396,7 +396,7 @@ async def test_lost_join_reply_does_not_use_up_the_token(scene: Scene) -> None:
     await scene.start(port=None)
     assert (await scene.join(token, first.keys)).id == first.id
     async with scene.guest(token) as guest:
-        with pytest.raises(TokenError, match="was for one PC"):
+        with pytest.raises(TokenError, match="was for 1 PC"):
             await guest.send_request(wish(KeyPair.generate()), timeout=30)
 
 
@@ -995,7 +995,7 @@ async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
     (shown,) = (await scene.status(guest))["pairing_requests"]
     assert (shown["name"], shown["code"]) == ("attic", code)
     assert abs(shown["since"] - time.time()) < 60
-    with pytest.raises(RequestError, match="no PC that waits"):
+    with pytest.raises(RequestError, match="no waiting PC"):
         await guest.ask(PairingDecisionRequest(ref=0, code="0000-0001"))
     assert (await guest.ask(PairingDecisionRequest(ref=0, code=code))).name == "attic"
     member = await task
@@ -1057,7 +1057,7 @@ async def test_pairing_needs_discovery(scene: Scene) -> None:
 
 async def test_duplicate_pc_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state folder was copied, and both run."""
-    monkeypatch.setattr(twins, "ONCE_S", 0.0)
+    monkeypatch.setattr(twins, "ALTERNATION_INTERVAL_S", 0.0)
     owner = await scene.peer()
     first = await scene.join(await scene.token(owner))
     await scene.until(lambda: first.last(Welcome), first)

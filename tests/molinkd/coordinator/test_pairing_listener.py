@@ -25,7 +25,7 @@ from molink.errors import (
 )
 from molink.swarm.membership import pairing as knocks
 from molink.swarm.membership.discovery import DiscoveredSwarm
-from molink.swarm.membership.pairing import MAX_OF_ADDRESS, PairingInitiator
+from molink.swarm.membership.pairing import MAX_JOINERS_PER_ADDRESS, PairingInitiator
 from molink.wire.messages.pairing import (
     LENGTH_BYTES,
     Challenge,
@@ -156,7 +156,7 @@ async def test_rejected_pc_is_told_why(scene: Scene) -> None:
         scene.porch.decide_request(await scene.code(), "owner", refuse=False)
     with pytest.raises(Unavailable, match="as many PCs"):
         await knocking
-    with pytest.raises(RequestError, match="no PC that waits"):
+    with pytest.raises(RequestError, match="no waiting PC"):
         scene.porch.decide_request("0000-0000", "owner", refuse=False)
     assert scene.members == {}
 
@@ -180,7 +180,7 @@ async def test_inadmissible_keys_are_rejected(
 
 
 async def test_pending_pc_expires(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knocks, "WAIT_S", 0.0)
+    monkeypatch.setattr(knocks, "DECISION_TIMEOUT_S", 0.0)
     knocking = scene.knock()
     await until(lambda: scene.changes)
     scene.porch.on_timer()
@@ -193,7 +193,7 @@ async def test_disconnected_pc_is_dropped(scene: Scene) -> None:
     code = await scene.code()
     knocking.cancel()
     await until(lambda: not scene.porch.pending_requests)
-    with pytest.raises(RequestError, match="no PC that waits"):
+    with pytest.raises(RequestError, match="no waiting PC"):
         scene.porch.decide_request(code, "owner", refuse=False)
 
 
@@ -288,7 +288,7 @@ async def test_man_in_the_middle_is_exposed(scene: Scene) -> None:
         knocking = asyncio.create_task(request_pairing(nearby, PC_KEYS, "pc", shown.append))
         await until(lambda: shown and scene.porch.pending_requests)
         assert scene.porch.pending_requests[0].code != shown[0].code
-        with pytest.raises(RequestError, match="no PC that waits"):
+        with pytest.raises(RequestError, match="no waiting PC"):
             scene.porch.decide_request(shown[0].code, "owner", refuse=False)
         done.set()
         with pytest.raises(Unavailable):
@@ -339,9 +339,9 @@ async def test_half_open_connections_do_not_block_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One address has few; they end by themselves, and then it may knock again."""
-    begun = [await Raw.dial(scene) for _ in range(MAX_OF_ADDRESS)]
+    begun = [await Raw.dial(scene) for _ in range(MAX_JOINERS_PER_ADDRESS)]
     begun[0].writer.write(struct.pack(">H", 500) + b"half")
-    await until(lambda: len(scene.porch._writers) == MAX_OF_ADDRESS)
+    await until(lambda: len(scene.porch._writers) == MAX_JOINERS_PER_ADDRESS)
     refused = await Raw.dial(scene)
     assert await refused.hear() is None
     await refused.close()
@@ -374,7 +374,7 @@ async def test_flood_is_rate_limited(scene: Scene) -> None:
     finally:
         tracemalloc.stop()
     assert grown < 10 << 20
-    assert len(scene.porch._writers) <= MAX_OF_ADDRESS
+    assert len(scene.porch._writers) <= MAX_JOINERS_PER_ADDRESS
     scene.porch.decide_request(code, "owner", refuse=False)
     assert (await knocking).swarm == SWARM
 

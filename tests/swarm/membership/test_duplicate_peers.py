@@ -5,7 +5,11 @@ from itertools import cycle, islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.swarm.membership.duplicate_peers import ONCE_S, RETURNS, DuplicatePeers
+from molink.swarm.membership.duplicate_peers import (
+    ALTERNATION_INTERVAL_S,
+    MIN_ALTERNATIONS,
+    DuplicatePeers,
+)
 
 
 def test_reconnecting_peer_is_no_duplicate() -> None:
@@ -20,11 +24,11 @@ def test_reconnecting_peer_is_no_duplicate() -> None:
 def test_second_pc_is_the_duplicate() -> None:
     twins, heard = DuplicatePeers(), []
     for number, one in enumerate(islice(cycle([b"a", b"b"]), 80)):
-        heard.append((one, twins.observe_connection("p", one, number * ONCE_S / 2)))
+        heard.append((one, twins.observe_connection("p", one, number * ALTERNATION_INTERVAL_S / 2)))
     assert not any(shut for one, shut in heard if one == b"a")
     shut = [shut for one, shut in heard if one == b"b"]
     assert shut == sorted(shut)
-    assert RETURNS / 2 <= shut.count(False) <= RETURNS + 1
+    assert MIN_ALTERNATIONS / 2 <= shut.count(False) <= MIN_ALTERNATIONS + 1
     assert not twins.observe_connection("another", b"b", 99.0)
     # The first one is free to come by a new connection, and once it has gone so is the other.
     assert not twins.observe_connection("p", b"c", 99.0)

@@ -1,11 +1,21 @@
+"""Invitations and the rate of joins by them."""
+
 import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from molink.errors import NotAuthorized, TokenError, UsageError
 from molink.swarm.controller.records import InvitationUse
-from molink.swarm.membership.invitations import MAX_INVITATIONS, Invitations, encode_invitations
+from molink.swarm.membership.invitations import (
+    MAX_INVITATIONS,
+    Invitations,
+    JoinRateLimiter,
+    encode_invitations,
+)
+from molink.util.token_bucket import RateLimit
 
 DAY = 86400
 KEY = "k" * 40
@@ -48,7 +58,7 @@ def test_number_of_uses_is_enforced() -> None:
     assert invitations.redeemed_by("d") == []
     one = invitations.create_invitation("a", KEY, 0, now=1, owner=True).id
     invitations.put_record(invitations.redeem_invitation(one, "b", now=2))
-    with pytest.raises(TokenError, match="was for one PC, which has joined"):
+    with pytest.raises(TokenError, match="was for 1 PC, which has joined"):
         invitations.redeem_invitation(one, "c", now=2)
 
 
@@ -110,3 +120,38 @@ def test_only_owners_invitations_never_expire(ttl: int) -> None:
     with pytest.raises(NotAuthorized, match="more than 30 days"):
         Invitations().create_invitation("b", KEY, ttl, now=0, owner=False)
     assert Invitations().create_invitation("a", KEY, ttl, now=0, owner=True)
+
+
+def test_burst_then_steady_rate() -> None:
+    rate = JoinRateLimiter(100.0, RateLimit(2, 0.5), RateLimit(99, 99.0))
+    assert [rate.admit_join("a", 100.0) for _ in range(4)] == [0.0, 0.0, 2.0, 2.0]
+    assert rate.admit_join("a", 101.0) == 1.0
+    assert rate.admit_join("a", 102.0) == 0.0
+    assert rate.admit_join("b", 102.0) == 0.0, "each invitation has its own bucket"
+    assert [rate.admit_join("a", 999.0) for _ in range(3)] == [0.0, 0.0, 2.0], (
+        "no more than a burst"
+    )
+    rate.drop_invitation("a")
+    assert rate.admit_join("a", 999.0) == 0.0
+    rate.drop_invitation("never seen")
+
+
+def test_overall_rate_is_bounded() -> None:
+    rate = JoinRateLimiter(0.0, RateLimit(2, 1.0), RateLimit(3, 1.0))
+    assert [rate.admit_join(id, 0.0) for id in "aabbc"] == [0.0, 0.0, 0.0, 1.0, 1.0]
+    # Rejected joins take no tokens.
+    assert rate.admit_join("b", 1.0) == 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(-1.0, 3.0)), max_size=60))
+def test_joins_never_exceed_burst_and_rate(events: list[tuple[str, float]]) -> None:
+    now, admitted = 0.0, 0
+    rate = JoinRateLimiter(now, RateLimit(3, 1.0), RateLimit(4, 1.5))
+    latest = 0.0
+    for invitation, passed in events:
+        now += passed  # a clock that goes back adds no tokens
+        latest = max(latest, now)
+        wait = rate.admit_join(invitation, now)
+        assert wait >= 0.0
+        admitted += wait == 0.0
+        assert admitted <= 4 + 1.5 * latest + 1e-6

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from molink.errors import WireError
 from molink.swarm.membership.pairing import (
-    MAX_OF_ADDRESS,
-    MAX_VISITORS,
-    MAX_WAITING,
-    MAX_WAITING_OF_ADDRESS,
+    DECISION_TIMEOUT_S,
+    HANDSHAKE_TIMEOUT_S,
+    MAX_JOINERS,
+    MAX_JOINERS_PER_ADDRESS,
+    MAX_PENDING,
+    MAX_PENDING_PER_ADDRESS,
     MAX_WRONG_CODES,
-    TALK_S,
-    WAIT_S,
     AdmitJoinerAction,
     ConfirmRefusalAction,
     DisconnectJoinerAction,
@@ -139,10 +139,10 @@ def test_three_wrong_codes_reject_all_pending_joiners() -> None:
 def test_joiners_expire() -> None:
     scene = Scene()
     silent = scene.arrive()
-    scene.now = TALK_S
+    scene.now = HANDSHAKE_TIMEOUT_S
     assert scene.handle(PairingTimePassedEvent()) == [DisconnectJoinerAction(silent)]
     visitor, _ = scene.wait()
-    scene.now += WAIT_S - 0.1
+    scene.now += DECISION_TIMEOUT_S - 0.1
     assert scene.handle(PairingTimePassedEvent()) == []
     scene.now += 0.1
     assert scene.handle(PairingTimePassedEvent()) == [
@@ -249,12 +249,12 @@ def test_duplicate_code_admits_nobody() -> None:
 
 def test_joiners_are_bounded() -> None:
     scene = Scene()
-    for _ in range(MAX_OF_ADDRESS):
+    for _ in range(MAX_JOINERS_PER_ADDRESS):
         scene.arrive("10.9.9.9")
     assert scene.handle(JoinerConnectedEvent(99, "10.9.9.9", nonce(99))) == [
         DisconnectJoinerAction(99)
     ]
-    for _ in range(MAX_VISITORS - MAX_OF_ADDRESS):
+    for _ in range(MAX_JOINERS - MAX_JOINERS_PER_ADDRESS):
         scene.arrive()
     assert scene.handle(JoinerConnectedEvent(99, "10.0.1.1", nonce(99))) == [
         DisconnectJoinerAction(99)
@@ -263,7 +263,7 @@ def test_joiners_are_bounded() -> None:
 
 def test_pairing_attempts_of_one_address_are_rate_limited() -> None:
     scene = Scene()
-    for _ in range(MAX_WAITING_OF_ADDRESS):
+    for _ in range(MAX_PENDING_PER_ADDRESS):
         scene.wait(address="10.9.9.9")
     visitor = scene.arrive("10.9.9.9")
     knocker = PairingInitiator(EVIL_KEY, "pc", "1", nonce(5))
@@ -271,7 +271,7 @@ def test_pairing_attempts_of_one_address_are_rate_limited() -> None:
     busy = [SendToJoinerAction(visitor, PairingResult(outcome="busy"))]
     assert scene.handle(JoinerMessageReceivedEvent(visitor, reveal)) == busy
     scene.wait()
-    while len(scene.knocks.pending_requests) < MAX_WAITING:
+    while len(scene.knocks.pending_requests) < MAX_PENDING:
         scene.wait()
     visitor = scene.arrive()
     reveal, _ = knocker.answer_challenge(scene.challenge(visitor, knocker.commitment))

@@ -20,7 +20,7 @@ from molink.errors import (
 )
 from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.discovery import PAIRING_PORT, DiscoveredSwarm, is_swarm_id
-from molink.swarm.membership.pairing import WAIT_S, PairingInitiator
+from molink.swarm.membership.pairing import DECISION_TIMEOUT_S, PairingInitiator
 from molink.swarm.membership.sanitize import sanitize_name
 from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
 from molink.wire.messages.base import Message
@@ -39,7 +39,7 @@ from molinkd.peer.membership.membership_record import MembershipRecord
 #: Seconds for a connection to one address, and for an answer to what a program says.
 _CONNECT_S, _ANSWER_S = 4.0, 10.0
 #: The swarm ends a knock by itself; this PC waits a little longer, in seconds.
-_WAIT_S = WAIT_S + 15.0
+_WAIT_S = DECISION_TIMEOUT_S + 15.0
 _MAX_NUM_ADDRESSES = 8
 _HOST_PORT = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,58}:[0-9]{1,5}\Z")
 
