@@ -86,9 +86,8 @@ class Invitations:
         if any(use.peer == peer for use in record.used_by):
             return record
         if record.uses_left < 1:
-            pcs = (
-                "1 PC, which has" if record.max_uses == 1 else f"{record.max_uses} PCs, which have"
-            )
+            uses = record.max_uses
+            pcs = "1 PC, which has" if uses == 1 else f"{uses} PCs, which have"
             raise TokenError(f"this join token was for {pcs} joined. {_PRINT_ANOTHER}")
         return replace(record, used_by=(*record.used_by, InvitationUse(peer, now)))
 

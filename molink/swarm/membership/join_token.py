@@ -63,9 +63,9 @@ class JoinToken(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults
         token = _decode(_unpack("".join(text.split())))
         if token.expires and token.expires <= now:
             raise TokenError(
-                f"this join token expired on {_format_expiry(token.expires)}. `molink invite` on a PC "
-                "of the swarm prints another. If this PC has joined before, run `molink join` "
-                "without a token"
+                f"this join token expired on {_format_expiry(token.expires)}. `molink invite` on "
+                "a PC of the swarm prints another. If this PC has joined before, run `molink "
+                "join` without a token"
             )
         return token
 
