@@ -1,7 +1,7 @@
-"""Puts one stage's deciders together: head and front desk at stage 0, ring, and both links.
+"""Builds one stage of a ring: the scheduler at stage 0, the ring itself, and both links.
 
-The product's worker, the simulator and the virtual rings of the tests are all built here, each with
-surroundings of its own: an event loop and sockets, or virtual time and what plays the network.
+The worker, the simulator and the tests' virtual rings are all built here. Each brings its own
+environment: an event loop and sockets, or virtual time and a simulated network.
 """
 
 from collections.abc import Callable
@@ -34,23 +34,21 @@ from molink.scheduler.speculation.base import DraftSource
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 from molink.wire.messages.data_plane import MAX_MICRO_BATCHES, MAX_SLICES
 
-#: Requests that any head may run, which other stages aren't told.
+#: Requests that any scheduler may run; other stages don't know their scheduler's limit.
 MAX_REQUESTS = 1024
-#: Bytes of rows that a stage is ready to keep, whatever its own settings make of it.
+#: Minimum bytes of rows that a stage buffers, whatever its settings yield.
 MIN_WAITING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """One stage's place in a ring of one epoch: what it is told, and the switches.
+    """Configuration of one stage of a ring for one epoch.
 
-    ``scheduler_limits`` are the bounds of the ring's head, and so of what it may ask of every
-    stage; ``max_model_len`` tokens are in the longest request of any head. ``profile`` is this
-    stage's own, ``link_policy`` that of its link, ``scheduling_policy`` the head's,
-    ``previous_peer`` the one that runs the previous stage. Volumes are cut into pieces as
-    ``sub_chunk_policy`` says, or else as ``cut_through`` and the profile do.
-    ``create_draft_source`` makes what guesses the tokens of a request. ``host_memory`` is this
-    stage's host memory for KV.
+    ``scheduler_limits`` bound what the scheduler may ask of any stage, and no request has more than
+    ``max_model_len`` tokens. ``profile`` and ``host_memory`` are those of this stage,
+    ``link_policy`` is for its outgoing link, and ``previous_peer`` runs the previous stage.
+    ``sub_chunk_policy`` overrides the policy that follows from ``cut_through`` and the profile.
+    ``create_draft_source`` makes the draft source of a request.
     """
 
     epoch: int
@@ -69,7 +67,7 @@ class RingPlan:
 
     @property
     def scoreboard_limits(self) -> ScoreboardLimits:
-        """What an honest head and honest stages never exceed here."""
+        """What a well-behaved scheduler and well-behaved stages never exceed here."""
         blocks, size = self.scheduler_limits.num_blocks, self.scheduler_limits.block_size
         return ScoreboardLimits(
             max_requests=MAX_REQUESTS + self._max_volumes * MAX_SLICES,
@@ -83,8 +81,8 @@ class RingPlan:
 
     @property
     def _max_bytes(self) -> int:
-        """Bytes of rows that the previous stage may have us keep: twice what we expect of it."""
-        # Chunks that go unpaired may have as many, in all; whether they do, the head decides.
+        """Twice the bytes of rows that the previous stage should ever have this stage buffer."""
+        # Prefill-only chunks may add as many. Whether they do is up to the scheduler.
         chunk = max(max_chunk_rows(self.scheduler_limits.max_num_batched_tokens), MAX_CHUNK_ROWS)
         count = max(self._max_micro_batches, 2 * self.shape.stages)
         rows = 2 * count * (chunk + MAX_SLICES)
@@ -92,23 +90,24 @@ class RingPlan:
 
     @property
     def _max_micro_batches(self) -> int:
-        """Micro-batches that there may be in flight, whoever decides that."""
         return self.scheduler_limits.micro_batches or 2 * self.shape.stages
 
     @property
     def _max_volumes(self) -> int:
-        """Decode and prefill volumes in flight; of the latter more may go unpaired than paired."""
+        """Decode and prefill volumes in flight. Prefill-only volumes may outnumber piggybacked
+        ones.
+        """
         return self._max_micro_batches + MAX_MICRO_BATCHES
 
 
 @dataclass(frozen=True, slots=True)
 class LinkEnvironment:
-    """What a stage's two links have around them.
+    """What surrounds a stage's two links.
 
-    ``connect`` makes the channels to the next stage, and the previous one is answered through
-    ``server``. ``on_dead`` is told, once, why the next stage is dead. ``remembered`` is what is
-    remembered of the link; ``on_estimate`` is told what it is measured to be, ``write_record``
-    takes lines of a recording of its decisions. ``keep_warm`` is as of :class:`OutLink`.
+    ``connect`` makes the connections to the next stage; ``server`` answers the previous one.
+    ``on_dead`` is called once with the reason why the next stage is dead. ``remembered`` is the
+    link's last known estimate, ``on_estimate`` gets each new one, and ``write_record`` gets lines
+    of a recording of the policy's decisions. ``keep_warm`` is as in :class:`OutLink`.
     """
 
     connect: Connect
@@ -123,13 +122,12 @@ class LinkEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class StageEnvironment:
-    """What a stage has around it; ``create_receiver`` is asked for the front desk of the head at
-    stage 0.
+    """What surrounds a stage.
 
-    Without ``link`` the ring has no links of its own: it is a whole one, or who opens it says what
-    follows. ``on_broken`` is as :class:`Ring` says. ``draft_model`` is what the head asks for
-    drafts, where its limits say that there is one. What is known of answers' lengths
-    (``answer_lengths``) outlives the ring.
+    ``create_receiver`` makes the scheduler's receiver at stage 0. Without ``link`` the ring has no
+    links of its own: it is a single stage, or the caller of :meth:`RingStage.start` passes the next
+    one. ``on_broken`` is as in :class:`Ring`. ``draft_model`` runs the draft model if the
+    scheduler's config has one. ``answer_lengths`` outlive the ring.
     """
 
     timers: Timers
@@ -144,7 +142,7 @@ class StageEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class RingStage:
-    """One stage's deciders, wired to each other; the head is at stage 0."""
+    """One stage's deciders, wired to each other. Only stage 0 has a scheduler."""
 
     ring: Ring
     scheduler: Scheduler | None
@@ -152,13 +150,13 @@ class RingStage:
     incoming: InLink | None
 
     def start(self, next_stage: NextStage | None = None) -> None:
-        """Connect and begin; without a link, ``next_stage`` is the next stage, if there is one."""
+        """Connect and start. Without a link, ``next_stage`` follows this stage, if any does."""
         if self.outgoing is not None:
             self.outgoing.start()
         self.ring.open(self.outgoing or next_stage)
 
     def close(self) -> None:
-        """The epoch is over."""
+        """End the epoch."""
         self.ring.close()
         if self.incoming is not None:
             self.incoming.close()
@@ -169,9 +167,9 @@ class RingStage:
         """Counters and gauges of this epoch, by name."""
         counters, gauges = self.ring.collect_stats()
         if self.scheduler is not None:
-            head_counters, head_gauges = self.scheduler.collect_stats()
-            counters |= head_counters
-            gauges |= head_gauges
+            scheduler_counters, scheduler_gauges = self.scheduler.collect_stats()
+            counters |= scheduler_counters
+            gauges |= scheduler_gauges
         if self.outgoing is not None:
             sent = self.outgoing.stats
             counters |= sent.counters
@@ -183,7 +181,7 @@ class RingStage:
 
 
 def build_ring(plan: RingPlan, environment: StageEnvironment) -> RingStage:
-    """The stage of ``plan``; it does nothing before it is started."""
+    """Build the stage of ``plan``. It is idle until it is started."""
     scheduler: Scheduler | None = None
     bridge: SchedulerBridge | None = None
     if plan.shape.is_first:

@@ -1,4 +1,4 @@
-"""What a stage does with controls that it has completed, before they go on to the next stage."""
+"""Applies control messages at a stage and forwards them."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,12 +16,12 @@ from molink.wire.messages.data_plane import (
     Tombstone,
 )
 
-#: Sends a control on, with its payload.
+#: Forwards a control message with its payload to the next stage.
 ForwardControl = Callable[[ControlMessage, Buffer | None], None]
 
 
 class ControlApplier:
-    """Applies them at one stage, in their order."""
+    """Applies completed control messages of one stage in order."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ControlApplier:
         on_released: Callable[[int], None],
         forward: ForwardControl,
     ) -> None:
-        """``on_released`` is told which request is forgotten."""
+        """``on_released`` gets the id of each evicted request."""
         self._shape = shape
         self._requests = requests
         self._executor = executor
@@ -39,7 +39,7 @@ class ControlApplier:
         self._forward = forward
 
     def apply_controls(self, controls: Sequence[CompletedControl]) -> None:
-        """Do what they say here, and pass them on."""
+        """Apply messages here and forward them."""
         for control in controls:
             body = control.body
             match body:
@@ -65,7 +65,7 @@ class ControlApplier:
                     self._forward(body, None)
 
     def _apply_or_forward(self, body: Grammar | History, data: object) -> None:
-        """A grammar, or tokens (``i32``) for that or for penalties: passed on before the tail."""
+        """Handle a grammar or token history (``i32``), which only the last stage needs."""
         if not isinstance(data, bytes | bytearray | memoryview):
             return
         if not self._shape.is_last:
@@ -78,6 +78,6 @@ class ControlApplier:
             )
 
     def _forward_blocks(self, body: BlockTable | SwapOut | SwapIn, data: object) -> None:
-        """Blocks (``i32``), which every stage has to know."""
+        """Forward block ids (``i32``), which every stage needs."""
         if not self._shape.is_last and isinstance(data, bytes | bytearray | memoryview):
             self._forward(body, data)

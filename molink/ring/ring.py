@@ -1,4 +1,4 @@
-"""One stage's place in the ring during one epoch: receive, order, fuse, run, send."""
+"""Runs one stage of the ring during one epoch: receive, order, fuse, compute, send."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -50,20 +50,20 @@ log = logging.getLogger(__name__)
 
 
 class ErrorGuard:
-    """A context in which an error would leave a seq undone for ever: the stage ends with it.
+    """Ends the stage on an unexpected error, which would otherwise leave a ``seq`` incomplete
+    forever.
 
-    It may be entered again and again, several times a step: a generator would cost more than much
-    of what is done in it.
+    Reentrant. A class rather than a generator, since it is entered several times per step.
     """
 
     __slots__ = ("_on_broken",)
 
     def __init__(self, on_broken: Callable[[str], None]) -> None:
-        """``on_broken`` is told what the error was."""
+        """``on_broken`` gets the error's text."""
         self._on_broken = on_broken
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def __exit__(
         self,
@@ -78,7 +78,7 @@ class ErrorGuard:
         return True
 
 
-#: What the scoreboard of a later stage puts in order, parts of volumes aside.
+#: Messages that the scoreboard of a later stage orders, apart from volume fragments.
 _SCOREBOARD_MESSAGES = ControlMessage | Volume
 
 
@@ -86,9 +86,9 @@ _SCOREBOARD_MESSAGES = ControlMessage | Volume
 class RingConfig:
     """What a stage is and how it works.
 
-    ``profile`` is how long its steps have been measured to take, ``profiles`` are those of all
-    stages. ``sub_chunk_policy`` decides in which pieces prefill rows are computed and sent on,
-    perhaps while more are coming. ``host_memory`` is its host memory for KV.
+    ``profile`` has this stage's measured step times, ``profiles`` those of all stages.
+    ``sub_chunk_policy`` decides how many prefill rows are computed and sent at once while more are
+    arriving. ``host_memory`` is this stage's host memory for KV.
     """
 
     shape: StageShape
@@ -100,12 +100,11 @@ class RingConfig:
 
 
 class Ring:
-    """One stage's deciders put together: scoreboard, head (at stage 0), executor, outgoing link.
+    """Connects one stage's deciders: scoreboard, scheduler (at stage 0), executor, outgoing link.
 
-    It has no clock, threads or sockets of its own: ``clock`` is in seconds, every method is called
-    on one thread, and ``executor`` keeps at most one step and reports on that thread, so a
-    simulation can run it in virtual time. ``run_pending`` is called after every event and does
-    whatever can be done now.
+    It has no clock, threads or sockets. ``clock`` returns seconds. All methods run on one thread,
+    and ``executor`` runs at most one step and reports on that thread, so a simulation can run it in
+    virtual time. ``run_pending`` does all that is possible after each event.
     """
 
     def __init__(
@@ -117,10 +116,10 @@ class Ring:
         clock: Callable[[], float],
         on_broken: Callable[[str], None],
     ) -> None:
-        """``bridge`` is the head's end, at stage 0.
+        """``bridge`` connects to the scheduler, at stage 0 only.
 
-        ``on_broken`` is told, once, why this stage can't go on: an error of our own after which
-        seqs would be missing, or steps that fail one after another.
+        ``on_broken`` is called once if this stage can't continue: after an internal error that
+        loses a ``seq``, or after repeated failed steps.
         """
         self._shape = shape = config.shape
         self._clock = clock
@@ -131,10 +130,9 @@ class Ring:
         self._computing = False
         self._closed = False
         self.scoreboard = Scoreboard(config.limits, config.sub_chunk_policy)
-        #: What the step that runs is made of, by seq.
+        #: Inputs of the running step, by ``seq``.
         self._running: dict[int, StepInput] = {}
         self._samples = SampleCollector()
-        #: How busy it is.
         self.bubbles = BubbleMeter(clock())
         self.step_log = StepLog()
         self._num_strays = 0
@@ -148,13 +146,12 @@ class Ring:
         self._controls = ControlApplier(
             shape, requests, executor, self._round_trips.on_request_finished, self._forward
         )
-        #: How long the step that runs should take at most, in seconds; 0 between steps.
+        #: Maximum seconds that the running step should take; 0 between steps.
         self.predicted_s = 0.0
-        #: When that step began.
         self._step_began_at = 0.0
 
     def open(self, next_stage: NextStage | None) -> None:
-        """Begin; with nothing ``next_stage`` (an ``OutLink``) this stage is the whole ring."""
+        """Start. Without a ``next_stage`` this stage is the whole ring."""
         self._next_stage = next_stage
         if self._host_memory.blocks:
             self._forward(self._measurements.on_host_measured(self._host_memory))
@@ -162,7 +159,7 @@ class Ring:
         self.run_pending()
 
     def close(self) -> None:
-        """The epoch is over: what is still computing is ignored."""
+        """End the epoch and ignore results of the running step."""
         self._closed = True
         if self._bridge is not None:
             self._bridge.receiver.close()
@@ -172,18 +169,17 @@ class Ring:
     def on_message(
         self, body: RingMessage, data: bytearray | memoryview | None, rows: int | None = None
     ) -> None:
-        """A message came from the previous stage, as :class:`molink.link.receiver.Arrival` says.
+        """Handle a message of the previous stage (see :class:`molink.link.receiver.Arrival`).
 
-        Of a volume the first ``rows`` rows are in ``data``, which has room for all, or all of them
-        (``None``). Further rows are announced by a :class:`VolumeFragment` without data: ``rows``
-        are there then, in all.
+        ``data`` has room for all rows of a volume; the first ``rows`` have arrived (``None``: all).
+        Each later :class:`VolumeFragment` comes without data and reports the new total in ``rows``.
         """
         with self._error_guard:
             self._on_message(body, data, rows)
             self._run_pending()
 
     def run_pending(self) -> None:
-        """Do what can be done: ask the head, forward controls, start a step."""
+        """Do what is possible now: feed batches, forward controls, start a step."""
         with self._error_guard:
             self._run_pending()
 
@@ -230,7 +226,9 @@ class Ring:
             self._update_bubbles(now)
 
     def _next_step(self, now: float) -> Step | None:
-        """What may run now. What never can goes on as a tombstone; others may wait for that."""
+        """The next runnable step. Volumes that can never run become tombstones, which may unblock
+        others.
+        """
         while True:
             step = self.scoreboard.next_step(now)
             dropped = self.scoreboard.complete_volumes((), now)
@@ -253,7 +251,7 @@ class Ring:
             self._next_stage.handle_event(
                 DecodeStartedEvent(step.decode.volume.count, expected.expected_s)
             )
-        # On the compute thread, by molinkd.worker.step.
+        # Runs on the compute thread, in molinkd.worker.step.
         self._executor.submit_step(step_inputs, self._on_step_result)
 
     def _on_last_stage_message(
@@ -262,10 +260,11 @@ class Ring:
         if self._bridge is not None:
             self._bridge.on_last_stage_message(body, now)
 
-    # --- links and paces -------------------------------------------------------------------------
+    # --- links and slowdowns
+    # -------------------------------------------------------------------------
 
     def on_link_measured(self, facts: LinkFacts, now: float) -> None:
-        """What this stage's link to the next one is like; the others are told."""
+        """Report this stage's outgoing link to the other stages if it has changed."""
         if self._measurements.is_settled(facts):
             return  # as with most heartbeats
         with self._error_guard:
@@ -276,7 +275,7 @@ class Ring:
 
     @property
     def links(self) -> tuple[LinkFacts, ...]:
-        """All links of the ring as far as they are known, each stage's to the next one."""
+        """The known link of each stage to its next one."""
         return tuple(self._measurements.times.links)
 
     def _update_times(self) -> None:
@@ -321,7 +320,7 @@ class Ring:
         if failures.is_exhausted or (done.error and not done.outputs):
             self._fail(f"{failures.failures} steps failed one after another: {done.error}")
             return
-        # One by one: what waits for the decode rows need not wait for the prefill beside them.
+        # One by one: a request that waits for the decode rows need not wait for the prefill rows.
         for result in done.outputs:
             self._send_output(result, now)
             self._controls.apply_controls(
@@ -330,7 +329,7 @@ class Ring:
         self._report_decode_finished(done.outputs, now)
 
     def _report_decode_finished(self, results: Sequence[StepOutput], now: float) -> None:
-        """A decode step is over; its rows are on their way, so nothing can slip in before them."""
+        """Report a finished decode step to the link policy, after its rows have been queued."""
         for result in results:
             if not result.volume.prefill and self._next_stage is not None:
                 after = self._round_trips.on_decode_finished(result.volume, now)
@@ -348,7 +347,7 @@ class Ring:
             self._send_rows(self._next_stage, step_input, result.rows)
 
     def _send_rows(self, next_stage: NextStage, step_input: StepInput, rows: Buffer) -> None:
-        """The first segment of a volume brings the header of all of its rows."""
+        """Send rows. The first input of a volume carries the header of all of its rows."""
         header = step_input.full_volume
         if step_input.first_row:
             next_stage.send_more_rows(header.seq, rows)
@@ -360,24 +359,24 @@ class Ring:
 
     @property
     def num_strays(self) -> int:
-        """Messages that make no sense at this place of the ring, and tokens that don't exist."""
+        """Messages that are invalid at this stage, and token ids outside the vocabulary."""
         return self._num_strays + (self._bridge.num_invalid_ids if self._bridge is not None else 0)
 
     @property
     def num_requests(self) -> int:
-        """How many requests this stage knows."""
+        """Live requests at this stage."""
         return len(self._requests)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the step that runs takes as long as a dead stage's would."""
+        """Whether the running step has taken as long as counts as death on a link."""
         return self._computing and self._clock() - self._step_began_at >= timeout_for(
             self.predicted_s
         )
 
     @property
     def progress(self) -> StageProgress:
-        """What the neighbours are told; work that a full link holds back is not waited for."""
+        """Progress for the neighbours. Work that a full link blocks doesn't count as queued."""
         queued = self.scoreboard.num_queued
         if (
             queued

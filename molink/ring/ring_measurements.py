@@ -1,4 +1,4 @@
-"""What a stage knows of its whole ring: all links, and how long all stages' steps take now."""
+"""Figures that each stage measures and reports once round the ring: link, slowdown, host memory."""
 
 import math
 from collections import deque
@@ -11,25 +11,24 @@ from molink.facts.ring_times import LinkFacts, RingTimes
 from molink.ring.stage import StageShape
 from molink.wire.messages.data_plane import HostMemoryReport, LinkReport, SlowdownReport, Volume
 
-#: Seconds between two reports that are passed on of one stage, on average.
+#: Average seconds between two forwarded reports of one stage.
 MIN_INTERVAL = 0.2
-#: Reports of one stage that may come at once, when a link that was cut delivers again.
+#: Reports of one stage that may arrive at once, for example after a cut.
 MAX_BURST = 32
 
 
 class ReportForwarder:
-    """Which reports of other stages are passed on here."""
+    """Decides which reports of other stages to forward."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self._stage = stage
         self._stages = stages
         self._next = (stage + 1) % stages
-        #: By stage: when reports passed on so far would have been due, one each :data:`HASTE`.
+        #: By stage: the time up to which its reports, one each :data:`MIN_INTERVAL`, are used up.
         self._due_at = [-math.inf] * stages
 
     def should_forward(self, stage: int, now: float) -> bool:
-        """Whether the next stage has not seen this report of ``stage``, and it is not one of a
-        flood."""
+        """Whether the next stage needs this report of ``stage`` and its rate limit allows it."""
         earliest = now - MAX_BURST * MIN_INTERVAL
         due_at = max(self._due_at[stage], earliest) + MIN_INTERVAL
         if stage == self._next or due_at > now:
@@ -38,13 +37,12 @@ class ReportForwarder:
         return True
 
     def _is_other_stage(self, stage: int) -> bool:
-        """Whether there is such a stage, other than this one."""
         return stage < self._stages and stage != self._stage
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory of a stage: KV blocks that it has room for, and seconds to copy one."""
+    """Host memory of a stage: KV blocks that fit, and seconds to copy one block one way."""
 
     blocks: int = 0
     block_s: float = 0.0
@@ -54,19 +52,19 @@ NO_HOST_MEMORY = HostMemory()
 
 
 class HostMemoryReports(ReportForwarder):
-    """The host memory of all stages, as stage ``stage`` knows it; each tells the others once."""
+    """The host memory of all stages as stage ``stage`` knows it. Each stage reports once."""
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__(stage, stages)
         self._stages_memory: dict[int, HostMemory] = {}
 
     def make_report(self, memory: HostMemory) -> HostMemoryReport:
-        """This stage has so much: what to tell the next one."""
+        """Record this stage's host memory and return the report for the next stage."""
         self._stages_memory[self._stage] = memory
         return HostMemoryReport(self._stage, memory.blocks, memory.block_s)
 
     def accept_report(self, report: HostMemoryReport) -> bool:
-        """The previous stage passes a report on; ``False`` if it makes no sense here."""
+        """Record a report of another stage; ``False`` if it is invalid."""
         if not self._is_other_stage(report.stage) or not 0 <= report.block_s < float("inf"):
             return False
         self._stages_memory.setdefault(report.stage, HostMemory(report.blocks, report.block_s))
@@ -74,7 +72,7 @@ class HostMemoryReports(ReportForwarder):
 
     @property
     def common_memory(self) -> HostMemory:
-        """What all stages have; nothing as long as one has said nothing."""
+        """What every stage has; nothing until all stages have reported."""
         rooms = self._stages_memory.values()
         if len(rooms) < self._stages:
             return NO_HOST_MEMORY
@@ -83,20 +81,20 @@ class HostMemoryReports(ReportForwarder):
         )
 
 
-#: Seconds between two reports; of two of which the second says something else, ``HASTE``.
+#: Seconds between two reports of a link; an urgent change waits only :data:`MIN_INTERVAL`.
 REPORT_INTERVAL = 1.0
-#: Relative changes that are worth a report, and one in haste.
+#: Relative changes that are worth a report, and an urgent one.
 _NOTICEABLE = 0.02
 _URGENT = 0.1
-#: Bytes/s; times by a rate below it would be no numbers any more, and nothing arrives in them.
+#: Lowest valid rate in bytes/s; below it, transfer times are meaningless.
 _MIN_RATE = 1.0
 
 
 class LinkReports(ReportForwarder):
-    """The links of a ring of ``stages``, as stage ``stage`` knows them.
+    """The links of a ring of ``stages`` stages as stage ``stage`` knows them.
 
-    Each stage reports its own link to the next stage, which passes the report on; the one before
-    the stage that it came from does not.
+    Each stage reports its outgoing link. The report is forwarded round the ring up to the stage
+    before its origin.
     """
 
     def __init__(self, stage: int, stages: int) -> None:
@@ -105,11 +103,11 @@ class LinkReports(ReportForwarder):
         self.links: tuple[LinkFacts, ...] = (LinkFacts(),) * stages
         self._reported: LinkReport | None = None
         self._reported_at = 0.0
-        #: What was measured last, if nothing is to be told of it.
+        #: The last measurement that was not worth a report.
         self.settled: LinkFacts | None = None
 
     def make_report(self, facts: LinkFacts, now: float) -> LinkReport | None:
-        """This stage has measured its link: what to tell the next one, if anything now."""
+        """Record this stage's link; returns a report for the next stage if one is due."""
         if len(self.links) == 1 or facts == self.settled:
             return None
         self.settled = None
@@ -134,7 +132,7 @@ class LinkReports(ReportForwarder):
         return report
 
     def accept_report(self, report: LinkReport) -> bool:
-        """The previous stage passes a report on; ``False`` if it makes no sense here."""
+        """Record a report of another stage; ``False`` if it is invalid."""
         if not self._is_other_stage(report.stage) or not _is_valid(report):
             return False
         self._apply_report(report)
@@ -157,22 +155,22 @@ def _relative_change(one: float, other: float) -> float:
     return abs(one - other) / other if other else math.inf
 
 
-#: Steps are compared in lots of so many seconds (one step, if that takes longer) …
+#: Steps are compared in lots of this many seconds, or of one longer step.
 LOT_SECONDS = 0.5
-#: … and the median of so many lots counts: what passes within two seconds changes nothing.
+#: The median of this many lots counts, so that spikes of up to two seconds are ignored.
 NUM_LOTS = 9
-#: A pace is told if it departs by this part from the one that was told before.
+#: A relative change of this size is reported.
 REPORT_THRESHOLD = 0.2
 
 
 class StepSlowdown:
-    """The pace of one kind of steps."""
+    """The slowdown of one kind of step."""
 
     def __init__(self) -> None:
-        #: As it was last told; 1 as long as it is as the profile says.
+        #: The last reported slowdown; 1 means as profiled.
         self.reported = 1.0
         self._lots: deque[float] = deque(maxlen=NUM_LOTS)
-        #: Of the present lot: when it began, seconds that its steps took, and should have taken.
+        #: Current lot: its start, actual seconds and expected seconds of its steps.
         self._began = -math.inf
         self._seconds = self._expected = 0.0
 
@@ -182,7 +180,7 @@ class StepSlowdown:
         return len(self._lots) == NUM_LOTS
 
     def add_step(self, seconds: float, expected: float, now: float) -> bool:
-        """A step has taken ``seconds`` instead of ``expected`` ones; whether that makes news."""
+        """Record a step; returns whether the slowdown changed noticeably. Times in seconds."""
         self._seconds += seconds
         self._expected += expected
         if now - self._began < LOT_SECONDS:
@@ -200,20 +198,21 @@ class StepSlowdown:
 
 
 class SlowdownMeter:
-    """A stage's own pace, by its ``profile``.
+    """Measures by how much a stage's steps are slower than its profile.
 
-    Only steps count that are decode or prefill alone, of sizes that the profile has points for: of
-    others it only says about how long they take.
+    A game, a hot laptop or a profile that was measured under load make steps slower, and ``K`` and
+    the chunk sizes adapt. Decode and prefill are measured separately. Only steps of a single kind
+    within the profile's measured sizes count; its other predictions are rough.
     """
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._decode, self._prefill = StepSlowdown(), StepSlowdown()
-        #: What measures the step that runs, and how long that should take.
+        #: The measure of the running step and its expected seconds.
         self._running: tuple[StepSlowdown, float] | None = None
 
     def begin_step(self, volumes: Iterable[Volume]) -> None:
-        """A step with these volumes begins."""
+        """Start a step with these volumes."""
         self._running = None
         volume, *others = volumes
         points = self._profile.prefill if volume.prefill else self._profile.decode
@@ -227,7 +226,7 @@ class SlowdownMeter:
             self._running = self._decode, self._profile.decode_s(rows, volume.context)
 
     def end_step(self, seconds: float, now: float) -> bool:
-        """It has taken so long; whether the pace is another one now."""
+        """End the step; returns whether the slowdown changed noticeably."""
         if self._running is None:
             return False
         measure, expected = self._running
@@ -235,12 +234,12 @@ class SlowdownMeter:
 
     @property
     def slowdown(self) -> Slowdown:
-        """As it was told last."""
+        """The last reported slowdown."""
         return Slowdown(self._decode.reported, self._prefill.reported)
 
     @property
     def decode_slowdown(self) -> float:
-        """The pace of decode steps; 0 as long as too few were measured."""
+        """The slowdown of decode steps; 0 before enough were measured."""
         return self._decode.reported if self._decode.is_known else 0.0
 
 
@@ -249,12 +248,12 @@ def _covers(points: Sequence[Point], rows: int) -> bool:
 
 
 def _round_to_tile(rows: int, tile: int) -> int:
-    """What ``rows`` rows cost as much as: full tiles, beyond the first."""
+    """Round up to full tiles, beyond the first one."""
     return rows if rows <= tile else -(-rows // tile) * tile
 
 
 class SlowdownReports(ReportForwarder):
-    """The paces of a ring of ``stages`` stages, as stage ``stage`` knows them."""
+    """The slowdowns of a ring of ``stages`` stages as stage ``stage`` knows them."""
 
     def __init__(self, stage: int, stages: int) -> None:
         super().__init__(stage, stages)
@@ -262,12 +261,12 @@ class SlowdownReports(ReportForwarder):
         self.slowdowns = (Slowdown(),) * stages
 
     def make_report(self, slowdown: Slowdown) -> SlowdownReport:
-        """This stage has another pace: what to tell the next one."""
+        """Record this stage's slowdown and return the report for the next stage."""
         self._apply_slowdown(self._stage, slowdown)
         return SlowdownReport(self._stage, slowdown.decode, slowdown.prefill)
 
     def accept_report(self, report: SlowdownReport) -> bool:
-        """The previous stage passes a report on; ``False`` if it makes no sense here."""
+        """Record a report of another stage; ``False`` if it is invalid."""
         slowdowns = report.decode, report.prefill
         if not self._is_other_stage(report.stage) or not all(map(math.isfinite, slowdowns)):
             return False
@@ -279,10 +278,10 @@ class SlowdownReports(ReportForwarder):
 
 
 class RingMeasurements:
-    """Each stage tells the others of its link, pace and host memory, once round the ring."""
+    """All reports of a ring as one stage knows them."""
 
     def __init__(self, shape: StageShape, profiles: Sequence[Profile]) -> None:
-        """``profiles`` are those of all stages as they were loaded; none where nothing is known."""
+        """``profiles`` are those of all stages, measured at load time; empty if unknown."""
         self._row_bytes = shape.row_bytes
         self._profiles = tuple(profiles)
         self._links = LinkReports(shape.index, shape.stages)
@@ -290,23 +289,23 @@ class RingMeasurements:
         self._hosts = HostMemoryReports(shape.index, shape.stages)
 
     def is_settled(self, facts: LinkFacts) -> bool:
-        """Whether nothing is to be told of a link that is as ``facts`` say."""
+        """Whether ``facts`` are known to be not worth a report."""
         return facts == self._links.settled
 
     def on_link_measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
-        """This stage has measured its link: what to tell the next one, if anything now."""
+        """As :meth:`LinkReports.make_report`."""
         return self._links.make_report(facts, now)
 
     def on_slowdown_measured(self, slowdown: Slowdown) -> SlowdownReport:
-        """This stage has another pace: what to tell the next one."""
+        """As :meth:`SlowdownReports.make_report`."""
         return self._slowdowns.make_report(slowdown)
 
     def on_host_measured(self, memory: HostMemory) -> HostMemoryReport:
-        """This stage has so much host memory: what to tell the next one."""
+        """As :meth:`HostMemoryReports.make_report`."""
         return self._hosts.make_report(memory)
 
     def accept_report(self, report: LinkReport | SlowdownReport | HostMemoryReport) -> bool:
-        """The previous stage passes a report on; ``False`` if it makes no sense here."""
+        """Record a report of another stage; ``False`` if it is invalid."""
         match report:
             case LinkReport():
                 return self._links.accept_report(report)
@@ -318,7 +317,7 @@ class RingMeasurements:
     def should_forward(
         self, report: LinkReport | SlowdownReport | HostMemoryReport, now: float
     ) -> bool:
-        """Whether the next stage has not seen it yet, and it is not one of a flood."""
+        """As :meth:`ReportForwarder.should_forward`."""
         rounds = {
             LinkReport: self._links,
             SlowdownReport: self._slowdowns,
@@ -328,12 +327,12 @@ class RingMeasurements:
 
     @property
     def host_memory(self) -> HostMemory:
-        """Host memory that all stages have."""
+        """Host memory that every stage has."""
         return self._hosts.common_memory
 
     @property
     def times(self) -> RingTimes:
-        """Times of the ring, as far as they are known."""
+        """The ring's known times."""
         known = zip(self._profiles, self._slowdowns.slowdowns, strict=False)
         profiles = tuple(slowdown.apply_to(profile) for profile, slowdown in known)
         return RingTimes(profiles, self._links.links, self._row_bytes)

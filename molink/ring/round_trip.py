@@ -1,21 +1,22 @@
-"""When a stage's next decode step comes: case 3 of the MoLink paper's interval (§4)."""
+"""Predicts a stage's next decode step: case 3 of the MoLink paper's interval (§4)."""
 
 from dataclasses import dataclass
 
 from molink.facts.ring_times import RingTimes
+from molink.util.ewma import Ewma
 from molink.wire.messages.data_plane import Volume
 
-#: Weight of the last turn in the running mean of how much longer than the floor turns take.
+#: Weight of a round trip in the running mean of the slowdown.
 SMOOTHING = 0.2
-#: A turn counts as at most so many floors: a request may have waited for other things.
+#: Upper bound of a round trip as a multiple of the floor; a request may have waited elsewhere.
 MAX_SLOWDOWN = 4.0
-#: Rows that are later than this share of their turn are not expected any more.
+#: Rows that are late by this share of their round trip are no longer expected.
 OVERDUE = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class _Expected:
-    """Decode rows that will come again together."""
+    """Decode rows that should return together."""
 
     finished_at: float
     floor: float
@@ -24,52 +25,56 @@ class _Expected:
 
     @property
     def overdue_at(self) -> float:
-        """When nobody waits for them any more."""
+        """When they are no longer waited for."""
         return self.due_at + OVERDUE * (self.due_at - self.finished_at)
 
     @property
     def expires_at(self) -> float:
-        """When they are forgotten: until then, their return still tells how long a turn takes."""
+        """When they are dropped. Until then their return still measures a round trip."""
         return self.finished_at + (1 + OVERDUE) * MAX_SLOWDOWN * self.floor
 
 
 class RoundTripClock:
-    """Remembers when each decode volume was finished here; its requests are back a turn later.
+    """Remembers when each decode volume finished; its requests return one round trip later.
 
-    The paper's ``t_p + T_o + T_m`` is when the first batch of the latest iteration will have
-    finished here again. Its terms are those of a ring that waits for nothing; ours are multiplied
-    by how much longer turns have taken of late. The next volume is the one that is due first.
+    The paper's ``t_p + T_o + T_m`` predicts when the first batch of the latest iteration finishes
+    here again, in a ring without waiting. This clock multiplies it by the recent slowdown of round
+    trips and predicts the volume that is due first.
     """
 
     def __init__(self, times: RingTimes) -> None:
-        #: What a turn takes by profiles and links; may be replaced as they are measured anew.
+        #: Round-trip floor by profiles and links. Replaced when these are measured.
         self.times = times
         self._by_request: dict[int, _Expected] = {}
-        #: Volumes with requests left, in the order in which they were finished.
+        #: Volumes with outstanding requests, in order of completion.
         self._expected: dict[int, _Expected] = {}
-        self._slowdown = 1.0
+        self._slowdown = Ewma(SMOOTHING, 1.0)
 
     def on_decode_finished(self, volume: Volume, now: float) -> float | None:
-        """A decode step of ``volume`` is finished.
+        """Record a finished decode step of ``volume``.
 
         Returns:
-            In how many seconds the next decode rows should be finished, for
-            ``DecodeFinishedEvent``; 0 if they are late, ``None`` if unknown.
+            Seconds until the next decode rows should finish; 0 if they are late, ``None`` if
+            unknown.
         """
-        # Rows that go ahead come when they like: no turn after those before them.
-        requests = {group.request for group in volume.slices if not group.is_lookahead}
+        # Lookahead rows don't follow the rows before them by a round trip.
+        requests = {
+            request_slice.request
+            for request_slice in volume.slices
+            if not request_slice.is_lookahead
+        }
         self._update_slowdown(requests, now)
         for request in requests:
             self.on_request_finished(request)
         floor = self.times.round_trip_s(volume.count, volume.context)
         if floor > 0 and requests:
-            entry = _Expected(now, floor, now + self._slowdown * floor, requests)
+            entry = _Expected(now, floor, now + self._slowdown.get_or(1.0) * floor, requests)
             self._expected[id(entry)] = entry
             self._by_request.update(dict.fromkeys(requests, entry))
         return self._next(now)
 
     def on_request_finished(self, request: int) -> None:
-        """A request is over, or is expected with others from now on."""
+        """Stop expecting a request."""
         entry = self._by_request.pop(request, None)
         if entry is not None:
             entry.requests.discard(request)
@@ -77,7 +82,7 @@ class RoundTripClock:
                 del self._expected[id(entry)]
 
     def _update_slowdown(self, requests: set[int], now: float) -> None:
-        """How long the turn took of those that came back together and in time."""
+        """Measure the round trip of requests that returned in time."""
         entries = {
             id(self._by_request[each]): self._by_request[each]
             for each in requests
@@ -85,7 +90,7 @@ class RoundTripClock:
         }
         for entry in entries.values():
             seen = min(MAX_SLOWDOWN, (now - entry.finished_at) / entry.floor)
-            self._slowdown += SMOOTHING * (seen - self._slowdown) / len(entries)
+            self._slowdown.add_sample(seen, SMOOTHING / len(entries))
 
     def _next(self, now: float) -> float | None:
         for entry in [each for each in self._expected.values() if each.expires_at < now]:

@@ -1,67 +1,67 @@
-"""The seq scoreboard: what a stage may run, drop, forward and forget.
+"""The scoreboard decides what a stage runs, drops, forwards and evicts.
 
-One per stage and epoch, sans-IO. Messages of the two channels arrive in any interleaving, each
-channel in its order; seqs say what has to come before what. At one stage a seq is *complete*
+One instance per stage and epoch, without I/O. The messages of the two channels arrive in any
+interleaving; each channel keeps its order. Sequence numbers (``seq``) say which messages come
+before which. At one stage a ``seq`` is *complete*
 
-- of an ``Admit``, ``Grammar``, ``History``, ``BlockTable``, ``SwapOut`` or ``SwapIn``: when it
-  arrives (they share a channel, so in the order of issue; what a swap copies is copied in this
-  order, before any step that is taken later);
-- of a ``Volume``: when all of its rows have run, or at once when none is left to run;
-- of a ``Tombstone``: when it arrives (an earlier stage completed that volume without running it);
-- of a ``Release``: when all of ``after`` and ``also`` are complete.
+- of an ``Admit``, ``Grammar``, ``History``, ``BlockTable``, ``SwapOut`` or ``SwapIn``: on arrival.
+  They share a channel and arrive in order of issue. Swaps copy in this order, before any step that
+  is taken later.
+- of a ``Volume``: when all of its rows have run, or as soon as none is left to run.
+- of a ``Tombstone``: on arrival. An earlier stage completed that volume without running it.
+- of a ``Release``: when ``after_seq`` and all ``pending_seqs`` are complete.
 
-**Running.** A volume may run once the ``after`` seqs of all its remaining rows are complete. They
-include, directly or through earlier rows, the seqs that admit the request.
+**Running.** A volume may run once the ``after_seq`` of each of its remaining slices is complete.
+Directly or through earlier rows, these cover the messages that admit the request.
 
-**Pieces.** The rows of a prefill volume may arrive little by little, in order, and run so, a piece
-of consecutive rows at a time, as large as :mod:`molink.ring.sub_chunks` says. With its first piece
-a volume has *begun*. All of its row groups go on to the next stage in the header of that piece, so
-it keeps them until its last row has run; only then its seq is complete, and what comes ``after``
-it may run. What is done once for a group (its fitness, its blocks) is done at the beginning.
+**Sub-chunks.** The rows of a prefill volume may arrive and run in several consecutive sub-chunks
+(:mod:`molink.ring.sub_chunks`). A volume is *started* once its first sub-chunk is taken. The header
+of that sub-chunk forwards all slices of the volume, so a started volume keeps them until its last
+row has run. Only then is its ``seq`` complete. Validity and new blocks of a slice are handled with
+its first sub-chunk.
 
-**Dropping.** From the moment a request's ``Release`` arrives, its rows in volumes that wait or are
-still to come are dropped; rows of volumes that have begun run to the end. A volume that loses all
-rows is *buried*: it completes, and a ``Tombstone`` goes on in its stead on the control channel;
-rows of it that still arrive are ignored. A volume that loses some goes on with the others. Later
-stages need not know that rows were dropped, since the seq completes there whichever way it arrives.
+**Dropping.** A ``Release`` drops the request's rows from volumes that have not started, including
+those that arrive later. Started volumes run to the end. A volume that loses all rows is dropped: it
+completes and is replaced by a ``Tombstone`` on the decode channel, and further rows of it are
+ignored. A volume that loses some rows runs with the rest. Later stages need not know which rows
+were dropped; the ``seq`` completes there either way.
 
-**Forgetting.** The head's ``Release`` names every seq with rows of the request that had not come
-back; those that had are complete at every stage. Once all of the named ones are complete here, no
-row of the request can arrive any more, so the request is forgotten, and only then does the
-``Release`` go on. (``after`` alone would not do: the last seq can be buried upstream and overtake,
-on the control channel, an earlier volume of the same request on the bulk channel.) When it has gone
-round, no stage will touch the request's blocks again. Nothing is kept of forgotten requests: ids
-rise with admission, so an id at or below the highest one admitted that is not live is over.
+**Eviction.** The scheduler's ``Release`` lists every ``seq`` with rows of the request that had not
+come back; earlier ones are complete at every stage. Once all of them are complete here, no row of
+the request can arrive, so the stage evicts the request and forwards the ``Release``. (``after_seq``
+alone would not suffice: the last volume can be dropped upstream and overtake an earlier volume of
+the same request, since the two travel on different channels.) When the ``Release`` has gone round
+the ring, no stage uses the request's blocks. Evicted requests leave no state behind: request ids
+rise with admission, so an id at or below the highest one that is not live is finished.
 
-**Sharing.** Rows of one request may read blocks that another one writes, or copy from them, if
-their ``after`` covers those writes and the writer is not released before they have come back:
-dropped rows write nothing. The head's prefix cache has only what has come back by the time that it
-admits the reader, so that ``after`` need not name it.
+**Sharing.** Rows may read or copy blocks that another request writes if their ``after_seq`` covers
+those writes and the writer is not released before they have come back, since dropped rows write
+nothing. The prefix cache only holds blocks that had come back when it admits the reader, so
+``after_seq`` need not cover these.
 
-**Misbehaviour** of other stages is counted, noted in the story, and never wedges this one. A
-message that makes no sense becomes a tombstone: its seq completes here and further on, and the
-head, which knows what it sent, fails the requests concerned. So for a volume with an ``after`` not
-before itself, the same request twice, or drafts that can't be sampled or reported; for rows whose
-``after`` is complete but whose request was never admitted or has earlier rows that are not
-complete, or whose block table does not hold them or is no honest one, or that copy from no honest
-block; for an ``Admit`` of an id that is not new; for
-a ``History`` or ``BlockTable`` of a request that is not live, or that is not the next ids of it, no
-blocks, or late; for whatever exceeds the ``ScoreboardLimits``, which keep the
-memory of this stage bounded. A seq that was seen already, or is absurdly far ahead, is ignored;
-so are further rows of a volume that never came, or has had as many. A ``Release`` of a request that
-is not live completes like any other, and such a request can't be admitted later; seqs in it that
-are not before it are left out. Misuse by our own shell (completing what was not taken) raises
-``InvariantError``.
+**Misbehaviour** of other stages is counted and logged and never blocks this stage. An invalid
+message becomes a tombstone: its ``seq`` completes here and downstream, and the scheduler, which
+knows what it sent, fails the requests concerned. Invalid are
 
-A ``Grammar`` is refused as a ``History`` is, and where it is a second one. A ``SwapOut`` is refused
-of a request that is not live or has rows that are not complete, and of blocks, here or in host
-memory, that don't exist or are named twice; a ``SwapIn`` also if the host blocks hold anything else
-than what the order that it names has brought there. No row of a request runs whose ``SwapIn`` was
-refused.
+- volumes with an ``after_seq`` not below their own ``seq``, with a request twice, or with drafts
+  that can't be sampled or reported;
+- rows of a request that was never admitted or has incomplete earlier rows, rows that its block
+  table doesn't hold, and copies from blocks that don't exist;
+- an ``Admit`` of an old id;
+- a ``History``, ``Grammar`` or ``BlockTable`` of a request that isn't live, out of order, repeated
+  or late;
+- a ``SwapOut`` of a request that isn't live or has incomplete rows, or of blocks that don't exist
+  or repeat; a ``SwapIn`` also if its host blocks hold anything but that ``SwapOut``'s data. No row
+  runs of a request with a rejected ``SwapIn``;
+- anything beyond ``ScoreboardLimits``, which bound this stage's memory.
+
+A duplicate or far too high ``seq`` is ignored, as are surplus rows of a volume. A ``Release`` of a
+request that isn't live completes like any other and prevents its later admission. Misuse by the
+local shell (completing what was not taken) raises ``InvariantError``.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
@@ -74,7 +74,7 @@ from molink.ring.step import (
     parse_block_ids,
 )
 from molink.ring.sub_chunks import SubChunkPolicy, WholeVolumePolicy
-from molink.ring.waiting_volume import WaitingVolume
+from molink.ring.volume_queue import SeqSet, VolumeQueue, WaitingVolume
 from molink.util.story import Story
 from molink.wire.messages.data_plane import (
     MAX_GRAMMAR_BYTES,
@@ -92,44 +92,11 @@ from molink.wire.messages.data_plane import (
 )
 
 
-class SeqSet:
-    """Seqs from 1 on: a watermark below which all are in, and the few that are in above it.
-
-    Seqs are dense (each number is used once), so the watermark follows and memory stays bounded by
-    how far seqs overtake each other. Seq 0 stands for "before anything" and is always in.
-    """
-
-    def __init__(self) -> None:
-        #: Every seq up to and including this one is in.
-        self.watermark = 0
-        self._above: set[int] = set()
-
-    def __contains__(self, seq: int) -> bool:
-        return seq <= self.watermark or seq in self._above
-
-    def __len__(self) -> int:
-        """Seqs that are kept one by one."""
-        return len(self._above)
-
-    def add_seq(self, seq: int) -> None:
-        """Put ``seq`` in."""
-        if seq <= self.watermark:
-            return
-        self._above.add(seq)
-        while self.watermark + 1 in self._above:
-            self.watermark += 1
-            self._above.remove(self.watermark)
-
-    def find_missing(self, seqs: Iterable[int]) -> set[int]:
-        """Those of ``seqs`` that are not in."""
-        return {seq for seq in seqs if seq not in self}
-
-
 class PendingReleases:
-    """Releases that a stage can't complete yet, each with the seqs it waits for."""
+    """Releases that a stage can't complete yet, each with the numbers that it waits for."""
 
     def __init__(self, complete: SeqSet) -> None:
-        """``complete`` are the stage's seqs, which somebody else adds to."""
+        """``complete`` is the stage's set of complete numbers; the scoreboard adds to it."""
         self._complete = complete
         self._waiting: dict[int, tuple[Release, set[int]]] = {}
 
@@ -140,13 +107,13 @@ class PendingReleases:
         return len(self._waiting)
 
     def add_release(self, release: Release, seqs: set[int]) -> None:
-        """One that is complete once all of ``seqs`` are."""
+        """Add a release that is complete once all of ``seqs`` are."""
         self._waiting[release.seq] = release, self._complete.find_missing(seqs)
 
     def pop_complete(self) -> Iterator[Release]:
-        """Remove those that wait for nothing any more.
+        """Remove and yield the releases that are complete.
 
-        Each is to be completed before the next is asked for: others may wait for it.
+        The caller completes each one before it asks for the next, which may wait for it.
         """
         found = True
         while found:
@@ -159,7 +126,7 @@ class PendingReleases:
                     found = True
 
     def find_problems(self) -> Iterator[str]:
-        """What must not be."""
+        """Broken invariants."""
         for seq, (_, missing) in self._waiting.items():
             if seq in self._complete:
                 yield f"release {seq} is complete but still waited for"
@@ -169,12 +136,12 @@ class PendingReleases:
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardLimits:
-    """What an honest ring never exceeds, or a step would fail, or memory run out.
+    """What a well-behaved ring never exceeds; beyond it a step would fail or memory run out.
 
-    ``max_requests`` counts those admitted and not forgotten, ``waiting_bytes`` the rows of volumes
-    that have come, at least in part, and were not taken whole. ``max_model_len`` tokens and
-    ``max_table_blocks`` blocks are those of one request; ``blocks`` of ``block_size`` tokens are in
-    the KV pool, and there are ``host_blocks`` in host memory.
+    ``max_requests`` counts requests that are admitted and not evicted, ``waiting_bytes`` rows of
+    volumes that have arrived at least in part and are not fully taken. ``max_model_len`` (tokens)
+    and ``max_table_blocks`` are per request. The KV pool has ``blocks`` of ``block_size`` tokens,
+    host memory ``host_blocks``.
     """
 
     max_requests: int = 1 << 16
@@ -186,36 +153,38 @@ class ScoreboardLimits:
     host_blocks: int = 0
 
 
-def has_honest_drafts(volume: Volume) -> bool:
-    """Whether all drafts are of decode rows that are sampled from, and one ``SamplerOutput`` has
-    room.
+def has_valid_drafts(volume: Volume) -> bool:
+    """Whether all drafts are of sampled decode rows and fit one ``SamplerOutput``.
 
-    A group may be drafts only: it goes ahead of the token that it assumes.
+    A slice may consist of drafts only (lookahead).
     """
-    drafted = [group for group in volume.slices if group.drafts]
+    drafted = [request_slice for request_slice in volume.slices if request_slice.drafts]
     if not drafted or volume.prefill:
         return not drafted
-    proper = all(group.sample and len(group.drafts) <= group.count for group in drafted)
-    checked = sum(len(group.verified_drafts) for group in drafted)
+    proper = all(
+        request_slice.sample and len(request_slice.drafts) <= request_slice.count
+        for request_slice in drafted
+    )
+    checked = sum(len(request_slice.verified_drafts) for request_slice in drafted)
     return proper and len(volume.slices) + checked <= MAX_SLICES
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request that lives: ids of its history, blocks of its table.
+    """A live request.
 
-    ``last_seq`` is the seq of the latest volume of which rows of it were taken; 0: none was.
+    ``last_seq`` is that of the latest volume with taken rows of it; 0 if there is none.
     """
 
     num_ids: int = 0
     num_blocks: int = 0
     last_seq: int = 0
     has_grammar: bool = False
-    #: Whether what its blocks should hold could not be brought there: none of its rows can run.
+    #: Whether a rejected message left its blocks without data: none of its rows can run.
     is_broken: bool = False
 
     def add_ids(self, history: History, limits: ScoreboardLimits) -> bool:
-        """Count the ids of a message; ``False`` if they are not the next ones, or too many."""
+        """Count token ids of a message; ``False`` if they are out of order or too many."""
         payload = history.payload
         end = history.first + payload.shape[0]
         proper = (
@@ -227,7 +196,7 @@ class TrackedRequest:
         return True
 
     def add_grammar(self, grammar: Grammar) -> bool:
-        """Note that it has one; ``False`` if it is late, a second one, or no honest one."""
+        """Record a grammar; ``False`` if it is late, repeated or invalid."""
         payload = grammar.payload
         proper = payload.dtype == "u8" and len(payload.shape) == 1
         proper = proper and 0 < payload.nbytes <= MAX_GRAMMAR_BYTES
@@ -237,7 +206,7 @@ class TrackedRequest:
         return True
 
     def add_blocks(self, blocks: Sequence[int], limits: ScoreboardLimits) -> bool:
-        """Count blocks that its table begins with; ``False`` if they are late or no honest ones."""
+        """Count the first blocks of its table; ``False`` if they are late or invalid."""
         end = self.num_blocks + len(blocks)
         proper = len(blocks) and min(blocks) >= 0 and max(blocks) < limits.blocks
         if not proper or self.last_seq or end > limits.max_table_blocks:
@@ -246,7 +215,7 @@ class TrackedRequest:
         return True
 
     def can_run(self, request_slice: RequestSlice, limits: ScoreboardLimits) -> bool:
-        """Whether its table, with what the rows bring along, holds them all."""
+        """Whether its table, with the new blocks of the slice, holds all rows of the slice."""
         if (
             any(block >= limits.blocks for block in request_slice.blocks)
             or request_slice.copy_from_block >= limits.blocks
@@ -265,20 +234,20 @@ class TrackedRequest:
         )
 
     def start_rows(self, request_slice: RequestSlice, seq: int) -> None:
-        """The first piece of a volume with these rows was taken."""
+        """Record that the first sub-chunk of a volume with these rows is taken."""
         self.num_blocks += len(request_slice.blocks)
         self.last_seq = seq
 
 
 class TrackedRequests:
-    """Those that were admitted and are not known to be over.
+    """All live requests: admitted and not released.
 
-    Nothing is kept of the others: ids rise with admission, so who is not among them and no newer
-    than the newest is over.
+    Nothing is kept of others. Request ids rise with admission, so an id up to the highest one that
+    isn't live is finished.
     """
 
     def __init__(self, limits: ScoreboardLimits, complete: SeqSet) -> None:
-        """``complete`` are the stage's seqs, which somebody else adds to."""
+        """``complete`` is the stage's set of complete numbers; the scoreboard adds to it."""
         self._limits = limits
         self._complete = complete
         self._live: dict[int, TrackedRequest] = {}
@@ -288,7 +257,7 @@ class TrackedRequests:
         return len(self._live)
 
     def get_request(self, request: int) -> TrackedRequest | None:
-        """One that lives."""
+        """The live request of that id."""
         return self._live.get(request)
 
     def is_new(self, request: int) -> bool:
@@ -296,57 +265,54 @@ class TrackedRequests:
         return request > self._highest_id
 
     def is_finished(self, request: int) -> bool:
-        """Whether it was released, or can't be admitted any more."""
+        """Whether it was released or can't be admitted any more."""
         return request <= self._highest_id and request not in self._live
 
     def admit_request(self, request: int) -> None:
-        """A new one begins."""
+        """Start tracking a new request."""
         self._highest_id = request
         self._live[request] = TrackedRequest()
 
     def release_request(self, request: int) -> None:
-        """It is over.
-
-        Admitted after its release, it would be forgotten in the midst of its rows: it is not new
-        any more.
-        """
+        """Stop tracking a request. It can't be admitted afterwards, which would evict it too
+        early."""
         self._highest_id = max(self._highest_id, request)
         self._live.pop(request, None)
 
     def can_run(self, request_slice: RequestSlice) -> bool:
-        """Whether these rows are to be computed, all seqs being complete that they come after."""
+        """Whether these rows can be computed once every number they depend on is complete."""
         known = self._live.get(request_slice.request)
         if known is None or known.last_seq not in self._complete:
             return False
         return known.can_run(request_slice, self._limits)
 
     def start_rows(self, request_slice: RequestSlice, seq: int) -> None:
-        """The first piece of a volume with these rows was taken."""
+        """As :meth:`TrackedRequest.start_rows`."""
         self._live[request_slice.request].start_rows(request_slice, seq)
 
     def find_problems(self) -> Iterator[str]:
-        """What must not be."""
+        """Broken invariants."""
         if any(request > self._highest_id for request in self._live):
             yield "a request is live that was never admitted"
 
 
 class HostBlockLedger:
-    """Which order to swap out has filled each of ``blocks`` host blocks at one stage."""
+    """Remembers which ``SwapOut`` has filled each of ``blocks`` host blocks of a stage."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
-        #: By host block, its seq.
+        #: Host block to the ``seq`` of its ``SwapOut``.
         self._filled: dict[int, int] = {}
 
     def fill_blocks(self, seq: int, hosts: Sequence[int]) -> bool:
-        """Order ``seq`` copies there; ``False`` if there are no such blocks."""
+        """Record that ``SwapOut`` ``seq`` fills these blocks; ``False`` if they don't exist."""
         if not are_distinct(hosts, self._blocks):
             return False
         self._filled.update(dict.fromkeys(hosts, seq))
         return True
 
     def drain_blocks(self, swap_out_seq: int, hosts: Sequence[int]) -> bool:
-        """What order ``filled`` has copied there comes back; ``False`` if it isn't there."""
+        """Record that the data of that ``SwapOut`` is copied back; ``False`` if it isn't there."""
         if not are_distinct(hosts, self._blocks):
             return False
         if any(self._filled.get(host) != swap_out_seq for host in hosts):
@@ -357,156 +323,30 @@ class HostBlockLedger:
 
 
 def are_distinct(blocks: Sequence[int], total: int) -> bool:
-    """Whether they are some of ``total`` blocks, none of them named twice."""
+    """Whether these are distinct ids of ``total`` blocks."""
     within = len(blocks) > 0 and min(blocks) >= 0 and max(blocks) < total
     return within and len(set(blocks)) == len(blocks)
 
 
-class VolumeQueue:
-    """By seq, from a volume's first rows on until it has run or is buried."""
-
-    def __init__(self, complete: SeqSet, sub_chunk_policy: SubChunkPolicy) -> None:
-        """``complete`` are the stage's seqs, which somebody else adds to."""
-        self._complete = complete
-        self._sub_chunk_policy = sub_chunk_policy
-        self._volumes: dict[int, WaitingVolume] = {}
-        #: Bytes of rows of those that were not taken whole.
-        self.nbytes = 0
-
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._volumes
-
-    def __iter__(self) -> Iterator[WaitingVolume]:
-        """Lowest seqs first; they may be removed meanwhile."""
-        if len(self._volumes) < 2:
-            return iter(tuple(self._volumes.values()))
-        return (self._volumes[seq] for seq in sorted(self._volumes))
-
-    def __len__(self) -> int:
-        return len(self._volumes)
-
-    def get_volume(self, seq: int) -> WaitingVolume | None:
-        """That of a seq."""
-        return self._volumes.get(seq)
-
-    def add_volume(self, waiting: WaitingVolume) -> None:
-        """One has come."""
-        self._volumes[waiting.volume.seq] = waiting
-        self.nbytes += waiting.nbytes
-
-    def drop_volume(self, waiting: WaitingVolume) -> None:
-        """None of its rows will run, and none has."""
-        del self._volumes[waiting.volume.seq]
-        self.nbytes -= waiting.nbytes
-
-    def take_rows(self, waiting: WaitingVolume, count: int) -> StepInput:
-        """Hand out its next ``count`` rows."""
-        step_input = waiting.take_rows(count)
-        if waiting.is_taken:
-            self.nbytes -= waiting.nbytes
-        return step_input
-
-    def complete_sub_chunk(self, waiting: WaitingVolume) -> bool:
-        """What was taken of it has run; whether that was its last piece. If so, it is gone."""
-        waiting.is_running = False
-        if waiting.is_taken:
-            del self._volumes[waiting.volume.seq]
-        return waiting.is_taken
-
-    # --- questions -----------------------------------------------------------------------------
-
-    def next_rows(self, waiting: WaitingVolume, piggybacked: int = 0) -> int:
-        """Rows of its next piece beside ``riding`` decode rows; 0 if it can't run now."""
-        if waiting.is_running or not self.is_ready(waiting):
-            return 0
-        available = waiting.num_available
-        if not available:
-            return 0
-        pending = waiting.num_remaining - waiting.num_taken - available
-        if waiting.volume.prefill:
-            return self._sub_chunk_policy.next_rows(
-                available, pending, piggybacked, waiting.row_rate
-            )
-        return 0 if pending else available
-
-    def is_ready(self, waiting: WaitingVolume) -> bool:
-        """Whether all is complete that its remaining rows come after."""
-        if not waiting.is_ready:
-            waiting.is_ready = all(
-                request_slice.after_seq in self._complete for request_slice in waiting.slices
-            )
-        return waiting.is_ready
-
-    def started_seqs(self, request: int) -> set[int]:
-        """Seqs of those that have begun and have rows of ``request``."""
-        return {
-            seq
-            for seq, waiting in self._volumes.items()
-            if waiting.is_started
-            and any(request_slice.request == request for request_slice in waiting.slices)
-        }
-
-    @property
-    def num_queued(self) -> int:
-        """Those that run, or could."""
-        if not self._volumes:
-            return 0
-        return sum(1 for each in self._volumes.values() if each.is_running or self.next_rows(each))
-
-    @property
-    def has_only_remainders(self) -> bool:
-        """Whether all that could run have begun."""
-        return all(each.is_started for each in self._volumes.values() if self.next_rows(each))
-
-    @property
-    def num_waiting(self) -> int:
-        """Those that were not taken whole."""
-        return sum(1 for each in self._volumes.values() if not each.is_taken)
-
-    def find_problems(self) -> Iterator[str]:
-        """What must not be."""
-        left = [waiting for waiting in self._volumes.values() if not waiting.is_taken]
-        if self.nbytes != sum(waiting.nbytes for waiting in left):
-            yield f"{self.nbytes} bytes wait, say the counters"
-        for seq, waiting in self._volumes.items():
-            if seq in self._complete:
-                yield f"volume {seq} is complete but still waited for"
-            if waiting.num_available < 0 or not 1 <= waiting.num_arrived <= waiting.num_rows:
-                taken, arrived = waiting.num_taken, waiting.num_arrived
-                yield f"{taken} rows of volume {seq} were taken, of {arrived}"
-            if not waiting.slice_indices:
-                yield f"volume {seq} has no rows left"
-            ready = all(
-                request_slice.after_seq in self._complete for request_slice in waiting.slices
-            )
-            if (waiting.is_started or waiting.is_ready) and not ready:
-                yield f"volume {seq} has begun too early"
-            if waiting.is_running != waiting.is_started and (
-                waiting.is_running or waiting.is_taken
-            ):
-                yield f"volume {seq} has run but is not complete, or runs without rows"
-
-
-#: A seq further than this above the watermark is no honest message; the head keeps to half of it.
+#: A ``seq`` further above the watermark is invalid; the scheduler keeps to half of it.
 MAX_SEQ_SPAN = 1 << 16
-#: What is counted and no misbehaviour: of cancelled requests, and resent messages.
-_HARMLESS = ("dropped_slices", "buried_volumes", "duplicates")
-#: Volumes that may wait; the head has at most 128 in flight.
+#: Counters that are no misbehaviour: of cancelled requests and resent messages.
+_HARMLESS = ("dropped_slices", "dropped_volumes", "duplicates")
+#: Volumes that may wait; the scheduler has at most 128 in flight.
 MAX_WAITING_VOLUMES = 1024
 
 
 class Scoreboard:
-    """Orders one stage's work during one epoch; see the module for the rules."""
+    """Orders one stage's work during one epoch; the module docstring has the rules."""
 
     def __init__(
         self, limits: ScoreboardLimits | None = None, sub_chunk_policy: SubChunkPolicy | None = None
     ) -> None:
-        """``sub_chunk_policy`` decides on pieces of prefill volumes; without it volumes run
-        whole."""
+        """Without ``sub_chunk_policy`` prefill volumes run whole."""
         self._limits = limits or ScoreboardLimits()
         self.counters: Counter[str] = Counter()
-        #: Progress of the compute thread: rises with every piece that has run. After the last piece
-        #: of a volume it is its seq at least.
+        #: Progress of the compute thread. It rises with every sub-chunk that has run and is at
+        #: least the ``seq`` of each completed volume.
         self.last_completed_seq = 0
         self._complete = SeqSet()
         self._requests = TrackedRequests(self._limits, self._complete)
@@ -519,10 +359,10 @@ class Scoreboard:
     def on_message(
         self, body: ControlMessage | Volume, data: object, now: float, rows: int | None = None
     ) -> None:
-        """A message is here; ``data`` is kept with it and handed out again.
+        """Handle a message; ``data`` is kept with it and handed out again.
 
-        ``rows`` is how many rows of a volume have arrived, ``None`` if all; ``data`` has room for
-        all of them. Call ``complete((), now)`` afterwards: controls may have been completed by it.
+        ``rows`` of a volume have arrived (``None``: all); ``data`` has room for all. Call
+        ``complete_volumes((), now)`` afterwards, since controls may be complete.
         """
         if not self._is_new(body.seq, now):
             return
@@ -549,7 +389,7 @@ class Scoreboard:
         self._complete_releases(now)
 
     def extend_volume(self, seq: int, rows: int, now: float) -> None:
-        """More rows of a volume are in its ``data``: the first ``rows`` now."""
+        """Record that the first ``rows`` rows of a volume are in its ``data``."""
         waiting = self._volumes.get_volume(seq)
         if waiting is not None and waiting.num_arrived < rows <= waiting.num_rows:
             waiting.extend_rows(rows, now)
@@ -558,9 +398,9 @@ class Scoreboard:
             self._count_event("bad_parts", seq, now)
 
     def next_step(self, now: float) -> Step | None:
-        """What may run now, lowest seqs first; ``None`` if nothing.
+        """Take what can run now, lowest ``seq`` first; ``None`` if nothing can.
 
-        Calling it again before ``complete_volumes`` is allowed and gives further work.
+        A second call before ``complete_volumes`` takes further work.
         """
         if not self._volumes:
             return None
@@ -575,7 +415,7 @@ class Scoreboard:
         return work
 
     def complete_volumes(self, seqs: Sequence[int], now: float) -> list[CompletedControl]:
-        """What was taken of volumes ``seqs`` has run; returns the controls to be forwarded now.
+        """Record that the taken rows of volumes ``seqs`` have run; returns the controls to forward.
 
         Raises:
             InvariantError: nothing was taken of one of them.
@@ -591,22 +431,22 @@ class Scoreboard:
 
     @property
     def num_queued(self) -> int:
-        """Volumes that wait for the compute thread or are in it, not for anything else."""
+        """Volumes that wait for or occupy the compute thread."""
         return self._volumes.num_queued
 
     @property
     def has_only_remainders(self) -> bool:
-        """Whether all that waits for the compute thread are rests of volumes that have begun."""
+        """As :attr:`VolumeQueue.has_only_remainders`."""
         return self._volumes.has_only_remainders
 
     @property
     def num_waiting(self) -> int:
-        """Volumes that have come, at least in part, and were not taken whole, ready or not."""
+        """As :attr:`VolumeQueue.num_waiting`."""
         return self._volumes.num_waiting
 
     @property
     def num_refused(self) -> int:
-        """Messages of other stages that made no sense, or were too many."""
+        """Invalid or excess messages of other stages."""
         return self.counters.total() - sum(self.counters[what] for what in _HARMLESS)
 
     def validate(self) -> None:
@@ -631,11 +471,11 @@ class Scoreboard:
 
     def _on_volume(self, volume: Volume, data: object, rows: int | None, now: float) -> None:
         waiting = WaitingVolume.of_volume(volume, data, rows, now)
-        requests = {group.request for group in volume.slices}
+        requests = {request_slice.request for request_slice in volume.slices}
         if (
             len(requests) < len(volume.slices)
-            or any(group.after_seq >= volume.seq for group in volume.slices)
-            or not has_honest_drafts(volume)
+            or any(request_slice.after_seq >= volume.seq for request_slice in volume.slices)
+            or not has_valid_drafts(volume)
             or not 1 <= waiting.num_arrived <= waiting.num_rows
         ):
             self._refuse(volume.seq, "bad_volumes", now)
@@ -732,27 +572,27 @@ class Scoreboard:
     # --- completion ----------------------------------------------------------------------------
 
     def _complete_control(self, body: ControlMessage, data: object) -> None:
-        """A control is complete and goes on."""
         self._complete.add_seq(body.seq)
         self._completed.append(CompletedControl(body, data))
 
     def _refuse(self, seq: int, what: str, now: float) -> None:
-        """A message that makes no sense completes without effect, here and further on."""
+        """Replace an invalid message by a tombstone: it completes without effect, here and
+        downstream.
+        """
         self._count_event(what, seq, now)
         self._complete_control(Tombstone(seq), None)
 
     def _complete_releases(self, now: float) -> None:
-        """Complete the releases that wait for nothing any more."""
         if not self._releases:
             return
         for release in self._releases.pop_complete():
             self._complete_control(release, None)
-            self._story.add_entry(now, "forget", release.request)
+            self._story.add_entry(now, "evict", release.request)
 
     # --- running -------------------------------------------------------------------------------
 
     def _next_input(self, now: float, *, prefill: bool, piggybacked: int = 0) -> StepInput | None:
-        """The next piece of that kind, beside ``riding`` decode rows."""
+        """The next sub-chunk of that kind, beside ``piggybacked`` decode rows."""
         for waiting in self._volumes:
             if waiting.volume.prefill is not prefill:
                 continue
@@ -792,17 +632,17 @@ class Scoreboard:
             self._keep_slices(waiting, kept_indices, "dropped_slices")
 
     def _drop_invalid(self, waiting: WaitingVolume, now: float) -> None:
-        """Drop rows of requests that were never admitted, and those that can't be computed."""
+        """Drop rows of requests that were never admitted, and rows that can't be computed."""
         rows = waiting.volume.slices
         kept_indices = [
             index for index in waiting.slice_indices if self._requests.can_run(rows[index])
         ]
         if len(kept_indices) < len(waiting.slice_indices):
-            self._story.add_entry(now, "unfit", waiting.volume.seq)
+            self._story.add_entry(now, "invalid", waiting.volume.seq)
         self._keep_slices(waiting, kept_indices, "invalid_slices")
 
     def _keep_slices(self, waiting: WaitingVolume, kept_indices: list[int], what: str) -> None:
-        """Drop all but ``kept``; bury the volume if nothing remains."""
+        """Drop all other slices, and the volume if none remains."""
         dropped = len(waiting.slice_indices) - len(kept_indices)
         if not dropped:
             return
@@ -810,7 +650,7 @@ class Scoreboard:
         waiting.keep_slices(kept_indices)
         if not kept_indices:
             self._volumes.drop_volume(waiting)
-            self.counters["buried_volumes"] += 1
+            self.counters["dropped_volumes"] += 1
             self._complete_control(Tombstone(waiting.volume.seq), None)
 
     def _count_event(self, what: str, seq: int, now: float) -> None:
@@ -825,8 +665,8 @@ class Scoreboard:
             seq = waiting.volume.seq
             if seq in self._releases:
                 yield f"seq {seq} is in two places"
-            gone = any(self._requests.is_finished(rows.request) for rows in waiting.slices)
-            if gone and not waiting.is_started:
-                yield f"volume {seq} keeps rows of requests that are over"
+            finished = any(self._requests.is_finished(rows.request) for rows in waiting.slices)
+            if finished and not waiting.is_started:
+                yield f"volume {seq} keeps rows of finished requests"
         if len(self._complete) > MAX_SEQ_SPAN:
-            yield "seqs far above the watermark are remembered"
+            yield "numbers far above the watermark are kept"

@@ -1,4 +1,4 @@
-"""What a ring has around it at its stage: shape, requests, what computes, and the next stage."""
+"""The environment of a ring at its stage: shape, requests, executor, next stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from molink.wire.messages.data_plane import Admit, RingMessage, Volume
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """What the order of work depends on in a stage; ``wire_dtype`` is that of rows on their way.
+    """Stage ``index`` of ``stages``.
 
-    It is stage ``index`` of ``stages``; rows have ``hidden`` elements and token ids are below
+    Rows have ``hidden`` elements, of type ``wire_dtype`` on the link. Token ids are below
     ``vocabulary``.
     """
 
@@ -28,70 +28,67 @@ class StageShape:
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the head."""
+        """Whether the scheduler runs here."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it samples."""
+        """Whether this stage samples."""
         return self.index == self.stages - 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on its way."""
+        """Bytes of a row on the link."""
         return self.hidden * DTYPE_SIZES[self.wire_dtype]
 
 
 class StageRequests(Protocol):
-    """What a stage knows of each request; the worker has ``RequestTable``."""
+    """What a stage knows of each live request; ``RequestTable`` of the worker implements it."""
 
     def admit_request(self, message: Admit) -> None:
-        """A request begins."""
+        """Add a request."""
 
     def add_history(self, request: int, first: int, ids: memoryview) -> None:
-        """Learn tokens (``i32``) from position ``first`` on; parts come in order."""
+        """Add token ids (``i32``) from position ``first`` on; messages come in order."""
 
     def set_grammar(self, request: int, text: bytes) -> None:
-        """Learn what the answer is held to, before any of it."""
+        """Set the grammar that constrains the answer, before any of it is sampled."""
 
     def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
-        """Learn blocks that its table begins with."""
+        """Append blocks to the request's block table."""
 
     def release_request(self, request: int) -> None:
-        """A request is over."""
+        """Drop a request."""
 
     def __len__(self) -> int:
-        """How many live."""
+        """Live requests."""
 
 
 class StepExecutor(Protocol):
-    """Runs steps, one at a time; :class:`molinkd.worker.executor.StageExecutor` does on a
-    thread."""
+    """Runs one step at a time; :class:`molinkd.worker.executor.StageExecutor` uses a thread."""
 
     def submit_step(
         self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
     ) -> None:
-        """Begin a step; ``done`` is called where the ring lives (on its event loop)."""
+        """Start a step; ``done`` is called on the ring's thread."""
 
     def submit_copy(self, copy: BlockCopy) -> None:
-        """Copy blocks after the step that runs and before the next that needs what is copied."""
+        """Copy blocks after the running step and before the next one that needs them."""
 
 
 class DraftRunner(Protocol):
-    """A small model beside the head; :class:`molinkd.worker.draft_proposer.DraftModelThread` asks
-    one."""
+    """Runs a draft model beside the scheduler
+    (:class:`molinkd.worker.draft_proposer.DraftModelThread`).
+    """
 
     def request_drafts(self, order: DraftBatch, done: Callable[[DraftResults], None]) -> None:
-        """Do what the head wants, after what it wanted before.
-
-        ``done`` is called later, where the ring lives.
-        """
+        """Queue a batch; ``done`` is called later on the ring's thread."""
 
 
 class NextStage(Protocol):
-    """Toward the next stage; the tail's leads back to the head.
+    """Sends to the next stage; from the last stage to the first.
 
-    :class:`molink.link.out_link.OutLink` is one.
+    :class:`molink.link.out_link.OutLink` implements it.
     """
 
     def send_control(self, body: RingMessage, payload: Buffer | None = None) -> None:
@@ -99,18 +96,20 @@ class NextStage(Protocol):
         ...
 
     def send_volume(self, header: Volume, rows: Buffer) -> None:
-        """Send a volume whose rows ``header.payload`` describes: all of them, or the first ones."""
+        """Send a volume. ``header.payload`` describes all of its rows; ``rows`` are all or the
+        first.
+        """
         ...
 
     def send_more_rows(self, seq: int, rows: Buffer) -> None:
-        """Send the next rows of a volume that was begun with its first ones."""
+        """Send the next rows of a volume whose first rows were sent."""
         ...
 
     def handle_event(self, event: LinkEvent) -> None:
-        """Tell the transmission policy what the executor does."""
+        """Pass an executor event to the link policy."""
         ...
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is unsent that this stage had better wait."""
+        """Whether the stage should pause because too much is unsent."""
         ...

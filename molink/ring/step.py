@@ -1,4 +1,4 @@
-"""What a scoreboard hands out, and what comes of it: controls to forward, segments to run."""
+"""Steps of a stage: their inputs, results and the control messages between them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,16 +23,16 @@ ControlMessage = Admit | Grammar | History | BlockTable | SwapOut | SwapIn | Rel
 
 
 class CompletedControl(msgspec.Struct, frozen=True):
-    """A control message that this stage has completed; ``data`` is what it arrived with."""
+    """A control message that is complete at this stage, with its payload."""
 
     body: ControlMessage
     data: object
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
-    """Blocks of a request to be copied ``is_swap_out`` to host memory, or in from there.
+    """Blocks of a request to copy to host memory (``is_swap_out``) or back.
 
-    The contents of ``blocks`` and of ``host_blocks`` belong to each other, one by one.
+    ``blocks`` and ``host_blocks`` correspond one by one.
     """
 
     request: int
@@ -42,14 +42,13 @@ class BlockCopy(msgspec.Struct, frozen=True):
 
 
 class StepInput(msgspec.Struct, frozen=True):
-    """The part of a step that belongs to one volume: all of it, or consecutive rows of it.
+    """The part of a step that belongs to one volume: all rows or consecutive ones.
 
-    ``volume`` has the row groups of this segment, ``data`` the rows that it came with (token ids at
-    stage 0, the raw bytes of rows ``[n, hidden]`` at the others), ``row_indices`` the indices of
-    those that belong to the groups, ``None`` if all do. (``volume.payload`` still describes the
-    volume as it arrived.) ``remaining_volume`` has all groups that are left of the volume, ``None``
-    if those are the segment's own; the segment begins with row ``first_row`` of these and
-    ``is_last`` is whether it ends with their last one.
+    ``volume`` has the slices of this input; its ``payload`` still describes the volume as it
+    arrived. ``data`` has token ids at stage 0, else raw rows ``[n, hidden]``; ``row_indices``
+    selects those of the slices (``None``: all). ``remaining_volume`` has all remaining slices of
+    the volume (``None``: the input's own). The input starts at their row ``first_row``; ``is_last``
+    tells whether it ends with their last row.
     """
 
     volume: Volume
@@ -61,29 +60,29 @@ class StepInput(msgspec.Struct, frozen=True):
 
     @property
     def full_volume(self) -> Volume:
-        """All groups that are left of the volume: what its rows travel under."""
+        """All remaining slices of the volume: the header under which its rows are sent."""
         return self.volume if self.remaining_volume is None else self.remaining_volume
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What may run now, as one fused pass: of each kind at most a segment of one volume."""
+    """One fused pass: at most one input of each kind."""
 
     decode: StepInput | None
     prefill: StepInput | None
 
     @property
     def inputs(self) -> tuple[StepInput, ...]:
-        """The segments, decode first."""
+        """Its inputs, decode first."""
         return tuple(each for each in (self.decode, self.prefill) if each is not None)
 
     @property
     def seqs(self) -> tuple[int, ...]:
-        """Their seqs, for :meth:`Scoreboard.complete`."""
+        """Their numbers, for :meth:`Scoreboard.complete_volumes`."""
         return tuple(each.volume.seq for each in self.inputs)
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """A segment after the step: rows for the next stage, or (at the tail) what was sampled."""
+    """The result of an input: rows for the next stage, or (at the last stage) sampled tokens."""
 
     volume: Volume
     rows: bytearray | memoryview | None
@@ -92,10 +91,9 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """A step that has ended; ``seconds`` is its wall-clock time, ``error`` why it failed, if so.
+    """A finished step; ``seconds`` is its wall-clock time, ``error`` why it failed.
 
-    ``out_of_memory`` says that this was for want of memory. A failed step without ``outputs`` could
-    not even report its requests as failed.
+    A failed step without ``outputs`` could not even report its requests as failed.
     """
 
     outputs: Sequence[StepOutput]
@@ -105,7 +103,7 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 def parse_block_copy(swap: SwapOut | SwapIn, data: object) -> BlockCopy | None:
-    """What an order says; ``None`` if ``data`` is not what it promises."""
+    """Parse a swap message; ``None`` if ``data`` doesn't match its header."""
     payload = swap.payload
     if payload.dtype != "i32" or len(payload.shape) != 2 or payload.shape[0] != 2:
         return None
@@ -116,7 +114,7 @@ def parse_block_copy(swap: SwapOut | SwapIn, data: object) -> BlockCopy | None:
 
 
 def parse_block_ids(block_table: BlockTable, data: object) -> Sequence[int]:
-    """The blocks that came with ``table``; none if ``data`` is not what it promises."""
+    """Parse the ids of a block table; empty if ``data`` doesn't match its header."""
     payload = block_table.payload
     if payload.dtype != "i32" or len(payload.shape) != 1:
         return ()

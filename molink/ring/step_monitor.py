@@ -1,4 +1,4 @@
-"""A stage's steps: how long one should take, what became of them, and whether they may go on."""
+"""Monitors a stage's steps: expected duration, failures, bubbles."""
 
 from collections.abc import Iterable
 
@@ -6,31 +6,28 @@ import msgspec
 
 from molink.facts.profile import Profile
 from molink.ring.step import StepResult
+from molink.util.ewma import Ewma
 from molink.wire.messages.data_plane import Volume
 
-#: How long the share is averaged over, in seconds.
+#: Averaging window of the shares, in seconds.
 WINDOW_S = 5.0
 
 
 class BubbleMeter:
-    """Seconds in which requests lived at this stage and nothing was computed.
-
-    What pipelines are measured by: the share of time in which a stage waits for the others, for the
-    links, or for someone to ask for something more.
-    """
+    """Measures pipeline bubbles: seconds with live requests and no running step."""
 
     def __init__(self, now: float) -> None:
-        #: In all.
+        #: Total bubble time in seconds.
         self.seconds = 0.0
         self._since = now
         self._live = self._computing = False
         self._window_start = now
-        #: Of this window: bubbles, time in which requests lived, and time in which a step ran.
+        #: In the current window: bubble time, time with live requests, compute time.
         self._bubble = self._lived = self._busy = 0.0
         self._share = self._busy_share = 0.0
 
     def update_state(self, now: float, *, live: bool, computing: bool) -> None:
-        """From ``now`` on requests live here, or none do, and a step runs, or none does."""
+        """Record whether requests are live and a step runs from ``now`` on."""
         passed = now - self._since if now > self._since else 0.0
         if self._computing:
             self._busy += passed
@@ -47,62 +44,61 @@ class BubbleMeter:
 
     @property
     def bubble_share(self) -> float:
-        """Bubbles' share of the time in which requests lived, in the last window; 0 if none did."""
+        """Share of bubbles in the time with live requests, in the last window; 0 without any."""
         return self._share
 
     @property
     def busy_share(self) -> float:
-        """The share of the last window in which a step ran."""
+        """Share of compute time in the last window."""
         return self._busy_share
 
 
-#: A step may take this many times what the profile and the past say before it counts as late.
+#: A step is late after this many times its expected seconds.
 SLACK = 2.0
-#: Weight of the last step in the running mean of how much longer than the profile steps take.
+#: Weight of a step in the running mean of the slowdown.
 SMOOTHING = 0.1
-#: Steps that may fail one after another: a device in a bad state fails them all.
+#: Consecutive failed steps after which the device counts as broken.
 MAX_FAILED_STEPS = 5
-#: Steps that ran out of memory, each larger than any that worked, count this much less.
+#: A step that ran out of memory and is larger than any that worked counts by this factor less.
 LARGE_STEP_WEIGHT = 4
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step: ``expected_s``, and ``max_s``, which it should not exceed."""
+    """Expected and maximum seconds of a step."""
 
     expected_s: float
     max_s: float
 
 
 class StepTimePredictor:
-    """Predicts steps by a stage's profile, corrected by how long those before have taken.
+    """Predicts step times by a stage's profile and recent steps.
 
-    An under-estimate is dangerous: a stage that is busy for longer than five times ``maximum``
-    counts as dead, the ring is formed anew, and the same step comes again. So decode and prefill
-    rows count as two passes one after another, and steps that were quicker than the profile never
-    lower ``maximum``.
+    An underestimate is dangerous: a stage that is busy for five times ``max_s`` counts as dead, the
+    ring is formed again, and the same step recurs. Therefore decode and prefill rows count as two
+    consecutive passes, and fast steps never lower ``max_s``.
     """
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._slowdown = 1.0
+        self._slowdown = Ewma(SMOOTHING, 1.0)
         self._expected_s = 0.0
 
     def begin_step(self, volumes: Iterable[Volume]) -> StepTime:
-        """A step with these volumes begins."""
+        """Start a step with these volumes."""
         self._expected_s = sum(self._volume_s(volume) for volume in volumes)
-        likely = self._slowdown * self._expected_s
-        return StepTime(likely, SLACK * max(1.0, self._slowdown) * self._expected_s)
+        slowdown = self._slowdown.get_or(1.0)
+        maximum = SLACK * max(1.0, slowdown) * self._expected_s
+        return StepTime(slowdown * self._expected_s, maximum)
 
     def end_step(self, seconds: float) -> None:
-        """It has ended."""
+        """End the step."""
         if self._expected_s > 0:
-            seen = seconds / self._expected_s
-            self._slowdown += SMOOTHING * (seen - self._slowdown)
+            self._slowdown.add_sample(seconds / self._expected_s)
 
     def _volume_s(self, volume: Volume) -> float:
-        """Seconds of a volume's rows in a pass of their own, after as many tokens as they have.
+        """Seconds of a separate pass of a volume's rows.
 
-        Without a measured chunk, each row costs what a pass of a single one does: less, really.
+        Without a measured chunk each prefill row counts as a pass of a single row, an upper bound.
         """
         profile = self._profile
         rows, before = volume.count, volume.context
@@ -112,63 +108,65 @@ class StepTimePredictor:
 
 
 class StepSize(msgspec.Struct, frozen=True):
-    """How much memory a step asks for: its rows, and the positions that these attend to."""
+    """Memory demand of a step: its rows, and the positions that they attend to."""
 
     rows: int = 0
     positions: int = 0
 
     @classmethod
     def of_volumes(cls, volumes: Iterable[Volume]) -> "StepSize":
-        """That of the volumes of one step."""
+        """The size of a step with these volumes."""
         rows = positions = 0
         for volume in volumes:
             rows += volume.count
-            positions += sum(group.start + group.count for group in volume.slices)
+            positions += sum(
+                request_slice.start + request_slice.count for request_slice in volume.slices
+            )
         return cls(rows, positions)
 
     def exceeds(self, other: "StepSize") -> bool:
-        """Whether it asks for more of anything."""
+        """Whether it is larger in any dimension."""
         return self.rows > other.rows or self.positions > other.positions
 
     def merge_with(self, other: "StepSize") -> "StepSize":
-        """The larger of each."""
+        """The maximum of each dimension."""
         if not other.exceeds(self):
             return self
         return StepSize(max(self.rows, other.rows), max(self.positions, other.positions))
 
 
 class FailureTracker:
-    """Failures since the last step that worked.
+    """Counts failures since the last successful step.
 
-    Running out of memory may be the fault of one large batch, whose requests have failed with it:
-    such a step says little of the device. One that is no larger than what worked before does.
+    A large step that runs out of memory says little about the device, since its requests have
+    failed with it. A failure of a step no larger than earlier successful ones does.
     """
 
     def __init__(self) -> None:
-        #: Steps that failed one after another.
+        #: Consecutive failed steps.
         self.failures = 0
         self._strain = 0
         self._largest_succeeded = StepSize()
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the device has to be taken for broken."""
+        """Whether the device counts as broken."""
         return self._strain >= MAX_FAILED_STEPS * LARGE_STEP_WEIGHT
 
     def on_step_succeeded(self, size: StepSize) -> None:
-        """A step has worked."""
+        """Record a successful step."""
         self.failures = self._strain = 0
         self._largest_succeeded = self._largest_succeeded.merge_with(size)
 
     def on_step_failed(self, size: StepSize, *, out_of_memory: bool) -> None:
-        """A step has failed."""
+        """Record a failed step."""
         self.failures += 1
         large = out_of_memory and size.exceeds(self._largest_succeeded)
         self._strain += 1 if large else LARGE_STEP_WEIGHT
 
 
 class StepLog:
-    """Counts steps, and those that failed."""
+    """Counts steps and failures."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -178,7 +176,7 @@ class StepLog:
         self.failures = FailureTracker()
 
     def add_step(self, done: StepResult) -> None:
-        """One has ended."""
+        """Record a finished step."""
         self.num_steps += 1
         self.seconds += done.seconds
         self.num_failed += done.error is not None

@@ -8,7 +8,7 @@ import pytest
 from molink.link.in_link import InLink
 from molink.link.receiver import LinkReceiver
 from molink.link.send_window import SendWindow
-from molink.ring.scoreboard import VolumeQueue
+from molink.ring.volume_queue import VolumeQueue
 from molink.swarm.election.events import CoordinatorHeardEvent
 from molink.swarm.election.leader_election import LeaderElection
 from molink.swarm.frontend.stream import RequestStream

@@ -552,7 +552,7 @@ class Ring:
             assert not stage.running
             assert not stage.board.num_waiting
             assert not len(stage.collector)
-            misbehaved = stage.board.counters.keys() - {"dropped_slices", "buried_volumes"}
+            misbehaved = stage.board.counters.keys() - {"dropped_slices", "dropped_volumes"}
             assert not misbehaved
 
 

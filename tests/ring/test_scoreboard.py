@@ -13,10 +13,10 @@ from molink.ring.scoreboard import (
     MAX_WAITING_VOLUMES,
     Scoreboard,
     ScoreboardLimits,
-    SeqSet,
     TrackedRequest,
 )
 from molink.ring.step import CompletedControl, Step, StepInput
+from molink.ring.volume_queue import SeqSet
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import (
     MAX_GRAMMAR_BYTES,
@@ -148,7 +148,7 @@ def test_rows_of_a_released_request_are_dropped_from_a_volume() -> None:
         Release(5, 1, after_seq=4)
     ]
     assert feed(board, volume(6, rows(1, after=4))) == [Tombstone(6)]
-    assert board.counters == {"dropped_slices": 2, "buried_volumes": 1}
+    assert board.counters == {"dropped_slices": 2, "dropped_volumes": 1}
 
 
 def test_a_volume_without_rows_becomes_a_tombstone() -> None:
@@ -264,7 +264,7 @@ def test_rows_that_were_never_admitted_are_dropped() -> None:
     feed(board, volume(2, rows(5, after=1)), volume(3, rows(0, 1), rows(5, 1)))
     seqs, out = run(board)
     assert (seqs, out) == ((3,), [Tombstone(2)])
-    assert board.counters == {"invalid_slices": 2, "buried_volumes": 1}
+    assert board.counters == {"invalid_slices": 2, "dropped_volumes": 1}
 
 
 def test_rows_after_a_completed_release_are_dropped() -> None:
@@ -285,7 +285,7 @@ def test_controls_that_make_no_sense_become_tombstones() -> None:
         "stale_admits": 2,
         "stray_histories": 1,
         "dropped_slices": 1,
-        "buried_volumes": 1,
+        "dropped_volumes": 1,
     }
 
 

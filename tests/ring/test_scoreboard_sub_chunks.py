@@ -170,7 +170,7 @@ def test_after_its_first_piece_a_release_waits_for_the_last() -> None:
     assert ran(board, 3) == []
     take(board)
     assert ran(board, 3) == [release]
-    assert board.counters == {"dropped_slices": 1, "buried_volumes": 1}
+    assert board.counters == {"dropped_slices": 1, "dropped_volumes": 1}
 
 
 def test_a_release_that_names_too_few_seqs_waits_for_volumes_that_have_begun() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.ring.waiting_volume import WaitingVolume, clip_slice
+from molink.ring.volume_queue import WaitingVolume, clip_slice
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
