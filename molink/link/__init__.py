@@ -1,5 +1,5 @@
 """Transmission from one stage to the next.
 
-Policies and their credits, numbered messages that come exactly once, volumes in pieces, estimates
-of the link, lossless packing, heartbeats, and recordings of what was decided.
+Policies and credit windows, numbered messages with exactly-once delivery, volume fragments, link
+estimates, packing, heartbeats, and recordings of policy decisions.
 """

@@ -1,7 +1,7 @@
-"""What the two ends of a link are given: timers, channels, and whose link it is.
+"""The environment of a link's two ends: timers, connections, and the link's name.
 
-The ends (:mod:`molink.link.out_link`, :mod:`molink.link.in_link`) do no I/O. A worker gives them
-its event loop and ZeroMQ sockets, the simulator its agenda and simulated channels.
+The ends (:mod:`molink.link.out_link`, :mod:`molink.link.in_link`) do no I/O. A worker passes its
+event loop and ZeroMQ sockets, the simulator its event queue and simulated connections.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from molink.wire.messages.data_plane import Channel, LinkHello
 
 
 class Timer(Protocol):
-    """A callback that is to come."""
+    """A scheduled callback."""
 
     def cancel(self) -> object:
         """Don't call it."""
 
 
 class Timers(Protocol):
-    """A clock that calls back; an asyncio event loop is one."""
+    """A clock with callbacks, such as an asyncio event loop."""
 
     def time(self) -> float:
         """Seconds of a monotonic clock."""
@@ -31,37 +31,37 @@ class Timers(Protocol):
         ...
 
     def call_soon(self, callback: Callable[[], object], /) -> Timer:
-        """Call once others have had their turn, at once otherwise."""
+        """Call after other ready callbacks."""
         ...
 
 
 class OutConnection(Protocol):
-    """A connection to the next stage; :class:`molink.wire.sockets.client.Client` is one."""
+    """A connection to the next stage, such as :class:`molink.wire.sockets.client.Client`."""
 
     @property
     def is_congested(self) -> bool:
         """Whether messages wait for the socket."""
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start to connect."""
 
     def send(self, message: DataMessage, payload: Buffer | None = None) -> None:
-        """Send; raises :class:`molink.errors.MolinkError` if that can't be."""
+        """Send; raises :class:`molink.errors.MolinkError` if disconnected or full."""
 
     def reconnect_now(self) -> None:
-        """Give up the connection for a new one."""
+        """Replace the connection by a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutConnectionEvents:
-    """What a channel calls its link with."""
+    """Callbacks of a connection to its link."""
 
     on_message: Callable[[DataMessage, memoryview | None], None]
     on_connect: Callable[[], None]
     on_disconnect: Callable[[], None]
-    #: A channel that was ``congested`` no longer is.
+    #: The connection is no longer congested.
     on_drained: Callable[[], None]
-    #: Nobody listens any more where the next stage did: its process has ended. Told with why.
+    #: The next stage's process has ended: its port refuses connections. Called with the reason.
     on_lost: Callable[[str], None]
 
 
@@ -70,15 +70,15 @@ Connect = Callable[[Channel, OutConnectionEvents], OutConnection]
 
 
 class InConnection(Protocol):
-    """Where a message came from; :class:`molink.wire.sockets.server.MessageSender` is one."""
+    """The origin of a message, such as :class:`molink.wire.sockets.server.MessageSender`."""
 
     @property
     def identity(self) -> bytes:
-        """The connection to answer on; :mod:`molink.wire.protocol` says which of two is later."""
+        """Routing id of the connection; :mod:`molink.wire.protocol` compares the age of two."""
 
     @property
     def peer_id(self) -> str:
-        """The peer that it is authorised as."""
+        """The authenticated peer."""
 
 
 class LinkServer(Protocol):
@@ -88,16 +88,16 @@ class LinkServer(Protocol):
         """Answer on a connection."""
 
     def report_misbehaviour(self, peer_id: str, reason: str) -> None:
-        """Count a misdeed."""
+        """Add to the peer's misbehaviour score."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkName:
-    """Which link it is: that of stage ``from_stage`` of a pipeline to the next one."""
+    """Identifies the link from stage ``from_stage`` of a pipeline to the next one."""
 
     pipeline: str
     from_stage: int
 
     def make_hello(self, epoch: int, channel: Channel) -> LinkHello:
-        """What its connections begin with."""
+        """The first message on a connection."""
         return LinkHello(self.pipeline, epoch, self.from_stage, channel)

@@ -1,6 +1,6 @@
-"""The receiving end of a link: the previous stage's two connections, around a LinkReceiver.
+"""The receiving end of a link: two connections of the previous stage and a LinkReceiver.
 
-It does no I/O itself; all its methods belong to one thread: that of its timers.
+It does no I/O; all methods run on the thread of its timers.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from molink.wire.protocol import is_later
 
 @dataclass(slots=True)
 class InLinkStats:
-    """What happened on a link so far, beside its receiver's counters."""
+    """Counters of a link beside its receiver's."""
 
     #: Hellos of another peer, pipeline, epoch or stage.
     foreign_hellos: int = 0
-    #: Messages on connections that are no channel of this link.
+    #: Messages on connections without a channel of this link.
     unbound_messages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class InLinkEvents:
-    """What an incoming link asks of its stage, and tells it.
+    """Callbacks of an incoming link.
 
-    ``progress`` says how the stage gets on; ``on_arrival`` is told what has come, once, in order.
+    ``progress`` returns the stage's progress; ``on_arrival`` gets each message once, in order.
     """
 
     progress: Callable[[], StageProgress]
@@ -36,7 +36,7 @@ class InLinkEvents:
 
 
 class InLink:
-    """Takes what the previous stage sends, for one epoch, and answers it."""
+    """Receives from the previous stage and answers it, for one epoch."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class InLink:
         peer_id: str,
         events: InLinkEvents,
     ) -> None:
-        """``peer_id`` is the peer that runs the previous stage: nobody else may send."""
+        """``peer_id`` runs the previous stage; messages of others are rejected."""
         self._timers = timers
         self._server = server
         self._receiver = receiver
@@ -58,12 +58,11 @@ class InLink:
         self._channels: dict[bytes, Channel] = {}
         self._timer: Timer | None = None
         self.stats = InLinkStats()
-        #: The last heartbeat of the previous stage.
         self.last_heartbeat: Heartbeat | None = None
 
     @property
     def counters(self) -> dict[str, float]:
-        """What happened so far, as ``/metrics`` names it."""
+        """Counters by the names of ``/metrics``."""
         received, stats = self._receiver.counters, self.stats
         counts = {
             "frames": received.frames,
@@ -79,14 +78,14 @@ class InLink:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """What is the case now, as ``/metrics`` names it."""
+        """Gauges by the names of ``/metrics``."""
         return {
             "link_unfinished_volumes": float(self._receiver.num_unfinished),
             "link_unfinished_bytes": float(self._receiver.unfinished_bytes),
         }
 
     def close(self) -> None:
-        """Forget the link."""
+        """End the link."""
         if self._timer is not None:
             self._timer.cancel()
         self._channels.clear()
@@ -95,7 +94,7 @@ class InLink:
     def handle_message(
         self, sender: InConnection, message: DataMessage, payload: memoryview | None
     ) -> bool:
-        """Take a message from the server; ``False`` if it is none of a link's."""
+        """Handle a server's message; ``False`` if it is no link message."""
         match message:
             case LinkHello():
                 self._on_hello(sender, message)
@@ -110,11 +109,11 @@ class InLink:
         return True
 
     def _on_hello(self, sender: InConnection, hello: LinkHello) -> None:
-        """Bind a connection to its channel, and say what has already arrived on it.
+        """Bind a connection to its channel and acknowledge what has arrived on that channel.
 
-        The latest one counts: what was sent on an earlier one may be read after its first words,
-        and the previous stage would never know that it isn't heard any more.
-        A hello of another epoch is not answered: the previous stage repeats it until both agree.
+        The newest connection counts: messages of an older one may be read after the newer one's
+        hello, and the previous stage would never learn that the newer one is ignored. A hello of
+        another epoch isn't answered; the previous stage repeats it until both agree.
         """
         expected = self._name.make_hello(self._receiver.epoch, hello.channel)
         if hello != expected or sender.peer_id != self._peer_id:
@@ -127,7 +126,7 @@ class InLink:
         before = self._identities.get(hello.channel, b"")
         ack = self._receiver.make_ack(hello.channel)
         if before and is_later(before, sender.identity) and self._server.send(before, ack):
-            # Read late, after that of the connection which followed on it, and which is there.
+            # The hello of an older connection, read late.
             self.stats.unbound_messages += 1
             return
         self._channels.pop(before, None)
@@ -150,7 +149,7 @@ class InLink:
         self._send_due_acks()
 
     def _send_due_acks(self) -> None:
-        """Send the acknowledgements that are due and wake for the next."""
+        """Send due acknowledgements and set the timer for the next."""
         for ack in self._receiver.due_acks(self._timers.time()):
             self._send_ack(ack)
         if self._timer is None and (at := self._receiver.wake_at) is not None:

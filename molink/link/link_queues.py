@@ -1,4 +1,4 @@
-"""What waits to be sent on a link: control messages, probes and the rows of volumes."""
+"""Messages that wait on a link: control messages, padding, rows of volumes."""
 
 from collections import deque
 from itertools import count
@@ -15,11 +15,10 @@ from molink.wire.messages.data_plane import Channel, Padding, RingMessage, Volum
 
 
 class UnsentVolume:
-    """The rows of one volume that have not been sent yet.
+    """Rows of a volume that have not been sent.
 
-    ``total_rows`` rows are to come, ``queued_rows`` have been handed over and ``sent_rows`` of
-    these have left. They stay in the buffers in which they came: nothing is copied, so no message
-    has rows of two.
+    Of ``total_rows`` rows, ``queued_rows`` have been handed over and ``sent_rows`` of these sent.
+    Rows stay in their original buffers without a copy, so a message never spans two buffers.
     """
 
     def __init__(self, header: Volume, channel: Channel) -> None:
@@ -27,7 +26,7 @@ class UnsentVolume:
 
         Raises:
             WireError: it describes something else.
-            MessageTooLarge: one row is over the bound of a message.
+            MessageTooLarge: one row exceeds a message.
         """
         self.header = header
         self.channel = channel
@@ -49,14 +48,14 @@ class UnsentVolume:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that could be sent now."""
+        """Bytes of these rows."""
         return self.available_rows * self.row_bytes
 
     def add_rows(self, rows: Buffer) -> int:
-        """Take the next rows and say how many they are.
+        """Add the next rows and return their number.
 
         Raises:
-            WireError: they are not a number of whole rows, or more than are to come.
+            WireError: not a whole number of rows, or too many.
         """
         view = memoryview(rows).cast("B")
         count, rest = divmod(view.nbytes, self.row_bytes)
@@ -72,10 +71,10 @@ class UnsentVolume:
     def cut_fragment(
         self, rows: int, maximum: int
     ) -> tuple[Volume | VolumeFragment, memoryview, int]:
-        """The next message: at most ``rows`` rows in at most ``maximum`` bytes (but a row).
+        """Cut the next message: at most ``rows`` rows in ``maximum`` bytes, but at least one row.
 
         Returns:
-            Its body, its rows as bytes, and how many they are.
+            Its body, its rows as bytes, and their number.
         """
         buffer = self._buffers[0]
         rows = min(rows, max(1, maximum // self.row_bytes), buffer.nbytes // self.row_bytes)
@@ -92,7 +91,7 @@ class UnsentVolume:
         return VolumeFragment(header.seq, first, payload), data, rows
 
     def is_valid(self) -> bool:
-        """Whether sizes agree."""
+        """Whether the sizes agree."""
         return (
             0 <= self.sent_rows <= self.queued_rows <= self.total_rows
             and sum(view.nbytes for view in self._buffers) == self.nbytes
@@ -101,38 +100,39 @@ class UnsentVolume:
 
 
 class LinkQueues:
-    """Queues of one link, and what its policy has granted of the volumes."""
+    """The queues of a link, and the rows that its policy has granted."""
 
     def __init__(self) -> None:
         self._control: deque[tuple[RingMessage, Buffer | None]] = deque()
         self._padding: deque[Buffer] = deque()
-        #: Volumes of which rows are still to be sent, by the name that the policy knows.
+        #: Volumes with unsent rows, by the name that the policy uses.
         self._volumes: dict[int, UnsentVolume] = {}
-        #: Those of which rows are still to be handed over, by seq.
+        #: Volumes with rows still to be handed over, by ``seq``.
         self._unfinished: dict[int, int] = {}
         self._names = count()
-        #: What the policy has granted and has not left yet, by channel: volume and rows.
+        #: Granted rows that are not sent yet, by channel: volume and number of rows.
         self._grants: dict[Channel, tuple[int, int]] = {}
-        #: Bytes of everything here.
+        #: Bytes in all queues.
         self.nbytes = 0
 
     # --- in ----------------------------------------------------------------------------------
 
     def add_control(self, body: RingMessage, payload: Buffer | None) -> None:
-        """A message that goes before every volume, on the decode channel."""
+        """Queue a message before all volumes, on the decode channel."""
         self._control.append((body, payload))
         self.nbytes += message_size(payload)
 
     def add_padding(self, payload: Buffer) -> None:
-        """Bytes that go before every volume on the bulk channel."""
+        """Queue bytes before all volumes on the bulk channel."""
         self._padding.append(payload)
         self.nbytes += message_size(payload)
 
     def add_volume(self, volume: UnsentVolume, rows: Buffer) -> RowsProducedEvent:
-        """A volume with its first rows, or all.
+        """Queue a volume with its first rows, or all.
 
         Raises:
-            WireError: they are not its rows, or an earlier volume of that seq lacks rows.
+            WireError: the rows don't fit the header, or an earlier volume of that ``seq`` is
+                incomplete.
         """
         seq = volume.header.seq
         if seq in self._unfinished:
@@ -140,10 +140,10 @@ class LinkQueues:
         return self._add(next(self._names), volume, rows)
 
     def add_rows(self, seq: int, rows: Buffer) -> RowsProducedEvent:
-        """The next rows of a volume.
+        """Queue the next rows of a volume.
 
         Raises:
-            WireError: no volume of that seq lacks rows, or they are more than it lacks.
+            WireError: no volume of that ``seq`` lacks these rows.
         """
         name = self._unfinished.get(seq)
         if name is None:
@@ -164,7 +164,7 @@ class LinkQueues:
     # --- out ---------------------------------------------------------------------------------
 
     def pop_control(self) -> tuple[RingMessage, Buffer | None] | None:
-        """The oldest control message."""
+        """Remove the oldest control message."""
         if not self._control:
             return None
         body, payload = self._control.popleft()
@@ -172,7 +172,7 @@ class LinkQueues:
         return body, payload
 
     def pop_padding(self) -> tuple[Padding, Buffer] | None:
-        """The oldest probe."""
+        """Remove the oldest padding."""
         if not self._padding:
             return None
         payload = self._padding.popleft()
@@ -180,7 +180,7 @@ class LinkQueues:
         return Padding(Payload("u8", (memoryview(payload).nbytes,))), payload
 
     def grant_rows(self, decision: SendRowsAction) -> bool:
-        """Let rows go: those that are there, however many the policy says; ``False`` if none."""
+        """Grant the available rows of a decision; ``False`` if there are none."""
         volume = self._volumes.get(decision.volume)
         rows = min(decision.rows, volume.available_rows) if volume is not None else 0
         if volume is not None and rows > 0:
@@ -188,13 +188,13 @@ class LinkQueues:
         return rows > 0
 
     def granted_volume(self, channel: Channel) -> UnsentVolume | None:
-        """The volume of which rows may go on ``channel``."""
+        """The volume with granted rows on ``channel``."""
         return self._volumes[self._grants[channel][0]] if channel in self._grants else None
 
     def pop_rows(
         self, channel: Channel, maximum: int
     ) -> tuple[Volume | VolumeFragment, memoryview]:
-        """The next message of what was granted: at most ``maximum`` bytes, but one row at least."""
+        """Cut the next message of granted rows: at most ``maximum`` bytes, but at least one row."""
         name, granted = self._grants.pop(channel)
         volume = self._volumes[name]
         body, data, rows = volume.cut_fragment(granted, maximum)
@@ -208,7 +208,7 @@ class LinkQueues:
     # --- state -------------------------------------------------------------------------------
 
     def bytes_on(self, channel: Channel) -> int:
-        """Bytes of everything here that is to go on ``channel``."""
+        """Bytes queued for ``channel``."""
         first = (
             self._padding if channel is Channel.BULK else (payload for _, payload in self._control)
         )
@@ -216,7 +216,7 @@ class LinkQueues:
         return rows + sum(message_size(payload) for payload in first)
 
     def find_fault(self) -> str:
-        """Which invariant doesn't hold; empty if all do."""
+        """A broken invariant; empty if there is none."""
         if not all(volume.is_valid() for volume in self._volumes.values()):
             return "a volume miscounts its rows"
         lacking = {

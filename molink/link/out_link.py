@@ -1,8 +1,8 @@
-"""The sending end of a link: two channels to the next stage and the timers, around a LinkSender.
+"""The sending end of a link: two connections to the next stage, timers and a LinkSender.
 
-It does no I/O itself, and all its methods belong to one thread: that of its timers. What to send,
-when, and whether the next stage is dead is decided by :mod:`molink.link.sender` and
-:mod:`molink.link.heartbeat`. The other end is :mod:`molink.link.in_link`.
+It does no I/O; all methods run on the thread of its timers. :mod:`molink.link.sender` decides what
+to send and when, :mod:`molink.link.heartbeat` whether the next stage is dead. The other end is
+:mod:`molink.link.in_link`.
 """
 
 import random
@@ -21,37 +21,37 @@ from molink.wire.messages.data_plane import Ack, Channel, Heartbeat, RingMessage
 
 @dataclass(slots=True)
 class LinkStats:
-    """What happened on a link so far."""
+    """Counters and gauges of a link."""
 
     connects: int = 0
     sent_frames: int = 0
     sent_bytes: int = 0
-    #: Rows of volumes: as the stage made them, and as they were sent.
+    #: Bytes of volume rows before and after packing.
     plain_bytes: int = 0
     packed_bytes: int = 0
     resent: int = 0
     stale_acks: int = 0
-    #: Bytes on the decode channel and on the bulk channel: not sent yet, and not acknowledged yet.
+    #: Bytes of the decode and the bulk channel: unsent, and unacknowledged.
     queued: tuple[int, int] = (0, 0)
     in_flight: tuple[int, int] = (0, 0)
-    #: Seconds there and back, and bytes/s; 0 = unknown.
+    #: Seconds and bytes/s; 0 if unknown.
     rtt: float = 0.0
     min_rtt: float = 0.0
     rate: float = 0.0
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that have not been sent at all, on both channels."""
+        """Unsent bytes of both channels."""
         return sum(self.queued)
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Bytes sent, or to be sent again, and not acknowledged, on both channels."""
+        """Unacknowledged bytes of both channels."""
         return sum(self.in_flight)
 
     @property
     def counters(self) -> dict[str, float]:
-        """What happened so far, as ``/metrics`` names it."""
+        """Counters by the names of ``/metrics``."""
         return {
             "link_sent_frames_total": float(self.sent_frames),
             "link_sent_bytes_total": float(self.sent_bytes),
@@ -63,7 +63,7 @@ class LinkStats:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """What is the case now, as ``/metrics`` names it."""
+        """Gauges by the names of ``/metrics``."""
         return {
             "link_rtt_seconds": self.rtt,
             "link_latency_seconds": self.min_rtt / 2,
@@ -75,35 +75,40 @@ class LinkStats:
         }
 
 
-#: Seconds between prompts after which it does so. A time-out is at least 0.2 s and a round trip.
+#: Seconds without bulk traffic before padding. TCP's retransmission timeout is at least 0.2 s.
 IDLE_PAUSE = 0.19
-#: So many seconds' worth of the link's rate are sent each time: with :data:`PAUSE`, a fortieth.
+#: Padding is worth this many seconds of the link's rate: 1/40 of it at :data:`IDLE_PAUSE`.
 SHARE_S = 0.005
-#: Bytes of one time: fewer would keep hardly more than each connection begins with (14 KB).
+#: Bounds of one padding in bytes; a new connection starts with 14 KB anyway.
 MIN_BYTES = 32 * 1024
 MAX_BYTES = 256 * 1024
-#: The least round trip, in seconds, at which a slow start is worth it.
+#: Shortest round trip in seconds that makes slow start worth avoiding.
 MIN_RTT = 0.008
-#: Prompts come often if the last one was no longer ago than this, in seconds.
+#: Padding stops this many seconds after the last prompt.
 MAX_PROMPT_GAP = 10.0
 
 
 class TcpKeepWarm:
-    """Keeps the window of one link's bulk channel; without I/O."""
+    """Keeps the TCP congestion window of a bulk channel from shrinking while idle.
+
+    Linux halves the window for each retransmission timeout without traffic (RFC 2861,
+    ``tcp_slow_start_after_idle``), and partly if the window isn't used up. The next prompt would
+    then need a round trip per doubling.
+    """
 
     def __init__(self) -> None:
         self._prefill_at = self._bulk_at = float("-inf")
 
     def on_prefill(self, now: float) -> None:
-        """Rows of a prompt go over this link."""
+        """Record a prompt on this link."""
         self._prefill_at = now
 
     def on_sent(self, now: float) -> None:
-        """Something leaves on the bulk channel."""
+        """Record a message on the bulk channel."""
         self._bulk_at = now
 
     def due_bytes(self, estimate: LinkEstimatedEvent, now: float) -> int:
-        """How many bytes to send now, if nothing waits there and requests live; 0 for none."""
+        """Bytes of padding to send now if the channel is idle and requests live; 0 for none."""
         if now - self._bulk_at < IDLE_PAUSE or now - self._prefill_at > MAX_PROMPT_GAP:
             return 0
         nbytes = int(SHARE_S * (estimate.rate or 0.0))
@@ -112,15 +117,15 @@ class TcpKeepWarm:
         return min(nbytes, MAX_BYTES)
 
 
-#: Seconds until a hello is repeated that the next stage hasn't answered: it may not be that far.
+#: Seconds between unanswered hellos; the next stage may not be ready.
 HELLO_INTERVAL = 0.25
-#: Seconds until the next look at what was due already and could not be done.
+#: Seconds until an overdue action is retried.
 _OVERDUE_PAUSE = 0.001
-#: Messages sent before others on the same thread get their turn.
+#: Messages sent before other callbacks run.
 _BATCH = 16
-#: Messages that leave before the channels are asked again whether they take more.
+#: Messages sent before congestion is checked again.
 _BURST = 2
-#: Messages that a link of unknown rate is tried out with, and the bytes of one that says nothing.
+#: Messages that probe a link of unknown rate, and the bytes of each.
 _PROBE_MESSAGES = 16
 _PROBE_BYTES = 16 * 1024
 
@@ -131,11 +136,11 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OutLinkEvents:
-    """What an outgoing link asks of its stage, and tells it.
+    """Callbacks of an outgoing link.
 
-    ``progress`` says how the stage itself gets on. ``on_dead`` is told, once, why the next one is
-    dead; ``on_writable`` is called when the link is not ``full`` any more; ``on_estimate`` is told
-    what is known of the link, again and again.
+    ``progress`` returns the stage's progress. ``on_dead`` is called once with the reason why the
+    next stage is dead, ``on_writable`` when the link is no longer full, ``on_estimate`` with each
+    estimate.
     """
 
     progress: Callable[[], StageProgress]
@@ -152,7 +157,7 @@ class _ChannelConnection:
 
 
 class OutLink:
-    """Sends what its stage produces to the next stage, for one epoch."""
+    """Sends a stage's output to the next stage, for one epoch."""
 
     def __init__(
         self,
@@ -165,10 +170,10 @@ class OutLink:
         probe: bool = False,
         keep_warm: bool = False,
     ) -> None:
-        """``connect`` makes a channel's channel, which is somebody else's to close.
+        """``connect`` makes a channel's connection; its owner closes it.
 
-        With ``probe``, a link of unknown rate is tried out at once. With ``keep_warm``, TCP forgets
-        what it has learnt of the link in a pause, and is kept from that while prompts come often.
+        ``probe`` measures a link of unknown rate at once. ``keep_warm`` sends padding where TCP
+        loses its congestion window while idle.
         """
         self._timers = timers
         self._sender = sender
@@ -178,12 +183,12 @@ class OutLink:
             channel: _ChannelConnection(connect(channel, self._connection_events(channel)))
             for channel in BOTH_CHANNELS
         }
-        #: Channels on whose connections the next stage has answered our hello.
+        #: Channels whose hello the next stage has answered.
         self._accepted: tuple[Channel, ...] = ()
         self._all_accepted = False
         now = timers.time()
         self._heartbeats = HeartbeatClock(now)
-        #: Whether requests lived when a heartbeat was last due, and when that was.
+        #: Whether requests lived when a heartbeat was last due, and that time.
         self._has_requests = False
         self._asked_progress_at = now
         self.liveness = LinkLiveness(now)
@@ -191,7 +196,7 @@ class OutLink:
         self._tcp_keep_warm = TcpKeepWarm() if keep_warm else None
         self._connects = 0
         self._timer: Timer | None = None
-        #: When the timer is set for.
+        #: When the timer fires.
         self._timer_at = 0.0
         self._batch_timer: Timer | None = None
         self._is_dead = False
@@ -200,13 +205,13 @@ class OutLink:
     # --- life --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start to connect."""
         for connection in self._connections.values():
             connection.connection.start()
         self._send_due()
 
     def close(self) -> None:
-        """Send nothing more; what has not been acknowledged is dropped."""
+        """Stop sending and drop unacknowledged messages."""
         self._is_closed = True
         for timer in (self._timer, self._batch_timer):
             if timer is not None:
@@ -216,16 +221,16 @@ class OutLink:
 
     @property
     def is_full(self) -> bool:
-        """Whether the stage should pause: the next one doesn't take what it produces."""
+        """Whether the stage should pause because the next one is behind."""
         return self._sender.is_full
 
     def send_control(self, body: RingMessage, payload: Buffer | None = None) -> None:
-        """As :meth:`LinkSender.send_control`."""
+        """As :meth:`LinkSender.queue_control`."""
         self._sender.queue_control(body, payload)
         self._send_due()
 
     def send_volume(self, header: Volume, rows: Buffer) -> None:
-        """As :meth:`LinkSender.send_volume`."""
+        """As :meth:`LinkSender.queue_volume`."""
         now = self._timers.time()
         self._sender.queue_volume(header, rows, now)
         if self._tcp_keep_warm is not None and header.prefill:
@@ -233,12 +238,12 @@ class OutLink:
         self._send_due()
 
     def send_more_rows(self, seq: int, rows: Buffer) -> None:
-        """As :meth:`LinkSender.send_more_rows`."""
+        """As :meth:`LinkSender.queue_rows`."""
         self._sender.queue_rows(seq, rows, self._timers.time())
         self._send_due()
 
     def handle_event(self, event: LinkEvent) -> None:
-        """Tell the policy what the executor did."""
+        """Pass an executor event to the policy."""
         self._sender.handle(event, self._timers.time())
         if self._has_requests:
             self._retry_queued()
@@ -246,12 +251,12 @@ class OutLink:
             self._send_due()  # it may be time to heartbeat more often
 
     def _retry_queued(self) -> None:
-        """Something has happened that what waits, if anything does, may have waited for."""
+        """Retry queued messages after a state change."""
         if self._sender.has_waiting:
             self._send_due()
 
     def _send_due(self) -> None:
-        """Send what may be sent now, a batch at a time, and set the timer for what comes next."""
+        """Send a batch of what is allowed now and set the timer."""
         if self._is_closed:
             return
         now = self._timers.time()
@@ -268,7 +273,7 @@ class OutLink:
         self._send_due()
 
     def _send_batch(self, now: float) -> bool:
-        """Send what may be sent; whether there may be more than a batch of it."""
+        """Send a batch; returns whether more may be allowed."""
         for _ in range(_BATCH // _BURST):
             burst = self._sender.poll_packets(now, self._ready_channels(), _BURST)
             for packet in burst:
@@ -292,7 +297,7 @@ class OutLink:
         try:
             self._connections[channel].connection.send(message, payload)
         except MolinkError:
-            # The connection has just broken: what counts is kept, and sent again after a hello.
+            # The connection has just broken; the message is sent again after a hello.
             self._set_accepted(channel, False)
             self._sender.on_disconnected(channel, self._timers.time())
 
@@ -306,7 +311,7 @@ class OutLink:
             wakes.append(each.hello_at + HELLO_INTERVAL)
         wake = min(wakes)
         at = wake if wake > now else now + _OVERDUE_PAUSE
-        # One that is set for earlier looks again then.
+        # An earlier timer will check again.
         if self._timer is None or at < self._timer_at:
             if self._timer is not None:
                 self._timer.cancel()
@@ -346,7 +351,7 @@ class OutLink:
         self._all_accepted = len(channels) == len(BOTH_CHANNELS)
 
     def _unaccepted(self) -> list[tuple[Channel, _ChannelConnection]]:
-        """Connections on which the next stage doesn't know yet which link this is."""
+        """Connections without an answered hello."""
         if self._all_accepted:
             return []
         others = [channel for channel in BOTH_CHANNELS if channel not in self._accepted]
@@ -354,7 +359,7 @@ class OutLink:
         return [(channel, each) for channel, each in every if each.is_connected]
 
     def _send_hellos(self, now: float) -> None:
-        """Say which link this is wherever the next stage doesn't know it yet."""
+        """Send a hello on each connection that needs one."""
         for channel, each in self._unaccepted():
             if now >= each.hello_at + HELLO_INTERVAL:
                 each.hello_at = now
@@ -407,7 +412,7 @@ class OutLink:
     # --- what the link is like ---------------------------------------------------------------
 
     def _probe_rate(self, now: float) -> None:
-        """Find out the rate of a new link before anything depends on it."""
+        """Measure the rate of a new link before anything depends on it."""
         if self._probe and self._sender.estimator.current_facts(now).rate is None:
             self._send_padding(_PROBE_MESSAGES * _PROBE_BYTES)
         self._probe = False
@@ -418,7 +423,7 @@ class OutLink:
             self._sender.queue_padding(padding.randbytes(min(_PROBE_BYTES, nbytes - begin)))
 
     def _keep_warm(self, tcp_keep_warm: TcpKeepWarm, now: float) -> None:
-        """While requests live; unless something is on the bulk channel, or waits for it."""
+        """Send padding if it is due and the bulk channel is idle."""
         sender = self._sender
         if sender.in_flight_on(Channel.BULK) or sender.queued_on(Channel.BULK):
             return
@@ -427,7 +432,9 @@ class OutLink:
             self._send_batch(now)
 
     def _report_estimate(self, now: float, force: bool = False) -> None:
-        """The policy hears of what has changed noticeably; the stage too, or ``anyway``."""
+        """Report a noticeable change to the policy and the stage; ``force`` reports to the stage
+        anyway.
+        """
         change = self._sender.estimator.poll_change(now)
         if change is not None:
             self._sender.handle(change, now)
@@ -437,7 +444,7 @@ class OutLink:
     # --- signs of life -----------------------------------------------------------------------
 
     def _next_heartbeat_at(self, now: float) -> float:
-        """When to heartbeat, if that was not now: no request lives where it could have been."""
+        """When the next heartbeat is due if none was due now."""
         soonest = self._heartbeats.next_at(has_requests=True)
         if now < soonest and not self._has_requests and self._asked_progress_at < now:
             lively = self._events.progress().has_requests
@@ -469,7 +476,7 @@ class OutLink:
             self._keep_warm(self._tcp_keep_warm, now)
 
     def _check_liveness(self, now: float) -> None:
-        # Whether requests live is not free to ask for, and seldom matters.
+        # Whether requests live is expensive to query and rarely needed.
         is_quiet = self.liveness.is_quiet(now)
         has_requests = is_quiet and self._events.progress().has_requests
         reason = self.liveness.death_reason(now, has_requests)
@@ -486,7 +493,7 @@ class OutLink:
 
     @property
     def stats(self) -> LinkStats:
-        """What happened so far."""
+        """Counters and gauges so far."""
         sender = self._sender
         estimate = sender.estimator.current_estimate(self._timers.time())
         return LinkStats(

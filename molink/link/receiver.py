@@ -1,7 +1,7 @@
-"""The receiving end of a link, without I/O: every message once, in order, volumes put together.
+"""The receiving end of a link, without I/O: exactly-once delivery in order, volumes reassembled.
 
-What is sent by :mod:`molink.link.sender` comes here by :mod:`molink.link.in_link`, and goes to
-``Ring.arrive``.
+Frames of :mod:`molink.link.sender` arrive through :mod:`molink.link.in_link` and go to
+``Ring.on_message``.
 """
 
 from collections import deque
@@ -38,10 +38,10 @@ from molink.wire.messages.base import Payload
 
 
 class AssembledRows(msgspec.Struct, frozen=True):
-    """What is there of a volume after more of it has come.
+    """The arrived rows of a volume.
 
-    ``header`` describes all its rows, ``[total, hidden]``, and ``data`` has room for them; the
-    first ``rows`` have come. The assembly goes on to fill it.
+    ``header`` describes all rows, ``[total, hidden]``, and ``data`` has room for them; the first
+    ``rows`` have arrived. The assembly keeps filling ``data``.
     """
 
     header: Volume
@@ -59,27 +59,27 @@ class _Partial:
 
 
 class VolumeAssembly:
-    """Puts the parts of each volume together; nothing is allocated before it has been checked.
+    """Reassembles volumes from fragments; memory is allocated only after validation.
 
-    A volume that never ends keeps its room for good: together they have no more than the bound.
+    An incomplete volume keeps its memory. All together stay below a bound.
     """
 
     def __init__(self, hidden: int, dtype: DType, max_bytes: int) -> None:
-        """``max_bytes`` bounds all volumes under assembly together."""
+        """``max_bytes`` bounds all incomplete volumes together."""
         self._hidden = hidden
         self._dtype = dtype
         self._row_bytes = hidden * DTYPE_SIZES[dtype]
         self._max_bytes = max_bytes
         self._partial: dict[int, _Partial] = {}
-        #: Bytes of all volumes under assembly.
+        #: Bytes of all incomplete volumes.
         self.nbytes = 0
 
     def __len__(self) -> int:
-        """How many volumes lack rows."""
+        """Incomplete volumes."""
         return len(self._partial)
 
     def start_volume(self, header: Volume, payload: memoryview) -> AssembledRows:
-        """The first rows of a volume, or all.
+        """Add the first rows of a volume, or all.
 
         Raises:
             WireError: not what this stage expects.
@@ -103,10 +103,10 @@ class VolumeAssembly:
         return self._fill_rows(partial, rows, payload)
 
     def add_fragment(self, part: VolumeFragment, payload: memoryview) -> AssembledRows:
-        """More rows of a volume.
+        """Add more rows of a volume.
 
         Raises:
-            WireError: they are not the next rows of a volume under assembly.
+            WireError: they are not the next rows of an incomplete volume.
         """
         rows = self._check_rows(part.payload, payload)
         partial = self._partial.get(part.seq)
@@ -141,20 +141,19 @@ class VolumeAssembly:
         )
 
 
-#: What the head has made, and a stage sends on as it is.
+#: Messages of the scheduler, which every stage forwards unchanged.
 _FORWARDED = Admit | Grammar | History | BlockTable | SwapOut | SwapIn | Release
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A message of the previous stage, with what belongs to it.
+    """A message of the previous stage with its payload.
 
-    A volume is reported once, when all its ``rows`` have come; with cut-through, one of prefill
-    rows is reported when the first have. Then ``payload`` has room for all that ``body.payload``
-    describes, and further rows are written into it: each :class:`VolumeFragment`, without a
-    payload, tells how many rows there are by now, in all.
+    A volume is reported once, with all its ``rows``; with cut-through, a prefill volume is reported
+    with its first rows. Its ``payload`` then has room for all rows that ``body.payload`` describes,
+    and later rows are written into it: each :class:`VolumeFragment` comes without a payload and
+    reports the new total in ``rows``.
 
-    ``payload`` belongs to who is told: but for rows that are still to come, it may be changed and
-    kept.
+    The receiver of an arrival owns ``payload`` and may change it, apart from rows still to arrive.
     """
 
     body: RingMessage
@@ -164,20 +163,19 @@ class Arrival(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ReceiverLimits:
-    """When to acknowledge, and how much memory to use, in seconds and bytes."""
+    """Acknowledgement and memory limits, in seconds and bytes."""
 
-    #: Frames of the decode channel per acknowledgement; on the bulk channel each one is
-    #: acknowledged.
+    #: Frames per acknowledgement on the decode channel. Each bulk frame is acknowledged.
     ack_every: int = 8
-    #: The longest that an acknowledgement waits for more frames.
+    #: Maximum delay of an acknowledgement.
     ack_delay: float = 0.005
-    #: Volumes under assembly.
+    #: Memory of incomplete volumes.
     assembly_bytes: int = 256 << 20
 
 
 @dataclass(slots=True)
 class ReceiverCounters:
-    """What happened so far; all but the first three were dropped."""
+    """What happened so far. All but the first three count dropped frames."""
 
     frames: int = 0
     nbytes: int = 0
@@ -196,7 +194,7 @@ class _ReceiveChannel:
 
 
 class LinkReceiver:
-    """Takes the frames of one epoch; nothing that arrives makes it raise."""
+    """Receives the frames of one epoch. It never raises on input."""
 
     def __init__(
         self,
@@ -206,9 +204,8 @@ class LinkReceiver:
         limits: ReceiverLimits | None = None,
         cut_through: bool = False,
     ) -> None:
-        """``hidden`` and ``dtype`` are those of the rows that this stage is sent.
-
-        ``cut_through`` is whether to report prefill rows while more are coming.
+        """Expects rows of ``hidden`` elements of ``dtype``; ``cut_through`` reports prefill rows
+        early.
         """
         self.epoch = epoch
         self._cut_through = cut_through
@@ -218,14 +215,14 @@ class LinkReceiver:
         self._codec: RowCodec | None = None
         self._story: deque[str] = deque(maxlen=64)
         self.counters = ReceiverCounters()
-        #: Why the last frame that made no sense was dropped.
+        #: Why the last invalid frame was dropped.
         self.last_fault = ""
 
     def on_frame(self, frame: Frame, payload: memoryview | None, now: float) -> list[Arrival]:
-        """A frame has come: what is complete by it.
+        """Handle a frame; returns the messages that it completes.
 
-        Frames of another epoch, those that have come before, and those that come too early are
-        dropped: the sender sends them again.
+        Frames of other epochs, duplicates and frames after a gap are dropped; the sender repeats
+        the latter.
         """
         channel = self._channels[frame.channel]
         if frame.epoch != self.epoch:
@@ -275,7 +272,7 @@ class LinkReceiver:
 
     @staticmethod
     def _check_header(volume: Volume) -> None:
-        """The volume may be sent on with the header of all its rows."""
+        """Check that the volume can be forwarded with the header of all its rows."""
         shape = (volume.count, volume.payload.shape[-1])
         whole = msgspec.structs.replace(volume.payload, shape=shape)
         if not header_fits(msgspec.structs.replace(volume, payload=whole)):
@@ -284,9 +281,9 @@ class LinkReceiver:
     def _unpack(
         self, body: Volume | VolumeFragment, payload: memoryview
     ) -> tuple[Volume | VolumeFragment, memoryview]:
-        """A message of packed rows as if it had come plain."""
+        """Unpack a message of packed rows."""
         if self._codec is None:
-            # Late: numpy is for those alone who are sent packed rows.
+            # A late import: numpy is only needed for packed rows.
             from molink.link.packing.compression import RowCodec
 
             self._codec = RowCodec()
@@ -306,7 +303,7 @@ class LinkReceiver:
     # --- acknowledgements --------------------------------------------------------------------
 
     def due_acks(self, now: float) -> list[Ack]:
-        """The acknowledgements that are due."""
+        """Acknowledgements that are due."""
         due = []
         for name, channel in self._channels.items():
             if channel.ack_at is not None and channel.ack_at <= now:
@@ -314,7 +311,7 @@ class LinkReceiver:
         return due
 
     def make_ack(self, name: Channel) -> Ack:
-        """What has arrived on a channel; nothing is left to acknowledge there by then."""
+        """Acknowledge everything that has arrived on a channel."""
         channel = self._channels[name]
         channel.unacknowledged = 0
         channel.ack_at = None
@@ -334,19 +331,19 @@ class LinkReceiver:
 
     @property
     def num_unfinished(self) -> int:
-        """How many volumes lack rows."""
+        """Incomplete volumes."""
         return len(self._assembly)
 
     @property
     def unfinished_bytes(self) -> int:
-        """Memory that they take, once complete."""
+        """Bytes of these, once complete."""
         return self._assembly.nbytes
 
     def validate(self) -> None:
         """Check the invariants.
 
         Raises:
-            InvariantError: one doesn't hold.
+            InvariantError: one is broken.
         """
         if not self._assembly.is_valid():
             raise InvariantError("sizes of volumes under assembly disagree", self._story)

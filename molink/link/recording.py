@@ -1,9 +1,9 @@
-"""What a link's policy was told and what it decided, as JSON lines, and the same once more.
+"""Records a link policy's events and decisions as JSON lines, and replays them.
 
 The first line names the policy. Each other line is an event, ``{"at", "event", "of"}``, or a
-decision, ``{"at", "ready", "send": [volume, rows]}`` or ``{"at", "ready", "wait": until}`` (without
-``wait`` if only an event ends it). Numbers are written so that they are read back exactly; times
-are seconds of the recorder's clock.
+decision, ``{"at", "ready", "send": [volume, rows]}`` or ``{"at", "ready", "wait": until}`` (no
+``wait``: until the next event). Numbers survive a round trip exactly. Times are seconds of the
+recorder's clock.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -24,9 +24,9 @@ from molink.link.policies.create import create_policy
 from molink.wire.messages.data_plane import Channel
 
 VERSION = 1
-#: Bytes of a recording; it ends there and can be replayed up to there.
+#: Maximum bytes of a recording, which stops there and replays up to there.
 MAX_BYTES = 256 << 20
-#: Characters of one line; the longest that is written has about 200.
+#: Maximum characters of a line; the longest written one has about 200.
 MAX_LINE = 4096
 
 _EVENTS: dict[str, type[LinkEvent]] = {kind.__name__: kind for kind in get_args(LinkEvent)}
@@ -56,7 +56,7 @@ class _ActionRecord(
 
 @dataclass(frozen=True, slots=True)
 class ReplayDifference:
-    """A decision that came out otherwise when line ``line`` was replayed."""
+    """A decision that differed when line ``line`` was replayed."""
 
     line: int
     at: float
@@ -65,12 +65,12 @@ class ReplayDifference:
 
 
 class RecordingPolicy:
-    """A policy that notes everything it is told and decides, and else is the one it wraps."""
+    """Wraps a policy and records its events and decisions."""
 
     def __init__(
         self, policy: ChannelPolicy, write: Callable[[bytes], object], maximum: int = MAX_BYTES
     ) -> None:
-        """``write`` takes whole lines, ``maximum`` bytes of them at most."""
+        """``write`` gets whole lines, at most ``maximum`` bytes of them."""
         self._policy = policy
         self._write = write
         self._bytes_left = maximum
@@ -79,28 +79,28 @@ class RecordingPolicy:
 
     @property
     def name(self) -> str:
-        """That of the policy."""
+        """The name of the wrapped policy."""
         return self._policy.name
 
     @property
     def single_channel(self) -> bool:
-        """As the policy."""
+        """As the wrapped policy."""
         return self._policy.single_channel
 
     @property
     def is_full(self) -> bool:
-        """Whether the recording has ended because it is long enough."""
+        """Whether the recording has reached its maximum."""
         return self._bytes_left <= 0
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Note it and pass it on."""
+        """Record and pass on."""
         if not self.is_full:
             fields = msgspec.to_builtins(event)
             self._write_line(_EventRecord(now, type(event).__name__, fields))
         self._policy.handle(event, now)
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """Ask the policy and note the answer."""
+        """Ask the policy and record the decision."""
         channels = tuple(ready)
         decision = self._policy.choose_action(now, ready)
         if isinstance(decision, SendRowsAction):
@@ -125,10 +125,10 @@ class RecordingPolicy:
 def replay_recording(
     lines: Iterable[bytes | str], create: Callable[[str], ChannelPolicy] = create_policy
 ) -> list[ReplayDifference]:
-    """Tell a fresh policy of the same name the same, and compare what it decides.
+    """Replay a recording with a new policy of the same name and compare its decisions.
 
     Raises:
-        UsageError: a line is no line of a recording; says which.
+        UsageError: a line is invalid; tells which.
     """
     differences: list[ReplayDifference] = []
     policy: ChannelPolicy | None = None

@@ -1,4 +1,4 @@
-"""The sending end of one channel: numbers, and what to send again after a reconnect."""
+"""The sending end of a channel: frame numbers, acknowledgements, retransmission."""
 
 from collections import deque
 
@@ -7,58 +7,57 @@ import msgspec
 from molink.wire.messages.codec import MAX_HEADER, Buffer
 from molink.wire.messages.data_plane import Ack, Channel, Frame, RingMessage
 
-#: What a message is counted as beside its payload, in bytes.
+#: Assumed bytes of a message beside its payload.
 HEADER_COST = 128
-#: What a header may grow by when the size of its packed rows is put in.
+#: Bytes that a header may grow by when the packed size is added.
 _CODING_COST = 4
 
 
 def message_size(payload: Buffer | None) -> int:
-    """What a message with ``payload`` costs in memory, in bytes."""
+    """Memory cost of a message with ``payload``, in bytes."""
     return HEADER_COST + (0 if payload is None else memoryview(payload).nbytes)
 
 
 def header_fits(body: RingMessage) -> bool:
-    """Whether the header of ``body`` is within its bound whatever the frame's numbers are."""
+    """Whether the header of ``body`` fits with the largest frame number."""
     widest = Frame(2**53, Channel.BULK, 2**53, body)
     return len(msgspec.msgpack.encode(widest)) <= MAX_HEADER - _CODING_COST
 
 
 class Packet(msgspec.Struct, frozen=True):
-    """A frame and its payload: what goes on a channel as one message."""
+    """A frame and its payload: one message of a channel."""
 
     frame: Frame
     payload: Buffer | None
-    #: Size of the message (its header is estimated).
+    #: Size of the message, with an estimated header.
     nbytes: int
 
     @property
     def channel(self) -> Channel:
-        """The channel that it goes on."""
+        """The channel of its frame."""
         return self.frame.channel
 
 
 class SendWindow:
-    """Frames of one (epoch, channel), from their numbering to their acknowledgement."""
+    """Frames of one (epoch, channel) from numbering to acknowledgement."""
 
     def __init__(self, epoch: int, channel: Channel) -> None:
         self.channel = channel
         self._epoch = epoch
-        #: Frames not acknowledged yet: numbers ``base … next - 1``, without gaps.
+        #: Unacknowledged frames: numbers ``oldest_frame … next_frame - 1`` without gaps.
         self._unacknowledged: deque[tuple[Packet, float]] = deque()
-        #: How many of them, oldest first, have been sent on this connection, and how many not.
+        #: How many of them, oldest first, were sent on this connection, and how many were not.
         self._num_sent = 0
         self.num_unsent = 0
-        #: The number above which a frame has never been sent on any connection.
+        #: Frames from this number on were never sent on any connection.
         self._first_unsent = 0
         self.oldest_frame = 0
         self.next_frame = 0
-        #: Bytes not acknowledged yet.
+        #: Unacknowledged bytes.
         self.nbytes = 0
         self.is_connected = False
         self.num_resent = 0
-        #: When the channel last got on: an acknowledgement, or something sent into an empty
-        #: channel.
+        #: Last progress: an acknowledgement, or a message sent while nothing was in flight.
         self.progress_at = 0.0
 
     def append_frame(self, body: RingMessage, payload: Buffer | None, now: float) -> None:
@@ -72,12 +71,12 @@ class SendWindow:
 
     @property
     def has_pending(self) -> bool:
-        """Whether something is to be sent on this connection (again)."""
+        """Whether something is to be sent (again) on this connection."""
         return self.is_connected and self.num_unsent > 0
 
     @property
     def num_unacknowledged(self) -> int:
-        """How many frames were sent on this connection and not acknowledged."""
+        """Unacknowledged frames sent on this connection."""
         return self._num_sent
 
     def next_packet(self, now: float) -> Packet:
@@ -96,11 +95,11 @@ class SendWindow:
         return packet
 
     def apply_ack(self, ack: Ack, now: float) -> tuple[int, float] | None:
-        """Let go of what has arrived.
+        """Drop acknowledged frames.
 
         Returns:
-            How many bytes that was and the seconds since the newest of it was sent;
-            ``None`` if the acknowledgement says nothing new, or what can't be.
+            Their bytes, and the seconds since the newest was sent; ``None`` if the acknowledgement
+            is old or invalid.
         """
         if not self.oldest_frame < ack.next_frame <= self._first_unsent:
             return None
@@ -116,7 +115,7 @@ class SendWindow:
         return freed, now - sent_at
 
     def rewind_unacknowledged(self) -> None:
-        """Send everything that was not acknowledged again."""
+        """Send all unacknowledged frames again."""
         self._num_sent, self.num_unsent = 0, len(self._unacknowledged)
 
     def is_valid(self) -> bool:

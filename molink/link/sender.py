@@ -1,4 +1,4 @@
-"""The sending end of a link, without I/O: what the policy decides becomes numbered frames."""
+"""The sending end of a link, without I/O: turns policy decisions into numbered frames."""
 
 from collections import deque
 from collections.abc import Collection
@@ -28,24 +28,24 @@ BOTH_CHANNELS = (Channel.DECODE, Channel.BULK)
 
 @dataclass(frozen=True, slots=True)
 class SenderLimits:
-    """Bounds of a link's memory and messages, in bytes and seconds."""
+    """Memory and message limits of a link, in bytes and seconds."""
 
     #: Payload of one message.
     max_message_bytes: int = 192 * 1024
-    #: Not acknowledged on one channel; more is not sent.
+    #: Unacknowledged bytes per channel.
     max_unacknowledged_bytes: int = 8 << 20
-    #: Waiting and not acknowledged in all; above it the link is ``full``, at twice it refuses.
+    #: Queued and unacknowledged bytes. Above it the link is full; at twice it rejects messages.
     max_total_bytes: int = 64 << 20
-    #: A channel that is connected but acknowledges nothing for so long sends everything again.
+    #: A connected channel without acknowledgements for this long sends everything again.
     resend_after: float = 10.0
 
 
 class LinkSender:
-    """Numbers, cuts, sends, keeps and sends again; one object per epoch.
+    """Queues, cuts, numbers, sends and resends messages; one object per epoch.
 
-    Control messages go first, on the decode channel; volumes when the policy says so, each on its
-    channel: prefill rows on the bulk channel, decode rows on the decode channel, or all on the bulk
-    channel if the policy has one for both.
+    Control messages go first, on the decode channel. Volumes go when the policy says so: prefill
+    rows on the bulk channel, decode rows on the decode channel, or all on the bulk channel if the
+    policy uses a single one.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LinkSender:
         self._policy = policy
         self._limits = limits or SenderLimits()
         self.packing = MessagePacker(packer)
-        #: Learns from what is sent and acknowledged; whoever sends heartbeats tells it of them.
+        #: Learns from sent and acknowledged messages and from heartbeats.
         self.estimator = estimator or LinkEstimator()
         self._channels = {channel: SendWindow(epoch, channel) for channel in BOTH_CHANNELS}
         self._both = self._channels[Channel.DECODE], self._channels[Channel.BULK]
@@ -68,7 +68,7 @@ class LinkSender:
         self._story: deque[str] = deque(maxlen=64)
         #: When to poll again without an event; ``None`` if only an event can change anything.
         self.wake_at: float | None = None
-        #: When a channel may have acknowledged nothing for too long, at the soonest.
+        #: Earliest time at which a channel may have stalled.
         self._stalled_at = inf
         self.sent_frames = 0
         self.sent_bytes = 0
@@ -77,30 +77,29 @@ class LinkSender:
     # --- what is to be sent ------------------------------------------------------------------
 
     def queue_control(self, body: RingMessage, payload: Buffer | None = None) -> None:
-        """Send anything but a volume, before every volume.
+        """Send any message but a volume, before all volumes.
 
         Raises:
-            MessageTooLarge: its header would be over 4 KiB.
-            Overloaded: far more is waiting than the link can hold.
+            MessageTooLarge: its header exceeds 4 KiB.
+            Overloaded: the link is far behind.
         """
         self._check_capacity(body)
         self._queues.add_control(body, payload)
 
     def queue_padding(self, payload: Buffer) -> None:
-        """Send bytes on the bulk channel, before every volume there, for the next stage to drop."""
+        """Send bytes on the bulk channel before all volumes; the next stage drops them."""
         self._queues.add_padding(payload)
 
     def queue_volume(self, header: Volume, rows: Buffer, now: float) -> None:
-        """Send a volume, of which ``rows`` are the first rows or all.
+        """Send a volume; ``rows`` are its first rows or all.
 
-        ``header.payload`` describes all of them, ``[total, hidden]``; the others are handed over
-        with :meth:`queue_rows`. ``rows`` is not copied and must not change until it is
-        acknowledged.
+        ``header.payload`` describes all rows, ``[total, hidden]``; :meth:`queue_rows` adds the
+        others. ``rows`` is not copied and must not change until it is acknowledged.
 
         Raises:
-            WireError: ``rows`` is not what the header says, or a volume of that seq lacks rows.
-            MessageTooLarge: its header, or one row, is over the bound of a message.
-            Overloaded: far more is waiting than the link can hold.
+            WireError: ``rows`` doesn't fit the header, or a volume of that ``seq`` is incomplete.
+            MessageTooLarge: its header, or one row, exceeds a message.
+            Overloaded: the link is far behind.
         """
         channel = Channel.BULK if header.prefill or self._policy.single_channel else Channel.DECODE
         volume = UnsentVolume(header, channel)
@@ -108,17 +107,15 @@ class LinkSender:
         self.handle(self._queues.add_volume(volume, rows), now)
 
     def queue_rows(self, seq: int, rows: Buffer, now: float) -> None:
-        """Send the next rows of a volume whose first rows have been handed over.
-
-        They count as accepted with the first: a link that is far behind takes them too.
+        """Send the next rows of a volume. They are accepted even if the link is far behind.
 
         Raises:
-            WireError: no volume of that seq lacks rows, or they are more than it lacks.
+            WireError: no volume of that ``seq`` lacks these rows.
         """
         self.handle(self._queues.add_rows(seq, rows), now)
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Tell the policy what happened."""
+        """Pass an event to the policy."""
         if isinstance(event, LinkEstimatedEvent):
             self.packing.set_rate(event.rate)
         self._policy.handle(event, now)
@@ -128,7 +125,7 @@ class LinkSender:
         event: MessageSentEvent | MessageAcknowledgedEvent | ChannelReconnectedEvent,
         now: float,
     ) -> None:
-        """Tell the policy, and the estimator, what became of messages."""
+        """Pass an event to the policy and the estimator."""
         self.estimator.handle(event, now)
         self._policy.handle(event, now)
 
@@ -141,7 +138,7 @@ class LinkSender:
     # --- what the connections tell -----------------------------------------------------------
 
     def on_connected(self, channel: Channel, now: float) -> None:
-        """There is a new connection: what was not acknowledged goes again, before anything new."""
+        """Handle a new connection: unacknowledged frames are sent again first."""
         out = self._channels[channel]
         again = out.next_frame > 0
         out.is_connected = True
@@ -151,12 +148,12 @@ class LinkSender:
             self._dispatch_event(ChannelReconnectedEvent(channel), now)
 
     def on_disconnected(self, channel: Channel, now: float) -> None:
-        """The connection is gone: the channel waits for the next."""
+        """Stop sending on the channel until it is connected again."""
         self._channels[channel].is_connected = False
         self._log_transition(now, f"{channel.name} disconnected")
 
     def on_ack(self, ack: Ack, now: float) -> None:
-        """The next stage says what has arrived. One of another epoch, or nonsense, is counted."""
+        """Handle an acknowledgement. Invalid ones and those of another epoch are counted."""
         freed = None
         if ack.epoch == self.epoch:
             freed = self._channels[ack.channel].apply_ack(ack, now)
@@ -166,7 +163,7 @@ class LinkSender:
         self._dispatch_event(MessageAcknowledgedEvent(ack.channel, *freed), now)
 
     def on_heartbeat_echoed(self, sent_at: float, now: float) -> bool:
-        """The heartbeat that left at ``sent_at`` is back; ``False`` if none did."""
+        """Handle the echo of the heartbeat sent at ``sent_at``; ``False`` if there is none."""
         known = self.estimator.on_heartbeat_echoed(sent_at, now)
         if known:
             self.handle(HeartbeatEchoedEvent(now - sent_at), now)
@@ -181,8 +178,7 @@ class LinkSender:
     def poll_packets(
         self, now: float, ready: Collection[Channel] = BOTH_CHANNELS, maximum: int = 16
     ) -> list[Packet]:
-        """At most ``maximum`` messages to send now, on those channels whose sockets are
-        ``ready``."""
+        """At most ``maximum`` messages to send now on the channels whose sockets are ``ready``."""
         may_stall = now >= self._stalled_at
         if may_stall:
             self._rewind_stalled(now)
@@ -211,8 +207,7 @@ class LinkSender:
             return self._send_body(Channel.DECODE, *control, now)
         if Channel.BULK in ready and (probe := self._queues.pop_padding()) is not None:
             return self._send_body(Channel.BULK, *probe, now)
-        # What was granted goes on first where it can; a channel that can't take it holds up no
-        # other.
+        # Granted rows go first where they can. A blocked channel doesn't block the other.
         if not any(self._queues.granted_volume(channel) for channel in ready):
             decision = self._policy.choose_action(now, ready)
             if not isinstance(decision, SendRowsAction):
@@ -227,7 +222,7 @@ class LinkSender:
         return out.is_connected and out.nbytes < self._limits.max_unacknowledged_bytes
 
     def _next_rows_packet(self, now: float, ready: Collection[Channel]) -> Packet | None:
-        """The next message of what was granted."""
+        """The next message of granted rows."""
         for channel in ready:
             if (volume := self._queues.granted_volume(channel)) is not None:
                 body, rows = self._queues.pop_rows(channel, self._limits.max_message_bytes)
@@ -262,26 +257,26 @@ class LinkSender:
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Bytes sent, or to be sent again, and not acknowledged."""
+        """Unacknowledged bytes, including those to be sent again."""
         decode, bulk = self._both
         return decode.nbytes + bulk.nbytes
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that have not been sent at all."""
+        """Unsent bytes."""
         return self._queues.nbytes
 
     def queued_on(self, channel: Channel) -> int:
-        """Bytes that are to go on ``channel`` and have not been sent at all."""
+        """Unsent bytes of ``channel``."""
         return self._queues.bytes_on(channel)
 
     def in_flight_on(self, channel: Channel) -> int:
-        """Bytes sent on ``channel``, or to be sent again, and not acknowledged."""
+        """Unacknowledged bytes of ``channel``, including those to be sent again."""
         return self._channels[channel].nbytes
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything is to be sent, now or when something allows it."""
+        """Whether anything is to be sent, now or later."""
         decode, bulk = self._both
         return (
             self._queues.nbytes > 0
@@ -291,23 +286,23 @@ class LinkSender:
 
     @property
     def is_full(self) -> bool:
-        """Whether who produces should pause."""
+        """Whether the producer should pause."""
         return self._queues.nbytes + self.unacknowledged_bytes >= self._limits.max_total_bytes
 
     @property
     def num_resent(self) -> int:
-        """Frames that were sent more than once."""
+        """Frames sent more than once."""
         return sum(out.num_resent for out in self._channels.values())
 
     def oldest_frame(self, channel: Channel) -> int:
-        """The number of the oldest frame of ``channel`` that is not acknowledged."""
+        """Number of the oldest unacknowledged frame of ``channel``."""
         return self._channels[channel].oldest_frame
 
     def validate(self) -> None:
         """Check the invariants.
 
         Raises:
-            InvariantError: one doesn't hold.
+            InvariantError: one is broken.
         """
         for out in self._channels.values():
             self._require(out.is_valid(), f"{out.channel.name} has a gap or miscounts its bytes")
