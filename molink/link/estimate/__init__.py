@@ -1,1 +1,1 @@
-"""What a link is like, as measured: latency, rate, and what was remembered of it."""
+"""Link estimates: latency, rate, and their memory across restarts."""

@@ -1,4 +1,4 @@
-"""What a sender can tell of its link: latency and rate, without I/O."""
+"""Estimates a link's latency and rate at the sender, without I/O."""
 
 from molink.facts.ring_times import LinkFacts
 from molink.link.estimate.rate import RateMeter
@@ -11,49 +11,48 @@ from molink.link.policies.base import (
     MessageSentEvent,
 )
 
-#: Relative changes that are worth telling a policy: of the rate and the least round trip, and of
-#: the smoothed one, which never rests; and the seconds below which a change of round trips is none,
-#: as much as an event loop is late.
+#: Changes worth reporting to a policy: relative ones of the rate and the minimum round trip, and of
+#: the smoothed round trip, which always fluctuates; and a minimum in seconds, the jitter of an
+#: event loop.
 NOTICEABLE_SHARE = 0.05
 _NOTICEABLE_SMOOTH = 0.2
 _NOTICEABLE_SECONDS = 0.0003
-#: Seconds between two looks for the least round trip: it is asked for with each acknowledgement,
-#: thousands of times a second, and changes with heartbeats.
+#: Seconds between updates of the minimum round trip. It is needed for each acknowledgement,
+#: thousands of times a second, but only changes with heartbeats.
 _CHECK_INTERVAL = BUSY_INTERVAL
-#: Seconds by which a heartbeat is late if there is a queue, and how many have to be on end: a
-#: single one may be late because a loop was.
+#: Seconds by which a queue delays a heartbeat, and how many consecutive late heartbeats prove one.
+#: A single one may be late because of an event loop.
 _QUEUE_DELAY = 0.004
 _LATE_HEARTBEATS = 2
 
 
 class LinkEstimator:
-    """Estimates one link from what its sender knows.
+    """Estimates one link from sent and acknowledged messages and from heartbeats.
 
-    It hears of messages that are sent and acknowledged (:meth:`handle`) and of heartbeats that
-    leave and come back. Latency is half the least round trip of late, rate the greatest of late
-    that the link delivered while it had something to deliver. Both follow a link that changes
-    within 2 s, and stay as they are while nothing tells otherwise.
+    Latency is half the recent minimum round trip. The rate is the recent maximum that the link
+    delivered while it was busy. Both follow a changing link within 2 s and stay constant without
+    new evidence.
     """
 
     def __init__(self, start: LinkFacts | None = None) -> None:
-        """``start`` is what is remembered of the link: replaced as soon as it is measured."""
+        """``start`` is a remembered estimate, replaced by the first measurement."""
         start = start or LinkFacts()
         self._round_trip = RoundTripEstimator(None if start.latency is None else 2 * start.latency)
         self._meter = RateMeter(start.rate)
         self._now = 0.0
-        #: The least round trip, and when to look for it again.
+        #: The minimum round trip, and when to update it.
         self._cached_min_rtt: float | None = None
         self._check_at = 0.0
         self._reported: LinkEstimatedEvent | None = None
-        #: As it was when somebody last asked for news.
+        #: The figures at the last poll.
         self._last_polled: tuple[float, float, float | None] | None = None
-        #: Heartbeats on end that were late.
+        #: Consecutive late heartbeats.
         self._late_heartbeats = 0
 
     # --- events ------------------------------------------------------------------------------
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Take note of messages that were sent or acknowledged; other events are ignored."""
+        """Record sent and acknowledged messages; other events are ignored."""
         now = self._at(now)
         match event:
             case MessageSentEvent():
@@ -69,12 +68,12 @@ class LinkEstimator:
                 self._meter.reset_channel(event.channel)
 
     def on_heartbeat_sent(self, now: float) -> None:
-        """A heartbeat leaves on the decode channel."""
+        """Record a heartbeat on the decode channel."""
         now = self._at(now)
         self._round_trip.on_sent(now, self._meter.in_flight, self._meter.queue_delay(now))
 
     def on_heartbeat_echoed(self, sent_at: float, now: float) -> bool:
-        """The heartbeat that left at ``sent_at`` is back; ``False`` if none did."""
+        """Record the echo of the heartbeat sent at ``sent_at``; ``False`` if there is none."""
         now = self._check_at = self._at(now)
         known = self._round_trip.on_echo(sent_at, self._meter.rate, now)
         minimum = self._minimum()
@@ -104,14 +103,14 @@ class LinkEstimator:
         return LinkFacts(None if minimum is None else minimum / 2, self._meter.rate)
 
     def current_estimate(self, now: float) -> LinkEstimatedEvent:
-        """The same for a policy; round trips that are unknown are 0."""
+        """The same for a policy; unknown round trips are 0."""
         self._at(now)
         return LinkEstimatedEvent(
             self._round_trip.smoothed_rtt, self._minimum() or 0.0, self._meter.rate
         )
 
     def poll_change(self, now: float) -> LinkEstimatedEvent | None:
-        """The estimate, if it is worth telling since it was told last."""
+        """The estimate if it has changed noticeably since the last reported one."""
         self._at(now)
         rtt, minimum, rate = self._round_trip.smoothed_rtt, self._minimum() or 0.0, self._meter.rate
         if (rtt, minimum, rate) == self._last_polled:

@@ -1,4 +1,4 @@
-"""What was measured of the links to other peers, remembered between epochs and starts."""
+"""Remembers link estimates across epochs and restarts."""
 
 import contextlib
 import logging
@@ -12,13 +12,13 @@ from molink.facts.ring_times import LinkFacts
 
 log = logging.getLogger(__name__)
 
-#: Links that are kept, those measured last: more than the stages of a ring, times a few swarms.
+#: Most recently measured links to keep: more than a ring has stages, for several swarms.
 MAX_REMEMBERED = 64
-#: Seconds between two writes: a disk is spared, and a crash costs half a minute's news.
+#: Seconds between writes, which spares the disk; a crash loses half a minute.
 SAVE_INTERVAL = 30.0
 #: A smaller relative change is not worth a write.
 _NOTICEABLE = 0.1
-#: A larger file is not ours: 64 links take less.
+#: Maximum bytes of the file; 64 links need less.
 _MAX_BYTES = 1 << 16
 
 
@@ -32,23 +32,23 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class LinkMemory:
-    """Facts by peer, in a small JSON file.
+    """Link facts by peer, in a small JSON file.
 
-    Several workers may share it. A file that can't be read is as good as none, one that can't be
-    written stops nobody, and whatever it says only counts until the link is measured.
+    Several workers may share it. A file that can't be read counts as empty, and one that can't be
+    written is ignored. Remembered facts only count until the link is measured.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Without a ``path`` it lasts as long as this object."""
+        """Without a ``path`` the memory lasts as long as this object."""
         self._path = path
         self._links: dict[str, LinkFacts] = {}
-        #: Those measured here, and what the file was last given of them.
+        #: Links measured here, and their last saved values.
         self._saved: dict[str, LinkFacts] = {}
         self._save_at = 0.0
         self._links = self._read()
 
     def __len__(self) -> int:
-        """How many links are known."""
+        """Known links."""
         return len(self._links)
 
     def find_facts(self, peer: str) -> LinkFacts:
@@ -56,7 +56,7 @@ class LinkMemory:
         return self._links.get(peer, LinkFacts())
 
     def remember_link(self, peer: str, facts: LinkFacts, now: float) -> None:
-        """Remember what has been measured; it is written now and then."""
+        """Remember a measurement; the file is written at intervals."""
         if facts.latency is None and facts.rate is None:
             return
         self._links.pop(peer, None)
@@ -85,7 +85,7 @@ class LinkMemory:
         return links
 
     def _write(self) -> None:
-        """Put what was measured here into the file, beside what others have put there."""
+        """Merge the links measured here into the file."""
         if self._path is None:
             return
         links = self._read()
@@ -98,7 +98,7 @@ class LinkMemory:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             draft.write_bytes(msgspec.json.encode(content))
-            # On Windows nobody replaces what somebody reads: next time, then.
+            # Windows refuses to replace a file that is being read; retry at the next interval.
             draft.replace(self._path)
         except OSError as error:
             log.warning("can't remember links in %s: %s", self._path, error)

@@ -1,10 +1,9 @@
-"""How fast a link delivers, from what is sent and acknowledged, without I/O.
+"""Measures how fast a link delivers, from sent and acknowledged messages, without I/O.
 
-Like BBR (Cardwell et al., 2016) it takes the greatest of recent delivery rates, and like BBR it
-must not mistake an application that sends little for a link that carries little. So it counts
-only the time in which the link's narrowest point had something to do: a message that was sent
-before the one ahead of it can have left that point. That holds for bursts as well as for a stream
-that never ends, and what a link carries while nothing waits says nothing about its rate.
+Like BBR (Cardwell et al., 2016) it takes the maximum of recent delivery rates and must not mistake
+an application-limited sender for a slow link. Therefore it counts only time in which the bottleneck
+was busy: a message sent before the previous one can have left the bottleneck. This holds for bursts
+and for endless streams. Traffic that never queues says nothing about the rate.
 """
 
 from collections import deque
@@ -14,39 +13,37 @@ import msgspec
 
 from molink.wire.messages.data_plane import Channel
 
-#: Busy time that a delivery rate is taken over, in seconds: acknowledgements are some ms off, which
-#: is a tenth of it.
+#: Seconds of busy time per delivery rate. Acknowledgements jitter by a few ms, a tenth of it.
 WINDOW = 0.05
-#: The rate over it is at most so many times that over this longer time, in seconds: after a pause,
-#: what was held up comes faster than the link is.
+#: The rate over :data:`WINDOW` is at most this multiple of the rate over this longer window
+#: (seconds): after a pause, held-up data arrives faster than the link's rate.
 _LONG_WINDOW = 0.25
 _MAX_CATCHING_UP = 1.1
-#: Seconds for which the greatest rate counts, so that a slower link is known within 2 s; this clock
-#: stops when nothing is acknowledged.
+#: Seconds for which a maximum counts, so that a slower link is known within 2 s. This clock stops
+#: without acknowledgements.
 MEMORY_S = 1.0
-#: The longest that this clock runs on without an acknowledgement, in seconds: in a pause no rate is
-#: seen that could replace those of before.
+#: Maximum step of that clock in seconds: a pause yields no rates that could replace older ones.
 _MAX_STEP = 0.25
-#: What begins to be known: after so many seconds of busy time (a chunk's 5 ms are enough), or so
-#: many bytes in one burst (four times a TCP connection's first window).
+#: Evidence for a first guess: seconds of busy time (a chunk takes 5 ms), or bytes in one burst
+#: (four times a TCP connection's initial window).
 _FIRST_WINDOW = 0.004
 _FIRST_BYTES = 64 * 1024
-#: Acknowledgements that follow each other within so many seconds came at once (the next was held
-#: up, or the event loop was), but not for longer than a chunk's 5 ms.
+#: Acknowledgements within this many seconds of each other came at once, because the next was held
+#: up or the event loop was; but not over longer than a chunk's 5 ms.
 _BATCH_GAP = 0.001
 _MAX_BATCH_GAP = 0.005
-#: Share of an interval for which the narrowest point may have been idle: clocks and loops are late.
+#: Share of an interval for which the bottleneck may have been idle, to tolerate timer jitter.
 _SLACK = 0.1
-#: A burst's least busy time that counts, in seconds: in less, one late acknowledgement makes a
+#: Minimum busy seconds of a burst; in a shorter one a single late acknowledgement would set the
 #: rate.
 _MIN_BURST = 0.02
-#: An interval so many times longer than the median of so many of late, for its bytes, is a hole in
-#: what was sent.
+#: An interval longer than this multiple of the median of the last ones, per byte, is a gap in
+#: sending.
 _HOLE = 3.0
 _INTERVALS = 16
-#: Differences of times that are none, in seconds: floating-point sums are that far off.
+#: Tolerance of time comparisons in seconds, for floating-point sums.
 _EPSILON = 1e-6
-#: Bytes/s that no link has: what comes at once has no rate.
+#: Upper bound of a rate in bytes/s; data that arrives at once has no rate.
 MAX_RATE = 1e12
 
 
@@ -57,7 +54,7 @@ class _Flight(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Delivered:
-    """Where the sums stood at an acknowledgement (or at some that came together)."""
+    """Cumulative sums at an acknowledgement, or at several that came at once."""
 
     began: float
     ended: float
@@ -68,50 +65,50 @@ class _Delivered:
 
 
 class RateMeter:
-    """The rate of one link in bytes/s; ``None`` until something is known."""
+    """The rate of one link in bytes/s; ``None`` until known."""
 
     def __init__(self, start: float | None = None) -> None:
-        """``start`` is believed until something is measured."""
+        """``start`` is used until the first measurement."""
         self.rate = start
-        #: Whether the rate is only the best that is known so far.
+        #: Whether the rate is only the best guess so far.
         self._is_guess = start is None
         self._flights: dict[Channel, deque[_Flight]] = {channel: deque() for channel in Channel}
-        #: Whether a queue was seen of late: without one, a lower rate says nothing of the link.
+        #: Whether a queue was seen recently. Without one, a lower rate says nothing about the link.
         self.is_queued = True
-        #: Bytes sent and not acknowledged, of both channels.
+        #: Unacknowledged bytes of both channels.
         self.in_flight = 0
-        #: Of the burst under way, if there is one: when it began, and bytes that have arrived.
+        #: Current burst: its start and the bytes that have arrived.
         self._burst_at = 0.0
         self._burst = 0
-        #: The last acknowledgement on the bulk channel, when the newest that it was of had been
-        #: sent, and bytes that arrived since on the other.
+        #: The last acknowledgement on the bulk channel, the send time of its newest message, and
+        #: bytes acknowledged on the other channel since.
         self._last_ack_at: float | None = None
         self._newest = 0.0
         self._other_bytes = 0
-        #: The least time from sending a bulk message to its acknowledgement.
+        #: Minimum seconds from sending a bulk message to its acknowledgement.
         self._minimum = float("inf")
         self._points: deque[_Delivered] = deque()
-        #: All bytes that have arrived, and how many they were at some moments of late.
+        #: Bytes that have arrived in total, and that sum at recent times.
         self._total = 0
         self._carried: deque[tuple[float, int]] = deque()
-        #: Busy time before the burst under way.
+        #: Busy time before the current burst.
         self._burst_from = 0.0
         #: Seconds per byte of the last intervals.
         self._byte_times: deque[float] = deque(maxlen=_INTERVALS)
-        #: Rates by the active clock, falling: the first is the greatest of those that count.
+        #: Rates by the active clock, descending: the first is the maximum.
         self._samples: deque[tuple[float, float]] = deque()
 
     # --- events ------------------------------------------------------------------------------
 
     def on_sent(self, channel: Channel, nbytes: int, now: float) -> None:
-        """A message has left."""
+        """Record a sent message."""
         if self.in_flight == 0:
             self._burst_at, self._burst = now, 0
         self._flights[channel].append(_Flight(nbytes, now))
         self.in_flight += nbytes
 
     def reset_channel(self, channel: Channel) -> None:
-        """Its connection is new: what was under way is sent again."""
+        """Handle a new connection: what was in flight is sent again."""
         flights = self._flights[channel]
         self.in_flight -= sum(flight.nbytes for flight in flights)
         flights.clear()
@@ -120,10 +117,10 @@ class RateMeter:
     def on_acknowledged(
         self, channel: Channel, nbytes: int, elapsed: float, rtt: float | None, now: float
     ) -> None:
-        """``nbytes`` have arrived, the newest sent ``elapsed`` seconds ago.
+        """Record an acknowledgement of ``nbytes``, the newest sent ``elapsed`` seconds ago.
 
-        ``rtt`` is the least round trip of late, in seconds. Only messages of the bulk channel are
-        acknowledged one by one, at once, so only they tell times.
+        ``rtt`` is the recent minimum round trip in seconds. Only bulk messages are acknowledged one
+        by one at once, so only they measure time.
         """
         newest = self._pop_flights(channel, nbytes, now - elapsed)
         self._burst += nbytes
@@ -136,17 +133,17 @@ class RateMeter:
             gap = now - self._last_ack_at
             latest = self._last_ack_at - (self._minimum if rtt is None else rtt)
             busy = newest <= latest + _SLACK * gap
-            # Bytes of the other channel are acknowledged late: too late for a first guess.
+            # Bytes of the other channel are acknowledged late, too late for a first guess.
             beside = 0 if self._is_guess else self._other_bytes
             self._add_interval(gap, newest - self._newest, nbytes + beside, busy, now)
         self._last_ack_at, self._newest, self._other_bytes = now, newest, 0
         self._raise_to_carried(now)
         if self._is_guess and self._burst >= _FIRST_BYTES and now > self._burst_at:
-            # A lower bound: the round trip is in it.
+            # A lower bound, since it includes the round trip.
             self._raise_rate(self._burst / (now - self._burst_at))
 
     def _pop_flights(self, channel: Channel, nbytes: int, sent_at: float) -> float:
-        """Let go of what has arrived; when the newest of it was sent."""
+        """Drop arrived messages; returns the send time of the newest."""
         flights, freed, newest = self._flights[channel], 0, sent_at
         while flights and freed < nbytes:
             flight = flights.popleft()
@@ -160,7 +157,7 @@ class RateMeter:
         return max(newest, sent_at)
 
     def _raise_to_carried(self, now: float) -> None:
-        """A link carries at least what has arrived, whether it was busy or not."""
+        """Raise the rate to the average of arrived bytes, whether the link was busy or not."""
         carried = self._carried
         if not carried or now - carried[-1][0] >= _MAX_BATCH_GAP:
             carried.append((now, self._total))
@@ -173,9 +170,9 @@ class RateMeter:
                 self._add_sample(rate, self._points[-1].active if self._points else 0.0)
 
     def queue_delay(self, now: float) -> float:
-        """Seconds until the narrowest point has done with what is under way, as far as is known.
+        """Seconds until the bottleneck is done with what is in flight.
 
-        What was sent before that, and has arrived, may have left it a queue: that is not counted.
+        A queue left by earlier, acknowledged messages is not counted.
         """
         if self.rate is None or not self.in_flight:
             return 0.0
@@ -189,9 +186,10 @@ class RateMeter:
     # --- rates -------------------------------------------------------------------------------
 
     def _add_interval(self, gap: float, sent: float, nbytes: int, busy: bool, now: float) -> None:
-        """``nbytes``, sent in ``on_sent`` seconds, have been acknowledged in ``gap`` seconds.
+        """Record that ``nbytes``, sent within ``sent`` seconds, were acknowledged within ``gap``
+        seconds.
 
-        ``busy`` is whether the narrowest point was so all the while.
+        ``busy`` tells whether the bottleneck was busy throughout.
         """
         if not self._points:
             self._points.append(_Delivered(now - gap, now - gap, 0.0, 0.0, 0.0, 0))
@@ -209,13 +207,13 @@ class RateMeter:
         self._take_sample(active)
 
     def _is_hole(self, gap: float, nbytes: int) -> bool:
-        """Whether the narrowest point was idle although it may not look so."""
+        """Whether the bottleneck was idle although it looked busy."""
         self._byte_times.append(gap / nbytes)
         usual = sorted(self._byte_times)[len(self._byte_times) // 2]
         return gap > _MIN_BURST and gap > _HOLE * usual * nbytes
 
     def _end_burst(self, active: float, now: float) -> None:
-        """A burst is over; one that was too short never was."""
+        """End a burst; one that was too short is discarded."""
         if self._points[-1].busy - self._burst_from < _MIN_BURST:
             while len(self._points) > 1 and self._points[-1].busy > self._burst_from:
                 self._points.pop()
@@ -241,7 +239,7 @@ class RateMeter:
         self.rate = max(self.rate or 0.0, min(rate, MAX_RATE))
 
     def _add_sample(self, rate: float, active: float) -> None:
-        """The greatest rate of late; what was believed before any counts a little longer."""
+        """Add a rate to the maximum filter; the initial rate counts a little longer."""
         if not self._samples and self.rate is not None:
             self._samples.append((active - MEMORY_S + _LONG_WINDOW, self.rate))
         while self._samples and self._samples[-1][1] <= rate:
@@ -253,7 +251,7 @@ class RateMeter:
 
 
 def _rate(first: _Delivered, last: _Delivered) -> float:
-    """Between two points; what arrived faster than it was sent had been held up before."""
+    """Rate between two points; data that arrived faster than it was sent had been held up."""
     span = max(last.busy - first.busy, last.sent - first.sent)
     return min((last.nbytes - first.nbytes) / span, MAX_RATE)
 

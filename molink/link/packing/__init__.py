@@ -1,1 +1,1 @@
-"""Rows in fewer bytes, lossless or not, where that pays; frames filled with them."""
+"""Packing of rows before transmission, lossless or in 8 bits, where it pays."""

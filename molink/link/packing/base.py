@@ -1,4 +1,4 @@
-"""What a sender asks of whoever packs its rows; nothing heavy is imported for it."""
+"""The interface of row packers; imports nothing heavy."""
 
 from typing import Protocol
 
@@ -10,21 +10,21 @@ from molink.wire.messages.data_plane import Volume, VolumeFragment
 
 
 class Packer(Protocol):
-    """Makes rows smaller where that pays on its link."""
+    """Packs rows where that pays on its link."""
 
     def set_rate(self, rate: float | None) -> None:
-        """The link carries ``rate`` bytes/s, if that is known."""
+        """Set the link's rate in bytes/s (``None``: unknown)."""
 
     def pack_rows(self, bulk: bool, payload: Payload, data: memoryview) -> tuple[Payload, Buffer]:
         """Rows of a volume for the wire, packed or not; ``bulk`` if they are prefill rows."""
 
 
 class MessagePacker:
-    """The packer of a link, if it has one, and what came of it."""
+    """Applies a link's packer, if it has one, and counts bytes."""
 
     def __init__(self, packer: Packer | None) -> None:
         self._packer = packer
-        #: Rows of volumes that have left, in bytes: as they were, and as they were sent.
+        #: Bytes of volume rows before and after packing.
         self.plain_bytes = 0
         self.packed_bytes = 0
 
@@ -36,7 +36,7 @@ class MessagePacker:
     def pack_message(
         self, body: Volume | VolumeFragment, data: memoryview, bulk: bool
     ) -> tuple[Volume | VolumeFragment, Buffer]:
-        """A message of rows as it goes on the wire."""
+        """A message of rows as it is sent."""
         packed: Buffer = data
         if self._packer is not None:
             header, packed = self._packer.pack_rows(bulk, body.payload, data)

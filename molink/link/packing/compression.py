@@ -1,12 +1,11 @@
-"""Rows of activations packed for a link: losslessly, or (only when asked for) in 8 bits each.
+"""Packs rows of activations for a link: losslessly, or on request in 8 bits per element.
 
-The exponents of activations lie close together and compress; their mantissas are noise. So each
-element's bits are rotated left by one, which makes the 8 exponent bits of bf16 and f32 a byte of
-their own (in f16: 5 of exponent and 3 of mantissa). These bytes are compressed; the others follow
-each other as they are. What pays in the compression is the entropy code alone, so zstd is told not
-to look for repetitions: that is both smaller and faster (``tools/measure_compression.py``).
+Exponents of activations are similar and compress; mantissas are noise. Each element is rotated left
+by one bit, which turns the 8 exponent bits of bf16 and f32 into a separate byte (f16: 5 of exponent
+and 3 of mantissa). These bytes are compressed; the others follow as they are. Only the entropy
+coder pays, so zstd is told not to search for repetitions, which is both smaller and faster.
 
-Frame of ``LOSSLESS``, for n elements of s bytes: the n·(s-1) other bytes (of f32 first the n lower
+A ``LOSSLESS`` frame of n elements of s bytes has the n·(s-1) other bytes (f32: first the n lower
 pairs, then the n bytes between), then one zstd frame of the n top bytes.
 """
 
@@ -24,7 +23,7 @@ from molink.wire.messages.codec import MAX_PAYLOAD, Buffer
 
 
 class RowCodec:
-    """Packs and unpacks rows; keeps the memory that it needs for that. Not thread-safe."""
+    """Packs and unpacks rows with reused buffers. Not thread-safe."""
 
     def __init__(self) -> None:
         self._compressor = entropy_coder()
@@ -32,10 +31,11 @@ class RowCodec:
         self._planes = BytePlanes(MAX_PAYLOAD)
 
     def pack_rows(self, payload: Payload, data: Buffer, coding: Coding) -> tuple[Payload, Buffer]:
-        """Rows ``[n, hidden]`` packed, and their header; both as they were if that is no smaller.
+        """Rows ``[n, hidden]`` packed, with their header; both unchanged if packing doesn't shrink
+        them.
 
         Raises:
-            WireError: ``data`` is not what the plain ``payload`` says, or too large for a message.
+            WireError: ``data`` doesn't fit ``payload`` or exceeds a message.
         """
         view = memoryview(data).cast("B")
         if payload.coding is not Coding.PLAIN or view.nbytes != payload.nbytes:
@@ -53,13 +53,13 @@ class RowCodec:
         return Payload(payload.dtype, payload.shape, coding, len(packed)), packed
 
     def unpack_rows(self, payload: Payload, data: Buffer) -> tuple[Payload, memoryview]:
-        """The plain header and the rows of what :meth:`pack_rows` made, wherever it came from.
+        """The plain header and rows of a packed message of any origin.
 
-        The rows are valid until the next call. They are no more than a plain message has, whatever
-        the bytes say, and nothing is allocated before that is known.
+        The rows are valid until the next call. Their size is checked before anything is allocated
+        and never exceeds a plain message.
 
         Raises:
-            WireError: these are no such bytes.
+            WireError: invalid bytes.
         """
         view = memoryview(data).cast("B")
         if view.nbytes != payload.wire_bytes:
@@ -86,7 +86,7 @@ class RowCodec:
         return self._planes.join_planes(self._inflate(view[low:], elements), view[:low], size)
 
     def _inflate(self, frame: memoryview, size: int) -> bytes:
-        """``size`` bytes of a zstd frame; zstandard would trust the size that the frame claims."""
+        """Decompress ``size`` bytes; zstandard alone would trust the size that the frame claims."""
         try:
             claim = zstandard.get_frame_parameters(frame)
             if claim.content_size != size or claim.window_size > MAX_PAYLOAD:
@@ -100,9 +100,9 @@ class RowCodec:
 
 
 def entropy_coder() -> zstandard.ZstdCompressor:
-    """zstd as good as without its search: the smallest hash table, and only long repetitions.
+    """zstd reduced to its entropy coder: the smallest hash table and only long repetitions.
 
-    Their codes cost more than they save, and to look for them takes most of the time.
+    Shorter repetitions cost more than they save, and searching for them dominates the time.
     """
     parameters = zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST,
@@ -124,7 +124,7 @@ def _check(payload: Payload) -> None:
 
 
 class RowPacker:
-    """The :class:`molink.link.packing.base.Packer` of a real link; ``clock`` gives seconds."""
+    """The :class:`molink.link.packing.base.Packer` of a real link; ``clock`` returns seconds."""
 
     def __init__(self, compressor: Compressor, clock: Callable[[], float]) -> None:
         self._compressor = compressor
@@ -133,11 +133,11 @@ class RowPacker:
         self._warm_up()
 
     def set_rate(self, rate: float | None) -> None:
-        """The link carries ``rate`` bytes/s, if that is known."""
+        """As :meth:`Packer.set_rate`."""
         self._compressor.set_rate(rate)
 
     def pack_rows(self, bulk: bool, payload: Payload, data: memoryview) -> tuple[Payload, Buffer]:
-        """Rows of a volume for the wire, packed or not; ``bulk`` if they are prefill rows."""
+        """As :meth:`Packer.pack_rows`."""
         start = self._clock()
         choice = self._compressor.choose_coding(bulk, start)
         if choice.coding is Coding.PLAIN:
@@ -153,7 +153,7 @@ class RowPacker:
         return header, packed
 
     def _warm_up(self) -> None:
-        """Touch the memory of the codec, so that the first measurement is one of many."""
+        """Touch the codec's memory, so that the first measurement is representative."""
         largest = Payload("bf16", (1, MAX_PAYLOAD // 2))
         self._codec.unpack_rows(
             *self._codec.pack_rows(largest, bytes(MAX_PAYLOAD), Coding.LOSSLESS)

@@ -1,10 +1,10 @@
 """Decides whether rows are packed before they are sent on a link (no I/O, no clock).
 
-Packing pays if the time to pack, send and unpack a byte is less than to send it plain:
-``s_pack + 1 / (ratio * rate) + s_unpack < 1 / rate``. All of it is measured: the seconds per byte
-and the ratio on the messages themselves, the rate by the link's estimator. The next stage is taken
-to be as fast as this one. A message of few rows costs more per byte than a long one, so decode rows
-and prefill rows in bulk are judged apart.
+Packing pays if packing, sending and unpacking a byte takes less time than sending it plain:
+``s_pack + 1 / (ratio * rate) + s_unpack < 1 / rate``. The seconds per byte and the ratio are
+measured on the messages, the rate by the link's estimator. The next stage is assumed to be as fast
+as this one. Decode and prefill rows are decided separately, since short messages cost more per
+byte.
 """
 
 from collections import deque
@@ -27,26 +27,25 @@ _CODINGS: dict[Compression, Coding] = {
 class CompressorLimits:
     """When packing pays. Rates in bytes/s, times in seconds."""
 
-    #: How many times faster a packed byte has to be there than a plain one: to begin, and to go on.
-    #: Between the two nothing changes, so that noise doesn't switch it.
+    #: Minimum speedup of a packed byte to start and to keep packing. The hysteresis absorbs noise.
     start_gain: float = 1.10
     keep_gain: float = 1.03
-    #: The most of one core that a stage between two full links may spend on it, which unpacks what
-    #: comes and packs what goes; to begin, three quarters of it.
+    #: Maximum share of one core for a stage between two full links, which unpacks and packs; three
+    #: quarters of it to start.
     max_core_share: float = 0.25
-    #: Seconds between two times that messages are packed while it doesn't pay, and unpacked again
-    #: for their time; so many one after another, as the first finds cold caches.
+    #: Seconds between samples while packing doesn't pay. Samples are unpacked again for timing,
+    #: several in a row since the first finds cold caches.
     sample_every: float = 1.0
     samples_in_row: int = 3
-    #: What a link is taken for until it has been measured: 100 Mbps.
+    #: Rate before the first measurement: 100 Mbps.
     assumed_rate: float = 12.5e6
-    #: Measurements that count, of each kind: their lower quartile, as a process is interrupted at
-    #: any time, and a message that comes after a pause is no measure of a stream of them.
+    #: Samples that count, of each kind. Their lower quartile ignores interruptions and messages
+    #: after a pause.
     max_samples: int = 12
 
 
 class PackDecision(msgspec.Struct, frozen=True):
-    """What to do with a message; a ``is_sample`` is unpacked again, to know how long that takes."""
+    """What to do with a message. A sample is unpacked again for timing."""
 
     coding: Coding
     is_sample: bool = False
@@ -54,8 +53,7 @@ class PackDecision(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PackedSample:
-    """``plain_bytes`` bytes became ``packed_bytes`` in ``pack_s``; ``unpack_s`` seconds back, if
-    known."""
+    """Measurement of a packed message in bytes and seconds; ``unpack_s`` if known."""
 
     plain_bytes: int
     packed_bytes: int
@@ -65,15 +63,14 @@ class PackedSample:
 
 @dataclass(frozen=True, slots=True)
 class PackingGain:
-    """What packing gives: ``gain`` is plain time over packed time, ``core_share`` the part of a
-    core."""
+    """``gain`` is plain time over packed time, ``core_share`` the used share of a core."""
 
     gain: float
     core_share: float
 
 
 class _KindSamples:
-    """Measurements of one kind of messages."""
+    """Measurements of one kind of message."""
 
     def __init__(self, window: int) -> None:
         self.pack: deque[float] = deque(maxlen=window)
@@ -81,7 +78,7 @@ class _KindSamples:
         self.sizes: deque[tuple[int, int]] = deque(maxlen=window)
         self.is_packing = False
         self.sampled_at: float | None = None
-        #: Samples still to be taken.
+        #: Samples still to take.
         self.samples = 0
 
     def add_sample(self, packed: PackedSample) -> None:
@@ -99,12 +96,11 @@ class _KindSamples:
 
 
 def _lower_quartile(seconds: Collection[float]) -> float:
-    """The lower quartile."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 class Compressor:
-    """Decides for one link; decided again with each measurement and each rate."""
+    """Decides for one link, again with each measurement and rate."""
 
     def __init__(self, setting: Compression, limits: CompressorLimits | None = None) -> None:
         self._coding = _CODINGS[setting]
@@ -113,7 +109,7 @@ class Compressor:
         self._kinds = {bulk: _KindSamples(self._limits.max_samples) for bulk in (False, True)}
 
     def set_rate(self, rate: float | None) -> None:
-        """The link carries ``rate`` bytes/s; ``None`` or 0 if that is not known."""
+        """Set the link's rate in bytes/s (``None`` or 0: unknown)."""
         self._rate = rate or self._limits.assumed_rate
         for kind in self._kinds.values():
             self._decide(kind)
@@ -134,13 +130,13 @@ class Compressor:
         )
 
     def on_packed(self, bulk: bool, packed: PackedSample) -> None:
-        """A message has been packed (to ``coded == plain`` bytes if that made it no smaller)."""
+        """Record a packed message, also one that did not shrink."""
         kind = self._kinds[bulk]
         kind.add_sample(packed)
         self._decide(kind)
 
     def estimate_gain(self, bulk: bool) -> PackingGain | None:
-        """What packing messages of a kind gives now; ``None`` if none has been packed."""
+        """The current gain of packing messages of a kind; ``None`` before any was packed."""
         return self._kinds[bulk].estimate_gain(self._rate)
 
     def is_packing(self, bulk: bool) -> bool:

@@ -1,8 +1,8 @@
-"""Rows in 8 bits per element: a scale per row, the largest magnitude in it, and signed bytes.
+"""Rows in 8 bits per element: one scale per row, its largest magnitude, and signed bytes.
 
-A frame holds the n scales (f32), then n x hidden bytes. An element is ``byte / 127 * scale``, off
-by half of ``scale / 127`` at most (and by the rounding of its type). Rows of zeros are exact. A row
-with a NaN or an infinity, which marks a request that failed, becomes a row of NaN.
+A frame has n scales (f32), then n x hidden bytes. An element is ``byte / 127 * scale``, with an
+error of at most half of ``scale / 127`` (and the rounding of its type). Rows of zeros are exact. A
+row with a NaN or an infinity, which marks a failed request, becomes a row of NaN.
 """
 
 from typing import Any
@@ -13,22 +13,21 @@ import numpy.typing as npt
 from molink.wire.messages.base import Payload
 
 _SCALE = np.dtype("<f4")
-#: The largest magnitude that a signed byte has on both sides of 0.
+#: The largest magnitude of a signed byte with both signs.
 _STEPS = np.float32(127)
-#: The quiet NaN of bf16.
 _NAN_BF16 = 0x7FC0
 
 Floats = npt.NDArray[np.float32]
 
 
 def packed_bytes(payload: Payload) -> int:
-    """Size in bytes of rows ``payload.shape`` in 8 bits."""
+    """Bytes of rows ``payload.shape`` in 8 bits."""
     rows, hidden = payload.shape
     return rows * (_SCALE.itemsize + hidden)
 
 
 def to_int8(rows: memoryview, payload: Payload) -> bytes:
-    """The bytes of plain rows in 8 bits per element."""
+    """Convert plain rows to 8 bits per element."""
     with np.errstate(all="ignore"):
         floats = _floats(rows, payload.dtype).reshape(payload.shape)
         scale = np.abs(floats).max(axis=1, initial=0)
@@ -42,7 +41,7 @@ def to_int8(rows: memoryview, payload: Payload) -> bytes:
 
 
 def to_rows(packed: memoryview, payload: Payload) -> memoryview:
-    """The bytes of plain rows; ``packed`` has :func:`packed_bytes` bytes of any content."""
+    """Convert back to plain rows; ``packed`` has :func:`packed_bytes` bytes of any content."""
     split = payload.shape[0] * _SCALE.itemsize
     with np.errstate(all="ignore"):
         scale = np.frombuffer(packed[:split], _SCALE)
@@ -68,7 +67,7 @@ def _floats(rows: memoryview, dtype: str) -> Floats:
 def _words(floats: Floats, dtype: str) -> npt.NDArray[Any]:
     if dtype == "bf16":
         bits = floats.view("<u4")
-        # To the nearest, ties to even: the lower half is cut off after it.
+        # Round to nearest, ties to even; the lower half is cut off below.
         rounded: npt.NDArray[Any] = bits >> 16
         rounded &= 1
         rounded += 0x7FFF

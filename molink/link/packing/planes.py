@@ -1,12 +1,12 @@
-"""Elements of rows taken apart into planes of bytes, and put together again."""
+"""Splits elements of rows into byte planes and joins them."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-#: By the size of an element: which bits of it, rotated, go to which plane (shift and type), the
-#: plane of the top byte last.
+#: By element size: which bits of a rotated element go to which plane (shift and type), the plane of
+#: the top byte last.
 _PLANES: dict[int, tuple[tuple[int, np.dtype[Any]], ...]] = {
     2: ((0, np.dtype("u1")), (8, np.dtype("u1"))),
     4: ((0, np.dtype("<u2")), (16, np.dtype("u1")), (24, np.dtype("u1"))),
@@ -17,20 +17,20 @@ Words = npt.NDArray[Any]
 
 
 class BytePlanes:
-    """Rotates each element left by one bit and keeps its top byte apart from the others.
+    """Rotates each element left by one bit and separates its top byte.
 
-    Owns the memory for that: fresh arrays of this size cost more in page faults than what is
-    computed in them. What a method returns is valid until the next call.
+    Reuses its memory, since fresh arrays cost more in page faults than the computation. Results are
+    valid until the next call.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` of elements are taken apart at a time, at most."""
+        """``max_bytes`` bounds the elements of one call."""
         self._result = np.empty(max_bytes, np.uint8)
         self._rotated = np.empty(max_bytes, np.uint8)
         self._scratch = np.empty(max_bytes, np.uint8)
 
     def split_planes(self, data: memoryview, size: int) -> tuple[memoryview, memoryview]:
-        """All top bytes, and the other bytes, of elements of ``size`` (2 or 4) bytes."""
+        """The top bytes and the other bytes of elements of ``size`` (2 or 4) bytes."""
         words = np.frombuffer(data, _WORDS[size])
         rotated, scratch = self._words(words)
         np.left_shift(words, 1, out=rotated)
@@ -46,7 +46,7 @@ class BytePlanes:
         return result[low:at], result[:low]
 
     def join_planes(self, tops: bytes, others: memoryview, size: int) -> memoryview:
-        """The elements whose planes :meth:`split_planes` made; there are ``len(tops)``."""
+        """The ``len(tops)`` elements that :meth:`split_planes` split."""
         words = self._result[: len(tops) * size].view(_WORDS[size])
         rotated, scratch = self._words(words)
         rotated[:] = 0

@@ -1,1 +1,1 @@
-"""Which volume may send how many rows now: the channel policies, their credits and predictions."""
+"""Channel policies: which volume may send rows now, their credit windows and predictions."""

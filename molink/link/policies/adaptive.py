@@ -1,4 +1,4 @@
-"""Decode rows strictly first, prefill rows within credits and just in time: ours."""
+"""The default policy: decode rows strictly first, prefill rows just in time within credits."""
 
 from collections.abc import Collection
 
@@ -20,47 +20,46 @@ from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, PackingRatio
 from molink.wire.messages.data_plane import Channel
 
-#: While prefill rows wait and have credit, a chunk of them is sent at least so often, in seconds,
-#: or as often as it takes a tenth of the time, where it takes longer than 5 ms.
+#: Maximum seconds between prefill chunks while prefill rows have credit. Where a chunk takes longer
+#: than 5 ms, it gets a tenth of the time instead.
 MAX_CHUNK_INTERVAL = 0.05
 CHUNK_SHARE = 0.1
-#: Prefill rows take this share of the time until the next decode rows are expected: these may come
-#: sooner, and then wait for what has been handed to the sockets.
+#: Prefill rows use this share of the time until the next decode rows, which may come early and
+#: would then wait for data in the sockets.
 COMMITTED_SHARE = 0.7
-#: Seconds of prefill rows that are under way while decode rows are overdue: the shortest time that
-#: a timer can be trusted with, and as much more as timers have been late.
+#: Seconds of prefill rows in flight while decode rows are overdue: the shortest reliable timer,
+#: plus the recent lateness of timers.
 LEAD_S = 0.001
-#: Weight of the last time that a timer was late.
+#: Weight of the last timer's lateness.
 _WEIGHT = 0.1
-#: Times that differ by less are the same, in seconds.
+#: Times that differ by less (seconds) are equal.
 _TIME_EPSILON = 0.0005
-#: Quotients that differ by less are the same.
+#: Tolerance of a quotient that is rounded down.
 _ROW_EPSILON = 1e-6
 
 
 class AdaptivePolicy:
-    """Decode volumes go at once, on their own connection; prefill rows in chunks beside them.
+    """Sends decode volumes at once on their own connection, and prefill rows in chunks beside them.
 
-    A chunk is about 5 ms of the link's rate (16 to 256 KB, whole rows, at least one). It is sent
-    if it fits the :class:`~.credit.CreditWindow`, which keeps the queue in front of a decode volume
-    to about its :data:`~.credit.TARGET`, and, with ``predict``, if it will have left well before
-    the next decode rows are there (:data:`COMMITTED_SHARE` of ``T_a × rate``,
-    :class:`~.interval.IdleInterval`): the nearer they are, the smaller are the chunks, so that they
-    find next to no queue when they are there, even sooner than expected. While they are overdue,
-    :data:`LEAD_S` seconds' worth is under way at a time: the link does not idle, and they wait for
-    no more than that. What is under way is known by :class:`~.outflow.Outflow`.
+    A chunk is about 5 ms of the link's rate (16 to 256 KB, at least one row). It is sent if it fits
+    the :class:`~.credit.CreditWindow`, which bounds the queue in front of a decode volume to about
+    :data:`~.credit.TARGET_DELAY`, and, with ``predict``, if it will have left well before the next
+    decode rows (:data:`COMMITTED_SHARE` of ``T_a × rate``, :class:`~.interval.IdleInterval`).
+    Chunks shrink as these approach, so that even early ones find almost no queue. While they are
+    overdue, :data:`LEAD_S` seconds' worth is in flight, which keeps the link busy.
+    :class:`~.outflow.Outflow` tracks what is in flight.
 
-    Bounds. No decode volume that could be sent ever waits here for two chunks in a row. And
-    against starvation: while prefill rows wait, their channel is ready and the window has room, a
-    whole chunk leaves at least every :data:`MAX_CHUNK_INTERVAL` = 50 ms, be there decode volumes
-    without end or no free interval, ever. That is a tenth of the link (5 of 50 ms), and what decode
-    rows can lose; where even the smallest chunk takes longer, it leaves as much more rarely.
+    Bounds: no decode volume waits here for two chunks in a row. Against starvation, while prefill
+    rows wait with credit and a ready channel, a whole chunk leaves at least every
+    :data:`MAX_CHUNK_INTERVAL`, however many decode volumes there are. That is a tenth of the link
+    (5 of 50 ms), the most that decode rows can lose. Where the smallest chunk takes longer, it
+    leaves less often.
     """
 
     single_channel = False
 
     def __init__(self, predict: bool = True) -> None:
-        """Without ``predict`` only the credit window bounds what is in flight."""
+        """Without ``predict`` only the credit window bounds prefill rows."""
         self.name = "adaptive" if predict else "adaptive-unpredicted"
         self._predict = predict
         self._decode = RowBacklog()
@@ -69,16 +68,16 @@ class AdaptivePolicy:
         self._interval = IdleInterval()
         self._outflow = Outflow()
         self._packing_ratio = PackingRatio()
-        #: When the last whole chunk was sent, or prefill rows began to wait if that was later.
+        #: When the last whole chunk was sent, or prefill rows began to wait if later.
         self._starving_since = 0.0
-        #: Whether a decode volume waited for what was sent last.
+        #: Whether the last sent chunk delayed a decode volume.
         self._has_delayed_decode = False
-        #: When we wanted to be asked again, and by how much later that is, usually.
+        #: When to be asked again, and the usual lateness of that.
         self._wake_at: float | None = None
         self._lateness = 0.0
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Everything matters here, to some."""
+        """Pass the event to everything that it concerns."""
         match event:
             case RowsProducedEvent():
                 if event.channel is Channel.BULK and not self._bulk:
@@ -95,7 +94,7 @@ class AdaptivePolicy:
                 self._outflow.handle(event, now)
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """The oldest decode volume, or a chunk of the oldest prefill volume."""
+        """Send the oldest decode volume, or a chunk of the oldest prefill volume."""
         self._note_lateness(now)
         decode = self._decode.first if Channel.DECODE in ready else None
         bulk = self._bulk.first if Channel.BULK in ready else None
@@ -125,11 +124,11 @@ class AdaptivePolicy:
         return max(1, min(volume.rows, int(self._window.chunk_bytes / self._wire_bytes(volume))))
 
     def _wire_bytes(self, volume: PendingRows) -> float:
-        """What a row takes on its way."""
+        """Bytes of a row on the wire."""
         return volume.row_bytes * self._packing_ratio.ratio
 
     def _sendable_rows(self, volume: PendingRows, now: float) -> int:
-        """Rows that may go now, but for credit: none before their time, and no more than fit."""
+        """Rows that may go now, credit aside: not before their time, and no more than fit."""
         if now < self._window.opens_at:
             return 0
         free, rate = self._idle_s(now), self._outflow.rate
@@ -140,7 +139,7 @@ class AdaptivePolicy:
         return max(0, int(left / row_s + _ROW_EPSILON))
 
     def _lead_s(self, row_s: float) -> float:
-        """Seconds' worth that may be under way whenever decode rows come; at least a row."""
+        """Seconds' worth that may always be in flight; at least a row."""
         return max(row_s, LEAD_S + self._lateness)
 
     def _note_lateness(self, now: float) -> None:
@@ -150,11 +149,11 @@ class AdaptivePolicy:
         self._wake_at = None
 
     def _idle_s(self, now: float) -> float | None:
-        """``T_a``; ``None`` if it is unknown or not asked for."""
+        """``T_a``; ``None`` if unknown or not predicted."""
         return self._interval.interval_at(now) if self._predict else None
 
     def _unsent_s(self, now: float) -> float:
-        """Seconds until what was sent will have left."""
+        """Seconds until everything sent will have left."""
         return max(0.0, self._outflow.leaves_at - now)
 
     def _starves_at(self, bulk: PendingRows) -> float:
@@ -164,15 +163,15 @@ class AdaptivePolicy:
         return self._starving_since + every
 
     def _retry_at(self, bulk: PendingRows, now: float) -> float:
-        """When prefill rows that are held back may go, if nothing happens."""
+        """When held-back prefill rows may go if no event comes."""
         starves_at = self._starves_at(bulk)
         if now < self._window.opens_at:
             return min(self._window.opens_at, max(starves_at, now + _TIME_EPSILON))
         free, rate = self._idle_s(now), self._outflow.rate
         assert free is not None
         assert rate is not None
-        # There is room for more once as much has left; what is free shrinks meanwhile. Rows one by
-        # one would be many messages on a fast link.
+        # There is room once more has left, while the idle interval shrinks. Single rows would be
+        # too many messages on a fast link.
         row_s = self._wire_bytes(bulk) / rate
         lacking = self._unsent_s(now) + max(row_s, min(LEAD_S / 2, bulk.rows * row_s))
         room_in = min(

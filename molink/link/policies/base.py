@@ -1,9 +1,9 @@
-"""What decides which bytes a link sends next: the protocol of transmission policies.
+"""The interface of channel policies, which decide what a link sends next.
 
-A policy hears of everything that the scheduler of the MoLink paper (§4) and its successors need:
-volumes as they are produced, the executor's decode steps with their predicted durations,
-acknowledgements and the link's estimate. It answers one question: what next, and if nothing, when
-to ask again. It never sees the bytes themselves. Times are seconds of one monotonic clock.
+A policy gets all inputs of the MoLink paper's scheduler (§4) and its successors: produced volumes,
+the executor's decode steps with predictions, acknowledgements and link estimates. It decides what
+to send next, or when to be asked again. It never sees the data. Times are seconds of one monotonic
+clock.
 """
 
 import heapq
@@ -17,10 +17,10 @@ from molink.wire.messages.data_plane import Channel
 
 
 class RowsProducedEvent(msgspec.Struct, frozen=True):
-    """A finished computation has ``rows`` more rows of ``row_bytes`` each to send.
+    """A step has produced ``rows`` more rows of ``row_bytes`` each.
 
-    ``volume`` names it: names rise, so a lower one is older; the same name again means that more of
-    its rows are finished. ``channel`` is its kind, even if the policy has one channel for both.
+    ``volume`` names the volume; lower names are older, and a repeated name adds rows. ``channel``
+    is the kind of the rows, even with a single channel for both.
     """
 
     volume: int
@@ -30,7 +30,7 @@ class RowsProducedEvent(msgspec.Struct, frozen=True):
 
 
 class DecodeStartedEvent(msgspec.Struct, frozen=True):
-    """The executor began a decode step of ``tokens`` tokens, predicted to take ``predicted`` s."""
+    """The executor started a decode step of ``tokens`` tokens, predicted to take that long (s)."""
 
     tokens: int
     predicted: float
@@ -39,10 +39,10 @@ class DecodeStartedEvent(msgspec.Struct, frozen=True):
 class DecodeFinishedEvent(msgspec.Struct, frozen=True):
     """The executor finished a decode step.
 
-    ``next_predicted`` is in how many seconds the rows of the next one are expected, counted from
-    now: ``t_p + T_o + T_m - now`` of the paper, 0 if they are overdue, ``None`` if unknown or if
-    nobody decodes. (``t_p`` is a finish and ``T_o`` has this stage's own step too: so that sum is
-    when the next step finishes, which is when its rows need the link.)
+    ``next_predicted`` is the time until the rows of the next one are expected, in seconds: ``t_p +
+    T_o + T_m - now`` of the paper, 0 if overdue, ``None`` if unknown or without decoding. (``t_p``
+    is a finish time and ``T_o`` includes this stage's step, so the sum is the next finish, when
+    rows need the link.)
     """
 
     tokens: int
@@ -50,14 +50,14 @@ class DecodeFinishedEvent(msgspec.Struct, frozen=True):
 
 
 class MessageSentEvent(msgspec.Struct, frozen=True):
-    """A message of ``nbytes`` left, perhaps not for the first time."""
+    """A message of ``nbytes`` was sent, possibly again."""
 
     channel: Channel
     nbytes: int
 
 
 class MessageAcknowledgedEvent(msgspec.Struct, frozen=True):
-    """``nbytes`` arrived; ``elapsed`` seconds since the newest of them was sent."""
+    """``nbytes`` have arrived, the newest sent ``elapsed`` seconds ago."""
 
     channel: Channel
     nbytes: int
@@ -65,13 +65,13 @@ class MessageAcknowledgedEvent(msgspec.Struct, frozen=True):
 
 
 class HeartbeatEchoedEvent(msgspec.Struct, frozen=True):
-    """A heartbeat, a few bytes on the decode channel, is back ``elapsed`` seconds after it left."""
+    """A heartbeat on the decode channel took ``elapsed`` seconds there and back."""
 
     elapsed: float
 
 
 class LinkEstimatedEvent(msgspec.Struct, frozen=True):
-    """What is known of the link: seconds there and back, and bytes/s (``None`` = unknown)."""
+    """The link's round trips in seconds and rate in bytes/s (``None``: unknown)."""
 
     rtt: float
     min_rtt: float
@@ -79,10 +79,7 @@ class LinkEstimatedEvent(msgspec.Struct, frozen=True):
 
 
 class ChannelReconnectedEvent(msgspec.Struct, frozen=True):
-    """A connection was lost and is there again, or has been silent for too long.
-
-    What was under way on it is sent again.
-    """
+    """A connection was replaced or has stalled; its unacknowledged messages are sent again."""
 
     channel: Channel
 
@@ -100,8 +97,7 @@ LinkEvent = (
 
 
 class SendRowsAction(msgspec.Struct, frozen=True):
-    """Send the next ``rows`` rows of ``volume``; nothing else on its channel until they have
-    left."""
+    """Send the next ``rows`` rows of ``volume``, and nothing else on its channel before."""
 
     volume: int
     rows: int
@@ -121,28 +117,25 @@ class ChannelPolicy(Protocol):
 
     @property
     def name(self) -> str:
-        """The name by which it is chosen."""
+        """The name that selects it."""
 
     @property
     def single_channel(self) -> bool:
-        """Whether all volumes travel on the bulk channel, in the order of its decisions.
+        """Whether all volumes travel on the bulk channel in the order of decisions.
 
-        If not, decode rows have a connection of their own.
+        Otherwise decode rows have their own connection.
         """
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Take note of what happened."""
+        """Record an event."""
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """What to send next, on one of the channels that can take something now.
-
-        Asked only while something waits to be sent.
-        """
+        """Choose what to send on one of the ready channels. Asked only while something waits."""
 
 
 @dataclass(slots=True)
 class PendingRows:
-    """Rows of a volume that are finished and have not been sent."""
+    """Produced and unsent rows of a volume."""
 
     volume: int
     rows: int
@@ -150,22 +143,22 @@ class PendingRows:
 
 
 class RowBacklog:
-    """A queue of volumes by age, which is that of their names.
+    """A queue of volumes by age, the order of their names.
 
-    A volume of which all finished rows were sent leaves; when more are finished it comes back to
-    the place of its age: before every younger one. Each operation takes O(log n) of n volumes.
+    A volume leaves when its produced rows are sent and returns to its place by age when more are
+    produced. Operations take O(log n).
     """
 
     def __init__(self) -> None:
         self._pending: dict[int, PendingRows] = {}
-        #: Names of what is pending, each once.
+        #: Names of pending volumes, each once.
         self._order: list[int] = []
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def add_rows(self, produced: RowsProducedEvent) -> None:
-        """A volume, or more rows of one."""
+        """Add rows of a volume."""
         if produced.rows <= 0:
             return
         there = self._pending.get(produced.volume)
@@ -183,7 +176,7 @@ class RowBacklog:
         return self._pending[self._order[0]] if self._order else None
 
     def take_rows(self, rows: int) -> None:
-        """``rows`` rows of the oldest volume are being sent: at least 1 and no more than it has."""
+        """Remove ``rows`` rows of the oldest volume, which has at least that many."""
         first = self._pending[self._order[0]]
         assert 0 < rows <= first.rows
         first.rows -= rows

@@ -1,4 +1,4 @@
-"""Whole volumes in the order in which they were produced, as Helix sends them."""
+"""Baseline policies: first in first out, as in Helix, and concurrent, as in vLLM."""
 
 from collections import deque
 from collections.abc import Collection
@@ -16,8 +16,7 @@ from molink.wire.messages.data_plane import Channel
 
 
 class FifoPolicy:
-    """First produced, first sent, whatever the channel: a decode waits for the prefill before
-    it."""
+    """Sends volumes in order of production; decode rows wait for earlier prefill rows."""
 
     name = "fifo"
     single_channel = True
@@ -26,29 +25,29 @@ class FifoPolicy:
         self._waiting: deque[RowsProducedEvent] = deque()
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Only what was produced matters here."""
+        """Record produced rows."""
         if isinstance(event, RowsProducedEvent):
             self._waiting.append(event)
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """The oldest volume, or nothing while the channel of all can't take it."""
+        """Send the oldest volume once the channel is ready."""
         if not self._waiting or Channel.BULK not in ready:
             return WaitAction()
         first = self._waiting.popleft()
         return SendRowsAction(first.volume, first.rows)
 
 
-#: Bytes that a volume sends at its turn (at least one row).
+#: Bytes per volume and round (at least one row).
 FRAGMENT_BYTES = 16 * 1024
 
 
 class ConcurrentPolicy:
-    """Round robin over all unfinished volumes, a small piece of each.
+    """Round robin over all unfinished volumes in small fragments.
 
-    vLLM hands each tensor to a send of its own as soon as it is computed, and nothing orders them:
-    the transport interleaves their bytes. So decode rows keep a connection of their own here, which
-    competes with that of the bulk; on a single one the kernel's queue would make them wait for all
-    bytes before them, which is :class:`~molink.link.policies.baselines.FifoPolicy`.
+    vLLM starts a send of each tensor as soon as it is computed, and the transport interleaves them
+    in no particular order. Therefore decode rows have their own connection here, which competes
+    with the bulk one. On a single connection the kernel's queue would order all bytes, which is
+    :class:`~molink.link.policies.baselines.FifoPolicy`.
     """
 
     name = "concurrent"
@@ -56,14 +55,14 @@ class ConcurrentPolicy:
 
     def __init__(self) -> None:
         self._pending: dict[int, PendingRows] = {}
-        #: Of each channel the volumes and their places in the round, the next one first.
+        #: By channel, volumes with their position in the round, next first.
         self._round: dict[Channel, deque[tuple[int, int]]] = {
             channel: deque() for channel in Channel
         }
         self._positions = count()
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Only what was produced matters here."""
+        """Record produced rows."""
         if not isinstance(event, RowsProducedEvent) or event.rows <= 0:
             return
         there = self._pending.get(event.volume)
@@ -74,7 +73,7 @@ class ConcurrentPolicy:
         self._round[event.channel].append((next(self._positions), event.volume))
 
     def choose_action(self, now: float, ready: Collection[Channel]) -> LinkAction:
-        """A piece of the volume whose turn it is, of those whose channel is ready."""
+        """Send a fragment of the next volume whose channel is ready."""
         channels = [channel for channel in ready if self._round[channel]]
         if not channels:
             return WaitAction()

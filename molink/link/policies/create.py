@@ -1,4 +1,4 @@
-"""Transmission policies by name."""
+"""Channel policies by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,15 +16,15 @@ _POLICIES: dict[str, Callable[[], ChannelPolicy]] = {
     "adaptive": AdaptivePolicy,
     "adaptive-unpredicted": partial(AdaptivePolicy, predict=False),
 }
-#: Names that :func:`create_policy` takes.
+#: Valid names.
 POLICIES = tuple(_POLICIES)
 
 
 def create_policy(name: str) -> ChannelPolicy:
-    """A fresh policy.
+    """Create a policy.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: the name is unknown.
     """
     if name not in _POLICIES:
         raise UsageError(f"no transmission policy {name!r}: choose one of {', '.join(_POLICIES)}")

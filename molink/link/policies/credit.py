@@ -1,4 +1,4 @@
-"""How many bytes the bulk channel may have in flight: a window that follows delay."""
+"""Bounds the bulk channel's bytes in flight by a window that follows delay."""
 
 from molink.link.policies.base import (
     ChannelReconnectedEvent,
@@ -10,62 +10,60 @@ from molink.link.policies.base import (
 )
 from molink.wire.messages.data_plane import Channel
 
-#: Queueing delay that the window aims at, in seconds above the least round trip of a chunk.
+#: Target queueing delay in seconds above the minimum round trip of a chunk.
 TARGET_DELAY = 0.008
-#: A delay that passes for none, and one that is too much.
+#: Delays in seconds that count as none and as too high.
 LOW_DELAY = 0.004
 HIGH_DELAY = 0.020
-#: What the decode channel tells of the queue counts for so many seconds.
+#: Seconds for which the decode channel's delay vouches for the queue.
 VOUCH_S = 0.25
-#: The window is so many times what it should be, at least and at most: it shrinks where chunks
-#: come back late, and grows where they find no queue, for the rate is then more than was estimated.
+#: Bounds of the window as a multiple of its computed size. Late chunks shrink it; chunks without a
+#: queue grow it, since the real rate then exceeds the estimate.
 MIN_SHARE = 0.6
 MAX_SHARE = 1.25
-#: How far the share moves in a round trip.
+#: Change of that multiple per round trip.
 SHARE_STEP = 0.25
-#: A window that was empty is filled so many times as fast as the link should empty it, after the
-#: first :data:`TARGET` seconds' worth.
+#: An empty window is filled at this multiple of the link's rate, after the first
+#: :data:`TARGET_DELAY` seconds' worth.
 FILL_FACTOR = 1.25
-#: A chunk takes this long at the link's rate, in seconds, within these bytes.
+#: Seconds of the link's rate per chunk, and its bounds in bytes.
 CHUNK_S = 0.005
 MIN_CHUNK = 16 * 1024
 MAX_CHUNK = 256 * 1024
-#: Before anything is known of the link.
+#: Chunk size before the link is known.
 FIRST_CHUNK = 32 * 1024
-#: As much as a channel may have unacknowledged, and more than a link of 1 Gbps and 50 ms needs.
+#: The maximum of unacknowledged bytes per channel; more than 1 Gbps at 50 ms needs.
 MAX_WINDOW = 8 << 20
 
 
 class CreditWindow:
-    """A window on bytes in flight, :data:`TARGET_DELAY` above what the link holds by itself.
+    """A window on bytes in flight: the link's capacity plus :data:`TARGET_DELAY`.
 
-    That is ``rate × (least round trip + TARGET)`` and a chunk, by the estimate of the link: no more
-    than :data:`TARGET_DELAY` seconds' worth can stand in a queue then. Delay corrects what the
-    estimate is late to see. It only does so within bounds: a connection that starts slowly, or
-    recovers from a loss, keeps chunks waiting on this PC, where they are in nobody's way, and would
-    never grow if the window shrank with it. And while messages of the decode channel come back in
-    time, there is no queue that chunks could be late by: then a segment was lost, and those that
-    followed wait for it at the other end. Until there is an estimate, the window doubles in a
-    round trip.
+    The size is ``rate × (minimum round trip + TARGET_DELAY)`` plus a chunk, by the link's estimate,
+    so at most :data:`TARGET_DELAY` seconds' worth can queue. Delay corrects errors of the estimate
+    within bounds: a connection in slow start or loss recovery holds chunks back on this PC, where
+    they do no harm, and would never grow if the window shrank with it. While decode messages are
+    timely, there is no queue that could delay chunks: a segment was lost, and later ones wait for
+    it at the receiver. Before the first estimate the window doubles per round trip.
     """
 
     def __init__(self) -> None:
-        #: The window in bytes, but that two chunks always fit.
+        #: The window in bytes; two chunks always fit.
         self.size = 2.0 * FIRST_CHUNK
-        #: Bytes sent and not acknowledged.
+        #: Unacknowledged bytes.
         self.in_flight = 0
         self._rate: float | None = None
         self._minimum = 0.0
         self._share = 1.0
-        #: Until when late chunks say nothing of the link.
+        #: Late chunks say nothing about the link until then.
         self._vouched_until = 0.0
-        #: Until when the window may not grow: a heartbeat has found a queue.
+        #: The window may not grow until then, since a heartbeat met a queue.
         self._queue_until = 0.0
-        #: When all that was sent would have left at the pace of the window.
+        #: When everything sent would have left at the window's rate.
         self._filled_until = 0.0
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Take note of what happened on the bulk channel."""
+        """Record an event of the bulk channel."""
         match event:
             case MessageSentEvent(channel=Channel.BULK):
                 if self._rate is not None:
@@ -94,12 +92,12 @@ class CreditWindow:
 
     @property
     def opens_at(self) -> float:
-        """When the next chunk may go: one after another, or an idle link would get them all."""
+        """When the next chunk may go. Chunks are spread, or an idle link would get all at once."""
         return self._filled_until - TARGET_DELAY
 
     @property
     def chunk_bytes(self) -> int:
-        """How long a chunk should be: :data:`CHUNK_S` of the link's rate, in bytes."""
+        """Chunk size: :data:`CHUNK_S` of the link's rate, in bytes."""
         if self._rate is None:
             return FIRST_CHUNK
         return int(min(MAX_CHUNK, max(MIN_CHUNK, CHUNK_S * self._rate)))
@@ -122,7 +120,7 @@ class CreditWindow:
         self._update_size()
 
     def _vouch(self, elapsed: float, nbytes: int, now: float) -> None:
-        """A message of the decode channel has come back."""
+        """Record the delay of a decode message."""
         if self._rate is not None:
             in_time = elapsed - self._minimum - nbytes / self._rate <= HIGH_DELAY
             self._vouched_until = now - elapsed + VOUCH_S if in_time else now

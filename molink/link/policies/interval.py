@@ -1,39 +1,38 @@
-"""How long the link stays free of decode rows: ``T_a`` of the MoLink paper (§4).
+"""Predicts how long the link stays free of decode rows: ``T_a`` of the MoLink paper (§4).
 
-The paper has three cases, by when the prefill transmission starts (``t_c``) and the decode
-execution that runs or comes next does (``t_s``, for ``T_d``):
+The paper has three cases by the start of the prefill transmission (``t_c``) and of the current or
+next decode step (``t_s``, lasting ``T_d``):
 
 1. ``t_c = t_s``: both start together, ``T_a = T_d``.
-2. ``t_c > t_s``: it is running, ``T_a = t_s + T_d - t_c``.
-3. ``t_c < t_s``: none runs; the first batch of the latest iteration finished here at ``t_p`` and
-   will have finished here again a turn of the ring later, ``T_a = t_p + T_o + T_m - t_c``.
+2. ``t_c > t_s``: the step runs, ``T_a = t_s + T_d - t_c``.
+3. ``t_c < t_s``: no step runs. The first batch of the latest iteration finished here at ``t_p`` and
+   finishes here again one round trip later, ``T_a = t_p + T_o + T_m - t_c``.
 
-So ``T_a`` is always the moment at which the next decode rows are finished, less ``t_c``. The
-executor's events tell that moment: a start brings ``T_d`` (cases 1 and 2), a finish the sum of case
-3. All in seconds.
+So ``T_a`` is the next finish of decode rows minus ``t_c``. The executor's events tell it: a start
+brings ``T_d`` (cases 1 and 2), a finish the sum of case 3. All in seconds.
 """
 
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent, LinkEvent
 
-#: Decode rows that are later than expected by this much, in seconds, and by as much again as it was
-#: until then when that was predicted, are not expected any more.
+#: Decode rows are given up after this many seconds past their due time, or after as long as they
+#: were predicted to take if that is more.
 OVERDUE = 0.1
 
 
 class IdleInterval:
-    """Knows by the executor's events until when the link is free of decode rows.
+    """Tracks until when the link is free of decode rows.
 
-    Where the paper has no answer, ours: a late execution leaves an interval of 0, and one that is
-    far too late (:data:`OVERDUE`) is taken for gone, as after the last request of all.
+    Beyond the paper: a late step leaves an interval of 0, and one that is far too late
+    (:data:`OVERDUE`) is given up, as after the last request.
     """
 
     def __init__(self) -> None:
-        #: When the next decode rows should be finished, and when they are given up; ``None`` if
-        #: none are expected.
+        #: When the next decode rows should finish, and when they are given up; ``None`` if none are
+        #: expected.
         self._expected: tuple[float, float] | None = None
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Take note of the executor's start or finish; other events don't matter."""
+        """Record the start or finish of a decode step."""
         match event:
             case DecodeStartedEvent(predicted=seconds):
                 self._expect(seconds, now)
@@ -46,7 +45,9 @@ class IdleInterval:
         self._expected = now + seconds, now + seconds + max(OVERDUE, seconds)
 
     def interval_at(self, t_c: float) -> float | None:
-        """``T_a`` for a transmission that starts now; ``None`` if no decode rows are expected."""
+        """``T_a`` of a transmission that starts at ``t_c``; ``None`` if no decode rows are
+        expected.
+        """
         if self._expected is None:
             return None
         finished_at, given_up_at = self._expected

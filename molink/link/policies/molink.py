@@ -16,28 +16,26 @@ from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, PackingRatio
 from molink.wire.messages.data_plane import Channel
 
-#: ``N`` of the paper: prefill rows wait for at most so many decode volumes.
+#: ``N`` of the paper: decode volumes that prefill rows wait for at most.
 MAX_WAITING = 30
 #: Bytes of a chunk before the link's rate is known.
 FIRST_CHUNK = 64 * 1024
 
 
 class MoLinkPolicy:
-    """Decode volumes first, prefill volumes in just-in-time chunks between them.
+    """Sends decode volumes first and prefill volumes in just-in-time chunks between them.
 
-    An iteration of the paper's loop is a decision. Its transmissions block: the next decision is
-    made when what was sent before has left, which is predicted from the link's rate
-    (:class:`~.outflow.Outflow`). All volumes travel on one connection, in the order of
-    the decisions, as in the paper's system, whose scheduler has to keep prefill bytes out of the
-    way because nothing else does. A connection for decode rows alone belongs to ``adaptive``.
+    An iteration of the paper's loop is a decision. Transmissions block: the next decision follows
+    when the previous data has left, as predicted from the link's rate (:class:`~.outflow.Outflow`).
+    All volumes travel on one connection in order of decisions, as in the paper, where nothing else
+    keeps prefill data out of the way. A connection for decode rows is left to ``adaptive``.
 
-    Where it differs from the paper: the turn of the ring in case 3 (``T_o + T_m``) is multiplied by
-    how much longer than predicted turns have taken of late, and the batch that is expected next is
-    the one that is due first, not always the first of the iteration
-    (:class:`molink.ring.round_trip.RoundTripClock`); and rows that travel packed count as the bytes
-    that they take. Where the paper has no answer: a chunk is at least one row; it is the whole
-    remainder if no decode rows are expected, at all or any more (:data:`~.interval.OVERDUE`), and
-    :data:`FIRST_CHUNK` bytes while the rate is unknown.
+    Differences from the paper: the round trip of case 3 (``T_o + T_m``) is multiplied by its recent
+    slowdown, the expected batch is the one that is due first rather than the iteration's first
+    (:class:`molink.ring.round_trip.RoundTripClock`), and packed rows count as their packed bytes.
+    Where the paper is silent: a chunk has at least one row; it is the whole remainder if no decode
+    rows are expected (any more, :data:`~.interval.OVERDUE`), and :data:`FIRST_CHUNK` bytes while
+    the rate is unknown.
     """
 
     name = "molink"
@@ -49,11 +47,11 @@ class MoLinkPolicy:
         self._interval = IdleInterval()
         self._outflow = Outflow()
         self._packing_ratio = PackingRatio()
-        #: ``W``: decode volumes sent while prefill rows waited; never above :data:`MAX_WAITING`.
+        #: ``W``: decode volumes sent while prefill rows waited; at most :data:`MAX_WAITING`.
         self.weight = 0
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Line 1 of the algorithm for what was produced; the clocks hear of everything."""
+        """Line 1 of the algorithm for produced rows; the predictors get every event."""
         if isinstance(event, RowsProducedEvent):
             (self._decode if event.channel is Channel.DECODE else self._prefill).add_rows(event)
         elif isinstance(event, MessageSentEvent):
@@ -83,7 +81,7 @@ class MoLinkPolicy:
         return SendRowsAction(volume.volume, rows)
 
     def _chunk_rows(self, volume: PendingRows, now: float) -> int:
-        """``chunk()`` of the paper, in rows: what the link carries in ``T_a``."""
+        """``chunk()`` of the paper: the rows that the link carries in ``T_a``."""
         free = self._interval.interval_at(now)
         if free is None:
             return volume.rows

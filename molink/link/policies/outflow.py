@@ -1,4 +1,4 @@
-"""When what was sent will have left this machine's end of the link."""
+"""Predicts when sent data will have left this end of the link."""
 
 from collections import deque
 
@@ -12,56 +12,55 @@ from molink.link.policies.base import (
     MessageSentEvent,
 )
 
-#: A correction is the least of so many: acknowledgements are also late for reasons of their own.
+#: A correction is the minimum of this many, since acknowledgements may be late for other reasons.
 CORRECTIONS = 4
-#: Seconds that a correction has at most: what is later than that is held up by TCP on this PC, and
-#: must go on reaching it, or its window would never grow.
+#: Maximum correction in seconds. Larger delays are TCP's on this PC; it must keep getting data, or
+#: its window would never grow.
 MAX_CORRECTION = 0.008
-#: Weight of an acknowledgement in :attr:`Outflow.pace`, and the least that this may be.
+#: Weight of an acknowledgement in :attr:`Outflow.rate_share`, and the minimum of that.
 WEIGHT = 0.01
 MIN_RATE_SHARE = 0.8
 
 
 class _InFlight(msgspec.Struct, frozen=True):
     nbytes: int
-    #: How long the link should be busy with it.
+    #: Expected seconds of link time.
     seconds: float
-    #: When it should have left, but for what has been corrected since its stretch began.
+    #: When it should have left, without corrections since its stretch began.
     leaves_at: float
     stretch: int
 
 
 class Outflow:
-    """Follows what is handed to the sockets at the estimated rate of the link.
+    """Tracks data that was passed to the sockets, at the link's estimated rate.
 
-    Nobody tells a policy when bytes have left: each message takes its size divided by the rate,
-    after those before it, on whichever channel. The rate that is estimated is the greatest of late,
-    so what is sent without a break would leave later and later than that. Acknowledgements correct
-    it: a message that has been acknowledged left a round trip ago, and what follows it in the same
-    *stretch* (a time without a break in sending) leaves as much later as it did. How much slower
-    than estimated bytes leave is remembered as :attr:`rate_share`. A queue that is left where a
-    stretch ends is forgotten: going on to allow for it would keep bytes from TCP, whose window
-    would not grow then. The credit window bounds it. Before a rate is known, what was sent counts
-    as under way until it is acknowledged.
+    Nothing reports when bytes leave: each message takes its size divided by the rate, after the
+    previous ones on any channel. The estimate is a recent maximum, so continuous sending leaves
+    later and later than predicted. Acknowledgements correct this: an acknowledged message left one
+    round trip ago, and what follows it in the same *stretch* (a time without a break in sending) is
+    as late as it was. :attr:`rate_share` remembers how much slower than the estimate bytes leave.
+    The remaining queue at the end of a stretch is forgotten, since allowing for it would withhold
+    data from TCP, whose window could not grow; the credit window bounds it. Before a rate is known,
+    data counts as in flight until it is acknowledged.
     """
 
     def __init__(self) -> None:
-        #: Bytes/s; ``None`` = unknown.
+        #: Bytes/s; ``None`` if unknown.
         self.rate: float | None = None
-        #: When all that was sent so far should have left; means nothing while ``rate`` is unknown.
+        #: When everything sent should have left; undefined while ``rate`` is unknown.
         self.leaves_at = 0.0
-        #: What bytes leave at, as a share of ``rate``.
+        #: The rate at which bytes leave, as a share of ``rate``.
         self.rate_share = 1.0
         self._min_rtt = 0.0
         self._in_flight: tuple[deque[_InFlight], ...] = (deque(), deque())
         self._stretch = 0
-        #: By how many seconds ``leaves_at`` has been corrected in this stretch, and what its last
-        #: acknowledgements would have corrected it by.
+        #: Seconds by which ``leaves_at`` was corrected in this stretch, and the corrections that
+        #: its last acknowledgements suggest.
         self._corrected = 0.0
         self._late: deque[float] = deque(maxlen=CORRECTIONS)
 
     def handle(self, event: LinkEvent, now: float) -> None:
-        """Take note of a message, an acknowledgement or an estimate."""
+        """Record a message, an acknowledgement or an estimate."""
         match event:
             case MessageSentEvent():
                 self._on_sent(event, now)
@@ -101,7 +100,9 @@ class Outflow:
             self._correct(now - self._min_rtt - newest.leaves_at, event.nbytes, seconds)
 
     def _correct(self, late: float, nbytes: int, seconds: float) -> None:
-        """``nbytes``, for ``seconds`` of the link, left by ``late`` seconds later than expected."""
+        """Record that ``nbytes``, worth ``seconds`` of the link, left ``late`` seconds after
+        prediction.
+        """
         before = min(self._late, default=None)
         self._late.append(late)
         minimum = min(self._late)
@@ -114,7 +115,7 @@ class Outflow:
         self._corrected = corrected
 
     def _on_rate_changed(self, rate: float, now: float) -> None:
-        """What is still to leave takes as much longer as the link is slower."""
+        """Scale the remaining link time to the new rate."""
         if self.rate is None:
             self.leaves_at = now + self.unacknowledged / rate
         else:
@@ -123,31 +124,30 @@ class Outflow:
 
     @property
     def unacknowledged(self) -> int:
-        """Bytes sent and not acknowledged."""
+        """Unacknowledged bytes."""
         return sum(each.nbytes for channel in self._in_flight for each in channel)
 
     def is_busy(self, now: float) -> bool:
-        """Whether something that was sent has not left yet."""
+        """Whether sent data has not left yet."""
         return now < self.leaves_at if self.rate is not None else self.unacknowledged > 0
 
 
 class PackingRatio:
-    """How many times fewer bytes than they have rows take on their way, of late.
+    """Recent ratio of bytes on the wire to bytes of rows.
 
-    Policies count rows, credits and rates go by bytes on the wire, and messages may travel packed.
+    Policies count rows, while credits and rates count bytes on the wire, and rows may be packed.
     """
 
     #: Weight of the last grant in the running mean.
     WEIGHT = 0.1
 
     def __init__(self) -> None:
-        #: Bytes on the wire for each byte of rows.
         self.ratio = 1.0
         self._granted_bytes = 0
         self._sent_bytes = 0
 
     def on_granted(self, nbytes: int) -> None:
-        """Rows of ``nbytes`` may go; those of the grant before have gone."""
+        """Record that rows of ``nbytes`` may go and that those of the previous grant have left."""
         if self._granted_bytes and 0 < self._sent_bytes <= 2 * self._granted_bytes:
             self.ratio += self.WEIGHT * (
                 min(1.0, self._sent_bytes / self._granted_bytes) - self.ratio
@@ -155,5 +155,5 @@ class PackingRatio:
         self._granted_bytes, self._sent_bytes = nbytes, 0
 
     def on_sent(self, nbytes: int) -> None:
-        """A message of ``nbytes`` has left on the channel of the grants."""
+        """Record a sent message on the granted channel."""
         self._sent_bytes += nbytes
