@@ -1,7 +1,7 @@
-"""molink pools the PCs that people already own into one LLM server.
+"""molink pools home PCs into one LLM server.
 
-This is the library: what decides, computes and speaks. What runs is ``molinkd``. The map of both is
-``docs/architecture.md``.
+This package is the library: deciders, computation, messages. The processes are in ``molinkd``.
+``docs/architecture.md`` has a map of both.
 """
 
 __version__ = "0.1.0"

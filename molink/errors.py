@@ -1,4 +1,4 @@
-"""Every error that molink raises on purpose.
+"""All errors that molink raises on purpose.
 
 ::
 
@@ -8,34 +8,35 @@
     │   └── PortInUse            no free port; names the option
     ├── ModelError               a model folder that can't be served
     │   ├── ModelNotFound        no such model (HTTP 404)
-    │   ├── GatedModel           the hub doesn't give it to this user (exit code 12)
-    │   ├── UnsupportedModel     architecture or feature we don't implement
-    │   ├── BrokenModel          a file missing, truncated or inconsistent; names it
-    │   └── AlteredModel         bytes of another PC that aren't those of the model's owner
+    │   ├── GatedModel           the hub requires access rights (exit code 12)
+    │   ├── UnsupportedModel     architecture or feature that is not implemented
+    │   ├── BrokenModel          a file is missing, truncated or inconsistent; names it
+    │   └── AlteredModel         bytes that don't match the hash of the model's owner
     ├── RequestError             a client's request that can't be served; names the field
     │   └── ContextTooLong       prompt or prompt + max_tokens beyond the context (HTTP 400)
     ├── Overloaded               queues are full; carries ``retry_after`` (HTTP 429)
-    ├── DeadlineExceeded         nothing of an answer came in the time that it had (HTTP 504)
+    ├── DeadlineExceeded         no output before the request's deadline (HTTP 504)
     ├── Unavailable              no pipeline can serve now (HTTP 503)
-    │   ├── FilesMissing         files of a model that no PC which is there has
-    │   └── PairingUnanswered      nobody has let this PC into a swarm in time (exit code 11)
+    │   ├── ConnectionBroken     the connection ended before the reply
+    │   ├── FilesMissing         no connected PC has some of a model's files
+    │   └── PairingUnanswered    nobody approved this PC in time (exit code 11)
     ├── WireError                bytes that are no valid message
     │   └── MessageTooLarge      a header or payload over its bound
-    ├── NotAuthorized            a peer that may not do this (exit code 7)
-    │   ├── PeerBanned              this PC was revoked (exit code 9)
-    │   └── PairingRefused         a swarm, or this PC's user, has refused (exit code 10)
-    ├── VersionMismatch          this PC and the swarm speak differently (exit code 13)
+    ├── NotAuthorized            a peer may not do this (exit code 7)
+    │   ├── PeerBanned           this PC was revoked (exit code 9)
+    │   └── PairingRefused       the swarm or this PC's user declined (exit code 10)
+    ├── VersionMismatch          this PC's and the swarm's versions differ (exit code 13)
     ├── StateError               a state folder that can't be used; names the file
     │   └── DamagedState         its file is damaged
     ├── WorkerError              a stage process that failed to start or died
-    └── InvariantError           our own state is inconsistent; carries the transition log
+    └── InvariantError           inconsistent internal state; carries the transition log
 """
 
 from collections.abc import Iterable
 
 
 class MolinkError(Exception):
-    """Base of all; ``str()`` is fit to be shown to a person."""
+    """Base class; ``str()`` is fit for users."""
 
     #: Process exit code of a command that ends with this error.
     exit_code = 1
@@ -66,17 +67,17 @@ class ModelError(MolinkError):
 
 
 class ModelNotFound(ModelError):
-    """There is no model of that name."""
+    """No model has that name."""
 
 
 class GatedModel(ModelError):
-    """The hub has the model, and doesn't give it to this user."""
+    """The hub restricts access to the model."""
 
     exit_code = 12
 
 
 class UnsupportedModel(ModelError):
-    """The architecture, or a feature of it, is not implemented."""
+    """The architecture or one of its features is not implemented."""
 
 
 class BrokenModel(ModelError):
@@ -84,7 +85,7 @@ class BrokenModel(ModelError):
 
 
 class AlteredModel(ModelError):
-    """Bytes that came as part of a model aren't those that its owner has there."""
+    """Bytes of a model don't match the hash of its owner."""
 
 
 class RequestError(MolinkError):
@@ -99,7 +100,7 @@ class RequestError(MolinkError):
 
 
 class ContextTooLong(RequestError):
-    """The prompt, or the prompt and what may be generated, exceed the context."""
+    """The prompt, or prompt plus ``max_tokens``, exceeds the context."""
 
 
 class Overloaded(MolinkError):
@@ -111,7 +112,7 @@ class Overloaded(MolinkError):
 
 
 class DeadlineExceeded(MolinkError):
-    """The time is over that a client gave its request, and nothing of the answer has come."""
+    """The request's deadline passed before any output."""
 
 
 class Unavailable(MolinkError):
@@ -121,15 +122,15 @@ class Unavailable(MolinkError):
 
 
 class ConnectionBroken(Unavailable):
-    """The connection ended before the reply came; whether the request was heard isn't known."""
+    """The connection ended before the reply; the request may have been received."""
 
 
 class FilesMissing(Unavailable):
-    """No PC that is there has some files of a model; names the layers."""
+    """No connected PC has some files of a model; names the layers."""
 
 
 class PairingUnanswered(Unavailable):
-    """This PC asked to be let into a swarm, and nobody approved it in time."""
+    """This PC asked to join a swarm, and nobody approved it in time."""
 
     exit_code = 11
 
@@ -149,19 +150,19 @@ class NotAuthorized(MolinkError):
 
 
 class PeerBanned(NotAuthorized):
-    """This PC was a member of the swarm, and was revoked."""
+    """This PC was a member of the swarm and was revoked."""
 
     exit_code = 9
 
 
 class PairingRefused(NotAuthorized):
-    """This PC asked to be let into a swarm, and was refused."""
+    """This PC asked to join a swarm and was declined."""
 
     exit_code = 10
 
 
 class VersionMismatch(MolinkError):
-    """This PC's molink and the swarm's don't understand each other; names both versions."""
+    """This PC's molink and the swarm's are incompatible; names both versions."""
 
     exit_code = 13
 
@@ -181,7 +182,7 @@ class WorkerError(MolinkError):
 
 
 class InvariantError(MolinkError):
-    """Our own state is inconsistent. ``story`` holds the last transitions, oldest first."""
+    """Inconsistent internal state. ``story`` has the last transitions, oldest first."""
 
     def __init__(self, message: str, story: Iterable[str] = ()) -> None:
         self.story = tuple(story)

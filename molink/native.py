@@ -1,4 +1,4 @@
-"""Guards around ``tokenizers``: what a stranger's files make it raise is part of no contract."""
+"""Guards around ``tokenizers``, whose errors on invalid files are undocumented."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from molink.errors import MolinkError
 
 @contextmanager
 def raise_as(failure: Callable[[str], MolinkError]) -> Iterator[None]:
-    """Turn what the library raises within into ``failure``, made from a reason.
+    """Turn the library's errors within the block into ``failure(reason)``.
 
-    It raises bare ``Exception``, and its panics (Rust's failed assertions) are a ``BaseException``
-    that can't be imported, only known by name. Whatever else is none passes: cancellation, exit.
+    It raises bare ``Exception``. Its panics (failed Rust assertions) derive from ``BaseException``
+    and can only be recognized by name. Cancellation and exit pass through.
     """
     try:
         yield

@@ -19,10 +19,10 @@ class Locked:
 
 def test_patience_is_for_windows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(files, "_FORBIDDEN", False)
+    monkeypatch.setattr(files, "_IS_WINDOWS", False)
     with pytest.raises(PermissionError):
         retry_while_busy(Locked(1))
-    monkeypatch.setattr(files, "_FORBIDDEN", True)
+    monkeypatch.setattr(files, "_IS_WINDOWS", True)
     assert retry_while_busy(Locked(3)) == "done"
     with pytest.raises(PermissionError):
         retry_while_busy(Locked(1), 0.0)

@@ -1,1 +1,1 @@
-"""What every other package may know: measured profiles, facts of devices and models, stories."""
+"""Facts shared by all packages: profiles, devices, models, times of a ring."""

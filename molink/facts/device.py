@@ -1,4 +1,4 @@
-"""A device as its daemon measured it."""
+"""Devices as their daemons measure them."""
 
 from typing import Annotated, Literal
 
@@ -9,10 +9,10 @@ from molink.facts.scalars import Count, Index, Text
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One device as the daemon measured it; ``kind`` is ``cpu`` or ``cuda``.
+    """One device; ``kind`` is ``cpu`` or ``cuda``.
 
-    ``memory`` is what stages may use, in bytes (after the user's budget); ``read_rate`` the
-    measured bytes/s at which a decode step streams weights (0 = not measured yet).
+    ``memory`` is what stages may use, in bytes, within the user's budget. ``read_rate`` is the
+    measured rate in bytes/s at which a decode step reads weights (0: not measured).
     """
 
     kind: Literal["cpu", "cuda"]
@@ -20,13 +20,14 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: Text
     memory: Count
     read_rate: float = 0.0
-    #: Whether it computes in bf16; if not, a CPU computes 16-bit models in f32.
+    #: Whether it computes in bf16. A CPU without bf16 computes 16-bit models in f32.
     bf16: bool = True
-    #: Weights that stay what they are where it computes in f32.
+    #: 16-bit weight types that it keeps while computing in f32.
     narrow_dtypes: Annotated[tuple[NarrowDType, ...], msgspec.Meta(max_length=2)] = ()
-    #: Whether it multiplies by weights of few bits: these take no more room than in their files.
+    #: Whether it multiplies by block-quantized weights, which then take no more memory than on
+    #: disk.
     has_block_kernels: bool = False
-    #: What its attention wants the positions of a KV block to be a multiple of.
+    #: KV blocks must be a multiple of this many positions.
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
-    #: Bytes that a draft model takes of ``memory`` while the first stage is there.
-    can_draft: Count = 0
+    #: Bytes of ``memory`` that a draft model takes beside the first stage.
+    draft_bytes: Count = 0

@@ -1,4 +1,4 @@
-"""How many tokens of a request are guessed ahead and verified in one pass, and by a draft model."""
+"""Speculative decoding: bounds of drafts, and the interface to a draft model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 from molink.facts.profile import Profile
 
-#: Most of them: they travel in the headers of volumes.
+#: Maximum drafts per slice; they travel in the headers of volumes.
 MAX_DRAFTS = 15
-#: Passes of nothing but drafts that may be in flight, ahead of the tokens that they assume.
+#: Maximum volumes of lookahead drafts in flight.
 MAX_LOOKAHEAD = 16
-#: As many as pay.
+#: As many drafts as pay off.
 AUTO_DRAFTS = -1
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelFacts:
-    """A draft model beside a head: how long its passes take, and the longest request it can take.
+    """A draft model beside the scheduler.
 
-    ``max_model_len`` is in tokens; the profile is that of a stage of all its layers.
+    ``max_model_len`` is in tokens; ``profile`` is that of a stage of all its layers.
     """
 
     profile: Profile
@@ -26,11 +26,11 @@ class DraftModelFacts:
 
 
 class DraftRequest(NamedTuple):
-    """What a draft model is asked of a request.
+    """Asks a draft model for drafts of a request.
 
-    It was told the tokens before position ``position``; ``tokens`` come from there on, whatever it
-    has guessed. It is to guess up to ``max_drafts`` more (0: only to take these in), as long as the
-    chance that all of them are right is at least ``min_probability``.
+    It has the tokens before ``position``; ``tokens`` follow from there, whatever it has drafted. It
+    drafts up to ``max_drafts`` more (0: only reads the tokens) while the probability that all are
+    right is at least ``min_probability``.
     """
 
     request: int
@@ -41,14 +41,14 @@ class DraftRequest(NamedTuple):
 
 
 class DraftBatch(NamedTuple):
-    """What a draft model is to do at once, and requests that it is to forget before."""
+    """Requests to a draft model, and finished ones to drop first."""
 
     requests: Sequence[DraftRequest] = ()
     finished: Sequence[int] = ()
 
 
 class DraftTokens(NamedTuple):
-    """Tokens that follow those of an ask, and the chance of each if those before it are right."""
+    """Drafts of a request, each with its probability if the previous ones are right."""
 
     request: int
     tokens: Sequence[int] = ()
@@ -56,9 +56,9 @@ class DraftTokens(NamedTuple):
 
 
 class DraftResults(NamedTuple):
-    """Answers to the asks of an order, each to one, and how long they took.
+    """Results of a batch, one per request, and the seconds that they took.
 
-    ``failed``: the model can't go on.
+    ``failed`` means that the model can't continue.
     """
 
     drafts: Sequence[DraftTokens] = ()

@@ -1,15 +1,14 @@
-"""Element types of tensors, as they are named in messages, and how rows are packed."""
+"""Element types of tensors by their names in messages, and of packed rows."""
 
 from collections.abc import Callable, Collection
 from typing import Literal, get_args
 
-#: What weights are kept in, and what rows are computed in and travel in.
+#: Types of weights, and of rows in computation and on links.
 WeightDType = Literal["f32", "bf16", "f16"]
-#: All of them.
 WEIGHT_DTYPES: tuple[WeightDType, ...] = get_args(WeightDType)
-#: What a user asks for; ``auto`` is what suits the model and the device.
+#: What a user asks for; ``auto`` suits the model and the device.
 DTypeChoice = Literal["auto", "f32", "bf16", "f16"]
-#: What a payload may hold.
+#: Types of a payload.
 DType = Literal["u8", "i32", "f32", "f16", "bf16"]
 
 #: Bytes of an element.
@@ -19,19 +18,18 @@ DTYPE_SIZES: dict[str, int] = {"u8": 1, "i32": 4, "f32": 4, "f16": 2, "bf16": 2}
 Compression = Literal["none", "lossless", "int8"]
 
 
-#: What weights of 16 bits may stay.
+#: 16-bit types that weights may keep while rows are f32.
 NarrowDType = Literal["bf16", "f16"]
-#: Multiples of so many outputs are kept so by every CPU; of others a plan doesn't rely on it.
+#: Every CPU keeps weights with a multiple of this many outputs; a plan doesn't rely on others.
 OUTPUT_MULTIPLE = 32
-#: Stored bytes that become numbers as they are read: less exact than bf16.
+#: Stored bytes that are dequantized on loading; less exact than bf16.
 _FEW_BITS = "U8"
 
 
 def narrow_dtype(stored: Collection[str]) -> NarrowDType | None:
-    """What weights that become one may stay, by the types in which they are stored.
+    """The 16-bit type that a merged weight may keep, by the types in which its parts are stored.
 
-    These are safetensors' own names, or ``U8`` for what has few bits in any way. ``None``: they
-    take the type of rows.
+    Types are safetensors' names, or ``U8`` for any quantized format. ``None``: the type of rows.
     """
     kinds = set(stored)
     if kinds == {"F16"}:
@@ -42,5 +40,5 @@ def narrow_dtype(stored: Collection[str]) -> NarrowDType | None:
 def weight_dtype(
     narrow: NarrowDType | None, computed: WeightDType, holds: Callable[[NarrowDType], bool]
 ) -> WeightDType:
-    """The type in memory; ``holds`` says of which the device has a product for its rows."""
+    """The type in memory; ``holds`` tells for which types the device has a matrix product."""
     return narrow if narrow is not None and holds(narrow) else computed

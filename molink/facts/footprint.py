@@ -1,7 +1,7 @@
-"""What the parts of a model take on a device, in bytes: weights, activations, KV, CUDA graphs.
+"""Memory needs of a model's parts on a device, in bytes: weights, activations, KV, CUDA graphs.
 
-Pure numbers from :class:`~molink.facts.model.ModelFacts`. The coordinator places by them and each
-daemon plans its worker by them, so that what is placed fits where it was placed.
+Pure numbers from :class:`~molink.facts.model.ModelFacts`. The coordinator places stages by them and
+each daemon plans its worker by them, so every placement fits.
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,25 @@ from molink.facts.dtypes import DTYPE_SIZES, NarrowDType, weight_dtype
 from molink.facts.model import BLOCK_SIZE, ModelFacts, NarrowWeights, Quantize
 from molink.facts.profile import MAX_CHUNK_ROWS
 
-#: A stage must have room for the KV blocks of this many tokens (or the whole context, if less).
+#: A stage needs room for the KV blocks of this many tokens, or of the maximum length if less.
 MIN_TOKENS = 2048
-#: Captured decode graphs, all row counts together: bytes for each layer.
+#: Bytes per layer of captured decode graphs, all row counts together.
 GRAPH_BYTES = 2 << 20
-#: What a stage has for graphs beside: torch takes memory for them by 20 MiB, where 2 aren't enough.
+#: Bytes of a stage's graph pool; torch allocates it in steps of 20 MiB, and 2 MiB don't suffice.
 GRAPH_POOL_BYTES = 24 << 20
-#: float32 logits, and one copy while they are made.
+#: float32 logits, and a temporary copy.
 _LOGIT_BYTES = 4 + 4
-#: A score in float32, and one copy while it is capped.
+#: A float32 score, and a temporary copy for capping.
 _SCORE_BYTES = 4 + 4
 #: An int8 product of a row and a weight: its int32 sum, scaled in steps.
 _PRODUCT_BYTES = 16
-#: Decode rows are padded to the longest of a bucket: at most this many times what they hold.
+#: Decode rows are padded to the longest of a bucket, at most by this factor.
 _PADDING_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Rows that one step has at most: ``max_chunk_rows`` of a prompt, and ``max_decode_rows``
-    streams' next ones."""
+    """Maximum rows of a step: ``max_chunk_rows`` of a prompt and ``max_decode_rows`` of streams."""
 
     max_chunk_rows: int = MAX_CHUNK_ROWS
     max_decode_rows: int = 64
@@ -38,20 +37,20 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class StageSetup:
-    """What a stage is to run on, and how: ``dtype`` as the user names it."""
+    """How a stage runs on a device; ``dtype`` is the user's choice."""
 
     kind: Literal["cpu", "cuda"] = "cpu"
     bf16: bool = True
     dtype: str = "auto"
     quantize: Quantize = "none"
     step_limits: StepLimits = StepLimits()
-    #: Whether it multiplies by weights of few bits.
+    #: Whether the device multiplies by block-quantized weights.
     has_block_kernels: bool = False
-    #: Weights that stay what they are where it computes in f32.
+    #: 16-bit weight types that it keeps while computing in f32.
     narrow_dtypes: tuple[NarrowDType, ...] = ()
 
     def element_bytes(self, facts: ModelFacts) -> int:
-        """Size of an element that it computes with; a CPU without bf16 widens 16-bit models."""
+        """Bytes of an element in computation; a CPU without bf16 widens 16-bit models."""
         if self.dtype in DTYPE_SIZES:
             return DTYPE_SIZES[self.dtype]
         if self.kind == "cpu" and not self.bf16:
@@ -59,14 +58,14 @@ class StageSetup:
         return facts.element_bytes
 
     def weight_element_bytes(self, facts: ModelFacts) -> int:
-        """Size of an element of the weights that are ``facts.narrow``."""
+        """Bytes of an element of the weights in ``facts.narrow``."""
         element = self.element_bytes(facts)
         if facts.narrow is None or self.kind != "cpu" or element != DTYPE_SIZES["f32"]:
             return element
         return DTYPE_SIZES[weight_dtype(facts.narrow.dtype, "f32", self.narrow_dtypes.__contains__)]
 
     def quantize_mode(self, facts: ModelFacts) -> Quantize:
-        """How projections are kept: as the files have them, if these are quantized."""
+        """How projections are quantized; quantized files keep their own format."""
         return facts.quantized if facts.quantized != "none" else self.quantize
 
 
@@ -75,33 +74,32 @@ _ALL_WIDE = NarrowWeights(dtype="bf16", layer=0, last=0)
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that the parts of a model take on one target."""
+    """Bytes of the parts of a model on one target."""
 
     #: Weights of one layer.
     layer_bytes: int
-    #: Weights that the first and the last stage hold beside, and what they share.
+    #: Weights of the first and the last stage beside their layers, and what both share.
     first_bytes: int
     last_bytes: int
     shared_bytes: int
     #: Keys and values of one token in one layer.
     token_bytes: int
     max_model_len: int
-    #: What the rows of a step take at most, in any stage.
+    #: Maximum of a step's rows, in any stage.
     step_bytes: int
-    #: What the logits of a step take, in the last stage.
+    #: Logits of a step, in the last stage.
     logits_bytes: int
-    #: What attention copies for each token of the pool (one layer's keys and values, and masks;
-    #: capped scores).
+    #: Attention's copies per token of the pool: one layer's keys and values, masks, capped scores.
     attention_copy_bytes: int
-    #: What the mask of a prefill chunk (and its capped scores) takes for each token of its request.
+    #: Mask and capped scores of a prefill chunk per token of its request.
     mask_bytes: int
-    #: CUDA graphs of one layer, and what of them no layer has for itself.
+    #: CUDA graphs per layer, and their shared pool.
     layer_graph_bytes: int = 0
     graph_bytes: int = 0
 
     @classmethod
     def of_stage(cls, facts: ModelFacts, target: StageSetup) -> "Footprint":
-        """That of a model on a target."""
+        """The footprint of a model on a target."""
         element, mode, load = (
             target.element_bytes(facts),
             target.quantize_mode(facts),
@@ -112,7 +110,7 @@ class Footprint:
             return -(-stored * element // facts.element_bytes)
 
         unpacked, stays = 0, facts.narrow or _ALL_WIDE
-        # What staying in 16 bits saves, of each byte that is stored.
+        # Bytes saved by keeping 16 bits, per stored byte.
         saved = (element - target.weight_element_bytes(facts)) // facts.element_bytes
         layer = scaled(facts.layer_bytes) - saved * stays.layer
         first, last = scaled(facts.first_bytes), scaled(facts.last_bytes) - saved * stays.last
@@ -125,7 +123,7 @@ class Footprint:
             packed = facts.int8_bytes if mode == "int8" else facts.nf4_bytes
             layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
             unpacked = facts.widest * element
-        # Norms are computed in f32, with a result beside the input.
+        # Norms are computed in f32, with input and result in memory.
         row = facts.row_elements * element + 2 * facts.hidden * DTYPE_SIZES["f32"]
         if mode == "int8" and facts.hidden:
             row += facts.widest // facts.hidden * _PRODUCT_BYTES
@@ -148,11 +146,11 @@ class Footprint:
 
     @property
     def min_tokens(self) -> int:
-        """Tokens for which a stage must have KV blocks."""
+        """Tokens for which a stage needs KV blocks."""
         return -(-min(self.max_model_len, MIN_TOKENS) // BLOCK_SIZE) * BLOCK_SIZE
 
     def weight_bytes(self, layers: int, *, opens: bool, closes: bool) -> int:
-        """Of a stage that holds ``layers`` layers and the ends that it touches."""
+        """Weights of a stage of ``layers`` layers and its ends of the model."""
         ends = (
             self.first_bytes * opens
             + self.last_bytes * closes
@@ -161,18 +159,18 @@ class Footprint:
         return layers * self.layer_bytes + ends
 
     def activation_bytes(self, tokens: int, *, closes: bool) -> int:
-        """What a step takes beside, while up to ``tokens`` tokens are in the pool."""
+        """Activations of a step with up to ``tokens`` tokens in the pool."""
         attention = (
             tokens * self.attention_copy_bytes + min(tokens, self.max_model_len) * self.mask_bytes
         )
         return self.step_bytes + self.logits_bytes * closes + attention
 
     def cuda_graph_bytes(self, layers: int) -> int:
-        """Of ``layers`` layers; nothing on a CPU."""
+        """CUDA graphs of ``layers`` layers; 0 on a CPU."""
         return self.graph_bytes + layers * self.layer_graph_bytes
 
     def min_bytes(self, layers: int, *, opens: bool, closes: bool) -> int:
-        """Least bytes with which a stage of ``layers`` layers works, without the margin."""
+        """Minimum bytes of a working stage of ``layers`` layers, without the margin."""
         return (
             self.weight_bytes(layers, opens=opens, closes=closes)
             + self.activation_bytes(self.min_tokens, closes=closes)
@@ -181,7 +179,7 @@ class Footprint:
         )
 
     def max_layers(self, room: int, *, opens: bool, closes: bool) -> int:
-        """Most layers that fit ``room`` bytes; negative if not even the rest does."""
+        """Maximum layers that fit ``room`` bytes; negative if not even the rest fits."""
         free = room - self.min_bytes(0, opens=opens, closes=closes)
         layer = self.layer_bytes + self.layer_graph_bytes + self.min_tokens * self.token_bytes
         return free // layer if layer else (1 << 30 if free >= 0 else -1)

@@ -1,4 +1,4 @@
-"""Who a peer is: an id that follows from its public key."""
+"""Peer ids."""
 
 import hashlib
 

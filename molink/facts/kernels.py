@@ -1,4 +1,4 @@
-"""The kernels that there may be on a device, by the names that people see."""
+"""Names of kernels, as users see them."""
 
 from typing import Literal
 
@@ -20,7 +20,7 @@ KernelName = Literal[
     "torch-rows",
 ]
 
-#: What computes in the place of one that is avoided. The others have no substitute.
+#: What replaces a disabled kernel. Others have no replacement.
 FALLBACKS: dict[str, str] = {
     "compiled-linear": "torch's own product",
     "packed-linear": "torch's own product",
@@ -35,7 +35,7 @@ FALLBACKS: dict[str, str] = {
     "pinned-copies": "copies that are waited for",
 }
 
-#: Kernels that are only needed where one of these is wrong.
+#: Kernels that are only needed if one of these is disabled.
 USED_ONLY_FOR: dict[str, tuple[str, ...]] = {
     "plain-attention": ("gather-attention",),
     "unpacked": ("int8", "nf4"),

@@ -1,4 +1,4 @@
-"""How a stage's memory is shared out: weights, activations, CUDA graphs, a margin, KV blocks."""
+"""Plans a stage's memory: weights, activations, CUDA graphs, a margin, KV blocks."""
 
 from dataclasses import dataclass, replace
 
@@ -6,29 +6,29 @@ from molink.errors import UsageError
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 
-#: 1 / MARGIN_SHARE of the budget is left for fragmentation and for what libraries take.
-MARGIN_SHARE = 20
-#: What makes a layer smaller, gentlest first.
+#: The budget divided by this is left for fragmentation and libraries.
+MARGIN_DIVISOR = 20
+#: Quantization modes by ascending loss.
 MODES: tuple[Quantize, ...] = ("none", "int8", "nf4")
 
 
 def usable_bytes(budget: int) -> int:
-    """Bytes of a budget without the margin."""
-    return budget - budget // MARGIN_SHARE
+    """The budget without the margin."""
+    return budget - budget // MARGIN_DIVISOR
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A stage's budget, shared out; the parts never add up to more than ``budget`` bytes."""
+    """A stage's memory by purpose, in bytes; the total never exceeds ``budget``."""
 
     budget: int
-    #: Weights of the layers and of the ends of the model that the stage touches.
+    #: The stage's layers and ends of the model.
     weights: int
     #: Rows of the largest step, its logits, attention's copies and masks.
     activations: int
-    #: Captured decode graphs and their buffers; nothing on a CPU.
+    #: Captured decode graphs and their buffers; 0 on a CPU.
     graphs: int
-    #: Fragmentation, and what libraries take for themselves.
+    #: Fragmentation and libraries.
     margin: int
     #: The pool of KV blocks.
     kv: int
@@ -40,11 +40,11 @@ class MemoryPlan:
 
     @property
     def without_kv(self) -> int:
-        """What is taken whether requests live or not."""
+        """What is used whether requests live or not."""
         return self.weights + self.activations + self.graphs
 
     def __str__(self) -> str:
-        """The parts that are something, for a person."""
+        """The non-empty parts, for a person."""
         parts = (
             (self.weights, "weights"),
             (self.activations, "activations"),
@@ -64,12 +64,12 @@ def plan_memory(
     requests: int = 64,
     block_size: int = BLOCK_SIZE,
 ) -> MemoryPlan:
-    """Share ``budget`` bytes out for layers ``first:last``; the rest is for KV blocks.
+    """Divide ``budget`` bytes for layers ``first:last``; the rest becomes KV blocks.
 
-    There are no more blocks than ``requests`` requests of the model's full context could use.
+    The number of blocks is bounded by ``requests`` requests of the model's maximum length.
 
     Raises:
-        UsageError: it isn't enough; with the numbers, and what would fit.
+        UsageError: the budget is too small; tells the numbers and what would fit.
     """
     need = Footprint.of_stage(facts, target)
     smallest = _plan(facts, layers, need, budget, need.min_tokens)
@@ -85,7 +85,7 @@ def plan_memory(
 def _plan(
     facts: ModelFacts, layers: LayerRange, need: Footprint, budget: int, tokens: int
 ) -> MemoryPlan:
-    """What layers ``first:last`` take with a pool for ``tokens`` tokens, be it too much or not."""
+    """The plan for layers ``first:last`` and a pool of ``tokens`` tokens, even over budget."""
     first, last = layers
     count, opens, closes = last - first, first == 0, last == facts.layers
     return MemoryPlan(
@@ -99,10 +99,9 @@ def _plan(
 
 
 def _blocks(footprint: Footprint, layers: int, free: int, size: int) -> int:
-    """Most KV blocks of ``format_size`` tokens that fit ``free`` bytes with attention's copies of
-    them."""
+    """Maximum KV blocks of ``size`` tokens in ``free`` bytes, with attention's copies of them."""
     token = layers * footprint.token_bytes + footprint.attention_copy_bytes
-    # Beyond one request's context its mask grows no more.
+    # The mask stops growing beyond one request's maximum length.
     many = (free - footprint.max_model_len * footprint.mask_bytes) // max(1, size * token)
     if many * size >= footprint.max_model_len:
         return many
@@ -128,7 +127,7 @@ def explain_refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, b
 def smaller_mode(
     facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int
 ) -> Quantize | None:
-    """The gentlest quantization with which layers ``first:last`` would fit, if any."""
+    """The mildest quantization with which layers ``first:last`` would fit, if any."""
     first, last = layers
     for mode in smaller_modes(facts, target):
         need = Footprint.of_stage(facts, replace(target, quantize=mode))
@@ -139,7 +138,7 @@ def smaller_mode(
 
 
 def smaller_modes(facts: ModelFacts, target: StageSetup) -> tuple[Quantize, ...]:
-    """What would make projections smaller than ``target`` has them; gentlest first."""
+    """Modes with smaller projections than those of ``target``, by ascending loss."""
     if facts.quantized != "none" or not facts.projection_bytes:
         return ()
     return MODES[MODES.index(target.quantize) + 1 :]

@@ -1,7 +1,7 @@
-"""How long a stage's forward passes take, as it measured them: ``T_d(x)`` and ``T_p(x)``.
+"""Measured times of a stage's forward passes: ``T_d(x)`` and ``T_p(x)``.
 
 The papers' profile of a device (MoLink, Algorithm 1 and its just-in-time chunks; SARATHI's choice
-of a chunk size). A stage measures its own after loading; everybody else computes with it.
+of a chunk size). A stage measures its own after loading, and all others use it.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from typing import Annotated
 
 import msgspec
 
-#: Rows of the largest prefill chunk that is made where nobody says otherwise: larger ones take more
-#: memory for their activations than they save time (SARATHI: 512 cost at most 10 %).
+#: Rows of the largest default prefill chunk. Larger ones cost more activation memory than they save
+#: time (SARATHI: 512 cost at most 10 %).
 MAX_CHUNK_ROWS = 512
-#: Few enough for a message's header.
+#: Bounded by a message's header.
 MAX_POINTS = 32
-#: Longest time of a point, in seconds: whatever is above is no measurement.
+#: Upper bound of a time in seconds; larger values are no measurement.
 MAX_SECONDS = 3600.0
 
-#: Rows of a forward pass and the seconds that it takes.
+#: Rows of a forward pass and its seconds.
 Point = tuple[
     Annotated[int, msgspec.Meta(ge=1, le=1 << 16)],
     Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)],
@@ -28,15 +28,15 @@ Points = Annotated[tuple[Point, ...], msgspec.Meta(max_length=MAX_POINTS)]
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one stage's forward passes over its layers; at the last stage with the logits.
+    """Seconds of a stage's forward passes over its layers; at the last stage with the logits.
 
-    ``decode`` has points of ``T_d(x)``: ``x`` streams decode a token each, after ``context`` tokens
-    of their own. ``prefill`` has points of ``T_p(x)``: a chunk of ``x`` rows that begins a prompt.
-    Points ascend by rows. ``decode_token_s`` and ``prefill_token_s`` is how much longer a row takes
-    for each further token before it. ``tile`` is the number of rows by which matrix products grow
-    dearer in steps (SARATHI's tile quantization; 1: no steps). Without points nothing is known.
+    ``decode`` has points of ``T_d(x)``: ``x`` streams decode a token each after ``context`` tokens.
+    ``prefill`` has points of ``T_p(x)``: a chunk of ``x`` rows at the start of a prompt. Points
+    ascend by rows. ``decode_token_s`` and ``prefill_token_s`` are additional seconds per row and
+    token before it. ``tile`` is the number of rows by which matrix products become more expensive
+    in steps (SARATHI's tile quantization; 1: none). Without points the times are unknown.
 
-    Raises (on making or decoding one):
+    Raises (on creation or decoding):
         ValueError: a time is not positive and finite, or rows don't ascend.
     """
 
@@ -56,14 +56,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether it holds both kinds of times."""
+        """Whether it has both kinds of times."""
         return bool(self.decode and self.prefill)
 
     def scale_by(self, factor: float, prefill: float | None = None) -> "Profile":
-        """Of a stage of the same kind that takes ``factor`` times as long.
-
-        Its prefill steps take ``prefill`` times as long, if that is another factor.
-        """
+        """The profile of a stage that is ``factor`` times as slow (``prefill``: in prefill steps)."""
         prefill = factor if prefill is None else prefill
         return Profile(
             decode=tuple((rows, _bounded(seconds * factor)) for rows, seconds in self.decode),
@@ -75,9 +72,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def decode_s(self, rows: int, context: float = 0) -> float:
-        """``T_d``: seconds of a step of ``rows`` decode rows, after ``context`` tokens on average.
+        """``T_d``: seconds of a step of ``rows`` decode rows after ``context`` tokens on average.
 
-        0 for no rows, or if unknown.
+        0 for no rows or if unknown.
         """
         seconds = _at(self.decode, rows)
         if context > self.context:
@@ -85,9 +82,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return seconds
 
     def prefill_s(self, rows: int, before: float = 0) -> float:
-        """``T_p``: seconds of a chunk of ``rows`` rows, ``before`` tokens of whose prompt are done.
+        """``T_p``: seconds of a chunk of ``rows`` rows after ``before`` tokens of the prompt.
 
-        0 for no rows, or if unknown.
+        0 for no rows or if unknown.
         """
         return _at(self.prefill, rows) + before * self.prefill_token_s * rows
 
@@ -109,10 +106,9 @@ def _check(points: Sequence[tuple[int, float]]) -> None:
 
 
 def _at(points: Sequence[tuple[int, float]], rows: int) -> float:
-    """Linear between the points. Fewer rows than the first point cost as much as that one.
+    """Interpolate linearly. Fewer rows than the first point cost as much as that point.
 
-    Beyond the last point the line goes on as between the last two, but never falls; with a single
-    point it is in proportion to rows.
+    Beyond the last point the last slope continues, but never falls; a single point scales by rows.
     """
     if rows < 1 or not points:
         return 0.0
@@ -129,31 +125,29 @@ def _at(points: Sequence[tuple[int, float]], rows: int) -> float:
     return last + slope * (rows - last_rows)
 
 
-#: Of a stage that has told nothing.
 UNKNOWN_PROFILE = Profile()
 
 
 def smallest_near_best(sizes: Sequence[int], costs: Sequence[float], factor: float) -> int:
-    """The smallest of ``sizes`` (ascending) that costs at most ``factor`` times the least.
+    """The smallest of ``sizes`` (ascending) that costs at most ``factor`` times the minimum.
 
-    Chunks, pieces and numbers of micro-batches are all chosen so: larger ones bring hardly anything
-    then, and make others wait for longer.
+    Larger chunks, sub-chunks and numbers of micro-batches gain little and make others wait longer.
     """
     good = factor * min(costs)
     return next(size for size, cost in zip(sizes, costs, strict=True) if cost <= good)
 
 
-#: Whatever is beyond, or below one part in so many, is no measurement.
+#: Bounds of a slowdown, up and down; other values are no measurement.
 MAX_SLOWDOWN = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How many times as long as the stage's profile says its steps take, by their kind."""
+    """Ratio of a stage's step times to its profile, by kind of step."""
 
     decode: float = 1.0
     prefill: float = 1.0
 
     def apply_to(self, profile: Profile) -> Profile:
-        """The profile as it is at this pace."""
+        """The profile at this slowdown."""
         return profile.scale_by(self.decode, self.prefill)

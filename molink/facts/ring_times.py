@@ -1,4 +1,4 @@
-"""How long a turn of the ring takes, by its stages' profiles and its links."""
+"""Round-trip times of a ring by its stages' profiles and links, and costs of requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ import msgspec
 
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 
-#: Bytes on the last link for each token of a micro-batch: what was sampled, and its header.
+#: Bytes per token of a micro-batch on the last link: the sampled id and its header.
 TOKEN_BYTES = 64
-#: Seconds from the end of a stage's step to the next stage's, beside the link and the next step:
-#: event loops, threads, encryption, the head. As measured (``docs/performance.md``).
+#: Seconds between a stage's step and the next stage's, beside link and step: event loops, threads,
+#: encryption, scheduler. Measured (``docs/performance.md``).
 HANDLING_S = 0.0015
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFacts:
-    """A link as its sender has measured it: one-way ``latency`` in seconds, ``rate`` in bytes/s.
+    """A link as its sender measured it: one-way ``latency`` in seconds, ``rate`` in bytes/s.
 
-    ``None`` is unknown.
+    ``None`` means unknown.
     """
 
     latency: float | None = None
@@ -28,16 +28,15 @@ class LinkFacts:
 
 @dataclass(frozen=True, slots=True)
 class RingTimes:
-    """Times of a ring; ``links[i]`` leads from stage ``i`` to the next, the last one to the head.
+    """Times of a ring; ``links[i]`` leads from stage ``i`` to the next, the last one to stage 0.
 
-    ``row_bytes`` is what one row takes on its way from stage to stage. What is unknown counts as
-    nothing.
+    ``row_bytes`` is the size of a row between stages. Unknown times count as 0.
     """
 
     profiles: Sequence[Profile]
     links: Sequence[LinkFacts]
     row_bytes: int
-    #: What :meth:`transfer_s` has said: it is asked after every decode step.
+    #: Cache of :meth:`transfer_s`, which is needed after every decode step.
     _transfers: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def compute_s(self, tokens: int, context: float = 0) -> float:
@@ -53,24 +52,25 @@ class RingTimes:
         return known
 
     def link_s(self, index: int, tokens: int) -> float:
-        """Seconds until a decode volume of ``tokens`` rows has arrived over link ``index``."""
+        """Seconds of a decode volume of ``tokens`` rows over link ``index``."""
         return (self.links[index].latency or 0.0) + self.send_s(index, tokens)
 
     def send_s(self, index: int, tokens: int) -> float:
-        """Seconds that link ``index`` is busy with a decode volume of ``tokens`` rows."""
+        """Seconds for which link ``index`` is busy with a decode volume of ``tokens`` rows."""
         rate = self.links[index].rate
         each = TOKEN_BYTES if index == len(self.links) - 1 else self.row_bytes
         return each * tokens / rate if rate else 0.0
 
     def round_trip_s(self, tokens: int, context: float = 0) -> float:
-        """Seconds of a whole turn that waits for nothing: the floor of the time per token."""
+        """Seconds of a round trip without waiting: the minimum time per token."""
         return self.compute_s(tokens, context) + self.transfer_s(tokens)
 
     def prompt_s(self, rows: int, before: int = 0) -> float:
-        """Seconds until ``rows`` rows of a prompt have gone round, if they wait for nothing.
+        """Seconds of ``rows`` rows of a prompt round the ring without waiting, after ``before``
+        tokens.
 
-        Their chunks follow one another as fast as the slowest stage or link lets them, and the last
-        one has the rest of a turn before it. ``before`` tokens of the prompt are done.
+        Chunks follow each other at the rate of the slowest stage or link, and the last one
+        completes the round trip.
         """
         begin = before + rows / 2
         stages = [
@@ -86,30 +86,30 @@ class RingTimes:
 
 
 def _chunked_s(profile: Profile, rows: int) -> float:
-    """Seconds that a stage computes ``rows`` rows in the largest chunks."""
+    """Seconds of a stage for ``rows`` rows in the largest chunks."""
     whole, rest = divmod(rows, MAX_CHUNK_ROWS)
     return whole * profile.prefill_s(MAX_CHUNK_ROWS) + profile.prefill_s(rest)
 
 
-#: Of a token: whatever is above is no measurement.
+#: Upper bound of a time per token; larger values are no measurement.
 MAX_SECONDS = 1e6
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 
-#: Rows of the prompts that the regression of a prefill goes through.
+#: Prompt lengths for the regression of prefill costs.
 _SHORT, _LONG = 1024, 8192
-#: Streams that the marginal cost of a decode row is taken between.
+#: Numbers of streams for the marginal cost of a decode row.
 _FEW, _MANY = 1, 32
 
 
 class RequestCosts(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds that requests keep a pipeline's slowest stage.
+    """Seconds for which a request occupies a pipeline's slowest stage.
 
-    Each prefill row takes ``token_s`` and, for each token before it, ``pair_s`` (attention, which
-    counts with prompts of ten thousands of tokens). Each token of an answer takes ``answer_s``:
-    what a further row adds to a decode step that there would be anyway.
+    Each prefill row takes ``token_s``, plus ``pair_s`` per token before it (attention, relevant for
+    prompts of tens of thousands of tokens). Each output token takes ``answer_s``, the marginal cost
+    of a row in a decode step.
 
-    Raises (on making or decoding one):
-        ValueError: a time is not a number.
+    Raises (on creation or decoding):
+        ValueError: a time is invalid.
     """
 
     token_s: Seconds
@@ -124,7 +124,7 @@ class RequestCosts(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_times(cls, times: RingTimes) -> "RequestCosts | None":
-        """Those of a ring; ``None`` if its stages have not been measured."""
+        """The costs of a ring; ``None`` if its stages have not been measured."""
         if not times.profiles or not all(profile.is_known for profile in times.profiles):
             return None
         none = times.prompt_s(0)
@@ -142,5 +142,5 @@ class RequestCosts(msgspec.Struct, frozen=True, array_like=True):
         return rows * (self.token_s + self.pair_s * (before + rows / 2))
 
 
-#: Of a pipeline that has told nothing yet: only how requests compare matters then.
+#: For an unknown pipeline, where only the comparison of requests matters.
 UNKNOWN_COSTS = RequestCosts(token_s=1e-3, answer_s=1e-3)

@@ -1,4 +1,4 @@
-"""How a pipeline serves, as its owner sets it."""
+"""Settings of a pipeline."""
 
 from typing import Annotated, Literal, get_args
 
@@ -8,52 +8,50 @@ from molink.facts.drafts import AUTO_DRAFTS, MAX_DRAFTS
 from molink.facts.dtypes import Compression
 from molink.facts.scalars import Text
 
-#: ``recompute``: they are given up, and computed anew when its turn has come again.
-#: ``reactive-swap``: they go to memory of the host when others lack blocks, and come back when it
-#: is its turn; who needs the blocks waits meanwhile. ``proactive-swap``: they go before others lack
-#: blocks, and come back before its turn (FastServe, §4.2).
+#: What happens to the KV of a preempted request. ``recompute``: it is dropped and computed again.
+#: ``reactive-swap``: it moves to host memory when others lack blocks and returns when the request
+#: is next; others wait meanwhile. ``proactive-swap``: it moves before others lack blocks and
+#: returns ahead of time (FastServe, §4.2).
 PreemptionMode = Literal["recompute", "reactive-swap", "proactive-swap"]
 PREEMPTION_MODES: tuple[PreemptionMode, ...] = get_args(PreemptionMode)
-#: Host memory that a stage may use for it if nothing is said, in bytes: as vLLM's ``--swap-space``.
+#: Default bytes of host memory per stage, as vLLM's ``--swap-space``.
 SWAP_SPACE = 4 << 30
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stage's worker is told of how to serve, beside what it has to hold and where.
+    """How a stage's worker serves.
 
-    A daemon makes it from its settings once, and its workers read it as it is. Policies are known
-    by name here; whoever makes it has seen to it that there are such policies.
+    A daemon derives it from its settings once and checks that the named policies exist.
     """
 
-    #: Whose turn it is among requests (``molink.scheduler.policies.create``).
+    #: Scheduling policy (``molink.scheduler.policies.create``).
     scheduling_policy: Text = "fcfs"
-    #: What becomes of the KV of a request that gives way to others.
+    #: What happens to the KV of a preempted request.
     preemption_mode: PreemptionMode = "recompute"
-    #: Bytes of host memory that a stage may use for that, where it isn't computed anew.
+    #: Bytes of host memory per stage for swapped KV.
     swap_space: Annotated[int, msgspec.Meta(ge=0)] = SWAP_SPACE
     #: Requests that hold KV blocks at a time, and those that may queue.
     max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
     max_queue_len: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 256
-    #: Seconds that a request may wait to be admitted, if it doesn't say; 0 = as long as it takes.
+    #: Default seconds that a request may wait for admission; 0: no limit.
     max_queue_time: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 0.0
-    #: Rows of a prefill chunk; 0 = as the measured profiles of the stages suggest.
+    #: Rows of a prefill chunk; 0: chosen by the stages' profiles.
     max_num_batched_tokens: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
-    #: Whether prefill chunks also go without decode rows, while no stream waits for them.
+    #: Whether prefill chunks also run without decode rows while no stream waits for them.
     prefill_only_batches: bool = True
-    #: Tokens of each request that are guessed ahead and verified in one pass; -1 = as many as pay.
+    #: Drafts per request and pass; -1: as many as pay off.
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=AUTO_DRAFTS, le=MAX_DRAFTS)] = (
         AUTO_DRAFTS
     )
-    #: Whether the KV of requests that are over is kept for others that begin alike.
+    #: Whether KV of finished requests is kept for requests with the same prefix.
     prefix_cache: bool = True
-    #: How links between stages share their bandwidth (``molink.link.policies.create``).
+    #: How a link shares its bandwidth (``molink.link.policies.create``).
     link_policy: Text = "adaptive"
-    #: Whether prompts' rows are computed and sent on while more of them are coming.
+    #: Whether prompt rows are computed and forwarded while more are arriving.
     cut_through: bool = True
-    #: How rows are packed on the way to the next stage, where that pays; ``int8`` loses precision.
+    #: How rows are packed on links, where that pays; ``int8`` loses precision.
     compression: Compression = "lossless"
-    #: Whether links send a little while prompts come often, so that TCP keeps its window, where it
-    #: would forget it.
+    #: Whether idle links send padding while prompts are frequent, where TCP would lose its window.
     keep_warm: bool = True
-    #: Folder in which stages record the decisions of their links; empty = nothing is recorded.
+    #: Folder for recordings of link decisions; empty: none.
     record: Annotated[str, msgspec.Meta(max_length=4096)] = ""

@@ -16,7 +16,7 @@ from molink.checkpoint.model_source import find_local_model, name_local_model
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantization import quantized_bytes
 from molink.errors import UsageError
-from molink.facts.memory_plan import MARGIN_SHARE
+from molink.facts.memory_plan import MARGIN_DIVISOR
 from molink.facts.model import ModelFacts, Objective, Quantize
 from molink.facts.ring_times import HANDLING_S, RingTimes
 from molink.sim.forecast import RingForecast, plan_ring, ring_times
@@ -263,7 +263,7 @@ def make_candidate(peer: str, device: str) -> Candidate:
         peer,
         f"{device} ({peer})",
         # The profile's share includes the margin.
-        memory=max(0, int(memory_for_stages(profile) * MARGIN_SHARE / (MARGIN_SHARE - 1))),
+        memory=max(0, int(memory_for_stages(profile) * MARGIN_DIVISOR / (MARGIN_DIVISOR - 1))),
         read_rate=profile.memory_gbs * 1e9 * profile.memory_efficiency,
         step_overhead=profile.step_ms / 1000,
         blocks=profile.blocks,

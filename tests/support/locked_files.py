@@ -12,7 +12,7 @@ def lock_once(
     monkeypatch: pytest.MonkeyPatch, act: Literal["replace", "unlink"], suffix: str = ""
 ) -> list[Path]:
     """Refuse the first such act on a file that ends so; the list has the file then."""
-    monkeypatch.setattr(files, "_FORBIDDEN", True)
+    monkeypatch.setattr(files, "_IS_WINDOWS", True)
     monkeypatch.setattr(files, "_PAUSE_S", 0.0)
     really, seized = getattr(Path, act), list[Path]()
 

@@ -348,7 +348,7 @@ def candidate_from_report(peer: str, report: PeerReport, pin: str = "") -> Candi
         cuda=device.kind == "cuda",
         primary_peer=report.primary_peer,
         device=device.name,
-        draft_bytes=device.can_draft,
+        draft_bytes=device.draft_bytes,
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.facts.footprint import Footprint, StageSetup
-from molink.facts.memory_plan import MARGIN_SHARE, plan_memory
+from molink.facts.memory_plan import MARGIN_DIVISOR, plan_memory
 from molink.facts.model import ModelFacts
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.partition import Gap, StageCosts, StageHost, split_gaps
@@ -25,7 +25,7 @@ from molink.swarm.placement.placement import (
 
 GB = 10**9
 #: Part of a peer's memory that its plan leaves alone.
-MARGIN = 1 / MARGIN_SHARE
+MARGIN = 1 / MARGIN_DIVISOR
 
 
 def facts(

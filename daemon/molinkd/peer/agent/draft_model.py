@@ -100,7 +100,9 @@ class DraftModelFolder:
             nbytes = self.plan_memory(setup, measured.device.memory, BLOCK_SIZE, context).nbytes
         except UsageError:
             return measured
-        return replace(measured, device=msgspec.structs.replace(measured.device, can_draft=nbytes))
+        return replace(
+            measured, device=msgspec.structs.replace(measured.device, draft_bytes=nbytes)
+        )
 
 
 @dataclass(frozen=True, slots=True)

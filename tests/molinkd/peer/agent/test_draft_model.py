@@ -76,10 +76,10 @@ def test_placement_is_told_what_it_takes(make_model: Any, tmp_path: Path) -> Non
     told = model.reserve_memory(measured, settings).device
     setup = measured.stage_setup(settings.pipeline, "f32")
     planned = model.plan_memory(setup, 1 << 30, 16, model.folder.config.max_model_len)
-    assert told.can_draft == planned.nbytes > planned.start.kv_bytes
+    assert told.draft_bytes == planned.nbytes > planned.start.kv_bytes
     offered = candidate_from_report("a", msgspec.structs.replace(report("a"), device=told))
     assert offered is not None
-    assert offered.draft_bytes == told.can_draft
+    assert offered.draft_bytes == told.draft_bytes
     small = MeasuredDevice(Device(kind="cpu", name="x", memory=100_000), bf16=True)
     assert model.reserve_memory(small, settings) is small
 
