@@ -60,7 +60,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.decode and self.prefill)
 
     def scale_by(self, factor: float, prefill: float | None = None) -> "Profile":
-        """The profile of a stage that is ``factor`` times as slow (``prefill``: in prefill steps)."""
+        """The profile of a stage that is ``factor`` times as slow (prefill steps: ``prefill``)."""
         prefill = factor if prefill is None else prefill
         return Profile(
             decode=tuple((rows, _bounded(seconds * factor)) for rows, seconds in self.decode),
