@@ -22,7 +22,7 @@ digests = st.lists(st.integers(0, 2**64 - 1), max_size=20).map(tuple)
 
 
 @given(digests, digests, st.booleans())
-def test_there_and_back(added: tuple[int, ...], evicted: tuple[int, ...], whole: bool) -> None:
+def test_reports_round_trip(added: tuple[int, ...], evicted: tuple[int, ...], whole: bool) -> None:
     report = CacheReport(7, whole, added, evicted, 4096, RequestCosts(1e-3, 1e-9, 1e-4))
     news, payload = pack_report(report)
     message = OutputTokens((OutputToken(1, "k", 3, 7),), news, Payload("u8", (len(payload),)))
@@ -38,7 +38,7 @@ def test_there_and_back(added: tuple[int, ...], evicted: tuple[int, ...], whole:
 @pytest.mark.parametrize(
     ("added", "size"), [(0, 7), (3, 16), (2**30, 8), (0, 8 * (MAX_DIGESTS + 1))]
 )
-def test_nonsense(added: int, size: int) -> None:
+def test_invalid_reports_are_rejected(added: int, size: int) -> None:
     with pytest.raises(WireError, match="no report"):
         unpack_report(CacheUpdate(1, True, added), memoryview(bytes(size)))
 
@@ -47,7 +47,7 @@ tokens = st.lists(st.integers(0, 5), max_size=4 * SPAN_TOKENS)
 
 
 @given(tokens, tokens)
-def test_two_prompts_share_the_digests_of_what_they_share(one: list[int], other: list[int]) -> None:
+def test_shared_prefixes_share_digests(one: list[int], other: list[int]) -> None:
     mine, theirs = span_digests(one), span_digests(other)
     assert len(mine) == len(one) // SPAN_TOKENS
     for index in range(min(len(mine), len(theirs))):
@@ -56,14 +56,14 @@ def test_two_prompts_share_the_digests_of_what_they_share(one: list[int], other:
 
 
 @given(tokens, st.integers(0, 4))
-def test_they_can_be_continued(prompt: list[int], spans: int) -> None:
+def test_digests_can_be_continued(prompt: list[int], spans: int) -> None:
     whole = span_digests(prompt)
     spans = min(spans, len(whole))
     after = whole[spans - 1].to_bytes(8, "little") if spans else bytes(8)
     assert span_digests(prompt[spans * SPAN_TOKENS :], after) == whole[spans:]
 
 
-def test_they_are_the_same_on_every_pc() -> None:
+def test_digests_are_stable() -> None:
     assert span_digests(range(SPAN_TOKENS)) == (DIGEST,)
 
 

@@ -43,7 +43,7 @@ def done(router: E2Router, request: RoutedPrompt, now: float) -> None:
     router.on_request_end(request.key, 1, now)
 
 
-def test_who_has_most_of_it_gets_it(e2: E2Router, up: list[PipelineLoad]) -> None:
+def test_the_pipeline_with_most_cached_is_chosen(e2: E2Router, up: list[PipelineLoad]) -> None:
     homes = {}
     for family in range(4):
         first = prompt(family, 20, 2)
@@ -58,15 +58,13 @@ def test_who_has_most_of_it_gets_it(e2: E2Router, up: list[PipelineLoad]) -> Non
     assert e2.decision_counts["exploited"] == e2.decision_counts["explored"] == 4
 
 
-def test_a_small_share_is_no_reason(e2: E2Router, up: list[PipelineLoad]) -> None:
+def test_a_small_cached_share_is_ignored(e2: E2Router, up: list[PipelineLoad]) -> None:
     first, second = prompt(1, 2, 20), prompt(1, 2, 20)
     assert e2.choose_pipeline(first, up, 0.0).name == "a"
     assert e2.choose_pipeline(second, up, 0.0).name == "b"
 
 
-def test_prompts_that_share_nothing_go_to_who_has_least_to_do(
-    e2: E2Router, up: list[PipelineLoad]
-) -> None:
+def test_uncached_prompts_go_to_the_least_loaded(e2: E2Router, up: list[PipelineLoad]) -> None:
     long, short = prompt(1, 0, 100), prompt(2, 0, 10)
     assert [e2.choose_pipeline(each, up, 0.0).name for each in (long, short)] == ["a", "b"]
     others = [e2.choose_pipeline(prompt(3, 0, 10), up, 0.0).name for _ in range(4)]
@@ -75,7 +73,7 @@ def test_prompts_that_share_nothing_go_to_who_has_least_to_do(
     assert e2.choose_pipeline(prompt(3, 0, 10), up, 1.0).name == "a"
 
 
-def test_a_prompt_that_is_nearly_computed_is_no_load(e2: E2Router, up: list[PipelineLoad]) -> None:
+def test_a_nearly_computed_prompt_is_no_load(e2: E2Router, up: list[PipelineLoad]) -> None:
     two, long = up[:2], prompt(1, 0, 400)  # 26 seconds
     assert e2.choose_pipeline(long, two, 0.0).name == "a"
     e2.choose_pipeline(prompt(2, 0, 100), two, 0.0)  # 6 seconds
@@ -84,9 +82,7 @@ def test_a_prompt_that_is_nearly_computed_is_no_load(e2: E2Router, up: list[Pipe
     assert e2.choose_pipeline(prompt(5, 0, 10), two, 24.0).name == "a"
 
 
-def test_no_long_prompt_joins_another_to_spare_what_nobody_asked_for_again(
-    e2: E2Router, up: list[PipelineLoad]
-) -> None:
+def test_unshared_spans_do_not_count_as_eviction(e2: E2Router, up: list[PipelineLoad]) -> None:
     two = up[:2]
     for load in two:
         e2.on_cache_report(load.name, CacheReport(1, False, capacity=400 * SPAN_TOKENS), 0.0)
@@ -99,7 +95,7 @@ def test_no_long_prompt_joins_another_to_spare_what_nobody_asked_for_again(
     ]
 
 
-def test_a_pipeline_with_too_much_to_do_is_relieved(e2: E2Router, up: list[PipelineLoad]) -> None:
+def test_overloaded_pipelines_are_relieved(e2: E2Router, up: list[PipelineLoad]) -> None:
     first = prompt(1, 20, 1)
     e2.choose_pipeline(first, up, 0.0)
     done(e2, first, 1.0)
@@ -111,9 +107,7 @@ def test_a_pipeline_with_too_much_to_do_is_relieved(e2: E2Router, up: list[Pipel
     assert max(map(homes.count, "abcd")) <= 2 * min(map(homes.count, "abcd"))
 
 
-def test_a_prefix_for_which_the_wait_doubles_is_replicated(
-    e2: E2Router, up: list[PipelineLoad]
-) -> None:
+def test_a_doubled_wait_replicates_the_prefix(e2: E2Router, up: list[PipelineLoad]) -> None:
     calm = E2Router(t_hbal=1e9)
     for load in up:
         calm.on_cache_report(load.name, CacheReport(0, True, capacity=100_000, costs=COSTS), 0.0)
@@ -129,7 +123,7 @@ def test_a_prefix_for_which_the_wait_doubles_is_replicated(
     assert calm.decision_counts["redirected"] == 0
 
 
-def test_a_prompt_that_nobody_has_goes_to_who_mostly_decodes(
+def test_uncached_prompts_go_to_decode_heavy_pipelines(
     e2: E2Router, up: list[PipelineLoad]
 ) -> None:
     # "a" serves what is cached and answers at length, the others prompts that are not.
@@ -145,7 +139,7 @@ def test_a_prompt_that_nobody_has_goes_to_who_mostly_decodes(
     assert e2.choose_pipeline(prompt(3, 0, 10), up, 0.0).name == "a"
 
 
-def test_what_a_head_has_evicted_is_not_there(e2: E2Router, up: list[PipelineLoad]) -> None:
+def test_evicted_spans_are_removed(e2: E2Router, up: list[PipelineLoad]) -> None:
     first = prompt(1, 20, 0)
     e2.choose_pipeline(first, up, 0.0)
     done(e2, first, 0.0)
@@ -154,9 +148,7 @@ def test_what_a_head_has_evicted_is_not_there(e2: E2Router, up: list[PipelineLoa
     assert e2.choose_pipeline(prompt(1, 20, 0), up, 2.0).name == "c"
 
 
-def test_a_whole_report_replaces_what_was_known_but_not_what_is_on_its_way(
-    e2: E2Router, up: list[PipelineLoad]
-) -> None:
+def test_a_full_report_keeps_recently_sent_spans(e2: E2Router, up: list[PipelineLoad]) -> None:
     old, new = prompt(1, 20, 0), prompt(2, 20, 0)
     e2.choose_pipeline(old, up[:1], 0.0)
     e2.choose_pipeline(new, up[:1], 100.0)
@@ -164,7 +156,7 @@ def test_a_whole_report_replaces_what_was_known_but_not_what_is_on_its_way(
     assert e2.cached_tokens("a") == 20 * SPAN_TOKENS
 
 
-def test_who_is_gone_has_nothing_when_it_comes_back(e2: E2Router, up: list[PipelineLoad]) -> None:
+def test_a_removed_pipeline_returns_empty(e2: E2Router, up: list[PipelineLoad]) -> None:
     first = prompt(1, 20, 0)
     assert e2.choose_pipeline(first, up, 0.0).name == "a"
     e2.on_pipeline_removed("a")
@@ -186,7 +178,7 @@ def test_a_lost_request_is_counted_once(e2: E2Router, up: list[PipelineLoad]) ->
 
 
 @given(st.integers(0, 2**32))
-def test_whatever_is_reported_it_answers_and_forgets(seed: int) -> None:
+def test_random_events_keep_the_invariants(seed: int) -> None:
     rng = random.Random(seed)
     router, live = E2Router(window_s=20.0), list[RoutedPrompt]()
     pipelines = [PipelineLoad(name) for name in "abc"]

@@ -7,7 +7,7 @@ def left(loads: LoadTracker, now: float) -> float:
     return loads.work_of("a", now).remaining_s(now)
 
 
-def test_what_is_computed_now_is_done_in_part_and_one_after_the_other() -> None:
+def test_prefills_run_one_after_another() -> None:
     loads = LoadTracker(100.0)
     loads.add_request("first", RoutedRequest("a", 10.0, prefill_s=8.0, answer_s=1.0))
     loads.add_request("second", RoutedRequest("a", 12.0, prefill_s=4.0, answer_s=1.0))
@@ -20,7 +20,7 @@ def test_what_is_computed_now_is_done_in_part_and_one_after_the_other() -> None:
     assert left(loads, 23.0) == 0.0
 
 
-def test_what_a_pipeline_served_before_it_was_gone_is_not_taken_from_its_next_load() -> None:
+def test_a_dropped_pipelines_load_is_not_subtracted_again() -> None:
     loads = LoadTracker(100.0)
     loads.add_request("lost", RoutedRequest("a", 0.0, prefill_s=8.0, answer_s=1.0))
     loads.drop_pipeline("a")
@@ -38,7 +38,7 @@ def wait(waits: PrefixWaits, seconds: float, at: float, count: int = MIN_WAITS) 
         waits.add_wait(7, seconds, at)
 
 
-def test_twice_as_long_as_before_and_longer_than_it_is_worth() -> None:
+def test_a_doubled_wait_beyond_the_minimum() -> None:
     waits = PrefixWaits(HALF)
     wait(waits, 1.0, 0.0)
     wait(waits, 3.0, HALF)
@@ -47,7 +47,7 @@ def test_twice_as_long_as_before_and_longer_than_it_is_worth() -> None:
     assert not waits.has_doubled(7, 2.0, HALF), "once in a half"
 
 
-def test_where_nothing_is_known_of_before_nothing_has_doubled() -> None:
+def test_unknown_previous_waits_never_double() -> None:
     waits = PrefixWaits(HALF)
     assert not waits.has_doubled(7, 0.0, 0.0)
     wait(waits, 9.0, 0.0)

@@ -14,7 +14,7 @@ from molink.routing.simple_routers import FallbackRouter
 PROMPT = RoutedPrompt("a", 16)
 
 
-def test_round_robin_passes_over_who_is_not_there() -> None:
+def test_round_robin_skips_missing_pipelines() -> None:
     pipelines = [PipelineLoad(name) for name in "acf"]
     turns = create_router("round-robin")
     assert [turns.choose_pipeline(PROMPT, pipelines, 0.0).name for _ in range(4)] == [
@@ -26,7 +26,7 @@ def test_round_robin_passes_over_who_is_not_there() -> None:
     assert turns.choose_pipeline(PROMPT, pipelines[1:], 0.0).name == "c"
 
 
-def test_least_loaded_goes_by_requests_then_by_those_sent() -> None:
+def test_least_loaded_breaks_ties_by_requests_sent() -> None:
     pipelines = [PipelineLoad("a", 2), PipelineLoad("c", 1), PipelineLoad("f", 1)]
     least = create_router("least-loaded")
     assert least.choose_pipeline(PROMPT, pipelines, 0.0).name == "c"
@@ -34,7 +34,7 @@ def test_least_loaded_goes_by_requests_then_by_those_sent() -> None:
     assert least.choose_pipeline(PROMPT, pipelines, 0.0).name == "f"
 
 
-def test_an_unknown_name() -> None:
+def test_an_unknown_router_is_rejected() -> None:
     assert set(ROUTERS) == {"round-robin", "least-loaded", "e2"}
     with pytest.raises(UsageError, match="one of round-robin, least-loaded, e2, not 'best'"):
         create_router("best")
@@ -70,7 +70,7 @@ def up() -> list[PipelineLoad]:
     return [PipelineLoad("a", 3), PipelineLoad("b", 1), PipelineLoad("c", 2)]
 
 
-def test_a_router_that_works_is_the_one_that_is_asked() -> None:
+def test_a_working_router_is_used() -> None:
     router = FallbackRouter(E2Router())
     assert router.choose_pipeline(PROMPT, up(), 0.0).name == "b"
     assert router.reads_spans
@@ -87,7 +87,7 @@ def test_a_router_that_works_is_the_one_that_is_asked() -> None:
         lambda router: router.on_pipeline_removed("a"),
     ],
 )
-def test_one_that_fails_is_asked_no_more(
+def test_a_failed_router_is_replaced(
     tell: Callable[[Router], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     router = FallbackRouter(Broken())
@@ -101,7 +101,7 @@ def test_one_that_fails_is_asked_no_more(
     assert record.exc_info is not None
 
 
-def test_one_that_names_a_pipeline_that_is_gone_has_failed() -> None:
+def test_choosing_a_missing_pipeline_is_a_failure() -> None:
     class Stale(Broken):
         def choose_pipeline(
             self, prompt: RoutedPrompt, up: Sequence[PipelineLoad], now: float

@@ -15,7 +15,7 @@ def path(family: int, length: int) -> tuple[int, ...]:
     return tuple(family * 1000 + index for index in range(length))
 
 
-def test_presence_is_of_a_pipeline() -> None:
+def test_spans_are_tracked_by_pipeline() -> None:
     tree = SpanTree(HALF)
     tree.use_spans("a", path(1, 5), 0.0)
     tree.add_spans("b", path(1, 3))
@@ -35,7 +35,7 @@ def test_requests_are_counted_in_a_window() -> None:
     assert counts == [3, 3, 1, 0]
 
 
-def test_what_is_unused_for_longest_is_forgotten_from_its_end() -> None:
+def test_eviction_is_lru_from_the_end() -> None:
     tree = SpanTree(HALF)
     tree.set_capacity("a", 6 * SPAN_TOKENS)
     tree.use_spans("a", path(1, 4), 0.0)
@@ -44,7 +44,7 @@ def test_what_is_unused_for_longest_is_forgotten_from_its_end() -> None:
     tree.validate()
 
 
-def test_an_eviction_costs_what_several_requests_used_and_once() -> None:
+def test_evictions_count_shared_spans_once() -> None:
     tree = SpanTree(HALF)
     tree.set_capacity("a", 4 * SPAN_TOKENS)
     tree.use_spans("a", path(1, 4), 0.0)
@@ -56,7 +56,7 @@ def test_an_eviction_costs_what_several_requests_used_and_once() -> None:
     assert tree.estimate_evictions("a", 2, 100.0) == 0
 
 
-def test_all_together_have_a_bound() -> None:
+def test_the_total_is_bounded() -> None:
     tree = SpanTree(HALF, maximum=10)
     for name in "abcd":
         tree.set_capacity(name, 8 * SPAN_TOKENS)
@@ -66,7 +66,7 @@ def test_all_together_have_a_bound() -> None:
     assert len(tree) == 10
 
 
-def test_whatever_one_says_the_default_bound_holds() -> None:
+def test_large_capacities_keep_the_bound() -> None:
     tree = SpanTree(HALF)
     tree.set_capacity("a", 1 << 40)
     tree.add_spans("a", range(MAX_SPANS + 5))
@@ -75,7 +75,7 @@ def test_whatever_one_says_the_default_bound_holds() -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_a_path_never_has_a_hole_by_itself(seed: int) -> None:
+def test_paths_have_no_holes(seed: int) -> None:
     rng = random.Random(seed)
     tree = SpanTree(HALF, maximum=20)
     for now in range(40):

@@ -80,7 +80,7 @@ class ScriptedRing:
         return {message.key: message for message in found}
 
 
-def test_a_pace_counts_the_time_in_which_there_was_something_to_do() -> None:
+def test_the_rate_counts_busy_time_only() -> None:
     pace = ServingRate()
     pace.observe_total(0, 0.0, busy=True)
     assert pace.rate is None
@@ -94,7 +94,7 @@ def test_a_pace_counts_the_time_in_which_there_was_something_to_do() -> None:
 
 
 @pytest.mark.parametrize(("known", "within"), [(True, 2.0), (False, 6.0)])
-def test_a_place_is_free_about_when_it_was_said_to_be(known: bool, within: float) -> None:
+def test_the_estimated_slot_is_about_right(known: bool, within: float) -> None:
     """Two run and two wait. Answers of 20 to 39 tokens at 2/s: a place is free after 4 to 15 s.
 
     ``known`` is whether the head can know when they end, as ``max_tokens`` tells.
@@ -122,7 +122,7 @@ def test_a_place_is_free_about_when_it_was_said_to_be(known: bool, within: float
     assert max(abs(error) for error in errors[1:]) <= within
 
 
-def test_a_request_is_refused_at_once_when_its_turn_would_come_too_late() -> None:
+def test_an_estimated_wait_beyond_the_limit_rejects_on_arrival() -> None:
     ring = ScriptedRing(max_num_seqs=2)
     for number in range(14):
         ring.submit(f"r{number}", answer=20)
@@ -146,7 +146,7 @@ def test_a_request_is_refused_at_once_when_its_turn_would_come_too_late() -> Non
     assert counters["scheduler_late_total"] == 1
 
 
-def test_who_has_waited_for_as_long_as_it_may_is_told() -> None:
+def test_waiting_beyond_the_limit_rejects() -> None:
     ring = ScriptedRing(max_num_seqs=1, max_queue_s=5.0)
     ring.submit("runs", answer=100)
     ring.submit("as the head has it")
@@ -187,7 +187,7 @@ def admissions(ring: ScriptedRing) -> list[str]:
     return found
 
 
-def test_who_has_the_least_slack_goes_first_among_the_requests_of_a_client() -> None:
+def test_a_clients_requests_run_by_slack() -> None:
     ring = ScriptedRing(max_num_seqs=1)
     ring.submit("runs", answer=4)
     ring.step()
@@ -211,7 +211,7 @@ def test_a_long_prompt_has_less_slack_than_a_short_one() -> None:
     assert admissions(ring) == ["runs", "long", "short"]
 
 
-def test_requests_with_deadlines_starve_none_without() -> None:
+def test_deadlines_do_not_starve_other_requests() -> None:
     ring, refused = ScriptedRing(max_num_seqs=1), 0
     ring.submit("runs", answer=8)
     ring.step()
@@ -227,7 +227,7 @@ def test_requests_with_deadlines_starve_none_without() -> None:
     assert ring.now > DEFAULT_START_S - 20 - 4, "those with deadlines that came before went first"
 
 
-def test_a_request_is_refused_at_once_when_no_token_of_it_could_come_in_time() -> None:
+def test_an_unreachable_deadline_rejects_on_arrival() -> None:
     ring = ScriptedRing(max_num_seqs=2)
     for number in range(14):
         ring.submit(f"r{number}", answer=20)
@@ -247,7 +247,7 @@ def test_a_request_is_refused_at_once_when_no_token_of_it_could_come_in_time() -
     assert ring.head.collect_stats()[0]["scheduler_late_total"] == 1
 
 
-def test_a_prompt_that_takes_longer_than_its_deadline_is_no_matter_of_load() -> None:
+def test_a_prefill_beyond_the_deadline_is_a_request_error() -> None:
     ring = ScriptedRing()
     ring.submit("unknown", tokens=60, deadline_s=5.0)
     ring.head.set_times(RingTimes((SLOW,), (), 0))
@@ -257,7 +257,7 @@ def test_a_prompt_that_takes_longer_than_its_deadline_is_no_matter_of_load() -> 
     ring.submit("long", tokens=60, deadline_s=7.0)
 
 
-def test_who_waits_until_no_token_can_come_in_time_is_told() -> None:
+def test_waiting_beyond_the_deadline_rejects() -> None:
     ring = ScriptedRing(max_num_seqs=1)
     ring.submit("runs", answer=100)
     ring.step()
@@ -275,7 +275,7 @@ def test_who_waits_until_no_token_can_come_in_time_is_told() -> None:
     assert 35 <= told.retry_after <= 60
 
 
-def test_one_that_gave_way_goes_before_every_deadline() -> None:
+def test_preempted_requests_precede_deadlines() -> None:
     ring = ScriptedRing(max_num_seqs=2, num_blocks=14)
     ring.submit("old", answer=40)
     ring.submit("young", answer=40)
@@ -290,11 +290,11 @@ def test_one_that_gave_way_goes_before_every_deadline() -> None:
 @pytest.mark.parametrize(
     "changes", [{"num_blocks": 0}, {"micro_batches": 65}, {"max_num_batched_tokens": -1}]
 )
-def test_out_of_range_is_refused(changes: dict[str, int]) -> None:
+def test_config_values_out_of_range_are_rejected(changes: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=next(iter(changes))):
         SchedulerConfig(**{"num_blocks": 4, "block_size": 4, "micro_batches": 2, **changes})
 
 
-def test_blocks_for() -> None:
+def test_blocks_for_tokens() -> None:
     config = SchedulerConfig(4, 16, 1)
     assert [config.blocks_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]

@@ -28,7 +28,7 @@ def header_bytes(builder: VolumeBuilder) -> int:
     return len(msgspec.msgpack.encode(Frame(LATE, Channel.BULK, LATE, volume)))
 
 
-def test_a_volume_takes_groups_while_its_header_fits() -> None:
+def test_slices_fit_into_the_header() -> None:
     builder = VolumeBuilder(prefill=False)
     while builder.block_room >= 1:
         builder.add_rows(job(len(builder), 1), 1, [2**31 - 1], 0)
@@ -36,7 +36,7 @@ def test_a_volume_takes_groups_while_its_header_fits() -> None:
     assert header_bytes(builder) <= MAX_HEADER
 
 
-def test_groups_without_new_blocks_fill_a_volume() -> None:
+def test_slices_without_blocks_fill_a_volume() -> None:
     builder = VolumeBuilder(prefill=False)
     while builder.block_room >= 1:
         builder.add_rows(job(len(builder), 1), 1, [], 0)
@@ -44,7 +44,7 @@ def test_groups_without_new_blocks_fill_a_volume() -> None:
     assert header_bytes(builder) <= MAX_HEADER
 
 
-def test_drafts_are_added_while_the_header_has_room() -> None:
+def test_drafts_fit_into_the_header() -> None:
     builder = VolumeBuilder(prefill=False)
     requests = [job(number, 1) for number in range(60)]
     for each in requests:
@@ -66,7 +66,7 @@ def test_many_blocks_fill_a_volume() -> None:
     assert 3900 < header_bytes(builder) <= MAX_HEADER
 
 
-def test_copies_find_room_beside_the_blocks() -> None:
+def test_copy_sources_fit_beside_the_blocks() -> None:
     builder = VolumeBuilder(prefill=True)
     while builder.block_room >= 1:
         copying = job(len(builder), 1)

@@ -9,7 +9,7 @@ from molink.errors import InvariantError
 from molink.scheduler.blocks import BlockAllocator
 
 
-def test_life_of_a_block() -> None:
+def test_block_states() -> None:
     blocks = BlockAllocator(3)
     assert blocks.allocate_blocks(2) == [0, 1]
     assert blocks.allocate_blocks(2) is None
@@ -28,7 +28,7 @@ def test_life_of_a_block() -> None:
     blocks.validate({0: 1, 1: 1, 2: 1}, [])
 
 
-def test_a_block_is_free_when_all_releases_of_it_have_gone_round() -> None:
+def test_a_block_is_freed_by_its_last_release() -> None:
     blocks = BlockAllocator(1)
     blocks.share_blocks(blocks.allocate_blocks(1))
     blocks.release_blocks(1, [0])
@@ -40,7 +40,7 @@ def test_a_block_is_free_when_all_releases_of_it_have_gone_round() -> None:
     assert blocks.allocate_blocks(1) == [0]
 
 
-def test_a_cached_block_is_as_good_as_free_once_its_release_has_gone_round() -> None:
+def test_a_cached_block_is_settled_after_its_release() -> None:
     blocks = BlockAllocator(2)
     blocks.allocate_blocks(2)
     for block in (0, 1):
@@ -67,7 +67,7 @@ def test_a_cached_block_is_as_good_as_free_once_its_release_has_gone_round() -> 
     assert blocks.num_free == 2
 
 
-def test_a_cached_block_can_be_held_again_and_let_go_of_without_a_release() -> None:
+def test_a_cached_block_can_be_shared_and_unshared() -> None:
     blocks = BlockAllocator(1)
     blocks.allocate_blocks(1)
     blocks.mark_cached(0)
@@ -83,7 +83,7 @@ def test_a_cached_block_can_be_held_again_and_let_go_of_without_a_release() -> N
 
 
 @pytest.mark.parametrize("held", [[0, 0], [1], [5], [-1]])
-def test_a_block_that_nobody_holds_cannot_be_released(held: list[int]) -> None:
+def test_an_unheld_block_cannot_be_released(held: list[int]) -> None:
     blocks = BlockAllocator(2)
     blocks.allocate_blocks(1)
     with pytest.raises(InvariantError):
@@ -92,7 +92,7 @@ def test_a_block_that_nobody_holds_cannot_be_released(held: list[int]) -> None:
     blocks.validate({0: 1}, [])
 
 
-def test_what_is_not_in_the_right_state_is_refused() -> None:
+def test_invalid_transitions_are_rejected() -> None:
     blocks = BlockAllocator(1)
     blocks.release_blocks(1, blocks.allocate_blocks(1))
     for act in (

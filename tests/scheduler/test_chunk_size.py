@@ -30,13 +30,13 @@ A100 = profile(0.02, 1e-4, tile=128)
 CPU = profile(0.04, 0.005)
 
 
-def test_a_setting_is_obeyed() -> None:
+def test_a_fixed_size_is_used() -> None:
     assert ChunkSize(77, [GPU], 1).choose_rows(decoding=8, left=4096) == 77
     assert max_chunk_rows(77) == 77
 
 
 @pytest.mark.parametrize("profiles", [[], [Profile()], [Profile(decode=((1, 0.1),))]])
-def test_without_profiles_it_is_a_constant(profiles: list[Profile]) -> None:
+def test_default_size_without_profiles(profiles: list[Profile]) -> None:
     assert ChunkSize(0, profiles, 1).choose_rows(decoding=8, left=4096) == DEFAULT_ROWS
     assert max_chunk_rows(0) == MAX_CHUNK_ROWS
 
@@ -55,7 +55,7 @@ def test_without_profiles_it_is_a_constant(profiles: list[Profile]) -> None:
         ([CPU], 1, 1, 16 - 1),
     ],
 )
-def test_beside_decodes(
+def test_size_beside_decodes(
     profiles: list[Profile], micro_batches: int, decoding: int, chunk: int
 ) -> None:
     assert ChunkSize(0, profiles, micro_batches).choose_rows(decoding, left=4096) == chunk
@@ -66,7 +66,7 @@ def test_decodes_are_spread_over_the_micro_batches() -> None:
     assert (one + 8) % 128 == 0
 
 
-def test_beside_decodes_a_chunk_is_no_larger_than_alone() -> None:
+def test_piggybacked_chunks_do_not_exceed_standalone_ones() -> None:
     slow_decodes = Profile(decode=((1, 5.0),), prefill=GPU.prefill)
     chunks = ChunkSize(0, [slow_decodes], 1)
     maximum = chunks.choose_rows(0, left=1 << 20)
@@ -74,24 +74,24 @@ def test_beside_decodes_a_chunk_is_no_larger_than_alone() -> None:
     assert (chunks.choose_rows(4, left=16) + 4) % 16 == 0
 
 
-def test_alone_it_is_the_smallest_that_is_about_as_good_as_any() -> None:
+def test_standalone_size_is_the_smallest_near_the_best() -> None:
     # 20 ms per chunk are 8 % of what its rows take, but for 256 rows of the CPU's
     assert ChunkSize(0, [profile(0.02, 0.005)], 1).choose_rows(0, left=4096) <= 64
     assert ChunkSize(0, [GPU], 1).choose_rows(0, left=4096) >= 512
 
 
-def test_alone_no_chunk_is_tiny_whatever_noise_was_measured() -> None:
+def test_noise_does_not_shrink_standalone_chunks() -> None:
     noisy = Profile(decode=((1, 0.1),), prefill=((16, 0.02), (32, 0.12)))
     assert ChunkSize(0, [noisy], 1).choose_rows(0, left=4096) == 64
     assert ChunkSize(0, [noisy], 1).choose_rows(0, left=20) == 32
 
 
-def test_alone_a_short_prompt_is_cut_up_to_fill_the_ring() -> None:
+def test_short_prompts_are_split_to_fill_the_ring() -> None:
     assert ChunkSize(0, [GPU], 1).choose_rows(0, left=512) == 512
     assert ChunkSize(0, [GPU] * 4, 4).choose_rows(0, left=512) <= 256
 
 
-def test_a_context_that_costs_makes_chunks_smaller() -> None:
+def test_costly_contexts_shrink_chunks() -> None:
     deep = profile(0.02, 1e-4, prefill_token_s=1e-7)
     chunks = ChunkSize(0, [deep], 1)
     sizes = [chunks.choose_rows(8, left=4096, before=before) for before in (0, 1024, 4096, 65536)]
@@ -99,7 +99,7 @@ def test_a_context_that_costs_makes_chunks_smaller() -> None:
     assert sizes[-1] < sizes[0]
 
 
-def test_a_chunk_may_be_larger_beside_decodes_that_are_slow_by_themselves() -> None:
+def test_slow_decodes_allow_larger_chunks() -> None:
     deep = profile(0.02, 1e-4, context=128, decode_token_s=1e-6)
     chunks = ChunkSize(0, [deep], 1)
     sizes = [chunks.choose_rows(8, left=4096, context=context) for context in (0, 128, 2048, 8192)]
@@ -108,7 +108,7 @@ def test_a_chunk_may_be_larger_beside_decodes_that_are_slow_by_themselves() -> N
     assert chunks.choose_rows(0, left=4096, context=8192) == chunks.choose_rows(0, left=4096)
 
 
-def test_chunks_follow_stages_that_are_measured_anew() -> None:
+def test_sizes_follow_new_profiles() -> None:
     chunks = ChunkSize(0, [GPU, GPU], 2)
     before = chunks.choose_rows(8, left=4096)
     chunks.set_profiles([GPU, GPU.scale_by(1.0, prefill=3.0)])
@@ -117,13 +117,13 @@ def test_chunks_follow_stages_that_are_measured_anew() -> None:
     assert chunks.choose_rows(8, left=4096) == before
 
 
-def test_no_chunk_is_larger_than_what_was_measured() -> None:
+def test_chunks_do_not_exceed_the_measured_range() -> None:
     assert ChunkSize(0, [GPU, profile(0.02, 1e-4, maximum=256)], 2).choose_rows(0, left=4096) <= 256
     slow = Profile(decode=((1, 1.0),), prefill=((16, 2.0), (32, 2.1)))
     assert ChunkSize(0, [slow], 1).choose_rows(0, left=4096) == 128
 
 
-def test_below_a_tile_only_what_is_really_faster() -> None:
+def test_sizes_below_a_tile_must_be_faster() -> None:
     # This one's steps are real: 16 rows cost as much as 64.
     stepped = profile(1e-6, 1e-3, tile=64)
     assert ChunkSize(0, [stepped], 1).choose_rows(1, left=4096) == 64 - 1
@@ -154,7 +154,7 @@ def any_profile(draw: st.DrawFn) -> Profile:
     st.integers(1, 1 << 20),
     st.integers(0, 1 << 20),
 )
-def test_whatever_stages_say_there_is_progress_within_bounds(
+def test_any_profile_gives_sizes_within_bounds(
     profiles: list[Profile], micro_batches: int, decoding: int, left: int, before: int
 ) -> None:
     chunks = ChunkSize(0, profiles, micro_batches)
@@ -163,11 +163,11 @@ def test_whatever_stages_say_there_is_progress_within_bounds(
     assert chunks.choose_rows(decoding, left, before) == rows
 
 
-def test_the_bound_leaves_room_below_twice() -> None:
+def test_the_bound_stays_below_twice_an_iteration() -> None:
     assert 1 < MAX_STRETCH < 2
 
 
-def test_where_prompts_queue_rows_a_second_count() -> None:
+def test_queued_prompts_use_throughput_sizes() -> None:
     # 12 ms for 8 rows, 1.4 ms for each beyond, 1.5 ms of handling: 32 rows are 5 % dearer.
     cpu = Profile(
         decode=((1, 0.01), (8, 0.012)),
@@ -191,7 +191,7 @@ def test_where_prompts_queue_rows_a_second_count() -> None:
     assert ChunkSize(8, [cpu], 2).choose_rows(1, left=400, queued=4000, prompts=4) == 8
 
 
-def test_a_queue_changes_nothing_where_chunks_are_large_enough() -> None:
+def test_a_queue_does_not_shrink_large_chunks() -> None:
     chunks = ChunkSize(0, [CPU], 1)
     assert chunks.choose_rows(1, left=400, queued=10_000, prompts=9) >= chunks.choose_rows(
         1, left=400

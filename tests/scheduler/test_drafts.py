@@ -94,7 +94,9 @@ def test_drafts_are_rows_after_the_last_token() -> None:
 @pytest.mark.parametrize(
     ("tokens", "start"), [((7,), 11), ((101, 7), 12), ((101, 102, 7), 13), ((101, 102, 103, 7), 14)]
 )
-def test_tokens_up_to_the_first_that_is_no_draft(tokens: tuple[int, ...], start: int) -> None:
+def test_tokens_are_accepted_up_to_the_first_wrong_draft(
+    tokens: tuple[int, ...], start: int
+) -> None:
     made = prefilled()
     emissions = say(made, sent(made.next_batch(0.0)), *tokens)
     assert told(emissions) == [(at, token, None) for at, token in enumerate(tokens, 11)]
@@ -109,7 +111,7 @@ def test_tokens_up_to_the_first_that_is_no_draft(tokens: tuple[int, ...], start:
     assert counters["scheduler_draft_tokens_accepted_total"] == len(tokens) - 1
 
 
-def test_blocks_that_only_wrong_drafts_have_used_are_used_again() -> None:
+def test_blocks_of_wrong_drafts_are_reused() -> None:
     made = prefilled()
     say(made, sent(made.next_batch(0.0)), 7)
     (rows,) = sent(made.next_batch(0.0)).slices
@@ -140,7 +142,7 @@ def say_forced(to: Scheduler, volume: Volume, token: int, *forced: ForcedTokens)
     to.validate()
 
 
-def test_forced_tokens_are_the_next_drafts_and_no_later_ones() -> None:
+def test_forced_tokens_become_the_next_drafts() -> None:
     made = prefilled()
     say_forced(made, sent(made.next_batch(0.0)), 7, ForcedTokens(0, (60, 61)))
     batch = made.next_batch(0.0)
@@ -151,14 +153,14 @@ def test_forced_tokens_are_the_next_drafts_and_no_later_ones() -> None:
     assert sent(made.next_batch(0.0)).slices[0].drafts == (105, 106, 107)
 
 
-def test_no_more_forced_tokens_than_drafts_may_be() -> None:
+def test_forced_tokens_are_limited_to_the_maximum_drafts() -> None:
     made = prefilled()
     say_forced(made, sent(made.next_batch(0.0)), 7, ForcedTokens(0, tuple(range(60, 70))))
     assert sent(made.next_batch(0.0)).slices[0].drafts == (60, 61, 62)
 
 
 @pytest.mark.parametrize("request_id", [0, 9])
-def test_forced_tokens_of_none_or_of_one_that_is_over_are_nothing(request_id: int) -> None:
+def test_forced_tokens_of_unknown_or_ended_requests_are_ignored(request_id: int) -> None:
     made = prefilled()
     volume = sent(made.next_batch(0.0))
     if request_id == 0:
@@ -167,7 +169,7 @@ def test_forced_tokens_of_none_or_of_one_that_is_over_are_nothing(request_id: in
     assert request_id == 0 or sent(made.next_batch(0.0)).slices[0].drafts == (102, 103, 104)
 
 
-def test_forced_tokens_that_are_wrong_cost_their_rows_only() -> None:
+def test_wrong_forced_tokens_cost_only_their_rows() -> None:
     made = prefilled()
     say_forced(made, sent(made.next_batch(0.0)), 7, ForcedTokens(0, (60, 61)))
     emissions = say(made, sent(made.next_batch(0.0)), 9)
@@ -188,7 +190,7 @@ def test_a_stop_token_among_drafts_ends_the_answer() -> None:
 
 
 @pytest.mark.parametrize(("answer", "drafts"), [(2, 0), (3, 1), (4, 2), (5, 3), (6, 3)])
-def test_no_more_drafts_than_tokens_are_wanted(answer: int, drafts: int) -> None:
+def test_drafts_do_not_exceed_max_tokens(answer: int, drafts: int) -> None:
     made = head()
     submit(made, "a", answer=answer)
     say(made, sent(made.next_batch(0.0)), 50)
@@ -198,7 +200,7 @@ def test_no_more_drafts_than_tokens_are_wanted(answer: int, drafts: int) -> None
     assert [finish for *_, finish in found] == [*[None] * drafts, "length" if answer < 6 else None]
 
 
-def test_no_more_drafts_than_the_client_wants_to_be_sent() -> None:
+def test_drafts_do_not_exceed_the_credit_window() -> None:
     made = head()
     submit(made, "a", credit_window=3)
     say(made, sent(made.next_batch(0.0)), 50)
@@ -213,7 +215,7 @@ def test_no_more_drafts_than_the_client_wants_to_be_sent() -> None:
 # --- blocks ---------------------------------------------------------------------------------------
 
 
-def test_drafts_preempt_nobody() -> None:
+def test_drafts_do_not_preempt() -> None:
     made = head(num_blocks=10, num_speculative_tokens=15)
     submit(made, "a", answer=20)
     submit(made, "b", answer=20)
@@ -227,7 +229,7 @@ def test_drafts_preempt_nobody() -> None:
     assert made.collect_stats()[0]["scheduler_preemptions_total"] == 0.0
 
 
-def test_a_volume_has_no_more_drafts_than_can_be_reported() -> None:
+def test_drafts_of_a_volume_fit_into_the_sampler_output() -> None:
     made = head(num_blocks=512, max_num_seqs=200, max_num_batched_tokens=256)
     for index in range(100):
         submit(made, f"r{index}", 1)
@@ -243,7 +245,7 @@ def test_a_volume_has_no_more_drafts_than_can_be_reported() -> None:
     made.validate()
 
 
-def test_a_cancel_amid_drafts_gives_all_blocks_back() -> None:
+def test_a_cancel_with_drafts_in_flight_frees_all_blocks() -> None:
     made = prefilled()
     volume = sent(made.next_batch(0.0))
     made.cancel_request("d", "a", 0.0)
@@ -259,7 +261,7 @@ def test_a_cancel_amid_drafts_gives_all_blocks_back() -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_the_prefix_cache_has_no_wrong_drafts(cancelled: bool) -> None:
+def test_wrong_drafts_are_not_cached(cancelled: bool) -> None:
     made = prefilled(prefix_cache=True)
     say(made, sent(made.next_batch(0.0)), 101, 7)
     volume = sent(made.next_batch(0.0))
@@ -296,7 +298,7 @@ def test_the_prefix_cache_has_no_wrong_drafts(cancelled: bool) -> None:
     ],
     ids=str,
 )
-def test_tokens_for_which_there_were_no_rows_fail_their_request(
+def test_tokens_without_rows_fail_the_request(
     choices: list[tuple[int, int]],
 ) -> None:
     made = prefilled(prefix_cache=True)
@@ -313,7 +315,7 @@ def test_tokens_for_which_there_were_no_rows_fail_their_request(
     assert made.collect_stats()[1]["scheduler_blocks_free"] == 64.0
 
 
-def test_more_tokens_than_one_without_drafts_fail_it_too() -> None:
+def test_several_tokens_without_drafts_fail_the_request() -> None:
     made = prefilled(num_speculative_tokens=0)
     volume = sent(made.next_batch(0.0))
     sampled = SamplerOutput(volume.seq, (SampledId(0, 11, 7), SampledId(0, 12, 8)))

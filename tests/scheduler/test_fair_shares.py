@@ -50,7 +50,7 @@ def keys(jobs: list[RequestState]) -> list[str]:
     return [state.key for state in jobs]
 
 
-def test_who_was_served_least_goes_first_and_one_alone_is_served_as_he_comes() -> None:
+def test_the_least_served_client_goes_first() -> None:
     shares = FairShares()
     a0, a1, b0, b1 = arrive(
         shares, job_of("a0", "a", tokens=3), job_of("a1", "a"), job_of("b0", "b"), job_of("b1", "b")
@@ -66,7 +66,7 @@ def test_who_was_served_least_goes_first_and_one_alone_is_served_as_he_comes() -
     )
 
 
-def test_names_that_a_daemon_invents_share_what_is_its_own() -> None:
+def test_invented_clients_share_their_peers_share() -> None:
     shares = FairShares()
     crowd = arrive(shares, *(job_of(f"c{i}", f"name {i}", "crowd") for i in range(3)))
     (other,) = arrive(shares, job_of("o", "", "other"))
@@ -74,7 +74,7 @@ def test_names_that_a_daemon_invents_share_what_is_its_own() -> None:
     assert keys(shares.order_waiting([*crowd[1:], other])) == ["o", "c1", "c2"]
 
 
-def test_who_was_idle_has_saved_up_nothing() -> None:
+def test_idle_clients_earn_no_credit() -> None:
     shares = FairShares()
     for number in range(10):
         (state,) = arrive(shares, job_of(f"a{number}", "a", tokens=100))
@@ -88,7 +88,7 @@ def test_who_was_idle_has_saved_up_nothing() -> None:
     assert keys(shares.order_waiting([later, a])) == ["a", "b1"]
 
 
-def test_who_had_more_than_his_share_is_no_stranger_when_he_comes_back() -> None:
+def test_counters_above_the_floor_survive_idle_periods() -> None:
     shares = FairShares()
     (a,) = arrive(shares, job_of("a0", "a", tokens=100))
     admit(shares, a)
@@ -107,7 +107,7 @@ def test_priorities_order_the_requests_of_one_client_only() -> None:
     assert keys(shares.order_waiting(requests[:2])) == ["b", "a0"], "however urgent a's are"
 
 
-def test_one_that_gave_way_keeps_his_place_and_pays_once() -> None:
+def test_preempted_requests_keep_their_rank_and_pay_once() -> None:
     shares = FairShares()
     (a,) = arrive(shares, job_of("a", "a", tokens=5))
     admit(shares, a)
@@ -120,7 +120,7 @@ def test_one_that_gave_way_keeps_his_place_and_pays_once() -> None:
     assert keys(shares.order_waiting([b1, a1])) == ["a1", "b1"], "5 units, not 10"
 
 
-def test_counters_of_those_who_are_gone_are_bounded() -> None:
+def test_idle_counters_are_bounded() -> None:
     shares = FairShares()
     for number in range(3 * MAX_IDLE_COUNTERS):
         (state,) = arrive(shares, job_of(f"k{number}", f"name {number}", f"daemon {number}", 50))
@@ -199,7 +199,7 @@ class Load:
         min_size=2,
     )
 )
-def test_nobody_with_requests_waiting_falls_behind_by_more_than_the_bound(
+def test_backlogged_clients_stay_within_the_bound(
     plans: dict[str, tuple[int, list[tuple[int, int]]]],
 ) -> None:
     """Each has requests waiting from some step on."""
@@ -214,7 +214,7 @@ def test_nobody_with_requests_waiting_falls_behind_by_more_than_the_bound(
             assert seen[1] - seen[0] <= 2 * U, "since any moment"
 
 
-def test_counters_know_who_is_there() -> None:
+def test_active_names_are_counted() -> None:
     counters = VirtualTokenCounters()
     counters.on_arrived("a")
     assert "a" in counters

@@ -87,7 +87,7 @@ class Flooded:
 
 @pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
 @pytest.mark.parametrize("hostile", ["one client", "a name each", "a daemon of its own"])
-def test_a_flood_starves_nobody_and_leaves_nothing(hostile: str, policy: str) -> None:
+def test_a_flood_neither_starves_others_nor_leaks(hostile: str, policy: str) -> None:
     flooded = Flooded(hostile, policy)
     least = worst = 0
     while flooded.sent < FLOOD:

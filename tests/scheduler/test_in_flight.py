@@ -19,7 +19,7 @@ def send(ledger: InFlightTracker, prefill: bool = False, now: float = 0.0) -> in
     return seq
 
 
-def test_counts_what_is_in_flight() -> None:
+def test_volumes_in_flight_are_counted() -> None:
     in_flight = InFlightTracker()
     first, second = send(in_flight), send(in_flight, prefill=True, now=1.5)
     assert (first, second) == (1, 2)
@@ -31,7 +31,7 @@ def test_counts_what_is_in_flight() -> None:
     in_flight.validate()
 
 
-def test_since_when_a_token_is_awaited() -> None:
+def test_oldest_awaited_volume() -> None:
     in_flight = InFlightTracker()
     assert in_flight.oldest_awaited_at is None
     seq = in_flight.issue_seq()
@@ -45,7 +45,7 @@ def test_since_when_a_token_is_awaited() -> None:
     assert in_flight.oldest_awaited_at == 3.0
 
 
-def test_iterations_that_a_cancel_takes() -> None:
+def test_cancel_iterations_are_counted() -> None:
     in_flight = InFlightTracker()
     before = send(in_flight)
     counter = in_flight.start_cancel()
@@ -66,7 +66,7 @@ def test_iterations_that_a_cancel_takes() -> None:
     assert (in_flight.cancel_iterations_last, in_flight.cancel_iterations_max) == (1, 3)
 
 
-def test_nothing_new_while_an_old_tick_is_in_flight() -> None:
+def test_an_old_seq_in_flight_fills_the_window() -> None:
     in_flight = InFlightTracker()
     seq = send(in_flight)
     for _ in range(MAX_SEQ_SPAN - 1):
@@ -78,7 +78,7 @@ def test_nothing_new_while_an_old_tick_is_in_flight() -> None:
     assert not in_flight.is_window_full
 
 
-def test_a_tick_from_the_future_is_found() -> None:
+def test_validation_finds_a_seq_beyond_the_last() -> None:
     in_flight = InFlightTracker()
     in_flight.record_volume(volume(5), 0.0)
     with pytest.raises(InvariantError, match="exceeds the last one issued"):

@@ -110,7 +110,7 @@ def table(batch: MicroBatch) -> tuple[int, ...]:
 # --- hits ----------------------------------------------------------------------------------------
 
 
-def test_37_of_40_tokens_are_two_blocks_and_five_tokens_to_be_copied() -> None:
+def test_partial_blocks_are_copied() -> None:
     player = Player.of()
     assert table(player.serve("a", PROMPT, 1)) == ()
     player.submit("b", (*PROMPT[:37], 7, 8, 9), 1)
@@ -128,7 +128,7 @@ def test_37_of_40_tokens_are_two_blocks_and_five_tokens_to_be_copied() -> None:
     assert [token.cached_tokens for token in player.told] == [0, 37]
 
 
-def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
+def test_the_next_message_finds_prompt_and_answer() -> None:
     player = Player.of()
     player.serve("a", PROMPT, 20)
     # 40 + 20 tokens, of which the last was never run.
@@ -150,7 +150,7 @@ def test_the_last_token_is_always_computed() -> None:
     assert group(player.serve("c", PROMPT[:1], 1)).start == 0
 
 
-def test_a_prompt_is_shared_as_soon_as_it_has_come_back() -> None:
+def test_a_prompt_is_shared_once_computed() -> None:
     player = Player.of()
     player.submit("a", PROMPT, 100)
     player.finish(player.next())
@@ -171,7 +171,7 @@ def test_rows_in_flight_are_not_shared() -> None:
     assert table(player.next()) == ()
 
 
-def test_what_had_not_come_back_when_a_request_was_cancelled_is_not_shared() -> None:
+def test_uncomputed_rows_of_a_cancelled_request_are_not_shared() -> None:
     player = Player.of(max_num_batched_tokens=16)
     player.submit("a", PROMPT, 100)
     first, second = player.next(), player.next()
@@ -185,7 +185,7 @@ def test_what_had_not_come_back_when_a_request_was_cancelled_is_not_shared() -> 
     assert group(batch).start == 16
 
 
-def test_what_was_not_computed_is_not_shared() -> None:
+def test_uncomputed_blocks_are_not_shared() -> None:
     player = Player.of()
     player.submit("a", PROMPT, 100)
     volume = player.next().volumes[0].header
@@ -194,7 +194,7 @@ def test_what_was_not_computed_is_not_shared() -> None:
     assert table(player.serve("b", PROMPT, 1)) == ()
 
 
-def test_what_a_failed_request_has_used_is_forgotten_unless_others_use_it() -> None:
+def test_a_failed_requests_blocks_are_evicted_unless_shared() -> None:
     player = Player.of()
     player.serve("a", PROMPT, 1)
     player.submit("other", PROMPT[:20], 100)
@@ -218,7 +218,7 @@ def test_what_a_failed_request_has_used_is_forgotten_unless_others_use_it() -> N
     assert player.gauge("blocks_cached") == 0
 
 
-def test_without_the_prefix_cache_nothing_is_kept() -> None:
+def test_a_disabled_prefix_cache_keeps_nothing() -> None:
     player = Player.of(prefix_cache=False)
     for key in "ab":
         assert table(player.serve(key, PROMPT, 1)) == ()
@@ -234,7 +234,7 @@ def test_a_resubmitted_request_reports_no_more_than_its_prompt() -> None:
     assert player.told[20].cached_tokens == 40
 
 
-def test_many_shared_blocks_need_no_room_in_a_header() -> None:
+def test_shared_blocks_need_no_header_room() -> None:
     player = Player.of(blocks=4096, size=1, max_model_len=1 << 20, max_num_batched_tokens=4096)
     tokens = tuple(range(3000))
     player.serve("a", tokens, 1)
@@ -256,7 +256,7 @@ def test_hits_are_counted_once_per_request() -> None:
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_a_block_that_rows_in_flight_copy_from_is_held() -> None:
+def test_a_copy_source_is_held() -> None:
     player = Player.of(blocks=4)
     player.serve("a", PROMPT[:20], 1)
     assert (player.gauge("blocks_cached"), player.gauge("blocks_free")) == (2, 2)
@@ -270,7 +270,7 @@ def test_a_block_that_rows_in_flight_copy_from_is_held() -> None:
     player.drain()
 
 
-def test_a_request_released_in_flight_lets_go_of_its_source_with_its_release() -> None:
+def test_a_release_drops_the_copy_source() -> None:
     player = Player.of(blocks=4)
     player.serve("a", PROMPT[:20], 1)
     player.submit("b", (*PROMPT[:19], 1), 1)
@@ -283,7 +283,7 @@ def test_a_request_released_in_flight_lets_go_of_its_source_with_its_release() -
     assert player.gauge("blocks_used") == 0
 
 
-def test_holding_a_block_to_copy_from_keeps_nobody_out() -> None:
+def test_copy_sources_do_not_prevent_admission() -> None:
     player = Player.of(blocks=3)
     player.serve("a", PROMPT, 1)
     assert player.gauge("blocks_cached") == 3
@@ -292,7 +292,7 @@ def test_holding_a_block_to_copy_from_keeps_nobody_out() -> None:
     assert (group(batch).start, group(batch).copy_from_block) == (32, -1)
 
 
-def test_the_longest_unused_is_forgotten_first_and_from_its_end() -> None:
+def test_eviction_is_lru_and_leaves_first() -> None:
     player = Player.of(blocks=6)
     first, second = PROMPT, PROMPT[::-1]
     player.serve("a", first, 1)
@@ -305,7 +305,7 @@ def test_the_longest_unused_is_forgotten_first_and_from_its_end() -> None:
     assert player.told[-1].cached_tokens == 16
 
 
-def test_blocks_whose_release_is_on_its_way_are_not_free_when_forgotten() -> None:
+def test_evicted_blocks_with_pending_releases_are_not_free() -> None:
     player = Player.of(blocks=3)
     player.submit("a", PROMPT, 1)
     player.back(player.next().volumes[0].header)
@@ -319,7 +319,7 @@ def test_blocks_whose_release_is_on_its_way_are_not_free_when_forgotten() -> Non
     assert player.counter("prefix_evictions") == 3
 
 
-def test_a_preempted_request_finds_what_is_left_of_its_blocks() -> None:
+def test_a_preempted_request_finds_its_cached_blocks() -> None:
     player = Player.of(blocks=4, size=16, max_num_batched_tokens=64)
     for key, first in (("old", 0), ("young", 100)):
         player.submit(key, tuple(range(first, first + 15)), 30)
@@ -335,7 +335,7 @@ def test_a_preempted_request_finds_what_is_left_of_its_blocks() -> None:
     assert player.counter("prefix_hit_tokens") == 0
 
 
-def test_a_longer_part_takes_the_place_of_a_shorter_one() -> None:
+def test_longer_partial_blocks_replace_shorter_ones() -> None:
     player = Player.of()
     player.serve("a", PROMPT[:20], 1)
     player.serve("b", PROMPT[:25], 1)
@@ -346,7 +346,7 @@ def test_a_longer_part_takes_the_place_of_a_shorter_one() -> None:
     assert player.gauge("blocks_cached") == 3
 
 
-def test_the_same_prompt_computed_twice_is_kept_once() -> None:
+def test_duplicate_prompts_are_cached_once() -> None:
     player = Player.of()
     for key in "ab":
         player.submit(key, PROMPT, 20)
@@ -356,7 +356,7 @@ def test_the_same_prompt_computed_twice_is_kept_once() -> None:
     assert player.gauge("blocks_used") == 0
 
 
-def test_requests_that_may_become_long_share_among_themselves() -> None:
+def test_long_requests_share_among_themselves() -> None:
     player = Player.of(short_context=50)
     for key, answer in (("short", 11), ("long", 12), ("long too", 30), ("short too", 1)):
         player.serve(key, PROMPT, answer)
@@ -367,7 +367,7 @@ def test_requests_that_may_become_long_share_among_themselves() -> None:
     assert first == {"short": 0, "long": 0, "long too": 39, "short too": 39}
 
 
-def test_a_held_block_below_a_cached_one_is_found() -> None:
+def test_validation_finds_a_held_block_below_a_cached_one() -> None:
     cache = KVCacheManager(SchedulerConfig(8, 2, 1))
     tree, blocks = cache._tree, cache.allocator.allocate_blocks(2)
     for block in blocks:
@@ -384,7 +384,7 @@ def test_a_held_block_below_a_cached_one_is_found() -> None:
     cache.validate([], [])
 
 
-def test_a_policy_is_told_what_the_cache_lacks_of_a_prompt() -> None:
+def test_policies_know_the_uncached_tokens() -> None:
     player = Player.of()
     player.serve("a", PROMPT, 2)
     for key, tokens, uncached in (("b", PROMPT, 1), ("c", (*PROMPT[:20], 7, 8), 2), ("d", (9,), 1)):

@@ -37,7 +37,7 @@ def ring(latency: float, stages: int = 3, rate: float | None = RATE) -> RingTime
     return RingTimes((STAGE,) * stages, (LinkFacts(latency, rate),) * stages, ROW)
 
 
-def test_what_each_count_promises() -> None:
+def test_estimates_of_each_count() -> None:
     times = ring(0.1)
     curve = estimate_counts(times, 12)
     assert [(each.count, each.rows) for each in curve] == [(3, 4), (4, 3), (5, 3), (6, 2)]
@@ -47,21 +47,21 @@ def test_what_each_count_promises() -> None:
     assert curve[0].busy == pytest.approx(3 * 0.014 / round_trip)
 
 
-def test_a_ring_that_is_busy_goes_round_no_faster_than_its_slowest_stage() -> None:
+def test_a_busy_ring_is_bound_by_the_slowest_stage() -> None:
     minimum, *more = estimate_counts(ring(0.0, rate=None), 12)
     assert minimum.token_s == pytest.approx(3 * 0.014)
     assert minimum.busy == pytest.approx(1.0)
     assert more[0].token_s == pytest.approx(4 * 0.013)
 
 
-def test_a_slow_link_can_be_what_everyone_waits_for() -> None:
+def test_a_busy_ring_is_bound_by_the_slowest_link() -> None:
     curve = estimate_counts(ring(0.0, rate=RATE / 20), 12)
     assert [each.token_s for each in curve] == pytest.approx(
         [3 * 0.08, 4 * 0.06, 4 * 0.06, 6 * 0.04]
     )
 
 
-def test_no_more_are_in_flight_than_there_are_streams() -> None:
+def test_micro_batches_do_not_exceed_streams() -> None:
     curve = estimate_counts(ring(0.0), 1)
     assert [each.token_s for each in curve] == [ring(0.0).round_trip_s(1)] * 4
 
@@ -73,12 +73,12 @@ def decider(links: RingTimes | None = None, fixed: int = 0) -> MicroBatchCount:
     return micro_batches
 
 
-def test_latency_wants_more_of_them_and_its_absence_fewer() -> None:
+def test_latency_increases_the_count() -> None:
     assert decider(ring(0.1)).update_count(12) == 6
     assert decider(ring(0.0, rate=None)).update_count(12) == 3
 
 
-def test_it_is_decided_anew_when_links_or_streams_change() -> None:
+def test_the_count_follows_links_and_streams() -> None:
     micro_batches = decider(ring(0.1))
     assert micro_batches.update_count(12) == 6
     micro_batches.set_times(ring(0.0, rate=None))
@@ -95,7 +95,7 @@ DEEP = Profile(
 )
 
 
-def test_contexts_that_grow_make_steps_longer_and_fewer_micro_batches_enough() -> None:
+def test_long_contexts_reduce_the_count() -> None:
     times = RingTimes((DEEP,) * 3, ring(0.03, rate=None).links, ROW)
     short, long = estimate_counts(times, 12), estimate_counts(times, 12, context=10_000)
     assert short[0].token_s == pytest.approx(estimate_counts(times, 12, context=128)[0].token_s)
@@ -106,7 +106,7 @@ def test_contexts_that_grow_make_steps_longer_and_fewer_micro_batches_enough() -
     assert counts == [6, 4, 6]
 
 
-def test_stages_that_become_slower_need_fewer_micro_batches() -> None:
+def test_slow_stages_reduce_the_count() -> None:
     links = ring(0.03, rate=None).links
     micro_batches = decider(ring(0.03, rate=None))
     assert micro_batches.update_count(12) == 6
@@ -119,7 +119,7 @@ def test_stages_that_become_slower_need_fewer_micro_batches() -> None:
     assert not unknown.is_adaptive, "a ring that began without knowing its stages goes on without"
 
 
-def test_a_fixed_number_stays_and_without_profiles_there_are_as_many_as_stages() -> None:
+def test_the_count_is_fixed_or_the_number_of_stages() -> None:
     assert decider(ring(0.1), fixed=4).update_count(12) == 4
     unknown = MicroBatchCount(0, 3, (STAGE, UNKNOWN_PROFILE, STAGE), ROW)
     unknown.set_times(ring(0.1))
@@ -127,7 +127,7 @@ def test_a_fixed_number_stays_and_without_profiles_there_are_as_many_as_stages()
 
 
 @given(st.lists(st.integers(0, 64), max_size=20), st.floats(0, 0.2), st.floats(1e4, 1e9))
-def test_it_is_always_from_n_to_2n_and_within_a_little_of_the_best(
+def test_the_count_is_within_n_and_2n_and_near_the_best(
     streams: list[int], latency: float, rate: float
 ) -> None:
     times = ring(latency, rate=rate)
@@ -140,7 +140,7 @@ def test_it_is_always_from_n_to_2n_and_within_a_little_of_the_best(
             assert curve[chosen] <= 1.05 * min(curve.values())
 
 
-def test_the_head_spreads_decodes_over_as_many_as_pay() -> None:
+def test_the_scheduler_spreads_decodes_over_the_best_count() -> None:
     config = SchedulerConfig(
         256, 16, 0, max_num_batched_tokens=16, profiles=(STAGE,) * 3, num_stages=3, row_bytes=ROW
     )
@@ -155,7 +155,7 @@ def test_the_head_spreads_decodes_over_as_many_as_pay() -> None:
     assert head.collect_stats()[1]["scheduler_micro_batches"] in (3, 6)
 
 
-def test_the_head_goes_by_the_contexts_of_those_who_decode() -> None:
+def test_the_scheduler_uses_the_decode_contexts() -> None:
     def count(prompt: int) -> float:
         config = SchedulerConfig(
             1 << 14,
@@ -198,25 +198,25 @@ def link_ring(latency: float | None, rate: float | None, stages: int = 3) -> Rin
     return RingTimes((FLAT_STAGE,) * stages, (LinkFacts(latency, rate),) * stages, ROW)
 
 
-def test_they_fill_the_slowest_stage_for_a_whole_turn() -> None:
+def test_chunks_fill_the_slowest_stage_for_a_round_trip() -> None:
     # Three passes and three latencies: 108 ms.
     assert prefill_only_window(link_ring(0.03, None), 128, 0, piggybacked=2).max_volumes == 18
 
 
-def test_or_the_slowest_link() -> None:
+def test_chunks_fill_the_slowest_link_for_a_round_trip() -> None:
     # A chunk of 128 kB takes 25.6 ms; the last link carries 64 bytes a token.
     round_trip = 3 * 0.006 + 3 * 0.03 + 2 * 0.0256 + 128 * 64 / 5e6
     assert 6 < round_trip / 0.0256 < 7
     assert prefill_only_window(link_ring(0.03, 5e6), 128, 0, piggybacked=2).max_volumes == 7
 
 
-def test_a_chunk_is_over_at_each_stage_before_a_decode_volume_comes_there() -> None:
+def test_chunks_complete_before_the_next_decode_volume() -> None:
     # A turn of 105 ms. Chunks take 18 ms in all; at the last stage the volume is 10 ms later.
     found = prefill_only_window(link_ring(0.03, None), 128, 0, piggybacked=2)
     assert found.window_s == pytest.approx(0.105 - (3 * 0.006 - 2 * 0.005))
 
 
-def test_the_stage_where_the_chunk_is_least_ahead_decides() -> None:
+def test_the_least_lead_of_a_chunk_bounds_the_window() -> None:
     slow = replace_prefill(FLAT_STAGE, 0.05)
     times = replace(link_ring(0.03, None), profiles=(slow, FLAT_STAGE, FLAT_STAGE))
     # From the first stage on it is the same millisecond that a chunk takes longer.
@@ -232,7 +232,7 @@ def replace_prefill(stage: Profile, seconds: float) -> Profile:
     return Profile(decode=stage.decode, prefill=((128, seconds), (256, seconds)))
 
 
-def test_without_profiles_none_goes() -> None:
+def test_without_profiles_the_window_is_closed() -> None:
     unknown = RingTimes((UNKNOWN_PROFILE,) * 3, (LinkFacts(0.03, 1e6),) * 3, 0)
     assert prefill_only_window(RingTimes((), (), ROW), 128, 0, piggybacked=0) == NO_WINDOW
     assert (
@@ -241,20 +241,20 @@ def test_without_profiles_none_goes() -> None:
     )
 
 
-def test_it_can_be_switched_off_whatever_k_is() -> None:
+def test_prefill_only_can_be_disabled() -> None:
     for count in (0, 3):
         off = MicroBatchCount(count, 3, (FLAT_STAGE,) * 3, ROW, allows_prefill_only=False)
         off.set_times(link_ring(0.03, None))
         assert off.prefill_only_window(128, 0, streams=4) == NO_WINDOW
 
 
-def test_a_fixed_k_bounds_paired_volumes_only() -> None:
+def test_a_fixed_k_does_not_bound_prefill_only_chunks() -> None:
     fixed = MicroBatchCount(3, 3, (FLAT_STAGE,) * 3, ROW)
     fixed.set_times(link_ring(0.03, None))
     assert fixed.prefill_only_window(128, 0, streams=4).max_volumes == 18
 
 
-def test_it_follows_links() -> None:
+def test_the_window_follows_links() -> None:
     decider = MicroBatchCount(0, 3, (FLAT_STAGE,) * 3, ROW)
     # In no time at all from PC to PC: a chunk may go for 15 - 8 ms.
     assert decider.prefill_only_window(128, 0, streams=4).window_s == pytest.approx(0.007)
@@ -262,7 +262,7 @@ def test_it_follows_links() -> None:
     assert decider.prefill_only_window(128, 0, streams=4).window_s == pytest.approx(0.097)
 
 
-def test_late_in_a_prompt_chunks_are_dearer() -> None:
+def test_late_chunks_cost_more() -> None:
     stage = Profile(decode=FLAT_STAGE.decode, prefill=FLAT_STAGE.prefill, prefill_token_s=1e-8)
     times = RingTimes((stage,) * 3, (LinkFacts(0.01, None),) * 3, ROW)
     # 45 ms without chunks; beyond 10 000 tokens one takes 18.8 ms at each stage.
@@ -281,7 +281,7 @@ def test_late_in_a_prompt_chunks_are_dearer() -> None:
     rows=st.integers(1, 2048),
     riding=st.integers(0, 64),
 )
-def test_they_are_no_more_than_a_ring_can_have(
+def test_prefill_only_chunks_are_bounded(
     latency: float, rate: float | None, stages: int, rows: int, riding: int
 ) -> None:
     found = prefill_only_window(link_ring(latency, rate, stages), rows, 0, riding)
@@ -290,7 +290,7 @@ def test_they_are_no_more_than_a_ring_can_have(
 
 
 @pytest.mark.parametrize("riding", [1, 8, 64])
-def test_longer_latency_never_lessens_them(riding: int) -> None:
+def test_latency_never_shrinks_the_window(riding: int) -> None:
     found = [
         prefill_only_window(link_ring(ms / 1000, 12e6), 128, 0, riding) for ms in range(0, 200, 5)
     ]
@@ -299,7 +299,7 @@ def test_longer_latency_never_lessens_them(riding: int) -> None:
         assert figures[-1] > figures[0]
 
 
-def test_chunks_in_flight_keep_a_slow_link_busy_for_so_long_only() -> None:
+def test_link_backlog_bounds_the_chunk() -> None:
     # 100 rows a second.
     slow = link_ring(0.03, 1e5)
     assert link_chunk_rows(slow, 1) == 100 * MAX_LINK_BACKLOG_S

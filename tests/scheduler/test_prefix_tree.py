@@ -32,7 +32,7 @@ def add(tree: PrefixTree, tokens: list[int], first_block: int) -> int:
     return at
 
 
-def test_full_blocks_are_shared_and_a_part_of_the_next() -> None:
+def test_a_match_has_full_blocks_and_a_partial_one() -> None:
     tree = PrefixTree(SIZE)
     assert [*tree.path_to_root(add(tree, [*range(10)], 100))] == [102, 101, 100]
     assert tree.match_prefix([*range(10), 77]) == PrefixMatch(101, (100, 101), 102, 10)
@@ -42,7 +42,7 @@ def test_full_blocks_are_shared_and_a_part_of_the_next() -> None:
     assert tree.match_prefix([77]) == tree.match_prefix([]) == PrefixMatch()
 
 
-def test_the_block_with_most_in_common_is_copied_from() -> None:
+def test_the_best_partial_match_is_copied() -> None:
     tree = PrefixTree(SIZE)
     for block, key in enumerate([(1, 2, 3, 4), (1, 2, 3, 7), (1, 2, 5, 6), (1, 9), (2, 2)]):
         tree.insert_block(ROOT, key, block)
@@ -68,7 +68,7 @@ def test_longer_and_shorter_siblings() -> None:
     assert tree.find_shorter(ROOT, (1, 3, 3)) is None
 
 
-def test_what_is_below() -> None:
+def test_list_subtree() -> None:
     tree = PrefixTree(SIZE)
     add(tree, [*range(10)], 0)
     add(tree, [*range(6)], 10)
@@ -77,7 +77,7 @@ def test_what_is_below() -> None:
     assert {tree.parent_of(block) for block in (0, 20)} == {ROOT}
 
 
-def test_what_the_tree_can_never_hold_is_refused() -> None:
+def test_invalid_blocks_are_rejected() -> None:
     tree = PrefixTree(SIZE)
     tree.insert_block(ROOT, (1, 2, 3, 4), 0)
     tree.insert_block(0, (5,), 1)
@@ -111,7 +111,7 @@ def common(one: list[int], other: list[int]) -> int:
     data=st.data(),
 )
 @settings(max_examples=300, deadline=None)
-def test_a_match_is_the_longest_beginning_that_is_there(
+def test_a_match_is_the_longest_prefix(
     sequences: list[list[int]], tokens: list[int], data: st.DataObject
 ) -> None:
     tree = PrefixTree(SIZE)
@@ -147,7 +147,7 @@ def cached(log: SpanLog, first: int, tokens: list[int], size: int) -> list[int]:
 
 
 @given(st.sampled_from([1, 16, 24, 64, 100, 256]), st.integers(0, 600))
-def test_blocks_of_any_size_have_the_spans_of_a_prompt(size: int, length: int) -> None:
+def test_spans_are_independent_of_the_block_size(size: int, length: int) -> None:
     tokens = [random.Random(length).randrange(9) for _ in range(length)]
     log = SpanLog()
     cached(log, 0, tokens, size)
@@ -172,7 +172,7 @@ def test_changes_since_a_version() -> None:
     assert log.changes_since(-1) == (True, spans[:1], ())
 
 
-def test_two_blocks_that_share_a_span_and_differ_behind_it() -> None:
+def test_blocks_may_share_a_span() -> None:
     log, shared = SpanLog(), list(range(SPAN_TOKENS))
     one = cached(log, 0, [*shared, *[1] * SPAN_TOKENS], 2 * SPAN_TOKENS)
     cached(log, 10, [*shared, *[2] * SPAN_TOKENS], 2 * SPAN_TOKENS)
@@ -181,7 +181,7 @@ def test_two_blocks_that_share_a_span_and_differ_behind_it() -> None:
     assert set(log.changes_since(-1)[1]) == set(left)
 
 
-def test_what_is_cached_apart_is_not_told() -> None:
+def test_the_other_root_is_not_reported() -> None:
     log = SpanLog()
     log.add_block(0, OTHER_ROOT, tuple(range(SPAN_TOKENS)))
     log.add_block(1, 0, tuple(range(SPAN_TOKENS)))
@@ -190,7 +190,7 @@ def test_what_is_cached_apart_is_not_told() -> None:
     assert log.changes_since(-1) == (True, (), ())
 
 
-def test_who_asks_too_late_gets_everything() -> None:
+def test_an_old_version_gets_a_full_report() -> None:
     log = SpanLog()
     for number in range(MAX_CHANGES + 10):
         log.add_block(number, ROOT, (number,) * SPAN_TOKENS)

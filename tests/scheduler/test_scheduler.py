@@ -94,7 +94,7 @@ def step(head: Scheduler, token: int = 50) -> list[Emission]:
 # --- prefill -------------------------------------------------------------------------------------
 
 
-def test_prompt_in_chunks_that_do_not_wait_for_each_other() -> None:
+def test_chunks_of_a_prompt_are_pipelined() -> None:
     head = Scheduler(limits(), 1)
     submit(head, request("a", 10))
     first, second = head.next_batch(0.0), head.next_batch(0.0)
@@ -132,7 +132,7 @@ def test_at_most_k_prefill_volumes_in_flight() -> None:
     assert len(volumes(head.next_batch(0.0))) == 1
 
 
-def test_a_resubmitted_request_goes_on_where_it_was() -> None:
+def test_a_resubmitted_request_continues() -> None:
     head = Scheduler(limits(max_num_batched_tokens=64), 1)
     submit(head, request("a", 9, 2, prompt_tokens=6, sampling_params=PENALTY))
     batch = head.next_batch(0.0)
@@ -147,7 +147,7 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
     assert (emission.message.position, emission.message.finish_reason) == (10, "length")
 
 
-def test_history_only_for_penalties_and_in_parts() -> None:
+def test_history_is_sent_for_penalties_in_fragments() -> None:
     head = Scheduler(limits(num_blocks=1 << 16, max_num_batched_tokens=4096), 1)
     submit(head, request("a", 130_000, sampling_params=PENALTY), request("b", 5))
     batch = head.next_batch(0.0)
@@ -161,14 +161,14 @@ def test_history_only_for_penalties_and_in_parts() -> None:
     assert volumes(batch)[0].slices[0].after_seq == 4
 
 
-def test_a_job_is_admitted_only_with_a_slot() -> None:
+def test_admission_needs_a_slot() -> None:
     head = Scheduler(limits(max_num_seqs=1), 1)
     submit(head, request("a", 2, 1), request("b", 2, 1))
     assert [body.request for body in controls(head.next_batch(0.0))] == [0]
     assert head.next_batch(0.0) is None
 
 
-def test_a_job_is_admitted_only_with_blocks_to_spare() -> None:
+def test_admission_needs_spare_blocks() -> None:
     # 16 blocks of 4; "a" takes 5 and should be able to grow by 4 more; "b" needs 8.
     head = Scheduler(limits(num_blocks=16, max_num_batched_tokens=64), 1)
     submit(head, request("a", 18, 2), request("b", 31, 2), request("c", 1, 2))
@@ -185,7 +185,7 @@ def test_a_job_is_admitted_only_with_blocks_to_spare() -> None:
 # --- decode --------------------------------------------------------------------------------------
 
 
-def test_decoders_are_spread_over_the_micro_batches() -> None:
+def test_decodes_are_spread_over_the_micro_batches() -> None:
     head = Scheduler(limits(micro_batches=2, max_num_batched_tokens=64), 1)
     submit(head, *(request(f"r{i}", 2) for i in range(5)))
     step(head)
@@ -238,7 +238,7 @@ def test_tokens_are_emitted_with_alternatives_and_stop() -> None:
     assert is_empty(head)
 
 
-def test_the_context_ends_a_request() -> None:
+def test_the_maximum_length_ends_a_request() -> None:
     head = Scheduler(limits(max_model_len=6), 1)
     submit(head, request("a", 4, 2))
     assert [step(head)[0].message.finish_reason for _ in range(2)] == [None, "length"]
@@ -271,7 +271,7 @@ def tight(micro_batches: int) -> Scheduler:
     return head
 
 
-def test_blocks_are_used_again_only_when_their_release_has_gone_round() -> None:
+def test_blocks_are_reused_after_their_release_completes() -> None:
     head = Scheduler(limits(num_blocks=2, micro_batches=1), 1)
     submit(head, request("a", 5, 1), request("b", 5, 1))
     (emission,) = back(head, volumes(head.next_batch(0.0))[0])
@@ -288,7 +288,7 @@ def test_blocks_are_used_again_only_when_their_release_has_gone_round() -> None:
     )
 
 
-def test_the_youngest_is_preempted_and_goes_on_later() -> None:
+def test_the_youngest_is_preempted_and_resumes() -> None:
     head = tight(micro_batches=1)
     texts: dict[str, list[int]] = {"old": [], "young": []}
     token = count(100)
@@ -362,7 +362,7 @@ def test_rows_in_flight_are_never_preempted() -> None:
     assert [rows.request for rows in volumes(batch)[0].slices] == [0]
 
 
-def test_nobody_is_admitted_while_a_request_lacks_a_block() -> None:
+def test_a_starved_request_blocks_admission() -> None:
     head = Scheduler(
         limits(num_blocks=6, block_size=64, max_num_batched_tokens=999, micro_batches=1), 1
     )
@@ -385,7 +385,7 @@ def test_nobody_is_admitted_while_a_request_lacks_a_block() -> None:
     assert [rows.request for rows in volumes(batch)[0].slices] == [1, 0, 2]
 
 
-def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> None:
+def test_a_starved_request_pauses_younger_prefills() -> None:
     head = Scheduler(
         limits(num_blocks=7, block_size=16, max_num_batched_tokens=16, micro_batches=2), 1
     )
@@ -405,7 +405,7 @@ def test_nobody_younger_goes_on_prefilling_while_a_request_lacks_a_block() -> No
     assert [body.request for body in controls(head.next_batch(0.0))] == [1]
 
 
-def test_who_waits_for_his_client_gives_way() -> None:
+def test_stalled_requests_are_preempted() -> None:
     head = Scheduler(
         limits(num_blocks=4, block_size=2, max_num_batched_tokens=64, micro_batches=1), 1
     )
@@ -428,7 +428,7 @@ def test_who_waits_for_his_client_gives_way() -> None:
 # --- the end of a request ------------------------------------------------------------------------
 
 
-def test_cancelled_while_waiting_leaves_no_trace() -> None:
+def test_a_cancel_while_waiting_leaves_no_trace() -> None:
     head = Scheduler(limits(), 1)
     submit(head, request("a", 4))
     head.cancel_request("daemon", "a", 0.0)
@@ -437,7 +437,7 @@ def test_cancelled_while_waiting_leaves_no_trace() -> None:
     assert is_empty(head)
 
 
-def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored() -> None:
+def test_a_cancel_in_flight_releases_at_once_and_ignores_results() -> None:
     head = Scheduler(limits(), 1)
     submit(head, request("a", 20))
     sent = [volumes(head.next_batch(0.0))[0] for _ in range(2)]
@@ -451,7 +451,7 @@ def test_cancelled_in_flight_is_released_at_once_and_its_results_ignored() -> No
     assert head.collect_stats()[1]["scheduler_cancel_iterations_last"] == 1.0
 
 
-def test_a_daemon_that_disconnects_takes_its_requests_along() -> None:
+def test_a_disconnected_peers_requests_are_cancelled() -> None:
     head = Scheduler(limits(), 1)
     submit(head, request("a", 4), request("b", 4))
     head.submit_request(make_state("other", "a", (1,), 1, 5, PLAIN), 0.0)
@@ -462,7 +462,7 @@ def test_a_daemon_that_disconnects_takes_its_requests_along() -> None:
 
 
 @pytest.mark.parametrize("how", ["failed", "missing", "misplaced", "tombstone"])
-def test_rows_that_fail_end_their_request_only(how: str) -> None:
+def test_failed_rows_end_only_their_request(how: str) -> None:
     head = Scheduler(limits(), 2)
     submit(head, request("a", 2), request("b", 2))
     (volume,) = volumes(head.next_batch(0.0))
@@ -485,7 +485,7 @@ def test_rows_that_fail_end_their_request_only(how: str) -> None:
     assert Release(4, 0, after_seq=3) in controls(head.next_batch(0.0))
 
 
-def test_what_is_not_in_flight_is_counted_and_ignored() -> None:
+def test_messages_about_unknown_seqs_are_counted_and_ignored() -> None:
     head = Scheduler(limits(), 1)
     assert head.on_sampled(SamplerOutput(5), {}, 0.0) == []
     assert head.on_tombstone(6, 0.0) == []
@@ -496,7 +496,7 @@ def test_what_is_not_in_flight_is_counted_and_ignored() -> None:
 # --- admission -----------------------------------------------------------------------------------
 
 
-def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
+def test_a_full_queue_rejects_with_retry_after() -> None:
     head = Scheduler(limits(max_num_seqs=1, max_queue_len=1), 1)
     submit(head, request("a", 2, 1), request("b", 2))
     with pytest.raises(Overloaded, match="0 requests are running and 2 waiting") as caught:
@@ -506,7 +506,7 @@ def test_a_full_queue_is_refused_with_a_time_to_retry() -> None:
     submit(head, request("c", 2))
 
 
-def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all() -> None:
+def test_peers_share_a_full_queue() -> None:
     head = Scheduler(limits(max_num_seqs=1, max_queue_len=5), 1)
     submit(head, *(request(f"a{i}", 2, owner="a") for i in range(6)))
     told = []
@@ -526,7 +526,7 @@ def test_owners_share_a_full_queue_and_one_who_is_alone_has_it_all() -> None:
     assert head.collect_stats()[0]["scheduler_displaced_total"] == 4.0
 
 
-def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
+def test_clients_of_a_peer_share_a_full_queue() -> None:
     head = Scheduler(limits(max_num_seqs=1, max_queue_len=5), 1)
     submit(head, *(request(f"a{i}", 2, client="a", priority=-(i == 5)) for i in range(6)))
     told = []
@@ -543,7 +543,7 @@ def test_clients_of_one_owner_share_its_places_in_a_full_queue() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
-def test_slots_go_to_the_client_that_was_served_least_and_there_to_the_most_urgent(
+def test_slots_go_to_the_least_served_client_by_priority(
     policy: str,
 ) -> None:
     head = Scheduler(
@@ -556,7 +556,7 @@ def test_slots_go_to_the_client_that_was_served_least_and_there_to_the_most_urge
     assert admitted == ["a2", "b0", "a1", "b1"]
 
 
-def test_slots_go_to_the_owner_that_was_served_least() -> None:
+def test_slots_go_to_the_least_served_peer() -> None:
     head = Scheduler(limits(max_num_seqs=3, max_num_batched_tokens=64), 1)
     submit(head, *(request(f"a{i}", 2, owner="a") for i in range(5)))
     submit(head, *(request(f"b{i}", 2, owner="b") for i in range(2)))
@@ -565,7 +565,7 @@ def test_slots_go_to_the_owner_that_was_served_least() -> None:
     assert admitted == ["a0", "b0", "a1"]
 
 
-def test_who_never_credits_locks_nobody_out() -> None:
+def test_stalled_clients_do_not_block_others() -> None:
     head = Scheduler(
         limits(max_num_seqs=4, max_queue_len=4, num_blocks=64, max_num_batched_tokens=64), 1
     )
@@ -582,7 +582,7 @@ def test_who_never_credits_locks_nobody_out() -> None:
     assert emitted[-1].message.finish_reason == "length"
 
 
-def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too() -> None:
+def test_an_abandoned_request_is_displaced_by_its_own_peer() -> None:
     head = Scheduler(
         limits(max_num_seqs=2, max_queue_len=1, max_num_batched_tokens=64, micro_batches=1), 1
     )
@@ -600,7 +600,7 @@ def test_an_abandoned_request_gives_way_to_others_of_its_own_daemon_too() -> Non
     head.validate()
 
 
-def test_patience_begins_when_the_client_is_waited_for() -> None:
+def test_abandonment_counts_from_the_stall() -> None:
     head = Scheduler(limits(), 1)
     submit(head, request("slow", 4, credit_window=2))
     state = head._queues.find_request("daemon", "slow")
@@ -613,7 +613,7 @@ def test_patience_begins_when_the_client_is_waited_for() -> None:
     assert not state.is_abandoned(300.0)
 
 
-def test_a_paused_request_goes_on_where_nobody_else_wants_its_place() -> None:
+def test_a_stalled_request_resumes_without_competition() -> None:
     head = Scheduler(limits(), 1)
     submit(head, request("paused", 4, 3, credit_window=1))
     step(head)
@@ -630,7 +630,7 @@ def test_a_paused_request_goes_on_where_nobody_else_wants_its_place() -> None:
         (100, 1, "100 tokens and up to 1 more exceed the context of 100; .*nothing", "prompt"),
     ],
 )
-def test_what_can_never_fit_is_refused_with_the_numbers(
+def test_a_request_beyond_the_context_is_rejected_with_numbers(
     tokens: int, answer: int, message: str, param: str
 ) -> None:
     head = Scheduler(limits(max_model_len=100), 1)
@@ -639,7 +639,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(
     assert caught.value.param == param
 
 
-def test_what_the_kv_cache_can_never_hold_is_refused_with_what_it_can() -> None:
+def test_a_request_beyond_the_kv_cache_is_rejected_with_the_limit() -> None:
     head = Scheduler(limits(num_blocks=12, max_model_len=100), 1)
     with pytest.raises(ContextTooLong) as caught:
         submit(head, request("a", 30, 20))
@@ -652,7 +652,7 @@ def test_what_the_kv_cache_can_never_hold_is_refused_with_what_it_can() -> None:
         submit(head, request("b", 49, 1))
 
 
-def test_the_largest_request_that_fits_is_served() -> None:
+def test_the_largest_fitting_request_is_served() -> None:
     head = Scheduler(limits(num_blocks=12, max_model_len=100), 1)
     submit(head, request("a", 30, 19))
     emitted = [emission for _ in range(40) for emission in step(head)]
@@ -669,13 +669,13 @@ def test_the_largest_request_that_fits_is_served() -> None:
         {"credit_window": 0},
     ],
 )
-def test_fields_out_of_range_are_refused(changes: dict[str, int]) -> None:
+def test_fields_out_of_range_are_rejected(changes: dict[str, int]) -> None:
     fields = {"tokens": 3, "prompt_tokens": 3, **changes}
     with pytest.raises(RequestError):
         submit(Scheduler(limits(), 1), request("a", **fields))
 
 
-def test_a_key_in_use_is_refused() -> None:
+def test_a_key_in_use_is_rejected() -> None:
     head = Scheduler(limits(), 1)
     submit(head, request("a", 3))
     with pytest.raises(RequestError, match="already"):
@@ -685,7 +685,7 @@ def test_a_key_in_use_is_refused() -> None:
 # --- reports -------------------------------------------------------------------------------------
 
 
-def test_stats() -> None:
+def test_counters_and_gauges() -> None:
     head = Scheduler(limits(num_blocks=10), 1)
     submit(head, request("a", 5, 2), request("b", 3, 2))
     step(head)
@@ -742,7 +742,7 @@ def test_stats() -> None:
     }
 
 
-def test_a_broken_invariant_tells_the_story() -> None:
+def test_a_broken_invariant_carries_the_transition_log() -> None:
     head = Scheduler(limits(), 1)
     submit(head, request("a", 5))
     head.next_batch(0.0)
@@ -755,7 +755,7 @@ def test_a_broken_invariant_tells_the_story() -> None:
 # --- what others are told ------------------------------------------------------------------------
 
 
-def test_what_is_told_of_requests() -> None:
+def test_the_load_report_describes_requests() -> None:
     head = Scheduler(limits(max_num_seqs=1), 1)
     head.submit_request(request("a", 10, owner="pc-a"), 5.0)
     head.submit_request(request("b", 3, owner="x" * 99), 6.0)
@@ -770,7 +770,7 @@ def test_what_is_told_of_requests() -> None:
     )
 
 
-def test_the_pace_is_since_the_first_token() -> None:
+def test_the_token_rate_counts_from_the_first_token() -> None:
     head = Scheduler(limits(), 1)
     head.submit_request(request("a", 3), 0.0)
     now = 10.0
@@ -786,7 +786,7 @@ def test_the_pace_is_since_the_first_token() -> None:
     assert told.token_rate == 2000, "four tokens in two seconds"
 
 
-def test_no_more_requests_are_told_than_fit() -> None:
+def test_the_load_report_is_bounded() -> None:
     head = Scheduler(limits(max_queue_len=64), 1)
     submit(head, *(request(f"r{number}", 3) for number in range(40)))
     load = head.report_load("p1", 0.0)
@@ -794,7 +794,7 @@ def test_no_more_requests_are_told_than_fit() -> None:
     assert load.running + load.waiting == 40
 
 
-def test_a_grammar_is_sent_once_and_the_answer_so_far_to_go_through_again() -> None:
+def test_a_grammar_is_sent_once_with_the_answer_so_far() -> None:
     head = Scheduler(limits(max_num_batched_tokens=64), 1)
     submit(head, request("a", 3, grammar=b"abc"))
     batch = head.next_batch(0.0)

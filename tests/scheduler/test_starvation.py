@@ -115,6 +115,6 @@ def test_no_policy_starves_a_long_request(
     assert gauges["scheduler_blocks_used"] == gauges["scheduler_host_blocks_used"] == 0
 
 
-def test_where_prompts_have_priorities_for_good_a_long_one_may_starve() -> None:
+def test_fixed_priority_may_starve_long_prompts() -> None:
     """So the test above would see it."""
     assert Crowded(STARVING, "recompute", 16, 0).serve((40, 4), (4, 4), alike=False) == 0

@@ -86,7 +86,7 @@ def until_swap(head: Scheduler, kind: type, now: float = 0.0) -> tuple[MicroBatc
     raise AssertionError("nothing was swapped")
 
 
-def test_one_that_gives_way_goes_on_where_it_was() -> None:
+def test_a_swapped_request_resumes_without_recomputation() -> None:
     head = make_head("reactive-swap")
     submit(head, "old", 10)
     submit(head, "young", 7)
@@ -135,7 +135,7 @@ def test_one_that_gives_way_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("mode", "host"), [("reactive-swap", 1), ("reactive-swap", 0), ("recompute", 16)]
 )
-def test_without_host_memory_it_is_computed_anew(mode: PreemptionMode, host: int) -> None:
+def test_preemption_without_host_memory_recomputes(mode: PreemptionMode, host: int) -> None:
     head = make_head(mode, host=host)
     submit(head, "old", 10)
     submit(head, "young", 7)
@@ -151,7 +151,7 @@ def test_without_host_memory_it_is_computed_anew(mode: PreemptionMode, host: int
     assert head.collect_stats()[0]["scheduler_prefill_rows_total"] > rows + 7
 
 
-def test_people_are_told_of_queues_and_of_the_first_turn() -> None:
+def test_the_load_report_has_queues_and_the_first_resume() -> None:
     head = make_head("reactive-swap", policy="skip-join-mlfq")
     assert head.report_load("p", 0.0).queues == ()
     submit(head, "old", 10)
@@ -172,7 +172,7 @@ def test_people_are_told_of_queues_and_of_the_first_turn() -> None:
     )
 
 
-def test_who_is_cancelled_meanwhile_leaves_no_copy() -> None:
+def test_a_cancel_frees_the_host_copy() -> None:
     head = make_head("reactive-swap")
     submit(head, "old", 10)
     submit(head, "young", 7)
@@ -186,7 +186,7 @@ def test_who_is_cancelled_meanwhile_leaves_no_copy() -> None:
 
 
 @pytest.mark.parametrize("mode", ["reactive-swap", "proactive-swap"])
-def test_blocks_are_free_before_they_are_lacking(mode: PreemptionMode) -> None:
+def test_proactive_swapping_frees_blocks_in_advance(mode: PreemptionMode) -> None:
     """Nobody waits, but many should come: whose turn comes last makes room for them."""
     head = make_head(mode, blocks=50, host=100, policy="skip-join-mlfq")
     submit(head, "long", 100)
@@ -210,7 +210,7 @@ def in_queues(head: Scheduler, levels: dict[str, int]) -> None:
         place.level = place.home_level = level
 
 
-def test_whose_turn_comes_last_goes_first_and_whose_comes_soonest_is_back_first() -> None:
+def test_the_latest_scheduled_is_swapped_out_first_and_the_next_resumes_first() -> None:
     """By ENST, not by arrival."""
     head = make_head("proactive-swap", blocks=40, host=100, policy="skip-join-mlfq")
     levels = {"a": 9, "b": 11, "c": 10}
@@ -234,7 +234,7 @@ def test_whose_turn_comes_last_goes_first_and_whose_comes_soonest_is_back_first(
     assert first.key == "a"
 
 
-def test_what_is_computed_anew_sooner_than_copied_is_not_copied() -> None:
+def test_cheap_recomputation_avoids_the_copy() -> None:
     """Copies take seconds there and back, computing anew some tens of milliseconds."""
     head = Scheduler(
         SchedulerConfig(
@@ -254,7 +254,7 @@ def test_what_is_computed_anew_sooner_than_copied_is_not_copied() -> None:
     ) == (1, 0)
 
 
-def test_policies_are_told_what_copies_take_of_those_that_have_one_or_would() -> None:
+def test_policies_know_the_restore_cost() -> None:
     head = make_head("reactive-swap", blocks=40, host=5)
     told = head._swap._restore_s
     submit(head, "fits", 17, answer=9)
@@ -270,7 +270,7 @@ def test_policies_are_told_what_copies_take_of_those_that_have_one_or_would() ->
     assert told(head._queues.find_request("d", "long")) is None
 
 
-def test_what_comes_back_early_has_its_rows_in_a_later_micro_batch() -> None:
+def test_early_resumed_requests_wait_for_a_later_micro_batch() -> None:
     head = make_head("proactive-swap")
     submit(head, "old", 10)
     submit(head, "young", 7)
@@ -284,7 +284,7 @@ def test_what_comes_back_early_has_its_rows_in_a_later_micro_batch() -> None:
     assert [rows.request for rows in batch.volumes[0].header.slices] == [order.request]
 
 
-def test_the_estimate_of_a_turn_is_that_of_the_paper() -> None:
+def test_the_next_scheduled_time_matches_the_paper() -> None:
     """``(1 / B) * sum of the quanta that those ahead may still consume``, or until promotion."""
     policy = Mlfq(alpha=0.3)
     policy.set_times(RingTimes((STAGE,), (), 0))  # quanta: 10, 20, 40 ms …
@@ -303,7 +303,7 @@ def test_the_estimate_of_a_turn_is_that_of_the_paper() -> None:
     assert policy.estimate_next_scheduled(requests[3:], 1, 1.2)[requests[3]] == pytest.approx(0.08)
 
 
-def test_host_blocks_are_in_one_place_each() -> None:
+def test_validation_finds_misplaced_host_blocks() -> None:
     host = HostBlockAllocator()
     assert host.allocate_blocks(1) is None
     host.set_total(3)

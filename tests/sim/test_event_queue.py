@@ -8,7 +8,7 @@ def behind(*uplinks: Uplink) -> list[SimPc]:
     return [SimPc(uplink) for uplink in uplinks]
 
 
-def test_who_shares_an_uplink_or_a_pc_is_in_one_region() -> None:
+def test_shared_uplinks_and_pcs_form_regions() -> None:
     a, b, c, d, e = (Uplink(1.0, 1) for _ in range(5))
     shared = SimPc(e)
     first, second, third, fourth, fifth, sixth = assign_regions(
@@ -40,7 +40,7 @@ class Log:
         )
 
 
-def test_each_region_is_done_before_what_concerns_all() -> None:
+def test_regions_run_before_common_events() -> None:
     time = FleetEventQueue([0, 1])
     log = Log(time)
     one, two = time.region_queue(0), time.region_queue(1)
@@ -52,7 +52,7 @@ def test_each_region_is_done_before_what_concerns_all() -> None:
     assert log.seen == ["one@0.1", "one@0.3", "two@0.2", "all@0.35", "two@0.4"]
 
 
-def test_what_regions_tell_is_heard_in_its_order_and_before_what_is_later() -> None:
+def test_reports_run_in_order_before_later_events() -> None:
     time = FleetEventQueue([0, 1])
     log = Log(time)
     for at in (0.2, 0.6):
@@ -67,7 +67,7 @@ def test_what_regions_tell_is_heard_in_its_order_and_before_what_is_later() -> N
     assert log.times == [0.1, 0.2, 0.4, 0.6]
 
 
-def test_what_a_region_has_done_later_is_not_before_the_others() -> None:
+def test_later_events_do_not_precede_other_regions() -> None:
     time = FleetEventQueue([0, 1])
     log = Log(time)
     one, two = time.region_queue(0), time.region_queue(1)
@@ -79,7 +79,7 @@ def test_what_a_region_has_done_later_is_not_before_the_others() -> None:
     assert log.seen == ["two@0.6", "all@0.8", "late@0.8"]
 
 
-def test_it_ends_at_its_time_or_when_it_is_stopped() -> None:
+def test_the_queue_ends_at_its_time_or_when_stopped() -> None:
     time = FleetEventQueue([0])
     time.run(3.5)
     assert time.common.now == 3.5

@@ -27,7 +27,7 @@ CHUNK = Volume(
 )
 
 
-def test_what_a_step_counts() -> None:
+def test_step_rows() -> None:
     # Decode rows read what is before them. Rows 10 to 13 see 11 + 12 + 13 + 14 tokens, rows 0 to 2
     # see 1 + 2 + 3.
     both = StepRows(decode=2, decode_context=130, prefill=7, prefill_context=56, sampled=3)
@@ -54,7 +54,7 @@ def run(*, is_last: bool) -> tuple[SimPc, list[tuple[float, StepResult]]]:
     return pc, ended
 
 
-def test_a_stage_hands_on_a_row_for_each_row() -> None:
+def test_a_stage_forwards_its_rows() -> None:
     pc, [(at, done)] = run(is_last=False)
     assert at == 2.0 + pc.busy_s == 2.0 + done.seconds
     assert [result.volume for result in done.outputs] == [DECODES, CHUNK]
@@ -63,7 +63,7 @@ def test_a_stage_hands_on_a_row_for_each_row() -> None:
     assert [result.sampled for result in done.outputs] == [None, None]
 
 
-def test_the_last_stage_samples_zeros_where_it_is_asked_to() -> None:
+def test_the_last_stage_samples() -> None:
     _, [(_, done)] = run(is_last=True)
     assert [result.rows for result in done.outputs] == [None, None]
     sampled = [result.sampled for result in done.outputs if result.sampled is not None]
@@ -72,7 +72,7 @@ def test_the_last_stage_samples_zeros_where_it_is_asked_to() -> None:
     assert choices == [(1, 101, 0), (2, 31, 0), (4, 3, 0)]
 
 
-def test_stages_on_one_pc_take_turns() -> None:
+def test_stages_on_one_pc_share_its_device() -> None:
     pc = SimPc(Uplink(1e6, 1000))
     assert pc.reserve_device(2.0, 10.0) == 2.0
     pc.slowdown = 3.0

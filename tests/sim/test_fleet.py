@@ -44,7 +44,7 @@ def mean_ttft(outcome: FleetOutcome) -> float:
     return outcome.report.ttft_s.mean
 
 
-def test_a_single_pipeline_is_the_ring_itself(ring: Scenario) -> None:
+def test_a_single_pipeline_equals_its_ring(ring: Scenario) -> None:
     alone, fleet = simulate_scenario(ring).report, simulate_fleet(FleetScenario(ring, 1)).report
     assert (fleet.ttft_s, fleet.tpot_s, fleet.latency_s) == (
         alone.ttft_s,
@@ -53,7 +53,7 @@ def test_a_single_pipeline_is_the_ring_itself(ring: Scenario) -> None:
     )
 
 
-def test_several_serve_more_and_share_the_load(ring: Scenario) -> None:
+def test_several_pipelines_share_the_load(ring: Scenario) -> None:
     outcome = simulate_fleet(FleetScenario(ring, 4))
     assert_all_done(outcome)
     assert mean_tpot(outcome) < mean_tpot(simulate_fleet(FleetScenario(ring, 1)))
@@ -61,7 +61,7 @@ def test_several_serve_more_and_share_the_load(ring: Scenario) -> None:
     assert len(outcome.busy_shares) == 8
 
 
-def test_pcs_that_leave_cost_time_and_no_token(ring: Scenario) -> None:
+def test_departures_cost_time_but_no_tokens(ring: Scenario) -> None:
     # Two PCs hold the model, and so does one of them.
     steady = replace(ring, workload=replace(ring.workload, duration=25.0, output_tokens=40))
     churning = FleetScenario(steady, 3, peers=7, departures_per_hour=60.0, away_s=20.0)
@@ -79,7 +79,7 @@ def test_pcs_that_leave_cost_time_and_no_token(ring: Scenario) -> None:
     assert outcome.report.latency_s.p99 > calm.report.latency_s.p99
 
 
-def test_requests_wait_while_no_pipeline_can_be_formed(ring: Scenario) -> None:
+def test_requests_wait_without_a_pipeline(ring: Scenario) -> None:
     # Two of the three PCs can't hold it.
     large = replace(ring, device="rtx3060", model="llama-2-13b", stages=3)
     slow = replace(large, workload=replace(ring.workload, rate=0.5, duration=40.0))
@@ -89,7 +89,7 @@ def test_requests_wait_while_no_pipeline_can_be_formed(ring: Scenario) -> None:
     assert outcome.report.ttft_s.p99 > 5.0
 
 
-def test_the_same_again(ring: Scenario) -> None:
+def test_simulations_are_deterministic(ring: Scenario) -> None:
     fleet = FleetScenario(
         ring, 2, peers=3, peers_per_uplink=2, departures_per_hour=60.0, away_s=10.0
     )
@@ -97,7 +97,7 @@ def test_the_same_again(ring: Scenario) -> None:
     assert once == again
 
 
-def test_who_shares_pcs_or_an_uplink_is_slower(ring: Scenario) -> None:
+def test_shared_pcs_or_uplinks_are_slower(ring: Scenario) -> None:
     narrow = replace(ring, link=LinkProfile(20, 10), compression="none")
     own, one_home, one_pc = (
         simulate_fleet(FleetScenario(narrow, 4, **more))
@@ -123,7 +123,7 @@ def sharing(ring: Scenario) -> Scenario:
     return replace(ring, workload=workload, stages=1)
 
 
-def test_prompts_go_where_their_beginning_is_cached(sharing: Scenario) -> None:
+def test_prompts_go_where_their_prefix_is_cached(sharing: Scenario) -> None:
     found = {}
     for router in ROUTERS:
         found[router] = simulate_fleet(FleetScenario(sharing, 3, router=router))
@@ -132,7 +132,7 @@ def test_prompts_go_where_their_beginning_is_cached(sharing: Scenario) -> None:
     assert mean_ttft(found["e2"]) < mean_ttft(found["round-robin"])
 
 
-def test_who_vanishes_with_its_cache_costs_time_and_no_token(sharing: Scenario) -> None:
+def test_lost_caches_cost_time_but_no_tokens(sharing: Scenario) -> None:
     load = sharing.workload
     rows = tuple(replace(row, output_tokens=60) for row in load.trace_rows)
     longer = replace(sharing, workload=replace(load, duration=40.0, trace_rows=rows))
@@ -161,11 +161,11 @@ class Deceived(E2Router):
             )
 
 
-def test_what_a_router_is_told_wrongly_costs_only_time(sharing: Scenario) -> None:
+def test_wrong_cache_reports_cost_only_time(sharing: Scenario) -> None:
     assert_all_done(simulate_fleet(FleetScenario(sharing, 3), Deceived()))
 
 
-def test_prompts_longer_than_most_contexts(ring: Scenario) -> None:
+def test_prompts_beyond_the_default_length(ring: Scenario) -> None:
     size, parts = 34_000, tuple(range(67))
     rows = tuple(TraceRow(float(at), size, 4, parts) for at in range(3))
     load = replace(
@@ -188,6 +188,8 @@ def test_prompts_longer_than_most_contexts(ring: Scenario) -> None:
         ({"router": "best"}, "--router is one of round-robin, least-loaded, e2, not 'best'"),
     ],
 )
-def test_what_makes_no_sense(ring: Scenario, wrong: dict[str, float | str], why: str) -> None:
+def test_invalid_fleets_are_rejected(
+    ring: Scenario, wrong: dict[str, float | str], why: str
+) -> None:
     with pytest.raises(UsageError, match=why):
         FleetScenario(ring, **{"pipelines": 2, **wrong})  # type: ignore[arg-type]

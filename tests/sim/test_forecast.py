@@ -16,7 +16,7 @@ def scenario(stages: int = 3, latency_ms: float = 30.0) -> Scenario:
     return Scenario(LOAD, stages=stages, link=LinkProfile(100.0, latency_ms), policy="fifo")
 
 
-def test_a_ring_of_three() -> None:
+def test_forecast_of_three_stages() -> None:
     planned = plan_ring(scenario(), streams=16, prompt_tokens=256, output_tokens=8)
     assert planned.layers == ((0, 11), (11, 22), (22, 32))
     assert [each.count for each in planned.curve] == [3, 4, 5, 6]
@@ -27,13 +27,13 @@ def test_a_ring_of_three() -> None:
     assert planned.ttft_s > planned.tpot_s
 
 
-def test_less_latency_makes_it_faster() -> None:
+def test_lower_latency_is_faster() -> None:
     slow, fast = (plan_ring(scenario(latency_ms=latency), 4, 64, 4) for latency in (30.0, 1.0))
     assert fast.floor_s < slow.floor_s
     assert fast.ttft_s < slow.ttft_s
 
 
-def test_the_first_token_by_the_rings_times_is_near_the_simulated_one() -> None:
+def test_predicted_ttft_is_near_the_simulated() -> None:
     """On links so fast that packing and cut-through hardly matter."""
     described = Scenario(LOAD, link=LinkProfile(1000.0, 1.0))
     simulated = plan_ring(described, streams=1, prompt_tokens=512, output_tokens=2).ttft_s
@@ -46,14 +46,14 @@ def test_a_single_stage_has_no_links() -> None:
     assert planned.tpot_s == pytest.approx(planned.floor_s, rel=0.05)
 
 
-def test_what_can_not_be_is_refused() -> None:
+def test_impossible_forecasts_are_rejected() -> None:
     with pytest.raises(UsageError, match="--streams"):
         plan_ring(scenario(), streams=0, prompt_tokens=64, output_tokens=4)
     with pytest.raises(UsageError, match="can't be served"):
         plan_ring(scenario(), streams=1, prompt_tokens=1_000_000, output_tokens=4)
 
 
-def test_the_floor_is_what_a_turn_takes_by_hand() -> None:
+def test_the_floor_matches_a_manual_round_trip() -> None:
     """Qwen-7B in 16 bits on three RTX 4090, 100 Mbps (of which 95 % are ours), 30 ms.
 
     A layer has 4096 * 128 * 128 + 3 * 4096 * 11,008 = 202,375,168 weights. 32 layers and the

@@ -27,7 +27,7 @@ def test_tokens_by_position() -> None:
     assert [text.token_at(position) for position in range(4)] == [7, 8, 9, 0]
 
 
-def test_right_drafts_save_turns_and_wrong_ones_change_nothing() -> None:
+def test_right_drafts_save_round_trips() -> None:
     # The clients check each token that comes.
     without = simulate_scenario(scenario())
     found = simulate_scenario(replace(scenario(), num_speculative_tokens=4))
@@ -40,7 +40,7 @@ def test_right_drafts_save_turns_and_wrong_ones_change_nothing() -> None:
     assert found.report.latency_s.mean < 0.7 * without.report.latency_s.mean
 
 
-def test_forced_tokens_are_drafted_once_they_are_known() -> None:
+def test_forced_tokens_are_drafted() -> None:
     # Of each ten tokens five are forced, and nothing foretells them else.
     answer = tuple(range(200, 250))
     runs = tuple(5 - at % 10 if at % 10 < 5 else 0 for at in range(50))
@@ -69,7 +69,7 @@ def guessed(right: int) -> tuple[KnownText, ...]:
     return tuple(found)
 
 
-def test_a_draft_model_saves_turns_if_it_is_right() -> None:
+def test_a_right_draft_model_saves_round_trips() -> None:
     times = []
     for right in (0, 4):
         texts = guessed(right)
@@ -88,13 +88,13 @@ def test_a_draft_model_saves_turns_if_it_is_right() -> None:
     assert wrong < 1.03
 
 
-def test_a_text_is_known_by_its_first_tokens() -> None:
+def test_texts_are_identified_by_prefix() -> None:
     text = KnownText((7, 8), (9, 10))
     assert all(text.has_prefix((7, 8, 9, 10)[:count]) for count in range(5))
     assert not any(text.has_prefix(other) for other in ((8,), (7, 8, 10), (7, 8, 9, 10, 11)))
 
 
-def test_nothing_is_lost_by_itself() -> None:
+def test_conversations_are_served_completely() -> None:
     auto = simulate_scenario(replace(scenario(), num_speculative_tokens=-1))
     assert auto.report.failed == 0
     assert auto.accepted > 0

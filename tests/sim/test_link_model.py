@@ -22,7 +22,7 @@ class Taker:
         self.times.append((begin, end, arrival))
 
 
-def test_messages_pass_one_after_another() -> None:
+def test_messages_pass_in_order() -> None:
     link_model, taker = IdealLink(EventQueue(), Uplink(1000.0, QUEUE), 0.5, QUEUE), Taker()
     link_model.send_message(Channel.BULK, 2000, 10.0, taker)
     link_model.send_message(Channel.DECODE, 100, 10.0, taker)
@@ -44,7 +44,7 @@ def test_two_links_share_an_uplink() -> None:
     assert other.is_ready(Channel.BULK, 10.0), "what waits in it is the other's"
 
 
-def test_a_lane_is_ready_again_when_its_backlog_is_short() -> None:
+def test_a_channel_is_ready_when_its_backlog_is_short() -> None:
     event_queue = EventQueue()
     link_model = IdealLink(event_queue, Uplink(QUEUE / 2, QUEUE), 0.0, QUEUE)
     for _ in range(3):
@@ -90,7 +90,7 @@ def test_connections_share_the_uplink(congestion: str) -> None:
     assert link_model.is_ready(Channel.BULK, event_queue.now)
 
 
-def test_messages_of_a_lane_enter_in_their_order() -> None:
+def test_messages_of_a_channel_keep_their_order() -> None:
     event_queue, order = EventQueue(), list[str]()
     link_model = make_tcp(event_queue, "cubic")
     # Rows that are being packed are no reason to overtake them.
@@ -100,7 +100,7 @@ def test_messages_of_a_lane_enter_in_their_order() -> None:
     assert order == ["packed", "plain"]
 
 
-def test_answers_wait_in_the_next_stages_queue() -> None:
+def test_replies_wait_in_the_next_stages_queue() -> None:
     event_queue, back = EventQueue(), Uplink(1e6, QUEUE)
     link_model = make_tcp(event_queue, "cubic", back)
     assert link_model.reply_s == 0.05
@@ -108,7 +108,7 @@ def test_answers_wait_in_the_next_stages_queue() -> None:
     assert link_model.reply_s == pytest.approx(0.15)
 
 
-def test_an_uplink_drops_what_it_has_no_room_for() -> None:
+def test_a_full_uplink_drops() -> None:
     uplink = Uplink(rate=1000.0, room=500)
     assert uplink.enqueue_or_drop(400, 0.0) == pytest.approx(0.4)
     assert uplink.enqueue_or_drop(200, 0.0) is None
@@ -118,7 +118,7 @@ def test_an_uplink_drops_what_it_has_no_room_for() -> None:
     assert uplink.dropped_bytes == 200
 
 
-def test_things_happen_in_order() -> None:
+def test_events_run_in_order() -> None:
     event_queue = EventQueue()
     seen: list[tuple[float, str]] = []
 

@@ -22,7 +22,7 @@ tile = 64
 """
 
 
-def test_all_that_come_with_molink() -> None:
+def test_bundled_profiles_load() -> None:
     assert {"rtx4090", "rtx3090", "rtx3060"} <= set(list_profiles("devices"))
     assert {"qwen-7b", "llama-3-8b"} <= set(list_profiles("models"))
     assert "wan-100mbps-30ms" in list_profiles("links")
@@ -35,7 +35,7 @@ def test_all_that_come_with_molink() -> None:
         assert link.source
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_profile_file_loads(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(GOOD, encoding="utf-8")
     device = load_device(str(file))
@@ -64,7 +64,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("tile = 64", "tile = ", "Invalid value"),
     ],
 )
-def test_nonsense_is_refused(tmp_path: Path, old: str, new: str, complaint: str) -> None:
+def test_invalid_values_are_rejected(tmp_path: Path, old: str, new: str, complaint: str) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(GOOD.replace(old, new), encoding="utf-8")
     with pytest.raises(UsageError) as caught:
@@ -74,14 +74,14 @@ def test_nonsense_is_refused(tmp_path: Path, old: str, new: str, complaint: str)
 
 
 @pytest.mark.parametrize("load", [load_device, load_model, load_link])
-def test_a_name_that_nobody_knows(load: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_unknown_name_is_rejected(load: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no profile 'foo' among the \w+: \w+"):
         load("foo")
     with pytest.raises(UsageError, match=r"can't read the profile .*foo\.toml"):
         load(str(tmp_path / "foo.toml"))
 
 
-def test_a_link_of_no_bandwidth() -> None:
+def test_a_link_needs_bandwidth() -> None:
     with pytest.raises(UsageError, match="bandwidth_mbps has to be above 0, not 0"):
         LinkProfile(0, 30)
     with pytest.raises(UsageError, match="latency_ms has to be 0 or more"):
@@ -89,7 +89,7 @@ def test_a_link_of_no_bandwidth() -> None:
     assert LinkProfile(100, 0).latency == 0
 
 
-def test_the_papers_ring() -> None:
+def test_the_ring_of_the_paper() -> None:
     """Three RTX 4090 with Qwen-7B: about 16 ms for a token's steps."""
     stages = equal_rooflines(load_device("rtx4090"), load_model("qwen-7b"), 3)
     total = sum(stage.make_profile().decode_s(1) for stage in stages)

@@ -16,7 +16,7 @@ def roofline(*, is_last: bool = True) -> Roofline:
     return Roofline(DEVICE, MODEL, 5, is_last=is_last)
 
 
-def test_weights() -> None:
+def test_weight_bytes() -> None:
     # 5 layers of 200,000 weights of 2 bytes, and 500,000 of the logits.
     assert roofline(is_last=False).weight_bytes == 2_000_000
     assert roofline().weight_bytes == 3_000_000
@@ -42,11 +42,11 @@ def test_weights() -> None:
         (StepRows(decode=1, sampled=2000), 3.0 + 2.0),
     ],
 )
-def test_a_step(rows: StepRows, milliseconds: float) -> None:
+def test_step_time(rows: StepRows, milliseconds: float) -> None:
     assert roofline().step_s(rows) == pytest.approx(milliseconds / 1000)
 
 
-def test_room_for_keys_and_values() -> None:
+def test_kv_capacity() -> None:
     # 9 GB of 10, less 0.75 for activations and 0.003 of weights, by 800 bytes a token.
     assert roofline().kv_tokens(DEVICE) == 10_308_750
     tiny = DeviceProfile("d", "", 2, 1, 0.8, 0.5, 1.0, step_ms=1.0)

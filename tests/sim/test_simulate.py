@@ -1,10 +1,12 @@
 """Whole simulations: repeatable, nothing lost, and never quicker than the ring allows."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from molink.bench.planned_requests import PlannedRequest
 from molink.errors import UsageError
 from molink.link.policies.create import POLICIES
 from molink.scheduler.policies import create
@@ -12,7 +14,12 @@ from molink.scheduler.policies.fcfs import Fcfs
 from molink.scheduler.request_state import RequestState
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
-from molink.sim.simulate import SimulationOutcome, simulate_scenario, simulate_scenarios
+from molink.sim.simulate import (
+    SimPipeline,
+    SimulationOutcome,
+    simulate_scenario,
+    simulate_scenarios,
+)
 from molink.sim.workload import Workload
 
 
@@ -27,7 +34,7 @@ def mean_ttft(outcome: SimulationOutcome) -> float:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_again(baseline: Scenario, policy: str) -> None:
+def test_simulations_are_deterministic(baseline: Scenario, policy: str) -> None:
     everything = Scenario(baseline.workload, policy=policy)
     once, again = (json.dumps(simulate_scenario(everything).as_json()) for _ in range(2))
     assert once == again
@@ -37,7 +44,7 @@ def test_the_same_again(baseline: Scenario, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("cut_through", "compression"), [(False, "none"), (True, "lossless")])
-def test_every_token_of_every_request_comes(
+def test_all_tokens_arrive(
     baseline: Scenario, policy: str, cut_through: bool, compression: str
 ) -> None:
     scenario = replace(
@@ -54,7 +61,7 @@ def test_every_token_of_every_request_comes(
     assert report.input_tokens == sum(request.input_tokens for request in planned)
 
 
-def test_a_prompt_may_be_as_long_as_there_is_memory_for() -> None:
+def test_prompts_may_fill_the_kv_cache() -> None:
     load = Workload(1.0, 2.0, input_tokens=40_000, output_tokens=2)
     long = Scenario(
         load, stages=1, device="rtx5090", model="llama-3-8b", max_num_batched_tokens=8192
@@ -64,7 +71,7 @@ def test_a_prompt_may_be_as_long_as_there_is_memory_for() -> None:
     assert (report.failed, report.first_error) == (0, None)
 
 
-def test_warm_up_is_not_counted(baseline: Scenario) -> None:
+def test_the_warm_up_is_not_counted(baseline: Scenario) -> None:
     scenario = replace(baseline, workload=replace(baseline.workload, warmup=2.5, duration=2.5))
     counted = [request for request in scenario.workload.plan_requests() if request.arrival_s >= 2.5]
     assert 0 < len(counted) < len(scenario.workload.plan_requests())
@@ -72,7 +79,7 @@ def test_warm_up_is_not_counted(baseline: Scenario) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_stream_needs_a_turn_per_token(policy: str) -> None:
+def test_a_single_stream_takes_a_round_trip_per_token(policy: str) -> None:
     alone = Workload(rate=0.03, duration=30.0, seed=1, input_tokens=200, output_tokens=20)
     outcome = simulate_scenario(Scenario(alone, policy=policy, compression="none"))
     # A link carries a little less than its nominal rate, and 200 tokens are more than none.
@@ -80,7 +87,7 @@ def test_one_stream_needs_a_turn_per_token(policy: str) -> None:
     assert outcome.floor_s == pytest.approx(0.1077, abs=0.002)
 
 
-def test_no_token_comes_sooner_than_a_turn_takes(baseline: Scenario) -> None:
+def test_no_token_beats_the_round_trip(baseline: Scenario) -> None:
     plain = Scenario(baseline.workload, policy="adaptive", compression="none")
     for scenario in (baseline, plain):
         outcome = simulate_scenario(scenario)
@@ -97,7 +104,7 @@ def test_a_ring_of_one_stage_has_no_links(workload: Workload) -> None:
     assert outcome.floor_s == pytest.approx(0.016, abs=0.002)
 
 
-def test_what_switches_are_good_for(baseline: Scenario) -> None:
+def test_features_improve_latency(baseline: Scenario) -> None:
     busy = replace(baseline.workload, rate=0.9, duration=10.0, input_tokens=700, output_tokens=16)
     fifo = simulate_scenario(replace(baseline, workload=busy))
     two = simulate_scenario(replace(baseline, workload=busy, tensors_per_row=2))
@@ -107,7 +114,7 @@ def test_what_switches_are_good_for(baseline: Scenario) -> None:
     assert mean_ttft(everything) < mean_ttft(fifo) < mean_ttft(two)
 
 
-def test_slower_and_longer_links_cost(workload: Workload) -> None:
+def test_slower_links_increase_latency(workload: Workload) -> None:
     short = replace(workload, duration=4.0)
     near, slow, far = (
         simulate_scenario(Scenario(short, link=link, policy="adaptive"))
@@ -117,19 +124,19 @@ def test_slower_and_longer_links_cost(workload: Workload) -> None:
     assert mean_tpot(far) - mean_tpot(near) == pytest.approx(3 * 0.04, rel=0.2)
 
 
-def test_several_on_processes_come_in_order(baseline: Scenario) -> None:
+def test_results_of_processes_keep_their_order(baseline: Scenario) -> None:
     scenarios = [replace(baseline, policy=policy) for policy in ("fifo", "molink")]
     together = simulate_scenarios(scenarios, processes=2)
     assert together == [simulate_scenario(scenario) for scenario in scenarios]
 
 
-def test_a_model_that_does_not_fit(workload: Workload) -> None:
+def test_a_model_that_does_not_fit_is_rejected(workload: Workload) -> None:
     scenario = Scenario(workload, device="rtx3060", model="qwen2.5-32b", stages=2)
     with pytest.raises(UsageError, match=r"qwen2\.5-32b doesn't fit into 2 x rtx3060"):
         simulate_scenario(scenario)
 
 
-def test_the_heads_policy_is_that_of_the_scenario(
+def test_the_scheduling_policy_is_the_scenarios(
     baseline: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[RequestState] = []
@@ -145,3 +152,28 @@ def test_the_heads_policy_is_that_of_the_scenario(
     assert len(heard) == second.report.completed == first.report.completed
     with pytest.raises(UsageError, match="no scheduling policy 'lottery'"):
         replace(baseline, scheduling_policy="lottery")
+
+
+def counts_at(ring: SimPipeline, times: Sequence[float]) -> list[int]:
+    """``K`` at each of these times."""
+    found: list[int] = []
+    for at in times:
+        ring.event_queue.schedule_at(at, lambda: found.append(ring.max_micro_batches))
+    ring.run(max(times) + 0.1)
+    assert not ring.failure
+    return found
+
+
+def scenario(latency_ms: float, stages: int) -> Scenario:
+    link = LinkProfile(1000.0, latency_ms)
+    return Scenario(Workload(rate=1.0, duration=1.0), stages, link=link)
+
+
+def test_micro_batches_follow_a_temporary_slowdown() -> None:
+    streams = [PlannedRequest(index, 0.0, 16, 4_000) for index in range(24)]
+    ring = SimPipeline(scenario(10.0, 3), streams)
+    ring.slow_stage(1, 5.0, at=8.0)
+    ring.slow_stage(1, 1.0, at=16.0)
+    quick, at_once, slow, again = counts_at(ring, (7.9, 9.0, 15.9, 24.0))
+    assert quick == at_once, "a moment is no news"
+    assert (quick, slow, again) == (6, 3, 6)

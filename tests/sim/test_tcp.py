@@ -83,9 +83,7 @@ def bbr_of(line: Line) -> BbrTcp:
 
 @CONTROLLED
 @pytest.mark.parametrize("latency", [0.005, 0.015, 0.03])
-def test_acknowledgements_that_wait_for_one_moment_come_in_their_order(
-    name: str, latency: float
-) -> None:
+def test_simultaneous_acknowledgements_keep_their_order(name: str, latency: float) -> None:
     # Sums of floats put some of them a little before those that were sent earlier.
     line = Line(name, room=1 << 30, latency=latency, replies_wait_until=0.3)
     for _ in range(40):
@@ -99,7 +97,7 @@ def test_acknowledgements_that_wait_for_one_moment_come_in_their_order(
 # --- CUBIC ---------------------------------------------------------------------------------------
 
 
-def test_slow_start_doubles_each_round_trip_and_begins_again_after_a_pause() -> None:
+def test_slow_start_doubles_per_round_trip_and_restarts_after_a_pause() -> None:
     line = Line("cubic", rate=1e9, room=1 << 30)
     # 10, 20, 40 … segments: the 10 230 of ten round trips hold the 9669 of the prompt.
     rounds = 9 * ROUND_TRIP + LATENCY
@@ -142,7 +140,7 @@ def test_hystart_ends_slow_start_before_a_queue_as_long_as_the_pipe_overflows() 
     assert short.uplink.dropped_bytes > 0
 
 
-def test_an_overflow_takes_three_tenths_and_the_cubic_function_brings_them_back() -> None:
+def test_a_loss_reduces_the_window_and_cubic_restores_it() -> None:
     line = Line("cubic")
     cubic = cubic_of(line)
     # More than the queue holds at once, as when a window is still there after a short pause.
@@ -161,7 +159,7 @@ def test_an_overflow_takes_three_tenths_and_the_cubic_function_brings_them_back(
 # --- BBR -----------------------------------------------------------------------------------------
 
 
-def test_bbr_finds_the_rate_and_keeps_it_over_a_pause() -> None:
+def test_bbr_keeps_its_rate_over_a_pause() -> None:
     line = Line("bbr")
     first = line.take(2 * PROMPT, 0.0)
     bbr = bbr_of(line)
@@ -173,7 +171,7 @@ def test_bbr_finds_the_rate_and_keeps_it_over_a_pause() -> None:
     assert line.take(PROMPT, line.agenda.now + 5.0) < 1.15 * (PROMPT / RATE + LATENCY)
 
 
-def test_small_messages_leave_at_the_pace_of_startup() -> None:
+def test_small_messages_are_paced_as_in_startup() -> None:
     line = Line("bbr")
     for turn in range(5):
         line.agenda.schedule_at(0.5 * turn, line.write, INITIAL_WINDOW)
@@ -197,7 +195,7 @@ def test_small_messages_leave_at_the_pace_of_startup() -> None:
         ("bbr", Channel.DECODE, 0.021),
     ],
 )
-def test_decode_rows_on_an_idle_hop_take_as_long_as_on_the_rig(
+def test_decode_latency_on_an_idle_hop_matches_the_rig(
     name: str, lane: Channel, measured: float
 ) -> None:
     link, latency, handling = LinkProfile(), 0.015, 0.0011
@@ -213,7 +211,7 @@ def test_decode_rows_on_an_idle_hop_take_as_long_as_on_the_rig(
     assert line.arrivals[-1][1] - 0.3 * 19 + handling == pytest.approx(measured, rel=0.06)
 
 
-def test_probe_rtt_dips_for_a_fifth_of_a_second_every_ten() -> None:
+def test_probe_rtt_every_ten_seconds() -> None:
     line = Line("bbr")
     line.write(30 * PROMPT)
     dips: list[float] = []
@@ -241,7 +239,7 @@ def test_probe_rtt_dips_for_a_fifth_of_a_second_every_ten() -> None:
 
 
 @CONTROLLED
-def test_a_message_that_is_dropped_whole_is_sent_again(name: str) -> None:
+def test_a_dropped_message_is_retransmitted(name: str) -> None:
     line = Line(name)
     while line.uplink.enqueue_or_drop(SEGMENT_BYTES, 0.0) is not None:
         pass
@@ -252,7 +250,7 @@ def test_a_message_that_is_dropped_whole_is_sent_again(name: str) -> None:
 
 
 @CONTROLLED
-def test_if_its_probe_is_dropped_too_a_timeout_follows(name: str) -> None:
+def test_a_dropped_probe_causes_a_timeout(name: str) -> None:
     line = Line(name)
     line.controller.window = 4 * INITIAL_WINDOW
     line.uplink.enqueue_or_drop(int(0.2 * RATE), 0.0)
@@ -269,7 +267,7 @@ def test_if_its_probe_is_dropped_too_a_timeout_follows(name: str) -> None:
     ),
     room=st.integers(2 * SEGMENT_BYTES, 300_000),
 )
-def test_everything_arrives_once_and_in_order(
+def test_messages_arrive_once_and_in_order(
     name: str, messages: list[tuple[int, float]], room: int
 ) -> None:
     line = Line(name, rate=1e6, room=room)
@@ -286,7 +284,7 @@ def test_everything_arrives_once_and_in_order(
 # --- rings ---------------------------------------------------------------------------------------
 
 
-def test_prompts_on_a_quiet_ring_take_longer() -> None:
+def test_tcp_slows_prompts_on_a_quiet_ring() -> None:
     load = Workload(rate=1.0, duration=1.0)
     ideal, *real = (
         plan_ring(Scenario(load, link=LinkProfile(congestion=name)), 1, 512, 4)
@@ -297,7 +295,7 @@ def test_prompts_on_a_quiet_ring_take_longer() -> None:
         assert each.floor_s == ideal.floor_s
 
 
-def test_what_a_pc_takes_to_hand_a_message_on_counts_once_a_hop() -> None:
+def test_handling_time_counts_once_per_hop() -> None:
     load = Workload(rate=1.0, duration=1.0)
     ideal, slow = (
         plan_ring(Scenario(load, link=LinkProfile(handling_ms=ms)), 1, 64, 20) for ms in (0.0, 5.0)
@@ -306,7 +304,7 @@ def test_what_a_pc_takes_to_hand_a_message_on_counts_once_a_hop() -> None:
 
 
 @CONTROLLED
-def test_a_run_repeats_itself(name: str) -> None:
+def test_tcp_simulations_are_deterministic(name: str) -> None:
     load = Workload(rate=1.0, duration=3.0, seed=3)
     scenario = Scenario(load, policy="concurrent", link=LinkProfile(congestion=name))
     first, again = simulate_scenario(scenario), simulate_scenario(scenario)
@@ -314,14 +312,14 @@ def test_a_run_repeats_itself(name: str) -> None:
     assert first.report.completed == len(load.plan_requests())
 
 
-def test_an_unknown_congestion_control_is_named() -> None:
+def test_an_unknown_congestion_control_is_rejected() -> None:
     with pytest.raises(UsageError, match="none, cubic, bbr, not vegas"):
         LinkProfile(congestion="vegas")
     with pytest.raises(UsageError, match="'vegas': choose one of none, cubic, bbr"):
         create_controller("vegas", 0.1)
 
 
-def test_a_bulk_lane_under_cubic_is_paced() -> None:
+def test_bulk_channels_under_cubic_are_paced() -> None:
     """The same transfer drops nothing where an unpaced slow start overflows a short queue."""
     paced, plain = (
         Line("cubic", room=64_000, lane=channel) for channel in (Channel.BULK, Channel.DECODE)

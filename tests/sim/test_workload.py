@@ -17,14 +17,14 @@ ROWS = (
 )
 
 
-def test_sizes_of_a_trace_that_fit_again_and_again() -> None:
+def test_fitting_trace_sizes_repeat() -> None:
     plan = Workload(rate=1.0, duration=20.0, trace_rows=ROWS, seed=1).plan_requests()
     sizes = [(request.input_tokens, request.output_tokens) for request in plan]
     assert len(sizes) > 6
     assert sizes[:6] == [(100, 10), (200, 20), (300, 30)] * 2
 
 
-def test_poisson_arrivals_have_the_rate_and_the_seed() -> None:
+def test_poisson_arrivals_follow_rate_and_seed() -> None:
     load = Workload(rate=5.0, duration=400.0, trace_rows=ROWS, seed=7)
     times = [request.arrival_s for request in load.plan_requests()]
     assert len(times) == pytest.approx(2000, rel=0.1)
@@ -33,7 +33,7 @@ def test_poisson_arrivals_have_the_rate_and_the_seed() -> None:
     assert times[-1] < 400.0
 
 
-def test_a_traces_own_times_are_stretched_to_the_rate() -> None:
+def test_trace_times_are_scaled_to_the_rate() -> None:
     plan = Workload(rate=0.5, duration=60.0, trace_rows=ROWS, arrivals="trace").plan_requests()
     assert len(plan) == 30
     gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(plan[:3])]
@@ -56,12 +56,12 @@ def test_a_traces_own_times_are_stretched_to_the_rate() -> None:
         ({"rate": 1e6, "duration": 1e6}, "over 1000000 requests"),
     ],
 )
-def test_nonsense_is_refused(fields: dict, complaint: str) -> None:
+def test_invalid_values_are_rejected(fields: dict, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         Workload(**({"rate": 1.0, "duration": 10.0} | fields))
 
 
-def test_nothing_to_do() -> None:
+def test_an_empty_workload_is_rejected() -> None:
     with pytest.raises(UsageError, match="at most 50 prompt and 1024 output tokens"):
         Workload(rate=1.0, duration=10.0, trace_rows=ROWS, max_prompt=50).plan_requests()
     with pytest.raises(UsageError, match="no request arrives"):

@@ -16,7 +16,7 @@ from molink.scheduler.policies.answer_lengths import (
 )
 
 
-def test_nothing_is_known_of_few_answers() -> None:
+def test_few_answers_give_no_estimate() -> None:
     lengths = AnswerLengths()
     for _ in range(MIN_ANSWERS - 1):
         lengths.add_answer(100, 7)
@@ -28,7 +28,7 @@ def test_nothing_is_known_of_few_answers() -> None:
     assert lengths.longer_answers(9, 100) == [19]
 
 
-def test_prompts_of_another_length_have_other_answers() -> None:
+def test_estimates_depend_on_the_prompt_length() -> None:
     lengths = AnswerLengths()
     for index in range(MAX_SIMILAR):
         lengths.add_answer(1000 + index, 400)
@@ -39,7 +39,7 @@ def test_prompts_of_another_length_have_other_answers() -> None:
     assert set(lengths.longer_answers(0, 600)) == {400}
 
 
-def test_of_prompts_that_are_equally_long_the_latest_ones_count_not_the_shortest_answers() -> None:
+def test_equal_prompts_use_the_latest_answers() -> None:
     lengths = AnswerLengths()
     for answer in (*range(2000, 1000, -1), *range(1, 3 * MAX_SIMILAR)):
         lengths.add_answer(100, answer)
@@ -47,7 +47,7 @@ def test_of_prompts_that_are_equally_long_the_latest_ones_count_not_the_shortest
 
 
 @given(st.integers(0, 1 << 16), st.sampled_from([0, 2040, 1 << 20]))
-def test_where_prompts_tell_the_latest_similar_ones_count(seed: int, tokens: int) -> None:
+def test_predictive_prompts_use_similar_answers(seed: int, tokens: int) -> None:
     rng, lengths, known = random.Random(seed), AnswerLengths(), list[tuple[int, int]]()
     for _ in range(MAX_ANSWERS + 200):
         prompt = rng.randrange(1, 40)
@@ -69,7 +69,7 @@ def test_where_prompts_tell_the_latest_similar_ones_count(seed: int, tokens: int
 
 
 @given(st.integers(0, 1 << 16), st.sampled_from([0, 40, 98, 99]))
-def test_where_prompts_tell_nothing_all_count(seed: int, tokens: int) -> None:
+def test_unpredictive_prompts_use_all_answers(seed: int, tokens: int) -> None:
     """What is found is shared out as all of the latest are that have more."""
     rng, lengths, known = random.Random(seed), AnswerLengths(), list[int]()
     for _ in range(MAX_ANSWERS + 200):
@@ -89,7 +89,7 @@ def test_where_prompts_tell_nothing_all_count(seed: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("told", "similar"), [(0.03, False), (0.3, True)])
-def test_how_much_prompts_have_to_tell(told: float, similar: bool) -> None:
+def test_threshold_of_explained_variance(told: float, similar: bool) -> None:
     """Of the variance of logarithms; prompts are of two lengths."""
     rng, lengths = random.Random(1), AnswerLengths()
     for index in range(MAX_ANSWERS):

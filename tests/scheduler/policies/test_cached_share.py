@@ -50,14 +50,14 @@ def test_groups_are_served_in_proportion() -> None:
     assert served == {37: 350, 95: 50}
 
 
-def test_within_a_group_who_came_first() -> None:
+def test_a_group_is_first_come_first_served() -> None:
     queue = Queue()
     first = queue.arrive(61)
     queue.arrive(69)
     assert queue.admit() is first
 
 
-def test_who_was_preempted_goes_first() -> None:
+def test_preempted_requests_go_first() -> None:
     queue = Queue()
     state = queue.arrive(0)
     queue.admit()
@@ -66,7 +66,7 @@ def test_who_was_preempted_goes_first() -> None:
     assert queue.admit() is state
 
 
-def test_a_group_that_was_empty_has_saved_nothing_up() -> None:
+def test_an_idle_group_earns_no_credit() -> None:
     queue = Queue()
     for _ in range(300):
         queue.arrive(99)
@@ -77,7 +77,7 @@ def test_a_group_that_was_empty_has_saved_nothing_up() -> None:
     assert sum(state in late for state in served) == 2
 
 
-def test_what_is_over_is_forgotten() -> None:
+def test_ended_requests_are_dropped() -> None:
     queue = Queue()
     requests = [queue.arrive(50), queue.arrive(0)]
     queue.end(queue.admit())
@@ -87,7 +87,7 @@ def test_what_is_over_is_forgotten() -> None:
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(0, 100))
-def test_nobody_starves(before: list[int], cached: int) -> None:
+def test_no_request_starves(before: list[int], cached: int) -> None:
     """However many keep coming into whatever groups."""
     queue = Queue()
     for each in before:

@@ -7,12 +7,12 @@ from molink.scheduler.policies.create import SCHEDULING_POLICIES, create_schedul
 from molink.scheduler.policies.fcfs import Fcfs
 
 
-def test_a_policy_by_its_name() -> None:
+def test_policies_are_created_by_name() -> None:
     assert isinstance(create_scheduling_policy("fcfs"), Fcfs)
     for name in SCHEDULING_POLICIES:
         assert create_scheduling_policy(name) is not create_scheduling_policy(name)
 
 
-def test_an_unknown_name_is_told_with_the_choices() -> None:
+def test_an_unknown_name_lists_the_choices() -> None:
     with pytest.raises(UsageError, match="no scheduling policy 'lottery': choose one of fcfs"):
         create_scheduling_policy("lottery")

@@ -95,14 +95,14 @@ def back(head: Scheduler, volume: Volume, now: float = 0.0) -> None:
     head.validate()
 
 
-def test_it_decides_who_is_admitted_and_in_what_order() -> None:
+def test_the_policy_orders_admission() -> None:
     head = make_head(LastComeFirstServed(), max_num_seqs=2)
     submit(head, "a", "b", "c")
     (prefill,) = volumes(head.next_batch(0.0))
     assert keys(head, prefill) == ["c", "b"]
 
 
-def test_it_may_keep_a_free_place_free() -> None:
+def test_the_policy_may_leave_a_slot_free() -> None:
     class Closed(LastComeFirstServed):
         def choose_admitted(
             self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
@@ -114,7 +114,7 @@ def test_it_may_keep_a_free_place_free() -> None:
     assert head.next_batch(0.0) is None
 
 
-def test_it_decides_the_order_within_an_iteration() -> None:
+def test_the_policy_orders_decoding() -> None:
     head = make_head(LastComeFirstServed())
     submit(head, "a")
     back(head, volumes(head.next_batch(0.0))[0])
@@ -127,7 +127,7 @@ def test_it_decides_the_order_within_an_iteration() -> None:
     assert keys(head, decode) == ["c", "b", "a"]
 
 
-def test_it_decides_whose_prompt_goes_on_first() -> None:
+def test_the_policy_orders_prefills() -> None:
     head = make_head(LastComeFirstServed(), max_num_batched_tokens=4, micro_batches=4)
     submit(head, "long", tokens=12)
     (first,) = volumes(head.next_batch(0.0))
@@ -141,7 +141,7 @@ def test_it_decides_whose_prompt_goes_on_first() -> None:
     assert keys(head, fourth) == ["newer"]
 
 
-def test_it_decides_who_is_preempted() -> None:
+def test_the_policy_selects_the_preempted_request() -> None:
     """Two decode with a full block each, and one block is free: the earlier one gives way."""
     head = make_head(LastComeFirstServed(), num_blocks=3, block_size=16)
     submit(head, "old", "young", tokens=15, answer=34)
@@ -174,7 +174,7 @@ def test_it_decides_who_is_preempted() -> None:
     assert old.num_generated == 34
 
 
-def test_who_is_at_rest_can_be_preempted_for_one_who_waits() -> None:
+def test_idle_requests_can_be_preempted_for_waiting_ones() -> None:
     """Before it goes into a volume again."""
     head = make_head(LastComeFirstServed(), max_num_seqs=1)
     submit(head, "a")
@@ -189,7 +189,7 @@ def test_who_is_at_rest_can_be_preempted_for_one_who_waits() -> None:
     assert keys(head, prefill) == ["b"]
 
 
-def test_it_hears_of_arrivals_iterations_and_ends() -> None:
+def test_the_policy_receives_all_events() -> None:
     policy = LastComeFirstServed()
     head = make_head(policy)
     submit(head, "a", answer=2, now=1.0)
@@ -214,7 +214,7 @@ def test_it_hears_of_arrivals_iterations_and_ends() -> None:
     ]
 
 
-def test_who_has_rows_in_a_volume_cannot_be_preempted() -> None:
+def test_requests_with_rows_in_a_volume_cannot_be_preempted() -> None:
     class Careless(LastComeFirstServed):
         def choose_preempted(
             self,

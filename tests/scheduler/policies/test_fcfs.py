@@ -20,17 +20,17 @@ def admitted(request_id: int, owner: str = "d", stalled_at: float | None = None)
     return state
 
 
-def test_the_first_one_is_admitted() -> None:
+def test_the_first_request_is_admitted() -> None:
     requests = [waiting("b0", "b"), waiting("a0", "a")]
     assert Fcfs().choose_admitted(requests, [admitted(0, "a")], 0.0) is requests[0]
 
 
-def test_jobs_run_as_they_came_back() -> None:
+def test_requests_run_in_order_of_return() -> None:
     requests = [admitted(3), admitted(1), admitted(2)]
     assert Fcfs().order_running(requests, 0.0) == requests
 
 
-def test_the_latest_one_gives_way_to_an_older_one() -> None:
+def test_the_latest_is_preempted_for_an_older_one() -> None:
     old, preemptor, young, younger = requests = [admitted(number) for number in range(4)]
     found = Fcfs().choose_preempted(preemptor, [young, younger, old], requests, 0.0)
     assert found is not None
@@ -38,7 +38,7 @@ def test_the_latest_one_gives_way_to_an_older_one() -> None:
     assert Fcfs().choose_preempted(preemptor, [old], requests, 0.0) is None
 
 
-def test_who_waits_for_a_client_gives_way_first() -> None:
+def test_stalled_requests_are_preempted_first() -> None:
     paused, paused_later = admitted(0, stalled_at=1.0), admitted(1, stalled_at=2.0)
     preemptor, young = admitted(2), admitted(3)
     requests = [paused, paused_later, preemptor, young]
@@ -47,7 +47,7 @@ def test_who_waits_for_a_client_gives_way_first() -> None:
     assert found.state is paused_later
 
 
-def test_a_newcomer_gets_the_place_of_an_abandoned_one_or_where_nobody_can_go_on() -> None:
+def test_waiting_requests_preempt_abandoned_or_all_stalled_ones() -> None:
     new, busy = waiting("new"), admitted(2)
     paused, paused_first = admitted(0, stalled_at=2.0), admitted(1, stalled_at=1.0)
     policy = Fcfs()

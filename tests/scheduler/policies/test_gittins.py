@@ -66,18 +66,18 @@ def order(policy: Gittins, jobs: list[RequestState], now: float = 0.0) -> str:
     return "".join(state.key for state in policy.order_running(jobs, now))
 
 
-def test_short_prompts_go_first_and_what_is_cached_does_not_count() -> None:
+def test_short_uncached_prompts_go_first() -> None:
     policy = gittins()
     requests = [make(policy, "a", 16), make(policy, "b", 4), make(policy, "c", 16, cached=15)]
     assert order(policy, requests) == "cba"
 
 
-def test_answers_of_similar_prompts_tell_which_are_short() -> None:
+def test_similar_prompts_predict_short_answers() -> None:
     policy = gittins((3, 100), (4, 2))
     assert order(policy, [make(policy, "long", 3), make(policy, "s", 4)]) == "slong"
 
 
-def test_no_answer_is_longer_than_the_client_lets_it_be() -> None:
+def test_max_tokens_bounds_the_estimate() -> None:
     policy = gittins((4, 100))
     requests = [make(policy, "any", 4), make(policy, "short", 4, most=2)]
     assert order(policy, requests) == "shortany"
@@ -96,7 +96,7 @@ def test_answers_are_learned_as_requests_end() -> None:
     assert order(policy, [make(policy, "long", 3), make(policy, "s", 4)]) == "slong"
 
 
-def test_who_has_cancelled_teaches_nothing() -> None:
+def test_cancelled_answers_are_not_learned() -> None:
     policy = gittins((4, 2))
     for _ in range(999):
         state = make(policy, "", 4)
@@ -105,7 +105,7 @@ def test_who_has_cancelled_teaches_nothing() -> None:
     assert policy._answer_lengths.longer_answers(0, 4) == [2] * MAX_SIMILAR
 
 
-def test_without_knowledge_the_least_attained_service_goes_first() -> None:
+def test_least_attained_service_without_data() -> None:
     policy = gittins()
     old, new = make(policy, "o"), make(policy, "n")
     now = run(policy, old, 0.0, 8)
@@ -113,7 +113,7 @@ def test_without_knowledge_the_least_attained_service_goes_first() -> None:
     assert order(policy, [old, new], now) == "no"
 
 
-def test_who_is_nearly_done_goes_before_who_has_just_come() -> None:
+def test_nearly_finished_requests_precede_new_ones() -> None:
     policy = gittins((1, 8))
     old, new = make(policy, "o"), make(policy, "n")
     now = run(policy, old, 0.0, 7)
@@ -121,7 +121,7 @@ def test_who_is_nearly_done_goes_before_who_has_just_come() -> None:
     assert order(policy, [old, new], now) == "on"
 
 
-def test_who_has_outlived_what_is_usual_goes_last() -> None:
+def test_requests_beyond_the_usual_length_go_last() -> None:
     policy = gittins((1, 8))
     old, new = make(policy, "o"), make(policy, "n")
     now = run(policy, old, 0.0, 9)
@@ -130,9 +130,7 @@ def test_who_has_outlived_what_is_usual_goes_last() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "gives_way"), [(1, True), (32, False)])
-def test_who_gives_way_is_worth_what_it_takes_to_bring_him_back(
-    prompt: int, gives_way: bool
-) -> None:
+def test_preemption_accounts_for_the_restore_cost(prompt: int, gives_way: bool) -> None:
     """The one that runs has 30 tokens to go, of the one that waits 3 are expected."""
     policy = gittins((prompt, 32), (2000, 3), places=32, room=1 << 20)
     runs, waits = make(policy, "r", prompt), make(policy, "w", 2000, cached=1999)
@@ -141,7 +139,7 @@ def test_who_gives_way_is_worth_what_it_takes_to_bring_him_back(
     assert (found is not None) == gives_way
 
 
-def test_who_is_kept_in_host_memory_gives_way_sooner() -> None:
+def test_host_memory_makes_preemption_cheaper() -> None:
     policy = gittins((32, 32), (2000, 3), places=32, room=1 << 20)
     policy.set_restore_cost(lambda job: 0.01 if job.host_copy or job.phase != "waiting" else None)
     runs, waits = make(policy, "r", 32), make(policy, "w", 2000, cached=1999)
@@ -155,7 +153,7 @@ def test_who_is_kept_in_host_memory_gives_way_sooner() -> None:
     assert policy.rank_request(runs, now) < anew
 
 
-def test_of_a_prompt_that_is_kept_in_part_the_rest_is_still_to_be_computed() -> None:
+def test_a_partial_host_copy_leaves_the_rest_to_compute() -> None:
     """Else one that waits to be back would seem nearer to its end than once it is back."""
     policy = gittins((32, 4), places=32, room=1 << 20)
     policy.set_restore_cost(lambda state: 0.5 if state.host_copy is not None else None)
@@ -171,7 +169,7 @@ def test_of_a_prompt_that_is_kept_in_part_the_rest_is_still_to_be_computed() -> 
     assert policy._next_token_s(state) == pytest.approx(0.5 + 19)
 
 
-def test_an_answer_that_happens_to_end_next_tells_nothing() -> None:
+def test_a_single_early_end_does_not_set_the_index() -> None:
     """Of 64 like the old one one ends next, the others after 270 more tokens."""
     lengths = AnswerLengths()
     for answer in (31, *[300] * (MAX_SIMILAR - 1)):
@@ -187,13 +185,13 @@ def test_an_answer_that_happens_to_end_next_tells_nothing() -> None:
     assert order(policy, [old, new], now) == "no"
 
 
-def test_who_holds_more_of_the_memory_takes_more_of_the_ring() -> None:
+def test_memory_share_sets_the_ring_share() -> None:
     policy = gittins((32, 10), (1, 10), places=64)
     large, small = make(policy, "l", 32, cached=31), make(policy, "s")
     assert order(policy, [large, small]) == "sl"
 
 
-def test_to_one_who_is_promoted_others_give_way() -> None:
+def test_promoted_requests_preempt_others() -> None:
     policy = gittins()
     runs, waits = make(policy, "r"), make(policy, "w", 32)
     run(policy, runs, 0.0)
@@ -204,7 +202,7 @@ def test_to_one_who_is_promoted_others_give_way() -> None:
     assert found.state is runs
 
 
-def test_who_rests_for_long_is_promoted_and_stays_for_his_turn() -> None:
+def test_a_long_idle_request_is_promoted_for_its_service_time() -> None:
     policy = gittins()
     a, b = make(policy, "a", 4), make(policy, "b")
     patience = PROMOTION_QUANTA * 5.0  # a prompt of four rows, and a token
@@ -218,7 +216,7 @@ def test_who_rests_for_long_is_promoted_and_stays_for_his_turn() -> None:
     assert order(policy, [a, c], now) == "ca"
 
 
-def test_who_waits_for_his_client_is_not_promoted() -> None:
+def test_stalled_requests_are_not_promoted() -> None:
     policy = gittins()
     a, b = make(policy, "a", 4), make(policy, "b")
     a.num_credited = -(1 << 20)
@@ -226,7 +224,7 @@ def test_who_waits_for_his_client_is_not_promoted() -> None:
     assert order(policy, [a, b], 1e3) == "ba"
 
 
-def test_turns_come_when_those_before_are_over() -> None:
+def test_next_scheduled_is_when_earlier_requests_are_done() -> None:
     """Four places, a token takes a quarter of a second of the ring; there are six jobs."""
     policy = gittins((1, 4), places=4, room=1 << 20)
     requests = [make(policy, key) for key in "abcdef"]
@@ -235,7 +233,7 @@ def test_turns_come_when_those_before_are_over() -> None:
     assert [turns[state] for state in requests[3:]] == [0.0, 0.0, 2.0]
 
 
-def test_a_turn_comes_at_the_latest_when_one_is_promoted() -> None:
+def test_next_scheduled_is_at_most_the_promotion() -> None:
     policy = gittins((1, 4), (50, 400), places=1, room=1 << 20)
     make(policy, "a", 50)
     last = make(policy, "b", 50)
@@ -248,7 +246,7 @@ def test_a_turn_comes_at_the_latest_when_one_is_promoted() -> None:
     }
 
 
-def test_a_token_takes_the_share_of_the_memory_that_the_job_will_have_in_the_mean() -> None:
+def test_a_token_costs_the_mean_memory_share() -> None:
     """Of 64 tokens' memory a job that begins with one and comes to 18 holds 9.5."""
     policy = gittins((1, 17), places=64)
     state = make(policy, "a")
@@ -257,7 +255,7 @@ def test_a_token_takes_the_share_of_the_memory_that_the_job_will_have_in_the_mea
     assert standing.work_s == pytest.approx(1 + 17 * 9.5 / 64)
 
 
-def test_what_was_answered_in_an_earlier_epoch_is_part_of_the_answer() -> None:
+def test_tokens_of_earlier_epochs_count_as_answer() -> None:
     """Of 100 tokens there are 6, and the client lets it take 2 more."""
     policy = gittins((4, 100))
     tokens = tuple(range(10))
@@ -267,7 +265,7 @@ def test_what_was_answered_in_an_earlier_epoch_is_part_of_the_answer() -> None:
     assert policy._current_state(state).wall_s == 10 + 2
 
 
-def test_nobody_is_promoted_sooner_than_after_alpha() -> None:
+def test_promotion_takes_at_least_alpha() -> None:
     """Sixteen turns of a quick ring are over long before."""
     policy = gittins()
     quick = Profile(decode=((1, 1e-3), (64, 1e-3)), prefill=((1, 1e-3), (8, 8e-3)))
@@ -277,7 +275,7 @@ def test_nobody_is_promoted_sooner_than_after_alpha() -> None:
     assert order(policy, [a, b], ALPHA) == "ab"
 
 
-def test_all_are_judged_anew_where_rows_take_another_time() -> None:
+def test_changed_costs_re_evaluate_all_requests() -> None:
     """A long prompt that runs, and a short one whose answer will be longer."""
     policy = gittins((64, 2), (1, 20))
     long, short = make(policy, "l", 64), make(policy, "s", 1)
@@ -288,7 +286,7 @@ def test_all_are_judged_anew_where_rows_take_another_time() -> None:
     assert order(policy, [long, short]) == "sl"
 
 
-def test_less_is_left_of_a_prompt_with_each_chunk() -> None:
+def test_each_chunk_reduces_the_remaining_prompt() -> None:
     policy = gittins((64, 2), (32, 2))
     a, b = make(policy, "a", 64), make(policy, "b", 32)
     a.start_admission(0, [], PrefixMatch())
@@ -304,7 +302,7 @@ def test_less_is_left_of_a_prompt_with_each_chunk() -> None:
     every=st.integers(1, 2),
 )
 @settings(max_examples=12, deadline=None)
-def test_nobody_starves(prompts: list[int], answers: list[tuple[int, int]], every: int) -> None:
+def test_no_request_starves(prompts: list[int], answers: list[tuple[int, int]], every: int) -> None:
     """Who has rested for so long waits only for those that had come by then, each for a turn."""
     policy, now = gittins(*answers), 0.0
     requests = [make(policy, str(number), tokens) for number, tokens in enumerate(prompts)]

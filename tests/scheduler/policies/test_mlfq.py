@@ -55,7 +55,7 @@ def skip_join() -> SkipJoinMlfq:
     return policy
 
 
-def test_a_job_falls_when_it_has_consumed_its_quantum() -> None:
+def test_a_used_quantum_demotes_the_request() -> None:
     policy = skip_join()
     a, b = make(policy, "a"), make(policy, "b")
     assert order(policy, [b, a], 0.0) == "ab"
@@ -65,7 +65,7 @@ def test_a_job_falls_when_it_has_consumed_its_quantum() -> None:
     assert order(policy, [a, b], 1.0) == "ba"
 
 
-def test_it_joins_the_queue_that_covers_what_is_not_cached_of_its_prompt() -> None:
+def test_skip_join_covers_the_uncached_prompt() -> None:
     policy = skip_join()
     requests = [
         make(policy, "a", tokens=9),  # 9 s: the fifth queue, 16 s
@@ -77,7 +77,7 @@ def test_it_joins_the_queue_that_covers_what_is_not_cached_of_its_prompt() -> No
     assert order(policy, requests, 0.0) == "ecdba"
 
 
-def test_it_falls_to_the_queue_that_covers_the_rest_of_its_prompt() -> None:
+def test_demotion_covers_the_rest_of_the_prompt() -> None:
     policy = skip_join()
     a = make(policy, "a", tokens=9, cached=8)
     a.tokens += range(7)
@@ -87,7 +87,7 @@ def test_it_falls_to_the_queue_that_covers_the_rest_of_its_prompt() -> None:
     assert policy.rank_request(a, 1.0)[0] == 3
 
 
-def test_rows_that_fly_together_count_once() -> None:
+def test_concurrent_rows_count_once() -> None:
     policy = skip_join()
     a = make(policy, "a", tokens=4)  # the third queue, 4 s
     a.num_issued = 4
@@ -103,7 +103,7 @@ def test_rows_that_fly_together_count_once() -> None:
     assert policy.rank_request(a, 4.0)[0] == 3
 
 
-def test_who_waits_is_promoted_and_stays_for_its_own_quantum() -> None:
+def test_a_waiting_request_is_promoted_for_its_own_quantum() -> None:
     policy = skip_join()
     a, b = make(policy, "a", tokens=2), make(policy, "b")
     patience = PROMOTION_QUANTA * 2.0  # quanta of its queue
@@ -119,7 +119,7 @@ def test_who_waits_is_promoted_and_stays_for_its_own_quantum() -> None:
     assert order(policy, [a, b, c, d], now + 0.5) == "bcda"
 
 
-def test_who_flies_does_not_wait() -> None:
+def test_requests_in_flight_are_not_promoted() -> None:
     policy = skip_join()
     a, b = make(policy, "a", tokens=2), make(policy, "b")
     a.in_flight[1] = 0
@@ -127,7 +127,7 @@ def test_who_flies_does_not_wait() -> None:
     assert order(policy, [a, b], 99.0) == "ba"
 
 
-def test_who_waits_for_his_client_is_not_promoted() -> None:
+def test_stalled_requests_are_not_promoted() -> None:
     policy = skip_join()
     a, b = make(policy, "a", tokens=2), make(policy, "b")
     a.num_credited = -1000
@@ -135,14 +135,14 @@ def test_who_waits_for_his_client_is_not_promoted() -> None:
     assert order(policy, [a, b], 99.0) == "ba"
 
 
-def test_the_naive_one_knows_nothing_of_prompts() -> None:
+def test_plain_mlfq_ignores_prompts() -> None:
     policy = Mlfq()
     policy.set_times(TIMES)
     a, b = make(policy, "a", tokens=9), make(policy, "b", tokens=1)
     assert order(policy, [b, a], 0.0) == "ab"
 
 
-def test_the_shortest_iteration_is_heard_where_profiles_say_nothing() -> None:
+def test_quanta_follow_measured_iterations_without_profiles() -> None:
     policy = SkipJoinMlfq()
     a = make(policy, "a", tokens=100)
     run(policy, a, 0.0, 0.5)
@@ -150,7 +150,7 @@ def test_the_shortest_iteration_is_heard_where_profiles_say_nothing() -> None:
     assert [policy.quantum_s(level) for level in (0, 1)] == [0.25, 0.5]
 
 
-def test_the_last_queue_is_the_last() -> None:
+def test_the_last_queue_does_not_demote() -> None:
     policy = skip_join()
     a = make(policy, "a", tokens=1 << 20)
     assert policy.rank_request(a, 0.0)[0] == LEVELS - 1
@@ -184,7 +184,7 @@ class Server:
 
 
 @pytest.mark.parametrize("alpha", [0.3, 1e9])
-def test_a_long_prompt_goes_on_though_short_ones_come_without_end(alpha: float) -> None:
+def test_a_long_prompt_progresses_among_endless_short_ones(alpha: float) -> None:
     """It is promoted, and then waits only for those that were promoted before it."""
     policy = SkipJoinMlfq(alpha)
     policy.set_times(TIMES)
@@ -202,7 +202,7 @@ def test_a_long_prompt_goes_on_though_short_ones_come_without_end(alpha: float) 
         assert not begun
 
 
-def test_who_has_hardly_run_since_it_was_computed_does_not_give_way() -> None:
+def test_a_freshly_computed_request_is_not_preempted() -> None:
     policy = skip_join()
     new, old = make(policy, "new"), make(policy, "old", tokens=8)
     new.phase, old.phase = "waiting", "decode"
@@ -217,7 +217,7 @@ def test_who_has_hardly_run_since_it_was_computed_does_not_give_way() -> None:
     assert found.state is old
 
 
-def test_to_a_shorter_prompt_any_job_gives_way_where_priorities_are_fixed() -> None:
+def test_fixed_priority_preempts_for_any_shorter_prompt() -> None:
     policy = FixedPriority()
     policy.set_times(TIMES)
     new, old = make(policy, "new"), make(policy, "old", tokens=8)
@@ -229,7 +229,7 @@ def test_to_a_shorter_prompt_any_job_gives_way_where_priorities_are_fixed() -> N
     assert policy.choose_preempted(old, [new], [new], 0.0) is None
 
 
-def test_of_those_that_decode_the_first_gets_blocks_of_the_last() -> None:
+def test_the_first_decode_preempts_the_last() -> None:
     policy = skip_join()
     a, b = make(policy, "a"), make(policy, "b")
     a.phase = b.phase = "decode"
@@ -246,7 +246,7 @@ def test_of_those_that_decode_the_first_gets_blocks_of_the_last() -> None:
     naive=st.booleans(),
 )
 @settings(max_examples=8, deadline=None)
-def test_nobody_starves(prompts: list[int], alpha: float, every: int, naive: bool) -> None:
+def test_no_request_starves(prompts: list[int], alpha: float, every: int, naive: bool) -> None:
     """After so long a wait only those go first that had come by then, each once.
 
     It is ``alpha`` or :data:`PATIENCE` quanta of the job's queue; each of them goes on for its own

@@ -79,20 +79,20 @@ SCHEDULES = {
 }
 
 
-def test_no_policy_is_without_one() -> None:
+def test_every_policy_has_a_worked_example() -> None:
     assert SCHEDULES.keys() >= set(SCHEDULING_POLICIES)
 
 
 @pytest.mark.parametrize(
     ("name", "bars", "mean"), [(name, *found) for name, found in SCHEDULES.items()]
 )
-def test_the_schedule(name: str, bars: list[tuple[str, float, float]], mean: float) -> None:
+def test_worked_example(name: str, bars: list[tuple[str, float, float]], mean: float) -> None:
     assert schedule(create_scheduling_policy(name)) == bars
     ends = {key: end for key, _, end in bars}
     assert sum(ends.values()) / len(ends) == mean
 
 
-def test_the_schedule_where_answers_are_known() -> None:
+def test_worked_example_of_srpt() -> None:
     lengths = AnswerLengths()
     for _ in range(MIN_ANSWERS):
         lengths.add_answer(2, ANSWER)
@@ -101,5 +101,5 @@ def test_the_schedule_where_answers_are_known() -> None:
     assert schedule(policy, 16) == KNOWN
 
 
-def test_the_schedule_where_nothing_is_known_of_answers() -> None:
+def test_worked_example_of_gittins() -> None:
     assert schedule(Gittins(), 16) == UNKNOWN

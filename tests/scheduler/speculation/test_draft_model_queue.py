@@ -93,7 +93,7 @@ def turn(of: Speculation, one: RequestState, right: int) -> list[int]:
     return drafts[0] if drafts else []
 
 
-def test_a_request_waits_for_what_the_model_says() -> None:
+def test_a_request_waits_for_the_draft_model() -> None:
     made, one = speculation(), job()
     order = asked(made, [one])
     assert order is not None
@@ -112,7 +112,7 @@ def test_a_request_waits_for_what_the_model_says() -> None:
     assert (order.requests[0].position, order.requests[0].tokens) == (2, (7, 3))
 
 
-def test_a_guess_more_has_to_be_worth_its_time_and_its_row() -> None:
+def test_further_drafts_must_pay_off() -> None:
     # A pass of 2 ms and a row of 2 ms more, in a turn of 220 ms; and in one of 20 ms.
     for links, least in ((FAR, 1.2 * 4 / 220), (NEAR, 1.2 * 4 / 20)):
         order = asked(speculation(links), [job()])
@@ -120,7 +120,7 @@ def test_a_guess_more_has_to_be_worth_its_time_and_its_row() -> None:
         assert order.requests[0].min_probability == pytest.approx(least)
 
 
-def test_a_model_is_not_asked_where_it_costs_too_much() -> None:
+def test_a_costly_model_is_not_used() -> None:
     # An ask is expected to bring 1.2 tokens, for three passes and rows: 1.8 times what that costs.
     assert asked(speculation(pass_s=0.040), [job()]) is not None
     assert asked(speculation(pass_s=0.060), [job()]) is None
@@ -129,7 +129,7 @@ def test_a_model_is_not_asked_where_it_costs_too_much() -> None:
     assert asked(speculation(NEAR), [job() for _ in range(20)], load(20, 2)) is None
 
 
-def test_a_model_that_is_slower_than_its_profile_says_is_asked_no_more() -> None:
+def test_a_model_slower_than_its_profile_is_not_used() -> None:
     made, one = speculation(pass_s=0.010), job()
     passes = 0
     while (order := asked(made, [one])) is not None:
@@ -141,7 +141,7 @@ def test_a_model_that_is_slower_than_its_profile_says_is_asked_no_more() -> None
     assert passes > 1
 
 
-def test_a_model_that_has_stalled_is_asked_again_later() -> None:
+def test_a_stalled_model_is_retried() -> None:
     made, one = speculation(pass_s=0.010), job()
     order = asked(made, [one])
     for _ in range(10):
@@ -161,13 +161,13 @@ def test_a_model_that_has_stalled_is_asked_again_later() -> None:
     assert passes > 10
 
 
-def test_n_grams_come_first_where_they_are_as_likely() -> None:
+def test_equally_likely_n_grams_come_first() -> None:
     made, one = speculation(source=Found), job()
     assert asked(made, [one]) is None
     assert made.choose_drafts([one], load(), ROOM)[0][1][0] == 5
 
 
-def test_nobody_is_asked_for_beside_prompts_or_where_a_grammar_says_it() -> None:
+def test_no_model_drafts_beside_prompts_or_forced_tokens() -> None:
     made, one = speculation(), job()
     assert asked(made, [one], load(prefilling=True)) is None
     made.on_forced(one, [7, 8])
@@ -175,7 +175,7 @@ def test_nobody_is_asked_for_beside_prompts_or_where_a_grammar_says_it() -> None
     assert asked(speculation(context=9), [job(2)]) is None
 
 
-def test_a_model_that_is_always_wrong_is_asked_seldom() -> None:
+def test_a_wrong_model_is_used_rarely() -> None:
     made = speculation()
     first, drafted = job(), 0
     for _ in range(400):
@@ -190,14 +190,14 @@ def test_a_model_that_is_always_wrong_is_asked_seldom() -> None:
     assert drafted < 10
 
 
-def test_a_model_that_is_right_is_asked_each_time() -> None:
+def test_a_right_model_is_always_used() -> None:
     made, one = speculation(), job()
     assert [turn(made, one, 3) for _ in range(5)] == [[7, 8, 9]] * 5
     assert made.num_accepted == 15
     assert made.draft_queue.num_drafted == 15
 
 
-def test_chances_are_what_the_model_says_and_how_it_has_done() -> None:
+def test_probabilities_combine_the_model_and_its_record() -> None:
     made, one = speculation(), job()
     for right in (1, 0, 0, 0):
         turn(made, one, right)
@@ -211,7 +211,7 @@ def test_chances_are_what_the_model_says_and_how_it_has_done() -> None:
     assert one.drafter.probability_at(len(one.tokens)) == pytest.approx(expected)
 
 
-def test_a_long_prompt_is_told_in_parts_for_which_nobody_waits() -> None:
+def test_long_prompts_are_sent_in_the_background() -> None:
     made, one = speculation(), job(1000)
     known = []
     while True:
@@ -228,7 +228,7 @@ def test_a_long_prompt_is_told_in_parts_for_which_nobody_waits() -> None:
     assert asked(speculation(), [job(100_000)]) is None
 
 
-def test_a_volume_is_not_torn_apart() -> None:
+def test_a_volume_waits_as_a_whole() -> None:
     made = speculation()
     one, other = job(), job()
     made.on_forced(other, [7, 8])
@@ -242,7 +242,7 @@ def test_a_volume_is_not_torn_apart() -> None:
     assert not made.draft_queue.is_waiting(other)
 
 
-def test_as_long_as_little_is_known_one_is_tried() -> None:
+def test_an_unknown_model_gets_one_request_per_volume() -> None:
     made = speculation()
     made.draft_queue.draft_yield.num_recorded = 0
     order = asked(made, [job() for _ in range(4)])
@@ -250,7 +250,7 @@ def test_as_long_as_little_is_known_one_is_tried() -> None:
     assert len(order.requests) == 1
 
 
-def test_who_has_ended_is_forgotten() -> None:
+def test_ended_requests_are_dropped() -> None:
     made, one, other = speculation(), job(), job()
     order = asked(made, [one, other])
     assert order is not None
@@ -271,7 +271,7 @@ def test_who_has_ended_is_forgotten() -> None:
     assert made.draft_queue.pop_batch() is None
 
 
-def test_a_model_that_fails_is_asked_no_more() -> None:
+def test_a_failed_model_is_not_used() -> None:
     made, one = speculation(), job()
     assert asked(made, [one]) is not None
     made.draft_queue.on_results(DraftResults(failed=True))
@@ -282,7 +282,7 @@ def test_a_model_that_fails_is_asked_no_more() -> None:
 
 
 @pytest.mark.parametrize("setting", [0, 3])
-def test_a_fixed_number(setting: int) -> None:
+def test_a_fixed_number_of_model_drafts(setting: int) -> None:
     made = speculation(NEAR, setting, pass_s=1.0)
     assert made.draft_queue.has_model == (setting > 0)
     if setting:

@@ -18,7 +18,7 @@ def searched(tokens: Sequence[int], k: int, longest: int) -> tuple[Sequence[int]
     return (), 1
 
 
-def test_a_draft_is_what_followed_the_latest_place_of_the_longest_match() -> None:
+def test_the_latest_longest_match_is_continued() -> None:
     tokens = [1, 2, 3, 4, 9, 2, 3, 5, 7, 2, 3]
     assert PromptLookup().propose_drafts(tokens, 2) == ([5, 7], 2)
     assert PromptLookup().propose_drafts([*tokens, 4], 2) == ([9, 2], 3)
@@ -34,14 +34,16 @@ def test_a_draft_is_what_followed_the_latest_place_of_the_longest_match() -> Non
     st.integers(1, 5),
     st.integers(1, 5),
 )
-def test_any_text(tokens: list[int], begin: int, k: int, longest: int) -> None:
+def test_drafts_always_continue_a_match(
+    tokens: list[int], begin: int, k: int, longest: int
+) -> None:
     lookup = PromptLookup(longest)
     for end in range(min(begin, len(tokens)), len(tokens) + 1):
         text = tokens[:end]
         assert lookup.propose_drafts(text, k) == searched(text, k, longest)
 
 
-def test_a_long_prompt_is_read_in_the_course_of_steps() -> None:
+def test_long_prompts_are_indexed_incrementally() -> None:
     lookup, prompt = PromptLookup(), list(range(5000))
     text = [*prompt, 3000, 3001]
     assert not lookup.propose_drafts(text, 2).tokens

@@ -95,7 +95,7 @@ def counts(
     return [found.get(state.id, 0) for state in given]
 
 
-def test_a_turn_that_is_mostly_latency_has_room_for_drafts() -> None:
+def test_latency_bound_rings_have_room_for_drafts() -> None:
     # A turn takes 220 ms and a draft 2 more: worth it down to a chance of 0.011.
     alone = RingLoad(1, 1, 0)
     assert counts(speculation(), jobs(1, 0.9), alone) == [MAX_DRAFTS]
@@ -105,7 +105,7 @@ def test_a_turn_that_is_mostly_latency_has_room_for_drafts() -> None:
     assert counts(speculation(), jobs(1, 0.01), alone) == [0]
 
 
-def test_where_stages_compute_all_the_time_only_good_drafts_pay() -> None:
+def test_compute_bound_rings_take_good_drafts_only() -> None:
     # A turn takes 20 ms, and a draft a tenth of it.
     alone = RingLoad(1, 1, 0)
     assert counts(speculation(NEAR), jobs(1, 0.9), alone) == [9]
@@ -116,7 +116,7 @@ def test_where_stages_compute_all_the_time_only_good_drafts_pay() -> None:
     assert sum(counts(speculation(NEAR), jobs(20, 0.8), full)) == 0
 
 
-def test_the_best_chances_come_first() -> None:
+def test_the_most_probable_drafts_come_first() -> None:
     given = [*jobs(1, 0.2), *jobs(1, 0.9), *jobs(1, 0.6)]
     for index, state in enumerate(given):
         state.id = index
@@ -125,16 +125,16 @@ def test_the_best_chances_come_first() -> None:
 
 
 @pytest.mark.parametrize("setting", [1, 3, MAX_DRAFTS])
-def test_a_fixed_number_asks_for_nothing(setting: int) -> None:
+def test_a_fixed_number_needs_no_estimate(setting: int) -> None:
     fixed = speculation(NEAR, setting)
     assert counts(fixed, jobs(3, 0.01), RingLoad(3, 2, 0, True)) == [setting] * 3
 
 
-def test_off() -> None:
+def test_speculation_can_be_disabled() -> None:
     assert speculation(setting=0).choose_drafts(jobs(1, 1.0), RingLoad(1, 1, 0), ROOM) == []
 
 
-def test_nothing_is_drafted_where_the_stages_are_unknown() -> None:
+def test_unknown_stages_get_no_drafts() -> None:
     made = speculation()
     made.set_times(RingTimes((STAGE, Profile()), FAR, 0))
     assert counts(made, jobs(1, 0.9), RingLoad(1, 1, 0)) == [0]
@@ -145,7 +145,7 @@ def test_nothing_is_drafted_where_the_stages_are_unknown() -> None:
     assert counts(made, jobs(1, 0.9), RingLoad(1, 1, 0)) == [MAX_DRAFTS]
 
 
-def test_beside_chunks_a_tile_of_drafts_or_none() -> None:
+def test_piggybacked_chunks_limit_drafts_to_a_tile() -> None:
     # One draft more than a chunk has room for takes 2 * 32 ms more, 15 others nothing.
     chunks = RingLoad(1, 1, 0, has_prefill=True)
     assert counts(speculation(), jobs(1, 0.9), chunks) == [MAX_DRAFTS]
@@ -154,7 +154,7 @@ def test_beside_chunks_a_tile_of_drafts_or_none() -> None:
     assert counts(speculation(NEAR), jobs(1, 0.5), chunks) == [0]
 
 
-def test_drafts_that_are_wrong_end_and_come_again_later() -> None:
+def test_wrong_drafts_pause_and_are_retried() -> None:
     made, (state,) = speculation(NEAR), jobs(1)
     alone, passes = RingLoad(1, 1, 0), 0
     while made.choose_drafts([state], alone, ROOM):
@@ -170,7 +170,7 @@ def test_drafts_that_are_wrong_end_and_come_again_later() -> None:
     assert made.num_accepted == 1
 
 
-def test_what_follows_a_wrong_draft_tells_nothing() -> None:
+def test_drafts_after_a_wrong_one_are_not_recorded() -> None:
     one, other = RequestDrafter(Counts()), RequestDrafter(Counts())
     one.on_verified(0, 2, 1)
     other.on_verified(0, 9, 1)
@@ -182,7 +182,7 @@ def test_what_follows_a_wrong_draft_tells_nothing() -> None:
 FORCED = [7, 8, 9]
 
 
-def test_forced_tokens_pay_where_guesses_do_not() -> None:
+def test_forced_tokens_pay_off_without_a_margin() -> None:
     # Beside 20 rows in each of two volumes, a row more is worth a token and costs less than one.
     full = RingLoad(20, 2, 0)
     given = jobs(20)
@@ -193,7 +193,7 @@ def test_forced_tokens_pay_where_guesses_do_not() -> None:
     assert made.choose_drafts(given, full, 2) == [(given[3], FORCED[:2])]
 
 
-def test_forced_tokens_teach_nothing_of_guesses() -> None:
+def test_forced_tokens_do_not_affect_the_record() -> None:
     made, (state,) = speculation(), jobs(1, 0.1)
     state.drafter = RequestDrafter(Counts())
     before = state.drafter.best_probability
@@ -206,7 +206,7 @@ def test_forced_tokens_teach_nothing_of_guesses() -> None:
     assert made.choose_drafts([state], ALONE, ROOM) != [(state, FORCED)]
 
 
-def test_forced_tokens_go_ahead() -> None:
+def test_forced_tokens_are_used_as_lookahead() -> None:
     made, (state,) = pipelined(), jobs(1, 0.0)
     made.on_forced(state, list(range(9)))
     assert made.choose_drafts([state], ALONE, ROOM, (1,)) == [(state, [0, 1, 2])]
@@ -214,7 +214,7 @@ def test_forced_tokens_go_ahead() -> None:
     assert made.choose_lookahead([state], ALONE, (4,), ROOM) == [(state, [3, 4, 5, 6, 7, 8])]
 
 
-def test_a_last_stage_that_is_wrong_is_trusted_less() -> None:
+def test_wrong_forced_tokens_reduce_trust() -> None:
     made, (state,) = speculation(NEAR), jobs(1)
     alone, passes = RingLoad(1, 1, 0), 0
     made.on_forced(state, FORCED)
@@ -224,13 +224,13 @@ def test_a_last_stage_that_is_wrong_is_trusted_less() -> None:
         assert passes < 30
 
 
-def test_drafts_that_are_off_are_off_for_forced_tokens_too() -> None:
+def test_disabled_drafts_include_forced_tokens() -> None:
     made, (state,) = speculation(setting=0), jobs(1)
     made.on_forced(state, FORCED)
     assert made.choose_drafts([state], RingLoad(1, 1, 0), ROOM) == []
 
 
-def test_a_draft_is_as_good_as_the_tokens_before_it_that_agree() -> None:
+def test_probability_grows_with_matching_tokens() -> None:
     made = RequestDrafter(Counts())
     made.propose_drafts((1, 2), 9)
     assert [made.probability_at(2 + at) for at in range(5)] == [*CLASS_PRIORS[:4], CLASS_PRIORS[3]]
@@ -266,7 +266,7 @@ def under_way(chance: float, path: int) -> RequestState:
     return state
 
 
-def test_drafts_go_ahead_if_those_before_them_are_likely_to_be_right() -> None:
+def test_likely_paths_get_lookahead() -> None:
     # A turn takes 220 ms, and a volume of 6 rows 15, of which others wait for half: 0.033.
     made = pipelined()
     assert ahead(made, [under_way(0.9, 15)]) == [6]
@@ -276,20 +276,20 @@ def test_drafts_go_ahead_if_those_before_them_are_likely_to_be_right() -> None:
     assert ahead(made, jobs(1, 0.9)) == [0], "nothing was foretold"
 
 
-def test_the_most_likely_goes_ahead() -> None:
+def test_the_most_likely_path_gets_lookahead() -> None:
     likely, less = under_way(0.9, 2), under_way(0.9, 3)
     less.id = 1
     assert ahead(pipelined(), [less, likely]) == [0, 6]
 
 
-def test_nothing_goes_ahead_where_the_ring_is_busy() -> None:
+def test_busy_rings_get_no_lookahead() -> None:
     # Four fifths of a turn are 176 ms.
     assert ahead(pipelined(), [under_way(0.9, 2)], [1, *[15] * 6]) == [6]
     assert ahead(pipelined(), [under_way(0.9, 2)], [1, *[15] * 7]) == [0]
     assert ahead(pipelined(NEAR), [under_way(0.9, 2)]) == [0]
 
 
-def test_no_more_goes_ahead_than_is_wanted() -> None:
+def test_lookahead_respects_max_tokens() -> None:
     made, state = pipelined(), under_way(0.9, 2)
     state.num_credited = len(state.tokens)
     state.credit_window = 7
@@ -299,7 +299,7 @@ def test_no_more_goes_ahead_than_is_wanted() -> None:
     assert ahead(made, [state]) == [2]
 
 
-def test_more_is_foretold_when_that_is_used_up() -> None:
+def test_used_up_proposals_are_extended() -> None:
     made, state = pipelined(), under_way(0.99, 99)
     assert ahead(made, [state]) == [0]
     state.tokens += state.draft_path[:90]

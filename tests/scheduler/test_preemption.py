@@ -96,7 +96,7 @@ class Served:
 
 
 @pytest.mark.parametrize(("policy", "several"), [("skip-join-mlfq", False), ("gittins", True)])
-def test_several_may_give_way_at_once(policy: str, several: bool) -> None:
+def test_several_requests_are_preempted_at_once(policy: str, several: bool) -> None:
     """Four have run for long when four short ones come."""
     served = Served(policy, running=4)
     for number in range(4):
@@ -110,7 +110,7 @@ def test_several_may_give_way_at_once(policy: str, several: bool) -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip-join-mlfq", "gittins"])
-def test_nobody_gives_way_who_would_be_back_at_once_by_his_share(policy: str) -> None:
+def test_requests_readmitted_by_share_are_not_preempted(policy: str) -> None:
     """One client has short ones without end, another one asks for one that is long."""
     served = Served(policy, running=2)
     for _ in range(200):
@@ -125,7 +125,7 @@ def test_nobody_gives_way_who_would_be_back_at_once_by_his_share(policy: str) ->
     assert len(served.ended) - before > 100
 
 
-def test_nobody_gives_way_who_would_be_back_at_once_by_priority() -> None:
+def test_requests_readmitted_by_priority_are_not_preempted() -> None:
     served = Served("gittins", running=1)
     served.submit("urgent", tuple(range(400)), 60)
     for _ in range(70):
@@ -137,7 +137,7 @@ def test_nobody_gives_way_who_would_be_back_at_once_by_priority() -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip-join-mlfq", "gittins"])
-def test_blocks_that_one_who_waits_finds_cached_are_no_room_for_others(policy: str) -> None:
+def test_matched_cached_blocks_are_not_available_to_others(policy: str) -> None:
     """Of 40 blocks 20 are cached, and found; nearly all others are those of one that runs."""
     served = Served(policy, running=4, blocks=40, cache=True)
     prefix = tuple(range(20 * 16))
@@ -162,7 +162,7 @@ def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "gives_way"), [(32, False), (20, True)])
-def test_nobody_gives_way_where_that_makes_too_little_room(blocks: int, gives_way: bool) -> None:
+def test_insufficient_preemptions_are_not_made(blocks: int, gives_way: bool) -> None:
     """What the one that waits lacks beside an old one's blocks, a more urgent one has."""
     served = Served("gittins", running=4, blocks=40)
     outlived(served, "old", 8, priority=1)
@@ -174,7 +174,7 @@ def test_nobody_gives_way_where_that_makes_too_little_room(blocks: int, gives_wa
     assert served.preemptions == gives_way
 
 
-def test_room_of_who_is_in_flight_counts_and_is_made_when_he_is_back() -> None:
+def test_requests_in_flight_are_preempted_after_their_return() -> None:
     """One is in flight and one at rest when a third one comes that needs what both have."""
     served = Served("gittins", running=4, blocks=40, micro_batches=2)
     outlived(served, "a", 10)
@@ -192,7 +192,7 @@ def test_room_of_who_is_in_flight_counts_and_is_made_when_he_is_back() -> None:
 
 
 @pytest.mark.parametrize(("reserved", "give_way"), [(0, 0), (15, 1), (39, 2)])
-def test_who_comes_back_leaves_the_reserve_alone_unless_nobody_else_runs(
+def test_resumed_requests_respect_the_reserve(
     reserved: int, give_way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served("gittins", running=4, blocks=40, mode="reactive-swap")
@@ -210,7 +210,7 @@ def test_who_comes_back_leaves_the_reserve_alone_unless_nobody_else_runs(
     assert served.preemptions == 1 + give_way
 
 
-def test_blocks_that_two_hold_are_room_once_both_give_way() -> None:
+def test_shared_blocks_count_once_all_holders_are_preempted() -> None:
     blocks = BlockAllocator(8)
     shared, own = blocks.allocate_blocks(3), blocks.allocate_blocks(2)
     blocks.share_blocks(shared)
@@ -220,7 +220,7 @@ def test_blocks_that_two_hold_are_room_once_both_give_way() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
 @pytest.mark.parametrize("blocks", [10, 24])
-def test_of_those_who_take_nothing_as_many_give_way_as_are_needed(policy: str, blocks: int) -> None:
+def test_as_many_stalled_requests_are_preempted_as_needed(policy: str, blocks: int) -> None:
     """Two who take nothing, but are not abandoned yet, hold everything."""
     served = Served(policy, running=4, blocks=40)
     holders = [served.submit(key, range(16 * 17), 200, key, window=4) for key in "ab"]
@@ -233,7 +233,7 @@ def test_of_those_who_take_nothing_as_many_give_way_as_are_needed(policy: str, b
     assert served.preemptions == (1 if blocks == 10 else 2)
 
 
-def test_blocks_that_one_who_waits_shares_are_no_room_if_their_holder_gives_way() -> None:
+def test_blocks_shared_with_the_preemptor_are_not_freed() -> None:
     """An urgent one has 26 of 64 blocks and ends late; the old one shares 20 with the new one."""
     served = Served("gittins", running=8, blocks=64, cache=True)
     prefix = range(1000, 1000 + 20 * 16)
@@ -249,7 +249,7 @@ def test_blocks_that_one_who_waits_shares_are_no_room_if_their_holder_gives_way(
     assert served.preemptions == 0
 
 
-def test_who_has_just_been_admitted_does_not_give_way_before_a_row_of_his() -> None:
+def test_new_admissions_run_before_preemption() -> None:
     served = Served("gittins", running=4, blocks=40, mode="proactive-swap")
     served.head.set_host_memory(100, 1e-9)
     outlived(served, "old", 16)
@@ -268,7 +268,7 @@ def test_who_has_just_been_admitted_does_not_give_way_before_a_row_of_his() -> N
 
 
 @pytest.mark.parametrize(("seed", "clients"), [(4, 1), (8, 3), (6, 3)])
-def test_who_comes_back_from_host_memory_is_not_who_gives_way_next(seed: int, clients: int) -> None:
+def test_resumed_requests_are_not_preempted_next(seed: int, clients: int) -> None:
     """Requests of several priorities, more than there is memory for, all come to an end."""
     rng, way = random.Random(seed), deque[MicroBatch]()
     served = Served("gittins", 12, blocks=60, micro_batches=2, mode="proactive-swap")

@@ -77,7 +77,7 @@ def told(emissions: Sequence[Emission]) -> list[tuple[int, int]]:
     return [(each.position, each.token) for each in messages if isinstance(each, OutputToken)]
 
 
-def test_drafts_go_ahead_while_those_before_them_are_under_way() -> None:
+def test_lookahead_drafts_follow_drafts_in_flight() -> None:
     made = decoding()
     first, second, third = flying(made)
     assert first.slices == (RequestSlice(0, 10, 4, 2, (3,), True, drafts=(101, 102, 103)),)
@@ -86,7 +86,7 @@ def test_drafts_go_ahead_while_those_before_them_are_under_way() -> None:
     assert made.next_batch(0.0) is None, "no more may be in flight"
 
 
-def test_as_long_as_they_are_right_each_pass_brings_its_tokens() -> None:
+def test_right_lookahead_drafts_yield_their_tokens() -> None:
     made = decoding()
     first, second, third = flying(made)
     assert told(say(made, first, 101, 102, 103, 104)) == [(at, 90 + at) for at in range(11, 15)]
@@ -103,9 +103,7 @@ def test_as_long_as_they_are_right_each_pass_brings_its_tokens() -> None:
 @pytest.mark.parametrize(
     ("tokens", "start"), [((7,), 11), ((101, 102, 103, 7), 14)], ids=["within", "after"]
 )
-def test_after_a_wrong_draft_what_went_ahead_brings_nothing(
-    tokens: tuple[int, ...], start: int
-) -> None:
+def test_a_wrong_draft_invalidates_lookahead_rows(tokens: tuple[int, ...], start: int) -> None:
     made = decoding()
     first, second, third = flying(made)
     say(made, first, *tokens)
@@ -117,7 +115,7 @@ def test_after_a_wrong_draft_what_went_ahead_brings_nothing(
 
 
 @pytest.mark.parametrize("tokens", [(105,), (105, 106, 107, 108)], ids=str)
-def test_tokens_of_rows_on_a_wrong_path_fail_their_request(tokens: tuple[int, ...]) -> None:
+def test_tokens_from_a_wrong_path_fail_the_request(tokens: tuple[int, ...]) -> None:
     made = decoding()
     first, second, _ = flying(made)
     say(made, first, 7)
@@ -126,7 +124,7 @@ def test_tokens_of_rows_on_a_wrong_path_fail_their_request(tokens: tuple[int, ..
 
 
 @pytest.mark.parametrize("tokens", [(), (105, 9, 8), (105, 106, 107, 108)], ids=str)
-def test_other_tokens_than_rows_ahead_have_fail_their_request(tokens: tuple[int, ...]) -> None:
+def test_tokens_other_than_the_lookahead_drafts_fail_the_request(tokens: tuple[int, ...]) -> None:
     made = decoding()
     first, second, _ = flying(made)
     say(made, first, 101, 102, 103, 104)
@@ -134,7 +132,7 @@ def test_other_tokens_than_rows_ahead_have_fail_their_request(tokens: tuple[int,
     assert isinstance(emission.message, Rejected)
 
 
-def test_where_a_right_row_could_not_be_sampled_the_path_is_left() -> None:
+def test_an_unsampled_row_clears_the_draft_path() -> None:
     made = decoding()
     first, second, third = flying(made)
     assert told(say(made, first, 101, 102)) == [(11, 101), (12, 102)]
@@ -144,7 +142,7 @@ def test_where_a_right_row_could_not_be_sampled_the_path_is_left() -> None:
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_a_cancel_gives_all_blocks_back(when: str) -> None:
+def test_a_cancel_frees_all_blocks(when: str) -> None:
     made = decoding(prefix_cache=True)
     first, second, third = flying(made)
     back = [first, second, third]
@@ -169,7 +167,7 @@ def test_a_cancel_gives_all_blocks_back(when: str) -> None:
     assert tree.match_prefix(right).num_tokens == (10 if when == "at once" else 14)
 
 
-def test_who_has_rows_on_a_wrong_path_in_flight_is_not_preempted() -> None:
+def test_requests_with_wrong_path_rows_in_flight_are_not_preempted() -> None:
     made = decoding(lookahead_volumes=1)
     first, second = sent(made.next_batch(0.0)), sent(made.next_batch(0.0))
     say(made, first, 7)
@@ -180,7 +178,7 @@ def test_who_has_rows_on_a_wrong_path_in_flight_is_not_preempted() -> None:
     assert list(made._queues._idle_requests()) == [state]
 
 
-def test_nothing_goes_ahead_beside_prompts_or_decode_rows() -> None:
+def test_no_lookahead_beside_prompts_or_decode_rows() -> None:
     made = decoding(micro_batches=2)
     first = sent(made.next_batch(0.0))
     submit(made, "b", max_tokens=50)
