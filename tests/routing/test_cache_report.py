@@ -1,4 +1,4 @@
-"""Reports on their way: the same at the other end, and nonsense is an error."""
+"""Cache reports and span digests."""
 
 import pytest
 from hypothesis import given
@@ -67,5 +67,5 @@ def test_digests_are_stable() -> None:
     assert span_digests(range(SPAN_TOKENS)) == (DIGEST,)
 
 
-#: Of the tokens 0 to 63, as any PC and any version has it.
+#: Of the tokens 0 to 63, on any PC and in any version.
 DIGEST = 3678511507499414395

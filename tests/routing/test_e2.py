@@ -1,4 +1,4 @@
-"""E2: exact choices, and that nothing that it is told can hurt but time."""
+"""E2: exact choices, and robustness against wrong reports."""
 
 import random
 from itertools import count
@@ -18,7 +18,7 @@ KEYS = count()
 
 
 def prompt(family: int, shared: int, own: int) -> RoutedPrompt:
-    """``shared`` spans that begin a family of prompts, and ``own`` ones."""
+    """A prompt of ``shared`` spans of a family, and ``own`` ones."""
     key = next(KEYS)
     spans = [family * 1000 + index for index in range(shared)]
     spans += [10**6 + key * 1000 + index for index in range(own)]
@@ -103,7 +103,7 @@ def test_overloaded_pipelines_are_relieved(e2: E2Router, up: list[PipelineLoad])
     assert homes[0] == "a"
     assert set(homes) == {"a", "b", "c", "d"}
     assert e2.decision_counts["redirected"] > 0
-    # Each of them has it now.
+    # Each of them has it cached now.
     assert max(map(homes.count, "abcd")) <= 2 * min(map(homes.count, "abcd"))
 
 
@@ -111,7 +111,7 @@ def test_a_doubled_wait_replicates_the_prefix(e2: E2Router, up: list[PipelineLoa
     calm = E2Router(t_hbal=1e9)
     for load in up:
         calm.on_cache_report(load.name, CacheReport(0, True, capacity=100_000, costs=COSTS), 0.0)
-    now, waited = 0.0, (0.1, 0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0)  # nobody has the first
+    now, waited = 0.0, (0.1, 0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0)  # none precedes the first
     for index, wait in enumerate(waited):
         now = 90.0 * (index // 5) + index
         again = prompt(1, 16, 1)
@@ -126,7 +126,7 @@ def test_a_doubled_wait_replicates_the_prefix(e2: E2Router, up: list[PipelineLoa
 def test_uncached_prompts_go_to_decode_heavy_pipelines(
     e2: E2Router, up: list[PipelineLoad]
 ) -> None:
-    # "a" serves what is cached and answers at length, the others prompts that are not.
+    # "a" serves cached prompts with long answers, the others uncached ones.
     for load in up:
         e2.on_cache_report(
             load.name, CacheReport(1, False, costs=RequestCosts(0.001, 0.0, 0.02)), 0.0
@@ -202,6 +202,6 @@ def test_random_events_keep_the_invariants(seed: int) -> None:
         router.validate()
     for request in live:
         done(router, request, 61.0)
-    # What is still to be done is nothing again.
+    # No work is outstanding.
     assert router.is_idle
     assert sum(router.cached_tokens(name) for name in "abcx") <= MAX_SPANS * SPAN_TOKENS

@@ -1,4 +1,4 @@
-"""Round-robin and least-loaded: exact choices."""
+"""Round robin, least loaded and the fallback: exact choices."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,14 +16,14 @@ PROMPT = RoutedPrompt("a", 16)
 
 def test_round_robin_skips_missing_pipelines() -> None:
     pipelines = [PipelineLoad(name) for name in "acf"]
-    turns = create_router("round-robin")
-    assert [turns.choose_pipeline(PROMPT, pipelines, 0.0).name for _ in range(4)] == [
+    scheduled = create_router("round-robin")
+    assert [scheduled.choose_pipeline(PROMPT, pipelines, 0.0).name for _ in range(4)] == [
         "a",
         "c",
         "f",
         "a",
     ]
-    assert turns.choose_pipeline(PROMPT, pipelines[1:], 0.0).name == "c"
+    assert scheduled.choose_pipeline(PROMPT, pipelines[1:], 0.0).name == "c"
 
 
 def test_least_loaded_breaks_ties_by_requests_sent() -> None:
@@ -44,7 +44,7 @@ PROMPT = RoutedPrompt("k", 100)
 
 
 class Broken(Router):
-    """Fails at all that it is asked or told."""
+    """Fails at every call."""
 
     reads_spans = True
 

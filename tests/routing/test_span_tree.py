@@ -1,4 +1,4 @@
-"""Who has which beginning: bounds hold whatever is said, and a path is forgotten from its end."""
+"""Cached prefixes by pipeline: bounds under any events, and eviction from the end of a path."""
 
 import random
 

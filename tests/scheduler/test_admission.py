@@ -1,4 +1,4 @@
-"""What is said of waits, against a head whose ring takes a fixed time: when a place was free."""
+"""Admission: estimated waits, limits and deadlines, on a ring with a fixed iteration time."""
 
 from random import Random
 
@@ -21,21 +21,21 @@ from molink.wire.messages.data_plane import (
 from molink.wire.messages.serving import Rejected
 from tests.support.request_states import make_state
 
-#: Seconds of an iteration, whatever is in it.
+#: Seconds of each iteration.
 STEP_S = 0.5
 STOP = 99
 
 
 class ScriptedRing:
-    """A head whose volumes all come back after :data:`STEP_OVERHEAD_S`, and releases at once."""
+    """A scheduler whose volumes return after :data:`STEP_S` and whose releases return at once."""
 
     def __init__(self, **changes: float) -> None:
         fields = {"num_blocks": 128, "block_size": 4, "micro_batches": 1, "prefix_cache": False}
         fields |= {"max_num_batched_tokens": 64, **changes}
-        self.head = Scheduler(SchedulerConfig(**fields), 1)
+        self.scheduler = Scheduler(SchedulerConfig(**fields), 1)
         self.now = 0.0
         self.told: list[Emission] = []
-        #: Tokens of answers that end before they have to, by key.
+        #: Lengths of answers that end early, by key.
         self.lengths: dict[str, int] = {}
 
     def submit(self, key: str, answer: int = 20, tokens: int = 10, **fields: object) -> None:
@@ -43,36 +43,36 @@ class ScriptedRing:
         peer = str(given.pop("peer"))
         prompt, own = tuple(range(tokens)), given.pop("prompt_tokens", tokens)
         request = make_state(peer, key, prompt, own, answer, SamplingParams(), (STOP,), **given)
-        self.told += self.head.submit_request(request, self.now)
+        self.told += self.scheduler.submit_request(request, self.now)
 
     def step(self) -> None:
-        batch = self.head.next_batch(self.now)
+        batch = self.scheduler.next_batch(self.now)
         self.now += STEP_S
-        self.told += self.head.expire_requests(self.now)
+        self.told += self.scheduler.expire_requests(self.now)
         for volume in batch.volumes if batch is not None else ():
             choices = tuple(map(self._choice, volume.header.slices))
-            self.told += self.head.on_sampled(
+            self.told += self.scheduler.on_sampled(
                 SamplerOutput(volume.header.seq, choices), {}, self.now
             )
         for each in batch.controls if batch is not None else ():
             if isinstance(each.body, Release):
-                self.head.on_released(each.body.seq, self.now)
-        self.head.validate()
+                self.scheduler.on_released(each.body.seq, self.now)
+        self.scheduler.validate()
 
     def _choice(self, rows: RequestSlice) -> SampledId:
-        state = self.head._queues.get_by_id(rows.request)
+        state = self.scheduler._queues.get_by_id(rows.request)
         assert state is not None, "all prompts fit into one chunk"
         assert rows.sample
         ends = state.num_generated + 1 == self.lengths.get(state.key)
         return SampledId(rows.request, rows.start + rows.count, STOP if ends else 50)
 
-    def is_admitted(self, key: str, owner: str = "d") -> bool:
-        state = self.head._queues.find_request(owner, key)
+    def is_admitted(self, key: str, peer: str = "d") -> bool:
+        state = self.scheduler._queues.find_request(peer, key)
         return state is None or state.phase != "waiting"
 
     def waiting(self) -> list[RequestState]:
-        """Those in the queue, by whose turn it is."""
-        queues = self.head._queues
+        """Waiting requests in order of admission."""
+        queues = self.scheduler._queues
         return queues.fair_shares.order_waiting(queues.waiting_requests)
 
     def rejections(self) -> dict[str, Rejected]:
@@ -95,9 +95,9 @@ def test_the_rate_counts_busy_time_only() -> None:
 
 @pytest.mark.parametrize(("known", "within"), [(True, 2.0), (False, 6.0)])
 def test_the_estimated_slot_is_about_right(known: bool, within: float) -> None:
-    """Two run and two wait. Answers of 20 to 39 tokens at 2/s: a place is free after 4 to 15 s.
+    """Two run and two wait. Answers of 20 to 39 tokens at 2/s free a slot after 4 to 15 s.
 
-    ``known`` is whether the head can know when they end, as ``max_tokens`` tells.
+    ``known`` is whether ``max_tokens`` tells the scheduler when they end.
     """
     ring = ScriptedRing(max_num_seqs=2, max_queue_len=2)
     sizes, errors, waits = Random(7), [], []
@@ -111,14 +111,14 @@ def test_the_estimated_slot_is_about_right(known: bool, within: float) -> None:
         with pytest.raises(Overloaded) as caught:
             ring.submit("more")
         asked = ring.now
-        while ring.head._queues.num_waiting == 2:
+        while ring.scheduler._queues.num_waiting == 2:
             ring.step()
         waits.append(ring.now - asked)
         errors.append(caught.value.retry_after - waits[-1])
-        while ring.head.live_requests:
+        while ring.scheduler.live_requests:
             ring.step()
     assert max(waits) - min(waits) > 7
-    # Before any answer has ended, nothing but `max_tokens` is known of their length.
+    # Until an answer has ended, only `max_tokens` tells its length.
     assert max(abs(error) for error in errors[1:]) <= within
 
 
@@ -126,15 +126,15 @@ def test_an_estimated_wait_beyond_the_limit_rejects_on_arrival() -> None:
     ring = ScriptedRing(max_num_seqs=2)
     for number in range(14):
         ring.submit(f"r{number}", answer=20)
-    while ring.head._queues.num_waiting > 6:
+    while ring.scheduler._queues.num_waiting > 6:
         ring.step()
-    # Two of 20 tokens end every 10 s or so; 6 wait, so it's the turn of a seventh after 38 s.
+    # Two of 20 tokens end about every 10 s; with 6 waiting, a seventh starts after 38 s.
     with pytest.raises(
         Overloaded, match=r"about \d+ s; its limit is 20 s .`max_queue_time`."
     ) as told:
         ring.submit("hurried", max_queue_s=20.0)
     ring.submit("patient", max_queue_s=60.0)
-    # Another client has its share: the others' requests are not all before its own.
+    # Another client has its own share, so it does not wait for all others.
     ring.submit("other", max_queue_s=20.0, client="other")
     at = ring.now
     while not ring.is_admitted("patient"):
@@ -142,7 +142,7 @@ def test_an_estimated_wait_beyond_the_limit_rejects_on_arrival() -> None:
     assert 20 < ring.now - at < 60
     assert told.value.retry_after == pytest.approx(ring.now - at - 20, abs=8)
     assert not ring.rejections(), "who was let in has kept to its time"
-    counters, _ = ring.head.collect_stats()
+    counters, _ = ring.scheduler.collect_stats()
     assert counters["scheduler_late_total"] == 1
 
 
@@ -162,26 +162,26 @@ def test_waiting_beyond_the_limit_rejects() -> None:
     assert told["longer"].reason == "overloaded"
     assert "was not started within 8 s" in told["longer"].message
     assert told["longer"].retry_after > 1
-    assert [key for _, key in ring.head.live_requests] == ["runs", "long"]
-    while ring.head.live_requests:
+    assert [key for _, key in ring.scheduler.live_requests] == ["runs", "long"]
+    while ring.scheduler.live_requests:
         ring.step()
-    counters, _ = ring.head.collect_stats()
+    counters, _ = ring.scheduler.collect_stats()
     assert counters["scheduler_expired_total"] == 2
-    # "runs" at once, and "long" when that had its 100 tokens, at 2 a second.
+    # "runs" starts at once, and "long" after its 100 tokens at 2/s.
     assert (counters["scheduler_admitted_total"], counters["scheduler_queue_seconds_total"]) == (
         2,
         50.0,
     )
 
 
-#: A prompt token takes a tenth of a second.
+#: A prompt token takes 0.1 s.
 SLOW = Profile(decode=((1, 0.1),), prefill=((1, 0.1), (1024, 102.4)))
 
 
 def admissions(ring: ScriptedRing) -> list[str]:
-    """Serve all requests; returns their keys as they were admitted."""
+    """Serve all requests; returns their keys in order of admission."""
     found: list[str] = []
-    while live := ring.head.live_requests:
+    while live := ring.scheduler.live_requests:
         found += [key for peer, key in live if ring.is_admitted(key, peer) and key not in found]
         ring.step()
     return found
@@ -203,7 +203,7 @@ def test_a_clients_requests_run_by_slack() -> None:
 
 def test_a_long_prompt_has_less_slack_than_a_short_one() -> None:
     ring = ScriptedRing(max_num_seqs=1)
-    ring.head.set_times(RingTimes((SLOW,), (), 0))
+    ring.scheduler.set_times(RingTimes((SLOW,), (), 0))
     ring.submit("runs", answer=4)
     ring.step()
     ring.submit("short", answer=4, tokens=2, deadline_s=28.0)
@@ -231,26 +231,26 @@ def test_an_unreachable_deadline_rejects_on_arrival() -> None:
     ring = ScriptedRing(max_num_seqs=2)
     for number in range(14):
         ring.submit(f"r{number}", answer=20)
-    while ring.head._queues.num_waiting > 6:
+    while ring.scheduler._queues.num_waiting > 6:
         ring.step()
     expected = r"first token would take about \d+ s.* within 10\.0 s \(`timeout`\)"
     with pytest.raises(Overloaded, match=expected) as told:
         ring.submit("hurried", deadline_s=10.0, priority=1)
     assert told.value.retry_after > 5
-    # Its slack is the least, so it goes first: the next place is free in time.
+    # It has the least slack, so it goes first, and the next slot is free in time.
     ring.submit("first", deadline_s=20.0)
-    # Whose answer had begun at a head that is lost goes on: what it has is worth something.
+    # A resubmitted request is admitted in spite of its deadline.
     ring.submit("begun", tokens=10, prompt_tokens=9, deadline_s=0.5, priority=1)
     while not ring.is_admitted("first"):
         ring.step()
     assert not ring.rejections()
-    assert ring.head.collect_stats()[0]["scheduler_late_total"] == 1
+    assert ring.scheduler.collect_stats()[0]["scheduler_late_total"] == 1
 
 
 def test_a_prefill_beyond_the_deadline_is_a_request_error() -> None:
     ring = ScriptedRing()
     ring.submit("unknown", tokens=60, deadline_s=5.0)
-    ring.head.set_times(RingTimes((SLOW,), (), 0))
+    ring.scheduler.set_times(RingTimes((SLOW,), (), 0))
     with pytest.raises(RequestError, match=r"the prompt alone takes 6\.0 s or more") as told:
         ring.submit("long", tokens=60, deadline_s=5.0)
     assert told.value.param == "timeout"
@@ -271,7 +271,7 @@ def test_waiting_beyond_the_deadline_rejects() -> None:
     (told,) = ring.rejections().values()
     assert (told.key, told.reason) == ("waits", "overloaded")
     assert "in time to finish within 6.0 s" in told.message
-    # "runs" has 86 of its 100 tokens before it, at 2 a second.
+    # "runs" has 86 of its 100 tokens left at 2/s.
     assert 35 <= told.retry_after <= 60
 
 

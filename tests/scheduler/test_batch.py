@@ -12,8 +12,8 @@ MAX_HEADER = 4096
 LATE = 2**53 - 1
 
 
-def job(number: int, tokens: int) -> RequestState:
-    """A job with the widest ids and ticks that there can be."""
+def new_state(number: int, tokens: int) -> RequestState:
+    """A request with the widest ids and sequence numbers."""
     request = make_state("d", "k", tuple(range(tokens)), tokens, 9, SamplingParams())
     made = arrived(request)
     made.start_admission(2**31 - 1 - number, [2**31 - 1] * tokens, PrefixMatch())
@@ -31,7 +31,7 @@ def header_bytes(builder: VolumeBuilder) -> int:
 def test_slices_fit_into_the_header() -> None:
     builder = VolumeBuilder(prefill=False)
     while builder.block_room >= 1:
-        builder.add_rows(job(len(builder), 1), 1, [2**31 - 1], 0)
+        builder.add_rows(new_state(len(builder), 1), 1, [2**31 - 1], 0)
     assert 100 < len(builder) <= MAX_SLICES
     assert header_bytes(builder) <= MAX_HEADER
 
@@ -39,14 +39,14 @@ def test_slices_fit_into_the_header() -> None:
 def test_slices_without_blocks_fill_a_volume() -> None:
     builder = VolumeBuilder(prefill=False)
     while builder.block_room >= 1:
-        builder.add_rows(job(len(builder), 1), 1, [], 0)
+        builder.add_rows(new_state(len(builder), 1), 1, [], 0)
     assert len(builder) == MAX_SLICES
     assert header_bytes(builder) <= MAX_HEADER
 
 
 def test_drafts_fit_into_the_header() -> None:
     builder = VolumeBuilder(prefill=False)
-    requests = [job(number, 1) for number in range(60)]
+    requests = [new_state(number, 1) for number in range(60)]
     for each in requests:
         builder.add_rows(each, 1, [2**31 - 1], 0)
     for each in requests:
@@ -61,7 +61,7 @@ def test_drafts_fit_into_the_header() -> None:
 def test_many_blocks_fill_a_volume() -> None:
     builder = VolumeBuilder(prefill=True)
     room = builder.block_room
-    builder.add_rows(job(0, room), room, [2**31 - 1] * room, 0)
+    builder.add_rows(new_state(0, room), room, [2**31 - 1] * room, 0)
     assert builder.block_room < 1
     assert 3900 < header_bytes(builder) <= MAX_HEADER
 
@@ -69,7 +69,7 @@ def test_many_blocks_fill_a_volume() -> None:
 def test_copy_sources_fit_beside_the_blocks() -> None:
     builder = VolumeBuilder(prefill=True)
     while builder.block_room >= 1:
-        copying = job(len(builder), 1)
+        copying = new_state(len(builder), 1)
         copying.copy_source = 2**31 - 1
         builder.add_rows(copying, 1, [2**31 - 1] * min(7, builder.block_room), 0)
     assert 50 < len(builder) < MAX_SLICES

@@ -112,7 +112,7 @@ def test_invalid_transitions_are_rejected() -> None:
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Against a plain model: block tables, what the cache has, and releases on their way."""
+    """The allocator against a model of block tables, cached blocks and releases in flight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.kept: set[int] = set()
         self.pending: dict[int, list[int]] = {}
-        self.tick = 0
+        self.seq = 0
 
     def held(self) -> Counter[int]:
         return Counter(block for table in self.tables for block in table)
@@ -164,9 +164,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        self.tick += 1
-        self.blocks.release_blocks(self.tick, table)
-        self.pending[self.tick] = table
+        self.seq += 1
+        self.blocks.release_blocks(self.seq, table)
+        self.pending[self.seq] = table
 
     @precondition(lambda self: any(self.tables))
     @rule(data=st.data())

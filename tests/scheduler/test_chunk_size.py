@@ -1,4 +1,4 @@
-"""The size of prefill chunks: what follows from which profiles."""
+"""Chunk sizes by profile."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ ROWS = (16, 32, 64, 128, 256, 512, 1024)
 def profile(
     base: float, row: float, tile: int = 1, maximum: int = 1024, **fields: float
 ) -> Profile:
-    """Passes that take ``base`` seconds, and ``row`` more for each row of full tiles."""
+    """Passes of ``base`` seconds plus ``row`` seconds per row of full tiles."""
 
     def seconds(rows: int) -> float:
         return base + row * -(-rows // tile) * tile
@@ -23,10 +23,10 @@ def profile(
     return Profile(decode=decode, prefill=prefill, tile=tile, **fields)
 
 
-#: Reading the weights takes 20 ms, computing a row 0.1 ms.
+#: Reading the weights takes 20 ms, a row 0.1 ms.
 GPU = profile(0.02, 1e-4)
 A100 = profile(0.02, 1e-4, tile=128)
-#: A row costs nearly as much as reading the weights.
+#: A row takes nearly as long as reading the weights.
 CPU = profile(0.04, 0.005)
 
 
@@ -44,14 +44,14 @@ def test_default_size_without_profiles(profiles: list[Profile]) -> None:
 @pytest.mark.parametrize(
     ("profiles", "micro_batches", "decoding", "chunk"),
     [
-        # 1.7 × 20.8 ms = 35.4 ms: 154 rows, down to a multiple of 16, less 8 decode rows
+        # 1.7 × 20.8 ms = 35.4 ms: 154 rows, rounded down to a multiple of 16, less 8 decode rows
         ([GPU], 1, 8, 144 - 8),
-        # 1.7 × (20 + 12.8) ms = 55.8 ms is two tiles and a bit
+        # 1.7 × (20 + 12.8) ms = 55.8 ms: two tiles
         ([A100], 1, 8, 256 - 8),
         ([A100], 1, 30, 256 - 30),
-        # a slower stage decides
+        # the slower stage decides
         ([GPU, CPU], 2, 16, 16 - 8),
-        # nothing is within the bound: the least there is
+        # nothing meets the bound: the minimum
         ([CPU], 1, 1, 16 - 1),
     ],
 )
@@ -75,7 +75,7 @@ def test_piggybacked_chunks_do_not_exceed_standalone_ones() -> None:
 
 
 def test_standalone_size_is_the_smallest_near_the_best() -> None:
-    # 20 ms per chunk are 8 % of what its rows take, but for 256 rows of the CPU's
+    # 20 ms per chunk are 8 % of its rows' time, but for the CPU's 256 rows.
     assert ChunkSize(0, [profile(0.02, 0.005)], 1).choose_rows(0, left=4096) <= 64
     assert ChunkSize(0, [GPU], 1).choose_rows(0, left=4096) >= 512
 
@@ -124,10 +124,10 @@ def test_chunks_do_not_exceed_the_measured_range() -> None:
 
 
 def test_sizes_below_a_tile_must_be_faster() -> None:
-    # This one's steps are real: 16 rows cost as much as 64.
+    # Its steps are real: 16 rows cost as much as 64.
     stepped = profile(1e-6, 1e-3, tile=64)
     assert ChunkSize(0, [stepped], 1).choose_rows(1, left=4096) == 64 - 1
-    # Here a whole tile of 64 rows is much dearer than 16.
+    # A whole tile of 64 rows costs much more than 16 rows.
     smooth = Profile(decode=stepped.decode, prefill=((16, 0.02), (64, 0.3), (128, 0.6)), tile=64)
     assert ChunkSize(0, [smooth], 1).choose_rows(1, left=4096) == 16 - 1
 
@@ -168,7 +168,7 @@ def test_the_bound_stays_below_twice_an_iteration() -> None:
 
 
 def test_queued_prompts_use_throughput_sizes() -> None:
-    # 12 ms for 8 rows, 1.4 ms for each beyond, 1.5 ms of handling: 32 rows are 5 % dearer.
+    # 12 ms for 8 rows, 1.4 ms for each further row, 1.5 ms of handling: 32 rows cost 5 % more.
     cpu = Profile(
         decode=((1, 0.01), (8, 0.012)),
         prefill=((8, 0.012), (16, 0.0232), (32, 0.0456), (64, 0.0904), (512, 0.7176)),
@@ -181,13 +181,13 @@ def test_queued_prompts_use_throughput_sizes() -> None:
     assert chunks.choose_rows(0, left=400, queued=4000, prompts=2) == chunks.choose_rows(
         0, left=400
     )
-    # Where more prompts wait than streams decode, sooner.
+    # A queue counts sooner if more prompts wait than streams decode.
     assert chunks.choose_rows(3, left=400, queued=400, prompts=4) == 30
     assert chunks.choose_rows(3, left=400, queued=400, prompts=3) < 15
     assert chunks.choose_rows(3, left=300, queued=300, prompts=4) < 15, "0.4 s"
     ring = ChunkSize(0, [GPU] * 4, 4)
     assert ring.choose_rows(0, left=512, queued=4000, prompts=8) == ring.choose_rows(0, left=512)
-    # With a setting, that.
+    # A fixed size is kept.
     assert ChunkSize(8, [cpu], 2).choose_rows(1, left=400, queued=4000, prompts=4) == 8
 
 

@@ -1,4 +1,4 @@
-"""Exact decisions of a head that drafts: each test plays the stages by hand."""
+"""Drafts: exact decisions of a scheduler whose stages are played by the test."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ from tests.support.request_states import make_state
 
 @dataclass
 class Says:
-    """Drafts 100, 101, 102, … by position, whatever comes before."""
+    """Drafts 100, 101, 102, … by position."""
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal([90 + at for at in range(len(tokens), len(tokens) + count)])
 
 
-def head(**changes: int) -> Scheduler:
+def make_scheduler(**changes: int) -> Scheduler:
     given = {"num_blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
     given |= {"num_speculative_tokens": 3, "prefix_cache": False}
     return Scheduler(SchedulerConfig(**{**given, **changes}), 1, create_draft_source=Says)
@@ -45,8 +45,8 @@ def submit(to: Scheduler, key: str, tokens: int = 10, answer: int = 100, **chang
 
 
 def prefilled(**changes: int) -> Scheduler:
-    """One request of 10 tokens and one more, 50, that it was answered with."""
-    made = head(**changes)
+    """A request of 10 tokens with one token, 50, generated."""
+    made = make_scheduler(**changes)
     submit(made, "a")
     say(made, sent(made.next_batch(0.0)), 50)
     return made
@@ -60,7 +60,7 @@ def sent(batch: MicroBatch | None) -> Volume:
 
 
 def say(to: Scheduler, volume: Volume, *tokens: int) -> list[Emission]:
-    """The volume comes back, its only group sampled with ``tokens``."""
+    """Return the volume with ``tokens`` sampled from its only slice."""
     (rows,) = volume.slices
     first = rows.start + rows.count - len(rows.drafts)
     choices = [SampledId(rows.request, at, token) for at, token in enumerate(tokens, first)]
@@ -102,7 +102,7 @@ def test_tokens_are_accepted_up_to_the_first_wrong_draft(
     assert told(emissions) == [(at, token, None) for at, token in enumerate(tokens, 11)]
     batch = made.next_batch(0.0)
     (rows,) = sent(batch).slices
-    # It goes on with the last token. Rows of wrong drafts are written again.
+    # It continues with the last token; rows of wrong drafts are overwritten.
     assert (rows.start, rows.count) == (start, 4)
     assert batch is not None
     assert batch.volumes[0].tokens[0] == 7
@@ -135,7 +135,7 @@ def test_alternatives_come_with_each_token() -> None:
 
 
 def say_forced(to: Scheduler, volume: Volume, token: int, *forced: ForcedTokens) -> None:
-    """The volume's only group is sampled with one token; the last stage says what has to follow."""
+    """Return the volume with one token, and the forced tokens after it."""
     (rows,) = volume.slices
     choice = SampledId(rows.request, rows.start + rows.count - len(rows.drafts), token)
     to.on_sampled(SamplerOutput(volume.seq, (choice,), (), forced), {}, 0.0)
@@ -181,7 +181,7 @@ def test_wrong_forced_tokens_cost_only_their_rows() -> None:
 
 
 def test_a_stop_token_among_drafts_ends_the_answer() -> None:
-    made = head()
+    made = make_scheduler()
     submit(made, "a", stop_token_ids=(102,))
     say(made, sent(made.next_batch(0.0)), 50)
     emissions = say(made, sent(made.next_batch(0.0)), 101, 102, 103, 7)
@@ -191,7 +191,7 @@ def test_a_stop_token_among_drafts_ends_the_answer() -> None:
 
 @pytest.mark.parametrize(("answer", "drafts"), [(2, 0), (3, 1), (4, 2), (5, 3), (6, 3)])
 def test_drafts_do_not_exceed_max_tokens(answer: int, drafts: int) -> None:
-    made = head()
+    made = make_scheduler()
     submit(made, "a", answer=answer)
     say(made, sent(made.next_batch(0.0)), 50)
     volume = sent(made.next_batch(0.0))
@@ -201,7 +201,7 @@ def test_drafts_do_not_exceed_max_tokens(answer: int, drafts: int) -> None:
 
 
 def test_drafts_do_not_exceed_the_credit_window() -> None:
-    made = head()
+    made = make_scheduler()
     submit(made, "a", credit_window=3)
     say(made, sent(made.next_batch(0.0)), 50)
     volume = sent(made.next_batch(0.0))
@@ -216,13 +216,13 @@ def test_drafts_do_not_exceed_the_credit_window() -> None:
 
 
 def test_drafts_do_not_preempt() -> None:
-    made = head(num_blocks=10, num_speculative_tokens=15)
+    made = make_scheduler(num_blocks=10, num_speculative_tokens=15)
     submit(made, "a", answer=20)
     submit(made, "b", answer=20)
     volume = sent(made.next_batch(0.0))
     choices = tuple(SampledId(rows.request, 10, 50) for rows in volume.slices)
     made.on_sampled(SamplerOutput(volume.seq, choices), {}, 0.0)
-    # The first gets the four that are free, and one draft fits into the last of the other's own.
+    # The first gets the four free blocks; one draft fits into the other's last block.
     volume = sent(made.next_batch(0.0))
     assert [rows.drafts for rows in volume.slices] == [tuple(range(101, 116)), (101,)]
     made.validate()
@@ -230,7 +230,7 @@ def test_drafts_do_not_preempt() -> None:
 
 
 def test_drafts_of_a_volume_fit_into_the_sampler_output() -> None:
-    made = head(num_blocks=512, max_num_seqs=200, max_num_batched_tokens=256)
+    made = make_scheduler(num_blocks=512, max_num_seqs=200, max_num_batched_tokens=256)
     for index in range(100):
         submit(made, f"r{index}", 1)
     volume = sent(made.next_batch(0.0))
@@ -276,7 +276,7 @@ def test_wrong_drafts_are_not_cached(cancelled: bool) -> None:
     tree = made._cache._tree
     right = [*range(10), 50, 101, 7, 103, 8]
     assert tree.match_prefix(right).num_tokens == (12 if cancelled else 14)
-    # What was drafted first, and then.
+    # The first drafts, then the later ones.
     assert tree.match_prefix([*right[:12], 102, 103]).num_tokens == 12
     assert tree.match_prefix([*right[:14], 104, 105]).num_tokens == (12 if cancelled else 14)
 
@@ -311,7 +311,7 @@ def test_tokens_without_rows_fail_the_request(
     batch = made.next_batch(0.0)
     assert batch is not None
     made.on_released(batch.controls[0].body.seq, 0.0)
-    # Nothing of it is kept for others.
+    # Nothing is cached.
     assert made.collect_stats()[1]["scheduler_blocks_free"] == 64.0
 
 

@@ -1,4 +1,4 @@
-"""FairShares of daemons and of their clients: exact turns, and how far anyone falls behind."""
+"""Fair shares of peers and clients: exact order, and the bound of the deficit."""
 
 from collections import Counter, deque
 from itertools import combinations
@@ -20,34 +20,34 @@ from tests.support.request_states import arrived, make_state
 
 
 def job_of(
-    key: str, client: str = "", owner: str = "d", tokens: int = 1, priority: int = 0
+    key: str, client: str = "", peer: str = "d", tokens: int = 1, priority: int = 0
 ) -> RequestState:
     prompt = (1,) * tokens
     return arrived(
         make_state(
-            owner, key, prompt, tokens, 99, SamplingParams(), client=client, priority=priority
+            peer, key, prompt, tokens, 99, SamplingParams(), client=client, priority=priority
         )
     )
 
 
-def admit(shares: FairShares, job: RequestState) -> None:
-    job.start_admission(0, [], PrefixMatch())
-    shares.on_admitted(job)
+def admit(shares: FairShares, state: RequestState) -> None:
+    state.start_admission(0, [], PrefixMatch())
+    shares.on_admitted(state)
 
 
-def end(shares: FairShares, job: RequestState) -> None:
-    shares.on_removed(job)
-    job.phase = "gone"
+def end(shares: FairShares, state: RequestState) -> None:
+    shares.on_removed(state)
+    state.phase = "gone"
 
 
-def arrive(shares: FairShares, *jobs: RequestState) -> list[RequestState]:
-    for state in jobs:
+def arrive(shares: FairShares, *states: RequestState) -> list[RequestState]:
+    for state in states:
         shares.on_arrived(state)
-    return list(jobs)
+    return list(states)
 
 
-def keys(jobs: list[RequestState]) -> list[str]:
-    return [state.key for state in jobs]
+def keys(states: list[RequestState]) -> list[str]:
+    return [state.key for state in states]
 
 
 def test_the_least_served_client_goes_first() -> None:
@@ -135,16 +135,16 @@ def test_idle_counters_are_bounded() -> None:
 
 
 LONGEST, ANSWER, SLOTS = 20, 15, 3
-#: The bound that the module states, of one client's running requests.
+#: The documented bound for one client's running requests.
 U = W_INPUT * LONGEST + W_OUTPUT * SLOTS * ANSWER
 SIZES = st.tuples(st.integers(1, LONGEST), st.integers(1, ANSWER))
 
 
 class Load:
-    """Clients ``daemon/name`` with requests waiting; what they get is counted apart."""
+    """Clients ``peer/name`` with waiting requests; their service is counted separately."""
 
     def __init__(self, plans: dict[str, tuple[int, list[tuple[int, int]]]]) -> None:
-        """When each begins, and the sizes of its requests in turn: prompt and answer."""
+        """When each starts, and the cyclic sizes of its requests: prompt and answer."""
         self._plans = plans
         self._shares = FairShares()
         self._queues: dict[str, deque[RequestState]] = {name: deque() for name in plans}
@@ -153,7 +153,7 @@ class Load:
         self.served = Counter[str]()
 
     def peers(self, step: int) -> list[tuple[str, str]]:
-        """Pairs of daemons, or of clients of one, that have begun."""
+        """Pairs of peers, or of clients of one peer, that have started."""
         clients = sorted(name for name, (start, _) in self._plans.items() if step >= start)
         daemons = sorted({name[0] for name in clients})
         pairs = list(combinations(daemons, 2))
@@ -186,9 +186,9 @@ class Load:
         self._left[state] = int(state.key.split(".")[1])
         self._serve(state, W_INPUT * len(state.tokens))
 
-    def _serve(self, job: RequestState, units: int) -> None:
-        self.served[job.request.client] += units
-        self.served[job.peer] += units
+    def _serve(self, state: RequestState, units: int) -> None:
+        self.served[state.request.client] += units
+        self.served[state.peer] += units
 
 
 @settings(max_examples=80, deadline=None)

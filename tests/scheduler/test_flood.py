@@ -1,4 +1,4 @@
-"""One client sends requests by the thousand and cancels half of them; another one is served."""
+"""A client floods the scheduler with requests and cancels half of them; another one is served."""
 
 from random import Random
 
@@ -17,54 +17,58 @@ from tests.support.request_states import make_state
 
 FLOOD, SLOTS, ANSWER = 10_000, 4, 8
 PROMPT = tuple(range(48))
-#: What a client can fall behind by, half of it (`molink.scheduler.fair_shares`).
+#: Twice a client's maximum deficit (:mod:`molink.scheduler.fair_shares`).
 U = W_INPUT * len(PROMPT) + W_OUTPUT * SLOTS * ANSWER
 
 
-def request(key: str, owner: str, client: str, prompt: tuple[int, ...] = PROMPT) -> RequestState:
-    return make_state(owner, key, prompt, len(prompt), ANSWER, SamplingParams(), client=client)
+def request(key: str, peer: str, client: str, prompt: tuple[int, ...] = PROMPT) -> RequestState:
+    return make_state(peer, key, prompt, len(prompt), ANSWER, SamplingParams(), client=client)
 
 
 class Flooded:
-    """A head, one who floods it, and another one who has requests waiting all the time."""
+    """A scheduler, a flooding client, and a quiet one that always has waiting requests."""
 
     def __init__(self, hostile: str, policy: str) -> None:
         config = SchedulerConfig(64, 16, 2, 128, max_num_seqs=SLOTS, max_queue_len=32)
-        self.head = Scheduler(config, 1, create_scheduling_policy(policy))
+        self.scheduler = Scheduler(config, 1, create_scheduling_policy(policy))
         self._random = Random(3)
         self._named = hostile == "a name each"
         self._owner = "other daemon" if hostile == "a daemon of its own" else "d"
         self._quiet = "quiet daemon" if self._named else "d"
         self.now = 0.0
         self.sent = self.refused = 0
-        #: Units that were served to each.
+        #: Units served to each.
         self.flood = self.quiet = 0
-        #: Requests of the quiet one, and whether they have a token.
+        #: Requests of the quiet client, and whether they have a token.
         self.pending: dict[str, bool] = {}
 
     def send(self) -> None:
-        """One of the flood, which may be cancelled at once."""
+        """Send a request of the flood, which may be cancelled at once."""
         key, client = f"f{self.sent}", f"name {self.sent}" if self._named else "greedy"
         self.sent += 1
         try:
-            self.head.submit_request(request(key, self._owner, client), self.now)
+            self.scheduler.submit_request(request(key, self._owner, client), self.now)
         except Overloaded:
             self.refused += 1
         if self._random.random() < 0.5:
-            self.head.cancel_request(self._owner, key, self.now)
+            self.scheduler.cancel_request(self._owner, key, self.now)
 
     def ask(self) -> None:
-        """The quiet one keeps some waiting; it is never refused, and never gives way."""
+        """Keep some requests of the quiet client waiting; they are never rejected nor preempted."""
         while len(self.pending) < 2 * SLOTS:
             key = f"q{self._random.random()}"
             prompt = tuple(self._random.randrange(1000, 2000) for _ in PROMPT)
-            told = self.head.submit_request(request(key, self._quiet, "quiet", prompt), self.now)
+            told = self.scheduler.submit_request(
+                request(key, self._quiet, "quiet", prompt), self.now
+            )
             assert not any(each.message.key in self.pending for each in told)
             self.pending[key] = False
 
     def turn(self) -> None:
         self.now += 0.01
-        for emission in run_micro_batches(self.head, self.head.next_batch(self.now), self.now):
+        for emission in run_micro_batches(
+            self.scheduler, self.scheduler.next_batch(self.now), self.now
+        ):
             key = emission.message.key
             assert isinstance(emission.message, OutputToken)
             if key not in self.pending:
@@ -76,11 +80,11 @@ class Flooded:
                 del self.pending[key]
 
     def cease(self) -> None:
-        """The flood cancels all that it has left, and the quiet one gets its answers."""
-        for peer, key in self.head.live_requests:
+        """Cancel the flood; the quiet client gets its answers."""
+        for peer, key in self.scheduler.live_requests:
             if key not in self.pending:
-                self.head.cancel_request(peer, key, self.now)
-        while self.head.live_requests:
+                self.scheduler.cancel_request(peer, key, self.now)
+        while self.scheduler.live_requests:
             self.turn()
         self.turn()
 
@@ -93,23 +97,23 @@ def test_a_flood_neither_starves_others_nor_leaks(hostile: str, policy: str) -> 
     while flooded.sent < FLOOD:
         for _ in range(20):
             flooded.send()
-        flooded.ask()  # the queue is full of the flood's
+        flooded.ask()  # the queue is full of the flood's requests
         flooded.turn()
         behind = flooded.flood - flooded.quiet
         least = min(least, behind)
         worst = max(worst, behind - least)
-    flooded.head.validate()
+    flooded.scheduler.validate()
     assert flooded.refused > FLOOD // 4
-    # Its prompts are counted when they are through here; the head counts them as they begin.
+    # The test counts prompts when they are computed, the scheduler when they start.
     assert worst <= 2 * U + W_INPUT * SLOTS * len(PROMPT)
     assert flooded.quiet > 4 * U
     flooded.cease()
     assert not flooded.pending
-    flooded.head.validate()
-    _, gauges = flooded.head.collect_stats()
+    flooded.scheduler.validate()
+    _, gauges = flooded.scheduler.collect_stats()
     assert (
         gauges["scheduler_blocks_used"],
         gauges["scheduler_waiting"],
         gauges["scheduler_clients"],
     ) == (0, 0, 0)
-    assert flooded.head._queues.fair_shares.num_counters <= 2 + 256
+    assert flooded.scheduler._queues.fair_shares.num_counters <= 2 + 256

@@ -5,12 +5,12 @@ from molink.scheduler.in_flight import MAX_SEQ_SPAN, InFlightTracker
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
-#: One that a token is sampled from.
+#: A sampled row.
 ROW = RequestSlice(0, 0, 1, 0, sample=True)
 
 
-def volume(tick: int, prefill: bool = False) -> Volume:
-    return Volume(tick, prefill, (ROW,), Payload("i32", (1,)))
+def volume(seq: int, prefill: bool = False) -> Volume:
+    return Volume(seq, prefill, (ROW,), Payload("i32", (1,)))
 
 
 def send(ledger: InFlightTracker, prefill: bool = False, now: float = 0.0) -> int:
@@ -59,7 +59,7 @@ def test_cancel_iterations_are_counted() -> None:
     in_flight.pop_volume(again)
     assert in_flight.pop_release(release)
     assert not in_flight.pop_release(release)
-    # The one of the release itself, the one of ``after`` and ``beside``, and the one of ``again``.
+    # The release's iteration, that of ``after`` and ``beside``, and that of ``again``.
     assert (in_flight.cancel_iterations_last, in_flight.cancel_iterations_max) == (3, 3)
     in_flight.record_release(in_flight.issue_seq(), in_flight.start_cancel())
     in_flight.pop_release(in_flight.last_seq)

@@ -1,4 +1,4 @@
-"""What the prefix cache does for requests: exact decisions of a head whose stages are played."""
+"""Prefix caching: exact decisions of a scheduler whose stages are played by the test."""
 
 from dataclasses import dataclass, field
 
@@ -30,9 +30,9 @@ PROMPT = tuple(range(100, 140))
 
 @dataclass
 class Player:
-    """A head and stages that answer at once, each sampling row with ``token``."""
+    """A scheduler with stages that answer at once, each sampled row with ``token``."""
 
-    head: Scheduler
+    scheduler: Scheduler
     token: int = 50
     told: list[OutputToken] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
@@ -44,11 +44,11 @@ class Player:
 
     def submit(self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0) -> None:
         prompt = prompt or len(tokens)
-        self.head.submit_request(make_state("daemon", key, tokens, prompt, answer, PLAIN), 0.0)
+        self.scheduler.submit_request(make_state("daemon", key, tokens, prompt, answer, PLAIN), 0.0)
 
     def next(self) -> MicroBatch | None:
-        batch = self.head.next_batch(0.0)
-        self.head.validate()
+        batch = self.scheduler.next_batch(0.0)
+        self.scheduler.validate()
         return batch
 
     def back(self, volume: Volume) -> None:
@@ -59,13 +59,13 @@ class Player:
         )
         self.told += [
             emission.message
-            for emission in self.head.on_sampled(SamplerOutput(volume.seq, choices), {}, 0)
+            for emission in self.scheduler.on_sampled(SamplerOutput(volume.seq, choices), {}, 0)
         ]
-        self.head.validate()
+        self.scheduler.validate()
 
-    def round(self, tick: int) -> None:
-        self.head.on_released(tick, 0.0)
-        self.head.validate()
+    def round(self, seq: int) -> None:
+        self.scheduler.on_released(seq, 0.0)
+        self.scheduler.validate()
 
     def finish(self, batch: MicroBatch | None) -> None:
         for volume in batch.volumes if batch else ():
@@ -79,7 +79,7 @@ class Player:
             self.finish(batch)
 
     def serve(self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0) -> MicroBatch:
-        """Serve a request to its end; returns the micro-batch that began it."""
+        """Serve a request to its end; returns its first micro-batch."""
         self.submit(key, tokens, answer, prompt)
         first = self.next()
         self.finish(first)
@@ -87,21 +87,21 @@ class Player:
         return first
 
     def gauge(self, name: str) -> float:
-        return self.head.collect_stats()[1][f"scheduler_{name}"]
+        return self.scheduler.collect_stats()[1][f"scheduler_{name}"]
 
     def counter(self, name: str) -> float:
-        return self.head.collect_stats()[0][f"scheduler_{name}_total"]
+        return self.scheduler.collect_stats()[0][f"scheduler_{name}_total"]
 
 
 def group(batch: MicroBatch) -> RequestSlice:
-    """The only rows of a micro-batch."""
+    """The only slice of a micro-batch."""
     (volume,) = batch.volumes
     (rows,) = volume.header.slices
     return rows
 
 
 def table(batch: MicroBatch) -> tuple[int, ...]:
-    """The blocks that a request was told to begin with."""
+    """The blocks announced at a request's admission."""
     bodies = [type(control.body) for control in batch.controls]
     assert bodies in ([Admit], [Admit, BlockTable])
     return () if bodies == [Admit] else tuple(batch.controls[1].ids)
@@ -115,10 +115,10 @@ def test_partial_blocks_are_copied() -> None:
     assert table(player.serve("a", PROMPT, 1)) == ()
     player.submit("b", (*PROMPT[:37], 7, 8, 9), 1)
     batch = player.next()
-    admit, head = batch.controls
+    admit, scheduler = batch.controls
     assert admit.body == Admit(4, 1, PLAIN, 40, 40)
-    assert head.body == BlockTable(5, 1, Payload("i32", (2,)))
-    assert head.ids == (0, 1)
+    assert scheduler.body == BlockTable(5, 1, Payload("i32", (2,)))
+    assert scheduler.ids == (0, 1)
     assert group(batch) == RequestSlice(
         1, 37, 3, after_seq=5, blocks=(3,), sample=True, copy_from_block=2
     )
@@ -131,7 +131,7 @@ def test_partial_blocks_are_copied() -> None:
 def test_the_next_message_finds_prompt_and_answer() -> None:
     player = Player.of()
     player.serve("a", PROMPT, 20)
-    # 40 + 20 tokens, of which the last was never run.
+    # 40 + 20 tokens, of which the last was never computed.
     round_trip = (*PROMPT, *[50] * 20, 1, 2, 3)
     batch = player.serve("b", round_trip, 5)
     assert table(batch) == (0, 1, 2)
@@ -176,9 +176,9 @@ def test_uncomputed_rows_of_a_cancelled_request_are_not_shared() -> None:
     player.submit("a", PROMPT, 100)
     first, second = player.next(), player.next()
     player.back(first.volumes[0].header)
-    player.head.cancel_request("daemon", "a", 0.0)
+    player.scheduler.cancel_request("daemon", "a", 0.0)
     player.next()
-    player.head.on_tombstone(second.volumes[0].header.seq, 0.0)
+    player.scheduler.on_tombstone(second.volumes[0].header.seq, 0.0)
     player.submit("b", PROMPT, 100)
     batch = player.next()
     assert table(batch) == (0,)
@@ -189,7 +189,7 @@ def test_uncomputed_blocks_are_not_shared() -> None:
     player = Player.of()
     player.submit("a", PROMPT, 100)
     volume = player.next().volumes[0].header
-    player.head.on_sampled(SamplerOutput(volume.seq, (), (0,)), {}, 0.0)
+    player.scheduler.on_sampled(SamplerOutput(volume.seq, (), (0,)), {}, 0.0)
     player.finish(player.next())
     assert table(player.serve("b", PROMPT, 1)) == ()
 
@@ -209,7 +209,7 @@ def test_a_failed_requests_blocks_are_evicted_unless_shared() -> None:
             for rows in volume.header.slices
             if rows.request != 2
         )
-        player.head.on_sampled(SamplerOutput(volume.header.seq, choices, failed), {}, 0.0)
+        player.scheduler.on_sampled(SamplerOutput(volume.header.seq, choices, failed), {}, 0.0)
     player.finish(player.next())
     player.submit("b", (*PROMPT[:32], 1), 100)
     # "other" holds the first block only; the third one of "a" followed the second.
@@ -265,7 +265,7 @@ def test_a_copy_source_is_held() -> None:
     assert group(batch).copy_from_block == 1
     assert player.gauge("blocks_used") == 3
     player.back(batch.volumes[0].header)
-    # "b" has two blocks until its release has gone round; the source is only cached again.
+    # "b" has two blocks until its release completes; the copy source is only cached again.
     assert player.gauge("blocks_used") == 2
     player.drain()
 
@@ -275,7 +275,7 @@ def test_a_release_drops_the_copy_source() -> None:
     player.serve("a", PROMPT[:20], 1)
     player.submit("b", (*PROMPT[:19], 1), 1)
     volume = player.next().volumes[0].header
-    player.head.cancel_request("daemon", "b", 0.0)
+    player.scheduler.cancel_request("daemon", "b", 0.0)
     release = player.next().controls[0].body
     player.back(volume)
     assert player.gauge("blocks_used") == 3
@@ -287,7 +287,7 @@ def test_copy_sources_do_not_prevent_admission() -> None:
     player = Player.of(blocks=3)
     player.serve("a", PROMPT, 1)
     assert player.gauge("blocks_cached") == 3
-    # "b" needs all three blocks: two are shared, and nothing is left beside the third.
+    # "b" needs all three blocks: two are shared, and none is left for a copy source.
     batch = player.serve("b", (*PROMPT[:37], 1, 2, 3), 1)
     assert (group(batch).start, group(batch).copy_from_block) == (32, -1)
 
@@ -328,7 +328,7 @@ def test_a_preempted_request_finds_its_cached_blocks() -> None:
         tables += [control for control in batch.controls if isinstance(control.body, BlockTable)]
         player.finish(batch)
     assert player.counter("preemptions") == 1
-    # It had two blocks; "old" needed one, and the last of them goes first.
+    # It had two blocks; "old" needed one, and the last of them is evicted first.
     (again,) = tables
     assert (again.body.request, len(again.ids)) == (2, 1)
     assert [token.position for token in player.told if token.key == "young"] == [*range(15, 45)]
@@ -389,6 +389,6 @@ def test_policies_know_the_uncached_tokens() -> None:
     player.serve("a", PROMPT, 2)
     for key, tokens, uncached in (("b", PROMPT, 1), ("c", (*PROMPT[:20], 7, 8), 2), ("d", (9,), 1)):
         player.submit(key, tokens, 2)
-        state = player.head._queues.find_request("daemon", key)
+        state = player.scheduler._queues.find_request("daemon", key)
         assert state is not None
         assert state.num_uncached == uncached

@@ -1,4 +1,4 @@
-"""Exact decisions of a head that sends drafts ahead: each test plays the stages by hand."""
+"""Lookahead drafts: exact decisions of a scheduler whose stages are played by the test."""
 
 from collections.abc import Sequence
 
@@ -22,14 +22,15 @@ from tests.support.request_states import make_state
 
 
 class Says:
-    """Drafts 101, 102, 103, … by position, from 11 on, whatever comes before."""
+    """Drafts 101, 102, 103, … by position, from 11 on."""
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal([90 + at for at in range(len(tokens), len(tokens) + count)])
 
 
 def decoding(**changes: int | bool) -> Scheduler:
-    """One request of 10 tokens and one more, 50; passes of 3 drafts, of which two go ahead."""
+    """A request of 10 tokens with one token, 50, generated; passes of 3 drafts with 2 lookahead
+    volumes."""
     given = {"num_blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
     given |= {"num_speculative_tokens": 3, "lookahead_volumes": 2, "prefix_cache": False}
     made = Scheduler(SchedulerConfig(**{**given, **changes}), 1, create_draft_source=Says)
@@ -56,14 +57,14 @@ def sent(batch: MicroBatch | None) -> Volume:
 
 
 def flying(made: Scheduler) -> list[Volume]:
-    """A pass of drafts and two that go ahead."""
+    """A pass of drafts and two lookahead volumes."""
     volumes = [sent(made.next_batch(0.0)) for _ in range(3)]
     made.validate()
     return volumes
 
 
 def say(to: Scheduler, volume: Volume, *tokens: int) -> list[Emission]:
-    """The volume comes back, its only group sampled with ``tokens``."""
+    """Return the volume with ``tokens`` sampled from its only slice."""
     (rows,) = volume.slices
     first = rows.start + rows.count - len(rows.verified_drafts)
     choices = [SampledId(rows.request, at, token) for at, token in enumerate(tokens, first)]
@@ -94,7 +95,7 @@ def test_right_lookahead_drafts_yield_their_tokens() -> None:
     assert told(say(made, second, 105, 106, 107)) == [(at, 90 + at) for at in range(15, 18)]
     assert sent(made.next_batch(0.0)).slices[0].drafts == (110, 111, 112)
     assert told(say(made, third, 108, 109, 7)) == [(18, 108), (19, 109), (20, 7)]
-    # The path is left: a pass begins with what is known.
+    # The path is cleared: a pass begins with the known tokens.
     (rows,) = sent(made.next_batch(0.0)).slices
     assert (rows.start, rows.drafts) == (20, (111, 112, 113))
     assert made.collect_stats()[0]["scheduler_draft_tokens_accepted_total"] == 9.0
@@ -187,7 +188,7 @@ def test_no_lookahead_beside_prompts_or_decode_rows() -> None:
     assert made.next_batch(0.0) is None
     say(made, prompt, 60)
     say(made, first, 7)
-    # Both decode, one in each volume; only then does something go ahead.
+    # Both decode, one in each volume; only then is lookahead sent.
     volumes = [sent(made.next_batch(0.0)) for _ in range(4)]
     assert [volume.slices[0].is_lookahead for volume in volumes] == [False, False, True, True]
     assert [len(volume.slices) for volume in volumes] == [1, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""How many micro-batches are in flight."""
+"""The number of micro-batches in flight, and prefill-only chunks."""
 
 from dataclasses import replace
 
@@ -27,9 +27,9 @@ from molink.wire.messages.data_plane import (
 )
 from tests.support.request_states import make_state
 
-#: Reading the weights takes 10 ms, each row 1 ms more.
+#: Reading the weights takes 10 ms, each row 1 ms.
 STAGE = Profile(decode=((1, 0.011), (101, 0.111)), prefill=((16, 0.02),))
-#: 1 kB rows at 1 MB/s: 1 ms a row.
+#: 1 kB rows at 1 MB/s: 1 ms per row.
 ROW, RATE = 1000, 1e6
 
 
@@ -41,7 +41,7 @@ def test_estimates_of_each_count() -> None:
     times = ring(0.1)
     curve = estimate_counts(times, 12)
     assert [(each.count, each.rows) for each in curve] == [(3, 4), (4, 3), (5, 3), (6, 2)]
-    # A turn: three steps, three latencies, two transfers of rows and one of tokens.
+    # A round trip: three steps, three latencies, two transfers of rows and one of tokens.
     round_trip = 3 * 0.014 + 0.3 + 2 * 4 * 1e-3 + 64 * 4 / RATE
     assert curve[0].token_s == pytest.approx(round_trip)
     assert curve[0].busy == pytest.approx(3 * 0.014 / round_trip)
@@ -89,7 +89,7 @@ def test_the_count_follows_links_and_streams() -> None:
     assert micro_batches.update_count(12) == 6
 
 
-#: Attention to 1000 tokens before takes as long as reading the weights.
+#: Attention to 1000 tokens takes as long as reading the weights.
 DEEP = Profile(
     decode=STAGE.decode, prefill=STAGE.prefill, context=128, decode_token_s=1e-5 * 1000 / 872
 )
@@ -144,15 +144,15 @@ def test_the_scheduler_spreads_decodes_over_the_best_count() -> None:
     config = SchedulerConfig(
         256, 16, 0, max_num_batched_tokens=16, profiles=(STAGE,) * 3, num_stages=3, row_bytes=ROW
     )
-    head = Scheduler(config, 1)
-    assert head.collect_stats()[1]["scheduler_micro_batches"] == 3
-    head.set_times(ring(0.1))
+    scheduler = Scheduler(config, 1)
+    assert scheduler.collect_stats()[1]["scheduler_micro_batches"] == 3
+    scheduler.set_times(ring(0.1))
     for index in range(12):
         request = make_state("d", f"r{index}", (1, 2), 2, 8, SamplingParams())
-        head.submit_request(request, 0.0)
-    while head.next_batch(0.0) is not None:
+        scheduler.submit_request(request, 0.0)
+    while scheduler.next_batch(0.0) is not None:
         pass
-    assert head.collect_stats()[1]["scheduler_micro_batches"] in (3, 6)
+    assert scheduler.collect_stats()[1]["scheduler_micro_batches"] in (3, 6)
 
 
 def test_the_scheduler_uses_the_decode_contexts() -> None:
@@ -166,31 +166,31 @@ def test_the_scheduler_uses_the_decode_contexts() -> None:
             num_stages=3,
             row_bytes=ROW,
         )
-        head = Scheduler(config, 1)
-        head.set_times(RingTimes((DEEP,) * 3, ring(0.03, rate=None).links, ROW))
+        scheduler = Scheduler(config, 1)
+        scheduler.set_times(RingTimes((DEEP,) * 3, ring(0.03, rate=None).links, ROW))
         for index in range(12):
             tokens = tuple(range(index, index + prompt))
-            head.submit_request(
+            scheduler.submit_request(
                 make_state(
                     "d", f"r{index}", tokens, prompt, 4000, SamplingParams(), credit_window=4096
                 ),
                 0.0,
             )
         for _ in range(200):
-            batch = head.next_batch(0.0)
+            batch = scheduler.next_batch(0.0)
             for volume in batch.volumes if batch is not None else ():
                 rows = [each for each in volume.header.slices if each.sample]
                 choices = tuple(
                     SampledId(each.request, each.start + each.count, 1) for each in rows
                 )
-                head.on_sampled(SamplerOutput(volume.header.seq, choices), {}, 0.0)
-        return head.collect_stats()[1]["scheduler_micro_batches"]
+                scheduler.on_sampled(SamplerOutput(volume.header.seq, choices), {}, 0.0)
+        return scheduler.collect_stats()[1]["scheduler_micro_batches"]
 
     assert count(16) == 6
     assert count(10_000) < 6
 
 
-#: A step takes 5 ms, whatever its rows are; one of prefill rows 6 ms.
+#: A step takes 5 ms for any rows, a prefill step 6 ms.
 FLAT_STAGE = Profile(decode=((1, 0.005), (2, 0.005)), prefill=((128, 0.006), (256, 0.006)))
 
 
@@ -204,14 +204,14 @@ def test_chunks_fill_the_slowest_stage_for_a_round_trip() -> None:
 
 
 def test_chunks_fill_the_slowest_link_for_a_round_trip() -> None:
-    # A chunk of 128 kB takes 25.6 ms; the last link carries 64 bytes a token.
+    # A chunk of 128 kB takes 25.6 ms; the last link carries 64 bytes per token.
     round_trip = 3 * 0.006 + 3 * 0.03 + 2 * 0.0256 + 128 * 64 / 5e6
     assert 6 < round_trip / 0.0256 < 7
     assert prefill_only_window(link_ring(0.03, 5e6), 128, 0, piggybacked=2).max_volumes == 7
 
 
 def test_chunks_complete_before_the_next_decode_volume() -> None:
-    # A turn of 105 ms. Chunks take 18 ms in all; at the last stage the volume is 10 ms later.
+    # A round trip of 105 ms. Chunks take 18 ms; the volume reaches the last stage 10 ms later.
     found = prefill_only_window(link_ring(0.03, None), 128, 0, piggybacked=2)
     assert found.window_s == pytest.approx(0.105 - (3 * 0.006 - 2 * 0.005))
 
@@ -219,7 +219,7 @@ def test_chunks_complete_before_the_next_decode_volume() -> None:
 def test_the_least_lead_of_a_chunk_bounds_the_window() -> None:
     slow = replace_prefill(FLAT_STAGE, 0.05)
     times = replace(link_ring(0.03, None), profiles=(slow, FLAT_STAGE, FLAT_STAGE))
-    # From the first stage on it is the same millisecond that a chunk takes longer.
+    # From the first stage on, a chunk takes the same millisecond longer.
     assert prefill_only_window(times, 128, 0, piggybacked=2).window_s == pytest.approx(
         0.105 - 0.05 - 2 * 0.001
     )
@@ -256,7 +256,7 @@ def test_a_fixed_k_does_not_bound_prefill_only_chunks() -> None:
 
 def test_the_window_follows_links() -> None:
     decider = MicroBatchCount(0, 3, (FLAT_STAGE,) * 3, ROW)
-    # In no time at all from PC to PC: a chunk may go for 15 - 8 ms.
+    # Without latency, a chunk may be sent for 15 - 8 ms.
     assert decider.prefill_only_window(128, 0, streams=4).window_s == pytest.approx(0.007)
     decider.set_times(link_ring(0.03, None))
     assert decider.prefill_only_window(128, 0, streams=4).window_s == pytest.approx(0.097)
@@ -265,7 +265,7 @@ def test_the_window_follows_links() -> None:
 def test_late_chunks_cost_more() -> None:
     stage = Profile(decode=FLAT_STAGE.decode, prefill=FLAT_STAGE.prefill, prefill_token_s=1e-8)
     times = RingTimes((stage,) * 3, (LinkFacts(0.01, None),) * 3, ROW)
-    # 45 ms without chunks; beyond 10 000 tokens one takes 18.8 ms at each stage.
+    # 45 ms without chunks; after 10 000 tokens one takes 18.8 ms per stage.
     decider = MicroBatchCount(0, 3, times.profiles, ROW)
     decider.set_times(times)
     assert decider.prefill_only_window(128, 100, streams=4).window_s == pytest.approx(0.037)
@@ -300,7 +300,7 @@ def test_latency_never_shrinks_the_window(riding: int) -> None:
 
 
 def test_link_backlog_bounds_the_chunk() -> None:
-    # 100 rows a second.
+    # 100 rows per second.
     slow = link_ring(0.03, 1e5)
     assert link_chunk_rows(slow, 1) == 100 * MAX_LINK_BACKLOG_S
     assert link_chunk_rows(slow, 3) == MIN_LINK_ROWS

@@ -1,4 +1,4 @@
-"""A whole head: who gives way to those that wait, and that it is worth it."""
+"""Preemption for waiting requests by a whole scheduler."""
 
 import random
 from collections import deque
@@ -24,7 +24,7 @@ STAGE = Profile(decode=((1, TURN_S), (64, TURN_S)), prefill=((16, TURN_S), (64, 
 
 
 class Served:
-    """A head of one stage, one micro-batch at a time unless it is told otherwise."""
+    """A scheduler of one stage, by default with one micro-batch at a time."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Served:
             num_stages=1,
             preemption_mode=mode,
         )
-        self.head = Scheduler(config, 1, create_scheduling_policy(policy))
+        self.scheduler = Scheduler(config, 1, create_scheduling_policy(policy))
         self.now = 0.0
         self.count = 0
         self.ended: set[str] = set()
@@ -71,33 +71,33 @@ class Served:
             client=client,
             priority=priority,
         )
-        self.head.submit_request(request, self.now)
-        state = self.head._queues.find_request("d", key)
+        self.scheduler.submit_request(request, self.now)
+        state = self.scheduler._queues.find_request("d", key)
         assert state is not None
         return state
 
     def crowd(self, client: str = "", priority: int = 0) -> None:
-        """Four short ones wait."""
-        while self.head._queues.num_waiting < 4:
+        """Submit four short requests."""
+        while self.scheduler._queues.num_waiting < 4:
             self.count += 1
             self.submit(f"s{self.count}", tuple(range(8)), 8, client, priority)
 
     def turn(self) -> None:
-        batch = self.head.next_batch(self.now)
+        batch = self.scheduler.next_batch(self.now)
         self.now += TURN_S
-        for emission in run_micro_batches(self.head, batch, self.now):
+        for emission in run_micro_batches(self.scheduler, batch, self.now):
             assert isinstance(emission.message, OutputToken)
             if emission.message.finish_reason is not None:
                 self.ended.add(emission.message.key)
 
     @property
     def preemptions(self) -> float:
-        return self.head.collect_stats()[0]["scheduler_preemptions_total"]
+        return self.scheduler.collect_stats()[0]["scheduler_preemptions_total"]
 
 
 @pytest.mark.parametrize(("policy", "several"), [("skip-join-mlfq", False), ("gittins", True)])
 def test_several_requests_are_preempted_at_once(policy: str, several: bool) -> None:
-    """Four have run for long when four short ones come."""
+    """Four have run for long when four short ones arrive."""
     served = Served(policy, running=4)
     for number in range(4):
         served.submit(f"long{number}", tuple(range(8 * number, 8 * number + 8)), 4000)
@@ -111,7 +111,7 @@ def test_several_requests_are_preempted_at_once(policy: str, several: bool) -> N
 
 @pytest.mark.parametrize("policy", ["skip-join-mlfq", "gittins"])
 def test_requests_readmitted_by_share_are_not_preempted(policy: str) -> None:
-    """One client has short ones without end, another one asks for one that is long."""
+    """One client always has short requests, another one submits a long one."""
     served = Served(policy, running=2)
     for _ in range(200):
         served.crowd("greedy")
@@ -138,7 +138,7 @@ def test_requests_readmitted_by_priority_are_not_preempted() -> None:
 
 @pytest.mark.parametrize("policy", ["skip-join-mlfq", "gittins"])
 def test_matched_cached_blocks_are_not_available_to_others(policy: str) -> None:
-    """Of 40 blocks 20 are cached, and found; nearly all others are those of one that runs."""
+    """Of 40 blocks, 20 are cached and matched; a running request has most of the others."""
     served = Served(policy, running=4, blocks=40, cache=True)
     prefix = tuple(range(20 * 16))
     served.submit("first", (*prefix, 1), 1)
@@ -155,7 +155,7 @@ def test_matched_cached_blocks_are_not_available_to_others(policy: str) -> None:
 
 
 def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
-    """A request that has had far more tokens than its prompt: it has so many ``blocks``."""
+    """A request whose answer is far longer than its prompt, with that many ``blocks``."""
     state = served.submit(key, range(8), 500, "", priority)
     while len(state.blocks) < blocks:
         served.turn()
@@ -163,11 +163,11 @@ def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
 
 @pytest.mark.parametrize(("blocks", "gives_way"), [(32, False), (20, True)])
 def test_insufficient_preemptions_are_not_made(blocks: int, gives_way: bool) -> None:
-    """What the one that waits lacks beside an old one's blocks, a more urgent one has."""
+    """The blocks that the waiting one lacks belong to an old one and a more urgent one."""
     served = Served("gittins", running=4, blocks=40)
     outlived(served, "old", 8, priority=1)
     outlived(served, "urgent", 12)
-    held = {state.key: len(state.blocks) for state in served.head._queues}
+    held = {state.key: len(state.blocks) for state in served.scheduler._queues}
     assert 40 - sum(held.values()) < 20 < 40 - held["urgent"] < 32
     served.submit("new", tuple(range(16 * blocks - 1)), 1, priority=1)
     served.turn()
@@ -175,20 +175,20 @@ def test_insufficient_preemptions_are_not_made(blocks: int, gives_way: bool) -> 
 
 
 def test_requests_in_flight_are_preempted_after_their_return() -> None:
-    """One is in flight and one at rest when a third one comes that needs what both have."""
+    """One is in flight and one idle when a third arrives that needs the blocks of both."""
     served = Served("gittins", running=4, blocks=40, micro_batches=2)
     outlived(served, "a", 10)
     outlived(served, "b", 10)
-    head = served.head
-    flying = head.next_batch(served.now)
+    scheduler = served.scheduler
+    flying = scheduler.next_batch(served.now)
     assert flying is not None
     assert len(flying.volumes[0].header.slices) == 1
     served.submit("new", range(32 * 16), 1)
-    head.next_batch(served.now)
-    assert (served.preemptions, head._queues.num_running) == (1, 1)
-    run_micro_batches(head, flying, served.now)
-    head.next_batch(served.now)
-    assert (served.preemptions, head._queues.num_running) == (2, 0)
+    scheduler.next_batch(served.now)
+    assert (served.preemptions, scheduler._queues.num_running) == (1, 1)
+    run_micro_batches(scheduler, flying, served.now)
+    scheduler.next_batch(served.now)
+    assert (served.preemptions, scheduler._queues.num_running) == (2, 0)
 
 
 @pytest.mark.parametrize(("reserved", "give_way"), [(0, 0), (15, 1), (39, 2)])
@@ -196,14 +196,14 @@ def test_resumed_requests_respect_the_reserve(
     reserved: int, give_way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served("gittins", running=4, blocks=40, mode="reactive-swap")
-    served.head.set_host_memory(100, 1e-9)
+    served.scheduler.set_host_memory(100, 1e-9)
     outlived(served, "a", 6)
     outlived(served, "b", 6)
     new = served.submit("new", range(16 * 10), 40)
     while new.phase != "decode":
         served.turn()
-    monkeypatch.setattr(served.head._swap, "reserved_blocks", lambda now: reserved)
-    served.head._batcher._preempt(new)
+    monkeypatch.setattr(served.scheduler._swap, "reserved_blocks", lambda now: reserved)
+    served.scheduler._batcher._preempt(new)
     for _ in range(4):
         served.turn()
     assert new.phase == "decode"
@@ -221,7 +221,7 @@ def test_shared_blocks_count_once_all_holders_are_preempted() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
 @pytest.mark.parametrize("blocks", [10, 24])
 def test_as_many_stalled_requests_are_preempted_as_needed(policy: str, blocks: int) -> None:
-    """Two who take nothing, but are not abandoned yet, hold everything."""
+    """Two stalled requests, not yet abandoned, hold all blocks."""
     served = Served(policy, running=4, blocks=40)
     holders = [served.submit(key, range(16 * 17), 200, key, window=4) for key in "ab"]
     while not all(state.is_stalled for state in holders):
@@ -251,12 +251,12 @@ def test_blocks_shared_with_the_preemptor_are_not_freed() -> None:
 
 def test_new_admissions_run_before_preemption() -> None:
     served = Served("gittins", running=4, blocks=40, mode="proactive-swap")
-    served.head.set_host_memory(100, 1e-9)
+    served.scheduler.set_host_memory(100, 1e-9)
     outlived(served, "old", 16)
-    queues = served.head._queues
+    queues = served.scheduler._queues
     old = queues.find_request("d", "old")
     assert old is not None
-    served.head._batcher._preempt(old)
+    served.scheduler._batcher._preempt(old)
     while old.phase == "waiting":
         served.turn()
     assert old.is_fresh
@@ -269,26 +269,26 @@ def test_new_admissions_run_before_preemption() -> None:
 
 @pytest.mark.parametrize(("seed", "clients"), [(4, 1), (8, 3), (6, 3)])
 def test_resumed_requests_are_not_preempted_next(seed: int, clients: int) -> None:
-    """Requests of several priorities, more than there is memory for, all come to an end."""
+    """Requests of several priorities, more than fit into memory, all finish."""
     rng, way = random.Random(seed), deque[MicroBatch]()
     served = Served("gittins", 12, blocks=60, micro_batches=2, mode="proactive-swap")
-    head, count, tokens = served.head, 0, -1.0
-    head.set_host_memory(200, 1e-5)
-    while count < 120 or len(head._queues):
-        if count < 120 and rng.random() < 0.06 and head._queues.num_waiting < 20:
+    scheduler, count, tokens = served.scheduler, 0, -1.0
+    scheduler.set_host_memory(200, 1e-5)
+    while count < 120 or len(scheduler._queues):
+        if count < 120 and rng.random() < 0.06 and scheduler._queues.num_waiting < 20:
             size = rng.choice((0, 128)) + log_normal(rng, 3.8, 1.2, 500)
             prompt = [rng.randrange(10, 999) for _ in range(size)]
             answer, priority = log_normal(rng, 3.3, 1.0, 300), rng.choice((0, 0, 1))
             served.submit(f"r{count}", prompt, answer, f"c{count % clients}", priority)
             count += 1
-        batch = head.next_batch(served.now)
+        batch = scheduler.next_batch(served.now)
         served.now += TURN_S
         if batch is not None:
             way.append(batch)
         if len(way) == 2 or (batch is None and way):
-            run_micro_batches(head, way.popleft(), served.now)
+            run_micro_batches(scheduler, way.popleft(), served.now)
         if round(served.now / TURN_S) % 400 == 0:
-            before, tokens = tokens, head.collect_stats()[0]["scheduler_tokens_total"]
+            before, tokens = tokens, scheduler.collect_stats()[0]["scheduler_tokens_total"]
             assert tokens > before
 
 

@@ -1,4 +1,4 @@
-"""The prefix tree, against sequences kept one by one."""
+"""The prefix tree against a list of sequences, and its span log."""
 
 import random
 
@@ -21,7 +21,7 @@ SIZE = 4
 
 
 def add(tree: PrefixTree, tokens: list[int], first_block: int) -> int:
-    """Insert ``tokens`` with blocks from ``first_block`` on where the tree lacks them."""
+    """Insert ``tokens``, with blocks from ``first_block`` on for the missing parts."""
     at = ROOT
     for number, first in enumerate(range(0, len(tokens), SIZE)):
         key = tuple(tokens[first : first + SIZE])
@@ -136,7 +136,7 @@ def test_a_match_is_the_longest_prefix(
 
 
 def cached(log: SpanLog, first: int, tokens: list[int], size: int) -> list[int]:
-    """Blocks of ``size`` tokens, from number ``first`` on."""
+    """Blocks of ``size`` tokens, numbered from ``first``."""
     parent, blocks = ROOT, []
     for end in range(size, len(tokens) + 1, size):
         block = first + len(blocks)

@@ -1,4 +1,4 @@
-"""A whole head whose memory is short: a long request ends, though others come without end."""
+"""Short memory: a long request finishes among endless short ones."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,17 +17,16 @@ from tests.support.request_states import make_state
 TURN_S = 0.01
 STAGE = Profile(decode=((1, TURN_S), (8, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))
 BLOCK_SIZE = 4
-#: Of the short ones, so many wait at any time.
+#: Short requests that wait at any time.
 CROWD = 6
-#: Iterations after which a long request has to have ended; it would do so in less than a tenth of
-#: them if it were alone.
+#: Iterations within which a long request must finish; alone it takes less than a tenth.
 TURNS = 1500
-#: Those with short prompts go first for good.
+#: Short prompts always go first.
 STARVING = "fixed-priority"
 
 
 class Crowded:
-    """A head, one long request, and a client that always has short ones waiting."""
+    """A scheduler, a long request, and a client that always has short ones waiting."""
 
     def __init__(self, policy: str, mode: PreemptionMode, blocks: int, host: int) -> None:
         config = SchedulerConfig(
@@ -40,36 +39,36 @@ class Crowded:
             profiles=(STAGE,),
             preemption_mode=mode,
         )
-        self.head = Scheduler(config, 1, create_scheduling_policy(policy))
-        self.head.set_host_memory(host, TURN_S / 100)
+        self.scheduler = Scheduler(config, 1, create_scheduling_policy(policy))
+        self.scheduler.set_host_memory(host, TURN_S / 100)
         self.now = 0.0
         self.count = 0
-        #: Tokens that each request has, and those that it is to have.
+        #: Tokens of each request so far, and in the end.
         self.got: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
 
     def submit(self, key: str, prompt: tuple[int, ...], answer: int) -> None:
         request = make_state("d", key, prompt, len(prompt), answer, SamplingParams(), (), 1 << 16)
         self.got[key], self.wanted[key] = 0, answer
-        assert self.head.submit_request(request, self.now) == []
+        assert self.scheduler.submit_request(request, self.now) == []
 
     def crowd(self, tokens: int, answer: int, alike: bool) -> None:
-        while self.head._queues.num_waiting < CROWD:
+        while self.scheduler._queues.num_waiting < CROWD:
             self.count += 1
             first = 1 if alike else self.count
             self.submit(f"s{self.count}", (first, *range(tokens - 1)), answer)
 
     def turn(self) -> None:
-        batch = self.head.next_batch(self.now)
+        batch = self.scheduler.next_batch(self.now)
         self.now += TURN_S
-        for emission in run_micro_batches(self.head, batch, self.now):
+        for emission in run_micro_batches(self.scheduler, batch, self.now):
             assert isinstance(emission.message, OutputToken)
             key = emission.message.key
             self.got[key] += 1
             assert (emission.message.finish_reason is None) == (self.got[key] < self.wanted[key])
 
     def serve(self, long: tuple[int, int], short: tuple[int, int], alike: bool) -> int:
-        """Tokens that the long one has got in :data:`TURNS` iterations."""
+        """Tokens that the long request got in :data:`TURNS` iterations."""
         self.crowd(*short, alike)
         self.submit("long", tuple(range(100, 100 + long[0])), long[1])
         for number in range(TURNS):
@@ -78,7 +77,7 @@ class Crowded:
             self.crowd(*short, alike)
             self.turn()
             if number % 50 == 0:
-                self.head.validate()
+                self.scheduler.validate()
         return self.got["long"]
 
 
@@ -105,16 +104,16 @@ def test_no_policy_starves_a_long_request(
 ) -> None:
     crowded = Crowded(policy, mode, blocks, host)
     assert crowded.serve((prompt, answer), short, alike) == answer
-    for _, key in crowded.head.live_requests:
-        crowded.head.cancel_request("d", key, crowded.now)
-    while crowded.head.live_requests:
+    for _, key in crowded.scheduler.live_requests:
+        crowded.scheduler.cancel_request("d", key, crowded.now)
+    while crowded.scheduler.live_requests:
         crowded.turn()
     crowded.turn()
-    crowded.head.validate()
-    _, gauges = crowded.head.collect_stats()
+    crowded.scheduler.validate()
+    _, gauges = crowded.scheduler.collect_stats()
     assert gauges["scheduler_blocks_used"] == gauges["scheduler_host_blocks_used"] == 0
 
 
 def test_fixed_priority_may_starve_long_prompts() -> None:
-    """So the test above would see it."""
+    """The test above would detect starvation."""
     assert Crowded(STARVING, "recompute", 16, 0).serve((40, 4), (4, 4), alike=False) == 0

@@ -1,4 +1,4 @@
-"""Small scenarios that take a moment each."""
+"""Small scenarios that simulate quickly."""
 
 import pytest
 
@@ -14,5 +14,5 @@ def workload() -> Workload:
 
 @pytest.fixture
 def baseline(workload: Workload) -> Scenario:
-    """All switches off."""
+    """All features off."""
     return Scenario.make_baseline(workload, link=LinkProfile(100, 30))

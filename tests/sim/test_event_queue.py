@@ -1,4 +1,4 @@
-"""Regions go on by themselves, and nobody can tell."""
+"""Regions advance independently without changing the order of events."""
 
 from molink.sim.event_queue import EventQueue, FleetEventQueue, assign_regions
 from molink.sim.pc import SimPc, Uplink
@@ -20,23 +20,24 @@ def test_shared_uplinks_and_pcs_form_regions() -> None:
 
 
 class Log:
-    """What happened, in the order in which it ran."""
+    """Events in the order in which they ran."""
 
     def __init__(self, time: FleetEventQueue) -> None:
         self.time = time
         self.seen: list[str] = []
         self.times: list[float] = []
 
-    def add(self, agenda: EventQueue, name: str) -> None:
-        self.seen.append(f"{name}@{agenda.now:g}")
+    def add(self, event_queue: EventQueue, name: str) -> None:
+        self.seen.append(f"{name}@{event_queue.now:g}")
 
-    def ticks(self, agenda: EventQueue, name: str, every: float) -> None:
-        self.add(agenda, name)
-        agenda.schedule_at(agenda.now + every, self.ticks, agenda, name, every)
+    def seqs(self, event_queue: EventQueue, name: str, every: float) -> None:
+        self.add(event_queue, name)
+        event_queue.schedule_at(event_queue.now + every, self.seqs, event_queue, name, every)
 
-    def tells(self, agenda: EventQueue, at: float) -> None:
-        agenda.schedule_at(
-            at, lambda: self.time.schedule_common(agenda.now, self.times.append, agenda.now)
+    def tells(self, event_queue: EventQueue, at: float) -> None:
+        event_queue.schedule_at(
+            at,
+            lambda: self.time.schedule_common(event_queue.now, self.times.append, event_queue.now),
         )
 
 

@@ -1,4 +1,4 @@
-"""Stages that compute nothing: what a step counts, when it ends, what comes of it."""
+"""Simulated executors: the rows, times and results of steps."""
 
 from molink.ring.stage import StageShape
 from molink.ring.step import StepInput, StepResult
@@ -10,7 +10,7 @@ from molink.sim.roofline import Roofline, StepRows
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
-#: 1 MB of weights (5 * 200,000 bytes) and 2 MB of logits at 1 GB/s, and 1 ms for each pass.
+#: 1 MB of weights (5 * 200,000 bytes) and 2 MB of logits at 1 GB/s, and 1 ms per pass.
 DEVICE = DeviceProfile("d", "", 1, 1000, 10, 1.0, 1.0, step_ms=1.0)
 MODEL = ModelProfile("m", "", 5, 100, 200, 4, 6, 20, vocabulary=10_000)
 DECODES = Volume(
@@ -28,8 +28,8 @@ CHUNK = Volume(
 
 
 def test_step_rows() -> None:
-    # Decode rows read what is before them. Rows 10 to 13 see 11 + 12 + 13 + 14 tokens, rows 0 to 2
-    # see 1 + 2 + 3.
+    # Decode rows read their context. Rows 10 to 13 see 11 + 12 + 13 + 14 tokens, rows 0 to 2 see 1
+    # + 2 + 3.
     both = StepRows(decode=2, decode_context=130, prefill=7, prefill_context=56, sampled=3)
     assert step_rows([DECODES, CHUNK], is_last=True) == both
     assert step_rows([CHUNK], is_last=False) == StepRows(prefill=7, prefill_context=56)

@@ -1,4 +1,4 @@
-"""Many pipelines in one virtual time: nothing is lost, whoever leaves, and PCs are shared."""
+"""Fleets in virtual time: nothing is lost, and shared PCs slow each other down."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate_scenario
 from molink.sim.workload import Workload
 
-#: A model whose keys and values are small: as Qwen2.5-7B.
+#: A model with small keys and values, like Qwen2.5-7B.
 SMALL_KV = ModelProfile("small", "", 28, 3584, 18_944, 28, 4, 128, 152_064)
 
 
@@ -113,7 +113,7 @@ def test_shared_pcs_or_uplinks_are_slower(ring: Scenario) -> None:
 
 @pytest.fixture
 def sharing(ring: Scenario) -> Scenario:
-    """Ten beginnings of 1024 tokens, each asked for again and again."""
+    """Ten prefixes of 1024 tokens, requested again and again."""
     rows = tuple(
         TraceRow(float(index), 1100, 8, (2 * begin, 2 * begin + 1, 100 + index))
         for index in range(60)
@@ -144,7 +144,7 @@ def test_lost_caches_cost_time_but_no_tokens(sharing: Scenario) -> None:
 
 
 class Deceived(E2Router):
-    """Hears of caches what another pipeline said, or what was never cached, and late."""
+    """Receives cache reports of another pipeline, of spans never cached, and late ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a ring promises before anything of it is started."""
+"""Forecasts of rings."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_forecast_of_three_stages() -> None:
     assert [each.count for each in planned.curve] == [3, 4, 5, 6]
     assert planned.micro_batches in (3, 4, 5, 6)
     assert planned.token_s >= planned.floor_s > 3 * 0.03
-    # Alone, a request waits for nobody.
+    # A single request waits for nothing.
     assert planned.tpot_s == pytest.approx(planned.floor_s, rel=0.05)
     assert planned.ttft_s > planned.tpot_s
 
@@ -54,13 +54,13 @@ def test_impossible_forecasts_are_rejected() -> None:
 
 
 def test_the_floor_matches_a_manual_round_trip() -> None:
-    """Qwen-7B in 16 bits on three RTX 4090, 100 Mbps (of which 95 % are ours), 30 ms.
+    """Qwen-7B in 16 bits on three RTX 4090, 100 Mbps at 95 % efficiency, 30 ms.
 
-    A layer has 4096 * 128 * 128 + 3 * 4096 * 11,008 = 202,375,168 weights. 32 layers and the
-    logits (151,936 * 4096) are 14.19667 GB to read, at 0.92 of 1008 GB/s: 15.30869 ms. Three
-    passes add 0.3 ms each, keys and values of the 128 tokens that a stage measures after (each
-    524,288 bytes) 0.07236 ms. A row of 8192 bytes takes 0.68985 ms at 11.875 MB/s, on two links;
-    the 64 bytes of a token take 0.00539 ms on the third. Three latencies are 90 ms.
+    A layer has 4096 * 128 * 128 + 3 * 4096 * 11,008 = 202,375,168 weights. Reading 32 layers and
+    the logits (151,936 * 4096), 14.19667 GB, at 0.92 of 1008 GB/s takes 15.30869 ms. Three passes
+    add 0.3 ms each, the KV of the 128 tokens of a measurement (524,288 bytes each) 0.07236 ms. A
+    row of 8192 bytes takes 0.68985 ms at 11.875 MB/s, on two links; the 64 bytes of a token take
+    0.00539 ms on the third. Three latencies are 90 ms.
     """
     planned = plan_ring(scenario(), streams=1, prompt_tokens=64, output_tokens=2)
     milliseconds = 15.30869 + 3 * 0.3 + 0.07236 + 2 * 0.68985 + 0.00539 + 90

@@ -1,4 +1,4 @@
-"""Simulated requests with content: drafts are right or wrong as they would be."""
+"""Simulated requests with content, so that drafts are right or wrong."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +8,12 @@ from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate_scenario
 from molink.sim.workload import Workload
 
-#: Answers that repeat their prompt, and one that nothing foretells.
+#: Answers that repeat their prompt, and one that is unpredictable.
 COPY = tuple(range(100, 150))
 TEXTS = (KnownText(COPY, COPY[5:40]), KnownText(tuple(range(9)), tuple(range(50, 90))))
 
 
-#: A draft model of a fifteenth of the parameters.
+#: A draft model with a fifteenth of the parameters.
 SMALL = str(Path(__file__).parents[2] / "configs" / "models" / "qwen2.5-0.5b.toml")
 
 
@@ -28,7 +28,7 @@ def test_tokens_by_position() -> None:
 
 
 def test_right_drafts_save_round_trips() -> None:
-    # The clients check each token that comes.
+    # The clients check each token.
     without = simulate_scenario(scenario())
     found = simulate_scenario(replace(scenario(), num_speculative_tokens=4))
     assert found.report.failed == without.report.failed == 0
@@ -41,7 +41,7 @@ def test_right_drafts_save_round_trips() -> None:
 
 
 def test_forced_tokens_are_drafted() -> None:
-    # Of each ten tokens five are forced, and nothing foretells them else.
+    # Of each ten tokens five are forced; otherwise they are unpredictable.
     answer = tuple(range(200, 250))
     runs = tuple(5 - at % 10 if at % 10 < 5 else 0 for at in range(50))
     text = KnownText(tuple(range(9)), answer, runs)
@@ -59,7 +59,7 @@ def test_forced_tokens_are_drafted() -> None:
 
 
 def guessed(right: int) -> tuple[KnownText, ...]:
-    """Each text with guesses of which the first so many are right."""
+    """Each text with model drafts of which that many are right."""
     found = []
     for text in TEXTS:
         rest = [text.answer[at : at + 4] for at in range(len(text.answer))]

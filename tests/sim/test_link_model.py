@@ -1,4 +1,4 @@
-"""The ways between two stages, and what happens when."""
+"""Link models, and the order of events."""
 
 import pytest
 
@@ -13,7 +13,7 @@ Times = tuple[float, float, float]
 
 
 class Taker:
-    """Keeps the times of messages."""
+    """Records the times of messages."""
 
     def __init__(self) -> None:
         self.times: list[Times] = []
@@ -60,15 +60,15 @@ def test_a_channel_is_ready_when_its_backlog_is_short() -> None:
     assert link_model.is_ready(Channel.DECODE, 1.0)
 
 
-def make_tcp(agenda: EventQueue, congestion: str, back: Uplink | None = None) -> TcpLink:
+def make_tcp(event_queue: EventQueue, congestion: str, back: Uplink | None = None) -> TcpLink:
     uplink = Uplink(1e6, QUEUE)
     return TcpLink(
-        agenda,
+        event_queue,
         uplink,
         back or Uplink(1e6, QUEUE),
         0.05,
         QUEUE,
-        lambda lane: create_controller(congestion, 0.1, lane),
+        lambda channel: create_controller(congestion, 0.1, channel),
     )
 
 
@@ -83,7 +83,7 @@ def test_connections_share_the_uplink(congestion: str) -> None:
     ready: list[float] = []
     link_model.call_when_ready(Channel.BULK, lambda: ready.append(event_queue.now))
     event_queue.run(60.0)
-    # What of the other lane has not left does not hold it up, only what is in the queue.
+    # Unsent bytes of the other channel don't delay it, only those in the queue.
     assert 0.555 <= decode.times[0][2] < 0.5 + 0.05 + 0.1 + QUEUE / 1e6
     assert 1.0 < bulk.times[0][2] < 3.0
     assert len(ready) == 1
@@ -93,7 +93,7 @@ def test_connections_share_the_uplink(congestion: str) -> None:
 def test_messages_of_a_channel_keep_their_order() -> None:
     event_queue, order = EventQueue(), list[str]()
     link_model = make_tcp(event_queue, "cubic")
-    # Rows that are being packed are no reason to overtake them.
+    # Rows being packed are not overtaken.
     link_model.send_message(Channel.BULK, 100, 0.2, lambda *_: order.append("packed"))
     link_model.send_message(Channel.BULK, 100, 0.1, lambda *_: order.append("plain"))
     event_queue.run(1.0)

@@ -1,4 +1,4 @@
-"""Profiles: those that come with molink make sense, and nonsense is refused by file and key."""
+"""Profiles: bundled ones are plausible, and errors name file and key."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -90,13 +90,13 @@ def test_a_link_needs_bandwidth() -> None:
 
 
 def test_the_ring_of_the_paper() -> None:
-    """Three RTX 4090 with Qwen-7B: about 16 ms for a token's steps."""
+    """Three RTX 4090 with Qwen-7B: about 16 ms per token for the steps."""
     stages = equal_rooflines(load_device("rtx4090"), load_model("qwen-7b"), 3)
     total = sum(stage.make_profile().decode_s(1) for stage in stages)
     assert 0.015 < total < 0.018
     for stage in stages:
         profile = stage.make_profile()
-        # Beside the weights, rows cost little until computing takes longer than reading.
+        # Rows cost little until computing takes longer than reading the weights.
         assert profile.decode_s(8) < 1.1 * profile.decode_s(1)
         assert profile.prefill_s(2048) > 10 * profile.prefill_s(16)
 

@@ -1,14 +1,14 @@
-"""Rooflines of a device and a model small enough to work out by hand."""
+"""Rooflines of a device and a model small enough to calculate by hand."""
 
 import pytest
 
 from molink.sim.profiles import DeviceProfile, ModelProfile
 from molink.sim.roofline import Roofline, StepRows
 
-#: 1e9 bytes/s (half of the data sheet's) and 1e12 operations/s; 1 ms for each forward pass.
+#: 1e9 bytes/s (half of the nominal rate) and 1e12 operations/s; 1 ms per forward pass.
 DEVICE = DeviceProfile("d", "", 2, 1, 10, 0.5, 1.0, step_ms=1.0, tile=4)
-#: A layer has 100 * 10 * (2 * 6 + 2 * 4) + 3 * 100 * 600 = 200,000 weights; logits 5,000 * 100. A
-#: token's keys and values take 2 * 4 * 10 * 2 = 160 bytes in a layer.
+#: A layer has 100 * 10 * (2 * 6 + 2 * 4) + 3 * 100 * 600 = 200,000 weights, the logits 5,000 * 100.
+#: A token's KV takes 2 * 4 * 10 * 2 = 160 bytes per layer.
 MODEL = ModelProfile("m", "", 8, 100, 600, 6, 4, 10, vocabulary=5000)
 
 
@@ -28,11 +28,11 @@ def test_weight_bytes() -> None:
         # 1 for the pass, 2 for reading 2 MB at 1 GB/s.
         (StepRows(decode=1), 3.0),
         (StepRows(decode=3, prefill=1), 3.0),
-        # 1 MB of logits to read on top.
+        # plus 1 MB of logits.
         (StepRows(decode=1, sampled=1), 4.0),
-        # 800 bytes of keys and values for each of 1000 tokens: 0.8 MB.
+        # 800 bytes of KV for each of 1000 tokens: 0.8 MB.
         (StepRows(decode=1, decode_context=1000), 3.8),
-        # 2 operations for each of 1e6 weights and row are 2 us: 998 rows are 1000 in tiles of 4.
+        # 2 operations for each of 1e6 weights per row are 2 us: 998 rows are 1000 in tiles of 4.
         (StepRows(prefill=998), 1 + 2.0),
         (StepRows(prefill=1001), 1 + 2.008),
         (StepRows(prefill=4000), 1 + 8.0),
@@ -47,7 +47,7 @@ def test_step_time(rows: StepRows, milliseconds: float) -> None:
 
 
 def test_kv_capacity() -> None:
-    # 9 GB of 10, less 0.75 for activations and 0.003 of weights, by 800 bytes a token.
+    # 9 GB of 10, less 0.75 for activations and 0.003 of weights, by 800 bytes per token.
     assert roofline().kv_tokens(DEVICE) == 10_308_750
     tiny = DeviceProfile("d", "", 2, 1, 0.8, 0.5, 1.0, step_ms=1.0)
     assert roofline().kv_tokens(tiny) == 0

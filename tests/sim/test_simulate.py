@@ -1,4 +1,4 @@
-"""Whole simulations: repeatable, nothing lost, and never quicker than the ring allows."""
+"""Whole simulations: deterministic, lossless, and never faster than the ring allows."""
 
 import json
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def test_the_warm_up_is_not_counted(baseline: Scenario) -> None:
 def test_a_single_stream_takes_a_round_trip_per_token(policy: str) -> None:
     alone = Workload(rate=0.03, duration=30.0, seed=1, input_tokens=200, output_tokens=20)
     outcome = simulate_scenario(Scenario(alone, policy=policy, compression="none"))
-    # A link carries a little less than its nominal rate, and 200 tokens are more than none.
+    # A link carries slightly less than its nominal rate, and 200 tokens of context cost time.
     assert outcome.floor_s <= mean_tpot(outcome) <= 1.05 * outcome.floor_s
     assert outcome.floor_s == pytest.approx(0.1077, abs=0.002)
 
@@ -142,8 +142,8 @@ def test_the_scheduling_policy_is_the_scenarios(
     heard: list[RequestState] = []
 
     class Listening(Fcfs):
-        def on_arrived(self, job: RequestState, now: float) -> None:
-            heard.append(job)
+        def on_arrived(self, state: RequestState, now: float) -> None:
+            heard.append(state)
 
     monkeypatch.setitem(create._POLICIES, "listening", Listening)
     first = simulate_scenario(baseline)

@@ -1,4 +1,4 @@
-"""TCP connections: CUBIC's and BBR's windows, losses, and that everything arrives in order."""
+"""TCP connections: windows of CUBIC and BBR, losses, and delivery in order."""
 
 from itertools import accumulate
 
@@ -31,7 +31,7 @@ CONTROLLED = pytest.mark.parametrize("name", ["cubic", "bbr"])
 
 
 class Line:
-    """A connection over an uplink of its own, and when each message has arrived."""
+    """A connection over its own uplink, with the arrival of each message."""
 
     def __init__(
         self,
@@ -39,21 +39,23 @@ class Line:
         rate: float = RATE,
         room: int = ROOM,
         latency: float = LATENCY,
-        lane: Channel | None = None,
+        channel: Channel | None = None,
         replies_wait_until: float = 0.0,
     ) -> None:
-        # Only a bulk lane's is paced under CUBIC.
-        lane = lane if lane is not None else Channel.DECODE if name == "cubic" else Channel.BULK
-        self.agenda = EventQueue()
+        # Only bulk channels are paced under CUBIC.
+        channel = (
+            channel if channel is not None else Channel.DECODE if name == "cubic" else Channel.BULK
+        )
+        self.event_queue = EventQueue()
         self.uplink = Uplink(rate, room)
-        self.controller = create_controller(name, 2 * latency, lane)
+        self.controller = create_controller(name, 2 * latency, channel)
         self.arrivals: list[tuple[int, float]] = []
         self.tcp = TcpConnection(
-            self.agenda,
+            self.event_queue,
             self.uplink,
             latency,
             self.controller,
-            lambda: latency + max(0.0, replies_wait_until - self.agenda.now),
+            lambda: latency + max(0.0, replies_wait_until - self.event_queue.now),
             lambda: None,
         )
         self._count = 0
@@ -65,9 +67,9 @@ class Line:
         )
 
     def take(self, nbytes: int, at: float) -> float:
-        """Seconds that a message takes which is sent alone."""
-        self.agenda.schedule_at(at, self.write, nbytes)
-        self.agenda.run(at + 60.0)
+        """Seconds of a message that is sent alone."""
+        self.event_queue.schedule_at(at, self.write, nbytes)
+        self.event_queue.run(at + 60.0)
         return self.arrivals[-1][1] - at
 
 
@@ -84,11 +86,11 @@ def bbr_of(line: Line) -> BbrTcp:
 @CONTROLLED
 @pytest.mark.parametrize("latency", [0.005, 0.015, 0.03])
 def test_simultaneous_acknowledgements_keep_their_order(name: str, latency: float) -> None:
-    # Sums of floats put some of them a little before those that were sent earlier.
+    # Rounding puts some of them slightly before earlier ones.
     line = Line(name, room=1 << 30, latency=latency, replies_wait_until=0.3)
     for _ in range(40):
         line.write(20_000)
-    line.agenda.run(60.0)
+    line.event_queue.run(60.0)
     assert len(line.arrivals) == 40
     assert line.tcp.in_flight == 0
     assert line.tcp.delivered == 40 * 20_000
@@ -123,8 +125,8 @@ def test_a_pause_halves_the_window_for_every_timeout() -> None:
 def test_an_unused_window_does_not_grow() -> None:
     line = Line("cubic")
     for turn in range(100):
-        line.agenda.schedule_at(0.1 * turn, line.write, 5000)
-    line.agenda.run(20.0)
+        line.event_queue.schedule_at(0.1 * turn, line.write, 5000)
+    line.event_queue.run(20.0)
     assert cubic_of(line).window == INITIAL_WINDOW
 
 
@@ -134,7 +136,7 @@ def test_hystart_ends_slow_start_before_a_queue_as_long_as_the_pipe_overflows() 
     line.take(PROMPT, 0.0)
     assert line.uplink.dropped_bytes == 0
     assert pipe / 2 < cubic_of(line).threshold < 2 * pipe
-    # In slow start half of what a round trip sends waits: too much for a queue of a third of that.
+    # In slow start half of a round trip's segments queue up: too much for a third of that.
     short = Line("cubic", room=pipe // 3)
     short.take(PROMPT, 0.0)
     assert short.uplink.dropped_bytes > 0
@@ -143,16 +145,16 @@ def test_hystart_ends_slow_start_before_a_queue_as_long_as_the_pipe_overflows() 
 def test_a_loss_reduces_the_window_and_cubic_restores_it() -> None:
     line = Line("cubic")
     cubic = cubic_of(line)
-    # More than the queue holds at once, as when a window is still there after a short pause.
+    # More than the queue holds, as when a window survives a short pause.
     cubic.window = cubic.threshold = 2 * ROOM
     line.write(40 * PROMPT)
     assert line.uplink.dropped_bytes == pytest.approx(ROOM, rel=0.02)
-    line.agenda.run(4 * ROUND_TRIP)
+    line.event_queue.run(4 * ROUND_TRIP)
     assert cubic.threshold == pytest.approx(0.7 * 2 * ROOM, rel=0.03)
     assert cubic.threshold < cubic.window < 1.05 * cubic.threshold
-    # K of RFC 9438: seconds until the window is what it was.
+    # K of RFC 9438: seconds until the window is restored.
     back = (0.3 * 2 * ROOM / SEGMENT_BYTES / 0.4) ** (1 / 3)
-    line.agenda.run(back)
+    line.event_queue.run(back)
     assert cubic.window == pytest.approx(2 * ROOM, rel=0.05)
 
 
@@ -167,20 +169,20 @@ def test_bbr_keeps_its_rate_over_a_pause() -> None:
     assert bbr.rate == pytest.approx(RATE, rel=0.02)
     ideal = 2 * PROMPT / RATE + LATENCY
     assert ideal < first < ideal + 12 * ROUND_TRIP
-    # Within ten seconds, lest ProbeRTT comes.
-    assert line.take(PROMPT, line.agenda.now + 5.0) < 1.15 * (PROMPT / RATE + LATENCY)
+    # Within ten seconds, before ProbeRTT.
+    assert line.take(PROMPT, line.event_queue.now + 5.0) < 1.15 * (PROMPT / RATE + LATENCY)
 
 
 def test_small_messages_are_paced_as_in_startup() -> None:
     line = Line("bbr")
     for turn in range(5):
-        line.agenda.schedule_at(0.5 * turn, line.write, INITIAL_WINDOW)
-    line.agenda.run(10.0)
-    # A round trip carries what it is given: 2.89 times that is the pace, ever after.
+        line.event_queue.schedule_at(0.5 * turn, line.write, INITIAL_WINDOW)
+    line.event_queue.run(10.0)
+    # A round trip carries all that is offered, so the pacing rate stays 2.89 times that.
     assert bbr_of(line).mode is BbrMode.STARTUP
     pace = HIGH_GAIN * INITIAL_WINDOW / ROUND_TRIP
     assert bbr_of(line).pacing_rate == pytest.approx(pace)
-    # The last two segments leave last, and those after the first two half as late as the others.
+    # The last two segments leave last, those after the first two half as late as the others.
     spread = (INITIAL_WINDOW - 3 * SEGMENT_BYTES) / pace
     assert line.arrivals[-1][1] - 2.0 == pytest.approx(LATENCY + spread, rel=0.02)
 
@@ -189,25 +191,26 @@ def test_small_messages_are_paced_as_in_startup() -> None:
     ("name", "lane", "measured"),
     [
         ("cubic", Channel.DECODE, 0.0175),
-        # Before decode lanes were switched.
+        # Before decode channels were switched.
         ("bbr", Channel.BULK, 0.025),
-        # Switched, and paced all the same.
+        # Switched, and still paced.
         ("bbr", Channel.DECODE, 0.021),
     ],
 )
 def test_decode_latency_on_an_idle_hop_matches_the_rig(
-    name: str, lane: Channel, measured: float
+    name: str, channel: Channel, measured: float
 ) -> None:
     link, latency, handling = LinkProfile(), 0.015, 0.0011
-    line = Line(name, link.rate, link.queue, latency, lane)
-    # docs/results/link.json, "idle_ms": 16 KB now and then, and a beat every tenth of a second.
+    line = Line(name, link.rate, link.queue, latency, channel)
+    # docs/results/link.json, "idle_ms": 16 KB now and then, and a heartbeat every tenth of a
+    # second.
     for turn in range(20):
-        line.agenda.schedule_at(0.3 * turn, line.write, 16 * 1024)
+        line.event_queue.schedule_at(0.3 * turn, line.write, 16 * 1024)
         for beat in range(3):
-            line.agenda.schedule_at(
+            line.event_queue.schedule_at(
                 0.3 * turn + 0.1 * beat + 0.05, line.tcp.write_message, 64, lambda *_: None
             )
-    line.agenda.run(20.0)
+    line.event_queue.run(20.0)
     assert line.arrivals[-1][1] - 0.3 * 19 + handling == pytest.approx(measured, rel=0.06)
 
 
@@ -220,12 +223,12 @@ def test_probe_rtt_every_ten_seconds() -> None:
         bbr = bbr_of(line)
         if bbr.mode is BbrMode.PROBE_RTT:
             assert bbr.window <= MIN_WINDOW
-            dips.append(line.agenda.now)
-        if line.agenda.now < 30.0:
-            line.agenda.schedule_at(line.agenda.now + 0.01, look)
+            dips.append(line.event_queue.now)
+        if line.event_queue.now < 30.0:
+            line.event_queue.schedule_at(line.event_queue.now + 0.01, look)
 
     look()
-    line.agenda.run(30.0)
+    line.event_queue.run(30.0)
     begins = [at for before, at in zip([0.0, *dips], dips, strict=False) if at - before > 1.0]
     assert len(begins) == 2
     assert begins[1] - begins[0] == pytest.approx(10.0, abs=1.0)
@@ -244,7 +247,7 @@ def test_a_dropped_message_is_retransmitted(name: str) -> None:
     while line.uplink.enqueue_or_drop(SEGMENT_BYTES, 0.0) is not None:
         pass
     took = line.take(2 * SEGMENT_BYTES, 0.0)
-    # A tail loss probe goes after two round trips.
+    # A tail loss probe is sent after two round trips.
     assert took == pytest.approx(2 * ROUND_TRIP + LATENCY, rel=0.05)
     assert line.tcp.in_flight == 0
 
@@ -272,8 +275,8 @@ def test_messages_arrive_once_and_in_order(
 ) -> None:
     line = Line(name, rate=1e6, room=room)
     for (nbytes, _), at in zip(messages, accumulate(gap for _, gap in messages), strict=True):
-        line.agenda.schedule_at(at, line.write, nbytes)
-    line.agenda.run(3600.0)
+        line.event_queue.schedule_at(at, line.write, nbytes)
+    line.event_queue.run(3600.0)
     total = sum(nbytes for nbytes, _ in messages)
     assert [number for number, _ in line.arrivals] == list(range(len(messages)))
     assert line.tcp.delivered == total
@@ -322,7 +325,7 @@ def test_an_unknown_congestion_control_is_rejected() -> None:
 def test_bulk_channels_under_cubic_are_paced() -> None:
     """The same transfer drops nothing where an unpaced slow start overflows a short queue."""
     paced, plain = (
-        Line("cubic", room=64_000, lane=channel) for channel in (Channel.BULK, Channel.DECODE)
+        Line("cubic", room=64_000, channel=channel) for channel in (Channel.BULK, Channel.DECODE)
     )
     for line in (paced, plain):
         line.take(400_000, 0.0)

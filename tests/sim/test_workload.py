@@ -1,4 +1,4 @@
-"""Which requests arrive when."""
+"""Arrivals of requests."""
 
 from itertools import pairwise
 

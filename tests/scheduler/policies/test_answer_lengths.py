@@ -1,4 +1,4 @@
-"""What is remembered of answers' lengths."""
+"""Estimates of answer lengths."""
 
 import math
 import random
@@ -70,7 +70,7 @@ def test_predictive_prompts_use_similar_answers(seed: int, tokens: int) -> None:
 
 @given(st.integers(0, 1 << 16), st.sampled_from([0, 40, 98, 99]))
 def test_unpredictive_prompts_use_all_answers(seed: int, tokens: int) -> None:
-    """What is found is shared out as all of the latest are that have more."""
+    """The estimate is a sample of all longer recent answers."""
     rng, lengths, known = random.Random(seed), AnswerLengths(), list[int]()
     for _ in range(MAX_ANSWERS + 200):
         known.append(rng.randrange(1, 100))
@@ -90,7 +90,7 @@ def test_unpredictive_prompts_use_all_answers(seed: int, tokens: int) -> None:
 
 @pytest.mark.parametrize(("told", "similar"), [(0.03, False), (0.3, True)])
 def test_threshold_of_explained_variance(told: float, similar: bool) -> None:
-    """Of the variance of logarithms; prompts are of two lengths."""
+    """Of the variance of log lengths, with prompts of two lengths."""
     rng, lengths = random.Random(1), AnswerLengths()
     for index in range(MAX_ANSWERS):
         long = index % 2

@@ -1,4 +1,4 @@
-"""Priority groups by cached share: in proportion, and nobody starves."""
+"""Groups by cached share: proportional service without starvation."""
 
 from collections import Counter
 
@@ -12,16 +12,16 @@ from tests.support.request_states import arrived, make_state
 
 
 class Queue:
-    """Jobs that wait, admitted one by one."""
+    """Waiting requests, admitted one by one."""
 
     def __init__(self) -> None:
         self.policy = CachedShare()
         self.waiting: list[RequestState] = []
         self.count = 0
 
-    def arrive(self, cached: int, owner: str = "d") -> RequestState:
-        """``cached`` of its 100 tokens are."""
-        state = arrived(make_state(owner, str(self.count), (1,) * 100, 100, 9, SamplingParams()))
+    def arrive(self, cached: int, peer: str = "d") -> RequestState:
+        """Add a request with ``cached`` of its 100 tokens."""
+        state = arrived(make_state(peer, str(self.count), (1,) * 100, 100, 9, SamplingParams()))
         state.num_uncached = 100 - cached
         self.count += 1
         self.waiting.append(state)
@@ -31,14 +31,14 @@ class Queue:
     def admit(self) -> RequestState:
         state = self.policy.choose_admitted(self.waiting, [], 0.0)
         assert state is not None
-        assert self.policy.choose_admitted(self.waiting, [], 0.0) is state  # asking changes nothing
+        assert self.policy.choose_admitted(self.waiting, [], 0.0) is state  # queries change nothing
         self.waiting.remove(state)
         self.policy.on_issued(state, 0.0)
         self.policy.on_issued(state, 0.0)
         return state
 
-    def end(self, job: RequestState) -> None:
-        self.policy.on_removed(job, 0.0)
+    def end(self, state: RequestState) -> None:
+        self.policy.on_removed(state, 0.0)
 
 
 def test_groups_are_served_in_proportion() -> None:
@@ -88,14 +88,14 @@ def test_ended_requests_are_dropped() -> None:
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(0, 100))
 def test_no_request_starves(before: list[int], cached: int) -> None:
-    """However many keep coming into whatever groups."""
+    """Under any further arrivals."""
     queue = Queue()
     for each in before:
         queue.arrive(each)
     mine = queue.arrive(cached)
     group = min(GROUPS - 1, GROUPS * cached // 100)
     ahead = sum(min(GROUPS - 1, GROUPS * each // 100) == group for each in before)
-    # While it waits, group g is admitted from at most g + 1 times for each of its own, and once.
+    # While it waits, group g is admitted at most g + 1 times for each of its own, and once more.
     most = sum((other + 1) / (group + 1) * (ahead + 1) + 1 for other in range(GROUPS))
     for _ in range(int(most) + 1):
         for other in (99, 85, 0, 35):

@@ -1,5 +1,3 @@
-"""Scheduling policies by name."""
-
 import pytest
 
 from molink.errors import UsageError

@@ -1,4 +1,4 @@
-"""First come, first served: its answers, one by one."""
+"""First come, first served: individual decisions."""
 
 from molink.scheduler.policies.fcfs import Fcfs
 from molink.scheduler.request_state import ABANDONED_AFTER_S, RequestState
@@ -6,13 +6,13 @@ from molink.wire.messages.data_plane import SamplingParams
 from tests.support.request_states import arrived, make_state
 
 
-def waiting(key: str, owner: str = "d") -> RequestState:
-    return arrived(make_state(owner, key, (1,), 1, 9, SamplingParams(), credit_window=1))
+def waiting(key: str, peer: str = "d") -> RequestState:
+    return arrived(make_state(peer, key, (1,), 1, 9, SamplingParams(), credit_window=1))
 
 
-def admitted(request_id: int, owner: str = "d", stalled_at: float | None = None) -> RequestState:
-    """A job at rest that decodes, or has waited for its client since ``stalled_at``."""
-    state = waiting(str(request_id), owner)
+def admitted(request_id: int, peer: str = "d", stalled_at: float | None = None) -> RequestState:
+    """An idle request that decodes, or is stalled since ``stalled_at``."""
+    state = waiting(str(request_id), peer)
     state.phase, state.id = "decode", request_id
     if stalled_at is not None:
         state.tokens.append(5)

@@ -1,4 +1,4 @@
-"""The Gittins index: who goes before whom, by what is known of answers."""
+"""The Gittins index: ranking by estimated answer lengths."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,13 +15,13 @@ from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import SamplingParams
 from tests.support.request_states import arrived, make_state
 
-#: An iteration takes a second, a prompt a second for each row.
+#: An iteration takes 1 s, each prompt row 1 s.
 STAGE = Profile(decode=((1, 1.0), (64, 1.0)), prefill=((1, 1.0), (8, 8.0)))
 TIMES = RingTimes((STAGE,), (), 0)
 
 
 def gittins(*answers: tuple[int, int], room: int = 64, places: int = 1) -> Gittins:
-    """One that knows as many answers, prompt and answer, as it needs to."""
+    """A policy with enough answers, prompt and answer length."""
     lengths = AnswerLengths()
     for prompt, answer in answers * MAX_SIMILAR:
         lengths.add_answer(prompt, answer)
@@ -40,7 +40,7 @@ def make(
     cached: int = 0,
     most: int = 1 << 12,
 ) -> RequestState:
-    """A job that has just arrived and waits."""
+    """A new waiting request."""
     prompt = tuple(range(tokens))
     state = arrived(make_state("d", key, prompt, tokens, most, SamplingParams()), now)
     state.num_uncached = tokens - cached
@@ -48,22 +48,22 @@ def make(
     return state
 
 
-def run(policy: Gittins, job: RequestState, now: float, tokens: int = 1) -> float:
-    """So many iterations of a second, the first of them with the prompt; the time after them."""
-    if job.phase == "waiting":
-        job.start_admission(0, [], PrefixMatch(num_tokens=len(job.tokens) - job.num_uncached))
+def run(policy: Gittins, state: RequestState, now: float, tokens: int = 1) -> float:
+    """Run iterations of 1 s, the first with the prompt; returns the time after them."""
+    if state.phase == "waiting":
+        state.start_admission(0, [], PrefixMatch(num_tokens=len(state.tokens) - state.num_uncached))
     for _ in range(tokens):
-        seconds = float(len(job.tokens) - job.num_issued)
-        job.num_issued, job.phase = len(job.tokens), "decode"
-        policy.on_issued(job, now)
+        seconds = float(len(state.tokens) - state.num_issued)
+        state.num_issued, state.phase = len(state.tokens), "decode"
+        policy.on_issued(state, now)
         now += seconds
-        policy.on_rows_returned(job, seconds, now)
-        job.tokens.append(0)
+        policy.on_rows_returned(state, seconds, now)
+        state.tokens.append(0)
     return now
 
 
-def order(policy: Gittins, jobs: list[RequestState], now: float = 0.0) -> str:
-    return "".join(state.key for state in policy.order_running(jobs, now))
+def order(policy: Gittins, states: list[RequestState], now: float = 0.0) -> str:
+    return "".join(state.key for state in policy.order_running(states, now))
 
 
 def test_short_uncached_prompts_go_first() -> None:
@@ -131,7 +131,7 @@ def test_requests_beyond_the_usual_length_go_last() -> None:
 
 @pytest.mark.parametrize(("prompt", "gives_way"), [(1, True), (32, False)])
 def test_preemption_accounts_for_the_restore_cost(prompt: int, gives_way: bool) -> None:
-    """The one that runs has 30 tokens to go, of the one that waits 3 are expected."""
+    """The running one has 30 tokens left; 3 are expected of the waiting one."""
     policy = gittins((prompt, 32), (2000, 3), places=32, room=1 << 20)
     runs, waits = make(policy, "r", prompt), make(policy, "w", 2000, cached=1999)
     now = run(policy, runs, 0.0, 2)
@@ -141,12 +141,14 @@ def test_preemption_accounts_for_the_restore_cost(prompt: int, gives_way: bool) 
 
 def test_host_memory_makes_preemption_cheaper() -> None:
     policy = gittins((32, 32), (2000, 3), places=32, room=1 << 20)
-    policy.set_restore_cost(lambda job: 0.01 if job.host_copy or job.phase != "waiting" else None)
+    policy.set_restore_cost(
+        lambda state: 0.01 if state.host_copy or state.phase != "waiting" else None
+    )
     runs, waits = make(policy, "r", 32), make(policy, "w", 2000, cached=1999)
     now = run(policy, runs, 0.0, 2)
     found = policy.choose_preempted(waits, [runs], [runs], now)
     assert found is not None
-    # And comes back sooner than one that has to be computed anew.
+    # It is restored sooner than one that must be recomputed.
     runs.phase = "waiting"
     anew = policy.rank_request(runs, now)
     runs.host_copy = HostCopy((0,), 33)
@@ -154,7 +156,7 @@ def test_host_memory_makes_preemption_cheaper() -> None:
 
 
 def test_a_partial_host_copy_leaves_the_rest_to_compute() -> None:
-    """Else one that waits to be back would seem nearer to its end than once it is back."""
+    """Otherwise a waiting request would seem nearer to its end than after its return."""
     policy = gittins((32, 4), places=32, room=1 << 20)
     policy.set_restore_cost(lambda state: 0.5 if state.host_copy is not None else None)
     state = make(policy, "a", 32)
@@ -170,7 +172,7 @@ def test_a_partial_host_copy_leaves_the_rest_to_compute() -> None:
 
 
 def test_a_single_early_end_does_not_set_the_index() -> None:
-    """Of 64 like the old one one ends next, the others after 270 more tokens."""
+    """Of 64 similar ones, one ends next, the others after 270 more tokens."""
     lengths = AnswerLengths()
     for answer in (31, *[300] * (MAX_SIMILAR - 1)):
         lengths.add_answer(1, answer)
@@ -225,12 +227,12 @@ def test_stalled_requests_are_not_promoted() -> None:
 
 
 def test_next_scheduled_is_when_earlier_requests_are_done() -> None:
-    """Four places, a token takes a quarter of a second of the ring; there are six jobs."""
+    """Four slots, a token costs a quarter of a second of the ring; there are six requests."""
     policy = gittins((1, 4), places=4, room=1 << 20)
     requests = [make(policy, key) for key in "abcdef"]
-    turns = policy.estimate_next_scheduled(requests[3:], 4, 0.0)
-    # e is the first that doesn't fit; what it takes before f's turn is a row and four tokens.
-    assert [turns[state] for state in requests[3:]] == [0.0, 0.0, 2.0]
+    scheduled = policy.estimate_next_scheduled(requests[3:], 4, 0.0)
+    # e is the first that doesn't fit; a row and four tokens precede f.
+    assert [scheduled[state] for state in requests[3:]] == [0.0, 0.0, 2.0]
 
 
 def test_next_scheduled_is_at_most_the_promotion() -> None:
@@ -247,7 +249,7 @@ def test_next_scheduled_is_at_most_the_promotion() -> None:
 
 
 def test_a_token_costs_the_mean_memory_share() -> None:
-    """Of 64 tokens' memory a job that begins with one and comes to 18 holds 9.5."""
+    """Of 64 tokens' memory, a request that grows from 1 to 18 tokens holds 9.5."""
     policy = gittins((1, 17), places=64)
     state = make(policy, "a")
     standing = policy._current_state(state)
@@ -256,7 +258,7 @@ def test_a_token_costs_the_mean_memory_share() -> None:
 
 
 def test_tokens_of_earlier_epochs_count_as_answer() -> None:
-    """Of 100 tokens there are 6, and the client lets it take 2 more."""
+    """It has 6 of 100 tokens, and may generate 2 more."""
     policy = gittins((4, 100))
     tokens = tuple(range(10))
     state = arrived(make_state("d", "resumed", tokens, 4, 2, SamplingParams()))
@@ -266,7 +268,7 @@ def test_tokens_of_earlier_epochs_count_as_answer() -> None:
 
 
 def test_promotion_takes_at_least_alpha() -> None:
-    """Sixteen turns of a quick ring are over long before."""
+    """Sixteen iterations of a fast ring end long before."""
     policy = gittins()
     quick = Profile(decode=((1, 1e-3), (64, 1e-3)), prefill=((1, 1e-3), (8, 8e-3)))
     policy.set_times(RingTimes((quick,), (), 0))
@@ -276,7 +278,7 @@ def test_promotion_takes_at_least_alpha() -> None:
 
 
 def test_changed_costs_re_evaluate_all_requests() -> None:
-    """A long prompt that runs, and a short one whose answer will be longer."""
+    """A long running prompt, and a short one with a longer answer."""
     policy = gittins((64, 2), (1, 20))
     long, short = make(policy, "l", 64), make(policy, "s", 1)
     long.start_admission(0, [], PrefixMatch())
@@ -303,7 +305,7 @@ def test_each_chunk_reduces_the_remaining_prompt() -> None:
 )
 @settings(max_examples=12, deadline=None)
 def test_no_request_starves(prompts: list[int], answers: list[tuple[int, int]], every: int) -> None:
-    """Who has rested for so long waits only for those that had come by then, each for a turn."""
+    """A request idle for that long waits only for earlier promotions, each for one service time."""
     policy, now = gittins(*answers), 0.0
     requests = [make(policy, str(number), tokens) for number, tokens in enumerate(prompts)]
     watched, came = list(requests), [0.0] * len(requests)

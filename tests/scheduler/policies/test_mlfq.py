@@ -1,4 +1,4 @@
-"""Multi-level feedback queues: who is where, and what holds for every load."""
+"""Multi-level feedback queues: positions, and bounds under any load."""
 
 from collections.abc import Sequence
 
@@ -21,14 +21,14 @@ from molink.scheduler.request_state import RequestState
 from molink.wire.messages.data_plane import SamplingParams
 from tests.support.request_states import arrived, make_state
 
-#: An iteration takes a second, a prompt a second for each row.
+#: An iteration takes 1 s, each prompt row 1 s.
 TIMES = RingTimes((Profile(decode=((1, 1.0),), prefill=((1, 1.0), (8, 8.0))),), (), 0)
 
 
 def make(
     policy: Mlfq, key: str, now: float = 0.0, tokens: int = 1, cached: int = 0
 ) -> RequestState:
-    """A job that has just arrived, and has a place."""
+    """A new request with a position."""
     prompt = tuple(range(tokens))
     state = arrived(make_state("d", key, prompt, tokens, 1000, SamplingParams()), now)
     state.num_uncached = tokens - cached
@@ -37,16 +37,16 @@ def make(
     return state
 
 
-def run(policy: Mlfq, job: RequestState, now: float, seconds: float) -> None:
-    """An iteration with all rows that are left."""
-    job.num_issued = len(job.tokens)
-    policy.on_issued(job, now)
-    policy.on_rows_returned(job, seconds, now + seconds)
-    job.tokens.append(0)
+def run(policy: Mlfq, state: RequestState, now: float, seconds: float) -> None:
+    """An iteration with all remaining rows."""
+    state.num_issued = len(state.tokens)
+    policy.on_issued(state, now)
+    policy.on_rows_returned(state, seconds, now + seconds)
+    state.tokens.append(0)
 
 
-def order(policy: Mlfq, jobs: Sequence[RequestState], now: float) -> str:
-    return "".join(state.key for state in policy.order_running(jobs, now))
+def order(policy: Mlfq, states: Sequence[RequestState], now: float) -> str:
+    return "".join(state.key for state in policy.order_running(states, now))
 
 
 def skip_join() -> SkipJoinMlfq:
@@ -159,23 +159,23 @@ def test_the_last_queue_does_not_demote() -> None:
 
 
 class Server:
-    """Runs one job at a time, each iteration to its end; no answer ever ends."""
+    """Runs one request at a time, each iteration to its end; answers are endless."""
 
     def __init__(self, policy: Mlfq) -> None:
         self.policy = policy
         self.now = 0.0
-        self.jobs: list[RequestState] = []
-        #: Since when each job has waited.
+        self.states: list[RequestState] = []
+        #: Since when each request has waited.
         self.since: dict[RequestState, float] = {}
-        #: Of each wait: the job, from when to when.
+        #: Each wait: the request, and its begin and end.
         self.waits: list[tuple[RequestState, float, float]] = []
 
-    def add(self, job: RequestState) -> None:
-        self.jobs.append(job)
-        self.since[job] = self.now
+    def add(self, state: RequestState) -> None:
+        self.states.append(state)
+        self.since[state] = self.now
 
     def step(self) -> None:
-        state = self.policy.order_running(self.jobs, self.now)[0]
+        state = self.policy.order_running(self.states, self.now)[0]
         self.waits.append((state, self.since[state], self.now))
         seconds = float(len(state.tokens) - state.num_issued)
         run(self.policy, state, self.now, seconds)
@@ -185,7 +185,7 @@ class Server:
 
 @pytest.mark.parametrize("alpha", [0.3, 1e9])
 def test_a_long_prompt_progresses_among_endless_short_ones(alpha: float) -> None:
-    """It is promoted, and then waits only for those that were promoted before it."""
+    """Once promoted, it waits only for earlier promotions."""
     policy = SkipJoinMlfq(alpha)
     policy.set_times(TIMES)
     server = Server(policy)
@@ -196,7 +196,7 @@ def test_a_long_prompt_progresses_among_endless_short_ones(alpha: float) -> None
         server.step()
     begun = [end for state, _, end in server.waits if state is long]
     patience = PROMOTION_QUANTA * 8.0
-    if alpha < 1:  # each second one job more waits, and 32 s later it is promoted, for 2 s
+    if alpha < 1:  # one more request waits every second, and is promoted after 32 s for 2 s
         assert patience < begun[0] <= patience + 2 * (patience - 32)
     else:
         assert not begun
@@ -247,10 +247,10 @@ def test_the_first_decode_preempts_the_last() -> None:
 )
 @settings(max_examples=8, deadline=None)
 def test_no_request_starves(prompts: list[int], alpha: float, every: int, naive: bool) -> None:
-    """After so long a wait only those go first that had come by then, each once.
+    """After that wait only earlier promotions precede it, each once.
 
-    It is ``alpha`` or :data:`PATIENCE` quanta of the job's queue; each of them goes on for its own
-    quantum and an iteration at most. Meanwhile others come without end.
+    The wait is ``alpha`` or :data:`PROMOTION_QUANTA` quanta of its queue; each promoted request
+    runs for at most its own quantum and an iteration, while others keep arriving.
     """
     policy = Mlfq(alpha) if naive else SkipJoinMlfq(alpha)
     policy.set_times(TIMES)
@@ -258,7 +258,7 @@ def test_no_request_starves(prompts: list[int], alpha: float, every: int, naive:
     for number, tokens in enumerate(prompts):
         server.add(make(policy, str(number), 0.0, tokens))
     came = [0.0] * len(prompts)
-    homes: dict[RequestState, list[int]] = {state: [] for state in server.jobs}
+    homes: dict[RequestState, list[int]] = {state: [] for state in server.states}
     for number in range(300):
         for state in homes:
             homes[state].append(policy._positions[state].home_level)

@@ -1,8 +1,8 @@
-"""Three jobs on a server of one place, as in FastServe's worked example (§4.1), by every policy.
+"""FastServe's worked example (§4.1): three requests on a server with one slot, by every policy.
 
-The prompts of a, b and c take 5, 1 and 2 seconds, each further token one; all want two tokens and
-come at once, in this order. The quanta of the queues are 1, 2, 4 and 8 seconds. An iteration that
-has begun goes on to its end.
+The prompts of a, b and c take 5, 1 and 2 seconds, each further token 1; all generate two tokens and
+arrive at once, in this order. The queues' quanta are 1, 2, 4 and 8 seconds. Iterations are not
+interrupted.
 """
 
 import pytest
@@ -23,25 +23,25 @@ ANSWER = 2
 
 #: What runs from when to when.
 FCFS = [("a", 0, 5), ("a", 5, 6), ("b", 6, 7), ("b", 7, 8), ("c", 8, 10), ("c", 10, 11)]
-# All begin in queue 1 and come to queue 2 after their prompts, a first.
+# All start in queue 1 and move to queue 2 after their prompts, a first.
 MLFQ = [("a", 0, 5), ("b", 5, 6), ("c", 6, 8), ("a", 8, 9), ("b", 9, 10), ("c", 10, 11)]
-# a joins queue 4, b queue 1, c queue 2. b comes to queue 2 at 1, behind c; c to queue 3 at 3.
+# a joins queue 4, b queue 1, c queue 2. b moves to queue 2 at 1, behind c; c to queue 3 at 3.
 SKIP_JOIN = [("b", 0, 1), ("c", 1, 3), ("b", 3, 4), ("c", 4, 5), ("a", 5, 10), ("a", 10, 11)]
 # a stays in queue 4, b in queue 1, c in queue 2.
 FIXED = [("b", 0, 1), ("b", 1, 2), ("c", 2, 4), ("c", 4, 5), ("a", 5, 10), ("a", 10, 11)]
-# 6, 2 and 3 seconds are left of them.
+# 6, 2 and 3 seconds remain.
 SRPT = FIXED
-# Answers are known to have two tokens at most, and taken to be that long: as if they were known.
+# Answers are bounded by two tokens, and assumed to be that long: as if they were known.
 LIMITED = FIXED
-# Of unknown answers one token is expected, then as many again, each for one over all of them: 5, 1
-# and 2 seconds for a token at first; for three tokens two more seconds each, once there is one.
+# Unknown answers are expected to have one token, then as many again, each yielding one over all of
+# them: 5, 1 and 2 seconds per token at first; for three tokens two more seconds each after one.
 UNKNOWN = [("b", 0, 1), ("c", 1, 3), ("a", 3, 8), ("a", 8, 9), ("b", 9, 10), ("c", 10, 11)]
-# Where answers are known to have two tokens, 6, 2 and 3 seconds for them, then one.
+# Known answers of two tokens take 6, 2 and 3 seconds for the first, then one.
 KNOWN = FIXED
 
 
 def schedule(policy: SchedulingPolicy, most: int = ANSWER) -> list[tuple[str, float, float]]:
-    """What runs when if clients let answers take ``most`` tokens."""
+    """The schedule if clients allow ``most`` tokens."""
     now = 0.0
     policy.set_times(RingTimes((SECOND_PER_ROW,), (), 0))
     requests = []

@@ -1,4 +1,4 @@
-"""Which requests wait for a draft model: exact decisions, without a ring."""
+"""Requests to the draft model: exact decisions without a ring."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from molink.scheduler.speculation.speculation import Speculation
 from molink.wire.messages.data_plane import SamplingParams
 from tests.support.request_states import arrived, make_state
 
-#: A row takes 1 ms more at each of two stages, the draft model 2 ms for a pass.
+#: A row takes 1 ms more at each of two stages, a draft model pass 2 ms.
 STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0.240)))
 FAR, NEAR = ((LinkFacts(seconds, None),) * 2 for seconds in (0.1, 0.0))
 ROOM = 100
@@ -30,7 +30,7 @@ class Nothing:
 
 
 class Found:
-    """Finds what six of the last tokens agree with."""
+    """Finds a match of six tokens."""
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal([5] * count, 6)
@@ -50,11 +50,11 @@ def speculation(
     )
     made = Speculation(config, source)
     made.set_times(RingTimes((STAGE, STAGE), links, 0))
-    made.draft_queue.draft_yield.num_recorded = 100  # of which all requests may be asked
+    made.draft_queue.draft_yield.num_recorded = 100  # enough to request drafts for all
     return made
 
 
-def job(tokens: int = 2, answer: int = 1000) -> RequestState:
+def new_state(tokens: int = 2, answer: int = 1000) -> RequestState:
     prompt = tuple(range(tokens))
     return arrived(
         make_state("d", "r", prompt, tokens, answer, SamplingParams(), credit_window=1 << 20)
@@ -66,9 +66,9 @@ def load(rows: int = 1, flying: int = 1, prefilling: bool = False) -> RingLoad:
 
 
 def asked(
-    of: Speculation, jobs: Sequence[RequestState], at: RingLoad | None = None
+    of: Speculation, states: Sequence[RequestState], at: RingLoad | None = None
 ) -> DraftBatch | None:
-    of.ask_draft_model(jobs, at or load(len(jobs)))
+    of.ask_draft_model(states, at or load(len(states)))
     return of.draft_queue.pop_batch()
 
 
@@ -82,7 +82,7 @@ def answer(of: Speculation, order: DraftBatch, *tokens: int, chance: float = 0.5
 
 
 def turn(of: Speculation, one: RequestState, right: int) -> list[int]:
-    """What is drafted for one request in a turn, after which ``right`` of it were."""
+    """The drafts of one request in an iteration, of which ``right`` are right."""
     order = asked(of, [one])
     if order is not None:
         answer(of, order, 7, 8, 9)
@@ -94,7 +94,7 @@ def turn(of: Speculation, one: RequestState, right: int) -> list[int]:
 
 
 def test_a_request_waits_for_the_draft_model() -> None:
-    made, one = speculation(), job()
+    made, one = speculation(), new_state()
     order = asked(made, [one])
     assert order is not None
     (ask,) = order.requests
@@ -113,24 +113,24 @@ def test_a_request_waits_for_the_draft_model() -> None:
 
 
 def test_further_drafts_must_pay_off() -> None:
-    # A pass of 2 ms and a row of 2 ms more, in a turn of 220 ms; and in one of 20 ms.
+    # A pass of 2 ms and a row of 2 ms, in a round trip of 220 ms, and in one of 20 ms.
     for links, least in ((FAR, 1.2 * 4 / 220), (NEAR, 1.2 * 4 / 20)):
-        order = asked(speculation(links), [job()])
+        order = asked(speculation(links), [new_state()])
         assert order is not None
         assert order.requests[0].min_probability == pytest.approx(least)
 
 
 def test_a_costly_model_is_not_used() -> None:
-    # An ask is expected to bring 1.2 tokens, for three passes and rows: 1.8 times what that costs.
-    assert asked(speculation(pass_s=0.040), [job()]) is not None
-    assert asked(speculation(pass_s=0.060), [job()]) is None
-    assert asked(speculation(NEAR, pass_s=0.008), [job()]) is None
+    # A request is expected to bring 1.2 tokens, for three passes and rows: 1.8 times its cost.
+    assert asked(speculation(pass_s=0.040), [new_state()]) is not None
+    assert asked(speculation(pass_s=0.060), [new_state()]) is None
+    assert asked(speculation(NEAR, pass_s=0.008), [new_state()]) is None
     # Volumes that keep the stages busy all the time.
-    assert asked(speculation(NEAR), [job() for _ in range(20)], load(20, 2)) is None
+    assert asked(speculation(NEAR), [new_state() for _ in range(20)], load(20, 2)) is None
 
 
 def test_a_model_slower_than_its_profile_is_not_used() -> None:
-    made, one = speculation(pass_s=0.010), job()
+    made, one = speculation(pass_s=0.010), new_state()
     passes = 0
     while (order := asked(made, [one])) is not None:
         guess = DraftTokens(order.requests[0].request, (7,), (0.9,))
@@ -142,7 +142,7 @@ def test_a_model_slower_than_its_profile_is_not_used() -> None:
 
 
 def test_a_stalled_model_is_retried() -> None:
-    made, one = speculation(pass_s=0.010), job()
+    made, one = speculation(pass_s=0.010), new_state()
     order = asked(made, [one])
     for _ in range(10):
         assert order is not None
@@ -162,43 +162,43 @@ def test_a_stalled_model_is_retried() -> None:
 
 
 def test_equally_likely_n_grams_come_first() -> None:
-    made, one = speculation(source=Found), job()
+    made, one = speculation(source=Found), new_state()
     assert asked(made, [one]) is None
     assert made.choose_drafts([one], load(), ROOM)[0][1][0] == 5
 
 
 def test_no_model_drafts_beside_prompts_or_forced_tokens() -> None:
-    made, one = speculation(), job()
+    made, one = speculation(), new_state()
     assert asked(made, [one], load(prefilling=True)) is None
     made.on_forced(one, [7, 8])
     assert asked(made, [one]) is None
-    assert asked(speculation(context=9), [job(2)]) is None
+    assert asked(speculation(context=9), [new_state(2)]) is None
 
 
 def test_a_wrong_model_is_used_rarely() -> None:
     made = speculation()
-    first, drafted = job(), 0
+    first, drafted = new_state(), 0
     for _ in range(400):
         drafted += bool(turn(made, first, 0))
-    # To try again costs a 50th of a turn here, for the guess and for its row.
+    # A retry costs a 50th of a round trip here, for the draft and its row.
     assert 5 < drafted < 120
     assert made.draft_queue.draft_seconds < 0.01 * 400 * 0.22
-    # The next request knows of it.
-    other, drafted = job(), 0
+    # The next request uses the shared record.
+    other, drafted = new_state(), 0
     for _ in range(50):
         drafted += bool(turn(made, other, 0))
     assert drafted < 10
 
 
 def test_a_right_model_is_always_used() -> None:
-    made, one = speculation(), job()
+    made, one = speculation(), new_state()
     assert [turn(made, one, 3) for _ in range(5)] == [[7, 8, 9]] * 5
     assert made.num_accepted == 15
     assert made.draft_queue.num_drafted == 15
 
 
 def test_probabilities_combine_the_model_and_its_record() -> None:
-    made, one = speculation(), job()
+    made, one = speculation(), new_state()
     for right in (1, 0, 0, 0):
         turn(made, one, right)
     assert one.drafter is not None
@@ -212,7 +212,7 @@ def test_probabilities_combine_the_model_and_its_record() -> None:
 
 
 def test_long_prompts_are_sent_in_the_background() -> None:
-    made, one = speculation(), job(1000)
+    made, one = speculation(), new_state(1000)
     known = []
     while True:
         order = asked(made, [one])
@@ -224,13 +224,13 @@ def test_long_prompts_are_sent_in_the_background() -> None:
         assert not made.draft_queue.is_waiting(one)
         answer(made, order)
     assert known == [(0, 512, False), (512, 488, False), (1000, 0, True)]
-    # Reading takes 0.1 ms a token; within 64 tokens some 20 ms each have to be saved.
-    assert asked(speculation(), [job(100_000)]) is None
+    # Reading takes 0.1 ms per token; within 64 tokens some 20 ms each must be saved.
+    assert asked(speculation(), [new_state(100_000)]) is None
 
 
 def test_a_volume_waits_as_a_whole() -> None:
     made = speculation()
-    one, other = job(), job()
+    one, other = new_state(), new_state()
     made.on_forced(other, [7, 8])
     order = asked(made, [one, other])
     assert order is not None
@@ -245,13 +245,13 @@ def test_a_volume_waits_as_a_whole() -> None:
 def test_an_unknown_model_gets_one_request_per_volume() -> None:
     made = speculation()
     made.draft_queue.draft_yield.num_recorded = 0
-    order = asked(made, [job() for _ in range(4)])
+    order = asked(made, [new_state() for _ in range(4)])
     assert order is not None
     assert len(order.requests) == 1
 
 
 def test_ended_requests_are_dropped() -> None:
-    made, one, other = speculation(), job(), job()
+    made, one, other = speculation(), new_state(), new_state()
     order = asked(made, [one, other])
     assert order is not None
     made.draft_queue.drop_request(one)
@@ -259,7 +259,7 @@ def test_ended_requests_are_dropped() -> None:
     after = made.draft_queue.pop_batch()
     assert after == DraftBatch(finished=(order.requests[0].request,))
     made.draft_queue.on_results(DraftResults())
-    # One that ends before the model is asked.
+    # One that ends before the request is sent.
     other.tokens.append(9)
     made.ask_draft_model([other], load())
     made.draft_queue.drop_request(other)
@@ -272,7 +272,7 @@ def test_ended_requests_are_dropped() -> None:
 
 
 def test_a_failed_model_is_not_used() -> None:
-    made, one = speculation(), job()
+    made, one = speculation(), new_state()
     assert asked(made, [one]) is not None
     made.draft_queue.on_results(DraftResults(failed=True))
     assert not made.draft_queue.is_waiting(one)
@@ -286,6 +286,6 @@ def test_a_fixed_number_of_model_drafts(setting: int) -> None:
     made = speculation(NEAR, setting, pass_s=1.0)
     assert made.draft_queue.has_model == (setting > 0)
     if setting:
-        order = asked(made, [job(600)])
+        order = asked(made, [new_state(600)])
         assert order is not None
         assert (len(order.requests[0].tokens), order.requests[0].max_drafts) == (600, 3)

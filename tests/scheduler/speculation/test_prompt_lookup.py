@@ -1,4 +1,4 @@
-"""Prompt lookup finds what a plain search would."""
+"""Prompt lookup against a plain search."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from molink.scheduler.speculation.prompt_lookup import PromptLookup
 
 
 def searched(tokens: Sequence[int], k: int, longest: int) -> tuple[Sequence[int], int]:
-    """What followed the latest earlier place of the last tokens, as many of them as can be."""
+    """The tokens after the latest earlier occurrence of as many last tokens as possible."""
     for length in range(min(longest, len(tokens) - 1), 0, -1):
         last = tokens[-length:]
         for at in range(len(tokens) - length - 1, -1, -1):
@@ -28,7 +28,7 @@ def test_the_latest_longest_match_is_continued() -> None:
 
 
 @given(
-    # 64 places are compared; no n-gram of these comes so often.
+    # 64 occurrences are compared; no n-gram of these occurs so often.
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
     st.integers(1, 60),
     st.integers(1, 5),

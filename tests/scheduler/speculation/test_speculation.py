@@ -1,4 +1,4 @@
-"""How many drafts requests get: exact decisions, without a ring."""
+"""Numbers of drafts: exact decisions without a ring."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from molink.scheduler.speculation.speculation import Speculation
 from molink.wire.messages.data_plane import SamplingParams
 from tests.support.request_states import arrived, make_state
 
-#: A row takes 1 ms more at each of two stages; in a chunk, which has whole tiles of 16, 2 ms.
+#: A row takes 1 ms more at each of two stages; in a chunk with whole tiles of 16, 2 ms.
 STAGE = Profile(decode=((1, 0.010), (101, 0.110)), prefill=((16, 0.040), (116, 0.240)), tile=16)
 FAR = (LinkFacts(0.1, None),) * 2
 NEAR = (LinkFacts(0.0, None),) * 2
@@ -26,14 +26,14 @@ ALONE = RingLoad(1, 1, 0)
 
 
 class Counts:
-    """As many drafts as it is asked for."""
+    """Proposes as many drafts as requested."""
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal(range(count))
 
 
 class Sure(RequestDrafter):
-    """Each draft is right with this chance."""
+    """Each draft is right with this probability."""
 
     def __init__(self, source: DraftSource, sure: float) -> None:
         super().__init__(source)
@@ -52,7 +52,7 @@ class Sure(RequestDrafter):
 
 
 class Rises:
-    """Each token is one more than the one before."""
+    """Each token is one more than the previous one."""
 
     def propose_drafts(self, tokens: Sequence[int], count: int) -> DraftProposal:
         return DraftProposal(list(range(tokens[-1] + 1, tokens[-1] + 1 + count)), 9)
@@ -75,8 +75,8 @@ def pipelined(links: Sequence[LinkFacts] = FAR) -> Speculation:
     return made
 
 
-def jobs(count: int, chance: float = 0.0) -> list[RequestState]:
-    """Whose drafts are each right with ``chance``; 0: as those of which nothing is known."""
+def make_states(count: int, chance: float = 0.0) -> list[RequestState]:
+    """Requests whose drafts are right with ``chance``; 0 for unknown ones."""
     made = []
     for index in range(count):
         state = arrived(
@@ -96,28 +96,28 @@ def counts(
 
 
 def test_latency_bound_rings_have_room_for_drafts() -> None:
-    # A turn takes 220 ms and a draft 2 more: worth it down to a chance of 0.011.
+    # A round trip takes 220 ms and a draft 2 more: worth it down to a probability of 0.011.
     alone = RingLoad(1, 1, 0)
-    assert counts(speculation(), jobs(1, 0.9), alone) == [MAX_DRAFTS]
-    assert counts(speculation(), jobs(1, 0.5), alone) == [5]
-    # The more of them are right, the better are the chances of the next.
-    assert counts(speculation(), jobs(1), alone) == [12]
-    assert counts(speculation(), jobs(1, 0.01), alone) == [0]
+    assert counts(speculation(), make_states(1, 0.9), alone) == [MAX_DRAFTS]
+    assert counts(speculation(), make_states(1, 0.5), alone) == [5]
+    # The more of them are right, the more likely are the next.
+    assert counts(speculation(), make_states(1), alone) == [12]
+    assert counts(speculation(), make_states(1, 0.01), alone) == [0]
 
 
 def test_compute_bound_rings_take_good_drafts_only() -> None:
-    # A turn takes 20 ms, and a draft a tenth of it.
+    # A round trip takes 20 ms, and a draft a tenth of it.
     alone = RingLoad(1, 1, 0)
-    assert counts(speculation(NEAR), jobs(1, 0.9), alone) == [9]
-    assert counts(speculation(NEAR), jobs(1, 0.1), alone) == [0]
+    assert counts(speculation(NEAR), make_states(1, 0.9), alone) == [9]
+    assert counts(speculation(NEAR), make_states(1, 0.1), alone) == [0]
     # Beside 20 rows in each of two volumes: 2 ms of 58 for 20 tokens.
     full = RingLoad(20, 2, 0)
-    assert sum(counts(speculation(NEAR), jobs(20, 0.9), full)) > 0
-    assert sum(counts(speculation(NEAR), jobs(20, 0.8), full)) == 0
+    assert sum(counts(speculation(NEAR), make_states(20, 0.9), full)) > 0
+    assert sum(counts(speculation(NEAR), make_states(20, 0.8), full)) == 0
 
 
 def test_the_most_probable_drafts_come_first() -> None:
-    given = [*jobs(1, 0.2), *jobs(1, 0.9), *jobs(1, 0.6)]
+    given = [*make_states(1, 0.2), *make_states(1, 0.9), *make_states(1, 0.6)]
     for index, state in enumerate(given):
         state.id = index
     # 0.9, 0.81, 0.73, 0.66, 0.6, …
@@ -127,35 +127,35 @@ def test_the_most_probable_drafts_come_first() -> None:
 @pytest.mark.parametrize("setting", [1, 3, MAX_DRAFTS])
 def test_a_fixed_number_needs_no_estimate(setting: int) -> None:
     fixed = speculation(NEAR, setting)
-    assert counts(fixed, jobs(3, 0.01), RingLoad(3, 2, 0, True)) == [setting] * 3
+    assert counts(fixed, make_states(3, 0.01), RingLoad(3, 2, 0, True)) == [setting] * 3
 
 
 def test_speculation_can_be_disabled() -> None:
-    assert speculation(setting=0).choose_drafts(jobs(1, 1.0), RingLoad(1, 1, 0), ROOM) == []
+    assert speculation(setting=0).choose_drafts(make_states(1, 1.0), RingLoad(1, 1, 0), ROOM) == []
 
 
 def test_unknown_stages_get_no_drafts() -> None:
     made = speculation()
     made.set_times(RingTimes((STAGE, Profile()), FAR, 0))
-    assert counts(made, jobs(1, 0.9), RingLoad(1, 1, 0)) == [0]
-    (state,) = jobs(1)
+    assert counts(made, make_states(1, 0.9), RingLoad(1, 1, 0)) == [0]
+    (state,) = make_states(1)
     made.on_forced(state, [7])
     assert counts(made, [state], RingLoad(1, 1, 0)) == [0]
     made.set_times(RingTimes((STAGE, STAGE), FAR, 0))
-    assert counts(made, jobs(1, 0.9), RingLoad(1, 1, 0)) == [MAX_DRAFTS]
+    assert counts(made, make_states(1, 0.9), RingLoad(1, 1, 0)) == [MAX_DRAFTS]
 
 
 def test_piggybacked_chunks_limit_drafts_to_a_tile() -> None:
-    # One draft more than a chunk has room for takes 2 * 32 ms more, 15 others nothing.
+    # One draft more than the chunk's tile takes 2 * 32 ms, 15 others nothing.
     chunks = RingLoad(1, 1, 0, has_prefill=True)
-    assert counts(speculation(), jobs(1, 0.9), chunks) == [MAX_DRAFTS]
-    assert counts(speculation(), jobs(1, 0.36), chunks) == [4]
-    assert counts(speculation(), jobs(1), chunks) == [0]
-    assert counts(speculation(NEAR), jobs(1, 0.5), chunks) == [0]
+    assert counts(speculation(), make_states(1, 0.9), chunks) == [MAX_DRAFTS]
+    assert counts(speculation(), make_states(1, 0.36), chunks) == [4]
+    assert counts(speculation(), make_states(1), chunks) == [0]
+    assert counts(speculation(NEAR), make_states(1, 0.5), chunks) == [0]
 
 
 def test_wrong_drafts_pause_and_are_retried() -> None:
-    made, (state,) = speculation(NEAR), jobs(1)
+    made, (state,) = speculation(NEAR), make_states(1)
     alone, passes = RingLoad(1, 1, 0), 0
     while made.choose_drafts([state], alone, ROOM):
         made.on_verified(state, 1, 0)
@@ -183,9 +183,9 @@ FORCED = [7, 8, 9]
 
 
 def test_forced_tokens_pay_off_without_a_margin() -> None:
-    # Beside 20 rows in each of two volumes, a row more is worth a token and costs less than one.
+    # Beside 20 rows in each of two volumes, one row more is worth a token and costs less.
     full = RingLoad(20, 2, 0)
-    given = jobs(20)
+    given = make_states(20)
     made = speculation(NEAR)
     assert sum(counts(made, given, full)) == 0
     made.on_forced(given[3], FORCED)
@@ -194,7 +194,7 @@ def test_forced_tokens_pay_off_without_a_margin() -> None:
 
 
 def test_forced_tokens_do_not_affect_the_record() -> None:
-    made, (state,) = speculation(), jobs(1, 0.1)
+    made, (state,) = speculation(), make_states(1, 0.1)
     state.drafter = RequestDrafter(Counts())
     before = state.drafter.best_probability
     for _ in range(20):
@@ -207,7 +207,7 @@ def test_forced_tokens_do_not_affect_the_record() -> None:
 
 
 def test_forced_tokens_are_used_as_lookahead() -> None:
-    made, (state,) = pipelined(), jobs(1, 0.0)
+    made, (state,) = pipelined(), make_states(1, 0.0)
     made.on_forced(state, list(range(9)))
     assert made.choose_drafts([state], ALONE, ROOM, (1,)) == [(state, [0, 1, 2])]
     state.draft_path = [0, 1, 2]
@@ -215,7 +215,7 @@ def test_forced_tokens_are_used_as_lookahead() -> None:
 
 
 def test_wrong_forced_tokens_reduce_trust() -> None:
-    made, (state,) = speculation(NEAR), jobs(1)
+    made, (state,) = speculation(NEAR), make_states(1)
     alone, passes = RingLoad(1, 1, 0), 0
     made.on_forced(state, FORCED)
     while made.choose_drafts([state], alone, ROOM):
@@ -225,7 +225,7 @@ def test_wrong_forced_tokens_reduce_trust() -> None:
 
 
 def test_disabled_drafts_include_forced_tokens() -> None:
-    made, (state,) = speculation(setting=0), jobs(1)
+    made, (state,) = speculation(setting=0), make_states(1)
     made.on_forced(state, FORCED)
     assert made.choose_drafts([state], RingLoad(1, 1, 0), ROOM) == []
 
@@ -240,7 +240,7 @@ def test_probability_grows_with_matching_tokens() -> None:
     made.on_verified(2, 1, 0)
     made.on_verified(2, 1, 0)
     after = made.probability_at(2)
-    # A wrong draft tells less where none was to be expected.
+    # A wrong draft counts less if it was unlikely.
     made.propose_drafts((1, 2, 3), 9)
     made.on_verified(9, 1, 0)
     assert made.probability_at(3) < 0.8 * after
@@ -258,39 +258,39 @@ def ahead(
     return [found.get(state.id, 0) for state in given]
 
 
-def under_way(chance: float, path: int) -> RequestState:
+def make_in_flight(chance: float, path: int) -> RequestState:
     """A request with drafts in flight."""
-    (state,) = jobs(1, chance)
+    (state,) = make_states(1, chance)
     assert state.drafter is not None
     state.draft_path = list(state.drafter.propose_drafts(state.tokens, 99))[:path]
     return state
 
 
 def test_likely_paths_get_lookahead() -> None:
-    # A turn takes 220 ms, and a volume of 6 rows 15, of which others wait for half: 0.033.
+    # A round trip takes 220 ms, and a volume of 6 rows 15, half of which delays others: 0.033.
     made = pipelined()
-    assert ahead(made, [under_way(0.9, 15)]) == [6]
-    assert ahead(made, [under_way(0.9, 35)]) == [0]
-    assert ahead(made, [under_way(0.5, 3)]) == [6]
-    assert ahead(made, [under_way(0.5, 4)]) == [0]
-    assert ahead(made, jobs(1, 0.9)) == [0], "nothing was foretold"
+    assert ahead(made, [make_in_flight(0.9, 15)]) == [6]
+    assert ahead(made, [make_in_flight(0.9, 35)]) == [0]
+    assert ahead(made, [make_in_flight(0.5, 3)]) == [6]
+    assert ahead(made, [make_in_flight(0.5, 4)]) == [0]
+    assert ahead(made, make_states(1, 0.9)) == [0], "nothing was foretold"
 
 
 def test_the_most_likely_path_gets_lookahead() -> None:
-    likely, less = under_way(0.9, 2), under_way(0.9, 3)
+    likely, less = make_in_flight(0.9, 2), make_in_flight(0.9, 3)
     less.id = 1
     assert ahead(pipelined(), [less, likely]) == [0, 6]
 
 
 def test_busy_rings_get_no_lookahead() -> None:
-    # Four fifths of a turn are 176 ms.
-    assert ahead(pipelined(), [under_way(0.9, 2)], [1, *[15] * 6]) == [6]
-    assert ahead(pipelined(), [under_way(0.9, 2)], [1, *[15] * 7]) == [0]
-    assert ahead(pipelined(NEAR), [under_way(0.9, 2)]) == [0]
+    # Four fifths of a round trip are 176 ms.
+    assert ahead(pipelined(), [make_in_flight(0.9, 2)], [1, *[15] * 6]) == [6]
+    assert ahead(pipelined(), [make_in_flight(0.9, 2)], [1, *[15] * 7]) == [0]
+    assert ahead(pipelined(NEAR), [make_in_flight(0.9, 2)]) == [0]
 
 
 def test_lookahead_respects_max_tokens() -> None:
-    made, state = pipelined(), under_way(0.9, 2)
+    made, state = pipelined(), make_in_flight(0.9, 2)
     state.num_credited = len(state.tokens)
     state.credit_window = 7
     # Two drafts, four more, and the token after them.
@@ -300,13 +300,13 @@ def test_lookahead_respects_max_tokens() -> None:
 
 
 def test_used_up_proposals_are_extended() -> None:
-    made, state = pipelined(), under_way(0.99, 99)
+    made, state = pipelined(), make_in_flight(0.99, 99)
     assert ahead(made, [state]) == [0]
     state.tokens += state.draft_path[:90]
     del state.draft_path[:90]
-    # It says other tokens now than are in flight.
+    # It proposes other tokens now than are in flight.
     assert ahead(made, [state]) == [0]
-    state = under_way(0.99, 0)
+    state = make_in_flight(0.99, 0)
     state.drafter = Sure(Rises(), 0.99)
     state.draft_path = list(state.drafter.propose_drafts(state.tokens, 99))
     state.tokens += state.draft_path[:90]
