@@ -188,7 +188,7 @@ def test_small_messages_are_paced_as_in_startup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lane", "measured"),
+    ("name", "channel", "measured"),
     [
         ("cubic", Channel.DECODE, 0.0175),
         # Before decode channels were switched.
