@@ -9,9 +9,11 @@ class Story:
     An entry is formatted only when it is read, which keeps logging cheap.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_decimals", "_entries")
 
-    def __init__(self, length: int = 128) -> None:
+    def __init__(self, length: int = 128, decimals: int = 6) -> None:
+        """``decimals`` of the times in the text."""
+        self._decimals = decimals
         self._entries: deque[tuple[float, str, tuple[object, ...]]] = deque(maxlen=length)
 
     def add_entry(self, now: float, what: str, *facts: object) -> None:
@@ -21,6 +23,6 @@ class Story:
     def format_lines(self) -> tuple[str, ...]:
         """The log as text, one line per transition."""
         return tuple(
-            f"{now:.6f} {what} {' '.join(map(str, facts))}".rstrip()
+            f"{now:.{self._decimals}f} {what} {' '.join(map(str, facts))}".rstrip()
             for now, what, facts in self._entries
         )

@@ -1,7 +1,6 @@
 """State shared by all deployments: registry, failures, links, numbers and the transition log."""
 
 import logging
-from collections import deque
 from collections.abc import Iterable
 
 from molink.swarm.controller.backoff import Backoff
@@ -11,6 +10,7 @@ from molink.swarm.controller.records import MemberRecord
 from molink.swarm.controller.registry import Registry
 from molink.swarm.placement.links import Links
 from molink.swarm.terms import next_epoch
+from molink.util.story import Story
 from molink.wire.messages.instructions import Instruction
 
 log = logging.getLogger(__name__)
@@ -43,17 +43,17 @@ class ControllerContext:
         #: log.
         self.clock = now
         self._migrations = 0
-        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
+        self._story = Story(STORY_LENGTH, decimals=1)
         self._actions: list[ControllerAction] = []
 
     @property
     def story(self) -> tuple[str, ...]:
         """The last transitions, oldest first."""
-        return tuple(self._story)
+        return self._story.format_lines()
 
     def log_transition(self, now: float, text: str) -> None:
         """Log a transition."""
-        self._story.append(f"{now:.1f} {text}")
+        self._story.add_entry(now, text)
         log.info("%s", text)
 
     # --- numbers -----------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from molink.swarm.placement.placement import (
     place_model,
 )
 from molink.swarm.placement.read_rates import ReadRates, is_significant, measured_rate
+from molink.util.change_detector import differs
 from molink.wire.messages.peer_reports import PeerReport
 
 log = logging.getLogger(__name__)
@@ -359,6 +360,6 @@ def candidates_differ(new: Candidates, old: Candidates | None) -> bool:
     return any(
         (a.peer, a.stage, a.unreachable, a.draft_bytes)
         != (b.peer, b.stage, b.unreachable, b.draft_bytes)
-        or abs(a.memory - b.memory) > MEMORY_CHANGE * max(a.memory, b.memory)
+        or differs(a.memory, b.memory, MEMORY_CHANGE)
         for a, b in zip(new, old, strict=True)
     )

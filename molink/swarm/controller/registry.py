@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from molink.swarm.controller.events import AnnouncePeerAction, ControllerAction, SendMessageAction
 from molink.swarm.controller.records import MemberRecord
+from molink.util.timeouts import TIMEOUTS
 from molink.wire.messages.instructions import (
     Instruction,
     Notice,
@@ -17,7 +18,7 @@ from molink.wire.messages.instructions import (
 from molink.wire.messages.peer_reports import PeerReport
 
 #: A peer without a report for this long, in seconds, is gone until it reports again.
-SESSION_TIMEOUT = 3.0
+SESSION_TIMEOUT = TIMEOUTS.peer
 #: Unread messages excuse silence for at most this long, in seconds: an overloaded coordinator must
 #: also notice losses.
 MAX_READ_LAG = 10.0

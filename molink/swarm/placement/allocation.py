@@ -13,16 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.footprint import StageSetup
 from molink.facts.memory_plan import usable_bytes as usable_bytes
 from molink.swarm.controller.records import DesiredModel
 from molink.swarm.placement.links import Links
-from molink.swarm.placement.partition import StageCosts, StageHost
 from molink.swarm.placement.placement import (
     ASSUMED_RATE,
     MAX_STAGES,
     Candidate,
     Placement,
+    build_host,
     explain_misfit,
     place_model,
 )
@@ -74,7 +74,11 @@ def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
         found = place_model(desired.facts, usable, desired.dtype, desired.quantize)
         return isinstance(found, Placement)
     layers = desired.facts.layers
-    hosts = [_build_host(desired, one) for one in usable]
+    setup = StageSetup(dtype=desired.dtype, quantize=desired.quantize)
+    hosts = [
+        build_host(desired.facts, replace(one, draft_bytes=0), setup, ASSUMED_RATE)
+        for one in usable
+    ]
     if any(one.max_layers(opens=True, closes=True) >= layers for one in hosts):
         return True
     hosts = sorted(hosts, key=lambda one: -one.max_layers())[:MAX_STAGES]
@@ -84,20 +88,6 @@ def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
         if min(ends) >= 1 and sum(ends) + rest >= layers:
             return True
     return False
-
-
-def _build_host(desired: DesiredModel, offer: Candidate) -> StageHost:
-    """A peer's capacity for the model."""
-    setup = StageSetup(
-        dtype=desired.dtype,
-        quantize=desired.quantize,
-        kind="cuda" if offer.cuda else "cpu",
-        bf16=offer.bf16,
-        has_block_kernels=offer.blocks,
-        narrow_dtypes=offer.narrow,
-    )
-    costs = StageCosts.from_footprint(Footprint.of_stage(desired.facts, setup))
-    return StageHost(offer.peer, usable_bytes(offer.memory), ASSUMED_RATE, costs)
 
 
 def apply_pin(offer: Candidate, pins: Mapping[str, str]) -> Candidate:

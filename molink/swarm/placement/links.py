@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from molink.facts.ring_times import LinkFacts
+from molink.util.change_detector import differs
 
 #: Defaults for unmeasured links: a home network.
 ASSUMED_LATENCY = 0.001
@@ -105,7 +106,6 @@ class Links:
 def _links_differ(new: LinkFacts, old: LinkFacts) -> bool:
     latencies = [ASSUMED_LATENCY if v is None else v for v in (new.latency, old.latency)]
     rates = [ASSUMED_RATE if v is None else v for v in (new.rate, old.rate)]
-    apart = abs(latencies[0] - latencies[1])
-    return (apart > _LATENCY_CHANGE and apart > _RELATIVE_CHANGE * max(latencies)) or abs(
-        rates[0] - rates[1]
-    ) > _RELATIVE_CHANGE * max(rates)
+    return differs(*latencies, _RELATIVE_CHANGE, _LATENCY_CHANGE) or differs(
+        *rates, _RELATIVE_CHANGE
+    )

@@ -8,6 +8,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from molink.facts.footprint import Footprint
 
@@ -226,7 +227,8 @@ def _split_in_order(gap: Gap, order: Sequence[StageHost], floor: float) -> Split
     if min(caps) < 1 or sum(caps) < gap.layers or len(order) > gap.layers:
         return None
     slowest = max(floor, min_slowest_time(gap.layers, stages))
-    counts = cheapest_counts(gap.layers, stages, slowest)
+    counts = split_layers(gap.layers, stages, slowest)
+    assert counts is not None
     total = sum(stage.time_of(count) for stage, count in zip(stages, counts, strict=True))
     return Split(slowest, total, tuple(zip(order, counts, strict=True)))
 
@@ -267,12 +269,17 @@ def min_slowest_time(layers: int, stages: Sequence[LinearTime]) -> float:
     return slowest
 
 
-def cheapest_counts(layers: int, stages: Sequence[LinearTime], slowest: float) -> list[int]:
-    """One layer each, the others to the fastest stages; none exceeds ``slowest`` seconds."""
+def split_layers(
+    layers: int, stages: Sequence[LinearTime], ceiling: float = inf
+) -> list[int] | None:
+    """Layers of each stage for the least total time, none over ``ceiling`` seconds."""
     counts = [1] * len(stages)
     left = layers - len(stages)
     for i in sorted(range(len(stages)), key=lambda i: (stages[i].per_layer, i)):
-        more = min(left, stages[i].max_within(slowest) - 1)
+        most = stages[i].max_within(ceiling)
+        if most < 1 or left < 0:
+            return None
+        more = min(left, most - 1)
         counts[i] += more
         left -= more
-    return counts
+    return counts if left == 0 else None

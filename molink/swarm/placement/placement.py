@@ -183,6 +183,16 @@ def stage_setup(candidate: Candidate, common: StageSetup) -> StageSetup:
     )
 
 
+def build_host(
+    facts: ModelFacts, candidate: Candidate, common: StageSetup, rate: float, tokens: int = 0
+) -> StageHost:
+    """A peer's capacity for the model, with KV room for ``tokens`` tokens."""
+    need = Footprint.of_stage(facts, stage_setup(candidate, common))
+    costs = StageCosts.from_footprint(need, tokens, candidate.draft_bytes)
+    memory = usable_bytes(candidate.memory)
+    return StageHost(candidate.peer, memory, rate, costs, candidate.step_overhead)
+
+
 def row_bytes(facts: ModelFacts, dtype: str) -> int:
     """Bytes of an unpacked row between stages."""
     return facts.hidden * DTYPE_SIZES.get(dtype, facts.element_bytes)
@@ -246,13 +256,8 @@ class _Placer:
         )
 
     def build_host(self, candidate: Candidate, tokens: int = 0) -> StageHost:
-        """A peer's capacity for the model, with KV room for ``tokens`` tokens."""
         rate = candidate.read_rate if candidate.read_rate > 0 else self.default_rate
-        need = Footprint.of_stage(self.facts, stage_setup(candidate, self.setup))
-        costs = StageCosts.from_footprint(need, tokens, candidate.draft_bytes)
-        return StageHost(
-            candidate.peer, usable_bytes(candidate.memory), rate, costs, candidate.step_overhead
-        )
+        return build_host(self.facts, candidate, self.setup, rate, tokens)
 
     def place_stages(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         if not self.auto_hosts and not self.named_stages:

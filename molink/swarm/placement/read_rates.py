@@ -15,6 +15,7 @@ from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import LayerRange, ModelFacts
 from molink.swarm.placement.partition import StageCosts
 from molink.swarm.placement.placement import Candidate, stage_setup
+from molink.util.change_detector import differs
 
 #: A slowdown counts once it has been constant for this long, in seconds …
 SLOWDOWN_HOLD = 60.0
@@ -84,7 +85,7 @@ class ReadRates:
         if known is None:
             return
         known.reported_at = now
-        if abs(slowdown - known.trial_slowdown) > _SLOWDOWN_TOLERANCE * slowdown:
+        if differs(slowdown, known.trial_slowdown, _SLOWDOWN_TOLERANCE):
             known.trial_slowdown, known.trial_since = slowdown, now
         if now - known.trial_since >= SLOWDOWN_HOLD:
             known.slowdown = known.trial_slowdown
@@ -146,7 +147,7 @@ class ReadRates:
     def _compare_rate(self, peer: str) -> None:
         seen, rate = self._at_placement.get(peer), self.rate_of(peer)
         if seen is not None and rate is not None:
-            self.has_changed |= abs(rate - seen) > _RELATIVE_CHANGE * max(rate, seen)
+            self.has_changed |= differs(rate, seen, _RELATIVE_CHANGE)
 
 
 def _equalize_rates(candidates: Iterable[Candidate], noise: float) -> tuple[Candidate, ...]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import inf
 
 from molink.facts.model import Objective
-from molink.swarm.placement.partition import LinearTime, StageHost, min_slowest_time
+from molink.swarm.placement.partition import LinearTime, StageHost, min_slowest_time, split_layers
 
 #: Most micro-batches in flight per stage: the scheduler uses up to twice the stages.
 MICRO_BATCHES_PER_STAGE = 2
@@ -128,27 +128,11 @@ def _build_ring(
     return RatedRing(tuple(order), tuple(counts), cost, round_trip_time, slowest)
 
 
-def _split_layers(
-    layers: int, lines: Sequence[LinearTime], ceiling: float = inf
-) -> list[int] | None:
-    """Layers of each stage for the least total time, none over ``ceiling`` seconds."""
-    counts = [1] * len(lines)
-    left = layers - len(lines)
-    for i in sorted(range(len(lines)), key=lambda i: (lines[i].per_layer, i)):
-        most = lines[i].max_within(ceiling)
-        if most < 1 or left < 0:
-            return None
-        more = min(left, most - 1)
-        counts[i] += more
-        left -= more
-    return counts if left == 0 else None
-
-
 def fill_ring(task: RingTask, order: Sequence[int]) -> RatedRing | None:
     """The best ring of that order."""
     way = _path_time(task, order)
     lines = linear_times(task, order)
-    counts = None if way is None else _split_layers(task.layers, lines)
+    counts = None if way is None else split_layers(task.layers, lines)
     if way is None or counts is None:
         return None
     best = _build_ring(task, order, lines, counts, way)
@@ -162,7 +146,7 @@ def fill_ring(task: RingTask, order: Sequence[int]) -> RatedRing | None:
     high = best.cost
     while high - low > TOLERANCE * high:
         middle = (low + high) / 2
-        counts = _split_layers(task.layers, lines, middle)
+        counts = split_layers(task.layers, lines, middle)
         found = counts and _build_ring(task, order, lines, counts, way)
         if found and found.cost <= middle:
             best, high = found, found.cost
@@ -193,7 +177,7 @@ def even_ring(task: RingTask, ring: RatedRing, slack: float) -> RatedRing:
     best, low = ring, min_slowest_time(task.layers, lines)
     ceiling = low
     while best.slowest_time - low > TOLERANCE * low:
-        counts = _split_layers(task.layers, lines, ceiling)
+        counts = split_layers(task.layers, lines, ceiling)
         found = counts and _build_ring(task, ring.order, lines, _level_counts(lines, counts), way)
         if found and found.cost <= ring.cost * (1 + slack):
             best = found
@@ -225,5 +209,5 @@ def estimate_cost(task: RingTask, order: Sequence[int]) -> float | None:
     if sum(line.max_layers for line in lines) < task.layers:
         return None
     ceiling = inf if task.objective == "latency" else _slowest_bound(task.layers, lines)
-    counts = _split_layers(task.layers, lines, ceiling) or _split_layers(task.layers, lines)
+    counts = split_layers(task.layers, lines, ceiling) or split_layers(task.layers, lines)
     return _build_ring(task, order, lines, counts, way).cost if counts else None
