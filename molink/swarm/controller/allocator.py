@@ -72,12 +72,12 @@ class PeerAllocator:
     ) -> None:
         self._inputs = offers, demands
         self._context.links.mark_placed()
-        owner = allocate_peers(demands, offers, self._owners, self._context.links)
-        if owner != self._owners:
-            names = {key: self._peer_names(owner, key) for key in self._deployments}
+        owners = allocate_peers(demands, offers, self._owners, self._context.links)
+        if owners != self._owners:
+            names = {key: self._peer_names(owners, key) for key in self._deployments}
             shares = "; ".join(f"{deployment_name(key)}: {peers}" for key, peers in names.items())
             self._context.log_transition(now, f"peers are shared out: {shares}")
-        self._owners = owner
+        self._owners = owners
 
     def _publish_allocation(self) -> None:
         """Tell each deployment its peers; a peer still used by another one is withheld."""
@@ -120,9 +120,9 @@ class PeerAllocator:
         pressing = since is not None and now - since >= URGENT_AFTER
         return PeerDemand(key, one.desired, one.used_peers, one.is_ready, pressing)
 
-    def _peer_names(self, owner: Mapping[str, DeploymentKey], key: DeploymentKey) -> str:
+    def _peer_names(self, owners: Mapping[str, DeploymentKey], key: DeploymentKey) -> str:
         name = self._context.registry.name_of
-        return ", ".join(name(peer) for peer, whose in owner.items() if whose == key) or "none"
+        return ", ".join(name(peer) for peer, owner in owners.items() if owner == key) or "none"
 
 
 def deployment_name(key: DeploymentKey) -> str:

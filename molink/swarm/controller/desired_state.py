@@ -205,26 +205,26 @@ def _resolve_model(spec: ModelSpec, source: str, registry: Registry) -> DesiredM
 
 def _resolve_pin(pin: Pin, spec: ModelSpec, registry: Registry) -> Pin:
     """A PC's id for its name, and its stage, which it must be able to hold."""
-    called, stage = pin
+    wanted, stage = pin
     name = spec.model.name
-    found = [peer for peer, member in registry.members.items() if called in (peer, member.name)]
+    found = [peer for peer, member in registry.members.items() if wanted in (peer, member.name)]
     if len(found) != 1:
-        what = f"no PC in this swarm is called {called}; see `molink status`"
+        what = f"no PC in this swarm is called {wanted}; see `molink status`"
         if found:
-            what = f"{len(found)} PCs are called {called}; use an id ({', '.join(found)})"
+            what = f"{len(found)} PCs are called {wanted}; use an id ({', '.join(found)})"
         raise _request_error(name, what)
     if stage != "auto" and parse_layers(stage) is None:
-        raise _request_error(name, f"layers of {called} must be A:B with A < B, not {stage}")
+        raise _request_error(name, f"layers of {wanted} must be A:B with A < B, not {stage}")
     why = explain_misfit(stage, spec.model)
     if why:
-        raise _request_error(name, f"{called} with layers {stage} {why}")
+        raise _request_error(name, f"{wanted} with layers {stage} {why}")
     session = registry.sessions.get(found[0])
     own = session.report.stage if session is not None else "auto"
     if own == "none":
-        raise _request_error(name, f"{called} holds no layers now (`--stage none`, or drained)")
+        raise _request_error(name, f"{wanted} holds no layers now (`--stage none`, or drained)")
     if stage != "auto" and own not in ("auto", stage):
         raise _request_error(
-            name, f"{called} was started with `--stage {own}`; the file says {stage}"
+            name, f"{wanted} was started with `--stage {own}`; the file says {stage}"
         )
     return found[0], stage
 
@@ -237,9 +237,9 @@ def _check_room(models: Sequence[DesiredModel], registry: Registry) -> None:
         if (offer := candidate_from_report(peer, session.report)) is not None
     ]
     demands = [PeerDemand((one.facts.name, 0), one) for one in models]
-    owner = allocate_peers(demands, offers, {}, Links())
+    owners = allocate_peers(demands, offers, {}, Links())
     for demand in demands:
-        mine = [one for one in offers if owner.get(one.peer) == demand.key]
+        mine = [one for one in offers if owners.get(one.peer) == demand.key]
         if not fits_model(demand.desired, mine):
             raise _request_error(demand.key[0], _explain_no_room(demand.desired, models, offers))
 

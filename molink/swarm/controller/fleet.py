@@ -109,7 +109,9 @@ class Fleet:
         if not self._deployments:
             return self._idle_reason
         reasons = {one.label: one.reason for one in self.deployments if one.reason}
-        return "; ".join(f"{label}: {why}" if label else why for label, why in reasons.items())
+        return "; ".join(
+            f"{label}: {reason}" if label else reason for label, reason in reasons.items()
+        )
 
     def explain_exclusion(self, peer: str) -> str:
         """Why a peer that offers a stage has none, for the user; empty if it has one or offers
@@ -185,8 +187,8 @@ class Fleet:
             case MemberAddedEvent(member):
                 self.registry.add_member(member)
                 self._log_transition(now, f"{member.name} ({member.peer}) joined")
-            case MemberRemovedEvent(peer, why):
-                self._on_member_removed(peer, why, now)
+            case MemberRemovedEvent(peer, reason):
+                self._on_member_removed(peer, reason, now)
             case PeerStoppedEvent(peer):
                 if self.registry.is_live(peer):
                     self.context.backoff.drop_peer(peer)
@@ -230,34 +232,34 @@ class Fleet:
         """All link tables: the shared one and each deployment's copy."""
         return (self.context.links, *(one.planner.links for one in self.deployments))
 
-    def _on_member_removed(self, peer: str, why: str, now: float) -> None:
+    def _on_member_removed(self, peer: str, reason: str, now: float) -> None:
         if peer not in self.registry.members:
             return
         name = self.registry.name_of(peer)
-        self._log_transition(now, f"{name} ({peer}) {why}")
+        self._log_transition(now, f"{name} ({peer}) {reason}")
         self.context.add_actions(*self.registry.remove_member(peer))
         self.context.backoff.drop_peer(peer)
         for one in self.deployments:
-            one.on_peer_lost(peer, f"{name} {why}", now)
+            one.on_peer_lost(peer, f"{name} {reason}", now)
 
-    def _drop_peers(self, peers: list[str], why: str, now: float) -> None:
+    def _drop_peers(self, peers: list[str], reason: str, now: float) -> None:
         """Drop peers together, so that no deployment that loses one continues on another."""
         peers = [*peers, *(self.registry.find_co_located(peers, now) if peers else ())]
         for peer in peers:
             self.registry.drop_session(peer)
         for peer in peers:
-            self._drop_peer(peer, why, now)
+            self._drop_peer(peer, reason, now)
 
-    def _drop_peer(self, peer: str, why: str, now: float) -> None:
+    def _drop_peer(self, peer: str, reason: str, now: float) -> None:
         name = self.registry.name_of(peer)
-        self._log_transition(now, f"{name} ({peer}) {why}")
+        self._log_transition(now, f"{name} ({peer}) {reason}")
         self.registry.drop_session(peer)
         self.context.backoff.retract_failure(peer, now)
         self.context.reachability.drop_peer(peer)
         self.context.links.drop_peer(peer)
         for one in self.deployments:
             one.planner.drop_peer(peer)
-            one.on_peer_lost(peer, f"{name} {why}", now)
+            one.on_peer_lost(peer, f"{name} {reason}", now)
 
     def _on_peer_reported(self, event: PeerReportedEvent, now: float) -> None:
         peer = event.peer
@@ -273,7 +275,7 @@ class Fleet:
         )
         for links in self._all_links():
             links.set_primary_peer(peer, event.report.primary_peer)
-        # First whom an instruction may name.
+        # Instructions may name these peers.
         self.context.add_actions(*self.registry.publish_members())
         for one in self.deployments:
             one.on_prefetch_reported(event, now)
@@ -307,23 +309,23 @@ class Fleet:
         self._models = models
         wanted = _desired_deployments(models)
         for key in [key for key in self._deployments if key not in wanted]:
-            gone = self._deployments.pop(key)
+            removed = self._deployments.pop(key)
             self._log_transition(now, f"{deployment_name(key)} is no longer served")
-            gone.dissolve_pipelines()
+            removed.dissolve_pipelines()
         if not wanted:
             self._log_transition(now, "no models to serve")
             self._idle_reason = STOPPED
         deployments: dict[DeploymentKey, Reconciler] = {}
-        begun: list[Reconciler] = []
+        added: list[Reconciler] = []
         for key, desired in wanted.items():
             known = self._deployments.get(key)
             if known is None:
                 known = Reconciler(self.context, now, desired, key[1])
-                begun.append(known)
+                added.append(known)
             deployments[key] = known
         self._deployments = deployments
         self._allocate_peers(now)
-        for one in begun:
+        for one in added:
             one.start_serving(now)
         self._roll_out(now)
 

@@ -58,18 +58,18 @@ def missing_layers(
     For another model that no PC has partially, nothing is returned: it may have shipped with
     molink.
     """
-    here = set[int]()
+    held = set[int]()
     known = only_model
     for report in reports:
         if facts.name in report.models:
             return ()
         parts = _find_partial(report, facts)
         known |= parts is not None
-        here |= _held_layers(parts)
+        held |= _held_layers(parts)
         for worker in report.workers if only_model else ():
             if worker.state not in ("fetching", "failed"):
-                here.update(range(*worker.layers))
-    return to_ranges(set(range(facts.layers)) - here) if known else ()
+                held.update(range(*worker.layers))
+    return to_ranges(set(range(facts.layers)) - held) if known else ()
 
 
 def describe_missing(facts: ModelFacts, layers: Collection[LayerRange]) -> str:

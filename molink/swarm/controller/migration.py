@@ -54,16 +54,16 @@ class Migration:
         """The layers that ``peer`` gets."""
         return next(stage.layers for stage in self.stages if stage.peer == peer)
 
-    def observe_prefetch(self, peer: str, said: PrefetchState | None, now: float) -> str | None:
+    def observe_prefetch(self, peer: str, state: PrefetchState | None, now: float) -> str | None:
         """Process a report's prefetch state; returns why the transfer failed, if it did."""
-        if peer not in self._requested_at or said is None or said.number != self.number:
+        if peer not in self._requested_at or state is None or state.number != self.number:
             return None
-        if said.state == "failed":
-            return said.reason or "no reason given"
-        if said.state == "done":
+        if state.state == "failed":
+            return state.reason or "no reason given"
+        if state.state == "done":
             del self._requested_at[peer]
         else:
-            self._transfers[peer].observe_bytes(said.done, now)
+            self._transfers[peer].observe_bytes(state.done, now)
         return None
 
     def find_overdue(self, now: float) -> str | None:
@@ -71,9 +71,9 @@ class Migration:
         late = (peer for peer in self._requested_at if now >= self._transfers[peer].deadline)
         return next(late, None)
 
-    def needs_resend(self, peer: str, said: PrefetchState | None, now: float) -> bool:
+    def needs_resend(self, peer: str, state: PrefetchState | None, now: float) -> bool:
         """Whether the prefetch must be sent to ``peer`` again."""
-        if peer not in self._requested_at or (said is not None and said.number == self.number):
+        if peer not in self._requested_at or (state is not None and state.number == self.number):
             return False
         if now - self._requested_at[peer] < RESEND_TIMEOUT:
             return False

@@ -199,11 +199,11 @@ class Planner:
     def _check_review_due(self, now: float) -> bool:
         """Whether links or read rates have changed since a placement that is not recent."""
         self.read_rates.expire_slowdowns(now)
-        paces = self.read_rates.has_changed and now >= self._rate_review_at
-        if not paces and not (self.links.has_changed and now >= self._link_review_at):
+        rates_changed = self.read_rates.has_changed and now >= self._rate_review_at
+        if not rates_changed and not (self.links.has_changed and now >= self._link_review_at):
             return False
         self._link_review_at = now + REVIEW_INTERVAL
-        if paces:
+        if rates_changed:
             self._rate_review_at = now + REVIEW_INTERVAL
         return True
 

@@ -33,7 +33,7 @@ class Reachability:
     def record_attempt(self, source: str, target: str, ok: bool) -> None:
         """Record that ``source`` has tried to connect to ``target``."""
         if ok == ((source, target) not in self._failed):
-            return  # as known; when a swarm starts, each peer tells this of all others
+            return  # unchanged, as most reports at the start of a swarm
         self._cache.clear()
         if ok:
             self._failed.discard((source, target))

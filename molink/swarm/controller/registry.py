@@ -66,10 +66,10 @@ class PeerSession:
 
         Messages of an earlier coordinator may be read after those of this one.
         """
-        shown = self.report.routes
-        told = {(route.pipeline, route.epoch, route.is_ready) for route in self.routes.values()}
+        reported = self.report.routes
+        sent = {(route.pipeline, route.epoch, route.is_ready) for route in self.routes.values()}
         self.route_mismatches = (
-            0 if shown is None or told <= set(shown) else self.route_mismatches + 1
+            0 if reported is None or sent <= set(reported) else self.route_mismatches + 1
         )
         if self.route_mismatches >= MAX_ROUTE_MISMATCHES:
             self.routes.clear()
@@ -140,7 +140,7 @@ class Registry:
             session.report, session.last_seen, session.disconnected_at = report, now, None
             session.check_routes()
         member = self.members[peer]
-        told = PeerInfo(
+        info = PeerInfo(
             peer=peer,
             name=report.name,
             public_key=member.public_key,
@@ -149,10 +149,10 @@ class Registry:
             models=report.models,
             primary_peer=report.primary_peer,
         )
-        if told != member.announced:
-            self.members[peer] = replace(member, name=report.name, announced=told)
+        if info != member.announced:
+            self.members[peer] = replace(member, name=report.name, announced=info)
             self._members_changed = True
-            decisions.append(AnnouncePeerAction(told))
+            decisions.append(AnnouncePeerAction(info))
         return decisions
 
     def set_read_lag(self, read_lag: float) -> None:
@@ -191,8 +191,8 @@ class Registry:
     def primary_peer(self, peer: str) -> str:
         """The primary peer of the PC: another one if ``peer`` is a further device of it."""
         member = self.members.get(peer)
-        told = member.announced if member is not None else None
-        pc = told.primary_peer if told is not None else ""
+        info = member.announced if member is not None else None
+        pc = info.primary_peer if info is not None else ""
         return pc if pc in self.members else peer
 
     def find_co_located(self, peers: Collection[str], now: float) -> list[str]:

@@ -235,8 +235,8 @@ class RelayPlanner:
 
     def _close_relay(self, pair: Pair) -> list[RelayAction]:
         relay = self._relays.pop(pair)
-        told = [one for one in dict.fromkeys((*pair, relay.relay_peer)) if one in self._peers]
-        out: list[RelayAction] = [SendMessageAction(one, CloseRelay(id=relay.id)) for one in told]
+        peers = [one for one in dict.fromkeys((*pair, relay.relay_peer)) if one in self._peers]
+        out: list[RelayAction] = [SendMessageAction(one, CloseRelay(id=relay.id)) for one in peers]
         if self._is_needed(pair):
             out.append(ConnectionTriedEvent(*pair, succeeded=False))
         return out

@@ -104,8 +104,8 @@ class Links:
 
 
 def _links_differ(new: LinkFacts, old: LinkFacts) -> bool:
-    latencies = [ASSUMED_LATENCY if v is None else v for v in (new.latency, old.latency)]
-    rates = [ASSUMED_RATE if v is None else v for v in (new.rate, old.rate)]
-    return differs(*latencies, _RELATIVE_CHANGE, _LATENCY_CHANGE) or differs(
-        *rates, _RELATIVE_CHANGE
+    one, other = (ASSUMED_LATENCY if v is None else v for v in (new.latency, old.latency))
+    rate, old_rate = (ASSUMED_RATE if v is None else v for v in (new.rate, old.rate))
+    return differs(one, other, _RELATIVE_CHANGE, _LATENCY_CHANGE) or differs(
+        rate, old_rate, _RELATIVE_CHANGE
     )

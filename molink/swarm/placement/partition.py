@@ -212,9 +212,9 @@ def _orders(gap: Gap, hosts: Sequence[StageHost]) -> Iterator[list[StageHost]]:
             if opener is not None and opener == closer and count > 1:
                 continue
             middle = [r for i, r in enumerate(hosts) if i not in (opener, closer)]
-            begin = [] if opener is None else [hosts[opener]]
+            start = [] if opener is None else [hosts[opener]]
             end = [] if closer is None or closer == opener else [hosts[closer]]
-            yield [*begin, *middle, *end]
+            yield [*start, *middle, *end]
 
 
 def _split_in_order(gap: Gap, order: Sequence[StageHost], floor: float) -> Split | None:

@@ -1,4 +1,4 @@
-"""A transfer that gives way: what it leaves of a line, and what it takes of it."""
+"""What a background transfer leaves of a line, and what it takes."""
 
 from collections import deque
 from math import inf
@@ -18,9 +18,9 @@ from molink.swarm.artifacts.rate_limit import (
 
 
 class Line:
-    """A queue at a rate with a round trip, our slices and another sender's frames; virtual time.
+    """A queue with a rate and a round trip, our slices and another sender's frames; virtual time.
 
-    ``other`` of the rate is the other's, in frames of 8 KB.
+    ``other``: share of the rate that the other sender uses, in frames of 8 KB.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Line:
         self.frame = 8192
         self.gap = self.frame / (other * self.rate) if other else inf
         self.next_frame = 0.0 if other else inf
-        #: Slices on their way to the source, as they were asked for, and those that come: when.
+        #: Requested slices on their way to the source, and arrival times of returning ones.
         self.entering: deque[tuple[float, int]] = deque()
         self.coming: deque[tuple[float, float, int]] = deque()
         self.waits: list[float] = []
@@ -67,7 +67,7 @@ class Line:
             self.next_frame += self.gap
 
     def measure(self, begin: float, until: float) -> tuple[float, float]:
-        """The rate's share that was ours, and the mean wait of the other's frames."""
+        """Our share of the rate, and the mean delay of the other sender's frames."""
         self.run(begin)
         self.bytes, self.waits = 0, []
         self.run(until)
@@ -107,7 +107,7 @@ def test_transfer_yields_to_a_filling_line() -> None:
 
 def test_minimum_rate_ignores_delay() -> None:
     pacer = TransferRateLimiter(floor=200_000.0)
-    line = Line(20, 1.0, pacer)  # a line that was quicker
+    line = Line(20, 1.0, pacer)  # a line that was faster
     pacer._base_delays.append(0.03)
     pacer._probe = None
     line.run(5.0)
@@ -160,4 +160,4 @@ def test_requests_never_exceed_the_window(steps: list[tuple[float, str]], floor:
             pacer.on_failure()
         pacer.validate()
         assert pacer.in_flight == len(under_way)
-        assert pacer.in_flight or pacer.wait_time(now + 10.0) == 0  # it never stands still for ever
+        assert pacer.in_flight or pacer.wait_time(now + 10.0) == 0  # it never stalls

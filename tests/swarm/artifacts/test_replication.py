@@ -1,5 +1,3 @@
-"""Which layers are copied first, how slowly, and when not."""
-
 import pytest
 
 from molink.facts.model import LayerRange

@@ -37,7 +37,7 @@ def test_loss_retracts_a_neighbours_report() -> None:
     backoff.retract_failure("a", now=21.0)
     assert not backoff.is_excluded("a", now=20.5)
     assert backoff.record_failure("a", "oops", now=30.0) == 1.0
-    backoff.retract_failure("a", now=90.0)  # much later: the failure was one
+    backoff.retract_failure("a", now=90.0)  # much later: the failure counts
     assert backoff.record_failure("a", "oops", now=91.0) == 2.0
 
 

@@ -1,5 +1,3 @@
-"""What a file asks for, checked by what the swarm has."""
-
 from typing import Any
 
 import msgspec
@@ -28,7 +26,7 @@ def wish(name: str, layers: int = 6, **changed: Any) -> ModelSpec:
 
 @pytest.fixture
 def registry(kit: Kit) -> Registry:
-    """Four PCs; on ``c`` layers are named, ``d`` holds none."""
+    """Four PCs; ``c`` names its layers, ``d`` holds none."""
     found = Registry("s1", [kit.member(name) for name in "abcd"])
     stages = {"a": "auto", "b": "auto", "c": "0:2", "d": "none"}
     for name, stage in stages.items():
@@ -133,7 +131,7 @@ def test_changes_are_described_once(registry: Registry) -> None:
         "+ y: 2 replicas, for throughput",
     ]
     assert describe_changes(after, after) == []
-    # Whoever applies it, and in whatever order it names them.
+    # Neither the source nor the order matters.
     again = resolve_desired_models(
         DesiredModels(models=(wish("y", replicas=2, objective="throughput"), wish("x"))),
         "b",
@@ -164,7 +162,7 @@ def test_one_of_several_models_stops_and_restarts(registry: Registry) -> None:
         switch_model((), "z", served=False)
     with pytest.raises(NotAuthorized, match="or the one that loaded y can stop it"):
         switch_model(models, "y", served=False, requester="b")
-    # No file would bring this one back: it is gone.
+    # It is defined in no file, so it is removed.
     assert switch_model((DesiredModel(facts("x"), "b"),), "x", served=False, requester="b") == ()
 
 

@@ -69,7 +69,7 @@ def test_no_estimate_without_a_placed_ring(kit: Kit) -> None:
     for name, stage in (("a", "0:3"), ("b", "3:6")):
         paper.report(name, stage=stage)
     paper.wait(1.25, *"ab")
-    assert estimate_scale_out(paper.reconciler, paper.now) == ScaleOutStatus(), "it is not ready"
+    assert estimate_scale_out(paper.reconciler, paper.now) == ScaleOutStatus(), "not ready"
     paper.obey()
     assert paper.reconciler.is_ready
     found = estimate_scale_out(paper.reconciler, paper.now)

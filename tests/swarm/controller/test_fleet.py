@@ -1,5 +1,3 @@
-"""Several models, and several pipelines of one, over the same peers."""
-
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -28,7 +26,7 @@ def wish(name: str, **changes: Any) -> DesiredModel:
 
 
 def settle(paper: FakeFleet, peers: str, seconds: float = 2.0) -> list[Any]:
-    """Let what is asked for happen; what was told."""
+    """Run until the desired state is reached; returns the messages."""
     told = []
     for _ in range(round(seconds / 0.5)):
         paper.wait(0.5, *peers)
@@ -52,7 +50,7 @@ def start(kit: Kit, peers: str, *models: DesiredModel, **changes: Any) -> FakeFl
 
 @pytest.fixture
 def both(kit: Kit) -> FakeFleet:
-    """``x`` and ``y`` on a peer each; the third one is a spare of one of them."""
+    """``x`` and ``y`` run on one peer each; the third one is a spare of one of them."""
     paper = start(kit, "abc", wish("x"), wish("y"))
     assert all(one.is_ready for one in paper.fleet.deployments)
     paper.pop_messages()
@@ -86,14 +84,14 @@ def test_loss_breaks_only_one_model(both: FakeFleet) -> None:
 
 
 def test_stage_messages_reach_their_deployment(both: FakeFleet) -> None:
-    """An epoch of one that begins before, and ends after, one of the other."""
+    """Two formations overlap in time."""
     x, y = both.deployment("x"), both.deployment("y")
     for one in (x, y):
         both.failed(one.formation.peers[0], 0, one.formation.record.epoch, one.pipeline)
     both.wait(1, *"abc")
     orders = {m.model: (p, m) for p, m in both.pop_messages() if isinstance(m, Assign)}
     assert orders["x"][1].epoch != orders["y"][1].epoch
-    for name in ("y", "x"):  # and in the other order
+    for name in ("y", "x"):  # in reverse order
         peer, order = orders[name]
         both.loaded(order, peer)
         told = {p: m for p, m in both.pop_messages() if isinstance(m, FormPipeline)}
@@ -122,7 +120,7 @@ def test_urgent_model_takes_a_peer_after_a_delay(kit: Kit) -> None:
     assert paper.deployment("y").formation is None
     told = settle(paper, "ab", URGENT_AFTER + 5)
     assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"a", "b"}
-    # It was drained first: the new pipeline of the one was ready before the old one ended.
+    # The peer was freed first: the new pipeline was ready before the old one ended.
     mine = [m for p, m in told if p == "a" and isinstance(m, Route | RouteRemoved)]
     gone = mine.index(RouteRemoved(pipeline=first.id))
     assert any(isinstance(m, Route) and m.model == "x" and m.is_ready for m in mine[:gone])
@@ -183,7 +181,7 @@ def test_second_model_scales_up_and_down(kit: Kit) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_near_peers_share_a_ring(kit: Kit, late: bool) -> None:
-    """``a`` and ``c`` are in one house, ``b`` and ``d`` in another; a PC more is known of late."""
+    """``a`` and ``c`` are in one house, ``b`` and ``d`` in another; one more PC joins late."""
     paper = kit.Paper(*"abcd")
     for name in "abcd":
         paper.report(name, memory=5 * GB)
@@ -210,7 +208,7 @@ def test_near_peers_share_a_ring(kit: Kit, late: bool) -> None:
 
 
 def test_undesired_workers_are_stopped(both: FakeFleet, kit: Kit) -> None:
-    """Drift: a stage of a pipeline that there isn't, or on a peer that is for another model."""
+    """Drift: a stage of an unknown pipeline, or on a peer that belongs to another model."""
     x, y = both.deployment("x"), both.deployment("y")
     both.report("c", kit.worker("ready", 9, 0, (0, 6), pipeline="p9"))
     assert ("c", Unassign(pipeline="p9")) in both.pop_messages()
@@ -233,7 +231,7 @@ def test_replicas_scale_up_and_down(kit: Kit) -> None:
     assert second.is_ready
     assert second.formation.record.replica == 1
     assert not set(peers_of(paper, "x", 1)) & set(peers_of(paper, "x"))
-    # Each route names the other, so that a peer which has been away keeps both.
+    # Each route names the other one, so that a returning peer keeps both.
     beside = {m.pipeline: m.sibling_pipelines for p, m in told if p == "a" and isinstance(m, Route)}
     assert beside == {first.id: (second.pipeline,), second.pipeline: (first.id,)}
     paper.serve_all(wish("x"))
@@ -245,7 +243,7 @@ def test_replicas_scale_up_and_down(kit: Kit) -> None:
 
 
 def test_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
-    """The power of one PC goes: what is left is placed once, not once for each device."""
+    """Losing a PC causes one placement, not one per device."""
     paper = kit.Paper("a", "b", "c", "d", min_peers=4)
     for name in "abcd":
         paper.report(name)
@@ -255,7 +253,7 @@ def test_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
     paper.handle_event(PeerReportedEvent("d", beside))
     assert len(paper.reconciler.formation.peers) == 4
     assert paper.fleet.registry.primary_peer("d") == "c"
-    # The last report of one device came half a second after that of the other.
+    # One device's last report came half a second after the other's.
     paper.wait(0.5, *"abd")
     paper.pop_messages()
     epoch = paper.reconciler.epoch
@@ -264,7 +262,7 @@ def test_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
     assert not paper.fleet.registry.is_live("d")
     assert {m.epoch for _, m in told if isinstance(m, Assign)} == {epoch + 1}
     assert set(paper.reconciler.formation.peers) == {"a", "b"}
-    # One that still reports is not lost with the other: only that one's daemon has ended.
+    # A device that still reports is not lost with the other one: only that daemon has ended.
     paper.report("c", fresh=True)
     paper.report("d", fresh=True, pc="c")
     paper.wait(4.0, *"abd")
@@ -273,7 +271,7 @@ def test_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
 
 
 def test_rebalance_places_all_models(kit: Kit) -> None:
-    """What serves is hardly worse than another ring; a person may want the other one."""
+    """The serving ring is only slightly worse than another one; a user may want the other."""
     paper = start(kit, "ab", wish("x"))
     (at,) = peers_of(paper, "x")
     other = "b" if at == "a" else "a"
@@ -283,7 +281,7 @@ def test_rebalance_places_all_models(kit: Kit) -> None:
     paper.wait(70.0, *"ab")
     assert peers_of(paper, "x") == at
     paper.handle_event(RebalanceRequestedEvent())
-    assert paper.deployment("x").is_ready  # and goes on until the other ring stands
+    assert paper.deployment("x").is_ready  # and serves until the new ring is up
     paper.prefetched(other, 1)
     settle(paper, "ab", 5.0)
     assert paper.deployment("x").is_ready
@@ -316,7 +314,7 @@ def test_changes_roll_out_one_replica_at_a_time(kit: Kit) -> None:
 
 
 def test_failing_rollout_breaks_only_one_replica(kit: Kit) -> None:
-    """Crash-loop: it is tried again with growing pauses; the other replica goes on as it is."""
+    """Crash loop: retried with growing pauses while the other replica keeps serving."""
     paper = start(kit, "ab", wish("x", replicas=2))
     one, two = paper.fleet.deployments
     kept = two.formation.record
@@ -336,7 +334,7 @@ def test_failing_rollout_breaks_only_one_replica(kit: Kit) -> None:
     assert pauses == sorted(pauses)
     assert len(tries) < 10
     assert not one.is_ready
-    # What is wanted is as before again: it is served as before.
+    # The desired state is the old one again.
     paper.serve_all(wish("x", replicas=2))
     settle(paper, "ab", 70)
     assert one.is_ready
@@ -402,7 +400,7 @@ def test_each_deployment_commits_one_pipeline(both: FakeFleet) -> None:
 
 
 def test_end_of_a_pipeline_is_resent(both: FakeFleet) -> None:
-    """It had no session when that ended, or its coordinator was another one."""
+    """The peer had no session when the pipeline ended, or followed another coordinator."""
     own = {one.pipeline for one in both.fleet.deployments}
     routes = tuple((pipeline, 1, True) for pipeline in ("p0", *sorted(own)))
     both.pop_messages()

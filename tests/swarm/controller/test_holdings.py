@@ -1,5 +1,3 @@
-"""Who is asked for a model's files, and what becomes of a model some of whose files nobody has."""
-
 import msgspec
 import pytest
 
@@ -16,7 +14,7 @@ OTHER = f"{8:064}:99"
 
 @pytest.fixture
 def paper(kit: Kit) -> FakeFleet:
-    """Two PCs, and a model that ``a``, which holds no stage, has brought."""
+    """Two PCs; ``a``, which holds no stage, has loaded the model."""
     paper = kit.Paper("a", "b", "c", min_peers=2)
     paper.report("a", stage="none")
     paper.report("b")
@@ -26,7 +24,7 @@ def paper(kit: Kit) -> FakeFleet:
 
 
 def have(paper: FakeFleet, peer: str, *layers: tuple[int, int], root: str = ROOT) -> None:
-    """A peer's report says that it has the files of these layers."""
+    """A peer reports the files of these layers."""
     report = paper.fleet.registry.sessions[peer].report
     parts = (PartialModel(root=root, layers=layers),)
     paper.handle_event(
@@ -39,7 +37,7 @@ def assigned(paper: FakeFleet) -> list[Assign]:
 
 
 def reason(paper: FakeFleet) -> str:
-    """Why requests can't be answered, as the endpoints of all PCs are told."""
+    """The reason in the published routes."""
     route = paper.fleet.registry.sessions["b"].routes["p1"]
     assert isinstance(route, Route)
     return route.reason
@@ -100,7 +98,7 @@ def test_missing_files_are_reported_and_not_retried(paper: FakeFleet) -> None:
     status = build_status(paper.fleet, "s1", [], 1)
     assert status.pipelines[0].reason == "stage 0 on B: oops"
     assert status.peers[0].reason == ""
-    # Somebody comes who has more.
+    # A peer with more files joins.
     paper.report("c")
     have(paper, "c", (3, 6))
     paper.wait(3, "b", "c")

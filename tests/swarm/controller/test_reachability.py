@@ -22,7 +22,7 @@ def test_unreachable_peer_is_excluded() -> None:
 
 
 def test_results_are_cached() -> None:
-    """When a swarm starts, each peer tells of all others that it has reached them."""
+    """When a swarm starts, each peer reports that it has reached all others."""
     reach = Reachability()
     reach.record_attempt("a", "b", ok=False)
     found = reach.find_unreachable("ab")
@@ -41,7 +41,7 @@ def test_ring_avoids_unconnectable_pairs() -> None:
     assert reach.find_unreachable("abc") == {"c": UnreachablePeer("c", "b", "c")}
     assert reach.find_unreachable("abcd") == {}
     assert reach.unreachable_from("c") == {"b"}
-    # All have to connect to the first stage, where requests go.
+    # All must connect to the first stage, which receives requests.
     for one in "abd":
         reach.record_attempt("c", one, ok=False)
     assert reach.find_unreachable("abdc") == {"c": UnreachablePeer("c", "c", "a")}

@@ -182,7 +182,7 @@ def test_profiles_are_sent_before_the_ring_forms(kit: Kit) -> None:
         (peer, profile) for peer in ("a", "b") for profile in told
     ]
     assert [stage.profile for stage in paper.committed[-1].stages] == profiles
-    # A connection was lost in between: the peer is told again.
+    # A connection was lost: the peer is told again.
     for peer in ("a", "b"):
         paper.report(peer, fresh=True)
         assert paper.pop_messages()[:2] == [(peer, profile) for profile in told]
@@ -220,7 +220,7 @@ def test_model_root_is_sent_with_assignments_and_routes(running: FakeFleet, kit:
     sent = running.obey()
     told = {type(message): message.root for _, message in sent if hasattr(message, "root")}
     assert told == {Assign: "0f" * 32 + ":9", Route: "0f" * 32 + ":9"}
-    # The same model with other bytes is loaded anew.
+    # The same model with other files is reloaded.
     running.serve(facts=msgspec.structs.replace(kit.facts, root="1f" * 32 + ":9"))
     running.wait(1.25, *"abc")
     assert any(isinstance(m, Assign) and m.pipeline == "p3" for _, m in running.obey())
@@ -292,7 +292,7 @@ def test_new_peer_is_placed_by_migration(running: FakeFleet) -> None:
     running.wait(1.25, *"abcde")
     sent = running.pop_messages()
     assert ("e", route(1, address("a"))) in sent
-    # It goes on serving until the files are there: only `e` needs any that it hasn't.
+    # The old pipeline serves until the files are there: only `e` lacks some.
     assert sent[-1:] == [("e", prefetch(1, (5, 6)))]
     for minute in range(1, 10):
         running.prefetched("e", 1, "fetching", done=minute * 10**7)
@@ -312,7 +312,7 @@ def test_new_peer_is_placed_by_migration(running: FakeFleet) -> None:
         running.loaded(message, peer)
     form = running.pop_messages()
     assert [(p, m.pipeline, m.epoch) for p, m in form] == [(p, "p2", 2) for p in "abce"]
-    assert running.reconciler.formation.record.epoch == 1  # which serves all the time
+    assert running.reconciler.formation.record.epoch == 1  # it keeps serving
     assert len(running.committed) == 2
     for stage, peer in enumerate("abce"):
         running.ready(peer, stage, 2, "p2")
@@ -323,7 +323,9 @@ def test_new_peer_is_placed_by_migration(running: FakeFleet) -> None:
     assert running.committed[-1].formed
     running.show_workers()
     running.wait(0.75, *"abcde")
-    assert running.pop_messages() == []  # streams on the old one go on until all know the new one
+    assert (
+        running.pop_messages() == []
+    )  # old streams continue until all peers know the new pipeline
     running.wait(0.5, *"abcde")
     assert running.pop_messages() == [
         *[(p, RouteRemoved(pipeline="p1")) for p in "abcde"],
@@ -335,7 +337,7 @@ def test_new_peer_is_placed_by_migration(running: FakeFleet) -> None:
 
 
 def beside(running: FakeFleet) -> list[tuple[str, Assign]]:
-    """`d` has its files: a pipeline of all four is being made beside that of three."""
+    """`d` has its files: a pipeline of four is being formed beside that of three."""
     joined(running)
     running.prefetched("d", 1)
     assert running.reconciler.successor.record.id == "p2"
@@ -351,7 +353,7 @@ def test_failed_load_of_successor_keeps_serving(running: FakeFleet) -> None:
     assert running.pop_messages() == []
     assert running.reconciler.is_ready
     assert "excluded for" in running.reconciler.explain_exclusion("d")
-    running.wait(8, *"abcd")  # well again
+    running.wait(8, *"abcd")  # recovered
     running.obey()
     running.wait(1.25, *"abcd")
     assert running.reconciler.pipeline == "p3"
@@ -451,7 +453,7 @@ def test_unreachable_peer_gets_a_notice(running: FakeFleet, when: str) -> None:
     )
     assert running.reconciler.explain_exclusion("d") == text
     running.wait(5, *"abcd")
-    # One that can go before it is enough, and the ring is in such an order.
+    # One possible predecessor is enough; the ring has that order.
     running.handle_event(ConnectionTriedEvent("b", "d", succeeded=True))
     running.wait(2.5, *"abcd")
     running.obey()
@@ -491,7 +493,7 @@ def test_serving_ring_stays_until_another_is_worth_it(kit: Kit) -> None:
         paper.handle_event(ConnectionTriedEvent(one, other, succeeded=True, latency=latency))
         paper.handle_event(ConnectionTriedEvent(other, one, succeeded=True, latency=latency))
 
-    # 0.7 s of reading, and 40 ms of links: with c it would be 38.
+    # 0.7 s of reading and 40 ms of links; with c it would be 38 ms.
     link("a", "b", 0.020)
     link("a", "c", 0.019)
     link("b", "c", 0.300)
@@ -500,7 +502,7 @@ def test_serving_ring_stays_until_another_is_worth_it(kit: Kit) -> None:
     assert paper.reconciler.migration is None
     link("a", "b", 0.5)
     paper.wait(REVIEW_INTERVAL / 2, *"abc")
-    assert paper.reconciler.formation.peers == ("a", "b")  # not at once: it may pass
+    assert paper.reconciler.formation.peers == ("a", "b")  # not at once: it may be temporary
     paper.wait(REVIEW_INTERVAL, *"abc")
     paper.obey()
     paper.wait(2.5, *"abc")
@@ -509,7 +511,7 @@ def test_serving_ring_stays_until_another_is_worth_it(kit: Kit) -> None:
 
 
 def paced(paper: FakeFleet, peer: str, pace: float) -> None:
-    """From now on its stage says that its steps take ``pace`` times as long."""
+    """A stage reports that its steps take ``pace`` times as long."""
     old = paper.reconciler.registry.sessions[peer].report
     workers = tuple(msgspec.structs.replace(one, slowdown=pace) for one in old.workers)
     paper.handle_event(PeerReportedEvent(peer, msgspec.structs.replace(old, workers=workers)))
@@ -517,7 +519,7 @@ def paced(paper: FakeFleet, peer: str, pace: float) -> None:
 
 @pytest.fixture
 def pair(kit: Kit) -> FakeFleet:
-    """A and B serve, and C, which is like them, is a spare."""
+    """A and B serve; C, an equal peer, is a spare."""
     paper = kit.Paper("a", "b", "c", min_peers=3)
     paper.serve(min_stages=2)
     for name in "abc":
@@ -532,7 +534,7 @@ def test_lasting_slowdown_moves_the_stage(pair: FakeFleet) -> None:
     paced(pair, "a", 1.0)
     paced(pair, "b", 4.0)
     pair.wait(SLOWDOWN_HOLD - 1, *"abc")
-    assert pair.reconciler.migration is None, "it may pass"
+    assert pair.reconciler.migration is None, "it may be temporary"
     pair.wait(REVIEW_INTERVAL + 2, *"abc")
     pair.obey()
     pair.wait(2.5, *"abc")
@@ -540,7 +542,7 @@ def test_lasting_slowdown_moves_the_stage(pair: FakeFleet) -> None:
     assert set(pair.reconciler.formation.peers) == {"a", "c"}
     epoch = pair.reconciler.formation.record.epoch
     pair.wait(SLOWDOWN_TTL + 2 * REVIEW_INTERVAL, *"abc")
-    assert pair.reconciler.formation.record.epoch == epoch, "B is as good again, but no better"
+    assert pair.reconciler.formation.record.epoch == epoch, "B has recovered but is no better"
 
 
 def test_link_review_does_not_delay_slowdown_review(
@@ -580,7 +582,7 @@ def test_measured_rate_counts_from_the_next_placement(kit: Kit) -> None:
             paper.loaded(message, peer, profile=slow)
     paper.obey()
     paper.wait(3 * REVIEW_INTERVAL, *"ab")
-    assert paper.reconciler.formation.record.epoch == 1, "nobody has asked for anything yet"
+    assert paper.reconciler.formation.record.epoch == 1, "no placement was due yet"
     paper.join("c")
     paper.wait(2.5, *"abc")
     assert set(paper.reconciler.migration.peers) == {"a", "c"}
@@ -603,7 +605,7 @@ def test_first_pc_serves_alone_if_second_is_unreachable(kit: Kit) -> None:
     paper.handle_event(ConnectionTriedEvent("a", "b", succeeded=False))
     paper.wait(1.25, *"ab")
     assert paper.reconciler.formation.peers == ("a",)
-    # What was tried while a PC was off says nothing of it.
+    # Attempts to a PC that is off say nothing about it.
     paper.handle_event(PeerStoppedEvent("b"))
     paper.handle_event(ConnectionTriedEvent("a", "b", succeeded=False))
     paper.obey()
@@ -653,7 +655,7 @@ def test_no_model_releases_all_memory(running: FakeFleet, kit: Kit) -> None:
     assert {("a", "p1"), ("d", "p2")} <= ended
     assert {m.pipeline for p, m in sent if p == "a" and isinstance(m, RouteRemoved)} == {"p1", "p2"}
     running.fleet.validate()
-    # A worker that was about to begin meanwhile is ended too, and so is nothing else begun.
+    # A worker that was starting is stopped too.
     running.report("a", kit.worker("ready", 1, 0, (0, 6), pipeline="p2"))
     assert ("a", Unassign(pipeline="p2")) in running.pop_messages()
     running.handle_event(PeerStoppedEvent("b"))
@@ -671,7 +673,7 @@ def test_no_model_releases_all_memory(running: FakeFleet, kit: Kit) -> None:
 
 
 def joined(running: FakeFleet) -> list[tuple[str, Prefetch]]:
-    """`d` is asked to fetch."""
+    """`d` is asked to prefetch."""
     running.join("d")
     running.wait(1.25, *"abcd")
     return [(p, m) for p, m in running.pop_messages() if isinstance(m, Prefetch)]
@@ -687,7 +689,7 @@ def test_prefetch_is_resent_until_reports_show_it(running: FakeFleet) -> None:
     assert running.pop_messages() == []
     running.report("d", fresh=True)  # its daemon restarted
     assert asked[0] in running.pop_messages()
-    running.prefetched("d", 0)  # of another move
+    running.prefetched("d", 0)  # of another migration
     assert running.reconciler.formation.record.epoch == 1
     running.prefetched("d", 1)
     assert running.reconciler.successor.record.epoch == 2
@@ -701,7 +703,7 @@ def test_failed_prefetch_keeps_serving(running: FakeFleet) -> None:
     running.wait(5, *"abcd")
     assert running.pop_messages() == []
     assert running.reconciler.formation.record.epoch == 1
-    running.join("e")  # others come in without it
+    running.join("e")  # others join without it
     running.wait(1.25, *"abcde")
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b", "c", "e")
@@ -773,7 +775,7 @@ def test_progress_of_a_formation_is_published(running: FakeFleet) -> None:
     batch = [(p, m) for p, m in running.pop_messages(with_reasons=True) if p == "b"]
     said += [m.forming_progress for _, m in batch if isinstance(m, Route)]
     running.obey([each for each in batch if isinstance(each[1], Assign)])
-    assert len(set(said)) == len(said) == 4  # when it began, after 5 and after 10 s
+    assert len(set(said)) == len(said) == 4  # at the start, after 5 and after 10 s
     running.wait(601, *"abc")
     routes = [
         m for p, m in running.pop_messages(with_reasons=True) if p == "a" and isinstance(m, Route)
@@ -810,7 +812,7 @@ def test_failed_worker_restarts_the_pipeline(running: FakeFleet) -> None:
     assert running.reconciler.reason == "stage 1 on B: oops"
     running.wait(0.5, *"abc")
     sent = running.pop_messages()
-    # The first failure is free: the same stages, and those that stand only change epoch.
+    # The first failure is free: same stages, and running ones only change epoch.
     assert [(p, m.layers, m.epoch) for p, m in sent if isinstance(m, Assign)] == [
         ("a", (0, 2), 2),
         ("b", (2, 4), 2),
@@ -830,7 +832,7 @@ def test_crash_loop_backs_off(running: FakeFleet) -> None:
             running.wait(0.25, *"abc")
             assert running.now - since < 70
         gaps.append(round(running.now - since))
-    # While it is excluded for a moment only, it is waited for.
+    # A short exclusion is waited for.
     assert gaps == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     assert "excluded for" in " ".join(running.fleet.story)
 
@@ -882,7 +884,7 @@ def test_neighbours_report_and_disconnect_mean_loss(running: FakeFleet, first: s
 
 def test_recovered_pc_is_used_within_seconds(running: FakeFleet) -> None:
     running.failed("c", 2, epoch=1)
-    running.wait(6, *"ab")  # it fails, and then is gone for a while
+    running.wait(6, *"ab")  # it fails, then is offline for a while
     running.obey()
     assert running.reconciler.formation.peers == ("a", "b")
     running.report("c", fresh=True)
@@ -926,7 +928,7 @@ def test_lost_next_stage_is_blamed(running: FakeFleet) -> None:
 
 
 def test_doubted_peer_is_placed_after_its_report(running: FakeFleet) -> None:
-    running.failed("b", 1, epoch=1, next_lost=True)  # `c`, and nobody knows why
+    running.failed("b", 1, epoch=1, next_lost=True)  # `c`, for an unknown reason
     running.wait(0.5, *"ab")
     assert running.reconciler.formation is None
     running.report("c", *running.fleet.registry.sessions["c"].report.workers)
@@ -961,7 +963,7 @@ def test_silent_peer_is_replaced(running: FakeFleet) -> None:
         ("b", (3, 6)),
     ]
     running.obey(batch)
-    # When it comes back with its old worker, that is kept and it takes part again.
+    # If it returns with its old worker, the worker is kept.
     running.report("c", fresh=True)
     running.wait(1.25, *"abc")
     running.obey()
@@ -1035,7 +1037,7 @@ def test_own_standstill_is_no_silence(running: FakeFleet) -> None:
 
 
 def test_unread_messages_are_no_silence(running: FakeFleet) -> None:
-    """A coordinator whose PC is busy falls behind with what the peers have said."""
+    """The coordinator's PC is busy and it reads late."""
     for behind in range(1, 32):
         running.now += 0.25
         running.handle_event(TimePassedEvent(read_lag=behind / 4))
@@ -1043,7 +1045,7 @@ def test_unread_messages_are_no_silence(running: FakeFleet) -> None:
     assert running.reconciler.is_ready
     running.now += 0.25
     running.handle_event(TimePassedEvent())
-    assert not running.fleet.registry.sessions, "it has read all, and none of them said anything"
+    assert not running.fleet.registry.sessions, "all was read, and none had sent anything"
 
 
 def test_read_lag_is_bounded(running: FakeFleet) -> None:
@@ -1056,7 +1058,7 @@ def test_read_lag_is_bounded(running: FakeFleet) -> None:
 def test_reconnect_time_excludes_own_standstill(running: FakeFleet) -> None:
     running.handle_event(PeerDisconnectedEvent("b"))
     running.now += 60
-    # What waits in the socket comes before any tick.
+    # Queued messages are read before the next timer.
     workers = {name: one.report.workers for name, one in running.fleet.registry.sessions.items()}
     running.report("a", *workers["a"])
     running.report("b", *workers["b"], fresh=True)
@@ -1112,7 +1114,7 @@ def test_notice_for_nonexistent_layers(running: FakeFleet) -> None:
     running.handle_event(MemberRemovedEvent("c", "left"))
     running.wait(2, *"abd")
     running.obey()
-    assert running.reconciler.is_ready, "it hinders nobody"
+    assert running.reconciler.is_ready, "it delays no other peer"
     running.report("d", stage="auto")
     assert ("d", Notice(text="")) in running.pop_messages()
 
@@ -1167,14 +1169,16 @@ def test_formation_without_progress_fails(kit: Kit) -> None:
     seconds = LOAD_TIMEOUT + stage_bytes(kit.facts, second.layers) / LOAD_RATE
     paper.wait(seconds // 1, *"ab")
     assert paper.reconciler.formation.record.epoch == 1
-    paper.report("b", kit.worker("fetching", 1, 1, second.layers, done=2 * 10**8))  # no way back
+    paper.report(
+        "b", kit.worker("fetching", 1, 1, second.layers, done=2 * 10**8)
+    )  # states never go back
     paper.wait(2, *"ab")
     assert paper.reconciler.formation.record.epoch == 2
     assert "B made too little progress loading its stage" in " ".join(paper.fleet.story)
 
 
 def fetching_until_given_up(paper: FakeFleet, kit: Kit, claim: Callable[[float], int]) -> float:
-    """Of three peers `c` fetches and claims ``claim(seconds)`` bytes; when the others go on."""
+    """`c` fetches and reports ``claim(seconds)`` bytes; returns when the others continue."""
     small = msgspec.structs.replace(kit.facts, layer_bytes=10**7)
     paper.serve(facts=small)
     for name in "abc":
@@ -1216,7 +1220,7 @@ def test_stalled_fetch_excludes_the_peer(kit: Kit, claim: Callable[[float], int]
 
 
 def test_transfer_time_is_bounded_by_its_bytes(kit: Kit) -> None:
-    """Who claims bytes at just the rate that is asked for comes to an end too."""
+    """Reporting exactly the minimum rate ends too."""
     paper = kit.Paper("a", "b", "c", min_peers=3)
     most = 1.5 * 2 * 10**7 + (1 << 20)
     taken = fetching_until_given_up(paper, kit, lambda s: round(2 * MIN_RATE * s) + 10**6)
@@ -1253,7 +1257,7 @@ def test_lost_instructions_are_resent(kit: Kit) -> None:
     paper.report("a")
     paper.wait(1.25, "a")
     (message,) = (m for _, m in paper.pop_messages() if isinstance(m, Assign))
-    # Its reports never show that it got the assignment.
+    # Its reports never show the assignment.
     paper.wait(3.5, "a")
     assert ("a", message) in paper.pop_messages()
     paper.report("a", fresh=True)
@@ -1262,7 +1266,7 @@ def test_lost_instructions_are_resent(kit: Kit) -> None:
     form = paper.pop_messages()
     paper.report("a", fresh=True)
     assert form[0] in paper.pop_messages()
-    # What StageReady would say, a report says as well.
+    # A report replaces a lost StageReady.
     paper.report("a", kit.worker("ready", 1, 0, (0, 6)))
     assert paper.reconciler.is_ready
 
@@ -1283,7 +1287,7 @@ def test_reports_replace_lost_messages(running: FakeFleet, kit: Kit, how: str) -
         running.report("b", kit.worker("failed", 1, 1, (2, 4)))
     elif how == "gone":
         running.report("b")
-        assert running.reconciler.is_ready  # the report may be older than the readiness
+        assert running.reconciler.is_ready  # the report may predate readiness
         running.wait(3.25, *"abc")
     else:
         running.report("b", kit.worker("ready", 1, 1, (2, 4)), pid=2)
@@ -1365,7 +1369,7 @@ def test_a_restarted_coordinator_adopts_the_running_pipeline(running: FakeFleet,
 
 
 def test_restart_before_the_ring_formed(running: FakeFleet, kit: Kit) -> None:
-    """What was committed may not have been said, or not to everybody."""
+    """A committed epoch may have been announced to none or only some of its peers."""
     again = restarted(running, kit)
     again.report("a", kit.worker("ready", 1, 0, (0, 2)))
     again.report("b", kit.worker("loaded", 1, 1, (2, 4)))
@@ -1479,7 +1483,7 @@ def test_invariant_errors_carry_the_story(running: FakeFleet) -> None:
 
 
 def test_formation_restarts_in_a_higher_term(kit: Kit) -> None:
-    """Peers of the other part may know newer epochs than the one that is being formed."""
+    """Peers of the other part may know newer epochs."""
     paper = kit.Paper("a", "b")
     for name in "ab":
         paper.report(name, fresh=True)

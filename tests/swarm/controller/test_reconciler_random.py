@@ -1,4 +1,4 @@
-"""Random swarms: whatever happens in whatever order, the reconciler keeps its promises."""
+"""Random histories: the reconciler's invariants hold in any order of events."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ steps = st.one_of(
 
 
 class World:
-    """Peers that carry out some of their instructions, some late, some again."""
+    """Peers that carry out some instructions, some late, some repeatedly."""
 
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
@@ -108,7 +108,7 @@ class World:
             self.report(name)
 
     def work(self, busy: set[str], rounds: int) -> None:
-        """Some peers do what they are told, for a while."""
+        """Some peers obey for a while."""
         for _ in range(rounds):
             self.deliver()
             self.wait(busy, 0.5)
@@ -141,7 +141,7 @@ class World:
             self.report(name, fresh=True)
 
     def cut(self, name: str, other: str) -> None:
-        """One can't connect to another, or has lost the coordinator if that is itself."""
+        """A peer cannot connect to another one, or has lost the coordinator if both are equal."""
         if name == other:
             self.paper.handle_event(PeerDisconnectedEvent(name))
         else:
@@ -159,7 +159,7 @@ class World:
             self.kept = None  # as the state does
 
     def restart(self, *_: None) -> None:
-        """The state has what was committed; nobody else notices."""
+        """Restart the coordinator with the committed state."""
         self.deliver()
         old = self.paper
         self.paper = self.kit.Paper(
@@ -171,7 +171,7 @@ class World:
         )
 
     def deliver(self) -> None:
-        """What was decided reaches peers; and it was right to decide it."""
+        """Deliver actions to peers and check them."""
         decisions, self.paper.decisions = self.paper.decisions, []
         for decision in decisions:
             if isinstance(decision, CommitPipelineAction):
@@ -242,7 +242,7 @@ def test_invariants_hold_for_any_history(kit: Kit, plan: list[Any]) -> None:
 @given(st.lists(steps, max_size=25))
 @settings(max_examples=60, deadline=None)
 def test_pipeline_always_recovers(kit: Kit, plan: list[Any]) -> None:
-    """Whatever happened: once peers are there and behave, the model is served."""
+    """After any history, the model is served once peers behave."""
     world = World(kit)
     for step in plan:
         world.step(*step)

@@ -1,5 +1,3 @@
-"""Who passes on what two PCs say that can't reach each other: decided without a network."""
-
 import itertools
 
 from hypothesis import given, settings
@@ -20,7 +18,7 @@ from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute, Rela
 
 
 class Swarm:
-    """PCs that report, and what the relays decide."""
+    """PCs that report, and the planner's actions."""
 
     def __init__(self, *names: str) -> None:
         numbers = itertools.count(1)
@@ -45,7 +43,7 @@ class Swarm:
 
 
 def apart(latency: float = 0.01) -> tuple[Swarm, list[RelayAction]]:
-    """``a`` and ``b`` can't reach each other, and both reach ``hub``."""
+    """``a`` and ``b`` cannot reach each other; both reach ``hub``."""
     swarm = Swarm("a", "b", "hub")
     for one in "ab":
         swarm.tried(one, "hub", True, latency)
@@ -62,7 +60,7 @@ def test_relay_is_opened_then_both_ends_are_told() -> None:
         SendMessageAction("b", RelayedRoute(peer="a", role="waits", **told)),
         SendMessageAction("a", RelayedRoute(peer="b", role="dials", **told)),
     ]
-    # Said twice, or by somebody else, it changes nothing.
+    # Repeated, or from another peer, it changes nothing.
     assert swarm.opened("hub", 1) == swarm.opened("b", 1) == swarm.opened("hub", 9) == []
     assert swarm.tried("a", "b", False) == []
 
@@ -151,7 +149,7 @@ def test_failed_relay_is_not_retried() -> None:
     decisions = swarm.tried("a", "b", False, relayed=True)
     assert SendMessageAction("hub", CloseRelay(id=1)) in decisions
     assert swarm.relays.relay_peers == {}
-    # Once it has been away, it may be.
+    # After it was offline, it may be used again.
     swarm.relays.handle(LivePeersChangedEvent({"a", "b"}))
     swarm.offer("hub")
     swarm.tried("a", "hub", True)
@@ -166,7 +164,7 @@ def test_relay_without_a_free_port_is_given_up() -> None:
 
 
 def test_relayed_route_does_not_count_as_direct() -> None:
-    """Or the next relay would be one that can't be reached either."""
+    """Otherwise the next relay might be unreachable."""
     swarm, _ = apart()
     swarm.tried("a", "b", True, 0.02, relayed=True)
     assert swarm.relays.relay_peers == {("a", "b"): "hub"}
@@ -210,7 +208,7 @@ _EVENTS = st.one_of(
 @settings(max_examples=200)
 @given(st.lists(_EVENTS, max_size=40))
 def test_invariants_hold_for_any_events(events: list[tuple]) -> None:
-    """Bounds hold, and who was told of a relay, and is there, is told of its end."""
+    """Bounds hold, and every live peer that was told of a relay is told of its end."""
     swarm = Swarm()
     open_at: dict[tuple[str, int], bool] = {}
     present: set[str] = set()

@@ -16,7 +16,7 @@ def offer(name: str, gigabytes: float = 100, stage: str = "auto") -> Candidate:
 
 
 def model(name: str, layers: int = 6, **changes: object) -> DesiredModel:
-    """One whose layers take a gigabyte each."""
+    """A model whose layers take a gigabyte each."""
     return DesiredModel(msgspec.structs.replace(FACTS, name=name, layers=layers), "a", **changes)
 
 
@@ -25,7 +25,7 @@ def need(desired: DesiredModel, replica: int = 0, used: str = "", **changes: boo
 
 
 def shares(owner: dict[str, tuple[str, int]]) -> dict[str, str]:
-    """Peers by deployment: of the first model ``x``, its second deployment ``x2``."""
+    """Peers by deployment: ``x`` is the first deployment of model ``x``, ``x2`` its second."""
     found: dict[str, str] = {}
     for peer, (name, replica) in sorted(owner.items()):
         key = name if replica == 0 else f"{name}{replica + 1}"
@@ -45,7 +45,10 @@ def test_large_models_are_allocated_first() -> None:
 def test_smallest_sufficient_peer_is_chosen() -> None:
     offers = [offer("a", 100), offer("b", 10), offer("c", 30)]
     owner = allocate_peers([need(model("x", 6)), need(model("y", 20))], offers, {})
-    assert shares(owner) == {"x": "b", "y": "ac"}  # "a" is over, and goes to who has least
+    assert shares(owner) == {
+        "x": "b",
+        "y": "ac",
+    }  # "a" is left over and goes to the deployment with the least memory
 
 
 def test_serving_deployment_keeps_its_peers() -> None:
@@ -53,14 +56,14 @@ def test_serving_deployment_keeps_its_peers() -> None:
     offers = [offer("a"), offer("b"), offer("c")]
     owner = allocate_peers([need(x, used="bc", is_serving=True), need(y)], offers, {})
     assert shares(owner) == {"x": "bc", "y": "a"}
-    # One that can't be served at all makes it give one up, but not at once.
+    # An urgent deployment takes a peer, but not at once.
     held = need(x, used="abc", is_serving=True)
     assert shares(allocate_peers([held, need(y)], offers, owner)) == {"x": "bc", "y": "a"}
     owner = dict.fromkeys("abc", ("x", 0))
     assert shares(allocate_peers([held, need(y)], offers, owner)) == {"x": "abc"}
     taken = allocate_peers([held, need(y, is_urgent=True)], offers, owner)
     assert shares(taken) == {"x": "bc", "y": "a"}
-    # It stays promised until the other one has let go of it, and after.
+    # The peer stays promised before and after it is released.
     assert allocate_peers([held, need(y)], offers, taken) == taken
     assert allocate_peers([need(x, used="bc", is_serving=True), need(y)], offers, taken) == taken
 
@@ -102,7 +105,7 @@ def test_pinned_peers_serve_only_their_model() -> None:
     y = model("y", 2)
     offers = [offer(name) for name in "abcd"]
     assert shares(allocate_peers([need(x), need(y)], offers, {})) == {"x": "bc", "y": "ad"}
-    # Without one of those the layers that it was to have are nowhere.
+    # Without one of those, its pinned layers would be missing.
     assert shares(allocate_peers([need(x), need(y)], offers[:2], {})) == {"x": "b", "y": "a"}
     assert not fits_model(x, offers[:2])
     assert fits_model(x, offers)
@@ -137,7 +140,7 @@ def test_allocation_invariants(memory: list[int], layers: list[int], data: st.Da
     for each in needs:
         mine = [one for one in offers if owner.get(one.peer) == each.key]
         assert not each.is_serving or fits_model(each.desired, mine)
-    # The same again, though what was promised isn't there yet; spares may find another place once.
+    # Stable, though promised peers are not released yet; spares may move once.
     again = allocate_peers(needs, offers, owner, links)
     assert allocate_peers(needs, offers, again, links) == again
 
@@ -160,7 +163,7 @@ def test_fit_agrees_with_placement(memory: list[int], layers: int, first: int, l
 
 
 def test_replicas_use_separate_whole_pcs() -> None:
-    """What one PC's loss takes is of one replica, whatever the memory of its devices."""
+    """Losing a PC breaks only one replica."""
     sizes = {"a": 10, "b": 10, "c": 8, "d": 8}
     pcs = {"c": "a", "d": "b"}
     offers = [
@@ -168,9 +171,9 @@ def test_replicas_use_separate_whole_pcs() -> None:
     ]
     x = model("x", 14, replicas=2)
     assert shares(allocate_peers([need(x), need(x, 1)], offers, {})) == {"x": "ac", "x2": "bd"}
-    # What is over is beside its PC's other device, though the other replica has less.
+    # The rest goes with its PC's other device, though the other replica has less.
     more = [*offers, replace(offer("e", 1), primary_peer="a")]
     assert shares(allocate_peers([need(x), need(x, 1)], more, {})) == {"x": "ace", "x2": "bd"}
-    # Where there is only one PC, its devices are shared out all the same.
+    # With a single PC, its devices are split all the same.
     both = [offer("a", 20), replace(offer("b", 20), primary_peer="a")]
     assert shares(allocate_peers([need(x), need(x, 1)], both, {})) == {"x": "a", "x2": "b"}

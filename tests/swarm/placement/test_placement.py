@@ -24,8 +24,8 @@ from molink.swarm.placement.placement import (
 )
 
 GB = 10**9
-#: Part of a peer's memory that its plan leaves alone.
-MARGIN = 1 / MARGIN_DIVISOR
+#: Fraction of a peer's memory that its plan leaves free.
+MARGIN = 1 / MARGIN_SHARE
 
 
 def facts(
@@ -62,13 +62,13 @@ def peer(
 
 
 def place(model: ModelFacts, peers: list[Candidate], *args: str, **more: str) -> Placement:
-    """A placement on as many peers as can be, by their slowest stage."""
+    """A placement on as many peers as possible."""
     goal = PlacementGoal("throughput", MAX_STAGES)
     return place_model(model, peers, *args, goal=goal, **more)
 
 
 def memory_for(nbytes: float) -> int:
-    """A memory that has room for ``nbytes`` of weights, and for what a step takes beside."""
+    """Memory with room for ``nbytes`` of weights and a step's needs."""
     return int((nbytes + 10_000_000) / (1 - MARGIN))
 
 
@@ -102,7 +102,7 @@ def test_unmeasured_peers_count_as_average() -> None:
 def test_memory_limits_a_fast_peer_and_its_order() -> None:
     small = peer("fast", memory=memory_for(3 * GB), rate=100e9)
     placed = place(facts(layers=8), [small, peer("a"), peer("b")])
-    # At an end of the model it would hold two layers, between the others three.
+    # It can hold two layers at an end of the model, three in the middle.
     assert layers_of(placed) == {"a": (0, 3), "fast": (3, 6), "b": (6, 8)}
 
 
@@ -128,7 +128,7 @@ def test_a_cpu_without_bf16_takes_fewer_layers() -> None:
     assert isinstance(found, Unplaceable)
     assert "computes in f32" in found.reason
     assert isinstance(place(facts(), [wide], "bf16"), Placement)
-    # Equal rates: it reads twice the bytes for each layer.
+    # Equal rates, but twice the bytes per layer.
     placed = place(facts(layers=9, last=0), [peer("wide", bf16=False), peer("a")])
     assert layers_of(placed) == {"wide": (0, 3), "a": (3, 9)}
 
@@ -139,11 +139,11 @@ def test_draft_model_needs_room_on_the_first_stage() -> None:
     assert layers_of(place(model, peers)) == {"a": (0, 3), "b": (3, 8)}
     without = [replace(one, draft_bytes=0) for one in peers]
     assert layers_of(place(model, without)) == {"a": (0, 4), "b": (4, 8)}
-    # A PC more, rather than no draft model.
+    # One more PC is preferred to dropping the draft model.
     assert len(layers_of(place_model(model, [*peers, peer("c", memory)]))) == 2
     tight = [replace(one, draft_bytes=3 * GB) for one in (*peers, peer("c", memory))]
     assert len(layers_of(place_model(model, tight))) == 3
-    # By hand too.
+    # With named layers too.
     named = [replace(peer("a", memory, stage="0:4"), draft_bytes=GB), peer("b", memory)]
     assert layers_of(place(model, named)) == {"a": (0, 4), "b": (4, 8)}
 
@@ -186,7 +186,7 @@ def test_a_ring_has_a_bounded_number_of_stages() -> None:
 
 
 def test_peers_that_fit_nowhere_are_spares() -> None:
-    # Both ends are too much for `b`, and with two peers one of them is at each end.
+    # `b` cannot hold both ends; with two peers each holds one.
     placed = place(facts(layers=4, first=5 * GB, last=5 * GB), [peer("a"), peer("b", 4 * GB)])
     assert layers_of(placed) == {"a": (0, 4)}
     assert placed.spare_peers == ("b",)
@@ -274,7 +274,7 @@ def test_reason_suggests_the_mildest_quantization() -> None:
         found = place(model, [peer("a", memory=memory_for(memory), stage=stage)])
         assert isinstance(found, Unplaceable)
         assert re.search(hint, found.reason), found.reason
-    found = place(facts(), [peer("a", memory=4 * GB)])  # nothing is known of its projections
+    found = place(facts(), [peer("a", memory=4 * GB)])  # its projections are unknown
     assert "--quantize" not in found.reason
 
 
@@ -295,7 +295,7 @@ def test_parse_range(text: str, expected: tuple[int, int] | None) -> None:
 
 
 def brute_force(gap: Gap, runners: list[StageHost]) -> tuple[float, float] | None:
-    """The best (slowest, total) over every order and every composition."""
+    """The best (slowest, total) over all orders and compositions."""
     best = None
     n = len(runners)
     for order in itertools.permutations(runners):
@@ -392,7 +392,7 @@ def test_a_placement_covers_the_model_within_memory(
         assert candidate.stage in ("auto", f"{first}:{last}")
         kind = "cuda" if candidate.cuda else "cpu"
         target = StageSetup(kind=kind, bf16=candidate.bf16, dtype=dtype)
-        # What is placed there fits the plan that the peer's daemon makes of its own.
+        # The stage fits the memory plan of the peer's own daemon.
         plan = plan_memory(model, stage.layers, target, candidate.memory)
         assert plan.total <= candidate.memory
     assert at == model.layers
@@ -417,7 +417,7 @@ def test_costs_are_those_of_the_footprint(
 
 
 def over(latency: float, *names: str) -> Links:
-    """Links of that latency between all, in seconds."""
+    """Links of ``latency`` seconds between all."""
     links = Links()
     for by, to in itertools.permutations(names, 2):
         links.record_measurement(by, to, latency, None)
@@ -457,7 +457,7 @@ def test_room_for_a_conversation_is_worth_a_hop() -> None:
         assert found.kv_tokens == 8192
     alone = place_model(model, [peer("a", memory_for(14 * GB))])
     assert alone.kv_tokens == 2048
-    # What serves with less is left for it.
+    # A serving ring with less is replaced.
     serving = [("a", (0, 8))]
     assert ring(place_model(model, peers, serving=serving)) != ["a"]
 
@@ -466,7 +466,7 @@ def test_serving_ring_stays_without_a_clear_gain() -> None:
     peers = [peer("a"), peer("b", rate=10.9e9), peer("c", rate=12e9)]
     assert ring(place_model(facts(), peers[:2], serving=[("a", (0, 8))])) == ["a"]
     assert ring(place_model(facts(), peers, serving=[("a", (0, 8))])) == ["c"]
-    # Too few stages, one that is not there, or layers that it has no room for.
+    # Too few stages, an unknown peer, or layers without room.
     pair = place_model(facts(), peers, goal=PlacementGoal("latency", 2), serving=[("a", (0, 8))])
     assert len(ring(pair)) == 2
     assert ring(place_model(facts(), peers[:2], serving=[("z", (0, 8))])) == ["b"]

@@ -1,5 +1,3 @@
-"""Which read rates a placement goes by."""
-
 from dataclasses import replace
 
 import msgspec
@@ -84,7 +82,7 @@ def test_stages_of_one_device_name_are_equal_until_slowed() -> None:
     paces.record_profile("a", "profile", 60e9)
     paces.record_profile("b", "profile", 85e9)
     assert rates(paces, one, other, third) == [85e9, 85e9, 85e9], "a median of those measured: 72.5"
-    assert rates(paces, pc("a"), pc("b")) == [60e9, 85e9], "nobody knows what these are"
+    assert rates(paces, pc("a"), pc("b")) == [60e9, 85e9], "unknown devices"
     tell(paces, 1.3, 0.0, 2 * SLOWDOWN_HOLD)
     assert rates(paces, one, other)[0] == pytest.approx(60e9 / 1.3)
 
@@ -106,7 +104,7 @@ def test_one_noisy_measurement_decides_no_placement() -> None:
     )
     assert isinstance(found, Placement)
     shares = sorted(last - first for first, last in (one.layers for one in found.stages))
-    assert max(shares) - min(shares) <= 4, shares  # the ends of the model are worth three layers
+    assert max(shares) - min(shares) <= 4, shares  # the model's ends weigh three layers
 
 
 def ready(paces: ReadRates) -> None:
@@ -129,7 +127,7 @@ def test_slowdown_counts_after_holding() -> None:
     paces.mark_placed(paces.apply_rates([pc("a")]))
     assert not paces.has_changed
     tell(paces, 2.2, SLOWDOWN_HOLD, 300)
-    assert not paces.has_changed, "a little more is jitter"
+    assert not paces.has_changed, "small changes are jitter"
 
 
 def test_small_changes_are_ignored() -> None:

@@ -1,4 +1,4 @@
-"""The search is held against all rings that there are, put together another way."""
+"""Compares the search with all rings, enumerated in another way."""
 
 import itertools
 from random import Random
@@ -27,7 +27,7 @@ def all_splits(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def exhaustive(task: RingTask) -> dict[int, tuple[float, float]]:
-    """The least cost of each number of stages, and the shortest turn at that cost."""
+    """Minimum cost for each number of stages, and the shortest round trip at that cost."""
     best: dict[int, tuple[float, float]] = {}
     n = len(task.hosts)
     splits = {m: all_splits(task.layers, m) for m in range(1, min(n, task.max_stages) + 1)}
@@ -122,7 +122,7 @@ def test_ring_is_optimal(task: RingTask, least: int) -> None:
 
 
 def swarm(seed: int, n: int, layers: int, objective: str = "latency") -> RingTask:
-    """PCs as people have them: 8 to 48 GB, 0.2 to 1 TB/s, at homes 1 to 60 ms apart."""
+    """Typical PCs: 8 to 48 GB, 0.2 to 1 TB/s, in homes 1 to 60 ms apart."""
     rng = Random(seed)
     gigabytes = rng.uniform(12, 40) / layers  # more than most PCs hold
     costs = StageCosts(int(gigabytes * GB), GB // layers, GB // 2, GB, stage=GB // 2)
@@ -187,7 +187,7 @@ def test_ring_growth_is_nearly_optimal() -> None:
 
 
 def least_of_all(task: RingTask) -> float | None:
-    """The best ring among more peers than are searched exactly: leave out one after the other."""
+    """The best ring among too many peers for an exact search: omit one after another."""
     n = len(task.hosts)
     found: list[RatedRing] = []
     for out in range(n):
@@ -230,7 +230,7 @@ def test_ring_uses_the_direction_that_connects() -> None:
     closed[1][2] = None
     ring = search_ring(RingTask(12, task.hosts, closed), 3)
     assert ring.order == (0, 2, 1)
-    # All have to connect to the first one.
+    # All must connect to the first one.
     closed[2][0] = None
     ring = search_ring(RingTask(12, task.hosts, closed), 3)
     assert ring is not None
@@ -238,7 +238,7 @@ def test_ring_uses_the_direction_that_connects() -> None:
 
 
 def test_search_over_equal_peers_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who read fastest are those with most room then."""
+    """Here the fastest peers are also the largest."""
     asked: list[list[int]] = []
     exact = ring_search._exact_rings
 

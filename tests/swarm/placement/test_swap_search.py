@@ -1,4 +1,4 @@
-"""Peers are exchanged so that near ones are together: nearly as an exhaustive search has it."""
+"""Compares the swap search with an exhaustive one."""
 
 from dataclasses import replace
 from itertools import product
@@ -20,7 +20,7 @@ def offer(name: str, gigabytes: float = 10, rate: float = 200e9) -> Candidate:
 
 
 def model(name: str, layers: int, **changes: object) -> DesiredModel:
-    """One whose layers take a gigabyte each."""
+    """A model whose layers take a gigabyte each."""
     return DesiredModel(msgspec.structs.replace(FACTS, name=name, layers=layers), "a", **changes)
 
 
@@ -29,7 +29,7 @@ def need(desired: DesiredModel, replica: int = 0, used: str = "", **changes: boo
 
 
 def far_apart(*sites: str, far: float = 0.03) -> Links:
-    """Within a site a millisecond, between sites ``far`` seconds."""
+    """Latency is a millisecond within a site, ``far`` seconds between sites."""
     links, site = Links(), {peer: at for at, peers in enumerate(sites) for peer in peers}
     for one, other in product(site, site):
         if one != other:
@@ -49,7 +49,7 @@ def groups(owner: dict[str, DeploymentKey]) -> set[str]:
 
 
 def test_near_peers_share_a_ring() -> None:
-    """By room alone the two in the one house and the two in the other are torn apart."""
+    """Room alone would separate the peers of each house."""
     offers = [offer(name, size) for name, size in zip("abcd", (10, 12, 11, 13), strict=True)]
     needs = [need(model("x", 15)), need(model("y", 14))]
     links = far_apart("ab", "cd")
@@ -69,7 +69,7 @@ def test_used_peers_stay() -> None:
 
 
 def test_swap_makes_room_for_the_second_model() -> None:
-    """The large model takes three PCs of which two are enough, with another one."""
+    """The large model takes three PCs although two others are enough."""
     sizes = {"a": 10, "b": 9, "c": 6, "d": 10, "e": 8}
     offers = [offer(name, size) for name, size in sizes.items()]
     needs = [need(model("x", 16)), need(model("y", 21))]
@@ -82,7 +82,7 @@ def test_swap_makes_room_for_the_second_model() -> None:
 
 
 def test_small_gain_is_ignored() -> None:
-    """Measurements jitter; who was given a peer keeps it."""
+    """Measurements jitter; allocated peers stay."""
     offers = [offer(name) for name in "abcd"]
     needs = [need(model("x", 14)), need(model("y", 14))]
     before = {"a": ("x", 0), "c": ("x", 0), "b": ("y", 0), "d": ("y", 0)}
@@ -105,7 +105,7 @@ def test_pinned_peers_and_partial_pcs_stay() -> None:
 
 
 def test_unconnectable_peers_are_not_combined() -> None:
-    """A ring of two needs both directions; by room alone two would be together that have one."""
+    """A ring of two needs both directions; room alone would combine peers that have one."""
     offers = [offer(name, size) for name, size in zip("abcd", (10, 12, 11, 13), strict=True)]
     offers[1] = replace(offers[1], unreachable=frozenset("d"))
     needs = [need(model("x", 15)), need(model("y", 14))]
@@ -113,11 +113,11 @@ def test_unconnectable_peers_are_not_combined() -> None:
     assert "bd" not in groups(allocate_peers(needs, offers, {}, Links()))
 
 
-# --- beside an exhaustive search -----------------------------------------------------------------
+# --- compared with exhaustive search -----------------------------------------------------------
 
 
 def random_swarm(seed: int) -> tuple[list[PeerDemand], list[Candidate], Links]:
-    """Five or six unequal PCs in two or three houses, and two pipelines to be served."""
+    """Five or six unequal PCs in two or three houses, and two pipelines."""
     draw = Random(seed)
     peers = "abcdef"[: draw.choice((5, 6))]
     offers = [offer(name, draw.randint(6, 14), draw.uniform(50e9, 500e9)) for name in peers]
@@ -137,7 +137,7 @@ def random_swarm(seed: int) -> tuple[list[PeerDemand], list[Candidate], Links]:
 def cost(
     needs: list[PeerDemand], offers: list[Candidate], links: Links, owner: dict[str, DeploymentKey]
 ) -> float | None:
-    """The mean (geometric) of all rings' times per token, in seconds; ``None`` without a ring."""
+    """Geometric mean of all rings' times per token, in seconds; ``None`` without a ring."""
     total = 0.0
     for one in needs:
         mine = [each for each in offers if owner.get(each.peer) == one.key]
@@ -149,9 +149,9 @@ def cost(
 
 
 def beside_the_best(seed: int) -> tuple[float, float] | None:
-    """What the sharing-out costs over the least that it may, with links and without.
+    """Cost of the allocation relative to the optimum, with links and without.
 
-    ``None``: there is no room for both; infinite: one is left without though there is.
+    ``None``: no room for both; infinite: one lacks room although there is some.
     """
     needs, offers, links = random_swarm(seed)
     ways = (
