@@ -25,7 +25,7 @@ from molink.swarm.placement.placement import (
 
 GB = 10**9
 #: Fraction of a peer's memory that its plan leaves free.
-MARGIN = 1 / MARGIN_SHARE
+MARGIN = 1 / MARGIN_DIVISOR
 
 
 def facts(
