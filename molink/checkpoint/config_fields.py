@@ -65,8 +65,6 @@ class ConfigFields:
     error. Every method raises :class:`BrokenModel` and names the field.
     """
 
-    __slots__ = ("_raw", "where")
-
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self._raw = raw
         self.where = where

@@ -55,11 +55,9 @@ class ByteCounter(Protocol):
 
     def add_bytes(self, nbytes: int) -> None:
         """So many more have come."""
-        ...
 
     def add_existing(self, nbytes: int) -> None:
         """So many lie here already."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

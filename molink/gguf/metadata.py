@@ -26,8 +26,6 @@ class GgufMetadata:
     the key.
     """
 
-    __slots__ = ("_values", "where")
-
     def __init__(self, values: Mapping[str, MetadataValue], where: str) -> None:
         self._values = values
         self.where = where

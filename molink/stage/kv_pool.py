@@ -26,12 +26,10 @@ class KVShape(Protocol):
     @property
     def kv_heads(self) -> int:
         """Key-value heads."""
-        ...
 
     @property
     def head_dim(self) -> int:
         """Their size."""
-        ...
 
 
 class KVPool:
@@ -46,18 +44,6 @@ class KVPool:
     place. On a CPU each head has a region of its own, but in fp16, in which nothing reads pages in
     place there: attention then reads memory in order, which takes up to half the time.
     """
-
-    __slots__ = (
-        "_blocks",
-        "_heads_first",
-        "_slots",
-        "_storage",
-        "block_size",
-        "blocks",
-        "head_dim",
-        "kv_heads",
-        "padding_block",
-    )
 
     def __init__(
         self,

@@ -18,11 +18,9 @@ class Detokenizer(Protocol):
 
     def add_token(self, token: int) -> str:
         """The text that ``token`` completes; empty while a character is incomplete."""
-        ...
 
     def flush_text(self) -> str:
         """What an incomplete character leaves (U+FFFD), when no more tokens follow."""
-        ...
 
 
 class IncrementalDetokenizer:

@@ -1,1 +1,1 @@
-"""The worker: the process that owns one device, with its sockets, links and executor."""
+"""The worker process: owns one device, with its sockets, links and executor."""

@@ -1,8 +1,7 @@
-"""``python -m molinkd.worker``: a stage process, started by a daemon and talked to on its pipe.
+"""``python -m molinkd.worker``: a stage process that a daemon starts and drives through a pipe.
 
-A daemon may start it before there is a stage for it: as a spare, it imports and compiles what
-every stage needs while others have nothing to do. So torch is imported here only after the first
-message.
+A daemon may start it as a standby worker, before its stage is known: it then imports and compiles
+what every stage needs. Torch is therefore imported only after the first message.
 """
 
 import logging
@@ -24,7 +23,7 @@ log = logging.getLogger("molinkd.worker")
 def main() -> int:
     """Run one worker; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    # Ctrl-C reaches every process of a console; when a worker ends is for its daemon to say.
+    # Ctrl-C reaches every process of a console; only the daemon decides when a worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_descriptor_limit()
     pipe = DaemonPipe.from_stdio()
@@ -42,19 +41,19 @@ def main() -> int:
 
 
 def _await_load_stage(pipe: DaemonPipe) -> LoadStage | None:
-    """What the stage is to be; ``None`` if the daemon ended before it said so."""
+    """Wait for the stage to load; ``None`` if the daemon ended first."""
     first = pipe.read_first()
     if not isinstance(first, WarmUp):
         return first
     thread = threading.Thread(target=_warm_up, args=(first, pipe), name="warm-up", daemon=True)
     thread.start()
     if sys.platform == "win32":
-        # While a thread waits for a pipe, whoever asks what kind of file that is waits too, and
-        # numpy's libraries ask it of the standard input.
+        # A thread that reads a pipe blocks any other thread that stats the same file, and numpy's
+        # libraries stat standard input.
         thread.join()
     start = pipe.read_first()
     if isinstance(start, WarmUp):
-        raise WireError("a spare was told twice what to be ready for")
+        raise WireError("a standby worker was warmed up twice")
     if start is not None:
         thread.join()
     return start
@@ -69,7 +68,7 @@ def _warm_up(warm: WarmUp, pipe: DaemonPipe) -> None:
     try:
         warm_up_worker(warm)
     except Exception:
-        log.warning("what is compiled for a stage is not ready before there is one", exc_info=True)
+        log.warning("warm-up failed; kernels are compiled when the stage is loaded", exc_info=True)
     pipe.send(WarmedUp())
 
 

@@ -16,10 +16,10 @@ from molink.wire.messages.worker_pipe import LoadStage, ToWorker, WarmUp, read_p
 
 
 class DaemonPipe:
-    """Reads orders from stdin in a thread of its own and writes reports to stdout.
+    """Reads commands from stdin in its own thread and writes reports to stdout.
 
-    The end of the pipe ends the process at once and from whatever it is doing, a running CUDA
-    kernel or a load of weights included: no worker outlives its daemon.
+    The end of the pipe ends the process at once, even during a CUDA kernel or a load of weights: no
+    worker outlives its daemon.
     """
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
@@ -30,31 +30,31 @@ class DaemonPipe:
 
     @classmethod
     def from_stdio(cls) -> "DaemonPipe":
-        """Take over stdin and stdout; whatever else prints goes to stderr from now on."""
+        """Take over stdin and stdout; other output goes to stderr from now on."""
         reader, writer = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         return cls(reader, writer)
 
     def read_first(self) -> WarmUp | LoadStage | None:
-        """Block for a first message; ``None`` at the end of the pipe.
+        """Block for the first message; ``None`` at the end of the pipe.
 
         Raises:
-            WireError: it is something else.
+            WireError: unexpected message.
         """
         message = read_pipe(self._reader, self._decoder)
         if message is not None and not isinstance(message, WarmUp | LoadStage):
-            raise WireError(f"a {type(message).__name__} came on the pipe before a Start")
+            raise WireError(f"a {type(message).__name__} came on the pipe before a LoadStage")
         return message
 
     def send(self, message: Message) -> None:
-        """Report to the daemon; may be called from any thread."""
+        """Report to the daemon; thread-safe."""
         with self._lock:
             write_pipe(self._writer, message)
 
     def start_listening(
         self, loop: asyncio.AbstractEventLoop, handle: Callable[[ToWorker], None]
     ) -> None:
-        """From now on call ``handle`` on ``loop`` for every message; exit at the pipe's end."""
+        """Call ``handle`` on ``loop`` for every message; exit at the end of the pipe."""
 
         def read() -> None:
             code = 0
@@ -70,10 +70,10 @@ class DaemonPipe:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process at once, whatever its threads hold or do.
+    """End the process at once, whatever its threads are doing.
 
-    The pipe's thread may be in the middle of a read, which an ordinary exit waits for or aborts
-    on; on Windows ``os._exit`` still runs the exit code of every DLL, CUDA's included.
+    The pipe's thread may be in the middle of a read, which an ordinary exit waits for or aborts on;
+    on Windows ``os._exit`` still runs the exit code of every DLL, CUDA's included.
     """
     if sys.platform == "win32":
         ctypes.windll.kernel32.TerminateProcess(ctypes.c_void_p(-1), code)

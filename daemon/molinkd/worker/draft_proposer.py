@@ -1,4 +1,4 @@
-"""A draft model: a small one that guesses how requests go on, on the device of the first stage."""
+"""Draft model: a small model on the first stage's device that proposes speculative tokens."""
 
 import logging
 import math
@@ -15,27 +15,27 @@ from molink.stage.stage import Stage
 
 log = logging.getLogger(__name__)
 
-#: New rows of a request up to which each is a decode row, and so part of a CUDA graph; and those of
-#: a pass.
+#: A request with at most ``_FEW`` new rows runs them as decode rows, which CUDA graphs can replay;
+#: a pass has at most ``_MOST`` rows.
 _FEW, _MOST = 4, 512
-#: A chance is at least this: they are multiplied and divided.
+#: Lower bound of a probability: probabilities are multiplied and divided.
 _MIN_PROBABILITY = 0.01
 
 
 @dataclass(slots=True, eq=False)
 class _DraftSequence:
-    """A request: its tokens and the guesses after them, of which the first have their KV."""
+    """Tokens and drafts of one request; the KV of the first ``num_computed`` is in ``blocks``."""
 
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    #: Whether it has a token that the model doesn't have.
+    #: Whether a token is outside the draft model's vocabulary.
     has_unknown_tokens: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _DraftState:
-    """A request that is asked for; what was guessed, and how likely it is right as a whole."""
+    """One request's drafts in progress; ``probability`` is that of all drafts together."""
 
     ask: DraftRequest
     sequence: _DraftSequence
@@ -46,33 +46,32 @@ class _DraftState:
 
 
 class DraftProposer:
-    """All layers of a small model with KV blocks of its own. Not thread-safe.
+    """Runs all layers of a draft model in a KV pool that is separate from the stage's. Not
+    thread-safe.
 
-    Guesses are the likeliest tokens, whatever the request's sampling: they are verified as other
-    drafts are. Where tokens are not what it has guessed, it goes on from the last that was right,
-    and what it has computed beyond is written over. If blocks run out, who has not been asked about
-    for longest is computed anew when it is.
+    Drafts are greedy whatever the request's sampling parameters: verification corrects them. After
+    a rejection the sequence continues from the last accepted token. When blocks run out, the least
+    recently drafted sequence is evicted and recomputed on its next use.
     """
 
     def __init__(self, stage: Stage, blocks: int, block_size: int, vocab_size: int) -> None:
-        """Ids below ``vocab_size`` are tokens of the model that it drafts for."""
+        """``vocab_size`` is the target model's."""
         stage.allocate_kv_pool(blocks, block_size)
         self._stage = stage
         self._block_size = block_size
         self._vocab_size = min(vocab_size, stage.config.vocab_size)
         self._free_blocks = list(range(blocks))
-        #: By number; who was asked about last comes last.
+        #: By request id, least recently used first.
         self._sequences: dict[int, _DraftSequence] = {}
         self._max_positions = min(stage.config.max_model_len, blocks * block_size)
 
     @property
     def num_held_blocks(self) -> int:
-        """KV blocks that requests hold."""
         return sum(len(sequence.blocks) for sequence in self._sequences.values())
 
     @torch.inference_mode()
     def propose_drafts(self, command: DraftBatch) -> list[DraftTokens]:
-        """What may follow the tokens of each ask; nothing where it can't tell."""
+        """Propose up to ``max_drafts`` tokens per request; none where drafting is impossible."""
         for number in command.finished:
             sequence = self._sequences.pop(number, None)
             if sequence is not None:
@@ -88,7 +87,7 @@ class DraftProposer:
         ]
 
     def _sync_sequence(self, ask: DraftRequest) -> _DraftState:
-        """What it is told of a request; guesses that were right stay."""
+        """Take over the request's new tokens; KV of correct drafts stays valid."""
         sequence = self._sequences.pop(ask.request, None) or _DraftSequence()
         self._sequences[ask.request] = sequence
         right, guessed = 0, sequence.tokens[ask.position :]
@@ -101,12 +100,12 @@ class DraftProposer:
             token >= self._stage.config.vocab_size for token in ask.tokens
         )
         sequence.num_computed = min(sequence.num_computed, ask.position + right)
-        if ask.max_drafts:  # the logits after the last one are wanted
+        if ask.max_drafts:  # the logits after the last token are needed
             sequence.num_computed = min(sequence.num_computed, len(sequence.tokens) - 1)
         return _DraftState(ask, sequence)
 
     def _reserve_blocks(self, requested: _DraftState, beside: Sequence[_DraftState]) -> bool:
-        """Blocks for all of its tokens and guesses; whether there are enough."""
+        """Reserve blocks for all tokens and drafts; return whether there are enough."""
         sequence = requested.sequence
         upto = len(sequence.tokens) + requested.ask.max_drafts
         if upto > self._max_positions or sequence.has_unknown_tokens:
@@ -128,9 +127,9 @@ class DraftProposer:
         return True
 
     def _prefill_sequences(self, requested: Sequence[_DraftState]) -> list[_DraftState]:
-        """Compute what is known, and guess the first token of those that are asked for.
+        """Compute missing KV in one pass and draft the first token of each request.
 
-        In one pass: who lacks more than that, its blocks having been given to others, has no guess.
+        A request that needs more than one pass, after an eviction, gets no drafts this time.
         """
         batch, parts, room = list[_DraftState](), list[int](), _MOST
         for each in requested:
@@ -150,12 +149,13 @@ class DraftProposer:
         return self._pick_drafts([batch[index] for index in wanted], logits[wanted])
 
     def _decode_next(self, active: Sequence[_DraftState]) -> list[_DraftState]:
-        """A row of each, the last guess."""
         logits = self._forward(active, [1] * len(active))
         return self._pick_drafts(active, logits)
 
     def _forward(self, batch: Sequence[_DraftState], parts: Sequence[int]) -> Tensor:
-        """Compute the next rows of each; logits ``[len(batch), vocabulary]`` after them."""
+        """Compute the next rows of each sequence; logits ``[len(batch), vocab_size]`` of the last
+        ones.
+        """
         ids, ends, sequences = list[int](), list[int](), list[SequenceRows]()
         for each, count in zip(batch, parts, strict=True):
             sequence = each.sequence
@@ -173,7 +173,7 @@ class DraftProposer:
         return logits[:, : self._vocab_size]
 
     def _pick_drafts(self, requested: Sequence[_DraftState], logits: Tensor) -> list[_DraftState]:
-        """The likeliest token of each; who is to go on from there."""
+        """Append the likeliest token of each; return the requests that continue."""
         likeliest = logits.max(dim=1)
         probabilities = (likeliest.values - logits.logsumexp(dim=1)).exp().tolist()
         for each, token, probability in zip(
@@ -194,7 +194,7 @@ class DraftProposer:
 
 
 class DraftModelThread:
-    """Asks a drafter between the steps of a stage, on the thread that runs these."""
+    """Runs a draft proposer between a stage's steps, on the stage's compute thread."""
 
     def __init__(
         self,
@@ -202,10 +202,9 @@ class DraftModelThread:
         submit_task: Callable[[Callable[[], None]], None],
         hand_over: Callable[..., object],
     ) -> None:
-        """``between(task)`` has a task run after the steps that are queued.
+        """``submit_task(task)`` runs a task after the queued steps; ``create`` is the first task.
 
-        ``make`` is the first of them. ``hand_over(function, argument)`` calls a function on the
-        ring's thread.
+        ``hand_over(function, argument)`` calls a function on the ring's thread.
         """
         self._proposer: DraftProposer | None = None
         self._create = make
@@ -214,7 +213,7 @@ class DraftModelThread:
         submit_task(self._create_proposer)
 
     def request_drafts(self, command: DraftBatch, done: Callable[[DraftResults], None]) -> None:
-        """As :class:`molink.ring.stage.DraftRunner` says."""
+        """See :meth:`molink.ring.stage.DraftRunner.request_drafts`."""
 
         def task() -> None:
             began = time.perf_counter()
@@ -226,7 +225,7 @@ class DraftModelThread:
                     else DraftResults(drafter.propose_drafts(command))
                 )
             except Exception:
-                log.exception("the draft model failed: there are no drafts of it any more")
+                log.exception("the draft model failed; it proposes no more drafts")
                 found = DraftResults(failed=True)
             self._hand_over(done, found._replace(seconds=time.perf_counter() - began))
 
@@ -236,4 +235,4 @@ class DraftModelThread:
         try:
             self._proposer = self._create()
         except Exception:
-            log.exception("the draft model has no KV pool: there are no drafts of it")
+            log.exception("the draft model has no KV pool and proposes no drafts")

@@ -1,4 +1,4 @@
-"""What a worker needs of the model it runs, apart from how that is computed."""
+"""Interfaces between a worker and the model it runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,23 +17,23 @@ HandOver = Callable[..., object]
 
 
 class StageConfig(Protocol):
-    """What a place in a ring depends on of a model, as ``ModelConfig`` says."""
+    """Model properties that a stage runtime depends on; ``ModelConfig`` has them."""
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row."""
+        """Elements per row."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest request."""
+        """Maximum tokens of a request."""
 
     @property
     def keys_depend_on_length(self) -> bool:
-        """Whether what is computed of a token depends on how long its request may become."""
+        """Whether a token's keys depend on the length its request may reach."""
 
     @property
     def short_context(self) -> int:
@@ -41,19 +41,19 @@ class StageConfig(Protocol):
 
 
 class LoadedStage(Protocol):
-    """Layers that are ready to run; :class:`molink.stage.stage.Stage` is one."""
+    """Loaded layers, ready to run; implemented by :class:`molink.stage.stage.Stage`."""
 
     @property
     def config(self) -> StageConfig:
-        """The model that the layers are of."""
+        """The model's config."""
 
     @property
     def wire_dtype(self) -> WeightDType:
-        """Of rows on their way."""
+        """Type of rows between stages."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes tokens."""
+        """Whether it embeds tokens."""
 
     @property
     def is_last(self) -> bool:
@@ -61,37 +61,37 @@ class LoadedStage(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all its weights."""
+        """Bytes of all weights."""
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block."""
 
     def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
-        """Make a fresh KV pool; an earlier one is dropped first."""
+        """Allocate a fresh KV pool; an earlier one is freed first."""
 
     def open_host_pool(self, nbytes: int, stages_per_host: int) -> tuple[int, float]:
-        """Host memory for KV blocks: how many there are, and seconds to copy one."""
+        """Allocate host memory; return the number of KV blocks, and seconds to copy one."""
 
 
 class ClosableExecutor(StepExecutor, Protocol):
-    """An executor that can be ended."""
+    """A step executor that can be closed."""
 
     def submit_task(self, task: Callable[[], None]) -> None:
-        """Queue something else that computes."""
+        """Queue another computation."""
 
     def close(self) -> None:
-        """End after the steps that are queued."""
+        """Finish the queued steps, then end."""
 
 
-#: Loads what :class:`LoadStage` asks for; it is called on a thread of its own.
+#: Loads the stage that a :class:`LoadStage` describes; called on a separate thread.
 LoadEngine = Callable[[LoadStage], "StageEngine"]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftEngine:
-    """A loaded draft model; ``create_model`` gives it a fresh KV pool.
+    """A loaded draft model. ``create_model`` gives it a fresh KV pool.
 
-    It is told what has its tasks run between the stage's steps, and what hands their results over.
+    Its arguments submit a task between the stage's steps, and hand results to the ring's thread.
     """
 
     facts: DraftModelFacts
@@ -100,19 +100,19 @@ class DraftEngine:
 
 @dataclass(frozen=True, slots=True)
 class StageEngine:
-    """A loaded stage, how long its steps take, and what runs them (one per epoch).
+    """A loaded stage, its profile, and a factory for its executors (one per epoch).
 
-    ``reload`` loads another stage in its place, and need not load again what both have. Without it
-    the other one is loaded as the first was.
+    ``reload`` loads another stage in its place and reuses weights that both have; without it, the
+    other stage is loaded from scratch.
     """
 
     stage: LoadedStage
     profile: Profile
     create_executor: Callable[[RequestTable, HandOver], ClosableExecutor]
     reload: LoadEngine | None = None
-    #: Compiles the grammars of requests, at the last stage.
+    #: Compiles requests' grammars; last stage only.
     grammars: GrammarCompiler | None = None
-    #: A small model beside it, where the head asks for drafts.
+    #: Draft model on the first stage, if configured.
     draft: DraftEngine | None = None
-    #: Seconds that finding the profile took.
+    #: Seconds spent on the profile.
     profile_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Loads a stage on torch, and measures it."""
+"""Loads a stage on torch and profiles it."""
 
 import logging
 import time
@@ -25,15 +25,15 @@ from molinkd.worker.executor import StageExecutor
 log = logging.getLogger(__name__)
 
 
-#: Is told how many bytes of a stage's weights are loaded, and how many there are.
+#: Called with bytes of weights loaded so far, and in total.
 OnWeightProgress = Callable[[int, int], None]
 
 
 def load_engine(start: LoadStage, on_progress: OnWeightProgress = lambda *_: None) -> StageEngine:
-    """The stage of ``start``, loaded and measured.
+    """Load and profile the stage that ``start`` describes.
 
     Raises:
-        MolinkError: it can't be loaded.
+        MolinkError: loading failed.
     """
     return _build_engine(
         start, on_progress, _load_stage(start, on_progress), _load_draft_model(start)
@@ -47,20 +47,20 @@ def _reload_engine(
     on_progress: OnWeightProgress,
     start: LoadStage,
 ) -> StageEngine:
-    """The stage of ``start`` in place of ``old``, that of ``before``."""
+    """Replace the stage ``old``, loaded by ``before``, with the one of ``start``."""
     held = old.release_weights(start.layers)
     if before.draft != start.draft:
         draft = None
     if _weights_key(before) != _weights_key(start):
         held = HeldWeights()
     empty_device_cache()
-    log.info("layers %s are held already", sorted(held.blocks) or "none")
+    log.info("reusing loaded layers %s", sorted(held.blocks) or "none")
     stage = _load_stage(start, on_progress, held)
     return _build_engine(start, on_progress, stage, draft or _load_draft_model(start))
 
 
 def _weights_key(start: LoadStage) -> tuple[object, ...]:
-    """What layers have to have in common to be the same in memory."""
+    """Whatever must be equal for two stages' layers to be the same in memory."""
     return start.model_dir, start.dtype, start.device, start.quantize, start.disabled_kernels
 
 
@@ -92,8 +92,8 @@ def _load_stage(
     folder = ModelFolder.open(Path(start.model_dir), start.layers)
     if start.max_model_len > folder.config.max_model_len:
         raise UsageError(
-            f"a context of {start.max_model_len} tokens is more than the model's"
-            f" {folder.config.max_model_len}"
+            f"a context of {start.max_model_len} tokens is more than the model's "
+            f"{folder.config.max_model_len}"
         )
     limit_memory(start.device, start.memory_limit)
     disabled_kernels = (
@@ -118,7 +118,7 @@ def _load_stage(
 
 
 def _load_draft_model(start: LoadStage) -> DraftEngine | None:
-    """The draft model of ``start``; without it there are only drafts that cost no model."""
+    """Load the draft model of ``start``; on failure, only model-free drafts are used."""
     draft = start.draft
     if draft is None:
         return None
@@ -135,14 +135,14 @@ def _load_draft_model(start: LoadStage) -> DraftEngine | None:
     size = start.block_size
     blocks = max(1, draft.kv_bytes // stage.block_bytes(size))
     vocab_size = ModelFolder.open(Path(start.model_dir), start.layers).config.vocab_size
-    log.info("a draft model of %d layers, %d blocks", folder.config.layers, blocks)
+    log.info("draft model: %d layers, %d blocks", folder.config.layers, blocks)
     make = partial(DraftProposer, stage, blocks, size, vocab_size)
     facts = DraftModelFacts(profile, min(folder.config.max_model_len, blocks * size))
     return DraftEngine(facts, partial(DraftModelThread, make))
 
 
 def _check_kernels(start: LoadStage, config: ModelConfig) -> tuple[str, ...]:
-    """Kernels to avoid, now that those which the stage would use were tried."""
+    """Try the stage's kernels; return those to avoid."""
     began = time.perf_counter()
     disabled_kernels = check_kernels(
         Path(start.kernel_checks_path),
@@ -153,7 +153,7 @@ def _check_kernels(start: LoadStage, config: ModelConfig) -> tuple[str, ...]:
         start.block_size,
         start.disabled_kernels,
     )
-    log.info("kernels were looked at in %.2f s", time.perf_counter() - began)
+    log.info("kernels checked in %.2f s", time.perf_counter() - began)
     return disabled_kernels
 
 

@@ -16,8 +16,8 @@ from molinkd.worker.step import fail_step, run_step
 
 log = logging.getLogger(__name__)
 
-#: A stage that had no step for so long has time to prepare for those to come. Steps of a ring
-#: come more often, as long as it has requests.
+#: Seconds without a step after which the stage captures CUDA graphs. Steps of an active ring come
+#: more often.
 IDLE_BEFORE_CAPTURE_S = 0.2
 
 
@@ -36,10 +36,10 @@ _Job = _StepJob | BlockCopy | _TaskJob
 
 
 class StageExecutor:
-    """Runs steps, and copies between them, in their order on a thread that owns the device.
+    """Runs steps and block copies in order, on a thread that owns the device.
 
-    An exception in a step (out of memory, say) fails the step's rows and nothing else. Between
-    steps, when none has come for a while, the stage makes CUDA graphs that it wants, one by one.
+    An exception in a step, such as out of memory, fails that step's rows only. While no step is
+    queued, the stage captures the CUDA graphs it needs, one at a time.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class StageExecutor:
         self._jobs.put(copy)
 
     def submit_task(self, task: Callable[[], None]) -> None:
-        """Queue something else that computes; it says itself what came of it."""
+        """Queue another computation, which reports its own result."""
         self._jobs.put(_TaskJob(task))
 
     def close(self) -> None:
-        """End after the steps that are queued."""
+        """Finish the queued steps, then end."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -87,7 +87,9 @@ class StageExecutor:
             precompute_masks(self._requests, results)
 
     def _copy_blocks(self, job: BlockCopy) -> None:
-        """What can't be copied back is missed by its request; what can't be copied out, later."""
+        """A failed copy to the device fails its request; a failed copy to the host fails on
+        swap-in.
+        """
         try:
             self._stage.swap_blocks(out=job.is_swap_out, blocks=job.blocks, hosts=job.host_blocks)
         except Exception:
@@ -97,7 +99,7 @@ class StageExecutor:
                 state.failed = True
 
     def _next_job(self) -> _Job | None:
-        """The next job; while there is none for a while, the stage prepares."""
+        """Wait for the next job; capture graphs while there is none."""
         while True:
             try:
                 return self._jobs.get(timeout=IDLE_BEFORE_CAPTURE_S)
@@ -106,26 +108,26 @@ class StageExecutor:
                     return self._jobs.get()
 
     def _capture_graph(self) -> bool:
-        """Make one graph; whether there may be more to make."""
+        """Capture one graph; return whether there may be more to capture."""
         try:
             return self._stage.capture_next_graph()
         except Exception:
-            log.exception("no CUDA graph could be prepared")
+            log.exception("a CUDA graph could not be captured")
             return False
 
     def _run_step(self, job: _StepJob) -> tuple[Sequence[StepOutput], str | None, bool]:
-        """Results, what went wrong if anything did, and whether that was memory."""
+        """Return results, the error if the step failed, and whether it was out of memory."""
         try:
             return run_step(self._stage, self._requests, job.step_inputs), None, False
         except Exception as caught:
             log.exception("a step failed; its rows are reported as failed")
             error = f"{type(caught).__name__}: {caught}"
             out_of_memory = is_out_of_memory(caught)
-        # Only now are the step's tensors gone: its frames held them as long as the exception did.
+        # Free the step's tensors first: the exception's frames held them until here.
         try:
             if out_of_memory:
                 empty_device_cache()
             return fail_step(self._stage, self._requests, job.step_inputs), error, out_of_memory
         except Exception as caught:
-            log.exception("nor can its rows be reported as failed")
+            log.exception("the rows could not be reported as failed either")
             return (), f"{error}; then {type(caught).__name__}: {caught}", out_of_memory

@@ -150,7 +150,9 @@ class RequestReceiver:
             for key, entry in list(entries.items()):
                 if now - entry.updated_at > FRAGMENT_TIMEOUT_S:
                     self._drop_incomplete(peer, key)
-                    self._reject_request(peer, key, "failed", "its prompt did not arrive whole")
+                    self._reject_request(
+                        peer, key, "failed", "its prompt did not arrive completely"
+                    )
         self._notify_lost_tokens(now)
         heartbeat = Heartbeat(self._scheduler.epoch, 0, 0, now)
         for identity in set(self._connections.values()):
@@ -181,7 +183,7 @@ class RequestReceiver:
         for (_, key), identity in self._connections.items():
             self._send(
                 identity,
-                _make_rejected(self._scheduler.epoch, key, "epoch", "the ring is re-formed"),
+                _make_rejected(self._scheduler.epoch, key, "epoch", "the ring is being re-formed"),
             )
         self._connections.clear()
 
@@ -226,7 +228,7 @@ class RequestReceiver:
         ids = submit.num_tokens + sum(entry.submit.num_tokens for entry in others.values())
         longest = self._scheduler.config.max_request_tokens
         if len(others) >= MAX_INCOMPLETE_PER_PEER or ids > MAX_INCOMPLETE_CONTEXTS * longest:
-            raise Overloaded(f"{len(others)} requests of this peer are incomplete already")
+            raise Overloaded(f"{len(others)} requests of this peer are already incomplete")
 
     def _add_fragment(
         self, peer: str, message: PromptFragment, payload: memoryview | None, now: float

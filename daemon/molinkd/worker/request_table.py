@@ -1,4 +1,4 @@
-"""What a stage knows of each request beyond the rows of the moment."""
+"""A stage's state of each request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _empty_history() -> "TokenHistory":
-    """Without torch until there is a request; what computes has imported it by then."""
+    """Import torch only once a request exists; by then the executor has imported it."""
     from molink.stage.sampling.token_history import TokenHistory
 
     return TokenHistory()
@@ -22,11 +22,10 @@ def _empty_history() -> "TokenHistory":
 class StageRequest:
     """One request at one stage.
 
-    ``max_positions`` is how many tokens' keys it may come to have, ``blocks`` its block table so
-    far. ``history`` and ``matcher`` are filled at the tail only: the first only if its penalties
-    are recomputed from it or its grammar goes through it again, the other if it has a grammar.
-    ``failed`` is set once a step of it failed here or at an earlier stage: its KV can't be trusted
-    from then on. ``last_sampled`` are position and token that were sampled last, at the tail only.
+    ``max_positions`` is the length it may reach, ``blocks`` its block table so far. On the last
+    stage, ``history`` holds its tokens where penalties or a grammar must be restored, ``matcher``
+    its grammar, and ``last_sampled`` the position and token sampled last. ``failed`` is set once a
+    step failed here or at an earlier stage: its KV is invalid from then on.
     """
 
     sampling_params: SamplingParams
@@ -42,24 +41,24 @@ class StageRequest:
 class RequestTable:
     """Requests of one epoch at one stage.
 
-    Entries are added and removed by the event loop and changed by the compute thread. The
-    scoreboard keeps the two apart: no row runs before its request is admitted, and no request is
-    released while a row of it may run.
+    The event loop adds and removes entries, the compute thread changes them. The scoreboard keeps
+    both apart: no row runs before its request is admitted, and no request is released while a row
+    of it may run.
     """
 
     def __init__(self, grammars: "GrammarCompiler | None" = None) -> None:
-        """``grammars`` compiles those of requests; at the tail only."""
+        """``grammars`` is given on the last stage only."""
         self._grammars = grammars
         self._requests: dict[int, StageRequest] = {}
 
     def admit_request(self, message: Admit) -> None:
-        """A request begins."""
+        """Add a request."""
         self._requests[message.request] = StageRequest(
             message.sampling_params, message.prompt_tokens, message.max_positions
         )
 
     def add_history(self, request: int, first: int, ids: memoryview) -> None:
-        """Learn tokens (``i32``) from position ``first`` on; parts come in order."""
+        """Add tokens (``i32``) from position ``first`` on; fragments arrive in order."""
         state = self._requests[request]
         split = max(0, min(len(ids), state.prompt_tokens - first))
         state.history.add_prompt(ids[:split])
@@ -68,24 +67,24 @@ class RequestTable:
             state.matcher.add_tokens(ids[split:])
 
     def set_grammar(self, request: int, text: bytes) -> None:
-        """Learn what the answer is held to; it is compiled from now on."""
+        """Start compiling the grammar that constrains the output."""
         if self._grammars is None:
             self._requests[request].failed = True
         else:
             self._requests[request].matcher = self._grammars.start_matcher(text)
 
     def append_blocks(self, request: int, blocks: Sequence[int]) -> None:
-        """Learn blocks that its table begins with; no row of it has run."""
+        """Append blocks to the request's block table before any of its rows runs."""
         self._requests[request].blocks.extend(blocks)
 
     def release_request(self, request: int) -> None:
-        """A request is over."""
+        """Remove a request."""
         state = self._requests.pop(request, None)
         if state is not None and state.matcher is not None:
             state.matcher.close()
 
     def find_request(self, request: int) -> StageRequest | None:
-        """One that lives."""
+        """Return the request, or ``None`` if it is unknown."""
         return self._requests.get(request)
 
     def __getitem__(self, request: int) -> StageRequest:

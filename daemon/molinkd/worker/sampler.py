@@ -1,4 +1,4 @@
-"""What the last stage makes of a step's logits: tokens, and what has to follow them."""
+"""Samples tokens from the last stage's logits."""
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SampledSlice:
-    """A row group that is sampled from; ``first_row`` of a step's rows is the first to be sampled.
+    """A slice to sample from. ``first_row`` is the index of its first sampled row in the step.
 
-    ``certain_tokens`` has the token after each row where a grammar leaves one only, else -1: what
-    is certain takes no logits. It and ``masks`` are known before the rows are computed, but not
-    those of prompts, whose grammar may still be compiled meanwhile.
+    ``certain_tokens`` has the only token that the grammar allows after each row, else -1; such rows
+    need no logits. It and ``masks`` are computed before the forward pass, except for prompts, whose
+    grammar may still be compiling.
     """
 
     request_slice: RequestSlice
@@ -42,7 +42,7 @@ class SampledSlice:
 
     @property
     def logit_rows(self) -> Iterator[int]:
-        """Those of the step's rows whose logits it takes."""
+        """Rows of the step whose logits are needed."""
         for index in range(1 + len(self.request_slice.verified_drafts)):
             if not self.certain_tokens or self.certain_tokens[index] < 0:
                 yield self.first_row + index
@@ -51,9 +51,9 @@ class SampledSlice:
 def plan_sampling(
     step_inputs: Sequence[StepInput], requests: RequestTable, vocab_size: int
 ) -> list[SampledSlice]:
-    """The groups that are sampled from; of logits of ``vocab_size`` tokens.
+    """Return the slices of a step to sample from.
 
-    Of one that went ahead of another token than was sampled, none are wanted.
+    A lookahead slice that does not continue the sampled token is left out.
     """
     found, end = list[SampledSlice](), 0
     for step_input in step_inputs:
@@ -76,9 +76,9 @@ def sample_step(
     wanted: Sequence[SampledSlice],
     logits: torch.Tensor,
 ) -> list[StepOutput]:
-    """Sample tokens for every group that wants them; ``logits`` ``[n, V]`` of those that take any.
+    """Sample tokens for all ``wanted`` slices from ``logits`` ``[n, vocab_size]``.
 
-    A request that has failed is reported, whatever its logits are.
+    Failed requests are reported regardless of their logits.
     """
     inputs = []
     for one in wanted:
@@ -102,7 +102,7 @@ def sample_step(
 
 
 def precompute_masks(requests: RequestTable, results: Collection[StepOutput]) -> None:
-    """Find out which tokens may come next, before the next step asks; no one waits for it."""
+    """Precompute the next step's token masks, off the critical path."""
     for result in results:
         if result.sampled is not None:
             forced = {each.request: each.tokens for each in result.sampled.forced}
@@ -123,27 +123,27 @@ def _accept_tokens(
 
 
 def _allowed_masks(state: StageRequest, drafts: Sequence[int]) -> Sequence[bytes] | None:
-    """The tokens that its grammar allows next, and after each draft.
+    """Tokens that the grammar allows next, and after each draft.
 
-    ``None`` if it has none, or it fails with it.
+    ``None`` without a grammar, or if the request fails with it.
     """
     if state.matcher is None or state.failed:
         return None
     try:
         return state.matcher.compute_masks(drafts)
     except MolinkError as error:
-        log.warning("a request fails: %s", error)
+        log.warning("request failed: %s", error)
         state.failed = True
         return None
 
 
 def _forced_tokens(state: StageRequest) -> Sequence[int]:
-    """Tokens that its grammar leaves no choice about."""
+    """Tokens that the grammar forces next."""
     assert state.matcher is not None
     try:
         return state.matcher.forced_tokens(MAX_DRAFTS)
     except MolinkError:
-        return ()  # the next step of it says why
+        return ()  # the request's next step reports the error
 
 
 def _make_result(
@@ -151,9 +151,9 @@ def _make_result(
     requests: RequestTable,
     pairs: Sequence[tuple[RequestSlice, Sequence[SampledToken] | None]],
 ) -> StepOutput:
-    """Put a volume's tokens into messages, and into the history where penalties need it.
+    """Turn sampled tokens into messages, and add them to the history where penalties need it.
 
-    ``None`` are those of a group of which none are wanted.
+    A slice that is paired with ``None`` was not sampled.
     """
     choices, tops, failed, forced = (
         list[SampledId](),

@@ -1,9 +1,4 @@
-"""A stage's place in the ring of one epoch: everything that ends with the epoch.
-
-The channels of an outgoing link, as ZeroMQ clients.
-
-The file in which a stage records what its link decides.
-"""
+"""A stage's runtime in one epoch: deciders, connections and executor."""
 
 import asyncio
 import contextlib
@@ -50,8 +45,8 @@ from molinkd.worker.request_table import RequestTable
 class StageRuntime:
     """Builds and owns the deciders, connections and executor of one epoch.
 
-    ``on_dead`` is told why the next stage counts as dead; ``memory`` and ``answers``
-    outlive the epoch. ``host`` is the stage's host memory for KV.
+    ``on_dead`` is called with the reason when the next stage is declared dead. ``memory`` and
+    ``answers`` outlive the epoch; ``host`` is the stage's host memory for KV.
     """
 
     def __init__(
@@ -68,7 +63,7 @@ class StageRuntime:
         answers: AnswerLengths | None = None,
     ) -> None:
         self.epoch = command.epoch
-        #: The peer that runs the previous stage; nobody in a ring of one.
+        #: Peer of the previous stage; empty in a ring of one.
         self.previous_peer = command.ring[start.stage - 1].peer if len(command.ring) > 1 else ""
         self._start = start
         self._command = command
@@ -104,15 +99,15 @@ class StageRuntime:
 
     @property
     def ring(self) -> Ring:
-        """The order of this stage's work."""
+        """Order of this stage's work."""
         return self._ring_seat.ring
 
     def open(self) -> None:
-        """Connect to the next stage and begin."""
+        """Connect to the next stage and start."""
         self._ring_seat.start()
 
     async def close(self) -> None:
-        """Leave the ring; waits for the step that is running."""
+        """Leave the ring after the running step."""
         self._ring_seat.close()
         if self._connector is not None:
             await self._connector.close()
@@ -123,7 +118,7 @@ class StageRuntime:
     def handle_message(
         self, sender: MessageSender, message: DataMessage, payload: memoryview | None
     ) -> None:
-        """Take a message that came to the worker's socket."""
+        """Handle a message from the worker's socket."""
         incoming = self._ring_seat.incoming
         if incoming is not None and incoming.handle_message(sender, message, payload):
             return
@@ -134,7 +129,7 @@ class StageRuntime:
             self.ring.run_pending()
 
     def collect_stats(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Counters and gauges of this epoch, by name."""
+        """Return counters and gauges of this epoch, by name."""
         counters, gauges = self._ring_seat.collect_stats()
         gauges |= {
             "stage_weight_bytes": float(self._weight_bytes),
@@ -144,7 +139,7 @@ class StageRuntime:
         return counters, gauges
 
     def report_load(self) -> StageLoad:
-        """What others are told of this stage and its link."""
+        """Load of this stage and its link, as reported to peers."""
         bubbles, out = self.ring.bubbles, self._ring_seat.outgoing
         link = out.stats if out is not None else LinkStats()
         return StageLoad(
@@ -162,7 +157,7 @@ class StageRuntime:
         )
 
     def report_scheduler_load(self) -> SchedulerLoad | None:
-        """What others are told of the head, where it is."""
+        """Load of the scheduler, on the first stage."""
         scheduler = self._ring_seat.scheduler
         return (
             None
@@ -206,7 +201,6 @@ class StageRuntime:
 
     @property
     def _next_stage(self) -> StageAddress:
-        """The next stage."""
         return self._command.ring[(self._start.stage + 1) % len(self._command.ring)]
 
 
@@ -252,7 +246,7 @@ def _make_scheduler_limits(
         max_queue_len=start.settings.max_queue_len,
         max_queue_s=start.settings.max_queue_time,
         max_model_len=start.max_model_len,
-        # Requests can share only what does not depend on whose it is.
+        # Prefixes are shareable only if keys do not depend on the request's length.
         prefix_cache=start.settings.prefix_cache and not config.keys_depend_on_length,
         short_context=config.short_context,
         profiles=command.profiles,
@@ -267,7 +261,7 @@ def _make_scheduler_limits(
 
 
 class StageConnector:
-    """Makes the channels of an ``OutLink`` to the worker that holds ``server_key``.
+    """Opens the channels of an ``OutLink`` to the worker with ``server_key``.
 
     ``addresses`` are ``tcp://host:port``, tried in turn.
     """
@@ -286,14 +280,14 @@ class StageConnector:
         self.clients: list[Client[DataMessage]] = []
 
     def open_connection(self, channel: Channel, events: OutConnectionEvents) -> Client[DataMessage]:
-        """The channel of a lane."""
+        """Open the connection of a channel."""
         client = Client(
             self._context,
             self._keys,
             data_codec(),
             self._server_key,
             self._addresses,
-            name=f"the next stage ({channel.name.lower()} lane)",
+            name=f"the next stage ({channel.name.lower()} channel)",
             events=ClientEvents(
                 on_message=events.on_message,
                 on_connect=events.on_connect,
@@ -307,22 +301,22 @@ class StageConnector:
         return client
 
     async def close(self) -> None:
-        """Disconnect them all."""
+        """Close all connections."""
         for client in self.clients:
             await client.close()
 
 
 log = logging.getLogger(__name__)
 
-#: Bytes that are kept until they are worth a write.
+#: Bytes buffered before a write.
 _BUFFER_BYTES = 16 * 1024
 
 
 class RecordFile:
-    """Takes whole lines; one that can't be written is a warning, never the end of a stage."""
+    """Records a link's decisions, one JSON object a line; a failed write only logs a warning."""
 
     def __init__(self, folder: Path, pipeline: str, stage: int, epoch: int) -> None:
-        """A recording of the same name is overwritten: it is of a worker that has gone."""
+        """An existing file of that name is overwritten."""
         name = re.sub(r"[^A-Za-z0-9._-]", "_", pipeline)[:100]
         self.path = folder / f"link-{name}-{stage}-{epoch}.jsonl"
         self._buffer = bytearray()
@@ -334,14 +328,14 @@ class RecordFile:
             log.warning("can't record to %s: %s", self.path, error)
 
     def write_line(self, line: bytes) -> None:
-        """Take the next line; what is on disk always ends with a whole one."""
+        """Append a line; the file always ends with a complete one."""
         if self._file is not None:
             self._buffer += line
             if len(self._buffer) >= _BUFFER_BYTES:
                 self._flush_buffer()
 
     def close(self) -> None:
-        """Write the rest."""
+        """Flush and close the file."""
         self._flush_buffer()
         if self._file is not None:
             self._close_file(self._file)
@@ -352,7 +346,7 @@ class RecordFile:
         end = self._file.tell()
         try:
             if self._file.write(self._buffer) != len(self._buffer):
-                raise OSError("no room for it")
+                raise OSError("write stopped short")
         except OSError as error:
             log.warning("can't record to %s any more: %s", self.path, error)
             with contextlib.suppress(OSError):
@@ -362,6 +356,6 @@ class RecordFile:
 
     def _close_file(self, file: BinaryIO) -> None:
         self._file = None
-        # What can't be written any more may be found out only now.
+        # Closing may report an earlier write's failure.
         with contextlib.suppress(OSError):
             file.close()

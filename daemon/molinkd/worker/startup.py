@@ -1,4 +1,4 @@
-"""What a worker's process does once it knows its stage, or what stage it is to be ready for."""
+"""Runs or warms up a worker once its stage is known."""
 
 import asyncio
 from functools import partial
@@ -16,10 +16,10 @@ from molinkd.worker.worker import Worker
 
 
 def run_worker(start: LoadStage, pipe: DaemonPipe) -> None:
-    """Be the worker of a stage until the daemon ends it.
+    """Run a stage until the daemon ends it.
 
     Raises:
-        MolinkError: the stage can't be loaded or run; it has been reported on the pipe.
+        MolinkError: the stage can't be loaded or run; the error was sent on the pipe.
     """
     if start.threads:
         torch.set_num_threads(start.threads)
@@ -27,15 +27,15 @@ def run_worker(start: LoadStage, pipe: DaemonPipe) -> None:
     def on_progress(done: int, total: int) -> None:
         pipe.send(WeightLoadProgress(done=done, total=total))
 
-    # On Windows a ZeroMQ socket needs a selector loop; the same one everywhere.
+    # ZeroMQ sockets need a selector loop on Windows; all systems use the same one.
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(Worker(start, pipe, partial(load_engine, on_progress=on_progress)).run())
 
 
 def warm_up_worker(warm: WarmUp) -> None:
-    """Compile, and try out, what a stage like ``warm`` needs.
+    """Compile and try out the kernels that a stage like ``warm`` needs.
 
-    A GPU is not touched: a stage on it needs all of its memory.
+    A GPU is left alone: the stage that runs on it needs all of its memory.
 
     Raises:
         MolinkError: no such stage can be loaded.

@@ -1,4 +1,4 @@
-"""One fused forward pass of a stage: what goes in, what comes out."""
+"""One fused forward pass of a stage."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,13 @@ log = logging.getLogger(__name__)
 def run_step(
     stage: Stage, requests: RequestTable, step_inputs: Sequence[StepInput]
 ) -> list[StepOutput]:
-    """Run all segments as one token-flat forward pass, decode and prefill rows together.
+    """Run decode and prefill rows of all inputs as one token-flat forward pass.
 
-    A request that failed at an earlier stage arrives as rows that are not finite. They are computed
-    as zeros, so that nothing unusable enters the KV pool, and leave as NaN again, so that the tail
-    reports the request as failed.
+    Rows of a request that failed at an earlier stage arrive as NaN. They are computed as zeros, to
+    keep NaN out of the KV pool, and leave as NaN again, so that the last stage reports the failure.
     """
     groups = [rows for step_input in step_inputs for rows in step_input.volume.slices]
-    # All tables first: rows already in flight rely on them, even if this step fails.
+    # Extend all block tables first: rows in flight rely on them even if this step fails.
     for rows in groups:
         requests[rows.request].blocks.extend(rows.blocks)
     for rows in groups:
@@ -61,7 +60,7 @@ def run_step(
 def fail_step(
     stage: Stage, requests: RequestTable, step_inputs: Sequence[StepInput]
 ) -> list[StepOutput]:
-    """The results of a step that could not be run: all of its requests have failed."""
+    """Return the results of a step that failed: all of its requests have failed."""
     groups = [rows for step_input in step_inputs for rows in step_input.volume.slices]
     for rows in groups:
         requests[rows.request].failed = True
@@ -90,7 +89,9 @@ def _gather_input(
 def _mark_failed(
     requests: RequestTable, groups: Sequence[RequestSlice], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Find requests with unusable rows in ``hidden`` ``[T, H]``; returns it with these as zeros."""
+    """Mark requests whose ``hidden`` rows ``[T, H]`` are not finite; return ``hidden`` with these
+    zeroed.
+    """
     usable = torch.isfinite(hidden).all(dim=1)
     if bool(usable.all()):
         return hidden
@@ -98,7 +99,7 @@ def _mark_failed(
     for rows in groups:
         if not bool(usable[first : first + rows.count].all()):
             if not requests[rows.request].failed:
-                log.warning("rows of request %d came that can't be used", rows.request)
+                log.warning("rows of request %d are not finite", rows.request)
             requests[rows.request].failed = True
         first += rows.count
     return hidden.masked_fill(~usable[:, None], 0)
@@ -107,7 +108,7 @@ def _mark_failed(
 def _split_sequences(
     rows: RequestSlice, state: StageRequest, prefill: bool
 ) -> Iterator[SequenceRows]:
-    """A piece of a prompt at once; drafts each as a decode row, as the token will be at last."""
+    """Split a slice into sequences: a prompt chunk is one, each draft is a decode row."""
     each = rows.count if prefill else 1
     for start in range(rows.start, rows.start + rows.count, each):
         yield SequenceRows(start, each, state.blocks, state.max_positions)
@@ -123,7 +124,7 @@ def _verified_tokens(step_input: StepInput) -> Sequence[int]:
 def _split_output(
     requests: RequestTable, step_inputs: Sequence[StepInput], output: torch.Tensor
 ) -> list[StepOutput]:
-    """Cut the fused output, rows ``[T, H]``, into its volumes."""
+    """Split the fused output rows ``[T, H]`` by volume."""
     parts, first = [], 0
     for step_input in step_inputs:
         begin = first

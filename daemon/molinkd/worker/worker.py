@@ -1,4 +1,4 @@
-"""A worker's life: load a stage, take its place in one ring after another, report, exit."""
+"""The worker's life: load a stage, join one ring after another, report, exit."""
 
 import asyncio
 import logging
@@ -43,16 +43,16 @@ from molinkd.worker.stage_runtime import StageRuntime
 
 log = logging.getLogger(__name__)
 
-#: Seconds between reports of what ``/metrics`` shows, and between looks for lost daemons.
+#: Seconds between statistics reports, and between checks for disconnected daemons.
 STATS_INTERVAL_S = 0.2
 SWEEP_INTERVAL_S = 2.0
 
 
 class Worker:
-    """The shell of one stage process. ``run`` ends when the daemon says so.
+    """Shell of one stage process. ``run`` ends when the daemon says so.
 
-    ``load`` makes what computes: in the product :func:`molinkd.worker.engine_loader.load_engine`.
-    Here nothing imports torch, so that one which computes nothing starts at once.
+    ``load`` creates the engine, in production :func:`molinkd.worker.engine_loader.load_engine`.
+    Nothing here imports torch, so that a worker with a fake engine starts at once.
     """
 
     def __init__(self, start: LoadStage, pipe: DaemonPipe, load: LoadEngine) -> None:
@@ -69,25 +69,25 @@ class Worker:
             self._on_message,
             on_blocked=self._on_peer_blocked,
         )
-        #: Why each member that was cut off was.
+        #: Reason for each blocked peer.
         self._block_reasons: dict[str, str] = {}
         self._commands: asyncio.Queue[ToWorker | WorkerError] = asyncio.Queue()
         self._runtime: StageRuntime | None = None
-        #: Of the data socket; 0 until it is bound.
+        #: Port of the data socket; 0 until it is bound.
         self._port = 0
         self._link_memory = LinkMemory(_link_memory_path(start))
-        #: What heads of all epochs have learned of answers.
+        #: Answer lengths learned in all epochs.
         self._answer_lengths = AnswerLengths()
         self._loop_meter = LoopMeter()
         self._swap_shortage = SwapShortage()
-        #: Counters of earlier epochs: what ``/metrics`` calls a counter never falls.
+        #: Counters of earlier epochs: a counter in ``/metrics`` never decreases.
         self._past_counters: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Load, then follow the daemon's orders.
+        """Load the stage, then execute the daemon's commands.
 
         Raises:
-            MolinkError: the stage can't be loaded or run; it has been reported on the pipe.
+            MolinkError: the stage can't be loaded or run; the error was sent on the pipe.
         """
         self._pipe.start_listening(asyncio.get_running_loop(), self._on_command)
         self._authenticator.start()
@@ -112,7 +112,7 @@ class Worker:
     # --- the daemon's orders ---------------------------------------------------------------------
 
     def _on_command(self, message: ToWorker) -> None:
-        """A message came on the pipe. Orders are obeyed one after another, a ping at once."""
+        """Queue a command of the daemon; answer a ping at once."""
         if isinstance(message, Ping):
             self._pipe.send(
                 Pong(is_stuck=self._runtime is not None and self._runtime.ring.is_stuck)
@@ -121,7 +121,7 @@ class Worker:
             self._commands.put_nowait(message)
 
     async def _load_stage(self, load: LoadEngine) -> StageEngine:
-        """Load the stage's weights and bind the data socket, unless it is bound."""
+        """Load the stage's weights, and bind the data socket if it is not bound yet."""
         start, began = self._start, time.perf_counter()
         with _convert_errors(
             f"layers {start.layers[0]}:{start.layers[1]} can't run on {start.device}"
@@ -131,8 +131,8 @@ class Worker:
         blocks = start.kv_bytes // stage.block_bytes(start.block_size)
         if blocks < 1:
             raise WorkerError(
-                f"no KV block fits {start.kv_bytes} bytes (one takes"
-                f" {stage.block_bytes(start.block_size)}); give this peer more memory"
+                f"no KV block fits {start.kv_bytes} bytes (one takes "
+                f"{stage.block_bytes(start.block_size)}); give this peer more memory"
             )
         if not self._port:
             self._port = self._server.bind(start.bind, start.ports, "worker_ports")
@@ -159,20 +159,20 @@ class Worker:
                 case LoadStage() as start:
                     engine = await self._reload_stage(engine, start)
                 case WarmUp():
-                    raise WorkerError("a worker that has a stage is no spare")
+                    raise WorkerError("a worker with a stage can't be a standby worker")
                 case Ping():
-                    raise WorkerError("a ping is no order")
+                    raise WorkerError("a ping is not a command")
                 case WorkerError() as error:
                     raise error
 
     async def _reload_stage(self, engine: StageEngine, start: LoadStage) -> StageEngine:
-        """Hold other layers from now on, in no ring at first."""
+        """Leave the ring and load other layers."""
         await self._leave_ring()
         self._start = start
         return await self._load_stage(engine.reload or self._load_engine)
 
     def _update_peers(self, members: PeerKeys) -> None:
-        """Let in exactly these members; whoever is missing is dropped at once."""
+        """Allow exactly these peers; drop all others at once."""
         wanted = {member.peer: member.public_key for member in members.peers}
         wanted[derive_peer_id(self._start.public_key)] = self._start.public_key
         for user in (self._authenticator.peers | self._authenticator.blocked) - wanted.keys():
@@ -186,9 +186,9 @@ class Worker:
                 self._authenticator.allow_peer(key, peer)
 
     async def _form_ring(self, engine: StageEngine, command: FormRing) -> None:
-        """Take our place in a new ring; the old one's KV and links are gone.
+        """Join a new ring; KV and links of the old one are dropped.
 
-        The order may be repeated by who has not heard the answer.
+        The command may be repeated if its answer was lost.
         """
         if self._runtime is not None and command.epoch <= self._runtime.epoch:
             if command.epoch == self._runtime.epoch:
@@ -220,7 +220,7 @@ class Worker:
         )
         self._runtime.open()
         self._pipe.send(RingFormed(epoch=command.epoch))
-        log.info("in the ring of epoch %d, %d stages", command.epoch, len(command.ring))
+        log.info("joined the ring of epoch %d with %d stages", command.epoch, len(command.ring))
         before = self._runtime.previous_peer
         if before in self._block_reasons:
             self._on_peer_blocked(before, self._block_reasons[before])
@@ -232,14 +232,14 @@ class Worker:
             self._past_counters.update(place.collect_stats()[0])
 
     def _on_fatal_error(self, reason: str) -> None:
-        """This process can't go on; its daemon starts another."""
+        """Report that this process can't continue; the daemon starts another."""
         self._commands.put_nowait(WorkerError(reason))
 
     def _report_next_stage_lost(self, epoch: int, reason: str) -> None:
         self._pipe.send(NextStageLost(epoch=epoch, reason=reason[:1024]))
 
     def _on_peer_blocked(self, user: str, reason: str) -> None:
-        """The server has cut off a member: say so, or this stage will be taken for dead."""
+        """Report a blocked peer; otherwise this stage would be taken for dead."""
         self._block_reasons[user] = reason
         place = self._runtime
         self._pipe.send(
@@ -268,7 +268,7 @@ class Worker:
             self._on_fatal_error(f"reporting failed: {error!r}")
 
     async def _run_reporting(self) -> None:
-        """Tell the daemon what ``/metrics`` shows, as soon as it changes; look for lost daemons."""
+        """Report statistics to the daemon as they change, and drop disconnected daemons."""
         last: WorkerStats | None = None
         swept = time.perf_counter()
         while True:
@@ -296,7 +296,7 @@ class Worker:
         counters["strangers_refused_total"] = float(self._authenticator.refused)
         counters["malformed_messages_total"] = float(self._server.counters.malformed)
         counters["members_blocked_total"] = float(self._server.counters.blocked)
-        # Rounded, so that an idle worker has nothing new to say.
+        # Rounded so that an idle worker sends no reports.
         gauges["loop_busy_share"] = round(self._loop_meter.measure_busy_share(), 2)
         return WorkerStats(
             epoch=place.epoch,
@@ -309,9 +309,9 @@ class Worker:
 
 @contextmanager
 def _convert_errors(what: str) -> Iterator[None]:
-    """Whatever a library raises (out of memory, say) becomes a :class:`WorkerError` with ``what``.
+    """Convert library exceptions, such as out of memory, to :class:`WorkerError` with ``what``.
 
-    Otherwise the daemon would learn of it by the worker's last line of log only.
+    Otherwise the daemon would see the error only in the worker's log.
     """
     try:
         yield
@@ -322,7 +322,7 @@ def _convert_errors(what: str) -> Iterator[None]:
 
 
 def _open_host_pool(stage: LoadedStage, start: LoadStage) -> HostMemory:
-    """Host memory for the KV of requests that give way; none where that is computed anew."""
+    """Allocate host memory for preempted requests' KV; none where preemption recomputes."""
     settings = start.settings
     if settings.preemption_mode == "recompute" or not settings.swap_space:
         return NO_HOST_MEMORY

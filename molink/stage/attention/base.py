@@ -59,7 +59,6 @@ class LayerAttention(Protocol):
         are float32 ``[groups * kv_heads]``, if the shape says so. Returns
         ``[T, groups * kv_heads * head_dim]``.
         """
-        ...
 
 
 class StaticAttention(LayerAttention, Protocol):
@@ -67,11 +66,9 @@ class StaticAttention(LayerAttention, Protocol):
 
     def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
         """Take the tables of a step, in one copy: a decode row for each row of the shape."""
-        ...
 
     def derive_masks(self) -> None:
         """Compute from the tables, on the device, what all layers of the step need."""
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -85,10 +82,8 @@ class AttentionBackend(Protocol):
         device: torch.device,
     ) -> LayerAttention:
         """Make indices and masks for a forward over ``sequences``."""
-        ...
 
     def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> StaticAttention:
         """For decode steps of ``rows`` rows, whose tables have ``blocks`` blocks at most."""
-        ...

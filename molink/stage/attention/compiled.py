@@ -39,7 +39,6 @@ class CompiledLayers:
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
     ) -> Tensor:
-        """See :class:`~molink.stage.attention.base.LayerAttention`."""
         if self.first_block < 0 or self.last_block >= pool.blocks:
             raise InvariantError(
                 f"blocks {self.first_block} to {self.last_block} are not in a pool of {pool.blocks}"
@@ -74,8 +73,6 @@ def compile_attention(
 class CompiledAttention:
     """The ``compiled`` backend, for a CPU."""
 
-    __slots__ = ("_attend", "_gather", "_windows")
-
     def __init__(self, shape: AttentionShape, attend: "AttentionKernel") -> None:
         self._attend, self._windows = attend, shape.windows
         self._gather = GatherAttention(shape)
@@ -87,7 +84,6 @@ class CompiledAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> CompiledLayers:
-        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         attend = self._attend
         rows = sum(sequence.count for sequence in sequences)
         most = attend.shape.choose_pass_rows(rows, attend.threads)

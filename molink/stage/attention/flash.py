@@ -137,8 +137,6 @@ class FlashCall:
 class _FlashLayers:
     """Decode rows and prefill chunks of one forward."""
 
-    __slots__ = ("_calls",)
-
     def __init__(self, calls: Sequence[FlashCall]) -> None:
         self._calls = calls
 
@@ -154,8 +152,6 @@ class _FlashLayers:
 
 class _StaticFlash:
     """See :class:`~molink.stage.attention.base.StaticAttention`."""
-
-    __slots__ = ("_call", "_numbers", "_page", "_width")
 
     def __init__(
         self,
@@ -189,8 +185,6 @@ class _StaticFlash:
 class FlashAttention:
     """The ``flash`` backend; ``kernel`` is :func:`find_kernel`'s. It has no softcap, no sinks."""
 
-    __slots__ = ("_kernel", "_shape")
-
     def __init__(self, shape: AttentionShape, kernel: FlashKernel) -> None:
         self._shape, self._kernel = shape, kernel
 
@@ -201,7 +195,6 @@ class FlashAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerAttention:
-        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         kinds: dict[bool, list[tuple[int, SequenceRows]]] = {True: [], False: []}
         row = 0
         for sequence in sequences:
@@ -213,7 +206,6 @@ class FlashAttention:
     def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> StaticAttention:
-        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         return _StaticFlash(self._kernel, self._shape, rows, blocks, block_size, device)
 
     def _make_call(

@@ -48,8 +48,6 @@ _CPU_SCRATCH_BYTES = 16 << 20
 class _GatherLayers:
     """The prepared parts of one forward, for each layer."""
 
-    __slots__ = ("_layers", "_shape")
-
     def __init__(self, layers: tuple[WorkGroups, ...], shape: AttentionShape) -> None:
         self._layers, self._shape = layers, shape
 
@@ -68,8 +66,6 @@ class _GatherLayers:
 class GatherAttention:
     """The ``gather`` backend."""
 
-    __slots__ = ("_shape",)
-
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
@@ -80,7 +76,6 @@ class GatherAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerAttention:
-        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         longest = max(sequence.start + sequence.count for sequence in sequences)
         windows = effective_windows(self._shape.windows, longest)
         builder = _GroupBuilder(self._shape, block_size, dtype, device)
@@ -90,7 +85,6 @@ class GatherAttention:
     def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> StaticAttention:
-        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         return StaticGather(self._shape, rows, blocks, block_size, dtype, device)
 
 
@@ -198,8 +192,6 @@ def static_width(window: int, blocks: int, block_size: int) -> int:
 class _StaticTable:
     """Blocks and mask of the layers of one window."""
 
-    __slots__ = ("_block_size", "_numbers", "_positions", "_rows", "_width", "_window", "bucket")
-
     def __init__(
         self,
         window: int,
@@ -238,8 +230,6 @@ class _StaticTable:
 class StaticGather:
     """See :class:`~molink.stage.attention.base.StaticAttention`."""
 
-    __slots__ = ("_layers", "_shape", "_tables")
-
     def __init__(
         self,
         shape: AttentionShape,
@@ -258,19 +248,16 @@ class StaticGather:
         self._layers = tuple(self._tables[window].bucket for window in windows)
 
     def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
-        """See :class:`~molink.stage.attention.base.StaticAttention`."""
         for table in self._tables.values():
             table.load_tables(sequences)
 
     def derive_masks(self) -> None:
-        """See :class:`~molink.stage.attention.base.StaticAttention`."""
         for table in self._tables.values():
             table.derive_masks()
 
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
     ) -> Tensor:
-        """See :class:`~molink.stage.attention.base.LayerAttention`."""
         return self._layers[layer].attend_rows(layer, heads, pool, self._shape, sinks)
 
 
@@ -305,8 +292,6 @@ class _StaticPlain:
 class PlainAttention:
     """The ``plain`` backend."""
 
-    __slots__ = ("_gather",)
-
     def __init__(self, shape: AttentionShape) -> None:
         self._gather = GatherAttention(shape)
 
@@ -317,11 +302,9 @@ class PlainAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerAttention:
-        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         return _PlainLayers(self._gather.prepare_layers(sequences, block_size, dtype, device))
 
     def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> StaticAttention:
-        """See :class:`~molink.stage.attention.base.AttentionBackend`."""
         return _StaticPlain(self._gather.prepare_static(rows, blocks, block_size, dtype, device))

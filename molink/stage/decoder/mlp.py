@@ -56,16 +56,13 @@ class Mlp(Protocol):
     @property
     def capturable(self) -> bool:
         """Whether it does the same work whatever the rows are, as a CUDA graph has to."""
-        ...
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Rows ``[T, hidden]`` → new rows ``[T, hidden]`` that belong to the caller."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,6 @@ class GatedMlp:
     scales_down: bool = False
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`Mlp`."""
         if not self.scales_down:
             return self.down(self.gate(self.gate_up(rows)))
         gated = self.gate(self.gate_up(rows).float())
@@ -94,7 +90,6 @@ class GatedMlp:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Mlp`."""
         return self.gate_up.nbytes + self.down.nbytes
 
 
@@ -114,7 +109,6 @@ class ExpertMlp:
     renormalize: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.decoder.mlp.Mlp`."""
         weights, experts = self._route_rows(rows)
         # All that a GPU is waited for: which experts are run is up to the host.
         (chosen,) = download_tensors([experts])
@@ -148,7 +142,6 @@ class ExpertMlp:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.decoder.mlp.Mlp`."""
         return self.router.nbytes + sum(expert.nbytes for expert in self.experts)
 
 
@@ -163,11 +156,9 @@ class SharedExpertMlp:
     gate: Projection
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.decoder.mlp.Mlp`."""
         result = self.shared(rows).mul_(self.gate(rows).sigmoid_())
         return result.add_(self.routed(rows))
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.decoder.mlp.Mlp`."""
         return self.routed.nbytes + self.shared.nbytes + self.gate.nbytes

@@ -18,12 +18,10 @@ class Norm(Protocol):
 
     def __call__(self, rows: Tensor) -> Tensor:
         """New rows, in the type of computation."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +32,10 @@ class RmsNorm:
     eps: float
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`Norm`."""
         return rms_norm(rows, self.weight.shape, self.weight, self.eps)
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Norm`."""
         return self.weight.nbytes
 
 
@@ -52,12 +48,10 @@ class Float32RmsNorm:
     dtype: torch.dtype
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`Norm`."""
         return rms_norm(rows.float(), self.weight.shape, self.weight, self.eps).to(self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Norm`."""
         return self.weight.nbytes
 
 
@@ -69,12 +63,10 @@ class CompiledRmsNorm:
     rowwise: "RowwiseKernels"
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`Norm`."""
         return self.rowwise.normalize_rows(rows, self.weight)
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Norm`."""
         return self.weight.nbytes
 
 
@@ -86,7 +78,6 @@ class IdentityNorm:
     nbytes: ClassVar[int] = 0
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`Norm`."""
         return rows if rows.dtype is self.dtype else rows.to(self.dtype)
 
 

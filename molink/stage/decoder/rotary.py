@@ -67,17 +67,6 @@ class Rope:
     is for long sequences.
     """
 
-    __slots__ = (
-        "_config",
-        "_device",
-        "_dim",
-        "_dtype",
-        "_frequencies",
-        "_order",
-        "_scale",
-        "_tables",
-    )
-
     def __init__(
         self,
         config: RopeConfig,

@@ -46,15 +46,12 @@ class TimedPasses(Protocol):
     @property
     def max_context(self) -> int:
         """Positions that a row may have."""
-        ...
 
     def run_decode(self, rows: int, context: int) -> None:
         """One decode row each of ``rows`` requests, after ``context`` tokens."""
-        ...
 
     def run_prefill(self, rows: int, before: int) -> None:
         """A chunk of ``rows`` rows of one prompt, ``before`` tokens of which are done."""
-        ...
 
 
 def measure_profile(passes: TimedPasses, clock: Callable[[], float], seconds: float) -> Profile:

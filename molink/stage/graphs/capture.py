@@ -22,18 +22,15 @@ class GraphCapturer(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that the last capture took."""
-        ...
 
     def capture_work(self, work: GraphWork, max_bytes: int) -> GraphWork | None:
         """What replays ``work``; ``None`` if that would keep more than ``max_bytes`` beside others.
 
         Nothing it needs may move, and it may not wait for the device.
         """
-        ...
 
     def time_work(self, work: Callable[[], object]) -> float:
         """How long ``work`` takes, from launch to end."""
-        ...
 
 
 class CudaGraphCapturer:
@@ -49,7 +46,6 @@ class CudaGraphCapturer:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`GraphCapturer`."""
         return self._nbytes
 
     def capture_work(self, work: GraphWork, max_bytes: int) -> GraphWork | None:

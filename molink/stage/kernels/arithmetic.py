@@ -35,40 +35,32 @@ class Arithmetic(Protocol):
     def prefetch_min_rows(self) -> int | None:
         """So many rows at a time compute for so long that the CPU's prefetcher falls behind: from
         them on weights are asked for ahead."""
-        ...
 
     @property
     def element(self) -> int:
         """Bytes of an element of rows and results."""
-        ...
 
     @property
     def weight_dtype(self) -> torch.dtype:
         """The type of weights."""
-        ...
 
     @property
     def pair_bytes(self) -> int:
         """Bytes of a row's pair."""
-        ...
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
         """A row's pair, spread over the lanes."""
-        ...
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
         """Pairs of as many columns as there are lanes, of number ``vector`` at ``pointer``."""
-        ...
 
     def add_product(
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
     ) -> ir.Value:
         """``total + pair · weights``, lane by lane."""
-        ...
 
     def store_sum(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
         """Write sums as elements of the result."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +80,22 @@ class DotBf16:
     pair_bytes: int = 4
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
-        """See :class:`Arithmetic`."""
         pair = emit_broadcast(builder, builder.load(pointer, typ=I32, align=2), self.lanes)
         return (builder.bitcast(pair, ir.VectorType(BFloat(), 2 * self.lanes)),)
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
-        """See :class:`Arithmetic`."""
         place = emit_offset(builder, pointer, I64(4 * self.lanes * vector))
         return (builder.load(place, typ=ir.VectorType(BFloat(), 2 * self.lanes), align=64),)
 
     def add_product(
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
     ) -> ir.Value:
-        """See :class:`Arithmetic`."""
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         vector = ir.VectorType(BFloat(), 2 * self.lanes)
         kind = ir.FunctionType(total.type, [total.type, vector, vector])
         return builder.call(declare_function(builder.module, name, kind), [total, *pair, *weights])
 
     def store_sum(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
-        """See :class:`Arithmetic`."""
         rounded = builder.fptrunc(total, ir.VectorType(BFloat(), self.lanes))
         builder.store(rounded, pointer, align=2)
 
@@ -129,13 +117,11 @@ class WidenedBf16:
     pair_bytes: int = 8
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
-        """See :class:`Arithmetic`."""
         second = emit_offset(builder, pointer, I64(self.element))
         both = (builder.load(place, typ=FLOAT, align=4) for place in (pointer, second))
         return tuple(emit_broadcast(builder, value, self.lanes) for value in both)
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
-        """See :class:`Arithmetic`. A bf16 is the upper half of a float32."""
         whole, floats = ir.VectorType(I32, self.lanes), ir.VectorType(FLOAT, self.lanes)
         place = emit_offset(builder, pointer, I64(4 * self.lanes * vector))
         pairs = builder.load(place, typ=whole, align=32)
@@ -146,11 +132,9 @@ class WidenedBf16:
     def add_product(
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
     ) -> ir.Value:
-        """See :class:`Arithmetic`."""
         return _emit_multiply_add(builder, total, pair, weights)
 
     def store_sum(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
-        """See :class:`Arithmetic`."""
         builder.store(total, pointer, align=4)
 
 
@@ -161,7 +145,6 @@ class WidenedF16(WidenedBf16):
     weight_dtype: torch.dtype = torch.float16
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
-        """See :class:`Arithmetic`. The second of all pairs follow the first of all."""
         halves, floats = (ir.VectorType(kind, self.lanes) for kind in (ir.HalfType(), FLOAT))
         first = 2 * self.lanes * vector
         offsets = (first, first + 2 * self.lanes * self.vectors)
@@ -184,22 +167,18 @@ class Float32:
     pair_bytes: int = 4
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
-        """See :class:`Arithmetic`."""
         return (emit_broadcast(builder, builder.load(pointer, typ=FLOAT, align=4), self.lanes),)
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
-        """See :class:`Arithmetic`."""
         place = emit_offset(builder, pointer, I64(4 * self.lanes * vector))
         return (builder.load(place, typ=ir.VectorType(FLOAT, self.lanes), align=4),)
 
     def add_product(
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
     ) -> ir.Value:
-        """See :class:`Arithmetic`."""
         return _emit_multiply_add(builder, total, pair, weights)
 
     def store_sum(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
-        """See :class:`Arithmetic`."""
         builder.store(total, pointer, align=4)
 
 

@@ -57,8 +57,6 @@ _WORD, _VECTOR_BYTES = 8, 64
 class AttentionKernel:
     """Compiled attention for one shape, on threads of ``openmp`` if there is one."""
 
-    __slots__ = ("_attend", "_element", "_library", "_scratch_bytes", "shape", "threads")
-
     def __init__(
         self,
         shape: AttentionKernelShape,

@@ -53,20 +53,6 @@ _MANY, _MANY_BF16, _MANY_BYTES = 12, 24, 8
 class BlockMatMul:
     """A compiled product, for all weights of one format."""
 
-    __slots__ = (
-        "_library",
-        "_multiply",
-        "_multiply_unpacked",
-        "_needs_sums",
-        "_scratch_bytes",
-        "_sum",
-        "_threads",
-        "columns",
-        "dtype",
-        "form",
-        "unpack_min_rows",
-    )
-
     def __init__(
         self,
         form: BlockFormat,

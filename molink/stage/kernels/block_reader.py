@@ -47,11 +47,9 @@ class CodeDecoder(Protocol):
     @property
     def excess(self) -> int:
         """By how much more the weights are than ``code - offset``."""
-        ...
 
     def emit_pair(self, builder: ir.IRBuilder, words: LoadWord, index: int) -> Values:
         """Pair ``index`` of the group."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,9 @@ class Bf16Decoder:
 
     @property
     def excess(self) -> int:
-        """See :class:`CodeDecoder`."""
         return _BASE + self.form.offset if self.form.bits == 6 else 0
 
     def emit_pair(self, builder: ir.IRBuilder, words: LoadWord, index: int) -> Values:
-        """See :class:`CodeDecoder`."""
         count = 2 * self.lanes
         if self.form.bits == 8:
             codes = builder.bitcast(words(index), ir.VectorType(I8, count))
@@ -122,11 +118,9 @@ class Float32Decoder:
 
     @property
     def excess(self) -> int:
-        """See :class:`CodeDecoder`."""
         return 0
 
     def emit_pair(self, builder: ir.IRBuilder, words: LoadWord, index: int) -> Values:
-        """See :class:`CodeDecoder`."""
         whole, floats = ir.VectorType(I32, self.lanes), ir.VectorType(FLOAT, self.lanes)
         if self.form.bits == 8:
             pairs = builder.sext(words(index), whole)

@@ -18,8 +18,6 @@ def host_features() -> Mapping[str, bool]:
 class CompiledLibrary:
     """The functions of a module, compiled. Their addresses are valid as long as it lives."""
 
-    __slots__ = ("_engine",)
-
     def __init__(self, module: ir.Module, features: str | None = None) -> None:
         """Compile ``module`` for this CPU, or for ``features`` of it only (``+avx2,+fma,…``).
 

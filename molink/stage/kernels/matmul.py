@@ -35,8 +35,6 @@ from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
 class MatMul:
     """A compiled product, for weights of every shape that it :meth:`supports_weight`."""
 
-    __slots__ = ("_columns", "_library", "_multiply", "_threads", "dtype", "weight_dtype")
-
     def __init__(
         self,
         arithmetic: Arithmetic,

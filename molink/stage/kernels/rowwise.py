@@ -41,8 +41,6 @@ _GELU, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 class RowwiseKernels:
     """Compiled for a model's norms (``eps``) and activation; see :func:`supports_rowwise`."""
 
-    __slots__ = ("_gate", "_library", "_norm", "_rotate", "_threads", "dtype")
-
     def __init__(
         self,
         dtype: torch.dtype,

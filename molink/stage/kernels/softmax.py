@@ -53,8 +53,6 @@ VisibleRange = tuple[ir.Value, ir.Value]
 class SoftmaxEmitter:
     """Emits code for one shape."""
 
-    __slots__ = ("_arithmetic", "_builder", "_shape")
-
     def __init__(
         self, builder: ir.IRBuilder, shape: AttentionKernelShape, arithmetic: Arithmetic
     ) -> None:

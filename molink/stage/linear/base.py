@@ -15,12 +15,10 @@ class Projection(Protocol):
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Rows ``[T, out]``."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        ...
 
 
 class EmbeddingTable(Protocol):
@@ -28,12 +26,10 @@ class EmbeddingTable(Protocol):
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """New rows ``[T, hidden]`` of ids (int64 ``[T]``, on the device)."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        ...
 
 
 def pad_rows(rows: Tensor) -> Tensor:

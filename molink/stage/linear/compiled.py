@@ -64,16 +64,13 @@ class CompiledLinear:
         return cls(product, product.pack_weight(weight), added)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return self.product(self.weight, rows, self.bias)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.EmbeddingTable`."""
         return self.product.gather_columns(self.weight, tokens)
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return total_bytes(self.weight, self.bias)
 
 
@@ -120,13 +117,11 @@ class BlockLinear:
         return cls(product, weight, added, dtype, order)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         given = rows if self.column_order is None else rows[:, self.column_order]
         found = self.product(self.weight, given.to(self.product.dtype), self.bias)
         return found.to(self.dtype)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.EmbeddingTable`."""
         found = unpack_rows(self.product.form, self.weight, self.product.columns, tokens)
         return found.to(self.dtype)
 
@@ -138,7 +133,6 @@ class BlockLinear:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return total_bytes(self.weight, self.bias, self.column_order)
 
 
@@ -149,10 +143,8 @@ class ConcatenatedLinear:
     parts: tuple[Projection, ...]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return torch.cat([part(rows) for part in self.parts], 1)
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return sum(part.nbytes for part in self.parts)

@@ -20,18 +20,15 @@ class PlainLinear:
     bias: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         if rows.dtype is torch.bfloat16 and rows.device.type == "cpu":
             return linear(pad_rows(rows), self.weight, self.bias)[: len(rows)]
         return linear(rows, self.weight, self.bias)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.EmbeddingTable`."""
         return embedding(tokens, self.weight)
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return total_bytes(self.weight, self.bias)
 
 
@@ -51,7 +48,6 @@ class PackedLinear:
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             pad_rows(rows), self.packed, self.bias, "none", [], ""
         )
@@ -59,7 +55,6 @@ class PackedLinear:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return total_bytes(self.packed, self.bias)
 
 

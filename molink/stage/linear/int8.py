@@ -35,12 +35,10 @@ class IntegerProduct(Protocol):
 
     def __call__(self, planes: Tensor) -> Tensor:
         """Float32 ``[R, out]`` of whole numbers (as float32, ``[R, in]``, at most 127 each)."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,6 @@ class OneDnnProduct:
         return cls(torch.ops.onednn.qlinear_prepack(weight, None), scales / _COARSE_STEPS, zeros)
 
     def __call__(self, planes: Tensor) -> Tensor:
-        """See :class:`IntegerProduct`."""
         shifted = planes.add_(128).to(torch.uint8)  # oneDNN is slow with signed rows
         product: Tensor = torch.ops.onednn.qlinear_pointwise(
             shifted, 1.0, 128, self.packed, self.steps, self.zeros,
@@ -71,7 +68,6 @@ class OneDnnProduct:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`IntegerProduct`."""
         return total_bytes(self.packed, self.steps)
 
 
@@ -96,7 +92,6 @@ class CudaProduct:
         return all(size % _CUBLAS_MULTIPLE == 0 for size in shape)
 
     def __call__(self, planes: Tensor) -> Tensor:
-        """See :class:`IntegerProduct`."""
         whole = torch.ops.bitsandbytes.int8_linear_matmul.default(
             planes.to(torch.int8), self.weight
         )
@@ -106,7 +101,6 @@ class CudaProduct:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`IntegerProduct`."""
         return total_bytes(self.weight, self.steps)
 
 
@@ -118,7 +112,6 @@ class Int8Linear:
     bias: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         most = _CPU_ROWS if rows.device.type == "cpu" else _GPU_ROWS
         if len(rows) > most:
             parts = (rows[first : first + most] for first in range(0, len(rows), most))
@@ -139,7 +132,6 @@ class Int8Linear:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return self.product.nbytes + total_bytes(self.bias)
 
 

@@ -46,7 +46,6 @@ class CudaNf4Linear:
     bias: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         result: Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
             rows, self.packed, self.shape, self.scales, NF4_BLOCK, "nf4", self.bias
         )
@@ -54,7 +53,6 @@ class CudaNf4Linear:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return total_bytes(self.packed, self.scales, self.bias)
 
 
@@ -94,7 +92,6 @@ class PackedNf4Linear:
         return cls(ordered, turned, torch.tensor(NF4_VALUES), bias)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         out = len(self.packed)
         result: Tensor = torch.ops.bitsandbytes.gemv_4bit.default(
             rows.contiguous(),
@@ -108,7 +105,6 @@ class PackedNf4Linear:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return total_bytes(self.packed, self.scales, self.bias)
 
 

@@ -36,7 +36,6 @@ class UnpackedLinear:
     bias: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         given = pad_rows(rows) if rows.device.type == "cpu" else rows
         result = given.new_empty(len(given), self.shape[0])
         step = rows_per_unpack(self.shape[1])
@@ -59,7 +58,6 @@ class UnpackedLinear:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`~molink.stage.linear.base.Projection`."""
         return total_bytes(self.weight, self.scales, self.bias)
 
 

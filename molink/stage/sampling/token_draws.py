@@ -43,16 +43,6 @@ class TokenDraws:
     First on the device, without waiting for it, then what that didn't settle.
     """
 
-    __slots__ = (
-        "_candidate_counts",
-        "_filtered",
-        "_filters",
-        "_logits",
-        "_noise",
-        "_top_k",
-        "_totals",
-    )
-
     def __init__(
         self, logits: Tensor, params_of_rows: Sequence[SamplingParams], noise: Sequence[float]
     ) -> None:

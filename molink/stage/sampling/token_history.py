@@ -16,8 +16,6 @@ class TokenHistory:
     and nothing is counted twice. Ids below 0 are in no vocabulary and are passed over.
     """
 
-    __slots__ = ("_ids", "_indices", "_max_id", "_times")
-
     def __init__(self, prompt: Iterable[int] = (), generated: Iterable[int] = ()) -> None:
         self._indices: dict[int, int] = {}  #: where each token is in the tensors
         self._ids = torch.empty(0, dtype=torch.int64)

@@ -58,15 +58,12 @@ class AnswerParser(Protocol):
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends in what the model thinks."""
-        ...
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
         """The parts that are certain now that ``text`` follows."""
-        ...
 
     def finish_parsing(self) -> list[AnswerPart]:
         """What was held back, when no more text follows."""
-        ...
 
 
 class AnswerPartBuilder:

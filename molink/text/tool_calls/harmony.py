@@ -44,11 +44,9 @@ class HarmonyParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """See :class:`AnswerParser`."""
         return self._state == "body" and self._kind == "thought"
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         pos = 0
         while pos < len(text):
             before, marker, pos = self._finder.find_marker(text, pos)
@@ -58,7 +56,6 @@ class HarmonyParser:
         return self._parts.drain_parts()
 
     def finish_parsing(self) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         self._read_text(self._finder.flush_text())
         if self._state == "header":
             self._parts.add_text(self._header)

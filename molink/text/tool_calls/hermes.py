@@ -21,7 +21,6 @@ class HermesParser:
         self._awaits_close_tag = False
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         pos = 0
         while pos < len(text):
             if self._reader is None:
@@ -32,7 +31,6 @@ class HermesParser:
         return self._parts.drain_parts()
 
     def finish_parsing(self) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         if self._reader is not None and self._reader.state == "head":
             self._parts.add_text(OPEN + self._reader.held)
         self._parts.add_text(self._finder.flush_text())

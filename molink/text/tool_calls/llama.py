@@ -29,7 +29,6 @@ class LlamaParser:
         self._opening = ""
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         pos = 0
         while pos < len(text):
             if self._state == "call":
@@ -45,7 +44,6 @@ class LlamaParser:
         return self._parts.drain_parts()
 
     def finish_parsing(self) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         if self._state == "call" and self._reader.state == "head":
             self._parts.add_text(self._opening + self._reader.held)
         self._parts.add_text(self._finder.flush_text())

@@ -34,7 +34,6 @@ class MistralParser:
         self._held = ""
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         pos = 0
         while pos < len(text):
             match self._state:
@@ -52,7 +51,6 @@ class MistralParser:
         return self._parts.drain_parts()
 
     def finish_parsing(self) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         if self._state == "head":
             self._parts.add_text(self._held)
         elif self._state == "listed" and self._reader.state == "head":

@@ -26,11 +26,9 @@ class PlainTextParser:
     is_reasoning = False
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         return [TextDelta(text)] if text else []
 
     def finish_parsing(self) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         return []
 
 
@@ -55,11 +53,9 @@ class ReasoningParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """See :class:`AnswerParser`."""
         return self._state == "thought" or (self._state == "first" and self._opened)
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         parts: list[AnswerPart] = []
         if self._state == "first":
             text = self._read_opening(text, parts)
@@ -74,7 +70,6 @@ class ReasoningParser:
         return parts
 
     def finish_parsing(self) -> list[AnswerPart]:
-        """See :class:`AnswerParser`."""
         parts: list[AnswerPart] = []
         held, self._held = self._held, ""
         if self.is_reasoning:

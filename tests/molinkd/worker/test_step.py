@@ -62,7 +62,7 @@ def test_failed_rows_travel_as_nan_and_fail_at_the_tail(
     (result,) = run_step(last, tables[1], pass_on(results))
     assert result.sampled is not None
     assert result.sampled.failed == (0,)
-    assert caplog.messages == ["rows of request 0 came that can't be used"]
+    assert caplog.messages == ["rows of request 0 are not finite"]
     (expected,) = run_step(load(folder, 1, 3), table(0, 1), pass_on(healthy))
     assert expected.sampled is not None
     assert result.sampled.sampled == expected.sampled.sampled[1:]

@@ -15,7 +15,9 @@ def test_it_is_said_at_once_and_then_now_and_then() -> None:
     assert shortage.check_stats(stats(0), 1.0) is None
     said = shortage.check_stats(stats(2), 2.0)
     assert said is not None
-    assert said.startswith("2 times a request that gave way has to be computed anew: the 30 blocks")
+    assert said.startswith(
+        "2 preempted requests could not be swapped and will be recomputed: the 30"
+    )
     assert shortage.check_stats(stats(9), 1.9 + WARNING_INTERVAL_S) is None
     said = shortage.check_stats(stats(9), 2.0 + WARNING_INTERVAL_S)
     assert said is not None
