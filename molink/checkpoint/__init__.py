@@ -1,1 +1,1 @@
-"""What a model folder says of itself, read without torch: config, tensors, sizes."""
+"""Reads a model folder without torch: config, tensors, sizes."""

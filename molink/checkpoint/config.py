@@ -1,4 +1,4 @@
-"""What ``config.json`` says of a model, as far as the decoder has to know."""
+"""Parses ``config.json``, as far as the decoder needs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.dtypes import WeightDType
 from molink.facts.model import Quantize
 
-#: Element types of weights that can be computed with, by the names of the wire.
+#: Supported compute types of weights, by their Hugging Face name.
 
 _DTYPES: dict[str, WeightDType] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-#: Extents beyond these are a damaged config, not a model (also bounds what is allocated).
+#: Larger extents mean a damaged config; the limits also bound allocations.
 _MAX_LAYERS = 4096
 _MAX_HIDDEN = 2**17
 _MAX_INTERMEDIATE = 2**20
@@ -29,13 +29,12 @@ _MAX_VOCABULARY = 2**21
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(FamilyTraits):
-    """A decoder: the traits of its family, its size, and what belongs to no layer.
+    """A model's traits, size and stop tokens.
 
-    ``max_model_len`` is the longest sequence in tokens (prompt and answer). ``eos_ids`` ends an
-    answer; those of ``generation_config.json`` are included. ``quantized`` is how the checkpoint is
-    stored where a stage keeps it so, ``low_bit`` where it unpacks it. ``has_vision``: it is the
-    text model of one that takes images too. ``notes`` are for people: what of the model can't be
-    had here.
+    ``max_model_len`` counts prompt and answer tokens. ``eos_ids`` includes those of
+    ``generation_config.json``. ``quantized`` is the checkpoint's quantization where a stage keeps
+    it, ``low_bit`` where a stage unpacks it. ``has_vision`` marks the text model of a multimodal
+    one. ``notes`` tell users what is not supported.
     """
 
     family: Family
@@ -54,13 +53,13 @@ class ModelConfig(FamilyTraits):
 
     @classmethod
     def load_folder(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
-        """Read ``config.json`` and, if there, ``generation_config.json``.
+        """Read ``config.json`` and, if present, ``generation_config.json``.
 
-        ``fallback_dtype`` is for a config that doesn't state the weights' type.
+        ``fallback_dtype`` applies if the config names no type.
 
         Raises:
-            UnsupportedModel: an architecture or feature that isn't implemented; named.
-            BrokenModel: the file is missing, no JSON, or a field is impossible; named.
+            UnsupportedModel: an architecture or feature is not implemented.
+            BrokenModel: the file is missing or invalid.
         """
         path = folder / "config.json"
         config = read_json(path)
@@ -71,7 +70,7 @@ class ModelConfig(FamilyTraits):
 
     @classmethod
     def parse_config(cls, config: Mapping[str, Any], where: str) -> "ModelConfig":
-        """What a ``config.json`` with this content would say; raises as :meth:`load_folder`."""
+        """Parse the content of a ``config.json``; raises as :meth:`load_folder`."""
         return _build_config(config, where, (), "f32")
 
 
@@ -87,7 +86,7 @@ def _build_config(
     positions = fields.get_integer("max_position_embeddings", 2048, MAX_MODEL_LEN)
     eps = fields.get_number("rms_norm_eps", 1e-6)
     if eps < 0:
-        raise BrokenModel(f"{where}: rms_norm_eps {eps} has to be positive")
+        raise BrokenModel(f"{where}: rms_norm_eps {eps} must be positive")
     traits = parse_traits(family, fields, layers)
     context, notes = _parse_max_len(fields, max(positions, traits.rope.scaled_context))
     return ModelConfig(
@@ -109,10 +108,10 @@ def _build_config(
 
 
 def _parse_max_len(fields: ConfigFields, context: int) -> tuple[int, tuple[str, ...]]:
-    """What of the context can be served, and what is to be said of that.
+    """Return the usable context length, and notes about limits.
 
-    Dual chunk attention (arXiv 2402.17463; Qwen2.5-1M) is full attention up to the length that the
-    model was trained with, and reads what is beyond in chunks of that.
+    Dual chunk attention (arXiv 2402.17463; Qwen2.5-1M) is full attention up to the trained length,
+    and chunked beyond it, which is not implemented.
     """
     dual = fields.get_object("dual_chunk_attention_config")
     if not dual:
@@ -139,7 +138,9 @@ def _find_family(raw: Mapping[str, Any], where: str) -> Family:
         raise BrokenModel(f"{where}: architectures is missing")
     if name not in ARCHITECTURES:
         known = ", ".join((*ARCHITECTURES, *TEXT_MODELS))
-        raise UnsupportedModel(f"{where}: architecture {name} is not supported; these are: {known}")
+        raise UnsupportedModel(
+            f"{where}: architecture {name} is not supported; supported are: {known}"
+        )
     return ARCHITECTURES[name]
 
 

@@ -1,4 +1,4 @@
-"""Typed access to the fields of a JSON object that may hold anything."""
+"""Typed access to the fields of an untrusted JSON object."""
 
 import json
 import math
@@ -9,15 +9,15 @@ from typing import Any
 
 from molink.errors import BrokenModel
 
-#: A JSON file of a model folder that is longer is no such file.
+#: Maximum size of a JSON file in a model folder.
 MAX_JSON_BYTES = 64 * 1024 * 1024
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file of a model folder, at most ``MAX_JSON_BYTES``, whatever size it claims to have.
+    """Read a file of a model folder, at most ``MAX_JSON_BYTES``.
 
     Raises:
-        BrokenModel: the file is missing, unreadable, too long, or a pipe or a device.
+        BrokenModel: the file is missing, unreadable, too long, or not a regular file.
     """
     try:
         refuse_irregular(path)
@@ -33,35 +33,35 @@ def read_bytes(path: Path) -> bytes:
 
 
 def refuse_irregular(path: Path) -> None:
-    """Refuse a pipe, a device or the like (links are followed): to open one may take forever.
+    """Refuse pipes and devices, which could block forever; links are followed.
 
     Raises:
-        BrokenModel: ``path`` is there, but no regular file.
-        OSError: it is not there, or can't be looked at.
+        BrokenModel: ``path`` exists but is not a regular file.
+        OSError: ``path`` is missing or inaccessible.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise BrokenModel(f"{path} is no regular file; fetch it again")
+        raise BrokenModel(f"{path} is not a regular file; fetch it again")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a model folder.
 
     Raises:
-        BrokenModel: the file is missing, unreadable, too long or no JSON object.
+        BrokenModel: the file is missing, unreadable, too long, or not a JSON object.
     """
     try:
         value = json.loads(read_bytes(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise BrokenModel(f"{path}: a JSON object was expected")
+        raise BrokenModel(f"{path}: expected a JSON object")
     return value
 
 
 class ConfigFields:
-    """A JSON object whose values are checked when they are asked for.
+    """A JSON object whose values are checked on access.
 
-    Absent and ``null`` are the same, as in Hugging Face's configs; without a default either is an
+    As in Hugging Face's configs, ``null`` means absent; an absent field without a default is an
     error. Every method raises :class:`BrokenModel` and names the field.
     """
 
@@ -78,10 +78,10 @@ class ConfigFields:
         return value
 
     def _wrong_value(self, name: str, wanted: str, value: object) -> BrokenModel:
-        return BrokenModel(f"{self.where}: {name} has to be {wanted}, not {repr(value)[:80]}")
+        return BrokenModel(f"{self.where}: {name} must be {wanted}, not {repr(value)[:80]}")
 
     def get_integer(self, name: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
-        """A positive integer up to ``maximum``."""
+        """Return a positive integer of at most ``maximum``."""
         value = self._get_value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self._wrong_value(name, "a positive integer", value)
@@ -90,7 +90,7 @@ class ConfigFields:
         return value
 
     def get_number(self, name: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self._get_value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong_value(name, "a number", value)
@@ -103,33 +103,33 @@ class ConfigFields:
         return number
 
     def get_optional_number(self, name: str, default: float | None = None) -> float | None:
-        """A finite number, or ``None`` for ``null``; ``default`` only if absent."""
+        """Return a finite number, or ``None`` for ``null``; ``default`` only if absent."""
         if name not in self._raw:
             return default
         return None if self._raw[name] is None else self.get_number(name)
 
     def get_optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """A positive integer, or ``None`` for ``null``; ``default`` only if absent."""
+        """Return a positive integer, or ``None`` for ``null``; ``default`` only if absent."""
         if name not in self._raw:
             return default
         return None if self._raw[name] is None else self.get_integer(name)
 
     def get_numbers(self, name: str) -> tuple[float, ...]:
-        """A list of finite numbers, not empty."""
+        """Return a non-empty list of finite numbers."""
         listed = self._get_value(name, None)
         if not isinstance(listed, list) or not listed:
             raise self._wrong_value(name, "a list of numbers", listed)
         return tuple(ConfigFields({name: item}, self.where).get_number(name) for item in listed)
 
     def get_object(self, name: str) -> dict[str, Any]:
-        """A JSON object, empty if absent."""
+        """Return a JSON object; empty if absent."""
         value = self._raw.get(name)
         if value is not None and not isinstance(value, dict):
             raise self._wrong_value(name, "an object", value)
         return value or {}
 
     def get_strings(self, name: str) -> tuple[str, ...] | None:
-        """A list of strings, or ``None`` where there is none."""
+        """Return a list of strings; ``None`` if absent."""
         listed = self._raw.get(name)
         if listed is None:
             return None
@@ -138,21 +138,21 @@ class ConfigFields:
         return tuple(listed)
 
     def get_boolean(self, name: str, default: bool) -> bool:
-        """``true`` or ``false``."""
+        """Return a boolean."""
         value = self._get_value(name, default)
         if not isinstance(value, bool):
             raise self._wrong_value(name, "true or false", value)
         return value
 
     def get_string(self, name: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self._get_value(name, default)
         if not isinstance(value, str):
             raise self._wrong_value(name, "a string", value)
         return value
 
     def get_integers(self, name: str) -> tuple[int, ...]:
-        """An integer or a list of them, none if absent."""
+        """Return a list of integers; a single one is wrapped, absence is an empty list."""
         value = self._raw.get(name)
         values = value if isinstance(value, list) else [] if value is None else [value]
         for item in values:

@@ -1,21 +1,21 @@
-"""Whether a disk has room for what is about to be written."""
+"""Checks free disk space before a large write."""
 
 import shutil
 from pathlib import Path
 
 from molink.errors import ModelError
 
-#: Disk space that is left free, in bytes.
+#: Bytes of disk space that are left free.
 DISK_RESERVE_BYTES = 256 << 20
-#: What else a person can do whose folder lies in molink's own one.
+#: Advice if the folder is inside molink's own.
 OTHER_HOME_HINT = ", or put molink's own folder on another disk (MOLINK_HOME)"
 
 
 def check_free_space(folder: Path, nbytes: int, name: str, hint: str = "") -> None:
-    """Whether there is room in a folder, which need not be there yet, for so many bytes more.
+    """Check that ``folder``, which need not exist yet, has room for ``nbytes`` more.
 
     Raises:
-        ModelError: there isn't; says how much there is, how much it takes, and what to do.
+        ModelError: not enough space; tells how much is missing and what to do.
     """
     there = next(one for one in (folder, *folder.parents) if one.exists())
     free = shutil.disk_usage(there).free

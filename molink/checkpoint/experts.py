@@ -1,11 +1,11 @@
-"""Layers whose MLP is a choice of experts: how many there are, and which layers have them."""
+"""Mixture-of-experts layers: number of experts, tensor names, and which layers have them."""
 
 from dataclasses import dataclass
 
 from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel
 
-#: A damaged config must not make a list of tensors that exhausts memory.
+#: Limits for damaged configs, which must not exhaust memory.
 _MAX_EXPERTS = 1024
 _MAX_EXPERTS_OF_MODEL = 2**16
 MAX_EXPERT_SIZE = 2**20
@@ -13,13 +13,13 @@ MAX_EXPERT_SIZE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The experts of a model's layers, and how their tensors are called.
+    """Experts of a model's layers, and the names of their tensors.
 
-    A row goes through the ``top_k`` of ``num_experts`` experts that the router prefers; with
-    ``renormalize`` their weights sum to 1. Layers in ``dense_layers`` have a plain MLP. ``module``,
-    ``gate``, ``gate_up`` and ``down`` are parts of the tensors' names; ``gate_up`` may be one for
-    both. With ``has_bias`` all have biases, the router too. All rows go through one more
-    expert of ``shared_intermediate_size``, weighted by a gate of its own; 0 = there is none.
+    The router chooses ``top_k`` of ``num_experts`` experts for each row; with ``renormalize`` their
+    weights sum to 1. Layers in ``dense_layers`` have a plain MLP. ``module``, ``gate``, ``gate_up``
+    and ``down`` are parts of tensor names; ``gate_up`` may be one name for both. With ``has_bias``
+    all projections have biases, including the router. A shared expert of
+    ``shared_intermediate_size`` (0 = none) processes all rows and has its own gate.
     """
 
     num_experts: int
@@ -36,21 +36,21 @@ class ExpertsConfig:
 
     @property
     def router_name(self) -> str:
-        """Name of the projection that rates the experts."""
+        """Name of the router projection."""
         return f"{self.module}.{self.gate}"
 
     @property
     def shared_gate_name(self) -> str:
-        """Name of the projection that weighs the shared expert."""
+        """Name of the shared expert's gate projection."""
         return f"{self.module}.shared_expert_gate"
 
     @property
     def shared_projections(self) -> tuple[tuple[str, ...], str]:
-        """Names of the projections that make gate and up of the shared expert, and that after."""
+        """Names of the shared expert's gate and up projections, and of its down projection."""
         return self._projection_names(f"{self.module}.shared_expert.")
 
     def expert_projections(self, index: int) -> tuple[tuple[str, ...], str]:
-        """Names of the projections that make gate and up of an expert, and that after."""
+        """Names of an expert's gate and up projections, and of its down projection."""
         return self._projection_names(f"{self.module}.experts.{index}.")
 
     def _projection_names(self, prefix: str) -> tuple[tuple[str, ...], str]:
@@ -58,11 +58,7 @@ class ExpertsConfig:
 
 
 def mixtral_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Experts as Mixtral has them: in all layers.
-
-    Raises:
-        BrokenModel: a field that is impossible; named.
-    """
+    """Mixtral: experts in all layers."""
     experts = ExpertsConfig(
         num_experts=fields.get_integer("num_local_experts", 8, maximum=_MAX_EXPERTS),
         top_k=fields.get_integer("num_experts_per_tok", 2),
@@ -76,12 +72,9 @@ def mixtral_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Experts as Qwen2-MoE and Qwen3-MoE have them: each ``decoder_sparse_step``-th layer.
+    """Qwen2-MoE and Qwen3-MoE: experts in every ``decoder_sparse_step``-th layer.
 
-    There are exceptions. The shared one of Qwen2-MoE is left out.
-
-    Raises:
-        BrokenModel: a field that is impossible; named.
+    The shared expert of Qwen2-MoE is not included.
     """
     step = fields.get_integer("decoder_sparse_step", 1)
     plain = frozenset(fields.get_integers("mlp_only_layers"))
@@ -100,11 +93,7 @@ def qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def gpt_oss_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Experts as gpt-oss has them: in all layers, biased, gate and up in one.
-
-    Raises:
-        BrokenModel: a field that is impossible; named.
-    """
+    """gpt-oss: experts in all layers, with biases; gate and up are one projection."""
     experts = ExpertsConfig(
         num_experts=fields.get_integer("num_local_experts", 128, maximum=_MAX_EXPERTS),
         top_k=fields.get_integer("num_experts_per_tok", 4),
@@ -120,8 +109,8 @@ def gpt_oss_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 def _check_experts(experts: ExpertsConfig, layers: int, where: str) -> ExpertsConfig:
     if experts.top_k > experts.num_experts:
         raise BrokenModel(
-            f"{where}: num_experts_per_tok {experts.top_k} is more than the {experts.num_experts} "
-            "experts there are"
+            f"{where}: num_experts_per_tok {experts.top_k} exceeds the {experts.num_experts} "
+            "experts"
         )
     if experts.num_experts * layers > _MAX_EXPERTS_OF_MODEL:
         raise BrokenModel(

@@ -1,24 +1,23 @@
-"""What sets the families of models apart, told in facts that the decoder can obey.
+"""Maps architectures to traits that the decoder implements.
 
-Supported, by the name in ``architectures``:
+Supported ``architectures``:
 
 - ``LlamaForCausalLM``: Llama 2 and 3.x
 - ``GraniteForCausalLM``: Granite 3; factors of embeddings, scores, residuals and logits
-- ``SmolLM3ForCausalLM``: some layers without a rope
-- ``Olmo2ForCausalLM``, ``Olmo3ForCausalLM``: norms after attention and MLP only, and of all queries
-  together; OLMo 3 with windows
+- ``SmolLM3ForCausalLM``: some layers without RoPE
+- ``Olmo2ForCausalLM``, ``Olmo3ForCausalLM``: norms after attention and MLP only, query and key
+  norms over all heads; OLMo 3 with windows
 - ``MistralForCausalLM``: sliding windows
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
 - ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``: experts
 - ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
-- ``GlmForCausalLM``, ``Glm4ForCausalLM``: half of each head is rotated, in neighbouring pairs
-- ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, bounded scores, a rope of
-  their own for layers with a window
-- the text models of those in :mod:`molink.checkpoint.multimodal`
+- ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
+- ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, soft-capped scores, separate
+  RoPE for sliding-window layers
+- the text models of the multimodal ones in :mod:`molink.checkpoint.multimodal`
 
-Everything beyond this module and :mod:`molink.checkpoint.family_traits` knows facts only, no
-family.
+Only this module and :mod:`molink.checkpoint.family_traits` know families.
 """
 
 from collections.abc import Callable
@@ -50,7 +49,7 @@ Family = Literal[
     "gpt_oss",
 ]
 
-#: ``architectures`` of config.json → family, which is also its ``model_type``.
+#: ``architectures`` entry → family, which is also its ``model_type``.
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "GraniteForCausalLM": "granite",
@@ -76,7 +75,7 @@ _GLM_DEFAULTS = {
     "partial_rotary_factor": 0.5,
     "eos_token_id": [151329, 151336, 151338],
 }
-#: What a config means by saying nothing, where that isn't the same for all families.
+#: Family-specific defaults of absent config fields.
 CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5},
@@ -133,11 +132,11 @@ _MAX_HEAD_DIM = 1024
 
 
 def parse_traits(family: Family, fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Read what a config of ``family`` says of its ``layers`` layers.
+    """Parse the traits of a ``family`` from its config.
 
     Raises:
-        UnsupportedModel: a feature that isn't implemented; named.
-        BrokenModel: a field that is missing, of the wrong type or impossible; named.
+        UnsupportedModel: a feature is not implemented.
+        BrokenModel: a field is missing or invalid.
     """
     traits = _FAMILIES[family](fields, layers)
     _check_heads(traits, fields.where)
@@ -150,10 +149,10 @@ def parse_traits(family: Family, fields: ConfigFields, layers: int) -> FamilyTra
 def _check_heads(traits: FamilyTraits, where: str) -> None:
     if traits.heads % traits.kv_heads:
         raise BrokenModel(
-            f"{where}: num_attention_heads {traits.heads} is no multiple of "
-            f"num_key_value_heads {traits.kv_heads}"
+            f"{where}: num_attention_heads {traits.heads} is not a multiple of num_key_value_heads "
+            f"{traits.kv_heads}"
         )
     if traits.head_dim % 2 or traits.head_dim > _MAX_HEAD_DIM:
         raise BrokenModel(
-            f"{where}: head_dim {traits.head_dim} has to be even and at most {_MAX_HEAD_DIM}"
+            f"{where}: head_dim {traits.head_dim} must be even and at most {_MAX_HEAD_DIM}"
         )

@@ -1,12 +1,9 @@
-"""What a config of each family says, as facts that the decoder can obey.
+"""Parses each family's config into traits that the decoder implements.
 
-A function for each family; :mod:`molink.checkpoint.families` knows which is for which. Defaults are
-those of transformers. All raise ``UnsupportedModel`` for what is not implemented, ``BrokenModel``
-for a field that is missing, of the wrong type or impossible; both name it.
+Defaults are those of transformers. All functions raise ``UnsupportedModel`` for what is not
+implemented, and ``BrokenModel`` for missing or invalid fields; both name the field.
 
-How many positions each layer attends to, as the families spell it.
-
-A window of W means a row and the W - 1 rows before it; 0 means all of them.
+A sliding window of W covers a row and the W - 1 rows before it; 0 means no window.
 """
 
 from dataclasses import replace
@@ -51,7 +48,7 @@ def _base_traits(
     activation: Activation | None = None,
     rope: RopeConfig | None = None,
 ) -> FamilyTraits:
-    """What all families have. Without ``head_dim`` its default is the heads' share of a row."""
+    """Traits that all families share. ``head_dim`` defaults to hidden size over heads."""
     heads = fields.get_integer("num_attention_heads", maximum=_MAX_HEADS)
     share = max(1, fields.get_integer("hidden_size") // heads)
     head_dim = fields.get_integer("head_dim", head_dim or share)
@@ -80,7 +77,7 @@ def llama(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def granite(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Llama with factors. Logits are divided, all else is multiplied."""
+    """Llama with factors; logits are divided, everything else is multiplied."""
     return replace(
         llama(fields, layers),
         attention_scale=_factor(fields, "attention_multiplier"),
@@ -91,7 +88,7 @@ def granite(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def smollm3(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Llama with a rope in some layers only: those for which ``no_rope_layers`` is 1."""
+    """Llama with RoPE only in layers whose ``no_rope_layers`` is 1."""
     interval = fields.get_integer("no_rope_layer_interval", 4)
     rotated = fields.get_integers("no_rope_layers") or tuple(
         int((layer + 1) % interval != 0) for layer in range(layers)
@@ -116,7 +113,7 @@ def olmo2(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def olmo3(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """As OLMo 2 with windows; scaling of the rope is for layers without one."""
+    """OLMo 2 with windows; RoPE scaling applies only to layers without one."""
     habits = RopeDefaults(theta=fields.get_number("rope_theta", 500_000.0))
     rope, local_rope = parse_two_ropes(fields, habits, habits)
     return replace(
@@ -138,7 +135,7 @@ def _olmo_traits(fields: ConfigFields, layers: int, rope: RopeConfig) -> FamilyT
 
 
 def mistral(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Mistral: a window."""
+    """Mistral: sliding window in all layers."""
     return replace(
         _base_traits(fields, layers), windows=parse_uniform_windows(fields, layers, 4096)
     )
@@ -151,7 +148,7 @@ def qwen2(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def qwen3(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Qwen3: norms of queries and keys."""
+    """Qwen3: query and key norms."""
     biased = fields.get_boolean("attention_bias", False)
     return replace(
         _base_traits(fields, layers, head_dim=128),
@@ -163,7 +160,7 @@ def qwen3(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def phi3(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Phi-3 to Phi-4-mini: merged projections, a partial rope, LongRoPE."""
+    """Phi-3 to Phi-4-mini: merged projections, partial RoPE, LongRoPE."""
     aliases: dict[str, RopeKind] = {"su": "longrope", "yarn": "longrope"}
     habits = RopeDefaults(aliases=aliases, allows_partial=True, original_context=4096)
     return replace(
@@ -184,7 +181,7 @@ def mixtral(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def qwen2_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Qwen2-MoE: experts, one of them for all rows."""
+    """Qwen2-MoE: experts, one of them shared."""
     refuse_windows(fields)
     shared = fields.get_integer("shared_expert_intermediate_size", maximum=MAX_EXPERT_SIZE)
     return replace(
@@ -229,7 +226,7 @@ def gpt_oss(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def glm(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """GLM-4 of 2024: half of each head is rotated, in neighbouring pairs."""
+    """GLM-4 of 2024: RoPE on interleaved pairs of half of each head."""
     refuse_windows(fields)
     return replace(
         _base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(allows_partial=True))),
@@ -240,12 +237,12 @@ def glm(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def glm4(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """GLM-4 of 2025: as the one before, with norms after attention and MLP too."""
+    """GLM-4 of 2025: as GLM, with norms after attention and MLP."""
     return replace(glm(fields, layers), norms=_GLM4_NORMS)
 
 
 def gemma2(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Gemma 2: bounded scores and logits."""
+    """Gemma 2: soft-capped scores and logits."""
     return replace(
         _gemma_traits(fields, layers, parse_rope(fields)),
         windows=parse_typed_windows(fields, layers, full_every=2),
@@ -255,7 +252,7 @@ def gemma2(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def gemma3(fields: ConfigFields, layers: int) -> FamilyTraits:
-    """Text of Gemma 3. As in transformers, ``attn_logit_softcapping`` does nothing."""
+    """Text model of Gemma 3. As in transformers, ``attn_logit_softcapping`` has no effect."""
     rope, local_rope = parse_two_ropes(fields, RopeDefaults(theta=1e6), RopeDefaults())
     pattern = fields.get_integer("sliding_window_pattern", 6)
     return replace(
@@ -272,7 +269,7 @@ def _gemma_traits(fields: ConfigFields, layers: int, rope: RopeConfig) -> Family
         raise UnsupportedModel(f"{fields.where}: use_bidirectional_attention is not supported")
     scalar = fields.get_number("query_pre_attn_scalar", 256)
     if scalar <= 0:
-        raise BrokenModel(f"{fields.where}: query_pre_attn_scalar has to be positive, not {scalar}")
+        raise BrokenModel(f"{fields.where}: query_pre_attn_scalar must be positive, not {scalar}")
     activation = _activation(fields, "hidden_activation", "gelu_pytorch_tanh")
     biased = fields.get_boolean("attention_bias", False)
     return replace(
@@ -298,14 +295,14 @@ def _activation(fields: ConfigFields, name: str, default: str) -> Activation:
 def _factor(fields: ConfigFields, name: str, default: float = 1.0) -> float:
     factor = fields.get_number(name, default)
     if factor <= 0:
-        raise BrokenModel(f"{fields.where}: {name} has to be positive, not {factor}")
+        raise BrokenModel(f"{fields.where}: {name} must be positive, not {factor}")
     return factor
 
 
 def _softcap(fields: ConfigFields, name: str, default: float | None) -> float:
     bound = fields.get_optional_number(name, default)
     if bound is not None and bound <= 0:
-        raise BrokenModel(f"{fields.where}: {name} has to be positive or null, not {bound}")
+        raise BrokenModel(f"{fields.where}: {name} must be positive or null, not {bound}")
     return bound or 0.0
 
 
@@ -315,14 +312,14 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def parse_uniform_windows(
     fields: ConfigFields, layers: int, default: int | None
 ) -> tuple[int, ...]:
-    """``sliding_window`` for all layers; ``null`` is none, ``default`` what absence means."""
+    """``sliding_window`` for all layers; ``null`` is none, ``default`` applies if absent."""
     return (fields.get_optional_integer("sliding_window", default) or 0,) * layers
 
 
 def parse_upper_windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
     """``sliding_window`` from layer ``max_window_layers`` on, if ``use_sliding_window``.
 
-    ``layer_types`` overrules where it is there (Qwen2, Qwen3).
+    ``layer_types`` takes precedence (Qwen2, Qwen3).
     """
     sliding = fields.get_boolean("use_sliding_window", False)
     window = fields.get_optional_integer("sliding_window", 4096) if sliding else None
@@ -334,9 +331,9 @@ def parse_upper_windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
 
 
 def parse_typed_windows(fields: ConfigFields, layers: int, full_every: int) -> tuple[int, ...]:
-    """``sliding_window`` where ``layer_types`` says so.
+    """``sliding_window`` in layers that ``layer_types`` names.
 
-    Without that list it is all layers but each ``full_every``-th (Gemma).
+    Without that list, all layers but every ``full_every``-th (Gemma).
     """
     window = fields.get_optional_integer("sliding_window", 4096)
     listed = fields.get_strings("layer_types")
@@ -346,11 +343,7 @@ def parse_typed_windows(fields: ConfigFields, layers: int, full_every: int) -> t
 
 
 def refuse_windows(fields: ConfigFields) -> None:
-    """For families that have none.
-
-    Raises:
-        UnsupportedModel: the config asks for some.
-    """
+    """Refuse a config with windows, for families without them."""
     kinds = fields.get_strings("layer_types") or ()
     kind = next((kind for kind in kinds if kind != _FULL), None)
     if kind is None and fields.get_boolean("use_sliding_window", False):

@@ -1,9 +1,7 @@
-"""Folders that people take for a model's: each kind is named, with what to do about it.
-
-Tensors that a model of this config doesn't have: then the config belongs to another model.
+"""Detects folders in other formats, and tensors that do not belong to the config.
 
 A checkpoint with more layers than its config says, or with biases where the config has none, would
-be served without them: it would answer, and wrongly.
+be served without them and give wrong answers.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,9 +18,9 @@ from molink.checkpoint.tensor_layout import OUTPUT_HEAD_NAME, TensorShapes, stag
 from molink.errors import BrokenModel, ModelError, UnsupportedModel
 from molink.gguf.ggml_types import packed_names
 
-#: What a file begins with whose content git-lfs has not fetched, and how long such a file is.
+#: Start of a git-lfs pointer, and its maximum size.
 _POINTER, _POINTER_BYTES = b"version https://git-lfs", 1024
-#: What to take where weights are stored in a way that molink doesn't read.
+#: Advice for unsupported quantization formats.
 UNQUANTIZED_HINT = "take the model's bf16 or fp16 files, and --quantize if they are too large"
 _QUANTIZED_SUFFIXES = {
     ".qweight": "4-bit weights of GPTQ or AWQ",
@@ -32,22 +30,21 @@ _QUANTIZED_SUFFIXES = {
     ".scales": "the scales of MLX's (Apple's) weights",
 }
 _VALUE_HEAD_NAMES = ("v_head.", "value_head.")
-#: What the authors' own layouts have in place of a config.json.
+#: Files of the original authors' layouts, which have no config.json.
 _ORIGINAL_CONFIGS = ("params.json", "consolidated.safetensors", "consolidated.00.pth")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".npz", ".onnx")
-#: Tokenizers in files that molink doesn't read.
+#: Unsupported tokenizer files.
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
 def refuse_foreign_folder(folder: Path, elsewhere: Collection[str] = ()) -> None:
-    """Refuse a folder whose files tell that it is none of a model, or not whole.
+    """Refuse a folder that is incomplete or in another format.
 
-    ``elsewhere``: names of files of weights that belong to it and aren't in it.
+    ``elsewhere`` names weight files that belong to the model but are stored elsewhere.
 
     Raises:
-        UnsupportedModel: an adapter, a model without a tokenizer that molink reads, one in another
-            layout, or one that AutoGPTQ has quantized.
-        BrokenModel: a file is a git-lfs pointer, or there is no config.json.
+        UnsupportedModel: an adapter, an unsupported tokenizer or layout, or AutoGPTQ's old format.
+        BrokenModel: a file is a git-lfs pointer, or config.json is missing.
     """
     names = sorted(path.name for path in folder.iterdir())
     for name in names:
@@ -78,11 +75,13 @@ def refuse_foreign_folder(folder: Path, elsewhere: Collection[str] = ()) -> None
 
 
 def explain_missing_weights(folder: Path) -> BrokenModel:
-    """What is said of a folder without safetensors; names other weights that it has."""
+    """Explain that a folder has no safetensors; names weights in other formats."""
     names = sorted(path.name for path in folder.iterdir())
     other = next((name for name in names if name.endswith(_WEIGHT_SUFFIXES[1:])), None)
     if other is None:
-        return BrokenModel(f"{folder} has no weights: no *.safetensors file; fetch it as a whole")
+        return BrokenModel(
+            f"{folder} has no weights (no *.safetensors file); fetch the complete model"
+        )
     hint = UNQUANTIZED_HINT.partition(",")[0] + ", as safetensors"
     if other.endswith(".bin"):
         hint = (
@@ -97,11 +96,10 @@ def explain_missing_weights(folder: Path) -> BrokenModel:
 
 
 def refuse_foreign_tensors(path: Path, tensors: Mapping[str, TensorSpan]) -> None:
-    """Refuse tensors that are known to be no model's, or of weights that the config doesn't name.
+    """Refuse tensors of other model kinds or of quantizations that the config does not name.
 
     Raises:
-        UnsupportedModel: there are such tensors, the first is named; or the config names a variant
-            that isn't implemented.
+        UnsupportedModel: such a tensor exists; the first is named.
     """
     config = path / "config.json"
     named = parse_low_bit(read_json(config), str(config)) is not None
@@ -116,8 +114,8 @@ def refuse_foreign_tensors(path: Path, tensors: Mapping[str, TensorSpan]) -> Non
             )
         if name.startswith(_VALUE_HEAD_NAMES):
             raise UnsupportedModel(
-                f"{where} is a value head, as training leaves one behind: save the model without "
-                "it (trl: model.pretrained_model.save_pretrained)"
+                f"{where} is a value head left over from training: save the model without it (trl: "
+                "model.pretrained_model.save_pretrained)"
             )
 
 
@@ -126,7 +124,7 @@ def _refuse_pointer(file: Path) -> None:
         is_short = file.is_file() and file.stat().st_size <= _POINTER_BYTES
         is_pointer = is_short and file.read_bytes().startswith(_POINTER)
     except OSError:
-        return  # whoever needs it says what is wrong with it
+        return  # the reader of the file reports the error
     if is_pointer:
         raise BrokenModel(
             f"{file} is a git-lfs pointer, not the file itself: run git lfs install, then git lfs "
@@ -145,10 +143,10 @@ def _explain_missing_config(folder: Path, names: list[str], weights: list[str]) 
         )
     if tokenizer is not None and not weights:
         return BrokenModel(
-            f"{folder} has a tokenizer ({tokenizer}) alone: a model's folder has {wanted}"
+            f"{folder} has only a tokenizer ({tokenizer}): a model folder has {wanted}"
         )
     return BrokenModel(
-        f"config.json is missing in the model folder {folder}: such a one has {wanted}"
+        f"config.json is missing in the model folder {folder}: a model folder has {wanted}"
     )
 
 
@@ -156,27 +154,28 @@ def _explain_adapter(folder: Path) -> str:
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     of = f" of {base[:200]}" if isinstance(base, str) and base else ""
     return (
-        f"{folder} is an adapter{of}, no whole model: merge them (peft: PeftModel.from_pretrained("
-        "base, adapter).merge_and_unload().save_pretrained(folder)) and serve the result"
+        f"{folder} is an adapter{of}, not a whole model: merge them (peft: "
+        "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)) and "
+        "serve the result"
     )
 
 
-#: Tensors of a decoder have names that begin so; in files of other kinds anything may be.
+#: Prefixes of a decoder's tensors; names with other prefixes are ignored.
 _MODEL_PREFIXES = ("model.", "lm_head.")
-#: What old checkpoints hold beside weights: constants that follow from the config.
+#: Constants that old checkpoints store beside weights; they follow from the config.
 _CONSTANT_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def refuse_unknown_tensors(
     path: Path, config: ModelConfig, tensors: Mapping[str, TensorSpan]
 ) -> None:
-    """Check that a folder has no tensors that its config knows nothing of.
+    """Refuse tensors that the config does not account for.
 
-    Files that hold none of the model's tensors (an adapter, weights in another naming) are left
-    alone. A stage's folder has some layers only: what is missing is not looked at here.
+    Folders without any of the model's tensors, such as adapters, are accepted. Missing tensors are
+    not checked here, since a stage's folder has some layers only.
 
     Raises:
-        BrokenModel: there are such tensors; the first is named.
+        BrokenModel: such tensors exist; the first is named.
     """
     known = _expected_names(config, stage_tensors(config, 0, config.layers), tensors)
     files = {span.file for name, span in tensors.items() if name in known}
@@ -191,8 +190,8 @@ def refuse_unknown_tensors(
         first = min(strays)
         more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
         raise BrokenModel(
-            f"{path / tensors[first].file}: tensor {first}{more} has no place in a model of this "
-            "config.json: it belongs to another model, or a feature of it is switched off there"
+            f"{path / tensors[first].file}: tensor {first}{more} does not fit this config.json: it "
+            "belongs to another model, or the config disables its feature"
         )
 
 

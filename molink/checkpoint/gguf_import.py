@@ -1,7 +1,7 @@
-"""A GGUF file, laid out once as a model folder: what molink hashes, passes on and loads.
+"""Converts a GGUF file to a model folder, which molink hashes, transfers and loads.
 
-Weights keep the file's own blocks (:mod:`molink.gguf.ggml_types`), so the folder takes as much room
-as the file, and other PCs fetch no more than that. Everything is checked before a byte is written.
+Weights keep their GGUF blocks (:mod:`molink.gguf.ggml_types`), so the folder is as large as the
+file. Everything is checked before the first write.
 """
 
 import hashlib
@@ -36,22 +36,21 @@ from molink.gguf.metadata import read_sampling_defaults
 from molink.gguf.tensor_mapping import MappedTensor, map_tensors
 from molink.gguf.tokenizer_files import TokenizerFiles, build_tokenizer_files
 
-#: How such files' names end.
 GGUF_SUFFIX = ".gguf"
-#: Changes with what is made of a file, so that an older molink's folder isn't taken.
+#: Rises with every change of the folder's layout.
 _LAYOUT_VERSION = 3
-#: Bytes that are written at once.
+#: Bytes of one write.
 _WRITE_BYTES = 1 << 22
 _ALIGNMENT = 8
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """The one GGUF file of a folder that has no safetensors; ``None`` if it is another folder.
+    """Return the GGUF file of a folder without safetensors, else ``None``.
 
-    Of a model in several it is the first.
+    Of a split model, it is the first file.
 
     Raises:
-        ModelError: there are several models.
+        ModelError: the folder has several models.
     """
     if any(folder.glob("*.safetensors")):
         return None
@@ -64,7 +63,9 @@ def find_gguf(folder: Path) -> Path | None:
 
 
 def read_gguf_model(path: Path) -> tuple[ModelConfig, dict[str, MappedTensor]]:
-    """Config and tensors of a GGUF file, without its tokenizer; raises as :func:`import_gguf`."""
+    """Return config and tensors of a GGUF file, without its tokenizer; raises as
+    :func:`import_gguf`.
+    """
     file = read_split_gguf(path)
     config = build_config(file, lambda tensor: _read_numbers(file, tensor), ())
     pieces = {piece.name: piece for piece in _check_tensors(file, config)}
@@ -72,15 +73,15 @@ def read_gguf_model(path: Path) -> tuple[ModelConfig, dict[str, MappedTensor]]:
 
 
 def import_gguf(path: Path, into: Path, counter: ByteCounter, stop: threading.Event) -> Path:
-    """The folder below ``into`` that holds the model of a GGUF file; made if it isn't there.
+    """Return the folder below ``into`` for a GGUF file; create it if needed.
 
-    Of a model in several files ``path`` is any of them.
+    ``path`` is any file of a split model.
 
     Raises:
-        BrokenModel: the file is truncated or contradicts itself; says where.
-        UnsupportedModel: something in it that isn't implemented; named.
-        ModelError: there is no room, or the folder can't be written.
-        Unavailable: ``stop`` was set meanwhile.
+        BrokenModel: the file is truncated or inconsistent.
+        UnsupportedModel: something in it is not implemented.
+        ModelError: the disk is too small, or the folder can't be written.
+        Unavailable: ``stop`` was set.
     """
     target = (
         into / f"{make_plain_name(model_name(path.name), 'model')}-{_files_key(find_splits(path))}"
@@ -99,7 +100,7 @@ def import_gguf(path: Path, into: Path, counter: ByteCounter, stop: threading.Ev
 
 
 def _files_key(parts: Sequence[Path]) -> str:
-    """Another one whenever one of the files is another one."""
+    """A key that changes with any of the files."""
     about = [str(_LAYOUT_VERSION)]
     for path in parts:
         try:
@@ -128,7 +129,7 @@ def _write_folder(path: Path, draft: Path, counter: ByteCounter, stop: threading
         for piece in found:
             for part in _read_bytes(piece, data[piece.split]):
                 if stop.is_set():
-                    raise Unavailable(f"{path.name} was not unpacked to the end")
+                    raise Unavailable(f"unpacking of {path.name} was interrupted")
                 target.write(part)
                 counter.add_bytes(len(part))
 
@@ -140,7 +141,7 @@ def _map_file(path: Path) -> Iterator[mmap.mmap]:
 
 
 def _check_tensors(file: GgufFile, config: dict[str, Any]) -> list[MappedTensor]:
-    """The model's tensors; each fits the metadata, none is missing."""
+    """Return the model's tensors; checks that none is missing and all fit the metadata."""
     parsed = ModelConfig.parse_config(config, str(file.path))
     found = {piece.name: piece for piece in map_tensors(file, config)}
     shapes = stage_tensors(parsed, 0, parsed.layers)
@@ -157,7 +158,7 @@ def _check_tensors(file: GgufFile, config: dict[str, Any]) -> list[MappedTensor]
     strays = sorted(found.keys() - wanted.keys())
     if strays:
         raise BrokenModel(
-            f"{file.path}: its metadata leave no place for {strays[0]}"
+            f"{file.path}: {strays[0]} does not fit its metadata"
             + (f" and {len(strays) - 1} more tensors" if len(strays) > 1 else "")
         )
     return list(found.values())
@@ -201,7 +202,7 @@ def _build_header(found: list[MappedTensor]) -> bytes:
 
 
 def _read_bytes(piece: MappedTensor, data: mmap.mmap) -> Iterator[bytes]:
-    # Late: a daemon needs it for nothing else.
+    # Imported late: a daemon needs numpy for nothing else.
     import numpy as np
 
     end = piece.offset + piece.nbytes
@@ -209,7 +210,8 @@ def _read_bytes(piece: MappedTensor, data: mmap.mmap) -> Iterator[bytes]:
         norm = np.frombuffer(data[piece.offset : end], "<f4")
         yield (norm - np.float32(piece.subtract)).astype("<f4").tobytes()
     elif piece.permuted_heads:
-        # Row 2i of a head is the i-th of its first half, row 2i + 1 of its second.
+        # GGUF interleaves the halves of a head: row 2i is the i-th of the first half, 2i + 1 of the
+        # second.
         rows = np.frombuffer(data[piece.offset : end], np.uint8).reshape(piece.shape[0], -1)
         pairs = rows.reshape(piece.permuted_heads, -1, 2, rows.shape[1])
         yield pairs.swapaxes(1, 2).tobytes()

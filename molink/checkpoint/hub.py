@@ -1,11 +1,8 @@
-"""Models from the Hugging Face hub, into its own cache, where other programs find them too.
+"""Downloads models from the Hugging Face hub into its shared cache.
 
-The hub's library lays the cache out and fetches the small files. Weights are fetched here: what is
-there of a file when the line breaks or the program ends is kept, and the rest fetched the next
-time. Each is checked against the SHA-256 that the hub names. The library is imported late: that
-takes half a second, and most commands never need it.
-
-What the Hugging Face hub's library raises, as errors of ours.
+The hub's library creates the cache layout and fetches small files. Weights are fetched here, so
+that interrupted downloads resume; each is checked against the hub's SHA-256. The library is
+imported late, since that takes half a second and most commands never need it.
 """
 
 import hashlib
@@ -36,33 +33,32 @@ from molink.facts.model import LayerRange
 from molink.files import retry_while_busy
 from molink.gguf.gguf_file import find_first_splits
 
-#: What is fetched: weights and metadata, no pickles.
+#: Weights and metadata; no pickles.
 FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
-#: The same weights again, in the layout of the model's authors.
+#: Duplicates of the weights in the authors' own layout.
 DUPLICATE_PATTERNS = ("original/*", "consolidated*", "*/*.safetensors")
-#: How files end of which only a part has come.
+#: Suffix of partial downloads.
 PARTIAL_SUFFIX = ".molink"
-#: A file is asked for so often without one more byte, after pauses of so many seconds.
+#: Delays between attempts that bring no bytes.
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0)
-#: Seconds until a silent line is given up.
 _READ_TIMEOUT_S = 30.0
 
 
 class ByteCounter(Protocol):
-    """Is told how far it is, in bytes."""
+    """Counts transferred bytes."""
 
     total: int
 
     def add_bytes(self, nbytes: int) -> None:
-        """So many more have come."""
+        """Count bytes that were transferred."""
 
     def add_existing(self, nbytes: int) -> None:
-        """So many lie here already."""
+        """Count bytes that are present already."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository. ``sha256`` is known of large ones only."""
+    """A file of a repository; only large ones have a ``sha256``."""
 
     name: str
     nbytes: int
@@ -71,7 +67,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class HubRepository:
-    """A model on the hub, as it is at one commit, and the folder that it has in the cache."""
+    """A model at one commit, and its folder in the hub's cache."""
 
     id: str
     commit: str
@@ -80,29 +76,29 @@ class HubRepository:
 
     @property
     def weight_files(self) -> tuple[HubFile, ...]:
-        """The files that are fetched here."""
+        """Weight files, which are fetched here."""
         return tuple(file for file in self.files if file.sha256)
 
     def blob_path(self, file: HubFile) -> Path:
-        """Where the cache keeps a large file."""
+        """Path of a large file in the cache."""
         return self.cache / "blobs" / file.sha256
 
     def partial_path(self, file: HubFile) -> Path:
-        """What has come of it so far."""
+        """Path of its partial download."""
         return self.blob_path(file).with_suffix(PARTIAL_SUFFIX)
 
     def candidate_paths(self, file: HubFile) -> tuple[Path, Path]:
-        """Where a large file may lie whole: by its name, and as a blob."""
+        """Paths where the complete file may be: by name, and as a blob."""
         return self.cache / "snapshots" / self.commit / file.name, self.blob_path(file)
 
     def count_cached_bytes(self, file: HubFile) -> int:
-        """Bytes of it that need not be fetched."""
+        """Bytes of the file that are cached."""
         sizes = map(_file_size, (*self.candidate_paths(file), self.partial_path(file)))
         return max(size for size in (0, *sizes) if size <= file.nbytes)
 
 
 def find_cached(repository: str) -> Path | None:
-    """The folder of a model that lies whole in the cache; ``None`` if it doesn't."""
+    """Return the folder of a completely cached model, else ``None``."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -120,7 +116,7 @@ def find_cached(repository: str) -> Path | None:
 
 
 def find_cached_file(repository: str, files: Sequence[str]) -> Path | None:
-    """The first of some files of a repository, if they all lie in the cache."""
+    """Return the first of ``files`` if all of them are cached."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     cache = constants.HF_HUB_CACHE
@@ -129,11 +125,13 @@ def find_cached_file(repository: str, files: Sequence[str]) -> Path | None:
 
 
 def find_only_gguf(repository: str) -> str | None:
-    """The GGUF file (its first part) of a repository that has one model in such, no safetensors.
+    """Return the GGUF file of a repository that has exactly one GGUF model and no safetensors.
+
+    Of a split model, it is the first file.
 
     Raises:
-        ModelError: the hub has no such repository, or doesn't show it to us.
-        Unavailable: the hub can't be reached, and nothing of it is in the cache.
+        ModelError: the repository is missing or not accessible.
+        Unavailable: the hub is unreachable, and nothing is cached.
     """
     from huggingface_hub import HfApi, constants
 
@@ -161,7 +159,7 @@ def _cached_names(repository: str) -> list[str]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether all shards are there; the cache may hold a part of a repository."""
+    """Whether all shards are present; the cache may hold parts of a repository."""
     present = {file.name for file in folder.glob("*.safetensors")}
     return bool(present) and present >= set(read_weight_map(folder).values())
 
@@ -172,15 +170,14 @@ def pull_model(
     stop: threading.Event,
     layers: LayerRange | None = None,
 ) -> Path:
-    """Have a model in the cache, or the shards that have ``layers``; returns its folder.
+    """Download a model, or only the shards with ``layers``, into the cache; return its folder.
 
     Raises:
-        ModelNotFound: the hub has none of that name, or doesn't show it to us.
-        GatedModel: its authors want to be asked first.
-        Unavailable: the hub can't be reached or breaks off, or ``stop`` was set; what has come is
-            kept.
+        ModelNotFound: the repository is missing or not accessible.
+        GatedModel: the authors require approval.
+        Unavailable: the hub is unreachable, or ``stop`` was set; partial downloads are kept.
         ModelError: the disk is too small.
-        BrokenModel: what came isn't what the hub says.
+        BrokenModel: a file does not match the hub's hash.
     """
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -196,9 +193,9 @@ def pull_model(
 def fetch_files(
     found: HubRepository, large: Sequence[HubFile], counter: ByteCounter, stop: threading.Event
 ) -> Path:
-    """Have the ``large`` files and all small ones in the cache; returns their folder.
+    """Download the ``large`` files and all small ones; return their folder.
 
-    Raises as :func:`pull_model`, and what the hub's library does.
+    Raises as :func:`pull_model`, and what the hub's library raises.
     """
     check_disk_space(found, large)
     counter.total = sum(file.nbytes for file in large)
@@ -211,8 +208,7 @@ def fetch_files(
 def pull_file(
     repository: str, files: Sequence[str], counter: ByteCounter, stop: threading.Event
 ) -> Path:
-    """Have some files of a repository in the cache; returns the first. Raises as
-    :func:`pull_model`."""
+    """Download some files of a repository; return the first. Raises as :func:`pull_model`."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     with translate_hub_errors(repository):
@@ -228,7 +224,7 @@ def pull_file(
 def query_repository(
     repository: str, commit: str | None = None, files: Sequence[str] = ()
 ) -> HubRepository:
-    """Ask the hub what a model, or some ``files`` of it, are. Raises what its library does."""
+    """Ask the hub about a model, or some ``files`` of it. Raises what its library raises."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -256,10 +252,10 @@ def _missing_file_error(repository: str, file: str, ggufs: list[str]) -> str:
 
 
 def check_disk_space(found: HubRepository, files: Sequence[HubFile]) -> None:
-    """Whether there is room for what is missing of ``files``.
+    """Check that the disk has room for what is missing of ``files``.
 
     Raises:
-        ModelError: there isn't; says how much there is, how much it takes, and what to do.
+        ModelError: it has not.
     """
     missing = sum(file.nbytes - found.count_cached_bytes(file) for file in files)
     hint = ", or set HF_HOME to a folder on another disk"
@@ -273,11 +269,11 @@ def _is_wanted(name: str) -> bool:
 
 
 def _files_of_layers(found: HubRepository, folder: Path, layers: LayerRange) -> tuple[HubFile, ...]:
-    """The files of weights that hold the tensors of a stage."""
+    """Weight files that hold the tensors of a stage."""
     config = ModelConfig.load_folder(folder)
     first, last = layers
     if not 0 <= first < last <= config.layers:
-        raise ModelError(f"{found.id} has layers 0:{config.layers}; {first}:{last} is no part")
+        raise ModelError(f"{found.id} has layers 0:{config.layers}; {first}:{last} is out of range")
     tensors = stage_tensors(config, first, last)
     modules = [name.removesuffix("weight") for name in tensors]
     shards = read_weight_map(folder)
@@ -291,10 +287,10 @@ def _files_of_layers(found: HubRepository, folder: Path, layers: LayerRange) -> 
 
 
 def _link_snapshot(found: HubRepository, names: set[str]) -> Path:
-    """Have ``names`` in the snapshot's folder: small ones are fetched, large ones are there."""
+    """Fetch small files of ``names`` and link all of them into the snapshot folder."""
     from huggingface_hub import constants, snapshot_download
 
-    # Windows has links for developers only; what is twice then is removed below.
+    # On Windows without developer mode the library copies; duplicates are removed below.
     constants.HF_HUB_DISABLE_SYMLINKS_WARNING = True
     folder = Path(
         snapshot_download(
@@ -304,7 +300,7 @@ def _link_snapshot(found: HubRepository, names: set[str]) -> Path:
             endpoint=constants.ENDPOINT,
         )
     )
-    for file in found.weight_files:  # where there are no links, the library has made a copy
+    for file in found.weight_files:  # without links, the library made a copy
         laid_out, blob = folder / file.name, found.blob_path(file)
         if file.name in names and not laid_out.is_symlink() and laid_out.is_file():
             retry_while_busy(partial(blob.unlink, missing_ok=True))
@@ -317,7 +313,7 @@ def _link_snapshot(found: HubRepository, names: set[str]) -> Path:
 def _ensure_file(
     found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event
 ) -> None:
-    """Have a file of weights in the cache, whole and right."""
+    """Download a weight file into the cache unless it is there; check its hash."""
     from huggingface_hub.utils._fixes import WeakFileLock
 
     blob, partial_path = found.blob_path(file), found.partial_path(file)
@@ -340,7 +336,7 @@ def _ensure_file(
 
 
 def _reopen_partial(found: HubRepository, file: HubFile) -> None:
-    """What counts as whole and isn't, by its size, is a draft again if more of it is there."""
+    """Reuse an incomplete file in the cache as the partial download if it is longer."""
     partial_path = found.partial_path(file)
     for path in (one.resolve() for one in found.candidate_paths(file) if one.is_file()):
         if _file_size(partial_path) < _file_size(path) < file.nbytes:
@@ -352,11 +348,11 @@ def _reopen_partial(found: HubRepository, file: HubFile) -> None:
 def _fetch_file(
     found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event
 ) -> None:
-    """Fetch what is missing of a file, again and again while that brings anything."""
+    """Fetch the rest of a file; retry while that makes progress."""
     partial_path = found.partial_path(file)
     fruitless = 0
     while (before := _file_size(partial_path)) < file.nbytes:
-        reason = "it sent too little"
+        reason = "the response was too short"
         try:
             _fetch_range(found, file, partial_path, before, counter, stop)
         except network_errors() as error:
@@ -368,7 +364,7 @@ def _fetch_file(
         if fruitless > len(RETRY_DELAYS_S):
             raise Unavailable(
                 f"the hub broke off at {here / 1e6:.0f} of {file.nbytes / 1e6:.0f} MB of "
-                f"{file.name}: {reason}. What has come is kept: run it again to go on from there"
+                f"{file.name}: {reason}. The partial download is kept: run it again to resume"
             )
         if here < file.nbytes:
             stop.wait(RETRY_DELAYS_S[max(0, fruitless - 1)])
@@ -387,7 +383,7 @@ def _fetch_range(
     counter: ByteCounter,
     stop: threading.Event,
 ) -> None:
-    """One request for a file from byte ``begin`` on. Raises what the hub's library does."""
+    """Request a file from byte ``begin`` on. Raises what the hub's library raises."""
     from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status
     from huggingface_hub.utils._headers import build_hf_headers
 
@@ -396,7 +392,7 @@ def _fetch_range(
     with get_session().stream("GET", url, headers=headers, timeout=_READ_TIMEOUT_S) as response:
         hf_raise_for_status(response)
         with partial_path.open("r+b" if partial_path.is_file() else "wb") as out:
-            if response.status_code != 206:  # all of it comes
+            if response.status_code != 206:  # the server ignored the range
                 counter.add_existing(-begin)
                 begin = 0
             out.truncate(begin)
@@ -409,16 +405,16 @@ def _fetch_range(
 
 
 def network_errors() -> Any:
-    """What is raised where the line is the reason."""
+    """Exceptions that mean a network failure."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # The library's HTTP client isn't ours to name: all its errors have the same base.
+    # The HTTP client is the library's choice; its errors share this base class.
     http: Any = HfHubHTTPError.__mro__[1]
     return (http, OfflineModeIsEnabled)
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the hub itself says no, so that to ask again is no use."""
+    """Whether the hub refused the request, so that a retry is useless."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return 400 <= status < 500 and status not in (408, 429)
 
@@ -426,12 +422,12 @@ def is_refusal(error: Exception) -> bool:
 def raise_if_stopped(repository: str, stop: Event) -> None:
     """Raise ``Unavailable`` if ``stop`` was set."""
     if stop.is_set():
-        raise Unavailable(f"fetching {repository} was ended; what has come is kept")
+        raise Unavailable(f"the download of {repository} was stopped; partial downloads are kept")
 
 
 @contextmanager
 def translate_hub_errors(repository: str) -> Iterator[None]:
-    """What the hub's library raises, as errors of ours."""
+    """Convert exceptions of the hub's library to molink's errors."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -447,8 +443,8 @@ def translate_hub_errors(repository: str) -> Iterator[None]:
         raise
     except GatedRepoError as error:
         raise GatedModel(
-            f"{repository} is gated: its authors want to be asked first. Accept their terms at "
-            f"{hub}/{repository}, then give your token (`hf auth login`, or HF_TOKEN)"
+            f"{repository} is gated: request access at {hub}/{repository}, then provide your token "
+            "(`hf auth login`, or HF_TOKEN)"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFound(
@@ -459,14 +455,13 @@ def translate_hub_errors(repository: str) -> Iterator[None]:
         if is_refusal(error):
             raise GatedModel(f"{hub} refuses {repository}: {first_line(error)}") from error
         raise Unavailable(
-            f"the hub at {hub} can't give {repository} now: {first_line(error)}. What has come is "
-            "kept. Try again later, or take a model folder from elsewhere (`--model FOLDER`)"
+            f"can't reach {repository} on the hub at {hub}: {first_line(error)}. Partial downloads "
+            "are kept. Try again later, or use a local model folder (`--model FOLDER`)"
         ) from error
     except OSError as error:
         raise ModelError(f"can't write {repository} to the cache: {error}") from error
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what it says."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)

@@ -1,14 +1,11 @@
-"""Parts of a model on the Hugging Face hub: chunk by chunk, without its files, or of its files.
+"""Reads parts of a model on the Hugging Face hub without downloading it.
 
-A stage needs few tensors, and the hub gives any range of a file. Nothing of this is kept in the
-hub's cache: whoever asks checks what comes and keeps it where chunks of peers are kept too.
+A stage needs few tensors, and the hub serves any range of a file. Nothing is kept in the hub's
+cache: the caller verifies chunks and stores them with those from peers.
 
-Models on the Hugging Face hub whose shards stay there until a stage needs them.
-
-Of one commit the hub says which files there are, and the SHA-256 of each large one. The heads of
-the shards say which tensors they hold: some MB, read by range. So a model can be placed before any
-of its weights is here, and whoever holds layers of it fetches their shards alone
-(:mod:`molink.checkpoint.manifest`, version 2).
+Shard headers tell which tensors a shard holds, so a model can be placed before any weights are
+downloaded; a peer then fetches only the shards of its layers (:mod:`molink.checkpoint.manifest`,
+version 2).
 """
 
 import threading
@@ -40,9 +37,9 @@ from molink.checkpoint.safetensors_header import TensorSpan, header_length, pars
 from molink.errors import BrokenModel, Unavailable
 from molink.files import is_plain
 
-#: Seconds until a silent line is given up: a peer may be asked instead.
+#: Seconds without data after which a read fails; a peer may serve it instead.
 READ_TIMEOUT_S = 10.0
-#: For so many seconds a file is asked for where the hub sent us for it: such addresses expire.
+#: Seconds for which a redirect is reused; signed URLs expire.
 _REDIRECT_TTL_S = 300.0
 
 
@@ -54,7 +51,7 @@ class _Redirect:
 
 @dataclass(slots=True)
 class HubReader:
-    """A model on the hub at one commit. Blocks; may be used from several threads."""
+    """Reads a model at one commit. Blocking and thread-safe."""
 
     repository: str
     commit: str
@@ -64,20 +61,20 @@ class HubReader:
 
     @classmethod
     def open_place(cls, place: str) -> "HubReader":
-        """``place`` is ``OWNER/NAME@COMMIT``."""
+        """Open ``OWNER/NAME@COMMIT``."""
         repository, _, commit = place.partition("@")
         return cls(repository, commit)
 
     def read_chunk(
         self, entry: str, index: int, begin: int = 0, length: int = CHUNK_BYTES
     ) -> bytes:
-        """Bytes of a tensor's chunk from ``begin`` on; at most ``length``, and as many as it has.
+        """Read at most ``length`` bytes of a tensor's chunk from ``begin`` on.
 
-        Or of a whole shard, named in place of a tensor, and then of the chunks that follow too.
+        If ``entry`` names a shard, the read may extend into the following chunks.
 
         Raises:
-            ModelError: the hub doesn't have it, or not for us.
-            Unavailable: the hub can't be reached, or sends something else.
+            ModelError: the hub lacks it or denies access.
+            Unavailable: the hub is unreachable or sends something else.
         """
         first = index * CHUNK_BYTES + begin
         with translate_hub_errors(self.repository):
@@ -90,7 +87,7 @@ class HubReader:
             return self.read_range(span.file, span.offset + first, min(length, span.nbytes - first))
 
     def _locate_tensors(self) -> dict[str, TensorSpan]:
-        """Where all tensors lie: read once, from the heads of the files."""
+        """Locate all tensors by the files' headers, read once."""
         with self._spans_lock:
             if self._spans is None:
                 found: dict[str, TensorSpan] = {}
@@ -101,11 +98,11 @@ class HubReader:
             return self._spans
 
     def read_header(self, file: hub.HubFile) -> dict[str, TensorSpan]:
-        """The tensors of a file, of a text model only; raises what the hub's library does too.
+        """Read the tensors of a file; raises what the hub's library raises, too.
 
         Raises:
-            BrokenModel: it is no safetensors file.
-            Unavailable: the hub sends something else.
+            BrokenModel: not a safetensors file.
+            Unavailable: unexpected response.
         """
         path = PurePosixPath(file.name)
         length = header_length(self.read_range(file.name, 0, 8), file.nbytes, path)
@@ -113,17 +110,17 @@ class HubReader:
         return extract_text_tensors(found, file.name)
 
     def read_range(self, file: str, first: int, length: int) -> bytes:
-        """``length`` bytes of a file, fewer only where it ends; raises as :meth:`read_header`."""
+        """Read ``length`` bytes of a file, fewer at its end; raises as :meth:`read_header`."""
         data = self._request_range(file, first, length)
-        if data is None:  # where it was before, it is no more
+        if data is None:  # the redirect expired
             self._redirects.pop(file, None)
             data = self._request_range(file, first, length)
         if data is None:
-            raise Unavailable(f"the hub gives no part of {file} of {self.repository}")
+            raise Unavailable(f"the hub sent no part of {file} of {self.repository}")
         return data
 
     def _request_range(self, file: str, first: int, length: int) -> bytes | None:
-        """One request; ``None`` if it was answered with something else."""
+        """Send one request; ``None`` for an unexpected response."""
         from huggingface_hub import constants, get_session, hf_hub_url, hf_raise_for_status
         from huggingface_hub.utils._headers import build_hf_headers
 
@@ -131,7 +128,7 @@ class HubReader:
         known = moved is not None and time.monotonic() < moved.expires_at
         url = hf_hub_url(self.repository, file, revision=self.commit, endpoint=constants.ENDPOINT)
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={first}-{first + length - 1}"}
-        if not known:  # a user's token is for the hub alone
+        if not known:  # the token must not leak to other hosts
             headers |= build_hf_headers()
         at = moved.url if known and moved is not None else url
         found = bytearray()
@@ -153,16 +150,14 @@ class HubReader:
         return bytes(found)
 
 
-#: Heads that are read at once.
 _MAX_CONCURRENT_READS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model whose ``shards`` are on the hub, at ``place`` (``OWNER/NAME@COMMIT``).
+    """A model at ``place`` (``OWNER/NAME@COMMIT``) whose ``shards`` are on the hub.
 
-    ``folder`` is that of the hub's cache and has all but them; ``tensors`` are those that they
-    hold, as :func:`molink.checkpoint.model_folder.scan_tensors` has them.
+    ``folder`` in the hub's cache has everything else; ``tensors`` are those of the shards.
     """
 
     folder: Path
@@ -171,10 +166,10 @@ class HubModel:
     tensors: dict[str, TensorSpan] = field(repr=False)
 
     def open_folder(self) -> ModelFolder:
-        """Check that it can be served: what has to be looked into for that is read from the hub.
+        """Check that the model can be served; reads what is needed from the hub.
 
-        Raises as :meth:`ModelFolder.open_folder`, and:
-            Unavailable: the hub can't be reached.
+        Raises as :meth:`ModelFolder.open`, and:
+            Unavailable: the hub is unreachable.
         """
         reader = HubReader.open_place(self.place)
 
@@ -185,7 +180,7 @@ class HubModel:
         return ModelFolder.open_remote(self.folder, self.tensors, read)
 
     def build_manifest(self, files: Sequence[HashedEntry]) -> Manifest:
-        """What it consists of, with ``files`` beside its weights."""
+        """Build the manifest from the shards and ``files``."""
         tensors = {name: (span.file, span) for name, span in self.tensors.items()}
         return Manifest.build_sharded(files, self.place, self.shards, tensors)
 
@@ -193,12 +188,12 @@ class HubModel:
 def find_shards(
     repository: str, counter: hub.ByteCounter, stop: threading.Event
 ) -> HubModel | None:
-    """The model of a repository without its shards; ``None`` where it has to be fetched whole.
+    """Return a repository's model without its shards; ``None`` if it must be downloaded whole.
 
-    That is so where there is only one file of weights, where the hub names no SHA-256 of one, where
-    one has a name that not every file system takes, or where a tensor is in two of them.
+    The latter holds for a single weight file, a shard without SHA-256 or with an unportable name,
+    and a tensor in two shards.
 
-    Raises as :func:`hub.pull`.
+    Raises as :func:`hub.pull_model`.
     """
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -229,7 +224,7 @@ def _make_shard(file: hub.HubFile) -> ShardEntry | None:
 def _merge_tensors(
     reader: HubReader, files: Sequence[hub.HubFile], stop: threading.Event
 ) -> dict[str, TensorSpan] | None:
-    """All tensors of these files; ``None`` if one is in two of them."""
+    """Merge the files' tensors; ``None`` if one is in two files."""
     found: dict[str, TensorSpan] = {}
     with ThreadPoolExecutor(_MAX_CONCURRENT_READS, "heads") as pool:
         for head in pool.map(lambda file: _read_header(reader, file, stop), files):
@@ -242,7 +237,7 @@ def _merge_tensors(
 def _read_header(
     reader: HubReader, file: hub.HubFile, stop: threading.Event
 ) -> dict[str, TensorSpan]:
-    """The tensors of a file; asked for again where the line is the reason that they don't come."""
+    """Read a file's tensors; retry after network failures."""
     for pause in hub.RETRY_DELAYS_S:
         raise_if_stopped(reader.repository, stop)
         try:

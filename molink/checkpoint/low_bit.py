@@ -1,15 +1,11 @@
-"""Checkpoints of GPTQ, AWQ, FP8 and compressed-tensors: which tensors stand for a projection.
+"""Checkpoints of GPTQ, AWQ, FP8 and compressed-tensors.
 
-A weight ``[out, in]`` is stored as numbers of few bits, with a scale for each *block* of it (some
-rows, mostly one, by some columns, a *group*) and perhaps a zero point: ``(number - zero) * scale``.
-On disk and between PCs it stays so, and in some forms on CPUs
-(:mod:`molink.checkpoint.quantization`); else a stage unpacks it as it loads
-(:mod:`molink.stage.weights`). Projections that the checkpoint's author left out are stored as in
-any other model: what there is of a projection decides.
-
-Reads from ``config.json`` how GPTQ, AWQ, FP8 or compressed-tensors have stored a checkpoint.
-
-Looks into the few tensors of a low-bit checkpoint that could mislead, before anything starts.
+A weight ``[out, in]`` is stored as low-bit numbers with a scale for each *block* (some rows,
+usually one, by some columns, a *group*) and optional zero points: ``(number - zero) * scale``. It
+stays in that form on disk, in transfers, and in some formats on CPUs
+(:func:`find_resident_format`); otherwise a stage unpacks it while loading
+(:mod:`molink.stage.weights`). Projections that were not quantized are stored as usual: the tensors
+present decide.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -28,25 +24,22 @@ from molink.facts.dtypes import NarrowDType
 from molink.gguf.block_formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat
 from molink.gguf.ggml_types import find_packed
 
-#: Where the numbers and zero points of a weight lie.
-#:
-#: ``gptq``: ``qweight`` int32 ``[in / n, out]``, ``n`` numbers to a word, the first in its lowest
-#: bits; ``scales`` ``[groups, out]``; ``qzeros`` ``[groups, out / n]``, each one less than the zero
-#: point (``gptq_v2``: the zero point itself).
-#: ``awq``: ``qweight`` int32 ``[in, out / n]``, whose words hold their eight numbers in the order
-#: 0 2 4 6 1 3 5 7; ``qzeros`` alike, ``scales`` as there.
-#: ``packed`` (compressed-tensors): ``weight_packed`` int32 ``[out, in / n]``, ``weight_scale``
-#: ``[out, groups]``, ``weight_zero_point`` ``[out / n, groups]``.
-#: ``plain``: ``weight`` of 8 bits ``[out, in]``, ``weight_scale`` or ``weight_scale_inv`` (which is
-#: no inverse) with an element for each block.
+#: Tensor layout of numbers and zero points. ``gptq``: ``qweight`` int32 ``[in / n, out]``, ``n``
+#: numbers per word, lowest bits first; ``scales`` ``[groups, out]``; ``qzeros`` ``[groups, out /
+#: n]``, each one less than the zero point (``gptq_v2``: the zero point itself). ``awq``:
+#: ``qweight`` int32 ``[in, out / n]``, whose words hold their eight numbers in the order 0 2 4 6 1
+#: 3 5 7; ``qzeros`` likewise, ``scales`` as in ``gptq``. ``packed`` (compressed-tensors):
+#: ``weight_packed`` int32 ``[out, in / n]``, ``weight_scale`` ``[out, groups]``,
+#: ``weight_zero_point`` ``[out / n, groups]``. ``plain``: 8-bit ``weight`` ``[out, in]``,
+#: ``weight_scale`` or ``weight_scale_inv`` (not an inverse) with an element per block.
 LowBitLayout = Literal["gptq", "gptq_v2", "awq", "packed", "plain"]
 
-#: Types of 8-bit numbers that are stored as they are.
+#: Types of unpacked 8-bit numbers.
 EIGHT_BIT_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 _WORD_BITS = 32
 _WEIGHT_SUFFIX = ".weight"
 _PLAIN_SCALES = ("weight_scale", "weight_scale_inv")
-#: Beside weights, and of no use here: rows aren't rounded to 8 bits, and the config has the shape.
+#: Ignored companions: activations are not quantized, and the config has the shape.
 _UNUSED_SUFFIXES = ("input_scale", "activation_scale", "weight_shape", "g_idx", "weight_g_idx")
 
 
@@ -54,10 +47,10 @@ _UNUSED_SUFFIXES = ("input_scale", "activation_scale", "weight_shape", "g_idx", 
 class LowBitScheme:
     """How a checkpoint's projections are stored.
 
-    ``scale_block`` are the rows and columns of ``[out, in]`` that share a scale, 0 = all.
-    ``has_zero_points``: there are zero points; without, it is the middle of what the bits can be.
-    ``has_column_order``: a tensor ``g_idx`` (int32 ``[in]``) names the group of each column
-    ("act-order"), else they follow each other. ``number_kind`` is the type of ``plain`` numbers.
+    A scale covers ``scale_block`` rows and columns of ``[out, in]``, 0 = all. Without
+    ``has_zero_points`` the zero point is the middle of the number's range. With
+    ``has_column_order`` ("act-order"), ``g_idx`` (int32 ``[in]``) maps columns to groups.
+    ``number_kind`` is the type of ``plain`` numbers.
     """
 
     layout: LowBitLayout
@@ -68,37 +61,37 @@ class LowBitScheme:
     number_kind: Literal["int", "float"] = "int"
 
     def is_stored(self, name: str, found: Mapping[str, TensorSpec]) -> bool:
-        """Whether the weight ``name`` is stored so; else it is in full, or not there at all."""
+        """Whether the weight ``name`` is stored in this scheme."""
         span = found.get(self.numbers_name(name))
         return span is not None and (self.layout != "plain" or span.dtype not in FLOAT_DTYPES)
 
     def numbers_name(self, name: str) -> str:
-        """What the tensor with the numbers of the weight ``name`` is called."""
+        """Name of the tensor with the numbers of the weight ``name``."""
         return self._companion_name(name, {"plain": "weight", "packed": "weight_packed"}, "qweight")
 
     def zero_points_name(self, name: str) -> str:
-        """What the tensor with its zero points is called."""
+        """Name of the tensor with its zero points."""
         return self._companion_name(name, {"packed": "weight_zero_point"}, "qzeros")
 
     def scales_name(self, name: str, found: Container[str]) -> str:
-        """What the tensor with its scales is called."""
+        """Name of the tensor with its scales."""
         if self.layout != "plain":
             return self._companion_name(name, {"packed": "weight_scale"}, "scales")
         names = [_sibling_name(name, end) for end in _PLAIN_SCALES]
         return next((one for one in names if one in found), names[0])
 
     def order_name(self, name: str) -> str:
-        """What the tensor is called that names the group of each column."""
+        """Name of the tensor that maps columns to groups."""
         return self._companion_name(name, {"packed": "weight_g_idx"}, "g_idx")
 
     def count_groups(self, width: int) -> int:
-        """How many scales a row of ``width`` columns has."""
+        """Scales per row of ``width`` columns."""
         return -(-width // (self.scale_block[1] or width))
 
     def required_tensors(
         self, name: str, shape: tuple[int, int], found: Mapping[str, TensorSpec]
     ) -> dict[str, TensorRequirement]:
-        """What has to be stored for a weight ``name`` of ``shape``, if it is stored so."""
+        """Required tensors of a weight ``name`` of ``shape``."""
         rows, width = shape
         groups = self.count_groups(width)
         scales = self.scales_name(name, found)
@@ -127,8 +120,8 @@ class LowBitScheme:
         return tensors
 
     def unused_names(self, name: str) -> tuple[str, ...]:
-        """Names of tensors that may be beside the weight ``name``, and are not read."""
-        # Older versions of AutoGPTQ gave every projection a bias.
+        """Names of companion tensors that are ignored."""
+        # Older AutoGPTQ versions stored a bias for every projection.
         biases = ("bias",) if self.layout in ("gptq", "gptq_v2") else ()
         return tuple(_sibling_name(name, end) for end in (*_UNUSED_SUFFIXES, *biases))
 
@@ -146,7 +139,7 @@ class LowBitScheme:
 
 
 def can_be_low_bit(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor may be stored so."""
+    """Whether a tensor may be stored in a low-bit scheme."""
     return is_quantizable(name, shape)
 
 
@@ -154,17 +147,17 @@ def _sibling_name(name: str, end: str) -> str:
     return f"{name.removesuffix(_WEIGHT_SUFFIX)}.{end}"
 
 
-#: Widths of packed numbers of which none lies in two words.
+#: Bit widths that divide a word.
 _PACKED_BITS = (2, 4, 8)
 _Value = TypeVar("_Value", str, int, bool)
 
 
 def parse_low_bit(raw: Mapping[str, Any], where: str) -> LowBitScheme | None:
-    """How the projections are stored; ``None`` where the config names none of these methods.
+    """Parse the quantization scheme; ``None`` if the config names none of these methods.
 
     Raises:
-        UnsupportedModel: a variant that isn't implemented; named.
-        BrokenModel: a field that is impossible; named.
+        UnsupportedModel: a variant is not implemented.
+        BrokenModel: a field is invalid.
     """
     section = ConfigFields(raw, where).get_object("quantization_config")
     fields = ConfigFields(section, f"{where}: quantization_config")
@@ -182,8 +175,8 @@ def _parse_gptq(fields: ConfigFields) -> LowBitScheme:
     overrides = [rule for rule in fields.get_object("dynamic") if not rule.startswith("-:")]
     if overrides:
         raise UnsupportedModel(
-            f"{fields.where}: settings of some layers only ({overrides[0][:80]!r} in dynamic) are "
-            "not supported"
+            f"{fields.where}: settings of single layers ({overrides[0][:80]!r} in dynamic) are not "
+            "supported"
         )
     layout_found: LowBitLayout = "gptq" if layout == "gptq" else "gptq_v2"
     ordered = fields.get_boolean("desc_act", False)
@@ -193,7 +186,7 @@ def _parse_gptq(fields: ConfigFields) -> LowBitScheme:
 
 
 def _parse_awq(fields: ConfigFields) -> LowBitScheme:
-    # AutoAWQ's own names, and those of transformers.
+    # AutoAWQ's names, and those of transformers.
     bits = _check_value(
         fields, "bits", fields.get_integer("bits", fields.get_integer("w_bit", 4)), (4,)
     )
@@ -229,13 +222,13 @@ def _parse_compressed(fields: ConfigFields) -> LowBitScheme:
     }
     if len(found) != 1:
         raise UnsupportedModel(
-            f"{where}: weights of {len(found)} kinds in one model are not supported (only of one)"
+            f"{where}: {len(found)} different weight schemes in one model are not supported"
         )
     return found.pop()
 
 
 def _parse_weight_group(group: ConfigFields, common: str) -> LowBitScheme:
-    """Of one of the groups of projections that compressed-tensors can treat unlike."""
+    """Parse one config group of compressed-tensors."""
     layout = group.get_string("format", common)
     weights = ConfigFields(group.get_object("weights"), f"{group.where}: weights")
     kind = _check_value(weights, "type", weights.get_string("type", "int"), ("int", "float"))
@@ -274,12 +267,12 @@ def _parse_block(weights: ConfigFields) -> tuple[int, int]:
 
 
 def _parse_group_size(fields: ConfigFields, name: str, fallback: float | None = None) -> int:
-    """Columns of a group; -1 in a config is a whole row, 0 here."""
+    """Parse columns per group; -1 in a config means a whole row, 0 here."""
     value = fields.get_number(name, fallback)
     if value == -1:
         return 0
     if value < 1 or value != int(value):
-        raise BrokenModel(f"{fields.where}: {name} has to be -1 or a number of columns: {value}")
+        raise BrokenModel(f"{fields.where}: {name} must be -1 or a number of columns: {value}")
     return int(value)
 
 
@@ -288,7 +281,7 @@ def _parse_pair(fields: ConfigFields, name: str) -> tuple[int, int]:
     if not sizes:
         return 0, 0
     if len(sizes) != 2 or min(sizes) < 1:
-        raise BrokenModel(f"{fields.where}: {name} has to be rows and columns, not {sizes}")
+        raise BrokenModel(f"{fields.where}: {name} must be rows and columns, not {sizes}")
     return sizes[0], sizes[1]
 
 
@@ -313,11 +306,10 @@ _METHODS: dict[str, Callable[[ConfigFields], LowBitScheme]] = {
     "fp8": _parse_fp8,
     "compressed-tensors": _parse_compressed,
 }
-#: What ``quant_method`` may be.
 LOW_BIT_METHODS = tuple(_METHODS)
 
 
-#: Codes that share a scale in memory, at most and at least: a longer group has it several times.
+#: Group sizes in memory, largest first; a longer group repeats its scale.
 _GROUP_SIZES = (128, 64, 32)
 
 
@@ -327,9 +319,9 @@ def find_resident_format(
     tensors: Mapping[str, TensorSpec],
     low_bit: LowBitScheme | None,
 ) -> BlockFormat | None:
-    """In what the weight ``name`` of ``shape`` stays; ``None`` if it becomes numbers as it is read.
+    """Return the format in which a weight stays in memory; ``None`` if it is dequantized.
 
-    ``tensors`` are those that there are, by name.
+    ``tensors`` are those of the checkpoint.
     """
     if len(shape) != 2 or shape[0] % ROW_MULTIPLE:
         return None
@@ -344,7 +336,7 @@ def find_resident_format(
 def _low_bit_format(
     scheme: LowBitScheme, name: str, width: int, tensors: Mapping[str, TensorSpec]
 ) -> BlockFormat | None:
-    """Whole numbers of 4 or 8 bits whose scales have 16 bits, in whole groups."""
+    """Format of 4- or 8-bit integers with 16-bit scales and whole groups."""
     columns = scheme.scale_block[1] or width
     group = next((one for one in _GROUP_SIZES if columns % one == 0), 0)
     scales = tensors.get(scheme.scales_name(name, tensors))
@@ -352,7 +344,7 @@ def _low_bit_format(
         return None
     if scales is None or scales.dtype not in ("F16", "BF16"):
         return None
-    # Codes of 8 bits are signed, those of 4 aren't.
+    # 8-bit codes are signed, 4-bit codes are not.
     offset = 8 if scheme.bits == 4 else 0
     numbers: NarrowDType = "f16" if scales.dtype == "F16" else "bf16"
     return BlockFormat(

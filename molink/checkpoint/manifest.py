@@ -1,14 +1,12 @@
-"""What a model consists of, as hashes: whoever knows its root can tell its bytes from any others.
+"""Manifest of a model: hashes that verify all of its bytes.
 
-The PC that brings a model makes the manifest of it: each metadata file and each tensor with its
-size, and a SHA-256 of each of its chunks. Where a tensor lies is left out, so copies that keep the
-same tensors in other files are the same model. The *root* is the SHA-256 of the manifest's bytes,
-and how many these are: so a list of any other length isn't even read.
+The PC that loads a model first builds the manifest: each metadata file and tensor with its size and
+a SHA-256 per chunk. Tensor locations are left out, so copies with other file layouts are the same
+model. The *root* is the SHA-256 and the length of the manifest's bytes.
 
-Of a model in shards that stay on the Hugging Face hub nobody has read all bytes: there the hub's
-SHA-256 of each shard stands in place of the tensors' chunks (version 2). A shard is a part then,
-and counts only once it is whole. Of tensors the manifest says in which shard they are; where in it
-the shard itself says, so nobody can lie about that.
+For shards that stay on the Hugging Face hub, the hub's SHA-256 of each shard replaces chunk hashes
+(version 2). Such a shard is verified only once complete. The manifest maps tensors to shards; the
+offsets come from the verified shard itself.
 """
 
 import hashlib
@@ -26,14 +24,13 @@ from molink.facts.model import HubRevision
 from molink.facts.scalars import Count, Index
 from molink.files import is_plain
 
-#: Bytes of a chunk: what one message brings, so that each can be checked as it arrives.
+#: Bytes of a chunk: the payload of one message, verified on arrival.
 CHUNK_BYTES = 192 * 1024
 DIGEST_BYTES = hashlib.sha256().digest_size
-#: Bytes that a manifest may have: those of a model of 400 GB.
+#: Maximum size of a manifest, enough for a model of 400 GB.
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_ENTRIES = 1 << 18
 _MAX_SHARDS = 4096
-#: How the names of shards end.
 SHARD_SUFFIX = ".safetensors"
 
 EntryName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -41,14 +38,14 @@ TensorShape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 
 
 class ManifestEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What can be had from others, chunk by chunk."""
+    """A part of a model that is transferred chunk by chunk."""
 
     name: EntryName
     nbytes: Count
 
     @property
     def chunk_count(self) -> int:
-        """How many chunks it has."""
+        """Number of chunks."""
         return count_chunks(self.nbytes)
 
     def chunk_length(self, index: int) -> int:
@@ -56,23 +53,23 @@ class ManifestEntry(msgspec.Struct, frozen=True, array_like=True):
         return min(CHUNK_BYTES, self.nbytes - index * CHUNK_BYTES)
 
     def verify_chunk(self, index: int, data: bytes) -> None:
-        """Whether ``data`` can be that chunk.
+        """Check a chunk's length.
 
         Raises:
-            WireError: it is of another length.
+            WireError: wrong length.
         """
         if len(data) != self.chunk_length(index):
             raise WireError(f"chunk {index + 1} of {self.name} came as {len(data)} bytes")
 
 
 class ShardEntry(ManifestEntry, frozen=True, array_like=True):
-    """A file of weights on the hub, as a whole, with the SHA-256 that the hub names."""
+    """A weight file on the hub, with the hub's SHA-256."""
 
     sha256: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of shard number ``shard``."""
+    """A tensor in the shard of index ``shard``."""
 
     name: EntryName
     shard: Index
@@ -81,14 +78,14 @@ class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Its size; negative if there is no such type."""
+        """Size in bytes; negative for an unknown dtype."""
         return prod(self.shape) * DTYPE_BYTES.get(self.dtype, -1)
 
 
 class HashedEntry(ManifestEntry, frozen=True, array_like=True):
-    """A metadata file (``dtype`` is empty) or a tensor: its size and its chunks' digests in a row.
+    """A metadata file (empty ``dtype``) or a tensor, with its concatenated chunk digests.
 
-    ``dtype`` is safetensors' own name (``BF16``).
+    ``dtype`` is the safetensors name (``BF16``).
     """
 
     digests: bytes
@@ -96,14 +93,14 @@ class HashedEntry(ManifestEntry, frozen=True, array_like=True):
     shape: TensorShape = ()
 
     def chunk_digest(self, index: int) -> bytes:
-        """The SHA-256 of a chunk."""
+        """SHA-256 of a chunk."""
         return self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
     def verify_chunk(self, index: int, data: bytes) -> None:
-        """Whether ``data`` is that chunk.
+        """Verify a chunk.
 
         Raises:
-            AlteredModel: it isn't.
+            AlteredModel: the hash differs.
         """
         if hashlib.sha256(data).digest() != self.chunk_digest(index):
             raise AlteredModel(
@@ -136,9 +133,9 @@ class _ShardedContent(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The parts of a model by name. ``raw`` is what travels, and ``root`` names it.
+    """The entries of a model by name. ``raw`` is the encoded manifest, identified by ``root``.
 
-    ``tensors`` have chunks of their own, or are ``placed`` in ``shards`` of the model at ``hub``
+    ``tensors`` are transferred by themselves, or ``placed`` in ``shards`` of the model at ``hub``
     (``OWNER/NAME@COMMIT``).
     """
 
@@ -154,10 +151,10 @@ class Manifest:
     def build_hashed(
         cls, files: Iterable[HashedEntry], tensors: Iterable[HashedEntry]
     ) -> "Manifest":
-        """Make the manifest of a model.
+        """Build a manifest with chunk hashes.
 
         Raises:
-            BrokenModel: a name is there twice, or the model is larger than a manifest may say.
+            BrokenModel: duplicate names, or the manifest becomes too large.
         """
         return cls._encode_content(_HashedContent(1, _sort_entries(files), _sort_entries(tensors)))
 
@@ -169,10 +166,9 @@ class Manifest:
         shards: Iterable[ShardEntry],
         tensors: Mapping[str, tuple[str, TensorSpec]],
     ) -> "Manifest":
-        """Make that of a model whose shards stay on the hub; of each tensor its shard and kind.
+        """Build the manifest of a model whose shards stay on the hub.
 
-        Raises:
-            BrokenModel: as :meth:`build_hashed` and :meth:`open`.
+        ``tensors`` maps names to shard and spec. Raises as :meth:`build_hashed` and :meth:`open`.
         """
         ordered = tuple(sorted(shards, key=lambda shard: shard.name))
         numbers = {shard.name: number for number, shard in enumerate(ordered)}
@@ -186,16 +182,16 @@ class Manifest:
     def _encode_content(cls, content: _HashedContent | _ShardedContent) -> "Manifest":
         raw = msgspec.msgpack.encode(content)
         if len(raw) > MAX_MANIFEST_BYTES:
-            raise BrokenModel(f"a model whose hashes take {len(raw)} bytes is too large to be sent")
+            raise BrokenModel(f"a model whose hashes take {len(raw)} bytes is too large")
         return cls.open(raw, manifest_root(raw))
 
     @classmethod
     def open(cls, raw: bytes, root: str) -> "Manifest":
-        """Read a manifest that came from somewhere.
+        """Decode a received manifest.
 
         Raises:
-            AlteredModel: it isn't the one with that root.
-            BrokenModel: it is, but its maker made it wrong, or a newer molink made it.
+            AlteredModel: its root differs.
+            BrokenModel: it is invalid, or made by a newer molink.
         """
         if manifest_root(raw) != root:
             raise AlteredModel("its list of hashes is not the one that the model's owner made")
@@ -232,31 +228,31 @@ class Manifest:
 
     @property
     def tensor_specs(self) -> Mapping[str, TensorSpec]:
-        """What all tensors are."""
+        """Type and shape of all tensors."""
         return self.placed or self.tensors
 
     @property
     def entries(self) -> dict[str, ManifestEntry]:
-        """All that can be had from others: files first."""
+        """All entries, files first."""
         return {**self.files, **self.tensors, **self.shards}
 
     @property
     def weight_bytes(self) -> int:
-        """What all tensors take."""
+        """Bytes of all tensors."""
         return sum(one.nbytes for one in (self.placed or self.tensors).values())
 
     def find_shards(self, tensors: Iterable[str]) -> list[ShardEntry]:
-        """Where tensors of a model in shards lie; each shard once, in the manifest's order."""
+        """Shards that hold ``tensors``, in the manifest's order."""
         numbers = {self.placed[name].shard for name in tensors}
         return [shard for number, shard in enumerate(self.shards.values()) if number in numbers]
 
     @property
     def extra_bytes(self) -> int:
-        """What is fetched beside weights."""
+        """Bytes to transfer beside weights."""
         return len(self.raw) + sum(entry.nbytes for entry in self.files.values())
 
     def encode_bitfield(self, held: Collection[str]) -> bytes:
-        """Which parts somebody has: a bit for each, files first, in the manifest's order."""
+        """Encode the held entries as a bitfield, in the manifest's order."""
         names = (*self.entries,)
         marks = bytearray(-(-len(names) // 8))
         for index, name in enumerate(names):
@@ -265,49 +261,49 @@ class Manifest:
         return bytes(marks)
 
     def decode_bitfield(self, marks: bytes) -> frozenset[str]:
-        """The parts that :meth:`encode_bitfield` says somebody has.
+        """Decode a bitfield to the names of held entries.
 
         Raises:
-            WireError: it is no such list of this model.
+            WireError: wrong length.
         """
         names = (*self.entries,)
         if len(marks) != -(-len(names) // 8):
-            raise WireError(f"{len(marks)} bytes of marks are none of {len(names)} parts")
+            raise WireError(f"a bitfield of {len(marks)} bytes does not fit {len(names)} entries")
         return frozenset(
             name for index, name in enumerate(names) if marks[index // 8] >> index % 8 & 1
         )
 
     def find_entry(self, name: str) -> ManifestEntry | None:
-        """The file, tensor or shard of that name."""
+        """Return the file, tensor or shard of that name."""
         return self.files.get(name) or self.tensors.get(name) or self.shards.get(name)
 
 
 def manifest_root(raw: bytes) -> str:
-    """The root of a manifest with these bytes."""
+    """Root of a manifest with these bytes."""
     return f"{hashlib.sha256(raw).hexdigest()}:{len(raw)}"
 
 
 def manifest_size(root: str) -> int:
-    """How long the manifest with that root is."""
+    """Length of the manifest with that root."""
     return int(root.rpartition(":")[2])
 
 
 def count_chunks(nbytes: int) -> int:
-    """How many chunks a part of ``nbytes`` has."""
+    """Number of chunks in ``nbytes``."""
     return -(-nbytes // CHUNK_BYTES)
 
 
 def hash_chunks(file: BinaryIO, offset: int, nbytes: int) -> Iterator[bytes]:
-    """The digests of ``nbytes`` bytes at ``offset``, chunk by chunk; of a part's start only.
+    """Hash ``nbytes`` bytes at ``offset``, chunk by chunk.
 
     Raises:
-        BrokenModel: the file ends before.
+        BrokenModel: the file ends early.
     """
     file.seek(offset)
     for done in range(0, nbytes, CHUNK_BYTES):
         data = file.read(min(CHUNK_BYTES, nbytes - done))
         if len(data) != min(CHUNK_BYTES, nbytes - done):
-            raise BrokenModel(f"{file.name}: it became shorter while it was read")
+            raise BrokenModel(f"{file.name}: it was truncated while it was read")
         yield hashlib.sha256(data).digest()
 
 
@@ -330,14 +326,14 @@ def _refuse_duplicates(found: Manifest, content: _HashedContent | _ShardedConten
     shards = content.shards if isinstance(content, _ShardedContent) else ()
     said = len(content.files) + len(content.tensors) + len(shards)
     if len({*found.files, *tensors, *found.shards}) != said:
-        raise BrokenModel("the model has two parts of one name")
+        raise BrokenModel("the model has two files or tensors of the same name")
 
 
 def _check_shards(content: _ShardedContent) -> None:
-    """Shards become files here, next to those of ``files``: on any file system."""
+    """Shards become local files beside ``files``, on any file system."""
     names = {name.lower() for name in (shard.name for shard in content.shards)}
     if len(names) != len(content.shards):
-        raise BrokenModel("the model has two shards whose names differ in case at most")
+        raise BrokenModel("the model has two shards whose names differ only in case")
     taken = Counter[int]()
     for shard in content.shards:
         if not is_plain(shard.name) or not shard.name.endswith(SHARD_SUFFIX):

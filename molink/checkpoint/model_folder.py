@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face's layout, checked before anything is started with it."""
+"""Opens and checks a model folder in Hugging Face's layout."""
 
 import sys
 from array import array
@@ -31,14 +31,13 @@ from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageErr
 from molink.facts.dtypes import WeightDType
 from molink.facts.model import ModelFacts
 
-#: Reads the bytes of a tensor, perhaps from afar; fewer only where its file ends.
+#: Reads a tensor's bytes, locally or remotely; fewer only at the end of its file.
 ReadTensor = Callable[[TensorSpan], bytes]
 
 
 INDEX_FILE = "model.safetensors.index.json"
-#: Without these a model can't be served.
 REQUIRED_FILES = ("config.json", "tokenizer.json")
-#: All that a peer needs of a model beside weights; those not required may be absent.
+#: Everything but weights that a peer needs of a model; optional files may be absent.
 METADATA_FILES = (
     *REQUIRED_FILES,
     "generation_config.json",
@@ -52,9 +51,9 @@ _WEIGHT_DTYPES: dict[str, WeightDType] = {"F32": "f32", "BF16": "bf16", "F16": "
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder that holds a model, or at least the tensors of some of its layers.
+    """A folder with a model, or with the tensors of some of its layers.
 
-    ``tensors`` are all that its files hold, by name.
+    ``tensors`` are all tensors in its files, by name.
     """
 
     path: Path
@@ -63,19 +62,19 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path, layers: tuple[int, int] | None = None) -> "ModelFolder":
-        """Check that a folder can serve layers ``first:last`` (all of them if ``None``).
+        """Check that a folder can serve layers ``first:last`` (all if ``None``).
 
-        Embedding, final norm and output head are wanted only if the range touches that end.
+        Embedding, final norm and output head are required only if the range touches that end.
 
         Raises:
-            ModelNotFound: there is no such folder.
-            UnsupportedModel: an architecture, feature or weight type that isn't implemented.
-            BrokenModel: a file or tensor is missing, truncated or inconsistent, or there are
-                tensors that no model of this config has; named.
+            ModelNotFound: no such folder.
+            UnsupportedModel: an architecture, feature or weight type is not implemented.
+            BrokenModel: a file or tensor is missing, truncated, inconsistent, or unknown to the
+                config.
             UsageError: the model has no such layers.
         """
         if not path.is_dir():
-            raise ModelNotFound(f"{path} is no model folder")
+            raise ModelNotFound(f"{path} is not a model folder")
         refuse_foreign_folder(path)
         _check_metadata(path)
         folder, shapes = cls._check_folder(path, scan_tensors(path), layers)
@@ -86,10 +85,10 @@ class ModelFolder:
     def open_remote(
         cls, path: Path, tensors: Mapping[str, TensorSpan], read: ReadTensor | None = None
     ) -> "ModelFolder":
-        """Check that a model whose weights lie elsewhere can be served; raises as :meth:`open`.
+        """Check a model whose weights are elsewhere; raises as :meth:`open`.
 
-        ``path`` has all but them, ``tensors`` is what the heads of their files say, by the names of
-        a text model. ``read`` reads a tensor; without, none is looked into.
+        ``path`` has everything else; ``tensors`` come from the shard headers. Without ``read``,
+        contents of tensors are not checked.
         """
         refuse_foreign_folder(path, {span.file for span in tensors.values()})
         _check_metadata(path)
@@ -102,12 +101,12 @@ class ModelFolder:
     def _check_folder(
         cls, path: Path, tensors: dict[str, TensorSpan], layers: tuple[int, int] | None
     ) -> "tuple[ModelFolder, TensorShapes]":
-        """With the shapes of the tensors that are wanted."""
+        """Return also the shapes of the required tensors."""
         refuse_foreign_tensors(path, tensors)
         config = ModelConfig.load_folder(path, _find_dtype(tensors))
         first, last = (0, config.layers) if layers is None else layers
         if not 0 <= first < last <= config.layers:
-            raise UsageError(f"{path} has layers 0:{config.layers}; {first}:{last} is no part")
+            raise UsageError(f"{path} has layers 0:{config.layers}; {first}:{last} is out of range")
         shapes = stage_tensors(config, first, last)
         wanted = required_tensors(shapes, config.quantized, tensors, config.low_bit)
         _check_tensors(path, tensors, wanted)
@@ -115,13 +114,13 @@ class ModelFolder:
         return cls(path, config, tensors), shapes
 
     def stage_tensors(self, first: int, last: int) -> list[str]:
-        """Names of the tensors that a stage of layers ``first:last`` loads."""
+        """Names of the tensors of a stage with layers ``first:last``."""
         shapes = stage_tensors(self.config, first, last)
         config = self.config
         return list(required_tensors(shapes, config.quantized, self.tensors, config.low_bit))
 
     def placement_facts(self, name: str) -> ModelFacts:
-        """What placement has to know; sizes are those of the stored weights."""
+        """Facts for placement; sizes are those of the stored weights."""
         return model_facts(self.config, name, self.tensors)
 
 
@@ -131,12 +130,12 @@ def _check_metadata(path: Path) -> None:
 
 
 def scan_tensors(path: Path) -> dict[str, TensorSpan]:
-    """Tensors of all safetensors files of a folder; the index decides on names found twice.
+    """Tensors of all safetensors files; the index decides between duplicates.
 
-    Of a model that sees images they are those of its text model, by the names of such.
+    Of a multimodal model, they are the text model's, under its names.
 
     Raises:
-        BrokenModel: there are none, or a file is truncated or inconsistent.
+        BrokenModel: no file, or one is truncated or inconsistent.
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -154,21 +153,18 @@ def scan_tensors(path: Path) -> dict[str, TensorSpan]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Tensor → file, as the index of a sharded folder has it; empty without an index.
-
-    Tensors as in :func:`scan_tensors`.
-    """
+    """Map tensors to files by the index of a sharded folder; empty without an index."""
     if not (path / INDEX_FILE).is_file():
         return {}
     found: Any = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
-        raise BrokenModel(f"{path / INDEX_FILE}: weight_map is no object of file names")
+        raise BrokenModel(f"{path / INDEX_FILE}: weight_map is not an object of file names")
     return extract_text_tensors(found, str(path / INDEX_FILE))
 
 
 def _find_dtype(tensors: dict[str, TensorSpan]) -> WeightDType:
     for name, span in tensors.items():
-        # Scales are often of another type.
+        # Scales often have another type.
         if span.dtype in _WEIGHT_DTYPES and name.endswith(".weight"):
             return _WEIGHT_DTYPES[span.dtype]
     return "f32"
@@ -199,7 +195,7 @@ def _missing_tensors(path: Path, names: Iterable[str]) -> BrokenModel:
     more = f" and {len(others)} more" if others else ""
     shard = read_weight_map(path).get(first)
     if shard is None:
-        return BrokenModel(f"{path}: tensor {first}{more} is in none of its safetensors files")
+        return BrokenModel(f"{path}: tensor {first}{more} is in none of the safetensors files")
     reason = "lacks it" if (path / shard).is_file() else "is missing"
     return BrokenModel(f"{path / shard} {reason}: {INDEX_FILE} says it holds {first}{more}")
 
@@ -211,15 +207,13 @@ def check_low_bit_contents(
     tensors: Mapping[str, TensorSpan],
     read: ReadTensor | None = None,
 ) -> None:
-    """Check the order of columns of the weights among ``shapes``, and biases that aren't there.
+    """Check column orders of the weights in ``shapes``, and that unsupported biases are zero.
 
-    The tensors are of the shapes and types that the config demands. They lie in the folder
-    ``path``, or ``read`` reads them.
+    Shapes and types have been checked. Tensors are in the folder ``path`` unless ``read`` is given.
 
     Raises:
-        BrokenModel: a column's group is none of those that there are, or a group has too many
-            columns; the tensor is named.
-        UnsupportedModel: such a bias isn't zero; named.
+        BrokenModel: a column's group is out of range, or a group has too many columns.
+        UnsupportedModel: a bias is not zero.
     """
     if scheme is None:
         return
@@ -267,7 +261,7 @@ def _check_order(
 def _check_zero(path: Path, span: TensorSpan, name: str, read: ReadTensor) -> None:
     if any(_read_tensor(path, span, name, read)):
         raise UnsupportedModel(
-            f"{path / span.file}: tensor {name} is a bias that a model of this config.json hasn't"
+            f"{path / span.file}: tensor {name} is a bias that this config.json does not allow"
         )
 
 

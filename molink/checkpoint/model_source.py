@@ -1,4 +1,4 @@
-"""From the name of a model to its folder: bundled, local, of a GGUF file, or from the hub."""
+"""Resolves a model's name to its folder: bundled, local, GGUF file, or hub repository."""
 
 import re
 import threading
@@ -12,10 +12,9 @@ from molink.checkpoint.hub_reader import HubModel, find_shards
 from molink.errors import ModelNotFound
 from molink.gguf.gguf_file import model_name, split_names
 
-#: The model that ships with molink, and the default.
+#: The bundled model, and the default.
 DEMO_MODEL_NAME = "molink-demo"
 _REPOSITORY_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-#: A GGUF file of one.
 _HUB_FILE_PATTERN = re.compile(
     rf"({_REPOSITORY_PATTERN.pattern})/([\w.-]+(?:/[\w.-]+)?\.gguf)", re.IGNORECASE
 )
@@ -24,10 +23,10 @@ _COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model by its public name and the local folder that holds it (not yet checked).
+    """A model's public name and its local folder, which is not yet checked.
 
-    ``hub_place``: where the hub has it, as ``OWNER/NAME@COMMIT``; empty if it isn't from there.
-    ``shards``: what is known of its weights, which the folder lacks.
+    ``hub_place`` is ``OWNER/NAME@COMMIT`` for a model of the hub, else empty. ``shards`` describes
+    weights that the folder lacks.
     """
 
     name: str
@@ -37,27 +36,25 @@ class ModelSource:
 
 
 def find_demo_model() -> ModelSource:
-    """The bundled model.
+    """Return the bundled model.
 
     Raises:
-        ModelNotFound: this copy of molink came without it.
+        ModelNotFound: this installation lacks it.
     """
     path = Path(str(files("molink"))) / "data" / "demo_model"
     if not (path / "config.json").is_file():
-        raise ModelNotFound(f"the bundled model is not in {path}; install molink again")
+        raise ModelNotFound(f"the bundled model is not in {path}; reinstall molink")
     return ModelSource(DEMO_MODEL_NAME, path)
 
 
 class NullCounter:
-    """Nobody wants to know how far a download is."""
+    """Counts nothing."""
 
     total = 0
 
-    def add_bytes(self, nbytes: int) -> None:
-        """So many more have come."""
+    def add_bytes(self, nbytes: int) -> None: ...
 
-    def add_existing(self, nbytes: int) -> None:
-        """So many lie here already."""
+    def add_existing(self, nbytes: int) -> None: ...
 
 
 def find_model(
@@ -69,20 +66,19 @@ def find_model(
     in_shards: bool = False,
     compare: bool = False,
 ) -> ModelSource:
-    """Resolve ``molink-demo`` (or ``None``), a folder, a GGUF file, or a repository of the hub.
+    """Resolve ``molink-demo`` (or ``None``), a folder, a GGUF file, or a hub repository.
 
-    A GGUF file, or that of a folder, is laid out as a folder below ``unpack_into`` first.
-    A folder wins over a repository of the same name. A repository is taken from the hub's local
-    cache if it is complete there, else downloaded (resumable; ``counter`` is told how far it is,
-    and ``stop`` ends it). ``OWNER/NAME/FILE.gguf`` is one file of a repository; if that has no
-    other model, ``OWNER/NAME`` will do.
+    A GGUF file is first converted to a folder below ``unpack_into``. A folder takes precedence over
+    a repository of the same name. A repository comes from the hub's cache if complete there, else
+    it is downloaded; ``stop`` interrupts that. ``OWNER/NAME/FILE.gguf`` names one file of a
+    repository; a repository with a single GGUF model needs no file name.
 
-    ``in_shards``: of a repository, weights may stay on the hub. ``compare``: what the cache has is
-    compared with what the hub says, and fetched where it is cut off.
+    With ``in_shards``, weights may stay on the hub. With ``compare``, the cache is checked against
+    the hub, and incomplete files are fetched.
 
     Raises:
-        ModelError: nothing of that name, or it can't be had; says why.
-        Unavailable: the hub can't be reached.
+        ModelError: no such model, or it is not accessible.
+        Unavailable: the hub is unreachable.
     """
     if name_or_path is None or name_or_path == DEMO_MODEL_NAME:
         return find_demo_model()
@@ -119,40 +115,40 @@ def _explain_not_found(name: str) -> ModelNotFound:
     path = Path(name).expanduser()
     if name and path.is_file():
         return ModelNotFound(
-            f"{name} is a file, and no GGUF file: name the model's folder, {path.resolve().parent}"
+            f"{name} is not a GGUF file: name the model's folder, {path.resolve().parent}"
         )
     return ModelNotFound(
-        f"no model {name!r}: it is no folder and no GGUF file, not {DEMO_MODEL_NAME!r}, and no "
-        "repository of the Hugging Face hub (OWNER/NAME, or OWNER/NAME/FILE.gguf)"
+        f"no model {name!r}: not a folder, a GGUF file, {DEMO_MODEL_NAME!r}, or a Hugging Face "
+        "repository (OWNER/NAME, or OWNER/NAME/FILE.gguf)"
     )
 
 
 def find_local_model(name: str) -> Path | None:
-    """The folder or GGUF file that ``name`` is on this PC, in full; ``None`` if it is neither."""
+    """Return the complete folder or GGUF file that ``name`` is on this PC, else ``None``."""
     path = Path(name).expanduser()
     if name and (path.is_dir() or (path.suffix.lower() == GGUF_SUFFIX and path.is_file())):
-        # A file keeps its name, also where it is a link (in the hub's cache, say).
+        # Keep a link's own name: in the hub's cache, files are links to blobs.
         return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     return None
 
 
 def name_local_model(path: Path) -> str:
-    """What the model in a folder or GGUF file is called."""
+    """Name of the model in a folder or GGUF file."""
     return (path.name if path.is_dir() else model_name(path.name)) or str(path)
 
 
 def is_repository(name: str) -> bool:
-    """Whether it may be the name of a model on the hub: ``OWNER/NAME``."""
+    """Whether it has the form ``OWNER/NAME``."""
     return _REPOSITORY_PATTERN.fullmatch(name) is not None
 
 
 def is_hub_file(name: str) -> bool:
-    """Whether it may be a GGUF file on the hub: ``OWNER/NAME/FILE.gguf``."""
+    """Whether it has the form ``OWNER/NAME/FILE.gguf``."""
     return _HUB_FILE_PATTERN.fullmatch(name) is not None
 
 
 def is_local(name: str) -> bool:
-    """Whether nothing has to be fetched to have it."""
+    """Whether the model is complete on this PC."""
     match = _HUB_FILE_PATTERN.fullmatch(name)
     if match is not None:
         files = split_names(match[2])
@@ -163,6 +159,6 @@ def is_local(name: str) -> bool:
 
 
 def short_name(repository: str) -> str:
-    """What a model of the hub is called here."""
+    """Local name of a hub model."""
     name = repository.rpartition("/")[2]
     return model_name(name) if name.lower().endswith(GGUF_SUFFIX) else name

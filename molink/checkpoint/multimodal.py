@@ -1,9 +1,8 @@
-"""Folders of models that see images too: molink serves their text model, as one without eyes.
+"""Multimodal models, of which molink serves the text model.
 
-Their ``config.json`` has the text model's fields in ``extract_text_config``. Their tensors have
-names of their own, which come in two spellings: those of the text model begin with
-``language_model.``, or from transformers 4.52 on with ``model.language_model.``; all others belong
-to what sees.
+Their ``config.json`` has the text model's fields in ``text_config``. Its tensors are prefixed
+``language_model.``, or ``model.language_model.`` from transformers 4.52 on; all others belong to
+the vision model.
 """
 
 from collections.abc import Mapping
@@ -12,12 +11,12 @@ from typing import Any, TypeVar
 from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel
 
-#: ``architectures`` of such models → ``model_type`` of their text model, where they don't say.
+#: ``architectures`` entry → ``model_type`` of the text model where the config does not say.
 TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
 }
-#: What stands beside ``text_config`` and is about the text model, or about all of the model.
+#: Outer fields that concern the text model.
 _OUTER_FIELDS = (
     "dtype",
     "torch_dtype",
@@ -25,7 +24,7 @@ _OUTER_FIELDS = (
     "tie_word_embeddings",
     "quantization_config",
 )
-#: How names in a file begin → how the text model's own names do.
+#: Prefix in a file → prefix in the text model.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -41,10 +40,10 @@ T = TypeVar("T")
 
 
 def extract_text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
-    """What the config of the text model alone would be; ``None`` where ``raw`` is no other one's.
+    """Return the text model's config; ``None`` if ``raw`` is not multimodal.
 
     Raises:
-        BrokenModel: there is no ``extract_text_config``, though there should be.
+        BrokenModel: ``text_config`` is missing.
     """
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
@@ -59,12 +58,10 @@ def extract_text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]
 
 
 def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
-    """Tensors by the names of a text model; of other models these are the names they have.
-
-    What belongs to images is left out.
+    """Return tensors under the text model's names, without vision tensors.
 
     Raises:
-        BrokenModel: two of them have one name then.
+        BrokenModel: two tensors get the same name.
     """
     named: dict[str, T] = {}
     for name, tensor in found.items():
@@ -72,7 +69,7 @@ def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
             continue
         ours = _text_name(name)
         if ours in named:
-            raise BrokenModel(f"{where}: tensor {ours} is there under two names")
+            raise BrokenModel(f"{where}: tensor {ours} exists under two names")
         named[ours] = tensor
     return named
 

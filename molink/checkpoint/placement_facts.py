@@ -1,4 +1,4 @@
-"""What placement and memory plans have to know of a model, counted from its tensors' shapes."""
+"""Computes what placement and memory planning need from a model's tensor shapes."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -25,9 +25,9 @@ from molink.gguf.ggml_types import find_packed
 def model_facts(
     config: ModelConfig, name: str, tensors: Mapping[str, TensorSpec] | None = None
 ) -> ModelFacts:
-    """The facts of a model called ``name``; of layers that differ, those of the largest.
+    """Facts of the model ``name``; of unlike layers, those of the largest.
 
-    ``tensors`` are what its files hold, or some of it.
+    ``tensors`` are known tensors of its files, possibly not all.
     """
     size = DTYPE_SIZES[config.dtype]
     layers = [layer_tensors(config, layer) for layer in range(config.layers)]
@@ -61,7 +61,7 @@ def model_facts(
 def _narrow_weights(
     config: ModelConfig, layers: Sequence[TensorShapes], tensors: Mapping[str, TensorSpec]
 ) -> NarrowWeights | None:
-    """What of projections may stay in 16 bits; nothing where they are stored in different types."""
+    """Projections that may stay in 16 bits; ``None`` if stored types differ."""
     dtype = narrow_dtype(
         {_stored_dtype(name, config, tensors) for shapes in layers for name in shapes}
     )
@@ -81,7 +81,7 @@ def _narrow_weights(
 
 
 def _stored_dtype(name: str, config: ModelConfig, tensors: Mapping[str, TensorSpec]) -> str:
-    """The type of a weight in its file, where that is known: ``U8`` if it has few bits."""
+    """Stored type of a weight; ``U8`` for low-bit formats."""
     of_layer = name not in (EMBEDDING_NAME, OUTPUT_HEAD_NAME)
     if find_packed(name, tensors) or (of_layer and config.low_bit is not None):
         return "U8"
@@ -105,7 +105,7 @@ def _count_block_bytes(
 def _split_bytes(
     shapes: TensorShapes, config: ModelConfig, tensors: Mapping[str, TensorSpec]
 ) -> tuple[int, int]:
-    """Bytes of what stays in few bits, and of the rest: also of tensors that aren't there."""
+    """Bytes that stay low-bit, and the remaining bytes."""
     kept = rest = 0
     for name, shape in shapes.items():
         form = find_resident_format(name, shape, tensors, config.low_bit)
@@ -118,7 +118,7 @@ def _split_bytes(
 
 
 def _quantizable_weights(shapes: TensorShapes) -> TensorShapes:
-    """The weights of one layer that can be quantized."""
+    """Quantizable weights of one layer."""
     return {name: shape for name, shape in shapes.items() if is_quantizable(name, shape)}
 
 
@@ -127,7 +127,7 @@ def _count_elements(shapes: TensorShapes) -> int:
 
 
 def _quantized_bytes(shapes: TensorShapes, mode: Quantize) -> int:
-    """Bytes of projections in a mode; those that it can't hold stay, as f32 at most."""
+    """Bytes of projections in a mode; unsupported shapes stay unquantized, as f32 at most."""
     return sum(
         quantized_bytes(shape, mode if can_hold(mode, [shape]) else "none", DTYPE_SIZES["f32"])
         for shape in shapes.values()
@@ -135,7 +135,7 @@ def _quantized_bytes(shapes: TensorShapes, mode: Quantize) -> int:
 
 
 def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
-    """Width of the MLP, or of one expert: what its last projection takes back to ``hidden``."""
+    """Width of the MLP, or of one expert."""
     hidden = config.hidden_size
     return max(
         shape[1]
@@ -145,11 +145,11 @@ def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
 
 
 def _row_elements(config: ModelConfig, inner: int) -> int:
-    """Elements that exist at once for each row in a layer, at its widest point.
+    """Peak number of activation elements per row in a layer.
 
-    The sum so far (twice: the caller keeps its own), its norm and the result, and the rotations,
-    beside either gate, up and their product (and what each chosen expert gives), or q, k, v twice
-    (turned), the attended rows and their merged copy.
+    The residual (twice: the caller keeps its own), its norm and the result, and the rotations;
+    beside either gate, up and their product (and each chosen expert's output), or q, k, v twice
+    (rotated), the attended rows and their merged copy.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     given = 0 if config.experts is None else config.experts.top_k * config.hidden_size

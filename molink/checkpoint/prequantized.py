@@ -1,16 +1,15 @@
-"""Checkpoints that bitsandbytes has quantized: what their config says, and which tensors they have.
+"""Checkpoints quantized by bitsandbytes, and the tensors that any quantized checkpoint must have.
 
 A quantized ``x.weight`` has companions. int8: ``x.SCB`` (a scale per row). nf4: ``x.weight`` is
 packed, ``x.weight.absmax`` has a scale per block of 64 (float32, or quantized again to 8 bits with
 ``nested_absmax`` and ``nested_quant_map``: "double quantization"), ``x.weight.quant_map`` the 16
-values, and ``x.weight.quant_state.bitsandbytes__nf4`` a JSON object as bytes. Projections that the
-checkpoint's author left out are stored as in any other model.
+values, and ``x.weight.quant_state.bitsandbytes__nf4`` a JSON object. Projections that were not
+quantized are stored as usual.
 
-Weights that came from a GGUF file are stored in its blocks (:mod:`molink.gguf.ggml_types`), those
-of GPTQ, AWQ and FP8 as :mod:`molink.checkpoint.low_bit` says, experts perhaps in stacks, and in
-MXFP4 (:mod:`molink.checkpoint.stacked_experts`). Such a checkpoint counts as not quantized: where
-its weights don't stay so (:mod:`molink.checkpoint.quantization`), they become what a stage
-computes with.
+Weights in GGUF blocks (:mod:`molink.gguf.ggml_types`), in formats of
+:mod:`molink.checkpoint.low_bit`, and in expert stacks or MXFP4
+(:mod:`molink.checkpoint.stacked_experts`) do not count as quantized: a stage dequantizes them
+unless they stay in their format (:func:`molink.checkpoint.low_bit.find_resident_format`).
 """
 
 import json
@@ -32,19 +31,18 @@ from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.model import Quantize
 from molink.gguf.ggml_types import GgmlType, find_packed, packed_name, packed_shape
 
-#: Scales that share one of the second quantization.
+#: Scales per block of the second quantization.
 NESTED_BLOCK = 256
-#: Suffix of its name.
 QUANT_STATE_SUFFIX = "quant_state.bitsandbytes__nf4"
 _QUANT_METHOD = "bitsandbytes"
 
 
 def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
-    """How ``config.json`` says that the checkpoint is quantized.
+    """Parse the bitsandbytes quantization of ``config.json``.
 
     Raises:
-        UnsupportedModel: in a way that isn't implemented; named.
-        BrokenModel: a field that is impossible; named.
+        UnsupportedModel: a variant is not implemented.
+        BrokenModel: a field is invalid.
     """
     section = ConfigFields(raw, where).get_object("quantization_config")
     if not section:
@@ -63,11 +61,11 @@ def parse_quantized(raw: Mapping[str, Any], where: str) -> Quantize:
             "take the model's bf16 or fp16 files and --quantize"
         )
     if eight == four:
-        raise BrokenModel(f"{fields.where}: either load_in_8bit or load_in_4bit has to be true")
+        raise BrokenModel(f"{fields.where}: either load_in_8bit or load_in_4bit must be true")
     if eight:
         return "int8"
     for name, only in (("bnb_4bit_quant_type", "nf4"), ("bnb_4bit_quant_storage", "uint8")):
-        # bitsandbytes' own default type is fp4.
+        # bitsandbytes' default type is fp4.
         value = fields.get_string(name, "fp4" if name == "bnb_4bit_quant_type" else only)
         if value != only:
             raise UnsupportedModel(f"{fields.where}: {name} {value!r} is not supported ({only} is)")
@@ -80,14 +78,13 @@ def required_tensors(
     found: Mapping[str, TensorSpec],
     low_bit: LowBitScheme | None = None,
 ) -> dict[str, TensorRequirement]:
-    """What has to be stored for tensors of these shapes, if the checkpoint is ``quantized`` so.
+    """Return the stored tensors that tensors of these shapes require.
 
-    ``found`` decides which of the projections are quantized (or ``low_bit``), and whether scales
-    are too.
+    ``found`` decides which projections are quantized, and whether their scales are.
 
     Raises:
-        UnsupportedModel: an nf4 weight that doesn't consist of whole blocks; named.
-        BrokenModel: a weight in blocks of GGUF that can't be; named.
+        UnsupportedModel: an nf4 weight has a partial block.
+        BrokenModel: a weight in GGUF blocks has an impossible shape.
     """
     wanted: dict[str, TensorRequirement] = {}
     for name, shape in shapes.items():
@@ -97,7 +94,7 @@ def required_tensors(
             continue
         place = find_stack(name, found)
         if place is not None:
-            # That of the last expert is that of all.
+            # All experts share a stack; the last one determines its shape.
             wanted |= _stack_tensors(name, shape, place)
             continue
         if low_bit is not None and can_be_low_bit(name, shape) and low_bit.is_stored(name, found):
@@ -115,7 +112,7 @@ def required_tensors(
 
 
 def companion_names(name: str) -> tuple[str, ...]:
-    """Names of all tensors that may be stored beside a quantized weight ``name``."""
+    """Names of all tensors that may accompany a quantized weight ``name``."""
     module = name.removesuffix("weight")
     nested = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", QUANT_STATE_SUFFIX)
     return (f"{module}SCB", f"{module}weight_format", *(f"{name}.{part}" for part in nested))
@@ -124,7 +121,9 @@ def companion_names(name: str) -> tuple[str, ...]:
 def _block_tensors(name: str, shape: tuple[int, ...], kind: GgmlType) -> TensorRequirement:
     found = packed_shape(kind, shape)
     if found is None:
-        raise BrokenModel(f"tensor {name}: shape {list(shape)} is none of blocks of {kind.name}")
+        raise BrokenModel(
+            f"tensor {name}: shape {list(shape)} is not a multiple of {kind.name} blocks"
+        )
     return TensorRequirement(("U8",), found)
 
 
@@ -133,7 +132,7 @@ def _stack_tensors(
 ) -> dict[str, TensorRequirement]:
     found = place.stack_shapes(shape)
     if not found:
-        raise BrokenModel(f"tensor {name}: shape {list(shape)} is none of whole blocks of MXFP4")
+        raise BrokenModel(f"tensor {name}: shape {list(shape)} is not a multiple of MXFP4 blocks")
     dtypes = ("U8",) if place.is_mxfp4 else FLOAT_DTYPES
     return {stack: TensorRequirement(dtypes, full) for stack, full in found.items()}
 
@@ -156,8 +155,8 @@ def _nf4_tensors(
 ) -> dict[str, TensorRequirement]:
     if not can_hold("nf4", [shape]):
         raise UnsupportedModel(
-            f"tensor {name}: nf4 weights of shape {list(shape)} are not supported (their number "
-            f"is no multiple of {NF4_BLOCK})"
+            f"tensor {name}: nf4 weights of shape {list(shape)} are not supported (their number is "
+            f"not a multiple of {NF4_BLOCK})"
         )
     blocks = prod(shape) // NF4_BLOCK
     span = found.get(f"{name}.absmax")
@@ -175,18 +174,19 @@ def _nf4_tensors(
 
 
 def parse_quant_state(raw: bytes, shape: tuple[int, ...], where: str) -> float:
-    """The offset of doubly quantized scales (0 without) in the JSON object of an nf4 weight.
+    """Return the offset of doubly quantized scales, or 0, from the quantization state of an nf4
+    weight.
 
     Raises:
-        UnsupportedModel: blocks or types that aren't implemented; named.
-        BrokenModel: it is no such object; named.
+        UnsupportedModel: block size or type is not implemented.
+        BrokenModel: it is invalid.
     """
     try:
         state = json.loads(raw[:MAX_STATE_BYTES].decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise BrokenModel(f"{where}: its quantization state is no JSON: {error}") from error
+        raise BrokenModel(f"{where}: its quantization state is not valid JSON: {error}") from error
     if not isinstance(state, dict):
-        raise BrokenModel(f"{where}: its quantization state is no JSON object")
+        raise BrokenModel(f"{where}: its quantization state is not a JSON object")
     fields = ConfigFields(state, where)
     found = (
         fields.get_string("quant_type"),

@@ -1,9 +1,9 @@
-"""Rotary position settings of a model, in both spellings of ``config.json``.
+"""Parses RoPE settings, in both spellings of ``config.json``.
 
-Up to transformers 4 a config has ``rope_theta`` and ``rope_scaling``; from 5 on it has one
-``rope_parameters`` with ``rope_theta`` and ``rope_type`` inside. Either may be found in the wild.
-Where layers with a window rotate in a way of their own (Gemma 3), the new spelling has an object
-for each kind of layer, the old one ``rope_local_base_freq``.
+Up to transformers 4 a config has ``rope_theta`` and ``rope_scaling``; from 5 on,
+``rope_parameters`` with ``rope_theta`` and ``rope_type``. Where sliding-window layers rotate
+differently (Gemma 3), the new spelling has an object per layer type, the old one
+``rope_local_base_freq``.
 """
 
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ from molink.errors import BrokenModel, UnsupportedModel
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 DEFAULT_THETA = 10_000.0
-#: A longer context, in tokens, is a damaged config (also bounds what is allocated).
+#: A longer context, in tokens, means a damaged config; the limit also bounds allocations.
 MAX_MODEL_LEN = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions turn into rotation angles; fields beyond ``factor`` belong to some kinds only.
+    """RoPE parameters; fields beyond ``factor`` apply to some kinds only.
 
-    ``original_context`` (tokens) is the length that the model was trained with before scaling: for
-    ``dynamic`` always ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is
-    the part of a head that is rotated, its first dimensions.
+    ``original_context`` is the trained length in tokens: for ``dynamic`` always
+    ``max_position_embeddings``, as in transformers. ``partial_rotary_factor`` is the rotated part
+    of a head, its first dimensions.
     """
 
     theta: float = DEFAULT_THETA
@@ -36,25 +36,25 @@ class RopeConfig:
     # llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    # yarn; an attention factor of ``None`` is derived from ``factor`` and the two scales
+    # yarn; ``None`` derives the attention factor from ``factor`` and the two scales
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
-    # longrope: divisors of the frequencies within the original context, and in longer ones
+    # longrope: frequency divisors within and beyond the original context
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated."""
+        """Number of rotated dimensions of a head."""
         return int(head_dim * self.partial_rotary_factor)
 
     @property
     def scaled_context(self) -> int:
-        """Tokens that the scaling makes addressable beyond ``max_position_embeddings``, or 0.
+        """Context length that scaling adds beyond ``max_position_embeddings``, or 0.
 
         A ``linear`` or ``llama3`` config already states the scaled length there.
         """
@@ -63,11 +63,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class RopeDefaults:
-    """What a family takes for granted where its config is silent.
+    """A family's defaults for absent fields.
 
-    ``aliases`` are further names of kinds. With ``allows_partial`` a head may be rotated in part.
-    ``original_context`` is what ``original_max_position_embeddings`` is when absent; it then is no
-    field of the rope settings either, but one beside them.
+    ``aliases`` are further names of kinds. ``allows_partial`` permits partial rotation.
+    ``original_context`` replaces an absent ``original_max_position_embeddings``, which then is a
+    field beside the RoPE settings.
     """
 
     theta: float = DEFAULT_THETA
@@ -77,11 +77,11 @@ class RopeDefaults:
 
 
 def parse_rope(config: ConfigFields, habits: RopeDefaults | None = None) -> RopeConfig:
-    """Read the rotary settings of a config.
+    """Parse the RoPE settings of a config.
 
     Raises:
-        UnsupportedModel: a kind of scaling, or a partial rotation, that isn't implemented.
-        BrokenModel: a field that is missing, of the wrong type or impossible.
+        UnsupportedModel: a scaling or partial rotation is not implemented.
+        BrokenModel: a field is missing or invalid.
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
     return _parse_scaling(found, config, habits or RopeDefaults())
@@ -90,11 +90,7 @@ def parse_rope(config: ConfigFields, habits: RopeDefaults | None = None) -> Rope
 def parse_two_ropes(
     config: ConfigFields, full: RopeDefaults, local: RopeDefaults
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Read those of layers without and with a window, of a family in which they differ.
-
-    Raises:
-        UnsupportedModel, BrokenModel: as :func:`parse_rope`.
-    """
+    """Parse separate settings for layers without and with a window; raises as :func:`parse_rope`."""
     found = config.get_object("rope_parameters")
     both = ConfigFields(found, f"{config.where}: rope_parameters")
     full_found, local_found = (
@@ -129,7 +125,7 @@ def _parse_scaling(
         raise UnsupportedModel(f"{where}: partial_rotary_factor {partial} is not supported")
     theta = fields.get_number("rope_theta", outer.get_number("rope_theta", habits.theta))
     if theta <= 1.0:
-        raise BrokenModel(f"{where}: rope_theta has to be above 1, not {theta}")
+        raise BrokenModel(f"{where}: rope_theta must be above 1, not {theta}")
     if kind == "default":
         return RopeConfig(theta=theta, partial_rotary_factor=partial)
     plain = RopeConfig(theta, cast(RopeKind, kind), partial_rotary_factor=partial)
@@ -154,7 +150,7 @@ def _original_context(
 def _scale_rope(
     plain: RopeConfig, positions: int, original: int, fields: ConfigFields
 ) -> RopeConfig:
-    # A yarn config without a factor means the ratio of the two lengths.
+    # YaRN without a factor uses the ratio of both lengths.
     implied = positions / original if plain.kind == "yarn" else None
     rope = replace(
         plain,
@@ -170,16 +166,16 @@ def _scale_rope(
         truncate=fields.get_boolean("truncate", True),
     )
     if rope.factor < 1.0:
-        raise BrokenModel(f"{fields.where}: factor has to be at least 1, not {rope.factor}")
+        raise BrokenModel(f"{fields.where}: factor must be at least 1, not {rope.factor}")
     if original * rope.factor > MAX_MODEL_LEN:
         raise BrokenModel(
             f"{fields.where}: factor {rope.factor} makes a context of over {MAX_MODEL_LEN} tokens"
         )
     if min(rope.beta_fast, rope.beta_slow) <= 0:
-        raise BrokenModel(f"{fields.where}: beta_fast and beta_slow have to be positive")
+        raise BrokenModel(f"{fields.where}: beta_fast and beta_slow must be positive")
     if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         raise BrokenModel(
-            f"{fields.where}: low_freq_factor {rope.low_freq_factor} has to be positive and below "
+            f"{fields.where}: low_freq_factor {rope.low_freq_factor} must be positive and below "
             f"high_freq_factor {rope.high_freq_factor}"
         )
     return rope
@@ -188,7 +184,7 @@ def _scale_rope(
 def _parse_longrope(
     plain: RopeConfig, positions: int, original: int, fields: ConfigFields
 ) -> RopeConfig:
-    """LongRoPE (arXiv 2402.13753): the divisors are listed, the factor only scales attention."""
+    """LongRoPE (arXiv 2402.13753): divisors are listed; the factor only scales attention."""
     rope = replace(
         plain,
         factor=fields.get_number("factor", positions / original),
@@ -199,9 +195,9 @@ def _parse_longrope(
     )
     for name, listed in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if min(listed) <= 0:
-            raise BrokenModel(f"{fields.where}: {name} has to have positive entries only")
+            raise BrokenModel(f"{fields.where}: all entries of {name} must be positive")
     if original < 2:
-        raise BrokenModel(f"{fields.where}: original_max_position_embeddings has to be above 1")
+        raise BrokenModel(f"{fields.where}: original_max_position_embeddings must be above 1")
     return rope
 
 
@@ -209,14 +205,13 @@ def check_rope(rope: RopeConfig, head_dim: int, where: str) -> None:
     """Check that a rope fits heads of ``head_dim`` dimensions.
 
     Raises:
-        BrokenModel: it doesn't; the field is named.
+        BrokenModel: it does not.
     """
     rotary = rope.rotary_dim(head_dim)
     if rotary < 2 or rotary % 2:
         raise BrokenModel(
             f"{where}: partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary} of "
-            f"{head_dim} "
-            "dimensions; their number has to be even"
+            f"{head_dim} dimensions; their number must be even"
         )
     if rope.kind == "dynamic" and rotary == 2:
         raise BrokenModel(f"{where}: head_dim {head_dim} is too small for dynamic scaling")

@@ -1,9 +1,7 @@
-"""Headers of safetensors files: which tensors they hold, checked before any is used.
+"""Parses and checks safetensors headers.
 
-A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes,
-whose offsets the header gives relative to its own end.
-
-What a tensor has to be in a file of a model.
+A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes at
+offsets relative to the header's end.
 """
 
 import json
@@ -18,9 +16,9 @@ import msgspec
 from molink.checkpoint.config_fields import refuse_irregular
 from molink.errors import BrokenModel
 
-#: The format allows three times that; a file with 73 000 tensors has 11 MB.
+#: The format allows three times as much; a file with 73 000 tensors has 11 MB.
 MAX_HEADER_BYTES = 32 << 20
-#: Bytes per element of each type that the format knows (sub-byte types are absent on purpose).
+#: Bytes per element; sub-byte types are deliberately absent.
 DTYPE_BYTES: dict[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -29,13 +27,13 @@ DTYPE_BYTES: dict[str, int] = {
 }  # fmt: skip
 _MAX_DIMENSIONS = 8
 _MAX_NAME = 512
-#: Bytes of what is said of one tensor.
+#: Maximum bytes of a tensor's entry.
 _MAX_ENTRY = 1024
 _LENGTH_BYTES = struct.Struct("<Q")
 
 
 class TensorSpec(Protocol):
-    """What is said of a tensor, wherever it lies. ``dtype`` is safetensors' own name (``BF16``)."""
+    """A tensor's type and shape. ``dtype`` is the safetensors name (``BF16``)."""
 
     @property
     def dtype(self) -> str: ...
@@ -45,9 +43,9 @@ class TensorSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """Where a tensor lies: ``nbytes`` bytes at ``offset`` of ``file`` (a name in the folder).
+    """A tensor's location: ``nbytes`` bytes at ``offset`` of ``file`` in the folder.
 
-    ``dtype`` is safetensors' own name (``BF16``), ``key`` the tensor's name in that file.
+    ``key`` is the tensor's name in that file.
     """
 
     file: str
@@ -59,10 +57,10 @@ class TensorSpan:
 
 
 def read_header(path: Path) -> dict[str, TensorSpan]:
-    """All tensors of one safetensors file.
+    """Read all tensors of a safetensors file.
 
     Raises:
-        BrokenModel: the file is truncated or its header inconsistent; names file and tensor.
+        BrokenModel: the file is truncated or its header inconsistent.
     """
     try:
         refuse_irregular(path)
@@ -76,16 +74,18 @@ def read_header(path: Path) -> dict[str, TensorSpan]:
 
 
 def parse_header(path: PurePath, raw: bytes, size: int) -> dict[str, TensorSpan]:
-    """All tensors of a file of ``size`` bytes (perhaps on another PC) with the JSON header ``raw``.
+    """Parse the JSON header ``raw`` of a local or remote file of ``size`` bytes.
 
     Raises:
-        BrokenModel: the header is inconsistent, or the file too short for it.
+        BrokenModel: the header is inconsistent, or the file truncated.
     """
     try:
-        # What is said of each tensor stays as it is until its length is known to be harmless.
+        # Entries stay undecoded until their length is checked.
         header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError) as error:
-        raise BrokenModel(f"{path}: its safetensors header is no JSON object: {error}") from error
+        raise BrokenModel(
+            f"{path}: its safetensors header is not a JSON object: {error}"
+        ) from error
     header.pop("__metadata__", None)
     for name in header:
         if len(name) > _MAX_NAME or not name.isprintable():
@@ -97,17 +97,17 @@ def parse_header(path: PurePath, raw: bytes, size: int) -> dict[str, TensorSpan]
 
 
 def header_length(prefix: bytes, size: int, path: PurePath) -> int:
-    """How long the JSON header is; ``prefix`` are the first bytes of a file of ``size``.
+    """Length of the JSON header, from the first bytes of a file of ``size`` bytes.
 
     Raises:
-        BrokenModel: it is no such file.
+        BrokenModel: not a safetensors file.
     """
     if len(prefix) < _LENGTH_BYTES.size:
-        raise BrokenModel(f"{path}: truncated: {size} bytes are no safetensors file")
+        raise BrokenModel(f"{path}: truncated: {size} bytes are not a safetensors file")
     (length,) = _LENGTH_BYTES.unpack(prefix)
     if length > MAX_HEADER_BYTES:
         raise BrokenModel(
-            f"{path}: no safetensors file: header of {length} bytes (at most {MAX_HEADER_BYTES})"
+            f"{path}: not a safetensors file: header of {length} bytes (at most {MAX_HEADER_BYTES})"
         )
     if _LENGTH_BYTES.size + length > size:
         raise BrokenModel(f"{path}: truncated within its header ({size} bytes)")
@@ -122,9 +122,9 @@ def _parse_span(path: PurePath, name: str, said: msgspec.Raw, base: int, size: i
     try:
         entry = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise BrokenModel(f"{where}: its entry is no JSON: {error}") from error
+        raise BrokenModel(f"{where}: its entry is not valid JSON: {error}") from error
     if not isinstance(entry, dict):
-        raise BrokenModel(f"{where}: its entry is no object")
+        raise BrokenModel(f"{where}: its entry is not an object")
     dtype = entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise BrokenModel(f"{where}: unknown dtype {dtype!r}")
@@ -133,7 +133,7 @@ def _parse_span(path: PurePath, name: str, said: msgspec.Raw, base: int, size: i
         _parse_extents(entry, "data_offsets", where),
     )
     if len(offsets) != 2:
-        raise BrokenModel(f"{where}: data_offsets {offsets} are no pair")
+        raise BrokenModel(f"{where}: data_offsets {offsets} are not a pair")
     begin, end = offsets
     if end - begin != prod(shape) * DTYPE_BYTES[dtype]:
         raise BrokenModel(
@@ -151,7 +151,7 @@ def _parse_extents(entry: dict[str, Any], field: str, where: str) -> tuple[int, 
     value = entry.get(field)
     if isinstance(value, list) and len(value) <= _MAX_DIMENSIONS and all(map(_is_extent, value)):
         return tuple(value)
-    raise BrokenModel(f"{where}: {field} {str(value)[:80]} is no short list of sizes")
+    raise BrokenModel(f"{where}: {field} {str(value)[:80]} is not a short list of sizes")
 
 
 def _is_extent(value: object) -> bool:
@@ -167,21 +167,21 @@ def _refuse_overlap(path: PurePath, spans: dict[str, TensorSpan]) -> None:
         end, before = span.offset + span.nbytes, name
 
 
-#: Element types of tensors that aren't quantized.
+#: Types of unquantized tensors.
 FLOAT_DTYPES = ("F32", "BF16", "F16")
-#: Bytes of the JSON object beside an nf4 weight; those seen have about 150.
+#: Maximum bytes of an nf4 quantization state; known ones have about 150.
 MAX_STATE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRequirement:
-    """What a tensor has to be in a file; an extent of -1 may be anything up to MAX_STATE_BYTES."""
+    """Required types and shape of a stored tensor; -1 allows any size up to MAX_STATE_BYTES."""
 
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
 
     def accepts_shape(self, shape: tuple[int, ...]) -> bool:
-        """Whether ``shape`` is as demanded."""
+        """Whether ``shape`` meets the requirement."""
         return len(shape) == len(self.shape) and all(
             found == wanted if wanted >= 0 else 0 < found <= MAX_STATE_BYTES
             for found, wanted in zip(shape, self.shape, strict=True)

@@ -1,37 +1,36 @@
-"""Experts that a checkpoint stores as one tensor for all of a layer (gpt-oss).
+"""Experts that a checkpoint stores as one tensor per layer (gpt-oss).
 
-Everywhere else each expert has tensors of its own, ``….experts.3.down_proj.weight``; here is told
-where these lie in a stack. The weights of a stack ``[experts, in, out]`` are turned about. Or they
-are in MXFP4 (OCP Microscaling Formats, §5.1): ``…_blocks`` ``[experts, out, in / 32, 16]`` has two
-4-bit floats a byte, the lower half first, and ``…_scales`` ``[experts, out, in / 32]`` the power of
-two of each 32, plus 127. Biases are ``…_bias`` ``[experts, out]``.
+Elsewhere each expert has separate tensors, ``….experts.3.down_proj.weight``; this module maps them
+into stacks. Weights of a stack ``[experts, in, out]`` are transposed. In MXFP4 (OCP Microscaling
+Formats, §5.1), ``…_blocks`` ``[experts, out, in / 32, 16]`` has two 4-bit floats per byte, lower
+half first, and ``…_scales`` ``[experts, out, in / 32]`` the biased (127) exponent of each 32.
+Biases are ``…_bias`` ``[experts, out]``.
 """
 
 import re
 from collections.abc import Container
 from dataclasses import dataclass
 
-#: Weights that share a scale.
 MXFP4_BLOCK = 32
 _EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
 class StackedExpert:
-    """An expert's tensor is number ``index`` of the tensors ``names``: two for MXFP4."""
+    """An expert's tensor is entry ``index`` of the tensors ``names`` (two for MXFP4)."""
 
     index: int
     names: tuple[str, ...]
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether it is blocks, and their scales."""
+        """Whether the stack is in MXFP4: blocks and scales."""
         return len(self.names) == 2
 
     def stack_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the stacks that end with this expert, whose own tensor has ``shape``.
+        """Shapes of the stacks if this expert is the last one; empty if impossible.
 
-        Empty where it can't be stored so.
+        ``shape`` is that of the expert's own tensor.
         """
         count = self.index + 1
         if self.is_mxfp4:
@@ -43,7 +42,7 @@ class StackedExpert:
 
 
 def find_stack(name: str, found: Container[str]) -> StackedExpert | None:
-    """Where an expert's tensor ``name`` lies, if it is in a stack of those that are ``found``."""
+    """Find the stack that holds an expert's tensor ``name``, if any."""
     match = _EXPERT_PATTERN.fullmatch(name) if ".experts." in name and name not in found else None
     if match is None:
         return None
@@ -58,6 +57,6 @@ def find_stack(name: str, found: Container[str]) -> StackedExpert | None:
 
 
 def stack_names(name: str, found: Container[str]) -> tuple[str, ...]:
-    """The tensors that hold an expert's tensor ``name``; none if it is a tensor of its own."""
+    """Names of the tensors that hold an expert's tensor; empty if it is not stacked."""
     place = find_stack(name, found)
     return () if place is None else place.names

@@ -1,4 +1,4 @@
-"""What a stage's passes have to read and to compute: the measure of how well it does."""
+"""Bytes and operations that a stage's passes need: the basis of roofline figures."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,14 @@ from molink.checkpoint.tensor_layout import layer_tensors
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.model import LayerRange
 
-#: Floating-point operations of a multiplication that is added up.
 _FLOPS_PER_MULTIPLY_ADD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Layers ``first:last`` of a model with their ends, computed in ``dtype``.
+    """Cost of layers ``first:last`` with the model's ends, computed in ``dtype``.
 
-    ``weight_bytes`` are those of all its weights as they lie on the device. Of experts, a row reads
-    and computes those that are chosen for it; every other one counts for nothing.
+    ``weight_bytes`` are those on the device. Only the experts chosen for a row count.
     """
 
     config: ModelConfig
@@ -25,10 +23,7 @@ class StageCost:
     weight_bytes: int
 
     def decode_bytes(self, context: int) -> int:
-        """Bytes that a single decode row reads: weights, and the KV of ``context`` tokens.
-
-        Of the embedding it reads one row.
-        """
+        """Bytes that a single decode row reads: weights, and KV of ``context`` tokens."""
         table, element = self._table_elements * DTYPE_SIZES[self.dtype], DTYPE_SIZES[self.dtype]
         ends = int(self._has_embedding) + int(self._has_output_head)
         held = min(ends, 1) if self.config.tied_embeddings else ends
@@ -39,7 +34,7 @@ class StageCost:
         return int(weights) + 2 * heads * element * self._attended_positions(context)
 
     def prefill_flops(self, rows: int) -> int:
-        """Operations of a chunk of ``rows`` rows that begins a prompt; only its last is sampled."""
+        """Operations of a prompt's first chunk of ``rows`` rows; only its last row is sampled."""
         products = rows * sum(self._matrix_elements(layer)[1] for layer in range(*self.layers))
         products += self._table_elements * self._has_output_head
         pairs = sum(self._attended_positions(row) for row in range(1, rows + 1))
@@ -60,12 +55,12 @@ class StageCost:
         return self.config.vocab_size * self.config.hidden_size
 
     def _attended_positions(self, context: int) -> int:
-        """Positions that a row attends to, over all layers."""
+        """Positions that a row attends to, summed over layers."""
         windows = self.config.windows[slice(*self.layers)]
         return sum(min(context, window) if window else context for window in windows)
 
     def _matrix_elements(self, layer: int) -> tuple[int, int]:
-        """Elements of a layer's matrices: of all, and of those that a row meets."""
+        """Elements of a layer's matrices: all, and those used per row."""
         experts = self.config.layer_experts(layer)
         every = active = 0.0
         for name, shape in layer_tensors(self.config, layer).items():

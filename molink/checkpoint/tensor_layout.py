@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors that a decoder has, and which of them a stage needs."""
+"""Names and shapes of a decoder's tensors, and which of them a stage needs."""
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
@@ -6,16 +6,15 @@ from molink.checkpoint.experts import ExpertsConfig
 EMBEDDING_NAME = "model.embed_tokens.weight"
 FINAL_NORM_NAME = "model.norm.weight"
 OUTPUT_HEAD_NAME = "lm_head.weight"
-#: Of a layer.
 SINKS_NAME = "self_attn.sinks"
 
 TensorShapes = dict[str, tuple[int, ...]]
-#: Name of a projection (without ``.weight``) → its shape ``[out, in]``, and whether it has a bias.
+#: Projection (without ``.weight``) → shape ``[out, in]``, and whether it has a bias.
 _Projections = dict[str, tuple[tuple[int, int], bool]]
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
-    """Tensors of one decoder layer with their shapes (``[out, in]`` for projections)."""
+    """Tensors of a decoder layer with their shapes (``[out, in]`` for projections)."""
     prefix = f"model.layers.{layer}."
     shapes = {f"{prefix}{name}.weight": shape for name, shape in _norm_tensors(config).items()}
     if config.sinks:
@@ -30,13 +29,13 @@ def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
 
 
 def attention_projections(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the projections that make q, k and v, in this order."""
+    """Names of the q, k and v projections, in this order."""
     names = ("qkv",) if config.merged_qkv else ("q", "k", "v")
     return tuple(f"self_attn.{name}_proj" for name in names)
 
 
 def mlp_projections(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the projections that make gate and up of a plain MLP, in this order."""
+    """Names of a plain MLP's gate and up projections, in this order."""
     names = ("gate_up",) if config.merged_gate_up else ("gate", "up")
     return tuple(f"mlp.{name}_proj" for name in names)
 
@@ -86,18 +85,18 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:
 
 
 def first_stage_tensors(config: ModelConfig) -> TensorShapes:
-    """What the first stage needs beside its layers."""
+    """Tensors that the first stage needs beside its layers."""
     return {EMBEDDING_NAME: (config.vocab_size, config.hidden_size)}
 
 
 def last_stage_tensors(config: ModelConfig) -> TensorShapes:
-    """What the last stage needs beside its layers; the embedding again if tied."""
+    """Tensors that the last stage needs beside its layers; the embedding again if tied."""
     head = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
     return {FINAL_NORM_NAME: (config.hidden_size,), head: (config.vocab_size, config.hidden_size)}
 
 
 def stage_tensors(config: ModelConfig, first: int, last: int) -> TensorShapes:
-    """Tensors of layers ``first … last - 1``, with what the ends of the model add."""
+    """Tensors of layers ``first … last - 1``, and of the model's ends."""
     shapes: TensorShapes = {}
     if first == 0:
         shapes |= first_stage_tensors(config)

@@ -1,4 +1,4 @@
-"""What a decoder has to know of a model beyond its size: facts that hold for all families."""
+"""Model properties that the decoder depends on, for all families."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,18 +6,18 @@ from typing import Literal
 from molink.checkpoint.experts import ExpertsConfig
 from molink.checkpoint.rope import RopeConfig
 
-#: How steep the sigmoid of ``clamped_swiglu`` is.
+#: Slope of ``clamped_swiglu``'s sigmoid.
 SWIGLU_ALPHA = 1.702
 #: Gated MLPs: ``act(gate) * up``. ``clamped_swiglu`` is ``gate * sigmoid(alpha * gate) * (up + 1)``
-#: of what is bounded, gate above only; rows of gate and up take turns there.
+#: with clamped inputs (gate only from above); gate and up rows are interleaved.
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-#: What a norm of queries and of keys takes the mean square of.
+#: Over which elements query and key norms take the mean square.
 HeadNorm = Literal["none", "each head", "all heads"]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Names of a layer's norms, by what they are applied to; ``None`` where there is none."""
+    """Names of a layer's norms by position; ``None`` if absent."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -26,31 +26,29 @@ class LayerNorms:
 
     @property
     def present_names(self) -> tuple[str, ...]:
-        """Those that there are."""
+        """Names that are present."""
         every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return tuple(name for name in every if name is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyTraits:
-    """The facts that families differ in.
+    """Traits in which families differ.
 
-    Attention: ``attention_bias`` is about the q, k and v projections, ``output_bias`` about o;
-    ``attention_scale`` is the factor of q·k. ``windows`` has an entry for each layer: how many
-    positions a row attends to, its own included, 0 = all before it. ``sliding_rope`` is the rope of
-    layers with a window, where they have one of their own; those in ``unrotated_layers`` have none.
-    With ``interleaved_rope`` the two dimensions that are turned together are neighbours, else half
-    of what is rotated lies between them. With ``sinks`` each query head has a score that takes its
-    share of the weights, and gives nothing. ``attention_softcap`` and ``final_softcap`` bound
-    scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
+    Attention: ``attention_bias`` is for q, k and v, ``output_bias`` for o; ``attention_scale``
+    multiplies q·k. ``windows`` is per layer, 0 = full attention. ``sliding_rope`` applies to
+    sliding-window layers if set; ``unrotated_layers`` have no RoPE. With ``interleaved_rope``,
+    pairs of neighbours are rotated, else dimensions half the rotated size apart. With ``sinks``
+    each query head has a learned score that takes part in the softmax only. ``attention_softcap``
+    and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
-    Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to the
-    weights of all norms. What attention and MLP give is multiplied by ``residual_scale``.
-    ``merged_qkv`` and ``merged_gate_up``: the checkpoint has them in one tensor. ``experts`` stand
-    for the MLP in some or all layers.
+    Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
+    weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
+    ``merged_gate_up`` mean single tensors in the checkpoint. ``experts`` replace the MLP in some or
+    all layers.
 
-    Embeddings are multiplied by ``embedding_scale``, logits by ``logit_scale``;
-    ``tied_embeddings``: the embedding is the output head too.
+    ``embedding_scale`` multiplies embeddings, ``logit_scale`` logits. With ``tied_embeddings`` the
+    embedding is the output head, too.
     """
 
     heads: int
@@ -88,28 +86,28 @@ class FamilyTraits:
 
     @property
     def rope_configs(self) -> tuple[RopeConfig, ...]:
-        """The ropes that its layers use; see :meth:`rope_index`."""
+        """Distinct ropes of the layers; see :meth:`rope_index`."""
         return (self.rope,) if self.sliding_rope is None else (self.rope, self.sliding_rope)
 
     def rope_index(self, layer: int) -> int | None:
-        """Which of ``rope_configs`` a layer uses; ``None`` where positions turn nothing."""
+        """Index of a layer's rope in ``rope_configs``; ``None`` without RoPE."""
         if layer in self.unrotated_layers:
             return None
         return int(self.sliding_rope is not None and self.windows[layer] > 0)
 
     @property
     def keys_depend_on_length(self) -> bool:
-        """Whether keys of equal tokens at equal positions may differ from request to request.
+        """Whether keys depend on the request's length, not only on tokens and positions.
 
-        So with ``dynamic`` scaling, which rotates them for the length that the request had reached.
+        True for ``dynamic`` scaling, which rotates for the current length.
         """
         return any(rope.kind == "dynamic" for rope in self.rope_configs)
 
     @property
     def short_context(self) -> int:
-        """Up to how many tokens a request's keys are rotated in another way than in longer ones.
+        """Length up to which a request's keys are rotated differently than in longer ones.
 
-        So with LongRoPE, whose two lists of divisors differ; 0 where there is no such bound.
+        Set for LongRoPE, which has two lists of divisors; else 0.
         """
         return min(
             (
@@ -121,5 +119,5 @@ class FamilyTraits:
         )
 
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
-        """The experts of a layer; ``None`` where it has a plain MLP."""
+        """A layer's experts; ``None`` if it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
