@@ -90,7 +90,7 @@ def parse_rope(config: ConfigFields, habits: RopeDefaults | None = None) -> Rope
 def parse_two_ropes(
     config: ConfigFields, full: RopeDefaults, local: RopeDefaults
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Parse separate settings for layers without and with a window; raises as :func:`parse_rope`."""
+    """Parse the settings of layers without and with a window; raises as :func:`parse_rope`."""
     found = config.get_object("rope_parameters")
     both = ConfigFields(found, f"{config.where}: rope_parameters")
     full_found, local_found = (

@@ -1,1 +1,1 @@
-"""GGUF files, as llama.cpp writes them: read with care, and laid out as a model folder."""
+"""Reads GGUF files of llama.cpp as untrusted input."""

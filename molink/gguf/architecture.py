@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, as the ``config.json`` of such a model says it."""
+"""Translates a GGUF file's metadata to a ``config.json``."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -6,45 +6,46 @@ from typing import Any, Final
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.gguf.gguf_file import GgufFile, GgufTensor
 
-#: Tensors that hold divisors of rope's frequencies.
+#: Tensors with frequency divisors of RoPE.
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
     f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
 )
 _EMBEDDING_NAME = "token_embd.weight"
 _MAX_FACTORS = 4096
 _MAX_LAYERS = 4096
-#: Of layers without a window and with one.
+#: Layers without and with a sliding window.
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 #: Reads a small tensor of numbers.
 ReadTensor = Callable[[GgufTensor], list[float]]
 
 
 def build_config(file: GgufFile, read: ReadTensor, ends: tuple[int, ...]) -> dict[str, Any]:
-    """The config of the model in ``file``; ``ends`` are the ids that end an answer.
+    """Build the config of the model in ``file``; ``ends`` are its end-of-sequence ids.
 
     Raises:
-        UnsupportedModel: an architecture or a feature that isn't implemented; named.
-        BrokenModel: metadata that is missing or impossible; named.
+        UnsupportedModel: an architecture or feature is not implemented.
+        BrokenModel: metadata are missing or invalid.
     """
     named = file.metadata.get_string("general.architecture")
     maker = _ARCHITECTURES.get(named)
     if maker is None:
         known = ", ".join(sorted(_ARCHITECTURES))
         raise UnsupportedModel(
-            f"{file.path}: GGUF architecture {named[:80]!r} is not supported; these are: {known}"
+            f"{file.path}: GGUF architecture {named[:80]!r} is not supported; supported are: "
+            f"{known}"
         )
     if file.metadata.get_string("general.type", "model") != "model":
         kind = file.metadata.get_string("general.type")
-        raise UnsupportedModel(f"{file.path} holds no model but {kind[:80]!r} (general.type)")
+        raise UnsupportedModel(f"{file.path} holds {kind[:80]!r} (general.type), not a model")
     about = _ArchMetadata(file, named, read)
     return {**_base_config(about), **maker(about), "eos_token_id": list(ends)}
 
 
 def read_vocab_size(file: GgufFile) -> int:
-    """Rows of the embedding.
+    """Read the number of embedding rows.
 
     Raises:
-        BrokenModel: it has none.
+        BrokenModel: there is no embedding.
     """
     tensor = file.tensors.get(_EMBEDDING_NAME)
     if tensor is None or len(tensor.shape) != 2:
@@ -55,7 +56,7 @@ def read_vocab_size(file: GgufFile) -> int:
 
 
 class _ArchMetadata:
-    """Metadata below the architecture's own name."""
+    """Metadata under the architecture's prefix."""
 
     def __init__(self, file: GgufFile, name: str, read: ReadTensor) -> None:
         self.file, self.metadata, self.read = file, file.metadata, read
@@ -75,7 +76,7 @@ class _ArchMetadata:
         return self.metadata.get_number(self.full_key(key), default)
 
     def get_uniform(self, key: str, layers: int) -> int:
-        """A number that is the same for all layers."""
+        """Return a number that is equal for all layers."""
         found = set(self.metadata.get_integers(self.full_key(key), layers))
         if len(found) != 1 or 0 in found:
             raise UnsupportedModel(
@@ -85,14 +86,14 @@ class _ArchMetadata:
         return found.pop()
 
     def read_factors(self, name: str) -> list[float]:
-        """The numbers of a small tensor."""
+        """Read the numbers of a small tensor."""
         tensor = self.file.tensors[name]
         if (
             len(tensor.shape) != 1
             or tensor.shape[0] > _MAX_FACTORS
             or tensor.ggml_type.name != "f32"
         ):
-            raise BrokenModel(f"{self.file.path}: tensor {name} is no short list of f32 numbers")
+            raise BrokenModel(f"{self.file.path}: tensor {name} is not a short list of f32 numbers")
         return self.read(tensor)
 
 
@@ -136,7 +137,7 @@ def _base_config(about: _ArchMetadata) -> dict[str, Any]:
 
 
 def _find_dtype(tensors: Mapping[str, GgufTensor]) -> str:
-    """What most weights are; those in blocks are computed with as bf16."""
+    """Most common type of weights; quantized ones are computed in bf16."""
     kinds = [tensor.ggml_type.name for tensor in tensors.values() if len(tensor.shape) > 1]
     plain: Final = {"f32": "float32", "f16": "float16"}
     return plain.get(max(sorted(set(kinds)), key=kinds.count), "bfloat16")
@@ -154,7 +155,7 @@ def _rope_config(about: _ArchMetadata, context: int) -> dict[str, Any]:
             scaling["attention_factor"] = about.get_number("rope.scaling.attn_factor")
         return {**made, "rope_scaling": scaling, "original_max_position_embeddings": original}
     if ROPE_FREQS in about.file.tensors:
-        # Llama 3: its own divisors, the same for texts of any length.
+        # Llama 3: divisors that apply at any length.
         scaling["short_factor"] = scaling["long_factor"] = about.read_factors(ROPE_FREQS)
         scaling |= {"factor": 1.0, "attention_factor": 1.0}
         return {**made, "rope_scaling": scaling}
@@ -173,7 +174,7 @@ def _rope_config(about: _ArchMetadata, context: int) -> dict[str, Any]:
 
 
 def _yarn_config(about: _ArchMetadata) -> dict[str, Any]:
-    """What is told of YaRN where it isn't as usual."""
+    """YaRN settings that differ from the defaults."""
     extrapolated = about.get_number("rope.scaling.yarn_ext_factor", 1.0)
     if extrapolated != 1.0:
         raise UnsupportedModel(
@@ -208,7 +209,7 @@ def _llama_config(about: _ArchMetadata) -> dict[str, Any]:
 
 
 def _mistral3_config(about: _ArchMetadata) -> dict[str, Any]:
-    """Mistral Small 3.1 and 3.2, of which older files say that they are ``llama``."""
+    """Mistral Small 3.1 and 3.2, which older files label ``llama``."""
     key = "attention.temperature_scale"
     if about.has_key(key):
         raise UnsupportedModel(
@@ -310,7 +311,7 @@ def _gemma3_config(about: _ArchMetadata) -> dict[str, Any]:
 
 
 def _attention_scalar(about: _ArchMetadata, largest: int) -> int:
-    """What scores are divided by, squared; the models of 27B are told by their layers alone."""
+    """Square of the divisor of attention scores; only the layer count identifies 27B models."""
     heads = about.get_uniform("attention.head_count", about.layers)
     share = about.get_integer("embedding_length") // heads
     is_largest = about.layers == largest

@@ -1,12 +1,12 @@
-"""What weights of few bits are as numbers, and what they take where they stay so.
+"""Formats of low-bit weights, and their size in memory.
 
-A weight is a *code* of 4 to 8 bits. Groups of 16 to 128 codes share a scale. Some kinds of GGUF
-blocks add something to each weight of a group; checkpoints with zero points shift its codes::
+A weight is a *code* of 4 to 8 bits. Groups of 16 to 128 codes share a scale. Some GGUF types add a
+minimum to each group; checkpoints with zero points shift its codes::
 
-    weight = scale · (code - offset + shift) + added
+    weight = scale · (code - offset + shift) + minimum
 
-These are numbers of 16 bits of the group, or (kinds ``K``) such numbers of a block of 256, times a
-whole number of the group with 6 to 8 bits.
+These are 16-bit numbers of the group, or (``K`` types) 16-bit numbers of a block of 256 times a 6-
+to 8-bit integer of the group.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,20 @@ from typing import NamedTuple
 
 from molink.facts.dtypes import NarrowDType
 
-#: Rows of a weight that lie together where a CPU multiplies by blocks: their number has to be a
-#: multiple of it. CPUs with shorter registers take half as many.
+#: Rows that CPU kernels process together; a weight's rows must be a multiple. CPUs with shorter
+#: registers take half as many.
 ROW_MULTIPLE = 32
-#: Bits of half a word.
 HALF_BITS = 16
 _HALF_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Of a kind: ``bits`` of a code, weights of a ``group`` and of a ``block``.
+    """Format of a quantized weight: ``bits`` of a code, weights per ``group`` and per ``block``.
 
-    Codes of 8 bits are signed. ``has_minimum``: something is added. ``has_nested_scales``: groups
-    have whole numbers of one byte, signed where nothing is added. ``has_shifts``: codes are
-    shifted, by whole numbers. ``number_dtype`` of 16 bits are of that type.
+    8-bit codes are signed. With ``has_minimum`` a minimum is added per group. With
+    ``has_nested_scales`` groups have one-byte integers, signed unless there is a minimum. With
+    ``has_shifts`` codes are shifted by integers. 16-bit numbers are of ``number_dtype``.
     """
 
     bits: int
@@ -45,7 +44,7 @@ class BlockFormat:
 
     @property
     def numbers_per_group(self) -> int:
-        """Numbers that a group has, or a block where groups have whole ones: a scale first."""
+        """16-bit numbers of a group, or of a block with nested scales; the scale comes first."""
         return 1 + self.has_minimum + self.has_shifts
 
     @property
@@ -55,17 +54,17 @@ class BlockFormat:
 
     @property
     def words_per_group(self) -> int:
-        """Words of a group."""
+        """Words per group."""
         return self.group * self.bits // (8 * self.word_bytes)
 
     @property
     def groups_per_block(self) -> int:
-        """Groups of a block."""
+        """Groups per block."""
         return self.block // self.group
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of a group's own numbers: of 16 bits, or whole ones."""
+        """Bytes of a group's own numbers."""
         return (1 if self.has_nested_scales else _HALF_BYTES) * self.numbers_per_group
 
     @property
@@ -75,7 +74,7 @@ class BlockFormat:
 
     @property
     def block_number_bytes(self) -> int:
-        """Bytes of a block's numbers of 16 bits, where groups have whole ones."""
+        """Bytes of a block's 16-bit numbers with nested scales."""
         return _HALF_BYTES * self.numbers_per_group * self.has_nested_scales
 
     @property
@@ -84,7 +83,7 @@ class BlockFormat:
         return self.block_number_bytes + self.groups_per_block * self.group_bytes
 
 
-#: Of kinds of GGUF blocks, by name. All others become numbers as they are loaded.
+#: Formats of GGUF types that stay quantized, by name; others are dequantized on load.
 BLOCK_FORMATS = {
     "q4_0": BlockFormat(4, 8, 32, 32),
     "q4_1": BlockFormat(4, 0, 32, 32, has_minimum=True),
@@ -98,8 +97,9 @@ BLOCK_FORMATS = {
 
 
 class BitRange(NamedTuple):
-    """``bits`` bits of a code from ``target_bit`` on: bits ``source_bit`` on of half of a group's
-    ``word``."""
+    """``bits`` bits of a code from ``target_bit`` on, stored from ``source_bit`` on in each half of
+    ``word``.
+    """
 
     word: int
     source_bit: int
@@ -109,12 +109,12 @@ class BitRange(NamedTuple):
 
 @cache
 def locate_pair(bits: int, index: int) -> tuple[BitRange, ...]:
-    """Where pair ``index`` of a group's codes lies.
+    """Locate the bits of pair ``index`` in a group's codes.
 
-    A *word* of 32 bits has in its lower half codes at even depths, in its upper half the others, so
-    that a shift brings a pair of neighbours forth. As many codes as possible lie in one piece:
-    four of 4 bits, to whose groups those of 5 bits add a word, or two of 6 bits. What these leave
-    of three words are two more of them. Codes of 8 bits have words of 16 bits of their own.
+    The lower half of a 32-bit *word* has codes at even depths, the upper half those at odd depths,
+    so that one shift extracts a pair of neighbours. A word has four 4-bit codes or two 6-bit codes
+    per half; 5-bit groups add a word, and the bits left in three 6-bit words form two more codes.
+    8-bit codes have words of 16 bits.
     """
     if bits == 8:
         return (BitRange(index, 0, bits, 0),)
@@ -127,5 +127,5 @@ def locate_pair(bits: int, index: int) -> tuple[BitRange, ...]:
 
 
 def resident_bytes(form: BlockFormat, shape: Sequence[int]) -> int:
-    """What a weight ``[out, in]`` that stays in such blocks takes on a CPU, in bytes."""
+    """Bytes on a CPU of a weight ``[out, in]`` in this format."""
     return prod(shape) // form.block * form.nbytes

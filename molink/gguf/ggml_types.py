@@ -1,8 +1,7 @@
-"""The element types of GGUF tensors: blocks of a few weights with scales of their own.
+"""Element types of GGUF tensors: blocks of a few weights with scales.
 
-A tensor that a GGUF file has in blocks keeps them in molink's own files: ``x.weight`` is stored
-there as ``x.weight.q4_k``, bytes ``[rows, bytes of a row]``. Blocks lie along a row, so rows can be
-taken out and put into another order as they are.
+molink keeps a tensor's blocks in its own files: ``x.weight`` is stored as ``x.weight.q4_k``, bytes
+``[rows, bytes of a row]``. Blocks lie along a row, so rows can be sliced and permuted.
 """
 
 from collections.abc import Container, Sequence
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 class GgmlType:
     """An element type: ``nbytes`` bytes hold ``block_size`` weights.
 
-    ``safetensors_dtype`` is safetensors' own name of the type; that of blocks has none, and it is
-    empty.
+    ``safetensors_dtype`` is empty for block types, which safetensors lacks.
     """
 
     name: str
@@ -29,7 +27,7 @@ class GgmlType:
     safetensors_dtype: str = ""
 
     def row_bytes(self, width: int) -> int | None:
-        """Bytes of a row of ``width`` weights; ``None`` if these are no whole blocks."""
+        """Bytes of a row of ``width`` weights; ``None`` if they are not whole blocks."""
         blocks, rest = divmod(width, self.block_size)
         return None if rest else blocks * self.nbytes
 
@@ -51,31 +49,31 @@ _TYPES = (
     GgmlType("iq4_xs", 23, 256, 136),
     GgmlType("bf16", 30, 1, 2, "BF16"),
 )
-#: By the number that GGUF files have.
+#: By the number in GGUF files.
 TYPES_BY_NUMBER = {kind.number: kind for kind in _TYPES}
-#: Those that safetensors doesn't know, by the suffix that their tensors' names get.
+#: Block types, by name; the name is a suffix of tensor names.
 PACKED_TYPES = {kind.name: kind for kind in _TYPES if not kind.safetensors_dtype}
 
 
 def packed_name(name: str, kind: GgmlType) -> str:
-    """What the tensor ``name`` is called where it is stored in blocks."""
+    """Name of the tensor ``name`` when stored in blocks."""
     return f"{name}.{kind.name}"
 
 
 def find_packed(name: str, tensors: Container[str]) -> GgmlType | None:
-    """How the tensor ``name`` is stored in blocks; ``None`` if it isn't."""
+    """Type of the blocks in which ``name`` is stored, if it is."""
     return next(
         (kind for kind in PACKED_TYPES.values() if packed_name(name, kind) in tensors), None
     )
 
 
 def packed_names(name: str) -> tuple[str, ...]:
-    """All names under which the tensor ``name`` may be stored in blocks."""
+    """All names that the tensor ``name`` may have when stored in blocks."""
     return tuple(packed_name(name, kind) for kind in PACKED_TYPES.values())
 
 
 def packed_shape(kind: GgmlType, shape: Sequence[int]) -> tuple[int, int] | None:
-    """Bytes ``[rows, bytes of a row]`` of a weight ``[out, in]``; ``None`` if it can't be so."""
+    """Byte shape ``[rows, bytes of a row]`` of a weight ``[out, in]``; ``None`` if impossible."""
     if len(shape) != 2:
         return None
     nbytes = kind.row_bytes(shape[1])
@@ -85,7 +83,7 @@ def packed_shape(kind: GgmlType, shape: Sequence[int]) -> tuple[int, int] | None
 def dequantize_rows(
     kind: GgmlType, rows: "numpy.typing.NDArray[Any]"
 ) -> "numpy.typing.NDArray[numpy.float32]":
-    """The weights (float32 ``[rows, in]``) of bytes ``[rows, bytes of a row]``."""
+    """Dequantize bytes ``[rows, bytes of a row]`` to float32 ``[rows, in]``."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

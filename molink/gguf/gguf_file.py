@@ -1,13 +1,10 @@
-"""What a GGUF file says of itself: metadata and tensors, checked before any is used.
+"""Parses the header of GGUF files, and of models split by llama.cpp's ``gguf-split``.
 
-The file is a stranger's. Nothing is believed that the file's own size doesn't bear out: no list is
-longer than the bytes that are there, no tensor lies beyond them, and what is kept of the header is
-bounded. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Files are untrusted: every length is checked against the file's size before it is used, and the
+header's memory is bounded. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-A model in several GGUF files, as llama.cpp's ``gguf-split`` cuts it: each has some tensors.
-
-``name-00001-of-00003.gguf`` has the model's metadata, the others say only which part they are
-(``split.*``). Whichever is named, the others are looked for beside it, by their names.
+Of a split model, ``name-00001-of-00003.gguf`` has the metadata; the others only say which part they
+are (``split.*``). They are found by name, beside the given one.
 """
 
 import mmap
@@ -27,17 +24,17 @@ from molink.gguf.metadata import GgufMetadata, MetadataValue
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-#: Bytes of metadata and tensor names; those of models with large vocabularies have 20 MB.
+#: Maximum bytes of metadata and tensor names; large vocabularies have 20 MB.
 MAX_HEADER_BYTES = 128 << 20
 _MAX_KEYS = 1 << 14
-#: Tensors of a model.
+#: Maximum tensors of a model.
 MAX_TENSORS = 1 << 18
-#: Entries of a list: of the longest known, the merges of a vocabulary, there are half a million.
+#: Maximum entries of a list; the largest known has half a million merges.
 _MAX_LIST_ENTRIES = 1 << 22
 _MAX_NAME = 256
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 16
-#: Struct codes of numbers, by the type's number.
+#: Struct codes by GGUF type number.
 _NUMBER_CODES: Final = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -46,10 +43,7 @@ _STRING, _LIST = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: ``nbytes`` bytes at ``offset`` of the file. ``shape`` has the rows first.
-
-    ``split`` says in which one, of a model in several files.
-    """
+    """A tensor at ``offset`` of file number ``split``; ``shape`` has rows first."""
 
     name: str
     ggml_type: GgmlType
@@ -61,7 +55,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file that was looked at, or all of a model's; ``path`` is the first of these."""
+    """A parsed GGUF file, or all files of a split model with the first one's ``path``."""
 
     path: Path
     metadata: GgufMetadata
@@ -70,19 +64,19 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Metadata and tensors of a GGUF file. Blocks on the disk.
+    """Parse a GGUF file. Blocking.
 
     Raises:
-        BrokenModel: it is truncated, contradicts itself, or is no such file; says where.
-        UnsupportedModel: a version or an element type that isn't implemented; named.
+        BrokenModel: it is truncated, inconsistent, or not a GGUF file.
+        UnsupportedModel: a version or element type is not implemented.
     """
     try:
         if not path.is_file():
-            raise BrokenModel(f"{path} is no regular file; fetch it again")
+            raise BrokenModel(f"{path} is not a regular file; fetch it again")
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size < 24:
-                raise BrokenModel(f"{path}: truncated: {size} bytes are no GGUF file")
+                raise BrokenModel(f"{path}: truncated: {size} bytes are not a GGUF file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse_gguf(path, data, size)
     except OSError as error:
@@ -102,13 +96,13 @@ def _parse_gguf(path: Path, data: mmap.mmap, size: int) -> GgufFile:
         name = read.read_string(_MAX_NAME)
         read.where = f"metadata {name!r}"
         if name in values:
-            raise BrokenModel(f"{path}: {read.where} is there twice")
+            raise BrokenModel(f"{path}: {read.where} appears twice")
         values[name] = read.read_value()
     metadata = GgufMetadata(values, str(path))
     found = [_read_tensor(read) for _ in range(tensors)]
     alignment = metadata.get_integer("general.alignment", 32, _MAX_ALIGNMENT)
     if alignment & (alignment - 1):
-        raise BrokenModel(f"{path}: general.alignment {alignment} is no power of two")
+        raise BrokenModel(f"{path}: general.alignment {alignment} is not a power of two")
     base = -(-read.at // alignment) * alignment
     return GgufFile(path, metadata, _place_tensors(path, found, base, alignment, size), (path,))
 
@@ -118,17 +112,17 @@ def _check_version(path: Path, read: "_HeaderReader") -> None:
     if magic == b"vers":
         raise BrokenModel(f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull`")
     if magic != _MAGIC:
-        raise BrokenModel(f"{path} is no GGUF file: it doesn't begin with 'GGUF'")
+        raise BrokenModel(f"{path} is not a GGUF file: it doesn't begin with 'GGUF'")
     (version,) = read.read_numbers("I")
     if version in _VERSIONS:
         return
     if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
-        raise UnsupportedModel(f"{path}: GGUF files of big-endian machines are not supported")
+        raise UnsupportedModel(f"{path}: big-endian GGUF files are not supported")
     raise UnsupportedModel(f"{path}: GGUF version {version} is not supported (2 and 3 are)")
 
 
 class _HeaderReader:
-    """Reads a header from its start; ``where`` is what is being read, for errors."""
+    """Reads a header sequentially; ``where`` names the current part in errors."""
 
     def __init__(self, path: Path, data: mmap.mmap, end: int, size: int) -> None:
         self._path, self._data, self._end, self._size = path, data, end, size
@@ -136,24 +130,24 @@ class _HeaderReader:
         self.where = "its header"
 
     def read_bytes(self, nbytes: int) -> bytes:
-        """The next bytes."""
+        """Read bytes."""
         begin = self._advance(nbytes)
         return self._data[begin : self.at]
 
     def read_numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        """The next numbers of a struct code."""
+        """Read numbers of a struct code."""
         form = f"<{count}{code}"
         return struct.unpack_from(form, self._data, self._advance(struct.calcsize(form)))
 
     def read_count(self, what: str, maximum: int) -> int:
-        """How many of something follow."""
+        """Read the number of following items."""
         (count,) = self.read_numbers("Q")
         if count > maximum:
-            raise BrokenModel(f"{self._path}: says that it has {count} {what} (at most {maximum})")
+            raise BrokenModel(f"{self._path}: it claims {count} {what} (at most {maximum})")
         return int(count)
 
     def read_string(self, maximum: int = MAX_HEADER_BYTES) -> str:
-        """A string of at most so many bytes."""
+        """Read a string of at most ``maximum`` bytes."""
         (length,) = self.read_numbers("Q")
         if length > maximum:
             raise BrokenModel(
@@ -162,10 +156,10 @@ class _HeaderReader:
         try:
             return self.read_bytes(length).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BrokenModel(f"{self._path}: {self.where}: a text is no UTF-8: {error}") from None
+            raise BrokenModel(f"{self._path}: {self.where}: a text is not UTF-8: {error}") from None
 
     def read_value(self) -> MetadataValue:
-        """A value with its type before it."""
+        """Read a type and a value of it."""
         (number,) = self.read_numbers("I")
         if number != _LIST:
             return self._read_scalar(number)
@@ -179,7 +173,7 @@ class _HeaderReader:
         if inner == _STRING:
             self._check_end(8 * length)
             return [self.read_string() for _ in range(length)]
-        # As many bytes here as in the file; truth values are numbers in it.
+        # Compact storage: elements are as large as in the file; booleans become numbers.
         numbers: array[Any] = array(self._number_code(inner).replace("?", "B"))
         numbers.frombytes(self.read_bytes(length * numbers.itemsize))
         if sys.byteorder == "big":
@@ -195,7 +189,7 @@ class _HeaderReader:
     def _number_code(self, number: int) -> str:
         if number not in _NUMBER_CODES:
             kind = "lists in lists" if number == _LIST else f"type {number}"
-            raise BrokenModel(f"{self._path}: {self.where}: {kind} is nothing that molink reads")
+            raise BrokenModel(f"{self._path}: {self.where}: {kind} is not supported")
         return _NUMBER_CODES[number]
 
     def _advance(self, nbytes: int) -> int:
@@ -215,7 +209,7 @@ class _HeaderReader:
 
 
 def _read_tensor(read: _HeaderReader) -> GgufTensor:
-    """One entry of the list; its offset still counts from where the tensors begin."""
+    """Read an entry; its offset is still relative to the tensor data."""
     read.where = "its list of tensors"
     name = read.read_string(_MAX_NAME)
     if not name.isprintable():
@@ -259,9 +253,9 @@ def _place_tensors(
         where = f"{path}: tensor {tensor.name}"
         offset = base + tensor.offset
         if tensor.name in placed:
-            raise BrokenModel(f"{where} is there twice")
+            raise BrokenModel(f"{where} appears twice")
         if tensor.offset % alignment:
-            raise BrokenModel(f"{where}: offset {tensor.offset} is no multiple of {alignment}")
+            raise BrokenModel(f"{where}: offset {tensor.offset} is not a multiple of {alignment}")
         if offset + tensor.nbytes > size:
             raise BrokenModel(
                 f"{where}: ends at byte {offset + tensor.nbytes}, but the file has {size}: it is "
@@ -281,13 +275,13 @@ _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def model_name(file: str) -> str:
-    """What the model in a GGUF file is called: the file's name without its part and ending."""
+    """Model name of a GGUF file: its name without split number and suffix."""
     match = _SPLIT_PATTERN.fullmatch(file)
     return match[1] if match else Path(file).stem
 
 
 def split_names(file: str) -> tuple[str, ...]:
-    """The names of all files of a model, by that of one of them (a folder may be before it)."""
+    """Names of all files of a model, derived from one of them."""
     match = _SPLIT_PATTERN.fullmatch(file)
     if match is None or not 0 < int(match[2]) <= int(match[3]):
         return (file,)
@@ -296,19 +290,16 @@ def split_names(file: str) -> tuple[str, ...]:
 
 
 def find_first_splits(names: Iterable[str]) -> list[str]:
-    """Of the names of a folder's GGUF files the first of each model; none for ``mmproj`` (images).
-
-    Folders may be before them.
-    """
+    """Of GGUF files ``names``, the first of each model; ``mmproj`` (vision) is excluded."""
     models = [name for name in names if not name.rpartition("/")[2].startswith("mmproj")]
     return [*dict.fromkeys(split_names(name)[0] for name in sorted(models))]
 
 
 def find_splits(path: Path) -> tuple[Path, ...]:
-    """The files of the model that ``path`` is, or is a part of.
+    """Paths of all files of the model that ``path`` belongs to.
 
     Raises:
-        BrokenModel: one of them is missing; named.
+        BrokenModel: a file is missing.
     """
     found = tuple(path.with_name(name) for name in split_names(path.name))
     missing = [part for part in found if not part.exists()]
@@ -322,11 +313,11 @@ def find_splits(path: Path) -> tuple[Path, ...]:
 
 
 def read_split_gguf(path: Path) -> GgufFile:
-    """Metadata and tensors of the model that ``path`` is, or is a part of. Blocks on the disk.
+    """Parse all files of the model that ``path`` belongs to. Blocking.
 
     Raises:
-        BrokenModel: a part is missing, of another model, or broken; named.
-        UnsupportedModel: a version or an element type that isn't implemented; named.
+        BrokenModel: a file is missing, broken, or of another model.
+        UnsupportedModel: a version or element type is not implemented.
     """
     paths = find_splits(path)
     files = [read_gguf(part) for part in paths]
@@ -347,35 +338,35 @@ def read_split_gguf(path: Path) -> GgufFile:
     if len(tensors) != wanted:
         raise BrokenModel(
             f"{first.path}: metadata {_TENSORS} is {wanted}, but its {count} parts have "
-            f"{len(tensors)} tensors: one of them is of another model"
+            f"{len(tensors)} tensors: one of them belongs to another model"
         )
     return GgufFile(first.path, first.metadata, tensors, paths)
 
 
 def _check_split(file: GgufFile, index: int, count: int) -> None:
-    """Whether the file is the part that its name says."""
+    """Check that a file's split number matches its name."""
     said = file.metadata.get_index(_COUNT) or 1
     number = file.metadata.get_index(_NUMBER) or 0
     if (said, number) == (count, index):
         return
     if count == 1:
         raise BrokenModel(
-            f"{file.path} is part {number + 1} of {said} of a model, but isn't named so: the parts "
-            f"are found by names such as NAME-{number + 1:05}-of-{said:05}.gguf"
+            f"{file.path} is part {number + 1} of {said} of a model, but its name doesn't say so: "
+            f"the parts are found by names such as NAME-{number + 1:05}-of-{said:05}.gguf"
         )
     raise BrokenModel(
-        f"{file.path} says that it is part {number + 1} of {said} ({_NUMBER}, {_COUNT}): another "
-        "one than its name says"
+        f"{file.path} says that it is part {number + 1} of {said} ({_NUMBER}, {_COUNT}), unlike "
+        "its name"
     )
 
 
 def _refuse_other_model(first: GgufFile, file: GgufFile) -> None:
-    """Parts after the first repeat little of its metadata; what they repeat is the same."""
+    """Check that repeated metadata are equal."""
     if file is first:
         return
     other = file.metadata.find_difference(first.metadata, besides=_NUMBER)
     if other is not None:
         raise BrokenModel(
-            f"{file.path} is a part of another model than {first.path.name}: their metadata "
-            f"{other} differ"
+            f"{file.path} belongs to another model than {first.path.name}: their metadata {other} "
+            "differ"
         )

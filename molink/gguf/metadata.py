@@ -1,7 +1,4 @@
-"""Typed access to the metadata of a GGUF file, which may hold anything.
-
-How the authors of a GGUF file want their model sampled: ``general.sampling.*``.
-"""
+"""Typed access to the untrusted metadata of a GGUF file."""
 
 import math
 from array import array
@@ -15,14 +12,14 @@ from molink.wire.messages.data_plane import (
     MIN_REPETITION_PENALTY,
 )
 
-#: Numbers in a list take as many bytes as in the file.
+#: Lists of numbers are arrays of the file's element size.
 MetadataValue: TypeAlias = "bool | int | float | str | list[str] | array[Any]"
 
 
 class GgufMetadata:
-    """Values by key, checked when they are asked for.
+    """Metadata whose values are checked on access.
 
-    Without a default an absent key is an error. Every method raises :class:`BrokenModel` and names
+    An absent key without a default is an error. Every method raises :class:`BrokenModel` and names
     the key.
     """
 
@@ -34,19 +31,19 @@ class GgufMetadata:
         return key in self._values
 
     def find_difference(self, other: "GgufMetadata", besides: str) -> str | None:
-        """A key that both have with different values; ``besides`` is not looked at."""
+        """Return a key whose value differs in ``other``, ignoring the prefix ``besides``."""
         keys = (self._values.keys() & other._values.keys()) - {besides}
         return next((k for k in sorted(keys) if self._values[k] != other._values[k]), None)
 
     def get_integer(self, key: str, default: int | None = None, maximum: int = 2**31 - 1) -> int:
-        """A positive integer up to ``maximum``."""
+        """Return a positive integer of at most ``maximum``."""
         value = self._get_value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= maximum:
             raise self._wrong_value(key, f"a number from 1 to {maximum}", value)
         return value
 
     def get_index(self, key: str) -> int | None:
-        """A number of a token, if it is there."""
+        """Return a token id; ``None`` if absent."""
         value = self._values.get(key)
         if value is None:
             return None
@@ -55,7 +52,7 @@ class GgufMetadata:
         return value
 
     def get_integers(self, key: str, count: int) -> list[int]:
-        """One positive integer for each of ``count`` layers, or one for all."""
+        """Return one positive integer per layer; a single value applies to all."""
         value = self._values.get(key)
         if not isinstance(value, array):
             return [self.get_integer(key)] * count
@@ -65,7 +62,7 @@ class GgufMetadata:
         return [int(each) for each in value]
 
     def get_number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self._get_value(key, default)
         if (
             isinstance(value, bool)
@@ -76,28 +73,28 @@ class GgufMetadata:
         return float(value)
 
     def get_boolean(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self._get_value(key, default)
         if not isinstance(value, bool):
             raise self._wrong_value(key, "true or false", value)
         return value
 
     def get_string(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self._get_value(key, default)
         if not isinstance(value, str):
             raise self._wrong_value(key, "a text", value)
         return value
 
     def get_strings(self, key: str) -> list[str]:
-        """A list of strings."""
+        """Return a list of strings."""
         value = self._get_value(key, None)
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise self._wrong_value(key, "a list of texts", value)
         return [str(each) for each in value]
 
     def get_numbers(self, key: str, count: int) -> list[float]:
-        """A list of so many finite numbers."""
+        """Return a list of ``count`` finite numbers."""
         value = self._get_value(key, None)
         if (
             not isinstance(value, array)
@@ -117,15 +114,15 @@ class GgufMetadata:
         found = repr(value)[:80]
         if isinstance(value, list | array):
             found = f"a list of {len(value)} entries"
-        return BrokenModel(f"{self.where}: metadata {key} has to be {wanted}, not {found}")
+        return BrokenModel(f"{self.where}: metadata {key} must be {wanted}, not {found}")
 
 
 def _check_finite(value: float) -> bool:
     return math.isfinite(value)
 
 
-#: Names of a ``generation_config.json``: the key of the file, and what the value is bounded to.
-#: What llama.cpp takes for "off" (a top_k of -1, say) is so within these bounds too.
+#: ``generation_config.json`` field → key (``general.sampling.*``) and bounds, within which
+#: llama.cpp's "off" values are off here, too.
 _SAMPLING_KEYS = {
     "temperature": ("general.sampling.temp", 0.0, MAX_TEMPERATURE),
     "top_p": ("general.sampling.top_p", 0.0, 1.0),
@@ -140,10 +137,10 @@ _SAMPLING_KEYS = {
 
 
 def read_sampling_defaults(metadata: GgufMetadata) -> dict[str, float]:
-    """What the file says, by the names of a ``generation_config.json``; mostly nothing.
+    """Return the sampling defaults of a file as ``generation_config.json`` fields.
 
     Raises:
-        BrokenModel: a value is no finite number; its key is named.
+        BrokenModel: a value is not a finite number.
     """
     found: dict[str, float] = {}
     for name, (key, least, most) in _SAMPLING_KEYS.items():

@@ -1,8 +1,8 @@
-"""A model's tensors by the names that Hugging Face gives them, and where they lie in a GGUF file.
+"""Maps a GGUF file's tensors to Hugging Face names.
 
-llama.cpp stores some of them in another way. Of ``llama`` and its like the rows of queries and keys
-are in another order: rotated pairs lie side by side there, in two halves here. The norms of
-Gemma have the 1 added that the model adds itself. All experts of a layer are one tensor.
+llama.cpp permutes query and key rows of ``llama`` and similar architectures: rotated pairs are
+neighbours there, and in two halves here. It adds 1 to Gemma's norms, as the model does. All experts
+of a layer are one tensor.
 """
 
 import re
@@ -21,9 +21,9 @@ _MODEL_TENSORS = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-#: Constants, which follow from the metadata, or are read with it.
+#: Constants that follow from the metadata or are read with it.
 _CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
-#: Families whose pairs of rotated rows are stored as neighbours.
+#: Families whose query and key rows are permuted.
 _PERMUTED_FAMILIES = ("Llama", "Mixtral", "Granite", "SmolLM3")
 _LAYER_CONSTANTS = "attn_rot_embd"
 _MODULES = {
@@ -56,7 +56,7 @@ _GLM4_MODULES = _PHI_MODULES | {
     "post_ffw_norm": "post_mlp_layernorm",
 }
 _MIXTRAL_MODULES = _MODULES | {"ffn_gate_inp": "block_sparse_moe.gate"}
-#: Tensors with all experts of a layer, and what one of them is called.
+#: Tensors with all experts of a layer → name of one expert's.
 _EXPERTS = {
     name: f"mlp.experts.{{}}.{name.split('_')[1]}_proj"
     for name in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
@@ -69,11 +69,11 @@ _MIXTRAL_EXPERTS = {
 
 @dataclass(frozen=True, slots=True)
 class MappedTensor:
-    """A tensor as molink stores it: ``nbytes`` bytes at ``offset`` of a GGUF file, ``split``.
+    """A tensor as molink stores it, from ``nbytes`` bytes at ``offset`` of GGUF file ``split``.
 
-    ``dtype`` is safetensors' own name; of weights in blocks it is ``U8``, and ``name`` tells the
-    kind of them. With ``permuted_heads`` the rows have to be put into the order of halves, head by
-    head. ``subtract`` is taken from each number.
+    ``dtype`` is the safetensors name; weights in blocks are ``U8``, with the block type in
+    ``name``. With ``permuted_heads`` each head's rows are reordered to halves. ``subtract`` is
+    subtracted from each number.
     """
 
     name: str
@@ -87,12 +87,11 @@ class MappedTensor:
 
 
 def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor]:
-    """The tensors of the model in ``file`` that :func:`~molink.gguf.architecture.build_config`
-    tells.
+    """Map the tensors of the model whose ``config`` was built from ``file``.
 
     Raises:
-        BrokenModel: a tensor that such a model doesn't have; named.
-        UnsupportedModel: a tensor of a type that it can't have; named.
+        BrokenModel: a tensor does not belong to such a model.
+        UnsupportedModel: a tensor's type is not supported.
     """
     family = config["architectures"][0].removesuffix("ForCausalLM")
     for tensor in file.tensors.values():
@@ -107,7 +106,7 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
         match = _LAYER_PATTERN.fullmatch(tensor.name)
         module, _, kind = match[2].rpartition(".") if match else ("", "", "")
         if match is None or kind not in ("weight", "bias"):
-            raise BrokenModel(f"{where} is none that molink knows in a {family} model")
+            raise BrokenModel(f"{where} is unknown in a {family} model")
         if module != _LAYER_CONSTANTS:
             yield from _map_layer_tensor(
                 tensor, f"model.layers.{match[1]}.", module, kind, family, config
@@ -124,7 +123,7 @@ def _map_layer_tensor(
             raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")
         count, *shape = tensor.shape
         if count != config.get("num_experts", config.get("num_local_experts")):
-            raise BrokenModel(f"{where} has {count} experts, its metadata another number")
+            raise BrokenModel(f"{where} has {count} experts, unlike its metadata")
         nbytes = tensor.nbytes // count
         for index in range(count):
             begin = tensor.offset + index * nbytes
@@ -133,15 +132,17 @@ def _map_layer_tensor(
         return
     ours = _find_modules(family).get(module)
     if ours is None:
-        raise BrokenModel(f"{where} is none that molink knows in a {family} model")
+        raise BrokenModel(f"{where} is unknown in a {family} model")
     heads = 0
     if ours == "mlp.shared_expert_gate" and len(tensor.shape) == 1:
-        # Which of its two spellings a converter writes depends on its age.
+        # Older converters omit the first dimension.
         tensor = replace(tensor, shape=(1, *tensor.shape))
     if family in _PERMUTED_FAMILIES and module in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
         if tensor.shape[0] % (2 * heads):
-            raise BrokenModel(f"{where}: {tensor.shape[0]} rows are none of {heads} heads")
+            raise BrokenModel(
+                f"{where}: {tensor.shape[0]} rows can't be divided into {heads} heads"
+            )
     less = _norm_offset(family, module)
     yield _make_tensor(f"{prefix}{ours}.{kind}", tensor, where, heads=heads, less=less)
 

@@ -1,9 +1,8 @@
-"""The tokenizer of a GGUF file, as a ``tokenizer.json`` and what belongs beside it.
+"""Converts a GGUF file's tokenizer to ``tokenizer.json``.
 
-Two kinds exist for the supported architectures: byte-level BPE with merges (``gpt2``), whose way of
-cutting a text into words has a name (``tokenizer.ggml.pre``); and SentencePiece's BPE (``llama``),
-which has scores instead of merges. The expressions are those of llama.cpp, so the same text has the
-same ids there and here.
+Supported are byte-level BPE with merges (``gpt2``), whose pre-tokenizer has a name
+(``tokenizer.ggml.pre``), and SentencePiece BPE (``llama``), which has scores instead of merges.
+Regular expressions are those of llama.cpp, so that ids are equal.
 """
 
 import re
@@ -20,15 +19,14 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 _MAX_TOKENS = 2**21
-#: Characters of one; those seen have 256 at most.
+#: Maximum characters of a token; known ones have at most 256.
 _MAX_TOKEN = 1024
-#: A merge takes its characters and so many more, as a token does; all merges at most so many times
-#: what all tokens take (Llama 2's 1.9, Aquila's 1.8).
+#: Overhead in characters of a merge or token, and the limit of all merges relative to all tokens
+#: (Llama 2 has 1.9, Aquila 1.8).
 _OWN, _MERGES_ROOM = 16, 16
-# Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
-#: A byte that is a character.
+#: A byte token of an ASCII character.
 _ASCII = re.compile(r"<0x([0-7][0-9A-Fa-f])>")
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -50,7 +48,7 @@ _GPT4O = (
 )
 _DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-#: How a text is cut into words before merges: each expression cuts what the one before left.
+#: Pre-tokenizers: each expression splits what the previous one left.
 _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     **dict.fromkeys(
@@ -72,11 +70,11 @@ _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "deepseek-coder": _DEEPSEEK_CODER,
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }
-#: A text begins with a BOS there, where a file doesn't say.
+#: Pre-tokenizers that add BOS unless the file says otherwise.
 _BOS_TOKENIZERS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
-#: A word that is a token as it stands is not cut by merges there.
+#: Pre-tokenizers that ignore merges for words that are tokens.
 _WHOLE_WORD_TOKENIZERS = (*_BOS_TOKENIZERS, "glm4")
-#: Tokens that end an answer whatever the metadata say.
+#: Tokens that always end an answer.
 _END_TOKENS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
     | {"<|eom_id|>", "<EOT>", "<｜end▁of▁sentence｜>"}
@@ -85,7 +83,7 @@ _END_TOKENS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """``tokenizer.json``, ``tokenizer_config.json`` and the ids that end an answer."""
+    """``tokenizer.json``, ``tokenizer_config.json``, and the end-of-sequence ids."""
 
     tokenizer: str
     config: dict[str, Any]
@@ -93,17 +91,17 @@ class TokenizerFiles:
 
 
 def build_tokenizer_files(metadata: GgufMetadata, vocabulary: int) -> TokenizerFiles:
-    """The tokenizer of a model with an embedding of ``vocabulary`` rows.
+    """Build the tokenizer of a model with ``vocabulary`` embedding rows.
 
     Raises:
-        UnsupportedModel: a kind of tokenizer that isn't implemented; named.
-        BrokenModel: it contradicts itself or the embedding; the key is named.
+        UnsupportedModel: the tokenizer's kind is not implemented.
+        BrokenModel: it is inconsistent, or does not fit the embedding.
     """
     tokens = _read_tokens(metadata, vocabulary)
     kinds = _read_token_types(metadata, tokens)
     model = metadata.get_string("tokenizer.ggml.model")
     where = metadata.where
-    with raise_as(lambda reason: BrokenModel(f"{where}: its tokenizer can't be made: {reason}")):
+    with raise_as(lambda reason: BrokenModel(f"{where}: its tokenizer can't be created: {reason}")):
         if model == "gpt2":
             made = _byte_level_model(metadata, tokens)
         elif model == "llama":
@@ -138,7 +136,7 @@ def _read_tokens(metadata: GgufMetadata, vocabulary: int) -> list[str]:
 
 
 def _read_token_types(metadata: GgufMetadata, tokens: Sequence[str]) -> list[int]:
-    """The types of tokens. What usually ends an answer is no text, whatever a file says of it."""
+    """Return token types; usual end tokens are always control tokens."""
     key, count = "tokenizer.ggml.token_type", len(tokens)
     found = metadata.get_numbers(key, count) if key in metadata else [_NORMAL] * count
     return [
@@ -172,7 +170,8 @@ def _split_merge(metadata: GgufMetadata, line: str) -> tuple[str, str]:
     cut = line.find(" ", 1)
     if cut < 0:
         raise BrokenModel(
-            f"{metadata.where}: metadata tokenizer.ggml.merges has {line[:80]!r}, which is no pair"
+            f"{metadata.where}: metadata tokenizer.ggml.merges has {line[:80]!r}, which is not a "
+            "pair"
         )
     return line[:cut], line[cut + 1 :]
 
@@ -206,7 +205,9 @@ def _sentence_piece_model(
 
 
 def _with_bytes_as_characters(tokens: Sequence[str], kinds: Sequence[int]) -> list[str]:
-    """``<0x09>`` is the tab, where no other token is: else nothing merges tabs, as in Gemma's."""
+    """Replace byte tokens by characters that have no token, such as the tab: otherwise nothing
+    merges them.
+    """
     known = set(tokens)
     found = list(tokens)
     for index, (text, kind) in enumerate(zip(tokens, kinds, strict=True)):
@@ -220,7 +221,7 @@ def _with_bytes_as_characters(tokens: Sequence[str], kinds: Sequence[int]) -> li
 def _build_merges(
     metadata: GgufMetadata, tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Merges that do what SentencePiece does with scores: the best one that a text allows first."""
+    """Build merges equivalent to SentencePiece scores: the best possible merge comes first."""
     pieces = {
         text: score
         for text, kind, score in zip(tokens, kinds, scores, strict=True)
@@ -233,7 +234,7 @@ def _build_merges(
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in pieces and right in pieces:
-                # The tokens themselves: a stranger's may have a thousand characters.
+                # Copy the tokens: concatenations of untrusted ones may be long.
                 found.append((score, tokens[order[left]], tokens[order[right]]))
                 room -= len(text) + _OWN
         if room < 0:
@@ -248,7 +249,7 @@ def _build_merges(
 def _find_added_tokens(
     metadata: GgufMetadata, tokens: Sequence[str], kinds: Sequence[int]
 ) -> "list[AddedToken]":
-    """Tokens that are looked for in a text before it is cut into words."""
+    """Tokens that are split off before pre-tokenization."""
     from tokenizers import AddedToken
 
     name = metadata.get_string("general.name", "").lower()

@@ -125,33 +125,33 @@ def test_what_is_not_implemented_is_named(
     ("fields", "message"),
     [
         ({"hidden_size": ...}, "hidden_size is missing"),
-        ({"hidden_size": "64"}, "hidden_size has to be a positive integer, not '64'"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, not '64'"),
         ({"vocab_size": -1}, "vocab_size"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers has to be at most 4096, not 1000000"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 4096, not 1000000"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple"),
         ({"head_dim": 15}, "head_dim 15"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps has to be a number"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings has to be true or false"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"rope_theta": 0.5}, "rope_theta"),
-        ({"rope_scaling": "yarn"}, "rope_scaling has to be an object"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor has to be at least 1"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be at least 1"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 8.0}},
             "low_freq_factor",
         ),
         ({"architectures": ...}, "architectures is missing"),
-        ({"layer_types": 5}, "layer_types has to be a list"),
-        ({"layer_types": {"a": 1}}, "layer_types has to be a list"),
-        ({"hidden_size": 2**20}, "hidden_size has to be at most"),
-        ({"intermediate_size": 2**30}, "intermediate_size has to be at most"),
-        ({"num_attention_heads": 2**20}, "num_attention_heads has to be at most"),
-        ({"vocab_size": 2**30}, "vocab_size has to be at most"),
-        ({"max_position_embeddings": 2**30}, "max_position_embeddings has to be at most"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps has to be a finite number"),
+        ({"layer_types": 5}, "layer_types must be a list"),
+        ({"layer_types": {"a": 1}}, "layer_types must be a list"),
+        ({"hidden_size": 2**20}, "hidden_size must be at most"),
+        ({"intermediate_size": 2**30}, "intermediate_size must be at most"),
+        ({"num_attention_heads": 2**20}, "num_attention_heads must be at most"),
+        ({"vocab_size": 2**30}, "vocab_size must be at most"),
+        ({"max_position_embeddings": 2**30}, "max_position_embeddings must be at most"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e308}}, "factor 1e.308 makes a context"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 9e99}}, "factor 9e.99 makes a context"),
         ({"rope_scaling": {"rope_type": "yarn", "beta_fast": -1}}, "beta_fast"),
@@ -178,7 +178,7 @@ def test_a_config_that_is_no_file(tmp_path: Path, kind: str) -> None:
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(BrokenModel, match=r"config\.json is no regular file"):
+    with pytest.raises(BrokenModel, match=r"config\.json is not a regular file"):
         ModelConfig.load_folder(tmp_path)
 
 

@@ -47,17 +47,17 @@ def test_an_adapter_beside_the_config_of_its_model(folder: Path) -> None:
         file.unlink()
     (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
     save_file({"lora_A.weight": torch.zeros(4)}, folder / "adapter_model.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"is an adapter, no whole model: merge"):
+    with pytest.raises(UnsupportedModel, match=r"is an adapter, not a whole model: merge"):
         ModelFolder.open(folder)
 
 
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["tokenizer.model"], r"has a tokenizer \(tokenizer\.model\) alone"),
+        (["tokenizer.model"], r"has only a tokenizer \(tokenizer\.model\)"),
         (["params.json", "consolidated.00.pth", "tokenizer.model"], r"own layout \(params\.json\)"),
         (["consolidated.safetensors", "tekken.json"], r"own layout \(consolidated\.safetensors\)"),
-        (["model.onnx"], r"config\.json is missing in the model folder .*: such a one has"),
+        (["model.onnx"], r"config\.json is missing in the model folder .*: a model folder has"),
         ([], r"config\.json is missing in the model folder"),
     ],
 )
@@ -79,7 +79,7 @@ def test_no_config(tmp_path: Path, names: list[str], said: str) -> None:
 def test_weights_of_other_kinds(folder: Path, name: str, hint: str) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    with pytest.raises(BrokenModel, match=r"no weights: .* fetch it as a whole"):
+    with pytest.raises(BrokenModel, match=r"no weights .* fetch the complete model"):
         ModelFolder.open(folder)
     (folder / name).write_bytes(b"x")
     with pytest.raises(BrokenModel, match=rf"\({name} is of a kind .*{hint}"):

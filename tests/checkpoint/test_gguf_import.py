@@ -127,10 +127,14 @@ def test_found_by_name(whole: Path, tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], type[ModelError], str]] = {
     "architecture": ({"general.architecture": "mamba"}, UnsupportedModel, "'mamba' is not supp"),
-    "adapter": ({"general.type": "adapter"}, UnsupportedModel, "no model but 'adapter'"),
-    "split": ({"split.count": 3}, BrokenModel, "part 1 of 3 of a model, but isn't named so"),
+    "adapter": ({"general.type": "adapter"}, UnsupportedModel, "holds 'adapter'"),
+    "split": (
+        {"split.count": 3},
+        BrokenModel,
+        "part 1 of 3 of a model, but its name doesn't say so",
+    ),
     "layers": ({"llama.block_count": 3}, BrokenModel, r"layers\.2\."),
-    "fewer layers": ({"llama.block_count": 1}, BrokenModel, r"no place for model\.layers\.1"),
+    "fewer layers": ({"llama.block_count": 1}, BrokenModel, r"model\.layers\.1\S+ does not fit"),
     "no layers": ({"llama.block_count": 0}, BrokenModel, "llama.block_count"),
     "absurd layers": ({"llama.block_count": 2**30}, BrokenModel, "llama.block_count"),
     "a long token": ({"tokenizer.ggml.tokens": ["a" * 1025]}, BrokenModel, "of 1025 characters"),
@@ -164,11 +168,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelError], str]] = {
         BrokenModel,
         "321 tokens, but the embedding 320 rows",
     ),
-    "merges": ({"tokenizer.ggml.merges": ["ab"]}, BrokenModel, "'ab', which is no pair"),
+    "merges": ({"tokenizer.ggml.merges": ["ab"]}, BrokenModel, "'ab', which is not a pair"),
     "merges of nothing": (
         {"tokenizer.ggml.merges": ["zz yy"]},
         BrokenModel,
-        "its tokenizer can't be made",
+        "its tokenizer can't be created",
     ),
     "no such token": ({"tokenizer.ggml.bos_token_id": 9999}, BrokenModel, "bos_token_id is 9999"),
 }
@@ -189,7 +193,7 @@ def test_a_tensor_that_no_such_model_has(folder: Path, tmp_path: Path) -> None:
     write_gguf(folder, path)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.1.ssm_up.weight"))
-    with pytest.raises(BrokenModel, match=r"blk\.1\.ssm_up\.weight is none that molink knows"):
+    with pytest.raises(BrokenModel, match=r"blk\.1\.ssm_up\.weight is unknown in a"):
         unpack(path, tmp_path / "into")
 
 

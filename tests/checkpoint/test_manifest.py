@@ -83,7 +83,7 @@ def test_what_contradicts_itself_is_refused(part: HashedEntry) -> None:
 
 
 def test_two_parts_of_one_name() -> None:
-    with pytest.raises(BrokenModel, match="one name"):
+    with pytest.raises(BrokenModel, match="the same name"):
         Manifest.build_hashed([FILE], [FILE])
 
 

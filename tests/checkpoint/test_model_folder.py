@@ -95,7 +95,7 @@ def test_a_damaged_tokenizer_is_named(folder: Path) -> None:
 def test_no_weights(folder: Path) -> None:
     for shard in shards(folder):
         shard.unlink()
-    with pytest.raises(BrokenModel, match=r"no \*\.safetensors file;"):
+    with pytest.raises(BrokenModel, match=r"no \*\.safetensors file\)"):
         ModelFolder.open(folder)
     (folder / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(BrokenModel, match=r"pytorch_model\.bin"):

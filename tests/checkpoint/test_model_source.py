@@ -26,7 +26,7 @@ def test_the_bundled_model_is_the_default(package: Path, tmp_path: Path, name: s
 
 def test_a_package_without_the_bundled_model(package: Path) -> None:
     (package / "config.json").unlink()
-    with pytest.raises(ModelNotFound, match="install molink again"):
+    with pytest.raises(ModelNotFound, match="reinstall molink"):
         find_model(unpack_into=package)
 
 
@@ -43,11 +43,11 @@ def test_what_is_neither_folder_nor_repository(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFound, match="no folder and no GGUF file, not 'molink-demo'"):
+    with pytest.raises(ModelNotFound, match="not a folder, a GGUF file, 'molink-demo'"):
         find_model(name, unpack_into=tmp_path)
 
 
 def test_one_file_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelNotFound, match="is a file, and no GGUF file: name the model's folder"):
+    with pytest.raises(ModelNotFound, match="is not a GGUF file: name the model's folder"):
         find_model(str(tmp_path / "model.safetensors"), unpack_into=tmp_path)

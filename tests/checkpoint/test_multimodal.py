@@ -60,7 +60,7 @@ def test_a_config_of_the_hub() -> None:
     ("change", "error", "message"),
     [
         ({"text_config": None}, BrokenModel, "text_config is missing"),
-        ({"text_config": 3}, BrokenModel, "text_config has to be an object"),
+        ({"text_config": 3}, BrokenModel, "text_config must be an object"),
         ({"text_config": {"model_type": "ministral3"}}, UnsupportedModel, "ministral3"),
         (
             {"architectures": ["LlavaForConditionalGeneration"]},
@@ -99,14 +99,14 @@ def test_an_index_is_read_by_the_same_names(seeing: Path) -> None:
 
 def test_two_spellings_at_once_are_refused() -> None:
     names = ("model.norm.weight", "language_model.model.norm.weight")
-    with pytest.raises(BrokenModel, match=r"f: tensor model\.norm\.weight is there under two"):
+    with pytest.raises(BrokenModel, match=r"f: tensor model\.norm\.weight exists under two"):
         extract_text_tensors(dict.fromkeys(names, 0), "f")
 
 
 def test_a_tensor_without_a_place_is_still_named(seeing: Path) -> None:
     extra = {"language_model.model.layers.0.mlp.extra.weight": torch.zeros(4)}
     save_file(extra, seeing / "more.safetensors")
-    with pytest.raises(BrokenModel, match=r"model\.layers\.0\.mlp\.extra\.weight has no place"):
+    with pytest.raises(BrokenModel, match=r"model\.layers\.0\.mlp\.extra\.weight does not fit"):
         ModelFolder.open(seeing)
 
 

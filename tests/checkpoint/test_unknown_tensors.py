@@ -29,7 +29,7 @@ def add(folder: Path, file: str, *names: str) -> None:
 )
 def test_a_tensor_without_a_place_is_named(folder: Path, name: str) -> None:
     add(folder, "more.safetensors", name)
-    with pytest.raises(BrokenModel, match=rf"more\.safetensors: tensor {name} has no place"):
+    with pytest.raises(BrokenModel, match=rf"more\.safetensors: tensor {name} does not fit"):
         ModelFolder.open(folder)
     with pytest.raises(BrokenModel, match=name):
         ModelFolder.open(folder, (1, 2))
@@ -39,7 +39,7 @@ def test_fewer_layers_in_the_config_than_in_the_files(
     folder: Path, edit_json: Callable[..., None]
 ) -> None:
     edit_json(folder / "config.json", num_hidden_layers=2, layer_types=None)
-    with pytest.raises(BrokenModel, match=r"model\.layers\.2\.\S+ and 11 more has no place"):
+    with pytest.raises(BrokenModel, match=r"model\.layers\.2\.\S+ and 11 more does not fit"):
         ModelFolder.open(folder)
 
 
@@ -49,7 +49,7 @@ def test_biases_that_the_config_has_not(
     folder = make_model(tmp_path, "llama", 0, attention_bias=True)
     ModelFolder.open(folder)
     edit_json(folder / "config.json", attention_bias=False)
-    with pytest.raises(BrokenModel, match=r"k_proj\.bias and 11 more has no place"):
+    with pytest.raises(BrokenModel, match=r"k_proj\.bias and 11 more does not fit"):
         ModelFolder.open(folder)
 
 

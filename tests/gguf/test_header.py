@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[bytes, type[ModelError], str]] = {
     "no UTF-8": (
         file(keys=(text("k") + struct.pack("<IQ", STRING, 2) + b"\xff\xfe",)),
         BrokenModel,
-        "metadata 'k': a text is no UTF-8",
+        "metadata 'k': a text is not UTF-8",
     ),
     "long list": (
         file(keys=(text("k") + struct.pack("<IIQ", LIST, U32, HUGE),)),
@@ -102,11 +102,11 @@ REFUSED: dict[str, tuple[bytes, type[ModelError], str]] = {
         BrokenModel,
         "'k': type 77",
     ),
-    "key twice": (file(keys=(number("k", 1), number("k", 2))), BrokenModel, "'k' is there twice"),
+    "key twice": (file(keys=(number("k", 1), number("k", 2))), BrokenModel, "'k' appears twice"),
     "alignment": (
         file(tensor("x"), keys=(number("general.alignment", 24),)),
         BrokenModel,
-        "24 is no power of two",
+        "24 is not a power of two",
     ),
     "alignment of nothing": (
         file(tensor("x"), keys=(number("general.alignment", 0),)),
@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[bytes, type[ModelError], str]] = {
     "known element type": (file(tensor("x", kind=16)), UnsupportedModel, "16 .IQ2_XXS."),
     "sizes that overflow": (file(tensor("x", (2**32, 2**32))), BrokenModel, "x: ends at byte"),
     "offset beyond the end": (file(tensor("x", offset=2**40)), BrokenModel, "x: ends at byte"),
-    "offset between": (file(tensor("x", offset=7)), BrokenModel, "x: offset 7 is no multiple"),
+    "offset between": (file(tensor("x", offset=7)), BrokenModel, "x: offset 7 is not a multiple"),
     "truncated": (file(tensor("x"), data=67), BrokenModel, "x: ends at byte"),
     "overlap": (
         file(tensor("x"), tensor("y", offset=32), data=128),
@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[bytes, type[ModelError], str]] = {
     "tensor twice": (
         file(tensor("x"), tensor("x", offset=96), data=196),
         BrokenModel,
-        "x is there twice",
+        "x appears twice",
     ),
 }
 

@@ -111,7 +111,7 @@ def say(path: Path, tensors: int) -> None:
 def test_a_part_of_another_model(parts: list[Path], tmp_path: Path) -> None:
     say(parts[1], 20)
     reason = refused(parts[0], tmp_path)
-    assert "00002-of-00003.gguf is a part of another model than" in reason
+    assert "00002-of-00003.gguf belongs to another model than" in reason
     assert "their metadata split.tensors.count differ" in reason
 
 

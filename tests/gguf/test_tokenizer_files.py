@@ -56,7 +56,7 @@ def test_merges_at_which_the_tokenizer_itself_fails() -> None:
     """Of a merge that is longer than its halves say; its library ends with a panic there."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens, merges = [*letters, "he", " "], ["he l", "h e", "  "]
-    with pytest.raises(BrokenModel, match="its tokenizer can't be made"):
+    with pytest.raises(BrokenModel, match="its tokenizer can't be created"):
         made(model="gpt2", pre="gpt-2", tokens=tokens, merges=merges)
 
 
@@ -148,7 +148,7 @@ def test_no_space_before_a_text_where_the_file_says_so() -> None:
 
 
 def test_scores_that_are_no_numbers() -> None:
-    with pytest.raises(BrokenModel, match=r"scores has to be a list of 268 finite numbers"):
+    with pytest.raises(BrokenModel, match=r"scores must be a list of 268 finite numbers"):
         sentence_piece(scores=array("f", [math.nan] * 268))
 
 

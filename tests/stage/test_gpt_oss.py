@@ -144,7 +144,7 @@ def test_the_hubs_files_of_some_layers(folders: tuple[Path, Path], tmp_path: Pat
         (f"{DOWN}_scales", torch.zeros(6, 64, 2, dtype=torch.uint8), "has shape"),
         (f"{DOWN}_scales", None, "down_proj_scales"),
         (f"{DOWN}_bias", torch.zeros(6, 63, dtype=torch.bfloat16), "has shape"),
-        (f"{DOWN}_extra", torch.zeros(1), "has no place"),
+        (f"{DOWN}_extra", torch.zeros(1), "does not fit"),
     ],
 )
 def test_what_does_not_fit_is_named(

@@ -275,13 +275,13 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], type[Model
     "an endless state": (
         "single", STATE, lambda t: t.repeat(100), BrokenModel, "nf4 has shape",
     ),
-    "no JSON": ("single", STATE, lambda t: t[:-3], BrokenModel, "is no JSON"),
+    "not (a|valid) JSON": ("single", STATE, lambda t: t[:-3], BrokenModel, "is no JSON"),
     "no text": ("single", STATE, lambda t: t.fill_(255), BrokenModel, "is no JSON"),
     "deep JSON": (
         "single", STATE, lambda _: torch.full((4000,), 91, dtype=torch.uint8), BrokenModel, "JSON",
     ),
     "no object": (
-        "single", STATE, lambda _: torch.tensor([91, 93]).byte(), BrokenModel, "no JSON object",
+        "single", STATE, lambda _: torch.tensor([91, 93]).byte(), BrokenModel, "not a JSON object",
     ),
     "blocks of 128": ("single", STATE, blob(blocksize=128), UnsupportedModel, "blocks of 128"),
     "fp4": ("single", STATE, blob(quant_type="fp4"), UnsupportedModel, "fp4 in blocks"),

@@ -556,7 +556,7 @@ async def test_a_config_of_absurd_size(tmp_path: Path, source: FakeSource, field
     (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     source.library.add_model("m", tmp_path / "model")
     case = Case(tmp_path / "store", {"a": source})
-    with pytest.raises(MolinkError, match=f"{field} has to be at most"):
+    with pytest.raises(MolinkError, match=f"{field} must be at most"):
         await case.stage((0, 4))
     assert left_behind(tmp_path / "store") == []
 
