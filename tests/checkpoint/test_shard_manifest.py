@@ -136,7 +136,7 @@ def test_a_shard_takes_no_other_files_place(name: str) -> None:
         ({"shards": [["m.safetensors", 100, SHA[1:]]]}, "can't be read"),
         ({"shards": [["m.safetensors", -1, SHA]]}, "can't be read"),
         ({"shards": [["m.safetensors", 2**60, SHA]]}, "can't be read"),
-        ({"shards": [["m.safetensors", 100, SHA], ["M.safetensors", 100, SHA]]}, "differ only in case"),
+        ({"shards": [["m.safetensors", 100, SHA], ["M.safetensors", 100, SHA]]}, "only in case"),
         ({"tensors": [["a", 2, "F32", [1]]]}, "contradicts itself at a"),
         ({"tensors": [["a", -1, "F32", [1]]]}, "can't be read"),
         ({"tensors": [["a", 0, "X32", [1]]]}, "contradicts itself at a"),
