@@ -44,7 +44,7 @@ def test_a_doubled_wait_beyond_the_minimum() -> None:
     wait(waits, 3.0, HALF)
     assert not waits.has_doubled(7, 4.0, HALF)
     assert waits.has_doubled(7, 2.0, HALF)
-    assert not waits.has_doubled(7, 2.0, HALF), "once in a half"
+    assert not waits.has_doubled(7, 2.0, HALF), "once per half window"
 
 
 def test_unknown_previous_waits_never_double() -> None:
@@ -53,7 +53,7 @@ def test_unknown_previous_waits_never_double() -> None:
     wait(waits, 9.0, 0.0)
     assert not waits.has_doubled(7, 0.0, 0.0)
     wait(waits, 99.0, 2 * HALF)
-    assert not waits.has_doubled(7, 0.0, 2 * HALF), "the half before is not known"
+    assert not waits.has_doubled(7, 0.0, 2 * HALF), "the previous half is unknown"
     wait(waits, 1.0, 3 * HALF, MIN_WAITS - 1)
     wait(waits, 99.0, 4 * HALF)
-    assert not waits.has_doubled(7, 0.0, 4 * HALF), "too few told of it"
+    assert not waits.has_doubled(7, 0.0, 4 * HALF), "too few waits"

@@ -81,16 +81,16 @@ class ScriptedRing:
 
 
 def test_the_rate_counts_busy_time_only() -> None:
-    pace = ServingRate()
-    pace.observe_total(0, 0.0, busy=True)
-    assert pace.rate is None
+    serving = ServingRate()
+    serving.observe_total(0, 0.0, busy=True)
+    assert serving.rate is None
     for second in range(1, 11):
-        pace.observe_total(40 * second, float(second), busy=second < 10)
-    assert pace.rate == pytest.approx(40, rel=0.02)
-    pace.observe_total(400, 1000.0, busy=True)
-    assert pace.rate == pytest.approx(40, rel=0.02), "nothing was to be served"
-    pace.observe_total(400, 1030.0, busy=True)
-    assert pace.rate < 20, "nothing was served"
+        serving.observe_total(40 * second, float(second), busy=second < 10)
+    assert serving.rate == pytest.approx(40, rel=0.02)
+    serving.observe_total(400, 1000.0, busy=True)
+    assert serving.rate == pytest.approx(40, rel=0.02), "idle time does not count"
+    serving.observe_total(400, 1030.0, busy=True)
+    assert serving.rate < 20, "busy time counts"
 
 
 @pytest.mark.parametrize(("known", "within"), [(True, 2.0), (False, 6.0)])
@@ -141,7 +141,7 @@ def test_an_estimated_wait_beyond_the_limit_rejects_on_arrival() -> None:
         ring.step()
     assert 20 < ring.now - at < 60
     assert told.value.retry_after == pytest.approx(ring.now - at - 20, abs=8)
-    assert not ring.rejections(), "who was let in has kept to its time"
+    assert not ring.rejections(), "admitted requests meet their deadline"
     counters, _ = ring.scheduler.collect_stats()
     assert counters["scheduler_late_total"] == 1
 
@@ -149,16 +149,16 @@ def test_an_estimated_wait_beyond_the_limit_rejects_on_arrival() -> None:
 def test_waiting_beyond_the_limit_rejects() -> None:
     ring = ScriptedRing(max_num_seqs=1, max_queue_s=5.0)
     ring.submit("runs", answer=100)
-    ring.submit("as the head has it")
+    ring.submit("default limit")
     ring.submit("longer", max_queue_s=8.0)
     ring.submit("long", max_queue_s=80.0)
     while ring.now < 7:
         ring.step()
-    assert list(ring.rejections()) == ["as the head has it"]
+    assert list(ring.rejections()) == ["default limit"]
     while ring.now < 20:
         ring.step()
     told = ring.rejections()
-    assert list(told) == ["as the head has it", "longer"]
+    assert list(told) == ["default limit", "longer"]
     assert told["longer"].reason == "overloaded"
     assert "was not started within 8 s" in told["longer"].message
     assert told["longer"].retry_after > 1
@@ -224,7 +224,7 @@ def test_deadlines_do_not_starve_other_requests() -> None:
         ring.step()
         assert ring.now <= DEFAULT_START_S + 4
     assert refused
-    assert ring.now > DEFAULT_START_S - 20 - 4, "those with deadlines that came before went first"
+    assert ring.now > DEFAULT_START_S - 20 - 4, "earlier deadlines go first"
 
 
 def test_an_unreachable_deadline_rejects_on_arrival() -> None:

@@ -177,7 +177,9 @@ def test_queued_prompts_use_throughput_sizes() -> None:
     assert chunks.choose_rows(2, left=400, queued=400, prompts=2) < 15
     assert chunks.choose_rows(2, left=400, queued=1200, prompts=2) < 15, "1.7 s"
     assert chunks.choose_rows(2, left=400, queued=2000, prompts=2) == 31
-    assert chunks.choose_rows(2, left=4000, queued=4000, prompts=1) < 15, "one prompt is no queue"
+    assert chunks.choose_rows(2, left=4000, queued=4000, prompts=1) < 15, (
+        "a single prompt is no queue"
+    )
     assert chunks.choose_rows(0, left=400, queued=4000, prompts=2) == chunks.choose_rows(
         0, left=400
     )

@@ -19,7 +19,7 @@ from molink.wire.messages.data_plane import SamplingParams
 from tests.support.request_states import arrived, make_state
 
 
-def job_of(
+def state_of(
     key: str, client: str = "", peer: str = "d", tokens: int = 1, priority: int = 0
 ) -> RequestState:
     prompt = (1,) * tokens
@@ -53,7 +53,11 @@ def keys(states: list[RequestState]) -> list[str]:
 def test_the_least_served_client_goes_first() -> None:
     shares = FairShares()
     a0, a1, b0, b1 = arrive(
-        shares, job_of("a0", "a", tokens=3), job_of("a1", "a"), job_of("b0", "b"), job_of("b1", "b")
+        shares,
+        state_of("a0", "a", tokens=3),
+        state_of("a1", "a"),
+        state_of("b0", "b"),
+        state_of("b1", "b"),
     )
     assert keys(shares.order_waiting([a0, a1, b0, b1])) == ["a0", "a1", "b0", "b1"]
     admit(shares, a0)
@@ -68,8 +72,8 @@ def test_the_least_served_client_goes_first() -> None:
 
 def test_invented_clients_share_their_peers_share() -> None:
     shares = FairShares()
-    crowd = arrive(shares, *(job_of(f"c{i}", f"name {i}", "crowd") for i in range(3)))
-    (other,) = arrive(shares, job_of("o", "", "other"))
+    crowd = arrive(shares, *(state_of(f"c{i}", f"name {i}", "crowd") for i in range(3)))
+    (other,) = arrive(shares, state_of("o", "", "other"))
     admit(shares, crowd[0])
     assert keys(shares.order_waiting([*crowd[1:], other])) == ["o", "c1", "c2"]
 
@@ -77,59 +81,64 @@ def test_invented_clients_share_their_peers_share() -> None:
 def test_idle_clients_earn_no_credit() -> None:
     shares = FairShares()
     for number in range(10):
-        (state,) = arrive(shares, job_of(f"a{number}", "a", tokens=100))
+        (state,) = arrive(shares, state_of(f"a{number}", "a", tokens=100))
         admit(shares, state)
         end(shares, state)
-    (a,) = arrive(shares, job_of("a", "a"))
-    (b,) = arrive(shares, job_of("b", "b"))
+    (a,) = arrive(shares, state_of("a", "a"))
+    (b,) = arrive(shares, state_of("b", "b"))
     admit(shares, b)
     assert keys(shares.order_waiting([a])) == ["a"]
-    (later,) = arrive(shares, job_of("b1", "b"))
+    (later,) = arrive(shares, state_of("b1", "b"))
     assert keys(shares.order_waiting([later, a])) == ["a", "b1"]
 
 
 def test_counters_above_the_floor_survive_idle_periods() -> None:
     shares = FairShares()
-    (a,) = arrive(shares, job_of("a0", "a", tokens=100))
+    (a,) = arrive(shares, state_of("a0", "a", tokens=100))
     admit(shares, a)
     end(shares, a)
-    b, back = arrive(shares, job_of("b", "b"), job_of("a1", "a"))
+    b, back = arrive(shares, state_of("b", "b"), state_of("a1", "a"))
     assert keys(shares.order_waiting([back, b])) == ["b", "a1"]
 
 
 def test_priorities_order_the_requests_of_one_client_only() -> None:
     shares = FairShares()
     requests = arrive(
-        shares, job_of("a0", "a"), job_of("b", "b", priority=9), job_of("a1", "a", priority=-1)
+        shares,
+        state_of("a0", "a"),
+        state_of("b", "b", priority=9),
+        state_of("a1", "a", priority=-1),
     )
     assert keys(shares.order_waiting(requests)) == ["a1", "a0", "b"]
     admit(shares, requests[2])
-    assert keys(shares.order_waiting(requests[:2])) == ["b", "a0"], "however urgent a's are"
+    assert keys(shares.order_waiting(requests[:2])) == ["b", "a0"], (
+        "priorities count within a client"
+    )
 
 
 def test_preempted_requests_keep_their_rank_and_pay_once() -> None:
     shares = FairShares()
-    (a,) = arrive(shares, job_of("a", "a", tokens=5))
+    (a,) = arrive(shares, state_of("a", "a", tokens=5))
     admit(shares, a)
     shares.on_preempted(a)
     a.phase = "waiting"
     admit(shares, a)
-    b0, a1 = arrive(shares, job_of("b0", "b", tokens=6), job_of("a1", "a"))
+    b0, a1 = arrive(shares, state_of("b0", "b", tokens=6), state_of("a1", "a"))
     admit(shares, b0)
-    (b1,) = arrive(shares, job_of("b1", "b"))
+    (b1,) = arrive(shares, state_of("b1", "b"))
     assert keys(shares.order_waiting([b1, a1])) == ["a1", "b1"], "5 units, not 10"
 
 
 def test_idle_counters_are_bounded() -> None:
     shares = FairShares()
     for number in range(3 * MAX_IDLE_COUNTERS):
-        (state,) = arrive(shares, job_of(f"k{number}", f"name {number}", f"daemon {number}", 50))
+        (state,) = arrive(shares, state_of(f"k{number}", f"name {number}", f"peer {number}", 50))
         admit(shares, state)
         end(shares, state)
     assert shares.num_clients == 0
     assert shares.num_counters <= 2 * MAX_IDLE_COUNTERS
     for number in range(3 * MAX_IDLE_COUNTERS):
-        (state,) = arrive(shares, job_of(f"k{number}", f"name {number}", "one", 50))
+        (state,) = arrive(shares, state_of(f"k{number}", f"name {number}", "one", 50))
         end(shares, state)
     assert shares.num_counters <= 2 * MAX_IDLE_COUNTERS
 
@@ -155,15 +164,15 @@ class Load:
     def peers(self, step: int) -> list[tuple[str, str]]:
         """Pairs of peers, or of clients of one peer, that have started."""
         clients = sorted(name for name, (start, _) in self._plans.items() if step >= start)
-        daemons = sorted({name[0] for name in clients})
-        pairs = list(combinations(daemons, 2))
+        peers = sorted({name[0] for name in clients})
+        pairs = list(combinations(peers, 2))
         return pairs + [(a, b) for a, b in combinations(clients, 2) if a[0] == b[0]]
 
     def step(self, step: int) -> None:
         for name, (start, sizes) in self._plans.items():
             while step >= start and len(self._queues[name]) <= SLOTS:
                 tokens, answer = sizes[self._count % len(sizes)]
-                state = job_of(f"{self._count}.{answer}", name, name[0], tokens)
+                state = state_of(f"{self._count}.{answer}", name, name[0], tokens)
                 self._count += 1
                 self._queues[name].append(state)
                 self._shares.on_arrived(state)
@@ -211,7 +220,7 @@ def test_backlogged_clients_stay_within_the_bound(
             gap = load.served[one] - load.served[two]
             seen = gaps.setdefault((one, two), [gap, gap])
             seen[:] = min(gap, seen[0]), max(gap, seen[1])
-            assert seen[1] - seen[0] <= 2 * U, "since any moment"
+            assert seen[1] - seen[0] <= 2 * U, "from any moment on"
 
 
 def test_active_names_are_counted() -> None:

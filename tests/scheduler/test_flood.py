@@ -33,8 +33,8 @@ class Flooded:
         self.scheduler = Scheduler(config, 1, create_scheduling_policy(policy))
         self._random = Random(3)
         self._named = hostile == "a name each"
-        self._owner = "other daemon" if hostile == "a daemon of its own" else "d"
-        self._quiet = "quiet daemon" if self._named else "d"
+        self._peer = "other peer" if hostile == "another peer" else "d"
+        self._quiet = "quiet peer" if self._named else "d"
         self.now = 0.0
         self.sent = self.refused = 0
         #: Units served to each.
@@ -47,11 +47,11 @@ class Flooded:
         key, client = f"f{self.sent}", f"name {self.sent}" if self._named else "greedy"
         self.sent += 1
         try:
-            self.scheduler.submit_request(request(key, self._owner, client), self.now)
+            self.scheduler.submit_request(request(key, self._peer, client), self.now)
         except Overloaded:
             self.refused += 1
         if self._random.random() < 0.5:
-            self.scheduler.cancel_request(self._owner, key, self.now)
+            self.scheduler.cancel_request(self._peer, key, self.now)
 
     def ask(self) -> None:
         """Keep some requests of the quiet client waiting; they are never rejected nor preempted."""
@@ -64,7 +64,7 @@ class Flooded:
             assert not any(each.message.key in self.pending for each in told)
             self.pending[key] = False
 
-    def turn(self) -> None:
+    def run_iteration(self) -> None:
         self.now += 0.01
         for emission in run_micro_batches(
             self.scheduler, self.scheduler.next_batch(self.now), self.now
@@ -85,12 +85,12 @@ class Flooded:
             if key not in self.pending:
                 self.scheduler.cancel_request(peer, key, self.now)
         while self.scheduler.live_requests:
-            self.turn()
-        self.turn()
+            self.run_iteration()
+        self.run_iteration()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
-@pytest.mark.parametrize("hostile", ["one client", "a name each", "a daemon of its own"])
+@pytest.mark.parametrize("hostile", ["one client", "a name each", "another peer"])
 def test_a_flood_neither_starves_others_nor_leaks(hostile: str, policy: str) -> None:
     flooded = Flooded(hostile, policy)
     least = worst = 0
@@ -98,7 +98,7 @@ def test_a_flood_neither_starves_others_nor_leaks(hostile: str, policy: str) -> 
         for _ in range(20):
             flooded.send()
         flooded.ask()  # the queue is full of the flood's requests
-        flooded.turn()
+        flooded.run_iteration()
         behind = flooded.flood - flooded.quiet
         least = min(least, behind)
         worst = max(worst, behind - least)

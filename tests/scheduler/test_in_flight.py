@@ -38,7 +38,7 @@ def test_oldest_awaited_volume() -> None:
     in_flight.record_volume(
         Volume(seq, True, (RequestSlice(0, 0, 1, 0),), Payload("i32", (1,))), 1.0
     )
-    assert in_flight.oldest_awaited_at is None, "its prompt goes on"
+    assert in_flight.oldest_awaited_at is None, "its prefill continues"
     first, _ = send(in_flight, now=2.0), send(in_flight, now=3.0)
     assert in_flight.oldest_awaited_at == 2.0
     in_flight.pop_volume(first)

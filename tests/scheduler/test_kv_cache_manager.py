@@ -44,7 +44,7 @@ class Player:
 
     def submit(self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0) -> None:
         prompt = prompt or len(tokens)
-        self.scheduler.submit_request(make_state("daemon", key, tokens, prompt, answer, PLAIN), 0.0)
+        self.scheduler.submit_request(make_state("peer", key, tokens, prompt, answer, PLAIN), 0.0)
 
     def next(self) -> MicroBatch | None:
         batch = self.scheduler.next_batch(0.0)
@@ -176,7 +176,7 @@ def test_uncomputed_rows_of_a_cancelled_request_are_not_shared() -> None:
     player.submit("a", PROMPT, 100)
     first, second = player.next(), player.next()
     player.back(first.volumes[0].header)
-    player.scheduler.cancel_request("daemon", "a", 0.0)
+    player.scheduler.cancel_request("peer", "a", 0.0)
     player.next()
     player.scheduler.on_tombstone(second.volumes[0].header.seq, 0.0)
     player.submit("b", PROMPT, 100)
@@ -275,7 +275,7 @@ def test_a_release_drops_the_copy_source() -> None:
     player.serve("a", PROMPT[:20], 1)
     player.submit("b", (*PROMPT[:19], 1), 1)
     volume = player.next().volumes[0].header
-    player.scheduler.cancel_request("daemon", "b", 0.0)
+    player.scheduler.cancel_request("peer", "b", 0.0)
     release = player.next().controls[0].body
     player.back(volume)
     assert player.gauge("blocks_used") == 3
@@ -389,6 +389,6 @@ def test_policies_know_the_uncached_tokens() -> None:
     player.serve("a", PROMPT, 2)
     for key, tokens, uncached in (("b", PROMPT, 1), ("c", (*PROMPT[:20], 7, 8), 2), ("d", (9,), 1)):
         player.submit(key, tokens, 2)
-        state = player.scheduler._queues.find_request("daemon", key)
+        state = player.scheduler._queues.find_request("peer", key)
         assert state is not None
         assert state.num_uncached == uncached

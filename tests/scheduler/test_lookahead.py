@@ -84,7 +84,7 @@ def test_lookahead_drafts_follow_drafts_in_flight() -> None:
     assert first.slices == (RequestSlice(0, 10, 4, 2, (3,), True, drafts=(101, 102, 103)),)
     assert second.slices == (RequestSlice(0, 14, 3, first.seq, (4,), True, drafts=(104, 105, 106)),)
     assert third.slices == (RequestSlice(0, 17, 3, second.seq, (), True, drafts=(107, 108, 109)),)
-    assert made.next_batch(0.0) is None, "no more may be in flight"
+    assert made.next_batch(0.0) is None, "the limit of volumes in flight"
 
 
 def test_right_lookahead_drafts_yield_their_tokens() -> None:

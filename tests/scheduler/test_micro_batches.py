@@ -85,7 +85,7 @@ def test_the_count_follows_links_and_streams() -> None:
     assert micro_batches.update_count(12) == 3
     assert micro_batches.update_count(0) == 3
     micro_batches.set_times(ring(0.1))
-    assert micro_batches.update_count(1) == 3, "nothing is gained for one stream"
+    assert micro_batches.update_count(1) == 3, "no gain for one stream"
     assert micro_batches.update_count(12) == 6
 
 
@@ -116,7 +116,7 @@ def test_slow_stages_reduce_the_count() -> None:
     assert micro_batches.update_count(12) == 6
     unknown = MicroBatchCount(0, 3, (STAGE, UNKNOWN_PROFILE, STAGE), ROW)
     unknown.set_times(RingTimes((STAGE,) * 3, links, ROW))
-    assert not unknown.is_adaptive, "a ring that began without knowing its stages goes on without"
+    assert not unknown.is_adaptive, "unknown stages stay unknown"
 
 
 def test_the_count_is_fixed_or_the_number_of_stages() -> None:
@@ -279,20 +279,21 @@ def test_late_chunks_cost_more() -> None:
     rate=st.none() | st.floats(1e3, 1e9),
     stages=st.integers(1, 8),
     rows=st.integers(1, 2048),
-    riding=st.integers(0, 64),
+    piggybacked=st.integers(0, 64),
 )
 def test_prefill_only_chunks_are_bounded(
-    latency: float, rate: float | None, stages: int, rows: int, riding: int
+    latency: float, rate: float | None, stages: int, rows: int, piggybacked: int
 ) -> None:
-    found = prefill_only_window(link_ring(latency, rate, stages), rows, 0, riding)
+    found = prefill_only_window(link_ring(latency, rate, stages), rows, 0, piggybacked)
     assert 0 <= found.max_volumes <= MAX_MICRO_BATCHES
-    assert found.window_s <= link_ring(latency, rate, stages).round_trip_s(riding)
+    assert found.window_s <= link_ring(latency, rate, stages).round_trip_s(piggybacked)
 
 
-@pytest.mark.parametrize("riding", [1, 8, 64])
-def test_latency_never_shrinks_the_window(riding: int) -> None:
+@pytest.mark.parametrize("piggybacked", [1, 8, 64])
+def test_latency_never_shrinks_the_window(piggybacked: int) -> None:
     found = [
-        prefill_only_window(link_ring(ms / 1000, 12e6), 128, 0, riding) for ms in range(0, 200, 5)
+        prefill_only_window(link_ring(ms / 1000, 12e6), 128, 0, piggybacked)
+        for ms in range(0, 200, 5)
     ]
     for figures in ([each.max_volumes for each in found], [each.window_s for each in found]):
         assert figures == sorted(figures)

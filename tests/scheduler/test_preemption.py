@@ -19,8 +19,10 @@ from molink.wire.messages.serving import OutputToken
 from tests.support.micro_batches import run_micro_batches
 from tests.support.request_states import make_state
 
-TURN_S = 0.01
-STAGE = Profile(decode=((1, TURN_S), (64, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))
+ITERATION_S = 0.01
+STAGE = Profile(
+    decode=((1, ITERATION_S), (64, ITERATION_S)), prefill=((16, ITERATION_S), (64, 4 * ITERATION_S))
+)
 
 
 class Served:
@@ -82,9 +84,9 @@ class Served:
             self.count += 1
             self.submit(f"s{self.count}", tuple(range(8)), 8, client, priority)
 
-    def turn(self) -> None:
+    def run_iteration(self) -> None:
         batch = self.scheduler.next_batch(self.now)
-        self.now += TURN_S
+        self.now += ITERATION_S
         for emission in run_micro_batches(self.scheduler, batch, self.now):
             assert isinstance(emission.message, OutputToken)
             if emission.message.finish_reason is not None:
@@ -103,9 +105,9 @@ def test_several_requests_are_preempted_at_once(policy: str, several: bool) -> N
         served.submit(f"long{number}", tuple(range(8 * number, 8 * number + 8)), 4000)
     while served.preemptions == 0:
         for _ in range(50):
-            served.turn()
+            served.run_iteration()
         served.crowd()
-        served.turn()
+        served.run_iteration()
     assert (served.preemptions > 1) == several
 
 
@@ -115,12 +117,12 @@ def test_requests_readmitted_by_share_are_not_preempted(policy: str) -> None:
     served = Served(policy, running=2)
     for _ in range(200):
         served.crowd("greedy")
-        served.turn()
+        served.run_iteration()
     served.submit("long", tuple(range(400)), 60, "modest")
     before = len(served.ended)
     for _ in range(1000):
         served.crowd("greedy")
-        served.turn()
+        served.run_iteration()
     assert "long" in served.ended
     assert len(served.ended) - before > 100
 
@@ -130,7 +132,7 @@ def test_requests_readmitted_by_priority_are_not_preempted() -> None:
     served.submit("urgent", tuple(range(400)), 60)
     for _ in range(70):
         if "urgent" not in served.ended:
-            served.turn()
+            served.run_iteration()
             served.crowd(priority=1)
     assert "urgent" in served.ended
     assert served.preemptions == 0
@@ -143,13 +145,13 @@ def test_matched_cached_blocks_are_not_available_to_others(policy: str) -> None:
     prefix = tuple(range(20 * 16))
     served.submit("first", (*prefix, 1), 1)
     for _ in range(9):
-        served.turn()
+        served.run_iteration()
     served.submit("old", tuple(range(1000, 1010)), 400)
     for _ in range(280):
-        served.turn()
+        served.run_iteration()
     served.submit("new", (*prefix, *range(500, 500 + 4 * 16)), 4)
     for _ in range(20):
-        served.turn()
+        served.run_iteration()
     assert "new" in served.ended
     assert served.preemptions == 1
 
@@ -158,7 +160,7 @@ def outlived(served: Served, key: str, blocks: int, priority: int = 0) -> None:
     """A request whose answer is far longer than its prompt, with that many ``blocks``."""
     state = served.submit(key, range(8), 500, "", priority)
     while len(state.blocks) < blocks:
-        served.turn()
+        served.run_iteration()
 
 
 @pytest.mark.parametrize(("blocks", "gives_way"), [(32, False), (20, True)])
@@ -170,7 +172,7 @@ def test_insufficient_preemptions_are_not_made(blocks: int, gives_way: bool) -> 
     held = {state.key: len(state.blocks) for state in served.scheduler._queues}
     assert 40 - sum(held.values()) < 20 < 40 - held["urgent"] < 32
     served.submit("new", tuple(range(16 * blocks - 1)), 1, priority=1)
-    served.turn()
+    served.run_iteration()
     assert served.preemptions == gives_way
 
 
@@ -201,11 +203,11 @@ def test_resumed_requests_respect_the_reserve(
     outlived(served, "b", 6)
     new = served.submit("new", range(16 * 10), 40)
     while new.phase != "decode":
-        served.turn()
+        served.run_iteration()
     monkeypatch.setattr(served.scheduler._swap, "reserved_blocks", lambda now: reserved)
     served.scheduler._batcher._preempt(new)
     for _ in range(4):
-        served.turn()
+        served.run_iteration()
     assert new.phase == "decode"
     assert served.preemptions == 1 + give_way
 
@@ -225,10 +227,10 @@ def test_as_many_stalled_requests_are_preempted_as_needed(policy: str, blocks: i
     served = Served(policy, running=4, blocks=40)
     holders = [served.submit(key, range(16 * 17), 200, key, window=4) for key in "ab"]
     while not all(state.is_stalled for state in holders):
-        served.turn()
+        served.run_iteration()
     served.submit("new", range(16 * blocks), 4, "c")
     for _ in range(40):
-        served.turn()
+        served.run_iteration()
     assert "new" in served.ended
     assert served.preemptions == (1 if blocks == 10 else 2)
 
@@ -239,13 +241,13 @@ def test_blocks_shared_with_the_preemptor_are_not_freed() -> None:
     prefix = range(1000, 1000 + 20 * 16)
     urgent = served.submit("urgent", range(16 * 25), 600, priority=-1)
     while urgent.phase != "decode":
-        served.turn()
+        served.run_iteration()
     old = served.submit("old", (*prefix, 1, 2, 3), 300)
     for _ in range(60):
-        served.turn()
+        served.run_iteration()
     assert old.phase == "decode"
     served.submit("new", (*prefix, *range(5000, 5000 + 16 * 17)), 4)
-    served.turn()
+    served.run_iteration()
     assert served.preemptions == 0
 
 
@@ -258,12 +260,12 @@ def test_new_admissions_run_before_preemption() -> None:
     assert old is not None
     served.scheduler._batcher._preempt(old)
     while old.phase == "waiting":
-        served.turn()
+        served.run_iteration()
     assert old.is_fresh
     preemptor = served.submit("new", range(16 * 30), 1)
     assert list(queues.preemption_candidates(preemptor, served.now)) == []
     while old.is_fresh:
-        served.turn()
+        served.run_iteration()
     assert list(queues.preemption_candidates(preemptor, served.now)) == [old]
 
 
@@ -282,12 +284,12 @@ def test_resumed_requests_are_not_preempted_next(seed: int, clients: int) -> Non
             served.submit(f"r{count}", prompt, answer, f"c{count % clients}", priority)
             count += 1
         batch = scheduler.next_batch(served.now)
-        served.now += TURN_S
+        served.now += ITERATION_S
         if batch is not None:
             way.append(batch)
         if len(way) == 2 or (batch is None and way):
             run_micro_batches(scheduler, way.popleft(), served.now)
-        if round(served.now / TURN_S) % 400 == 0:
+        if round(served.now / ITERATION_S) % 400 == 0:
             before, tokens = tokens, scheduler.collect_stats()[0]["scheduler_tokens_total"]
             assert tokens > before
 

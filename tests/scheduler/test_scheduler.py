@@ -45,7 +45,7 @@ def request(
     key: str,
     tokens: int,
     answer: int = 100,
-    peer: str = "daemon",
+    peer: str = "peer",
     **changes: SamplingParams | int | tuple[int, ...],
 ) -> RequestState:
     fields = {"prompt_tokens": tokens, "sampling_params": PLAIN, **changes}
@@ -232,7 +232,7 @@ def test_tokens_are_emitted_with_alternatives_and_stop() -> None:
     tops = {(0, 2): TopLogprobs(0, 2, (9, 8), (-0.5, -1.5))}
     (emission,) = scheduler.on_sampled(sampled, tops, 0.0)
     top = ((9, -0.5), (8, -1.5))
-    assert emission == Emission("daemon", OutputToken(4, "a", 2, 9, -0.5, top, "stop"))
+    assert emission == Emission("peer", OutputToken(4, "a", 2, 9, -0.5, top, "stop"))
     assert controls(scheduler.next_batch(0.0)) == [Release(3, 0, after_seq=2)]
     scheduler.on_released(3, 0.0)
     assert is_empty(scheduler)
@@ -248,12 +248,12 @@ def test_uncredited_tokens_pause_a_request() -> None:
     scheduler = Scheduler(limits(), 1)
     submit(scheduler, request("a", 2, credit_window=2))
     assert [len(step(scheduler)) for _ in range(4)] == [1, 1, 0, 0]
-    scheduler.grant_credit("daemon", "a", 3)
+    scheduler.grant_credit("peer", "a", 3)
     assert [len(step(scheduler)) for _ in range(3)] == [1, 0, 0]
-    scheduler.grant_credit("daemon", "a", 1)  # an outdated credit changes nothing
-    scheduler.grant_credit("daemon", "a", 999)  # credit beyond the emitted tokens is ignored
+    scheduler.grant_credit("peer", "a", 1)  # an outdated credit changes nothing
+    scheduler.grant_credit("peer", "a", 999)  # credit beyond the emitted tokens is ignored
     assert [len(step(scheduler)) for _ in range(3)] == [1, 1, 0]
-    scheduler.grant_credit("daemon", "unknown", 3)
+    scheduler.grant_credit("peer", "unknown", 3)
 
 
 # --- blocks --------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_a_preempted_request_returns_under_a_new_id_with_its_tokens() -> None:
     submit(scheduler, request("new", 1, 1))
     while not scheduler.collect_stats()[0]["scheduler_preemptions_total"]:
         step(scheduler, token=70)
-    scheduler.cancel_request("daemon", "old", 0.0)
+    scheduler.cancel_request("peer", "old", 0.0)
     step(scheduler)
     batch = scheduler.next_batch(0.0)
     assert [(admit.request, admit.prompt_tokens) for admit in controls(batch)] == [(2, 15)]
@@ -377,7 +377,7 @@ def test_a_starved_request_blocks_admission() -> None:
     assert [body.request for body in controls(batch)] == [3]
     assert [rows.request for rows in volumes(batch)[0].slices] == [0, 2]
     scheduler.on_released(controls(batch)[0].seq, 0.0)
-    scheduler.cancel_request("daemon", "d", 0.0)
+    scheduler.cancel_request("peer", "d", 0.0)
     submit(scheduler, request("new", 1))
     assert scheduler.next_batch(0.0) is None
     back(scheduler, volumes(batch)[0])
@@ -399,7 +399,7 @@ def test_a_starved_request_pauses_younger_prefills() -> None:
     while decode is not None:
         back(scheduler, decode)
         decode = next(iter(volumes(scheduler.next_batch(0.0))), None)
-    assert len(scheduler._queues.find_request("daemon", "old").tokens) == 65
+    assert len(scheduler._queues.find_request("peer", "old").tokens) == 65
     back(scheduler, prefills[0][0])
     assert scheduler.next_batch(0.0) is None
     back(scheduler, prefills[1][0])
@@ -418,9 +418,9 @@ def test_stalled_requests_are_preempted() -> None:
     scheduler.on_released(3, 0.0)
     batch = scheduler.next_batch(0.0)
     assert [body.request for body in controls(batch)] == [1]
-    assert scheduler._queues.find_request("daemon", "slow").phase == "waiting"
-    scheduler.grant_credit("daemon", "slow", 6)
-    scheduler.cancel_request("daemon", "new", 0.0)
+    assert scheduler._queues.find_request("peer", "slow").phase == "waiting"
+    scheduler.grant_credit("peer", "slow", 6)
+    scheduler.cancel_request("peer", "new", 0.0)
     back(scheduler, volumes(batch)[0])
     positions = [emission.message.position for _ in range(3) for emission in step(scheduler)]
     assert positions == [6]
@@ -432,8 +432,8 @@ def test_stalled_requests_are_preempted() -> None:
 def test_a_cancel_while_waiting_leaves_no_trace() -> None:
     scheduler = Scheduler(limits(), 1)
     submit(scheduler, request("a", 4))
-    scheduler.cancel_request("daemon", "a", 0.0)
-    scheduler.cancel_request("daemon", "a", 0.0)
+    scheduler.cancel_request("peer", "a", 0.0)
+    scheduler.cancel_request("peer", "a", 0.0)
     assert scheduler.next_batch(0.0) is None
     assert is_empty(scheduler)
 
@@ -442,7 +442,7 @@ def test_a_cancel_in_flight_releases_at_once_and_ignores_results() -> None:
     scheduler = Scheduler(limits(), 1)
     submit(scheduler, request("a", 20))
     sent = [volumes(scheduler.next_batch(0.0))[0] for _ in range(2)]
-    scheduler.cancel_request("daemon", "a", 0.0)
+    scheduler.cancel_request("peer", "a", 0.0)
     assert controls(scheduler.next_batch(0.0)) == [Release(4, 0, after_seq=3, pending_seqs=(2,))]
     assert back(scheduler, sent[0]) == []
     assert scheduler.on_tombstone(sent[1].seq, 0.0) == []
@@ -457,7 +457,7 @@ def test_a_disconnected_peers_requests_are_cancelled() -> None:
     submit(scheduler, request("a", 4), request("b", 4))
     scheduler.submit_request(make_state("other", "a", (1,), 1, 5, PLAIN), 0.0)
     step(scheduler)
-    scheduler.cancel_peer("daemon", 0.0)
+    scheduler.cancel_peer("peer", 0.0)
     assert scheduler.live_requests == [("other", "a")]
     assert [body.request for body in controls(scheduler.next_batch(0.0))[:2]] == [0, 2]
 
@@ -534,13 +534,15 @@ def test_clients_of_a_peer_share_a_full_queue() -> None:
     for number in range(3):
         told += scheduler.submit_request(request(f"b{number}", 2, client="b"), 0.0)
         scheduler.validate()
-    assert [each.message.key for each in told] == ["a4", "a3", "a2"], "the least urgent, the last"
+    assert [each.message.key for each in told] == ["a4", "a3", "a2"], (
+        "the lowest priority, the latest"
+    )
     with pytest.raises(Overloaded):
         submit(scheduler, request("b3", 2, client="b"))
     # Another peer gets half, regardless of the number of clients.
     told = [*scheduler.submit_request(request("o0", 2, peer="other"), 0.0)]
     told += scheduler.submit_request(request("o1", 2, peer="other"), 0.0)
-    assert [each.peer for each in told] == ["daemon", "daemon"]
+    assert [each.peer for each in told] == ["peer", "peer"]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
@@ -595,7 +597,7 @@ def test_an_abandoned_request_is_displaced_by_its_own_peer() -> None:
     back(scheduler, volumes(batch)[0])
     batch = scheduler.next_batch(ABANDONED_AFTER_S)
     assert [type(body) for body in controls(batch)] == [Release, Admit]
-    assert controls(batch)[0].request == 0, "released, since somebody waits"
+    assert controls(batch)[0].request == 0, "released for the waiting request"
     (emission,) = scheduler.submit_request(request("newer", 4), ABANDONED_AFTER_S)
     assert (emission.message.key, emission.message.reason) == ("paused", "overloaded")
     scheduler.validate()
@@ -604,13 +606,13 @@ def test_an_abandoned_request_is_displaced_by_its_own_peer() -> None:
 def test_abandonment_counts_from_the_stall() -> None:
     scheduler = Scheduler(limits(), 1)
     submit(scheduler, request("slow", 4, credit_window=2))
-    state = scheduler._queues.find_request("daemon", "slow")
+    state = scheduler._queues.find_request("peer", "slow")
     for position, now in ((4, 100.0), (5, 200.0)):
         (volume,) = volumes(scheduler.next_batch(now))
         scheduler.on_sampled(SamplerOutput(volume.seq, (SampledId(0, position, 50),)), {}, now)
     assert not state.is_abandoned(199.0 + ABANDONED_AFTER_S)
     assert state.is_abandoned(200.0 + ABANDONED_AFTER_S)
-    scheduler.grant_credit("daemon", "slow", 5)
+    scheduler.grant_credit("peer", "slow", 5)
     assert not state.is_abandoned(300.0)
 
 
@@ -619,7 +621,7 @@ def test_a_stalled_request_resumes_without_competition() -> None:
     submit(scheduler, request("paused", 4, 3, credit_window=1))
     step(scheduler)
     assert scheduler.next_batch(1000 * ABANDONED_AFTER_S) is None
-    scheduler.grant_credit("daemon", "paused", 5)
+    scheduler.grant_credit("peer", "paused", 5)
     assert [emission.message.position for emission in step(scheduler)] == [5]
 
 
@@ -747,10 +749,10 @@ def test_a_broken_invariant_carries_the_transition_log() -> None:
     scheduler = Scheduler(limits(), 1)
     submit(scheduler, request("a", 5))
     scheduler.next_batch(0.0)
-    scheduler._queues.find_request("daemon", "a").blocks.pop()
+    scheduler._queues.find_request("peer", "a").blocks.pop()
     with pytest.raises(InvariantError) as caught:
         scheduler.validate()
-    assert any("submit daemon a 5" in line for line in caught.value.story)
+    assert any("submit peer a 5" in line for line in caught.value.story)
 
 
 # --- what others are told ------------------------------------------------------------------------

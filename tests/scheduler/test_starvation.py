@@ -14,13 +14,15 @@ from tests.support.micro_batches import run_micro_batches
 from tests.support.request_states import make_state
 
 #: Seconds of an iteration.
-TURN_S = 0.01
-STAGE = Profile(decode=((1, TURN_S), (8, TURN_S)), prefill=((16, TURN_S), (64, 4 * TURN_S)))
+ITERATION_S = 0.01
+STAGE = Profile(
+    decode=((1, ITERATION_S), (8, ITERATION_S)), prefill=((16, ITERATION_S), (64, 4 * ITERATION_S))
+)
 BLOCK_SIZE = 4
 #: Short requests that wait at any time.
 CROWD = 6
 #: Iterations within which a long request must finish; alone it takes less than a tenth.
-TURNS = 1500
+ITERATIONS = 1500
 #: Short prompts always go first.
 STARVING = "fixed-priority"
 
@@ -40,7 +42,7 @@ class Crowded:
             preemption_mode=mode,
         )
         self.scheduler = Scheduler(config, 1, create_scheduling_policy(policy))
-        self.scheduler.set_host_memory(host, TURN_S / 100)
+        self.scheduler.set_host_memory(host, ITERATION_S / 100)
         self.now = 0.0
         self.count = 0
         #: Tokens of each request so far, and in the end.
@@ -58,9 +60,9 @@ class Crowded:
             first = 1 if alike else self.count
             self.submit(f"s{self.count}", (first, *range(tokens - 1)), answer)
 
-    def turn(self) -> None:
+    def run_iteration(self) -> None:
         batch = self.scheduler.next_batch(self.now)
-        self.now += TURN_S
+        self.now += ITERATION_S
         for emission in run_micro_batches(self.scheduler, batch, self.now):
             assert isinstance(emission.message, OutputToken)
             key = emission.message.key
@@ -68,14 +70,14 @@ class Crowded:
             assert (emission.message.finish_reason is None) == (self.got[key] < self.wanted[key])
 
     def serve(self, long: tuple[int, int], short: tuple[int, int], alike: bool) -> int:
-        """Tokens that the long request got in :data:`TURNS` iterations."""
+        """Tokens that the long request got in :data:`ITERATIONS` iterations."""
         self.crowd(*short, alike)
         self.submit("long", tuple(range(100, 100 + long[0])), long[1])
-        for number in range(TURNS):
+        for number in range(ITERATIONS):
             if self.got["long"] == self.wanted["long"]:
                 break
             self.crowd(*short, alike)
-            self.turn()
+            self.run_iteration()
             if number % 50 == 0:
                 self.scheduler.validate()
         return self.got["long"]
@@ -107,8 +109,8 @@ def test_no_policy_starves_a_long_request(
     for _, key in crowded.scheduler.live_requests:
         crowded.scheduler.cancel_request("d", key, crowded.now)
     while crowded.scheduler.live_requests:
-        crowded.turn()
-    crowded.turn()
+        crowded.run_iteration()
+    crowded.run_iteration()
     crowded.scheduler.validate()
     _, gauges = crowded.scheduler.collect_stats()
     assert gauges["scheduler_blocks_used"] == gauges["scheduler_host_blocks_used"] == 0

@@ -28,7 +28,7 @@ from tests.support.request_states import arrived, make_state
 STAGE = Profile(decode=((1, 0.01), (8, 0.01)), prefill=((16, 0.01), (64, 0.04)))
 
 
-def make_head(
+def make_scheduler(
     mode: PreemptionMode, blocks: int = 10, host: int = 16, policy: str = "fcfs", **changes: int
 ) -> Scheduler:
     config = SchedulerConfig(
@@ -87,7 +87,7 @@ def until_swap(scheduler: Scheduler, kind: type, now: float = 0.0) -> tuple[Micr
 
 
 def test_a_swapped_request_resumes_without_recomputation() -> None:
-    scheduler = make_head("reactive-swap")
+    scheduler = make_scheduler("reactive-swap")
     submit(scheduler, "old", 10)
     submit(scheduler, "young", 7)
     batch, now = until_swap(scheduler, SwapOut)
@@ -136,7 +136,7 @@ def test_a_swapped_request_resumes_without_recomputation() -> None:
     ("mode", "host"), [("reactive-swap", 1), ("reactive-swap", 0), ("recompute", 16)]
 )
 def test_preemption_without_host_memory_recomputes(mode: PreemptionMode, host: int) -> None:
-    scheduler = make_head(mode, host=host)
+    scheduler = make_scheduler(mode, host=host)
     submit(scheduler, "old", 10)
     submit(scheduler, "young", 7)
     batch, now = until_swap(scheduler, Release)
@@ -152,7 +152,7 @@ def test_preemption_without_host_memory_recomputes(mode: PreemptionMode, host: i
 
 
 def test_the_load_report_has_queues_and_the_first_resume() -> None:
-    scheduler = make_head("reactive-swap", policy="skip-join-mlfq")
+    scheduler = make_scheduler("reactive-swap", policy="skip-join-mlfq")
     assert scheduler.report_load("p", 0.0).queues == ()
     submit(scheduler, "old", 10)
     submit(scheduler, "young", 7)
@@ -173,7 +173,7 @@ def test_the_load_report_has_queues_and_the_first_resume() -> None:
 
 
 def test_a_cancel_frees_the_host_copy() -> None:
-    scheduler = make_head("reactive-swap")
+    scheduler = make_scheduler("reactive-swap")
     submit(scheduler, "old", 10)
     submit(scheduler, "young", 7)
     _, now = until_swap(scheduler, SwapOut)
@@ -188,7 +188,7 @@ def test_a_cancel_frees_the_host_copy() -> None:
 @pytest.mark.parametrize("mode", ["reactive-swap", "proactive-swap"])
 def test_proactive_swapping_frees_blocks_in_advance(mode: PreemptionMode) -> None:
     """None waits but many are expected: the latest scheduled is swapped out."""
-    scheduler = make_head(mode, blocks=50, host=100, policy="skip-join-mlfq")
+    scheduler = make_scheduler(mode, blocks=50, host=100, policy="skip-join-mlfq")
     submit(scheduler, "long", 100)
     go_round(scheduler, 0.0)
     go_round(scheduler, 0.01)
@@ -212,7 +212,7 @@ def in_queues(scheduler: Scheduler, levels: dict[str, int]) -> None:
 
 def test_the_latest_scheduled_is_swapped_out_first_and_the_next_resumes_first() -> None:
     """By ENST, not by arrival."""
-    scheduler = make_head("proactive-swap", blocks=40, host=100, policy="skip-join-mlfq")
+    scheduler = make_scheduler("proactive-swap", blocks=40, host=100, policy="skip-join-mlfq")
     levels = {"a": 9, "b": 11, "c": 10}
     for key in levels:
         submit(scheduler, key, 12, answer=60)
@@ -255,7 +255,7 @@ def test_cheap_recomputation_avoids_the_copy() -> None:
 
 
 def test_policies_know_the_restore_cost() -> None:
-    scheduler = make_head("reactive-swap", blocks=40, host=5)
+    scheduler = make_scheduler("reactive-swap", blocks=40, host=5)
     told = scheduler._swap._restore_s
     submit(scheduler, "fits", 17, answer=9)
     submit(scheduler, "long", 24, answer=9)
@@ -273,7 +273,7 @@ def test_policies_know_the_restore_cost() -> None:
 
 
 def test_early_resumed_requests_wait_for_a_later_micro_batch() -> None:
-    scheduler = make_head("proactive-swap")
+    scheduler = make_scheduler("proactive-swap")
     submit(scheduler, "old", 10)
     submit(scheduler, "young", 7)
     _, now = until_swap(scheduler, SwapOut)

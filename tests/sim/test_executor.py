@@ -76,6 +76,6 @@ def test_stages_on_one_pc_share_its_device() -> None:
     pc = SimPc(Uplink(1e6, 1000))
     assert pc.reserve_device(2.0, 10.0) == 2.0
     pc.slowdown = 3.0
-    assert pc.reserve_device(1.0, 11.0) == 1.0 + 3.0, "after what has begun"
+    assert pc.reserve_device(1.0, 11.0) == 1.0 + 3.0, "after the step in progress"
     assert pc.reserve_device(1.0, 20.0) == 3.0
     assert pc.busy_s == 8.0

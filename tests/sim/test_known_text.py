@@ -58,21 +58,21 @@ def test_forced_tokens_are_drafted() -> None:
     assert after < 0.75 * before
 
 
-def guessed(right: int) -> tuple[KnownText, ...]:
+def with_drafts(right: int) -> tuple[KnownText, ...]:
     """Each text with model drafts of which that many are right."""
     found = []
     for text in TEXTS:
         rest = [text.answer[at : at + 4] for at in range(len(text.answer))]
         tokens = [(*each[:right], *(1 + token for token in each[right:])) for each in rest]
-        guesses = tuple((each, (0.6,) * len(each)) for each in tokens)
-        found.append(replace(text, model_drafts=guesses))
+        drafts = tuple((each, (0.6,) * len(each)) for each in tokens)
+        found.append(replace(text, model_drafts=drafts))
     return tuple(found)
 
 
 def test_a_right_draft_model_saves_round_trips() -> None:
     times = []
     for right in (0, 4):
-        texts = guessed(right)
+        texts = with_drafts(right)
         asking = replace(scenario(), texts=texts, num_speculative_tokens=-1, draft_model=SMALL)
         found, without = (
             simulate_scenario(asking),

@@ -39,9 +39,9 @@ def test_two_links_share_an_uplink() -> None:
     uplink.rate = 500.0
     other.send_message(Channel.DECODE, 100, 10.0, second)
     assert first.times == [(10.0, 12.0, 12.5)]
-    assert second.times == [(12.0, 12.2, 12.7)], "behind the other's bytes, at the rate of now"
+    assert second.times == [(12.0, 12.2, 12.7)], "behind the other's bytes, at the current rate"
     assert (one.busy_s, other.busy_s) == (2.0, 0.2)
-    assert other.is_ready(Channel.BULK, 10.0), "what waits in it is the other's"
+    assert other.is_ready(Channel.BULK, 10.0), "the other's bytes are queued"
 
 
 def test_a_channel_is_ready_when_its_backlog_is_short() -> None:

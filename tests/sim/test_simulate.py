@@ -175,5 +175,5 @@ def test_micro_batches_follow_a_temporary_slowdown() -> None:
     ring.slow_stage(1, 5.0, at=8.0)
     ring.slow_stage(1, 1.0, at=16.0)
     quick, at_once, slow, again = counts_at(ring, (7.9, 9.0, 15.9, 24.0))
-    assert quick == at_once, "a moment is no news"
+    assert quick == at_once, "not after a moment"
     assert (quick, slow, again) == (6, 3, 6)

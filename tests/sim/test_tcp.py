@@ -124,8 +124,8 @@ def test_a_pause_halves_the_window_for_every_timeout() -> None:
 
 def test_an_unused_window_does_not_grow() -> None:
     line = Line("cubic")
-    for turn in range(100):
-        line.event_queue.schedule_at(0.1 * turn, line.write, 5000)
+    for index in range(100):
+        line.event_queue.schedule_at(0.1 * index, line.write, 5000)
     line.event_queue.run(20.0)
     assert cubic_of(line).window == INITIAL_WINDOW
 
@@ -175,15 +175,15 @@ def test_bbr_keeps_its_rate_over_a_pause() -> None:
 
 def test_small_messages_are_paced_as_in_startup() -> None:
     line = Line("bbr")
-    for turn in range(5):
-        line.event_queue.schedule_at(0.5 * turn, line.write, INITIAL_WINDOW)
+    for index in range(5):
+        line.event_queue.schedule_at(0.5 * index, line.write, INITIAL_WINDOW)
     line.event_queue.run(10.0)
     # A round trip carries all that is offered, so the pacing rate stays 2.89 times that.
     assert bbr_of(line).mode is BbrMode.STARTUP
-    pace = HIGH_GAIN * INITIAL_WINDOW / ROUND_TRIP
-    assert bbr_of(line).pacing_rate == pytest.approx(pace)
+    rate = HIGH_GAIN * INITIAL_WINDOW / ROUND_TRIP
+    assert bbr_of(line).pacing_rate == pytest.approx(rate)
     # The last two segments leave last, those after the first two half as late as the others.
-    spread = (INITIAL_WINDOW - 3 * SEGMENT_BYTES) / pace
+    spread = (INITIAL_WINDOW - 3 * SEGMENT_BYTES) / rate
     assert line.arrivals[-1][1] - 2.0 == pytest.approx(LATENCY + spread, rel=0.02)
 
 
@@ -204,11 +204,11 @@ def test_decode_latency_on_an_idle_hop_matches_the_rig(
     line = Line(name, link.rate, link.queue, latency, channel)
     # docs/results/link.json, "idle_ms": 16 KB now and then, and a heartbeat every tenth of a
     # second.
-    for turn in range(20):
-        line.event_queue.schedule_at(0.3 * turn, line.write, 16 * 1024)
-        for beat in range(3):
+    for index in range(20):
+        line.event_queue.schedule_at(0.3 * index, line.write, 16 * 1024)
+        for heartbeat in range(3):
             line.event_queue.schedule_at(
-                0.3 * turn + 0.1 * beat + 0.05, line.tcp.write_message, 64, lambda *_: None
+                0.3 * index + 0.1 * heartbeat + 0.05, line.tcp.write_message, 64, lambda *_: None
             )
     line.event_queue.run(20.0)
     assert line.arrivals[-1][1] - 0.3 * 19 + handling == pytest.approx(measured, rel=0.06)

@@ -64,7 +64,7 @@ class LastComeFirstServed(SchedulingPolicy):
         return PreemptionDecision(earliest) if behind else None
 
 
-def make_head(policy: SchedulingPolicy, **changes: int) -> Scheduler:
+def make_scheduler(policy: SchedulingPolicy, **changes: int) -> Scheduler:
     given = {"num_blocks": 64, "block_size": 4, "micro_batches": 1, "max_num_batched_tokens": 64}
     return Scheduler(SchedulerConfig(**{**given, "prefix_cache": False, **changes}), 1, policy)
 
@@ -75,7 +75,7 @@ def submit(
     for key in keys:
         prompt = tuple(range(tokens))
         scheduler.submit_request(
-            make_state("daemon", key, prompt, tokens, answer, SamplingParams()), now
+            make_state("peer", key, prompt, tokens, answer, SamplingParams()), now
         )
 
 
@@ -98,7 +98,7 @@ def back(scheduler: Scheduler, volume: Volume, now: float = 0.0) -> None:
 
 
 def test_the_policy_orders_admission() -> None:
-    scheduler = make_head(LastComeFirstServed(), max_num_seqs=2)
+    scheduler = make_scheduler(LastComeFirstServed(), max_num_seqs=2)
     submit(scheduler, "a", "b", "c")
     (prefill,) = volumes(scheduler.next_batch(0.0))
     assert keys(scheduler, prefill) == ["c", "b"]
@@ -111,13 +111,13 @@ def test_the_policy_may_leave_a_slot_free() -> None:
         ) -> RequestState | None:
             return None
 
-    scheduler = make_head(Closed())
+    scheduler = make_scheduler(Closed())
     submit(scheduler, "a")
     assert scheduler.next_batch(0.0) is None
 
 
 def test_the_policy_orders_decoding() -> None:
-    scheduler = make_head(LastComeFirstServed())
+    scheduler = make_scheduler(LastComeFirstServed())
     submit(scheduler, "a")
     back(scheduler, volumes(scheduler.next_batch(0.0))[0])
     submit(scheduler, "b", "c")
@@ -130,7 +130,7 @@ def test_the_policy_orders_decoding() -> None:
 
 
 def test_the_policy_orders_prefills() -> None:
-    scheduler = make_head(LastComeFirstServed(), max_num_batched_tokens=4, micro_batches=4)
+    scheduler = make_scheduler(LastComeFirstServed(), max_num_batched_tokens=4, micro_batches=4)
     submit(scheduler, "long", tokens=12)
     (first,) = volumes(scheduler.next_batch(0.0))
     submit(scheduler, "new", tokens=6)
@@ -145,7 +145,7 @@ def test_the_policy_orders_prefills() -> None:
 
 def test_the_policy_selects_the_preempted_request() -> None:
     """Two decode with a full block each, and one block is free: the earlier one is preempted."""
-    scheduler = make_head(LastComeFirstServed(), num_blocks=3, block_size=16)
+    scheduler = make_scheduler(LastComeFirstServed(), num_blocks=3, block_size=16)
     submit(scheduler, "old", "young", tokens=15, answer=34)
     back(scheduler, volumes(scheduler.next_batch(0.0))[0])
     back(scheduler, volumes(scheduler.next_batch(0.0))[0])
@@ -157,7 +157,7 @@ def test_the_policy_selects_the_preempted_request() -> None:
         for volume in volumes(batch):
             back(scheduler, volume)
         released = [each.body for each in batch.controls if isinstance(each.body, Release)]
-    old = scheduler._queues.find_request("daemon", "old")
+    old = scheduler._queues.find_request("peer", "old")
     assert old is not None
     assert (old.phase, old.num_admissions) == ("waiting", 1)
     assert scheduler.collect_stats()[0]["scheduler_preemptions_total"] == 1.0
@@ -178,7 +178,7 @@ def test_the_policy_selects_the_preempted_request() -> None:
 
 def test_idle_requests_can_be_preempted_for_waiting_ones() -> None:
     """Before it enters a volume again."""
-    scheduler = make_head(LastComeFirstServed(), max_num_seqs=1)
+    scheduler = make_scheduler(LastComeFirstServed(), max_num_seqs=1)
     submit(scheduler, "a")
     back(scheduler, volumes(scheduler.next_batch(0.0))[0])
     submit(scheduler, "b")
@@ -193,13 +193,13 @@ def test_idle_requests_can_be_preempted_for_waiting_ones() -> None:
 
 def test_the_policy_receives_all_events() -> None:
     policy = LastComeFirstServed()
-    scheduler = make_head(policy)
+    scheduler = make_scheduler(policy)
     submit(scheduler, "a", answer=2, now=1.0)
     submit(scheduler, "b", now=2.0)
     (prefill,) = volumes(scheduler.next_batch(3.0))
     back(scheduler, prefill, now=3.5)
     (decode,) = volumes(scheduler.next_batch(4.0))
-    scheduler.cancel_request("daemon", "b", 4.25)
+    scheduler.cancel_request("peer", "b", 4.25)
     back(scheduler, decode, now=4.5)
     assert policy.heard == [
         ("arrived", "a", 1.0),
@@ -227,7 +227,7 @@ def test_requests_with_rows_in_a_volume_cannot_be_preempted() -> None:
         ) -> PreemptionDecision | None:
             return PreemptionDecision(next(iter(admitted)))
 
-    scheduler = make_head(Careless(), max_num_seqs=1)
+    scheduler = make_scheduler(Careless(), max_num_seqs=1)
     submit(scheduler, "a", "b")
     scheduler.next_batch(0.0)
     with pytest.raises(InvariantError, match="the policy preempts b, which is no candidate"):

@@ -150,9 +150,9 @@ def test_host_memory_makes_preemption_cheaper() -> None:
     assert found is not None
     # It is restored sooner than one that must be recomputed.
     runs.phase = "waiting"
-    anew = policy.rank_request(runs, now)
+    recomputed = policy.rank_request(runs, now)
     runs.host_copy = HostCopy((0,), 33)
-    assert policy.rank_request(runs, now) < anew
+    assert policy.rank_request(runs, now) < recomputed
 
 
 def test_a_partial_host_copy_leaves_the_rest_to_compute() -> None:

@@ -73,15 +73,15 @@ def asked(
 
 
 def answer(of: Speculation, order: DraftBatch, *tokens: int, chance: float = 0.5) -> None:
-    guesses = [
+    drafts = [
         DraftTokens(ask.request, tokens, (chance,) * len(tokens))
         for ask in order.requests
         if ask.max_drafts
     ]
-    of.draft_queue.on_results(DraftResults(guesses, 0.002 * len(tokens)))
+    of.draft_queue.on_results(DraftResults(drafts, 0.002 * len(tokens)))
 
 
-def turn(of: Speculation, one: RequestState, right: int) -> list[int]:
+def run_iteration(of: Speculation, one: RequestState, right: int) -> list[int]:
     """The drafts of one request in an iteration, of which ``right`` are right."""
     order = asked(of, [one])
     if order is not None:
@@ -103,7 +103,7 @@ def test_a_request_waits_for_the_draft_model() -> None:
     assert asked(made, [one]) is None
     answer(made, order, 7, 8)
     assert not made.draft_queue.is_waiting(one)
-    assert asked(made, [one]) is None, "it has said what it knows"
+    assert asked(made, [one]) is None, "drafted at this position already"
     assert made.choose_drafts([one], load(), ROOM) == [(one, (7, 8))]
     made.on_verified(one, 2, 1)
     one.tokens += [7, 3]
@@ -133,8 +133,8 @@ def test_a_model_slower_than_its_profile_is_not_used() -> None:
     made, one = speculation(pass_s=0.010), new_state()
     passes = 0
     while (order := asked(made, [one])) is not None:
-        guess = DraftTokens(order.requests[0].request, (7,), (0.9,))
-        made.draft_queue.on_results(DraftResults([guess], 0.2))
+        draft = DraftTokens(order.requests[0].request, (7,), (0.9,))
+        made.draft_queue.on_results(DraftResults([draft], 0.2))
         one.tokens.append(3)
         passes += 1
         assert passes < 10
@@ -179,20 +179,20 @@ def test_a_wrong_model_is_used_rarely() -> None:
     made = speculation()
     first, drafted = new_state(), 0
     for _ in range(400):
-        drafted += bool(turn(made, first, 0))
+        drafted += bool(run_iteration(made, first, 0))
     # A retry costs a 50th of a round trip here, for the draft and its row.
     assert 5 < drafted < 120
     assert made.draft_queue.draft_seconds < 0.01 * 400 * 0.22
     # The next request uses the shared record.
     other, drafted = new_state(), 0
     for _ in range(50):
-        drafted += bool(turn(made, other, 0))
+        drafted += bool(run_iteration(made, other, 0))
     assert drafted < 10
 
 
 def test_a_right_model_is_always_used() -> None:
     made, one = speculation(), new_state()
-    assert [turn(made, one, 3) for _ in range(5)] == [[7, 8, 9]] * 5
+    assert [run_iteration(made, one, 3) for _ in range(5)] == [[7, 8, 9]] * 5
     assert made.num_accepted == 15
     assert made.draft_queue.num_drafted == 15
 
@@ -200,7 +200,7 @@ def test_a_right_model_is_always_used() -> None:
 def test_probabilities_combine_the_model_and_its_record() -> None:
     made, one = speculation(), new_state()
     for right in (1, 0, 0, 0):
-        turn(made, one, right)
+        run_iteration(made, one, right)
     assert one.drafter is not None
     assert one.drafter.model_record.success_ratio < 1.0
     expected = 0.5 * one.drafter.model_record.success_ratio

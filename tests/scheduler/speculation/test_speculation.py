@@ -273,7 +273,7 @@ def test_likely_paths_get_lookahead() -> None:
     assert ahead(made, [make_in_flight(0.9, 35)]) == [0]
     assert ahead(made, [make_in_flight(0.5, 3)]) == [6]
     assert ahead(made, [make_in_flight(0.5, 4)]) == [0]
-    assert ahead(made, make_states(1, 0.9)) == [0], "nothing was foretold"
+    assert ahead(made, make_states(1, 0.9)) == [0], "no proposal"
 
 
 def test_the_most_likely_path_gets_lookahead() -> None:
