@@ -1,1 +1,1 @@
-"""What travels between processes: messages, their codec, keys and authenticated sockets."""
+"""Communication between processes: messages, codec, keys, authenticated sockets."""

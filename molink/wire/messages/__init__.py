@@ -1,1 +1,1 @@
-"""What travels: tagged, bounded messages and their codec. No sockets."""
+"""Tagged, bounded messages and their codec. No sockets."""

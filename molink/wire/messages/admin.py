@@ -1,7 +1,8 @@
-"""What a person asks for, by the command line or a daemon: of the coordinator, or of a daemon.
+"""Administrative requests of the command line and of daemons, to the coordinator or a daemon.
 
-Each has a ``ref`` that the answer repeats; where no other is named, it is
-:class:`molink.wire.messages.control_plane.DoneReply`. A daemon asks under its peer's key.
+Each has a ``ref`` that the reply repeats. The reply is
+:class:`molink.wire.messages.control_plane.DoneReply` unless noted. A daemon sends requests under
+its peer's key.
 """
 
 from typing import Annotated, Literal
@@ -16,17 +17,16 @@ from molink.wire.messages.instructions import MAX_PIPELINES
 
 
 class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
-    """Desired state, from a member that holds the model: serve it.
+    """Desired state, from a peer that has the model: serve it.
 
-    ``model.root`` says which bytes that model is.
-    ``min_peers`` is how many peers with a stage have to be there before the first placement.
-    ``micro_batches`` 0 leaves the number to molink. ``objective`` is what the ring is placed for;
-    it has ``min_stages`` stages if there are so many peers (0 = as many as ``min_peers``).
+    ``model.root`` identifies the model's bytes. The first placement waits for ``min_peers`` peers
+    with a stage. ``micro_batches`` 0 is automatic. The ring is placed for ``objective`` and has
+    ``min_stages`` stages if there are enough peers (0: ``min_peers``).
     """
 
     ref: Count
     model: ModelFacts
-    #: A daemon that was started anew asks again: what was applied since goes on.
+    #: A restarted daemon repeats its request, which must not override later ones.
     is_retry: bool = False
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     dtype: DTypeChoice = "auto"
@@ -37,15 +37,15 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
 
 
 class StopServing(Message, frozen=True, kw_only=True, tag="stop-serving"):
-    """Desired state: no model; from an owner, or the member that has asked for the present one."""
+    """Desired state: no model. For an owner and the peer that requested the current model."""
 
     ref: Count
 
 
 class SwitchModel(Message, frozen=True, kw_only=True, tag="switch-model"):
-    """Desired state: one of the models is ``served`` no more, or again as before.
+    """Desired state: stop or resume serving one of the models.
 
-    From an owner, or the member that has asked for that model. Answered by Done.
+    Allowed for an owner and the peer that requested that model.
     """
 
     ref: Count
@@ -54,18 +54,18 @@ class SwitchModel(Message, frozen=True, kw_only=True, tag="switch-model"):
 
 
 class Rebalance(Message, frozen=True, kw_only=True, tag="rebalance"):
-    """Place all models anew, as if nothing served them; from an owner. Answered by Done."""
+    """Place all models again from scratch. Only for owners."""
 
     ref: Count
 
 
-#: Models that may be asked for at once, and peers that one may be bound to.
+#: Maximum models per request, and peers that one may be pinned to.
 MAX_MODELS = 8
 MAX_PINS = 64
 
 
 class ModelSpec(Message, frozen=True, kw_only=True):
-    """One of the models of :class:`ApplyModels`, with the pipelines that it is to have.
+    """A model of :class:`ApplyModels` with its desired pipelines.
 
     ``pins`` are PCs by id or name, each with its stage: ``auto`` or ``A:B``.
     """
@@ -81,17 +81,17 @@ class ModelSpec(Message, frozen=True, kw_only=True):
 
 
 class DesiredModels(msgspec.Struct, frozen=True, kw_only=True):
-    """All models that are to be served; ``molink`` is the version that PCs have to run, if any."""
+    """All models to serve; ``molink`` is the version that PCs must run, if any."""
 
     models: Annotated[tuple[ModelSpec, ...], msgspec.Meta(max_length=MAX_MODELS)]
     molink: Text = ""
 
 
 class ApplyModels(Message, frozen=True, kw_only=True, tag="apply-models"):
-    """Desired state, from an owner that holds the models: serve these, and no others.
+    """Desired state, from an owner that has the models: serve exactly these.
 
-    The payload is msgpack of :class:`DesiredModels`. Answered by :class:`ApplyReply`; all or
-    nothing is done, and nothing at all if it is ``dry_run``.
+    The payload is msgpack of :class:`DesiredModels`. Answered by :class:`ApplyReply`. All or
+    nothing is applied, and nothing with ``dry_run``.
     """
 
     ref: Count
@@ -100,14 +100,14 @@ class ApplyModels(Message, frozen=True, kw_only=True, tag="apply-models"):
 
 
 class ApplyReply(Message, frozen=True, kw_only=True, tag="applied"):
-    """What :class:`ApplyModels` changes, a line each (payload: UTF-8); none: there is nothing."""
+    """The changes of :class:`ApplyModels`, one per line (payload: UTF-8); empty without any."""
 
     ref: Count
     payload: Payload
 
 
 class ModelEntry(Message, frozen=True, kw_only=True):
-    """A model of an :class:`ApplyFile`: a folder or a name of the hub, and how it is served."""
+    """A model of an :class:`ApplyFile`: a folder or a name of the hub, and how to serve it."""
 
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1
@@ -120,10 +120,10 @@ class ModelEntry(Message, frozen=True, kw_only=True):
 
 
 class ApplyFile(Message, frozen=True, kw_only=True, tag="apply-file"):
-    """The command line asks its own daemon to have the swarm serve what a file names.
+    """The command line asks its daemon to have the swarm serve the models of a file.
 
-    To be repeated: until the coordinator has answered (:class:`ApplyReply`),
-    :class:`LoadModelReply` says how far it is.
+    The command line repeats it until the coordinator has answered (:class:`ApplyReply`); until then
+    :class:`LoadModelReply` tells the progress.
     """
 
     ref: Count
@@ -133,10 +133,10 @@ class ApplyFile(Message, frozen=True, kw_only=True, tag="apply-file"):
 
 
 class LoadModel(Message, frozen=True, kw_only=True, tag="bring-model"):
-    """The command line asks its own daemon to have the swarm serve a model, until it is asked for.
+    """The command line asks its daemon to load a model and have the swarm serve it.
 
-    To be repeated: each time the answer, :class:`LoadModelReply`, says how far that is.
-    ``model`` is a folder, or a name of the hub.
+    The command line repeats it; each :class:`LoadModelReply` tells the progress. ``model`` is a
+    folder or a name of the hub.
     """
 
     ref: Count
@@ -144,9 +144,9 @@ class LoadModel(Message, frozen=True, kw_only=True, tag="bring-model"):
 
 
 class LoadModelReply(Message, frozen=True, kw_only=True, tag="bringing"):
-    """How far a daemon is with a :class:`LoadModel`, in bytes of ``total``.
+    """Progress of a :class:`LoadModel`, in bytes of ``total``.
 
-    ``asked``: the coordinator knows, and serves it as ``name``.
+    ``asked``: the coordinator has been asked and serves it as ``name``.
     """
 
     ref: Count
@@ -157,7 +157,7 @@ class LoadModelReply(Message, frozen=True, kw_only=True, tag="bringing"):
 
 
 class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):
-    """Ask for a join token that is valid for ``ttl`` seconds (0 = for ever), for ``uses`` PCs."""
+    """Request a join token for ``uses`` PCs, valid for ``ttl`` seconds (0: forever)."""
 
     ref: Count
     ttl: float = 86400.0
@@ -165,7 +165,7 @@ class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):
 
 
 class InviteReply(Message, frozen=True, kw_only=True, tag="invitation"):
-    """A join token to paste, and the id of its invitation (``invite:…``)."""
+    """A join token, and the id of its invitation (``invite:…``)."""
 
     ref: Count
     token: Annotated[str, msgspec.Meta(max_length=2048)]
@@ -173,7 +173,7 @@ class InviteReply(Message, frozen=True, kw_only=True, tag="invitation"):
 
 
 class InvitationsRequest(Message, frozen=True, kw_only=True, tag="invitations"):
-    """Ask which invitations there are: an owner for all, another member for its own."""
+    """List invitations: all for an owner, its own for another peer."""
 
     ref: Count
 
@@ -192,9 +192,9 @@ class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave"):
 
 
 class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke"):
-    """Shut a peer out for good, or end an invitation (``invite:…``).
+    """Ban a peer, or end an invitation (``invite:…``).
 
-    Only an owner may; whoever made an invitation may end that one too.
+    Only for owners; the creator of an invitation may end it too.
     """
 
     ref: Count
@@ -202,10 +202,10 @@ class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke"):
 
 
 class RevokeReply(Message, frozen=True, kw_only=True, tag="revoke-reply"):
-    """The answer to :class:`RevokeRequest`.
+    """Reply to :class:`RevokeRequest`.
 
-    ``kept_peers`` are the names of members that came by an invitation which ended with it,
-    ``num_others`` how many more there are.
+    ``kept_peers`` names peers that joined by the ended invitation, ``num_others`` counts further
+    ones.
     """
 
     ref: Count
@@ -214,14 +214,14 @@ class RevokeReply(Message, frozen=True, kw_only=True, tag="revoke-reply"):
 
 
 class UnrevokeRequest(Message, frozen=True, kw_only=True, tag="un-revoke"):
-    """Make a peer that was revoked a member again; only an owner may. Answered by Done."""
+    """Lift the ban of a peer. Only for owners."""
 
     ref: Count
     target: Text
 
 
 class PairingDecisionRequest(Message, frozen=True, kw_only=True, tag="judge"):
-    """Let the PC in that knocks and shows ``code``, or refuse it. Who may invite may ask for it."""
+    """Approve or refuse the PC that shows ``code``. Allowed for peers that may invite."""
 
     ref: Count
     code: Annotated[str, msgspec.Meta(max_length=64)]
@@ -229,16 +229,16 @@ class PairingDecisionRequest(Message, frozen=True, kw_only=True, tag="judge"):
 
 
 class PairingDecisionReply(Message, frozen=True, kw_only=True, tag="judge-reply"):
-    """The name of the PC that :class:`PairingDecisionRequest` was about."""
+    """The name of the approved or refused PC."""
 
     ref: Count
     name: Text
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status"):
-    """Ask a daemon, or the coordinator, for the state of the swarm.
+    """Ask a daemon or the coordinator for the swarm's status.
 
-    With its ``scale_out``: what a PC more would bring; that takes a while.
+    With ``scale_out`` it includes what one more PC would gain, which takes a while.
     """
 
     ref: Count
@@ -253,9 +253,9 @@ class StatusReply(Message, frozen=True, kw_only=True, tag="status-reply"):
 
 
 class DrainRequest(Message, frozen=True, kw_only=True, tag="drain"):
-    """The command line asks its own daemon to hold no layers for now, or to do so again.
+    """The command line asks its daemon to release its layers for now, or to hold some again.
 
-    On the ``device`` of that name; empty: on all of this PC.
+    ``device`` names one device; empty: all of this PC.
     """
 
     ref: Count
@@ -264,7 +264,7 @@ class DrainRequest(Message, frozen=True, kw_only=True, tag="drain"):
 
 
 class ShutdownRequest(Message, frozen=True, kw_only=True, tag="shutdown"):
-    """The command line asks its own daemon to stop; ``leave`` also forgets the swarm."""
+    """The command line asks its daemon to stop; ``leave`` also leaves the swarm."""
 
     ref: Count
     leave: bool = False

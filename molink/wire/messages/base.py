@@ -1,8 +1,8 @@
-"""The base of every message: a frozen, tagged ``msgspec`` struct.
+"""Base classes of messages: frozen, tagged ``msgspec`` structs.
 
-A message is declared by subclassing :class:`Message` (maps, for control traffic, where keys may be
-added later) or :class:`LeanMessage` (arrays, for the data plane, where bytes count). ``msgspec``
-checks types and bounds while it decodes, so a handler never sees a field of the wrong type.
+Subclass :class:`Message` (maps, for control traffic, where keys may be added) or
+:class:`LeanMessage` (arrays, for the data plane, where bytes count). ``msgspec`` checks types and
+bounds while decoding, so handlers never see a field of the wrong type.
 """
 
 from enum import IntEnum
@@ -23,7 +23,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class LeanMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A data-plane message: a tagged array, ``frozen=True``; fields may be appended only."""
+    """A data-plane message: a tagged array, ``frozen=True``. Fields may only be appended."""
 
 
 class Coding(IntEnum):
@@ -31,25 +31,25 @@ class Coding(IntEnum):
 
     PLAIN = 0
     LOSSLESS = 1
-    #: Per row a scale and one byte per element; loses precision.
+    #: One scale per row and one byte per element; loses precision.
     INT8 = 2
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
-    """What the one payload frame holds: row-major elements of ``dtype`` in ``shape``.
+    """Describes the payload frame: row-major elements of ``dtype`` in ``shape``.
 
-    Rows of a volume may be packed: the frame then has ``coded`` bytes, fewer than ``nbytes``.
+    Packed rows of a volume take ``coded`` bytes, fewer than ``nbytes``.
     """
 
     dtype: DType
     shape: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=2)]
-    #: A number, not a name: two bytes more in each header.
+    #: A number, since a name would take two more bytes per header.
     coding: Coding = Coding.PLAIN
     coded: Index = 0
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the elements, unpacked."""
+        """Bytes of the unpacked elements."""
         elements = 1
         for extent in self.shape:
             elements *= extent
@@ -57,5 +57,5 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def wire_bytes(self) -> int:
-        """Size in bytes of the frame that this header promises."""
+        """Bytes of the payload frame."""
         return self.nbytes if self.coding is Coding.PLAIN else self.coded

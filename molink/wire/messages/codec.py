@@ -1,8 +1,8 @@
-"""Messages to frames and back: one msgpack header and at most one payload frame.
+"""Encodes messages as frames: one msgpack header and at most one payload frame.
 
-Everything that a stranger could get wrong is checked here, before anything is allocated: the number
-of frames, both sizes, the type, every field, and that the payload is as long as its header says.
-Only rows of volumes may be packed, to fewer bytes than they are, and be no more than fit plain.
+Input is validated before anything is allocated: the number of frames, both sizes, the type, all
+fields, and that the payload has the announced size. Only rows of volumes may be packed, to fewer
+bytes than plain and to no more than fit a plain message.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,13 @@ from molink.wire.messages.serving import ServingMessage
 
 M = TypeVar("M")
 
-#: Bytes: what is longer belongs into a payload, which is checked before it is kept.
+#: Bytes; longer data belongs in a payload.
 MAX_HEADER = 4096
-#: Bytes: longer messages on a slow link outlive the heartbeat and are lost: split them.
+#: Bytes; longer messages on a slow link would delay heartbeats beyond their timeout.
 MAX_PAYLOAD = 256 * 1024
-#: A header and a payload.
 MAX_FRAMES = 2
 
-#: Bytes that can be sent; ``memoryview(array)`` makes one of anything else without a copy.
+#: Bytes that can be sent; ``memoryview(array)`` converts others without a copy.
 Buffer = bytes | bytearray | memoryview
 
 #: All of the data plane: a worker has one socket for stages and daemons.
@@ -33,18 +32,18 @@ DataMessage = StageMessage | ServingMessage
 
 
 class Codec(Generic[M]):
-    """Encodes and decodes the messages of one union, for example :data:`DataMessage`."""
+    """Encodes and decodes the messages of one union, such as :data:`DataMessage`."""
 
     def __init__(self, types: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(types)
 
     def encode(self, message: M, payload: Buffer | None = None) -> list[Buffer]:
-        """The frames of ``message``: its header, and its payload if it has one.
+        """Encode ``message`` as a header frame and, if it has one, a payload frame.
 
         Raises:
-            MessageTooLarge: the header is over 4 KiB or the payload over 256 KiB.
-            WireError: ``payload`` is not what ``message.payload`` announces.
+            MessageTooLarge: the header exceeds 4 KiB or the payload 256 KiB.
+            WireError: ``payload`` doesn't match ``message.payload``.
         """
         header = self._encoder.encode(message)
         name = type(message).__name__
@@ -54,10 +53,10 @@ class Codec(Generic[M]):
         return [header] if payload is None else [header, payload]
 
     def decode(self, frames: Sequence[Buffer]) -> tuple[M, memoryview | None]:
-        """The message in ``frames`` and its payload as bytes (a view, nothing is copied).
+        """Decode a message and return it with its payload (a view without a copy).
 
         Raises:
-            MessageTooLarge: a frame is over its bound.
+            MessageTooLarge: a frame is too large.
             WireError: the frames are no message of this codec.
         """
         if not 1 <= len(frames) <= MAX_FRAMES:

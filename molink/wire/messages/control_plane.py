@@ -1,11 +1,11 @@
-"""Messages of the control plane: peers with their coordinator, peers with peers, CLI with daemon.
+"""The control plane: peers with the coordinator, peers with peers, command line with daemon.
 
-Who joins, reports, asks and instructs has a module each; this one has the answers that any request
-may get, and all of them together.
+Separate modules have reports, requests and instructions; this one has joining, general replies, and
+the union of all.
 
-A *peer id* is :func:`molink.facts.identity.peer_id` of the peer's public CURVE key; the ZAP handler
-sets it as the ``User-Id`` of every message, so no message has to say who sent it. Requests carry a
-``ref`` that the reply repeats.
+A *peer id* is :func:`molink.facts.identity.derive_peer_id` of the peer's public CURVE key. The ZAP
+handler sets it as the ``User-Id`` of each message, so messages don't name their sender. Requests
+carry a ``ref`` that the reply repeats.
 """
 
 import molink.errors
@@ -59,7 +59,7 @@ from molink.wire.messages.transfer import (
 
 
 class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
-    """A PC that holds an invitation asks to be a member under its own key."""
+    """A PC with an invitation asks to join under its own key."""
 
     ref: Count
     public_key: PublicKey
@@ -69,7 +69,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
 
 
 class JoinRedirect(Message, frozen=True, kw_only=True, tag="elsewhere"):
-    """A member's answer to :class:`JoinRequest`: the coordinator that takes it."""
+    """A peer's reply to :class:`JoinRequest`: the coordinator to ask."""
 
     ref: Count
     coordinator_key: PublicKey
@@ -77,7 +77,7 @@ class JoinRedirect(Message, frozen=True, kw_only=True, tag="elsewhere"):
 
 
 class JoinReply(Message, frozen=True, kw_only=True, tag="joined"):
-    """The coordinator has made the sender of :class:`JoinRequest` a member."""
+    """The coordinator has added the sender of :class:`JoinRequest` to the swarm."""
 
     ref: Count
     swarm: Text
@@ -85,7 +85,7 @@ class JoinReply(Message, frozen=True, kw_only=True, tag="joined"):
 
 
 class ErrorReply(Message, frozen=True, kw_only=True, tag="failure"):
-    """The answer to a request that can't be met; ``code`` is the error's class name."""
+    """The reply to a failed request; ``code`` is the error's class name."""
 
     ref: Count
     code: Text
@@ -93,7 +93,7 @@ class ErrorReply(Message, frozen=True, kw_only=True, tag="failure"):
 
     @property
     def error(self) -> MolinkError:
-        """The error that it stands for: of the class of that name, if there is one."""
+        """The error of that class, or a MolinkError if the class is unknown."""
         kind = getattr(molink.errors, self.code, MolinkError)
         if not (isinstance(kind, type) and issubclass(kind, MolinkError)):
             kind = MolinkError
@@ -102,7 +102,7 @@ class ErrorReply(Message, frozen=True, kw_only=True, tag="failure"):
 
 
 class DoneReply(Message, frozen=True, kw_only=True, tag="done"):
-    """The answer to a request that needs no other."""
+    """The reply to a request without a specific one."""
 
     ref: Count
 

@@ -1,8 +1,8 @@
-"""Messages of the data plane between the stages of a pipeline.
+"""The data plane between the stages of a pipeline.
 
-Words as in the design: a *seq* is the order stamp that stage 0 gives to every volume, admission
-and release; an *epoch* is the generation of the pipeline; a *channel* is one of a hop's two
-connections. Positions count tokens of a request from 0, prompt included.
+A *seq* is the sequence number that stage 0 assigns to each volume and control message; an *epoch*
+is a generation of the pipeline; a *channel* is one of a hop's two connections. Positions count a
+request's tokens from 0, prompt included.
 """
 
 from enum import IntEnum
@@ -17,7 +17,7 @@ from molink.wire.messages.base import LeanMessage, Payload
 
 
 class LinkReport(LeanMessage, frozen=True, tag="link"):
-    """What stage ``stage`` has measured of its outgoing link; goes once round the ring.
+    """The outgoing link of stage ``stage`` as measured; goes once round the ring.
 
     ``latency`` is one way in seconds, ``rate`` in bytes/s; 0 if unknown.
     """
@@ -28,10 +28,7 @@ class LinkReport(LeanMessage, frozen=True, tag="link"):
 
 
 class SlowdownReport(LeanMessage, frozen=True, tag="pace"):
-    """How much longer the steps of stage ``stage`` take than its profile; goes once round the ring.
-
-    A factor for ``decode`` steps and one for ``prefill`` steps.
-    """
+    """Ratio of step times of stage ``stage`` to its profile, by kind; goes once round the ring."""
 
     stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
     decode: Annotated[float, msgspec.Meta(ge=1 / MAX_SLOWDOWN, le=MAX_SLOWDOWN)]
@@ -39,9 +36,9 @@ class SlowdownReport(LeanMessage, frozen=True, tag="pace"):
 
 
 class HostMemoryReport(LeanMessage, frozen=True, tag="host"):
-    """How many KV blocks fit into the host memory of stage ``stage``; goes once round the ring.
+    """KV blocks that fit the host memory of stage ``stage``; goes once round the ring.
 
-    A block takes ``block_s`` seconds to be copied one way.
+    ``block_s`` is the time to copy a block one way, in seconds.
     """
 
     stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -49,21 +46,21 @@ class HostMemoryReport(LeanMessage, frozen=True, tag="host"):
     block_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
 
 
-#: Rows groups of one volume, bounded so that its header stays under 4 KB.
+#: Slices of a volume; keeps its header below 4 KiB.
 MAX_SLICES = 128
-#: Volumes of one kind (prefill or decode) that a head may have in flight.
+#: Volumes of one kind (prefill or decode) that a scheduler may have in flight.
 MAX_MICRO_BATCHES = 64
-#: Entries of a logit bias, bounded for the same reason.
+#: Entries of a logit bias; also bounded by the header.
 MAX_LOGIT_BIAS = 256
-#: What a repetition penalty may be: float32 divides logits by it.
+#: Bounds of a repetition penalty; float32 logits are divided by it.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-#: Above this a temperature draws among all tokens alike.
+#: Higher temperatures sample almost uniformly.
 MAX_TEMPERATURE = 100.0
-#: Alternatives to a token, as many as OpenAI's API allows.
+#: Alternatives to a token, as in OpenAI's API.
 MAX_TOP_LOGPROBS = 20
-#: Blocks of one order to swap: their ids, there and here, go in one message.
+#: Blocks per swap; source and target ids fit one message.
 MAX_SWAP_BLOCKS = 30_000
-#: Bytes of a grammar's text: it goes in one message.
+#: Bytes of a grammar, which fits one message.
 MAX_GRAMMAR_BYTES = 128 * 1024
 
 Epoch = Count
@@ -72,23 +69,23 @@ RequestId = Index
 RepetitionPenalty = Annotated[
     float, msgspec.Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
 ]
-#: What is added to a token's logit; as OpenAI's API has it.
+#: Added to a token's logit; range of OpenAI's API.
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
 class Channel(IntEnum):
-    """The two connections of a hop: decode rows and control, or prefill rows in bulk."""
+    """The two connections of a hop: decode rows and control messages, or prefill rows in bulk."""
 
     DECODE = 0
     BULK = 1
 
 
 class SamplingParams(LeanMessage, frozen=True, tag=False):
-    """How the tail picks a token; the ordinary parameters of OpenAI's and vLLM's API.
+    """How the last stage samples tokens; parameters of OpenAI's and vLLM's APIs.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``min_p`` 0 are off. ``seed`` is always set (the
-    daemon draws one when the client gave none), so a resubmitted request goes on unchanged.
-    ``logprobs`` is -1 for none, else how many alternatives to report beside the sampled token.
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``min_p`` 0 are off. ``seed`` is always set (at
+    random by default), so a resubmitted request continues unchanged. ``logprobs`` is -1 for none,
+    else the number of reported alternatives.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)] = 1.0
@@ -106,7 +103,7 @@ class SamplingParams(LeanMessage, frozen=True, tag=False):
 
     @property
     def needs_history(self) -> bool:
-        """Whether the tail has to know the tokens so far (penalties are recomputed from them)."""
+        """Whether the last stage needs all previous tokens, to recompute penalties."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -118,22 +115,22 @@ class SamplingParams(LeanMessage, frozen=True, tag=False):
 
 
 class Admit(LeanMessage, frozen=True, tag="admit"):
-    """A request begins; sent once, so that decode frames can be lean."""
+    """Admits a request. Sent once, which keeps decode frames small."""
 
     seq: Seq
     request: RequestId
     sampling_params: SamplingParams
-    #: Tokens that were given, not sampled by this request: its prompt as the client sent it.
+    #: Tokens of the client's prompt; later ones were generated.
     prompt_tokens: Count
-    #: How many tokens' keys it may come to have: LongRoPE rotates all of them by that.
+    #: Maximum tokens of the request; LongRoPE rotates all of its keys by this length.
     max_positions: Count = 0
 
 
 class History(LeanMessage, frozen=True, tag="history"):
     """Tokens of a request from position ``first`` (payload ``i32 [n]``), for penalties.
 
-    Sent after :class:`Admit`, only if ``sampling.needs_history``; positions at or beyond
-    ``Admit.prompt_tokens`` count as generated (a resubmitted request has some).
+    Sent after :class:`Admit`, only if ``sampling_params.needs_history``. Positions from
+    ``Admit.prompt_tokens`` on count as generated; a resubmitted request has some.
     """
 
     seq: Seq
@@ -143,10 +140,10 @@ class History(LeanMessage, frozen=True, tag="history"):
 
 
 class Grammar(LeanMessage, frozen=True, tag="grammar"):
-    """The grammar that a request's answer is held to (payload ``u8 [n]``), for the tail.
+    """The grammar that constrains a request's answer (payload ``u8 [n]``), for the last stage.
 
-    Sent after :class:`Admit`, before any rows, and before :class:`History`, which a request that
-    has one gets too if some of its answer is known: the tail goes through that part again.
+    Sent after :class:`Admit`, before any rows and before :class:`History`, which such a request
+    also gets if part of its answer is known: the last stage replays that part.
     """
 
     seq: Seq
@@ -155,10 +152,10 @@ class Grammar(LeanMessage, frozen=True, tag="grammar"):
 
 
 class BlockTable(LeanMessage, frozen=True, tag="table"):
-    """KV blocks that a request's block table begins with (payload ``i32 [n]``), in order.
+    """The first KV blocks of a request's block table (payload ``i32 [n]``), in order.
 
-    Sent after :class:`Admit`, and before any rows, if the prefix cache has the request's first
-    tokens: its rows begin after them.
+    Sent after :class:`Admit` and before any rows on a prefix cache hit; rows start after the cached
+    tokens.
     """
 
     seq: Seq
@@ -167,49 +164,51 @@ class BlockTable(LeanMessage, frozen=True, tag="table"):
 
 
 class RequestSlice(LeanMessage, frozen=True, tag=False):
-    """Consecutive rows of one request in a volume: tokens at ``start … start + count - 1``.
+    """Consecutive rows of one request in a volume: tokens ``start … start + count - 1``.
 
-    The last of them may be ``drafts``: tokens that nobody has sampled. The tail samples from the
-    row before them and from each of theirs, as long as what it samples is the draft that follows.
-    Where all of them are, the rows go *ahead*: the token before them was still to be sampled when
-    they were issued. The tail samples from them only if they go on from what it has sampled.
+    The last rows may be ``drafts``, tokens that are not sampled yet. The last stage samples from
+    the row before them and from each draft row while the sampled tokens equal the drafts. If all
+    rows are drafts, the slice is a *lookahead*: the token before them was still to be sampled when
+    they were issued, and the last stage samples from them only if they continue what it has
+    sampled.
     """
 
     request: RequestId
     start: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=65536)]
-    #: The latest earlier seq that writes or releases a block these rows use.
+    #: The latest earlier ``seq`` that writes or releases a block of these rows.
     after_seq: Seq
-    #: Ids of KV blocks appended to the request's block table before these rows run.
+    #: KV blocks appended to the block table before these rows run.
     blocks: tuple[Index, ...] = ()
-    #: Whether the tail samples a token from the last of these rows.
+    #: Whether the last stage samples from the last row.
     sample: bool = False
-    #: Before these rows run, the positions before ``start`` in its block are copied from this one
-    #: (the prefix cache has them there, followed by others); -1 if nothing is to be copied.
+    #: Block from which the positions before ``start`` are copied into this request's block first,
+    #: on a partial prefix cache hit; -1: none.
     copy_from_block: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = -1
-    #: Tokens of the last rows, or of all; only of decode rows that are sampled from.
+    #: Tokens of the last rows, or of all. Only for sampled decode rows.
     drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_DRAFTS)] = ()
 
     @property
     def is_lookahead(self) -> bool:
-        """Whether nobody knew the token of its first row when it was issued."""
+        """Whether the token of its first row was unknown when it was issued."""
         return len(self.drafts) == self.count
 
     @property
     def verified_drafts(self) -> tuple[int, ...]:
-        """The drafts that are compared with what is sampled from its own rows."""
+        """The drafts that are compared with tokens sampled from its own rows."""
         return self.drafts[1:] if self.is_lookahead else self.drafts
 
     def continues_from(self, position: int, token: int) -> bool:
-        """Whether they may be sampled from if ``token`` at ``position`` is the last one known."""
+        """Whether it may be sampled from if ``token`` at ``position`` is the last known one."""
         return not self.is_lookahead or (self.start, self.drafts[0]) == (position, token)
 
 
 class Volume(LeanMessage, frozen=True, tag="volume"):
     """Activations of one micro-batch's decode rows, or of one prefill chunk.
 
-    The payload is ``[n, hidden]`` rows, the first ``n`` of ``sum(count)``; the others follow in
-    :class:`VolumeFragment` messages of the same channel. Toward a stage's own executor it has none.
+    The payload has the first ``n`` rows, ``[n, hidden]``, of ``sum(count)``;
+    :class:`VolumeFragment` messages on the same channel have the others. A stage's own executor
+    gets no payload.
     """
 
     seq: Seq
@@ -219,13 +218,13 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
 
     @property
     def count(self) -> int:
-        """Rows of all groups together."""
+        """Rows of all slices."""
         rows = self.slices
         return rows[0].count if len(rows) == 1 else sum(group.count for group in rows)
 
     @property
     def context(self) -> float:
-        """How many tokens come before its row groups, on average of its rows."""
+        """Tokens before a slice, averaged over rows."""
         rows = self.slices
         if len(rows) == 1:
             return rows[0].start
@@ -233,7 +232,7 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
 
 
 class VolumeFragment(LeanMessage, frozen=True, tag="part"):
-    """More rows of the volume ``seq``, beginning with row ``first``."""
+    """More rows of the volume ``seq``, from row ``first`` on."""
 
     seq: Seq
     first: Index
@@ -241,14 +240,13 @@ class VolumeFragment(LeanMessage, frozen=True, tag="part"):
 
 
 class Release(LeanMessage, frozen=True, tag="release"):
-    """A request is over (finished, cancelled or preempted): forget it after seq ``after_seq``.
+    """Ends a request (finished, cancelled or preempted) after ``after_seq``.
 
-    Rows of it that arrive later are dropped. When this message has gone round the ring, every
-    stage has completed it and the head may reuse the request's blocks.
+    Rows of it that arrive later are dropped. Once this message has gone round the ring, every stage
+    has completed it and the scheduler may reuse the request's blocks.
 
-    ``pending_seqs`` lists the other seqs with rows of the request that had not come back when it
-    was released. They are named one by one because the last may be dropped, and so complete, at a
-    stage where an earlier one is still on its way.
+    ``pending_seqs`` are the other volumes of the request that had not come back. Each is listed,
+    since the last one may be dropped, and so complete, at a stage before an earlier one arrives.
     """
 
     seq: Seq
@@ -258,10 +256,10 @@ class Release(LeanMessage, frozen=True, tag="release"):
 
 
 class SwapOut(LeanMessage, frozen=True, tag="swap_out"):
-    """Blocks of a request are copied to memory of the host, before its :class:`Release`.
+    """Copies blocks of a request to host memory before its :class:`Release`.
 
-    The payload is ``i32 [2, n]``: ``n`` blocks of its table, then the host blocks that they go to.
-    None of its rows is on its way.
+    The payload is ``i32 [2, n]``: ``n`` blocks of its table, then the target host blocks. No row of
+    the request is in flight.
     """
 
     seq: Seq
@@ -270,10 +268,10 @@ class SwapOut(LeanMessage, frozen=True, tag="swap_out"):
 
 
 class SwapIn(LeanMessage, frozen=True, tag="swap_in"):
-    """Blocks of a request's table are filled from memory of the host.
+    """Fills blocks of a request's table from host memory.
 
-    Sent after :class:`BlockTable`, and before any rows, which begin after them. The payload is as
-    that of the :class:`SwapOut` with the seq ``swap_out_seq``, which has filled the host blocks.
+    Sent after :class:`BlockTable` and before any rows. The payload is as in :class:`SwapOut`;
+    ``swap_out_seq`` is the message that has filled the host blocks.
     """
 
     seq: Seq
@@ -283,13 +281,13 @@ class SwapIn(LeanMessage, frozen=True, tag="swap_in"):
 
 
 class Tombstone(LeanMessage, frozen=True, tag="tombstone"):
-    """A volume all of whose rows were dropped: its seq counts as completed."""
+    """Completes a volume whose rows were all dropped."""
 
     seq: Seq
 
 
 class TopLogprobs(LeanMessage, frozen=True, tag="top"):
-    """Alternatives at a position; precedes the :class:`SamplerOutput` that has the token."""
+    """Alternatives at a position; precedes the :class:`SamplerOutput` with its token."""
 
     request: RequestId
     position: Count
@@ -298,7 +296,7 @@ class TopLogprobs(LeanMessage, frozen=True, tag="top"):
 
 
 class SampledId(LeanMessage, frozen=True, tag=False):
-    """One sampled token. ``position`` is the token's own; ``logprob`` is NaN if not asked for."""
+    """A sampled token at its ``position``; ``logprob`` is NaN unless requested."""
 
     request: RequestId
     position: Count
@@ -307,21 +305,18 @@ class SampledId(LeanMessage, frozen=True, tag=False):
 
 
 class ForcedTokens(LeanMessage, frozen=True, tag=False):
-    """Tokens that have to follow the last ``SampledId`` of a request: its grammar allows no
-    others."""
+    """The only tokens that a request's grammar allows after its last ``SampledId``."""
 
     request: RequestId
     tokens: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=MAX_DRAFTS)]
 
 
 class SamplerOutput(LeanMessage, frozen=True, tag="sampled"):
-    """The tail completed seq ``seq``; ``sampled`` has a token per row group that samples.
+    """Completes volume ``seq`` at the last stage; ``sampled`` has a token per sampled slice.
 
-    Of a group with drafts it has those that were accepted, in order, and the token after them; of
-    one that went ahead and is wrong, nothing.
-
-    A row group whose logits were unusable (NaN) is listed in ``failed`` instead. ``forced`` is
-    advice: which drafts are sure to be right.
+    A slice with drafts yields the accepted ones in order and the token after them; a wrong
+    lookahead slice yields nothing. ``failed`` lists requests with unusable logits (NaN). ``forced``
+    is a hint: drafts that are certainly right.
     """
 
     seq: Seq
@@ -331,7 +326,7 @@ class SamplerOutput(LeanMessage, frozen=True, tag="sampled"):
 
 
 class Padding(LeanMessage, frozen=True, tag="probe"):
-    """Bytes (payload ``u8 [n]``) that mean nothing: how fast they arrive tells the link's rate."""
+    """Meaningless bytes (payload ``u8 [n]``) that measure a link's rate or keep it warm."""
 
     payload: Payload
 
@@ -357,7 +352,7 @@ RingMessage = (
 
 
 class LinkHello(LeanMessage, frozen=True, tag="hello"):
-    """First message on a connection of a hop: which link and channel this is."""
+    """The first message on a connection of a hop: its link and channel."""
 
     pipeline: Text
     epoch: Epoch
@@ -366,8 +361,7 @@ class LinkHello(LeanMessage, frozen=True, tag="hello"):
 
 
 class Frame(LeanMessage, frozen=True, tag="frame"):
-    """A numbered message of a channel: ``frame_number`` rises by one from 0 in each (epoch,
-    channel)."""
+    """A numbered message of a channel; ``frame_number`` counts from 0 per (epoch, channel)."""
 
     epoch: Epoch
     channel: Channel
@@ -376,12 +370,12 @@ class Frame(LeanMessage, frozen=True, tag="frame"):
 
     @property
     def payload(self) -> Payload | None:
-        """The body's payload header, if it has one."""
+        """The payload header of its body, if any."""
         return getattr(self.body, "payload", None)
 
 
 class Ack(LeanMessage, frozen=True, tag="ack"):
-    """All frames below ``next_frame`` of that (epoch, channel) have arrived."""
+    """Acknowledges all frames below ``next_frame`` of an (epoch, channel)."""
 
     epoch: Epoch
     channel: Channel
@@ -389,11 +383,11 @@ class Ack(LeanMessage, frozen=True, tag="ack"):
 
 
 class Heartbeat(LeanMessage, frozen=True, tag="heartbeat"):
-    """Application heartbeat on the decode channel: 1 s, and every 100 ms while requests live.
+    """Heartbeat on the decode channel: every 1 s, or 100 ms while requests live.
 
-    ``completed_seq`` is the compute thread's last completed seq and ``queued`` how many volumes
-    wait for it: no progress with work queued is death, whatever the sockets say. ``sent_at`` is the
-    sender's monotonic clock in seconds; an answer returns it in ``echo``.
+    ``completed_seq`` is the compute thread's progress and ``queued`` counts volumes that wait for
+    it; queued work without progress means death, even with healthy sockets. ``sent_at`` is the
+    sender's monotonic clock in seconds; the answer returns it in ``echo``.
     """
 
     epoch: Epoch
@@ -401,9 +395,9 @@ class Heartbeat(LeanMessage, frozen=True, tag="heartbeat"):
     queued: Count
     sent_at: float
     echo: float = 0.0
-    #: How long the step that runs should take, in seconds: nobody is dead for working.
+    #: Expected seconds of the running step, so that a long step doesn't count as death.
     predicted_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
 
 
-#: What stages say to each other.
+#: All messages between stages.
 StageMessage = LinkHello | Frame | Ack | Heartbeat

@@ -1,4 +1,4 @@
-"""Messages about who leads: between peers, and of the coordinator's state to them.
+"""Leader election between peers, and replication of the coordinator's state.
 
 See :mod:`molink.swarm.election.leader_election` and :mod:`molink.swarm.election.replica`.
 """
@@ -12,12 +12,11 @@ from molink.wire.messages.base import Message, Payload
 
 
 class LeaderView(Message, frozen=True, kw_only=True):
-    """Whom a peer follows as its coordinator (see :mod:`molink.swarm.election.leader_election`).
+    """The leader that a peer knows (see :mod:`molink.swarm.election.leader_election`).
 
-    ``is_leader``: the coordinator runs at this very peer, with that key, at these addresses;
-    ``hears_leader``: it runs elsewhere, and this peer is in touch with it; ``can_lead``: it could
-    run here. ``replica`` is how far the copy of its state is that this peer holds: a term, and a
-    revision in it.
+    ``is_leader``: the coordinator runs at this peer, with that key and these addresses.
+    ``hears_leader``: it runs elsewhere and this peer is connected to it. ``can_lead``: it could run
+    here. ``replica`` is the version of this peer's copy of the state: term and revision.
     """
 
     term: Count
@@ -31,7 +30,7 @@ class LeaderView(Message, frozen=True, kw_only=True):
 
 
 class LeaderRequest(Message, frozen=True, kw_only=True, tag="who-leads"):
-    """Ask a peer whom it follows, and say whom the sender follows."""
+    """Ask a peer for its leader, and tell the sender's."""
 
     ref: Count
     swarm: Text
@@ -39,17 +38,17 @@ class LeaderRequest(Message, frozen=True, kw_only=True, tag="who-leads"):
 
 
 class LeaderReply(Message, frozen=True, kw_only=True, tag="leader"):
-    """The answer to :class:`LeaderRequest`."""
+    """Reply to :class:`LeaderRequest`."""
 
     ref: Count
     view: LeaderView
 
 
 class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="noted"):
-    """The coordinator has read a report, so it is known to live. The first word of a session.
+    """The coordinator's reply to each report, and its first message of a session.
 
-    It leads in ``term``, on the PC of peer ``leader`` (empty: one without a daemon). A peer that
-    speaks another ``protocol`` hears nothing else from it.
+    It leads in ``term`` on the PC of peer ``leader`` (empty: without a daemon). A peer of another
+    ``protocol`` gets nothing else.
     """
 
     term: Count
@@ -59,13 +58,13 @@ class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="noted"):
 
 
 class StateReplica(Message, frozen=True, kw_only=True, tag="shared-state"):
-    """The coordinator's state for each peer to keep (payload ``u8 [n]``, see ``swarm/replica.py``).
+    """A copy of the coordinator's state for each peer (payload ``u8 [n]``).
 
-    A peer sends its own copy when the coordinator asks for it by :class:`StateRequest`.
+    A peer sends its own copy on :class:`StateRequest`.
     """
 
     payload: Payload
 
 
 class StateRequest(Message, frozen=True, kw_only=True, tag="send-state"):
-    """The copy of the state that a peer holds knows of changes that the coordinator doesn't."""
+    """Asks a peer for its copy of the state, which is newer than the coordinator's."""

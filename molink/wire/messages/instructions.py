@@ -1,4 +1,4 @@
-"""What the coordinator tells peers unasked: who is a member, what to load, where requests go."""
+"""Instructions of the coordinator to peers: membership, stages, routes."""
 
 from typing import Annotated
 
@@ -12,27 +12,27 @@ from molink.wire.messages.base import Message, Port, PublicKey
 from molink.wire.messages.election import LeaderHeartbeat, StateReplica, StateRequest
 from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute
 
-#: Pipelines that a swarm is to have at once, of all models.
+#: Maximum pipelines of a swarm, of all models together.
 MAX_PIPELINES = 8
-#: Peers that hold some of a model's files: as many as a ring has stages.
+#: Maximum peers with some of a model's files: the maximum stages of a ring.
 MAX_SOURCES = 16
 
 Sources = Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_SOURCES)]
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """Answers the first report of a session."""
+    """Reply to the first report of a session."""
 
     swarm: Text
     peer: Text
 
 
 class KeepAlive(Message, frozen=True, kw_only=True, tag="knock"):
-    """Nothing to do: that it can be sent shows that the connection is there."""
+    """No operation; sending it tests the connection."""
 
 
 class PeerInfo(Message, frozen=True, kw_only=True, tag="member"):
-    """A peer of the swarm, announced to all others one by one; also when its addresses change."""
+    """A peer of the swarm, announced to all others, also when its addresses change."""
 
     peer: Text
     name: Text
@@ -40,28 +40,28 @@ class PeerInfo(Message, frozen=True, kw_only=True, tag="member"):
     addresses: Addresses
     control_port: Port
     models: tuple[Text, ...] = ()
-    #: Where it is a further device of a PC: the peer that is the PC's own.
+    #: The main peer of the same PC, if this peer is a further device.
     primary_peer: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
-    """The receiver is no member any more, whatever it sends; the last that it is told."""
+    """The receiver was removed from the swarm. The last message that it gets."""
 
     swarm: Text
 
 
 class DuplicatePeer(Message, frozen=True, kw_only=True, tag="twin"):
-    """The receiver has the key of a PC that runs already: its state folder is a copy."""
+    """The receiver has the key of a running PC: its state folder is a copy."""
 
 
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):
-    """Something that a person at the receiver has to see to; empty once that is over."""
+    """A message for the receiver's user; empty once it is resolved."""
 
     text: Sentence
 
 
 class PendingPairing(Message, frozen=True, kw_only=True):
-    """A PC that asks to be let in, and the code that it shows."""
+    """A PC that asks to join, and the code that it shows."""
 
     name: Text
     code: Text
@@ -69,24 +69,24 @@ class PendingPairing(Message, frozen=True, kw_only=True):
 
 
 class PendingPairings(Message, frozen=True, kw_only=True, tag="knocking"):
-    """All PCs that ask to be let in, for the people at the receiver."""
+    """All PCs that ask to join, for the receiver's user."""
 
     pairings: Annotated[tuple[PendingPairing, ...], msgspec.Meta(max_length=8)] = ()
 
 
 class PeerRemoved(Message, frozen=True, kw_only=True, tag="member-gone"):
-    """A peer left or was revoked: drop what it sends from now on."""
+    """A peer left or was revoked; drop its messages from now on."""
 
     peer: Text
 
 
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
-    """Load layers ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
+    """Load ``layers`` of ``model`` as stage ``stage`` of ``stages`` and report.
 
-    ``sources`` are peers that hold the model's files, and ``partial_sources`` such as hold some of
-    them; ``hub`` is where else they are. Only those of ``root`` are to be believed. A worker of the
-    same pipeline with the same layers keeps its weights and only changes epoch. A request has at
-    most ``max_model_len`` tokens (0: as the model says).
+    ``sources`` are peers with all of the model's files, ``partial_sources`` some with a part,
+    ``hub`` is another source; only bytes that match ``root`` are valid. A worker of the same
+    pipeline with the same layers keeps its weights and only changes its epoch. ``max_model_len``
+    bounds a request in tokens (0: the model's own).
     """
 
     pipeline: Text
@@ -106,10 +106,10 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
 
 
 class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
-    """Get the files of ``layers`` of ``model``, and say in your reports how far you are.
+    """Fetch the files of ``layers`` of ``model`` and report the progress.
 
-    A pipeline serves meanwhile; the epoch in which they are needed begins once all have theirs.
-    ``number`` tells this wish from earlier ones.
+    A pipeline serves meanwhile; the epoch that needs them begins once all peers have theirs.
+    ``number`` distinguishes successive requests.
     """
 
     number: Count
@@ -122,7 +122,7 @@ class Prefetch(Message, frozen=True, kw_only=True, tag="prefetch"):
 
 
 class StageAddress(Message, frozen=True, kw_only=True):
-    """Where a stage's worker listens."""
+    """The address of a stage's worker."""
 
     peer: Text
     public_key: PublicKey
@@ -131,7 +131,7 @@ class StageAddress(Message, frozen=True, kw_only=True):
 
 
 class FormPipeline(Message, frozen=True, kw_only=True, tag="form"):
-    """All stages have loaded: allocate ``blocks`` KV blocks and take your place in the ring."""
+    """All stages have loaded: allocate ``blocks`` KV blocks and join the ring."""
 
     pipeline: Text
     epoch: Count
@@ -141,11 +141,10 @@ class FormPipeline(Message, frozen=True, kw_only=True, tag="form"):
 
 
 class StageProfile(Message, frozen=True, kw_only=True, tag="stage-profile"):
-    """How long a stage's steps take, for the head: it is told all stages' before its
-    ``FormPipeline``.
+    """The profile of a stage, sent to the scheduler before its ``FormPipeline``.
 
-    One message each, since a header has no room for those of a whole ring. They are advice: a head
-    that lacks one schedules without.
+    One message per stage, since a header can't hold a whole ring's. Profiles are hints; the
+    scheduler works without.
     """
 
     pipeline: Text
@@ -161,7 +160,7 @@ class Unassign(Message, frozen=True, kw_only=True, tag="unassign"):
 
 
 class Route(Message, frozen=True, kw_only=True, tag="route"):
-    """Where requests for ``model`` go; sent to every peer whenever it changes."""
+    """Where requests for ``model`` go; sent to all peers on each change."""
 
     pipeline: Text
     epoch: Count
@@ -169,27 +168,27 @@ class Route(Message, frozen=True, kw_only=True, tag="route"):
     is_ready: bool
     scheduler: StageAddress | None
     max_model_len: Count
-    #: Peers that can serve the model's files (tokenizer, template) to those that lack them.
+    #: Peers that serve the model's files (tokenizer, template).
     sources: tuple[Text, ...] = ()
     root: Root = ""
-    #: Peers that can serve some of them.
+    #: Peers that serve some of them.
     partial_sources: Sources = ()
     hub: HubRevision = ""
-    #: Why it isn't ready, for a person; empty where that is only a matter of moments.
+    #: Why it isn't ready, for users; empty if it will be in a moment.
     reason: Sentence = ""
-    #: Rises as long as an epoch is being formed and gets on, 0 otherwise: who waits, waits on.
+    #: Rises while an epoch is being formed and progresses, else 0. Waiting requests keep waiting.
     forming_progress: Count = 0
-    #: Other pipelines of the same model, which go on beside this one.
+    #: Other running pipelines of the same model.
     sibling_pipelines: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PIPELINES)] = ()
 
 
 class RouteRemoved(Message, frozen=True, kw_only=True, tag="route-gone"):
-    """That pipeline is no more."""
+    """That pipeline has ended."""
 
     pipeline: Text
 
 
-#: What the coordinator tells a peer unasked.
+#: All instructions.
 Instruction = (
     Welcome
     | LeaderHeartbeat

@@ -1,7 +1,7 @@
-"""How busy stages, links and heads are: figures for people, which decide nothing.
+"""Load of stages, links and schedulers: figures for users that no decision depends on.
 
-They travel with a peer's report and are all that others see of its stages at work. A request is
-told by whose it is and how far it has got, never by what it says.
+They are part of a peer's report and all that others see of its running stages. A request shows its
+origin and progress, never its content.
 """
 
 from typing import Annotated, Literal
@@ -11,26 +11,25 @@ import msgspec
 from molink.facts.scalars import Count, Index, Text
 from molink.wire.messages.base import LeanMessage
 
-#: Bounds of one peer's report: its header has 4 KiB for everything.
+#: Bounds of one report, whose header has 4 KiB in all.
 MAX_STAGES = 8
 MAX_SCHEDULERS = 2
 MAX_REQUESTS = 12
 MAX_QUEUES = 16
 
 Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
-#: Characters of a peer's id.
+#: Characters of a peer id.
 MAX_PEER_ID = 32
 PeerId = Annotated[str, msgspec.Meta(max_length=MAX_PEER_ID)]
 
 
 class StageLoad(LeanMessage, frozen=True):
-    """A stage and its link to the next one, over the last seconds.
+    """A stage and its link to the next one over the last seconds.
 
-    ``busy`` is how much of the time it computed; ``bubbles`` how much of the time in which requests
-    lived there it did not. ``weight_bytes`` and ``kv_bytes`` are bytes of its device's memory. Of
-    the link: ``latency_us`` one way in microseconds, ``rate`` in bytes/s (0 = unknown), and the
-    bytes that wait (``queued``) and that were sent but not acknowledged (``in_flight``), of the
-    decode channel and of the bulk channel.
+    ``busy`` is the share of time with a running step, ``bubbles`` the share of idle time while
+    requests lived. ``weight_bytes`` and ``kv_bytes`` are on its device. Of the link: one-way
+    ``latency_us`` in microseconds, ``rate`` in bytes/s (0: unknown), and unsent (``queued``) and
+    unacknowledged (``in_flight``) bytes of the decode and the bulk channel.
     """
 
     pipeline: Text
@@ -47,12 +46,11 @@ class StageLoad(LeanMessage, frozen=True):
 
 
 class RequestLoad(LeanMessage, frozen=True):
-    """A request that a head serves; ``peer`` is the peer whose endpoint was asked.
+    """A request at a scheduler; ``peer`` is the endpoint that received it.
 
-    Of the ``prompt`` tokens and those ``generated``, ``computed`` are at every stage.
-    ``token_rate`` is in tokens per 1000 s since its first token, ``age`` in seconds since it came
-    to this head. One that is ``swapped`` should come back from host memory in ``resume_ms``
-    milliseconds (ENST).
+    Of ``prompt`` and ``generated`` tokens, ``computed`` have passed every stage. ``token_rate`` is
+    tokens per 1000 s since the first token, ``age`` seconds since arrival at this scheduler. A
+    swapped request should return from host memory in ``resume_ms`` milliseconds (ENST).
     """
 
     peer: PeerId
@@ -66,12 +64,12 @@ class RequestLoad(LeanMessage, frozen=True):
 
 
 class SchedulerLoad(LeanMessage, frozen=True):
-    """What a pipeline's head does: its KV blocks, and its requests, the oldest of them by name.
+    """A scheduler's KV blocks and requests, with details of the oldest ones.
 
-    Of those ``waiting``, ``swapped`` have their KV in host memory, which has room for
-    ``host_blocks``; so often there was none for one (``swap_fallbacks``), which is computed anew.
-    Its prefix cache had ``cached_percent`` percent of the prompts' tokens so far. If its policy has
-    ``queues``, so many requests are in each; those after the last one are empty.
+    Of ``waiting`` requests, ``swapped`` have their KV in host memory, which has ``host_blocks``;
+    ``swap_fallbacks`` counts requests that found no room there and are recomputed.
+    ``cached_percent`` of prompt tokens came from the prefix cache. ``queues`` counts requests per
+    queue of the policy, without trailing empty ones.
     """
 
     pipeline: Text
@@ -90,7 +88,7 @@ class SchedulerLoad(LeanMessage, frozen=True):
 
 
 class PeerLoad(LeanMessage, frozen=True):
-    """All of that on one PC."""
+    """The load of one peer."""
 
     stages: Annotated[tuple[StageLoad, ...], msgspec.Meta(max_length=MAX_STAGES)] = ()
     schedulers: Annotated[tuple[SchedulerLoad, ...], msgspec.Meta(max_length=MAX_SCHEDULERS)] = ()

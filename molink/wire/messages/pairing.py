@@ -1,8 +1,8 @@
-"""What a stranger and a swarm say to each other before the stranger is a member.
+"""Messages between a joining PC and the swarm before it is a member.
 
-Plain text over TCP, apart from all other messages: nothing here is secret, and nothing of it is
-believed before a person has compared the code that follows from it
-(``molink.swarm.membership.pairing``). A frame is two bytes of length and a tagged msgpack map.
+Plain text over TCP: nothing here is secret, and nothing is trusted before a person has compared the
+code that follows from it (``molink.swarm.membership.pairing``). A frame is two bytes of length and
+a tagged msgpack map.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,25 +13,24 @@ from molink.errors import WireError
 from molink.facts.scalars import Count
 from molink.wire.messages.base import Message, Port, PublicKey
 
-#: Bytes of a frame, without its length.
+#: Maximum bytes of a frame without its length.
 MAX_FRAME = 1024
-#: Bytes of the length before a frame.
+#: Bytes of the length prefix.
 LENGTH_BYTES = 2
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 
-#: What becomes of a stranger. ``twin``: a PC with its key is in the swarm, and runs.
-#: ``full``: the swarm has as many PCs as it may. ``busy``: too many ask at this moment.
-#: ``version``: it speaks another protocol.
+#: The result for a joining PC. ``twin``: a PC with its key is running in the swarm. ``full``: the
+#: swarm has its maximum of PCs. ``busy``: too many PCs ask now. ``version``: another protocol.
 PairingOutcome = Literal[
     "admitted", "refused", "expired", "busy", "full", "revoked", "twin", "version"
 ]
 
 
 class Commitment(Message, frozen=True, kw_only=True, tag="commitment"):
-    """A PC asks to be let in under its own key; ``commitment`` binds it to a nonce."""
+    """A PC asks to join under its own key; ``commitment`` binds it to a nonce."""
 
     public_key: PublicKey
     name: ShortText
@@ -41,7 +40,7 @@ class Commitment(Message, frozen=True, kw_only=True, tag="commitment"):
 
 
 class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):
-    """The swarm's answer: its id, its name, the coordinator's key, and a nonce of its own."""
+    """The swarm's id, name and coordinator key, and a nonce."""
 
     swarm: ShortText
     name: ShortText
@@ -56,9 +55,8 @@ class Reveal(Message, frozen=True, kw_only=True, tag="reveal"):
 
 
 class PairingResult(Message, frozen=True, kw_only=True, tag="verdict"):
-    """The last word. With ``admitted`` comes where the coordinator listens.
-
-    With ``version`` comes which molink the swarm runs.
+    """The final message. With ``admitted`` it has the coordinator's address, with ``version`` the
+    swarm's molink version.
     """
 
     outcome: PairingOutcome
@@ -73,7 +71,7 @@ PairingServerMessage = Challenge | PairingResult
 
 
 def encode_frame(message: Message) -> bytes:
-    """A message with its length before it."""
+    """Encode a message with its length prefix."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_FRAME:
         raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over {MAX_FRAME}")
@@ -81,10 +79,10 @@ def encode_frame(message: Message) -> bytes:
 
 
 def parse_frame_length(head: bytes) -> int:
-    """The length that the first bytes of a frame announce.
+    """The length in a frame's prefix.
 
     Raises:
-        WireError: it is over its bound, or nothing.
+        WireError: it is 0 or too large.
     """
     length = int.from_bytes(head, "big")
     if not 0 < length <= MAX_FRAME:
@@ -93,10 +91,10 @@ def parse_frame_length(head: bytes) -> int:
 
 
 def decode_frame(body: bytes, types: Any) -> Any:
-    """The message in a frame's body, which is one of ``types``.
+    """Decode a frame's body as one of ``types``.
 
     Raises:
-        WireError: it isn't.
+        WireError: it is invalid.
     """
     try:
         return msgspec.msgpack.decode(body, type=types)

@@ -1,4 +1,4 @@
-"""What a peer tells the coordinator: what it is and has, and what becomes of its stages."""
+"""Reports of peers to the coordinator: what they have, and the state of their stages."""
 
 from typing import Annotated, Literal
 
@@ -11,20 +11,19 @@ from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Port
 from molink.wire.messages.load import PeerLoad
 
-#: What may be told of a link: seconds, and bytes/s. Whatever is beyond is no measurement.
+#: Valid link measurements, in seconds and bytes/s.
 MAX_LATENCY = 10.0
 MIN_RATE = 1e3
 MAX_RATE = 1e12
 
 
 class WorkerState(Message, frozen=True, kw_only=True):
-    """One worker process of a peer.
+    """A worker process of a peer.
 
-    ``epoch`` is that of the newest Assign (``fetching`` … ``loaded``) or Form (``ready``) that the
-    worker has carried out: a restarted coordinator adopts a running pipeline by it.
-    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked; while it is
-    ``loading``, so many are in memory, and ``rate`` more come each second. ``slowdown`` is how many
-    times as long as the stage's profile says its decode steps take at present; 0 = not measured.
+    ``epoch`` is that of the newest Assign (``fetching`` … ``loaded``) or FormPipeline (``ready``)
+    that it has carried out; a restarted coordinator adopts a running pipeline by it. ``done`` of
+    ``total`` bytes are fetched and verified (``fetching``) or in memory (``loading``, at ``rate``
+    bytes/s). ``slowdown`` is the ratio of decode step times to the profile; 0 if not measured.
     """
 
     pid: Index
@@ -40,9 +39,9 @@ class WorkerState(Message, frozen=True, kw_only=True):
 
 
 class PrefetchState(Message, frozen=True, kw_only=True):
-    """How far a peer is with the newest :class:`Prefetch`; ``reason`` says why it failed.
+    """Progress of the newest :class:`Prefetch`; ``reason`` tells why it failed.
 
-    While it is ``fetching``, ``done`` of ``total`` bytes are here and checked.
+    ``done`` of ``total`` bytes are fetched and verified.
     """
 
     number: Count
@@ -53,10 +52,9 @@ class PrefetchState(Message, frozen=True, kw_only=True):
 
 
 class TransferState(Message, frozen=True, kw_only=True):
-    """Files of a model that come to a peer: ``done`` of ``total`` bytes are here.
+    """A model's files being fetched: ``done`` of ``total`` bytes at ``rate`` bytes/s.
 
-    ``rate`` in bytes per second; ``source`` is who sends them, for a person. ``is_replica``: nobody
-    waits for them.
+    ``source`` names the sender for users. ``is_replica``: nothing waits for them.
     """
 
     model: Text
@@ -67,17 +65,17 @@ class TransferState(Message, frozen=True, kw_only=True):
     is_replica: bool = False
 
 
-#: Transfers that a report has room for.
+#: Maximum transfers in a report.
 MAX_TRANSFERS = 4
-#: Models of which a report says what is there, and ranges of layers of each.
+#: Maximum partial models in a report, and layer ranges of each.
 MAX_PARTIAL_MODELS = 4
 MAX_LAYER_RANGES = 8
 
 
 class PartialModel(Message, frozen=True, kw_only=True):
-    """What of a model lies on a peer's disk: layers all of whose files do.
+    """The layers of a model whose files are all on a peer's disk.
 
-    No ``layers``: only what is beside them, or more ranges than there is room for.
+    Empty: only files beside the layers, or too many ranges for a report.
     """
 
     root: Root
@@ -85,11 +83,11 @@ class PartialModel(Message, frozen=True, kw_only=True):
 
 
 class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
-    """What a peer is and has; the first message of a session, then twice a second (heartbeat)."""
+    """What a peer is and has: the first message of a session, then every 500 ms as a heartbeat."""
 
     name: Text
     version: Text
-    #: What that version speaks (``molink.wire.protocol``).
+    #: Protocol of that version (``molink.wire.protocol``).
     protocol: Count = 1
     addresses: Addresses
     control_port: Port
@@ -98,58 +96,56 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
     stage: Text
     device: Device
-    #: Names of models of which this peer can serve every file to others.
+    #: Models of which this peer has all files.
     models: tuple[Text, ...]
     workers: Annotated[tuple[WorkerState, ...], msgspec.Meta(max_length=8)] = ()
     prefetch: PrefetchState | None = None
-    #: How far the copy of the coordinator's state is that this peer holds: term and revision.
+    #: Version of this peer's copy of the coordinator's state: term and revision.
     replica: tuple[Count, Count] = (0, 0)
-    #: As ``sys.platform`` has it; and the first and the last port of stages (0 = any).
+    #: ``sys.platform``; and the port range of stages (0: any).
     platform: Text = ""
     worker_ports: tuple[Port, Port] = (0, 0)
-    #: How much of the model that is served lies on this PC's disk, in percent; 100: all of it.
+    #: Percentage of the served model on this PC's disk.
     replicated_percent: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
-    #: Why this peer offers no layers for now, though its user wants it to at other times.
+    #: Why this peer offers no layers for now, though its user allows it at other times.
     pause_reason: Text = ""
-    #: Models of which others may read here what there is.
+    #: Models of which this peer serves a part of the files.
     partial_models: Annotated[
         tuple[PartialModel, ...], msgspec.Meta(max_length=MAX_PARTIAL_MODELS)
     ] = ()
-    #: Files that come to this PC.
     transfers: Annotated[tuple[TransferState, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] = ()
-    #: Pipelines with a route as this peer knows it: its epoch, and whether it is ready.
+    #: Routes that this peer knows, by pipeline: epoch, and whether it is ready.
     routes: Annotated[tuple[tuple[Text, Count, bool], ...], msgspec.Meta(max_length=16)] | None = (
         None
     )
-    #: Whether this peer passes on what two others say that can't reach each other.
+    #: Whether this peer can relay traffic between two others.
     can_relay: bool = False
-    #: Where this peer is a further device of a PC: the peer that is the PC's own.
+    #: The main peer of the same PC, if this peer is a further device.
     primary_peer: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    #: For people only, and left out where the report is too long for it.
+    #: For users only; omitted if the report would be too long.
     load: PeerLoad | None = None
 
 
 class ReachReport(Message, frozen=True, kw_only=True, tag="reached"):
-    """The sender has tried to connect to another member's control port, and whether it could.
+    """The result of connecting to another peer's control port.
 
-    ``latency`` is one way there as it was measured, in seconds, ``rate`` in bytes/s; ``None`` where
-    that is not known. Told whenever something is news, and of all members when a session begins.
-    One message for each pair: a report's header has no room for all of a large swarm.
+    ``latency`` is one way in seconds, ``rate`` in bytes/s; ``None`` if unknown. Sent on each
+    change, and for all peers at the start of a session. One message per pair, since a large swarm
+    exceeds a report's header.
     """
 
     peer: Text
     is_reachable: bool
     latency: Annotated[float, msgspec.Meta(ge=0, le=MAX_LATENCY)] | None = None
     rate: Annotated[float, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)] | None = None
-    #: By way of a relay: directly it can't be reached.
+    #: Through a relay, since a direct connection is impossible.
     is_relayed: bool = False
 
 
 class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):
-    """The worker of an assignment holds its weights and listens on ``port``.
+    """A worker has loaded its weights and listens on ``port``.
 
-    ``max_blocks`` KV blocks fit its pool; ``profile`` is how long it has measured its steps to
-    take.
+    ``max_blocks`` KV blocks fit its pool; ``profile`` has its measured step times.
     """
 
     pipeline: Text
@@ -161,7 +157,7 @@ class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):
 
 
 class StageReady(Message, frozen=True, kw_only=True, tag="stage-ready"):
-    """The stage has allocated its pool and stands in the ring of ``epoch``."""
+    """A stage has allocated its pool and joined the ring of ``epoch``."""
 
     pipeline: Text
     epoch: Count
@@ -169,12 +165,11 @@ class StageReady(Message, frozen=True, kw_only=True, tag="stage-ready"):
 
 
 class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
-    """The worker of an assignment failed or died, or its next stage made no progress.
+    """A worker failed or died, or its next stage made no progress.
 
-    ``next_lost`` says that it was the latter: the next stage is to blame, not this one.
-    ``previous_blocked`` says that this stage had to cut off the previous one, which is to blame.
-    ``out_of_memory`` says that the device has too little memory for it beside another pipeline's
-    stage, ``files_missing`` that no PC which is there has some of its files.
+    ``next_lost``: the next stage is to blame. ``previous_blocked``: this stage had to block the
+    previous one, which is to blame. ``out_of_memory``: the device lacks memory beside another
+    pipeline's stage. ``files_missing``: no connected PC has some of its files.
     """
 
     pipeline: Text
@@ -188,6 +183,6 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
-    """The sender stops in good order; it stays a member and may come back. Answered by Done."""
+    """The sender stops; it remains a member and may return. Answered by DoneReply."""
 
     ref: Count

@@ -1,4 +1,4 @@
-"""Messages between daemons and heads: requests, their tokens, and what becomes of them."""
+"""Messages between endpoints and schedulers: requests, their tokens, their end."""
 
 from typing import Annotated, Literal
 
@@ -15,14 +15,14 @@ from molink.wire.messages.data_plane import (
     SamplingParams,
 )
 
-#: Token ids that end an answer; models have a few of their own.
+#: Token ids that end an answer; models have a few.
 MAX_STOP_IDS = 64
 #: Characters of a client's name.
 MAX_CLIENT = 32
 
-#: As vLLM's API has it: the least goes first.
+#: As in vLLM's API: lower is served first.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-#: For how long a request may wait to be admitted; 0 = not said.
+#: Seconds; 0 if unspecified.
 QueueSeconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
@@ -89,13 +89,13 @@ class PromptFragment(LeanMessage, frozen=True, tag="prompt"):
 
 
 class Cancel(LeanMessage, frozen=True, tag="cancel"):
-    """Stop a request: its client has gone, or has all it wanted."""
+    """Stop a request; its client has disconnected or needs no more."""
 
     key: Text
 
 
 class Credit(LeanMessage, frozen=True, tag="credit"):
-    """The client has taken everything below ``position``."""
+    """The client has consumed everything below ``position``."""
 
     key: Text
     position: Count
@@ -106,10 +106,9 @@ RejectReason = Literal["overloaded", "too_long", "epoch", "failed", "invalid"]
 
 
 class OutputToken(LeanMessage, frozen=True, tag=False):
-    """A token for a request's daemon; ``finish_reason`` is set on the last one.
+    """A token for a request's endpoint; ``finish_reason`` is set on the last one.
 
-    ``cached_tokens`` is how many prompt tokens came from the prefix cache; ``top`` pairs ids and
-    logprobs.
+    ``cached_tokens`` counts prompt tokens from the prefix cache; ``top`` pairs ids and logprobs.
     """
 
     epoch: Epoch
@@ -123,9 +122,9 @@ class OutputToken(LeanMessage, frozen=True, tag=False):
 
 
 class CacheUpdate(LeanMessage, frozen=True):
-    """What has come into a head's prefix cache and left it: a :class:`CacheReport` on its way.
+    """Blocks added to and evicted from a scheduler's prefix cache (:class:`CacheReport`).
 
-    The payload has digests of 8 bytes each (little-endian): ``num_added`` ones, then those evicted.
+    The payload has 8-byte digests (little-endian): ``num_added`` added ones, then evicted ones.
     """
 
     version: Count
@@ -136,9 +135,9 @@ class CacheUpdate(LeanMessage, frozen=True):
 
 
 class OutputTokens(LeanMessage, frozen=True, tag="tokens"):
-    """Tokens of one micro-batch for one daemon, of several requests.
+    """Tokens of one micro-batch for one endpoint, of several requests.
 
-    ``cache`` (payload ``u8 [8n]``) is for those who asked for it with :attr:`Submit.cache`.
+    ``cache`` (payload ``u8 [8n]``) is for endpoints that asked with :attr:`Submit.cache_version`.
     """
 
     tokens: Annotated[tuple[OutputToken, ...], msgspec.Meta(min_length=1, max_length=MAX_SLICES)]
@@ -147,9 +146,9 @@ class OutputTokens(LeanMessage, frozen=True, tag="tokens"):
 
 
 class Rejected(LeanMessage, frozen=True, tag="rejected"):
-    """A request was not taken, or can't go on. ``retry_after`` (seconds) goes with ``overloaded``.
+    """A request was rejected or can't continue; ``retry_after`` (seconds) goes with ``overloaded``.
 
-    ``epoch`` and ``failed`` are transient as seen by a client: the daemon resubmits.
+    ``epoch`` and ``failed`` are transient: the endpoint resubmits.
     """
 
     epoch: Epoch
@@ -159,5 +158,5 @@ class Rejected(LeanMessage, frozen=True, tag="rejected"):
     retry_after: float = 0.0
 
 
-#: What daemons and heads say to each other.
+#: All messages between endpoints and schedulers.
 ServingMessage = Submit | PromptFragment | Cancel | Credit | OutputTokens | Rejected

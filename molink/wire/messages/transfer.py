@@ -1,4 +1,4 @@
-"""Messages between peers that hand each other the files of models."""
+"""Transfer of model files between peers."""
 
 from molink.facts.model import Root
 from molink.facts.scalars import Count, Index, Text
@@ -6,9 +6,9 @@ from molink.wire.messages.base import Message, Payload
 
 
 class ManifestRequest(Message, frozen=True, kw_only=True, tag="manifest"):
-    """Read from byte ``offset`` the manifest of the model with that root.
+    """Read the manifest (:mod:`molink.checkpoint.manifest`) of a model from byte ``offset`` on.
 
-    What it is: :mod:`molink.checkpoint.manifest`. Answered by :class:`ManifestChunk`.
+    Answered by :class:`ManifestChunk`.
     """
 
     ref: Count
@@ -17,7 +17,7 @@ class ManifestRequest(Message, frozen=True, kw_only=True, tag="manifest"):
 
 
 class ManifestChunk(Message, frozen=True, kw_only=True, tag="manifest-part"):
-    """Bytes of a manifest (payload ``u8 [n]``) that has ``size`` of them in all."""
+    """Bytes of a manifest (payload ``u8 [n]``) of ``size`` bytes in all."""
 
     ref: Count
     size: Count
@@ -25,9 +25,9 @@ class ManifestChunk(Message, frozen=True, kw_only=True, tag="manifest-part"):
 
 
 class PartsRequest(Message, frozen=True, kw_only=True, tag="parts"):
-    """Which parts of the model with that root the receiver has. Answered by :class:`PartsReply`.
+    """Ask which parts of a model the receiver has. Answered by :class:`PartsReply`.
 
-    Only for who says that it has some (``PeerReport.parts``): an older molink doesn't know it.
+    Only for peers that report some (``PeerReport.partial_models``).
     """
 
     ref: Count
@@ -35,16 +35,16 @@ class PartsRequest(Message, frozen=True, kw_only=True, tag="parts"):
 
 
 class PartsReply(Message, frozen=True, kw_only=True, tag="parts-held"):
-    """A bit for each part of the model, in its manifest's order (payload ``u8 [n]``)."""
+    """One bit per part of the model in manifest order (payload ``u8 [n]``)."""
 
     ref: Count
     payload: Payload
 
 
 class ReadRequest(Message, frozen=True, kw_only=True, tag="read"):
-    """Read chunk ``index`` of a file or tensor of the model with that root.
+    """Read chunk ``index`` of a file or tensor of a model.
 
-    With a ``length``, so many bytes of it from ``offset`` on.
+    With a ``length``, only that many bytes from ``offset`` on.
     """
 
     ref: Count

@@ -1,8 +1,7 @@
-"""Messages on the pipe between a daemon and one of its workers (stdin and stdout of the worker).
+"""Messages on the pipe between a daemon and a worker (the worker's stdin and stdout).
 
-Each is a 4-byte little-endian length and a msgpack body of at most 1 MiB, unless both ends
-name another bound. The worker's log goes to stderr. The pipe's end is the worker's end: a worker
-that reads EOF exits at once, so that no orphan keeps a GPU's memory.
+Each is a 4-byte little-endian length and a msgpack body of at most 1 MiB by default. The worker
+logs to stderr. A worker exits at EOF, so no orphan keeps a GPU's memory.
 """
 
 import struct
@@ -20,19 +19,18 @@ from molink.wire.messages.base import Message, Port, PublicKey
 from molink.wire.messages.instructions import StageAddress
 from molink.wire.messages.load import SchedulerLoad, StageLoad
 
-#: Bytes: nothing that goes over the pipe comes near, so a longer one is garbage.
+#: Bytes; no valid message comes near.
 MAX_PIPE_MESSAGE = 1 << 20
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _LENGTH = struct.Struct("<I")
 
 
 class WarmUp(Message, frozen=True, kw_only=True, tag="warm"):
-    """The first message to a spare: be ready for a :class:`LoadStage` that resembles this.
+    """First message to a standby worker: prepare for a similar :class:`LoadStage`.
 
-    ``layers`` are in ``model_dir``; the rest is as in :class:`LoadStage`. The spare takes no memory
-    of a GPU, and gives way to all other processes until it has said :class:`WarmedUp`. Without a
-    ``model_dir`` no model is known yet, and a stage will come soon: it imports what all need, and
-    doesn't give way.
+    ``layers`` are in ``model_dir``; the rest is as in :class:`LoadStage`. The worker uses no GPU
+    memory and runs at low priority until :class:`WarmedUp`. Without a ``model_dir`` the model is
+    unknown and a stage will come soon: the worker imports what all need, at normal priority.
     """
 
     layers: LayerRange = (0, 1)
@@ -45,24 +43,22 @@ class WarmUp(Message, frozen=True, kw_only=True, tag="warm"):
 
 
 class WarmedUp(Message, frozen=True, kw_only=True, tag="warmed"):
-    """A spare has imported and compiled what it can; a :class:`LoadStage` now takes it least
-    time."""
+    """A standby worker has imported and compiled what it can."""
 
 
 class DraftModelSpec(Message, frozen=True, kw_only=True):
-    """A small model to hold beside the first stage, whole, with ``kv_bytes`` for a pool."""
+    """A draft model to hold beside the first stage, with ``kv_bytes`` for its pool."""
 
     model_dir: Annotated[str, msgspec.Meta(max_length=4096)]
     kv_bytes: Count
 
 
 class LoadStage(Message, frozen=True, kw_only=True, tag="start"):
-    """The first message, or the first after :class:`WarmUp`: all a worker needs to load its stage.
+    """All that a worker needs to load its stage; follows :class:`WarmUp` or comes first.
 
-    ``secret_key`` is the peer's CURVE key (it never appears in argv or the environment).
-    ``kv_bytes`` bounds the KV pool; ``ports`` is the range to bind the
-    data socket in (half-open).
-    ``device`` is ``cpu`` or ``cuda:N``; ``threads`` 0 leaves torch's default.
+    ``secret_key`` is the peer's CURVE key, which never appears in argv or the environment.
+    ``kv_bytes`` bounds the KV pool; ``ports`` is the half-open range of the data socket. ``device``
+    is ``cpu`` or ``cuda:N``; ``threads`` 0 is torch's default.
     """
 
     pipeline: Text
@@ -80,42 +76,42 @@ class LoadStage(Message, frozen=True, kw_only=True, tag="start"):
     kv_bytes: Count
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     max_model_len: Count
-    #: How the pipeline serves; the same object that the daemon's settings hold.
+    #: How the pipeline serves; shared with the daemon's settings.
     settings: PipelineSettings = PipelineSettings()
-    #: Stages of this PC that share its memory, this one included.
+    #: Stages on this PC that share its memory, including this one.
     stages_per_host: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    #: Folder in which measured profiles are kept; empty: they are measured anew each time.
+    #: Folder of measured profiles; empty: measure each time.
     profile_cache: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     quantize: Quantize = "none"
-    #: Bytes of a GPU that the worker may allocate in all; 0 = no bound.
+    #: Bytes of GPU memory that the worker may allocate; 0: unbounded.
     memory_limit: Count = 0
-    #: Whether requests may be waiting: what takes seconds and can be done later is left.
+    #: Skip optional work of seconds, since requests may be waiting.
     skip_optional: bool = False
-    #: Kernels that compute wrongly here, by :mod:`molink.facts.kernels`.
+    #: Kernels that compute wrong results here, by name (:mod:`molink.facts.kernels`).
     disabled_kernels: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
-    #: File in which is kept how kernels were found to compute; empty: none is tried beforehand.
+    #: File with results of kernel checks; empty: no checks.
     kernel_checks_path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    #: What the head may ask for drafts, where it is here.
+    #: The scheduler's draft model, if it runs here.
     draft: DraftModelSpec | None = None
 
 
 class PeerKey(Message, frozen=True, kw_only=True):
-    """A member that may speak to this worker."""
+    """A peer that may connect to this worker."""
 
     peer: Text
     public_key: PublicKey
 
 
 class PeerKeys(Message, frozen=True, kw_only=True, tag="members"):
-    """All members now; whoever is missing is dropped at once."""
+    """All current peers; others are disconnected at once."""
 
     peers: tuple[PeerKey, ...]
 
 
 class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
-    """Begin (or begin again) under ``epoch``: fresh KV, links, seqs. ``ring[stage]`` is you.
+    """Start epoch ``epoch`` with new KV, links and numbers. This worker is one of ``ring``.
 
-    ``profiles`` are those of all stages in ring order, or nothing where none is known.
+    ``profiles`` are those of all stages in ring order; empty if unknown.
     """
 
     epoch: Count
@@ -126,18 +122,17 @@ class FormRing(Message, frozen=True, kw_only=True, tag="form-ring"):
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
-    """A worker answers with :class:`Pong`, at once and whatever else it does."""
+    """Answered by :class:`Pong` at once, even during a step."""
 
 
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
-    """The worker lives; ``is_stuck`` if the step that it computes takes far longer than it
-    should."""
+    """The worker lives; ``is_stuck`` if the running step takes far longer than expected."""
 
     is_stuck: bool = False
 
 
 class WeightLoadProgress(Message, frozen=True, kw_only=True, tag="loading"):
-    """How far loading is: ``done`` of ``total`` bytes of the stage's files."""
+    """``done`` of ``total`` bytes of the stage's files are loaded."""
 
     done: Count
     total: Count
@@ -146,7 +141,7 @@ class WeightLoadProgress(Message, frozen=True, kw_only=True, tag="loading"):
 class WorkerLoaded(Message, frozen=True, kw_only=True, tag="loaded"):
     """Weights are loaded and the data socket is bound to ``port``.
 
-    ``weights_s`` and ``profile_s`` are the seconds that loading and measuring took.
+    ``weights_s`` and ``profile_s`` are the seconds for loading and measuring.
     """
 
     port: Port
@@ -158,31 +153,31 @@ class WorkerLoaded(Message, frozen=True, kw_only=True, tag="loaded"):
 
 
 class RingFormed(Message, frozen=True, kw_only=True, tag="formed"):
-    """The ring of ``epoch`` can be used, as far as this stage is concerned."""
+    """This stage is ready in the ring of ``epoch``."""
 
     epoch: Count
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True, tag="failed"):
-    """The worker can't go on; it exits after this. ``kind`` names the error's class."""
+    """The worker can't continue and exits. ``kind`` names the error's class."""
 
     kind: Text
     message: Sentence
 
 
 class NextStageLost(Message, frozen=True, kw_only=True, tag="next-lost"):
-    """The next stage of the ring has made no progress for longer than it may."""
+    """The next stage of the ring has timed out."""
 
     epoch: Count
     reason: Sentence
 
 
 class PeerBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
-    """A member has been cut off by this worker for misbehaving; it stays so until it is removed.
+    """This worker has blocked a peer for misbehaviour, until it is removed.
 
-    ``is_previous_stage`` is whether it runs the previous stage of the ring of ``epoch`` (0 before
-    the first one). If so, no such ring can work, and not this stage is to blame for its silence. It
-    is reported again with each ring that is formed with it.
+    ``is_previous_stage`` tells whether the peer runs the previous stage of the ring of ``epoch`` (0
+    before the first one). Such a ring can't work, and this stage is not to blame for its silence.
+    Reported again with each ring that includes the peer.
     """
 
     epoch: Count
@@ -192,9 +187,9 @@ class PeerBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
 
 
 class WorkerStats(Message, frozen=True, kw_only=True, tag="stats"):
-    """What ``/metrics`` shows of a worker: monotonic counters and gauges by name.
+    """A worker's monotonic counters and gauges by name, for ``/metrics``.
 
-    ``load`` and ``scheduler`` are what others are told of it.
+    ``load`` and ``scheduler`` are for the peer's report.
     """
 
     epoch: Count
@@ -224,7 +219,7 @@ def write_pipe(stream: BinaryIO, message: Message, limit: int = MAX_PIPE_MESSAGE
     """Write one message and flush it.
 
     Raises:
-        WireError: it is longer than ``limit`` bytes.
+        WireError: it exceeds ``limit`` bytes.
     """
     body = msgspec.msgpack.encode(message)
     if len(body) > limit:
@@ -236,10 +231,10 @@ def write_pipe(stream: BinaryIO, message: Message, limit: int = MAX_PIPE_MESSAGE
 def read_pipe(
     stream: BinaryIO, decoder: "msgspec.msgpack.Decoder[T]", limit: int = MAX_PIPE_MESSAGE
 ) -> T | None:
-    """Read one message; ``None`` at the end of the pipe.
+    """Read one message; ``None`` at EOF.
 
     Raises:
-        WireError: the bytes are no message of the decoder's type, or over ``limit``.
+        WireError: the bytes are invalid or exceed ``limit``.
     """
     prefix = stream.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
