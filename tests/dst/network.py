@@ -369,13 +369,13 @@ class Listener:
         wire.down.send(message, payload)
         return True
 
-    def report_misbehaviour(self, user_id: str, reason: str) -> None:
+    def report_misbehaviour(self, peer_id: str, reason: str) -> None:
         """Fail: no simulated peer misbehaves.
 
         Raises:
             Failure: always.
         """
-        raise Failure(f"{self.process} takes {user_id} for hostile: {reason}")
+        raise Failure(f"{self.process} takes {peer_id} for hostile: {reason}")
 
     def expel(self, user: str) -> None:
         """Disconnect a former member."""

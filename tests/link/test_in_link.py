@@ -45,8 +45,8 @@ class FakeServer:
         self.sent.append((identity, message))
         return identity not in self.gone
 
-    def report_misbehaviour(self, user_id: str, reason: str) -> None:
-        self.offences.append((user_id, reason))
+    def report_misbehaviour(self, peer_id: str, reason: str) -> None:
+        self.offences.append((peer_id, reason))
 
 
 class Bench:

@@ -34,10 +34,10 @@ class Net:
         #: Have something closed after the test, before the context.
         self.at_end = stack.push_async_callback
 
-    def member(self, user_id: str | None = None) -> KeyPair:
+    def member(self, peer_id: str | None = None) -> KeyPair:
         """The keys of a new member."""
         keys = KeyPair.generate()
-        self.gatekeeper.allow_peer(keys.public, user_id)
+        self.gatekeeper.allow_peer(keys.public, peer_id)
         return keys
 
     def server(self, codec: Codec[Any], handler: Handler[Any], **options: Any) -> Server[Any]:

@@ -1,1 +1,1 @@
-"""Authenticated ZeroMQ sockets: CURVE, the gatekeeper, client and server."""
+"""Authenticated ZeroMQ sockets: CURVE, ZAP, client and server."""

@@ -1,4 +1,4 @@
-"""A connecting socket: one DEALER, its one reader, and requests with their replies."""
+"""The client socket: one DEALER with one reader, and requests with replies."""
 
 import asyncio
 import contextlib
@@ -33,17 +33,19 @@ from molink.wire.sockets.socket_monitor import SocketChange, SocketMonitor
 from molink.wire.sockets.socket_pump import SocketPump
 from molink.wire.sockets.unread_bytes import UnreadBytes
 
-#: Windows asks three times, half a second apart, before it believes a refusal.
+#: Windows retries twice at 0.5 s intervals before it reports a refusal.
 _ATTEMPT_S = 2.5
-#: A server that makes its socket anew listens again sooner than after so many seconds.
+#: A server that recreates its socket listens again within this many seconds.
 _LASTING_S = 0.3
 _PAUSE_S = 0.1
 
 
 async def is_refused(address: str) -> bool:
-    """Whether ``address`` (``tcp://host:port``) refuses connections, and goes on doing so.
+    """Whether ``address`` (``tcp://host:port``) keeps refusing connections.
 
-    It takes 0.3 s on most systems, 2 s on Windows, and as long until it is clear that it doesn't.
+    A refusal reveals that a process has ended, which libzmq doesn't report. A network that is down
+    or loses everything refuses nothing, so a cut looks different. Takes 0.3 s on most systems and 2
+    s on Windows, or less if the port is open.
     """
     began = time.monotonic()
     while await _refused_once(address):
@@ -75,15 +77,13 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-#: How long one address is tried before the next, in seconds: as long as a handshake may take.
+#: Seconds per address before the next is tried: the maximum of a handshake.
 _ADDRESS_TIMEOUT = 3.0
-#: The same if there is no other: a handshake takes five round trips.
+#: The same with a single address; a handshake takes five round trips.
 _ONLY_ADDRESS_TIMEOUT = 8.0
-#: How long libzmq has to reconnect by itself, and the server to come to know a key it refused, in
-#: seconds.
+#: Seconds for libzmq to reconnect by itself, and for a server to learn a key that it refused.
 _NUDGE_PAUSE = 1.0
 
-#: A reply and its payload.
 Reply = tuple[M, memoryview | None]
 
 
@@ -93,28 +93,28 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ClientEvents(Generic[M]):
-    """What a client calls its owner with; its errors are logged, and end nothing."""
+    """Callbacks of a client; their errors are only logged."""
 
-    #: What is no reply to a request, and its payload.
+    #: A message that is no reply, and its payload.
     on_message: Callable[[M, memoryview | None], None] = _nothing
-    #: There is a new connection; what is sent from here goes first.
+    #: Connected; messages sent from here go first.
     on_connect: Callable[[], None] = _nothing
     on_disconnect: Callable[[], None] = _nothing
-    #: The connection has broken, and where it led to nobody listens any more; why, for a person.
+    #: The connection has broken and its address refuses new ones; called with the reason.
     on_lost: Callable[[str], None] | None = None
-    #: Why a handshake failed, for a person.
+    #: A handshake failed; called with the reason.
     on_refused: Callable[[str], None] = _nothing
-    #: A client that was ``congested`` no longer is.
+    #: The client is no longer congested.
     on_drained: Callable[[], None] = _nothing
-    #: As :class:`SocketMonitor`'s.
+    #: As in :class:`SocketMonitor`.
     on_open: Callable[[int], None] | None = None
 
 
 class Client(Generic[M]):
-    """Talks to the one server that holds ``server_key``, for as long as it takes.
+    """A lasting connection to the server that holds ``server_key``.
 
-    It connects and reconnects by itself, trying ``addresses`` in turn. Nothing sent on one
-    connection ever travels on the next: what is pending when a connection breaks is dropped.
+    It reconnects by itself and tries ``addresses`` in turn. Messages never move to the next
+    connection: pending ones are dropped when a connection breaks.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Client(Generic[M]):
         max_messages: int = 4096,
         max_bytes: int = 8 << 20,
     ) -> None:
-        """``name`` is what errors call the server.
+        """``name`` describes the server in errors.
 
-        ``max_messages`` and ``max_bytes`` bound what waits while the server is slow.
+        ``max_messages`` and ``max_bytes`` bound what waits for a slow server.
         """
         self._context, self._keys, self._codec = context, keys, codec
         self._server_key = server_key
@@ -140,7 +140,7 @@ class Client(Generic[M]):
         self._name = name
         self._events = events or ClientEvents()
         self.is_connected = False
-        #: Why the last handshake failed; ``None`` once one has succeeded.
+        #: Why the last handshake failed; ``None`` after a success.
         self.failure: MolinkError | None = None
         self._address_index = 0
         self._ref = 0
@@ -154,13 +154,12 @@ class Client(Generic[M]):
         self._pump: SocketPump | None = None
         self._monitor: SocketMonitor | None = None
         self._dialing: asyncio.Task[None] | None = None
-        #: Finds out why the connection broke.
         self._refusal_check: asyncio.Task[None] | None = None
 
     # --- life --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to connect. Raises :class:`UsageError` if there is no address, or one is none."""
+        """Start to connect. Raises :class:`UsageError` without valid addresses."""
         if not self._addresses:
             raise UsageError(f"{self._name} has no address")
         self._socket = create_client(self._context, self._keys, self._server_key)
@@ -180,7 +179,7 @@ class Client(Generic[M]):
         self._dialing.add_done_callback(self._task_ended)
 
     async def close(self) -> None:
-        """Disconnect; requests under way fail."""
+        """Disconnect; pending requests fail."""
         tasks = [task for task in (self._dialing, self._refusal_check) if task is not None]
         self._dialing = None
         for task in tasks:
@@ -194,10 +193,10 @@ class Client(Generic[M]):
             logger.error("%s failed", task.get_name(), exc_info=task.exception())
 
     def reconnect_now(self) -> None:
-        """Give up the connection, or the attempt at one, for a new one to the same address.
+        """Replace the connection or the current attempt, at the same address.
 
-        TCP doubles its pauses while nothing gets through, so a connection may stay silent for
-        seconds after the network is there again. A new one is not.
+        TCP doubles its retry interval, so a connection may stay silent for seconds after the
+        network has recovered. A new one doesn't.
         """
         self._is_stalled = True
         self._nudge.set()
@@ -209,7 +208,7 @@ class Client(Generic[M]):
         """Wait for a connection.
 
         Raises:
-            NotAuthorized: the server doesn't know our key.
+            NotAuthorized: the server doesn't know this key.
             Unavailable: no connection within ``timeout`` seconds.
         """
         self.failure = None
@@ -229,12 +228,12 @@ class Client(Generic[M]):
     # --- sending -----------------------------------------------------------------------------
 
     def send(self, message: M, payload: Buffer | None = None) -> None:
-        """Send, or keep until the socket can take it; never blocks.
+        """Send, or queue until the socket is ready; never blocks.
 
         Raises:
             Unavailable: there is no connection.
-            Overloaded: too much is waiting already.
-            WireError: the message breaks its own bounds.
+            Overloaded: the queue is full.
+            WireError: the message exceeds its bounds.
         """
         if not self.is_connected or self._pump is None:
             raise Unavailable(f"not connected to {self._name}")
@@ -251,11 +250,10 @@ class Client(Generic[M]):
 
     @property
     def is_congested(self) -> bool:
-        """Whether messages wait for the socket; who can hold back should."""
+        """Whether messages wait for the socket; senders should pause."""
         return len(self._outbox) > 0
 
     def _flush(self) -> None:
-        """The socket has room again."""
         assert self._pump is not None
         try:
             while self._outbox:
@@ -272,10 +270,10 @@ class Client(Generic[M]):
     async def send_request(
         self, message: M, payload: Buffer | None = None, *, timeout: float = 10.0
     ) -> Reply[M]:
-        """Send ``message`` (with a ``ref`` of our choice) and wait for the reply.
+        """Send ``message`` with a new ``ref`` and wait for the reply.
 
         Raises:
-            MolinkError: what the server answered, as the class of that name.
+            MolinkError: the server's error, by its class name.
             ConnectionBroken: the connection ended meanwhile.
             Unavailable: no connection, or no reply within ``timeout`` seconds.
         """
@@ -318,7 +316,7 @@ class Client(Generic[M]):
         reply.set_result(message.error if isinstance(message, ErrorReply) else (message, payload))
 
     def _call_back(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Call the owner back; its errors must not end our tasks."""
+        """Run a callback and log its errors."""
         try:
             callback(*arguments)
         except Exception:
@@ -362,7 +360,7 @@ class Client(Generic[M]):
             self._call_back(self._events.on_disconnect)
 
     def _start_refusal_check(self) -> None:
-        """Find out whether the server's process has ended, if anybody wants to know."""
+        """Check whether the server's process has ended, if a callback needs to know."""
         if self._events.on_lost is None or self._refusal_check is not None:
             return
         loop = asyncio.get_running_loop()
@@ -392,10 +390,10 @@ class Client(Generic[M]):
         )
 
     async def _redial(self, socket: zmq.asyncio.Socket) -> None:
-        """Try the next address whenever there has been no connection for a while.
+        """Try the next address after a while without a connection.
 
-        The same one, if there is no other: libzmq never comes back to a server that refused it or
-        broke the protocol.
+        With a single address, try it again: libzmq gives up on a server that refused it or broke
+        the protocol.
         """
         turn = _ADDRESS_TIMEOUT if len(self._addresses) > 1 else _ONLY_ADDRESS_TIMEOUT
         while True:
@@ -411,7 +409,7 @@ class Client(Generic[M]):
             with contextlib.suppress(zmq.ZMQError):
                 socket.disconnect(self._address)
             if stalled:
-                # libzmq says nothing of a connection that was given up.
+                # libzmq doesn't report a replaced connection.
                 self._on_disconnected()
             else:
                 self._address_index += 1

@@ -1,7 +1,7 @@
-"""ZeroMQ sockets as molink needs them: CURVE, bounded, and quick to notice a dead peer.
+"""Creates ZeroMQ sockets: CURVE, bounded memory, fast detection of dead peers.
 
-Every option is set before bind or connect. ``MAXMSGSIZE`` matters most: without it a stranger makes
-libzmq allocate gigabytes before the handshake has begun.
+All options are set before bind or connect. ``MAXMSGSIZE`` matters most: without it a stranger can
+make libzmq allocate gigabytes before the handshake.
 """
 
 import errno
@@ -14,34 +14,34 @@ import zmq.asyncio
 from molink.errors import PortInUse, UsageError
 from molink.wire.sockets.key_pair import KeyPair
 
-#: The ZAP domain of every server socket.
+#: The ZAP domain of all server sockets.
 DOMAIN = "molink"
 
 _OPTIONS: dict[int, int] = {
-    # Bytes of a frame: four times what any message of ours has.
+    # Bytes of a frame: four times the largest message.
     zmq.MAXMSGSIZE: 1 << 20,
     # All times are in ms. A handshake takes five round trips.
     zmq.HANDSHAKE_IVL: 3000,
     zmq.CONNECT_TIMEOUT: 3000,
-    # A host that vanished is noticed after about 5 s (12 s on Windows if nothing was under way), in
-    # s; MAXRT is for what is not acknowledged. ZMTP has a heartbeat too, but with it libzmq 4.3.5
-    # ends the process when a connection is reset while its pipe is full.
+    # Detects a vanished host after about 5 s (12 s on Windows if nothing was in flight), in s;
+    # MAXRT is for unacknowledged data. ZMTP heartbeats are off, since libzmq 4.3.5 aborts the
+    # process if a connection with a full pipe is reset.
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 2,
     zmq.TCP_KEEPALIVE_INTVL: 1,
     zmq.TCP_KEEPALIVE_CNT: 3,
-    # On Windows a connection whose system refuses MAXRT (Wine's does) would never be made.
+    # Windows systems that refuse MAXRT (such as Wine's) would never connect.
     **({} if sys.platform == "win32" else {zmq.TCP_MAXRT: 5000}),
-    # Nothing is kept for a connection that is closed, or isn't there yet.
+    # Nothing is kept for a closed or missing connection.
     zmq.LINGER: 0,
     zmq.IMMEDIATE: 1,
-    # Quick at first, but a PC that is switched off isn't called 20 times a second.
+    # Quick at first, but a PC that is off isn't dialed 20 times a second.
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 1000,
-    # Messages per connection: at 256 KB each this bounds what libzmq has to send to 16 MB.
+    # Messages per connection: at 256 KB each this bounds libzmq's send buffer to 16 MB.
     zmq.SNDHWM: 64,
-    # No bound in messages, or a peer ends the process: it fills the pipe, puts a ZMTP PING behind,
-    # and resets the connection. The monitor bounds what comes in bytes, by cutting connections.
+    # No bound in messages, or a peer could abort the process with a full pipe, a ZMTP PING and a
+    # reset. The monitor bounds received bytes instead by cutting connections.
     zmq.RCVHWM: 0,
 }
 
@@ -49,7 +49,7 @@ _OPTIONS: dict[int, int] = {
 def create_server(
     context: zmq.asyncio.Context, keys: KeyPair, *, ipv6: bool = False
 ) -> zmq.asyncio.Socket:
-    """An unbound ROUTER that only peers with a key known to the gatekeeper can talk to."""
+    """An unbound ROUTER for peers whose keys the authenticator knows."""
     socket = _make(context, zmq.ROUTER, keys)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.CURVE_SERVER, 1)
@@ -62,10 +62,7 @@ def create_server(
 def create_client(
     context: zmq.asyncio.Context, keys: KeyPair, server_public_key: str, address: str | None = None
 ) -> zmq.asyncio.Socket:
-    """A DEALER for the server that holds ``server_public_key``.
-
-    It connects to ``address`` (``tcp://host:port``), or is left unconnected if that is ``None``.
-    """
+    """A DEALER for the holder of ``server_public_key``, connected to ``address`` if given."""
     socket = _make(context, zmq.DEALER, keys)
     socket.set(zmq.CURVE_SERVERKEY, server_public_key.encode("ascii"))
     if address is not None:
@@ -74,10 +71,10 @@ def create_client(
 
 
 def connect_socket(socket: zmq.asyncio.Socket, address: str) -> None:
-    """Begin to connect to ``address``.
+    """Start to connect to ``address`` (``tcp://host:port``).
 
     Raises:
-        UsageError: it is no address.
+        UsageError: it is invalid.
     """
     socket.set(zmq.IPV6, int("[" in address))
     try:
@@ -101,7 +98,7 @@ def bind_socket(
     """Bind to the first free port of ``ports`` (half-open; port 0 takes any) and return it.
 
     Raises:
-        PortInUse: none is free; the message names ``option``.
+        PortInUse: none is free; names ``option``.
         UsageError: ``host`` is no address of this PC.
     """
     first, stop = ports
@@ -110,7 +107,7 @@ def bind_socket(
         try:
             socket.bind(f"tcp://{literal}:{port}")
         except zmq.ZMQError as error:
-            # zmq has numbers of its own where the C library's differ from Winsock's.
+            # zmq has its own error numbers where the C library's differ from Winsock's.
             if error.errno in (zmq.EADDRINUSE, errno.EADDRINUSE, errno.EACCES):
                 continue
             raise UsageError(f"can't listen on {host} port {port}: {error}") from error
@@ -120,7 +117,7 @@ def bind_socket(
 
 
 def endpoints(hosts: Sequence[str], port: int) -> tuple[str, ...]:
-    """``tcp://`` endpoints for host names or addresses as peers announce them."""
+    """``tcp://`` endpoints for the host names or addresses of a peer."""
     return tuple(
         f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts
     )

@@ -1,4 +1,4 @@
-"""The event loop that ZeroMQ sockets run on: a selector loop on every platform."""
+"""The event loop for ZeroMQ sockets: a selector loop on all platforms."""
 
 import asyncio
 import ctypes
@@ -10,17 +10,17 @@ import threading
 import time
 
 if sys.platform == "win32":
-    #: Milliseconds between two ticks of the system's clock: ``select`` wakes on them.
+    #: Milliseconds between ticks of the system clock, which bound the precision of ``select``.
     _TICK_MS = 1
     #: ``ProcessPowerThrottling``, and its ``IGNORE_TIMER_RESOLUTION``.
     _POWER_THROTTLING, _IGNORE_TIMER_RESOLUTION = 4, 4
 
     @functools.cache
     def tick_finely() -> None:
-        """Have waits of this process end within a millisecond, not 15.6; also without a window.
+        """Set a timer resolution of 1 ms instead of 15.6, also without a visible window.
 
-        Acknowledgements and chunks are timed to 5 ms. Windows 11 takes the fine ticks from a
-        process whose windows nobody sees, unless it says that it needs them.
+        Acknowledgements and chunks are timed to 5 ms. Windows 11 resets the resolution of processes
+        without visible windows unless they opt out.
         """
         ctypes.windll.winmm.timeBeginPeriod(_TICK_MS)
         kernel = ctypes.windll.kernel32
@@ -34,14 +34,14 @@ if sys.platform == "win32":
         )
 
     class EventLoop(asyncio.SelectorEventLoop):
-        """A selector loop that Ctrl-C wakes, with a clock finer than 15.6 ms.
+        """A selector loop with Ctrl-C support and a clock finer than 15.6 ms.
 
-        Winsock's ``select`` is not interrupted by a signal, and only asyncio's Proactor loop has
-        one written to its self-pipe; ``time.monotonic`` ticks coarsely before Python 3.13, which
-        rounds the timers of acknowledgements and makes round trips look like nothing.
+        A signal doesn't interrupt Winsock's ``select``, and only asyncio's Proactor loop writes
+        signals to its self-pipe. Before Python 3.13 ``time.monotonic`` has a coarse resolution,
+        which distorts acknowledgement timers and round trips.
         """
 
-        #: asyncio's own: the writing end of the loop's self-pipe.
+        #: asyncio's own: the writing end of the self-pipe.
         _csock: socket.socket
 
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""CURVE keys: a peer's identity."""
+"""CURVE keys, the identities of peers."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ class KeyPair:
 
     @classmethod
     def generate(cls) -> "KeyPair":
-        """A fresh pair."""
+        """Generate a new pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode("ascii"), secret.decode("ascii"))
 
     @classmethod
     def from_secret(cls, secret: str) -> "KeyPair":
-        """The pair that belongs to a secret key."""
+        """The pair of a secret key."""
         return cls(zmq.curve_public(secret.encode("ascii")).decode("ascii"), secret)
 
     def __repr__(self) -> str:
@@ -28,7 +28,7 @@ class KeyPair:
 
 
 def is_public_key(text: str) -> bool:
-    """Whether ``text`` is the public half of a pair, as far as length and alphabet say."""
+    """Whether ``text`` has the length and alphabet of a public key."""
     try:
         zmq.curve_public(text.encode("ascii"))
     except (ValueError, zmq.ZMQError):

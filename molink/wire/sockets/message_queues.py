@@ -1,17 +1,17 @@
-"""Messages that wait for their handler, bounded for each sender."""
+"""Bounded queues of received and of unsent messages."""
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-#: What a message costs beside its bytes, in bytes: about what its Python objects take.
+#: Assumed bytes of a message's Python objects.
 _OVERHEAD = 512
 
 
 class Inbox:
-    """The messages of one user: handled one after the other, in order, by a task.
+    """Messages of one peer, handled one by one in order by a task.
 
-    The task lives only while there is something to do.
+    The task lives only while there is work.
     """
 
     def __init__(self, max_messages: int, max_bytes: int) -> None:
@@ -19,13 +19,13 @@ class Inbox:
         self._max_bytes = max_bytes
         self._waiting: deque[tuple[Callable[[], Awaitable[None]], int]] = deque()
         self._task: asyncio.Task[None] | None = None
-        #: Bytes of the messages waiting or being handled.
+        #: Bytes of messages that wait or are being handled.
         self.nbytes = 0
-        #: How many are waiting or being handled.
+        #: Their number.
         self.count = 0
 
     def add_work(self, work: Callable[[], Awaitable[None]], nbytes: int) -> bool:
-        """Have ``work`` done in its turn; ``False`` if the user has too much waiting already."""
+        """Queue ``work``; ``False`` if the inbox is full."""
         nbytes += _OVERHEAD
         if self.count >= self._max_messages or self.nbytes + nbytes > self._max_bytes:
             return False
@@ -37,7 +37,7 @@ class Inbox:
         return True
 
     async def close(self) -> None:
-        """Drop what waits and end the handler that runs."""
+        """Drop waiting messages and cancel the running handler."""
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
@@ -52,7 +52,7 @@ class Inbox:
                 finally:
                     self.nbytes -= nbytes
                     self.count -= 1
-                # Both hold the message: let it go before the next one is awaited.
+                # Both refer to the message; free it before the next one is awaited.
                 del work
                 await asyncio.sleep(0)
         finally:
@@ -60,7 +60,7 @@ class Inbox:
 
 
 class Outbox:
-    """Encoded messages that a socket can't take yet, bounded."""
+    """Encoded messages that a socket can't take yet."""
 
     def __init__(self, max_messages: int, max_bytes: int) -> None:
         self._max_messages = max_messages
@@ -72,7 +72,7 @@ class Outbox:
         return len(self._waiting)
 
     def add_message(self, parts: list[object], nbytes: int) -> bool:
-        """Keep ``parts``; ``False`` if there is no room."""
+        """Queue ``parts``; ``False`` if the outbox is full."""
         nbytes += _OVERHEAD
         if len(self._waiting) >= self._max_messages or self.nbytes + nbytes > self._max_bytes:
             return False
@@ -85,10 +85,10 @@ class Outbox:
         return self._waiting[0][0]
 
     def pop_message(self) -> None:
-        """The oldest message has been sent."""
+        """Remove the oldest message."""
         self.nbytes -= self._waiting.popleft()[1]
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all messages."""
         self._waiting.clear()
         self.nbytes = 0

@@ -1,21 +1,21 @@
-"""When a member that misbehaves has done so too often."""
+"""Misbehaviour scores of peers."""
 
-#: Misdeeds in a row that end it: another version may make a few, an attacker makes thousands.
+#: Consecutive offences that block a peer. Another version may commit a few, an attacker thousands.
 _LIMIT = 16
-#: Seconds without an offence after which the count starts anew.
+#: Seconds without an offence that reset the score.
 _FORGIVE_AFTER = 60.0
 
 
 class MisbehaviourScore:
-    """Counts misdeeds by user."""
+    """Counts offences by peer."""
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
-        #: User → (misdeeds in a row, time of the last).
+        #: Peer to consecutive offences and the time of the last one.
         self._counts: dict[str, tuple[int, float]] = {}
 
     def add_offence(self, peer_id: str, now: float) -> bool:
-        """Note one; ``True`` when it is the last that is tolerated."""
+        """Count an offence; ``True`` if the peer has reached the limit."""
         count, last = self._counts.get(peer_id, (0, now))
         count = 1 if now - last > _FORGIVE_AFTER else count + 1
         if count >= self._limit:

@@ -1,7 +1,7 @@
-"""Files that only their owner may read: CURVE keys, API keys, the state folder they lie in.
+"""Files that only their owner may read: CURVE keys, API keys, the state folder.
 
-POSIX: mode 0600 (folders 0700). Windows: an access list with the current user alone, set before
-anything is written. A file appears whole or not at all.
+POSIX: mode 0600 (folders 0700). Windows: an access list with only the current user, set before
+anything is written. Files are replaced atomically.
 """
 
 import csv
@@ -17,16 +17,16 @@ from molink.errors import UsageError
 from molink.files import retry_while_busy
 from molink.wire.sockets.key_pair import KeyPair
 
-#: Windows changes line ends in what is no binary file.
+#: Windows changes line ends of text files.
 _BINARY = getattr(os, "O_BINARY", 0)
-#: Where Windows' own programs are: it looks for a bare name in the current folder first.
+#: Windows' own programs; a bare name would be searched in the current folder first.
 _SYSTEM = Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32")
 #: Characters of a CURVE key in Z85.
 _KEY_LENGTH = 40
 
 
 def private_folder(path: Path) -> Path:
-    """Create ``path`` (and its parents) if it isn't there, for its owner alone; return it."""
+    """Create ``path`` and its parents for their owner only; return it."""
     if not path.is_dir():
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -38,15 +38,12 @@ def private_folder(path: Path) -> Path:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Write ``text`` to a file that only its owner may read, in one step.
-
-    The folder has to be there.
-    """
+    """Write ``text`` atomically to a file that only its owner may read, in an existing folder."""
     write_secret_bytes(path, text.encode("utf-8"))
 
 
 def write_secret_bytes(path: Path, data: bytes) -> None:
-    """As :func:`write_secret`, for what is no text."""
+    """As :func:`write_secret`, for binary data."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     retry_while_busy(lambda: draft.unlink(missing_ok=True))
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
@@ -63,7 +60,7 @@ def write_secret_bytes(path: Path, data: bytes) -> None:
 
 
 def read_secret(path: Path) -> str:
-    """Read a file of :func:`write_secret`; takes away access that others have got since."""
+    """Read a file of :func:`write_secret`, and remove other users' access to it."""
     text = path.read_text(encoding="utf-8")
     if sys.platform != "win32" and path.stat().st_mode & 0o077:
         path.chmod(0o600)
@@ -71,10 +68,10 @@ def read_secret(path: Path) -> str:
 
 
 def load_keys(path: Path) -> KeyPair:
-    """The key pair whose secret is in ``path``; a fresh one, saved there, if there is no file.
+    """Load the key pair of the secret in ``path``, or create one if there is no file.
 
     Raises:
-        UsageError: the file is there but can't be read, or holds no key.
+        UsageError: the file is unreadable or holds no key.
     """
     try:
         secret = read_secret(path).strip()
@@ -113,7 +110,7 @@ else:
 
 @cache
 def _user_sid() -> str:
-    """The current Windows user's security id, which is the same in every display language."""
+    """The current Windows user's security id, which doesn't depend on the display language."""
     whoami = str(_SYSTEM / "whoami.exe")
     row = next(csv.reader([_run([whoami, "/user", "/fo", "csv", "/nh"])]))
     return row[1]

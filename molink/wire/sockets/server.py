@@ -1,4 +1,4 @@
-"""A listening socket: one ROUTER, its one reader, and who may say what to it."""
+"""The server socket: one ROUTER with one reader, and access control of its messages."""
 
 import asyncio
 import inspect
@@ -27,31 +27,31 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-#: Seconds between two tries of a connection that can't take more: at 100 Mbps it has sent 64 KB.
+#: Seconds between two tries of a full connection; at 100 Mbps it has sent 64 KB.
 _FLUSH_INTERVAL = 0.005
-#: Seconds that answers have to get out before all connections are cut for one member's sake.
+#: Seconds for pending replies before all connections are closed to drop one peer.
 _CLOSE_DELAY = 0.05
-#: Seconds until a port that we have just let go is tried again: at first, and at most.
+#: First and maximum seconds until a just released port is tried again.
 _REBIND_FIRST, _REBIND_MAX = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSender:
-    """Whom a message came from: the connection to answer on, and the user it is authorised as."""
+    """The origin of a message: the connection to answer on, and the authenticated peer."""
 
     identity: bytes
     peer_id: str
 
 
-#: Handles a message. A plain function is called as it is read; a coroutine function runs in
-#: the sender's own turn, its messages one by one, while those of others go on. What it raises is
-#: sent back as :class:`ErrorReply` if the message has a ``ref``.
+#: Handles a message. A plain function runs at once; a coroutine runs in the peer's inbox, one at a
+#: time, concurrently with other peers. Its errors are returned as :class:`ErrorReply` if the
+#: message has a ``ref``.
 Handler = Callable[[MessageSender, M, memoryview | None], Awaitable[None] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds of one user's (inbox) and one connection's (outbox) messages in memory."""
+    """Bounds of a peer's inbox and a connection's outbox."""
 
     inbox_messages: int = 256
     inbox_bytes: int = 8 << 20
@@ -65,35 +65,35 @@ class ServerCounters:
 
     received: int = 0
     sent: int = 0
-    #: Not a message: wrong number of frames, too long, undecodable.
+    #: No message: wrong number of frames, too long, undecodable.
     malformed: int = 0
-    #: From users that are no members (any more), or may not send this message.
+    #: From peers that are not allowed (any more), or may not send this message.
     forbidden: int = 0
-    #: Dropped since the sender had too much waiting already.
+    #: Dropped because the sender's inbox is full.
     overflowed: int = 0
-    #: To connections that are no more.
+    #: To closed connections.
     unroutable: int = 0
-    #: Dropped since the receiver doesn't take them fast enough.
+    #: Dropped because the receiver's outbox is full.
     congested: int = 0
-    #: Errors of the handler itself.
+    #: Internal errors of the handler.
     failures: int = 0
-    #: TCP connections accepted, and those whose handshake succeeded.
+    #: Accepted TCP connections, and those with a successful handshake.
     accepted: int = 0
     admitted: int = 0
-    #: Users cut off because they misbehaved.
+    #: Peers blocked for misbehaviour.
     blocked: int = 0
-    #: Connections cut because more came on them than was read.
+    #: Connections cut because of too much unread data.
     overrun: int = 0
     rebuilds: int = 0
 
     @property
     def unauthenticated(self) -> int:
-        """Connections that are no members': refused, broken off, or still in their handshake."""
+        """Connections that were refused, broke off, or are still in their handshake."""
         return max(0, self.accepted - self.admitted)
 
 
 class Server(Generic[M]):
-    """Receives messages of members and answers on the connections they came from."""
+    """Receives messages of allowed peers and replies on their connections."""
 
     def __init__(
         self,
@@ -108,10 +108,10 @@ class Server(Generic[M]):
         on_disconnect: Callable[[], None] | None = None,
         limits: ServerLimits | None = None,
     ) -> None:
-        """``permits(peer_id, message)`` narrows what members may send.
+        """``permits(peer_id, message)`` restricts what peers may send.
 
-        ``on_blocked(peer_id, reason)`` is told of a member that was cut off for misbehaving, and
-        ``on_disconnect()`` whenever a connection has ended; libzmq doesn't say whose.
+        ``on_blocked(peer_id, reason)`` is called when a peer is blocked for misbehaviour,
+        ``on_disconnect()`` when any connection has ended; libzmq doesn't tell which.
         """
         self._context = context
         self._keys = keys
@@ -139,12 +139,12 @@ class Server(Generic[M]):
     # --- life --------------------------------------------------------------------------------
 
     def bind(self, host: str, ports: tuple[int, int], option: str = "--port") -> int:
-        """Listen on the first free port of ``ports`` (half-open) and begin to read.
+        """Listen on the first free port of ``ports`` (half-open) and start to read.
 
         Raises:
-            PortInUse: none is free; the message names ``option``.
+            PortInUse: none is free; names ``option``.
             UsageError: ``host`` is no address of this PC.
-            zmq.ZMQError: this process has no descriptor left, or the like.
+            zmq.ZMQError: for example, the process has no descriptor left.
         """
         socket = create_server(self._context, self._keys, ipv6=":" in host)
         monitor: SocketMonitor | None = None
@@ -165,7 +165,7 @@ class Server(Generic[M]):
         return self.port
 
     async def close(self) -> None:
-        """Stop listening; what waits for a handler is dropped."""
+        """Stop listening and drop waiting messages."""
         self._closed = True
         if self._rebuilding is not None:
             self._rebuilding.cancel()
@@ -175,17 +175,17 @@ class Server(Generic[M]):
         await asyncio.gather(*(inbox.close() for inbox in inboxes.values()))
 
     def drop_peer(self, peer_id: str) -> None:
-        """Revoke ``peer_id``: nothing it sends counts from now on, and its connections are cut.
+        """Revoke a peer: ignore its messages and cut its connections.
 
-        ZAP is asked at handshakes only, so the socket is made anew on the same port, once what was
-        answered before is out; the others reconnect within a fraction of a second.
+        ZAP is only asked during handshakes, so the socket is recreated on the same port once
+        earlier replies are out. Other peers reconnect within a fraction of a second.
         """
         self._authenticator.deny_peer(peer_id)
         self._rebuild_soon()
 
     @property
     def is_behind(self) -> float:
-        """For how many seconds what came has not been read up to the last; 0: it all is."""
+        """Seconds for which received data has not been fully read; 0 if it has."""
         since = None if self._pump is None else self._pump.unread_since
         return 0.0 if since is None else asyncio.get_running_loop().time() - since
 
@@ -195,11 +195,10 @@ class Server(Generic[M]):
         """Send on the connection ``identity``; never blocks.
 
         Returns:
-            Whether the message is on its way; ``False`` if the connection is gone, or doesn't
-            take messages as fast as they come.
+            ``False`` if the connection is gone or full.
 
         Raises:
-            WireError: the message breaks its own bounds.
+            WireError: the message exceeds its bounds.
         """
         parts: list[object] = [identity, *self._codec.encode(message, payload)]
         waiting = self._outboxes.get(identity)
@@ -217,7 +216,7 @@ class Server(Generic[M]):
         return True
 
     def _try_send(self, parts: list[object]) -> bool | None:
-        """Send now: whether it worked, or ``None`` if the connection is full."""
+        """Send now; returns success, or ``None`` if the connection is full."""
         try:
             if self._pump is not None:
                 if not self._pump.send(parts):
@@ -259,7 +258,7 @@ class Server(Generic[M]):
             return
         identity = frames[0].bytes
         try:
-            # The peer's own choice of identity could take another's place.
+            # An identity chosen by a peer could replace another peer's.
             if not identity.startswith(b"\0") or parts > MAX_FRAMES + 1:
                 raise WireError(f"a message of {parts} parts from {identity!r}")
             message, payload = self._codec.decode([frame.buffer for frame in frames[1:]])
@@ -306,7 +305,7 @@ class Server(Generic[M]):
             self._on_handler_error(sender, message, error)
 
     def _on_handler_error(self, sender: MessageSender, message: M, error: Exception) -> None:
-        """Answer a request with its :class:`ErrorReply`; log what is no error of the request."""
+        """Reply with an :class:`ErrorReply`; log internal errors."""
         name, text = type(error).__name__, str(error)
         if not isinstance(error, MolinkError):
             self.counters.failures += 1
@@ -320,7 +319,7 @@ class Server(Generic[M]):
     # --- misbehaviour and revocation ---------------------------------------------------------
 
     def report_misbehaviour(self, peer_id: str, reason: str) -> None:
-        """Count a misdeed of ``peer_id``; one too many within a minute and it is cut off."""
+        """Count an offence of ``peer_id``, and block it at the limit."""
         if not self._misbehaviour.add_offence(peer_id, asyncio.get_running_loop().time()):
             return
         self._authenticator.block_peer(peer_id)
@@ -357,8 +356,8 @@ class Server(Generic[M]):
                 try:
                     self.bind(self._host, (self.port, self.port + 1))
                 except (UsageError, zmq.ZMQError) as error:
-                    # libzmq lets go of the port in its own time; anything else (no descriptor
-                    # left, the address gone) may pass too, and without a socket all is lost.
+                    # libzmq releases the port with a delay. Other errors (no descriptor, address
+                    # gone) may pass too, and there is no alternative to a socket.
                     if not told and (pause == _REBIND_MAX or not isinstance(error, PortInUse)):
                         logger.warning("can't listen on port %d again yet: %s", self.port, error)
                         told = True

@@ -1,4 +1,4 @@
-"""What libzmq tells about the connections of a socket, and the watch over them."""
+"""Monitors a socket's connections: libzmq's events, and bounds of unread data."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ from molink.wire.sockets.unread_bytes import SUSPECT_BYTES, OpenConnection, Unre
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at how much each connection has sent while little comes, and while much
-#: does: at 1 Gbps that is 6 MB and 1 MB. Much is so many bytes from one look to the next.
+#: Seconds between checks of received bytes at low and high traffic (at 1 Gbps that is 6 MB and 1
+#: MB), and the bytes per check that count as high.
 _QUIET_INTERVAL = 0.05
 _BUSY_INTERVAL = 0.01
 _BUSY = 256 << 10
-#: Seconds before a thread that failed goes on, so that a lasting fault keeps no core busy.
+#: Seconds before a failed thread continues, so that a permanent fault doesn't spin.
 _RESTART_PAUSE = 0.1
-#: Changes that are told before others on the event loop get their turn.
+#: Changes reported before other callbacks run.
 _CHANGE_BATCH = 64
 
 _EVENT = struct.Struct("=HI")
@@ -52,19 +52,19 @@ _EVENTS = (
 
 
 class SocketChange(Enum):
-    """An event of a connection."""
+    """A connection event."""
 
-    #: TCP only: a server has accepted a connection and the handshake begins.
+    #: TCP only: a server has accepted a connection and the handshake starts.
     ACCEPTED = "accepted"
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
-    #: The other side's gatekeeper doesn't know our key.
+    #: The other end's authenticator doesn't know this key.
     REFUSED = "refused"
-    #: The handshake broke off: wrong server key, no molink there, or too slow.
+    #: The handshake broke off: wrong server key, no molink there, or timeout.
     FAILED = "failed"
-    #: Much has come and wasn't read: the socket should be looked at.
+    #: Much unread data has arrived: the socket should be read.
     WAITING = "waiting"
-    #: We have ended a connection that sent more than is read of it.
+    #: A connection was cut because of too much unread data.
     OVERRUN = "overrun"
 
 
@@ -77,10 +77,10 @@ _CHANGES: dict[int, SocketChange] = {
 
 
 class SocketMonitor:
-    """The connection events of one socket, and the bounds of what its connections send.
+    """Reports a socket's connection events and bounds its unread data.
 
-    A thread of its own reads the events and looks at the connections, so that neither waits for a
-    busy event loop. Close it before the socket.
+    A separate thread reads events and checks connections, so that neither waits for a busy event
+    loop. Close it before the socket.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class SocketMonitor:
         on_change: Callable[[SocketChange], None],
         on_open: Callable[[int], None] | None = None,
     ) -> None:
-        """``on_change`` is called on the event loop of the caller.
+        """``on_change`` is called on the caller's event loop.
 
-        ``on_open`` is told the descriptor of each TCP connection that a client has opened, in the
-        monitor's thread. The handshake comes after that. The descriptor is libzmq's: it may be gone
+        ``on_open`` gets the descriptor of each TCP connection that a client has opened, before the
+        handshake, in the monitor's thread. The descriptor belongs to libzmq and may be closed
         already.
         """
         self._backlog = backlog
@@ -102,12 +102,12 @@ class SocketMonitor:
         self._loop = asyncio.get_running_loop()
         self._changes: deque[SocketChange] = deque()
         self._closed = False
-        #: Connections that were cut, until they have ended.
+        #: Cut connections that have not ended yet.
         self._ending: list[OpenConnection] = []
-        #: Parties whose connections were cut, as they were logged.
+        #: Parties with cut connections that have been logged.
         self._logged: set[str] = set()
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
-        # Never twice: libzmq may let go of an address after the object that had it is gone.
+        # Unique, since libzmq may release an address after its object is gone.
         address = f"inproc://molink.monitor.{secrets.token_hex(8)}"
         self._socket.monitor(address, _EVENTS)
         self._events = self._pair(address)
@@ -115,7 +115,7 @@ class SocketMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; nothing more is told."""
+        """Stop watching and reporting."""
         self._closed = True
         if not self._socket.closed:
             self._socket.disable_monitor()
@@ -123,7 +123,7 @@ class SocketMonitor:
 
     def _pair(self, address: str) -> "zmq.Socket[bytes]":
         events: zmq.Socket[bytes] = zmq.Context.shadow(self._socket.context).socket(zmq.PAIR)
-        # With a bound libzmq's I/O thread would wait here for us, and all connections with it.
+        # With a bound, libzmq's I/O thread would wait here, and block all connections.
         events.set(zmq.RCVHWM, 0)
         events.linger = 0
         events.connect(address)
@@ -146,11 +146,11 @@ class SocketMonitor:
     def _run(self) -> None:
         with self._events:
             while not self._watched_out():
-                # Nobody to read the events, and libzmq's I/O thread would wait for ever.
+                # With nobody reading events, libzmq's I/O thread would wait forever.
                 time.sleep(_RESTART_PAUSE)
 
     def _watched_out(self) -> bool:
-        """Watch until the end; ``False`` if that failed before."""
+        """Watch until closed; ``False`` if it failed before."""
         try:
             self._watch()
         except zmq.ContextTerminated:
@@ -191,7 +191,7 @@ class SocketMonitor:
             self._on_open(value)
 
     def _check_unread(self, watched: list[OpenConnection]) -> float:
-        """Look at the connections, and cut what has to be; when to look again, in seconds."""
+        """Check the connections and cut those beyond bounds; returns seconds until the next check."""
         counts, came = [], 0
         for connection in watched:
             count = bytes_received(connection.descriptor)
@@ -223,6 +223,6 @@ class SocketMonitor:
     def _report(self, change: SocketChange) -> None:
         self._changes.append(change)
         if len(self._changes) == 1:
-            # The loop may have ended without closing us.
+            # The loop may have ended without closing this object.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._report_changes)

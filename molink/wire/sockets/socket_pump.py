@@ -1,7 +1,7 @@
-"""The messages of one socket, read and sent on the event loop without a future for each frame.
+"""Reads and sends a socket's messages on the event loop without a future per frame.
 
-``zmq.asyncio`` makes a future for each frame and looks at the socket's events several times for it:
-a fifth of what a worker's event loop did in a ring step of a small model.
+``zmq.asyncio`` makes a future for each frame and polls the socket's events several times, which
+took a fifth of a worker's event loop in ring steps of a small model.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ import zmq.asyncio
 
 from molink.wire.sockets.unread_bytes import UnreadBytes, wire_size
 
-#: Messages read, or frames of one that is too long, before others on the event loop get their
-#: turn: 16 messages of 256 KB take some ms, 256 empty frames less.
+#: Messages (or surplus frames) read before other callbacks run: 16 messages of 256 KB take some ms,
+#: 256 empty frames less.
 _MAX_READS = 16
 _MAX_FRAMES = 256
 
-# Plain numbers: the flags of zmq are enums of Python's, and slow.
+# Plain numbers, since zmq's enum flags are slow.
 _POLLIN = int(zmq.POLLIN)
 _POLLOUT = int(zmq.POLLOUT)
 _SEND_FLAGS = int(zmq.DONTWAIT)
@@ -26,11 +26,11 @@ _SEND_MORE_FLAGS = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class SocketPump:
-    """Hands over every message that comes, and sends what the socket can take.
+    """Passes on received messages and sends what the socket can take.
 
-    All happens on the event loop's thread. libzmq's descriptor says only once that something may
-    have changed, and any use of the socket may be what notices it. So the socket's events are
-    looked at until there are none, and again after each message that is sent.
+    All on the event loop's thread. libzmq's descriptor signals only once that something may have
+    changed, and any use of the socket may consume the signal. Therefore events are polled until
+    there are none, and again after each sent message.
     """
 
     def __init__(
@@ -42,13 +42,12 @@ class SocketPump:
         on_failed: Callable[[Exception], None],
         backlog: UnreadBytes | None = None,
     ) -> None:
-        """``take`` is given the first ``max_frames`` of a message, and how many it had in all.
+        """``take`` gets the first ``max_frames`` frames of a message and their total number.
 
-        Frames beyond these are freed one by one: a member can send a message of any number of
-        parts. ``on_writable`` is called once something can be sent again that could not be.
-        ``on_failed`` is told of an error of the socket or of ``take``; nothing is read any more.
-        ``backlog`` is told what is read of each TCP connection. The socket is the caller's to
-        close, and to connect; see :meth:`check_unread`.
+        Surplus frames are freed one by one, since a peer can send any number. ``on_room`` is called
+        once sending is possible again, ``on_failed`` with an error of the socket or of ``take``,
+        which stops reading. ``backlog`` counts what is read per TCP connection. The caller connects
+        and closes the socket; see :meth:`check_unread`.
         """
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         self._max_frames = max_frames
@@ -56,33 +55,33 @@ class SocketPump:
         self._on_writable = on_room
         self._on_failed = on_failed
         self._backlog = backlog
-        #: What the socket is watched for.
+        #: Events that the socket is watched for.
         self._wanted = _POLLIN
-        #: The message that is being read: frames, and how many there were so far.
+        #: The message being read: frames kept, and frames so far.
         self._frames: list[zmq.Frame] = []
         self._parts = 0
         #: Its bytes on the wire so far.
         self._nbytes = 0
-        #: A ROUTER puts the routing id before each message.
+        #: A ROUTER puts a routing id before each message.
         self._routes = self._socket.get(zmq.TYPE) == zmq.ROUTER
         self._descriptor = int(self._socket.get(zmq.FD))
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._run)
-        #: Whether the events will be looked at anyway.
+        #: Whether a poll of the events is scheduled.
         self._checks = False
-        #: When nothing was left to be read.
+        #: When nothing was left to read.
         self._emptied = self._loop.time()
         self._closed = False
         self._check_unread_soon()
 
     def close(self) -> None:
-        """Leave the socket alone. To be called before it is closed."""
+        """Stop using the socket. Call it before closing the socket."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
 
     def send(self, parts: Sequence[Any]) -> bool:
-        """Send a message at once; ``False`` if the socket can't take it now.
+        """Send a message now; ``False`` if the socket can't take it.
 
         Raises:
             zmq.ZMQError: anything but a full or unconnected socket.
@@ -101,7 +100,7 @@ class SocketPump:
 
     @property
     def unread_since(self) -> float | None:
-        """When nothing was left to be read, on the loop's clock; ``None``: so it is now."""
+        """When nothing was left to read, on the loop's clock; ``None`` if nothing is now."""
         if not self._checks:
             if not self._events() & _POLLIN:
                 return None
@@ -112,7 +111,7 @@ class SocketPump:
         return int(self._socket.get(zmq.EVENTS)) & self._wanted
 
     def check_unread(self) -> None:
-        """The socket was used otherwise (connected, say): that may have noticed what came."""
+        """Poll after another use of the socket, which may have consumed the signal."""
         if not self._checks:
             self._check_unread_soon()
 
@@ -121,7 +120,6 @@ class SocketPump:
         self._loop.call_soon(self._run)
 
     def _run(self) -> None:
-        """Do what can be done now."""
         self._checks = True
         try:
             for _ in range(_MAX_READS):
@@ -146,7 +144,7 @@ class SocketPump:
             self._check_unread_soon()
 
     def _read(self) -> None:
-        """The next message, or a part of one that has very many frames: all of them are there."""
+        """Read the next message, or some frames of one with very many."""
         for _ in range(_MAX_FRAMES):
             frame = self._socket.recv(_SEND_FLAGS, copy=False)
             self._parts += 1
@@ -163,10 +161,10 @@ class SocketPump:
                 return
 
     def _count(self, backlog: UnreadBytes, first: zmq.Frame, last: zmq.Frame, nbytes: int) -> None:
-        """A whole message was read."""
+        """Count a whole message."""
         try:
             descriptor = int(last.get("__fd"))
-            # Only who listens asks others who they are.
+            # Only a listening socket authenticates the other end.
             user = str(last.get("User-Id")) if self._routes else ""
         except zmq.ZMQError:
             return  # a transport within this process

@@ -1,8 +1,8 @@
-"""What the system knows of a TCP connection that libzmq holds, and how to end it.
+"""TCP connections that libzmq holds: received bytes, addresses, congestion control, cutting.
 
-A descriptor that libzmq has told us of is libzmq's to close, at any time, and its number is then
-used again. So it is borrowed for the moment of a call only, and what is done to a connection is
-done to a duplicate that was seen to be the right one.
+libzmq may close its descriptors at any time, and their numbers are reused. A descriptor is
+therefore only borrowed during a call, and connections are changed through a duplicate that has been
+verified.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ if sys.platform == "win32":
     import ctypes
     from ctypes import wintypes
 
-    #: ``SO_LINGER`` for no time at all.
+    #: ``SO_LINGER`` with a timeout of 0: closing resets the connection.
     _RESET_AT_CLOSE = struct.pack("HH", 1, 0)
 
     _SIO_TCP_INFO = 0xD8000027
@@ -62,7 +62,7 @@ if sys.platform == "win32":
 
     _FIONREAD = 0x4004667F
 
-    #: Bytes that are taken away from a connection at a time.
+    #: Bytes to discard at a time.
     _STOLEN = 1 << 16
 
     _ioctlsocket = ctypes.WinDLL("ws2_32").ioctlsocket
@@ -70,7 +70,7 @@ if sys.platform == "win32":
     _ioctlsocket.restype = ctypes.c_int
 
     def bytes_received(descriptor: int) -> int | None:
-        """Bytes that came on a TCP connection so far; ``None`` if the system doesn't say."""
+        """Bytes received on a TCP connection so far; ``None`` if unknown."""
         version, info, size = wintypes.DWORD(0), _TcpInfo(), wintypes.DWORD(0)
         failed = _ioctl(
             descriptor,
@@ -86,15 +86,15 @@ if sys.platform == "win32":
         return None if failed else int(info.bytes_in)
 
     def bytes_unread(descriptor: int) -> int:
-        """How many of them are still with the system."""
+        """Received bytes that the system still holds."""
         count = wintypes.ULONG(0)
         failed = _ioctlsocket(descriptor, _FIONREAD, ctypes.byref(count))
         return 0 if failed else int(count.value)
 
     def _end(connection: socket.socket) -> None:
-        """Take away what waits to be read: libzmq ends what it can't decipher any more.
+        """Discard received bytes: libzmq closes a connection that it can't decipher.
 
-        If a socket is shut down under it, it ends the process (an assertion in its ``tcp_read``).
+        Shutting the socket down would abort the process (an assertion in libzmq's ``tcp_read``).
         """
         with contextlib.suppress(BlockingIOError):
             connection.recv(_STOLEN)
@@ -103,15 +103,15 @@ else:
     import fcntl
     import termios
 
-    #: ``SO_LINGER`` for no time at all.
+    #: ``SO_LINGER`` with a timeout of 0: closing resets the connection.
     _RESET_AT_CLOSE = struct.pack("ii", 1, 0)
-    #: Where ``tcpi_bytes_received`` lies in Linux' ``tcp_info``, since Linux 4.1.
+    #: Offset of ``tcpi_bytes_received`` in Linux's ``tcp_info``, since Linux 4.1.
     _BYTES_RECEIVED = struct.Struct("=128xQ")
 
     def bytes_received(descriptor: int) -> int | None:
-        """Bytes that came on a TCP connection so far; ``None`` if the system doesn't say."""
+        """Bytes received on a TCP connection so far; ``None`` if unknown."""
         try:
-            # Family and type are given so that Python doesn't ask the system for them.
+            # Explicit family and type save Python two system calls.
             borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
         except OSError:
             return None
@@ -125,7 +125,7 @@ else:
         return int(count)
 
     def bytes_unread(descriptor: int) -> int:
-        """How many of them are still with the system."""
+        """Received bytes that the system still holds."""
         try:
             answer = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
         except OSError:
@@ -133,26 +133,26 @@ else:
         return int.from_bytes(answer, sys.byteorder)
 
     def _end(connection: socket.socket) -> None:
-        """Shut it down: libzmq then finds it ended."""
+        """Shut the connection down; libzmq then finds it closed."""
         connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
 def duplicate_socket(descriptor: int) -> Iterator[socket.socket]:
-    """A socket of one's own for the same connection, for the time of a ``with`` block.
+    """A socket object for the same connection within a ``with`` block.
 
     Raises:
-        OSError: the descriptor is no socket, or no more.
+        OSError: the descriptor is no socket (any more).
     """
     if sys.platform == "win32":
-        # A duplicate would make both blocking there; so the descriptor itself is borrowed.
+        # A duplicate would make both blocking on Windows, so the descriptor itself is borrowed.
         borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
         try:
             yield borrowed
         finally:
             borrowed.detach()
         return
-    # A socket's own dup() would make both blocking.
+    # ``socket.dup()`` would make both blocking.
     number = socket.dup(descriptor)
     try:
         own = socket.socket(fileno=number)
@@ -164,7 +164,7 @@ def duplicate_socket(descriptor: int) -> Iterator[socket.socket]:
 
 
 def remote_address(descriptor: int) -> tuple[str, int] | None:
-    """Address and port of a connection's other end; ``None`` if it is none (any more)."""
+    """Address and port of a connection's other end; ``None`` if it isn't connected."""
     try:
         with duplicate_socket(descriptor) as connection:
             host, port = connection.getpeername()[:2]
@@ -174,10 +174,10 @@ def remote_address(descriptor: int) -> tuple[str, int] | None:
 
 
 def cut_connection(descriptor: int, other_end: tuple[str, int]) -> bool:
-    """End the connection to ``other_end``; ``False`` if the descriptor isn't that one's any more.
+    """Reset the connection to ``other_end``; ``False`` if the descriptor belongs to another one.
 
-    libzmq then closes it, which resets it: nothing more of it is kept. On Windows it does so only
-    once more has come on it, and not at the first try: there call this until it says ``False``.
+    libzmq then closes it. On Windows it only does so after receiving more data, possibly at a later
+    try: repeat the call there until it returns ``False``.
     """
     try:
         with duplicate_socket(descriptor) as connection:
@@ -190,25 +190,26 @@ def cut_connection(descriptor: int, other_end: tuple[str, int]) -> bool:
     return True
 
 
-#: What suits few bytes at a time, best first. Without privileges Linux may refuse the first.
+#: Congestion controls for small messages, best first. Linux may refuse the first without
+#: privileges.
 _STEADY = (b"cubic", b"reno")
-#: An option of Linux's sockets, and a rate in bytes/s that is no bound: with any, it paces.
+#: A socket option of Linux, and an unlimited rate in bytes/s: any rate enables pacing.
 _SO_MAX_PACING_RATE = 47
 _NO_RATE = 2**31 - 1
-#: What Linux says of all connections of this network namespace.
+#: Settings of this network namespace on Linux.
 _LINUX = Path("/proc/sys/net/ipv4")
 
 
 def avoid_bbr(descriptor: int) -> None:
-    """Let the TCP connection ``descriptor`` be controlled by something other than BBR, if it is.
+    """Replace BBR as the congestion control of the TCP connection ``descriptor``.
 
-    Every 10 s or so BBR sends next to nothing for 200 ms, to see what the round trip of an empty
-    link is, and it spreads what comes in one piece over several milliseconds. Both delay a message
-    that should arrive at once. Other systems than Linux have no such choice, and hardly any BBR.
+    Every 10 s BBR nearly stops for 200 ms to probe the round trip of an empty link, and it spreads
+    bursts over several milliseconds. Both delay urgent messages. Other systems than Linux offer no
+    choice and rarely use BBR.
     """
     if sys.platform != "linux":
         return
-    # By the time that we hear of it, it may be no connection any more.
+    # The connection may have been closed meanwhile.
     with contextlib.suppress(OSError), duplicate_socket(descriptor) as connection:
         used = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         if not used.startswith(b"bbr"):
@@ -220,11 +221,10 @@ def avoid_bbr(descriptor: int) -> None:
 
 
 def enable_pacing(descriptor: int) -> None:
-    """Let Linux pace what the TCP connection ``descriptor`` sends, whatever controls it.
+    """Enable Linux's pacing for the TCP connection ``descriptor``.
 
-    In slow start two segments follow on each that is acknowledged, so half a window stands in a
-    queue before the link's narrowest point, which may have no room for it. Paced, they leave
-    evenly. Other systems have no such choice.
+    In slow start two segments follow each acknowledged one, so half a window queues before the
+    bottleneck, which may lack room. With pacing they leave evenly. Other systems offer no choice.
     """
     if sys.platform != "linux":
         return
@@ -233,10 +233,9 @@ def enable_pacing(descriptor: int) -> None:
 
 
 def has_idle_reset() -> bool:
-    """Whether a connection that was silent for a while begins as slowly as a new one.
+    """Whether idle connections restart as slowly as new ones.
 
-    Linux lets its congestion window fall in pauses unless it is told not to, or under BBR. Windows
-    doesn't by default.
+    Linux reduces an idle congestion window by default, except under BBR. Windows doesn't.
     """
     if sys.platform != "linux":
         return False

@@ -1,8 +1,7 @@
-"""Who has sent more than was read: what libzmq holds of each connection, and whom to cut for it.
+"""Tracks unread data of libzmq's connections, and selects connections to cut.
 
-libzmq hands over whole messages only. The parts of one that never ends pile up in its memory, and
-no limit of its own counts them. So the bytes that came on a connection, as the system counts them,
-are held against those of the messages that were handed over.
+libzmq delivers whole messages only. The parts of an endless message pile up in its memory without a
+limit. Therefore the bytes received by the system are compared with those of delivered messages.
 """
 
 import threading
@@ -12,32 +11,32 @@ from dataclasses import dataclass, field
 
 from molink.wire.protocol import is_later
 
-#: What a connection's handshake takes at most, in bytes; longer ones count as unread.
+#: Maximum bytes of a handshake; longer ones count as unread.
 HANDSHAKE_BYTES = 1024
-#: More than this, in bytes, is worth a closer look: no honest connection has it without a reason.
+#: More unread bytes than this are checked; normal connections rarely have them.
 SUSPECT_BYTES = 1 << 20
-#: What CURVE adds to a part: the command's name, a nonce, a code, and the part's flags.
+#: Bytes that CURVE adds to a part: command name, nonce, authentication code, flags.
 _CURVE_OVERHEAD = 8 + 8 + 16 + 1
 
 
 def wire_size(nbytes: int) -> int:
-    """Bytes on the wire of a part of ``nbytes``, in CURVE and in its frame."""
+    """Bytes of a part of ``nbytes`` on the wire, with CURVE and framing."""
     sealed = nbytes + _CURVE_OVERHEAD
     return sealed + (2 if sealed < 256 else 9)
 
 
 @dataclass(frozen=True, slots=True)
 class BacklogLimits:
-    """Bounds of what came and was not read, in bytes, and of connections.
+    """Bounds of unread bytes and of connections.
 
-    A *party* is a user, or an address while a connection hasn't said a whole message yet. Parts
-    without content take 3.4 times their bytes in memory.
+    A *party* is a peer, or an address before its first whole message. Empty parts take 3.4 times
+    their bytes in memory.
     """
 
-    #: Of a message that isn't complete: an honest connection has 264 KB at most.
+    #: Of an incomplete message; a normal connection has 264 KB at most.
     party_unfinished: int = 4 << 20
     total_unfinished: int = 10 << 20
-    #: Of all, while nobody reads: one channel of a link may have 8 MiB on the way.
+    #: Of all data while nobody reads; a link may have 8 MiB in flight per channel.
     party_bytes: int = 12 << 20
     total_bytes: int = 14 << 20
     party_connections: int = 64
@@ -49,15 +48,15 @@ class OpenConnection:
     """A TCP connection of a socket."""
 
     descriptor: int
-    #: The other end's address and port, by which the connection is told from a later one.
+    #: Address and port of the other end, which distinguish connections.
     remote: tuple[str, int]
     party: str = field(init=False)
-    #: The routing id that a ROUTER has given it; ``None`` until its first message.
+    #: The routing id from a ROUTER; ``None`` before the first message.
     identity: bytes | None = None
-    #: Bytes that libzmq has taken, and those of the messages that were read.
+    #: Bytes taken by libzmq, and those of read messages.
     received: int = 0
     delivered: int = HANDSHAKE_BYTES
-    #: Bytes that came before a moment in which no whole message waited to be read.
+    #: Bytes received before a moment without whole unread messages.
     settled: int = 0
     is_cut: bool = False
 
@@ -66,47 +65,47 @@ class OpenConnection:
 
     @property
     def unread(self) -> int:
-        """Bytes that came and were not read."""
+        """Received and unread bytes."""
         return max(0, self.received - self.delivered)
 
     @property
     def unfinished(self) -> int:
-        """Bytes that came and can't be read, since they make no whole message."""
+        """Received bytes of an incomplete message."""
         return max(0, self.settled - self.delivered)
 
 
 class UnreadBytes:
-    """What is unread of one socket's connections; for any thread."""
+    """Unread data of one socket's connections. Thread-safe."""
 
     def __init__(self, limits: BacklogLimits | None = None) -> None:
         self._limits = limits or BacklogLimits()
         self._lock = threading.Lock()
-        #: By descriptor, oldest first. Numbers are used again, but not by two at once.
+        #: By descriptor, oldest first. Numbers are reused, but never shared.
         self._live: dict[int, OpenConnection] = {}
-        #: Ended, but something of theirs may still wait to be read.
+        #: Closed connections with possibly unread messages.
         self._ended: list[OpenConnection] = []
         self._named: dict[bytes, OpenConnection] = {}
-        #: Whether no whole message waited since the last look.
+        #: Whether all whole messages have been read since the last count.
         self._drained = False
 
     def on_opened(self, descriptor: int, remote: tuple[str, int]) -> None:
-        """There is a new connection."""
+        """Add a connection."""
         with self._lock:
             self._close_connection(descriptor)
             self._live[descriptor] = OpenConnection(descriptor, remote)
 
     def on_closed(self, descriptor: int) -> None:
-        """The connection with this descriptor is no more."""
+        """Remove the connection of a descriptor."""
         with self._lock:
             self._close_connection(descriptor)
 
     def on_delivered(
         self, descriptor: int, nbytes: int, identity: bytes = b"", user: str = ""
     ) -> None:
-        """A whole message that took ``nbytes`` on the wire was read.
+        """Record a read message of ``nbytes`` on the wire.
 
-        ``descriptor`` is that of its connection, which may have ended since; ``identity`` is the
-        routing id of it, if it has one.
+        ``descriptor`` is that of its connection, which may be closed; ``identity`` is its routing
+        id, if any.
         """
         with self._lock:
             connection = self._named.get(identity) if identity else self._live.get(descriptor)
@@ -119,7 +118,7 @@ class UnreadBytes:
                 connection.party = user
 
     def on_drained(self) -> None:
-        """All whole messages were read, so nothing is left of connections that have ended."""
+        """Record that all whole messages were read; closed connections are dropped."""
         self._drained = True
         if not self._ended:
             return
@@ -129,10 +128,9 @@ class UnreadBytes:
             self._ended.clear()
 
     def on_counted(self, counts: Iterable[tuple[OpenConnection, int]]) -> bool:
-        """Connections were looked at, and so many bytes have been taken of each.
+        """Record the bytes taken from each connection.
 
-        Returns whether so much is unread that one should know whether it could be read: look for
-        messages, then, and call :meth:`on_drained`.
+        Returns whether so much is unread that the caller should read and call :meth:`on_drained`.
         """
         wanted = False
         with self._lock:
@@ -146,16 +144,15 @@ class UnreadBytes:
 
     @property
     def connections(self) -> list[OpenConnection]:
-        """Those that are open and shall be."""
+        """Open connections that are not cut."""
         with self._lock:
             return [connection for connection in self._live.values() if not connection.is_cut]
 
     def find_excess(self) -> OpenConnection | None:
-        """The connection to cut next, or ``None`` if all is within the bounds.
+        """The connection to cut next, which then counts as cut; ``None`` if all are within bounds.
 
-        It is one of the party that exceeds them: the one furthest ahead, or the oldest if there are
-        too many, so that someone who sits on all of them keeps nobody out. It counts as cut from
-        now on.
+        It belongs to the party beyond its bounds and is the one with most unread bytes, or the
+        oldest if there are too many connections, so that nobody can occupy all of them.
         """
         with self._lock:
             found = self._find_excess()
@@ -195,10 +192,10 @@ class UnreadBytes:
         return None
 
     def _assign_identity(self, connection: OpenConnection, identity: bytes) -> bool:
-        """Note the routing id of a connection; ``False`` if it is that of an earlier one.
+        """Record a connection's routing id; ``False`` if the id belongs to an earlier connection.
 
-        Routing ids rise. A message of an earlier connection may be read only after its descriptor
-        was used again, and be the first one read of either.
+        Routing ids rise. A message of an earlier connection may be read after its descriptor was
+        reused, as the first message of either.
         """
         if connection.identity is not None:
             if not is_later(identity, connection.identity):

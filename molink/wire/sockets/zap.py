@@ -1,7 +1,7 @@
-"""Who may connect: the ZAP handler of one process.
+"""Authenticates connections: the ZAP handler of a process.
 
-CURVE alone proves that a peer holds *some* key; libzmq asks the ZAP handler whether that key may
-talk to us, and takes from it the ``User-Id`` that then comes with each of the peer's messages.
+CURVE alone only proves that a peer holds some key. libzmq asks the ZAP handler whether the key is
+allowed, and gets the ``User-Id`` that it attaches to each of the peer's messages.
 """
 
 import logging
@@ -22,10 +22,10 @@ from molink.wire.sockets.create_socket import DOMAIN
 
 logger = logging.getLogger(__name__)
 
-#: Where libzmq asks, and the frames of a question about a CURVE key (RFC 27, with ROUTER's two).
+#: libzmq's endpoint, and the frames of a CURVE request (RFC 27, with two of ROUTER).
 _ENDPOINT = "inproc://zeromq.zap.01"
 _REQUEST_FRAMES = 9
-#: Seconds before a handler that failed runs again, so that a lasting fault keeps no core busy.
+#: Seconds before a failed handler restarts, so that a permanent fault doesn't spin.
 _RESTART_PAUSE = 0.1
 #: Handshakes per peer. A ROUTER numbers them with 32 bits, and libzmq aborts the process when a
 #: number equals a routing id that a peer has chosen.
@@ -34,17 +34,17 @@ HANDSHAKE_LIMIT = RateLimit(100, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class RefusedHandshake:
-    """A handshake that was refused: where it came from and the key's peer id."""
+    """A refused handshake: its address, and the peer id of its key."""
 
     address: str
     peer: str
 
 
 class ZapAuthenticator:
-    """Answers every CURVE handshake of a ZeroMQ context, in a thread of its own.
+    """Answers all CURVE handshakes of a ZeroMQ context in a separate thread.
 
-    A thread, since handshakes should not wait for a busy event loop. Start it before any bind. An
-    error while answering refuses that one handshake; an error of the handler itself restarts it.
+    Handshakes must not wait for a busy event loop. Start it before any bind. An error while
+    answering refuses that handshake; an error of the handler restarts it.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class ZapAuthenticator:
         """``on_refused`` is called in the authenticator's thread."""
         self.accepted = 0
         self.refused = 0
-        #: Handshakes of members that were put off: they came too often.
+        #: Handshakes of allowed peers that came too often and will be retried.
         self.deferred = 0
         self._handshake_buckets = KeyedTokenBuckets(handshake_limit)
         self._on_refused = on_refused
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
         self._lock = threading.Lock()
-        #: Public key → user id. Replaced, never changed, so the thread reads it without a lock.
+        #: Public key to peer id. Replaced but never modified, so the thread needs no lock.
         self._keys: dict[str, str] = {}
         self._peers: frozenset[str] = frozenset()
         self._blocked: frozenset[str] = frozenset()
@@ -70,7 +70,7 @@ class ZapAuthenticator:
         self._wake_socket: zmq.Socket[bytes] | None = None
 
     def start(self) -> None:
-        """Begin to answer. Raises :class:`UsageError` if the context has a handler already."""
+        """Start to answer. Raises :class:`UsageError` if the context already has a handler."""
         if self._thread is not None:
             return
         try:
@@ -84,12 +84,12 @@ class ZapAuthenticator:
         heard.connect(address)
         self._wake_socket = wake_socket
         self._thread = threading.Thread(
-            target=self._run, args=(socket, heard), name="molink-gatekeeper", daemon=True
+            target=self._run, args=(socket, heard), name="molink-zap", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering; from then on every handshake of the context fails."""
+        """Stop answering; later handshakes of the context fail."""
         if self._thread is None or self._wake_socket is None:
             return
         self._wake_socket.send(b"")
@@ -99,38 +99,38 @@ class ZapAuthenticator:
 
     # --- membership --------------------------------------------------------------------------
 
-    def allow_peer(self, public_key: str, user_id: str | None = None) -> str:
-        """Let the holder of ``public_key`` in, as ``peer_id`` (default: its peer id)."""
-        user = user_id or derive_peer_id(public_key)
+    def allow_peer(self, public_key: str, peer_id: str | None = None) -> str:
+        """Allow the holder of ``public_key`` as ``peer_id`` (default: derived from the key)."""
+        peer_id = peer_id or derive_peer_id(public_key)
         with self._lock:
-            self._replace({**self._keys, public_key: user})
-        return user
+            self._replace({**self._keys, public_key: peer_id})
+        return peer_id
 
     def deny_peer(self, peer_id: str) -> None:
-        """Forget ``peer_id`` and its keys, and whether it was blocked."""
+        """Remove ``peer_id`` with its keys and its block."""
         with self._lock:
             self._blocked -= {peer_id}
             self._handshake_buckets.drop_key(peer_id)
-            self._replace({key: user for key, user in self._keys.items() if user != peer_id})
+            self._replace({key: peer for key, peer in self._keys.items() if peer != peer_id})
 
     def block_peer(self, peer_id: str) -> None:
-        """Refuse ``peer_id``, although a member, until it is denied and allowed again."""
+        """Refuse ``peer_id`` until it is denied and allowed again."""
         with self._lock:
             self._blocked |= {peer_id}
             self._replace(self._keys)
 
     def is_allowed(self, peer_id: str) -> bool:
-        """Whether messages of ``peer_id`` count."""
+        """Whether messages of ``peer_id`` are accepted."""
         return peer_id in self._peers
 
     @property
     def peers(self) -> frozenset[str]:
-        """The user ids that are let in now."""
+        """Ids of the allowed peers."""
         return self._peers
 
     @property
     def blocked(self) -> frozenset[str]:
-        """The members that are refused because they misbehaved."""
+        """Peers that are blocked for misbehaviour."""
         return self._blocked
 
     def _replace(self, keys: dict[str, str]) -> None:
@@ -159,7 +159,7 @@ class ZapAuthenticator:
     def _serve_until_error(
         self, socket: "zmq.Socket[bytes]", wake_socket: "zmq.Socket[bytes]"
     ) -> bool:
-        """Serve until the end; ``False`` if the handler failed before that."""
+        """Serve until closed; ``False`` if the handler failed."""
         try:
             with socket:
                 self._serve(socket, wake_socket)
@@ -193,7 +193,7 @@ class ZapAuthenticator:
             self.refused += 1
             status, text = b"400", b"not a member"
         elif not self._handshake_buckets.try_take(user, time.monotonic()):
-            # A number from 300 on has the peer try again.
+            # A status from 300 on makes the peer retry.
             self.deferred += 1
             status, text = b"300", b"too often"
         else:

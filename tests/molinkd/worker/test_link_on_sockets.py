@@ -66,7 +66,7 @@ class Pair:
     def send(self, identity: bytes, message: Any, payload: Any = None) -> bool:
         return self.server.send(identity, message, payload)
 
-    def report_misbehaviour(self, user_id: str, reason: str) -> None:
+    def report_misbehaviour(self, peer_id: str, reason: str) -> None:
         raise AssertionError(reason)
 
     async def restart(self) -> None:

@@ -57,7 +57,7 @@ async def test_a_request_is_authorised_and_answered(net: Any) -> None:
     assert net.gatekeeper.accepted == 1
 
 
-async def test_a_given_user_id(net: Any) -> None:
+async def test_a_given_peer_id(net: Any) -> None:
     echo = Echo(net)
     client = net.client(control_codec(), net.member("invite:abc"), echo.port)
     await client.send_request(StatusRequest(ref=0))
