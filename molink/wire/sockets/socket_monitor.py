@@ -191,7 +191,7 @@ class SocketMonitor:
             self._on_open(value)
 
     def _check_unread(self, watched: list[OpenConnection]) -> float:
-        """Check the connections and cut those beyond bounds; returns seconds until the next check."""
+        """Check connections and cut those beyond bounds; returns seconds until the next check."""
         counts, came = [], 0
         for connection in watched:
             count = bytes_received(connection.descriptor)

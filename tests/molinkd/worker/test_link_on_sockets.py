@@ -180,7 +180,13 @@ async def test_a_recorded_run_decides_the_same_again(net: Any, policy: str) -> N
     await net.until(lambda: not pair.outgoing.stats.unacknowledged_bytes)
     assert replay_recording(lines) == []
     told = {msgspec.json.decode(line).get("event") for line in lines}
-    assert {"Produced", "DecodeStarted", "DecodeFinished", "Sent", "Acknowledged"} <= told
+    assert {
+        "RowsProducedEvent",
+        "DecodeStartedEvent",
+        "DecodeFinishedEvent",
+        "MessageSentEvent",
+        "MessageAcknowledgedEvent",
+    } <= told
     assert sum(b'"send"' in line for line in lines) >= len(sent)
 
 
