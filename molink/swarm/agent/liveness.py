@@ -1,38 +1,37 @@
-"""Whether a worker answers its daemon: a question at a time, and how long it has been open.
+"""Detects an unresponsive worker by pings, one at a time. Sans-IO; times in monotonic seconds."""
 
-A plain object. Times are seconds of a monotonic clock.
-"""
+from molink.util.timeouts import TIMEOUTS
 
-#: Between an answer and the next question.
+#: From an answer to the next ping.
 PROBE_PERIOD = 1.0
-#: An open question is death after that, …
-PROBE_TIMEOUT = 4.0
-#: … and after that for a worker that is to be used again, since something has just failed.
-VERIFY_TIMEOUT = 1.5
+#: A ping unanswered for longer means that the worker is dead.
+PROBE_TIMEOUT = TIMEOUTS.worker
+#: The same for a worker that is about to be reused after a failure.
+VERIFY_TIMEOUT = TIMEOUTS.suspected_worker
 
 
 class LivenessProbe:
-    """Questions to one worker, and its answers."""
+    """Pings to one worker, and its answers."""
 
     def __init__(self, now: float) -> None:
-        self._heard_at = now
-        self._asked_at: float | None = None
+        self._answered_at = now
+        self._pinged_at: float | None = None
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for a question."""
-        return self._asked_at is None and now - self._heard_at >= PROBE_PERIOD
+        """Whether to send the next ping."""
+        return self._pinged_at is None and now - self._answered_at >= PROBE_PERIOD
 
     def start_probe(self, now: float) -> bool:
-        """Ask now; whether there was no open question yet."""
-        if self._asked_at is not None:
+        """Record a ping; ``False`` if one is unanswered."""
+        if self._pinged_at is not None:
             return False
-        self._asked_at = now
+        self._pinged_at = now
         return True
 
     def on_answer(self, now: float) -> None:
-        """It lives."""
-        self._heard_at, self._asked_at = now, None
+        """Record an answer."""
+        self._answered_at, self._pinged_at = now, None
 
     def unanswered_time(self, now: float) -> float:
-        """Seconds since the question that is open; 0 if none is."""
-        return 0.0 if self._asked_at is None else now - self._asked_at
+        """Seconds since the unanswered ping; 0 if there is none."""
+        return 0.0 if self._pinged_at is None else now - self._pinged_at

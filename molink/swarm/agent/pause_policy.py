@@ -1,6 +1,6 @@
-"""When a PC that offers to hold layers holds none.
+"""When a PC that may hold layers holds none.
 
-Its user says so, or the time of day; or somebody uses its GPU for something else, such as a game.
+Its user has drained it, the time of day forbids it, or other programs use its GPU, such as a game.
 """
 
 import math
@@ -8,15 +8,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DRAINED_REASON = "drained by its user"
-CONTENTION_REASON = "paused while its GPU is used by something else"
-#: The part of the GPU's time from which on others use it, and the one below which they don't.
-BUSY, FREE = 0.3, 0.15
-#: For how long, in seconds, until this PC gets out of their way; and until it comes back.
-BUSY_S, FREE_S = 15.0, 120.0
-#: A mean over about so long, in seconds, is what counts: a loading screen ends no game.
+DRAINED_REASON = "drained"
+CONTENTION_REASON = "paused while another program uses its GPU"
+#: Shares of the GPU's time above which other programs count as using it, and below which not.
+BUSY_SHARE = 0.3
+FREE_SHARE = 0.15
+#: Seconds of such use after which this PC pauses, and without it after which it resumes.
+PAUSE_DELAY_S = 15.0
+RESUME_DELAY_S = 120.0
+#: Time constant of the averaged share, in seconds: a loading screen doesn't end a game.
 _AVERAGING_TIME_S = 5.0
-#: Looks further apart than this, in seconds, say nothing of the time between them.
+#: A longer gap between samples, in seconds, restarts the average.
 _MAX_GAP_S = 15.0
 _MINUTES_PER_DAY = 24 * 60
 _TIME_RANGE = re.compile(r"(\d{1,2}):(\d\d)-(\d{1,2}):(\d\d)")
@@ -24,20 +26,17 @@ _TIME_RANGE = re.compile(r"(\d{1,2}):(\d\d)-(\d{1,2}):(\d\d)")
 
 @dataclass(frozen=True, slots=True)
 class DailyWindow:
-    """A time of each day in minutes after midnight, ``start`` included, ``end`` not.
-
-    It may last over midnight.
-    """
+    """A daily period in minutes after midnight, without its end; it may span midnight."""
 
     start: int
     end: int
 
     @classmethod
     def parse(cls, text: str) -> "DailyWindow":
-        """``18:00-23:30``.
+        """Parse a window such as ``18:00-23:30``.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is invalid.
         """
         match = _TIME_RANGE.fullmatch(text.strip())
         if match is not None:
@@ -50,10 +49,10 @@ class DailyWindow:
                 and max(minute, last_minute) < 60
             ):
                 return cls(start, end)
-        raise ValueError(f"not a time of the day: {text!r}. Write for example 18:00-23:30.")
+        raise ValueError(f"not a daily period: {text!r}. Write for example 18:00-23:30.")
 
     def contains_minute(self, minute: int) -> bool:
-        """Whether it is that time."""
+        """Whether the minute is in the window."""
         if self.start < self.end:
             return self.start <= minute < self.end
         return minute >= self.start or minute < self.end
@@ -64,19 +63,19 @@ class DailyWindow:
 
 
 class DeviceContention:
-    """Whether others use the device so much that this PC gets out of their way."""
+    """Whether other programs use the device so much that this PC pauses."""
 
     def __init__(self) -> None:
         self.busy = False
         self._mean = 0.0
-        #: When it was looked at last; and since when it is other than ``busy`` says.
+        #: Time of the last sample, and since when the average contradicts ``busy``.
         self._observed_at: float | None = None
         self._since: float | None = None
 
     def observe_usage(self, share: float, now: float) -> None:
-        """Others take ``share`` (0 to 1) of the device's time at ``now``.
+        """Add a sample: other programs take ``share`` (0 to 1) of the device's time.
 
-        To be called every second or so. The last look counts for the time since the one before.
+        Call it about once a second; a sample counts for the time since the previous one.
         """
         gap = math.inf if self._observed_at is None else now - self._observed_at
         self._observed_at = now
@@ -84,31 +83,30 @@ class DeviceContention:
             self._mean, self._since = share, None
         else:
             self._mean += (share - self._mean) * -math.expm1(-gap / _AVERAGING_TIME_S)
-        changed = self._mean < FREE if self.busy else self._mean >= BUSY
+        changed = self._mean < FREE_SHARE if self.busy else self._mean >= BUSY_SHARE
         if not changed:
             self._since = None
         elif self._since is None:
             self._since = now
-        elif now - self._since >= (FREE_S if self.busy else BUSY_S):
+        elif now - self._since >= (RESUME_DELAY_S if self.busy else PAUSE_DELAY_S):
             self.busy, self._since = not self.busy, None
 
 
 class PausePolicy:
-    """Whether this PC's offer to hold layers stands at a time."""
+    """Decides whether this PC pauses."""
 
     def __init__(self, times: Sequence[str]) -> None:
-        """``times``: see :class:`DailyWindow`.
+        """``times`` are daily periods of pausing (:class:`DailyWindow`).
 
         Raises:
-            ValueError: one of them is none.
+            ValueError: one is invalid.
         """
         self._windows = [DailyWindow.parse(text) for text in times]
         self.drained = False
-        #: Of the device, by other programs.
         self.contention = DeviceContention()
 
     def pause_reason(self, minute: int) -> str:
-        """Why it doesn't, for a person; empty if it does. ``minute`` after midnight, local time."""
+        """Why this PC pauses, for people; empty if it doesn't. ``minute`` of the local day."""
         if self.drained:
             return DRAINED_REASON
         window = next((time for time in self._windows if time.contains_minute(minute)), None)

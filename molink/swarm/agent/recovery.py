@@ -1,64 +1,54 @@
-"""How long a pipeline's interruptions last on this PC, by phase.
+"""Measures outages of a pipeline on this PC, by phase.
 
-A plain object. Each phase begins where the one before it has ended, so that together they are the
-whole time from noticing that the pipeline serves no more to the next token of every stream.
+Each phase starts where the previous one ends, so together they cover the time from noticing the
+outage to the next token of every stream.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
-#: ``decided``: until this PC has a new assignment, or a ring for the stage that it has.
-#: ``files``: until the stage's files are there and its memory is planned. ``process``: until its
-#: worker runs and has read what to load; ``weights``, ``profile``: until it has loaded and measured
-#: them. ``others``: until all other stages have loaded too. ``formed``: until the ring is there.
-#: ``replayed``: until every stream that waited has its next token.
+#: ``decided``: until this PC has a new assignment, or a ring for its stage. ``files``: until the
+#: stage's files are here and its memory is planned. ``process``: until its worker runs and has its
+#: instructions; ``weights``, ``profile``: until it has loaded and profiled the layers. ``others``:
+#: until all other stages have loaded. ``formed``: until the ring is formed. ``replayed``: until
+#: every waiting stream has its next token.
 RecoveryPhase = Literal[
     "decided", "files", "process", "weights", "profile", "others", "formed", "replayed"
 ]
-RECOVERY_PHASES: tuple[RecoveryPhase, ...] = (
-    "decided",
-    "files",
-    "process",
-    "weights",
-    "profile",
-    "others",
-    "formed",
-    "replayed",
-)
+RECOVERY_PHASES: tuple[RecoveryPhase, ...] = get_args(RecoveryPhase)
 
 
 class RecoveryTimer:
-    """Times of the latest interruption, and sums over all of them. Times in seconds."""
+    """Seconds of the latest recovery by phase, and sums over all of them."""
 
     def __init__(self) -> None:
-        #: Of the latest interruption that is over.
+        #: The latest complete recovery.
         self.latest: dict[RecoveryPhase, float] = dict.fromkeys(RECOVERY_PHASES, 0.0)
-        #: Over all interruptions.
         self.sums: dict[RecoveryPhase, float] = dict.fromkeys(RECOVERY_PHASES, 0.0)
         self.count = 0
-        #: When the latest was noticed, by the clock on the wall.
+        #: Unix time at which the latest outage was noticed.
         self.noticed_at = 0.0
         self._current: dict[RecoveryPhase, float] | None = None
         self._since = 0.0
 
     def start_outage(self, now: float, wall: float) -> None:
-        """The pipeline serves no more; ``wall`` is the time of day as seconds since 1970."""
+        """The pipeline stopped serving; ``wall`` is unix time."""
         if self._current is None:
             self._current, self._since = dict.fromkeys(RECOVERY_PHASES, 0.0), now
             self.noticed_at = wall
 
     @property
     def is_active(self) -> bool:
-        """Whether the pipeline was noticed to serve no more, and does not serve again yet."""
+        """Whether an outage lasts."""
         return self._current is not None
 
     def end_phase(self, phase: RecoveryPhase, now: float) -> None:
-        """A phase is over. One that comes again, after a failure on the way, is added up."""
+        """End a phase; one that recurs after another failure is added up."""
         if self._current is not None:
             self._current[phase] += now - self._since
             self._since = now
 
     def record_load(self, weights: float, profile: float, now: float) -> None:
-        """A worker was started and has loaded; it says how long two parts of that took."""
+        """End the start of a worker, which reports how long loading and profiling took."""
         if self._current is None:
             return
         taken = now - self._since
@@ -70,7 +60,7 @@ class RecoveryTimer:
         self._since = now
 
     def finish_recovery(self, now: float) -> str | None:
-        """Every stream that waited goes on; says how long it took, if it had been noticed."""
+        """All waiting streams have resumed; returns a summary if an outage had been noticed."""
         if self._current is None:
             return None
         self.end_phase("replayed", now)
@@ -83,12 +73,12 @@ class RecoveryTimer:
 
     @property
     def counters(self) -> dict[str, float]:
-        """As ``/metrics`` names them."""
+        """Counters for ``/metrics``."""
         sums = {f"recovery_{phase}_seconds": seconds for phase, seconds in self.sums.items()}
         return {"recoveries": float(self.count), **sums}
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Of the latest one, as ``/metrics`` names them."""
+        """Gauges of the latest recovery for ``/metrics``."""
         last = {f"recovery_last_{phase}_seconds": each for phase, each in self.latest.items()}
         return {"recovery_noticed_timestamp_seconds": self.noticed_at, **last}

@@ -1,8 +1,8 @@
-"""Decides what this peer does about its assignments: fetch files, start, form and stop workers.
+"""The stage agent, like a kubelet: carries out this peer's assignments.
 
-A plain object: what the coordinator asked for, what workers and transfers report, in; decisions
-out. A *generation* numbers each attempt, so that news of a worker that is already being replaced
-is told apart from that of its successor.
+It fetches files, and starts, forms and stops workers. Sans-IO: the coordinator's instructions and
+the reports of workers and transfers in, actions out. Each attempt has a *generation*, so that
+reports of a replaced worker are not taken for its successor's.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ from molink.wire.messages.worker_pipe import (
 
 @dataclass(frozen=True, slots=True)
 class FetchFilesAction:
-    """Get the files that this assignment needs."""
+    """Fetch the files that the assignment needs."""
 
     generation: int
     assign: Assign
@@ -39,7 +39,7 @@ class FetchFilesAction:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkerAction:
-    """Start a worker: its files are there."""
+    """Start a worker, whose files are here."""
 
     generation: int
     start: LoadStage
@@ -47,7 +47,7 @@ class StartWorkerAction:
 
 @dataclass(frozen=True, slots=True)
 class SendToWorkerAction:
-    """Hand a message to a worker: its next ring, or the other layers that it is to hold."""
+    """Send a worker its next ring, the layers to switch to, or a ping."""
 
     generation: int
     message: FormRing | LoadStage | Ping
@@ -55,10 +55,7 @@ class SendToWorkerAction:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkerAction:
-    """End a worker, or the transfer that was to precede it.
-
-    ``kill`` one that doesn't answer: asking it to end would take as long.
-    """
+    """Stop a worker, or the transfer of its files; ``kill`` an unresponsive one."""
 
     generation: int
     kill: bool = False
@@ -66,7 +63,7 @@ class StopWorkerAction:
 
 @dataclass(frozen=True, slots=True)
 class SendToCoordinatorAction:
-    """Tell the coordinator."""
+    """Send a report to the coordinator."""
 
     message: StageLoaded | StageReady | StageFailed
 
@@ -82,24 +79,24 @@ WorkerMessage = WorkerLoaded | RingFormed | Pong | WorkerFailed | NextStageLost 
 
 
 class StageAgent:
-    """All assignments of this peer, by pipeline."""
+    """The assignments of this peer, by pipeline."""
 
     def __init__(self) -> None:
         self._stages: dict[str, StageState] = {}
         self._last_generation = 0
         self._running_time = RunningTime(0.0)
-        #: When :meth:`watch` was called last.
+        #: Time of the last :meth:`check_liveness`.
         self._now = 0.0
         self._story: deque[str] = deque(maxlen=64)
 
     # --- from the coordinator ---
 
     def assign_stage(self, message: Assign) -> list[AgentAction]:
-        """Take a new assignment, or go on with the worker that already holds those layers.
+        """Accept an assignment, reusing the worker if possible.
 
-        One that holds others of the same weights will change to these; until their files are there
-        it stays in the ring that it is in. A worker that is used again has to answer before; if it
-        doesn't, another one follows on it.
+        A worker with the same layers is kept. One with other layers of the same weights switches
+        once their files are here, and stays in its ring until then. A reused worker has to answer a
+        ping first; otherwise it is replaced.
         """
         self._log_transition(
             f"assign {message.pipeline} epoch {message.epoch} layers {message.layers}"
@@ -134,13 +131,13 @@ class StageAgent:
         return [self._start_generation(message)]
 
     def record_profile(self, message: StageProfile) -> None:
-        """Keep what the head has to know of a stage until the ring is formed."""
+        """Keep a stage's profile for the scheduler until the ring is formed."""
         stage = self._stages.get(message.pipeline)
         if stage is not None and message.epoch == stage.assignment.epoch:
             stage.profiles[message.stage] = message.profile
 
     def form_ring(self, message: FormPipeline) -> list[AgentAction]:
-        """Have the worker take its place in the ring of an epoch."""
+        """Have the worker join the ring of an epoch."""
         self._log_transition(f"form {message.pipeline} epoch {message.epoch}")
         stage = self._stages.get(message.pipeline)
         if stage is None or stage.loaded is None or message.epoch != stage.assignment.epoch:
@@ -156,13 +153,13 @@ class StageAgent:
         return [SendToWorkerAction(stage.generation, ring)]
 
     def unassign_pipeline(self, pipeline: str) -> list[AgentAction]:
-        """Give up a pipeline."""
+        """Stop the stage of a pipeline."""
         self._log_transition(f"unassign {pipeline}")
         stage = self._stages.pop(pipeline, None)
         return [StopWorkerAction(stage.generation)] if stage is not None else []
 
     def _start_generation(self, message: Assign) -> FetchFilesAction:
-        """A worker of its own for an assignment."""
+        """Start over with a new worker."""
         self._last_generation += 1
         kept = StageState(message, self._last_generation, LivenessProbe(self._now))
         self._stages[message.pipeline] = kept
@@ -171,31 +168,31 @@ class StageAgent:
     def _replace_worker(
         self, stage: StageState, message: Assign, *, kill: bool = False
     ) -> list[AgentAction]:
-        """Another worker in place of that of ``stage``."""
+        """Replace the worker of ``stage``."""
         return [StopWorkerAction(stage.generation, kill=kill), self._start_generation(message)]
 
-    # --- whether workers live ---
+    # --- liveness ---
 
     def check_liveness(self, now: float) -> list[AgentAction]:
-        """Ask workers whether they live, and end those that don't answer.
+        """Ping workers, and replace those that don't answer.
 
-        To be called about twice a second, with the time in seconds of a monotonic clock.
+        Call it about twice a second with monotonic seconds.
         """
         now = self._now = self._running_time.counted_time(now)
-        decisions: list[AgentAction] = []
+        actions: list[AgentAction] = []
         for stage in list(self._stages.values()):
             if stage.loaded is None and not stage.unverified:
                 continue
             unanswered = stage.liveness.unanswered_time(now)
             if unanswered >= (VERIFY_TIMEOUT if stage.unverified else PROBE_TIMEOUT):
-                decisions += self._on_worker_dead(stage, f"has not answered for {unanswered:.1f} s")
+                actions += self._on_worker_dead(stage, f"has not answered for {unanswered:.1f} s")
             elif stage.liveness.is_due(now):
                 stage.liveness.start_probe(now)
-                decisions.append(SendToWorkerAction(stage.generation, Ping()))
-        return decisions
+                actions.append(SendToWorkerAction(stage.generation, Ping()))
+        return actions
 
     def _verify_worker(self, stage: StageState) -> list[AgentAction]:
-        """Have the worker answer before anything relies on it."""
+        """Require an answer of the worker before it is relied on."""
         stage.unverified = True
         return (
             [SendToWorkerAction(stage.generation, Ping())]
@@ -206,14 +203,14 @@ class StageAgent:
     def _on_pong(self, stage: StageState, *, stuck: bool) -> list[AgentAction]:
         stage.liveness.on_answer(self._now)
         if stuck:
-            return self._on_worker_dead(stage, "does not get on with its computation")
+            return self._on_worker_dead(stage, "is stuck in a computation")
         if not stage.unverified:
             return []
         stage.unverified = False
         return [SendToCoordinatorAction(stage.loaded_report())] if stage.loaded is not None else []
 
     def _on_worker_dead(self, stage: StageState, what: str) -> list[AgentAction]:
-        """A worker is there, but of no use."""
+        """Replace an unverified worker, or fail the stage."""
         self._log_transition(f"generation {stage.generation} {what}")
         if stage.unverified:
             return self._replace_worker(stage, stage.assignment, kill=True)
@@ -222,7 +219,7 @@ class StageAgent:
     # --- from transfers and workers ---
 
     def on_files_fetched(self, generation: int, start: LoadStage) -> list[AgentAction]:
-        """The files of an assignment are there, and the worker's first message is made."""
+        """The files of an assignment are here; ``start`` is the worker's first message."""
         stage = self._find_stage(generation)
         if stage is None or stage.phase != "fetching":
             return []
@@ -232,7 +229,7 @@ class StageAgent:
         return [StartWorkerAction(generation, start)]
 
     def on_worker_started(self, generation: int, pid: int) -> None:
-        """A worker process exists."""
+        """Record the worker's process id."""
         stage = self._find_stage(generation)
         if stage is not None:
             stage.pid = pid
@@ -246,10 +243,10 @@ class StageAgent:
         files_missing: bool = False,
         kill: bool = False,
     ) -> list[AgentAction]:
-        """The files can't be had, or the worker can't be started, has exited or must be killed.
+        """The files are unavailable, or the worker failed to start, exited or must be killed.
 
-        ``out_of_memory``: the device has too little memory for it beside another stage.
-        ``files_missing``: no PC that is there has some of its files.
+        ``out_of_memory``: too little device memory beside another stage. ``files_missing``: no
+        online PC has some of the files.
         """
         stage = self._find_stage(generation)
         if stage is None or stage.phase == "failed":
@@ -267,7 +264,7 @@ class StageAgent:
         return [StopWorkerAction(generation, kill=kill), SendToCoordinatorAction(failed)]
 
     def on_worker_message(self, generation: int, message: WorkerMessage) -> list[AgentAction]:
-        """A worker reports."""
+        """Handle a worker's report."""
         stage = self._find_stage(generation)
         if stage is None:
             return []
@@ -308,11 +305,10 @@ class StageAgent:
     def worker_states(
         self, transfers: Mapping[int, tuple[int, int, int]], slowdowns: Mapping[str, float]
     ) -> tuple[WorkerState, ...]:
-        """All assignments, as the report to the coordinator shows them.
+        """All assignments for the report to the coordinator.
 
-        ``transfers`` has, by generation, the bytes that are here, those that there are in all, and
-        how many come in a second; ``paces``, by pipeline, how many times as long its steps take as
-        they should.
+        ``transfers`` maps generations to bytes done, bytes in all, and bytes per second;
+        ``slowdowns`` maps pipelines to measured over expected step time.
         """
         none = 0, 0, 0
         return tuple(
@@ -332,11 +328,11 @@ class StageAgent:
         )
 
     def describe(self) -> str:
-        """All assignments in one line, for a person."""
+        """All assignments in one line, for people."""
         return ", ".join(stage.describe() for stage in self._stages.values()) or "no stage"
 
     def resend_reports(self) -> list[SendToCoordinatorAction]:
-        """What to tell again to a coordinator whose connection was lost in between."""
+        """Repeat all reports, after the connection to the coordinator was lost."""
         return [
             SendToCoordinatorAction(each)
             for stage in self._stages.values()
@@ -375,18 +371,18 @@ def _profiles_by_stage(profiles: Mapping[int, Profile], stages: int) -> tuple[Pr
 
 
 def _same_weights(old: Assign, new: Assign) -> bool:
-    """Whether layers that both have are the same in memory."""
+    """Whether layers that both contain are identical in memory."""
     kept = (old.model, old.root, old.dtype, old.quantize)
     return kept == (new.model, new.root, new.dtype, new.quantize)
 
 
 def _same_worker(old: Assign, new: Assign) -> bool:
-    """Whether the worker of ``old`` can serve ``new`` without loading anything."""
+    """Whether the worker of ``old`` can serve ``new`` without loading."""
     return _worker_key(old) == _worker_key(new)
 
 
 def _worker_key(assign: Assign) -> tuple[object, ...]:
-    """What a worker was started with."""
+    """The parameters that a worker is started with."""
     return (
         assign.layers,
         assign.stage,
@@ -400,6 +396,6 @@ def _worker_key(assign: Assign) -> tuple[object, ...]:
     )
 
 
-def is_reportable(decision: AgentAction) -> bool:
-    """Whether a decision changes something that a report shows; a question to a worker doesn't."""
-    return not (isinstance(decision, SendToWorkerAction) and isinstance(decision.message, Ping))
+def is_reportable(action: AgentAction) -> bool:
+    """Whether an action changes what a report shows; a ping doesn't."""
+    return not (isinstance(action, SendToWorkerAction) and isinstance(action.message, Ping))

@@ -1,4 +1,4 @@
-"""One stage of a peer: what it was told to hold, how far it is, and what it tells of that."""
+"""One stage of a peer: assignment, worker, phase, and the reports about them."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,9 +10,9 @@ from molink.wire.messages.peer_reports import StageFailed, StageLoaded, StageRea
 from molink.wire.messages.worker_pipe import WorkerLoaded
 
 StagePhase = Literal["fetching", "loading", "loaded", "ready", "failed"]
-#: States in which a worker process exists.
+#: Phases in which a worker process exists.
 PHASES_WITH_WORKER: frozenset[StagePhase] = frozenset({"loading", "loaded", "ready"})
-#: Characters of a reason in a report to the coordinator: its field holds 1024.
+#: Characters of a failure's reason; the report's field holds 1024.
 MAX_REASON_CHARS = 1000
 
 
@@ -26,25 +26,23 @@ class StageState:
     phase: StagePhase = "fetching"
     pid: int = 0
     loaded: WorkerLoaded | None = None
-    #: Whether a worker that holds other layers is to change to these once their files are there.
+    #: The worker holds other layers and switches to these once their files are here.
     reuses_worker: bool = False
-    #: Whether the worker, which was in a ring that failed perhaps, has to show that it lives.
+    #: The worker, perhaps of a failed ring, has to answer a ping before it is relied on.
     unverified: bool = False
     #: Epoch of the last ring that the worker was told to form.
     forming_epoch: int = -1
-    #: Why it failed; whether that is for want of memory beside another stage, or of files.
+    #: Why the stage failed: for lack of memory beside another stage, of files, or else.
     reason: str = ""
     out_of_memory: bool = False
     files_missing: bool = False
-    #: What its worker said of a neighbour in this epoch.
+    #: Failure of a neighbour in this epoch, as reported by the worker.
     neighbour_failure: StageFailed | None = None
-    #: What the coordinator said of this epoch's stages, by stage.
+    #: Profiles of this epoch's stages, for the scheduler.
     profiles: dict[int, Profile] = field(default_factory=dict)
 
-    # --- what the coordinator is told ---
-
     def loaded_report(self) -> StageLoaded:
-        """Its layers are loaded; only to be called if they are."""
+        """The report that the layers are loaded."""
         assert self.loaded is not None
         return StageLoaded(
             pipeline=self.assignment.pipeline,
@@ -56,7 +54,7 @@ class StageState:
         )
 
     def ready_report(self) -> StageReady:
-        """It has its place in the ring."""
+        """The report that the stage is part of the ring."""
         assign = self.assignment
         return StageReady(pipeline=assign.pipeline, epoch=assign.epoch, stage=assign.stage)
 
@@ -69,7 +67,7 @@ class StageState:
         out_of_memory: bool = False,
         files_missing: bool = False,
     ) -> StageFailed:
-        """It can't go on, or a neighbour can't."""
+        """The report that the stage or a neighbour failed."""
         return StageFailed(
             pipeline=self.assignment.pipeline,
             epoch=self.assignment.epoch,
@@ -81,26 +79,27 @@ class StageState:
             files_missing=files_missing,
         )
 
+    def own_failure_report(self) -> StageFailed:
+        """The report of the stage's own failure."""
+        return self.failure_report(
+            self.reason, out_of_memory=self.out_of_memory, files_missing=self.files_missing
+        )
+
     def current_reports(self) -> list[StageLoaded | StageReady | StageFailed]:
-        """All that the coordinator has been told of its present state."""
+        """All reports about the present state."""
         reports: list[StageLoaded | StageReady | StageFailed] = []
         if self.loaded is not None and not self.unverified:
             reports.append(self.loaded_report())
         if self.phase == "ready":
             reports.append(self.ready_report())
         if self.phase == "failed":
-            out_of_memory, files_missing = self.out_of_memory, self.files_missing
-            reports.append(
-                self.failure_report(
-                    self.reason, out_of_memory=out_of_memory, files_missing=files_missing
-                )
-            )
+            reports.append(self.own_failure_report())
         elif self.neighbour_failure is not None:
             reports.append(self.neighbour_failure)
         return reports
 
     def describe(self) -> str:
-        """In a few words, for a person."""
+        """The stage in a few words, for people."""
         first, last = self.assignment.layers
         reason = f": {self.reason}" if self.phase == "failed" else ""
         return f"stage {self.assignment.stage} (layers {first}:{last}) {self.phase}{reason}"

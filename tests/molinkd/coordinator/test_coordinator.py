@@ -111,7 +111,7 @@ class Peer:
         self.workers = {}
         self.stage, self.models, self.pc = "auto", (), ""
         self.version, self.protocol = "1", PROTOCOL
-        self.prefetched: PrefetchState | None = None
+        self.prefetch: PrefetchState | None = None
         self.replica, self.shared = (0, 0), None
         self.client = Client(
             context,
@@ -144,7 +144,7 @@ class Peer:
             "replica": self.replica,
             "version": self.version,
             "protocol": self.protocol,
-            "prefetched": self.prefetched,
+            "prefetch": self.prefetch,
         }
         self.client.send(msgspec.structs.replace(report, **said))
 
@@ -155,7 +155,7 @@ class Peer:
         if not self.obeys:
             return
         if isinstance(message, Prefetch):
-            self.prefetched = PrefetchState(number=message.number, state="done")
+            self.prefetch = PrefetchState(number=message.number, state="done")
         elif isinstance(message, Assign):
             ids = (message.epoch, message.stage, message.layers, message.pipeline)
             self.workers[message.pipeline] = self.kit.worker("loaded", *ids)
@@ -308,11 +308,11 @@ async def test_join_serve_and_route(scene: Scene, kit: Kit) -> None:
     await owner.ask(serve(kit, min_peers=2))
     guest = await scene.join(await scene.token(owner))
     await scene.until(
-        lambda: all(p.last(Route) and p.last(Route).ready for p in (owner, guest)), owner, guest
+        lambda: all(p.last(Route) and p.last(Route).is_ready for p in (owner, guest)), owner, guest
     )
     assert list(map(type, owner.told[:2])) == [LeaderHeartbeat, Welcome]
     assert owner.last(PeerInfo).peer == guest.id
-    head = owner.last(Route).head
+    head = owner.last(Route).scheduler
     assert (head.peer, head.port) == (owner.id, 5468)
     status = await scene.status(guest)
     assert "scale_out" not in status
@@ -334,7 +334,7 @@ async def test_quantization_reaches_the_stage_and_survives_a_restart(
 ) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit, quantize="nf4"))
-    await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
+    await scene.until(lambda: owner.last(Route) and owner.last(Route).is_ready, owner)
     assert owner.last(Assign).quantize == "nf4"
     assert (await scene.status(owner))["quantize"] == "nf4"
     await scene.stop()
@@ -345,15 +345,15 @@ async def test_quantization_reaches_the_stage_and_survives_a_restart(
 async def test_restart_adopts_running_pipelines(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit))
-    await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
+    await scene.until(lambda: owner.last(Route) and owner.last(Route).is_ready, owner)
     await scene.stop()
     owner.told.clear()
     await scene.start(port=None)
     await scene.until(lambda: owner.last(Route), owner)
-    assert owner.last(Route).ready
+    assert owner.last(Route).is_ready
     assert owner.last(Route).epoch == 1
     assert owner.last(Assign) is None
-    assert scene.coordinator.fleet.deployments[0].ready
+    assert scene.coordinator.fleet.deployments[0].is_ready
 
 
 async def test_single_use_token_admits_one_of_250_peers(scene: Scene) -> None:
@@ -363,7 +363,7 @@ async def test_single_use_token_admits_one_of_250_peers(scene: Scene) -> None:
         asked = [guest.send_request(wish(KeyPair.generate()), timeout=60) for _ in range(250)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
     refused = [one for one in answers if isinstance(one, BaseException)]
-    assert len(scene.state.members()) == 2
+    assert len(scene.state.read_members()) == 2
     assert Counter(type(one) for one in refused) == {TokenError: 249}
     assert {str(one) for one in refused} == {
         "this join token was for 1 PC, which has joined. `molink invite` on a PC of the swarm "
@@ -378,7 +378,7 @@ async def test_vanished_pc_is_lost_with_its_connection(
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     guest.report()
-    live = scene.coordinator.fleet.registry.live
+    live = scene.coordinator.fleet.registry.is_live
     await scene.until(lambda: live(guest.id), owner)
     await guest.client.close()
     await scene.until(lambda: not live(guest.id), owner)
@@ -423,8 +423,8 @@ async def test_invitations_are_listed_and_revoked(scene: Scene) -> None:
     ended = await first.ask(RevokeRequest(ref=0, target=ids[1]))
     assert ended == RevokeReply(ref=ended.ref)
     ended = await owner.ask(RevokeRequest(ref=0, target=ids[0]))
-    (name,) = ended.stayed
-    assert name == scene.coordinator.door.records[first.id].name
+    (name,) = ended.kept_peers
+    assert name == scene.coordinator.membership.records[first.id].name
     assert await listed(owner) == []
     with pytest.raises(NotAuthorized):
         await scene.join(token)
@@ -440,10 +440,10 @@ async def test_expired_invitation_is_rejected(
     token = await scene.token(owner, ttl=60)
     real = time.time()
     monkeypatch.setattr(module.time, "time", lambda: real + 61)
-    await scene.until(lambda: not list(scene.coordinator.door.invitations))
+    await scene.until(lambda: not list(scene.coordinator.membership.invitations))
     with pytest.raises(NotAuthorized):
         await scene.join(token)
-    assert scene.state.invitations() == []
+    assert scene.state.read_invitations() == []
 
 
 async def test_invitation_secret_is_not_stored(scene: Scene) -> None:
@@ -486,7 +486,7 @@ async def test_invalid_requests_are_rejected(scene: Scene, kit: Kit) -> None:
     scene.stack.push_async_callback(stranger.client.close)
     with pytest.raises(NotAuthorized):
         await stranger.connect()
-    await scene.until(lambda: scene.coordinator._server.counters.strangers)
+    await scene.until(lambda: scene.coordinator._server.counters.unauthenticated)
     with pytest.raises(UsageError, match="can't be valid for"):
         await owner.ask(InviteRequest(ref=0, ttl=-1.0))
     owner.client.send(ShutdownRequest(ref=1))
@@ -514,7 +514,7 @@ async def test_goodbye_ends_the_session_but_not_the_membership(scene: Scene) -> 
     await guest.ask(Goodbye(ref=0))
     registry = scene.coordinator.fleet.registry
     assert guest.id in registry.members
-    assert not registry.live(guest.id)
+    assert not registry.is_live(guest.id)
 
 
 async def test_revoked_peer_stays_disconnected(scene: Scene) -> None:
@@ -523,7 +523,7 @@ async def test_revoked_peer_stays_disconnected(scene: Scene) -> None:
     guest, other = await scene.join(token), await scene.join(token)
     await scene.until(lambda: other.last(PeerInfo), owner, guest, other)
     ended = await owner.ask(RevokeRequest(ref=0, target=guest.id))
-    assert ended.stayed == (scene.coordinator.door.records[other.id].name,)
+    assert ended.kept_peers == (scene.coordinator.membership.records[other.id].name,)
     await scene.until(lambda: guest.last(Revoked))
     await scene.until(lambda: not guest.client.is_connected)
     await scene.until(lambda: owner.client.is_connected)
@@ -549,13 +549,15 @@ async def test_devices_of_a_pc_are_removed_with_it(scene: Scene, how: str) -> No
     device.pc = guest.id
     other = await scene.join(await scene.token(guest))
     registry = scene.coordinator.fleet.registry
-    await scene.until(lambda: registry.pc(device.id) == guest.id and other.last(Welcome), device)
+    await scene.until(
+        lambda: registry.primary_peer(device.id) == guest.id and other.last(Welcome), device
+    )
     members = registry.members
     if how == "left":
         await guest.ask(LeaveRequest(ref=0))
     else:
         ended = await scene.revoke(owner, guest.id)
-        assert ended.kept_peers == (scene.coordinator.door.records[other.id].name,)
+        assert ended.kept_peers == (scene.coordinator.membership.records[other.id].name,)
         await scene.until(lambda: device.last(Revoked))
     await scene.until(lambda: set(members) == {owner.id, other.id})
     if how == "revoked":
@@ -592,7 +594,7 @@ async def test_offline_pc_learns_of_its_revocation(scene: Scene) -> None:
     scene.stack.push_async_callback(again.client.close)
     with pytest.raises(NotAuthorized):
         await again.connect()
-    scene.coordinator.door._tell_at[guest.id] = time.monotonic()
+    scene.coordinator.membership._notify_at[guest.id] = time.monotonic()
     await scene.until(lambda: again.last(Revoked))
     assert guest.id not in scene.coordinator.fleet.registry.members
 
@@ -634,7 +636,7 @@ async def test_revoked_peer_is_readmitted(scene: Scene) -> None:
         await owner.ask(UnrevokeRequest(ref=0, target=guest.id))
     await scene.stop()
     await scene.start(port=None)
-    await scene.until(lambda: scene.coordinator.fleet.registry.live(guest.id), back)
+    await scene.until(lambda: scene.coordinator.fleet.registry.is_live(guest.id), back)
 
 
 async def test_number_of_members_is_bounded(scene: Scene) -> None:
@@ -657,7 +659,7 @@ async def test_number_of_members_is_bounded(scene: Scene) -> None:
 async def test_joins_are_rate_limited(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner, uses=5)
-    scene.coordinator.door._rate = JoinRateLimiter(
+    scene.coordinator.membership._join_limiter = JoinRateLimiter(
         time.monotonic(), RateLimit(2, 1e-6), RateLimit(9, 9.0)
     )
     async with scene.guest(token) as guest:
@@ -665,8 +667,8 @@ async def test_joins_are_rate_limited(scene: Scene) -> None:
         answers = await asyncio.gather(*asked, return_exceptions=True)
     refused = Counter(type(one) for one in answers if isinstance(one, BaseException))
     assert refused == {Overloaded: 3}
-    (invitation,) = scene.state.invitations()
-    assert invitation.left == 3, "what was refused has used nothing"
+    (invitation,) = scene.state.read_invitations()
+    assert invitation.uses_left == 3, "what was refused has used nothing"
 
 
 @pytest.mark.parametrize("kind", [StateError, InvariantError])
@@ -681,11 +683,11 @@ async def test_state_error_ends_the_run(
     def full(_pipeline: PipelineRecord) -> Never:
         raise kind("disk full")
 
-    monkeypatch.setattr(scene.state, "commit", full)
+    monkeypatch.setattr(scene.state, "commit_pipeline", full)
     await owner.ask(serve(kit))
     with pytest.raises(kind, match="disk full"):
         async with asyncio.timeout(60):
-            await scene.coordinator.wait()
+            await scene.coordinator.wait_for_failure()
     assert owner.last(Assign) is None
 
 
@@ -723,10 +725,10 @@ async def test_only_owners_replace_the_model(scene: Scene, kit: Kit) -> None:
         model = msgspec.structs.replace(kit.facts, name=name)
         with pytest.raises(NotAuthorized, match="the swarm serves toy; only its first PC"):
             await peer.ask(ServeModel(ref=0, model=model))
-    assert scene.state.models()[0].facts.name == "toy"
+    assert scene.state.read_models()[0].facts.name == "toy"
     new = msgspec.structs.replace(kit.facts, name="new")
     await owner.ask(ServeModel(ref=0, model=new))
-    assert scene.state.models()[0].source == owner.id
+    assert scene.state.read_models()[0].source == owner.id
     with pytest.raises(NotAuthorized):
         await guest.ask(serve(kit))
 
@@ -737,15 +739,15 @@ async def test_serving_stops_on_request(scene: Scene, kit: Kit) -> None:
     with pytest.raises(RequestError, match="serves no model"):
         await owner.ask(StopServing(ref=0))
     await owner.ask(serve(kit))
-    await scene.until(lambda: guest.last(Route) and guest.last(Route).ready, owner, guest)
+    await scene.until(lambda: guest.last(Route) and guest.last(Route).is_ready, owner, guest)
     with pytest.raises(NotAuthorized, match="only the swarm's first PC, or the one"):
         await guest.ask(StopServing(ref=0))
     await owner.ask(StopServing(ref=0))
     await scene.until(lambda: guest.last(RouteRemoved), owner, guest)
-    assert (scene.state.models(), scene.state.pipelines()) == ((), ())
+    assert (scene.state.read_models(), scene.state.read_pipelines()) == ((), ())
     status = await scene.status(owner)
     assert (status["model"], status["pipelines"]) == (None, [])
-    assert "molink stop" in status["trouble"]
+    assert "molink run" in status["trouble"]
 
 
 def asked_for(kit: Kit, *names: str, **changes: Any) -> bytes:
@@ -772,14 +774,14 @@ async def test_only_owners_apply_a_file_of_models(scene: Scene, kit: Kit) -> Non
         await apply(guest, both)
     lines = ["+ toy: 1 replica, for latency", "+ other: 1 replica, for latency"]
     assert await apply(owner, both, dry=True) == lines
-    assert scene.state.models() == ()
+    assert scene.state.read_models() == ()
     assert await apply(owner, both) == lines
-    version = scene.state.version()
+    version = scene.state.read_version()
     assert await apply(owner, both) == []
-    assert scene.state.version() == version
+    assert scene.state.read_version() == version
 
     def ready() -> bool:
-        return all(one.ready for one in scene.coordinator.fleet.deployments)
+        return all(one.is_ready for one in scene.coordinator.fleet.deployments)
 
     await scene.until(ready, owner, guest)
     status = await scene.status(guest)
@@ -787,14 +789,14 @@ async def test_only_owners_apply_a_file_of_models(scene: Scene, kit: Kit) -> Non
     used = [{stage["peer"] for stage in one["stages"]} for one in status["pipelines"]]
     assert used in ([{owner.id}, {guest.id}], [{guest.id}, {owner.id}])
     # A daemon that starts again changes nothing; what a person asks for is not half of a file.
-    await owner.ask(serve(kit, again=True, min_peers=2))
-    assert [one.min_peers for one in scene.state.models()] == [1, 1]
+    await owner.ask(serve(kit, is_retry=True, min_peers=2))
+    assert [one.min_peers for one in scene.state.read_models()] == [1, 1]
     with pytest.raises(RequestError, match="written in a file"):
         await owner.ask(serve(kit))
     for bad in (asked_for(kit, "toy", "toy"), asked_for(kit, "toy", "other", replicas=8), b"x"):
         with pytest.raises(RequestError):
             await apply(owner, bad)
-    assert [(one.facts.name, one.replicas) for one in scene.state.models()] == [
+    assert [(one.facts.name, one.replicas) for one in scene.state.read_models()] == [
         ("toy", 1),
         ("other", 1),
     ]
@@ -807,14 +809,14 @@ async def test_only_owners_apply_a_file_of_models(scene: Scene, kit: Kit) -> Non
     assert [one["model"] for one in status["pipelines"]] == ["toy"]
     await owner.ask(SwitchModel(ref=0, model="other", served=True))
     await scene.until(ready, owner, guest)
-    epochs = [one.epoch for one in scene.state.pipelines()]
+    epochs = [one.epoch for one in scene.state.read_pipelines()]
     await scene.stop()
     await scene.start(port=None)
     assert [one.facts.name for one in scene.coordinator.fleet.models] == ["toy", "other"]
     await scene.until(ready, owner, guest)
-    assert [one.epoch for one in scene.state.pipelines()] == epochs
+    assert [one.epoch for one in scene.state.read_pipelines()] == epochs
     await owner.ask(StopServing(ref=0))
-    assert scene.state.models() == ()
+    assert scene.state.read_models() == ()
 
 
 @pytest.mark.parametrize("how", ["revoked", "left"])
@@ -830,8 +832,8 @@ async def test_invitations_end_with_their_creator(scene: Scene, how: str) -> Non
         await guest.ask(LeaveRequest(ref=0))
     # The one by which a revoked peer came has ended too.
     left = [] if how == "revoked" else [owner.id]
-    assert [one.creator for one in scene.coordinator.door.invitations] == left
-    assert [one.creator for one in scene.state.invitations()] == left
+    assert [one.creator for one in scene.coordinator.membership.invitations] == left
+    assert [one.creator for one in scene.state.read_invitations()] == left
     with pytest.raises(NotAuthorized):
         await scene.join(token)
 
@@ -842,7 +844,7 @@ async def test_flood_of_invitations_leaves_the_owners(scene: Scene) -> None:
     guest = await scene.join(token)
     for _ in range(MAX_INVITATIONS + 4):
         await scene.token(guest)
-    creators = Counter(one.creator for one in scene.coordinator.door.invitations)
+    creators = Counter(one.creator for one in scene.coordinator.membership.invitations)
     assert creators == {owner.id: 1, guest.id: MAX_INVITATIONS}
     await scene.join(token)
 
@@ -851,17 +853,17 @@ async def test_peer_cannot_rename_another(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
     assert (await scene.join(token, owner.keys)).id == owner.id
-    record = scene.coordinator.door.records[owner.id]
-    assert record.owner
+    record = scene.coordinator.membership.records[owner.id]
+    assert record.is_owner
     assert record.name in ("owner", "A")
-    assert scene.state.members()[0].name in ("owner", "A")
+    assert scene.state.read_members()[0].name in ("owner", "A")
     assert not any("guest" in line for line in scene.coordinator.fleet.story)
 
 
 async def test_stage_messages_are_sanitized(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     await owner.ask(serve(kit))
-    await scene.until(lambda: owner.last(Route) and owner.last(Route).ready, owner)
+    await scene.until(lambda: owner.last(Route) and owner.last(Route).is_ready, owner)
     owner.obeys = False
     owner.client.send(StageFailed(pipeline="p1", epoch=1, stage=0, reason="\x1b]0;PWNED\x07"))
     await scene.until(lambda: any("PWNED" in line for line in scene.coordinator.fleet.story), owner)
@@ -903,13 +905,13 @@ async def test_peers_are_sent_the_state_once(scene: Scene) -> None:
         await scene.until(
             lambda: sum(isinstance(one, LeaderHeartbeat) for one in owner.told) > noted  # noqa: B023
         )
-    assert scene.state.version() == owner.replica
+    assert scene.state.read_version() == owner.replica
     assert sum(isinstance(one, StateReplica) for one in owner.told) == told
 
 
 def other_part(scene: Scene, *members: MemberRecord) -> Replica:
     """The state of a part of the swarm that another peer has led."""
-    ours = scene.state.replica()
+    ours = scene.state.to_replica()
     return replace(ours, term=7, revision=99, members=(*ours.members, *members))
 
 
@@ -919,8 +921,8 @@ async def send_state(scene: Scene, peer: Peer, state: Replica) -> None:
     await scene.until(lambda: peer.last(StateRequest), peer)
     data = state.encode()
     peer.client.send(StateReplica(payload=Payload("u8", (len(data),))), data)
-    version = scene.state.version()
-    await scene.until(lambda: scene.state.version() > version)
+    version = scene.state.read_version()
+    await scene.until(lambda: scene.state.read_version() > version)
 
 
 async def test_members_of_another_part_are_imported(scene: Scene) -> None:
@@ -931,7 +933,7 @@ async def test_members_of_another_part_are_imported(scene: Scene) -> None:
     await send_state(scene, owner, other_part(scene, new))
     guest = await scene.peer(keys)
     await scene.until(lambda: guest.last(Welcome))
-    assert not scene.coordinator.door.records[guest.id].owner
+    assert not scene.coordinator.membership.records[guest.id].is_owner
 
 
 @pytest.mark.parametrize("owner_says_so", [True, False])
@@ -942,14 +944,14 @@ async def test_revocations_are_imported_from_owners_only(
     first = await scene.join(await scene.token(owner))
     second = await scene.join(await scene.token(owner))
     await scene.until(lambda: second.last(Welcome))
-    state = scene.state.replica()
+    state = scene.state.to_replica()
     out = tuple(
         replace(one, standing="revoked") if one.peer in (first.id, owner.id) else one
         for one in state.members
     )
     teller = owner if owner_says_so else second
     await send_state(scene, teller, replace(state, term=7, revision=99, members=out))
-    standing = {one.peer: one.standing for one in scene.state.members()}
+    standing = {one.peer: one.standing for one in scene.state.read_members()}
     assert standing[owner.id] == "member"
     assert standing[first.id] == ("revoked" if owner_says_so else "member")
 
@@ -961,7 +963,7 @@ async def test_unrequested_state_is_rejected(scene: Scene) -> None:
     data = other_part(scene, MemberRecord(derive_peer_id(keys.public), keys.public, "new")).encode()
     owner.client.send(StateReplica(payload=Payload("u8", (len(data),))), data)
     assert await scene.status(owner)
-    assert len(scene.state.members()) == 1
+    assert len(scene.state.read_members()) == 1
 
 
 # --- PCs that knock --------------------------------------------------------------------------
@@ -970,7 +972,7 @@ async def test_unrequested_state_is_rejected(scene: Scene) -> None:
 async def knocking(scene: Scene, keys: KeyPair, name: str = "pc") -> tuple[asyncio.Task, str]:
     """A PC that knocks, and the code that it shows."""
     codes: list[PairingCode] = []
-    port = scene.coordinator.porch_port
+    port = scene.coordinator.pairing_port
     nearby = DiscoveredSwarm("", "", "", ("127.0.0.1",), port)
     task = asyncio.create_task(request_pairing(nearby, keys, name, codes.append))
     await scene.until(lambda: codes or task.done())
@@ -980,7 +982,7 @@ async def knocking(scene: Scene, keys: KeyPair, name: str = "pc") -> tuple[async
 async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
     """Any member may let it in; it is written down who has."""
     await scene.stop()
-    await scene.start(porch=0)
+    await scene.start(pairing_port=0)
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     await scene.until(lambda: owner.last(Welcome) and guest.last(Welcome), owner, guest)
@@ -1007,9 +1009,9 @@ async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
     await scene.until(lambda: owner.last(PendingPairings).knocks == (), owner)
     back = await scene.peer(keys)
     await scene.until(lambda: back.last(Welcome), back)
-    (record,) = [one for one in scene.state.members() if one.peer == back.id]
-    (invitation,) = [one for one in scene.state.invitations() if one.id == record.invitation]
-    assert (invitation.creator, invitation.left) == (guest.id, 0)
+    (record,) = [one for one in scene.state.read_members() if one.peer == back.id]
+    (invitation,) = [one for one in scene.state.read_invitations() if one.id == record.invitation]
+    assert (invitation.creator, invitation.uses_left) == (guest.id, 0)
     assert [use.peer for use in invitation.used] == [back.id]
     # A copy of its state folder, while it runs itself.
     with pytest.raises(UsageError, match=r"peer\.key"):
@@ -1021,7 +1023,7 @@ async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
 
 async def test_full_swarm_rejects_pairing(scene: Scene) -> None:
     await scene.stop()
-    await scene.start(porch=0, max_peers=2)
+    await scene.start(pairing_port=0, max_peers=2)
     owner = await scene.peer()
     (task, code), (other, _) = [await knocking(scene, KeyPair.generate()) for _ in range(2)]
     await owner.ask(PairingDecisionRequest(ref=0, code=code))
@@ -1033,12 +1035,12 @@ async def test_full_swarm_rejects_pairing(scene: Scene) -> None:
         await other
     with pytest.raises(Unavailable):
         await (await knocking(scene, KeyPair.generate()))[0]
-    assert len(scene.state.members()) == 2
+    assert len(scene.state.read_members()) == 2
 
 
 async def test_pairing_does_not_use_up_a_token(scene: Scene) -> None:
     await scene.stop()
-    await scene.start(porch=0)
+    await scene.start(pairing_port=0)
     owner = await scene.peer()
     tokens = [await scene.token(owner) for _ in range(MAX_INVITATIONS)]
     task, code = await knocking(scene, KeyPair.generate())
@@ -1049,7 +1051,7 @@ async def test_pairing_does_not_use_up_a_token(scene: Scene) -> None:
 
 async def test_pairing_needs_discovery(scene: Scene) -> None:
     owner = await scene.peer()
-    assert scene.coordinator.porch_port == 0
+    assert scene.coordinator.pairing_port == 0
     with pytest.raises(RequestError, match="discovery"):
         await owner.ask(PairingDecisionRequest(ref=0, code="0000-0001"))
     assert (await scene.status(owner))["pairing_requests"] == []
@@ -1066,7 +1068,7 @@ async def test_duplicate_pc_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatc
     assert first.last(DuplicatePeer) is None
     told = len(first.told)
     await scene.until(lambda: len(first.told) > told + 2, first, second)
-    assert scene.coordinator.fleet.registry.live(first.id)
+    assert scene.coordinator.fleet.registry.is_live(first.id)
 
 
 async def test_swarm_is_updated_pc_by_pc(scene: Scene, kit: Kit) -> None:
@@ -1077,7 +1079,7 @@ async def test_swarm_is_updated_pc_by_pc(scene: Scene, kit: Kit) -> None:
     (reconciler,) = scene.coordinator.fleet.deployments
 
     def stands(*peers: Peer) -> bool:
-        holds = reconciler.formation.peers if reconciler.ready else ()
+        holds = reconciler.formation.peers if reconciler.is_ready else ()
         return set(holds) == {peer.id for peer in peers}
 
     everybody = [owner, *others]
@@ -1116,7 +1118,7 @@ async def test_incompatible_peer_is_excluded(
         __version__,
         PROTOCOL,
     )
-    live = scene.coordinator.fleet.registry.live
+    live = scene.coordinator.fleet.registry.is_live
     await scene.until(lambda: not live(newer.id), owner, newer)
     (shown,) = [p for p in (await scene.status(owner))["peers"] if p["id"] == newer.id]
     assert (shown["state"], shown["version"]) == ("refused", "2.0")

@@ -28,7 +28,18 @@ def test_all_options(tmp_path: Path) -> None:
         "--name",
         "x",
     ]
-    arguments += ["--term", "7", "--leader", "p", "--lost", "q", "--swarm", "s", "--porch", "1"]
+    arguments += [
+        "--term",
+        "7",
+        "--leader",
+        "p",
+        "--lost-peer",
+        "q",
+        "--swarm",
+        "s",
+        "--pairing-port",
+        "1",
+    ]
     arguments += ["--state", str(tmp_path), "--replica", "copy"]
     options = parse_options([*arguments, "--member", f"{KEY}:a:b", f"--member={KEY}:c"])
     assert options == CoordinatorOptions(

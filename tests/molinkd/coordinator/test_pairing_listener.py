@@ -59,7 +59,7 @@ class Scene:
         self.objection: PairingOutcome | None = None
         self.failure: MolinkError | None = None
         self.changes = 0
-        self.porch = PairingListener(
+        self.listener = PairingListener(
             PairingConfig(
                 SWARM,
                 "attic",
@@ -81,7 +81,7 @@ class Scene:
 
     @property
     def nearby(self) -> DiscoveredSwarm:
-        return DiscoveredSwarm("", "", "", ("127.0.0.1",), self.porch.port)
+        return DiscoveredSwarm("", "", "", ("127.0.0.1",), self.listener.port)
 
     def knock(
         self, show: Callable[[PairingCode], None] = lambda _: None, patience: float = 60.0
@@ -89,17 +89,17 @@ class Scene:
         return asyncio.create_task(request_pairing(self.nearby, PC_KEYS, "pc", show, patience))
 
     async def code(self) -> str:
-        await until(lambda: self.porch.pending_requests)
-        return self.porch.pending_requests[0].code
+        await until(lambda: self.listener.pending_requests)
+        return self.listener.pending_requests[0].code
 
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
     before = asyncio.all_tasks()
     scene = Scene()
-    scene.porch.open("127.0.0.1", 0)
+    scene.listener.open("127.0.0.1", 0)
     yield scene
-    await scene.porch.close()
+    await scene.listener.close()
     assert asyncio.all_tasks() <= {*before, asyncio.current_task()}
 
 
@@ -111,7 +111,7 @@ class Raw:
 
     @classmethod
     async def dial(cls, scene: Scene) -> "Raw":
-        return cls(*await asyncio.open_connection("127.0.0.1", scene.porch.port))
+        return cls(*await asyncio.open_connection("127.0.0.1", scene.listener.port))
 
     async def hear(self) -> Challenge | PairingResult | None:
         """The next message; ``None`` once the connection has ended."""
@@ -131,33 +131,33 @@ async def test_approved_pc_is_admitted(scene: Scene) -> None:
     shown: list[PairingCode] = []
     knocking = scene.knock(shown.append)
     code = await scene.code()
-    (waiting,) = scene.porch.pending_requests
+    (waiting,) = scene.listener.pending_requests
     assert abs(waiting.since - time.time()) < 60
     await until(lambda: shown)
     assert shown == [PairingCode(SWARM, "attic", code)]
-    assert scene.porch.decide_request(code, "owner", refuse=False) == "pc"
+    assert scene.listener.decide_request(code, "owner", refuse=False) == "pc"
     assert scene.members == {PC_KEYS.public: ("pc", "owner")}
     assert await knocking == MembershipRecord(
         swarm=SWARM,
         coordinator_key=SWARM_KEYS.public,
         addresses=("127.0.0.1:5466", "10.0.0.7:5466"),
     )
-    assert scene.porch.pending_requests == []
+    assert scene.listener.pending_requests == []
 
 
 async def test_rejected_pc_is_told_why(scene: Scene) -> None:
     knocking = scene.knock()
-    assert scene.porch.decide_request(await scene.code(), "owner", refuse=True) == "pc"
+    assert scene.listener.decide_request(await scene.code(), "owner", refuse=True) == "pc"
     with pytest.raises(PairingRefused):
         await knocking
     knocking = scene.knock()
     scene.failure = Unavailable("the swarm has 64 PCs")
     with pytest.raises(Unavailable, match="64 PCs"):
-        scene.porch.decide_request(await scene.code(), "owner", refuse=False)
+        scene.listener.decide_request(await scene.code(), "owner", refuse=False)
     with pytest.raises(Unavailable, match="as many PCs"):
         await knocking
     with pytest.raises(RequestError, match="no waiting PC"):
-        scene.porch.decide_request("0000-0000", "owner", refuse=False)
+        scene.listener.decide_request("0000-0000", "owner", refuse=False)
     assert scene.members == {}
 
 
@@ -183,7 +183,7 @@ async def test_pending_pc_expires(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(knocks, "DECISION_TIMEOUT_S", 0.0)
     knocking = scene.knock()
     await until(lambda: scene.changes)
-    scene.porch.on_timer()
+    scene.listener.on_timer()
     with pytest.raises(PairingUnanswered):
         await knocking
 
@@ -192,25 +192,25 @@ async def test_disconnected_pc_is_dropped(scene: Scene) -> None:
     knocking = scene.knock()
     code = await scene.code()
     knocking.cancel()
-    await until(lambda: not scene.porch.pending_requests)
+    await until(lambda: not scene.listener.pending_requests)
     with pytest.raises(RequestError, match="no waiting PC"):
-        scene.porch.decide_request(code, "owner", refuse=False)
+        scene.listener.decide_request(code, "owner", refuse=False)
 
 
 async def test_closed_listener_ends_pairing(scene: Scene) -> None:
     knocking = scene.knock()
     await scene.code()
-    await scene.porch.close()
+    await scene.listener.close()
     with pytest.raises(Unavailable, match="was lost"):
         await knocking
 
 
 async def test_unexpected_swarm_is_rejected(scene: Scene) -> None:
     for swarm, key in (("cd" * 8, SWARM_KEYS.public), (SWARM, PC_KEYS.public)):
-        nearby = DiscoveredSwarm(swarm, "attic", key, ("127.0.0.1",), scene.porch.port)
+        nearby = DiscoveredSwarm(swarm, "attic", key, ("127.0.0.1",), scene.listener.port)
         with pytest.raises(WireError, match="pretends"):
             await request_pairing(nearby, PC_KEYS, "pc", lambda _: None)
-    assert scene.porch.pending_requests == []
+    assert scene.listener.pending_requests == []
 
 
 async def test_unreachable_swarm_is_reported(scene: Scene) -> None:
@@ -250,11 +250,11 @@ async def test_replayed_pairing_gets_another_code(scene: Scene) -> None:
         raw.writer.write(encode_frame(reveal))
         codes.append(code)
         raws.append(raw)
-    await until(lambda: len(scene.porch.pending_requests) == 2)
+    await until(lambda: len(scene.listener.pending_requests) == 2)
     assert len(set(codes)) == 2
-    scene.porch.decide_request(codes[0], "owner", refuse=False)
+    scene.listener.decide_request(codes[0], "owner", refuse=False)
     assert (await raws[0].hear()) is not None
-    assert [one.code for one in scene.porch.pending_requests] == codes[1:]
+    assert [one.code for one in scene.listener.pending_requests] == codes[1:]
     for raw in raws:
         await raw.close()
 
@@ -286,10 +286,10 @@ async def test_man_in_the_middle_is_exposed(scene: Scene) -> None:
     async with server:
         nearby = DiscoveredSwarm("", "", "", ("127.0.0.1",), server.sockets[0].getsockname()[1])
         knocking = asyncio.create_task(request_pairing(nearby, PC_KEYS, "pc", shown.append))
-        await until(lambda: shown and scene.porch.pending_requests)
-        assert scene.porch.pending_requests[0].code != shown[0].code
+        await until(lambda: shown and scene.listener.pending_requests)
+        assert scene.listener.pending_requests[0].code != shown[0].code
         with pytest.raises(RequestError, match="no waiting PC"):
-            scene.porch.decide_request(shown[0].code, "owner", refuse=False)
+            scene.listener.decide_request(shown[0].code, "owner", refuse=False)
         done.set()
         with pytest.raises(Unavailable):
             await knocking
@@ -306,8 +306,8 @@ async def test_pairing_with_a_foreign_key_admits_only_that_key(scene: Scene) -> 
     challenge = await raw.hear()
     assert isinstance(challenge, Challenge)
     raw.writer.write(encode_frame(knocker.answer_challenge(challenge)[0]))
-    await until(lambda: len(scene.porch.pending_requests) == 2)
-    scene.porch.decide_request(own, "owner", refuse=False)
+    await until(lambda: len(scene.listener.pending_requests) == 2)
+    scene.listener.decide_request(own, "owner", refuse=False)
     assert (await knocking).swarm == SWARM
     await raw.close()
 
@@ -331,7 +331,7 @@ async def test_invalid_message_ends_the_connection(scene: Scene) -> None:
         while await raw.hear() is not None:
             pass
         await raw.close()
-    assert scene.porch.pending_requests == []
+    assert scene.listener.pending_requests == []
     assert scene.changes == 0
 
 
@@ -341,18 +341,18 @@ async def test_half_open_connections_do_not_block_others(
     """One address has few; they end by themselves, and then it may knock again."""
     begun = [await Raw.dial(scene) for _ in range(MAX_JOINERS_PER_ADDRESS)]
     begun[0].writer.write(struct.pack(">H", 500) + b"half")
-    await until(lambda: len(scene.porch._writers) == MAX_JOINERS_PER_ADDRESS)
+    await until(lambda: len(scene.listener._writers) == MAX_JOINERS_PER_ADDRESS)
     refused = await Raw.dial(scene)
     assert await refused.hear() is None
     await refused.close()
     with monkeypatch.context() as later:
         later.setattr(time, "monotonic", lambda: 1e9)
-        scene.porch.on_timer()
+        scene.listener.on_timer()
     for raw in begun:
         assert await raw.hear() is None
         await raw.close()
     knocking = scene.knock()
-    scene.porch.decide_request(await scene.code(), "owner", refuse=False)
+    scene.listener.decide_request(await scene.code(), "owner", refuse=False)
     await knocking
 
 
@@ -366,7 +366,7 @@ async def test_flood_is_rate_limited(scene: Scene) -> None:
             with socket.socket() as one:
                 one.setblocking(False)
                 with suppress(OSError):
-                    one.connect(("127.0.0.1", scene.porch.port))
+                    one.connect(("127.0.0.1", scene.listener.port))
                 with suppress(OSError):
                     one.send(b"\x04\x00" + bytes(1024))
             await asyncio.sleep(0)
@@ -374,8 +374,8 @@ async def test_flood_is_rate_limited(scene: Scene) -> None:
     finally:
         tracemalloc.stop()
     assert grown < 10 << 20
-    assert len(scene.porch._writers) <= MAX_JOINERS_PER_ADDRESS
-    scene.porch.decide_request(code, "owner", refuse=False)
+    assert len(scene.listener._writers) <= MAX_JOINERS_PER_ADDRESS
+    scene.listener.decide_request(code, "owner", refuse=False)
     assert (await knocking).swarm == SWARM
 
 
@@ -385,7 +385,7 @@ async def test_incompatible_pc_is_never_pending(
     monkeypatch.setattr("molink.swarm.membership.pairing.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(VersionMismatch):
         await scene.knock()
-    assert scene.porch.pending_requests == []
+    assert scene.listener.pending_requests == []
 
 
 def test_incompatible_pc_is_told_what_to_update() -> None:

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molink.swarm.agent.pause_policy import (
-    BUSY_S,
     CONTENTION_REASON,
     DRAINED_REASON,
-    FREE_S,
+    PAUSE_DELAY_S,
+    RESUME_DELAY_S,
     DailyWindow,
     DeviceContention,
     PausePolicy,
@@ -73,12 +73,12 @@ def test_sustained_use_pauses_until_it_ends() -> None:
     now = watch(others, 0.95, now, 5)
     assert not others.busy, "a film's first frames are no game"
     now = watch(others, 0.0, now, 60)
-    now = watch(others, 0.95, now, BUSY_S + 5)
+    now = watch(others, 0.95, now, PAUSE_DELAY_S + 5)
     assert others.busy
     # A loading screen.
-    now = watch(others, 0.05, now, FREE_S / 2)
+    now = watch(others, 0.05, now, RESUME_DELAY_S / 2)
     now = watch(others, 0.95, now, 30)
-    now = watch(others, 0.05, now, FREE_S)
+    now = watch(others, 0.05, now, RESUME_DELAY_S)
     assert others.busy, "it has not been over for long enough"
     watch(others, 0.05, now, 30)
     assert not others.busy
@@ -118,7 +118,7 @@ def test_contention_changes_only_after_a_delay(shares: list[float]) -> None:
         was = others.busy
         others.observe_usage(share, float(second))
         if others.busy != was:
-            assert second - changes[-1] >= (BUSY_S if others.busy else FREE_S)
+            assert second - changes[-1] >= (PAUSE_DELAY_S if others.busy else RESUME_DELAY_S)
             changes.append(second)
 
 

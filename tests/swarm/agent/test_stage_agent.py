@@ -269,7 +269,7 @@ def test_banned_previous_stage_is_blamed() -> None:
     assert isinstance(tell.message, StageFailed)
     assert (tell.message.previous_blocked, tell.message.next_lost) == (True, False)
     assert state(keeper) == ("ready", 1)
-    for change in ({"epoch": 0}, {"previous": False}):
+    for change in ({"epoch": 0}, {"is_previous_stage": False}):
         assert keeper.on_worker_message(1, msgspec.structs.replace(blocked, **change)) == []
 
 

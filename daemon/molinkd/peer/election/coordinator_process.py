@@ -199,7 +199,7 @@ def create_coordinator_process(
     """
     settings, home = host.settings, host.home
     #: Only the first run is told.
-    once = ["--lost", action.lost_leader] if action.lost_leader else []
+    once = ["--lost-peer", action.lost_leader] if action.lost_leader else []
     if membership is None and "coordinator_port" in settings.chosen_ports:
         once.append("--only-port")  # of a swarm that exists the members know the port
 
@@ -216,7 +216,7 @@ def create_coordinator_process(
         else:
             options += ["--swarm", membership.swarm]
         if settings.discovery:
-            options += ["--porch", str(settings.pairing_port)]
+            options += ["--pairing-port", str(settings.pairing_port)]
         for address in advertised_addresses(settings.host, settings.advertise):
             options += ["--address", address]
         options += once
