@@ -1,7 +1,7 @@
-"""From a request of any protocol to its answer: the one way that all of them go.
+"""Handles generation requests of all protocols.
 
-A protocol's adapter says what is asked in the terms of the OpenAI bodies (:class:`ClientRequest`),
-and how the answer looks (:class:`molinkd.api.openai_encoders.ResponseEncoder`).
+A protocol's routes convert its body to an OpenAI body (:class:`ClientRequest`) and choose the
+encoder of the answer (:class:`molinkd.api.openai_encoders.ResponseEncoder`).
 """
 
 import logging
@@ -34,9 +34,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """What a client asks for, in the terms of the OpenAI bodies.
+    """A client's request as an OpenAI body.
 
-    ``field_names`` are the protocol's own names of fields of ``body``, for errors
+    ``field_names`` maps fields of ``body`` to the protocol's own names, for errors
     (:func:`molinkd.api.protocol_conversion.rename_error_fields`).
     """
 
@@ -47,7 +47,7 @@ class ClientRequest:
 
 
 class GenerationHandler:
-    """Has prompts read, plans made and answers generated, and writes these as they come."""
+    """Tokenizes prompts, runs generations and sends the answers."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class GenerationHandler:
     async def handle_request(
         self, request: web.Request, client_request: ClientRequest
     ) -> web.StreamResponse:
-        """The answer to ``request``, which has asked for ``ask``.
+        """Answer ``request``, which was converted to ``client_request``.
 
         Raises:
-            MolinkError: nothing has been sent yet.
-            ConnectionError: the client has gone.
+            MolinkError: nothing was sent yet.
+            ConnectionError: the client disconnected.
         """
         plan, usage = await self._make_plan(request, client_request)
         encoder = client_request.create_encoder(plan)
@@ -90,10 +90,10 @@ class GenerationHandler:
         return json_response(encoder.encode_response(answers, usage))
 
     async def count_prompt_tokens(self, request: web.Request, client_request: ClientRequest) -> int:
-        """Tokens of the prompts of ``ask``.
+        """Count the prompt tokens of ``client_request``.
 
         Raises:
-            MolinkError: they can't be read.
+            MolinkError: the prompts are invalid.
         """
         plan, _ = await self._make_plan(request, client_request)
         return plan.prompt_tokens
@@ -153,5 +153,5 @@ class GenerationHandler:
 
 
 def json_response(body: bytes) -> web.Response:
-    """``body``, which is JSON, as an answer."""
+    """Respond with encoded JSON."""
     return web.Response(body=body, content_type="application/json")

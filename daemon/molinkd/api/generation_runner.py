@@ -1,4 +1,4 @@
-"""Runs the generations of one request; closes each of them whatever happens."""
+"""Runs the generations of one request and closes each of them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -10,20 +10,19 @@ from molinkd.api.metrics import RequestRecorder
 from molinkd.api.output_processor import OutputProcessor, TextPiece
 from molinkd.api.request_plan import ChoicePlan, RequestPlan
 
-#: Called with the index of a choice and what was added to it.
+#: Called with the index of a choice and the piece added to it.
 Emit = Callable[[int, TextPiece], Awaitable[None]]
 
 
 class _DeadlinePassedError(Exception):
-    """The time that the client gave its request is over."""
+    """The request's time is over."""
 
 
 class Usage:
-    """What an answer reports of itself: tokens of its prompts and choices, and what they took.
+    """Token counts and timings of an answer.
 
     Times are of ``time.perf_counter``: ``started_at`` when the request was read, ``loaded_at`` when
-    its model's tokenizer was there, ``first_token_at`` and ``last_token_at`` when its first and its
-    last token came.
+    the tokenizer was loaded, ``first_token_at`` and ``last_token_at`` of the first and last token.
     """
 
     def __init__(self, prompt_tokens: int, started_at: float, loaded_at: float) -> None:
@@ -33,22 +32,22 @@ class Usage:
         self.first_token_at = self.last_token_at = 0.0
         self._reasoning_tokens = 0
         self._cached: dict[int, int] = {}
-        #: How likely each choice's answer is.
+        #: Mean logprob of each choice.
         self.scores: dict[int, float] = {}
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the answers that are thoughts."""
+        """Reasoning tokens of the answers."""
         return self._reasoning_tokens
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts that were in the prefix cache."""
+        """Prompt tokens found in the prefix cache."""
         return sum(self._cached.values())
 
     @property
     def prompt_s(self) -> float:
-        """Seconds until the first token, after the model was loaded."""
+        """Seconds to the first token, after the tokenizer was loaded."""
         return max(self.first_token_at - self.loaded_at, 0.0)
 
     @property
@@ -57,12 +56,12 @@ class Usage:
         return self.last_token_at - self.first_token_at
 
     def record_token(self, now: float) -> None:
-        """A token came, of any choice."""
+        """Record a token of any choice."""
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
 
     def add_answer(self, choice: ChoicePlan, text: OutputProcessor) -> None:
-        """Add an answer that is over. A prompt with ``n`` answers is counted once."""
+        """Add a finished answer. A prompt with ``n`` answers is counted once."""
         self.completion_tokens += text.tokens
         self.scores[choice.index] = text.score
         self._reasoning_tokens += text.reasoning_tokens
@@ -70,7 +69,7 @@ class Usage:
         self._cached[choice.prompt_index] = cached
 
     def as_json(self) -> dict[str, object]:
-        """OpenAI's ``usage`` object."""
+        """Return OpenAI's ``usage`` object."""
         usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -82,7 +81,7 @@ class Usage:
         return usage
 
     def to_timings(self) -> dict[str, float]:
-        """llama-server's ``to_timings`` object; the time until the first token is the prompt's."""
+        """Return llama-server's ``timings``; the prompt's time lasts until the first token."""
         computed = self.prompt_tokens - self.cached_tokens
         return {
             "cache_n": self.cached_tokens,
@@ -103,13 +102,13 @@ def _speed_fields(name: str, tokens: int, seconds: float) -> dict[str, float]:
 async def generate_all(
     backend: Backend, plan: RequestPlan, recorder: RequestRecorder, usage: Usage, emit: Emit
 ) -> None:
-    """Run every choice of ``plan`` at once, counted in ``usage``; what they add goes to ``emit``.
+    """Run all choices of ``plan`` concurrently; pieces go to ``emit``, counts to ``usage``.
 
-    A choice that fails ends the others. When this coroutine is cancelled, so are they.
+    An error of one choice ends the others. Cancelling this coroutine cancels all.
 
     Raises:
-        MolinkError: what the backend raised; of several choices' errors, the first.
-        DeadlineExceeded: no token came in time; answers that have begun are only cut off.
+        MolinkError: the first error of the backend.
+        DeadlineExceeded: no token in time; answers that have started are truncated instead.
     """
     if len(plan.choices) == 1:
         await _generate(backend, plan, plan.choices[0], usage, recorder, emit)
@@ -159,10 +158,10 @@ async def _generate(
 async def _next_token(
     tokens: AsyncGenerator[GeneratedToken, None], until: float | None
 ) -> GeneratedToken | None:
-    """The next one, if there is one.
+    """Return the next token; ``None`` at the end.
 
     Raises:
-        _DeadlinePassedError: it is ``until`` by the loop's clock.
+        _DeadlinePassedError: ``until`` (loop time) has passed.
     """
     if until is None:
         return await anext(tokens, None)

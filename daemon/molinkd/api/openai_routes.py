@@ -41,7 +41,7 @@ class OpenAIRoutes:
         return json_response(json.encode(_model_json(model)))
 
     async def get_props(self, request: web.Request) -> web.Response:
-        """``GET /props`` of llama-server, by which its clients learn what fits (``?model=``)."""
+        """``GET /props`` of llama-server, with the context length (``?model=``)."""
         loaded_model = await self._catalog.load_model(request.query.get("model"))
         model, template = loaded_model.model, loaded_model.tokenizer.chat_template
         found = {
@@ -82,7 +82,7 @@ def _model_json(model: ServedModel) -> dict[str, object]:
         "object": "model",
         "created": model.created,
         "owned_by": "molink",
-        # As vLLM's and llama-server's clients look for them.
+        # Fields that clients of vLLM and llama-server read.
         "root": model.name,
         "parent": None,
         "max_model_len": model.max_model_len,

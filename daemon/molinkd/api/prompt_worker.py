@@ -1,8 +1,7 @@
-"""A process that reads prompts: renders templates and tokenizes texts, all of it hostile.
+"""A process that renders chat templates and tokenizes texts, all of them untrusted.
 
-Neither can be interrupted, and a template holds the interpreter's lock all the while. So they run
-in a process that is ended when it takes too long. It exits with its pipe: an orphan would go on
-with what nobody waits for.
+Neither can be interrupted, and a template may hold the GIL, so both run in a process that is killed
+on timeout. It exits when its pipe closes, so that no orphan keeps working.
 """
 
 import os
@@ -36,10 +35,10 @@ from molinkd.api.structured_output import compile_call_grammar, compile_grammar
 
 
 def tokenize_prompts(request: TokenizePrompts, tokenizer: Tokenizer) -> TokenizedPrompts:
-    """The prompts of a request, and what its answer is held to.
+    """Tokenize the prompts of a request and compile its grammar.
 
     Raises:
-        RequestError, ContextTooLong: they can't be read, or don't fit.
+        RequestError, ContextTooLong: the prompts are invalid or too long.
     """
     model = ServedModel(request.name, Path(request.folder), request.max_model_len, 0)
     loaded_model = LoadedModel(model, tokenizer, request.tool_call_parser)
@@ -79,7 +78,7 @@ def _read_requests(stream: BinaryIO, requests: "queue.SimpleQueue[PromptWorkerRe
 
 
 def main() -> None:
-    """Answer what comes over standard input, one after the other, until it ends."""
+    """Answer requests from standard input, one at a time, until it closes."""
     requests: queue.SimpleQueue[PromptWorkerRequest] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(sys.stdin.buffer, requests), daemon=True).start()
     tokenizers: dict[str, Tokenizer] = {}

@@ -1,4 +1,4 @@
-"""What the endpoint and the processes that read prompts say to each other, over their pipes."""
+"""Messages between the endpoint and its prompt workers, over pipes."""
 
 import msgspec
 
@@ -8,24 +8,23 @@ from molink.wire.messages.base import Message
 from molinkd.api.loaded_model import LoadedModel
 from molinkd.api.openai_schema import ChatBody, GenerationBody, pack_body
 
-#: Bytes of a message; its parts have bounds of their own, so a longer one is garbage.
+#: Maximum message size in bytes; the parts have their own limits.
 MAX_MESSAGE_BYTES = 1 << 28
 
-#: What can be wrong with a prompt or a model, by the names of the errors.
+#: Errors that a worker may report, by name.
 _ERRORS: dict[str, type[MolinkError]] = {
     kind.__name__: kind for kind in (BrokenModel, ContextTooLong, RequestError)
 }
 
 
 class LoadTokenizer(Message, frozen=True, tag="open"):
-    """Load the tokenizer of a model's folder; answered with :class:`TokenizedPrompts` without
-    any."""
+    """Load a model's tokenizer; answered by an empty :class:`TokenizedPrompts`."""
 
     folder: str
 
 
 class TokenizePrompts(Message, frozen=True, tag="read"):
-    """Tokenize the prompts of a request for a loaded tokenizer.
+    """Tokenize the prompts of a request with a loaded tokenizer.
 
     ``body`` is a :class:`ChatBody` (``is_chat``) or a :class:`CompletionBody`, packed by
     :func:`~molinkd.api.openai_schema.pack_body`.
@@ -40,10 +39,10 @@ class TokenizePrompts(Message, frozen=True, tag="read"):
 
     @classmethod
     def from_body(cls, body: GenerationBody, loaded_model: LoadedModel) -> "TokenizePrompts":
-        """The message for a body that asks for that model.
+        """Build the message for a body and its model.
 
         Raises:
-            RequestError: the body has an integer of more than 64 bits.
+            RequestError: an integer of the body exceeds 64 bits.
         """
         model = loaded_model.model
         return cls(
@@ -57,9 +56,9 @@ class TokenizePrompts(Message, frozen=True, tag="read"):
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """Ids of one prompt; ``text`` only where the answer has to echo it.
+    """Token ids of a prompt; ``text`` only if the answer must echo it.
 
-    ``tail`` is the end of a conversation's text: a template may begin the answer there.
+    ``tail`` is the end of a conversation's text: a template may start the answer there.
     """
 
     ids: tuple[int, ...]
@@ -68,14 +67,14 @@ class PromptTokens(msgspec.Struct, frozen=True):
 
 
 class TokenizedPrompts(Message, frozen=True, tag="prompts"):
-    """What was read; ``grammar`` is what the answers are held to, empty if they may be anything."""
+    """Tokenized prompts; ``grammar`` constrains the answers, empty without a constraint."""
 
     prompts: tuple[PromptTokens, ...] = ()
     grammar: bytes = b""
 
 
 class PromptRefusal(Message, frozen=True, tag="refusal"):
-    """Something is wrong with the prompt or the model; ``kind`` is a name of :data:`_ERRORS`."""
+    """The prompt or model is invalid; ``kind`` is a name of :data:`_ERRORS`."""
 
     kind: str
     text: str
@@ -83,13 +82,13 @@ class PromptRefusal(Message, frozen=True, tag="refusal"):
 
     @classmethod
     def from_error(cls, error: MolinkError) -> "PromptRefusal":
-        """What stands for ``to_error``; for one that is not foreseen, as for a request's."""
+        """Convert ``error``; unexpected kinds become a :class:`RequestError`."""
         kind = type(error).__name__
         known = kind if kind in _ERRORS else RequestError.__name__
         return cls(known, str(error), getattr(error, "param", None))
 
     def to_error(self) -> MolinkError:
-        """The error itself."""
+        """Convert back to the error."""
         kind = _ERRORS.get(self.kind, RequestError)
         if issubclass(kind, RequestError):
             return kind(self.text, self.param)
@@ -97,7 +96,7 @@ class PromptRefusal(Message, frozen=True, tag="refusal"):
 
 
 class PromptWorkerFault(Message, frozen=True, tag="fault"):
-    """Our own code failed; ``trace`` is for the log."""
+    """The worker's own code failed; ``trace`` is for the log."""
 
     trace: str
 

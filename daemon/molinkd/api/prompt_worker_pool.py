@@ -1,4 +1,4 @@
-"""Has prompts read by processes of their own, each piece of work within a deadline."""
+"""Tokenizes prompts in worker processes with timeouts."""
 
 import asyncio
 import contextlib
@@ -30,28 +30,26 @@ from molinkd.api.prompt_worker_messages import (
 
 _LOG = logging.getLogger(__name__)
 
-#: A body up to this many bytes is short: read in milliseconds. It never waits for a long one.
+#: Bodies up to this size are short: tokenized in milliseconds, and never queued behind long ones.
 SHORT_BODY_BYTES = 32 * 1024
-#: Seconds that a short body, a long one, and the loading of a tokenizer may take.
+#: Timeouts in seconds: short bodies, long bodies, loading a tokenizer.
 SHORT_S, LONG_S, OPEN_S = 2.0, 20.0, 60.0
-#: Requests that may wait: short ones as many as there may be connections, and of long ones what
-#: memory has room for.
+#: Maximum queue lengths: short bodies up to the connection limit, long ones limited by memory.
 MAX_SHORT, MAX_LONG = 512, 128
-#: Seconds without work after which a process ends that others can stand in for: each has its own
-#: copy of the tokenizers.
+#: Idle seconds after which extra workers exit; each has its own copy of the tokenizers.
 IDLE_TIMEOUT_S = 60.0
-#: Tokenizers that a process may hold; it is started anew for more.
+#: Maximum tokenizers per worker; it is restarted to load more.
 _MAX_TOKENIZERS = 4
-#: Seconds that a process has to exit by itself.
+#: Seconds that a worker has to exit by itself.
 _EXIT_TIMEOUT_S = 2.0
-#: ``-P``: a folder called molinkd where the user happens to be is none of ours.
+#: ``-P``: never import a folder named molinkd from the working directory.
 _COMMAND = (sys.executable, "-P", "-m", "molinkd.api.prompt_worker")
 
 _DECODER: msgspec.msgpack.Decoder[PromptWorkerReply] = msgspec.msgpack.Decoder(PromptWorkerReply)
 
 
 class PromptTokenizer(Protocol):
-    """Makes token ids of what clients send."""
+    """Tokenizes prompts of clients."""
 
     async def tokenize_prompts(
         self, client: str, loaded_model: LoadedModel, body: GenerationBody
@@ -59,23 +57,23 @@ class PromptTokenizer(Protocol):
         """Tokenize the prompts of ``body``, sent by ``client``.
 
         Raises:
-            RequestError: they can't be read, or not in time.
-            ContextTooLong: one is so long that it can't fit.
-            Overloaded: too many wait already.
+            RequestError: the prompts are invalid, or take too long.
+            ContextTooLong: a prompt can't fit the context.
+            Overloaded: the queue is full.
         """
         ...
 
     async def close(self) -> None:
-        """End what it has started."""
+        """Stop all workers."""
         ...
 
 
 class PromptWorkers:
-    """Two processes for short bodies and one for long ones, each started when it is needed."""
+    """Two workers for short bodies and one for long ones, started on demand."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """``options`` are further ones of ``Popen``."""
-        # The first stays, so that no prompt waits for a start.
+        """``options`` are extra arguments of ``Popen``."""
+        # The first worker stays, so that no prompt waits for a start.
         short = [
             _PromptWorker(options, SHORT_S, None),
             _PromptWorker(options, SHORT_S, IDLE_TIMEOUT_S),
@@ -92,12 +90,12 @@ class PromptWorkers:
         return await pool.submit_prompt(client, loaded_model.tokenizer, request)
 
     async def close(self) -> None:
-        """End the processes."""
+        """Stop the workers."""
         await asyncio.gather(self._short.close(), self._long.close())
 
 
 class _WorkerExitedError(Exception):
-    """The process ended instead of answering; ``timed_out`` if it was made to."""
+    """The worker exited instead of answering; ``timed_out`` if it was killed."""
 
     def __init__(self, timed_out: bool) -> None:
         super().__init__()
@@ -112,12 +110,12 @@ class _QueuedPrompt:
 
 
 class _WorkerPool:
-    """Some processes, and what waits for them; the first one that is free takes the next."""
+    """Workers with a shared queue; the next free worker takes the next prompt."""
 
     def __init__(self, processes: "Sequence[_PromptWorker]", max_queue_len: int) -> None:
         self._processes = processes
         self._queue: FairQueue[_QueuedPrompt] = FairQueue(max_queue_len)
-        #: What each process is doing now.
+        #: The running task of each busy worker.
         self._tasks: dict[_PromptWorker, asyncio.Task[None]] = {}
         self._idle: dict[_PromptWorker, asyncio.TimerHandle] = {}
 
@@ -136,7 +134,7 @@ class _WorkerPool:
             self._queue.discard_item(client, prompt)
 
     async def close(self) -> None:
-        """End the processes, and whatever waits for them."""
+        """Stop the workers and cancel queued prompts."""
         while (prompt := self._queue.pop_item()) is not None:
             prompt.result.cancel()
         for timer in self._idle.values():
@@ -149,12 +147,12 @@ class _WorkerPool:
         await asyncio.gather(*(process.stop_process() for process in self._processes))
 
     def _dispatch(self) -> None:
-        """Give what waits to those that are free."""
+        """Assign queued prompts to free workers."""
         for process in self._processes:
             if process in self._tasks:
                 continue
             prompt = self._queue.pop_item()
-            while prompt is not None and prompt.result.done():  # its client has gone
+            while prompt is not None and prompt.result.done():  # its client disconnected
                 prompt = self._queue.pop_item()
             if prompt is None:
                 return
@@ -189,14 +187,14 @@ class _WorkerPool:
             self._idle[process] = loop.call_later(process.idle_s, self._stop_idle, process)
 
     def _stop_idle(self, process: "_PromptWorker") -> None:
-        """There has been no work for it for a while."""
+        """Stop a worker that was idle for a while."""
         del self._idle[process]
         if process not in self._tasks:
             self._start_task(process, process.stop_process())
 
 
 class _PromptWorker:
-    """A process that reads prompts, one at a time; started, and started again, as needed."""
+    """A worker process with one prompt at a time; restarted as needed."""
 
     def __init__(self, options: Mapping[str, Any], deadline_s: float, idle_s: float | None) -> None:
         self.idle_s = idle_s
@@ -204,37 +202,37 @@ class _PromptWorker:
         self._deadline_s = deadline_s
         self._process: subprocess.Popen[bytes] | None = None
         self._timed_out = False
-        #: By folder, for which tokenizer of ours it has loaded its own.
+        #: The tokenizer loaded for each folder; a reloaded one is loaded again in the worker.
         self._tokenizers: dict[str, Tokenizer] = {}
 
     async def tokenize_prompts(
         self, request: TokenizePrompts, tokenizer: Tokenizer
     ) -> TokenizedPrompts:
         """See :class:`PromptTokenizer`."""
-        for _ in range(2):  # a process that somebody has killed is no reason to fail
+        for _ in range(2):  # retry once if the process was killed from outside
             try:
                 await self._load_tokenizer(request.folder, tokenizer)
                 return await self._exchange(request, self._deadline_s)
             except _WorkerExitedError as ended:
                 if ended.timed_out:
-                    text = f"it takes more than {self._deadline_s:g} s to read this prompt"
+                    text = f"tokenizing this prompt takes more than {self._deadline_s:g} s"
                     raise RequestError(text) from None
         raise RequestError("the model's tokenizer fails on this prompt")
 
     def kill_process(self) -> None:
-        """End it in the middle of its work."""
+        """Kill the process, also while it works."""
         if self._process is not None:
             self._process.kill()
 
     async def stop_process(self) -> None:
-        """See it out."""
+        """Let the process exit."""
         process, self._process = self._process, None
         self._tokenizers.clear()
         if process is not None:
             await asyncio.to_thread(_stop_process, process)
 
     async def _load_tokenizer(self, folder: str, tokenizer: Tokenizer) -> None:
-        """See to it that it has the tokenizer."""
+        """Load the tokenizer in the worker unless it has it."""
         if self._tokenizers.get(folder) is tokenizer:
             return
         if len(self._tokenizers) >= _MAX_TOKENIZERS:
@@ -243,17 +241,17 @@ class _PromptWorker:
             await self._exchange(LoadTokenizer(folder), OPEN_S)
         except _WorkerExitedError as ended:
             if ended.timed_out:
-                text = f"{folder}: its tokenizer takes over {OPEN_S:g} s to load"
+                text = f"{folder}: loading the tokenizer takes more than {OPEN_S:g} s"
                 raise BrokenModel(text) from None
             raise
         self._tokenizers[folder] = tokenizer
 
     async def _exchange(self, request: PromptWorkerRequest, seconds: float) -> TokenizedPrompts:
-        """Ask it, starting it if it isn't there; it has so many seconds.
+        """Send a request and wait up to ``seconds``, starting the process if needed.
 
         Raises:
-            MolinkError: what it found.
-            _Ended: it has ended.
+            MolinkError: the error that the worker reports.
+            _WorkerExitedError: the process exited.
         """
         if self._process is None:
             self._process = _start_process(self._options)
@@ -264,14 +262,14 @@ class _PromptWorker:
         finally:
             timer.cancel()
         if answer is None:
-            timed_out = ", being late" if self._timed_out else ""
-            _LOG.warning("a process that reads prompts ended%s", timed_out)
+            timed_out = " after a timeout" if self._timed_out else ""
+            _LOG.warning("a prompt worker exited%s", timed_out)
             await self.stop_process()
             raise _WorkerExitedError(self._timed_out)
         if isinstance(answer, PromptRefusal):
             raise answer.to_error()
         if isinstance(answer, PromptWorkerFault):
-            raise RuntimeError(f"in the process that reads prompts: {answer.trace}")
+            raise RuntimeError(f"in a prompt worker: {answer.trace}")
         return answer
 
     def _kill_late(self, process: "subprocess.Popen[bytes]") -> None:
@@ -292,7 +290,7 @@ def _start_process(options: Mapping[str, Any]) -> "subprocess.Popen[bytes]":
 def _send_request(
     process: "subprocess.Popen[bytes]", request: PromptWorkerRequest
 ) -> PromptWorkerReply | None:
-    """The process's answer; ``None`` if it has ended."""
+    """Return the worker's reply; ``None`` if it exited."""
     stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
     try:
         write_pipe(stdin, request, MAX_MESSAGE_BYTES)
@@ -300,12 +298,12 @@ def _send_request(
     except OSError:
         return None
     except WireError as error:
-        _LOG.error("a process that reads prompts is no good: %s", error)
+        _LOG.error("a prompt worker sent an invalid message: %s", error)
         return None
 
 
 def _stop_process(process: "subprocess.Popen[bytes]") -> None:
-    """See a process out."""
+    """Close the pipes and wait for the exit, or kill the process."""
     with contextlib.suppress(OSError):
         cast(BinaryIO, process.stdin).close()
     try:

@@ -1,4 +1,4 @@
-"""From a request's fields to what the backend is asked for: sampling, limits, stops, seeds."""
+"""Plans a request: sampling parameters, limits, stops and seeds of each choice."""
 
 import dataclasses
 import secrets
@@ -19,23 +19,22 @@ from molinkd.api.openai_schema import ChatBody, CompletionBody, GenerationBody
 from molinkd.api.prompt_worker_messages import TokenizedPrompts
 from molinkd.api.tool_validation import callable_names, choose_answer_format, required_tools
 
-#: What OpenAI's completions generate when no limit is given.
+#: OpenAI's default for completions.
 COMPLETION_MAX_TOKENS = 16
-#: Characters of prompts that the answers to one request may repeat, all together.
+#: Maximum characters of all echoed prompts of a request.
 MAX_ECHO_CHARACTERS = 4 * 2**20
 
 Piece = TypeVar("Piece")
 
 _SEED_BITS = 52
 _SEED_MASK = (1 << _SEED_BITS) - 1
-#: ``top_p`` 0 means "the most likely token only".
+#: ``top_p`` 0 selects the most likely token only.
 _MIN_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:
-    """One answer to generate: ``index`` as the client sees it, ``prompt_index`` which of its
-    prompts."""
+    """One answer to generate: ``index`` in the response, ``prompt_index`` of its prompt."""
 
     index: int
     prompt_index: int
@@ -45,9 +44,9 @@ class ChoicePlan:
 
 @dataclass(frozen=True, slots=True)
 class ParserSettings:
-    """How an answer is taken apart: its format, the tools it may call, the end of its prompt.
+    """How to parse answers: format, callable tools, and the end of the prompt.
 
-    Without ``parallel`` it ends with its first call.
+    Without ``parallel`` an answer ends with its first call.
     """
 
     answer_format: AnswerFormat
@@ -57,42 +56,42 @@ class ParserSettings:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Special tokens that have to be seen."""
+        """Special tokens that the parser must see."""
         return self.answer_format.special_markers(tools=bool(self.tool_names))
 
     def build_parser(self) -> AnswerParser | None:
-        """What takes one answer apart; ``None`` where there is nothing to be found."""
+        """Create the parser of one answer; ``None`` if there is nothing to parse."""
         return create_answer_parser(self.answer_format, self.tool_names, self.prompt_tail)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """Everything about one HTTP request that its answers need."""
+    """Everything that the answers to one HTTP request need."""
 
     loaded_model: LoadedModel
     choices: tuple[ChoicePlan, ...]
     prompt_tokens: int
     stop_strings: tuple[str, ...]
-    #: -1 for none, else how many alternatives each token's logprobs show.
+    #: Number of top logprobs per token; -1: no logprobs.
     logprobs: int
-    #: Answers to each prompt that are generated, and how many of them are shown.
+    #: Answers to generate and to return, per prompt.
     generated: int
     returned: int
     include_stop: bool
     skip_special: bool
-    #: Whether the answer goes on from the prompt's text, rather than being a text of its own.
+    #: Whether the answer continues the prompt's text instead of starting a new one.
     continues_prompt: bool
-    #: ``None``: an answer is content only.
+    #: ``None``: answers are plain content.
     parser_settings: ParserSettings | None = None
 
     @property
     def is_best_of(self) -> bool:
-        """Whether some answers are generated only to be compared."""
+        """Whether more answers are generated than returned."""
         return self.generated > self.returned
 
 
 def check_choice_count(body: GenerationBody, maximum: int) -> None:
-    """Before any work is done for ``body``: at most ``maximum`` choices.
+    """Reject a request with more than ``maximum`` choices, before any work.
 
     Raises:
         RequestError: there are more.
@@ -100,15 +99,15 @@ def check_choice_count(body: GenerationBody, maximum: int) -> None:
     count = body.n or 1
     answers = generated = _answers_per_prompt(body)
     if generated < count:
-        raise RequestError(f"`best_of`: {generated}, but `n` is {count}", "best_of")
+        raise RequestError(f"`best_of`: {generated} is less than `n` ({count})", "best_of")
     if generated > count and body.stream:
-        raise RequestError("`best_of`: which answer is best is not known in a stream", "best_of")
+        raise RequestError("`best_of` is not supported in streams", "best_of")
     if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
         texts = sum(not isinstance(item, int) for item in body.prompt)
         answers *= max(1, texts)
     if answers > maximum:
         field = "best_of" if generated > count else "n" if count > 1 else "prompt"
-        raise RequestError(f"`{field}`: {answers} answers; at most {maximum}", field)
+        raise RequestError(f"`{field}`: {answers} answers requested; at most {maximum}", field)
 
 
 def make_plan(
@@ -118,28 +117,28 @@ def make_plan(
     client: str = "",
     elapsed_s: float = 0.0,
 ) -> RequestPlan:
-    """The plan for ``body`` of a ``client``, of which a process has ``tokenized`` the prompts.
+    """Plan the answers to ``body``; ``tokenized`` are its prompts.
 
-    That has taken ``elapsed_s`` seconds of the request's time.
+    Tokenization took ``elapsed_s`` seconds of the request's time.
 
     Raises:
-        RequestError: ids that the model doesn't have, or too much to echo.
-        ContextTooLong: a prompt and its answer don't fit the model's context.
-        DeadlineExceeded: all of its time was.
+        RequestError: invalid token ids, or too much to echo.
+        ContextTooLong: a prompt and its answer exceed the model's context.
+        DeadlineExceeded: no time is left.
     """
     tokenizer, prompts = loaded_model.tokenizer, tokenized.prompts
     count, returned = _answers_per_prompt(body), body.n or 1
     echoed = count * sum(len(prompt.text) for prompt in prompts)
     if echoed > MAX_ECHO_CHARACTERS:
         text = (
-            f"`echo`: the prompts of all answers have {echoed} characters; "
-            f"at most {MAX_ECHO_CHARACTERS}"
+            f"`echo`: the prompts of all answers have {echoed} characters; at most "
+            f"{MAX_ECHO_CHARACTERS}"
         )
         raise RequestError(text, "echo")
     deadline_s = _remaining_s(body, elapsed_s)
     sampling = _sampling(body, tokenizer)
     logprobs = sampling.logprobs
-    if count > returned:  # by which they are compared
+    if count > returned:  # for the comparison
         sampling = msgspec.structs.replace(sampling, logprobs=max(logprobs, 0))
     stop_ids = _stop_ids(body, tokenizer)
     choices: list[ChoicePlan] = []
@@ -170,23 +169,25 @@ def make_plan(
         returned=returned,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
-        # A grammar counts each byte, a leading space too.
+        # A grammar constrains every byte, also a leading space.
         continues_prompt=isinstance(body, CompletionBody) or bool(tokenized.grammar),
         parser_settings=_make_parser_settings(body, loaded_model, tokenized),
     )
 
 
 def _remaining_s(body: GenerationBody, elapsed_s: float) -> float:
-    """What is left of the request's time, in seconds; 0 if it has any."""
+    """Return the remaining time in seconds; 0 without a limit."""
     if body.timeout is None:
         return 0.0
     if elapsed_s >= body.timeout:
-        raise DeadlineExceeded(f"its prompt was not read within {body.timeout:g} s (`timeout`)")
+        raise DeadlineExceeded(
+            (f"the prompt was not tokenized within {body.timeout:g} s (`timeout`)")
+        )
     return body.timeout - elapsed_s
 
 
 def _answers_per_prompt(body: GenerationBody) -> int:
-    """How many answers are generated for each prompt."""
+    """Return how many answers to generate per prompt."""
     best_of = body.best_of if isinstance(body, CompletionBody) else None
     return best_of or body.n or 1
 
@@ -194,7 +195,7 @@ def _answers_per_prompt(body: GenerationBody) -> int:
 def select_best(
     plan: RequestPlan, answers: Sequence[list[Piece]], scores: Mapping[int, float]
 ) -> tuple[RequestPlan, list[list[Piece]]]:
-    """``plan`` and ``answers`` with those of each prompt that are shown, likeliest first."""
+    """Select the returned answers of each prompt, likeliest first."""
     kept: list[int] = []
     for prompt in sorted({choice.prompt_index for choice in plan.choices}):
         own = [choice.index for choice in plan.choices if choice.prompt_index == prompt]
@@ -209,9 +210,9 @@ def select_best(
 def _make_parser_settings(
     body: GenerationBody, loaded_model: LoadedModel, tokenized: TokenizedPrompts
 ) -> ParserSettings | None:
-    """How answers are read; with ``skip_special_tokens`` off and no tools, as they are.
+    """Choose the parser; ``None`` with ``skip_special_tokens`` off and no tools.
 
-    An answer that is held to a form is content, unless that form is a call.
+    A structured answer is content, unless its structure is a tool call.
     """
     if not isinstance(body, ChatBody) or (tokenized.grammar and not required_tools(body)):
         return None
@@ -225,7 +226,7 @@ def _make_parser_settings(
 
 
 def _sampling(body: GenerationBody, tokenizer: Tokenizer) -> SamplingParams:
-    """Each parameter from the client, else from the model's generation config, else neutral."""
+    """Merge the client's parameters with the model's generation config."""
     defaults = tokenizer.defaults
     top_k = body.top_k if body.top_k is not None else defaults.top_k or 0
     return SamplingParams(
@@ -249,13 +250,13 @@ def _first_given(*values: float | None) -> float:
 def _num_logprobs(body: GenerationBody) -> int:
     if isinstance(body, CompletionBody):
         if body.logprobs is not None and body.echo:
-            raise RequestError("`logprobs` of an echoed prompt are not supported", "logprobs")
+            raise RequestError("`logprobs` with `echo` is not supported", "logprobs")
         return -1 if body.logprobs is None else body.logprobs
     assert isinstance(body, ChatBody)
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
-        raise RequestError("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+        raise RequestError("`top_logprobs` requires `logprobs`", "top_logprobs")
     return -1
 
 
@@ -263,7 +264,7 @@ def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, 
     bias = []
     for key, value in (body.logit_bias or {}).items():
         if not (key.isascii() and key.isdecimal()) or len(key) > 10:
-            raise RequestError(f"`logit_bias`: {key[:32]!r} is no token id", "logit_bias")
+            raise RequestError(f"`logit_bias`: {key[:32]!r} is not a token id", "logit_bias")
         bias.append((_check_token_id(int(key), "logit_bias", tokenizer), value))
     return tuple(bias)
 
@@ -283,7 +284,7 @@ def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
 def _check_token_id(token: int, field: str, tokenizer: Tokenizer) -> int:
     if token >= tokenizer.vocab_size:
         raise RequestError(
-            f"`{field}`: there is no token {token}; the model has {tokenizer.vocab_size}", field
+            f"`{field}`: token {token} is out of range; the model has {tokenizer.vocab_size}", field
         )
     return token
 
@@ -294,34 +295,34 @@ def _stop_strings(body: GenerationBody) -> tuple[str, ...]:
 
 
 def _max_tokens(body: GenerationBody, loaded_model: LoadedModel, prompt: int) -> int:
-    """How many tokens may be generated after a prompt of ``prompt`` tokens."""
+    """Return the token limit of an answer to a prompt of ``prompt`` tokens."""
     max_model_len = loaded_model.model.max_model_len
     field = "messages" if isinstance(body, ChatBody) else "prompt"
     if prompt >= max_model_len:
         raise ContextTooLong(
-            f"`{field}`: the prompt has {prompt} tokens, and the context of "
-            f"{loaded_model.model.name} is {max_model_len}, the answer included",
+            f"`{field}`: the prompt has {prompt} tokens, which exceeds the context of "
+            f"{loaded_model.model.name} ({max_model_len} tokens including the answer)",
             field,
         )
     asked, field = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
     if asked == 0:
-        raise RequestError(f"`{field}`: 1 at least; -1: as many as fit", field)
+        raise RequestError(f"`{field}`: must be at least 1, or -1 for as many as fit", field)
     if asked is None or asked < 0:
         default = None
         if asked is None:
             limit = loaded_model.tokenizer.defaults.max_new_tokens
             default = COMPLETION_MAX_TOKENS if isinstance(body, CompletionBody) else limit
         if prompt <= loaded_model.model.original_max_model_len // 2:
-            # Nobody asked for so long an answer that all of it had to be computed in another way.
+            # The default limit should not switch a short prompt to the long-context embeddings.
             max_model_len = min(max_model_len, loaded_model.model.original_max_model_len)
         return min(default or max_model_len, max_model_len - prompt)
     return min(asked, max_model_len - prompt)
 
 
 def _derived_seed(seed: int, copy: int) -> int:
-    """A seed for each of ``n`` answers; the first one's is the request's own (splitmix64)."""
+    """Derive a seed for each of ``n`` answers; the first keeps the request's (splitmix64)."""
     if copy == 0:
         return seed
     mixed = (seed + copy * 0x9E3779B97F4A7C15) & (2**64 - 1)

@@ -163,5 +163,5 @@ async def test_tokenizing_counts_against_the_deadline(
     )
     answer = await client.post("/v1/completions", json={"prompt": "hi", "timeout": 90})
     assert answer.status == 504
-    assert "not read within 90 s" in json.loads(await answer.text())["error"]["message"]
+    assert "not tokenized within 90 s" in json.loads(await answer.text())["error"]["message"]
     assert not backend.requests
