@@ -32,9 +32,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import percentile
-from molink.bench.trace import HASH_BLOCK_TOKENS, TraceRow, read_trace
+from molink.bench.workload import HASH_BLOCK_TOKENS, PlannedRequest, TraceRow, read_trace
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.cache_report import SPAN_TOKENS, CacheReport, span_digests
 from molink.routing.create import create_router

@@ -28,11 +28,9 @@ from typing import Any
 import psutil
 
 from molink.bench.client import BenchClient, BenchTarget
-from molink.bench.clock import MonotonicClock
-from molink.bench.planned_requests import PlannedRequest, plan_sizes
 from molink.bench.report import summarize
-from molink.bench.runner import run_plan
-from molink.bench.sample import Sample
+from molink.bench.runner import MonotonicClock, Sample, run_plan
+from molink.bench.workload import PlannedRequest, plan_sizes
 from tools.chaos.churn import run_churn
 from tools.chaos.usage import Usage, measure_usage
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from molink.bench.sample import Sample
+from molink.bench.runner import Sample
 
 
 @dataclass(frozen=True, slots=True)

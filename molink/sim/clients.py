@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from molink.bench.planned_requests import PlannedRequest
-from molink.bench.sample import Sample
+from molink.bench.runner import Sample
+from molink.bench.workload import PlannedRequest
 from molink.errors import InvariantError, MolinkError
 from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.scheduler import Scheduler

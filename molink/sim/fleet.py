@@ -3,8 +3,8 @@
 import random
 from dataclasses import asdict, dataclass
 
-from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import Report, summarize
+from molink.bench.workload import PlannedRequest
 from molink.errors import UsageError
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.cache_report import span_digests

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import Report, summarize
+from molink.bench.workload import PlannedRequest
 from molink.errors import UsageError
 from molink.facts.dtypes import DTYPE_SIZES
 from molink.facts.ring_times import LinkFacts, RingTimes

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from molink.bench.planned_requests import PlannedRequest
-from molink.bench.trace import HASH_BLOCK_TOKENS, TraceRow
+from molink.bench.workload import HASH_BLOCK_TOKENS, PlannedRequest, TraceRow
 from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 

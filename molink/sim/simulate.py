@@ -8,8 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import Report, summarize
+from molink.bench.workload import PlannedRequest
 from molink.errors import InvariantError
 from molink.sim.clients import Clients
 from molink.sim.event_queue import EventQueue

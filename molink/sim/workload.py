@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from molink.bench.planned_requests import PlannedRequest
-from molink.bench.trace import TraceRow
+from molink.bench.workload import PlannedRequest, TraceRow
 from molink.errors import UsageError
 
 #: ``poisson``: a Poisson process; ``trace``: the trace's times, scaled to the rate.

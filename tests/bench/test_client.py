@@ -2,10 +2,9 @@ import socket
 
 import pytest
 
-from molink.bench.client import BenchClient, BenchTarget
-from molink.bench.clock import MonotonicClock
-from molink.bench.planned_requests import PlannedRequest
-from molink.bench.prompts import Calibration, make_prompt
+from molink.bench.client import BenchClient, BenchTarget, Calibration, make_prompt
+from molink.bench.runner import MonotonicClock
+from molink.bench.workload import PlannedRequest
 from molink.errors import Unavailable, UsageError
 from tests.support.fake_openai import FakeOpenAI
 

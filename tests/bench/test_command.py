@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from molink.errors import MolinkError, Unavailable, UsageError
-from molinkd.cli.bench_serve import bench_app
+from molinkd.cli.bench import bench_app
 from tests.support.fake_openai import FakeOpenAI
 
 RUNNER = CliRunner()
@@ -100,7 +100,7 @@ def test_an_interrupt_prints_partial_results(fake: FakeOpenAI, threaded_url: str
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from molink.bench import runner\n"
-        "import molinkd.cli.bench_serve as command\n"
+        "import molinkd.cli.bench as command\n"
         "done = []\n"
         "def tell(plan, send, *, on_sample, **rest):\n"
         "    def count(sample):\n"

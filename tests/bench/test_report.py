@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from molink.bench.report import Summary, percentile, report_table, summarize
-from molink.bench.sample import Sample
+from molink.bench.runner import Sample
 
 
 def test_percentiles_are_linear_between_neighbours() -> None:

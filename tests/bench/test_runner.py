@@ -2,10 +2,9 @@ import asyncio
 import heapq
 import itertools
 
-from molink.bench.planned_requests import PlannedRequest
 from molink.bench.report import summarize
-from molink.bench.runner import run_plan
-from molink.bench.sample import Sample
+from molink.bench.runner import Sample, run_plan
+from molink.bench.workload import PlannedRequest
 
 
 class VirtualClock:

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from molink.bench.trace import TraceRow
+from molink.bench.workload import TraceRow
 from molink.errors import UsageError
 from molink.routing.cache_report import CacheReport
 from molink.routing.create import ROUTERS

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from molink.bench.planned_requests import PlannedRequest
+from molink.bench.workload import PlannedRequest
 from molink.errors import UsageError
 from molink.link.policies.create import POLICIES
 from molink.scheduler.policies import create

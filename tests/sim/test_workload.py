@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from molink.bench.trace import TraceRow
+from molink.bench.workload import TraceRow
 from molink.errors import UsageError
 from molink.sim.workload import Workload
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from molink.bench.planned_requests import PlannedRequest
+from molink.bench.workload import PlannedRequest
 from molink.errors import UsageError
 from molink.ring.step import StepInput, StepResult
 from molink.sim.roofline import StepRows

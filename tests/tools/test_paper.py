@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from molink.bench.trace import TraceRow
+from molink.bench.workload import TraceRow
 from molink.errors import UsageError
 from tools.paperbench.command import main
 from tools.paperbench.document import render

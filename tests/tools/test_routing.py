@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from molink.bench.trace import HASH_BLOCK_TOKENS, TraceRow
+from molink.bench.workload import HASH_BLOCK_TOKENS, TraceRow
 from molink.routing.base import PipelineLoad, RoutedPrompt
 from tools import routing
 

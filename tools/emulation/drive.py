@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from molink.bench.planned_requests import PlannedRequest
-from molink.bench.sample import Sample
+from molink.bench.runner import Sample
+from molink.bench.workload import PlannedRequest
 from molink.errors import MolinkError
 from molink.wire.sockets.event_loop import EventLoop
 from molink.wire.sockets.key_pair import KeyPair

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import zmq.asyncio
 
-from molink.bench.planned_requests import PlannedRequest
-from molink.bench.sample import Sample
+from molink.bench.runner import Sample
+from molink.bench.workload import PlannedRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.data_plane import SamplingParams

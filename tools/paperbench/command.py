@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from molink.bench.trace import read_trace
+from molink.bench.workload import read_trace
 from molink.errors import MolinkError, UsageError
 from tools.emulation.activations import RECORDED
 from tools.paperbench.document import render

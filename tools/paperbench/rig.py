@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from molink.bench.report import Summary
-from molink.bench.sample import Sample
-from molink.bench.trace import read_trace
+from molink.bench.runner import Sample
+from molink.bench.workload import read_trace
 from molink.errors import UsageError, WorkerError
 from molink.sim.simulate import SimPipeline
 from molink.sim.workload import Workload

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from molink.bench.trace import TraceRow
+from molink.bench.workload import TraceRow
 from molink.errors import UsageError
 from molink.sim.simulate import simulate_scenario
 from tools.paperbench.published import TABLE_2, Setting, settings

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from molink.bench.trace import TraceRow
+from molink.bench.workload import TraceRow
 from molink.errors import UsageError
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario

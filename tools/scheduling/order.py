@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from molink.bench.planned_requests import PlannedRequest
+from molink.bench.workload import PlannedRequest
 from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from tools.scheduling.requests import Draw, means_of, sizes_in, sizes_of

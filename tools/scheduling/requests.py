@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from molink.bench.planned_requests import PlannedRequest
-from molink.bench.trace import TraceRow, read_trace
+from molink.bench.workload import PlannedRequest, TraceRow, read_trace
 
 #: Means of prompt and answer in tokens, and the spread of their logarithms.
 SIZES = {"sharegpt": ((161.0, 1.2), (338.0, 1.0)), "alpaca": ((19.0, 0.6), (58.0, 0.9))}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from molink.bench.report import percentile
-from molink.bench.sample import Sample
+from molink.bench.runner import Sample
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PREEMPTION_MODES
 from molink.sim.profiles import LinkProfile

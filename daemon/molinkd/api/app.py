@@ -12,22 +12,19 @@ from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import Backend
 from molinkd.api.body_reader import BodyReader
 from molinkd.api.chat_page import ChatPage
-from molinkd.api.connections import PROBE_PATHS, EndpointProtocol
-from molinkd.api.embeddings import EmbeddingRoutes
-from molinkd.api.generation_handler import GenerationHandler
+from molinkd.api.connections import PROBE_PATHS, EndpointProtocol, assign_request_id, get_request_id
+from molinkd.api.generation_handler import GenerationHandler, RunningAnswers
 from molinkd.api.messages.encoder import encode_envelope as message_envelope
 from molinkd.api.messages.routes import MESSAGES_PREFIX, MessageRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, render_metrics
 from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.ollama.encoder import encode_envelope as ollama_envelope
 from molinkd.api.ollama.routes import OllamaRoutes
-from molinkd.api.openai_routes import OpenAIRoutes
+from molinkd.api.openai_routes import EmbeddingRoutes, OpenAIRoutes
 from molinkd.api.openapi import OpenAPIRoute
 from molinkd.api.problem import Envelope, Problem, internal_problem, problem_of
 from molinkd.api.prompt_worker_pool import PromptTokenizer
-from molinkd.api.request_id import assign_request_id, get_request_id
 from molinkd.api.responses.routes import ResponseRoutes
-from molinkd.api.running_answers import RunningAnswers
 from molinkd.api.swarm_summary import SwarmRoute
 
 _LOG = logging.getLogger(__name__)

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import re
+import secrets
 from collections import Counter
 
 from aiohttp import web
@@ -12,7 +14,22 @@ from molinkd.api.access_guard import PUBLIC_PATHS, client_name
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.body_reader import BodyReader
 from molinkd.api.problem import Problem, ProblemError, internal_problem
-from molinkd.api.request_id import get_request_id
+
+_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_KEY = web.RequestKey("request_id", str)
+
+
+def assign_request_id(request: web.BaseRequest) -> None:
+    """Assign an id to ``request``: the client's ``X-Request-Id`` if valid, else a random one."""
+    given = request.headers.get("X-Request-Id", "")
+    request[_KEY] = given if _VALID_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
+def get_request_id(request: web.BaseRequest) -> str:
+    """Return the id; empty if the request was rejected before it got one."""
+    found: str = request.get(_KEY, "")
+    return found
+
 
 _ACCESS_LOG = logging.getLogger("molinkd.api.access")
 

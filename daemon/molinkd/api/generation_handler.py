@@ -4,17 +4,20 @@ A protocol's routes convert its body to an OpenAI body (:class:`ClientRequest`) 
 encoder of the answer (:class:`molinkd.api.openai_encoders.ResponseEncoder`).
 """
 
+import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from molink.errors import RequestError
+from molink.errors import RequestError, Unavailable
 from molinkd.api.access_guard import client_id, client_name
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import Backend
+from molinkd.api.connections import get_request_id
 from molinkd.api.event_stream import EventStream
 from molinkd.api.generation_runner import Usage, generate_all
 from molinkd.api.metrics import RequestRecorder
@@ -25,9 +28,55 @@ from molinkd.api.output_processor import TextPiece
 from molinkd.api.problem import internal_problem, problem_of
 from molinkd.api.prompt_worker_pool import PromptTokenizer
 from molinkd.api.protocol_conversion import rename_error_fields
-from molinkd.api.request_id import get_request_id
 from molinkd.api.request_plan import RequestPlan, check_choice_count, make_plan, select_best
-from molinkd.api.running_answers import RunningAnswers
+
+_SHUTDOWN_MESSAGE = (
+    "molink is shutting down on this PC; retry later, or use another PC of the swarm"
+)
+
+
+class RunningAnswers:
+    """Answers run inside :meth:`track_answer`; at shutdown they have a grace period."""
+
+    def __init__(self) -> None:
+        self._scopes: set[asyncio.Timeout] = set()
+        self._all_ended = asyncio.Event()
+        self._is_shutting_down = False
+
+    @contextlib.asynccontextmanager
+    async def track_answer(self) -> AsyncIterator[None]:
+        """Track an answer while the context is open.
+
+        Raises:
+            Unavailable: the endpoint is shutting down.
+        """
+        if self._is_shutting_down:
+            raise Unavailable(_SHUTDOWN_MESSAGE)
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._scopes.add(scope)
+                try:
+                    yield
+                finally:
+                    self._scopes.discard(scope)
+                    if not self._scopes:
+                        self._all_ended.set()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise Unavailable(_SHUTDOWN_MESSAGE) from None
+
+    async def shut_down(self, seconds: float) -> None:
+        """Reject new answers, and end those still running after ``seconds``."""
+        self._is_shutting_down = True
+        if self._scopes:
+            self._all_ended.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), seconds)
+        for scope in self._scopes:
+            scope.reschedule(asyncio.get_running_loop().time())
+
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,12 +1,13 @@
 """Metrics of the endpoint and of the swarm behind it, for Prometheus."""
 
+import asyncio
 import platform
 import re
 import sys
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -19,8 +20,40 @@ from prometheus_client.registry import Collector
 
 import molink
 from molinkd.api.backend import Backend, StageLabels
-from molinkd.api.loop_delay import LoopDelaySampler
 from molinkd.api.metric_help import describe_metric
+
+#: Seconds between two samples.
+SAMPLE_INTERVAL_S = 0.02
+
+
+class LoopDelaySampler:
+    """Samples the delay of the running event loop while answers are streamed.
+
+    All streams of an endpoint share a loop, so a blocked loop delays all of them.
+    """
+
+    def __init__(self, observe: Callable[[float], None], is_needed: Callable[[], bool]) -> None:
+        """``observe`` receives delays in seconds; sampling stops when ``is_needed`` is false."""
+        self._observe = observe
+        self._is_needed = is_needed
+        self._is_sampling = False
+
+    def start_sampling(self) -> None:
+        """Start sampling unless it is running."""
+        if not self._is_sampling:
+            self._is_sampling = True
+            self._schedule_sample(asyncio.get_running_loop())
+
+    def _schedule_sample(self, loop: asyncio.AbstractEventLoop) -> None:
+        due = loop.time() + SAMPLE_INTERVAL_S
+        loop.call_at(due, self._take_sample, loop, due)
+
+    def _take_sample(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        self._observe(max(0.0, loop.time() - due))
+        self._is_sampling = self._is_needed()
+        if self._is_sampling:
+            self._schedule_sample(loop)
+
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)

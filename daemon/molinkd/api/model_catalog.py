@@ -1,13 +1,22 @@
 """The served models and their tokenizers, each loaded once off the event loop."""
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 from molink.errors import ModelNotFound, RequestError, Unavailable
 from molink.text.tokenizer import Tokenizer
 from molink.text.tool_calls.create import ToolCallParserChoice
 from molinkd.api.backend import Backend, ServedModel
-from molinkd.api.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, its tokenizer, and the parser of its answers."""
+
+    model: ServedModel
+    tokenizer: Tokenizer
+    tool_call_parser: ToolCallParserChoice = "auto"
 
 
 class ModelCatalog:

@@ -5,7 +5,7 @@ import msgspec
 from molink.errors import BrokenModel, ContextTooLong, MolinkError, RequestError
 from molink.text.tool_calls.create import ToolCallParserChoice
 from molink.wire.messages.base import Message
-from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai_schema import ChatBody, GenerationBody, pack_body
 
 #: Maximum message size in bytes; the parts have their own limits.

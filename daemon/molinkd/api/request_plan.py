@@ -14,7 +14,7 @@ from molink.text.tool_calls.base import AnswerParser
 from molink.text.tool_calls.create import AnswerFormat, create_answer_parser
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import MAX_STOP_IDS, Request
-from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai_schema import ChatBody, CompletionBody, GenerationBody
 from molinkd.api.prompt_worker_messages import TokenizedPrompts
 from molinkd.api.tool_validation import callable_names, choose_answer_format, required_tools
@@ -181,7 +181,7 @@ def _remaining_s(body: GenerationBody, elapsed_s: float) -> float:
         return 0.0
     if elapsed_s >= body.timeout:
         raise DeadlineExceeded(
-            (f"the prompt was not tokenized within {body.timeout:g} s (`timeout`)")
+            f"the prompt was not tokenized within {body.timeout:g} s (`timeout`)"
         )
     return body.timeout - elapsed_s
 

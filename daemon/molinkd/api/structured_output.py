@@ -9,7 +9,7 @@ from molink.errors import RequestError
 from molink.text.grammar import GrammarKind, JsonLayout, build_grammar, check_grammar
 from molink.text.tokenizer import Tokenizer
 from molink.text.tool_calls.grammar import build_call_grammar
-from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai_schema import ChatBody, GenerationBody
 from molinkd.api.tool_validation import choose_answer_format, required_tools
 

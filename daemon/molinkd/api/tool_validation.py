@@ -6,7 +6,7 @@ from molink.errors import RequestError
 from molink.text.chat_template import ChatTemplate
 from molink.text.tool_calls.create import TOOL_CALL_FORMATS, AnswerFormat, detect_answer_format
 from molink.text.tool_calls.schema import find_schema_problem
-from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai_schema import ChatBody, NamedChoice
 
 

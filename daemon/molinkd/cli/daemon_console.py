@@ -12,8 +12,7 @@ from molink.plaintext import printable
 from molink.swarm.artifacts.transfer import estimate_eta
 from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.peer_reports import TransferState
-from molinkd.cli.pairing_prompt import PairingPrompt
-from molinkd.cli.terminal_lines import TypedLines
+from molinkd.cli.pairing_prompt import PairingPrompt, TypedLines
 from molinkd.cli.units import format_duration
 from molinkd.peer.command_line import join_instructions
 from molinkd.peer.launch import (

@@ -60,8 +60,7 @@ def demo(
 ) -> None:
     """Try a whole swarm on this PC with a small model."""
     from molink.checkpoint.model_source import find_local_model
-    from molinkd.cli.demo import run_demo
-    from molinkd.cli.small_model import fetch_small_model
+    from molinkd.cli.demo import fetch_small_model, run_demo
     from molinkd.peer.artifacts.smollm2 import NAME as SMOLLM2
     from molinkd.peer.home import Home
 

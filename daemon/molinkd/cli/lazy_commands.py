@@ -75,7 +75,7 @@ _GROUPS = (
         "molinkd.cli.service.verbs:service_app",
         "Run molink automatically at startup.",
     ),
-    ("bench", "molinkd.cli.bench_serve:bench_app", "Benchmark a server, or this PC."),
+    ("bench", "molinkd.cli.bench:bench_app", "Benchmark a server, or this PC."),
 )
 
 COMMAND_NAMES = tuple(name for name, _, _ in _COMMANDS)

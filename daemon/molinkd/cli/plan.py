@@ -1,8 +1,10 @@
-"""``molink plan``: predict a ring without starting anything."""
+"""``molink plan``: predict a ring, or explain the running one from measurements."""
 
 import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,15 +17,196 @@ from molink.checkpoint.model_source import (
     find_local_model,
     is_repository,
 )
-from molink.errors import UsageError
+from molink.errors import Unavailable, UsageError
 from molink.facts.memory_plan import format_size
 from molink.facts.model import Objective
+from molink.plaintext import printable
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import ModelDescription, SwarmPlan, plan_swarm
+from molink.swarm.controller.status_schema import RingEstimate
 from molink.swarm.placement.placement import MAX_STAGES, PlacementGoal
 from molinkd.cli.daemon_client import fetch_status, require_daemon
-from molinkd.cli.live_plan import describe_prospects, explain_rings, print_plan
 from molinkd.cli.swarm_verbs import HomeOption
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStage:
+    """A stage: ``step_s`` per decode row, and ``link_s`` to send a row to the next stage.
+
+    ``measured``: the link was measured, not assumed. ``weights`` and ``kv`` are bytes of the
+    ``memory`` that molink may use on the device; 0: unknown.
+    """
+
+    peer: str
+    device: str
+    layers: tuple[int, int]
+    step_s: float
+    link_s: float
+    measured: bool
+    weights: int
+    kv: int
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class LivePlan:
+    """A ring in order; ``spare_peers`` maps peers without a stage to the reason.
+
+    ``round_trip_s`` is the minimum time per token, of a single request. Its first token takes
+    ``first_token_s`` for ``prompt_tokens``; 0 if unknown.
+    """
+
+    model: str
+    objective: str
+    stages: tuple[LiveStage, ...]
+    round_trip_s: float
+    bottleneck: str
+    spare_peers: dict[str, str]
+    prompt_tokens: int
+    first_token_s: float
+    #: Estimates of the placement, now and with one more PC of each kind.
+    current: RingEstimate | None = None
+    prospects: tuple[RingEstimate, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+def explain_rings(status: dict[str, Any]) -> list[LivePlan]:
+    """Return the plan of each ready ring, from ``molink status --json``.
+
+    Raises:
+        Unavailable: no ring is ready.
+    """
+    pipelines = [one for one in status["pipelines"] if one.get("ready") and one["stages"]]
+    if not pipelines:
+        reasons = [one.get("reason", "") for one in status["pipelines"]]
+        why = next((reason for reason in reasons if reason), status.get("trouble", ""))
+        raise Unavailable(f"no ring is ready: {why or 'no model is served'}")
+    names = {peer["id"]: printable(peer["name"]) for peer in status["peers"]}
+    used = {one["peer"] for pipeline in pipelines for one in pipeline["stages"]}
+    spare_peers = {
+        names[peer["id"]]: printable(peer.get("reason", ""))
+        for peer in status["peers"]
+        if peer["state"] == "online" and peer["id"] not in used
+    }
+    objectives = {one["name"]: one.get("objective", "") for one in status.get("models", ())}
+    return [_make_plan(one, status, names, spare_peers, objectives) for one in pipelines]
+
+
+def _make_plan(
+    pipeline: dict[str, Any],
+    status: dict[str, Any],
+    names: dict[str, str],
+    spare_peers: dict[str, str],
+    objectives: dict[str, str],
+) -> LivePlan:
+    peers = {peer["id"]: peer for peer in status["peers"]}
+    stages = tuple(
+        LiveStage(
+            peer=names.get(one["peer"], one["peer"]),
+            device=printable(one["device"]),
+            layers=(one["layers"][0], one["layers"][1]),
+            step_s=one["decode_s"],
+            link_s=one.get("link_s", 0.0),
+            measured=one.get("link_measured", False),
+            **_stage_memory(peers.get(one["peer"], {}), pipeline["id"], number),
+        )
+        for number, one in enumerate(pipeline["stages"])
+    )
+    model = pipeline.get("model") or status["model"]
+    round_trip_s = sum(one.step_s + one.link_s for one in stages)
+    objective = objectives.get(model) or status.get("objective", "latency")
+    scale_out = status.get("scale_out", {}).get(pipeline["id"], {})
+    prospects = tuple(RingEstimate(**one) for one in scale_out.get("more", ()))
+    return LivePlan(
+        model,
+        objective,
+        stages,
+        round_trip_s,
+        _find_bottleneck(stages),
+        spare_peers,
+        scale_out.get("prompt", 0),
+        scale_out.get("first_token_s", 0.0),
+        RingEstimate(**scale_out["now"]) if prospects else None,
+        tuple(replace(one, device=printable(one.device)) for one in prospects),
+    )
+
+
+def _stage_memory(peer: dict[str, Any], pipeline: str, stage: int) -> dict[str, int]:
+    """Return the memory use of a stage, as its PC reports it."""
+    for worker in peer.get("workers", ()):
+        if (worker["pipeline"], worker["stage"]) == (pipeline, stage) and worker["load"]:
+            load = worker["load"]
+            return {"weights": load["weights"], "kv": load["kv"], "memory": peer["memory"]}
+    return {"weights": 0, "kv": 0, "memory": 0}
+
+
+def print_plan(plan: LivePlan) -> None:
+    """Print a plan."""
+    console = Console(highlight=False)
+    console.print(f"{printable(plan.model)}, placed for {plan.objective}", markup=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("stage", "PC", "device", "layers", "weights + KV", "step", "link to next"):
+        table.add_column(column)
+    for index, one in enumerate(plan.stages):
+        link = f"{1e3 * one.link_s:.1f} ms{'' if one.measured else ' (assumed)'}"
+        first, last = one.layers
+        step = f"{1e3 * one.step_s:.1f} ms" if one.step_s else "not measured"
+        memory = f"{format_size(one.weights)} + {format_size(one.kv)} of {format_size(one.memory)}"
+        memory = memory if one.memory else "unknown"
+        row = (str(index), one.peer, one.device, f"{first}:{last}", memory, step, link)
+        table.add_row(*(row if len(plan.stages) > 1 else (*row[:-1], "-")))
+    console.print(table)
+    console.print(f"Minimum time per token: {1e3 * plan.round_trip_s:.1f} ms")
+    if plan.first_token_s:
+        console.print(
+            f"Single request, {plan.prompt_tokens} prompt tokens: first token in about "
+            f"{1e3 * plan.first_token_s:.0f} ms, then one every "
+            f"{1e3 * plan.round_trip_s:.1f} ms"
+        )
+    console.print(f"Bottleneck: {plan.bottleneck}", markup=False)
+    if plan.current is not None:
+        for line in describe_prospects(plan.current, plan.prospects, plan.objective):
+            # Estimated from the bytes read per step, not from the steps above.
+            console.print(f"{line} (estimated)", markup=False)
+    for name, why in plan.spare_peers.items():
+        console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
+
+
+def describe_prospects(
+    current: RingEstimate, prospects: Iterable[RingEstimate], objective: str
+) -> Iterator[str]:
+    """Describe the effect of one more PC of each kind."""
+
+    def text(one: RingEstimate) -> str:
+        if objective == "latency":
+            return f"{1e3 * one.round_trip_s:.1f} ms per token"
+        return f"{one.tokens_per_s:.0f} tokens/s in total"
+
+    for one in prospects:
+        stages = "1 stage" if one.stages == 1 else f"{one.stages} stages"
+        if text(one) == text(current):
+            yield f"Another {one.device} would not help: {text(one)} either way"
+        else:
+            yield f"Another {one.device}: {stages}, {text(one)} instead of {text(current)}"
+
+
+def _find_bottleneck(stages: tuple[LiveStage, ...]) -> str:
+    steps, links = sum(one.step_s for one in stages), sum(one.link_s for one in stages)
+    total = steps + links
+    if not total:
+        return "nothing measured yet"
+    if links > steps:
+        worst = max(stages, key=lambda one: one.link_s)
+        after = stages[(stages.index(worst) + 1) % len(stages)]
+        what = f"network, mostly {worst.peer} to {after.peer}"
+        return f"{what}: {100 * links / total:.0f} % of the time per token"
+    slowest = max(stages, key=lambda one: one.step_s)
+    what = f"computation, mostly on {slowest.peer}"
+    return f"{what}: {100 * steps / total:.0f} % of the time per token"
+
 
 _DEFAULT_PCS = 3
 #: Maximum number of PCs in a plan.

@@ -182,7 +182,7 @@ def test_many_slow_bodies_are_not_a_server_error(
     backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    with serving(backend, max_connections=8, max_bodies=4) as (_, dial):
+    with serving(backend, max_connections=8, max_concurrent_bodies=4) as (_, dial):
         with ThreadPoolExecutor(4) as pool:
             assert len(list(pool.map(dial, [POST % (99, b"{")] * 200))) == 200
         assert status(dial(POST % (len(BODY), BODY))) == 200
@@ -197,7 +197,7 @@ def test_a_slow_body_is_refused(backend: FakeBackend) -> None:
 
 
 def test_concurrent_bodies_are_limited(backend: FakeBackend) -> None:
-    with serving(backend, max_bodies=2) as (_, dial):
+    with serving(backend, max_concurrent_bodies=2) as (_, dial):
         first = dial(POST % (99, b"{"))
         until = [dial(POST % (99, b"{")) for _ in range(2)]
         assert status(first) == 408

@@ -15,7 +15,7 @@ from molink.errors import BrokenModel, ContextTooLong, Overloaded, RequestError
 from molink.text.tokenizer import Tokenizer
 from molinkd.api import prompt_worker_pool
 from molinkd.api.backend import ServedModel
-from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai_schema import ChatBody, ChatMessage, CompletionBody
 from molinkd.api.prompt_worker_pool import PromptWorkers
 from tests.support.fake_backend import build_model
@@ -244,7 +244,7 @@ import asyncio, sys
 from pathlib import Path
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.backend import ServedModel
-from molinkd.api.loaded_model import LoadedModel
+from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai_schema import ChatBody, ChatMessage
 from molinkd.api.prompt_worker_pool import PromptWorkers
 

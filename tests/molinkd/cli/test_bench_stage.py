@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from molinkd.cli import bench_stage
+from molinkd.cli import bench
 from molinkd.cli.main import run
 from molinkd.peer.agent.stage_bench import StageBench, StageBenchResult
 
@@ -57,7 +57,7 @@ def test_the_table(
         orders.append(order)
         return msgspec.json.decode(measured, type=StageBenchResult)
 
-    monkeypatch.setattr(bench_stage, "measure_stage", measure_stage)
+    monkeypatch.setattr(bench, "measure_stage", measure_stage)
     assert measure(folder) == 0
     assert orders[0].layers == (0, 3)
     out = capsys.readouterr().out
@@ -84,6 +84,6 @@ def test_errors_are_one_clear_line(
 
 
 def test_the_command_line_never_imports_torch() -> None:
-    code = "import sys, molinkd.cli.bench_serve; print('torch' in sys.modules)"
+    code = "import sys, molinkd.cli.bench; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

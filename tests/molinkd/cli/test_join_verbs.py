@@ -19,8 +19,7 @@ from molinkd.cli import daemon_client, main
 from molinkd.cli.daemon_console import DaemonConsole
 from molinkd.cli.join_verbs import is_address
 from molinkd.cli.main import run
-from molinkd.cli.pairing_prompt import PairingPrompt
-from molinkd.cli.terminal_lines import TypedLines
+from molinkd.cli.pairing_prompt import PairingPrompt, TypedLines
 from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
 from molinkd.peer.launch import InvitationCreatedEvent, Launch, PairingsChangedEvent

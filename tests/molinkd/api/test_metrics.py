@@ -1,12 +1,34 @@
-"""Health, readiness and metrics."""
+"""Delay of a loop, sampled only while needed."""
 
+import asyncio
+import time
 from typing import Any
 
 from aiohttp.test_utils import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 import molink
-from molinkd.api.metrics import Histogram
+from molinkd.api.metrics import SAMPLE_INTERVAL_S, Histogram, LoopDelaySampler
+
+
+async def test_a_blocked_loop_is_late() -> None:
+    found: asyncio.Queue[float] = asyncio.Queue()
+    delay = LoopDelaySampler(found.put_nowait, lambda: found.qsize() < 2)
+    delay.start_sampling()
+    delay.start_sampling()
+    time.sleep(SAMPLE_INTERVAL_S + 0.05)  # noqa: ASYNC251 - what is to be noticed
+    assert await found.get() >= 0.05
+    assert await found.get() >= 0
+
+
+async def test_sampling_stops_when_unneeded_and_restarts() -> None:
+    found: asyncio.Queue[float] = asyncio.Queue()
+    delay = LoopDelaySampler(found.put_nowait, lambda: False)
+    for _ in range(2):
+        delay.start_sampling()
+        await found.get()
+        await asyncio.sleep(3 * SAMPLE_INTERVAL_S)
+        assert found.empty()
 
 
 async def test_health_and_readiness(client: TestClient, backend: Any) -> None:
