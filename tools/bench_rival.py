@@ -30,7 +30,7 @@ from pathlib import Path
 
 import aiohttp
 
-from molink.bench.runner import Sample
+from molink.bench.report import Sample
 from tools.serving.client import complete, make_prompt
 from tools.serving.process import ENDPOINT, START_S, TOKEN, wait_for
 from tools.wan import Node, Rig, RigError, unavailable

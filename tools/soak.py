@@ -28,8 +28,8 @@ from typing import Any
 import psutil
 
 from molink.bench.client import BenchClient, BenchTarget
-from molink.bench.report import summarize
-from molink.bench.runner import MonotonicClock, Sample, run_plan
+from molink.bench.report import Sample, summarize
+from molink.bench.runner import MonotonicClock, run_plan
 from molink.bench.workload import PlannedRequest, plan_sizes
 from tools.chaos.churn import run_churn
 from tools.chaos.usage import Usage, measure_usage

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from molink.bench.runner import Sample
+from molink.bench.report import Sample
 from molink.errors import Unavailable
 
 #: Maximum length of an event stream line, in bytes.

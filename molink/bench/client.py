@@ -13,7 +13,8 @@ import aiohttp
 import msgspec
 
 from molink.bench.answer_stream import AnswerStream, ReportedUsage, error_message
-from molink.bench.runner import Clock, Sample
+from molink.bench.report import Sample
+from molink.bench.runner import Clock
 from molink.bench.workload import PlannedRequest
 from molink.errors import MolinkError, Unavailable, UsageError
 

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from molink.bench.runner import Sample
+from molink.bench.report import Sample
 from molink.bench.workload import PlannedRequest
 from molink.errors import InvariantError, MolinkError
 from molink.scheduler.request_state import Emission, RequestState

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 import pytest
 
 from molink.bench.answer_stream import MAX_LINE_BYTES, AnswerStream
-from molink.bench.runner import Sample
+from molink.bench.report import Sample
 from molink.errors import Unavailable
 
 

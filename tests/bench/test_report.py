@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from molink.bench.report import Summary, percentile, report_table, summarize
-from molink.bench.runner import Sample
+from molink.bench.report import Sample, Summary, percentile, report_table, summarize
 
 
 def test_percentiles_are_linear_between_neighbours() -> None:

@@ -2,8 +2,8 @@ import asyncio
 import heapq
 import itertools
 
-from molink.bench.report import summarize
-from molink.bench.runner import Sample, run_plan
+from molink.bench.report import Sample, summarize
+from molink.bench.runner import run_plan
 from molink.bench.workload import PlannedRequest
 
 

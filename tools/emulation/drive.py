@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from molink.bench.runner import Sample
+from molink.bench.report import Sample
 from molink.bench.workload import PlannedRequest
 from molink.errors import MolinkError
 from molink.wire.sockets.event_loop import EventLoop

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import zmq.asyncio
 
-from molink.bench.runner import Sample
+from molink.bench.report import Sample
 from molink.bench.workload import PlannedRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec

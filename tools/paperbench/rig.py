@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from molink.bench.report import Summary
-from molink.bench.runner import Sample
+from molink.bench.report import Sample, Summary
 from molink.bench.workload import read_trace
 from molink.errors import UsageError, WorkerError
 from molink.sim.simulate import SimPipeline

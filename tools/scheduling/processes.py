@@ -6,7 +6,8 @@ from statistics import fmean
 from typing import Any
 
 from molink.bench.client import BenchClient, BenchTarget
-from molink.bench.runner import MonotonicClock, Sample, run_plan
+from molink.bench.report import Sample
+from molink.bench.runner import MonotonicClock, run_plan
 from molink.bench.workload import PlannedRequest
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import find_demo_model

