@@ -1,4 +1,4 @@
-"""A swarm on paper: members that report, and a fleet that is told."""
+"""A swarm on fake: members that report, and a fleet that is told."""
 
 from typing import Any
 
@@ -291,7 +291,7 @@ class FakeFleet:
 class Kit:
     """What tests build their swarms from."""
 
-    Paper = FakeFleet
+    FakeFleet = FakeFleet
     member = staticmethod(member)
     report = staticmethod(report)
     worker = staticmethod(worker)
@@ -308,12 +308,12 @@ def kit() -> Kit:
 @pytest.fixture
 def running() -> FakeFleet:
     """Three peers that serve the toy in epoch 1, with nothing more to be told."""
-    paper = FakeFleet("a", "b", "c", min_peers=3)
-    paper.serve()
+    fake = FakeFleet("a", "b", "c", min_peers=3)
+    fake.serve()
     for name in "abc":
-        paper.report(name)
-    paper.wait(1.5, *"abc")
-    paper.obey()
-    assert paper.reconciler.is_ready
-    paper.pop_messages()
-    return paper
+        fake.report(name)
+    fake.wait(1.5, *"abc")
+    fake.obey()
+    assert fake.reconciler.is_ready
+    fake.pop_messages()
+    return fake

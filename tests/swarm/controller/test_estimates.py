@@ -30,24 +30,24 @@ LINK = LinkFacts(0.05, 1e6)
 
 def swarm(kit: Kit, memory: int = 4, **serve: Any) -> FakeFleet:
     """A and B hold half of the model each."""
-    paper = kit.Paper("a", "b", min_peers=2)
-    paper.serve(min_stages=1, **serve)
+    fake = kit.FakeFleet("a", "b", min_peers=2)
+    fake.serve(min_stages=1, **serve)
     for name in "ab":
-        paper.report(name, memory=memory * GB)
-    paper.handle_event(ConnectionTriedEvent("a", "b", succeeded=True, latency=0.05, rate=1e6))
-    paper.handle_event(ConnectionTriedEvent("b", "a", succeeded=True, latency=0.05, rate=1e6))
-    paper.wait(1.25, *"ab")
-    for peer, message in paper.pop_messages():
+        fake.report(name, memory=memory * GB)
+    fake.handle_event(ConnectionTriedEvent("a", "b", succeeded=True, latency=0.05, rate=1e6))
+    fake.handle_event(ConnectionTriedEvent("b", "a", succeeded=True, latency=0.05, rate=1e6))
+    fake.wait(1.25, *"ab")
+    for peer, message in fake.pop_messages():
         if isinstance(message, Assign):
             profile = Profile(decode=((1, STEP_S),), prefill=((64, CHUNK_S),))
-            paper.loaded(message, peer, profile=profile)
-    paper.obey()
-    return paper
+            fake.loaded(message, peer, profile=profile)
+    fake.obey()
+    return fake
 
 
 def test_extra_pc_does_not_help_one_stream(kit: Kit) -> None:
-    paper = swarm(kit)
-    found = estimate_scale_out(paper.reconciler, paper.now)
+    fake = swarm(kit)
+    found = estimate_scale_out(fake.reconciler, fake.now)
     (more,) = found.more
     assert more.device == "cpu: CPU"
     assert found.now.stages == more.stages == 2
@@ -56,37 +56,37 @@ def test_extra_pc_does_not_help_one_stream(kit: Kit) -> None:
 
 
 def test_extra_pc_helps_many_streams(kit: Kit) -> None:
-    paper = swarm(kit, objective="throughput")
-    found = estimate_scale_out(paper.reconciler, paper.now)
+    fake = swarm(kit, objective="throughput")
+    found = estimate_scale_out(fake.reconciler, fake.now)
     (more,) = found.more
     assert (found.now.stages, more.stages) == (2, 3)
     assert more.tokens_per_s > 1.3 * found.now.tokens_per_s
 
 
 def test_no_estimate_without_a_placed_ring(kit: Kit) -> None:
-    paper = kit.Paper("a", "b")
-    paper.serve()
+    fake = kit.FakeFleet("a", "b")
+    fake.serve()
     for name, stage in (("a", "0:3"), ("b", "3:6")):
-        paper.report(name, stage=stage)
-    paper.wait(1.25, *"ab")
-    assert estimate_scale_out(paper.reconciler, paper.now) == ScaleOutStatus(), "not ready"
-    paper.obey()
-    assert paper.reconciler.is_ready
-    found = estimate_scale_out(paper.reconciler, paper.now)
+        fake.report(name, stage=stage)
+    fake.wait(1.25, *"ab")
+    assert estimate_scale_out(fake.reconciler, fake.now) == ScaleOutStatus(), "not ready"
+    fake.obey()
+    assert fake.reconciler.is_ready
+    found = estimate_scale_out(fake.reconciler, fake.now)
     assert (found.now, found.more) == (None, ())
 
 
 def test_status_applies_current_slowdowns(kit: Kit) -> None:
-    paper = swarm(kit)
+    fake = swarm(kit)
 
     def steps() -> list[float]:
-        (pipeline,) = build_status(paper.fleet, "s", (), 1).pipelines
+        (pipeline,) = build_status(fake.fleet, "s", (), 1).pipelines
         return [one.decode_s for one in pipeline.stages]
 
     assert steps() == [STEP_S, STEP_S]
-    old = paper.reconciler.registry.sessions["b"].report
+    old = fake.reconciler.registry.sessions["b"].report
     workers = tuple(msgspec.structs.replace(one, slowdown=2.0) for one in old.workers)
-    paper.handle_event(PeerReportedEvent("b", msgspec.structs.replace(old, workers=workers)))
+    fake.handle_event(PeerReportedEvent("b", msgspec.structs.replace(old, workers=workers)))
     assert sorted(steps()) == [STEP_S, 2 * STEP_S]
 
 
@@ -106,18 +106,18 @@ def test_new_peer_gets_median_links() -> None:
 
 
 def test_ttft_is_estimated(kit: Kit) -> None:
-    paper = swarm(kit)
-    (found,) = CachedEstimates(paper.fleet).estimate_at(100.0).values()
+    fake = swarm(kit)
+    (found,) = CachedEstimates(fake.fleet).estimate_at(100.0).values()
     assert found.prompt == PROMPT_TOKENS
     chunks = PROMPT_TOKENS / 64
     assert chunks * CHUNK_S < found.first_token_s < 2 * chunks * CHUNK_S + 0.5
 
 
 def test_estimates_are_cached(kit: Kit) -> None:
-    paper = swarm(kit)
-    estimates = CachedEstimates(paper.fleet)
+    fake = swarm(kit)
+    estimates = CachedEstimates(fake.fleet)
     first = estimates.estimate_at(100.0)
-    paper.handle_event(ConnectionTriedEvent("a", "b", succeeded=True, latency=0.5, rate=1e6))
+    fake.handle_event(ConnectionTriedEvent("a", "b", succeeded=True, latency=0.5, rate=1e6))
     assert estimates.estimate_at(100.0 + CACHE_INTERVAL - 1) is first
     later = estimates.estimate_at(100.0 + CACHE_INTERVAL)
     assert later["p1"].now.round_trip_s > first["p1"].now.round_trip_s

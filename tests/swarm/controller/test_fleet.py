@@ -25,49 +25,49 @@ def wish(name: str, **changes: Any) -> DesiredModel:
     return DesiredModel(msgspec.structs.replace(FACTS, name=name), "a", **changes)
 
 
-def settle(paper: FakeFleet, peers: str, seconds: float = 2.0) -> list[Any]:
+def settle(fake: FakeFleet, peers: str, seconds: float = 2.0) -> list[Any]:
     """Run until the desired state is reached; returns the messages."""
     told = []
     for _ in range(round(seconds / 0.5)):
-        paper.wait(0.5, *peers)
-        told += paper.obey()
+        fake.wait(0.5, *peers)
+        told += fake.obey()
     return told
 
 
-def peers_of(paper: FakeFleet, model: str, replica: int = 0) -> str:
-    formation = paper.deployment(model, replica).formation
+def peers_of(fake: FakeFleet, model: str, replica: int = 0) -> str:
+    formation = fake.deployment(model, replica).formation
     return "".join(sorted(formation.peers)) if formation is not None else ""
 
 
 def start(kit: Kit, peers: str, *models: DesiredModel, **changes: Any) -> FakeFleet:
-    paper = kit.Paper(*peers)
+    fake = kit.FakeFleet(*peers)
     for name in peers:
-        paper.report(name, **changes)
-    paper.serve_all(*models)
-    settle(paper, peers)
-    return paper
+        fake.report(name, **changes)
+    fake.serve_all(*models)
+    settle(fake, peers)
+    return fake
 
 
 @pytest.fixture
 def both(kit: Kit) -> FakeFleet:
     """``x`` and ``y`` run on one peer each; the third one is a spare of one of them."""
-    paper = start(kit, "abc", wish("x"), wish("y"))
-    assert all(one.is_ready for one in paper.fleet.deployments)
-    paper.pop_messages()
-    return paper
+    fake = start(kit, "abc", wish("x"), wish("y"))
+    assert all(one.is_ready for one in fake.fleet.deployments)
+    fake.pop_messages()
+    return fake
 
 
 def test_models_use_separate_peers(kit: Kit) -> None:
-    paper = kit.Paper("a", "b")
+    fake = kit.FakeFleet("a", "b")
     for name in "ab":
-        paper.report(name)
-    paper.serve_all(wish("x"), wish("y"))
-    told = settle(paper, "ab")
-    assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"a", "b"}
+        fake.report(name)
+    fake.serve_all(wish("x"), wish("y"))
+    told = settle(fake, "ab")
+    assert {peers_of(fake, "x"), peers_of(fake, "y")} == {"a", "b"}
     routes = [m for p, m in told if p == "a" and isinstance(m, Route) and m.is_ready]
     assert {(one.model, one.pipeline) for one in routes} == {("x", "p1"), ("y", "p2")}
-    assert len({one.epoch for one in paper.committed}) == 2
-    assert paper.fleet.reason == ""
+    assert len({one.epoch for one in fake.committed}) == 2
+    assert fake.fleet.reason == ""
 
 
 def test_loss_breaks_only_one_model(both: FakeFleet) -> None:
@@ -103,28 +103,28 @@ def test_stage_messages_reach_their_deployment(both: FakeFleet) -> None:
 
 def test_model_without_room_waits_alone(kit: Kit) -> None:
     huge = msgspec.structs.replace(FACTS, name="huge", layers=600)
-    paper = start(kit, "abc", DesiredModel(huge, "a"), wish("x"))
-    assert paper.deployment("x").is_ready
-    assert len(peers_of(paper, "x")) == 1
-    assert "huge needs" in paper.deployment("huge").reason
-    assert paper.fleet.reason.startswith("huge: huge needs")
+    fake = start(kit, "abc", DesiredModel(huge, "a"), wish("x"))
+    assert fake.deployment("x").is_ready
+    assert len(peers_of(fake, "x")) == 1
+    assert "huge needs" in fake.deployment("huge").reason
+    assert fake.fleet.reason.startswith("huge: huge needs")
 
 
 def test_urgent_model_takes_a_peer_after_a_delay(kit: Kit) -> None:
-    paper = start(kit, "ab", wish("x", min_stages=2))
-    assert peers_of(paper, "x") == "ab"
-    first = paper.deployment("x").formation.record
-    paper.serve_all(wish("x", min_stages=2), wish("y"))
-    settle(paper, "ab", URGENT_AFTER / 2)
-    assert paper.deployment("x").formation.record == first
-    assert paper.deployment("y").formation is None
-    told = settle(paper, "ab", URGENT_AFTER + 5)
-    assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"a", "b"}
+    fake = start(kit, "ab", wish("x", min_stages=2))
+    assert peers_of(fake, "x") == "ab"
+    first = fake.deployment("x").formation.record
+    fake.serve_all(wish("x", min_stages=2), wish("y"))
+    settle(fake, "ab", URGENT_AFTER / 2)
+    assert fake.deployment("x").formation.record == first
+    assert fake.deployment("y").formation is None
+    told = settle(fake, "ab", URGENT_AFTER + 5)
+    assert {peers_of(fake, "x"), peers_of(fake, "y")} == {"a", "b"}
     # The peer was freed first: the new pipeline was ready before the old one ended.
     mine = [m for p, m in told if p == "a" and isinstance(m, Route | RouteRemoved)]
     gone = mine.index(RouteRemoved(pipeline=first.id))
     assert any(isinstance(m, Route) and m.model == "x" and m.is_ready for m in mine[:gone])
-    freed = peers_of(paper, "y")
+    freed = peers_of(fake, "y")
     orders = [m for p, m in told if p == freed and isinstance(m, Assign | Unassign)]
     ended = orders.index(Unassign(pipeline=first.id))
     assert [m.model for m in orders[ended:] if isinstance(m, Assign)] == ["y"]
@@ -146,51 +146,51 @@ def test_model_that_is_no_longer_desired_stops(both: FakeFleet) -> None:
 def test_restarted_model_keeps_its_settings(kit: Kit) -> None:
     x, y = wish("x", applied=True), wish("y", replicas=2, pins=(("c", "auto"), ("b", "auto")))
     y = replace(y, applied=True)
-    paper = start(kit, "abc", x, y)
-    kept = paper.deployment("x").formation.record
-    assert {peers_of(paper, "y"), peers_of(paper, "y", 1)} == {"b", "c"}
-    paper.serve_all(x, replace(y, stopped=True))
-    gone = {m.pipeline for p, m in paper.pop_messages() if p == "a" and isinstance(m, RouteRemoved)}
+    fake = start(kit, "abc", x, y)
+    kept = fake.deployment("x").formation.record
+    assert {peers_of(fake, "y"), peers_of(fake, "y", 1)} == {"b", "c"}
+    fake.serve_all(x, replace(y, stopped=True))
+    gone = {m.pipeline for p, m in fake.pop_messages() if p == "a" and isinstance(m, RouteRemoved)}
     assert len(gone) == 2
-    settle(paper, "abc")
-    assert [one.key for one in paper.fleet.deployments] == [("x", 0)]
-    assert paper.fleet.reason == ""
-    paper.serve_all(replace(x, stopped=True), replace(y, stopped=True))
-    assert "molink run MODEL" in paper.fleet.reason
-    paper.serve_all(x, y)
-    settle(paper, "abc")
-    assert {peers_of(paper, "y"), peers_of(paper, "y", 1)} == {"b", "c"}
-    assert paper.deployment("x").formation.record.stages == kept.stages
+    settle(fake, "abc")
+    assert [one.key for one in fake.fleet.deployments] == [("x", 0)]
+    assert fake.fleet.reason == ""
+    fake.serve_all(replace(x, stopped=True), replace(y, stopped=True))
+    assert "molink run MODEL" in fake.fleet.reason
+    fake.serve_all(x, y)
+    settle(fake, "abc")
+    assert {peers_of(fake, "y"), peers_of(fake, "y", 1)} == {"b", "c"}
+    assert fake.deployment("x").formation.record.stages == kept.stages
 
 
 def test_second_model_scales_up_and_down(kit: Kit) -> None:
-    paper = start(kit, "abcd", wish("x"), wish("y", replicas=2))
-    assert all(one.is_ready for one in paper.fleet.deployments)
-    records = {one.key: one.formation.record for one in paper.fleet.deployments}
-    used = [peer for one in paper.fleet.deployments for peer in one.formation.peers]
+    fake = start(kit, "abcd", wish("x"), wish("y", replicas=2))
+    assert all(one.is_ready for one in fake.fleet.deployments)
+    records = {one.key: one.formation.record for one in fake.fleet.deployments}
+    used = [peer for one in fake.fleet.deployments for peer in one.formation.peers]
     assert len(set(used)) == len(used) == 3
     for replicas, ready in ((1, 1), (2, 2), (3, 3), (4, 3), (1, 1)):
-        paper.serve_all(wish("x"), wish("y", replicas=replicas))
-        settle(paper, "abcd", URGENT_AFTER + 2)
-        of_y = [one for one in paper.fleet.deployments if one.key[0] == "y"]
+        fake.serve_all(wish("x"), wish("y", replicas=replicas))
+        settle(fake, "abcd", URGENT_AFTER + 2)
+        of_y = [one for one in fake.fleet.deployments if one.key[0] == "y"]
         assert (len(of_y), sum(one.is_ready for one in of_y)) == (replicas, ready)
-        assert ("y #4: " in paper.fleet.reason) == (replicas == 4)
+        assert ("y #4: " in fake.fleet.reason) == (replicas == 4)
         for key in (("x", 0), ("y", 0)):
-            assert paper.deployment(*key).formation.record == records[key]
+            assert fake.deployment(*key).formation.record == records[key]
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_near_peers_share_a_ring(kit: Kit, late: bool) -> None:
     """``a`` and ``c`` are in one house, ``b`` and ``d`` in another; one more PC joins late."""
-    paper = kit.Paper(*"abcd")
+    fake = kit.FakeFleet(*"abcd")
     for name in "abcd":
-        paper.report(name, memory=5 * GB)
+        fake.report(name, memory=5 * GB)
 
     def measure() -> None:
         for one, other in product("abcd", "abcd"):
             if one != other:
                 near = {one, other} in ({"a", "c"}, {"b", "d"})
-                paper.handle_event(
+                fake.handle_event(
                     ConnectionTriedEvent(
                         one, other, succeeded=True, latency=0.001 if near else 2.0, rate=None
                     )
@@ -198,13 +198,13 @@ def test_near_peers_share_a_ring(kit: Kit, late: bool) -> None:
 
     if not late:
         measure()
-    paper.serve_all(wish("x"), wish("y"))
+    fake.serve_all(wish("x"), wish("y"))
     if late:
-        assert any("peers are shared out" in line for line in paper.fleet.story)
+        assert any("peers are shared out" in line for line in fake.fleet.story)
         measure()
-    settle(paper, "abcd", 3.0)
-    assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"ac", "bd"}
-    assert all(one.is_ready for one in paper.fleet.deployments)
+    settle(fake, "abcd", 3.0)
+    assert {peers_of(fake, "x"), peers_of(fake, "y")} == {"ac", "bd"}
+    assert all(one.is_ready for one in fake.fleet.deployments)
 
 
 def test_undesired_workers_are_stopped(both: FakeFleet, kit: Kit) -> None:
@@ -222,92 +222,92 @@ def test_undesired_workers_are_stopped(both: FakeFleet, kit: Kit) -> None:
 
 
 def test_replicas_scale_up_and_down(kit: Kit) -> None:
-    paper = start(kit, "abc", wish("x"))
-    first = paper.deployment("x").formation.record
-    paper.serve_all(wish("x", replicas=2))
-    told = settle(paper, "abc")
-    assert paper.deployment("x").formation.record == first
-    second = paper.deployment("x", 1)
+    fake = start(kit, "abc", wish("x"))
+    first = fake.deployment("x").formation.record
+    fake.serve_all(wish("x", replicas=2))
+    told = settle(fake, "abc")
+    assert fake.deployment("x").formation.record == first
+    second = fake.deployment("x", 1)
     assert second.is_ready
     assert second.formation.record.replica == 1
-    assert not set(peers_of(paper, "x", 1)) & set(peers_of(paper, "x"))
+    assert not set(peers_of(fake, "x", 1)) & set(peers_of(fake, "x"))
     # Each route names the other one, so that a returning peer keeps both.
     beside = {m.pipeline: m.sibling_pipelines for p, m in told if p == "a" and isinstance(m, Route)}
     assert beside == {first.id: (second.pipeline,), second.pipeline: (first.id,)}
-    paper.serve_all(wish("x"))
-    told = paper.pop_messages()
+    fake.serve_all(wish("x"))
+    told = fake.pop_messages()
     assert ("b", RouteRemoved(pipeline=second.pipeline)) in told
-    settle(paper, "abc")
-    assert paper.deployment("x").formation.record == first
-    assert len(paper.fleet.deployments) == 1
+    settle(fake, "abc")
+    assert fake.deployment("x").formation.record == first
+    assert len(fake.fleet.deployments) == 1
 
 
 def test_devices_of_a_pc_are_lost_together(kit: Kit) -> None:
     """Losing a PC causes one placement, not one per device."""
-    paper = kit.Paper("a", "b", "c", "d", min_peers=4)
+    fake = kit.FakeFleet("a", "b", "c", "d", min_peers=4)
     for name in "abcd":
-        paper.report(name)
-    paper.serve()
-    settle(paper, "abcd")
-    beside = msgspec.structs.replace(paper.fleet.registry.sessions["d"].report, primary_peer="c")
-    paper.handle_event(PeerReportedEvent("d", beside))
-    assert len(paper.reconciler.formation.peers) == 4
-    assert paper.fleet.registry.primary_peer("d") == "c"
+        fake.report(name)
+    fake.serve()
+    settle(fake, "abcd")
+    beside = msgspec.structs.replace(fake.fleet.registry.sessions["d"].report, primary_peer="c")
+    fake.handle_event(PeerReportedEvent("d", beside))
+    assert len(fake.reconciler.formation.peers) == 4
+    assert fake.fleet.registry.primary_peer("d") == "c"
     # One device's last report came half a second after the other's.
-    paper.wait(0.5, *"abd")
-    paper.pop_messages()
-    epoch = paper.reconciler.epoch
-    paper.wait(4.0, *"ab")
-    told = paper.pop_messages()
-    assert not paper.fleet.registry.is_live("d")
+    fake.wait(0.5, *"abd")
+    fake.pop_messages()
+    epoch = fake.reconciler.epoch
+    fake.wait(4.0, *"ab")
+    told = fake.pop_messages()
+    assert not fake.fleet.registry.is_live("d")
     assert {m.epoch for _, m in told if isinstance(m, Assign)} == {epoch + 1}
-    assert set(paper.reconciler.formation.peers) == {"a", "b"}
+    assert set(fake.reconciler.formation.peers) == {"a", "b"}
     # A device that still reports is not lost with the other one: only that daemon has ended.
-    paper.report("c", fresh=True)
-    paper.report("d", fresh=True, pc="c")
-    paper.wait(4.0, *"abd")
-    assert paper.fleet.registry.is_live("d")
-    assert not paper.fleet.registry.is_live("c")
+    fake.report("c", fresh=True)
+    fake.report("d", fresh=True, pc="c")
+    fake.wait(4.0, *"abd")
+    assert fake.fleet.registry.is_live("d")
+    assert not fake.fleet.registry.is_live("c")
 
 
 def test_rebalance_places_all_models(kit: Kit) -> None:
     """The serving ring is only slightly worse than another one; a user may want the other."""
-    paper = start(kit, "ab", wish("x"))
-    (at,) = peers_of(paper, "x")
+    fake = start(kit, "ab", wish("x"))
+    (at,) = peers_of(fake, "x")
     other = "b" if at == "a" else "a"
-    report = paper.fleet.registry.sessions[other].report
+    report = fake.fleet.registry.sessions[other].report
     device = msgspec.structs.replace(report.device, name="a faster one", read_rate=10.5e9)
-    paper.handle_event(PeerReportedEvent(other, msgspec.structs.replace(report, device=device)))
-    paper.wait(70.0, *"ab")
-    assert peers_of(paper, "x") == at
-    paper.handle_event(RebalanceRequestedEvent())
-    assert paper.deployment("x").is_ready  # and serves until the new ring is up
-    paper.prefetched(other, 1)
-    settle(paper, "ab", 5.0)
-    assert paper.deployment("x").is_ready
-    assert peers_of(paper, "x") == other
+    fake.handle_event(PeerReportedEvent(other, msgspec.structs.replace(report, device=device)))
+    fake.wait(70.0, *"ab")
+    assert peers_of(fake, "x") == at
+    fake.handle_event(RebalanceRequestedEvent())
+    assert fake.deployment("x").is_ready  # and serves until the new ring is up
+    fake.prefetched(other, 1)
+    settle(fake, "ab", 5.0)
+    assert fake.deployment("x").is_ready
+    assert peers_of(fake, "x") == other
 
 
 def test_surplus_replica_waits_for_peers(kit: Kit) -> None:
-    paper = start(kit, "a", wish("x", replicas=2))
-    assert paper.deployment("x").is_ready
-    assert paper.deployment("x", 1).formation is None
-    assert "x #2:" in paper.fleet.reason
-    paper.join("b")
-    settle(paper, "ab")
-    assert peers_of(paper, "x", 1) == "b"
+    fake = start(kit, "a", wish("x", replicas=2))
+    assert fake.deployment("x").is_ready
+    assert fake.deployment("x", 1).formation is None
+    assert "x #2:" in fake.fleet.reason
+    fake.join("b")
+    settle(fake, "ab")
+    assert peers_of(fake, "x", 1) == "b"
 
 
 OTHER_FILES = msgspec.structs.replace(FACTS, name="x", root="0f" * 32 + ":9")
 
 
 def test_changes_roll_out_one_replica_at_a_time(kit: Kit) -> None:
-    paper = start(kit, "ab", wish("x", replicas=2))
-    one, two = paper.fleet.deployments
-    paper.serve_all(DesiredModel(OTHER_FILES, "a", replicas=2))
+    fake = start(kit, "ab", wish("x", replicas=2))
+    one, two = fake.fleet.deployments
+    fake.serve_all(DesiredModel(OTHER_FILES, "a", replicas=2))
     for _ in range(8):
         assert one.is_ready or two.is_ready
-        settle(paper, "ab", 0.5)
+        settle(fake, "ab", 0.5)
     assert one.is_ready
     assert two.is_ready
     assert {each.desired.facts.root for each in (one, two)} == {OTHER_FILES.root}
@@ -315,19 +315,19 @@ def test_changes_roll_out_one_replica_at_a_time(kit: Kit) -> None:
 
 def test_failing_rollout_breaks_only_one_replica(kit: Kit) -> None:
     """Crash loop: retried with growing pauses while the other replica keeps serving."""
-    paper = start(kit, "ab", wish("x", replicas=2))
-    one, two = paper.fleet.deployments
+    fake = start(kit, "ab", wish("x", replicas=2))
+    one, two = fake.fleet.deployments
     kept = two.formation.record
-    (at,) = peers_of(paper, "x")
-    paper.serve_all(DesiredModel(OTHER_FILES, "a", replicas=2))
+    (at,) = peers_of(fake, "x")
+    fake.serve_all(DesiredModel(OTHER_FILES, "a", replicas=2))
     tries = []
     for _ in range(4 * 60):
-        paper.wait(0.25, "a", "b")
-        for peer, message in paper.pop_messages():
+        fake.wait(0.25, "a", "b")
+        for peer, message in fake.pop_messages():
             if isinstance(message, Assign):
                 assert (peer, message.root) == (at, OTHER_FILES.root)
-                tries.append(paper.now)
-                paper.failed(peer, message.stage, message.epoch, message.pipeline)
+                tries.append(fake.now)
+                fake.failed(peer, message.stage, message.epoch, message.pipeline)
     assert two.formation.record == kept
     assert two.is_ready
     pauses = [later - earlier for earlier, later in pairwise(tries)]
@@ -335,26 +335,26 @@ def test_failing_rollout_breaks_only_one_replica(kit: Kit) -> None:
     assert len(tries) < 10
     assert not one.is_ready
     # The desired state is the old one again.
-    paper.serve_all(wish("x", replicas=2))
-    settle(paper, "ab", 70)
+    fake.serve_all(wish("x", replicas=2))
+    settle(fake, "ab", 70)
     assert one.is_ready
     assert two.formation.record == kept
 
 
 def test_pinned_layers_are_placed_as_named(kit: Kit) -> None:
-    paper = start(kit, "abc", wish("x", pins=(("b", "4:6"), ("c", "0:4"))), wish("y"))
-    record = paper.deployment("x").formation.record
+    fake = start(kit, "abc", wish("x", pins=(("b", "4:6"), ("c", "0:4"))), wish("y"))
+    record = fake.deployment("x").formation.record
     assert [(stage.peer, stage.layers) for stage in record.stages] == [("c", (0, 4)), ("b", (4, 6))]
-    assert peers_of(paper, "y") == "a"
-    paper.serve_all(wish("x", pins=(("b", "2:6"), ("c", "0:2"))), wish("y"))
-    settle(paper, "abc")
-    record = paper.deployment("x").formation.record
+    assert peers_of(fake, "y") == "a"
+    fake.serve_all(wish("x", pins=(("b", "2:6"), ("c", "0:2"))), wish("y"))
+    settle(fake, "abc")
+    record = fake.deployment("x").formation.record
     assert [(stage.peer, stage.layers) for stage in record.stages] == [("c", (0, 2)), ("b", (2, 6))]
 
 
 def test_a_restarted_coordinator_adopts_all_pipelines(both: FakeFleet, kit: Kit) -> None:
     records = [one.formation.record for one in both.fleet.deployments]
-    again = kit.Paper(*"abc", now=both.now)
+    again = kit.FakeFleet(*"abc", now=both.now)
     again.fleet = Fleet(
         "s1", again.members, again.now, models=both.fleet.models, pipelines=records, last=(2, 2)
     )
@@ -381,13 +381,13 @@ def test_higher_term_applies_to_all_deployments(both: FakeFleet) -> None:
 
 
 def test_peer_without_memory_is_not_allocated(kit: Kit) -> None:
-    paper = kit.Paper("a", "b", "c")
-    paper.report("a", memory=GB // 2)
+    fake = kit.FakeFleet("a", "b", "c")
+    fake.report("a", memory=GB // 2)
     for name in "bc":
-        paper.report(name)
-    paper.serve_all(wish("x"), wish("y"))
-    settle(paper, "abc")
-    assert {peers_of(paper, "x"), peers_of(paper, "y")} == {"b", "c"}
+        fake.report(name)
+    fake.serve_all(wish("x"), wish("y"))
+    settle(fake, "abc")
+    assert {peers_of(fake, "x"), peers_of(fake, "y")} == {"b", "c"}
 
 
 def test_each_deployment_commits_one_pipeline(both: FakeFleet) -> None:
@@ -413,9 +413,9 @@ def test_end_of_a_pipeline_is_resent(both: FakeFleet) -> None:
 
 
 def test_adopting_coordinator_ends_no_routes(kit: Kit) -> None:
-    paper = start(kit, "ab", wish("x", min_stages=2))
-    record = paper.deployment("x").formation.record
-    again = kit.Paper(
+    fake = start(kit, "ab", wish("x", min_stages=2))
+    record = fake.deployment("x").formation.record
+    again = kit.FakeFleet(
         "a", "b", "c", desired=wish("x", min_stages=2), pipeline=record, last=(record.epoch, 1)
     )
     assert again.deployment("x").is_adopting

@@ -13,106 +13,106 @@ OTHER = f"{8:064}:99"
 
 
 @pytest.fixture
-def paper(kit: Kit) -> FakeFleet:
+def fake(kit: Kit) -> FakeFleet:
     """Two PCs; ``a``, which holds no stage, has loaded the model."""
-    paper = kit.Paper("a", "b", "c", min_peers=2)
-    paper.report("a", stage="none")
-    paper.report("b")
-    paper.report("c")
-    paper.serve(facts=msgspec.structs.replace(kit.facts, root=ROOT))
-    return paper
+    fake = kit.FakeFleet("a", "b", "c", min_peers=2)
+    fake.report("a", stage="none")
+    fake.report("b")
+    fake.report("c")
+    fake.serve(facts=msgspec.structs.replace(kit.facts, root=ROOT))
+    return fake
 
 
-def have(paper: FakeFleet, peer: str, *layers: tuple[int, int], root: str = ROOT) -> None:
+def have(fake: FakeFleet, peer: str, *layers: tuple[int, int], root: str = ROOT) -> None:
     """A peer reports the files of these layers."""
-    report = paper.fleet.registry.sessions[peer].report
+    report = fake.fleet.registry.sessions[peer].report
     parts = (PartialModel(root=root, layers=layers),)
-    paper.handle_event(
+    fake.handle_event(
         PeerReportedEvent(peer, msgspec.structs.replace(report, partial_models=parts, workers=()))
     )
 
 
-def assigned(paper: FakeFleet) -> list[Assign]:
-    return [message for _, message in paper.pop_messages() if isinstance(message, Assign)]
+def assigned(fake: FakeFleet) -> list[Assign]:
+    return [message for _, message in fake.pop_messages() if isinstance(message, Assign)]
 
 
-def reason(paper: FakeFleet) -> str:
+def reason(fake: FakeFleet) -> str:
     """The reason in the published routes."""
-    route = paper.fleet.registry.sessions["b"].routes["p1"]
+    route = fake.fleet.registry.sessions["b"].routes["p1"]
     assert isinstance(route, Route)
     return route.reason
 
 
-def test_partial_holders_are_named(paper: FakeFleet) -> None:
-    paper.wait(2, "a", "b", "c")
-    first = assigned(paper)
+def test_partial_holders_are_named(fake: FakeFleet) -> None:
+    fake.wait(2, "a", "b", "c")
+    first = assigned(fake)
     assert {(one.sources, one.partial_sources) for one in first} == {(("a",), ())}
-    have(paper, "b", (0, 3))
-    have(paper, "c", (3, 6), root=OTHER)
-    paper.handle_event(PeerStoppedEvent("b"))
-    have_facts = paper.fleet.models[0].facts
-    assert partial_holders(have_facts, paper.fleet.registry) == ()
-    paper.report("b")
-    have(paper, "b", (0, 3))
-    assert partial_holders(have_facts, paper.fleet.registry) == ("b",)
-    paper.handle_event(PeerStoppedEvent("a"))
-    paper.wait(3, "b", "c")
-    route = paper.fleet.registry.sessions["c"].routes["p1"]
+    have(fake, "b", (0, 3))
+    have(fake, "c", (3, 6), root=OTHER)
+    fake.handle_event(PeerStoppedEvent("b"))
+    have_facts = fake.fleet.models[0].facts
+    assert partial_holders(have_facts, fake.fleet.registry) == ()
+    fake.report("b")
+    have(fake, "b", (0, 3))
+    assert partial_holders(have_facts, fake.fleet.registry) == ("b",)
+    fake.handle_event(PeerStoppedEvent("a"))
+    fake.wait(3, "b", "c")
+    route = fake.fleet.registry.sessions["c"].routes["p1"]
     assert (route.sources, route.partial_sources) == ((), ("b",))
 
 
-def test_named_holders_cover_most_layers(paper: FakeFleet) -> None:
-    facts = paper.fleet.models[0].facts
+def test_named_holders_cover_most_layers(fake: FakeFleet) -> None:
+    facts = fake.fleet.models[0].facts
     for name in map(chr, range(ord("d"), ord("d") + MAX_SOURCES)):
-        paper.join(name)
-        have(paper, name, (0, 2))
-    paper.join("z")
-    have(paper, "z", (2, 6))
-    found = partial_holders(facts, paper.fleet.registry)
+        fake.join(name)
+        have(fake, name, (0, 2))
+    fake.join("z")
+    have(fake, "z", (2, 6))
+    found = partial_holders(facts, fake.fleet.registry)
     assert len(found) == MAX_SOURCES
     assert found[-1] == "z"
     reports = [
-        one.report for one in paper.fleet.registry.sessions.values() if one.report.partial_models
+        one.report for one in fake.fleet.registry.sessions.values() if one.report.partial_models
     ]
     assert missing_layers(facts, reports, only_model=False) == ()
 
 
-def test_missing_files_are_reported_and_not_retried(paper: FakeFleet) -> None:
-    paper.wait(2, "a", "b", "c")
-    paper.obey()
-    paper.handle_event(MemberRemovedEvent("a", "has left"))
-    paper.wait(1, "b", "c")
-    paper.obey()
-    have(paper, "b", (0, 3))
-    have(paper, "c", (4, 6))
-    paper.fleet.deployments[0].rebalance_ring(paper.now)
-    paper.handle_event(PeerStoppedEvent("c"))
-    paper.wait(3, "b")
-    (order,) = assigned(paper)
+def test_missing_files_are_reported_and_not_retried(fake: FakeFleet) -> None:
+    fake.wait(2, "a", "b", "c")
+    fake.obey()
+    fake.handle_event(MemberRemovedEvent("a", "has left"))
+    fake.wait(1, "b", "c")
+    fake.obey()
+    have(fake, "b", (0, 3))
+    have(fake, "c", (4, 6))
+    fake.fleet.deployments[0].rebalance_ring(fake.now)
+    fake.handle_event(PeerStoppedEvent("c"))
+    fake.wait(3, "b")
+    (order,) = assigned(fake)
     assert (order.layers, order.sources, order.partial_sources) == ((0, 6), (), ("b",))
-    paper.failed("b", 0, order.epoch, files_missing=True)
-    have(paper, "b", (0, 3))
-    paper.wait(10, "b")
-    assert assigned(paper) == []
-    assert reason(paper) == "stage 0 on B: oops"
-    status = build_status(paper.fleet, "s1", [], 1)
+    fake.failed("b", 0, order.epoch, files_missing=True)
+    have(fake, "b", (0, 3))
+    fake.wait(10, "b")
+    assert assigned(fake) == []
+    assert reason(fake) == "stage 0 on B: oops"
+    status = build_status(fake.fleet, "s1", [], 1)
     assert status.pipelines[0].reason == "stage 0 on B: oops"
     assert status.peers[0].reason == ""
     # A peer with more files joins.
-    paper.report("c")
-    have(paper, "c", (3, 6))
-    paper.wait(3, "b", "c")
-    assert assigned(paper)
+    fake.report("c")
+    have(fake, "c", (3, 6))
+    fake.wait(3, "b", "c")
+    assert assigned(fake)
 
 
-def test_missing_files_are_retried_after_an_interval(paper: FakeFleet) -> None:
-    paper.handle_event(PeerStoppedEvent("a"))
-    have(paper, "b", (0, 3))
-    have(paper, "c", (3, 6))
-    paper.wait(2, "b", "c")
-    order = assigned(paper)[0]
-    paper.failed("b", 0, order.epoch, files_missing=True)
-    paper.wait(RETRY_INTERVAL - 5, "b", "c")
-    assert assigned(paper) == []
-    paper.wait(10, "b", "c")
-    assert assigned(paper)
+def test_missing_files_are_retried_after_an_interval(fake: FakeFleet) -> None:
+    fake.handle_event(PeerStoppedEvent("a"))
+    have(fake, "b", (0, 3))
+    have(fake, "c", (3, 6))
+    fake.wait(2, "b", "c")
+    order = assigned(fake)[0]
+    fake.failed("b", 0, order.epoch, files_missing=True)
+    fake.wait(RETRY_INTERVAL - 5, "b", "c")
+    assert assigned(fake) == []
+    fake.wait(10, "b", "c")
+    assert assigned(fake)

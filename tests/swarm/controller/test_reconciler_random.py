@@ -44,7 +44,7 @@ class World:
 
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
-        self.paper = kit.Paper()
+        self.fake = kit.FakeFleet()
         self.inbox = {name: [] for name in NAMES}
         self.history = []
         self.workers = {name: {} for name in NAMES}
@@ -60,7 +60,7 @@ class World:
         self.deliver()
 
     def report(self, name: str, fresh: bool = False) -> None:
-        self.paper.handle_event(
+        self.fake.handle_event(
             PeerReportedEvent(
                 name,
                 self.kit.report(
@@ -76,15 +76,15 @@ class World:
 
     def join(self, name: str, stage: str) -> None:
         self.stages[name] = stage
-        self.paper.join(name, stage=stage)
+        self.fake.join(name, stage=stage)
         self.report(name)
 
     def wait(self, alive: set[str], seconds: float) -> None:
         for _ in range(round(seconds / 0.25)):
-            self.paper.now += 0.25
-            for name in sorted(alive & set(self.paper.fleet.registry.sessions)):
+            self.fake.now += 0.25
+            for name in sorted(alive & set(self.fake.fleet.registry.sessions)):
                 self.report(name)
-            self.paper.handle_event(TimePassedEvent())
+            self.fake.handle_event(TimePassedEvent())
 
     def obey(self, name: str, report: bool) -> None:
         if not self.inbox[name]:
@@ -104,7 +104,7 @@ class World:
                 shown = (message.epoch, stage, old.layers, message.pipeline)
                 self.workers[name][message.pipeline] = self.kit.worker("ready", *shown)
             self.act(("ready", name, stage, message.epoch, message.pipeline))
-        if report and name in self.paper.fleet.registry.sessions:
+        if report and name in self.fake.fleet.registry.sessions:
             self.report(name)
 
     def work(self, busy: set[str], rounds: int) -> None:
@@ -118,16 +118,16 @@ class World:
 
     def act(self, call: tuple[Any, ...]) -> None:
         self.history.append(call)
-        getattr(self.paper, call[0])(*call[1:])
+        getattr(self.fake, call[0])(*call[1:])
 
     def fail(self, name: str, next_lost: bool) -> None:
-        if not self.paper.fleet.deployments:
+        if not self.fake.fleet.deployments:
             return
-        formation = self.paper.reconciler.formation
+        formation = self.fake.reconciler.formation
         stage = formation.stage_of(name) if formation is not None else None
         if stage is not None:
             record = formation.record
-            self.paper.failed(name, stage, record.epoch, record.id, next_lost=next_lost)
+            self.fake.failed(name, stage, record.epoch, record.id, next_lost=next_lost)
 
     def replay(self, _name: str, index: int) -> None:
         if self.history:
@@ -137,32 +137,32 @@ class World:
         if self.pids[name] != pid:
             self.pids[name], self.workers[name] = pid, {}
             self.prefetched[name] = None
-        if name in self.paper.fleet.registry.members:
+        if name in self.fake.fleet.registry.members:
             self.report(name, fresh=True)
 
     def cut(self, name: str, other: str) -> None:
         """A peer cannot connect to another one, or has lost the coordinator if both are equal."""
         if name == other:
-            self.paper.handle_event(PeerDisconnectedEvent(name))
+            self.fake.handle_event(PeerDisconnectedEvent(name))
         else:
-            self.paper.handle_event(ConnectionTriedEvent(name, other, succeeded=False))
+            self.fake.handle_event(ConnectionTriedEvent(name, other, succeeded=False))
 
     def leave(self, name: str, _: None) -> None:
-        self.paper.handle_event(MemberRemovedEvent(name, "left"))
+        self.fake.handle_event(MemberRemovedEvent(name, "left"))
         self.workers[name] = {}
 
     def serve(self, dtype: str, min_peers: int) -> None:
         old = self.desired
-        self.paper.serve(dtype=dtype, min_peers=min_peers)
-        self.desired = self.paper.reconciler.desired
+        self.fake.serve(dtype=dtype, min_peers=min_peers)
+        self.desired = self.fake.reconciler.desired
         if old is None or old.dtype != dtype:
             self.kept = None  # as the state does
 
     def restart(self, *_: None) -> None:
         """Restart the coordinator with the committed state."""
         self.deliver()
-        old = self.paper
-        self.paper = self.kit.Paper(
+        old = self.fake
+        self.fake = self.kit.FakeFleet(
             *old.fleet.registry.members,
             now=old.now,
             desired=self.desired,
@@ -172,7 +172,7 @@ class World:
 
     def deliver(self) -> None:
         """Deliver actions to peers and check them."""
-        decisions, self.paper.decisions = self.paper.decisions, []
+        decisions, self.fake.decisions = self.fake.decisions, []
         for decision in decisions:
             if isinstance(decision, CommitPipelineAction):
                 self.committed(decision.pipeline)
@@ -211,7 +211,7 @@ class World:
             assert message.scheduler.peer == self.record.stages[0].peer
 
     def check(self) -> None:
-        reconciler = self.paper.reconciler
+        reconciler = self.fake.reconciler
         assert bool(reconciler.reason) or reconciler.is_ready
         assert reconciler.migration is None or reconciler.is_ready
         if reconciler.is_ready:
@@ -221,7 +221,7 @@ class World:
             }
             for stage, placed in enumerate(record.stages):
                 assert (placed.peer, stage, record.epoch, record.id) in said
-                assert self.paper.fleet.registry.is_live(placed.peer)
+                assert self.fake.fleet.registry.is_live(placed.peer)
 
 
 @given(st.lists(steps, min_size=5, max_size=40))
@@ -232,9 +232,9 @@ def test_invariants_hold_for_any_history(kit: Kit, plan: list[Any]) -> None:
         world.step("join", name, "auto")
     world.step("serve", "auto", 2)
     for step in plan:
-        members = set(world.paper.fleet.registry.members)
+        members = set(world.fake.fleet.registry.members)
         world.step(*step)
-        gone = members - set(world.paper.fleet.registry.members)
+        gone = members - set(world.fake.fleet.registry.members)
         world.inbox.update({name: [] for name in gone})
         world.check()
 
@@ -252,13 +252,13 @@ def test_pipeline_always_recovers(kit: Kit, plan: list[Any]) -> None:
     for name in "cde":
         world.leave(name, None)
     for by, to in ("ab", "ba"):
-        world.paper.handle_event(ConnectionTriedEvent(by, to, succeeded=True))
+        world.fake.handle_event(ConnectionTriedEvent(by, to, succeeded=True))
     for _ in range(400):
-        if world.paper.reconciler.is_ready:
+        if world.fake.reconciler.is_ready:
             return
         world.wait({"a", "b"}, 0.5)
         world.deliver()
         for name in "ab":
             world.obey(name, True)
             world.deliver()
-    raise AssertionError(world.paper.fleet.story)
+    raise AssertionError(world.fake.fleet.story)

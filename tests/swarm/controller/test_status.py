@@ -66,17 +66,17 @@ def test_status_of_a_running_swarm(running: FakeFleet) -> None:
 
 
 def test_each_model_and_pipeline_is_shown(kit: Kit) -> None:
-    paper = kit.Paper("a", "b", "c")
+    fake = kit.FakeFleet("a", "b", "c")
     for name in "abc":
-        paper.report(name)
+        fake.report(name)
     facts = [structs.replace(kit.facts, name=name) for name in ("x", "y", "z")]
     huge = structs.replace(facts[2], layers=600)
     models = DesiredModel(facts[0], "a", replicas=2), DesiredModel(facts[1], "b")
-    paper.serve_all(*models, DesiredModel(huge, "a"))
+    fake.serve_all(*models, DesiredModel(huge, "a"))
     for _ in range(4):
-        paper.wait(0.5, *"abc")
-        paper.obey()
-    status = build_status(paper.fleet, "s1", [], 1)
+        fake.wait(0.5, *"abc")
+        fake.obey()
+    status = build_status(fake.fleet, "s1", [], 1)
     assert status.model == "x"
     shown = [(one.name, one.replicas, one.ready) for one in status.models]
     assert shown == [("x", 2, 2), ("y", 1, 1), ("z", 1, 0)]
@@ -87,13 +87,13 @@ def test_each_model_and_pipeline_is_shown(kit: Kit) -> None:
 
 
 def test_status_without_a_ready_pipeline(kit: Kit) -> None:
-    paper = kit.Paper("a", "b", min_peers=2)
-    empty = build_status(paper.fleet, "s1", [], 1)
+    fake = kit.FakeFleet("a", "b", min_peers=2)
+    empty = build_status(fake.fleet, "s1", [], 1)
     assert (empty.model, empty.pipelines) == (None, ())
-    paper.serve()
-    paper.report("a")
-    paper.wait(2, "a")
-    status = build_status(paper.fleet, "s1", [], 1, banned={"b"})
+    fake.serve()
+    fake.report("a")
+    fake.wait(2, "a")
+    status = build_status(fake.fleet, "s1", [], 1, banned={"b"})
     assert [peer.state for peer in status.peers] == ["online", "banned"]
     (pipeline,) = status.pipelines
     assert (pipeline.ready, pipeline.state, pipeline.stages) == (False, "waiting", ())
@@ -174,18 +174,18 @@ def test_status_size_is_bounded(running: FakeFleet, peers: int, name: str, kept:
 
 
 def test_devices_follow_their_pc(kit: Kit) -> None:
-    paper = kit.Paper("a", "b", "c")
+    fake = kit.FakeFleet("a", "b", "c")
     for name in "abc":
-        paper.report(name, pc="a" if name == "c" else "")
-    status = build_status(paper.fleet, "s1", [], 1)
+        fake.report(name, pc="a" if name == "c" else "")
+    status = build_status(fake.fleet, "s1", [], 1)
     assert [(one.id, one.pc) for one in status.peers] == [("a", ""), ("c", "a"), ("b", "")]
 
 
 def test_files_warning_needs_a_second_pc(kit: Kit) -> None:
-    paper = kit.Paper("a", "b")
+    fake = kit.FakeFleet("a", "b")
     for name in "ab":
-        paper.report(name, pc="a" if name == "b" else "")
-    paper.serve()
-    assert build_status(paper.fleet, "s1", [], 1).files == ""
-    paper.report("b")
-    assert build_status(paper.fleet, "s1", [], 1).files == "Only A has all files of toy so far"
+        fake.report(name, pc="a" if name == "b" else "")
+    fake.serve()
+    assert build_status(fake.fleet, "s1", [], 1).files == ""
+    fake.report("b")
+    assert build_status(fake.fleet, "s1", [], 1).files == "Only A has all files of toy so far"
