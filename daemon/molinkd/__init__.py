@@ -1,1 +1,1 @@
-"""What runs: processes, event loops, supervision, HTTP and the command line, over ``molink``."""
+"""Processes, event loops, supervision, HTTP and the command line, on top of ``molink``."""

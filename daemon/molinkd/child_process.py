@@ -1,8 +1,7 @@
-"""A child process with a pipe to it: started, listened to by threads, ended without leftovers.
+"""A child process with pipes, served by threads and stopped without leftovers.
 
-The child reads its standard input and exits at its end, so it can't outlive this process however
-that dies. Threads do the blocking reads (asyncio can't, on Windows with a selector loop) and hand
-everything to the event loop.
+The child exits when its standard input closes, so it cannot outlive this process. Threads do the
+blocking reads (asyncio can't on Windows with a selector loop) and post results to the event loop.
 """
 
 import asyncio
@@ -21,19 +20,19 @@ from molinkd.platform import child_options
 
 log = logging.getLogger(__name__)
 
-#: A log file is moved aside (one generation is kept) when it has grown to this many bytes.
+#: Size in bytes at which a log file is rotated; one old file is kept.
 MAX_LOG_BYTES = 1 << 20
-#: Lines of the log that an error message may quote.
+#: Last log lines kept for error messages.
 MAX_TAIL_LINES = 12
-#: Exit codes from here on are Windows' own.
+#: Exit codes from this value on are Windows NTSTATUS codes.
 FIRST_WINDOWS_CODE = 0x8000_0000
 
-#: Reads one message from the child's standard output; ``None`` at its end.
+#: Reads one message from the child's standard output; ``None`` at end of file.
 Reader = Callable[[BinaryIO], object | None]
 
 
 class ChildProcess:
-    """One child process. Callbacks run on the event loop that was running at :meth:`start`."""
+    """One child process. Callbacks run on the event loop that called :meth:`start`."""
 
     def __init__(
         self,
@@ -58,10 +57,10 @@ class ChildProcess:
         self._exited = asyncio.Event()
 
     def start(self) -> None:
-        """Start the process and the threads that listen to it.
+        """Start the process and its reader threads.
 
         Raises:
-            OSError: it can't be started.
+            OSError: The process can't be started.
         """
         self._loop = asyncio.get_running_loop()
         self._process = subprocess.Popen(
@@ -82,28 +81,31 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process hasn't been seen to exit."""
+        """Whether the process has not exited yet."""
         return not self._exited.is_set()
 
     @property
     def tail(self) -> str:
-        """The last lines of its log."""
+        """The last lines of the child's log."""
         return "\n".join(self._tail)
 
     def set_name(self, name: str, log_file: Path) -> None:
-        """It does something else from now on: its log goes to another file."""
+        """Change the name and the log file, when the process takes over another task."""
         self.name, self._log_file = name, log_file
 
     def send(self, data: bytes) -> None:
-        """Queue bytes for the child's standard input; lost if it has exited."""
+        """Queue bytes for the child's standard input; dropped if it has exited."""
         self._writes.put(data)
 
     def close_input(self) -> None:
-        """Close the child's standard input once what is queued is written: it will exit."""
+        """Close the child's standard input after the queued writes, which makes it exit."""
         self._writes.put(None)
 
     async def stop(self, grace_s: float = 5.0, *, kill: bool = False) -> None:
-        """End the process: close its input, then terminate it, then kill it, or that at once."""
+        """Stop the process: close its input, terminate after ``grace_s``, then kill.
+
+        ``kill`` skips straight to the last step.
+        """
         self.close_input()
         if kill:
             with contextlib.suppress(OSError):
@@ -125,7 +127,7 @@ class ChildProcess:
         return thread
 
     def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(callback, *args)
 
     def _pump_messages(self, errors: threading.Thread) -> None:
@@ -134,7 +136,7 @@ class ChildProcess:
             while (message := self._reader(stream)) is not None:
                 self._call_on_loop(self._on_message, message)
         except Exception as error:
-            log.warning("%s: what it wrote can't be read: %s", self.name, error)
+            log.warning("%s: invalid output: %s", self.name, error)
             with contextlib.suppress(OSError):
                 self._process.kill()
         code = self._process.wait()
@@ -173,14 +175,14 @@ class ChildProcess:
 
 
 def exit_text(code: int) -> str:
-    """A process's exit in words. Windows' own codes are known in hexadecimal."""
+    """An exit code in words; Windows NTSTATUS codes in hexadecimal."""
     if code < 0:
-        return f"was ended by signal {-code}"
+        return f"was terminated by signal {-code}"
     return f"exited with code {f'0x{code:08X}' if code >= FIRST_WINDOWS_CODE else code}"
 
 
 class BoundedLog:
-    """A log file that is moved to ``….1`` when it has grown to :data:`MAX_LOG_BYTES`."""
+    """A log file that is rotated to ``….1`` at ``limit`` bytes."""
 
     def __init__(self, path: Path, limit: int = MAX_LOG_BYTES) -> None:
         self._path = path
@@ -189,16 +191,16 @@ class BoundedLog:
         self._file = path.open("ab")
 
     def write_line(self, line: bytes) -> None:
-        """Append a line. A full disk loses the line, not the process that wrote it."""
+        """Append a line; dropped if the disk is full."""
         try:
             if self._file.tell() + len(line) > self._limit:
                 self._file.close()
-                with contextlib.suppress(OSError):  # somebody reads it (Windows): next time
+                with contextlib.suppress(OSError):  # open elsewhere (Windows)
                     self._path.replace(self._path.with_name(self._path.name + ".1"))
                 self._file = self._path.open("ab")
             self._file.write(line)
             self._file.flush()
-        except (OSError, ValueError) as error:  # ValueError: could not be opened again
+        except (OSError, ValueError) as error:  # ValueError: reopening failed before
             log.warning("can't write %s: %s", self._path, error)
 
     def close(self) -> None:

@@ -1,20 +1,19 @@
-"""How many connections a process may have: each takes a descriptor."""
+"""Raises the limit of open file descriptors, which limits connections."""
 
 import contextlib
 import sys
 
-#: Enough for any swarm. Some systems allow a thousand million, which other programs then walk over.
+#: Enough for any swarm. Some systems allow a billion, which slows programs that iterate over all.
 _WANTED_DESCRIPTORS = 1 << 16
-#: What macOS means when it says infinity.
+#: The actual limit when macOS reports infinity.
 _OPEN_MAX = 10240
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open as many files and sockets as its user may, up to 65536.
+    """Raise the limit of open files up to 65536, as far as the user may.
 
-    Many systems begin with 1024, which half-open connections of a stranger use up within the time
-    that a handshake may take. Call it first thing in every process that listens. Windows has no
-    such limit, and where it can't be raised it stays.
+    Many systems default to 1024, which a stranger's half-open connections would exhaust. Call it
+    first in every process that listens. Windows has no such limit.
     """
     if sys.platform != "win32":
         import resource

@@ -1,4 +1,4 @@
-"""Noticing that whoever started this process has gone: its standard input ends."""
+"""Detects the parent's exit by the end of standard input."""
 
 import contextlib
 import os
@@ -9,14 +9,13 @@ from collections.abc import Callable
 def watch_input(
     ended: Callable[[], object], on_line: Callable[[bytes], object] = lambda _: None
 ) -> None:
-    """Call ``ended`` from a thread of its own at the end of standard input.
+    """Call ``on_line`` for each line of standard input, and ``ended`` at its end, in a thread.
 
-    ``on_line`` gets each line before that. That the event loop has closed by then
-    (``RuntimeError``) is no error.
+    A closed event loop (``RuntimeError``) is ignored.
     """
 
     def read() -> None:
-        # Not sys.stdin: a thread that holds its lock makes the interpreter's exit fail.
+        # Not sys.stdin: a thread holding its lock makes the interpreter's exit fail.
         rest = b""
         with contextlib.suppress(OSError, RuntimeError):
             while data := os.read(0, 4096):

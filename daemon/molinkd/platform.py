@@ -1,4 +1,4 @@
-"""What differs between operating systems, kept in one place."""
+"""Differences between operating systems."""
 
 import asyncio
 import contextlib
@@ -9,17 +9,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
-#: Has glibc's ``malloc`` advise the kernel so.
+#: Makes glibc's ``malloc`` request huge pages.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
-#: Variables that no child needs: whoever can see its environment could use them.
+#: Secrets that child processes don't need in their environment.
 _SECRETS = frozenset({"MOLINK_API_KEY", "MOLINK_TOKEN"})
 
 
 def child_options(*, computes: bool = False) -> dict[str, Any]:
-    """``Popen`` options that keep the terminal's Ctrl-C, windows and our secrets from a child.
+    """``Popen`` options that keep Ctrl-C, console windows and our secrets from a child.
 
-    It writes UTF-8 to its pipes, whatever the console has. One that ``computes`` gets its memory in
-    huge pages where it can.
+    Pipes use UTF-8 regardless of the console. With ``computes`` memory uses huge pages where
+    possible.
     """
     environment = {name: text for name, text in os.environ.items() if name not in _SECRETS}
     environment["PYTHONUTF8"] = "1"
@@ -29,9 +29,9 @@ def child_options(*, computes: bool = False) -> dict[str, Any]:
 
 
 def huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` with what makes torch and glibc ask for huge pages; others don't look at it.
+    """``environment`` with huge pages enabled for torch and glibc.
 
-    A CPU prefetches within a page: it streams weights a fifth faster from those of 2 MB.
+    CPUs prefetch within a page: weights stream a fifth faster from 2 MB pages.
     """
     tunables = [text for text in (environment.get("GLIBC_TUNABLES"), _HUGE_PAGES) if text]
     return {
@@ -64,10 +64,6 @@ if sys.platform == "win32":
         msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
 
     def _on_console_end(callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback``, in a thread of Windows' own, before it ends this process.
-
-        Returns how to say that all is done; Windows waits for that about five seconds.
-        """
         done = threading.Event()
 
         def handle(event: int) -> int:
@@ -106,7 +102,6 @@ else:
         fcntl.flock(file.fileno(), fcntl.LOCK_UN)
 
     def _on_console_end(callback: Callable[[], None]) -> Callable[[], None]:
-        """A terminal that ends sends a signal."""
         return lambda: None
 
     def _own_group() -> dict[str, Any]:
@@ -114,11 +109,10 @@ else:
 
 
 def on_terminate(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call ``callback`` when somebody terminates this process; returns how to undo it.
+    """Call ``callback`` when this process is terminated; returns a function that undoes it.
 
-    Ctrl-C isn't touched: it arrives as ``KeyboardInterrupt``. Windows' only catchable terminate is
-    Ctrl-Break; the end of its console, of a session or of the system counts as one too. Windows
-    then waits some seconds for the undoing.
+    Ctrl-C still raises ``KeyboardInterrupt``. On Windows, Ctrl-Break and the end of the console,
+    session or system count as termination; Windows then waits some seconds for the undo.
     """
     name = "SIGBREAK" if sys.platform == "win32" else "SIGTERM"
     number = getattr(signal, name)
@@ -134,7 +128,7 @@ def on_terminate(callback: Callable[[], None]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def until_terminated() -> Iterator[asyncio.Event]:
-    """Meanwhile, an event of the running loop is set when somebody terminates this process."""
+    """A context whose event is set when this process is terminated."""
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:

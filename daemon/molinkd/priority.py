@@ -1,21 +1,21 @@
-"""Work that is to give way to everything else on the PC."""
+"""Low-priority background threads."""
 
 import ctypes
 import os
 import sys
 import threading
 
-#: Between 0, which is usual, and 19.
+#: From 0 (default) to 19.
 _NICE = 2
 #: ``THREAD_PRIORITY_LOWEST``.
 _WINDOWS_LOWEST = -2
 
 
 def lower_priority() -> None:
-    """Have the calling thread (on Linux those that it starts too) run when others leave time.
+    """Lower the priority of the calling thread and, on Linux, of threads that it starts.
 
-    Not every user may undo it, so it is for a thread that ends, and not for the main one. Where a
-    system has priorities of whole processes only, nothing is changed.
+    It may be irreversible, so use it only in threads that end. Does nothing where only whole
+    processes have priorities.
     """
     if sys.platform == "win32":
         kernel = ctypes.windll.kernel32

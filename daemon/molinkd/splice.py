@@ -1,4 +1,4 @@
-"""Two TCP streams, joined: what comes from one goes to the other, and both end together."""
+"""Joins two TCP streams; both close together."""
 
 import asyncio
 import contextlib
@@ -6,12 +6,12 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-#: Bytes that are read at once. asyncio holds as many again until the other side takes them: who
-#: reads slowly slows down who sends, and nothing piles up here.
+#: Bytes per read. asyncio buffers as many again, so a slow reader slows the sender and buffers stay
+#: bounded.
 CHUNK_BYTES = 1 << 16
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-#: Waits as long as so many bytes may take.
+#: Waits until so many bytes conform to the rate limit.
 RateLimit = Callable[[int], Awaitable[None]]
 
 
@@ -20,7 +20,7 @@ async def _unlimited(_: int) -> None:
 
 
 async def splice_streams(one: Stream, other: Stream, rate_limit: RateLimit = _unlimited) -> None:
-    """Pass bytes on in both directions until either side ends; then both are closed."""
+    """Copy bytes in both directions until either side closes; then close both."""
     ways = [
         asyncio.ensure_future(_copy_stream(reader, writer, rate_limit))
         for reader, writer in ((one[0], other[1]), (other[0], one[1]))
@@ -28,7 +28,7 @@ async def splice_streams(one: Stream, other: Stream, rate_limit: RateLimit = _un
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        # First what can't be interrupted: we may be cancelled while we wait.
+        # Abort first: the waits below may be cancelled.
         for _, writer in (one, other):
             writer.transport.abort()
         for way in ways:
@@ -47,10 +47,10 @@ async def _copy_stream(
 
 
 async def open_stream(connection: socket.socket) -> Stream:
-    """A connected socket as a stream, whose owner it is.
+    """A stream that owns a connected socket.
 
     Raises:
-        OSError: it has been closed.
+        OSError: The socket was closed.
     """
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -62,10 +62,10 @@ async def open_stream(connection: socket.socket) -> Stream:
 
 
 def listen_on_free_port(host: str, first: int, tried: int, queue: int) -> socket.socket:
-    """Listen on ``first``, or on the first free of ``tried`` ports downwards; 0: on any.
+    """Listen on ``first``, or on the first free of ``tried`` ports downwards; 0 means any port.
 
     Raises:
-        OSError: none is free.
+        OSError: No port is free.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in range(first, max(0, first - tried), -1) or (0,):
@@ -80,8 +80,8 @@ def listen_on_free_port(host: str, first: int, tried: int, queue: int) -> socket
 
 
 def close_after(accepting: "asyncio.Task[Any]", listener: socket.socket) -> None:
-    """Close a listener once nothing is accepted from it any more.
+    """Close a listener once it is no longer accepting.
 
-    Not before: Windows' ``select`` fails altogether where one of its sockets has been closed.
+    Closing earlier breaks Windows' ``select`` for all sockets.
     """
     accepting.add_done_callback(lambda _: listener.close())

@@ -18,7 +18,7 @@ QUIET_S = 20.0
 SETTLE_S = 90.0
 _LOOK_S = 0.2
 #: Gauges of a PC's workers and of its ready standby workers.
-WORKERS, SPARES = "molink_workers", "molink_spare_workers"
+WORKERS, SPARES = "molink_workers", "molink_standby_workers"
 #: Gauges that are 0 without requests.
 IDLE = (
     "molink_scheduler_blocks_used",

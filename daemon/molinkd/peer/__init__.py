@@ -1,1 +1,1 @@
-"""The daemon of one PC: supervises workers, keeps model files, talks to coordinator and heads."""
+"""The daemon of one PC."""

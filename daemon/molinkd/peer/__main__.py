@@ -1,4 +1,4 @@
-"""``python -m molinkd.peer``: a daemon under the control of another process."""
+"""``python -m molinkd.peer``: a daemon controlled by another process."""
 
 from molinkd.imports import permanent_imports
 

@@ -1,4 +1,4 @@
-"""Commands as they can be typed: on this PC, and on another one where molink is installed."""
+"""Formats commands for this PC's shell, and for PCs where molink is installed."""
 
 import filecmp
 import re
@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: Where the installers put it, seen from the folder that they are in; by system.
+#: Path of the installed command, relative to the installer, by system.
 INSTALL_PATHS = {"Linux": ".venv/bin/molink", "Windows": r".venv\Scripts\molink"}
 
 
 def molink_command(windows: bool = sys.platform == "win32") -> str:
-    """What starts this molink in the shell of this process: ``molink`` where that is on the PATH.
+    """The command that starts this molink: ``molink`` if that is on the PATH.
 
-    Else its path, quoted for POSIX shells or for PowerShell (``windows``).
+    Otherwise its path, quoted for POSIX shells or for PowerShell (``windows``).
     """
     script = Path(sys.executable).with_name("molink.exe" if windows else "molink")
     if not script.exists():
@@ -27,12 +27,12 @@ def molink_command(windows: bool = sys.platform == "win32") -> str:
             return "molink"
         script = script.relative_to(Path.cwd())
     except (OSError, ValueError):
-        pass  # it isn't below the folder that we are in, if that is still there
+        pass  # not below the working directory
     return join_words([str(script)], windows)
 
 
 def join_words(words: list[str], windows: bool = sys.platform == "win32") -> str:
-    """A command with these words; PowerShell has to be told that a quoted one is a program."""
+    """A command line of these words; PowerShell needs ``&`` before a quoted program."""
     if not windows:
         return shlex.join(words)
     first, *others = (quote_word(word, windows) for word in words)
@@ -40,7 +40,10 @@ def join_words(words: list[str], windows: bool = sys.platform == "win32") -> str
 
 
 def quote_word(word: str, windows: bool = sys.platform == "win32") -> str:
-    """A word of a command. Double quotes are for both shells of Windows, single for PowerShell."""
+    """A quoted word.
+
+    Double quotes work in both Windows shells, single quotes only in PowerShell.
+    """
     if not windows:
         return shlex.quote(word)
     if re.fullmatch(r"[\w.:\\/+=-]+", word, re.ASCII):
@@ -51,13 +54,13 @@ def quote_word(word: str, windows: bool = sys.platform == "win32") -> str:
 
 
 def format_command(text: str) -> str:
-    """A text of commands that begin with ``molink``, with what it is called here instead."""
+    """``text`` with ``molink`` replaced by the command of this installation."""
     name = molink_command()
     return text if name == "molink" else re.sub(r"\bmolink(?= [a-z])", lambda _: name, text)
 
 
 def join_instructions(token: str) -> str:
-    """What is run on a PC that is to join, for each system that it may have."""
+    """The join command for each operating system."""
     lines = (f"{path} join {token}".rstrip() for path in INSTALL_PATHS.values())
     linux, windows = lines
     return f"  {linux}\n\nor, if it runs Windows:\n\n  {windows}"

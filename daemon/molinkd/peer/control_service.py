@@ -1,4 +1,4 @@
-"""What this peer's control socket answers: model files to members, everything to its own user."""
+"""Serves this peer's control socket: model files to peers, everything to its own user."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -45,7 +45,7 @@ from molinkd.peer.artifacts.model_repository import ModelRepository
 
 log = logging.getLogger(__name__)
 
-#: What any member may send; the rest is for the user of this PC, who holds this peer's own key.
+#: Requests of any peer. All others require this peer's own key, which only its user has.
 PEER_MESSAGES = (ManifestRequest, PartsRequest, ReadRequest, LeaderRequest)
 USER_MESSAGES = (
     StatusRequest,
@@ -63,40 +63,40 @@ USER_MESSAGES = (
     ApplyFile,
 )
 
-#: Sends on a connection: identity, message, payload.
+#: Sends a message: identity, message, payload.
 SendTo = Callable[[bytes, ControlMessage, Buffer | None], object]
 
 
 @dataclass(frozen=True, slots=True)
 class UserCommands:
-    """What the command line may ask of its daemon. All may raise ``MolinkError``."""
+    """The daemon's commands for the command line. All may raise ``MolinkError``."""
 
-    #: ``molink status --json`` as UTF-8, with what a PC more would bring if true.
+    #: ``molink status --json`` as UTF-8; true adds the effect of one more PC.
     query_status: Callable[[bool], Awaitable[bytes]]
-    #: Ask the coordinator: its reply, with the payload.
+    #: Forward a request to the coordinator; returns reply and payload.
     forward_request: Callable[[ControlMessage], Awaitable[tuple[ControlMessage, bytes]]]
-    #: Stop, and leave the swarm for good if true. Returns once that is certain.
+    #: Stop the daemon; true also leaves the swarm. Returns once that is certain.
     shutdown: Callable[[bool], Awaitable[None]]
-    #: Hold no layers for now if true, or do so again; on that device, or on all.
+    #: Drain (true) or resume one device, or all.
     set_drained: Callable[[bool, str], None]
-    #: Have the swarm serve a model: how far that is.
+    #: Load a model into the swarm; returns the progress.
     load_model: Callable[[str], Awaitable[LoadModelReply]]
-    #: Have the swarm serve what a file names: how far that is, or what it changes as the payload.
+    #: Serve the models of a file; returns the progress, or the changes as the payload.
     apply_file: Callable[[ApplyFile], Awaitable[tuple[LoadModelReply | ApplyReply, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderQueries:
-    """What this peer says of the coordinator. Both may raise ``MolinkError``."""
+    """This peer's view of the leader. Both may raise ``MolinkError``."""
 
-    #: Whom it follows; the peer that asks, and its question.
+    #: Answer a peer's leader query.
     answer_request: Callable[[str, LeaderRequest], LeaderReply]
-    #: The coordinator's key and addresses.
+    #: The coordinator's public key and addresses.
     coordinator_location: Callable[[], tuple[str, tuple[str, ...]]]
 
 
 class ControlService:
-    """Handles messages of the control socket."""
+    """Handles the messages of the control socket."""
 
     def __init__(
         self, me: str, repository: ModelRepository, commands: UserCommands, leader: LeaderQueries
@@ -119,7 +119,7 @@ class ControlService:
     async def handle_message(
         self, sender: MessageSender, message: ControlMessage, _payload: memoryview | None
     ) -> None:
-        """Answer one message; what is raised becomes a :class:`ErrorReply`."""
+        """Handle one message; an exception becomes an :class:`ErrorReply`."""
         match message:
             case ManifestRequest():
                 self._send_manifest(sender, message)
@@ -189,7 +189,6 @@ class ControlService:
 
 
 def _payload_of(answer: LoadModelReply | ApplyReply, text: bytes) -> bytes | None:
-    """The payload of an answer, if it has one."""
     return text if isinstance(answer, ApplyReply) else None
 
 

@@ -1,4 +1,4 @@
-"""Copies of all models that are served: first of the one that this PC has a stage of."""
+"""Replicates all served models, the one of this PC's stage first."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,15 +10,12 @@ from molinkd.peer.artifacts.model_replicator import ModelReplicator
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
 
-#: A model's name and root.
+#: A model's name and manifest root.
 _Model = tuple[str, str]
 
 
 class Replicator:
-    """One copy after the other: the next one has its turn once those before it are whole.
-
-    One that can't go on for now holds nobody up.
-    """
+    """Replicates one model at a time; a stuck one does not block the others."""
 
     def __init__(
         self,
@@ -30,27 +27,27 @@ class Replicator:
         *,
         wanted: bool,
     ) -> None:
-        """``layers()`` are those of this PC's stage: the ones beside them come first.
+        """``layers()`` returns this PC's layers, whose neighbours are fetched first.
 
-        ``holds(pipeline)`` says whether that stage is of this pipeline. ``on_change()`` is called
-        when a copy is whole, or isn't any more.
+        ``holds(pipeline)`` says whether this PC has a stage of a pipeline. ``on_change()`` is
+        called when a replica becomes complete or incomplete.
         """
         self._store, self._library = store, repository
         self._layers, self._has_pipeline, self._is_enabled = layers, holds, wanted
         self._on_change = on_change
-        #: Of all models, by pipeline.
+        #: Routes of all models, by pipeline.
         self._routes: dict[str, Route] = {}
-        #: In the order in which models were first heard of.
+        #: Replicators in the order of their models' first routes.
         self._replicators: dict[_Model, ModelReplicator] = {}
         self._stopping: list[asyncio.Task[None]] = []
 
     @property
     def percent(self) -> int:
-        """How much of this PC's model is here; 100 only if it is whole."""
+        """Replicated percentage of this PC's model; 100 only when complete."""
         return next((one.percent for one in self._by_priority()), 0)
 
     def update_route(self, route: Route) -> None:
-        """A pipeline serves a model, or is to; the sources are the newest ones."""
+        """Replicate the model of a route, from its newest sources."""
         if not self._is_enabled or not route.root:
             return
         self._routes[route.pipeline] = route
@@ -60,12 +57,12 @@ class Replicator:
         )
 
     def remove_pipeline(self, pipeline: str) -> None:
-        """A pipeline is no more; what is here stays."""
+        """Drop a removed pipeline; complete files stay."""
         if self._routes.pop(pipeline, None) is not None:
             self._sync_models()
 
     async def close(self) -> None:
-        """End what is under way; files that are whole are kept."""
+        """Cancel replication; complete files stay."""
         self._stopping += [one.stop_replication() for one in self._replicators.values()]
         self._replicators.clear()
         await asyncio.gather(*self._stopping, return_exceptions=True)
@@ -75,7 +72,7 @@ class Replicator:
         return any(one.is_ready for one in self._routes.values())
 
     def _sync_models(self) -> None:
-        """A copier for each model that has a pipeline; while none has, those that there are."""
+        """Keep one replicator per model with a pipeline; without any pipeline, keep all."""
         models = dict.fromkeys(map(_model_of, self._routes.values()))
         for model in [one for one in self._replicators if models and one not in models]:
             self._stopping = [one for one in self._stopping if not one.done()]
@@ -100,11 +97,11 @@ class Replicator:
         )
 
     def _by_priority(self) -> list[ModelReplicator]:
-        """That of this PC's model first."""
+        """Replicators, this PC's model first."""
         return sorted(self._replicators.values(), key=lambda one: not self._is_own(one.model))
 
     def _is_own(self, model: _Model) -> bool:
-        """Whether this PC has a stage of it, or no other model is served."""
+        """Whether this PC has a stage of the model, or it is the only one."""
         if len(self._replicators) == 1:
             return True
         return any(

@@ -1,4 +1,4 @@
-"""The daemon of one PC: puts its parts together, runs them, and ends them in order."""
+"""The daemon of one PC: creates its parts, runs them, and stops them in order."""
 
 import asyncio
 import contextlib
@@ -61,15 +61,15 @@ from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
 from molinkd.peer.run_file import RunFile
 
-#: Until the answer to an order to stop is out, in seconds.
+#: Delay of a requested stop, so that the reply is sent, in seconds.
 _SHUTDOWN_DELAY_S = 0.2
 
 
 class Daemon:
-    """One run of a peer, from taking its home's lock to letting go of it."""
+    """One run of a peer, while it holds its home's lock."""
 
     def __init__(self, launch: Launch, announce: Announce) -> None:
-        #: Those of the whole PC.
+        #: Settings of the whole PC, with all devices.
         self._all_settings = launch.settings
         self._settings = primary_device_settings(launch.settings)
         self._launch = msgspec.structs.replace(launch, settings=self._settings)
@@ -77,7 +77,7 @@ class Daemon:
         self._home = Home(Path(launch.home))
         self._stop = asyncio.Event()
         self._is_leaving = False
-        #: Why the swarm doesn't have this PC.
+        #: Why the swarm rejected this PC.
         self._fatal: PeerBanned | UsageError | None = None
         self._transfers = Transfers()
         self._model_loader: ModelLoader | None = None
@@ -88,21 +88,21 @@ class Daemon:
         self._draft_model: DraftModelFolder | None = None
 
     def _announce(self, event: AnyDaemonEvent) -> None:
-        """Tell whoever started this; that it can't be written (a full disk) ends nothing."""
+        """Emit an event; an output error, such as a full disk, is ignored."""
         with contextlib.suppress(OSError):
             self._write_event(event)
 
     def stop(self) -> None:
-        """End the run soon; from the daemon's own loop."""
+        """Stop the run soon; call it on the daemon's loop."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Run until :meth:`stop`, or until cancelled; everything it started has then ended.
+        """Run until :meth:`stop` or cancellation; everything started has ended on return.
 
         Raises:
-            MolinkError: it can't start.
-            PeerBanned: this PC was revoked.
-            UsageError: another PC runs with a copy of this state folder.
+            MolinkError: The daemon can't start.
+            PeerBanned: This PC was removed from the swarm.
+            UsageError: Another PC runs with a copy of this state folder.
         """
         lock = HomeLock(self._home.create_folders())
         lock.acquire()
@@ -156,9 +156,9 @@ class Daemon:
         announcer = SwarmAnnouncer(self._settings, lambda: leadership.coordinator)
         stack.push_async_callback(announcer.close)
         announcer.start()
-        lookout = DiscoveryScanner(self._settings, leadership)
-        stack.push_async_callback(lookout.close)
-        lookout.start()
+        scanner = DiscoveryScanner(self._settings, leadership)
+        stack.push_async_callback(scanner.close)
+        scanner.start()
         leadership.save_models(
             [bootstrap.model, *bootstrap.extra_models] if bootstrap.model else []
         )
@@ -183,21 +183,21 @@ class Daemon:
         return Bootstrap(launch, self._home, keys, repository, self._announce, self._transfers)
 
     async def _find_model(self, bootstrap: Bootstrap) -> None:
-        """Have the founder's model here, and tell meanwhile how far it is."""
+        """Find the model and emit transfer progress meanwhile."""
 
-        def tell() -> None:
+        def notify() -> None:
             self._announce(TransfersChangedEvent(transfers=self._transfers.transfer_states()))
 
-        telling = asyncio.create_task(self._transfers.watch_transfers(tell))
+        notifying = asyncio.create_task(self._transfers.watch_transfers(notify))
         try:
             await bootstrap.find_model()
             if self._settings.draft_model:
                 await self._find_draft_model(self._settings.draft_model, bootstrap.path)
         finally:
-            await _cancel(telling)
+            await _cancel(notifying)
 
     async def _find_draft_model(self, name: str, served: Path | None) -> None:
-        """Have it here, and know that it fits what is ``served``, before anything starts."""
+        """Fetch the draft model and check that it fits the model in ``served``."""
         progress, into = Progress(source="hub"), self._home.unpacked
 
         def find(stop: threading.Event) -> DraftModelFolder:
@@ -219,20 +219,22 @@ class Daemon:
 
         def served(model: str) -> None:
             if self._launch.role == "up":
-                leadership.save_models([model])  # so will it be when it is started again
+                leadership.save_models([model])  # also served after a restart
 
         return ModelLoader(make_bootstrap, self._forward_request, served)
 
     async def _rejoin(
         self, context: zmq.asyncio.Context, keys: KeyPair, record: MembershipRecord
     ) -> MembershipRecord:
-        """Back to the swarm joined before; one that has shut this PC out is asked first."""
+        """The stored membership; if this PC was banned, ask whether the ban was lifted."""
         if not record.is_banned:
             return record
         try:
             return await renew_membership(context, keys, record)
         except PeerBanned as error:
-            raise PeerBanned(f"{self._banned_text(record.swarm)} (asked now: {error})") from error
+            raise PeerBanned(
+                f"{self._banned_text(record.swarm)} (just confirmed: {error})"
+            ) from error
 
     def _make_apply_handler(
         self, keys: KeyPair, repository: ModelRepository, leadership: Leadership
@@ -259,7 +261,7 @@ class Daemon:
     async def _offer_models(
         self, models: Sequence[str], keys: KeyPair, repository: ModelRepository, node: Node
     ) -> None:
-        """Have the files here that others may want to fetch, of models that were applied."""
+        """Offer the files of models that were applied in an earlier run."""
         for model in models:
             bootstrap = self._make_bootstrap(
                 msgspec.structs.replace(self._launch, model=model), keys, repository
@@ -278,13 +280,13 @@ class Daemon:
         token: JoinToken,
         record: MembershipRecord | None,
     ) -> MembershipRecord:
-        """Join by the token; a PC that was a member before goes on without it if need be."""
+        """Join with the token, or continue as a member if the token fails."""
         try:
             return await join_swarm(context, keys, token, self._settings.name)
         except (TokenError, Unavailable) as error:
             if record is None or record.is_banned:
                 raise
-            why = "this PC has joined the swarm before, so it goes on without the token"
+            why = "this PC is already a member, so it ignores the token"
             self._announce(ProblemReportedEvent(text=f"{why}: {error}"))
             return msgspec.structs.replace(record, addresses=token.addresses)
 
@@ -352,7 +354,7 @@ class Daemon:
         leadership: Leadership,
         measured: MeasuredDevice,
     ) -> Node:
-        """Open the endpoint and begin the session with the coordinator."""
+        """Start the API and the session with the coordinator."""
         url, swarm = "", leadership.target.swarm
         node = Node(
             resources, leadership, lambda: url, partial(self._on_banned, swarm), self._on_duplicate
@@ -361,12 +363,12 @@ class Daemon:
         devices = self._device_daemons = DeviceDaemons(
             self._all_settings, self._home, resources.me, resources.context, self._announce
         )
-        # All say goodbye at once, so that the others change their ring once.
+        # All say goodbye together, so that the ring is re-formed once.
         stack.push_async_callback(lambda: asyncio.gather(node.send_goodbye(), devices.close()))
         if not self._launch.pc:
             endpoint = ApiEndpoint(self._settings, node.backend)
             await endpoint.start()
-            stack.push_async_callback(endpoint.close)  # answers end before the others are told
+            stack.push_async_callback(endpoint.close)  # answers finish before the goodbye
             url = endpoint.url
         node.start(measured)
         self._node = node
@@ -385,7 +387,7 @@ class Daemon:
         )
         return node
 
-    # --- other peers ---------------------------------------------------------------------------
+    # --- requests of other peers ---
 
     def _answer_leader_request(self, peer: str, request: LeaderRequest) -> LeaderReply:
         if self._leadership is None:
@@ -397,7 +399,7 @@ class Daemon:
             raise Unavailable("this daemon is still starting")
         return self._leadership.coordinator_location()
 
-    # --- the command line --------------------------------------------------------------------
+    # --- requests of the command line ---
 
     async def _query_status(self, scale_out: bool) -> bytes:
         return await self._require_node().query_status(scale_out)

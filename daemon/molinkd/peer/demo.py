@@ -1,4 +1,4 @@
-"""A swarm of several daemons on this PC, as real processes, each with a home of its own."""
+"""A swarm of several daemons on this PC, as real processes with separate homes."""
 
 import asyncio
 import logging
@@ -32,16 +32,16 @@ from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-#: How many demos may run at once under one home.
+#: Maximum number of concurrent demos per home.
 MAX_DEMOS = 8
 GRACE_S = 15.0
-#: How long a daemon of an earlier demo may still keep files open, in seconds.
+#: How long an earlier demo's daemon may keep files open, in seconds.
 _DELETE_TIMEOUT_S = 20.0
 
 
 @dataclass(slots=True)
 class DemoPeer:
-    """One daemon of a demo and what it has said so far."""
+    """One daemon of a demo, and its state by its events."""
 
     number: int
     child: ChildProcess
@@ -54,7 +54,7 @@ class DemoPeer:
 
 
 class DemoSwarm:
-    """Starts the daemons of a demo, and ends them."""
+    """Starts and stops the daemons of a demo."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class DemoSwarm:
         on_event: Callable[[int, AnyDaemonEvent], None],
         quantize: Quantize = "none",
     ) -> None:
-        """``under``: the home that the demo's own lies in. ``on_event`` gets the peer's number."""
+        """``under`` contains the demo's own home. ``on_event`` gets the peer's number."""
         self._parent_home = under
         self._count = count
         self._dtype: DTypeChoice = dtype
@@ -78,10 +78,10 @@ class DemoSwarm:
         self.peers: list[DemoPeer] = []
 
     async def start_peers(self) -> None:
-        """Start all daemons and wait until every endpoint can serve.
+        """Start all daemons and wait until all APIs are ready.
 
         Raises:
-            MolinkError: one of them couldn't start; says why.
+            MolinkError: A daemon could not start.
         """
         self.home, self._lock = acquire_demo_home(self._parent_home)
         first = await self._launch_peer(1, None)
@@ -96,7 +96,7 @@ class DemoSwarm:
         note.save_file(self.home.run_file)
 
     async def close(self) -> None:
-        """End all daemons and what they started."""
+        """Stop all daemons."""
         self._closing = True
         if self._lock is not None:
             retry_while_busy(partial(self.home.run_file.unlink, missing_ok=True))
@@ -151,7 +151,7 @@ class DemoSwarm:
         )
 
     def _save_measurements(self) -> None:
-        """All daemons have the same device: the next demo's know what these have measured."""
+        """Keep the device measurements for the next demo."""
         for peer in self.peers:
             copy_measurements(Home(self.home.root / f"peer-{peer.number}"), self.home)
         prune_profiles(self.home.profiles)
@@ -196,41 +196,41 @@ class DemoSwarm:
 
 
 def acquire_demo_home(under: Home) -> tuple[Home, HomeLock]:
-    """The first demo home that no other demo uses, locked.
+    """The first unused demo home, locked.
 
     Raises:
-        UsageError: too many demos run.
+        UsageError: Too many demos run.
     """
-    private_folder(under.root)  # where the keys of a swarm will lie, perhaps
+    private_folder(under.root)  # may contain a swarm's keys later
     for home in demo_homes(under):
         private_folder(home.root)
         lock = HomeLock(home)
         if lock.try_acquire():
             retry_while_busy(partial(home.run_file.unlink, missing_ok=True))
             return home, lock
-    raise UsageError(f"{MAX_DEMOS} demos run already under {under.root}: stop one with Ctrl-C")
+    raise UsageError(f"{MAX_DEMOS} demos are running under {under.root}: stop one with Ctrl-C")
 
 
 def demo_homes(under: Home) -> list[Home]:
-    """Where demos may run."""
+    """All possible homes of demos."""
     return [under.demo_home(number) for number in range(1, MAX_DEMOS + 1)]
 
 
 def first_peer(demo: Home) -> Home:
-    """The home of the daemon that founded the demo's swarm."""
+    """Home of the daemon that founded the demo's swarm."""
     return Home(demo.root / "peer-1")
 
 
 def _delete(home: Home) -> None:
-    """Delete the home of an earlier demo's daemon, which may not have quite ended."""
+    """Delete the home of an earlier demo's daemon, which may still be exiting."""
     try:
         retry_while_busy(partial(shutil.rmtree, home.root), _DELETE_TIMEOUT_S)
     except OSError as error:
         raise UsageError(
-            f"can't delete {home.root}: {error}. End what still uses it, or delete it by hand."
+            f"can't delete {home.root}: {error}. Close programs that use it, or delete it yourself."
         ) from error
 
 
 def _error_of(number: int, ended: DaemonEndedEvent) -> MolinkError:
     kind = UsageError if ended.code == UsageError.exit_code else WorkerError
-    return kind(f"demo peer {number} ended: {ended.text}")
+    return kind(f"demo peer {number} exited: {ended.text}")

@@ -1,4 +1,4 @@
-"""Hands tokens from the daemon's event loop to the endpoint's, in another thread."""
+"""Passes tokens from the daemon's event loop to the API's."""
 
 import asyncio
 import contextlib
@@ -12,29 +12,29 @@ Item = GeneratedToken | MolinkError
 
 
 class TokenQueue:
-    """A queue with one reader. Many tokens cost the reader's loop one wake-up.
+    """A queue with one reader. A batch of tokens wakes the reader's loop once.
 
-    Its length is bounded by the window of the request's credit.
+    Its length is bounded by the request's credit window.
     """
 
     def __init__(self) -> None:
-        """Call it on the reader's event loop."""
+        """Must be created on the reader's event loop."""
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._items: deque[Item] = deque()
         self._filled = asyncio.Event()
 
     def put(self, item: Item) -> None:
-        """Add an item; from any thread."""
+        """Add an item, from any thread."""
         with self._lock:
             first = not self._items
             self._items.append(item)
         if first:
-            with contextlib.suppress(RuntimeError):  # the reader's loop has been closed
+            with contextlib.suppress(RuntimeError):  # the reader's loop is closed
                 self._loop.call_soon_threadsafe(self._filled.set)
 
     async def get_all(self) -> list[Item]:
-        """Wait for items and take all there are."""
+        """Wait for items and return all of them."""
         await self._filled.wait()
         with self._lock:
             items = list(self._items)

@@ -1,4 +1,4 @@
-"""Has the slices of a transfer wait for their turn (:mod:`molink.swarm.artifacts.rate_limit`)."""
+"""Delays the slices of a transfer (:mod:`molink.swarm.artifacts.rate_limit`)."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -8,22 +8,22 @@ from molink.swarm.artifacts.rate_limit import TransferRateLimiter
 
 
 class SliceLimiter:
-    """One transfer from one source."""
+    """Rate limiter of one transfer from one source."""
 
     def __init__(self, floor: float) -> None:
-        """``floor``: bytes per second that are asked for however slowly they come."""
+        """``floor`` is the minimum request rate in bytes/s."""
         self._pacer = TransferRateLimiter(floor)
         self._lock = asyncio.Lock()
         self._received = asyncio.Event()
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of the slices that are to be asked for."""
+        """Bytes per slice."""
         return self._pacer.slice_bytes
 
     @asynccontextmanager
     async def limit_slice(self, nbytes: int) -> AsyncIterator[None]:
-        """One slice, from the moment when it may be asked for until it has come."""
+        """Wait until a slice may be requested, and time it until it has arrived."""
         clock = asyncio.get_running_loop().time
         async with self._lock:
             while (wait := self._pacer.wait_time(clock())) != 0:
@@ -31,8 +31,8 @@ class SliceLimiter:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait):
                         await self._received.wait()
-            begun = clock()
-            self._pacer.on_request(begun)
+            started = clock()
+            self._pacer.on_request(started)
         try:
             yield
         except BaseException:
@@ -40,12 +40,12 @@ class SliceLimiter:
             self._received.set()
             raise
         now = clock()
-        self._pacer.on_slice(nbytes, now - begun, now)
+        self._pacer.on_slice(nbytes, now - started, now)
         self._received.set()
 
 
 async def run_together(works: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run coroutines together; the first error ends the others and is raised as it is."""
+    """Run coroutines concurrently; the first error cancels the others and is raised unchanged."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.gather(*tasks)

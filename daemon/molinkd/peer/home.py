@@ -1,4 +1,4 @@
-"""The folder in which a daemon keeps its state, and the lock that makes it the only one there."""
+"""A daemon's state folder and its lock."""
 
 import contextlib
 import os
@@ -18,59 +18,58 @@ from molinkd.platform import lock_file, unlock_file
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where everything of one daemon lies. Readable by its owner alone."""
+    """Paths of a daemon's state, readable by the owner only."""
 
     root: Path
 
     @classmethod
     def find_home(cls, explicit: Path | None = None) -> "Home":
-        """The folder named on the command line, by ``MOLINK_HOME``, or the platform's own."""
+        """The folder given explicitly, by ``MOLINK_HOME``, or the platform's default."""
         if explicit is None:
             named = os.environ.get("MOLINK_HOME")
             explicit = Path(named) if named else platformdirs.user_state_path("molink", False)
         return cls(explicit.expanduser().absolute())
 
     def format_command(self, command: str) -> str:
-        """`` `molink COMMAND` `` as it is typed on this PC for this home: hints to a person.
+        """`` `molink COMMAND` `` as typed on this PC for this home.
 
-        With molink's path where it isn't on the PATH, and with ``--home`` where it isn't the one
-        that is taken without.
+        Uses molink's path if it is not on the PATH, and ``--home`` if this is not the default home.
         """
         if self.root == Home.find_home().root:
             return f"`{molink_command()} {command}`"
         return f"`{molink_command()} {command} --home {quote_word(str(self.root))}`"
 
     def create_folders(self) -> "Home":
-        """Make the folder if it isn't there.
+        """Create the folders.
 
         Raises:
-            UsageError: it can't be made.
+            UsageError: A folder can't be created.
         """
         for folder in (self.root, self.models, self.logs):
             try:
                 private_folder(folder)
             except OSError as error:
                 raise UsageError(
-                    f"can't make the state folder {folder}: {error.strerror or error} (--home)"
+                    f"can't create the state folder {folder}: {error.strerror or error} (--home)"
                 ) from error
         return self
 
     def load_keys(self) -> KeyPair:
-        """This peer's identity; made at first use."""
+        """This peer's key pair, created at first use."""
         return load_keys(self.root / "peer.key")
 
     def demo_home(self, number: int) -> "Home":
-        """The home of the ``number``-th demo, under this one."""
+        """Home of the demo with that number."""
         return Home(self.root / ("demo" if number == 1 else f"demo-{number}"))
 
     @property
     def config(self) -> Path:
-        """Settings of this home; those of the platform's configuration folder come before."""
+        """Settings of this home; they override the platform's configuration file."""
         return self.root / "config.toml"
 
     @property
     def options(self) -> Path:
-        """The options of the last start."""
+        """Options of the last start."""
         return self.root / "options.json"
 
     @property
@@ -80,32 +79,32 @@ class Home:
 
     @property
     def replica(self) -> Path:
-        """The copy of the coordinator's state that this PC keeps."""
+        """Replica of the coordinator's state."""
         return self.root / "replica.msgpack"
 
     @property
     def run_file(self) -> Path:
-        """How the command line finds the running daemon."""
+        """Where the command line finds the running daemon."""
         return self.root / "run.json"
 
     @property
     def coordinator(self) -> Path:
-        """State of the coordinator that ``molink up`` runs here."""
+        """State of the coordinator on this PC."""
         return self.root / "coordinator"
 
     @property
     def models(self) -> Path:
-        """Files of models that came from other peers."""
+        """Model files from other peers."""
         return self.root / "models"
 
     @property
     def unpacked(self) -> Path:
-        """Folders that were made of GGUF files."""
+        """Models converted from GGUF files."""
         return self.root / "unpacked"
 
     @property
     def hashes(self) -> Path:
-        """Hashes of the files of models that this PC brought."""
+        """Cached digests of provided model files."""
         return self.root / "hashes"
 
     @property
@@ -115,34 +114,34 @@ class Home:
 
     @property
     def profiles(self) -> Path:
-        """How long stages were measured to take."""
+        """Cached stage profiles."""
         return self.root / "profiles"
 
     @property
     def device(self) -> Path:
-        """What was measured of this PC's device."""
+        """Cached measurement of this PC's device."""
         return self.root / "device.json"
 
     @property
     def devices(self) -> Path:
-        """Homes of the daemons of this PC's further devices."""
+        """Homes of the additional devices' daemons."""
         return self.root / "devices"
 
     @property
     def disabled_kernels(self) -> Path:
-        """Kernels that this PC's device computes wrongly with, as ``molink doctor`` has found."""
+        """Kernels that failed ``molink doctor`` on this PC's device."""
         return self.root / "avoid.json"
 
     @property
     def kernel_checks(self) -> Path:
-        """How kernels were found to compute when stages were loaded."""
+        """Results of the kernel checks at loading."""
         return self.root / "proofs.json"
 
 
 def copy_measurements(source: Home, target: Home) -> None:
-    """Give ``target``, a home on the same device, what ``source`` has measured of it.
+    """Copy the device measurements of ``source`` to ``target``, a home on the same device.
 
-    What can't be copied is measured again.
+    Files that can't be copied are measured again.
     """
     for path in (source.device, source.kernel_checks, *source.profiles.glob("*.json")):
         if path.exists():
@@ -153,14 +152,14 @@ def copy_measurements(source: Home, target: Home) -> None:
 
 
 class HomeLock:
-    """Held while a process uses a home; the operating system lets go of it when that dies."""
+    """Held while a process uses a home; the operating system releases it if the process dies."""
 
     def __init__(self, home: Home) -> None:
         self._home, self._path = home, home.root / "lock"
         self._file: IO[bytes] | None = None
 
     def try_acquire(self) -> bool:
-        """Take the lock; ``False`` if another process holds it."""
+        """Acquire the lock; ``False`` if another process holds it."""
         file = self._path.open("a+b")
         if lock_file(file):
             self._file = file
@@ -169,10 +168,10 @@ class HomeLock:
         return False
 
     def acquire(self) -> None:
-        """Take the lock.
+        """Acquire the lock.
 
         Raises:
-            UsageError: another process holds it.
+            UsageError: Another process holds it.
         """
         if not self.try_acquire():
             raise UsageError(
@@ -183,7 +182,7 @@ class HomeLock:
             )
 
     def release(self) -> None:
-        """Let go of the lock; harmless if it isn't held."""
+        """Release the lock. Idempotent."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 unlock_file(self._file)

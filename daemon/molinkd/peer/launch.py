@@ -1,4 +1,4 @@
-"""What a daemon is started for, and what it tells whoever started it."""
+"""The options that a daemon is started with, and the events that it emits."""
 
 import contextlib
 import sys
@@ -11,43 +11,43 @@ from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.peer.settings import Settings
 
-#: Runs a daemon: its order on standard input, its events on standard output.
+#: Runs a daemon: :class:`Launch` on standard input, events on standard output.
 DAEMON_COMMAND = (sys.executable, "-P", "-m", "molinkd.peer")
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The order to run a daemon: ``up`` runs the coordinator here too, ``join`` doesn't."""
+    """How to run a daemon: ``up`` may also lead the swarm, ``join`` enters an existing one."""
 
     #: The state folder.
     home: str
     settings: Settings
     role: Literal["up", "join"]
-    #: What to serve: a name or a folder. ``None`` is for ``up`` what it served last or the demo
-    #: model, and for ``join`` nothing: the swarm has a model already.
+    #: Model name or folder. ``None`` means the last or the demo model for ``up``, and no model for
+    #: ``join``.
     model: str | None = None
-    #: Whether ``up`` makes a token for the next PC.
+    #: Whether ``up`` creates a join token.
     invite: bool = True
-    #: The pasted token of ``join``; ``None`` returns to the remembered swarm.
+    #: Token of ``join``; ``None`` returns to the stored swarm.
     token: str | None = None
-    #: For a further device of a PC: the peer that is the PC's own, which has the endpoint.
+    #: For an additional device: id of the PC's primary peer, which has the API.
     pc: str = ""
 
 
 class DaemonEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """Something that whoever started the daemon wants to know."""
+    """An event of a daemon, for the process that started it."""
 
 
 class ModelFoundEvent(DaemonEvent, frozen=True, kw_only=True, tag="serving"):
-    """The model that ``up`` has been asked to serve."""
+    """``up`` has found the model to serve."""
 
     model: str
     path: str
-    #: Whether it sees images too, which aren't served.
+    #: Whether the model accepts images, which are not supported.
     has_vision: bool = False
 
 
 class DaemonStartedEvent(DaemonEvent, frozen=True, kw_only=True, tag="listening"):
-    """The daemon is up; its endpoint answers."""
+    """The daemon runs and its API answers."""
 
     name: str
     swarm: str
@@ -57,54 +57,54 @@ class DaemonStartedEvent(DaemonEvent, frozen=True, kw_only=True, tag="listening"
 
 
 class InvitationCreatedEvent(DaemonEvent, frozen=True, kw_only=True, tag="invitation"):
-    """A join token for so many other PCs."""
+    """A join token for ``uses`` PCs."""
 
     token: str
     uses: int = 1
-    #: Whether PCs on this network can also join without it.
+    #: Whether PCs on this network can join without it.
     discovery: bool = False
 
 
-class PairingsChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="knocks"):
-    """All PCs that ask to be let in now; again whenever they are others."""
+class PairingsChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="pairings"):
+    """All pending pairing requests, whenever they change."""
 
     pairings: tuple[PendingPairing, ...]
 
 
 class StageStatusChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="stage"):
-    """What this peer's stages are doing, in one line."""
+    """State of this peer's stages, in one line."""
 
     text: str
 
 
 class TransfersChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="transfers"):
-    """How far the files are that come to this PC; twice a second, and with none at the end."""
+    """Transfers to this PC, twice a second, and none at the end."""
 
     transfers: tuple[TransferState, ...] = ()
 
 
 class ModelReadinessChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="ready"):
-    """Whether requests for a model can be served."""
+    """Whether a model accepts requests."""
 
     model: str
     ready: bool
 
 
 class ModelUnavailableEvent(DaemonEvent, frozen=True, kw_only=True, tag="not-served"):
-    """Why requests for a model can't be served; again whenever that is another reason."""
+    """Why a model accepts no requests, whenever the reason changes."""
 
     model: str
     reason: str
 
 
-class ProblemReportedEvent(DaemonEvent, frozen=True, kw_only=True, tag="trouble"):
-    """Something a person may have to see to; the daemon goes on."""
+class ProblemReportedEvent(DaemonEvent, frozen=True, kw_only=True, tag="problem"):
+    """A problem that may need a person's attention; the daemon keeps running."""
 
     text: str
 
 
 class DaemonEndedEvent(DaemonEvent, frozen=True, kw_only=True, tag="ended"):
-    """The daemon can't go on. ``code`` is the exit code."""
+    """The daemon has failed with the exit code ``code``."""
 
     code: int
     text: str
@@ -126,7 +126,7 @@ Announce = Callable[[AnyDaemonEvent], None]
 
 
 def read_event(stream: BinaryIO) -> object | None:
-    """The next event of a daemon; lines that are none are passed over."""
+    """The next event of a daemon; other lines are skipped."""
     for line in iter(lambda: stream.readline(65536), b""):
         with contextlib.suppress(msgspec.MsgspecError):
             event: AnyDaemonEvent = msgspec.json.decode(line, type=AnyDaemonEvent)

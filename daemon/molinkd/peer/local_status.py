@@ -15,7 +15,7 @@ from molink.wire.messages.instructions import Route
 from molink.wire.messages.peer_reports import PeerReport
 from molinkd.peer.membership.membership_record import MembershipRecord
 
-_UNREACHABLE = "this PC can't reach its first stage"
+_UNREACHABLE = "this PC can't reach the first stage"
 
 
 def local_status(

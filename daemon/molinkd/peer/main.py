@@ -1,4 +1,4 @@
-"""Runs a daemon as (part of) a process: event loop, signals, log, and how it ends."""
+"""Runs a daemon as a process: event loop, signals, logs and exit."""
 
 import asyncio
 import contextlib
@@ -21,9 +21,9 @@ from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce, AnyDaemonEvent, DaemonEndedEvent, Launch
 from molinkd.platform import on_terminate
 
-#: The argument of a daemon that outlives who started it.
+#: Option of a daemon that outlives the process that started it.
 DETACHED = "--detached"
-#: Longest order on standard input, in bytes.
+#: Maximum size of the launch options on standard input, in bytes.
 _MAX_LAUNCH_BYTES = 1 << 20
 
 
@@ -32,13 +32,13 @@ def run_daemon(
     announce: Announce,
     watch: Callable[[Callable[[], None]], None] | None = None,
 ) -> None:
-    """Run until Ctrl-C, a termination or an order to stop; everything has ended then.
+    """Run until Ctrl-C, termination or a stop request; everything has ended on return.
 
-    ``watch`` is given a function, callable from any thread, that ends the daemon.
+    ``watch`` gets a thread-safe function that stops the daemon.
 
     Raises:
-        MolinkError: it can't start.
-        KeyboardInterrupt: it was ended by Ctrl-C, in good order.
+        MolinkError: The daemon can't start.
+        KeyboardInterrupt: It was stopped by Ctrl-C, after a clean shutdown.
     """
 
     raise_descriptor_limit()
@@ -64,7 +64,7 @@ def run_daemon(
 
 @contextlib.contextmanager
 def log_to_file(home: Home, level: str) -> Iterator[None]:
-    """Meanwhile, write the log to the home's bounded ``daemon.log``."""
+    """Log to the home's bounded ``daemon.log`` within the context."""
     folder = home.create_folders().logs
     handler = logging.handlers.RotatingFileHandler(
         folder / "daemon.log", maxBytes=1 << 20, backupCount=1, encoding="utf-8"
@@ -83,10 +83,10 @@ def log_to_file(home: Home, level: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """A daemon as a child process: its order on standard input, events on standard output.
+    """Run a daemon as a child process: launch options on standard input, events on standard output.
 
-    It ends at the end of its standard input, so that it never outlives who started it; unless it is
-    ``--detached``: then it goes on alone, and writes its log to its home.
+    It stops at the end of its standard input, so it can't outlive its parent. With ``--detached``
+    it keeps running and logs to its home.
     """
     detached = sys.argv[1:] == [DETACHED]
     try:
@@ -113,20 +113,20 @@ def _read_launch() -> Launch:
     try:
         return msgspec.json.decode(order, type=Launch)
     except msgspec.MsgspecError as error:
-        raise UsageError(f"standard input holds no order for a daemon: {error}") from None
+        raise UsageError(f"standard input has no valid launch options: {error}") from None
 
 
 def _print_event(event: AnyDaemonEvent) -> None:
-    """One line of JSON; nothing any more once whoever read it has gone.
+    """Print one line of JSON.
 
     Raises:
-        OSError: that is so since now.
+        OSError: The reader is gone; later events are discarded silently.
     """
     try:
         sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
         sys.stdout.buffer.flush()
     except OSError:
-        # What is still buffered would make the interpreter's exit fail.
+        # Buffered output would make the interpreter's exit fail.
         with Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         raise

@@ -1,4 +1,4 @@
-"""A peer in its swarm: everything that follows from what the coordinator says."""
+"""A peer in its swarm: carries out the coordinator's messages."""
 
 import asyncio
 import logging
@@ -88,10 +88,10 @@ class Node:
         on_revoked: Callable[[], None] = lambda: None,
         on_twin: Callable[[], None] = lambda: None,
     ) -> None:
-        """``endpoint()`` is the URL of this peer's endpoint.
+        """``endpoint()`` returns the URL of this peer's API.
 
-        ``on_revoked()`` is called when the coordinator says that this peer is no member any more,
-        ``on_twin()`` when another PC with the same key runs already.
+        ``on_revoked()`` is called when this peer was removed from the swarm, ``on_twin()`` when
+        another peer with the same key is running.
         """
         self._on_duplicate = on_twin
         self._resources, self._leadership = resources, leadership
@@ -100,7 +100,7 @@ class Node:
         self._has_left = False
         self._sleep_inhibitor = SleepInhibitor()
         self._relay = RelayController(
-            resources, lambda told: self.session.send_message(told), self._on_relayed_route
+            resources, lambda message: self.session.send_message(message), self._on_relayed_route
         )
         relayed_routes = self._relay.routes
         changed, went = self._on_peers_changed, self._on_peer_removed
@@ -185,7 +185,7 @@ class Node:
         )
 
     def start(self, measured: MeasuredDevice) -> None:
-        """Begin to report to the coordinator and to do what it says."""
+        """Start reporting to the coordinator and carrying out its orders."""
         self._device = measured
         self._stages.set_device(measured)
         self.session.start()
@@ -195,14 +195,14 @@ class Node:
         self._pause_controller.start(measured.device)
 
     async def send_goodbye(self) -> None:
-        """Have the others go on without this peer, before anything of it ends."""
+        """Announce this peer's stop before anything is closed."""
         self._leadership.resign()
-        # Our own coordinator ends with us, and another one looks who is still there.
+        # Our own coordinator stops with us; the next one detects the missing peers.
         if not self._leadership.is_leader and not self._has_left:
             await self.session.send_goodbye()
 
     async def close(self) -> None:
-        """End the session, all requests, transfers and workers."""
+        """Close the session, requests, transfers and workers."""
         await self._pause_controller.close()
         await self._link_rates.close()
         self._transfer_watcher.cancel()
@@ -220,12 +220,12 @@ class Node:
         await self._stages.close()
         self._sleep_inhibitor.close()
 
-    # --- for the user of this PC -------------------------------------------------------------
+    # --- requests of this PC's user ---
 
     async def query_status(self, scale_out: bool = False) -> bytes:
-        """The coordinator's view of the swarm; this peer's if it can't be asked (JSON, UTF-8).
+        """The swarm's status as JSON (UTF-8), from this peer if the coordinator is unreachable.
 
-        Either way with the members that this PC has cut off.
+        Includes the peers that this PC has banned.
         """
         try:
             asked = StatusRequest(ref=0, scale_out=scale_out)
@@ -251,27 +251,27 @@ class Node:
     async def forward_request(
         self, message: ControlMessage, payload: bytes | None = None
     ) -> tuple[ControlMessage, bytes]:
-        """What the coordinator answers to a request of this PC's user, with the payload."""
+        """Forward a user's request to the coordinator; returns its reply with the payload."""
         return await self.session.request_payload(message, payload=payload)
 
     async def leave_swarm(self) -> None:
-        """Tell the coordinator that this peer is no member any more, if it can be told."""
+        """Tell the coordinator that this peer leaves, if it is reachable."""
         try:
             await self.session.request(LeaveRequest(ref=0), timeout=5.0)
             self._has_left = True
         except MolinkError as error:
-            self._announce_problem(f"the coordinator was not told: {error}")
+            self._announce_problem(f"can't notify the coordinator: {error}")
 
     @property
     def device(self) -> str:
-        """This peer's device, as torch calls it."""
+        """The torch name of this peer's device."""
         return self._device.name
 
     def set_drained(self, drain: bool) -> None:
-        """Hold no layers for now, or do so again; the coordinator sees to it."""
+        """Drain or resume this peer."""
         self._pause_controller.set_drained(drain)
 
-    # --- the coordinator ---------------------------------------------------------------------
+    # --- coordinator ---
 
     def _build_report(self) -> PeerReport:
         settings, paused, speaks = (
@@ -323,7 +323,7 @@ class Node:
                 self._has_left = True
                 self._on_banned()
             case DuplicatePeer():
-                self._has_left = True  # the other one stays
+                self._has_left = True  # the other peer stays
                 self._on_duplicate()
             case Notice():
                 if message.text:
@@ -350,7 +350,7 @@ class Node:
             self._replicator.remove_pipeline(pipeline)
 
     def _exchange_state(self, payload: memoryview | None) -> None:
-        """Take the coordinator's state, or send the copy of it that is here."""
+        """Store the coordinator's state, or send our replica of it."""
         held = self._leadership.replica.replica
         if payload is not None:
             self._leadership.on_shared_state(payload)
@@ -374,7 +374,7 @@ class Node:
         )
 
     def _on_relayed_route(self, peer: str) -> None:
-        """One to a member has come, or is gone."""
+        """Reconnect to a peer whose relayed route was added or removed."""
         self._peers.retry_peer(peer)
         self._schedulers.reconnect_peer(peer)
 
@@ -391,7 +391,7 @@ class Node:
     def _announce_problem(self, text: str) -> None:
         self._resources.announce(ProblemReportedEvent(text=text))
 
-    # --- what changes here -------------------------------------------------------------------
+    # --- local changes ---
 
     def _own_gpu_usage(self) -> OwnGpuUsage:
         return self._stages.supervisor.own_gpu_usage
@@ -410,7 +410,7 @@ class Node:
             self._resources.announce(StageStatusChangedEvent(text=text))
 
     def _transfer_states(self) -> tuple[TransferState, ...]:
-        """What comes to this PC, with the names of those who send it."""
+        """Transfers to this PC, with the names of the sources."""
         return tuple(
             structs.replace(one, source=self._peers.book.name_of(one.source))
             for one in self._store.transfers.transfer_states()
@@ -450,7 +450,7 @@ class Node:
 def _create_store(
     resources: Resources, members: PeerDirectory, relayed_routes: RelayedRoutes
 ) -> ModelStore:
-    """The model files of this PC, and those that other members have."""
+    """This PC's model store, with peers and the hub as sources."""
     sources = PeerConnector(
         resources.context, resources.keys, members.book, relayed_routes.local_endpoint
     )
@@ -472,7 +472,7 @@ def _create_store(
 
 
 def _bundled_models(hashes: Path) -> ModelRepository:
-    """The model that came with molink, so that nobody has to send it."""
+    """The bundled model, which need not be fetched."""
     repository = ModelRepository(Hasher(hashes))
     try:
         repository.add_model(DEMO_MODEL_NAME, find_demo_model().path)

@@ -1,4 +1,4 @@
-"""This PC as a relay for others, and as an end of detours, as the coordinator says."""
+"""This PC as a relay, and as an end of relayed routes."""
 
 from collections.abc import Callable
 
@@ -11,22 +11,22 @@ from molinkd.peer.resources import Resources
 
 
 class RelayController:
-    """Carries out what the coordinator says of relays."""
+    """Carries out the coordinator's orders about relays."""
 
     def __init__(
         self,
         resources: Resources,
-        tell: Callable[[ControlMessage], None],
+        send: Callable[[ControlMessage], None],
         on_change: Callable[[str], None],
     ) -> None:
-        """``on_change(peer)`` is called when a detour to a member comes or goes."""
-        self._resources, self._send = resources, tell
+        """``on_change(peer)`` is called when a relayed route to a peer is added or removed."""
+        self._resources, self._send = resources, send
         settings = resources.settings
         self.routes = RelayedRoutes(local_dial_host(settings.host), self._allowed_ports, on_change)
         self._relay = RelayServer(settings.host, settings.worker_ports[1])
 
     def on_message(self, message: ControlMessage) -> bool:
-        """An instruction of the coordinator; ``False`` if it is about something else."""
+        """Handle an order; returns whether it is about relays."""
         match message:
             case OpenRelay():
                 port = self._relay.open_relay(message) if self._resources.settings.relay else 0
@@ -41,11 +41,11 @@ class RelayController:
         return True
 
     async def close(self) -> None:
-        """Pass on nothing more, and be reached by no detour."""
+        """Close all relays and routes."""
         await self.routes.close()
         await self._relay.close()
 
     def _allowed_ports(self) -> set[int]:
-        """What a detour may lead to: those sockets of ours that every member may dial."""
+        """Ports that a relayed route may reach: our sockets that every peer may dial."""
         first, last = self._resources.settings.worker_ports
         return {self._resources.server.port, *(range(first, last + 1) if first else ())}

@@ -1,4 +1,4 @@
-"""What a node uses of its daemon, which had it before the node."""
+"""The parts of a daemon that its node uses."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""The note that a running daemon leaves in its home, so that the command line finds it."""
+"""The file by which the command line finds a running daemon."""
 
 from pathlib import Path
 
@@ -9,15 +9,15 @@ from molink.wire.sockets.secrets import write_secret
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A running daemon. ``started`` (seconds since 1970) tells it from a later process."""
+    """A running daemon. ``started`` (Unix time) guards against reuse of its process id."""
 
     pid: int
     started: float
     control_port: int
     endpoint: str
-    #: Where the control socket listens, as seen from this PC.
+    #: Host of the control socket, for this PC.
     control_host: str = "127.0.0.1"
-    #: Endpoints of all peers, if this is a demo.
+    #: API endpoints of all peers of a demo.
     demo: tuple[str, ...] = ()
 
     @classmethod
@@ -28,7 +28,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         demo: tuple[str, ...] = (),
         control_host: str = "127.0.0.1",
     ) -> "RunFile":
-        """The note for the calling process."""
+        """The run file of the calling process."""
         process = psutil.Process()
         return cls(
             pid=process.pid,
@@ -40,11 +40,11 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def save_file(self, path: Path) -> None:
-        """Write the note in one step."""
+        """Write the file atomically."""
         write_secret(path, msgspec.json.encode(self).decode("utf-8"))
 
     def is_alive(self) -> bool:
-        """Whether the process that wrote the note still runs."""
+        """Whether the process still runs."""
         try:
             process = psutil.Process(self.pid)
             same = bool(abs(process.create_time() - self.started) < 2.0)
@@ -54,7 +54,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_run_file(path: Path) -> RunFile | None:
-    """The note of a daemon that runs; ``None`` if there is none or it is stale."""
+    """The run file of a running daemon; ``None`` if it is missing or stale."""
     try:
         note = msgspec.json.decode(path.read_bytes(), type=RunFile)
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""The clock of what a daemon may not hold against others: it stands still while the daemon does."""
+"""A clock that stops while this daemon is suspended, so that timeouts don't blame others."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from typing import Any
 
 from molink.swarm.running_time import RunningTime
 
-#: Seconds between two looks.
+#: Interval of detecting a suspension, in seconds.
 POLL_INTERVAL_S = 0.25
 
 
 class RunningClock:
-    """Seconds in which this daemon ran; of an event loop, for calls on it."""
+    """Seconds that this daemon has run, for timers on an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -19,17 +19,20 @@ class RunningClock:
         self._timer = loop.call_later(POLL_INTERVAL_S, self._check)
 
     def time(self) -> float:
-        """Now."""
+        """Seconds on this clock."""
         return self._time.counted_time(self._loop.time())
 
     def call_at(
         self, when: float, callback: Callable[..., object], *arguments: Any
     ) -> asyncio.TimerHandle:
-        """Call it at ``when``; too early if this daemon stands still before, so it has to look."""
+        """Schedule a call at ``when``.
+
+        It is early if the daemon is suspended before, so the callback must check the time.
+        """
         return self._loop.call_at(when + self._time.skipped_s, callback, *arguments)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop."""
         self._timer.cancel()
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""The options of a PC's last start: the next one begins with them, unless told otherwise."""
+"""Options of the last start, which are the defaults of the next one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +14,10 @@ _Option = str | int | float | bool
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """What was given on the command line last, by setting; nothing if nothing was.
+    """The saved options by setting; empty if there are none.
 
     Raises:
-        UsageError: the file is there but can't be read.
+        UsageError: The file can't be read.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, _Option | list[_Option]])
@@ -25,17 +25,17 @@ def read_options(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(
-            f"{path} can't be read: {error}. Delete it and give your options again."
+            f"{path} can't be read: {error}. Delete it and pass your options again."
         ) from None
 
 
 def write_options(path: Path, options: Mapping[str, Any]) -> None:
-    """Remember them. An API key may be among them, so that only the owner may read the file."""
+    """Save options. They may contain an API key, so only the owner may read the file."""
     write_secret(path, msgspec.json.encode(options).decode("utf-8"))
 
 
 def format_options(options: Mapping[str, Any]) -> str:
-    """The options as a person types them, but for secrets: ``--stage none --threads 2``."""
+    """Options as typed, with secrets hidden: ``--stage none --threads 2``."""
     return " ".join(
         f"--{name.replace('_', '-')} {'…' if name in SECRET_SETTINGS else one}"
         for name, value in options.items()

@@ -1,6 +1,6 @@
-"""Settings of a daemon, from defaults, files, the last start, ``MOLINK_*`` and the command line.
+"""Settings of a daemon from defaults, files, the last start, ``MOLINK_*`` and the command line.
 
-Everything is parsed here, once; the rest of the daemon sees numbers in bytes and seconds.
+Everything is parsed here: sizes are bytes and times are seconds everywhere else.
 """
 
 import platform
@@ -37,7 +37,7 @@ _COMPLAINT = re.compile(r"(?P<what>.*) - at `\$\.(?P<field>\w+)[^`]*`$", re.DOTA
 _BOUND = re.compile(r"Expected `\w+` (?P<side>[<>]=?) (?P<limit>\S+)$")
 _QUOTED_NAME = re.compile(r"[`']([a-z_]+)[`']")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-#: What some settings may be instead of a number.
+#: Keywords that some numeric settings accept.
 _KEYWORDS = {
     "max_num_batched_tokens": {"auto": 0},
     "micro_batches": {"auto": 0},
@@ -48,100 +48,99 @@ _STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
 
 
 class MemoryShare(msgspec.Struct, frozen=True):
-    """A part of a device's whole memory, in percent."""
+    """A percentage of a device's memory."""
 
     percent: Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one daemon behaves. Sizes in bytes, times in seconds, ports 0 = any free one."""
+    """Settings of one daemon. Sizes in bytes, times in seconds; port 0 means any free port."""
 
-    #: What others see; the PC's name by default.
+    #: This PC's name in the swarm; the host name by default.
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = ""
-    #: Where control, coordinator and stage sockets listen (all are authenticated).
+    #: Bind address of the control, coordinator and stage sockets (all authenticated).
     host: str = "0.0.0.0"
-    #: Addresses told to others; empty = those of this PC's interfaces. Only a coordinator that runs
-    #: alone may name a port with them.
+    #: Addresses advertised to other PCs; empty means all interfaces. Only a standalone coordinator
+    #: may include ports.
     advertise: tuple[str, ...] = ()
     api_host: str = "127.0.0.1"
     api_port: Port = 5465
     coordinator_port: Port = 5466
     control_port: Port = 5467
-    #: First and last port for stages, both included.
+    #: First and last port for stages, inclusive.
     worker_ports: tuple[Port, Port] = (5468, 5479)
-    #: Which of the three single ports somebody has chosen: where these are taken, no other is.
+    #: Single ports that were set explicitly; no other port is tried for these.
     chosen_ports: tuple[str, ...] = ()
-    #: Whether the swarm announces itself on the local network while it is led from here, PCs there
-    #: may ask to be let in, and ``molink join`` without a token looks for swarms.
+    #: Whether the leader announces the swarm on the local network and accepts pairing requests, and
+    #: ``molink join`` without a token scans for swarms.
     discovery: bool = True
-    #: Where such PCs ask; the next free one below it is taken.
+    #: Pairing port, or the next free one below it.
     pairing_port: Port = PAIRING_PORT
-    #: Demanded by the endpoint; necessary where it is bound beyond loopback.
+    #: API key; required unless the API is bound to loopback.
     api_key: str | None = None
-    #: Further ones, by the name of who has it.
+    #: Further API keys by client name.
     api_keys: Annotated[dict[KeyName, str], msgspec.Meta(max_length=64)] = {}
-    #: Further names under which clients may call the endpoint (their ``Host`` header).
+    #: Further host names that clients may use for the API (``Host`` header).
     allowed_hosts: tuple[str, ...] = ()
-    #: Pages that may use the endpoint beside its own: origins, ``scheme://*``, ``*``.
+    #: CORS origins: origins, ``scheme://*`` or ``*``.
     cors_origins: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
     #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
     stage: str = "auto"
-    #: ``cpu``, ``cuda:N``, several of these with commas, or ``auto``: all GPUs, or the CPU.
+    #: ``cpu``, ``cuda:N``, a comma-separated list, or ``auto`` (all GPUs, otherwise the CPU).
     device: str = "auto"
-    #: Bytes that stages may use on each device, or a share of it; 0 = by the device.
+    #: Bytes that stages may use per device, or a share of it; 0 means automatic.
     memory: Annotated[int, msgspec.Meta(ge=0)] | MemoryShare = 0
-    #: Compute threads of a stage on the CPU; 0 = cores divided by ``stages_per_host``.
+    #: Compute threads per stage on the CPU; 0 means cores divided by ``stages_per_host``.
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    #: Stages of all daemons on this PC: they share its memory and its cores.
+    #: Stages of all daemons on this PC, which share its memory and cores.
     stages_per_host: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    #: Whether a process that has torch imported waits to take the place of a worker that is lost.
+    #: Whether to keep a standby worker, which replaces a lost one without importing torch first.
     standby_worker: bool = True
-    #: Whether the layers of other stages are copied to this PC's disk, while nothing else is done.
+    #: Whether to replicate the other stages' layers to this PC's disk in the background.
     replicate_models: bool = True
-    #: Whether tensors that no PC near this one has come from the Hugging Face hub, where the model
-    #: is from there, rather than from PCs far away.
+    #: Whether to fetch tensors from the Hugging Face hub rather than from distant PCs.
     hub_files: bool = True
-    #: Times of the day, ``18:00-23:30``, at which this PC holds no layers though it offers to.
+    #: Daily times, ``18:00-23:30``, at which this PC holds no layers.
     pause_times: Annotated[tuple[str, ...], msgspec.Meta(max_length=16)] = ()
-    #: Whether it holds none either while something else uses its GPU. ``auto``: if that GPU drives
-    #: a screen, and no other daemon of this PC has a stage.
+    #: Whether to pause while another program uses the GPU. ``auto``: if the GPU drives a display
+    #: and no other daemon on this PC has a stage.
     pause_when_busy: Literal["off", "on", "auto"] = "auto"
-    #: Whether this PC passes on what two others say that can't reach each other.
+    #: Whether this PC relays traffic of PCs that can't connect to each other.
     relay: bool = True
-    #: Whether this PC may not fall asleep while it holds layers.
+    #: Whether to inhibit sleep while this PC holds layers.
     keep_awake: bool = True
     dtype: DTypeChoice = "auto"
-    #: How layers' weights are kept; of a model that is quantized already, as its files have them.
+    #: Weight quantization of layers; a model that is quantized already stays as it is.
     quantize: Quantize = "none"
-    #: A small model of the same vocabulary, named as `molink up --model` does, that the head asks
-    #: for drafts if it is on this PC; empty = none.
+    #: Small model with the same vocabulary for speculative decoding, if the scheduler runs on this
+    #: PC; empty means none.
     draft_model: Annotated[str, msgspec.Meta(max_length=4096)] = ""
-    #: Most tokens of a request, prompt and answer together; 0 = as many as the model has.
+    #: Context length: prompt plus answer, in tokens; 0 means the model's own.
     max_model_len: Annotated[int, msgspec.Meta(ge=0, le=2**24)] = 0
     min_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
-    #: What stages are placed for: one stream's time per token, or the tokens/s of many.
+    #: Placement objective: time per token of one stream, or total tokens/s.
     objective: Objective = "latency"
-    #: Stages that the ring has at least, if there are so many peers; 0 = as many as ``min_peers``.
+    #: Minimum number of stages, if there are enough peers; 0 means ``min_peers``.
     min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
-    #: In flight in the ring; 0 = as measured links and devices suggest.
+    #: Micro-batches in flight; 0 means automatic.
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    #: What workers are told as it is. Users give its fields beside the others, under their names.
+    #: Settings passed to workers unchanged. Users set its fields like any other setting.
     pipeline: PipelineSettings = PipelineSettings()
-    #: Seconds for which a request waits while no pipeline can serve it.
+    #: How long a request waits for a ready pipeline, in seconds.
     pipeline_wait_timeout: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
-    #: Seconds for which running answers may go on when the daemon ends; nobody waits longer for it.
+    #: How long running answers may continue at shutdown, in seconds.
     shutdown_grace_period: Annotated[float, msgspec.Meta(ge=0, le=20)] = 10.0
-    #: Seconds for which a join token of ``molink up`` is valid; 0 = for ever.
+    #: Lifetime of the join token of ``molink up``, in seconds; 0 means unlimited.
     token_ttl: Annotated[float, msgspec.Meta(ge=0)] = 86400.0
-    #: For how many PCs a join token of ``molink up`` is.
+    #: How many PCs may use the join token of ``molink up``.
     token_uses: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
-    #: How many PCs may be members of the swarm at once.
+    #: Maximum number of PCs in the swarm.
     max_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 64
-    #: Which of several pipelines of a model a request of this PC's endpoint goes to.
+    #: Router among several pipelines of a model.
     router: Literal["e2", "least-loaded", "round-robin"] = "e2"
-    #: How answers write calls of tools; ``raw``: nothing is taken out of them.
+    #: Format of tool calls in answers; ``raw`` passes them through.
     tool_call_parser: ToolCallParserChoice = "auto"
-    #: Largest body that the endpoint takes, in bytes.
+    #: Maximum size of a request body, in bytes.
     max_body: Annotated[int, msgspec.Meta(ge=1024)] = 2 << 20
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -163,7 +162,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             named = is_reachable_name(host.strip("[]")) and port.isdecimal()
             if not is_reachable_name(text) and not (named and 0 < int(port) < 65536):
                 raise ValueError(
-                    f"`advertise` has addresses or names of hosts, like 192.168.1.7, not {text!r}"
+                    f"`advertise` takes addresses or host names, like 192.168.1.7, not {text!r}"
                 )
         policies = {"link_policy": POLICIES, "scheduling_policy": SCHEDULING_POLICIES}
         for name, choices in policies.items():
@@ -171,34 +170,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if chosen not in choices:
                 raise ValueError(f"`{name}` is one of {', '.join(choices)}, not {chosen!r}")
         if self.worker_ports[0] > self.worker_ports[1]:
-            raise ValueError("`worker_ports` is a first and a last port")
+            raise ValueError("`worker_ports` takes a first and a last port")
 
     def ports_to_try(self, name: str) -> tuple[int, int]:
-        """Ports to try for one that is called ``name`` (half-open); 0 lets the system choose."""
+        """Half-open range of ports to try for the setting ``name``; 0 lets the system choose."""
         first: int = getattr(self, name)
         tried = 1 if name in self.chosen_ports or not first else MAX_PORTS_TRIED
         return first, min(65536, first + tried)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """What ``device`` names, one after the other."""
+        """The devices named by ``device``."""
         return tuple(self.device.split(","))
 
 
-#: What a user may set.
+#: All settings that users can set.
 SETTING_NAMES = (
     *(name for name in Settings.__struct_fields__ if name not in ("pipeline", "chosen_ports")),
     *PipelineSettings.__struct_fields__,
 )
 
-#: Which of them are shown to nobody.
+#: Settings whose values are never shown.
 SECRET_SETTINGS = ("api_key", "api_keys")
 
-#: How many ports are tried where the first is taken, and nobody has chosen it.
+#: How many ports are tried, unless the port was set explicitly.
 MAX_PORTS_TRIED = 16
 _SINGLE_PORTS = ("api_port", "coordinator_port", "control_port")
 
-#: Settings given in one place, before they are put together.
+#: Settings from one source, before merging.
 SettingsLayer = Mapping[str, Any]
 
 
@@ -208,12 +207,12 @@ def load_settings(
     environment: Mapping[str, str],
     remembered: SettingsLayer = types.MappingProxyType({}),
 ) -> Settings:
-    """Put the layers together; ``options`` (of the command line) may hold ``None`` for "not given".
+    """Merge all sources; ``options`` of the command line are ``None`` where not given.
 
     ``remembered`` are the options of the last start.
 
     Raises:
-        UsageError: a value can't be used; says where it came from, and how one is forgotten.
+        UsageError: A value is invalid; the message names its source, and how to unset it.
     """
     settings = apply_layer({}, default_settings(), "the defaults")
     given = {name: value for name, value in options.items() if value is not None}
@@ -230,23 +229,23 @@ def load_settings(
         if blamed is None:
             raise
         forget = home.format_command(f"config unset {blamed}")
-        text = f"`{blamed}` is as at the last start; {forget} forgets that"
+        text = f"`{blamed}` was saved at the last start; {forget} removes it"
         raise UsageError(f"{error} ({text})") from None
     return settings
 
 
 def default_settings() -> Settings:
-    """Those of a PC where nothing is set."""
+    """Settings without any source."""
     return Settings(name=_pc_name())
 
 
 def settings_layers(
     home: Home, environment: Mapping[str, str], remembered: SettingsLayer
 ) -> tuple[tuple[str, SettingsLayer], ...]:
-    """What is set beside the command line, and where; later ones win.
+    """All sources except the command line, with their names; later ones override.
 
     Raises:
-        UsageError: a file can't be read.
+        UsageError: A file can't be read.
     """
     common = platformdirs.user_config_path("molink", False) / "config.toml"
     return (
@@ -257,13 +256,13 @@ def settings_layers(
 
 
 def apply_layer(layer: SettingsLayer, below: Settings, where: str) -> Settings:
-    """``below`` with the values of ``layer``, converted from text where needed."""
+    """``below`` overridden by ``layer``, whose values are parsed if they are text."""
     values: dict[str, Any] = msgspec.structs.asdict(below)
     inner: dict[str, Any] = msgspec.structs.asdict(values.pop("pipeline"))
     for name, value in layer.items():
         if name not in SETTING_NAMES:
             known = ", ".join(sorted(SETTING_NAMES))
-            raise UsageError(f"{where}: there is no setting {name!r}; known are {known}")
+            raise UsageError(f"{where}: unknown setting {name!r}; known settings: {known}")
         (inner if name in inner else values)[name] = _parse_value(name, value, where)
     chosen = {*below.chosen_ports, *(name for name in _SINGLE_PORTS if name in layer)}
     values["chosen_ports"] = tuple(sorted(chosen))
@@ -275,21 +274,21 @@ def apply_layer(layer: SettingsLayer, below: Settings, where: str) -> Settings:
 
 
 def _explain_error(error: str, values: SettingsLayer) -> str:
-    """What msgspec says of a field, by the setting's name: not every setting is an option."""
-    told = _COMPLAINT.match(error)
-    if told is None:
+    """msgspec's error with the setting's name, since not every setting is an option."""
+    match = _COMPLAINT.match(error)
+    if match is None:
         return error
-    name = told["field"]
+    name = match["field"]
     value = "…" if name.startswith("api_key") else values.get(name)
-    bound = _BOUND.match(told["what"])
+    bound = _BOUND.match(match["what"])
     if bound is None:
-        return f"`{name}` can't be {value!r}: {told['what']}"
+        return f"`{name}` can't be {value!r}: {match['what']}"
     side = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}[bound["side"]]
     return f"`{name}` is {side} {bound['limit']}, not {value}"
 
 
 def read_toml(path: Path) -> SettingsLayer:
-    """Settings of a TOML file; nothing if it isn't there."""
+    """Settings of a TOML file; empty if it does not exist."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -299,7 +298,10 @@ def read_toml(path: Path) -> SettingsLayer:
 
 
 def read_environment(environment: Mapping[str, str]) -> SettingsLayer:
-    """``MOLINK_NAME`` → ``name`` and so on; ``MOLINK_VRAM_BUDGET`` is ``memory``."""
+    """Settings of the environment: ``MOLINK_NAME`` sets ``name`` and so on.
+
+    ``MOLINK_VRAM_BUDGET`` sets ``memory``.
+    """
     names = {f"MOLINK_{name.upper()}": name for name in SETTING_NAMES}
     names["MOLINK_VRAM_BUDGET"] = "memory"
     return {names[key]: text for key, text in environment.items() if key in names}
@@ -309,7 +311,7 @@ def parse_size(text: str) -> int:
     """Bytes of ``8GB``, ``512 MiB`` or ``1073741824``.
 
     Raises:
-        UsageError: not a size.
+        UsageError: ``text`` is not a size.
     """
     match = _SIZE.match(text)
     if match is None:
@@ -322,10 +324,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_memory(text: str) -> int | MemoryShare:
-    """Bytes as :func:`parse_size` reads them, or the share of ``80%``.
+    """Bytes as in :func:`parse_size`, or the share of ``80%``.
 
     Raises:
-        UsageError: neither, or no possible share.
+        UsageError: ``text`` is neither.
     """
     match = _PERCENT.match(text)
     if match is None:
@@ -338,7 +340,7 @@ def parse_memory(text: str) -> int | MemoryShare:
     return MemoryShare(percent)
 
 
-#: How settings are read that are amounts of memory.
+#: Parsers of settings that are amounts of memory.
 _AMOUNT_PARSERS: Mapping[str, Callable[[str], int | MemoryShare]] = {
     "memory": parse_memory,
     "max_body": parse_size,
@@ -347,7 +349,7 @@ _AMOUNT_PARSERS: Mapping[str, Callable[[str], int | MemoryShare]] = {
 
 
 def _parse_value(name: str, value: object, where: str) -> object:
-    """Text of the environment or a TOML value in the form that the field wants."""
+    """A value in the form that the field expects."""
     if not isinstance(value, str):
         return value
     if name in _AMOUNT_PARSERS:
@@ -368,7 +370,7 @@ def _parse_value(name: str, value: object, where: str) -> object:
         found = find_local_model(value)
         return value if found is None else str(found)
     if name == "record" and value:
-        return str(Path(value).absolute())  # workers run elsewhere
+        return str(Path(value).absolute())  # workers have another working directory
     if name == "worker_ports":
         first, dash, last = value.partition("-")
         if not dash:

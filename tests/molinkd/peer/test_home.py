@@ -35,7 +35,7 @@ def test_commands_are_shown_as_they_are_typed(
 
 def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"can't make the state folder .*--home"):
+    with pytest.raises(UsageError, match=r"can't create the state folder .*--home"):
         Home(tmp_path / "file" / "home").create_folders()
 
 

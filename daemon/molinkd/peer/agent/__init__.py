@@ -1,1 +1,1 @@
-"""The stage agent: workers, devices and their preparation."""
+"""The stage agent's processes: workers, device daemons, probes and their preparation."""

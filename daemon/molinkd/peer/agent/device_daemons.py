@@ -1,8 +1,8 @@
-"""Further devices of this PC: a daemon of its own for each, which this PC's daemon starts and ends.
+"""One daemon per additional device of this PC, supervised by the PC's primary daemon.
 
-To the swarm such a daemon is a peer like any other: its stage is placed, lost, drained and paused
-by itself. But it has no endpoint, never leads, and copies no layers for others: what it would keep
-is lost with this PC. It becomes a member by an invitation of this PC, and goes with it.
+To the swarm each is an ordinary peer: its stage is placed, drained, paused and lost independently.
+It has no API endpoint, never leads, and replicates no models, since its files are lost together
+with this PC. It joins by an invitation of the primary daemon and stops with it.
 """
 
 import asyncio
@@ -43,26 +43,26 @@ from molinkd.peer.settings import MemoryShare, Settings
 
 log = logging.getLogger(__name__)
 
-#: From a daemon that ended to the next one for its device, in seconds: twice as long each time.
+#: Restart backoff of a device's daemon, in seconds; doubles after each failure.
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
-#: How long the invitation for a device holds, in seconds.
+#: Lifetime of a device's invitation, in seconds.
 _INVITATION_S = 600.0
-#: Until one is asked for again where nobody leads, in seconds.
+#: Retry interval for an invitation while the swarm has no leader, in seconds.
 _RETRY_S = 1.0
-#: How long a daemon may take to end, and to answer, in seconds.
+#: Grace period and reply timeout of a device's daemon, in seconds.
 _GRACE_S, _ANSWER_S = 15.0, 5.0
 
-#: Asks the coordinator.
+#: Sends a request to the coordinator.
 AskCoordinator = Callable[[ControlMessage], Coroutine[None, None, ControlMessage]]
 
 
 def primary_device_settings(settings: Settings) -> Settings:
-    """Those of a PC's own daemon: of its devices it has the first."""
+    """Settings of a PC's primary daemon, which uses the first device."""
     return _with_device(settings, settings.devices[0])
 
 
 def additional_devices(settings: Settings, measured: MeasuredDevice) -> tuple[str, ...]:
-    """The devices beside the PC's own, ``measured`` one. ``auto`` is all GPUs."""
+    """The configured devices besides the ``measured`` one; ``auto`` means all GPUs."""
     if settings.stage == "none":
         return ()
     if settings.device != "auto":
@@ -73,7 +73,7 @@ def additional_devices(settings: Settings, measured: MeasuredDevice) -> tuple[st
 
 
 def device_settings(settings: Settings, device: str, name: str) -> Settings:
-    """Those of the daemon of a further device, called ``name``."""
+    """Settings of the daemon for an additional ``device``, with the peer name ``name``."""
     return msgspec.structs.replace(
         _with_device(settings, device),
         name=name,
@@ -87,7 +87,7 @@ def device_settings(settings: Settings, device: str, name: str) -> Settings:
 
 
 def _with_device(settings: Settings, device: str) -> Settings:
-    """With that device; one that is named several times is shared."""
+    """``settings`` for one device, its memory split if the device is listed several times."""
     times = max(1, settings.devices.count(device))
     memory = settings.memory
     return msgspec.structs.replace(
@@ -101,7 +101,7 @@ def _with_device(settings: Settings, device: str) -> Settings:
 
 
 def device_labels(own: str, further: Sequence[str]) -> list[str]:
-    """What further devices are called beside ``own``: ``cuda:1``, and ``cpu.2`` for a second."""
+    """Labels of the additional devices next to ``own``: ``cuda:1``, ``cpu.2`` if repeated."""
     known, found = [own], []
     for device in further:
         known.append(device)
@@ -116,14 +116,14 @@ class _DeviceDaemon:
     home: Home
     settings: Settings
     child: ChildProcess | None = None
-    #: Of its daemon's control socket; 0 as long as that isn't up.
+    #: Port of the daemon's control socket; 0 until it listens.
     port: int = 0
     ended: DaemonEndedEvent | None = None
     is_drained: bool = False
 
 
 class DeviceDaemons:
-    """The daemons of this PC's further devices. All times are in seconds."""
+    """The daemons of this PC's additional devices."""
 
     def __init__(
         self,
@@ -133,25 +133,26 @@ class DeviceDaemons:
         context: zmq.asyncio.Context,
         announce: Announce,
     ) -> None:
-        """``settings`` are those of the whole PC, whose peer is ``me``."""
+        """``settings`` belong to the whole PC, whose primary peer is ``me``."""
         self._settings, self._home, self._me = settings, home, me
         self._context, self._announce = context, announce
         self._daemons: list[_DeviceDaemon] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._runners: list[asyncio.Task[None]] = []
-        #: None is started again: a cancellation may be lost in a wait that ends at the same time.
+        #: Suppresses restarts: a cancellation can be lost in a wait that ends at the same moment.
         self._is_ending = False
 
     def start_daemons(
         self, measured: MeasuredDevice, swarm: Callable[[], MembershipRecord], ask: AskCoordinator
     ) -> None:
-        """Have a daemon for each device beside the ``measured`` one; ``ask`` as this PC.
+        """Start a daemon for each device besides the ``measured`` one.
 
-        ``swarm()`` is where this PC knows its coordinator.
+        ``swarm()`` returns this PC's current membership; ``ask`` sends a request to the
+        coordinator.
         """
         devices = additional_devices(self._settings, measured)
         for device, label in zip(devices, device_labels(measured.name, devices), strict=True):
-            # Bound to this PC's key: a copied state folder has devices of another PC.
+            # The folder contains this PC's id, so a copied state folder does not reuse its devices.
             home = Home(self._home.devices / self._me / make_plain_name(label, "device"))
             name = f"{self._settings.name[:48]}/{label}"
             one = _DeviceDaemon(label, home, device_settings(self._settings, device, name))
@@ -160,40 +161,40 @@ class DeviceDaemons:
             self._runners.append(task)
 
     async def close(self) -> None:
-        """End all of them."""
+        """Stop all daemons."""
         self._is_ending = True
         for task in (*self._runners, *self._tasks):
             task.cancel()
         await asyncio.gather(*self._runners, *self._tasks, return_exceptions=True)
 
     def set_drained(self, drain: bool, label: str = "") -> None:
-        """Have all of them, or that one, hold no layers for now, or do so again.
+        """Drain or resume all daemons, or the one with ``label``.
 
         Raises:
-            RequestError: there is no such device.
+            RequestError: There is no such device.
         """
         named = [one for one in self._daemons if label in ("", one.label)]
         if label and not named:
-            have = ", ".join(one.label for one in self._daemons) or "none beside its own"
+            have = ", ".join(one.label for one in self._daemons) or "none besides its primary one"
             raise RequestError(f"this PC has no device {label}; it has {have}", param="device")
         for one in named:
             one.is_drained = drain
             self._spawn(self._send_request(one, DrainRequest(ref=0, drain=drain)))
 
     async def leave_swarm(self) -> None:
-        """Have all of them leave the swarm for good."""
+        """Make all daemons leave the swarm."""
         self._is_ending = True
-        told = (
+        requests = (
             self._send_request(one, ShutdownRequest(ref=0, leave=True)) for one in self._daemons
         )
-        await asyncio.gather(*told)
+        await asyncio.gather(*requests)
 
-    # --- one device ------------------------------------------------------------------------------
+    # --- one device ---
 
     async def _keep_running(
         self, one: _DeviceDaemon, swarm: Callable[[], MembershipRecord], ask: AskCoordinator
     ) -> None:
-        """Start it again and again, if it has to be."""
+        """Run the daemon and restart it with backoff."""
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
         while True:
             began = loop.time()
@@ -208,7 +209,7 @@ class DeviceDaemons:
                 return
             if loop.time() - began > LAST_PAUSE_S:
                 pause = FIRST_PAUSE_S
-            again = f"it is started again in {pause:g} s"
+            again = f"restarting in {pause:g} s"
             self._announce(
                 ProblemReportedEvent(text=f"{one.label} holds no layers: {ended.text}; {again}")
             )
@@ -218,11 +219,11 @@ class DeviceDaemons:
     async def _request_token(
         self, one: _DeviceDaemon, swarm: MembershipRecord, ask: AskCoordinator
     ) -> str | None:
-        """An invitation for a device that is no member yet."""
+        """An invitation, unless the device's daemon is already a member of ``swarm``."""
         known = read_membership(one.home.membership)
         if known is not None and known.swarm == swarm.swarm:
             return None
-        if known is not None:  # of a swarm that this PC was in before
+        if known is not None:  # left over from another swarm
             await asyncio.to_thread(retry_while_busy, partial(shutil.rmtree, one.home.root))
         while True:
             try:
@@ -232,12 +233,12 @@ class DeviceDaemons:
                 await asyncio.sleep(_RETRY_S)
             else:
                 assert isinstance(reply, InviteReply)
-                # Others may know the coordinator by an address that leads nowhere from here.
+                # The token's addresses may be unreachable from this PC.
                 token = parse_token(reply.token)
                 return str(msgspec.structs.replace(token, addresses=swarm.addresses))
 
     async def _run_daemon(self, one: _DeviceDaemon, token: str | None) -> DaemonEndedEvent:
-        """Its daemon, from the start to the end."""
+        """Run the daemon once, until it exits."""
         exited = asyncio.get_running_loop().create_future()
         private_folder(self._home.devices)
         private_folder(one.home.root.parent)
@@ -268,7 +269,7 @@ class DeviceDaemons:
         )
 
     def _copy_measurements(self, one: _DeviceDaemon) -> None:
-        """What is known of this PC's device, if it is the same one, and of kernels to avoid."""
+        """Copy the disabled kernels, and the device measurement if the device is the same."""
         known = [(self._home.disabled_kernels, one.home.disabled_kernels)]
         if one.settings.device == self._settings.devices[0]:
             known.append((self._home.device, one.home.device))
@@ -290,7 +291,7 @@ class DeviceDaemons:
                 one.ended = event
 
     async def _send_request(self, one: _DeviceDaemon, message: ControlMessage) -> None:
-        """Ask its daemon, as its user; one that isn't up, or doesn't answer, is logged."""
+        """Send a request to the daemon's control socket; failures are only logged."""
         if not one.port:
             return
         keys, hosts = one.home.load_keys(), [local_dial_host(self._settings.host)]

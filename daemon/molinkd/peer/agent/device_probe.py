@@ -1,7 +1,7 @@
-"""What this PC's device can do, measured in a process of its own and remembered.
+"""Measures this PC's device in a subprocess and caches the result.
 
-Torch is never imported here: the measurement is :mod:`molink.stage.diagnostics.device`, run once
-for each device, torch version and thread count.
+The daemon never imports torch: :mod:`molink.stage.diagnostics.device` runs once per device, torch
+version and thread count.
 """
 
 import asyncio
@@ -31,16 +31,18 @@ log = logging.getLogger(__name__)
 
 PROBE_COMMAND = (sys.executable, "-P", "-m", "molink.stage.diagnostics.device")
 _TIMEOUT_S = 300.0
-#: Part of the memory that stages may use where the user hasn't said: a CPU shares it with all else.
+#: Fraction of memory for stages if `memory` is not set; the CPU's is shared with other programs.
 _CPU_SHARE = 0.5
 _CUDA_SHARE = 0.9
-#: What the CUDA context and its libraries take of each stage's memory, in bytes.
+#: Bytes that a CUDA context and its libraries use per stage.
 _CUDA_CONTEXT_BYTES = 1 << 30
 
 
 class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """What :mod:`molink.stage.diagnostics.device` prints; memory in bytes, ``read_rate`` in
-    bytes/s."""
+    """Output of :mod:`molink.stage.diagnostics.device`.
+
+    Memory is in bytes, ``read_rate`` in bytes/s.
+    """
 
     kind: Literal["cpu", "cuda"]
     index: int
@@ -54,28 +56,28 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: int
     torch: str
-    #: CUDA devices that this PC has.
+    #: Number of CUDA devices of this PC.
     gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDevice:
-    """The device as the coordinator gets it, and whether it computes in bf16 natively."""
+    """The device as reported to the coordinator, and whether it has native bf16."""
 
     device: Device
     bf16: bool
-    #: CUDA devices of the whole PC.
+    #: Number of CUDA devices of this PC.
     gpus: int = 0
 
     @property
     def name(self) -> str:
-        """As torch calls it."""
+        """The torch device name."""
         return "cpu" if self.device.kind == "cpu" else f"cuda:{self.device.index}"
 
     def stage_setup(
         self, settings: PipelineSettings, dtype: DTypeChoice, quantize: Quantize = "none"
     ) -> StageSetup:
-        """How a stage would run here."""
+        """The setup of a stage on this device."""
         return StageSetup(
             kind=self.device.kind,
             bf16=self.bf16,
@@ -95,23 +97,23 @@ class _CachedProbe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def num_worker_threads(settings: Settings) -> int:
-    """Compute threads of one stage on this PC's CPU, at least 1."""
+    """Compute threads per stage on the CPU, at least 1."""
     return settings.threads or max(1, num_cores() // settings.stages_per_host)
 
 
 async def measure_device(
     settings: Settings, cache: Path, command: Sequence[str] = PROBE_COMMAND
 ) -> MeasuredDevice:
-    """This PC's device, with the memory that stages may use.
+    """Measure this PC's device, including the memory that stages may use.
 
     Raises:
-        WorkerError: the measurement failed; the message has its last line.
+        WorkerError: The measurement failed; the message quotes its last line.
     """
     threads = num_worker_threads(settings)
     mbytes = 256 if settings.stages_per_host == 1 else 32
     key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()} narrow"
     probe = _read_cache(cache, key)
-    if probe is None or probe.kind == "cuda":  # what is free there changes
+    if probe is None or probe.kind == "cuda":  # free GPU memory changes
         arguments = ["--device", settings.device, "--threads", str(threads)]
         arguments += ["--mbytes", str(mbytes)]
         probe = await _run_probe([*command, *arguments])
@@ -134,7 +136,7 @@ async def measure_device(
 def stage_memory_budget(settings: Settings, probe: DeviceProbe) -> int:
     """Bytes of the device that one stage of this daemon may use.
 
-    On a GPU a stage gets what the CUDA context leaves, however much it was promised.
+    On a GPU, the CUDA context is subtracted even from an explicit `memory`.
     """
     asked = settings.memory
     if isinstance(asked, MemoryShare):
@@ -157,7 +159,7 @@ def _read_cache(path: Path, key: str) -> DeviceProbe | None:
 
 async def _run_probe(command: Sequence[str]) -> DeviceProbe:
     process = _start_probe(command)
-    # A thread can't be cancelled, but it ends with the process that it waits for.
+    # The thread can't be cancelled; it returns when the process is killed.
     with process:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -189,17 +191,17 @@ def _parse_probe(code: int, output: bytes, errors: bytes) -> DeviceProbe:
         lines = errors.decode("utf-8", "replace").strip().splitlines()
         if lines and "not compiled with CUDA" in lines[-1]:
             raise WorkerError(
-                "a cuda device can't be used: torch here is the CPU build; run ./install.sh --cuda"
+                "torch is the CPU build, so CUDA devices are unavailable: run ./install.sh --cuda"
             )
         raise WorkerError(f"can't measure the device: {lines[-1] if lines else 'no message'}")
     try:
         return msgspec.json.decode(output.strip().splitlines()[-1], type=DeviceProbe)
     except (msgspec.MsgspecError, IndexError) as error:
-        raise WorkerError(f"the measurement of the device is unreadable: {error}") from error
+        raise WorkerError(f"the device measurement is invalid: {error}") from error
 
 
 def torch_version() -> str:
-    """The version of torch that is installed; ``none`` if none is."""
+    """The installed torch version, or ``none``."""
     try:
         return version("torch")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The small model that the head on this PC may ask for drafts: found, compared, planned."""
+"""Finds, checks and plans the draft model that runs beside the first stage."""
 
 import hashlib
 import threading
@@ -19,15 +19,15 @@ from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.settings import Settings
 
-#: Tokens of KV that it has room for, all requests together; or one request's, if that is more.
+#: KV cache capacity in tokens over all requests, or one maximal request if that is longer.
 _KV_TOKENS = 16_384
-#: Longest request that it is asked of.
+#: Longest request that gets drafts, in tokens.
 _MAX_MODEL_LEN = 32_768
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelFolder:
-    """A checked folder, by the name that was asked for."""
+    """A validated draft model and the name that it was requested by."""
 
     name: str
     path: Path
@@ -37,42 +37,42 @@ class DraftModelFolder:
     def find_draft(
         cls, name: str, unpack_into: Path, progress: Progress, stop: threading.Event
     ) -> "DraftModelFolder":
-        """What ``name`` is, fetched or unpacked if need be.
+        """Find the model ``name``, fetching or unpacking it if necessary.
 
         Raises:
-            ModelError: there is no such model, or it can't be run.
-            Unavailable: the hub can't be reached.
+            ModelError: The model does not exist or is not supported.
+            Unavailable: The hub can't be reached.
         """
         source = find_model(name, progress, stop, unpack_into=unpack_into)
         return cls(name, source.path, ModelFolder.open(source.path))
 
     def check_vocabulary(self, served: Path) -> None:
-        """Whether its tokens are those of the model in the folder ``served``.
+        """Check that the vocabulary equals that of the model in the folder ``served``.
 
         Raises:
-            UsageError: they are others.
+            UsageError: The vocabularies differ.
         """
         mine, others = (Tokenizer.open(path).token_texts for path in (self.path, served))
         if _digest(mine) == _digest(others):
             return
         differs = next((one for one in sorted(others) if mine.get(one) != others[one]), None)
         what = (
-            f"it has {len(mine)} tokens, not {len(others)}"
+            f"{len(mine)} tokens instead of {len(others)}"
             if differs is None
-            else f"token {differs} is {mine.get(differs)!r} there, and {others[differs]!r} here"
+            else f"token {differs} is {mine.get(differs)!r} instead of {others[differs]!r}"
         )
         raise UsageError(
-            f"--draft-model {self.name} has another vocabulary than the model that is served"
+            f"--draft-model {self.name} has a different vocabulary than the served model"
             f" ({what}); its guesses would be other tokens. Take a smaller model of the same family"
         )
 
     def plan_memory(
         self, setup: StageSetup, budget: int, block_size: int, context: int
     ) -> "DraftPlan":
-        """What it takes of ``budget`` bytes, for requests of up to ``context`` tokens.
+        """Plan memory within ``budget`` bytes for requests of up to ``max_model_len`` tokens.
 
         Raises:
-            UsageError: it doesn't fit.
+            UsageError: The model does not fit.
         """
         facts = self.folder.placement_facts(self.name)
         longest = min(facts.max_model_len, context, _MAX_MODEL_LEN)
@@ -85,14 +85,13 @@ class DraftModelFolder:
             requests=-(-_KV_TOKENS // longest),
             block_size=block_size,
         )
-        needed = plan.without_kv + plan.kv  # the stage's budget has the margin
+        needed = plan.without_kv + plan.kv  # the stage's budget contains the safety margin
         return DraftPlan(DraftModelSpec(model_dir=str(self.path), kv_bytes=plan.kv), needed)
 
     def reserve_memory(self, measured: MeasuredDevice, settings: Settings) -> MeasuredDevice:
-        """The device, with the bytes of it that placement is to leave for this; none if too few.
+        """``measured`` with the bytes reserved for the draft model; unchanged if it does not fit.
 
-        As :meth:`plan_memory` has them for the longest requests, and the dtype that this PC has
-        set: what will be served isn't known yet.
+        Assumes maximal requests and this PC's dtype, since the served model is not known yet.
         """
         setup = measured.stage_setup(settings.pipeline, settings.dtype)
         context = settings.max_model_len or _MAX_MODEL_LEN
@@ -107,7 +106,7 @@ class DraftModelFolder:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What a worker is told of a draft model, and the bytes of the device that this takes."""
+    """The draft model's order to the worker, and the device bytes that it uses."""
 
     start: DraftModelSpec
     nbytes: int

@@ -1,9 +1,9 @@
-"""How much of an NVIDIA GPU's time other programs take, as its driver tells it.
+"""Measures the share of an NVIDIA GPU that other programs use.
 
-Under WDDM the driver tells no process's memory, and on some systems no process's share of the time.
-What it tells everywhere is how busy the whole GPU is. So that is what counts, less what our own
-stages take by their own word; and where it tells the shares and knows our processes by the ids
-that we know (in a container it may not), those of all others.
+NVML reports total utilization everywhere, but per-process memory not under WDDM and per-process
+utilization only on some systems. Other programs' use is therefore the total minus the share that
+our own stages report. Where NVML lists processes, including ours by ids we know (not in some
+containers), the sum over other processes is a lower bound.
 """
 
 import contextlib
@@ -22,51 +22,51 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OwnGpuUsage:
-    """Our own stages: ids of their processes, and the part of the time (0 to 1) they compute."""
+    """Process ids of our own stages, and the fraction of time (0 to 1) that they compute."""
 
     pids: Collection[int] = ()
     share: float = 0.0
 
 
 class GpuMonitor:
-    """One GPU. Its methods wait for the driver: call them in a thread."""
+    """One GPU. Methods block on the driver, so call them in a thread."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        """``nvml`` is the module ``pynvml``, which was initialised."""
+        """``nvml`` is the initialised module ``pynvml``."""
         self._nvml, self._handle = nvml, handle
-        #: The driver's time of the newest sample that was read, in microseconds.
+        #: Driver timestamp of the last sample read, in microseconds.
         self._last_sample_us = 0
 
     @property
     def has_display(self) -> bool:
-        """Whether a screen is driven by it, so that somebody may sit there."""
+        """Whether the GPU drives a display, which suggests an interactive user."""
         try:
             return bool(self._nvml.nvmlDeviceGetDisplayActive(self._handle))
         except self._nvml.NVMLError:
             return False
 
     def measure_other_usage(self, own: OwnGpuUsage) -> float:
-        """The part of its time (0 to 1) that other programs take; 0 if that can't be told."""
+        """Fraction of the GPU's time (0 to 1) used by other programs; 0 if unknown."""
         try:
             whole = float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
         except self._nvml.NVMLError as error:
-            log.debug("the GPU doesn't tell how busy it is: %s", error)
+            log.debug("can't read the GPU's utilization: %s", error)
             return 0.0
         rest = max(0.0, whole - own.share)
         return min(whole, max(rest, self._read_process_share(_with_children(own.pids))))
 
     def close(self) -> None:
-        """Ask no more."""
+        """Shut down NVML."""
         with contextlib.suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
 
     def _read_process_share(self, own: set[int]) -> float:
-        """What the driver says of processes that aren't ours; 0 where it says nothing of use."""
+        """Utilization of processes that are not ours; 0 where NVML gives no usable answer."""
         nvml = self._nvml
         try:
             running = nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
             if own and not own & {one.pid for one in running}:
-                return 0.0  # it knows our processes by other ids
+                return 0.0  # NVML sees our processes under other ids
             samples = nvml.nvmlDeviceGetProcessUtilization(self._handle, self._last_sample_us)
         except nvml.NVMLError:
             return 0.0
@@ -74,13 +74,13 @@ class GpuMonitor:
         self._last_sample_us = max(
             (one.timeStamp for one in newest.values()), default=self._last_sample_us
         )
-        # A newer driver says 4294967295 where there is no value.
+        # Newer drivers report 4294967295 for a missing value.
         shares = [float(one.smUtil) for pid, one in newest.items() if pid not in own]
         return sum(share for share in shares if share <= 100) / 100
 
 
 def open_gpu(device: Device) -> GpuMonitor | None:
-    """The GPU that a stage computes on; ``None`` if there is none, or no driver that tells."""
+    """The GPU of ``device``; ``None`` without a GPU or without NVML."""
     if device.kind != "cuda":
         return None
     import pynvml
@@ -88,7 +88,7 @@ def open_gpu(device: Device) -> GpuMonitor | None:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        log.info("how busy the GPU is can't be told: %s", error)
+        log.info("can't measure GPU utilization: %s", error)
         return None
     with contextlib.suppress(pynvml.NVMLError):
         handle = _find_handle(pynvml, device)
@@ -100,7 +100,7 @@ def open_gpu(device: Device) -> GpuMonitor | None:
 
 
 def _find_handle(nvml: Any, device: Device) -> Any:
-    """The driver counts by slots, CUDA as it likes: the name decides, and then the number."""
+    """NVML and CUDA number devices differently: match by name first, then by index."""
     count = nvml.nvmlDeviceGetCount()
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
     named = [handle for handle in handles if nvml.nvmlDeviceGetName(handle) == device.name]
@@ -110,7 +110,7 @@ def _find_handle(nvml: Any, device: Device) -> Any:
 
 
 def _with_children(pids: Collection[int]) -> set[int]:
-    """These processes; on Windows, the Python of a virtual environment is a child of each."""
+    """``pids``, and on Windows their children, since a venv's launcher starts Python as a child."""
     found = set(pids)
     for pid in pids if sys.platform == "win32" else ():
         with contextlib.suppress(psutil.Error):

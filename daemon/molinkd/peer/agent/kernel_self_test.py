@@ -1,7 +1,8 @@
-"""Has the kernels of this PC's device tried in a process of their own, and remembers the result.
+"""Tests the kernels of this PC's device in a subprocess and stores the result.
 
-Torch is never imported here: the trials are :mod:`molink.stage.diagnostics.parity`. A kernel that
-ends that process has failed as well as one that computes wrongly; the others are tried without it.
+The daemon never imports torch: :mod:`molink.stage.diagnostics.parity` runs the trials. A kernel
+that crashes the process has failed just like one that computes wrong values; the remaining kernels
+are then tested without it.
 """
 
 import logging
@@ -35,10 +36,9 @@ class TorchGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TorchInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What torch is here. ``cuda`` is the version it was built for, ``None`` for the CPU build.
+    """The installed torch. ``cuda`` is the version it was built for, ``None`` for a CPU build.
 
-    ``reason`` says why it can use no GPU, ``kernels_for`` which architectures it was built for
-    (``sm_86``).
+    ``reason`` says why it can't use a GPU, ``kernels_for`` lists its architectures (``sm_86``).
     """
 
     torch: _ShortText
@@ -49,7 +49,7 @@ class TorchInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How the trial of a kernel in one type went; see :mod:`molink.stage.diagnostics.parity`."""
+    """Result of one kernel's trial in one dtype; see :mod:`molink.stage.diagnostics.parity`."""
 
     kernel: _ShortText
     dtype: _ShortText
@@ -60,7 +60,7 @@ class KernelResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them, on one device. ``failure`` says why there are none."""
+    """All trials on one device. ``failure`` says why there are none."""
 
     about: TorchInfo | None = None
     device: _ShortText = ""
@@ -70,12 +70,12 @@ class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed_kernels(self) -> tuple[str, ...]:
-        """Kernels that failed, in any type."""
+        """Kernels that failed in any dtype."""
         return tuple(dict.fromkeys(one.kernel for one in self.results if one.state == "wrong"))
 
     @property
     def disabled_kernels(self) -> tuple[str, ...]:
-        """Those of them that something else can take the place of."""
+        """Failed kernels that have a replacement."""
         return tuple(name for name in self.failed_kernels if name in FALLBACKS)
 
 
@@ -93,8 +93,6 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _StoredResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered, and of what."""
-
     torch: _ShortText
     name: _ShortText
     avoid: tuple[_ShortText, ...]
@@ -106,9 +104,9 @@ def run_self_test(
     command: Sequence[str] = PARITY_COMMAND,
     model: Path | None = None,
 ) -> SelfTestResult:
-    """Try all kernels of ``device`` (``auto``, ``cpu`` or ``cuda:N``); takes some seconds.
+    """Test all kernels of ``device`` (``auto``, ``cpu`` or ``cuda:N``); takes some seconds.
 
-    With the shapes of ``model`` if one is named: a folder that has a ``config.json``.
+    ``model`` is a folder with a ``config.json`` whose shapes are used.
     """
     failed: list[KernelResult] = []
     while True:
@@ -120,12 +118,12 @@ def run_self_test(
             ending, output, errors = _run_process([*command, *arguments])
             read = [msgspec.json.decode(line, type=_Line) for line in output.splitlines()]
         except (OSError, msgspec.MsgspecError) as error:
-            return SelfTestResult(failure=f"the self-test can't be run: {error}"[:512])
+            return SelfTestResult(failure=f"can't run the self-test: {error}"[:512])
         where = next((one for one in read if one.device is not None), _Line())
         results = [one.result for one in read if one.result is not None]
-        begun = [one.begin for one in read if one.begin is not None]
-        if ending and len(begun) > len(results) and begun[-1].kernel not in skip.split(","):
-            last, reason = begun[-1], f"it ends the process ({ending})"
+        started = [one.begin for one in read if one.begin is not None]
+        if ending and len(started) > len(results) and started[-1].kernel not in skip.split(","):
+            last, reason = started[-1], f"it crashes the process ({ending})"
             failed.append(
                 KernelResult(kernel=last.kernel, dtype=last.dtype, state="wrong", reason=reason)
             )
@@ -140,7 +138,7 @@ def run_self_test(
 
 
 def save_disabled_kernels(path: Path, tested: SelfTestResult) -> None:
-    """Have workers avoid what failed, from their next start on; forgets what works now."""
+    """Store the kernels that workers must not use; removes earlier results."""
     if tested.disabled_kernels:
         kept = _StoredResult(torch=torch_version(), name=tested.name, avoid=tested.disabled_kernels)
         write_secret(path, msgspec.json.encode(kept).decode("utf-8"))
@@ -149,7 +147,7 @@ def save_disabled_kernels(path: Path, tested: SelfTestResult) -> None:
 
 
 def load_disabled_kernels(path: Path, name: str) -> tuple[str, ...]:
-    """What workers are to avoid on the device of that name, with the torch that is installed."""
+    """Stored kernels that are disabled on the device ``name`` with the installed torch."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             return ()
@@ -165,10 +163,10 @@ def load_disabled_kernels(path: Path, name: str) -> tuple[str, ...]:
 
 
 def _run_process(command: Sequence[str]) -> tuple[str, bytes, str]:
-    """How the process has failed (empty if it hasn't), its output, and its last line of errors.
+    """The failure (empty if none), the output, and the last error line of the process.
 
     Raises:
-        OSError: it can't be started.
+        OSError: The process can't be started.
     """
     with subprocess.Popen(
         command,
@@ -191,7 +189,7 @@ def _run_process(command: Sequence[str]) -> tuple[str, bytes, str]:
 
 
 def _exit_text(code: int) -> str:
-    """How a process has failed; Windows' codes are known in hexadecimal."""
+    """An exit code in words; empty for success."""
     if code < 0:
         return f"signal {-code}"
     return (f"exit code {code:#x}" if code > 255 else f"exit code {code}") if code else ""

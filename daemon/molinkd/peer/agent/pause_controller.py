@@ -1,4 +1,4 @@
-"""Sees to it that this PC holds no layers while its user, or the time, or a game says so."""
+"""Pauses this PC's stages on request, on schedule, or while another program uses the GPU."""
 
 import asyncio
 import logging
@@ -26,34 +26,34 @@ class PauseController:
         on_change: Callable[[], None],
         find_gpu: Callable[[Device], GpuMonitor | None] = open_gpu,
     ) -> None:
-        """``own()`` is what this PC's stages take of the GPU now.
+        """``own()`` returns the current GPU use of this PC's stages.
 
-        ``on_change`` is called when :attr:`pause_reason` is another than before.
+        ``on_change`` is called when :attr:`pause_reason` changes.
         """
         self._settings, self._own_usage, self._on_change = settings, own, on_change
         self._find_gpu = find_gpu
         self._pausing = PausePolicy(settings.pause_times)
         self._gpu: GpuMonitor | None = None
         self._poller: asyncio.Task[None] | None = None
-        #: Why this PC does nothing for others at present; empty if it does.
+        #: Why this PC is paused; empty if it is not.
         self.pause_reason = self._current_reason()
 
     @property
     def stage_pause_reason(self) -> str:
-        """Why no layers are offered though they are at other times; empty if they are."""
+        """Why no layers are offered now; empty if they are, or if this PC never offers any."""
         return "" if self._settings.stage == "none" else self.pause_reason
 
     def start(self, device: Device) -> None:
-        """Begin to look at the clock, and at the device if that is wanted."""
+        """Start polling the clock and, if configured, the GPU."""
         self._poller = asyncio.get_running_loop().create_task(self._poll(device))
 
     def set_drained(self, drain: bool) -> None:
-        """The user wants no layers here for now, or does again."""
+        """Drain or resume this PC."""
         self._pausing.drained = drain
         self._update_reason()
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
@@ -72,12 +72,12 @@ class PauseController:
 
     def _open_gpu(self, device: Device) -> GpuMonitor | None:
         wanted, settings = self._settings.pause_when_busy, self._settings
-        # Stages of several daemons would take each other for games.
+        # Several daemons would mistake each other's stages for other programs.
         if wanted == "off" or (wanted == "auto" and settings.stages_per_host > 1):
             return None
         gpu = self._find_gpu(device)
         if gpu is None and wanted == "on":
-            log.warning("`pause_when_busy`: how busy %s is can't be told here", device.name)
+            log.warning("`pause_when_busy`: can't measure the utilization of %s", device.name)
         if gpu is not None and wanted == "auto" and not gpu.has_display:
             gpu.close()
             return None
@@ -86,7 +86,7 @@ class PauseController:
     def _update_reason(self) -> None:
         resting = self._current_reason()
         if resting != self.pause_reason:
-            log.info("%s", resting or "layers are offered again")
+            log.info("%s", resting or "resumed: this PC offers to hold layers")
             self.pause_reason = resting
             self._on_change()
 

@@ -1,4 +1,4 @@
-"""Whether models can be used here, and why not: told to people, logged, and timed."""
+"""Announces and logs whether models are ready, and times recoveries."""
 
 import asyncio
 import json
@@ -17,12 +17,12 @@ from molinkd.peer.membership.session import CoordinatorSession
 
 log = logging.getLogger(__name__)
 
-#: From a pipeline that isn't ready to asking why, in seconds.
+#: Delay before asking why a pipeline is not ready, in seconds.
 REASON_DELAY_S = 2.0
 
 
 class ReadinessMonitor:
-    """What has been told of each model and each pipeline; tells what is news."""
+    """Readiness of each model and pipeline as last announced; announces changes."""
 
     def __init__(
         self,
@@ -34,23 +34,23 @@ class ReadinessMonitor:
         self._announce, self._session = announce, session
         self._stages, self._backend = assignments, requests
         self._ready_models: dict[str, bool] = {}
-        #: Per pipeline, why it isn't ready, as announced last.
+        #: Last announced reason why a pipeline is not ready, by pipeline.
         self._reasons: dict[str, str] = {}
-        #: Of which model each pipeline is.
+        #: Model of each pipeline.
         self._models: dict[str, str] = {}
-        #: Pipelines that were ready when the coordinator last spoke of them.
+        #: Pipelines that were ready by the coordinator's last route.
         self._ready_pipelines: set[str] = set()
         self._query: asyncio.Task[None] | None = None
 
     def update_model(self, model: str) -> None:
-        """A model may have become ready, or not be ready any more."""
+        """Announce the readiness of ``model`` if it changed."""
         ready = self._backend.is_ready(model)
         if ready != self._ready_models.get(model, False):
             self._ready_models[model] = ready
             self._announce(ModelReadinessChangedEvent(model=model, ready=ready))
 
     def on_route(self, route: Route) -> None:
-        """The coordinator has spoken of a pipeline."""
+        """Handle a new route of a pipeline."""
         self._announce_reason(route)
         if self._is_relevant(route):
             self._time_recovery(route)
@@ -59,14 +59,14 @@ class ReadinessMonitor:
             self._query = loop.create_task(self._log_reason(route.model))
 
     def drop_pipelines(self, pipelines: Sequence[str]) -> None:
-        """They are no more."""
+        """Drop removed pipelines."""
         for pipeline in pipelines:
             self._reasons.pop(pipeline, None)
             self._models.pop(pipeline, None)
             self._ready_pipelines.discard(pipeline)
 
     async def close(self) -> None:
-        """Ask no more."""
+        """Cancel a pending query."""
         if self._query is not None:
             self._query.cancel()
             await asyncio.gather(self._query, return_exceptions=True)
@@ -79,7 +79,7 @@ class ReadinessMonitor:
             self._announce(ModelUnavailableEvent(model=route.model, reason=route.reason))
 
     def _is_relevant(self, route: Route) -> bool:
-        """Whether it is of the model that this PC has a stage of, if it has one."""
+        """Whether the route's model is the one that this PC has a stage of, if it has one."""
         self._models[route.pipeline] = route.model
         held = [self._models.get(state.pipeline) for state in self._stages.stage_states()]
         return not any(held) or route.model in held
@@ -87,7 +87,7 @@ class ReadinessMonitor:
     def _time_recovery(self, route: Route) -> None:
         now, recovery = asyncio.get_running_loop().time(), self._stages.recovery
         if route.is_ready:
-            # A PC without a stage is told of nothing in between.
+            # A PC without a stage sees none of the steps in between.
             recovery.end_phase("formed" if self._stages.stage_states() else "others", now)
             self._backend.call_when_replayed(route.model, self._on_replayed)
         elif route.pipeline in self._ready_pipelines:
@@ -103,7 +103,7 @@ class ReadinessMonitor:
             log.info("%s", text)
 
     async def _log_reason(self, model: str) -> None:
-        """Ask the coordinator why a pipeline isn't ready, once it has decided what to do."""
+        """Ask the coordinator why a pipeline is not ready, after giving it time to decide."""
         try:
             await asyncio.sleep(REASON_DELAY_S)
             _, text = await self._session.request_payload(StatusRequest(ref=0), timeout=3.0)
@@ -111,13 +111,13 @@ class ReadinessMonitor:
             if reason:
                 log.info("%s is not ready: %s", model, reason)
         except MolinkError as error:
-            log.info("%s is not ready, and why is not known: %s", model, error)
+            log.info("%s is not ready, reason unknown: %s", model, error)
         finally:
             self._query = None
 
 
 def _find_reason(status: dict[str, Any], model: str) -> str:
-    """Why a model isn't ready, as the coordinator has it."""
+    """Why a model is not ready, by the coordinator's status."""
     mine = [one for one in status.get("pipelines", ()) if one.get("model", model) == model]
     reasons = [one["reason"] for one in mine if one.get("reason")]
     return reasons[0] if reasons else str(status["trouble"])

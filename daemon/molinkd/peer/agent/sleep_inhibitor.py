@@ -1,7 +1,7 @@
-"""Keeps a PC from falling asleep while others need it.
+"""Keeps a PC awake while it holds layers.
 
-An idle desktop suspends after some minutes, and a stage goes with it. Windows is told by each
-thread that needs it; on Linux, ``systemd-inhibit`` holds a lock as long as its child lives.
+An idle desktop suspends after some minutes, which would take its stage down. Windows keeps the
+state per thread; on Linux ``systemd-inhibit`` holds the lock while its child process lives.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ _CONTINUOUS, _SYSTEM_REQUIRED = 0x8000_0000, 0x0000_0001
 
 
 class SleepInhibitor:
-    """Call it from one thread only: Windows remembers who asked."""
+    """Must be used from one thread: Windows stores the state per thread."""
 
     def __init__(self) -> None:
         self._needed = False
         self._inhibitor: subprocess.Popen[bytes] | None = None
 
     def inhibit_sleep(self, needed: bool) -> None:
-        """From now on the PC has to stay awake, or may sleep. The screen may go dark."""
+        """Inhibit system sleep, or allow it. The display may turn off either way."""
         if needed != self._needed:
             self._needed = needed
             if sys.platform == "win32":
@@ -37,7 +37,7 @@ class SleepInhibitor:
                 self.close()
 
     def close(self) -> None:
-        """The PC may sleep."""
+        """Allow sleep."""
         self._needed = False
         if sys.platform == "win32":
             _set_windows_sleep(False)
@@ -52,8 +52,8 @@ class SleepInhibitor:
         inhibit, reader = shutil.which("systemd-inhibit"), shutil.which("cat")
         if inhibit is None or reader is None:
             return
-        why = ["--what=sleep:idle", "--who=molink", "--why=it holds layers of a model"]
-        # The reader ends with our end of its pipe, however this process ends.
+        why = ["--what=sleep:idle", "--who=molink", "--why=this PC holds layers of a model"]
+        # `cat` exits when our end of the pipe closes, even if this process is killed.
         try:
             self._inhibitor = subprocess.Popen(
                 [inhibit, *why, "--mode=block", reader],
@@ -63,7 +63,7 @@ class SleepInhibitor:
                 **child_options(),
             )
         except OSError as error:
-            log.info("this PC may fall asleep: %s", error)
+            log.info("can't inhibit sleep: %s", error)
 
 
 def _set_windows_sleep(needed: bool) -> None:

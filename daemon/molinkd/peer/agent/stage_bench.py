@@ -1,4 +1,4 @@
-"""Measures a stage in a process of its own: torch is never imported here."""
+"""Benchmarks a stage in a subprocess; the daemon never imports torch."""
 
 import subprocess
 import sys
@@ -14,14 +14,14 @@ from molink.facts.model import LayerRange
 from molinkd.platform import child_options
 
 BENCH_COMMAND = (sys.executable, "-P", "-m", "molink.stage.diagnostics.stage_bench")
-#: Loading takes as long as it takes, but not for ever.
+#: Upper bound, loading included, in seconds.
 _TIMEOUT_S = 3600.0
-#: Windows delivers Ctrl-C only between waits.
+#: Length of one wait in seconds: Windows delivers Ctrl-C only between waits.
 _WAIT_S = 0.5
 
 
 class BenchPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of a pass of ``rows`` rows."""
+    """Time of a pass with ``rows`` rows."""
 
     rows: int
     seconds: float
@@ -29,7 +29,7 @@ class BenchPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that a single decode row reads, and how quickly, beside the device's best."""
+    """Bytes read per decode row and the rate, compared with the device's peak."""
 
     bytes: int
     bytes_per_s: float
@@ -38,7 +38,7 @@ class ReadRate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComputeRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Operations of the best chunk, and how quick they are, beside the device's best."""
+    """Operations of the best chunk and their rate, compared with the device's peak."""
 
     rows: int
     flops: int
@@ -48,7 +48,7 @@ class ComputeRate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageBenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What :mod:`molink.stage.diagnostics.stage_bench` prints, with the model's name."""
+    """Output of :mod:`molink.stage.diagnostics.stage_bench`, with the model's name."""
 
     model: str = ""
     layers: LayerRange
@@ -69,7 +69,7 @@ class StageBenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class StageBench:
-    """What to measure. ``threads`` 0 is torch's default; ``seconds`` bounds the measuring."""
+    """What to benchmark. ``threads`` 0 is torch's default; ``seconds`` limits the measuring."""
 
     folder: Path
     layers: LayerRange
@@ -80,7 +80,7 @@ class StageBench:
     seconds: float = 20.0
 
     def build_arguments(self) -> list[str]:
-        """Of the process."""
+        """Command-line arguments of the benchmark process."""
         given = {
             "--model-dir": self.folder,
             "--first": self.layers[0],
@@ -95,11 +95,11 @@ class StageBench:
 
 
 def measure_stage(order: StageBench, command: Sequence[str] = BENCH_COMMAND) -> StageBenchResult:
-    """Run the measurement and wait for it; Ctrl-C ends it.
+    """Run the benchmark and wait for it; Ctrl-C stops it.
 
     Raises:
-        UsageError: there is no such device, or it can't compute so.
-        WorkerError: it failed; the message has its last line.
+        UsageError: The device does not exist or does not support the options.
+        WorkerError: The benchmark failed; the message quotes its last line.
     """
     try:
         process = subprocess.Popen(
@@ -122,12 +122,12 @@ def measure_stage(order: StageBench, command: Sequence[str] = BENCH_COMMAND) -> 
 
 
 def _communicate(process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes]:
-    """What a process prints until it ends."""
+    """The output of a process, once it has exited."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:
             return process.communicate(timeout=_WAIT_S)
-        except subprocess.TimeoutExpired:  # what has been read is kept for the next turn
+        except subprocess.TimeoutExpired:  # the next wait continues where this one stopped
             if time.monotonic() >= deadline:
                 raise
 
@@ -139,14 +139,14 @@ def _parse(code: int, output: bytes, errors: bytes) -> StageBenchResult:
     try:
         return msgspec.json.decode(output.strip().splitlines()[-1], type=StageBenchResult)
     except (msgspec.MsgspecError, IndexError) as error:
-        raise WorkerError(f"the measurement of the stage is unreadable: {error}") from error
+        raise WorkerError(f"the stage measurement is invalid: {error}") from error
 
 
 def _error_of(code: int, line: str) -> MolinkError:
     if "not compiled with CUDA" in line or "this torch sees no such GPU" in line:
         return UsageError(
-            "a cuda device can't be used: torch here sees no such GPU; see `nvidia-smi`, and run "
-            "./install.sh --cuda if it has only the CPU build"
+            "torch finds no such GPU: check `nvidia-smi`, and run "
+            "./install.sh --cuda if torch is the CPU build"
         )
     if code == UsageError.exit_code:
         return UsageError(line)

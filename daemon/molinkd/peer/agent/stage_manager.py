@@ -1,4 +1,4 @@
-"""Carries out what :mod:`molink.swarm.agent.stage_agent` decides: fetches, workers, news."""
+"""Shell of :mod:`molink.swarm.agent.stage_agent`: runs its fetches, workers and reports."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-#: Between two looks at whether workers live, in seconds.
+#: Interval of the workers' liveness check, in seconds.
 WORKER_CHECK_INTERVAL_S = 0.5
 
 
@@ -60,28 +60,29 @@ class StageManager:
         store: ModelStore,
         book: AddressBook,
         home: Home,
-        tell: Callable[[ControlMessage], None],
+        send: Callable[[ControlMessage], None],
         on_change: Callable[[], None],
         on_blocked: Callable[[str, str, str], None],
         reaches: Callable[[StageAddress], Awaitable[bool]],
     ) -> None:
         """``on_change`` is called whenever :meth:`stage_states` may have changed.
 
-        ``on_blocked`` is told where which member was cut off by a worker, and why. ``reaches``
-        says whether a stage's port can be reached from here.
+        ``on_blocked`` gets the component, the peer that a worker blocked, and the reason.
+        ``is_reachable`` probes a stage's port from this PC.
         """
         self._settings = settings
         self._store = store
         self._book = book
-        self._send = tell
+        self._send = send
         self._on_change = on_change
         self._on_blocked = on_blocked
         self._is_reachable = reaches
         self._me = derive_peer_id(keys.public)
-        #: Rings that wait for their next stage to be reached, by pipeline.
+        #: Pending ``FormPipeline`` orders, by pipeline: each waits until the next stage is
+        #: reachable.
         self._forming: dict[str, tuple[FormPipeline, asyncio.Task[None]]] = {}
         self._form_tasks: set[asyncio.Task[None]] = set()
-        #: Who has the next stage, by pipeline; also of those that are over.
+        #: Peer of the next stage, by pipeline; ended pipelines are removed lazily.
         self._next_peers: dict[str, str] = {}
         self._paused = False
         self._agent = StageAgent()
@@ -94,7 +95,7 @@ class StageManager:
         self._checker = asyncio.get_running_loop().create_task(self._check_workers())
 
     def collect_link_rates(self) -> dict[str, float]:
-        """Bytes/s of the links from this PC's stages to the next ones, by peer; 0 if unknown."""
+        """Bytes/s from this PC's stages to the next ones, by peer; 0 if unknown."""
         rates = {
             pipeline: self.supervisor.read_gauge(pipeline, "link_rate_bytes_per_second")
             for pipeline in self._next_peers
@@ -105,13 +106,13 @@ class StageManager:
         return {peer: rates[one] or 0.0 for one, peer in self._next_peers.items()}
 
     def set_device(self, device: MeasuredDevice) -> None:
-        """The device is known: stages may be started on it."""
+        """Set the measured device, which starts waiting for it need."""
         self._preparation.set_device(device)
         if self._wants_standby:
             self.supervisor.start_standby()
 
     def set_paused(self, paused: bool) -> None:
-        """No stage is to be here for a while, nor a spare for one; or again one may come."""
+        """Stop or resume keeping a standby worker."""
         self._paused = paused
         if paused:
             self.supervisor.drop_standby()
@@ -125,13 +126,13 @@ class StageManager:
     def handle_order(
         self, message: Prefetch | Assign | StageProfile | FormPipeline | Unassign
     ) -> None:
-        """Take an order of the coordinator."""
+        """Carry out an order of the coordinator."""
         match message:
             case Prefetch():
                 self._prefetcher.start_prefetch(message)
             case Assign():
                 self.recovery.end_phase("decided", self._now())
-                # one transfer of a model at a time: now this one
+                # one transfer of a model at a time
                 self._prefetcher.cancel_prefetch()
                 self._carry_out(self._agent.assign_stage(message))
             case StageProfile():
@@ -144,15 +145,15 @@ class StageManager:
                 self._carry_out(self._agent.unassign_pipeline(message.pipeline))
 
     def resend_reports(self) -> None:
-        """Tell the coordinator again what it may have missed."""
+        """Resend reports that the coordinator may have missed."""
         self._carry_out([*self._agent.resend_reports()])
 
     def update_peer_keys(self) -> None:
-        """Tell the workers who may talk to them."""
+        """Send the workers the public keys of all peers."""
         self.supervisor.broadcast_message(self._book.peer_keys())
 
     def stage_states(self) -> tuple[WorkerState, ...]:
-        """All stages of this peer."""
+        """State of each stage of this peer."""
         fetched = {number: (*p.totals, 0) for number, p in self._progress.items()}
         transfers = self.supervisor.loading_progress() | fetched
         return self._agent.worker_states(
@@ -160,24 +161,24 @@ class StageManager:
         )
 
     def held_layers(self) -> LayerRange:
-        """Those that this peer holds; ``0:0`` if none."""
+        """Layers of this peer's first stage; ``(0, 0)`` if it has none."""
         return next((state.layers for state in self.stage_states()), (0, 0))
 
     def has_pipeline(self, pipeline: str) -> bool:
-        """Whether this peer has a stage of a pipeline."""
+        """Whether this peer has a stage of ``pipeline``."""
         return any(state.pipeline == pipeline for state in self.stage_states())
 
     @property
     def prefetch_state(self) -> PrefetchState | None:
-        """How far the files of a stage that is to be are."""
+        """Progress of the current prefetch, if there is one."""
         return self._prefetcher.state
 
     def describe_stages(self) -> str:
-        """All stages, and the one that is to be, in one line for a person."""
+        """All stages and the prefetch, as one line of text."""
         return ", ".join(filter(None, (self._agent.describe(), self._prefetcher.describe_transfer)))
 
     async def close(self) -> None:
-        """End transfers and workers."""
+        """Cancel transfers and stop the workers."""
         await self._prefetcher.close()
         tasks = [self._checker, *self._fetches.values(), *self._form_tasks]
         for task in tasks:
@@ -186,7 +187,7 @@ class StageManager:
         await self.supervisor.close()
         self._preparation.close()
 
-    # --- carrying out ---
+    # --- actions ---
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -223,7 +224,7 @@ class StageManager:
             await asyncio.sleep(WORKER_CHECK_INTERVAL_S)
 
     def _schedule_form(self, order: FormPipeline) -> None:
-        """Form the ring once the next stage has answered."""
+        """Form the ring once the next stage is reachable."""
         under_way = self._forming.get(order.pipeline)
         if under_way is None or under_way[0] != order:
             self._cancel_form(order.pipeline)
@@ -253,7 +254,7 @@ class StageManager:
                 pipeline=order.pipeline,
                 epoch=order.epoch,
                 stage=places[0],
-                reason=f"can't connect to the next stage at {at} port {after.port}: is it open?",
+                reason=f"can't reach the next stage at {at} port {after.port}; check its firewall",
                 next_lost=True,
             )
         )
@@ -298,7 +299,7 @@ class StageManager:
 
     def _on_worker_message(self, generation: int, message: WorkerMessage) -> None:
         if isinstance(message, PeerBlocked):
-            log.warning("a stage of this PC has cut off %s: %s", message.peer, message.reason)
+            log.warning("a stage of this PC has blocked %s: %s", message.peer, message.reason)
             self._on_blocked("a stage of this PC", message.peer, message.reason)
         if isinstance(message, WorkerLoaded):
             self.recovery.record_load(message.weights_s, message.profile_s, self._now())

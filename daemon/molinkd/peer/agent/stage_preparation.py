@@ -1,4 +1,4 @@
-"""What a worker is started with: memory of the device, a draft model, kernels to avoid."""
+"""Prepares the order that starts a worker: memory plan, draft model, disabled kernels."""
 
 import asyncio
 import logging
@@ -29,48 +29,48 @@ log = logging.getLogger(__name__)
 
 
 class NoRoomBesideError(UsageError):
-    """A stage would fit by itself, but not beside those that run already."""
+    """The stage fits on its own, but not beside the running ones."""
 
 
 class StagePreparation:
-    """Plans the stages of this PC, one beside the other."""
+    """Plans memory for this PC's stages, which may run side by side during a migration."""
 
     def __init__(
         self, settings: Settings, keys: KeyPair, home: Home, recovery: RecoveryTimer
     ) -> None:
-        """While a ``recovery`` is under way, what is started has to hurry."""
+        """During a ``recovery``, workers skip optional preparation."""
         self._settings = settings
         self._keys = keys
         self._home = home
         self._recovery = recovery
-        #: What the stage of each generation takes of the device.
+        #: Memory plan of the stage of each generation.
         self._plans: dict[int, MemoryPlan] = {}
         self._measured: asyncio.Future[MeasuredDevice] = asyncio.get_running_loop().create_future()
 
     def set_device(self, device: MeasuredDevice) -> None:
-        """The device is known: stages may be started on it."""
+        """Set the measured device, which :meth:`prepare_stage` waits for."""
         self._measured.set_result(device)
 
     @property
     def is_measured(self) -> bool:
-        """Whether the device is known."""
+        """Whether the device has been measured."""
         return self._measured.done()
 
     def release_memory(self, generation: int) -> None:
-        """That stage needs no memory any more."""
+        """Release the memory of the stage of ``generation``."""
         self._plans.pop(generation, None)
 
     def close(self) -> None:
-        """Nothing more is to be started."""
+        """Cancel waiting preparations."""
         self._measured.cancel()
 
     async def prepare_stage(self, generation: int, assign: Assign, folder: Path) -> LoadStage:
-        """The order to a worker that is to hold a stage of the model in ``folder``.
+        """The order for a worker to load a stage of the model in ``folder``.
 
-        Waits until the device is known.
+        Waits until the device is measured.
 
         Raises:
-            MolinkError: it can't run here; says why.
+            MolinkError: The stage can't run on this PC.
         """
         opened = await asyncio.to_thread(ModelFolder.open, folder, assign.layers)
         measured = await asyncio.shield(self._measured)
@@ -79,7 +79,7 @@ class StagePreparation:
         draft = await self._plan_draft(folder, opened, assign, measured)
         draft_bytes = draft.nbytes if draft is not None else 0
         plan = plan_stage(opened, assign, measured, settings.pipeline, taken=draft_bytes)
-        # What the same worker held before makes room.
+        # The same worker releases its previous stage.
         self._plans.pop(generation, None)
         plan = self._plans[generation] = self._plan_beside_others(
             plan, opened, assign, measured, draft_bytes
@@ -116,7 +116,7 @@ class StagePreparation:
     async def _plan_draft(
         self, folder: Path, opened: ModelFolder, assign: Assign, measured: MeasuredDevice
     ) -> DraftPlan | None:
-        """The draft model beside the first stage, if one is set and there is room for both."""
+        """The draft model beside the first stage, if one is configured and both fit."""
         name = self._settings.draft_model
         if not name or assign.stage:
             return None
@@ -137,10 +137,12 @@ class StagePreparation:
             return None
 
     def _disabled_kernels(self, measured: MeasuredDevice) -> tuple[str, ...]:
-        """Kernels that failed `molink doctor` here."""
+        """Kernels that failed `molink doctor` on this device."""
         avoid = load_disabled_kernels(self._home.disabled_kernels, measured.device.name)
         for name in avoid:
-            log.warning("%s failed `molink doctor` here: %s in its place", name, FALLBACKS[name])
+            log.warning(
+                "%s failed `molink doctor` on this PC: using %s instead", name, FALLBACKS[name]
+            )
         return avoid
 
     def _plan_beside_others(
@@ -151,13 +153,14 @@ class StagePreparation:
         measured: MeasuredDevice,
         draft: int,
     ) -> MemoryPlan:
-        """The plan of a stage beside those that run already, and ``draft`` bytes of a draft model.
+        """The plan of a stage beside the running ones and ``draft_bytes`` of a draft model.
 
-        A CPU takes memory for KV only as it is used, so the pool is that of a stage ``alone``: it
-        is that soon, and until then holds the same requests as the other one.
+        A CPU commits KV memory only as it is used. The pool is therefore sized as for a stage
+        ``alone``, which it soon is; until then it holds the same requests as the stage that it
+        replaces.
 
         Raises:
-            NoRoomBesideError: there is too little memory for both.
+            NoRoomBesideError: There is too little memory for both.
         """
         on_cpu = measured.device.kind == "cpu"
         taken = sum(one.without_kv + one.kv * (not on_cpu) for one in self._plans.values())
@@ -172,7 +175,7 @@ class StagePreparation:
 
 
 def _max_model_len(folder: ModelFolder, assign: Assign) -> int:
-    """Most tokens of a request."""
+    """Longest request in tokens."""
     return min(folder.config.max_model_len, assign.max_model_len or folder.config.max_model_len)
 
 
@@ -184,10 +187,10 @@ def plan_stage(
     *,
     taken: int = 0,
 ) -> MemoryPlan:
-    """How the device's memory is shared out for a stage; ``taken`` bytes are others' already.
+    """Plan the device's memory for a stage, ``taken`` bytes of which are in use already.
 
     Raises:
-        UsageError: it isn't enough; says what would fit.
+        UsageError: The stage does not fit; the message says what would.
     """
     return plan_memory(
         msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""The worker processes of this peer: starts them, talks to them, ends them. It decides nothing."""
+"""Starts, stops and talks to this peer's worker processes. All decisions are the stage agent's."""
 
 import asyncio
 import contextlib
@@ -38,42 +38,43 @@ from molinkd.peer.agent.gpu_usage import OwnGpuUsage
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a worker has to exit before it is terminated, and then killed.
+#: Grace period before a worker is terminated, and then killed, in seconds.
 GRACE_S = 5.0
-#: ``-P``: a folder called molink, or torch, where the user happens to be is none of ours.
+#: ``-P`` keeps folders named molink or torch in the working directory from being imported.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "molinkd.worker")
-#: Seconds from a ring that stands to the next spare: until then requests are computed again.
+#: Delay from a formed ring to the next standby worker, in seconds: requests are replayed first.
 STANDBY_DELAY_S = 2.0
-#: Longest wait for a spare that is not ready yet, in seconds.
+#: Longest wait for a standby worker to become ready, in seconds.
 STANDBY_WAIT_S = 15.0
-#: Stages whose workers' counters are remembered.
+#: Stages whose counters are kept after their workers have exited.
 MAX_RETIRED_STAGES = 32
-#: A record in a worker's log, as :data:`molink.plaintext.LOG_FORMAT` has it.
+#: A log record in the format :data:`molink.plaintext.LOG_FORMAT`.
 _LOG_RECORD = re.compile(r"\d{4}-\d\d-\d\d \S+ (?P<level>[A-Z]+) \S+: (?P<text>.*)")
 
 
 @dataclass(slots=True)
 class _WorkerProcess:
     child: ChildProcess = field(init=False)
-    #: ``None`` as long as it is a spare.
+    #: ``None`` for a standby worker.
     start: LoadStage | None = None
     generation: int = 0
     is_warm: bool = False
-    #: A spare that doesn't give way: it is sooner ready than another process.
+    #: A standby worker without a model, which is used even before it is ready.
     preloaded: bool = False
     stats: WorkerStats | None = None
-    #: While it loads: how far that is, and how fast.
+    #: Progress and rate of loading weights.
     load_progress: WeightLoadProgress | None = None
     load_rate: TransferRate | None = None
-    #: Whether it has said anything: until then it imports and loads, and has nothing to put away.
+    #: Whether it has sent a message; before that it has no state to save, and may be killed.
     has_spoken: bool = False
     is_stopping: bool = False
 
 
 class WorkerSupervisor:
-    """Worker processes by generation (see :mod:`molink.swarm.agent.stage_agent`), and a spare one.
+    """Worker processes by generation, and a standby worker.
 
-    The spare has imported and compiled what a stage needs, before there is one for it.
+    See :mod:`molink.swarm.agent.stage_agent` for generations. The standby worker has imported torch
+    and compiled kernels before a stage needs it.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class WorkerSupervisor:
         on_exit: Callable[[int, str], None],
         command: tuple[str, ...] = WORKER_COMMAND,
     ) -> None:
-        """``on_exit`` gets the generation of a worker that wasn't asked to stop, and why."""
+        """``on_exit`` gets the generation of a worker that exited unexpectedly, and the reason."""
         self._logs = logs
         self._on_message = on_message
         self._on_exit = on_exit
@@ -91,18 +92,18 @@ class WorkerSupervisor:
         self._workers: dict[int, _WorkerProcess] = {}
         self._standby: _WorkerProcess | None = None
         self._standby_timer: asyncio.TimerHandle | None = None
-        #: Set when the spare has got ready, or is none any more.
+        #: Set when the standby worker becomes ready or is gone.
         self._standby_changed = asyncio.Event()
         self._stopping: set[asyncio.Task[None]] = set()
         self._closed = False
-        #: Counters of workers that are no more, so that they never fall.
+        #: Counters of exited workers, which keep the totals monotonic.
         self._retired_counters: dict[StageLabels, Counter[str]] = {}
 
-    def start_worker(self, generation: int, start: LoadStage, members: PeerKeys) -> int:
-        """Have a worker for a stage, the spare if it is ready; returns its process id.
+    def start_worker(self, generation: int, start: LoadStage, peer_keys: PeerKeys) -> int:
+        """Start a stage's worker, or assign the standby worker; returns the process id.
 
         Raises:
-            OSError: no process can be started.
+            OSError: The process can't be started.
         """
         worker = self._standby
         if worker is not None and (worker.is_warm or worker.preloaded):
@@ -112,26 +113,26 @@ class WorkerSupervisor:
         worker.generation = generation
         self._workers[generation] = worker
         self.send_to_worker(generation, start)
-        self.send_to_worker(generation, members)
-        pid, was = worker.child.pid, " (the spare)" if worker.is_warm or worker.preloaded else ""
+        self.send_to_worker(generation, peer_keys)
+        pid, was = worker.child.pid, " (standby)" if worker.is_warm or worker.preloaded else ""
         log.info("worker %d%s: stage %d, layers %d:%d", pid, was, start.stage, *start.layers)
         return pid
 
     def _worker_names(self, start: LoadStage) -> tuple[str, Path]:
-        """What a stage's worker is called, and where its log goes."""
+        """Process name and log file of a stage's worker."""
         name = f"worker-{make_plain_name(start.pipeline, 'p')}-{start.stage}"
         return name, self._logs / f"{name}.log"
 
     def start_standby(self) -> None:
-        """Have a spare before it is known what for: a stage is likely to come soon."""
+        """Start a standby worker before the first stage is assigned."""
         if self._standby is None and self._standby_timer is None and not self._closed:
             self._launch_standby(WarmUp())
 
     async def wait_until_ready(self) -> None:
-        """Wait, for a while at most, until a first worker here would begin at once.
+        """Wait up to :data:`STANDBY_WAIT_S` until a first worker could start at once.
 
-        It is the spare that is waited for, if one is starting. A PC that has a worker already need
-        not wait: its next stage may be in that one.
+        Waits for a starting standby worker. A PC that already has a worker does not wait, because
+        its next stage may reuse that process.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STANDBY_WAIT_S):
@@ -140,26 +141,26 @@ class WorkerSupervisor:
                     await self._standby_changed.wait()
 
     def drop_standby(self) -> None:
-        """End the spare: it takes memory of the device, which is wanted for something else."""
+        """Stop the standby worker to free its device memory."""
         if self._standby_timer is not None:
             self._standby_timer.cancel()
             self._standby_timer = None
-        spare, self._standby = self._standby, None
-        if spare is not None:
-            self._stop_process(spare)
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            self._stop_process(standby)
 
     @property
     def own_gpu_usage(self) -> OwnGpuUsage:
-        """What the processes here take of the device: perhaps all of it where one isn't ready."""
+        """GPU use of the worker processes; counts as full while one is still loading."""
         busy = sum(one.busy for one in self.measure_load().stages) / 100
-        workers, spares = [*self._workers.values()], [self._standby] if self._standby else []
+        workers, standbys = [*self._workers.values()], [self._standby] if self._standby else []
         stages = [one.stats.load if one.stats is not None else None for one in workers]
-        if None in stages or not all(one.is_warm for one in spares):
-            busy = 1.0  # they load, measure and compile, which nobody counts
-        return OwnGpuUsage([one.child.pid for one in (*workers, *spares)], min(1.0, busy))
+        if None in stages or not all(one.is_warm for one in standbys):
+            busy = 1.0  # loading, profiling and compiling are not measured
+        return OwnGpuUsage([one.child.pid for one in (*workers, *standbys)], min(1.0, busy))
 
     def schedule_standby(self, generation: int) -> None:
-        """Soon have a spare that can follow on the worker of ``generation``, or on another."""
+        """Start a standby worker soon, warmed up for the stage of ``generation``."""
         if self._standby is not None or self._standby_timer is not None or self._closed:
             return
         worker = self._workers.get(generation)
@@ -173,10 +174,12 @@ class WorkerSupervisor:
     def _launch_standby(self, warm: WarmUp) -> None:
         self._standby_timer = None
         try:
-            self._standby = self._launch_process("worker-spare", self._logs / "worker-spare.log")
+            self._standby = self._launch_process(
+                "worker-standby", self._logs / "worker-standby.log"
+            )
             self._standby.preloaded = not warm.model_dir
         except OSError as error:
-            log.warning("no spare worker: %s", error)
+            log.warning("no standby worker: %s", error)
         else:
             self._write_message(self._standby, warm)
 
@@ -200,7 +203,7 @@ class WorkerSupervisor:
         return worker
 
     def send_to_worker(self, generation: int, message: ToWorker) -> None:
-        """Send to a worker, if it is there."""
+        """Send to the worker of ``generation``, if it exists."""
         worker = self._workers.get(generation)
         if worker is None:
             return
@@ -220,9 +223,9 @@ class WorkerSupervisor:
             self.send_to_worker(generation, message)
 
     def stop_worker(self, generation: int, *, kill: bool = False) -> None:
-        """End a worker by closing its pipe, or ``kill`` it; returns at once.
+        """Stop a worker by closing its pipe, or ``kill`` it; returns immediately.
 
-        One that has said nothing yet is killed in any case.
+        A worker that has not sent a message yet is always killed.
         """
         worker = self._workers.get(generation)
         if worker is not None:
@@ -232,13 +235,13 @@ class WorkerSupervisor:
         if worker.is_stopping:
             return
         worker.is_stopping = True
-        kill |= not worker.has_spoken  # it would load on for seconds, beside what takes its place
+        kill |= not worker.has_spoken  # it would keep loading for seconds beside its replacement
         task = asyncio.get_running_loop().create_task(worker.child.stop(GRACE_S, kill=kill))
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
 
     async def close(self) -> None:
-        """End all workers and wait until they have exited."""
+        """Stop all workers and wait for their exit."""
         self._closed = True
         if self._standby_timer is not None:
             self._standby_timer.cancel()
@@ -248,17 +251,17 @@ class WorkerSupervisor:
         await asyncio.gather(*self._stopping)
 
     def collect_metrics(self) -> MetricValues:
-        """Counters of all workers there have been, and gauges of those there are, by stage."""
-        spare = self._standby
+        """Counters of all workers, including exited ones, and gauges of running ones, by stage."""
+        standby = self._standby
         gauges = {
             "workers": float(len(self._workers)),
-            "spare_workers": float(spare is not None and spare.is_warm),
+            "standby_workers": float(standby is not None and standby.is_warm),
         }
         stages = {
             name: StageMetricValues(dict(past))
             for name, past in list(self._retired_counters.items())
         }
-        for worker in list(self._workers.values()):  # called from the endpoint's thread
+        for worker in list(self._workers.values()):  # called from the API thread
             if worker.stats is None or worker.start is None:
                 continue
             figures = stages.setdefault(_stage_name(worker.start), StageMetricValues())
@@ -268,7 +271,7 @@ class WorkerSupervisor:
         return MetricValues({}, gauges, stages)
 
     def _retire_counters(self, name: StageLabels, counters: Mapping[str, float]) -> None:
-        """A worker is no more; of stages only the latest are remembered."""
+        """Keep an exited worker's counters, for the last :data:`MAX_RETIRED_STAGES` stages."""
         past = self._retired_counters.pop(name, Counter())
         past.update(counters)
         self._retired_counters[name] = past
@@ -276,14 +279,14 @@ class WorkerSupervisor:
             del self._retired_counters[next(iter(self._retired_counters))]
 
     def measure_load(self) -> PeerLoad:
-        """How busy the stages and heads here are, as others are told."""
-        said = [worker.stats for worker in self._workers.values() if worker.stats is not None]
-        stages = [stats.load for stats in said if stats.load is not None]
-        heads = [stats.scheduler for stats in said if stats.scheduler is not None]
-        return PeerLoad(tuple(stages[:MAX_STAGES]), tuple(heads[:MAX_SCHEDULERS]))
+        """Load of the stages and schedulers of this PC."""
+        reported = [worker.stats for worker in self._workers.values() if worker.stats is not None]
+        stages = [stats.load for stats in reported if stats.load is not None]
+        schedulers = [stats.scheduler for stats in reported if stats.scheduler is not None]
+        return PeerLoad(tuple(stages[:MAX_STAGES]), tuple(schedulers[:MAX_SCHEDULERS]))
 
     def loading_progress(self) -> dict[int, tuple[int, int, int]]:
-        """By generation: bytes that are loaded, those that there are in all, and bytes/s."""
+        """By generation: bytes loaded, bytes in total, and bytes/s."""
         return {
             generation: (
                 worker.load_progress.done,
@@ -295,14 +298,14 @@ class WorkerSupervisor:
         }
 
     def read_gauge(self, pipeline: str, name: str) -> float | None:
-        """A gauge of the worker of a pipeline; 0 as long as it is unknown, ``None`` without one."""
+        """A gauge of the worker of ``pipeline``; 0 until reported, ``None`` without a worker."""
         for worker in self._workers.values():
             if worker.start is not None and worker.start.pipeline == pipeline:
                 return worker.stats.gauges.get(name, 0.0) if worker.stats is not None else 0.0
         return None
 
     def read_gauges(self, name: str) -> dict[str, float]:
-        """A gauge of all workers that have told it, by pipeline."""
+        """A gauge of all workers that reported it, by pipeline."""
         return {
             worker.start.pipeline: worker.stats.gauges[name]
             for worker in self._workers.values()
@@ -363,17 +366,17 @@ def _warm_up_of(start: LoadStage) -> WarmUp:
 
 
 def exit_reason(code: int, tail: str) -> str:
-    """One line about a process that ended by itself; clients may read it.
+    """One line about a worker that exited unexpectedly; clients may read it.
 
-    It quotes the last line of the log only where that says why: a process that was killed had
-    something else to say, and what it logged is nobody's business.
+    Quotes the last log line only if it explains the exit. For a killed process that line is
+    unrelated, and may be private.
     """
-    said = ""
+    reported = ""
     if 0 < code < FIRST_WINDOWS_CODE:
         last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "")
         record = _LOG_RECORD.match(last)
         if record is None:
-            said = last  # of a traceback
+            reported = last  # last line of a traceback
         elif record["level"] in ("ERROR", "CRITICAL"):
-            said = record["text"]
-    return f"the worker {exit_text(code)}" + (f": {said}" if said else "")
+            reported = record["text"]
+    return f"the worker {exit_text(code)}" + (f": {reported}" if reported else "")

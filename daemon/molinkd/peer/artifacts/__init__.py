@@ -1,1 +1,1 @@
-"""Model files: stores, sources, transfers and replication."""
+"""Model files: repository, store, sources, transfers and replication."""

@@ -1,4 +1,4 @@
-"""Has the swarm serve the models of a file: all are found here first, then asked for at once."""
+"""Carries out ``molink apply``: finds all models of a file, then requests them together."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +22,7 @@ from molinkd.peer.artifacts.bootstrap import Bootstrap
 
 
 class ApplyHandler:
-    """The newest file; an earlier one ends with it."""
+    """Handles the newest file; a newer file cancels an older one."""
 
     def __init__(
         self,
@@ -31,11 +31,10 @@ class ApplyHandler:
         on_applied: Callable[[Sequence[str]], None],
         is_stored: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """``make_bootstrap`` makes what finds a model; ``ask`` asks the coordinator for all of
-        them.
+        """``make_bootstrap`` creates the loader of one model, ``ask`` calls the coordinator.
 
-        ``on_applied`` is told of each file that was carried out: the models as it names them.
-        ``kept(model)``: what is needed of it to bring it is in the store.
+        ``on_applied`` gets the models of each applied file. ``is_stored(model)`` says whether the
+        store holds enough of a model to request it.
         """
         self._make_bootstrap, self._ask, self._on_applied, self._is_stored = (
             make_bootstrap,
@@ -48,12 +47,12 @@ class ApplyHandler:
         self._task: asyncio.Task[bytes] | None = None
 
     async def apply_file(self, order: ApplyFile) -> tuple[LoadModelReply | ApplyReply, bytes]:
-        """How far it is with ``order``, or what the coordinator says, with the payload.
+        """The progress of ``order``, or the coordinator's reply with its payload.
 
-        Begins it if that is another one, or the last has ended.
+        Starts the order if it differs from the running one, or if none is running.
 
         Raises:
-            MolinkError: a model can't be found or read, or something in it can't be; says why.
+            MolinkError: A model can't be found, read or served.
         """
         order = msgspec.structs.replace(order, ref=0)
         if self._task is None or self._order != order:
@@ -75,18 +74,18 @@ class ApplyHandler:
         except MolinkError:
             raise
         except Exception as error:
-            raise WorkerError(f"the file can't be applied: internal error: {error!r}") from error
+            raise WorkerError(f"can't apply the file: internal error: {error!r}") from error
         return ApplyReply(ref=0, payload=Payload("u8", (len(text),))), text
 
     async def close(self) -> None:
-        """End what is under way; what was fetched is kept."""
+        """Cancel the running order; fetched files stay."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def _carry_out(self, order: ApplyFile) -> bytes:
-        # Whether this PC may, and all have the version: before anything is fetched.
+        # Check permission and versions before fetching anything.
         await self._request_models((), order, dry=True)
         specs = [await self._model_spec(entry, dry=order.dry_run) for entry in order.models]
         text = await self._request_models(tuple(specs), order, dry=order.dry_run)

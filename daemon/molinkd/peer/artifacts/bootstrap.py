@@ -1,4 +1,4 @@
-"""What founding a swarm takes beyond being a peer: a model, and a coordinator that places it."""
+"""Finds and hashes the model that this PC provides, and asks the coordinator to serve it."""
 
 import asyncio
 import logging
@@ -45,14 +45,14 @@ from molinkd.peer.quantize import check_quantize, check_quantize_files
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-#: How often a person is told how far hashing is.
+#: Interval of hashing progress events, in seconds.
 _PROGRESS_INTERVAL_S = 2.0
-#: How often the model's files are looked at: a stat of each.
+#: Interval of checking the model's files for changes, in seconds.
 _CHECK_INTERVAL_S = 10.0
 
 
 class Bootstrap:
-    """The part of a daemon that brings a model, and for ``up`` asks for the first token too."""
+    """Provides one model; for ``up`` it also requests the first join token."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Bootstrap:
         announce: Announce,
         transfers: Transfers | None = None,
     ) -> None:
-        """``transfers`` are told of what comes from the hub."""
+        """``transfers`` tracks downloads from the hub."""
         self._transfers = transfers or Transfers()
-        #: What is being done about the model, and how far it is.
+        #: Current step and its progress.
         self.state: Literal["looking", "fetching", "hashing"] = "looking"
         self.progress = Progress(source="hub")
         self._launch = launch
@@ -75,21 +75,21 @@ class Bootstrap:
         self._library = repository
         self._announce = announce
         self._facts: ModelFacts | None = None
-        #: What ``up`` is to serve again next time.
+        #: The model that the next ``up`` serves.
         self.model: str | None = None
-        #: Whether it served that the last time, and what else was asked for here then.
+        #: Whether the last run served that model too, and which further models it provided.
         self.is_resumed = False
         self.extra_models: tuple[str, ...] = ()
         self._source: ModelSource | None = None
-        #: What is here already of a model in shards.
+        #: Stored files of a model in shards.
         self._stored: ModelFiles | None = None
 
     async def find_model(self) -> None:
-        """Find and check the model before anything is started.
+        """Find and validate the model.
 
         Raises:
-            ModelError: it can't be found or served; says why.
-            UsageError: this PC belongs to another swarm, or can't quantize as asked.
+            ModelError: It can't be found or is not supported.
+            UsageError: This PC belongs to another swarm, or can't quantize as requested.
         """
         self.model = self._launch.model
         if self._launch.role == "up":
@@ -126,23 +126,23 @@ class Bootstrap:
 
     @property
     def facts(self) -> ModelFacts | None:
-        """What placement has to know of the model; ``None`` until it is found."""
+        """The model's description for placement; ``None`` until it is found."""
         return self._facts
 
     @property
     def name(self) -> str:
-        """What the model is called; empty until it is found."""
+        """The model's name; empty until it is found."""
         return self._source.name if self._source is not None else ""
 
     @property
     def path(self) -> Path | None:
-        """Where the model's files are; ``None`` until it is found."""
+        """The model's folder; ``None`` until it is found."""
         return None if self._source is None else self._source.path
 
     async def _find_source(self, model: str | None) -> ModelSource:
         self.state, progress = "fetching", self.progress
         if model is not None and find_local_model(model) is not None:
-            progress.set_source("disk, to unpack it once")
+            progress.set_source("disk (unpacking)")
         with self._transfers.track_transfer(model or "", progress):
             return await run_in_thread(lambda stop: self._find_in_thread(model, progress, stop))
 
@@ -168,13 +168,13 @@ class Bootstrap:
             if not source.hub_place:
                 raise
             mend = self._home.format_command(f"pull {self.model}")
-            raise BrokenModel(f"{error}. {mend} fetches what is cut off") from error
+            raise BrokenModel(f"{error}. {mend} completes the download") from error
 
     async def hash_model(self) -> None:
-        """Find out which bytes the model consists of, for those who fetch it.
+        """Hash the model's files, so that other peers can fetch and verify them.
 
         Raises:
-            BrokenModel: a file can't be read, or is a link that leads out of the model's folder.
+            BrokenModel: A file can't be read or links outside the model's folder.
         """
         source = self._source
         if source is None or self._facts is None:
@@ -198,7 +198,7 @@ class Bootstrap:
         )
 
     def _offer_shards(self, source: ModelSource) -> None:
-        """Have others find here what a model in shards consists of; its shards aren't here."""
+        """Offer the manifest and metadata of a model in shards; its shards stay on the hub."""
         kept = self._stored
         if kept is None:
             assert source.shards is not None
@@ -214,7 +214,7 @@ class Bootstrap:
         )
 
     async def watch_files(self) -> None:
-        """Say so when files of the model change: those who fetch them are refused then."""
+        """Report files of the model that change; peers' reads of them fail from then on."""
         look = make_change_watcher(
             self._library, lambda text: self._announce(ProblemReportedEvent(text=text))
         )
@@ -230,9 +230,9 @@ class Bootstrap:
             )
 
     def build_order(self, *, is_resumed: bool = False) -> ServeModel | None:
-        """What to ask the coordinator for, once the model is hashed; ``None`` without a model.
+        """The request to serve the hashed model; ``None`` without a model.
 
-        ``is_resumed``: nobody asks for it but the daemon, which has served it before.
+        ``is_resumed`` marks a request that repeats an earlier run's, without a user's action.
         """
         settings = self._settings
         if self._facts is None:

@@ -1,4 +1,4 @@
-"""Chunks of model files that are sent slice by slice: each is read and checked once."""
+"""Caches verified chunks of model files that peers read slice by slice."""
 
 import asyncio
 from collections import OrderedDict
@@ -6,22 +6,22 @@ from collections import OrderedDict
 from molink.wire.messages.transfer import ReadRequest
 from molinkd.peer.artifacts.model_repository import ModelFiles
 
-#: Chunks that are kept: those of a few transfers.
+#: Maximum number of cached chunks, enough for a few concurrent transfers.
 MAX_CHUNKS = 16
 
 
 class ChunkCache:
-    """The chunks that slices were asked of last."""
+    """LRU cache of verified chunks."""
 
     def __init__(self) -> None:
         self._chunks: OrderedDict[tuple[str, str, int], asyncio.Task[bytes]] = OrderedDict()
 
     async def read_chunk(self, model_files: ModelFiles, request: ReadRequest) -> bytes:
-        """The chunk that ``request`` is about.
+        """The chunk that ``request`` reads from.
 
         Raises:
-            RequestError: there is no such chunk.
-            BrokenModel: the file has changed since it was added.
+            RequestError: There is no such chunk.
+            BrokenModel: The file changed after it was added.
         """
         if not request.length:
             return await asyncio.to_thread(model_files.read_chunk, request.part, request.index)

@@ -1,4 +1,4 @@
-"""The pieces of one transfer, several under way at once."""
+"""Fetches the chunk runs of one transfer concurrently."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -11,12 +11,12 @@ from molink.swarm.artifacts.fetch_plan import ChunkRun
 from molinkd.peer.artifacts.sources import SourcePool
 from molinkd.peer.gate import run_together
 
-#: Requests under way to one source.
+#: Concurrent requests of one transfer.
 MAX_IN_FLIGHT = 8
 
-#: A context for each piece of a transfer: when it may begin, and how long it takes.
+#: Context around each chunk run of a transfer, which delays and times it.
 Throttle = Callable[[], AbstractAsyncContextManager[None]]
-#: Takes a piece, its bytes and who sent them, in a thread.
+#: Stores a chunk run, given its bytes and the sender. Called in a thread.
 RunWriter = Callable[[ChunkRun, bytes, str], None]
 
 
@@ -26,15 +26,15 @@ async def fetch_runs(
     write: RunWriter,
     count: Callable[[int], None],
     at_once: int = MAX_IN_FLIGHT,
-    turn: Throttle = nullcontext,
+    throttle: Throttle = nullcontext,
     *,
     to_the_end: bool = False,
 ) -> None:
-    """Have all pieces kept, ``at_once`` at a time; ``count`` is told the bytes of each.
+    """Fetch all runs, ``at_once`` concurrently; ``count`` gets the bytes of each.
 
-    ``to_the_end``: if one can't be had, those that are under way still are.
+    With ``to_the_end`` a failure does not cancel the other requests in flight.
 
-    Raises as :meth:`SourcePool.read`.
+    Raises as :meth:`SourcePool.read_run`.
     """
     waiting = iter(runs)
     failures: list[Unavailable] = []
@@ -44,7 +44,7 @@ async def fetch_runs(
             if failures:
                 return
             try:
-                async with turn():
+                async with throttle():
                     await pool.read_run(run, partial(write, run))
             except Unavailable as error:
                 if not to_the_end:
@@ -59,7 +59,7 @@ async def fetch_runs(
 
 
 def write_into(file: BinaryIO) -> RunWriter:
-    """Writes pieces to their places in a file."""
+    """A writer that puts runs at their offsets in ``file``."""
     lock = Lock()
 
     def write(run: ChunkRun, data: bytes, _sender: str) -> None:

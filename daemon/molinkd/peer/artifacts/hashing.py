@@ -1,4 +1,4 @@
-"""Hashes of files of many gigabytes: on all cores, and only once while a file stays as it is."""
+"""Hashes large files on all cores, and caches the digests while a file is unchanged."""
 
 import asyncio
 import hashlib
@@ -21,11 +21,11 @@ from molinkd.peer.artifacts.progress import Progress
 
 log = logging.getLogger(__name__)
 
-#: Bytes that one thread hashes at a time.
+#: Bytes per thread and task.
 _SPLIT_BYTES = 64 * CHUNK_BYTES
-#: More threads than this only make a disk slower.
+#: More threads only add seeks.
 _MAX_THREADS = 8
-#: Files whose hashes are remembered.
+#: Maximum number of files in the cache.
 _MAX_CACHED_FILES = 256
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class ByteRange:
 
 
 class FileStamp(msgspec.Struct, frozen=True):
-    """What changes whenever a file does."""
+    """Size, modification time and inode, which change when the file does."""
 
     size: int
     mtime_ns: int
@@ -49,7 +49,7 @@ class FileStamp(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_path(cls, path: Path) -> "FileStamp":
-        """That of a file; raises ``OSError``."""
+        """The stamp of a file; raises ``OSError``."""
         found = path.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
@@ -61,13 +61,13 @@ class _CachedDigests(msgspec.Struct, frozen=True):
 
 
 class _CachedPath(msgspec.Struct, frozen=True):
-    """What :class:`_CachedDigests` says of its file, without its hashes."""
+    """The path alone of a :class:`_CachedDigests`."""
 
     path: str
 
 
 class Hasher:
-    """Hashes parts of files; remembers them in ``folder`` if there is one. Blocks."""
+    """Hashes parts of files, with an optional cache in ``folder``. Blocks."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -79,11 +79,11 @@ class Hasher:
         progress: Progress,
         stop: threading.Event,
     ) -> dict[str, bytes]:
-        """The chunks' digests of each of the ``parts`` of one file.
+        """Chunk digests of each of the ``parts`` of one file.
 
         Raises:
-            OSError: it can't be read.
-            BrokenModel: it became shorter.
+            OSError: The file can't be read.
+            BrokenModel: The file became shorter.
             Unavailable: ``stop`` was set.
         """
         stamp = FileStamp.of_path(path)
@@ -97,11 +97,11 @@ class Hasher:
             try:
                 self._save_digests(_CachedDigests(str(path), stamp, found))
             except OSError as error:
-                log.warning("the hashes of %s can't be kept, only computed again: %s", path, error)
+                log.warning("can't cache the hashes of %s: %s", path, error)
         return found
 
     def cached_paths(self) -> Iterator[Path]:
-        """The files whose hashes are remembered, whether they are still there or not."""
+        """Paths of all cached files, whether or not they still exist."""
         if self._folder is None or not self._folder.is_dir():
             return
         for file in self._folder.iterdir():
@@ -141,11 +141,11 @@ class Hasher:
 def hash_ranges(
     stretches: Sequence[ByteRange], progress: Progress, stop: threading.Event
 ) -> list[bytes]:
-    """The chunks' digests of each stretch, in a row; several are hashed at once.
+    """Concatenated chunk digests of each range, hashed in parallel.
 
     Raises:
-        OSError: a file can't be read.
-        BrokenModel: one became shorter.
+        OSError: A file can't be read.
+        BrokenModel: A file became shorter.
         Unavailable: ``stop`` was set.
     """
     runs = [(number, run) for number, one in enumerate(stretches) for run in _split_range(one)]
@@ -153,7 +153,7 @@ def hash_ranges(
 
     def work(run: ByteRange) -> bytes:
         if stop.is_set():
-            raise Unavailable("hashing was ended")
+            raise Unavailable("hashing was cancelled")
         with run.path.open("rb") as file:
             found = b"".join(hash_chunks(file, run.offset, run.nbytes))
         progress.add_bytes(run.nbytes)
@@ -164,13 +164,13 @@ def hash_ranges(
             for (number, _), found in zip(runs, pool.map(work, [r for _, r in runs]), strict=True):
                 results[number] += found
         except BaseException:
-            stop.set()  # what waits in the pool ends at once
+            stop.set()  # queued tasks fail immediately
             raise
     return [bytes(one) for one in results]
 
 
 async def run_in_thread(act: Callable[[threading.Event], T]) -> T:
-    """``act(stop)`` in a thread; cancelled, it is asked to end rather than waited for."""
+    """Run ``act(stop)`` in a thread; cancellation sets ``stop`` and does not wait."""
     stop = threading.Event()
     try:
         return await asyncio.to_thread(act, stop)

@@ -1,4 +1,4 @@
-"""The Hugging Face hub as one more source of a model's tensors, where the model is from there."""
+"""The Hugging Face hub as a source of tensors."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,19 +9,19 @@ from molink.errors import Unavailable
 
 
 class HubSource:
-    """A model on the hub at one commit. What a root stands for only peers know."""
+    """A model on the hub at one commit. Manifests come from peers only."""
 
     def __init__(self, place: str) -> None:
         """``place`` is ``OWNER/NAME@COMMIT``."""
         self._parts = HubReader.open_place(place)
 
     async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:
-        """Only peers have one."""
-        raise Unavailable("the hub has no list of hashes")
+        """Not available from the hub."""
+        raise Unavailable("the hub has no manifest")
 
     async def read_parts(self, root: str) -> bytes:
-        """It has all tensors, and is not asked."""
-        raise Unavailable("the hub has no list of hashes")
+        """Not available from the hub, which has all tensors."""
+        raise Unavailable("the hub has no manifest")
 
     async def read_chunk(self, root: str, part: str, index: int) -> bytes:
         """A chunk of a tensor."""
@@ -34,5 +34,5 @@ class HubSource:
 
 @asynccontextmanager
 async def open_hub_source(place: str) -> AsyncIterator[HubSource]:
-    """The hub, which is connected to with each request."""
+    """The hub; each request connects separately."""
     yield HubSource(place)

@@ -1,4 +1,4 @@
-"""The models on this PC's disk: what came from other PCs, the hub's cache, folders, our own."""
+"""The models on this PC's disk."""
 
 import logging
 import shutil
@@ -21,14 +21,14 @@ from molinkd.peer.home import Home
 
 log = logging.getLogger(__name__)
 
-#: ``swarm``: it came from other PCs; ``cache``: that of the Hugging Face hub; ``folder``: one that
-#: a user has brought; ``unpacked``: one that was made of a user's GGUF file.
+#: ``swarm``: fetched from peers; ``cache``: in the Hugging Face cache; ``folder``: provided by the
+#: user; ``unpacked``: converted from the user's GGUF file; ``bundled``: part of molink.
 ModelLocation = Literal["swarm", "cache", "folder", "unpacked", "bundled"]
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledModel:
-    """A model, or what is here of one. Sizes in bytes; ``total`` 0: that isn't known."""
+    """A model that is at least partly on disk. Sizes in bytes; ``total`` is 0 if unknown."""
 
     name: str
     location: ModelLocation
@@ -38,12 +38,12 @@ class InstalledModel:
     is_complete: bool = True
 
     def has_name(self, name: str) -> bool:
-        """Whether a user who says ``name`` may mean it; models of the hub have two names."""
+        """Whether ``name`` means this model; hub models have a long and a short name."""
         return name in (self.name, short_name(self.name)) or self.path == Path(name).absolute()
 
 
 def list_installed_models(home: Home) -> list[InstalledModel]:
-    """All models on this PC's disk; what can't be read is left out. Blocks on the disk."""
+    """All readable models on this PC's disk. Blocks."""
     found = [
         *_stored_models(home),
         *_cached_models(),
@@ -61,17 +61,15 @@ def list_installed_models(home: Home) -> list[InstalledModel]:
 def choose_deletable(
     home: Home, models: list[InstalledModel], name: str, *, hf_cache: bool
 ) -> list[InstalledModel]:
-    """Those of ``models`` that go if the model ``name`` is to be deleted.
+    """The entries of ``models`` to delete for ``name``.
 
     Raises:
-        ModelNotFound: there is none.
-        UsageError: it isn't molink's to delete; says what to do instead.
+        ModelNotFound: There is none.
+        UsageError: molink does not own it; the message says what to do instead.
     """
     called = [one for one in models if one.has_name(name)]
     if not called:
-        raise ModelNotFound(
-            f"no model {name!r} on this PC; {home.format_command('list')} shows them"
-        )
+        raise ModelNotFound(f"no model {name!r} on this PC; see {home.format_command('list')}")
     ours = ("swarm", "unpacked", "cache") if hf_cache else ("swarm", "unpacked")
     chosen = [one for one in called if one.location in ours]
     if chosen:
@@ -81,23 +79,23 @@ def choose_deletable(
             f"{name} is in the Hugging Face cache, which other programs use too; "
             f"{home.format_command(f'rm {name} --hf-cache')} deletes it there"
         ),
-        "folder": f"{called[0].path} is a folder of yours: delete it yourself",
-        "bundled": f"{name} came with molink, and goes with it",
+        "folder": f"{called[0].path} is your own folder; delete it yourself",
+        "bundled": f"{name} is bundled and can't be deleted",
     }
     raise UsageError(reasons[called[0].location])
 
 
 def delete_model(model: InstalledModel) -> int:
-    """Delete it; returns how many bytes are free by that.
+    """Delete the model's files; returns the number of bytes freed.
 
     Raises:
-        ModelError: a file can't be deleted.
+        ModelError: A file can't be deleted.
     """
     try:
         retry_while_busy(partial(shutil.rmtree, model.path))
     except OSError as error:
         raise ModelError(
-            f"can't delete {model.path}: {error}. End what uses it, and try again"
+            f"can't delete {model.path}: {error}. Close the programs that use it and try again"
         ) from error
     return model.size
 
@@ -139,7 +137,7 @@ def _cached_models() -> Iterator[InstalledModel]:
 
 
 def _user_folders(home: Home) -> Iterator[InstalledModel]:
-    """Folders whose files were hashed: those that were brought from here; not the bundled one."""
+    """Folders of hashed files, except the hub cache, the state folder and the bundled model."""
     from huggingface_hub import constants
 
     seen = {path.parent for path in Hasher(home.hashes).cached_paths()}
@@ -166,7 +164,7 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _disk_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files of a folder; links count nothing."""
+    """Bytes of a file, or of a folder's files without links."""
     try:
         if not path.is_dir():
             return path.stat().st_size

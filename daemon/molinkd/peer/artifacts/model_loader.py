@@ -1,4 +1,4 @@
-"""Models that the user of this PC wants the swarm to serve while its daemon runs."""
+"""Loads models that the user requests while the daemon runs."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,7 @@ from molinkd.peer.artifacts.bootstrap import Bootstrap
 
 
 class ModelLoader:
-    """The newest wish; an earlier one ends with it."""
+    """Handles the newest request; a newer model cancels an older one."""
 
     def __init__(
         self,
@@ -18,9 +18,9 @@ class ModelLoader:
         serve: Callable[[ControlMessage], Awaitable[object]],
         on_served: Callable[[str], None],
     ) -> None:
-        """``make_bootstrap`` makes what finds a model; ``serve`` asks the coordinator for it.
+        """``make_bootstrap`` creates the loader of a model, ``serve`` calls the coordinator.
 
-        ``on_served`` is told of each wish that was carried out.
+        ``on_served`` gets the model of each completed request.
         """
         self._make_bootstrap, self._request_serving, self._on_served = (
             make_bootstrap,
@@ -32,10 +32,10 @@ class ModelLoader:
         self._task: asyncio.Task[None] | None = None
 
     async def load_model(self, model: str) -> LoadModelReply:
-        """How far it is with ``model``; begins it if that is another wish, or the last has ended.
+        """The progress of loading ``model``; starts it unless it is running already.
 
         Raises:
-            MolinkError: it can't be found, read or served; says why.
+            MolinkError: The model can't be found, read or served.
         """
         if self._task is None or self._model != model:
             await self.close()
@@ -55,11 +55,11 @@ class ModelLoader:
         except MolinkError:
             raise
         except Exception as error:
-            raise WorkerError(f"{model} can't be served: internal error: {error!r}") from error
+            raise WorkerError(f"can't serve {model}: internal error: {error!r}") from error
         return LoadModelReply(ref=0, state="asked", name=bootstrap.name)
 
     async def close(self) -> None:
-        """End what is under way; what was fetched is kept."""
+        """Cancel the running request; fetched files stay."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

@@ -1,8 +1,7 @@
-"""Has the whole of one model that is served on this PC's disk, so that any other PC may be lost.
+"""Replicates all files of a served model to this PC, so that losing any other PC loses no layers.
 
-Which model's turn it is :mod:`molinkd.peer.copies` says. It takes its time
-(:mod:`molink.swarm.artifacts.replication`), and gives way to whatever somebody waits for. Once the
-copy is whole, others may read it here.
+Replication is limited by :mod:`molink.swarm.artifacts.replication` and yields to transfers that a
+request or stage waits for. A complete replica is offered to other peers.
 """
 
 import asyncio
@@ -30,12 +29,12 @@ from molinkd.peer.artifacts.stored_model import (
 
 log = logging.getLogger(__name__)
 
-#: How often the files of a copy are looked at: a stat of each, in seconds.
+#: Interval of checking a complete replica's files for changes, in seconds.
 CHECK_INTERVAL_S = 60.0
 
 
 class ModelReplicator:
-    """The copy of one model."""
+    """Replicates one model."""
 
     def __init__(
         self,
@@ -46,11 +45,11 @@ class ModelReplicator:
         on_change: Callable[[], None],
         is_allowed: Callable[[], bool],
     ) -> None:
-        """``model`` is its name and its root.
+        """``model`` is the model's name and manifest root.
 
-        ``layers()`` are those of this PC's stage: the ones beside them come first. ``may()``:
-        whether it is this model's turn. ``on_change()`` is called when the copy is whole, or isn't
-        any more, or can't be made.
+        ``layers()`` returns this PC's layers, whose neighbours are fetched first. ``is_allowed()``
+        says whether this model may transfer now. ``on_change()`` is called when the replica becomes
+        complete, incomplete or stuck.
         """
         self._store = store
         self._library = repository
@@ -59,10 +58,10 @@ class ModelReplicator:
         self._notify_change = on_change
         self._is_allowed = is_allowed
         self._rate_limit = ReplicationSchedule()
-        #: Set when something has changed that the pace, or whose turn it is, depends on.
+        #: Set when a condition of waiting has changed: rate, priority or sources.
         self._changed = asyncio.Event()
         self._supply = ModelSources()
-        #: Of all files, those that are here and the one that comes.
+        #: Bytes of complete files and of the current transfer.
         self._progress = Progress()
         self._is_complete = False
         self._is_stuck = False
@@ -70,7 +69,7 @@ class ModelReplicator:
 
     @property
     def percent(self) -> int:
-        """How much of the model is here; 100 only if it is whole."""
+        """Replicated percentage; 100 only when complete."""
         if self._is_complete:
             return 100
         done, total = self._progress.done, self._progress.total
@@ -78,11 +77,11 @@ class ModelReplicator:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is whole, or can't go on for now: others may have their turn."""
+        """Whether the replica is complete or stuck, so that the next model may transfer."""
         return self._is_complete or self._is_stuck
 
     def on_change(self, supply: ModelSources | None = None, *, serving: bool) -> None:
-        """Something has changed: the sources, whether a pipeline serves, or whose turn it is."""
+        """Take note of new sources, of the serving state, or of a changed priority."""
         self._rate_limit.is_serving = serving
         if supply is not None and self._supply != supply:
             self._supply = supply
@@ -90,13 +89,13 @@ class ModelReplicator:
         self._changed.set()
 
     def stop_replication(self) -> asyncio.Task[None]:
-        """End what is under way; files that are whole are kept, but not offered any more."""
+        """Cancel replication; complete files stay but are no longer offered."""
         self._task.cancel()
         self._library.remove_replica(self.model[1])
         return self._task
 
     async def _maintain_replica(self, model: str, root: str) -> None:
-        """Have a whole copy for as long as the model is served."""
+        """Complete the replica, and complete it again whenever its files change."""
         while True:
             try:
                 if self._store.is_in_repository(root):
@@ -106,13 +105,13 @@ class ModelReplicator:
             except (MolinkError, OSError) as error:
                 self._on_failure(model, str(error))
             except Exception as error:
-                log.exception("the copy of %s", model)
+                log.exception("replication of %s failed", model)
                 self._on_failure(model, f"internal error: {error!r}")
             else:
                 self._library.add_replica(model, copy)
                 self._set_complete(whole=True)
                 await _until_changed(copy)
-                log.warning("the copy of %s in %s has changed", model, copy.folder)
+                log.warning("the replica of %s in %s has changed", model, copy.folder)
                 self._library.remove_replica(root)
                 self._set_complete(whole=False)
 
@@ -125,14 +124,14 @@ class ModelReplicator:
             self._is_stuck = True
             self._notify_change()
         if self._rate_limit.record_failure(reason, self._now()):
-            log.info("no whole copy of %s here yet; it is tried again: %s", model, reason)
+            log.info("replication of %s is incomplete and will be retried: %s", model, reason)
 
     async def _make_replica(self, model: str, root: str) -> ModelFiles:
-        """Look which files are here and fetch the others, the nearest first.
+        """Verify the existing files and fetch the missing ones, nearest layers first.
 
         Raises:
-            MolinkError: one can't be had now; says why.
-            OSError: a file that was here is gone.
+            MolinkError: A file is unavailable now.
+            OSError: A verified file disappeared.
         """
         await self._wait_for_turn(fetch=False)
         folder = await self._store.fetch_metadata(
@@ -140,7 +139,7 @@ class ModelReplicator:
         )
         manifest = await asyncio.to_thread(read_stored_manifest, folder, root)
         if manifest is None:
-            raise Unavailable(f"{folder} was altered at this moment")
+            raise Unavailable(f"{folder} has just changed")
         await asyncio.to_thread(remove_replica_partials, folder)
         plans = await asyncio.to_thread(all_plans, folder, manifest)
         missing = {plan.file: (layer, plan) for layer, plan in plans}
@@ -159,7 +158,7 @@ class ModelReplicator:
                 del missing[plan.file]
                 self._is_stuck = False
                 self._rate_limit.reset_backoff()
-        log.info("all of %s is here (%.0f MB)", model, progress.total / 1e6)
+        log.info("replicated all of %s (%.0f MB)", model, progress.total / 1e6)
         return await asyncio.to_thread(
             stored_files, model, folder, manifest, [plan for _, plan in plans]
         )
@@ -171,7 +170,7 @@ class ModelReplicator:
         plan: GroupPlan,
         missing: Iterable[tuple[int, GroupPlan]],
     ) -> None:
-        """Fetch one of the ``missing`` files, unless a stage needed it meanwhile."""
+        """Fetch one of the ``missing`` files, unless a stage has fetched it meanwhile."""
         progress = self._progress
         here = progress.done
         if await self._store.verified.is_verified(folder, plan, progress):
@@ -188,18 +187,18 @@ class ModelReplicator:
             raise
         progress.done = here + plan.nbytes
 
-    # --- giving way ---
+    # --- rate limiting ---
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     @asynccontextmanager
     async def _limit_rate(self, *, fetch: bool) -> AsyncIterator[None]:
-        """One chunk or one look: when it may begin, and what it took."""
+        """Wait for permission, then account for the time that one chunk or check takes."""
         await self._wait_for_turn(fetch=fetch)
-        begun = self._now()
+        started = self._now()
         yield
-        self._rate_limit.record_duration(self._now() - begun, self._now(), fetch=fetch)
+        self._rate_limit.record_duration(self._now() - started, self._now(), fetch=fetch)
 
     async def _wait_for_turn(self, *, fetch: bool) -> None:
         while True:

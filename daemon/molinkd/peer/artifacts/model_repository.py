@@ -1,9 +1,8 @@
-"""Models that this PC holds, or some files of, and reading from them for other peers.
+"""Model files that this PC offers to other peers.
 
-What a peer may read is decided when a model is added: the metadata files and tensors of its folder.
-A request names one of them or is refused, so no path of a stranger's choosing is ever opened, and a
-link that leads out of the folder is refused. Each chunk is checked before it is sent: what has
-changed since is passed on to nobody.
+A model's readable parts are fixed when it is added: the metadata files and tensors of its folder. A
+request names one of them, so a peer can't choose a path, and links out of the folder are rejected.
+Each chunk is verified before it is sent, so changed files are never passed on.
 """
 
 import logging
@@ -26,23 +25,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """One model: its folder, what it consists of, and where each part that is here lies."""
+    """One model's folder, its manifest, and the location of each part on disk."""
 
     folder: Path
     manifest: Manifest
     ranges: dict[str, ByteRange] = field(repr=False)
-    #: What the files looked like when they were hashed.
+    #: Stamps of the files at hashing time.
     stamps: dict[Path, FileStamp] = field(repr=False)
 
     def find_changed(self) -> list[Path]:
-        """Files that aren't as they were when they were hashed. Blocks on the disk."""
+        """Files whose stamp has changed since hashing. Blocks."""
         return [path for path, stamp in self.stamps.items() if file_stamp(path) != stamp]
 
     def verify_files(self) -> None:
-        """Whether the files still hold the model. Blocks; reads only those that were touched.
+        """Verify the files whose stamp has changed. Blocks.
 
         Raises:
-            BrokenModel: they don't; names the file.
+            BrokenModel: A file has changed.
         """
         for path in self.find_changed():
             stamp = file_stamp(path)
@@ -56,31 +55,31 @@ class ModelFiles:
                 self.stamps[path] = stamp
 
     def read_chunk(self, name: str, index: int) -> bytes:
-        """A chunk of a part; blocks on the disk.
+        """A verified chunk of the part ``name``. Blocks.
 
         Raises:
-            RequestError: there is no such chunk.
-            ModelNotFound: the part isn't here.
-            BrokenModel: the file has changed since it was added.
+            RequestError: There is no such chunk.
+            ModelNotFound: This PC does not have the part.
+            BrokenModel: The file has changed since it was added.
         """
         part, place = self.manifest.find_entry(name), self.ranges.get(name)
         if part is None:
             raise RequestError(f"the model has no part {name!r}", "part")
         if place is None:
-            raise ModelNotFound(f"this peer doesn't hold {name} of that model")
+            raise ModelNotFound(f"this peer does not have {name} of that model")
         if not 0 <= index < part.chunk_count:
             raise RequestError(f"{name} has {part.chunk_count} chunks, no number {index}", "index")
         return self._read_verified(part, place, index)
 
     def _read_verified(self, part: ManifestEntry, place: ByteRange, index: int) -> bytes:
         if isinstance(part, ShardEntry) and self.stamps.get(place.path) != file_stamp(place.path):
-            raise BrokenModel(changed_text(place.path))  # a chunk of it shows nothing
+            raise BrokenModel(changed_text(place.path))  # a shard's chunks have no digests
         try:
             with place.path.open("rb") as stream:
                 stream.seek(place.offset + index * CHUNK_BYTES)
                 data = stream.read(part.chunk_length(index))
         except OSError as error:
-            raise BrokenModel(f"{place.path}: can't be read: {error}") from error
+            raise BrokenModel(f"{place.path}: can't read it: {error}") from error
         try:
             part.verify_chunk(index, data)
         except AlteredModel as error:
@@ -89,14 +88,14 @@ class ModelFiles:
 
 
 class ModelRepository:
-    """The models that this peer serves to others."""
+    """The models that this peer offers to others."""
 
     def __init__(self, hasher: Hasher | None = None) -> None:
         self._hasher = hasher or Hasher()
         self._models: dict[str, ModelFiles] = {}
-        #: Copies in the store that are whole, by root; with their models' names.
+        #: Complete replicas in the store, by root: model name and files.
         self._replicas: dict[str, tuple[str, ModelFiles]] = {}
-        #: What lies in the store, by root: a part of a model as well as all of it.
+        #: Everything in the store, by root, complete or not.
         self._partial_models: Mapping[str, ModelFiles] = {}
 
     def add_model(
@@ -106,11 +105,11 @@ class ModelRepository:
         progress: Progress | None = None,
         stop: threading.Event | None = None,
     ) -> ModelFiles:
-        """Serve the model in ``folder`` as ``name``. Hashes every file that isn't known yet.
+        """Offer the model in ``folder`` as ``name``. Hashes files that are not in the cache.
 
         Raises:
-            BrokenModel: the folder can't be read, or has a link that leads out of it.
-            Unavailable: ``stop`` was set meanwhile.
+            BrokenModel: The folder can't be read, or contains a link out of it.
+            Unavailable: ``stop`` was set.
         """
         model_files = _scan_folder(
             folder, self._hasher, progress or Progress(), stop or threading.Event()
@@ -119,51 +118,51 @@ class ModelRepository:
         return model_files
 
     def add_replica(self, name: str, copy: ModelFiles) -> None:
-        """Let others read a copy of ``name`` that came from peers."""
+        """Offer a complete replica of ``name``."""
         self._replicas[copy.manifest.root] = name, copy
 
     def remove_replica(self, root: str) -> None:
-        """That copy isn't whole any more."""
+        """Withdraw a replica that is no longer complete."""
         self._replicas.pop(root, None)
 
     def set_partial_models(self, parts: Mapping[str, ModelFiles]) -> None:
-        """Let others read what there is of models in the store: this, and no more of others."""
+        """Replace the offered contents of the store."""
         self._partial_models = parts
 
     def add_partial_model(self, part: ModelFiles) -> None:
-        """Let others read this too, which was laid into the store now."""
+        """Offer one more model of the store."""
         self._partial_models = {**self._partial_models, part.manifest.root: part}
 
     def get_model(self, name: str) -> ModelFiles | None:
-        """The model of that name, if this PC has brought it."""
+        """The model ``name``, if this PC provides it."""
         return self._models.get(name)
 
     def find_by_root(self, root: str) -> ModelFiles | None:
-        """The model with that root, if this PC has brought it."""
+        """The model with that manifest root, if this PC provides it."""
         return next((one for one in self._models.values() if one.manifest.root == root), None)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All models of which every file is here."""
+        """Models of which this PC has all files."""
         return tuple(sorted({*self._models, *(name for name, _ in self._replicas.values())}))
 
     def require_model(self, root: str) -> ModelFiles:
-        """The model with that root, a copy too, or as much of it as is here.
+        """The files of the model with that root: provided, replicated or partial.
 
         Raises:
-            ModelNotFound: it isn't here.
+            ModelNotFound: This PC has none.
         """
         model_files = self.find_by_root(root)
         if model_files is None and root in self._replicas:
             return self._replicas[root][1]
         model_files = model_files or self._partial_models.get(root)
         if model_files is None:
-            raise ModelNotFound("this peer doesn't hold that model, or another version of it")
+            raise ModelNotFound("this peer does not have that version of the model")
         return model_files
 
 
 def changed_text(path: Path) -> str:
-    """What to tell of a file that has changed."""
+    """The error message for a changed file."""
     return (
         f"{path} has changed since molink read it. Start molink anew on that PC to serve the model "
         "as it is now, or put the old file back"
@@ -171,27 +170,26 @@ def changed_text(path: Path) -> str:
 
 
 def folder_name(model: str, root: str) -> str:
-    """A name for the folder of a model that any file system takes.
+    """A folder name for a model that every file system accepts.
 
-    Names come from other peers: only plain characters are kept, and the root tells apart what this
-    makes equal.
+    Names come from other peers, so only plain characters are kept; the root keeps names unique.
     """
     return f"{make_plain_name(model, 'model')}-{root[:16]}"
 
 
 def make_change_watcher(
-    repository: ModelRepository, tell: Callable[[str], None]
+    repository: ModelRepository, report: Callable[[str], None]
 ) -> Callable[[], None]:
-    """A function that tells of each file once that it has changed. It blocks on the disk."""
-    told: set[Path] = set()
+    """A function that reports each changed file once. It blocks."""
+    reported: set[Path] = set()
 
     def look() -> None:
         for name in repository.model_names:
             model_files = repository.get_model(name)
             for path in model_files.find_changed() if model_files is not None else ():
-                if path not in told:
-                    told.add(path)
-                    tell(changed_text(path))
+                if path not in reported:
+                    reported.add(path)
+                    report(changed_text(path))
 
     return look
 
@@ -222,7 +220,7 @@ def _scan_folder(
             parts += [_tensor_part(name, span, digests[name]) for name, span in inside.items()]
             places |= here
     except OSError as error:
-        raise BrokenModel(f"{folder}: can't be read: {error}") from error
+        raise BrokenModel(f"{folder}: can't read it: {error}") from error
     return ModelFiles(folder, Manifest.build_hashed(files, parts), places, stamps)
 
 
@@ -231,7 +229,7 @@ def _tensor_part(name: str, span: TensorSpan, digests: bytes) -> HashedEntry:
 
 
 def _refuse_stray_link(path: Path, folder: Path) -> None:
-    """Files that lie elsewhere aren't passed on, but for the blobs of a snapshot of the hub."""
+    """Reject links out of the model's folder, except to the blobs of a hub snapshot."""
     target, home = path.resolve(strict=True), folder.resolve()
     if target.is_relative_to(home):
         return
@@ -244,7 +242,7 @@ def _refuse_stray_link(path: Path, folder: Path) -> None:
 
 
 def file_stamp(path: Path) -> FileStamp | None:
-    """What a file looks like; ``None`` if it can't be had."""
+    """The stamp of a file; ``None`` if it can't be read."""
     try:
         return FileStamp.of_path(path)
     except OSError:

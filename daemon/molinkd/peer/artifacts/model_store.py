@@ -1,8 +1,8 @@
-"""Model files that come from other peers: only what is needed, resumable, whole or not at all.
+"""Stores model files fetched from peers: only the needed ones, resumable, and atomic.
 
-A source is any member that says it holds the model, or some files of it. Its owner said which bytes
-that model consists of (:mod:`molink.checkpoint.manifest`): each chunk, or each shard, is checked
-when it comes, and each file here again before its first use in a run of the daemon.
+Every peer that reports files of a model is a source. The model's provider has published its
+manifest (:mod:`molink.checkpoint.manifest`): each chunk or shard is verified when it arrives, and
+each file again before its first use in a run of the daemon.
 """
 
 import asyncio
@@ -53,15 +53,15 @@ from molinkd.peer.artifacts.verified_files import VerifiedFiles
 
 log = logging.getLogger(__name__)
 
-#: A paced transfer that somebody waits for asks for so many bytes per second at least: more than
-#: what the coordinator takes for too slow.
+#: Minimum rate of a limited transfer that a stage waits for, in bytes/s; above the coordinator's
+#: limit for slow transfers.
 MIN_LIMITED_RATE = 1.25 * MIN_RATE
-#: Folders of other versions of a model that are kept, beside those that are in use.
+#: Old versions of a model that are kept besides those in use.
 MAX_OLD_VERSIONS = 2
 
 
 class ModelStore:
-    """Gets files of models from peers and keeps them under ``root``."""
+    """Fetches model files from peers and keeps them under ``root``."""
 
     def __init__(
         self,
@@ -76,13 +76,10 @@ class ModelStore:
         *,
         hub: bool = False,
     ) -> None:
-        """``bundled`` holds models that this PC has but doesn't serve: copies of them are used.
+        """``bundled`` has models on this PC that are not offered, but need not be fetched.
 
-        ``is_nearby`` says whether a peer is close by; ``hub``, whether the Hugging Face hub is
-        asked.
-
-        ``on_liar`` is told of each source that sent altered bytes; ``transfers`` of what is under
-        way.
+        ``is_nearby(peer)`` prefers peers of the local network. ``hub`` allows fetching from the
+        hub. ``on_liar`` gets each source that sent altered bytes.
         """
         self.transfers = transfers or Transfers()
         self._root = root
@@ -92,15 +89,15 @@ class ModelStore:
         self._is_nearby, self._use_hub = is_nearby, hub
         self._reputation = Reputation(on_liar)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        #: Models whose metadata is being fetched.
+        #: Metadata transfers in progress, by model.
         self._metadata: dict[str, Progress] = {}
-        #: Folders that were handed out: workers and the endpoint read from them.
+        #: Folders that workers and the API read from; never pruned.
         self._in_use: set[Path] = set()
-        #: Files of weights that were found to be right.
+        #: Weight files that were verified.
         self.verified = VerifiedFiles()
-        #: Bytes received so far.
+        #: Bytes received in total.
         self.bytes_received = 0
-        #: Set while nobody waits for files.
+        #: Set while no stage or request waits for files.
         self.idle = asyncio.Event()
         self.idle.set()
         self._num_waiting = 0
@@ -110,12 +107,12 @@ class ModelStore:
     async def fetch_metadata(
         self, model: str, root: str, supply: ModelSources, *, rate_limited: bool = False
     ) -> Path:
-        """A folder with at least config, tokenizer and chat template of the model with that root.
+        """Fetch config, tokenizer and chat template; returns the model's folder.
 
-        ``paced``: a pipeline serves, to which it gives way.
+        ``rate_limited`` yields bandwidth to a serving pipeline.
 
         Raises:
-            MolinkError: no source could give them; says what each answered.
+            MolinkError: No source could send them; the message quotes each.
         """
         with self._mark_busy():
             async with self._locks[model]:
@@ -136,10 +133,10 @@ class ModelStore:
         *,
         rate_limited: bool = False,
     ) -> Path:
-        """A folder with all that a stage of ``layers`` (half-open) loads; ``paced`` as above.
+        """Fetch all files of a stage of ``layers`` (half-open); returns the model's folder.
 
         Raises:
-            MolinkError: no source could give it, or the disk is full; says what each answered.
+            MolinkError: No source could send them, or the disk is full.
         """
         progress = progress or Progress()
         progress.prerequisite = self._metadata.get(model)
@@ -155,16 +152,16 @@ class ModelStore:
         manifest: Manifest,
         plan: GroupPlan,
         supply: ModelSources,
-        turn: Throttle,
+        throttle: Throttle,
         progress: Progress,
     ) -> None:
-        """Have one file of weights here that nobody waits for: one chunk after the other.
+        """Fetch one weight file in the background, one chunk at a time.
 
-        ``folder`` is that of :meth:`fetch_metadata`. What is needed now may come in beside this,
-        the same file too.
+        ``folder`` comes from :meth:`fetch_metadata`. An urgent transfer may fetch the same file
+        concurrently.
 
         Raises:
-            MolinkError: no source could give it, or the disk is full.
+            MolinkError: No source could send it, or the disk is full.
         """
         path, others = folder / plan.file, supply.without_peer(self._me, hub=False)
 
@@ -183,7 +180,7 @@ class ModelStore:
                 self._reputation,
                 progress,
                 count,
-                turn,
+                throttle,
                 is_replica=True,
             )
             await made.fetch_shard(path, plan.shard)
@@ -191,14 +188,14 @@ class ModelStore:
             async with connect(others) as pool, create_file(path, REPLICA_SUFFIX) as file:
                 pool.set_manifest(manifest)
                 await asyncio.to_thread(file.write, plan.header)
-                await fetch_runs(pool, plan.chunk_runs(), write_into(file), count, 1, turn)
+                await fetch_runs(pool, plan.chunk_runs(), write_into(file), count, 1, throttle)
         await self.verified.mark_verified(path)
 
     def check_replica_room(self, missing: int) -> None:
-        """Whether a copy that takes ``missing`` bytes more may be begun.
+        """Check that a replica of ``missing`` more bytes fits.
 
         Raises:
-            ModelError: the disk would be left with too little room.
+            ModelError: Too little disk space would be left.
         """
         disk = shutil.disk_usage(self._root)
         if not has_disk_room(missing, disk.free - DISK_RESERVE_BYTES, disk.total):
@@ -208,16 +205,16 @@ class ModelStore:
             )
 
     def is_in_repository(self, root: str) -> bool:
-        """Whether all files of that model are here, but not in the store."""
+        """Whether this PC has all files of the model outside the store."""
         return any(repository.find_by_root(root) is not None for repository in self._repositories)
 
     def drop_peer(self, peer: str) -> None:
-        """It is no member any more: what it did counts no longer."""
+        """Forget the reputation of a removed peer."""
         self._reputation.drop_peer(peer)
 
     @contextmanager
     def _mark_busy(self) -> Iterator[None]:
-        """Somebody waits for files."""
+        """Pause replication while a stage or request waits for files."""
         self._num_waiting += 1
         self.idle.clear()
         try:
@@ -238,8 +235,7 @@ class ModelStore:
     ) -> Path:
         if not root:
             raise Unavailable(
-                f"nobody said which bytes {model} consists of: start molink anew on the PC that "
-                "brought the model"
+                f"{model} has no manifest: restart molink on the PC that provides the model"
             )
         for repository in self._repositories:
             held = repository.find_by_root(root)
@@ -257,14 +253,14 @@ class ModelStore:
         except FilesMissing:
             raise
         except Unavailable as error:
-            raise Unavailable(f"the files of {model} can't be had: {error}") from error
+            raise Unavailable(f"can't fetch the files of {model}: {error}") from error
         self._in_use.add(folder)
         return folder
 
     def _make_pool(
         self, request: "_FetchRequest", supply: ModelSources | None = None
     ) -> SourcePool:
-        """Those of a wish, or of ``supply`` alone."""
+        """A pool of the request's sources, or of ``supply``."""
         return SourcePool(
             self._connect,
             self._reputation,
@@ -293,7 +289,7 @@ class ModelStore:
             if layers is not None:
                 await self._download_layers(pool, request, manifest, folder, layers)
         except BaseException:
-            # Of a model in shards this may be the only list of hashes, and drafts are kept.
+            # For a model in shards this may be the only manifest, and partial files are kept.
             few = not manifest.shards and not any(folder.glob("*.safetensors"))
             if few and folder not in self._in_use:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -301,7 +297,7 @@ class ModelStore:
         return folder
 
     def _prune_versions(self, folder: Path) -> None:
-        """Before ``folder`` is begun: of other versions of its model the newest few are kept."""
+        """Before ``folder`` is created, remove all but the newest other versions of its model."""
         model, _, identity = folder.name.rpartition("-")
         version = re.compile(rf"{re.escape(model)}-[0-9a-f]{{{len(identity)}}}\Z")
         others = [
@@ -324,12 +320,12 @@ class ModelStore:
         folder: Path,
         progress: Progress,
     ) -> None:
-        """Have all but weights in ``folder``, which appears once that is whole and sound."""
+        """Create ``folder`` atomically with all verified files except weights."""
         parts = metadata_parts(model, manifest)
         if await asyncio.to_thread(folder.is_dir):
             altered = await asyncio.to_thread(altered_parts, folder, manifest, parts)
             for part in altered:
-                log.warning("%s is not as it was fetched: fetching it again", folder / part.name)
+                log.warning("%s was altered: fetching it again", folder / part.name)
                 await self._download_file(pool, part, folder, progress)
             return
         check_free_space(self._root, sum(part.nbytes for part in parts), model, OTHER_HOME_HINT)
@@ -341,7 +337,7 @@ class ModelStore:
             await asyncio.to_thread(ModelConfig.load_folder, draft)
             await asyncio.to_thread(retry_while_busy, lambda: draft.rename(folder))
         except OSError as error:
-            raise ModelError(f"can't make {folder}: {error}") from error
+            raise ModelError(f"can't create {folder}: {error}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -387,7 +383,7 @@ class ModelStore:
                 await self._download_group(pool, request, folder, plan, wanted)
             path = folder / plan.file
             await self.verified.mark_verified(path)
-            log.info("%s of %s is here (%s)", plan.file, model, progress)
+            log.info("fetched %s of %s (%s)", plan.file, model, progress)
 
     async def _download_group(
         self,
@@ -428,7 +424,7 @@ class ModelStore:
 
 @dataclass(frozen=True, slots=True)
 class _FetchRequest:
-    """What somebody waits for, and from whom it may come."""
+    """What to fetch, and from which sources."""
 
     model: str
     root: str

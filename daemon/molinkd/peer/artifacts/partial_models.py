@@ -1,7 +1,7 @@
-"""What of models lies in this PC's store, so that other peers may read that here too.
+"""Offers the model files in this PC's store to other peers.
 
-A stage's files are here, whoever brought the model; so a model outlives that PC in parts. Nothing
-is hashed for this: each chunk is checked when it is read, and by whoever gets it.
+The store holds the files of this PC's stages, so parts of a model survive its provider. Nothing is
+hashed here: each chunk is verified when it is read, and again by the receiver.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ from molinkd.peer.artifacts.stored_model import (
 
 log = logging.getLogger(__name__)
 
-#: How often the store is looked at, in seconds: the list of files of each model.
+#: Interval of listing the store's files, in seconds.
 POLL_INTERVAL_S = 2.0
-#: Models of which parts are offered: those that got a file last.
+#: Maximum number of offered models; the most recently modified ones.
 MAX_MODELS = 16
 
-#: The files of a folder, by name, and their sizes; and when it was noted what is right.
+#: Sizes of a folder's files by name, and the modification time of its list of verified shards.
 _Listing = dict[str, int]
 
 
 @dataclass(slots=True)
 class _ScannedModel:
-    """A model in the store, and what of it was there when it was last looked at."""
+    """A model in the store at its last scan."""
 
     name: str
     manifest: Manifest
@@ -51,32 +51,32 @@ class _ScannedModel:
 
 
 class PartialModels:
-    """Looks at the store and has the library offer what is there."""
+    """Scans the store and updates the repository."""
 
     def __init__(
         self, store: Path, repository: ModelRepository, on_change: Callable[[], None]
     ) -> None:
-        """``on_change()`` is called when there is more or less than before."""
+        """``on_change()`` is called when the offered files have changed."""
         self._store = store
         self._library = repository
         self._on_change = on_change
-        #: By folder; ``None`` for one that can't be read as it is.
+        #: Scanned models by folder; ``None`` for an unreadable one.
         self._models: dict[Path, _ScannedModel | None] = {}
         self._listings: dict[Path, _Listing] = {}
         self._scanner: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start scanning periodically."""
         self._scanner = asyncio.get_running_loop().create_task(self._scan_periodically())
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop scanning."""
         if self._scanner is not None:
             self._scanner.cancel()
             await asyncio.gather(self._scanner, return_exceptions=True)
 
     def list_models(self, first: Collection[str] = ()) -> tuple[PartialModel, ...]:
-        """What there is of models, as reports say it; those with these roots first."""
+        """Offered models for the peer report; those with the roots ``first`` come first."""
         found = [one for one in self._models.values() if one is not None]
         found.sort(key=lambda one: one.manifest.root not in first)
         return tuple(
@@ -90,7 +90,7 @@ class PartialModels:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def scan_store(self) -> None:
-        """Have what is here now offered."""
+        """Scan the store and offer its files."""
         known = await asyncio.to_thread(self._scan)
         if known is None:
             return
@@ -100,7 +100,7 @@ class PartialModels:
         self._on_change()
 
     def _scan(self) -> dict[Path, _ScannedModel | None] | None:
-        """What there is; ``None`` if that is as it was. Blocks on the disk."""
+        """The scanned models; ``None`` if nothing changed. Blocks."""
         listings = {folder: _list_files(folder) for folder in self._model_folders()}
         if listings == self._listings:
             return None
@@ -115,7 +115,7 @@ class PartialModels:
         return found
 
     def _model_folders(self) -> list[Path]:
-        """The models in the store that got a file last."""
+        """The most recently modified model folders."""
         found = []
         try:
             for folder in self._store.iterdir():
@@ -143,7 +143,7 @@ def _list_files(folder: Path) -> _Listing:
 def _scan_model(
     folder: Path, listing: _Listing, known: _ScannedModel | None
 ) -> _ScannedModel | None:
-    """A model in the store; ``known`` is what was there of it before."""
+    """Scan a model folder; ``known`` is its previous scan."""
     try:
         if known is None:
             raw = (folder / MANIFEST_FILE).read_bytes()
@@ -158,7 +158,7 @@ def _scan_model(
         here = {plan.file: plan for plans in layers for plan in plans if is_here(plan)}
         model_files = stored_files(name, folder, manifest, here.values())
     except (OSError, MolinkError) as error:
-        log.info("nothing of %s is offered to others: %s", folder, error)
+        log.info("can't offer %s to other peers: %s", folder, error)
         return None
     held = to_ranges(
         {n for n, plans in enumerate(layers) if all(map(is_here, plans))}, MAX_LAYER_RANGES
@@ -169,9 +169,10 @@ def _scan_model(
 def _is_here(
     folder: Path, listing: _Listing, stamps: Mapping[str, FileStamp], plan: GroupPlan
 ) -> bool:
-    """Chunks of a shard show nothing when they are read: it has to be as it was when it was right.
+    """Whether a file is present and, for a shard, unchanged since it was verified.
 
-    One that isn't comes to light where somebody hashes it, and is noted then if it is right.
+    A shard's chunks have no digests, so only its stamp shows that it is intact. An unrecorded shard
+    is offered once some transfer has verified it.
     """
     if listing.get(plan.file) != plan.nbytes:
         return False

@@ -1,4 +1,4 @@
-"""A shard of which only some has come: kept over failures and restarts, and hashed as it comes."""
+"""A partly fetched shard that survives failures and restarts; hashed as it arrives."""
 
 import hashlib
 import os
@@ -16,26 +16,26 @@ from molinkd.peer.artifacts.hashing import FileStamp
 from molinkd.peer.artifacts.model_repository import file_stamp
 from molinkd.peer.artifacts.stored_model import record_verified_shard
 
-#: After so many pieces it is written down which are here: what comes later may come twice.
+#: Runs between two updates of the index file; later runs are fetched again after a crash.
 _INDEX_INTERVAL = 16
-#: How the name of the note of the pieces that are here ends.
+#: Suffix of the index file, a bitmap of the runs that are present.
 _INDEX_SUFFIX = ".pieces"
-#: With each that comes so many are hashed at most, where a gap has held up the hash.
+#: Maximum number of runs hashed per write, once a gap has closed.
 _MAX_HASHES_PER_WRITE = 4
 
 
-#: What drafts of files that somebody waits for are called, and those of copies.
+#: Suffixes of partial files: of urgent transfers, and of replication.
 _SUFFIXES = ("shard", "shard-copy")
 
 
 def partial_bytes(paths: Iterable[Path]) -> int:
-    """Bytes that the drafts of these shards take, but for copies."""
+    """Bytes on disk of the partial files of these shards, without replication's."""
     drafts = [path.with_name(f".{path.name}.{_SUFFIXES[0]}") for path in paths]
     return sum(draft.stat().st_size for draft in drafts if draft.is_file())
 
 
 def remove_partials(path: Path) -> None:
-    """Remove what is left of drafts of a shard that is whole; what is in use may stay."""
+    """Remove partial files of a complete shard, except those in use."""
     for kind in _SUFFIXES:
         for end in ("", _INDEX_SUFFIX):
             with suppress(OSError):
@@ -43,14 +43,13 @@ def remove_partials(path: Path) -> None:
 
 
 class PartialShard:
-    """The pieces of a shard that are here, in a file beside ``path``. Blocks on the disk.
+    """The runs of a shard that have arrived, in a file beside ``path``. Blocks.
 
-    Pieces may come in any order and from several threads. Those from the first one on are hashed
-    once they are without a gap.
+    Runs arrive in any order from several threads. The contiguous prefix is hashed incrementally.
     """
 
     def __init__(self, path: Path, shard: ShardEntry, *, copy: bool = False) -> None:
-        """``copy``: nobody waits for it, and a draft for somebody who does may be beside it."""
+        """``copy`` selects replication's file, which may coexist with an urgent transfer's."""
         self._path = path
         self._initial_stamp = file_stamp(path)
         self._data_path = path.with_name(f".{path.name}.{_SUFFIXES[copy]}")
@@ -65,39 +64,39 @@ class PartialShard:
         self._present |= self._load_index()
 
     def _clear(self) -> None:
-        #: Numbers of pieces.
+        #: Numbers of the runs that are present.
         self._present = set[int]()
-        #: Who sent those that came in this run of the daemon.
+        #: Sender of each run received since the daemon started.
         self._senders: dict[int, str] = {}
         self._hash = hashlib.sha256()
         self._num_hashed = 0
 
     @property
     def num_runs(self) -> int:
-        """How many there are."""
+        """Number of runs of the whole shard."""
         return len(self._runs)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are here."""
+        """Bytes present."""
         return sum(self._runs[number].nbytes for number in self._present)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pieces are here, and hashed."""
+        """Whether all runs are present and hashed."""
         return self._num_hashed == len(self._runs)
 
     @property
     def is_valid(self) -> bool:
-        """Whether the whole shard is what the hub says."""
+        """Whether the complete shard has the hub's SHA-256."""
         return self.is_complete and self._hash.digest() == self._shard.sha256
 
     def missing_runs(self) -> list[ChunkRun]:
-        """The pieces that are still to come, in order."""
+        """The missing runs, in order."""
         return [run for number, run in enumerate(self._runs) if number not in self._present]
 
     def write_run(self, run: ChunkRun, data: bytes, sender: str) -> None:
-        """A piece has come; too late where the draft was closed."""
+        """Store a run; ignored after :meth:`close`."""
         number = run.index // self._runs[0].count
         with self._lock:
             if self._is_closed:
@@ -114,22 +113,22 @@ class PartialShard:
                 self._save_index()
 
     def hash_next(self) -> int:
-        """Hash the next piece that is here; its bytes, or 0 if none is without a gap before it."""
+        """Hash the next contiguous run; returns its length in bytes, or 0 if it is missing."""
         with self._lock:
             return self._update_hash()
 
     def sender_digests(self) -> dict[int, tuple[str, bytes]]:
-        """Who sent which piece, and the SHA-256 of it; only those that came in this run."""
+        """Sender and SHA-256 of each run received since the daemon started."""
         with self._lock:
             return {number: (who, self._digest(number)) for number, who in self._senders.items()}
 
     def find_altered(self, sent: dict[int, tuple[str, bytes]]) -> set[str]:
-        """Who sent pieces, as :meth:`sender_digests` had them, that are other ones now."""
+        """Senders in ``sent`` whose runs differ from the current contents."""
         with self._lock:
             return {who for n, (who, digest) in sent.items() if digest != self._digest(n)}
 
     def close(self) -> None:
-        """Keep what is here for another time."""
+        """Keep the present runs for later."""
         with self._lock:
             self._is_closed = True
             if self._file is not None:
@@ -138,7 +137,7 @@ class PartialShard:
                 self._file = None
 
     def commit_shard(self) -> None:
-        """It is whole and right: it becomes the file, unless another draft has meanwhile."""
+        """Rename the valid partial file to its final name, unless another transfer was first."""
         self.close()
         if file_stamp(self._path) == self._initial_stamp:
             record_verified_shard(
@@ -148,7 +147,7 @@ class PartialShard:
         remove_partials(self._path)
 
     def discard_runs(self) -> None:
-        """Throw away what is here."""
+        """Delete all runs."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -158,7 +157,7 @@ class PartialShard:
             retry_while_busy(partial(path.unlink, missing_ok=True))
 
     def _update_hash(self, data: bytes | None = None) -> int:
-        """``data`` is the next piece, if that is at hand."""
+        """Hash the next run, from ``data`` if given."""
         if self._num_hashed not in self._present:
             return 0
         run = self._runs[self._num_hashed]
@@ -182,7 +181,7 @@ class PartialShard:
         return hashlib.sha256(self._read_run(self._runs[number])).digest()
 
     def _save_index(self) -> None:
-        """First the bytes, then that they are here."""
+        """Flush the data before the index that claims it is present."""
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -195,7 +194,7 @@ class PartialShard:
         self._num_unsaved = 0
 
     def _load_index(self) -> set[int]:
-        """What is here since an earlier time; nothing if that can't be told."""
+        """Numbers of the runs present since an earlier run of the daemon; empty if unknown."""
         count = len(self._runs)
         try:
             marks, size = self._index_path.read_bytes(), self._data_path.stat().st_size

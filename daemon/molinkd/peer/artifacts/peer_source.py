@@ -1,4 +1,4 @@
-"""Reading model files from another peer, over its control socket."""
+"""Reads model files from another peer's control socket."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,52 +21,51 @@ from molink.wire.sockets.client import Client
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 
-#: A source that doesn't answer for so many seconds is left. Well below what a coordinator grants a
-#: transfer that stands still.
+#: Reply timeouts in seconds, well below the coordinator's limit for a stalled transfer.
 _CONNECT_S = 10.0
 _PARTS_S = 5.0
 _READ_S = 15.0
 
 
 class PeerSource:
-    """One peer as the source of model files."""
+    """A peer as a source of model files."""
 
     def __init__(self, client: Client[ControlMessage]) -> None:
         self._client = client
 
     async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:
-        """The size of a model's manifest, and bytes of it from ``offset`` on."""
+        """Size of a model's manifest, and bytes of it from ``offset`` on."""
         request = ManifestRequest(ref=0, root=root, offset=offset)
         reply, payload = await self._client.send_request(request, timeout=_CONNECT_S)
         if not isinstance(reply, ManifestChunk) or payload is None:
-            raise WireError(f"a {type(reply).__name__} is no part of a manifest")
+            raise WireError(f"unexpected reply {type(reply).__name__} instead of a manifest")
         return reply.size, bytes(payload)
 
     async def read_parts(self, root: str) -> bytes:
-        """Which parts of a model it has, as :meth:`Manifest.marks` says it."""
+        """Bitfield of the parts that the peer has."""
         request = PartsRequest(ref=0, root=root)
         reply, payload = await self._client.send_request(request, timeout=_PARTS_S)
         if not isinstance(reply, PartsReply) or payload is None:
-            raise WireError(f"a {type(reply).__name__} doesn't say which parts there are")
+            raise WireError(f"unexpected reply {type(reply).__name__} instead of a list of parts")
         return bytes(payload)
 
     async def read_chunk(self, root: str, part: str, index: int) -> bytes:
-        """A chunk of one of its parts."""
+        """A chunk of a part."""
         return await self.read_slice(root, part, index, 0, 0)
 
     async def read_slice(self, root: str, part: str, index: int, offset: int, length: int) -> bytes:
-        """``length`` bytes of a chunk from ``offset`` on; 0: all of it."""
+        """``length`` bytes of a chunk from ``offset`` on; 0 means the whole chunk."""
         request = ReadRequest(
             ref=0, root=root, part=part, index=index, offset=offset, length=length
         )
         reply, payload = await self._client.send_request(request, timeout=_READ_S)
         if not isinstance(reply, ReadReply) or payload is None:
-            raise WireError(f"a {type(reply).__name__} is no part of a model")
+            raise WireError(f"unexpected reply {type(reply).__name__} instead of a chunk")
         return bytes(payload)
 
 
 class PeerConnector:
-    """Connects to peers by their id."""
+    """Connects to peers by id."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class PeerConnector:
         book: AddressBook,
         relayed_route: Callable[[str, int], str] = lambda *_: "",
     ) -> None:
-        """``detour(peer, port)`` is where that port is reached if it can't be dialled, or empty."""
+        """``relayed_route(peer, port)`` returns a relayed route's local endpoint, or ""."""
         self._context = context
         self._keys = keys
         self._book = book
@@ -84,22 +83,22 @@ class PeerConnector:
 
     @asynccontextmanager
     async def connect_peer(self, peer: str) -> AsyncIterator[PeerSource]:
-        """A connection to ``peer``, closed at the end.
+        """A connection to ``peer``, closed on exit.
 
         Raises:
-            Unavailable: it is no member, or was never there.
+            Unavailable: The peer is unknown or has no address.
         """
-        member = self._book.get_peer(peer)
-        if member is None or not member.addresses:
-            raise Unavailable(f"peer {peer} is not there")
-        around = self._relayed_endpoint(peer, member.control_port)
+        info = self._book.get_peer(peer)
+        if info is None or not info.addresses:
+            raise Unavailable(f"peer {peer} is offline")
+        relayed = self._relayed_endpoint(peer, info.control_port)
         client: Client[ControlMessage] = Client(
             self._context,
             self._keys,
             self._codec,
-            member.public_key,
-            [around] if around else endpoints(member.addresses, member.control_port),
-            name=member.name,
+            info.public_key,
+            [relayed] if relayed else endpoints(info.addresses, info.control_port),
+            name=info.name,
         )
         client.start()
         try:

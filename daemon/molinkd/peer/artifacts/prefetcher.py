@@ -1,4 +1,4 @@
-"""Gets files for a stage that is to be, while another pipeline still serves."""
+"""Fetches files for a future stage while another pipeline serves."""
 
 import asyncio
 import logging
@@ -18,15 +18,15 @@ log = logging.getLogger(__name__)
 
 
 class Prefetcher:
-    """The newest :class:`Prefetch` of the coordinator; an earlier one ends with it."""
+    """Handles the coordinator's newest :class:`Prefetch`, which cancels an older one."""
 
     def __init__(
         self, store: ModelStore, on_change: Callable[[], None], ready: Callable[[], Awaitable[None]]
     ) -> None:
-        """``ready()`` waits until a stage could begin here at once.
+        """``ready()`` waits until a stage could start on this PC immediately.
 
-        Where a device has no room for two stages, what serves ends before the next one begins; then
-        everybody waits for the slowest PC.
+        Where the device has no room for two stages, the serving one stops before the next one
+        starts. The slowest PC then determines the downtime, so being ready is part of the prefetch.
         """
         self._store = store
         self._on_change = on_change
@@ -38,14 +38,14 @@ class Prefetcher:
 
     @property
     def state(self) -> PrefetchState | None:
-        """What reports say of it."""
+        """Progress for the peer report."""
         if self._state is None or self._state.state != "fetching":
             return self._state
         done, total = self._progress.totals
         return msgspec.structs.replace(self._state, done=done, total=total)
 
     def start_prefetch(self, message: Prefetch) -> None:
-        """Get the files; the same wish again changes nothing while it is carried out or done."""
+        """Start fetching, unless the same order is running or done."""
         if self._message == message and self._state is not None and self._state.state != "failed":
             self._on_change()
             return
@@ -56,13 +56,13 @@ class Prefetcher:
         self._task = asyncio.get_running_loop().create_task(self._fetch(message))
 
     def cancel_prefetch(self) -> None:
-        """End the transfer; what is whole is kept."""
+        """Cancel the transfer; complete files stay."""
         if self._task is not None:
             self._task.cancel()
         self._message = self._task = self._state = None
 
     async def close(self) -> None:
-        """End the transfer and wait for it."""
+        """Cancel the transfer and wait for its end."""
         task = self._task
         self.cancel_prefetch()
         if task is not None:
@@ -70,10 +70,10 @@ class Prefetcher:
 
     @property
     def describe_transfer(self) -> str:
-        """What is fetched, for a person; empty if nothing is."""
+        """The running prefetch as text; empty if there is none."""
         if self._message is None or self._state is None or self._state.state != "fetching":
             return ""
-        return "to hold layers {}:{} soon; their files come first".format(*self._message.layers)
+        return "fetching layers {}:{} for a future stage".format(*self._message.layers)
 
     async def _fetch(self, message: Prefetch) -> None:
         reason = ""

@@ -1,4 +1,4 @@
-"""How far work on many bytes is."""
+"""Progress of work measured in bytes."""
 
 import threading
 from dataclasses import dataclass, field
@@ -6,35 +6,35 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Progress:
-    """Bytes that are done, of all; kept up to date while the work goes on, from any thread."""
+    """Bytes done and in total; updated from any thread."""
 
     done: int = 0
     total: int = 0
-    #: Of ``done``, what lay here before.
+    #: Bytes of ``done`` that existed before the transfer.
     existing: int = 0
-    #: Who sends the bytes: the id of a peer, or ``hub``; empty if nobody does yet.
+    #: Current source: a peer id or ``hub``; empty before the first.
     source: str = ""
-    #: Work of somebody else that has to be done first.
+    #: Progress of another transfer that has to finish first.
     prerequisite: "Progress | None" = field(default=None, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add_bytes(self, nbytes: int) -> None:
-        """So many more are done."""
+        """Count ``nbytes`` as done."""
         with self._lock:
             self.done += nbytes
 
     def add_existing(self, nbytes: int) -> None:
-        """So many lie here already."""
+        """Count ``nbytes`` as done before the transfer."""
         with self._lock:
             self.done += nbytes
             self.existing += nbytes
 
     def set_source(self, source: str) -> None:
-        """Who sends the bytes from now on."""
+        """Set the current source."""
         self.source = source
 
     def merge_prerequisite(self) -> None:
-        """What was to be done first is: from now on it counts as ours."""
+        """Count the finished prerequisite as part of this work."""
         ahead, self.prerequisite = self.prerequisite, None
         if ahead is not None:
             self.add_bytes(ahead.done)
@@ -42,7 +42,7 @@ class Progress:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """What is done, of all, with what has to be done first; the former never falls."""
+        """Bytes done and in total, of the prerequisite first. The former never decreases."""
         if self.prerequisite is not None:
             return self.prerequisite.done, self.prerequisite.total
         return self.done, self.total

@@ -1,7 +1,7 @@
-"""Gets shards from many at once, though only of a whole one is known what it has to be.
+"""Fetches shards from several sources, although only a whole shard can be verified.
 
-What came of one that is not what the hub says is thrown away; then it comes from one source alone,
-the hub before any peer. Once it is right here, it shows who sent which piece otherwise.
+A shard with a wrong hash is discarded and fetched from a single source, the hub before any peer.
+The valid copy then identifies the senders of altered runs.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from molinkd.peer.artifacts.sources import Reputation, SourcePool
 
 log = logging.getLogger(__name__)
 
-#: Where nobody sends one more byte, all are asked again after pauses of so many seconds: together
-#: less than what a coordinator grants a transfer that stands still.
+#: Retry pauses in seconds without any progress; their sum is below the coordinator's limit for a
+#: stalled transfer.
 RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFetch:
-    """One transfer of shards of ``model``, from those of ``supply``.
+    """One transfer of shards of ``model`` from the sources in ``supply``.
 
-    ``connect`` makes a context of the sources that it is given. ``on_bytes`` is told of bytes that
-    came. Nobody waits for a ``is_replica``.
+    ``connect`` opens a pool of given sources. ``on_bytes`` counts received bytes. ``is_replica``
+    marks background replication.
     """
 
     model: str
@@ -45,51 +45,55 @@ class ShardFetch:
     is_replica: bool = False
 
     async def fetch_shard(self, path: Path, shard: ShardEntry) -> None:
-        """Have a shard at ``path``, whole and right; what has come is kept if that fails.
+        """Fetch and verify a shard at ``path``; received runs are kept on failure.
 
         Raises:
-            FilesMissing: nobody has it.
-            MolinkError: nobody gives it as it should be, or the disk is full; says why.
+            FilesMissing: No source has the shard.
+            MolinkError: No source sent it correctly, or the disk is full.
         """
         try:
-            draft = await asyncio.to_thread(
+            partial_shard = await asyncio.to_thread(
                 partial(PartialShard, path, shard, copy=self.is_replica)
             )
             try:
-                await self._count_existing(draft)
+                await self._count_existing(partial_shard)
                 await self._fetch_runs(
-                    draft, shard, self.supply, () if self.is_replica else RETRY_PAUSES_S
+                    partial_shard, shard, self.supply, () if self.is_replica else RETRY_PAUSES_S
                 )
-                if not draft.is_valid:
-                    await self._refetch_alone(draft, shard)
-                await asyncio.to_thread(draft.commit_shard)
+                if not partial_shard.is_valid:
+                    await self._refetch_alone(partial_shard, shard)
+                await asyncio.to_thread(partial_shard.commit_shard)
             finally:
-                await asyncio.to_thread(draft.close)
+                await asyncio.to_thread(partial_shard.close)
         except OSError as error:
             raise ModelError(f"can't write {path}: {error}") from error
 
-    async def _count_existing(self, draft: PartialShard) -> None:
-        """What came at an earlier time counts, as it is hashed."""
+    async def _count_existing(self, partial_shard: PartialShard) -> None:
+        """Count the runs of an earlier transfer while hashing them."""
         kept = 0
-        while nbytes := await asyncio.to_thread(draft.hash_next):
+        while nbytes := await asyncio.to_thread(partial_shard.hash_next):
             self.progress.add_existing(nbytes)
             kept += nbytes
-        self.progress.add_existing(draft.nbytes - kept)
+        self.progress.add_existing(partial_shard.nbytes - kept)
 
     async def _fetch_runs(
-        self, draft: PartialShard, shard: ShardEntry, supply: ModelSources, pauses: Sequence[float]
+        self,
+        partial_shard: PartialShard,
+        shard: ShardEntry,
+        supply: ModelSources,
+        pauses: Sequence[float],
     ) -> None:
-        """Have all pieces; again and again while that brings any."""
+        """Fetch all missing runs; retries as long as there is progress."""
         fruitless, at_once = 0, 1 if self.is_replica else MAX_IN_FLIGHT
-        while missing := draft.missing_runs():
-            before = draft.nbytes
+        while missing := partial_shard.missing_runs():
+            before = partial_shard.nbytes
             async with self.connect(supply) as pool:
                 pool.set_manifest(self.manifest)
                 try:
                     await fetch_runs(
                         pool,
                         missing,
-                        draft.write_run,
+                        partial_shard.write_run,
                         self.on_bytes,
                         at_once,
                         self.throttle,
@@ -99,47 +103,49 @@ class ShardFetch:
                 except Unavailable as error:
                     if pool.are_unavailable([shard.name]):
                         raise FilesMissing(self._missing_text(shard)) from error
-                    fruitless = 0 if draft.nbytes > before else fruitless + 1
+                    fruitless = 0 if partial_shard.nbytes > before else fruitless + 1
                     if fruitless > len(pauses):
                         raise
                     log.warning(
-                        "%s of %s: %d of %d MB are here, the rest is asked for again: %s",
+                        "%s of %s: fetched %d of %d MB, retrying the rest: %s",
                         shard.name,
                         self.model,
-                        draft.nbytes / 1e6,
+                        partial_shard.nbytes / 1e6,
                         shard.nbytes / 1e6,
                         error,
                     )
             await asyncio.sleep(pauses[fruitless - 1] if fruitless else 0)
-        while await asyncio.to_thread(draft.hash_next):
+        while await asyncio.to_thread(partial_shard.hash_next):
             pass
 
-    async def _refetch_alone(self, draft: PartialShard, shard: ShardEntry) -> None:
-        """Have it from one source alone, and find out who sent other bytes."""
+    async def _refetch_alone(self, partial_shard: PartialShard, shard: ShardEntry) -> None:
+        """Fetch the shard from one source at a time, and find the senders of altered runs."""
         what = f"{shard.name} of {self.model}"
-        log.warning("%s is not what the hub says it is (SHA-256): it is fetched again", what)
-        sent = await asyncio.to_thread(draft.sender_digests)
+        log.warning("%s has a wrong SHA-256: fetching it again", what)
+        sent = await asyncio.to_thread(partial_shard.sender_digests)
         senders = {who for who, _ in sent.values()}
-        if len(senders) == 1 and len(sent) == draft.num_runs:
+        if len(senders) == 1 and len(sent) == partial_shard.num_runs:
             self.reputation.record_misbehaviour(senders.pop(), _altered_text(shard))
         reasons = []
         for who, alone in self._single_sources():
-            await asyncio.to_thread(draft.discard_runs)
+            await asyncio.to_thread(partial_shard.discard_runs)
             try:
                 self.progress.total += shard.nbytes
-                await self._fetch_runs(draft, shard, alone, ())
+                await self._fetch_runs(partial_shard, shard, alone, ())
             except Unavailable as error:
                 reasons.append(str(error))
                 continue
-            if draft.is_valid:
-                for liar in await asyncio.to_thread(draft.find_altered, sent):
-                    self.reputation.record_misbehaviour(liar, _altered_text(shard))
+            if partial_shard.is_valid:
+                for sender in await asyncio.to_thread(partial_shard.find_altered, sent):
+                    self.reputation.record_misbehaviour(sender, _altered_text(shard))
                 return
             self.reputation.record_misbehaviour(who, _altered_text(shard))
             reasons.append(_altered_text(shard))
-        if draft.is_complete:  # what came from the last one alone may be right so far
-            await asyncio.to_thread(draft.discard_runs)
-        raise Unavailable(f"nobody gives {what} as the hub says it is: {'; '.join(reasons)}")
+        if (
+            partial_shard.is_complete
+        ):  # an incomplete shard of the last source alone may still be valid
+            await asyncio.to_thread(partial_shard.discard_runs)
+        raise Unavailable(f"no source has a valid {what}: {'; '.join(reasons)}")
 
     def _missing_text(self, shard: ShardEntry) -> str:
         return (
@@ -158,4 +164,4 @@ class ShardFetch:
 
 
 def _altered_text(shard: ShardEntry) -> str:
-    return f"its bytes of {shard.name} are not what the hub says (SHA-256)"
+    return f"{shard.name} has a wrong SHA-256"

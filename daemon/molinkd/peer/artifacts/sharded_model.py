@@ -1,7 +1,7 @@
-"""A model whose shards are on the hub, brought here without them: what is kept of it at once.
+"""Stores the manifest and metadata of a hub model in shards, without the shards themselves.
 
-That is a folder of the store with the manifest and the files beside the weights, as other PCs that
-fetch the model have one. The shards of this PC's own stage come into it as they do there.
+The folder has the same layout as on PCs that fetch the model. Shards of this PC's own stage are
+added to it later.
 """
 
 import logging
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def store_model(store: Path, name: str, model: HubModel) -> ModelFiles:
-    """Have what there is of a model in a folder below ``store``, which appears once it is whole.
+    """Store the metadata of ``model`` in a folder below ``store``, created atomically.
 
     Raises:
-        BrokenModel: a file beside the weights is too large or can't be read; or no tokenizer.
+        BrokenModel: A metadata file is too large or unreadable, or the tokenizer is missing.
     """
     try:
         present = [one for one in METADATA_FILES if (model.folder / one).is_file()]
@@ -45,11 +45,11 @@ def store_model(store: Path, name: str, model: HubModel) -> ModelFiles:
         _copy_parts(model.folder, folder, altered_parts(folder, manifest, parts))
         return stored_files(name, folder, manifest, ())
     except OSError as error:
-        raise BrokenModel(f"the files of {name} can't be kept in {store}: {error}") from error
+        raise BrokenModel(f"can't store the files of {name} in {store}: {error}") from error
 
 
 def find_stored_model(store: Path, repository: str) -> ModelFiles | None:
-    """What is kept of a model of the hub since an earlier time; the newest of several versions."""
+    """The newest stored version of a hub repository."""
     name = short_name(repository)
     found = sorted(
         store.glob(f"{make_plain_name(name, 'model')}-*"), key=_modified_at, reverse=True
@@ -68,7 +68,7 @@ def find_stored_model(store: Path, repository: str) -> ModelFiles | None:
 
 
 def tensor_spans(manifest: Manifest) -> dict[str, TensorSpan]:
-    """The tensors of a model in shards; where in these they lie only the shards know."""
+    """Tensors of a model in shards, with offset 0: only the shards know the real ones."""
     shards = [*manifest.shards]
     return {
         one.name: TensorSpan(shards[one.shard], one.dtype, one.shape, 0, one.nbytes, one.name)

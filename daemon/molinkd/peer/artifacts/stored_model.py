@@ -1,4 +1,4 @@
-"""A model that was fetched, on disk: its manifest, its metadata, and a file for each group."""
+"""Layout of a fetched model on disk: manifest, metadata, and one file per group of tensors."""
 
 import asyncio
 import hashlib
@@ -28,21 +28,21 @@ from molinkd.peer.artifacts.progress import Progress
 
 log = logging.getLogger(__name__)
 
-#: Bounds of ``tokenizer.json`` and of each other metadata file.
+#: Maximum sizes of ``tokenizer.json`` and of each other metadata file, in bytes.
 MAX_TOKENIZER_BYTES = MAX_JSON_BYTES
 MAX_METADATA_BYTES = 16 << 20
-#: Of a shard so much is read at a time.
+#: Bytes per read when hashing a shard.
 _READ_BYTES = 4 << 20
-#: What sets a draft of a copy apart from one that somebody waits for.
+#: Suffix of replication's partial files.
 REPLICA_SUFFIX = "copy"
-#: The manifest of a stored model, in its folder.
+#: File name of the manifest.
 MANIFEST_FILE = "manifest.molink"
-#: Which of its shards were found to be right, beside it.
+#: File name of the list of verified shards.
 VERIFIED_SHARDS_FILE = ".shards"
 
 
 def read_stored_manifest(folder: Path, root: str) -> Manifest | None:
-    """That of a stored model; ``None`` if it isn't here, or was altered."""
+    """The manifest of a stored model; ``None`` if it is missing or altered."""
     try:
         return Manifest.open((folder / MANIFEST_FILE).read_bytes(), root)
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def read_stored_manifest(folder: Path, root: str) -> Manifest | None:
 
 
 def load_verified_shards(folder: Path) -> dict[str, FileStamp]:
-    """What shards looked like when they were found to be right; others aren't passed on."""
+    """Stamps of verified shards by name; only these are offered to peers."""
     try:
         return msgspec.json.decode(
             (folder / VERIFIED_SHARDS_FILE).read_bytes(), type=dict[str, FileStamp]
@@ -63,17 +63,17 @@ def load_verified_shards(folder: Path) -> dict[str, FileStamp]:
 
 
 def record_verified_shard(folder: Path, shard: str, stamp: FileStamp) -> None:
-    """A shard with that stamp is right; raises ``OSError``."""
+    """Record a verified shard; raises ``OSError``."""
     draft = folder / f"{VERIFIED_SHARDS_FILE}.new"
     draft.write_bytes(msgspec.json.encode({**load_verified_shards(folder), shard: stamp}))
     retry_while_busy(lambda: draft.replace(folder / VERIFIED_SHARDS_FILE))
 
 
 def metadata_parts(model: str, manifest: Manifest) -> list[HashedEntry]:
-    """What is to be had of a model beside weights."""
+    """All files of a model except weights."""
     missing = [name for name in REQUIRED_FILES if name not in manifest.files]
     if missing:
-        raise BrokenModel(f"the model's owner has no {missing[0]} of {model}")
+        raise BrokenModel(f"the provider of {model} has no {missing[0]}")
     parts = [manifest.files[name] for name in METADATA_FILES if name in manifest.files]
     for part in parts:
         maximum = MAX_TOKENIZER_BYTES if part.name == "tokenizer.json" else MAX_METADATA_BYTES
@@ -87,7 +87,7 @@ def metadata_parts(model: str, manifest: Manifest) -> list[HashedEntry]:
 def altered_parts(
     folder: Path, manifest: Manifest, parts: Iterable[HashedEntry]
 ) -> list[HashedEntry]:
-    """Stored metadata that is missing or isn't as it was fetched; mends the manifest's own file."""
+    """Stored metadata files that are missing or altered; restores the manifest's own file."""
     if not _has_root(folder / MANIFEST_FILE, manifest.root):
         (folder / MANIFEST_FILE).write_bytes(manifest.raw)
     found = []
@@ -95,7 +95,7 @@ def altered_parts(
         try:
             data = (folder / part.name).read_bytes()
             if len(data) != part.nbytes:
-                raise AlteredModel("it has another size")
+                raise AlteredModel("it has a different size")
             for run in split_part(part):
                 part.verify_chunk(run.index, data[run.offset : run.offset + run.nbytes])
         except (OSError, AlteredModel):
@@ -111,12 +111,12 @@ def _has_root(path: Path, root: str) -> bool:
 
 
 def group_plans(folder: Path, manifest: Manifest, layers: LayerRange) -> list[GroupPlan]:
-    """The files that a stage of ``layers`` consists of, one for each group."""
+    """Files of a stage of ``layers``, one per group of tensors."""
     return plan_files(ModelConfig.load_folder(folder), manifest, *layers)
 
 
 def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
-    """The files that the model consists of, each with the first layer whose stage needs it."""
+    """All weight files, each with the first layer that needs it."""
     found: dict[str, tuple[int, GroupPlan]] = {}
     for layer, plans in enumerate(plans_by_layer(folder, manifest)):
         for plan in plans:
@@ -125,13 +125,13 @@ def all_plans(folder: Path, manifest: Manifest) -> list[tuple[int, GroupPlan]]:
 
 
 def plans_by_layer(folder: Path, manifest: Manifest) -> list[list[GroupPlan]]:
-    """For each layer the files that a stage with that layer alone needs."""
+    """For each layer, the files of a one-layer stage."""
     config = ModelConfig.load_folder(folder)
     return [plan_files(config, manifest, layer, layer + 1) for layer in range(config.layers)]
 
 
 def missing_files_text(model: str, files: Iterable[str]) -> str:
-    """Which files are missing and what mends that, for a person."""
+    """The error message for missing files."""
     names = [file.partition(".")[0] for file in files]
     layers = {int(name.rpartition("-")[2]) for name in names if name.startswith("layer-")}
     texts = [f"layers {format_ranges(to_ranges(layers))}"] if layers else []
@@ -143,7 +143,7 @@ def missing_files_text(model: str, files: Iterable[str]) -> str:
 
 
 def remove_replica_partials(folder: Path) -> None:
-    """Remove what copies left that a crash broke off."""
+    """Remove partial files of replication that a crash left."""
     for draft in folder.glob(f".*.{REPLICA_SUFFIX}"):
         draft.unlink(missing_ok=True)
 
@@ -151,10 +151,10 @@ def remove_replica_partials(folder: Path) -> None:
 def stored_files(
     model: str, folder: Path, manifest: Manifest, plans: Iterable[GroupPlan]
 ) -> ModelFiles:
-    """A stored model that is whole, as others may read it.
+    """A stored model's files, ready to be offered.
 
     Raises:
-        OSError: a file is not there any more.
+        OSError: A file has disappeared.
     """
     places = {
         part.name: ByteRange(folder / part.name, 0, part.nbytes)
@@ -168,49 +168,49 @@ def stored_files(
 
 
 def verify_file(path: Path, plan: GroupPlan, progress: Progress, stop: threading.Event) -> None:
-    """Whether a stored file is what ``plan`` says; ``progress`` keeps its bytes then.
+    """Verify a stored file against ``plan``; counts its bytes in ``progress``.
 
     Raises:
-        OSError: it can't be read.
-        AlteredModel: it isn't.
-        BrokenModel: it became shorter meanwhile.
+        OSError: It can't be read.
+        AlteredModel: It differs.
+        BrokenModel: It became shorter meanwhile.
         Unavailable: ``stop`` was set.
     """
     if path.stat().st_size != plan.nbytes:
-        raise AlteredModel("it has another size")
+        raise AlteredModel("it has a different size")
     if plan.shard is not None:
         _verify_shard(path, plan.shard, progress, stop)
         return
     with path.open("rb") as file:
         if file.read(len(plan.header)) != plan.header:
-            raise AlteredModel("it has another header")
+            raise AlteredModel("it has a different header")
     places = [ByteRange(path, offset, part.nbytes) for part, offset in plan.part_offsets()]
     for part, found in zip(plan.parts, hash_ranges(places, Progress(), stop), strict=True):
         if isinstance(part, HashedEntry) and found != part.digests:
-            raise AlteredModel(f"tensor {part.name} has other bytes")
+            raise AlteredModel(f"tensor {part.name} was altered")
     progress.add_existing(plan.nbytes)
 
 
 def _verify_shard(path: Path, shard: ShardEntry, progress: Progress, stop: threading.Event) -> None:
-    """As it is read it is progress: those who wait for it leave who stands still."""
+    """Hash a shard, reporting progress so that the coordinator does not consider it stalled."""
     found, kept = hashlib.sha256(), 0
     with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
             if stop.is_set():
-                raise Unavailable("hashing was ended")
+                raise Unavailable("hashing was cancelled")
             found.update(data)
             progress.add_existing(len(data))
             kept += len(data)
     if found.digest() != shard.sha256:
-        progress.total += kept  # all of it comes once more
-        raise AlteredModel("it has another SHA-256 than the hub says")
+        progress.total += kept  # the whole shard is fetched again
+        raise AlteredModel("it has a wrong SHA-256")
 
 
 @asynccontextmanager
 async def create_file(path: Path, suffix: str = "part") -> AsyncIterator[BinaryIO]:
-    """A file that appears under its name once it is whole; disks are waited for in threads.
+    """A file that gets its final name once it is complete; blocking calls run in threads.
 
-    Of two of different ``kind`` for the same place the one that is whole first stays.
+    Of two files with different suffixes, the first to complete wins.
     """
     draft = path.with_name(f".{path.name}.{suffix}")
     before = file_stamp(path)

@@ -1,4 +1,4 @@
-"""The transfers of model files to this PC: what is told of them, and to whom."""
+"""Tracks the transfers of model files to this PC."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from molink.swarm.artifacts.transfer import TransferRate
 from molink.wire.messages.peer_reports import MAX_TRANSFERS, TransferState
 from molinkd.peer.artifacts.progress import Progress
 
-#: Between two looks at what is under way, in seconds.
+#: Polling interval while a transfer is in progress, in seconds.
 POLL_INTERVAL_S = 0.5
 
 
@@ -23,14 +23,14 @@ class _Transfer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is anything to be told; the rest of an earlier one is told there."""
+        """Whether it has bytes to report; a waiting transfer is reported by its prerequisite."""
         progress = self.progress
         return progress.prerequisite is None and progress.done < progress.total
 
 
 @dataclass(slots=True)
 class Transfers:
-    """All transfers under way."""
+    """All transfers in progress."""
 
     clock: Callable[[], float] = time.monotonic
     _transfers: list[_Transfer] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Transfers:
     def track_transfer(
         self, model: str, progress: Progress, *, copy: bool = False
     ) -> Iterator[None]:
-        """Meanwhile a transfer of ``model`` is told of; nobody waits for a ``copy``."""
+        """Track a transfer of ``model`` during the context; ``copy`` marks replication."""
         speed = TransferRate(self.clock(), progress.done - progress.existing)
         one = _Transfer(model, progress, copy, speed)
         self._transfers.append(one)
@@ -52,7 +52,7 @@ class Transfers:
             self._changed.set()
 
     def transfer_states(self) -> tuple[TransferState, ...]:
-        """Those that have begun; first those that somebody waits for."""
+        """Transfers that have begun, replication last."""
         now = self.clock()
         found = []
         for one in self._transfers:
@@ -71,15 +71,15 @@ class Transfers:
         found.sort(key=lambda state: state.is_replica)
         return tuple(found[:MAX_TRANSFERS])
 
-    async def watch_transfers(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` twice a second while any is under way, and once when they are over."""
-        told = False
+    async def watch_transfers(self, notify: Callable[[], None]) -> None:
+        """Call ``notify`` twice a second during transfers, and once after the last."""
+        was_active = False
         while True:
             self._changed.clear()
-            shown = bool(self.transfer_states())
-            if shown or told:
-                tell()
-            told = shown
+            is_active = bool(self.transfer_states())
+            if is_active or was_active:
+                notify()
+            was_active = is_active
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_INTERVAL_S if self._transfers else None):
                     await self._changed.wait()

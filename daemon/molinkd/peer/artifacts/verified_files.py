@@ -1,4 +1,4 @@
-"""Which files of weights of the store are as they should be."""
+"""Verification state of the store's weight files."""
 
 import asyncio
 import logging
@@ -16,17 +16,17 @@ log = logging.getLogger(__name__)
 
 
 class VerifiedFiles:
-    """Files that were found to be right: each is looked at once, unless it changes."""
+    """Stamps of verified files; each file is verified once, and again if it changes."""
 
     def __init__(self) -> None:
         self._stamps: dict[Path, FileStamp] = {}
 
     async def mark_verified(self, path: Path) -> None:
-        """A file was checked as it came."""
+        """Record a file that was verified while it arrived."""
         self._stamps[path] = await asyncio.to_thread(FileStamp.of_path, path)
 
     async def is_verified(self, folder: Path, plan: GroupPlan, progress: Progress) -> bool:
-        """Whether a file is here and right; ``progress`` keeps its bytes then."""
+        """Whether a file is present and valid; counts its bytes in ``progress``."""
         path = folder / plan.file
         try:
             stamp = await asyncio.to_thread(FileStamp.of_path, path)
@@ -40,7 +40,7 @@ class VerifiedFiles:
         except FileNotFoundError:
             return False
         except (OSError, AlteredModel, BrokenModel) as error:
-            log.warning("%s is not as it was fetched (%s): fetching it again", path, error)
+            log.warning("%s was altered (%s): fetching it again", path, error)
             return False
         if plan.shard is not None:
             await asyncio.to_thread(remove_partials, path)

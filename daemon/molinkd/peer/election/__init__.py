@@ -1,1 +1,1 @@
-"""The coordinator process on this PC, and who leads."""
+"""The coordinator process on this PC, and leader election."""

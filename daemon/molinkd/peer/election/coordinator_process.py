@@ -1,4 +1,4 @@
-"""The coordinator process that the daemon of ``molink up`` starts, watches and starts again."""
+"""Runs the coordinator process and restarts it."""
 
 import asyncio
 import contextlib
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 COORDINATOR_COMMAND = (sys.executable, "-P", "-m", "molinkd.coordinator")
 START_TIMEOUT_S = 150.0 if sys.platform == "win32" else 30.0
-#: Pauses before a coordinator that died is started again, in seconds.
+#: Backoff before a restart, in seconds.
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: So many ends in a row say that it can't run here: its disk is full, say.
+#: Consecutive failures after which another PC should lead, for example because the disk is full.
 FAILURES_TO_REPORT = 3
-#: A coordinator that ran for this long begins with the shortest pause again.
+#: Uptime that resets the backoff, in seconds.
 _SETTLED_S = 60.0
 GRACE_S = 5.0
 
@@ -35,8 +35,8 @@ GRACE_S = 5.0
 class CoordinatorAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     """The line that a coordinator prints once it listens.
 
-    ``restored``: how its state was got back, if it was lost; for a person. ``name`` is the
-    swarm's, ``pairing_port`` the port where PCs without a token may knock (0: nowhere).
+    ``restored`` describes a recovery of lost state. ``name`` is the swarm's name, ``pairing_port``
+    the port for joining without a token (0: none).
     """
 
     port: int
@@ -50,7 +50,7 @@ class CoordinatorAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorHost(Protocol):
-    """What running a coordinator takes of its PC."""
+    """What a coordinator process needs from its PC."""
 
     @property
     def settings(self) -> Settings: ...
@@ -61,7 +61,7 @@ class CoordinatorHost(Protocol):
 
 
 class CoordinatorProcess:
-    """One coordinator, for as long as the daemon runs."""
+    """Supervises one coordinator process."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class CoordinatorProcess:
         command: tuple[str, ...] = COORDINATOR_COMMAND,
         on_failing: Callable[[], None] = lambda: None,
     ) -> None:
-        """``arguments(port)`` are those of ``python -m molinkd.coordinator``.
+        """``arguments(port)`` returns the options of ``python -m molinkd.coordinator``.
 
-        ``on_failing`` is called when it ends again and again: it may be started elsewhere then.
+        ``on_failing`` is called after repeated failures, so that another PC can take over.
         """
         self._on_failing = on_failing
         self._arguments = arguments
@@ -82,27 +82,27 @@ class CoordinatorProcess:
         self._command = command
         self._child: ChildProcess | None = None
         self._announced: asyncio.Future[CoordinatorAnnouncement] | None = None
-        #: What it has said of itself last; ``None`` while none runs.
+        #: Announcement of the running process; ``None`` while it is down.
         self.announcement: CoordinatorAnnouncement | None = None
         self._exited = asyncio.Event()
-        #: The term that it was last told to go on in.
+        #: Last term set by :meth:`raise_term`.
         self._term = 0
         self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self) -> CoordinatorAnnouncement:
-        """Start it and wait until it listens; from then on it is kept running.
+        """Start the process and wait until it listens; from then on it is restarted.
 
         Raises:
-            UsageError: it ended at once, and says why.
+            UsageError: It exited immediately; the message quotes the reason.
         """
         announcement = await self._launch()
-        # Members know this port: a restart has to take it again.
+        # Peers know this port, so a restart must reuse it.
         self._port = announcement.port
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         return announcement
 
     async def close(self) -> None:
-        """End it for good."""
+        """Stop the process."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
@@ -111,18 +111,18 @@ class CoordinatorProcess:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port that the coordinator listens on."""
         return self._port
 
     def raise_term(self, term: int) -> None:
-        """Have it go on in a higher term, now or once it runs again."""
+        """Continue in a higher term, also after a restart."""
         self._term = term
         if self._child is not None:
             self._child.send(b"%d\n" % term)
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 while there is none."""
+        """Process id; 0 while it is down."""
         return self._child.pid if self._child is not None and self._child.is_running else 0
 
     async def _launch(self) -> CoordinatorAnnouncement:
@@ -164,18 +164,18 @@ class CoordinatorProcess:
 
     async def _supervise(self) -> None:
         loop = asyncio.get_running_loop()
-        failures, begun = 0, loop.time()
+        failures, started = 0, loop.time()
         while True:
             await self._exited.wait()
-            if loop.time() - begun > _SETTLED_S:
+            if loop.time() - started > _SETTLED_S:
                 failures = 0
             pause = BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
             failures += 1
             if failures == FAILURES_TO_REPORT:
                 self._on_failing()
-            log.warning("the coordinator has ended; starting it again in %.1f s", pause)
+            log.warning("the coordinator exited; restarting it in %.1f s", pause)
             await asyncio.sleep(pause)
-            begun = loop.time()
+            started = loop.time()
             try:
                 announced = await self._launch()
                 if announced.term < self._term:
@@ -193,15 +193,15 @@ def create_coordinator_process(
     leader: str,
     on_failing: Callable[[], None] = lambda: None,
 ) -> CoordinatorProcess:
-    """The coordinator of this PC, to be started as decided.
+    """The coordinator process for the ``action`` of the election; not started yet.
 
-    ``leader`` is this peer; empty where no daemon stands beside it.
+    ``leader`` is this peer's id; empty for a standalone coordinator.
     """
     settings, home = host.settings, host.home
-    #: Only the first run is told.
+    # Options of the first start only.
     once = ["--lost-peer", action.lost_leader] if action.lost_leader else []
     if membership is None and "coordinator_port" in settings.chosen_ports:
-        once.append("--only-port")  # of a swarm that exists the members know the port
+        once.append("--only-port")  # peers of an existing swarm know the port
 
     def arguments(port: int) -> list[str]:
         options = ["--state", str(home.coordinator), "--host", settings.host, "--port", str(port)]
@@ -212,7 +212,7 @@ def create_coordinator_process(
             options += ["--member", f"{host.keys.public}:{settings.name}"]
             options += ["--max-peers", str(settings.max_peers)]
         if membership is None:
-            options.append(f"--name={settings.name}")  # it may begin with a dash
+            options.append(f"--name={settings.name}")  # may start with a dash
         else:
             options += ["--swarm", membership.swarm]
         if settings.discovery:
@@ -228,13 +228,13 @@ def create_coordinator_process(
         membership.leader == leader or (membership.is_founder and not membership.leader)
     )
     if membership is not None and led and port:
-        # The members know the port of the last run.
+        # Peers know the port of the last run.
         port = int(membership.addresses[0].rpartition(":")[2])
     return CoordinatorProcess(arguments, port, home.logs, on_failing=on_failing)
 
 
 def read_announcement(stream: BinaryIO) -> object | None:
-    """The next announcement of a coordinator; other lines are passed over."""
+    """The next announcement in the coordinator's output; other lines are skipped."""
     for line in iter(lambda: stream.readline(65536), b""):
         with contextlib.suppress(msgspec.MsgspecError):
             return msgspec.json.decode(line, type=CoordinatorAnnouncement)

@@ -1,4 +1,4 @@
-"""Asking the daemon of another PC whom it follows, over its control socket."""
+"""Asks another PC's daemon which leader it follows."""
 
 import asyncio
 import logging
@@ -16,17 +16,17 @@ from molink.wire.sockets.key_pair import KeyPair
 
 log = logging.getLogger(__name__)
 
-#: How long a peer has to answer whom it follows, in seconds.
+#: Reply timeout, in seconds.
 REPLY_TIMEOUT_S = 1.0
 
 
 async def query_leader(
-    context: zmq.asyncio.Context, keys: KeyPair, member: PeerInfo, request: LeaderRequest
+    context: zmq.asyncio.Context, keys: KeyPair, info: PeerInfo, request: LeaderRequest
 ) -> LeaderView | None:
-    """What a peer answers first, asked at all its addresses; ``None`` if it doesn't."""
-    found = endpoints(member.addresses, member.control_port)
+    """The first reply from any of the peer's addresses; ``None`` without one."""
+    found = endpoints(info.addresses, info.control_port)
     asking = [
-        asyncio.ensure_future(_query_address(context, keys, member, one, request)) for one in found
+        asyncio.ensure_future(_query_address(context, keys, info, one, request)) for one in found
     ]
     answer: LeaderView | None = None
     try:
@@ -44,13 +44,13 @@ async def query_leader(
 async def _query_address(
     context: zmq.asyncio.Context,
     keys: KeyPair,
-    member: PeerInfo,
+    info: PeerInfo,
     address: str,
     request: LeaderRequest,
 ) -> LeaderView | None:
-    """The answer of a peer at one of its addresses; ``None`` if there is none."""
+    """The reply from one address; ``None`` without one."""
     client: Client[ControlMessage] = Client(
-        context, keys, control_codec(), member.public_key, (address,), name=member.name
+        context, keys, control_codec(), info.public_key, (address,), name=info.name
     )
     try:
         client.start()
@@ -59,16 +59,16 @@ async def _query_address(
         try:
             await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done() and refusing.result():
-                return None  # nobody is there: no need to wait
+                return None  # refused: no need to wait
             reply, _ = await asking
         finally:
             for task in (asking, refusing):
                 task.cancel()
             await asyncio.gather(asking, refusing, return_exceptions=True)
         if not isinstance(reply, LeaderReply):
-            raise WireError(f"a {type(reply).__name__} says nothing of a leader")
+            raise WireError(f"unexpected reply {type(reply).__name__} instead of a leader")
     except MolinkError as error:
-        log.debug("%s at %s: %s", member.name, address, error)
+        log.debug("%s at %s: %s", info.name, address, error)
         return None
     else:
         return reply.view

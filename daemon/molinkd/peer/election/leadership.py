@@ -1,7 +1,7 @@
-"""Whom this peer follows, and the coordinator that runs here while it leads.
+"""Runs leader election on this PC, and the coordinator while it leads.
 
-The shell of :mod:`molink.swarm.election.leader_election`: it asks other daemons over their control
-sockets, starts and ends the coordinator's process, and tells its owner where to connect.
+Shell of :mod:`molink.swarm.election.leader_election`: queries other daemons, starts and stops the
+coordinator process, and reports the current coordinator.
 """
 
 import asyncio
@@ -49,12 +49,12 @@ from molinkd.peer.membership.membership_record import MembershipRecord
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.25
-#: So many peers are asked at once.
+#: Maximum number of concurrent queries.
 _MAX_QUERIES = 8
 
 
 class DaemonHost(CoordinatorHost, Protocol):
-    """What leading takes of a daemon."""
+    """What leader election needs from its daemon."""
 
     @property
     def context(self) -> zmq.asyncio.Context: ...
@@ -63,7 +63,7 @@ class DaemonHost(CoordinatorHost, Protocol):
 
 
 class Leadership:
-    """One daemon's part in who leads the swarm."""
+    """One daemon's part in leader election."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Leadership:
         *,
         able: bool = True,
     ) -> None:
-        """``membership`` is ``None`` to found a swarm. One that isn't ``able`` never leads.
+        """``membership`` is ``None`` to found a swarm. Without ``able`` this PC never leads.
 
-        ``on_follow`` is told where the coordinator is, whenever that is another place.
+        ``on_follow`` is called whenever the coordinator's location changes.
         """
         self._host = host
         self.replica = replica
@@ -85,38 +85,39 @@ class Leadership:
         self._can_lead = able
         self._me = derive_peer_id(host.keys.public)
         self._process: CoordinatorProcess | None = None
-        #: Addresses of the coordinator here, as others reach it.
+        #: Addresses of this PC's coordinator, for other PCs.
         self._own_addresses: tuple[str, ...] = ()
         self._actions: asyncio.Queue[StartCoordinatorAction | StepDownAction | None] = (
             asyncio.Queue()
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        #: Peers that are being asked.
+        #: Peers with a query in progress.
         self._querying: set[str] = set()
         self._query_slots = asyncio.Semaphore(_MAX_QUERIES)
-        #: Who did not answer last time; and where all are asked beside what they have told.
+        #: Peers that did not reply to the last query, and discovered addresses to try for all
+        #: peers.
         self._unresponsive: set[str] = set()
         self._extra_addresses: tuple[str, ...] = ()
         self._loop = asyncio.get_running_loop()
-        #: Done once this peer leads what it founds, or can't.
+        #: Done once the founded swarm's coordinator runs, or failed to start.
         self._started: asyncio.Future[None] = self._loop.create_future()
         #: ``None`` until :meth:`start`.
         self._election: LeaderElection | None = None
 
-    # --- life --------------------------------------------------------------------------------
+    # --- lifecycle ---
 
     async def found_swarm(self) -> None:
-        """Lead a new swarm, or one whose state nobody else has; returns once this peer does.
+        """Lead a new swarm, or one whose state no other peer has. Waits for the coordinator.
 
         Raises:
-            UsageError: it can't; says why.
+            UsageError: The coordinator can't start.
         """
         self.start()
         self._dispatch_event(ElectionTimePassedEvent())
         await self._started
 
     def save_models(self, models: Sequence[str]) -> None:
-        """Remember the swarm, and what ``up`` serves here, if it does."""
+        """Store the membership and the models that ``up`` serves."""
         if models:
             first, *more = models
             changed = msgspec.structs.replace(self.target, model=first, extra_models=tuple(more))
@@ -125,13 +126,13 @@ class Leadership:
 
     @property
     def is_founder(self) -> bool:
-        """Whether nobody else can lead, or is known to."""
+        """Whether no other peer is known to be able to lead."""
         return self.membership is None or (
             self.membership.is_founder and self.replica.replica is None
         )
 
     def start(self) -> None:
-        """Begin to look for the leader, if that hasn't begun; the session is about to."""
+        """Start leader election, unless it runs already."""
         if self._election is not None:
             return
         membership = self.membership
@@ -148,11 +149,11 @@ class Leadership:
         self._spawn(self._run_timer(), "molink-succession")
 
     def resign(self) -> None:
-        """This daemon ends: others need not wait for it."""
+        """Announce that this daemon stops, so that another peer takes over without a timeout."""
         self._dispatch_event(ResignedEvent())
 
     async def close(self) -> None:
-        """End the coordinator, if it runs here."""
+        """Stop the coordinator, if it runs on this PC."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -161,26 +162,26 @@ class Leadership:
 
     @property
     def is_leader(self) -> bool:
-        """Whether the coordinator runs here."""
+        """Whether the coordinator runs on this PC."""
         return self._process is not None
 
     @property
     def coordinator(self) -> CoordinatorAnnouncement | None:
-        """What the coordinator here says of itself; ``None`` while none runs here."""
+        """Announcement of this PC's coordinator; ``None`` if none runs."""
         return None if self._process is None else self._process.announcement
 
     @property
     def target(self) -> MembershipRecord:
-        """The swarm, and where its coordinator is as far as is known."""
+        """The swarm and the last known location of its coordinator."""
         assert self.membership is not None
         return self.membership
 
     def coordinator_location(self) -> tuple[str, tuple[str, ...]]:
-        """The key of the coordinator, and the addresses at which others reach it."""
+        """Public key and addresses of the coordinator, for other PCs."""
         target = self.target
         return target.coordinator_key, self._own_addresses if self.is_leader else target.addresses
 
-    # --- who has moved -----------------------------------------------------------------------
+    # --- missing peers ---
 
     @property
     def swarm(self) -> str:
@@ -189,20 +190,20 @@ class Leadership:
 
     @property
     def has_missing_peers(self) -> bool:
-        """Whether a member didn't answer when it was asked last, and this PC follows nobody."""
+        """Whether this PC follows no leader and some peer did not reply to the last query."""
         follows = self._election is None or self._election.role == "follower"
         return not follows and not self._unresponsive.isdisjoint(self.replica.order)
 
     def add_addresses(self, addresses: tuple[str, ...]) -> None:
-        """Ask members there too from now on."""
+        """Also try these addresses for all peers."""
         if addresses and addresses != self._extra_addresses:
-            log.info("the swarm is heard at %s", ", ".join(addresses))
+            log.info("discovered the swarm at %s", ", ".join(addresses))
         self._extra_addresses = addresses or self._extra_addresses
 
-    # --- what happens ------------------------------------------------------------------------
+    # --- events ---
 
     def on_heartbeat(self, term: int, leader: str) -> bool:
-        """The coordinator has spoken; whether it is one to follow."""
+        """Handle the coordinator's heartbeat; returns whether to follow that coordinator."""
         found = self._dispatch_event(CoordinatorHeardEvent(term, leader))
         if found is None or term < found.term:
             return False
@@ -210,31 +211,31 @@ class Leadership:
         return True
 
     def on_connection_lost(self) -> None:
-        """The connection to the coordinator is lost."""
+        """Handle the loss of the connection to the coordinator."""
         self._dispatch_event(ConnectionLostEvent())
 
     def on_shared_state(self, data: memoryview) -> None:
-        """The coordinator shares its state."""
+        """Store a replica of the coordinator's state."""
         assert self.membership is not None
         if self.replica.save_replica(data, self.membership.swarm):
             self._dispatch_event(MembershipChangedEvent(self.replica.order, self.replica.version))
 
     def answer_request(self, peer: str, request: LeaderRequest) -> LeaderReply:
-        """A peer asks whom this one follows, and says whom it follows itself.
+        """Answer a peer's leader query, and take note of the peer's own view.
 
         Raises:
-            Unavailable: this daemon is still starting.
-            NotAuthorized: the peer is of another swarm.
+            Unavailable: This daemon is still starting.
+            NotAuthorized: The peer belongs to another swarm.
         """
         if request.swarm != self.target.swarm:
-            raise NotAuthorized(f"this PC is not of swarm {request.swarm}")
+            raise NotAuthorized(f"this PC does not belong to swarm {request.swarm}")
         found = self._dispatch_event(PeerAnsweredEvent(peer, request.view))
         if found is None:
             raise Unavailable("this daemon is still starting")
         return LeaderReply(ref=request.ref, view=found.build_view(self._loop.time()))
 
     def _dispatch_event(self, event: ElectionEvent) -> LeaderElection | None:
-        """Decide, and begin to carry it out; nothing happens before :meth:`start`."""
+        """Decide and carry out the actions; ignored before :meth:`start`."""
         election = self._election
         if election is None:
             return None
@@ -251,7 +252,7 @@ class Leadership:
                     self._update_membership(term=term)
                 case StartCoordinatorAction() | StepDownAction():
                     if self.is_leader:
-                        log.warning("the coordinator here is ended: %s", election.story[-1])
+                        log.warning("stopping this PC's coordinator: %s", election.story[-1])
                     self._actions.put_nowait(decision)
         if election.role != role:
             log.info("%s", election.story[-1])
@@ -279,12 +280,12 @@ class Leadership:
             try:
                 changed.save(self._host.home.membership)
             except OSError as error:
-                log.warning("can't remember where the coordinator is: %s", error)
+                log.warning("can't store the coordinator's location: %s", error)
 
-    # --- asking ------------------------------------------------------------------------------
+    # --- queries ---
 
     def _query_once(self, peer: str, election: LeaderElection) -> None:
-        """Ask, unless that is under way: questions of others must not make ever more of ours."""
+        """Query a peer, unless a query is in progress: peers' queries must not multiply ours."""
         if peer not in self._querying:
             self._querying.add(peer)
             self._spawn(self._query_peer(peer, election), f"molink-ask-{peer}")
@@ -305,12 +306,12 @@ class Leadership:
         )
 
     async def _request_view(self, peer: str, election: LeaderElection) -> LeaderView | None:
-        member = self._find_peer(peer)
-        if member is None or self.membership is None:
+        info = self._find_peer(peer)
+        if info is None or self.membership is None:
             return None
         view = election.build_view(self._loop.time())
         request = LeaderRequest(ref=0, swarm=self.membership.swarm, view=view)
-        return await query_leader(self._host.context, self._host.keys, member, request)
+        return await query_leader(self._host.context, self._host.keys, info, request)
 
     def _find_peer(self, peer: str) -> PeerInfo | None:
         held = self.replica.replica
@@ -320,10 +321,10 @@ class Leadership:
                 return msgspec.structs.replace(one.announced, addresses=tuple(addresses))
         return None
 
-    # --- leading -----------------------------------------------------------------------------
+    # --- coordinator process ---
 
     async def _run_actions(self) -> None:
-        """Start and end the coordinator as decided, one after the other."""
+        """Start and stop the coordinator, one action at a time."""
         while True:
             action = await self._actions.get()
             await self._stop_coordinator()
@@ -371,7 +372,7 @@ class Leadership:
         self._dispatch_event(CoordinatorFailedEvent())
         self._host.announce(
             ProblemReportedEvent(
-                text="the coordinator ends again and again here: another PC is to run it"
+                text="the coordinator keeps failing on this PC; another PC takes over"
             )
         )
 

@@ -1,1 +1,1 @@
-"""The endpoint's backend: models served, requests and token streams."""
+"""The API's backend: served models, requests and token streams."""

@@ -1,4 +1,4 @@
-"""The chat endpoint as a part of the daemon: it runs in a thread of its own."""
+"""The API endpoint of the daemon, in its own thread."""
 
 import asyncio
 import sys
@@ -10,15 +10,15 @@ from molinkd.api.prompt_worker_pool import PromptWorkers
 from molinkd.peer.settings import Settings
 from molinkd.platform import child_options
 
-#: Windows waits only some seconds for a program whose console or session ends.
+#: Maximum grace period in seconds: Windows kills a program soon after its console closes.
 MAX_GRACE_PERIOD_S = 3.0 if sys.platform == "win32" else 20.0
 
 
 def api_settings(settings: Settings) -> ApiSettings:
-    """Those of the endpoint.
+    """The API's part of the settings.
 
     Raises:
-        UsageError: they would let strangers in, or can't work.
+        UsageError: They are insecure or inconsistent.
     """
     return ApiSettings(
         host=settings.api_host,
@@ -33,28 +33,28 @@ def api_settings(settings: Settings) -> ApiSettings:
 
 
 class ApiEndpoint:
-    """Starts and stops the endpoint without holding up the daemon's event loop."""
+    """Starts and stops the API without blocking the daemon's event loop."""
 
     def __init__(self, settings: Settings, backend: Backend) -> None:
-        """Raises :class:`UsageError` if the settings would let strangers in."""
+        """Raises :class:`UsageError` if the settings are insecure."""
         api = api_settings(settings)
         self._ports = settings.ports_to_try("api_port")
         self._server = EndpointServer(backend, api, PromptWorkers(child_options()))
 
     async def start(self) -> None:
-        """Listen on the port of the settings, or the next free one if nobody has chosen it.
+        """Listen on the configured port, or on the next free one if it is the default.
 
         Raises:
-            PortInUse: it is taken, or all are.
-            UsageError: the address is none of this PC's.
+            PortInUse: No port is free.
+            UsageError: The address does not belong to this PC.
         """
         await asyncio.to_thread(self._server.start, *self._ports)
 
     async def close(self) -> None:
-        """Stop, once running answers have ended or had their time. May be called twice."""
+        """Stop after the grace period of running answers. Idempotent."""
         await asyncio.to_thread(self._server.stop)
 
     @property
     def url(self) -> str:
-        """The endpoint's root, as seen from this PC: ``http://127.0.0.1:5465``."""
+        """Root URL from this PC: ``http://127.0.0.1:5465``."""
         return self._server.url.removesuffix("/v1")

@@ -1,4 +1,4 @@
-"""Connections to the heads of all pipelines, and which of them can take requests now."""
+"""Connections to the schedulers of all pipelines."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from molink.wire.sockets.key_pair import KeyPair
 
 log = logging.getLogger(__name__)
 
-#: Routes that a report shows at most.
+#: Maximum number of routes in a peer report.
 MAX_SUMMARIES = 16
 
 
@@ -29,17 +29,17 @@ class _SchedulerClient:
 
     @property
     def target(self) -> PipelineEpoch | None:
-        """Where to submit; ``None`` while the pipeline or its head can't be reached."""
+        """Where to submit; ``None`` while the pipeline is not ready or not connected."""
         if self.client is None or not self.client.is_connected or not self.route.is_ready:
             return None
         return PipelineEpoch(self.route.pipeline, self.route.epoch)
 
 
 class SchedulerConnections:
-    """One connection per pipeline, to the worker of its stage 0.
+    """One connection per pipeline, to the worker of its first stage.
 
-    ``on_change`` is told of a model whose usable heads may have changed; ``on_message`` gets what a
-    pipeline's head sends.
+    ``on_change`` gets a model whose usable schedulers may have changed, ``on_message`` the messages
+    of a pipeline's scheduler.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SchedulerConnections:
         on_message: Callable[[str, DataMessage, memoryview | None], None],
         via: Callable[[StageAddress], StageAddress] = lambda address: address,
     ) -> None:
-        """``via`` says where a head is reached from here."""
+        """``via`` maps a scheduler's address to one that is reachable from this PC."""
         self._context = context
         self._keys = keys
         self._codec = data_codec()
@@ -58,22 +58,22 @@ class SchedulerConnections:
         self._on_message = on_message
         self._localize = via
         self._schedulers: dict[str, _SchedulerClient] = {}
-        #: Pipelines that the coordinator hasn't named since it welcomed us last.
+        #: Pipelines without a route in the current session yet.
         self._unconfirmed: set[str] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     def on_welcome(self) -> None:
-        """A session begins: what is known is of another one, or of another coordinator."""
+        """Start a session; the known routes are from an earlier session."""
         self._unconfirmed = set(self._schedulers)
 
     def update_route(self, route: Route) -> list[str]:
-        """Take in where a pipeline's requests go; an older epoch than known is ignored.
+        """Update a pipeline's route; an older epoch is ignored.
 
-        Unless it is the first word on that pipeline of a session: then that is what holds.
+        The first route of a pipeline in a session always applies.
 
         Returns:
-            Pipelines that are found to have ended while there was no session: a coordinator names
-            one of their model that is ready, and not them.
+            Pipelines that ended before the session: a ready route of the same model does not list
+                them.
         """
         scheduler = self._schedulers.get(route.pipeline)
         known = route.pipeline not in self._unconfirmed
@@ -100,14 +100,14 @@ class SchedulerConnections:
         return ended
 
     def reconnect_peer(self, peer: str) -> None:
-        """There is another way to a member than before."""
+        """Reconnect to the schedulers on ``peer``, whose route has changed."""
         for scheduler in self._schedulers.values():
             if scheduler.route.scheduler is not None and scheduler.route.scheduler.peer == peer:
                 self._close_client(scheduler)
                 self._open_client(scheduler)
 
     def remove_pipeline(self, pipeline: str) -> None:
-        """A pipeline is no more."""
+        """Drop a removed pipeline."""
         self._unconfirmed.discard(pipeline)
         scheduler = self._schedulers.pop(pipeline, None)
         if scheduler is not None:
@@ -115,7 +115,7 @@ class SchedulerConnections:
             self._on_change(scheduler.route.model)
 
     def ready_targets(self, model: str) -> list[PipelineEpoch]:
-        """Pipelines that can take requests for ``model`` now."""
+        """Pipelines that accept requests for ``model`` now."""
         return [
             target
             for scheduler in self._schedulers.values()
@@ -123,7 +123,7 @@ class SchedulerConnections:
         ]
 
     def unready_reason(self, model: str) -> str:
-        """Why the coordinator has no ready pipeline for ``model``; empty if it hasn't said."""
+        """Why no pipeline of ``model`` is ready, by the coordinator; empty if unknown."""
         routes = [
             scheduler.route
             for scheduler in self._schedulers.values()
@@ -132,7 +132,7 @@ class SchedulerConnections:
         return next((route.reason for route in routes if route.reason), "")
 
     def forming_progress(self, model: str) -> int:
-        """Another number than before while a pipeline for ``model`` gets on with being formed."""
+        """A number that changes while a pipeline of ``model`` makes progress in forming."""
         return sum(
             scheduler.route.forming_progress
             for scheduler in self._schedulers.values()
@@ -141,32 +141,32 @@ class SchedulerConnections:
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """All pipelines that are known."""
+        """Routes of all pipelines."""
         return tuple(scheduler.route for scheduler in self._schedulers.values())
 
     @property
     def route_summaries(self) -> tuple[tuple[str, int, bool], ...]:
-        """The newest routes as reports show them."""
+        """The newest routes, for the peer report."""
         routes = [*self.routes][-MAX_SUMMARIES:]
         return tuple((route.pipeline, route.epoch, route.is_ready) for route in routes)
 
     def send(
         self, target: PipelineEpoch, message: DataMessage, payload: Buffer | None = None
     ) -> None:
-        """Send to the head of ``target``.
+        """Send to the scheduler of ``target``.
 
         Raises:
-            Unavailable: it can't be reached.
-            Overloaded: it takes no more at the moment.
-            MessageTooLarge: the message is too long for its header.
+            Unavailable: It is not connected, or in another epoch.
+            Overloaded: Its send queue is full.
+            MessageTooLarge: The message is too large for its header.
         """
         scheduler = self._schedulers.get(target.pipeline)
         if scheduler is None or scheduler.client is None or scheduler.route.epoch != target.epoch:
-            raise Unavailable(f"the head of {target.pipeline} in epoch {target.epoch} is gone")
+            raise Unavailable(f"the scheduler of {target.pipeline} in epoch {target.epoch} is gone")
         scheduler.client.send(message, payload)
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for scheduler in self._schedulers.values():
             self._close_client(scheduler)
         self._schedulers.clear()
@@ -177,7 +177,9 @@ class SchedulerConnections:
         if address is None or not address.addresses:
             return
         if address.peer != derive_peer_id(address.public_key):
-            log.warning("the route of %s names a peer by another's id", scheduler.route.pipeline)
+            log.warning(
+                "the route of %s has a mismatched peer id and key", scheduler.route.pipeline
+            )
             return
         pipeline = scheduler.route.pipeline
         address = self._localize(address)
@@ -191,7 +193,7 @@ class SchedulerConnections:
             self._codec,
             address.public_key,
             endpoints(address.addresses, address.port),
-            name=f"the head of {pipeline}",
+            name=f"the scheduler of {pipeline}",
             events=ClientEvents(
                 on_message=lambda message, payload: self._on_message(pipeline, message, payload),
                 on_connect=changed,

@@ -1,4 +1,4 @@
-"""The models that the endpoint can offer: those with a route, once their tokenizer is here."""
+"""The models that the API offers: those with a route, once their tokenizer is on this PC."""
 
 import asyncio
 import logging
@@ -17,12 +17,12 @@ from molinkd.peer.artifacts.stored_model import read_stored_manifest
 
 log = logging.getLogger(__name__)
 
-#: Pauses between attempts to get a model's metadata, in seconds; the last one repeats.
+#: Backoff of fetching a model's metadata, in seconds; the last pause repeats.
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class ServedModels:
-    """Gets the metadata of every model with a route, for as long as it takes."""
+    """Fetches the metadata of every model with a route."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ServedModels:
         on_change: Callable[[Sequence[ServedModel]], None],
         on_trouble: Callable[[str], None],
     ) -> None:
-        """``on_trouble`` is told, for a person, of a model that was given up."""
+        """``on_trouble`` gets the message for a model that can't be offered."""
         self._store = store
         self._on_problem = on_trouble
         self._on_change = on_change
@@ -39,7 +39,7 @@ class ServedModels:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def update_route(self, route: Route) -> None:
-        """A pipeline serves ``route.model``; once it is ready, with the context that it has."""
+        """Offer the model of a route, with the pipelines' maximum request length."""
         self._routes[route.pipeline] = route
         served = self._served.get(route.model)
         if served is not None:
@@ -52,7 +52,7 @@ class ServedModels:
             self._tasks[route.model] = task
 
     def remove_pipeline(self, pipeline: str) -> None:
-        """A pipeline is no more; its model goes with the last of them."""
+        """Drop a removed pipeline, and its model with its last pipeline."""
         route = self._routes.pop(pipeline, None)
         if route is None or self._find_route(route.model) is not None:
             return
@@ -63,7 +63,7 @@ class ServedModels:
             self._on_change(tuple(self._served.values()))
 
     async def close(self) -> None:
-        """End transfers."""
+        """Cancel transfers."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -73,7 +73,7 @@ class ServedModels:
         return next((route for route in self._routes.values() if route.model == model), None)
 
     def _max_model_len(self, model: str) -> int:
-        """Tokens that a request may have, in any pipeline that is ready; 0 if not known."""
+        """Tokens per request that every ready pipeline allows; 0 if unknown."""
         routes = [route for route in self._routes.values() if route.model == model]
         known = [route for route in routes if route.is_ready] or routes
         return min((route.max_model_len for route in known), default=0)
@@ -93,8 +93,8 @@ class ServedModels:
                 self._on_change(tuple(self._served.values()))
                 return
         except Exception as error:
-            log.exception("the tokenizer of %s", model)
-            self._on_problem(f"{model} can't be offered here: {type(error).__name__}: {error}")
+            log.exception("fetching the tokenizer of %s failed", model)
+            self._on_problem(f"can't offer {model}: {type(error).__name__}: {error}")
         finally:
             if self._tasks.get(model) is asyncio.current_task():
                 del self._tasks[model]
@@ -104,7 +104,7 @@ class ServedModels:
             route.model, route.root, ModelSources.from_message(route), rate_limited=route.is_ready
         )
         config = await asyncio.to_thread(ModelConfig.load_folder, folder)
-        context = self._max_model_len(route.model) or config.max_model_len  # as known by now
+        context = self._max_model_len(route.model) or config.max_model_len
         size = await asyncio.to_thread(_weight_bytes, folder, route.root)
         return ServedModel(
             route.model,

@@ -1,7 +1,7 @@
-"""The endpoint's backend: requests in, tokens out, whatever happens to the pipelines meanwhile.
+"""The API's backend: sends requests to pipelines and streams tokens, across recoveries.
 
-The endpoint runs on an event loop of its own; everything here but the methods of ``Backend`` runs
-on the daemon's.
+The API has its own event loop. Only the methods of ``Backend`` run on it; everything else runs on
+the daemon's loop.
 """
 
 import array
@@ -57,9 +57,9 @@ from molinkd.peer.running_clock import RunningClock
 
 log = logging.getLogger(__name__)
 
-#: Prompt ids per message; they are 4 bytes each and a payload has at most 256 KiB.
+#: Prompt ids per message, 4 bytes each: a payload has at most 256 KiB.
 MAX_FRAGMENT_IDS = 32768
-#: Seconds for the status, for which the daemon may have to ask the coordinator (3 s at most).
+#: Status timeout in seconds, above the 3 s that the daemon waits for the coordinator.
 _STATUS_S = 5.0
 
 
@@ -68,15 +68,15 @@ class _ActiveRequest:
     stream: RequestStream
     queue: TokenQueue
     target: PipelineEpoch | None = None
-    #: Pipelines that it could have gone to as well.
+    #: Number of other pipelines that were available.
     num_alternatives: int = 0
-    #: Of the answer, from ``target``.
+    #: Tokens received from ``target``.
     num_tokens: int = 0
     timer: asyncio.TimerHandle | None = None
 
 
 class SwarmBackend:
-    """All requests of this peer's endpoint. Implements :class:`molinkd.api.backend.Backend`."""
+    """All requests of this peer's API. Implements :class:`molinkd.api.backend.Backend`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class SwarmBackend:
         status: Callable[[], Awaitable[bytes]],
         router: str = "e2",
     ) -> None:
-        """``clock`` is of the running event loop, and so is ``status()`` (JSON, UTF-8).
+        """``clock`` and ``status()`` (JSON, UTF-8) belong to the running event loop.
 
         ``router`` chooses among the pipelines of a model (:mod:`molink.routing.create`).
         """
@@ -99,27 +99,27 @@ class SwarmBackend:
         self._routing = RequestRouter(create_router(router))
         self._loop = asyncio.get_running_loop()
         self._active: dict[str, _ActiveRequest] = {}
-        #: Keys have to differ from those of this peer's earlier daemons.
+        #: Keeps keys distinct from those of earlier runs of the daemon.
         self._prefix = secrets.token_hex(4)
         self._sequence = itertools.count()
-        # Replaced, never changed: the endpoint's thread reads them.
+        # Replaced, never mutated: the API thread reads them.
         self._models: tuple[ServedModel, ...] = ()
         self._ready: frozenset[str] = frozenset()
         self._counters: Counter[str] = Counter()
-        #: Models that nothing can serve: since when that is so, and the last sign that one forms.
+        #: Models without a usable pipeline: since when, and the last forming progress.
         self._unserved: dict[str, tuple[float, int]] = {}
-        #: Requests that waited for a pipeline which is ready again, and whom to tell of them.
+        #: Requests that wait for their replay after a recovery, and the callback after the last.
         self._replaying: set[str] = set()
         self._on_replayed: Callable[[], None] | None = None
 
-    # --- Backend: called on the endpoint's loop ---
+    # --- Backend: called on the API's loop ---
 
     def list_models(self) -> Sequence[ServedModel]:
-        """Models whose tokenizer is here."""
+        """Models whose tokenizer is on this PC."""
         return self._models
 
     def is_ready(self, model: str | None = None) -> bool:
-        """Whether a pipeline can take a request now."""
+        """Whether a pipeline accepts requests now."""
         served = {served.name for served in self._models} & self._ready
         return bool(served) if model is None else model in served
 
@@ -144,7 +144,7 @@ class SwarmBackend:
             self._call_on_loop(self._close_request, key)
 
     def collect_metrics(self) -> MetricValues:
-        """Those of this daemon and its workers."""
+        """Metrics of this daemon and its workers."""
         figures = self._collect_metrics()
         for name, count in dict(self._counters).items():
             figures.counters[f"daemon_requests_{name}"] = float(count)
@@ -154,36 +154,36 @@ class SwarmBackend:
         return figures
 
     async def fetch_status(self) -> bytes:
-        """What the daemon says of the swarm; see :class:`molinkd.api.backend.Backend`."""
+        """The swarm's status; see :class:`molinkd.api.backend.Backend`."""
 
         async def ask() -> bytes:
             return await self._query_status()
 
-        asking = ask()
+        query = ask()
         try:
-            told = asyncio.run_coroutine_threadsafe(asking, self._loop)
-        except RuntimeError:  # the daemon's loop has been closed
-            asking.close()
-            raise Unavailable("molink is ending on this PC") from None
+            pending = asyncio.run_coroutine_threadsafe(query, self._loop)
+        except RuntimeError:  # the daemon's loop is closed
+            query.close()
+            raise Unavailable("molink is shutting down on this PC") from None
         try:
             async with asyncio.timeout(_STATUS_S):
-                return await asyncio.wrap_future(told)
+                return await asyncio.wrap_future(pending)
         except TimeoutError:
-            raise Unavailable("the daemon is too busy to say how the swarm is") from None
+            raise Unavailable("the daemon is too busy to report the status") from None
 
     def _call_on_loop(self, work: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the daemon's loop has been closed
             self._loop.call_soon_threadsafe(work, *args)
 
-    # --- from the daemon ---
+    # --- called by the daemon ---
 
     def set_models(self, models: Sequence[ServedModel]) -> None:
-        """The models that can be asked for from now on."""
+        """Set the offered models."""
         self._models = tuple(models)
         self._ready = frozenset(m.name for m in models if self._schedulers.ready_targets(m.name))
 
     def on_targets_changed(self, model: str) -> None:
-        """The usable heads of a model may have changed."""
+        """Reroute requests after the usable schedulers of a model may have changed."""
         targets = self._schedulers.ready_targets(model)
         self._routing.retain_pipelines(
             PipelineEpoch(one.pipeline, one.epoch) for one in self._schedulers.routes
@@ -195,7 +195,7 @@ class SwarmBackend:
                 self._choose_target(active, targets)
 
     def _update_unserved(self, model: str, served: bool) -> None:
-        """Since when nothing can serve a model, and nothing gets on with being formed."""
+        """Record since when a model has neither a pipeline nor forming progress."""
         sign = self._schedulers.forming_progress(model)
         if served or not any(route.model == model for route in self._schedulers.routes):
             self._unserved.pop(model, None)
@@ -203,7 +203,7 @@ class SwarmBackend:
             self._unserved[model] = (self._clock.time(), sign)
 
     def call_when_replayed(self, model: str, call: Callable[[], None]) -> None:
-        """Call once every request for ``model`` that waits now has a token, or is over."""
+        """Call ``call`` once every waiting request of ``model`` has a token or has finished."""
         self._on_replayed = call
         self._replaying = {
             key
@@ -227,7 +227,7 @@ class SwarmBackend:
     def on_message(
         self, pipeline: str, message: DataMessage, payload: memoryview | None = None
     ) -> None:
-        """A head sends."""
+        """Handle a scheduler's message."""
         now = self._clock.time()
         if isinstance(message, OutputTokens):
             self._on_cache_report(pipeline, message, payload, now)
@@ -248,24 +248,24 @@ class SwarmBackend:
     def _on_cache_report(
         self, pipeline: str, message: OutputTokens, payload: memoryview | None, now: float
     ) -> None:
-        """What a head tells of its cache; nonsense is dropped: it would only cost time."""
+        """Update the router's view of a prefix cache; malformed reports are ignored."""
         if message.cache is None or payload is None:
             return
         target = PipelineEpoch(pipeline, message.tokens[0].epoch)
         try:
             self._routing.on_cache_report(target, unpack_report(message.cache, payload), now)
         except WireError as error:
-            log.debug("the head of %s tells of its cache: %s", pipeline, error)
+            log.debug("invalid cache report of the scheduler of %s: %s", pipeline, error)
 
     def _find_active(self, pipeline: str, key: str) -> _ActiveRequest | None:
-        """The request of a submission's key, if ``pipeline`` is the one that serves it."""
+        """The request of a submission's key, if ``pipeline`` serves it."""
         active = self._active.get(key.rpartition(".")[0])
         if active is None or active.target is None or active.target.pipeline != pipeline:
             return None
         return active
 
     def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all requests."""
         for key in list(self._active):
             self._close_request(key)
 
@@ -294,7 +294,7 @@ class SwarmBackend:
         self._check_replayed()
 
     def _choose_target(self, active: _ActiveRequest, targets: Sequence[PipelineEpoch]) -> None:
-        """Stay with the pipeline that serves the request, else take the one that suits it best."""
+        """Keep the request's pipeline if it is usable, else let the router choose one."""
         now = self._clock.time()
         if active.target not in targets:
             prompt = active.stream.request.prompt_token_ids
@@ -347,22 +347,22 @@ class SwarmBackend:
             for message, part in messages:
                 self._schedulers.send(act.target, message, part)
         except MolinkError as error:
-            # Have the head forget the half that it may have.
+            # Cancel the part that may have been sent.
             self._send_best_effort(act.target, Cancel(act.submit.key))
             refused = _rejection_of(act, error)
             self._loop.call_soon(self.on_message, act.target.pipeline, refused)
 
     def _send_best_effort(self, target: PipelineEpoch, message: Cancel | Credit) -> None:
-        """Send what a head that can't be told now need not know."""
+        """Send a message that may be lost."""
         try:
             self._schedulers.send(target, message)
         except MolinkError as error:
-            log.debug("to the head of %s: %s", target.pipeline, error)
+            log.debug("can't send to the scheduler of %s: %s", target.pipeline, error)
 
 
 def _rejection_of(act: SubmitAction, error: MolinkError) -> Rejected:
-    """A submission that couldn't be sent, as if its head had refused it."""
-    reason: RejectReason = "epoch"  # its connection is lost: a pause
+    """The rejection that stands for a submission that could not be sent."""
+    reason: RejectReason = "epoch"  # the connection is lost: retry after a pause
     text, pause = str(error), 0.0
     if isinstance(error, MessageTooLarge):
         reason = "invalid"
@@ -374,7 +374,7 @@ def _rejection_of(act: SubmitAction, error: MolinkError) -> Rejected:
 
 
 def split_prompt(key: str, ids: Sequence[int]) -> Iterator[tuple[PromptFragment, bytes]]:
-    """Ids of a prompt (little-endian int32) in messages of at most :data:`MAX_FRAGMENT_IDS`."""
+    """Prompt ids (little-endian int32) in messages of at most :data:`MAX_FRAGMENT_IDS`."""
     for first in range(0, len(ids), MAX_FRAGMENT_IDS):
         part = array.array("i", ids[first : first + MAX_FRAGMENT_IDS])
         if sys.byteorder == "big":

@@ -1,1 +1,1 @@
-"""Joining, discovery, sessions and relayed routes."""
+"""Joining, discovery, the coordinator session and relayed routes."""

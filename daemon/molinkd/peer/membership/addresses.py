@@ -1,4 +1,4 @@
-"""Under which addresses other PCs can reach this one."""
+"""This PC's addresses, as other PCs see them."""
 
 import ipaddress
 import re
@@ -12,7 +12,7 @@ from molink.swarm.membership.discovery import is_dialable
 MAX_ADDRESSES = 8
 LOOPBACK = "127.0.0.1"
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
-#: What looks like an address, and is none.
+#: Looks like an address even where it is not a valid one.
 _NUMERIC = re.compile(r"[0-9.]+")
 
 
@@ -32,7 +32,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_reachable_name(text: str) -> bool:
-    """Whether another PC could dial ``text``: an address, or a host's name; without a port."""
+    """Whether ``text`` is an address or host name that another PC could dial; without a port."""
     try:
         return not ipaddress.ip_address(text).is_unspecified
     except ValueError:
@@ -40,12 +40,12 @@ def is_reachable_name(text: str) -> bool:
 
 
 def local_dial_host(host: str) -> str:
-    """The address under which this PC itself reaches sockets that are bound to ``host``."""
+    """The address to dial from this PC for sockets bound to ``host``."""
     return LOOPBACK if is_wildcard(host) else host
 
 
 def advertised_addresses(host: str, explicit: Sequence[str] = ()) -> tuple[str, ...]:
-    """Addresses to tell to others, best first, for sockets that are bound to ``host``."""
+    """Addresses to advertise for sockets bound to ``host``, best first."""
     if explicit:
         return tuple(explicit)[:MAX_ADDRESSES]
     if not is_wildcard(host):
@@ -54,16 +54,13 @@ def advertised_addresses(host: str, explicit: Sequence[str] = ()) -> tuple[str, 
 
 
 def multicast_addresses(host: str) -> tuple[str, ...]:
-    """This PC's own addresses in the networks that sockets bound to ``host`` belong to.
-
-    None where only this PC can reach them.
-    """
+    """This PC's addresses in the networks of sockets bound to ``host``; empty for loopback."""
     found = _interface_addresses() if is_wildcard(host) else [host]
     return tuple(dict.fromkeys(one for one in found if is_dialable(one)))
 
 
 def rank_addresses(found: Iterable[str], outgoing: str | None) -> tuple[str, ...]:
-    """The address of the default route first, loopback only if there is no other."""
+    """The default route's address first; loopback only as a last resort."""
     usable: list[str] = [outgoing] if outgoing else []
     for text in found:
         address = ipaddress.ip_address(text)
@@ -85,7 +82,7 @@ def _interface_addresses() -> list[str]:
 
 
 def _outgoing_address() -> str | None:
-    """The local address that the default route uses; nothing is sent."""
+    """The local address of the default route; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,8 +1,8 @@
-"""Announcing a swarm on the local network, and looking for those that are announced (zeroconf).
+"""Announces this PC's swarm on the local network, and scans for others (zeroconf).
 
-zeroconf runs in threads of its own, with its own event loop, so that what others send there doesn't
-hold up the daemon; it bounds what it remembers. Nothing announced is secret, nothing heard is
-believed: :mod:`molink.swarm.membership.discovery` says what may be shown.
+zeroconf runs in its own threads, so that traffic from strangers can't block the daemon. Nothing
+announced is secret and nothing received is trusted; :mod:`molink.swarm.membership.discovery`
+validates it.
 """
 
 import asyncio
@@ -32,46 +32,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How often it is looked what there is to announce: who leads, and this PC's addresses, change.
+#: Interval of checking whether the announcement has changed, in seconds.
 POLL_S = 2.0
-#: How long swarms are looked for, and how long after the first was found, in seconds.
+#: Duration of a scan, and its remaining duration after the first result, in seconds.
 LOOK_S, MORE_S = 6.0, 1.5
-#: How long a swarm is looked for of which a member is missing, and the longest pause until that is
-#: done again, in seconds.
+#: Duration of a scan for missing peers, and the longest pause between two scans, in seconds.
 MISSED_S, SELDOM_S = 3.0, 60.0
-#: Addresses that are asked because of what was heard.
+#: Maximum number of discovered addresses.
 _MAX_ADDRESSES = 8
-#: How long one announcement is waited for that names no details, in milliseconds.
+#: Timeout of resolving one announcement, in milliseconds.
 _DETAILS_MS = 800
-#: Announcements that are looked at: a hostile PC can make any number.
+#: Maximum number of announcements per scan: a hostile PC can send any number.
 _MAX_ANNOUNCEMENTS = 64
 
-#: What is announced, and from which of this PC's addresses.
+#: An announcement and the local addresses to send it from.
 _Announced = tuple[DiscoveredSwarm, tuple[str, ...]]
 
 
 class SwarmAnnouncer:
-    """Announces the swarm that is led from this PC, for as long as it is."""
+    """Announces the swarm while this PC leads it."""
 
     def __init__(
         self, settings: Settings, coordinator: Callable[[], CoordinatorAnnouncement | None]
     ) -> None:
-        """``coordinator()`` is that which runs here."""
+        """``coordinator()`` returns the announcement of this PC's coordinator."""
         self._settings, self._coordinator = settings, coordinator
         self._zeroconf: Zeroconf | None = None
         self._announced: _Announced | None = None
         self._task: asyncio.Task[None] | None = None
-        #: Held while a thread announces something, or ends it.
+        #: Held while a thread changes the announcement.
         self._lock = threading.Lock()
         self._is_closed = False
 
     def start(self) -> None:
-        """Begin; does nothing where only this PC could hear it, or nobody is to."""
+        """Start, unless discovery is off or the host is loopback only."""
         if self._settings.discovery and multicast_addresses(self._settings.host):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="molink-announce")
 
     async def close(self) -> None:
-        """Say that it is over."""
+        """Withdraw the announcement."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -90,15 +89,15 @@ class SwarmAnnouncer:
         interfaces = multicast_addresses(settings.host)
         if found is None or not found.pairing_port or not interfaces:
             return None
-        told = advertised_addresses(settings.host, settings.advertise)
-        addresses = tuple(one for one in told if is_dialable(one))
+        advertised = advertised_addresses(settings.host, settings.advertise)
+        addresses = tuple(one for one in advertised if is_dialable(one))
         nearby = DiscoveredSwarm(
             found.swarm, found.name, found.public_key, addresses, found.pairing_port
         )
         return (nearby, interfaces) if addresses else None
 
     def _set_announced(self, wanted: _Announced | None) -> None:
-        """Announce that in the place of what was; in a thread."""
+        """Replace the announcement. Blocks."""
         from zeroconf import Error
 
         with self._lock:
@@ -111,28 +110,29 @@ class SwarmAnnouncer:
                 if wanted is not None:
                     self._zeroconf = _register_service(*wanted)
             except (OSError, Error) as error:
-                log.warning("the swarm can't be announced on the local network: %r", error)
+                log.warning("can't announce the swarm on the local network: %r", error)
 
 
 class MissingSwarm(Protocol):
-    """What a :class:`DiscoveryScanner` looks for."""
+    """The swarm that a :class:`DiscoveryScanner` scans for."""
 
     @property
     def swarm(self) -> str: ...
     @property
     def has_missing_peers(self) -> bool:
-        """Whether a member isn't found where it was."""
+        """Whether some peer is unreachable at its known addresses."""
         ...
 
     def add_addresses(self, addresses: tuple[str, ...]) -> None:
-        """The swarm announces itself there, or somebody says so."""
+        """Add discovered addresses of the swarm."""
         ...
 
 
 class DiscoveryScanner:
-    """Looks on the local network for a swarm whose members aren't at their addresses any more.
+    """Scans the local network for a swarm whose peers have new addresses.
 
-    A new router gives all PCs others. What is heard is only where to ask: members have keys.
+    A new router may change all addresses. Discovered ones are only tried: peers authenticate by
+    key.
     """
 
     def __init__(self, settings: Settings, missed: MissingSwarm) -> None:
@@ -140,12 +140,12 @@ class DiscoveryScanner:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin; does nothing where only this PC could be heard, or nobody is to be looked for."""
+        """Start, unless discovery is off or the host is loopback only."""
         if self._settings.discovery and multicast_addresses(self._settings.host):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="molink-lookout")
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop scanning."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -188,20 +188,20 @@ def _register_service(nearby: DiscoveredSwarm, interfaces: Sequence[str]) -> "Ze
     )
     zeroconf = _open_zeroconf(interfaces)
     try:
-        # Where another PC has this name already, ours gets a number.
+        # A number is appended if another PC has this name.
         zeroconf.register_service(info, allow_name_change=True)
     except BaseException:
         zeroconf.close()
         raise
-    log.info("the swarm is announced on the networks of %s", ", ".join(interfaces))
+    log.info("announcing the swarm on the networks of %s", ", ".join(interfaces))
     return zeroconf
 
 
 def scan_network(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> list[DiscoveredSwarm]:
-    """Swarms that announce themselves where ``host`` can be reached; blocks for so long at most.
+    """Swarms announced on the networks of ``host``; blocks for at most ``seconds``.
 
     Raises:
-        Unavailable: this PC can't take part in multicast.
+        Unavailable: Multicast is not possible on this PC.
     """
     from zeroconf import Error
 
@@ -210,13 +210,13 @@ def scan_network(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> li
         return _Scan(interfaces).run_scan(seconds, more) if interfaces else []
     except (OSError, Error) as error:
         raise Unavailable(
-            f"can't look for swarms on this network: {error!r}. Name the first PC instead, as in "
-            "`molink join 192.168.1.7`, or join by a token"
+            f"can't scan this network for swarms: {error!r}. Name the first PC instead, as in "
+            "`molink join 192.168.1.7`, or join with a token"
         ) from None
 
 
 class _Scan:
-    """One look around."""
+    """One scan."""
 
     def __init__(self, interfaces: Sequence[str]) -> None:
         self._interfaces = interfaces
@@ -247,7 +247,7 @@ class _Scan:
     def _on_service(
         self, zeroconf: "Zeroconf", service_type: str, name: str, state_change: "ServiceStateChange"
     ) -> None:
-        """Called by zeroconf, in its thread, with exactly these names."""
+        """Callback of zeroconf, which passes these names as keywords, in its own thread."""
         del zeroconf, service_type, state_change
         if len(self._seen) < _MAX_ANNOUNCEMENTS:
             self._seen[name] = None
@@ -256,7 +256,7 @@ class _Scan:
     def _resolve_service(self, zeroconf: "Zeroconf", name: str) -> bool:
         from zeroconf import IPVersion, ServiceInfo
 
-        with contextlib.suppress(Exception):  # a stranger's bytes, read by another's code
+        with contextlib.suppress(Exception):  # untrusted bytes in a third-party parser
             info = ServiceInfo(SERVICE_TYPE, name)
             if info.request(zeroconf, _DETAILS_MS):
                 addresses = info.parsed_addresses(IPVersion.V4Only)

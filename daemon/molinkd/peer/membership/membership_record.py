@@ -1,4 +1,4 @@
-"""Which swarm this peer belongs to: remembered between runs, gained with a join token."""
+"""The swarm that this PC belongs to: stored on disk, obtained with a join token."""
 
 import asyncio
 import logging
@@ -33,36 +33,34 @@ from molinkd.peer.home import Home
 log = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 20.0
-#: The same for each place that may answer, where a token names several.
+#: Timeout per contact point if a token has several, in seconds.
 _GUIDE_TIMEOUT_S = 6.0
-#: From being told that too many join at this moment, or a broken connection, to the next try, in
-#: seconds.
+#: Retry interval after an overload or a broken connection, in seconds.
 _RETRY_S = 1.0
-#: Failed handshakes after which a server at a token's address is taken for another one.
+#: Failed handshakes after which the server is considered a different one.
 _MAX_HANDSHAKES = 4
 
 
 class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The swarm that this peer is a member of. ``addresses`` of its coordinator, ``host:port``."""
+    """The swarm of this PC, with its coordinator's ``addresses`` (``host:port``)."""
 
     swarm: str
     coordinator_key: str
     addresses: tuple[str, ...]
-    #: Whether ``molink up`` has founded it here.
+    #: Whether ``molink up`` founded the swarm on this PC.
     is_founder: bool = False
-    #: The peer that led last, as far as is known (see ``molink.swarm.election.leader_election``),
-    #: and its term.
+    #: Last known leader and its term (see :mod:`molink.swarm.election.leader_election`).
     leader: str = ""
     term: int = 0
-    #: What ``molink up`` served last.
+    #: Model that ``molink up`` served last.
     model: str | None = None
-    #: Whether this PC was told that it is no member any more.
+    #: Whether this PC was removed from the swarm.
     is_banned: bool = False
-    #: What else was asked for here (``molink apply``): others fetch its files from this PC.
+    #: Further models of ``molink apply`` on this PC, which other PCs fetch from here.
     extra_models: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
-        """Remember it."""
+        """Write the record to ``path``."""
         write_secret(path, msgspec.json.encode(self).decode("utf-8"))
 
     @property
@@ -72,10 +70,10 @@ class MembershipRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_membership(path: Path) -> MembershipRecord | None:
-    """The remembered swarm, if there is one.
+    """The stored record; ``None`` without one.
 
     Raises:
-        UsageError: the file is there but unreadable.
+        UsageError: The file can't be read.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=MembershipRecord)
@@ -88,10 +86,10 @@ def read_membership(path: Path) -> MembershipRecord | None:
 
 
 def parse_token(text: str) -> JoinToken:
-    """A pasted token, if it is valid now.
+    """A valid join token.
 
     Raises:
-        TokenError: it is malformed or expired; the message says which.
+        TokenError: It is malformed or expired.
     """
     return JoinToken.parse(text, time.time())
 
@@ -99,18 +97,19 @@ def parse_token(text: str) -> JoinToken:
 def choose_membership(
     home: Home, record: MembershipRecord | None, text: str | None
 ) -> MembershipRecord | JoinToken:
-    """Return to the swarm that is ``known``, or join one by the token in ``text``.
+    """The stored membership, or the token in ``text`` to join with.
 
-    A token of the known swarm counts: the coordinator may have forgotten this PC, or have moved.
+    A token of the same swarm takes precedence, since the coordinator may have lost this PC or
+    moved.
 
     Raises:
-        TokenError: the token is malformed or expired.
-        UsageError: there is neither, or the PC is a member of another swarm.
+        TokenError: The token is malformed or expired.
+        UsageError: There is neither, or this PC belongs to another swarm.
     """
     token = None if text is None else parse_token(text)
     if record is None and token is None:
         raise UsageError(
-            "this PC is in no swarm: paste the token that `molink up` printed, as in "
+            "this PC is in no swarm: paste the token of `molink up`, as in "
             f"{home.format_command('join molink-…')}, or run {home.format_command('join')} in a "
             "terminal, which asks "
             "for it"
@@ -131,10 +130,10 @@ def choose_membership(
 async def renew_membership(
     context: zmq.asyncio.Context, keys: KeyPair, record: MembershipRecord
 ) -> MembershipRecord:
-    """Ask the swarm that has shut this PC out whether it has taken it back.
+    """Ask the swarm that banned this PC whether the ban was lifted.
 
     Raises:
-        PeerBanned: it has not, or nobody answers there.
+        PeerBanned: It was not, or the swarm does not reply.
     """
     refusals: asyncio.Queue[str] = asyncio.Queue()
     client: Client[ControlMessage] = Client(
@@ -160,13 +159,13 @@ async def renew_membership(
 async def join_swarm(
     context: zmq.asyncio.Context, keys: KeyPair, token: JoinToken, name: str
 ) -> MembershipRecord:
-    """Become a member under this peer's own key.
+    """Join the swarm under this peer's own key.
 
     Raises:
-        TokenError: the coordinator doesn't accept the invitation (any more), or is another's.
-        PeerBanned: this PC was revoked.
-        Unavailable: it can't be reached, or the swarm is full.
-        VersionMismatch: this PC's molink and the swarm's don't understand each other.
+        TokenError: The coordinator rejects the invitation, or belongs to another swarm.
+        PeerBanned: This PC was removed from the swarm.
+        Unavailable: The coordinator is unreachable, or the swarm is full.
+        VersionMismatch: The molink versions are incompatible.
     """
     targets = [(token.coordinator_key, token.addresses)]
     targets += [(guide.public_key, guide.addresses) for guide in token.contact_points]
@@ -192,7 +191,7 @@ async def join_swarm(
             failure = failure or error
             continue
         if not isinstance(reply, JoinReply):
-            raise WireError(f"the coordinator answered a join with a {type(reply).__name__}")
+            raise WireError(f"unexpected reply {type(reply).__name__} to a join request")
         log.info("joined swarm %s", reply.swarm)
         return MembershipRecord(swarm=reply.swarm, coordinator_key=key, addresses=addresses)
     assert failure is not None
@@ -207,7 +206,7 @@ async def _join_at(
     addresses: tuple[str, ...],
     timeout: float,
 ) -> ControlMessage:
-    """What the coordinator, or a member, at these addresses answers within ``timeout`` seconds."""
+    """Reply of the coordinator, or of a contact point, at these addresses."""
     refusals: asyncio.Queue[str] = asyncio.Queue()
     client: Client[ControlMessage] = Client(
         context,
@@ -227,7 +226,7 @@ async def _join_at(
         raise
     except NotAuthorized as error:
         raise TokenError(
-            "this join token was ended or has expired, or another swarm runs at "
+            "this join token was revoked or has expired, or another swarm runs at "
             f"{', '.join(addresses)}. Ask for a new one, which `molink invite` prints on a "
             "PC of the swarm."
         ) from error
@@ -243,7 +242,7 @@ async def _request(
     refused: Coroutine[None, None, NotAuthorized],
     timeout: float,
 ) -> ControlMessage:
-    """The reply; raises what ``refused`` returns, should that come first."""
+    """The reply, unless ``refused`` completes first; its result is raised."""
     asking = asyncio.create_task(_request_with_retry(client, request, timeout))
     refusing = asyncio.create_task(refused)
     try:
@@ -260,10 +259,9 @@ async def _request(
 async def _request_with_retry(
     client: Client[ControlMessage], request: ControlMessage, timeout: float
 ) -> ControlMessage:
-    """Ask again for a while if too many join at this moment, or the connection breaks.
+    """Retry after an overload or a broken connection.
 
-    A coordinator that shuts a PC out makes all connections anew. What is asked here may be asked
-    twice: who is a member already stays one.
+    A coordinator resets all connections when it bans a PC. The requests are idempotent.
     """
     deadline = asyncio.get_running_loop().time() + timeout
     while True:
@@ -277,9 +275,9 @@ async def _request_with_retry(
 
 
 async def _wait_until_refused(refusals: "asyncio.Queue[str]", addresses: int) -> NotAuthorized:
-    """Wait until handshakes have failed often enough for all addresses to have been tried.
+    """Wait for enough failed handshakes that all addresses were tried.
 
-    A coordinator that is just being started may refuse one.
+    A starting coordinator may refuse a few.
     """
     reason = ""
     for _ in range(_MAX_HANDSHAKES + addresses):

@@ -1,4 +1,4 @@
-"""Asking a swarm to be let in, without a token: this PC's side of the porch."""
+"""Joins a swarm without a token: a person at the swarm compares and approves a code."""
 
 import asyncio
 import contextlib
@@ -36,9 +36,9 @@ from molink.wire.messages.pairing import (
 from molink.wire.sockets.key_pair import KeyPair, is_public_key
 from molinkd.peer.membership.membership_record import MembershipRecord
 
-#: Seconds for a connection to one address, and for an answer to what a program says.
+#: Connect timeout per address and reply timeout, in seconds.
 _CONNECT_S, _ANSWER_S = 4.0, 10.0
-#: The swarm ends a knock by itself; this PC waits a little longer, in seconds.
+#: Timeout of the approval in seconds, a little above the swarm's own.
 _WAIT_S = DECISION_TIMEOUT_S + 15.0
 _MAX_NUM_ADDRESSES = 8
 _HOST_PORT = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,58}:[0-9]{1,5}\Z")
@@ -46,7 +46,7 @@ _HOST_PORT = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,58}:[0-9]{1,5}\Z")
 
 @dataclass(frozen=True, slots=True)
 class PairingCode:
-    """What a person has to compare: the swarm, by its own word, and the code."""
+    """The code to compare, with the swarm's id and its claimed name."""
 
     swarm: str
     name: str
@@ -62,19 +62,19 @@ async def request_pairing(
     *,
     join: str = "`molink join`",
 ) -> MembershipRecord:
-    """Knock, have the code shown, and wait until a person at the swarm has let this PC in.
+    """Request pairing, show the code, and wait for approval.
 
-    What it returns is the swarm's own word: it holds if the person saw the same code there.
-    ``join`` is what a person types to try again.
+    The result is only the swarm's claim until the same code was seen there. ``join`` is the command
+    to retry with, for error messages.
 
     Raises:
-        Unavailable: nobody answers there, or the swarm is full.
-        PairingRefused: a person, or the swarm, refused.
-        PairingUnanswered: nobody has approved it in time.
-        PeerBanned: this PC was revoked.
-        UsageError: another PC has this one's key.
-        VersionMismatch: this PC's molink and the swarm's don't understand each other.
-        WireError: what answers is no swarm, or not the one that was announced.
+        Unavailable: No reply, or the swarm is full.
+        PairingRefused: The request was refused.
+        PairingUnanswered: The request expired.
+        PeerBanned: This PC was removed from the swarm.
+        UsageError: Another PC uses the same key.
+        VersionMismatch: The molink versions are incompatible.
+        WireError: The reply is not from a swarm, or not from the announced one.
     """
     reader, writer, address = await _connect(nearby)
     try:
@@ -82,8 +82,8 @@ async def request_pairing(
         challenge = await _request_challenge(reader, writer, knocker.commitment, join)
         if not _matches_announcement(challenge, nearby):
             raise WireError(
-                f"what answers at {address} is not the swarm that was announced: another program "
-                "or PC pretends to be it. Join by a token (`molink invite` prints one)"
+                f"the program at {address} is not the announced swarm: another program "
+                "or PC impersonates it. Join with a token (from `molink invite`)"
             )
         reveal, code = knocker.answer_challenge(challenge)
         writer.write(encode_frame(reveal))
@@ -126,8 +126,8 @@ async def _request_challenge(
         )
     except (OSError, asyncio.IncompleteReadError, TimeoutError):
         raise Unavailable(
-            "the swarm has ended the connection: too many ask it at this moment, or no swarm is "
-            "there. Try again in a minute, or join by a token"
+            "the connection was closed: too many PCs are joining, or no swarm is "
+            "there. Try again in a minute, or join with a token"
         ) from None
     except WireError as error:
         raise WireError(
@@ -136,7 +136,7 @@ async def _request_challenge(
         ) from None
     if isinstance(answer, PairingResult):
         _raise_unless_admitted(answer, "", join)
-        raise WireError("the swarm lets this PC in before it has asked anything")
+        raise WireError("the swarm admitted this PC before any request")
     return answer
 
 
@@ -149,7 +149,7 @@ async def _await_result(reader: asyncio.StreamReader, timeout: float, join: str)
         return PairingResult(outcome="expired")
     except (OSError, asyncio.IncompleteReadError):
         raise Unavailable(
-            f"the connection to the swarm was lost before somebody approved: run {join} again"
+            f"the connection to the swarm was lost before approval: run {join} again"
         ) from None
     return verdict
 
@@ -169,7 +169,7 @@ def _matches_announcement(challenge: Challenge, nearby: DiscoveredSwarm) -> bool
 
 
 def _raise_unless_admitted(verdict: PairingResult, me: str, join: str) -> None:
-    """Raise what a verdict means, unless it is that this PC is let in."""
+    """Raise the error that the result stands for, unless it is admission."""
     match verdict.outcome:
         case "admitted":
             return
@@ -177,11 +177,11 @@ def _raise_unless_admitted(verdict: PairingResult, me: str, join: str) -> None:
             raise PairingRefused("the swarm refused this PC")
         case "expired":
             raise PairingUnanswered(
-                f"nobody has approved this PC in time: run {join} again, and `molink approve` on "
+                f"the request expired: run {join} again, and `molink approve` on "
                 "a PC of the swarm while this one waits"
             )
         case "busy":
-            raise Unavailable("too many PCs ask the swarm at this moment: try again in a minute")
+            raise Unavailable("too many PCs are joining: try again in a minute")
         case "full":
             raise Unavailable(
                 "the swarm has as many PCs as it may have: `molink revoke` one there, or start it "
@@ -207,13 +207,13 @@ def _raise_unless_admitted(verdict: PairingResult, me: str, join: str) -> None:
 def _membership_record(
     challenge: Challenge, verdict: PairingResult, address: str
 ) -> MembershipRecord:
-    """The swarm; its coordinator is first looked for where it was knocked."""
+    """The membership; the coordinator's first address is that of the pairing port."""
     host = f"[{address}]" if ":" in address else address
     first = (f"{host}:{verdict.port}",) if verdict.port else ()
     others = filter(_HOST_PORT.match, verdict.addresses)
     addresses = tuple(dict.fromkeys((*first, *others)))[:_MAX_NUM_ADDRESSES]
     if not addresses:
-        raise WireError("the swarm doesn't say where it is to be found")
+        raise WireError("the swarm sent no address")
     return MembershipRecord(
         swarm=challenge.swarm, coordinator_key=challenge.public_key, addresses=addresses
     )

@@ -1,4 +1,4 @@
-"""Whom this peer knows: who may talk to it, who can be reached, and whom it sends on."""
+"""The known peers: who may connect, who is reachable, and pending invitations."""
 
 import asyncio
 import logging
@@ -14,16 +14,16 @@ from molinkd.peer.resources import Resources
 
 log = logging.getLogger(__name__)
 
-#: Until a new session has named all members, in seconds.
+#: Time for a new session to list all peers, in seconds.
 SWEEP_S = 5.0
-#: Until an answer is out, before connections are cut, in seconds.
+#: Delay of disconnecting, so that a pending reply is sent, in seconds.
 _DISCONNECT_DELAY_S = 0.2
-#: One way to a PC on the same local network, at most, in seconds; also by Wi-Fi.
+#: Maximum one-way latency within a local network, Wi-Fi included, in seconds.
 MAX_NEARBY_LATENCY_S = 0.005
 
 
 class PeerDirectory:
-    """The members that the coordinator has named, or that the copy of its state names."""
+    """The peers listed by the coordinator, or by the replica of its state."""
 
     def __init__(
         self,
@@ -34,10 +34,9 @@ class PeerDirectory:
         on_gone: Callable[[str], None],
         relayed_routes: RelayedRoutes | None = None,
     ) -> None:
-        """``on_tried`` is told of each try to reach a member, whether it was reached, its latency.
+        """``on_tried`` gets peer, reachability, latency and whether a relayed route was used.
 
-        And whether by one of the ``relayed_routes``. ``on_gone(peer)`` is called before
-        ``on_change()`` when one is no member any more.
+        ``on_gone(peer)`` is called before ``on_change()`` when a peer was removed.
         """
         self._resources, self._replica = resources, replica
         self._on_change, self._on_removed = on_change, on_gone
@@ -46,15 +45,15 @@ class PeerDirectory:
         self.book.on_peer_removed = self._on_peer_removed
         self._prober = PeerProber(resources.context, resources.keys, on_tried, relayed_routes)
         self._sweep: asyncio.TimerHandle | None = None
-        #: Invitations whose holders this peer sends on to the coordinator.
+        #: Invitations whose holders are redirected to the coordinator.
         self._invitations: frozenset[str] = frozenset()
 
     def retry_peer(self, peer: str) -> None:
-        """There is another way to a member than before."""
+        """Probe a peer again, whose route has changed."""
         self._prober.retry_peer(peer)
 
     def on_welcome(self) -> None:
-        """A session has begun: those that it does not name in time are members no more."""
+        """Start a session: peers that it does not list in time are removed."""
         self.book.mark_unconfirmed()
         self._prober.report_all()
         if self._sweep is not None:
@@ -62,21 +61,21 @@ class PeerDirectory:
         self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self.book.drop_unconfirmed)
 
     def on_message(self, message: PeerInfo | PeerRemoved) -> None:
-        """What the coordinator says of a member."""
+        """Handle the coordinator's message about a peer."""
         if isinstance(message, PeerRemoved):
             self.book.remove_peer(message.peer)
         elif not self.book.add_peer(message):
-            log.warning("the coordinator announces a member by another's id")
+            log.warning("the coordinator announced a peer with a mismatched id")
 
     def load_replica(self) -> None:
-        """Whom this peer knows without a coordinator, and who may be sent on to one."""
+        """Add the replica's peers and invitations."""
         held = self._replica.replica
         if held is None:
             return
-        for member in held.members:
-            known = self.book.get_peer(member.peer) is not None
-            if member.standing == "member" and member.announced is not None and not known:
-                self.book.add_peer(member.announced)
+        for info in held.members:
+            known = self.book.get_peer(info.peer) is not None
+            if info.standing == "member" and info.announced is not None and not known:
+                self.book.add_peer(info.announced)
         invitations = {one.id: one.public_key for one in held.invitations}
         for id in self._invitations - invitations.keys():
             self._resources.authenticator.deny_peer(id)
@@ -85,25 +84,25 @@ class PeerDirectory:
         self._invitations = frozenset(invitations)
 
     def is_nearby(self, peer: str) -> bool:
-        """Whether a member is on the same local network, as far as is known: if not, it is."""
+        """Whether a peer is on the local network, or its latency is unknown."""
         latency = self._prober.known_latency(peer)
         return latency is None or latency <= MAX_NEARBY_LATENCY_S
 
     async def close(self) -> None:
-        """Try no more, and forget nobody."""
+        """Stop probing."""
         if self._sweep is not None:
             self._sweep.cancel()
         await self._prober.close()
 
-    def _on_peer_added(self, member: PeerInfo) -> None:
-        self._resources.authenticator.allow_peer(member.public_key)
-        if member.peer != self._resources.me:
-            self._prober.add_peer(member)
+    def _on_peer_added(self, info: PeerInfo) -> None:
+        self._resources.authenticator.allow_peer(info.public_key)
+        if info.peer != self._resources.me:
+            self._prober.add_peer(info)
         self._on_change()
 
     def _on_peer_removed(self, peer: str) -> None:
-        # Nothing that it sends counts any more; cutting its connection cuts all others too, and
-        # the command line may wait for the answer to just this.
+        # Its messages are rejected at once. Disconnecting is delayed: it resets all connections,
+        # and the command line may wait for a reply about this very removal.
         self._resources.authenticator.deny_peer(peer)
         asyncio.get_running_loop().call_later(_DISCONNECT_DELAY_S, self._disconnect_peer, peer)
         self._resources.banned_peers.drop_peer(peer)

@@ -1,7 +1,4 @@
-"""Tries whether other members' ports can be reached from here, and how far away they are.
-
-Before anything depends on it: placement goes by it.
-"""
+"""Probes whether other peers are reachable, and measures their latency, for placement."""
 
 import asyncio
 import contextlib
@@ -20,26 +17,25 @@ from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
 
-#: How long a try may take, in seconds: a handshake takes five round trips.
+#: Timeout of a probe, in seconds: a handshake takes five round trips.
 TIMEOUT_S = 3.0
-#: Until a member that could not be reached is tried again, in seconds.
+#: Interval of probing an unreachable peer, in seconds.
 RETRY_S = 5.0
-#: Until the way to a member that was reached is measured again, in seconds.
+#: Interval of measuring the latency of a reachable peer, in seconds.
 MEASURE_S = 600.0
-#: The same of a way over a relay, which may be gone.
+#: The same over a relay, which may disappear.
 RELAYED_MEASURE_S = 30.0
-#: So many members are tried at once: when a swarm starts, each PC tries all others.
+#: Maximum number of concurrent probes: when a swarm starts, every PC probes all others.
 _MAX_CONCURRENT = 4
-#: Where there are more than so many, whoever has answered is followed by a pause, in which others
-#: get on: so many times as long as the answer took, which is longer where PCs are busy; and how
-#: long at most, in seconds.
+#: With more peers than this, each successful probe is followed by a pause of a multiple of its
+#: duration, which throttles probing on busy PCs; the maximum is in seconds.
 _MANY_PEERS = 8
-_PAUSE, _MOST_PAUSE_S = 9, 3.0
-#: Another latency is told if it differs by this part and by so many seconds.
-_NEWS, _NEWS_S = 0.2, 0.001
-#: A round trip is the least of so many: what comes on top is the PCs' own. One so short is enough:
-#: a shorter one would be no news.
-_TRIPS, _ENOUGH_S = 5, 2 * _NEWS_S
+_PAUSE_FACTOR, _MAX_PAUSE_S = 9, 3.0
+#: Relative and absolute (seconds) change of latency that is reported.
+_MIN_CHANGE, _MIN_CHANGE_S = 0.2, 0.001
+#: The minimum of several round trips excludes the PCs' own delays. Measuring stops at a round trip
+#: too short to be a reportable change.
+_NUM_CONNECTS, _SHORTEST_S = 5, 2 * _MIN_CHANGE_S
 
 
 async def can_connect(
@@ -51,15 +47,15 @@ async def can_connect(
 ) -> bool:
     """Whether the holder of ``server_key`` answers at any of ``targets`` (``tcp://host:port``).
 
-    One that doesn't know this PC yet has answered too. A try during which this process stood still
-    says nothing, and is made again.
+    A server that rejects this PC's key counts too. The probe is repeated if this process was
+    suspended meanwhile.
     """
     loop = asyncio.get_running_loop()
     while True:
-        began = loop.time()
+        started = loop.time()
         if await _try_targets(context, keys, codec, server_key, targets):
             return True
-        if loop.time() - began <= TIMEOUT_S + MAX_STEP:
+        if loop.time() - started <= TIMEOUT_S + MAX_STEP:
             return False
 
 
@@ -102,10 +98,9 @@ async def _is_answering(
 
 
 async def measure_latency(hosts: Sequence[str], port: int) -> float | None:
-    """Seconds of the one way to the nearest of ``hosts``: half of what it takes to connect to it.
+    """One-way latency to the nearest of ``hosts`` in seconds: half of a TCP handshake.
 
-    TCP's handshake is one round trip, and the other PC's daemon has no part in it. ``None``: none
-    could be connected to.
+    The handshake does not involve the other PC's daemon. ``None`` if no host is reachable.
     """
     trips: list[float] = []
     for host in hosts:
@@ -116,73 +111,70 @@ async def measure_latency(hosts: Sequence[str], port: int) -> float | None:
 
 
 async def _time_connects(host: str, port: int) -> list[float]:
-    """Seconds of connecting to ``host``, a few times.
+    """Durations of a few connects to ``host``, in seconds.
 
     Raises:
-        OSError: it can't be found, or refuses.
+        OSError: The host is unknown or refuses.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, kind, _, _, address = found[0]
     trips: list[float] = []
-    for _ in range(_TRIPS):
+    for _ in range(_NUM_CONNECTS):
         with socket.socket(family, kind) as one:
             one.setblocking(False)
-            began = loop.time()
+            started = loop.time()
             await loop.sock_connect(one, address)
-            trips.append(loop.time() - began)
-        if trips[-1] < _ENOUGH_S:
+            trips.append(loop.time() - started)
+        if trips[-1] < _SHORTEST_S:
             break
     return trips
 
 
 class PeerProber:
-    """Tries every member's control port until it answers, and again if its addresses change.
-
-    The way to those who answered is measured now and then.
-    """
+    """Probes every peer's control port until it answers, then measures its latency periodically."""
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
         keys: KeyPair,
-        tell: Callable[[str, bool, float | None, bool], None],
+        report: Callable[[str, bool, float | None, bool], None],
         relayed_routes: RelayedRoutes | None = None,
     ) -> None:
-        """``tell`` is called with a peer, whether it was reached, and its latency in seconds.
+        """``report`` gets peer, reachability, latency in seconds, and whether it is relayed.
 
-        And whether that was by one of the ``relayed_routes``. After each try, and when the latency
-        is news; it is ``None`` until it is known.
+        It is called after each probe and when the latency has changed; the latency is ``None``
+        until it is measured.
         """
         self._context = context
         self._keys = keys
-        self._report = tell
+        self._report = report
         self._routes = relayed_routes
         self._codec = control_codec()
-        #: Where each member listens, as it was tried.
+        #: Probed endpoints of each peer.
         self._targets: dict[str, tuple[str, ...]] = {}
         self._results: dict[str, tuple[bool, float | None, bool]] = {}
         self._peers: dict[str, PeerInfo] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
-        #: All that have not ended, those that were given up too.
+        #: All running tasks, cancelled ones included.
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
-    def add_peer(self, member: PeerInfo) -> None:
-        """A member is there, or listens elsewhere."""
-        targets = tuple(endpoints(member.addresses, member.control_port))
-        if not targets or self._targets.get(member.peer) == targets:
+    def add_peer(self, info: PeerInfo) -> None:
+        """Probe a peer, again if its addresses have changed."""
+        targets = tuple(endpoints(info.addresses, info.control_port))
+        if not targets or self._targets.get(info.peer) == targets:
             return
-        self.drop_peer(member.peer)
-        self._targets[member.peer] = targets
-        self._peers[member.peer] = member
-        task = asyncio.get_running_loop().create_task(self._probe_peer(member, targets))
-        self._probes[member.peer] = task
+        self.drop_peer(info.peer)
+        self._targets[info.peer] = targets
+        self._peers[info.peer] = info
+        task = asyncio.get_running_loop().create_task(self._probe_peer(info, targets))
+        self._probes[info.peer] = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def drop_peer(self, peer: str) -> None:
-        """It is no member any more."""
+        """Drop a removed peer."""
         self._targets.pop(peer, None)
         self._peers.pop(peer, None)
         self._results.pop(peer, None)
@@ -191,74 +183,74 @@ class PeerProber:
             task.cancel()
 
     def retry_peer(self, peer: str) -> None:
-        """There is another way to it than before."""
-        member = self._peers.get(peer)
-        if member is not None:
+        """Probe a peer again, whose route has changed."""
+        info = self._peers.get(peer)
+        if info is not None:
             self.drop_peer(peer)
-            self.add_peer(member)
+            self.add_peer(info)
 
     def report_all(self) -> None:
-        """Tell all again, to who may have missed it."""
+        """Report all results again, after a new session."""
         for peer, (reached, latency, relayed) in self._results.items():
             self._report(peer, reached, latency, relayed)
 
     async def close(self) -> None:
-        """Try no more."""
+        """Stop probing."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _probe_peer(self, member: PeerInfo, targets: Sequence[str]) -> None:
+    async def _probe_peer(self, info: PeerInfo, targets: Sequence[str]) -> None:
         while True:
             async with self._slots:
-                began = self._now()
-                reached, relayed = await self._try_routes(member, targets)
-                took = self._now() - began
-                self._record_result(member.peer, reached, None, relayed)
+                started = self._now()
+                reached, relayed = await self._try_routes(info, targets)
+                duration = self._now() - started
+                self._record_result(info.peer, reached, None, relayed)
                 if reached:
-                    await asyncio.sleep(pause_after(took, len(self._peers)))
+                    await asyncio.sleep(pause_after(duration, len(self._peers)))
             if reached:
-                await self._measure_periodically(member, relayed)
+                await self._measure_periodically(info, relayed)
             else:
                 await asyncio.sleep(RETRY_S)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _try_routes(self, member: PeerInfo, targets: Sequence[str]) -> tuple[bool, bool]:
-        """Whether it can be reached, and whether only by a detour."""
-        context, keys, codec, key = self._context, self._keys, self._codec, member.public_key
+    async def _try_routes(self, info: PeerInfo, targets: Sequence[str]) -> tuple[bool, bool]:
+        """Whether the peer is reachable, and whether only by a relayed route."""
+        context, keys, codec, key = self._context, self._keys, self._codec, info.public_key
         if await can_connect(context, keys, codec, key, targets):
             return True, False
         relayed_routes = self._routes
-        around = (
+        endpoint = (
             ""
             if relayed_routes is None
-            else relayed_routes.local_endpoint(member.peer, member.control_port)
+            else relayed_routes.local_endpoint(info.peer, info.control_port)
         )
-        if not around:
+        if not endpoint:
             return False, False
-        return await can_connect(context, keys, codec, key, [around]), True
+        return await can_connect(context, keys, codec, key, [endpoint]), True
 
-    async def _measure_periodically(self, member: PeerInfo, relayed: bool) -> None:
-        """Tell how far away it is, until a detour leads there no more."""
-        told: float | None = None
+    async def _measure_periodically(self, info: PeerInfo, relayed: bool) -> None:
+        """Report the latency whenever it changes, until a relayed route is gone."""
+        reported: float | None = None
         while True:
             if relayed:
                 assert self._routes is not None
-                away = await self._routes.measure_latency(member.peer)
-                if away is None:
+                latency = await self._routes.measure_latency(info.peer)
+                if latency is None:
                     return
             else:
                 async with self._slots:
-                    away = await measure_latency(member.addresses, member.control_port)
-            if away is not None and _is_changed(away, told):
-                told = away
-                self._record_result(member.peer, True, away, relayed)
+                    latency = await measure_latency(info.addresses, info.control_port)
+            if latency is not None and _is_changed(latency, reported):
+                reported = latency
+                self._record_result(info.peer, True, latency, relayed)
             await asyncio.sleep(RELAYED_MEASURE_S if relayed else MEASURE_S)
 
     def known_latency(self, peer: str) -> float | None:
-        """How far away a member is, in seconds of the one way; ``None`` where that isn't known."""
+        """One-way latency of a peer in seconds; ``None`` if unknown."""
         return self._results.get(peer, (False, None, False))[1]
 
     def _record_result(
@@ -268,12 +260,12 @@ class PeerProber:
         self._report(peer, reached, latency, relayed)
 
 
-def pause_after(took: float, members: int) -> float:
-    """Seconds to leave to others after a try that ``took`` so long, where so many are tried."""
-    return min(_PAUSE * took, _MOST_PAUSE_S) if members > _MANY_PEERS else 0.0
+def pause_after(duration: float, num_peers: int) -> float:
+    """Pause in seconds after a probe that ``duration`` seconds, with this many ``num_peers``."""
+    return min(_PAUSE_FACTOR * duration, _MAX_PAUSE_S) if num_peers > _MANY_PEERS else 0.0
 
 
-def _is_changed(latency: float, told: float | None) -> bool:
-    if told is None:
+def _is_changed(latency: float, reported: float | None) -> bool:
+    if reported is None:
         return True
-    return abs(latency - told) > max(_NEWS_S, _NEWS * max(latency, told))
+    return abs(latency - reported) > max(_MIN_CHANGE_S, _MIN_CHANGE * max(latency, reported))

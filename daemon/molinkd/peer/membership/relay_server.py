@@ -1,9 +1,9 @@
-"""Passes on what two other PCs say that can't reach each other; sees nothing but encrypted bytes.
+"""Relays the encrypted traffic of two PCs that can't connect to each other.
 
-Both ends connect here and prove that the coordinator has told them the secret of their relay
-(:mod:`molink.wire.messages.relay`). One end waits with a connection; when the other comes, the
-two are joined. Everything is bounded: relays, connections, those that have proved nothing yet, how
-fast connections are taken, bytes per second in all, and bytes held, a chunk for each direction.
+Both ends connect here and prove that they know the relay's secret from the coordinator
+(:mod:`molink.wire.messages.relay`). One end waits; when the other connects, the two are joined.
+Everything is bounded: relays, connections, unauthenticated connections, the accept rate, the total
+byte rate, and buffered bytes (one chunk per direction).
 """
 
 import asyncio
@@ -30,24 +30,24 @@ from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream
 
 log = logging.getLogger(__name__)
 
-#: Connections of all relays, of one of them, and of those that have not proved anything.
+#: Maximum number of connections in total, per relay, and unauthenticated.
 MAX_CONNECTIONS, MAX_OF_RELAY, MAX_STRANGERS = 128, 24, 32
-#: Until a connection has proved itself, and until the other end has come, in seconds.
+#: Timeouts of authentication, and of waiting for the other end, in seconds.
 TALK_S, MEET_S = 5.0, 10.0
-#: Connections that are taken: more wait in the system's queue, which is short.
+#: Accept rate; further connections wait in the system's short backlog.
 ACCEPT_RATE = RateLimit(64, 40.0)
 _BACKLOG = 16
 _NUM_PORTS = 12
-#: Bytes per second of all relays here: a home's network, and little of a CPU.
+#: Total byte rate in bytes/s: suits a home network and takes little CPU.
 RATE_LIMIT = 64e6
-#: A relay that nobody uses for so long was forgotten by its coordinator, in seconds.
+#: Idle time after which a relay is considered abandoned, in seconds.
 UNUSED_TIMEOUT_S = 300.0
 _PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
 class _RelaySession:
-    """A relay of ours."""
+    """One relay."""
 
     secret: bytes
     last_used: float
@@ -57,7 +57,7 @@ class _RelaySession:
 
 
 class RelayServer:
-    """All relays of this PC, behind one port that is open only while there are any."""
+    """All relays of this PC, on one port that is open only while there are any."""
 
     def __init__(self, host: str, first_port: int, rate: float = RATE_LIMIT) -> None:
         self._host, self._first_port, self._rate_limit = host, first_port, rate
@@ -65,7 +65,7 @@ class RelayServer:
         self._unauthenticated: set[asyncio.Task[Any]] = set()
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        #: When all bytes so far will have been passed on at our rate.
+        #: Time at which the bytes so far conform to the rate limit.
         self._free_at = 0.0
         self.port = 0
         self.bytes_relayed = 0
@@ -73,7 +73,7 @@ class RelayServer:
     # --- for the coordinator -----------------------------------------------------------------
 
     def open_relay(self, order: OpenRelay) -> int:
-        """Pass on what the ends of that relay say; returns the port, 0 if it can't be done."""
+        """Open a relay; returns the port, or 0 on failure."""
         self._drop_unused()
         if order.id not in self._sessions and len(self._sessions) >= MAX_OF_PEER:
             return 0
@@ -82,7 +82,7 @@ class RelayServer:
                 host = "" if self._host == "*" else self._host
                 self._listener = listen_on_free_port(host, self._first_port, _NUM_PORTS, _BACKLOG)
             except OSError as error:
-                log.warning("nothing can be passed on for others: %s", error)
+                log.warning("can't relay for other PCs: %s", error)
                 return 0
             self.port = int(self._listener.getsockname()[1])
             self._accepting = asyncio.get_running_loop().create_task(
@@ -90,11 +90,11 @@ class RelayServer:
             )
             close_after(self._accepting, self._listener)
         self._sessions.setdefault(order.id, _RelaySession(order.secret, self._now()))
-        log.info("passing on what two other PCs say, on port %d", self.port)
+        log.info("relaying for two other PCs on port %d", self.port)
         return self.port
 
     def close_relay(self, id: int) -> None:
-        """No more of that relay; its connections end."""
+        """Close a relay and its connections."""
         session = self._sessions.pop(id, None)
         if session is not None:
             for task in session.tasks:
@@ -105,7 +105,7 @@ class RelayServer:
             self._close_listener()
 
     async def close(self) -> None:
-        """No more of any."""
+        """Close all relays."""
         tasks = [task for session in self._sessions.values() for task in session.tasks]
         tasks += [*self._unauthenticated, *([self._accepting] if self._accepting else [])]
         for id in tuple(self._sessions):
@@ -115,10 +115,10 @@ class RelayServer:
 
     @property
     def num_connections(self) -> int:
-        """Those that belong to a relay."""
+        """Connections of all relays."""
         return sum(map(self._num_connections, self._sessions.values()))
 
-    # --- connections -------------------------------------------------------------------------
+    # --- connections ---
 
     async def _accept_connections(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ class RelayServer:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
-                log.warning("a connection that was to be passed on can't be taken: %s", error)
+                log.warning("can't accept a relay connection: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             bucket.take_token()
@@ -149,10 +149,10 @@ class RelayServer:
                 stream[1].transport.abort()
 
     async def _authenticate(self, stream: Stream) -> tuple[int, str]:
-        """Of which relay a visitor is an end, and which one.
+        """The relay id and role of a new connection.
 
         Raises:
-            WireError: it doesn't know the secret.
+            WireError: It does not know the secret.
         """
         reader, writer = stream
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -161,7 +161,7 @@ class RelayServer:
         id, role = parse_claim(answer)
         session = self._sessions.get(id)
         if session is None or not is_valid_proof(answer, id, role, session.secret, nonce):
-            raise WireError("it knows no secret of a relay")
+            raise WireError("wrong relay secret")
         return id, role
 
     def _admit_end(self, stream: Stream, id: int, role: str) -> bool:
@@ -174,7 +174,7 @@ class RelayServer:
             return False
         session.last_used = self._now()
         if role == "waits":
-            # The newest is the one that is sure to live: a router may have forgotten the others.
+            # Only the newest connection is sure to be alive: routers drop idle ones.
             for _, writer in session.waiting:
                 writer.transport.abort()
             session.waiting[:] = [stream]
@@ -184,7 +184,7 @@ class RelayServer:
         return True
 
     async def _join_ends(self, session: _RelaySession, stream: Stream) -> None:
-        """Join an end that has come with the one that waits."""
+        """Join a dialling end with the waiting one."""
         try:
             async with asyncio.timeout(MEET_S):
                 while True:
@@ -214,7 +214,7 @@ class RelayServer:
         return 2 * len(session.tasks) + len(session.waiting)
 
     def _drop_unused(self) -> None:
-        """Forget what was not used for long: nobody may have been left to end it."""
+        """Close abandoned relays."""
         now = self._now()
         for id, session in tuple(self._sessions.items()):
             if not session.tasks and now - session.last_used > UNUSED_TIMEOUT_S:
@@ -242,7 +242,7 @@ class RelayServer:
                 return
             error = done.exception()
             if isinstance(error, (OSError, EOFError, WireError, TimeoutError)):
-                log.debug("a connection of a relay has ended: %r", error)
+                log.debug("a relay connection was closed: %r", error)
             else:
                 log.error("a relay failed", exc_info=error)
 
@@ -253,7 +253,7 @@ async def authenticate_end(stream: Stream, id: int, role: str, secret: bytes) ->
     """Prove to a relay that we are one of its ends.
 
     Raises:
-        OSError, EOFError: it has gone.
+        OSError, EOFError: The connection was lost.
     """
     reader, writer = stream
     nonce = await reader.readexactly(NONCE_BYTES)

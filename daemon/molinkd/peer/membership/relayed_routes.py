@@ -1,8 +1,8 @@
-"""The ends of relays: members that are reached by way of another PC, and those that reach us so.
+"""Endpoints of relayed routes between this PC and peers that it can't connect to.
 
-To whoever dials, a detour is a port on this PC's loopback; what connects there comes out at a port
-of the other end. What it says is encrypted and authenticated as on any connection: neither the
-relay, nor a program on this PC that connects there too, gains anything.
+For the dialling side, a relayed route is a port on loopback, connected to a port of the other end.
+The traffic is encrypted and authenticated end to end, so neither the relay nor a local program that
+connects to that port gains access.
 """
 
 import asyncio
@@ -29,72 +29,75 @@ from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream
 
 log = logging.getLogger(__name__)
 
-#: To connect to a relay and prove ourselves there, in seconds.
+#: Timeout of connecting and authenticating to a relay, in seconds.
 CONNECT_TIMEOUT_S = 5.0
-#: A connection that waits is made anew after so long: routers forget those that are silent.
+#: Lifetime of a waiting connection, in seconds: routers drop idle ones.
 RECONNECT_INTERVAL_S = 30.0
-#: From a relay that can't be reached to the next try, and tries until it is given up.
+#: Retry interval for an unreachable relay, in seconds, and retries until it is given up.
 _AGAIN_S, _TRIES = 2.0, 60
-#: Detours of this PC, and connections of one.
+#: Maximum number of routes, and of connections per route.
 MAX_DETOURS, MAX_CONNECTIONS = 64, 16
-#: The port that answers with what it is sent: so the way is measured.
+#: Virtual port that echoes, to measure latency.
 ECHO_PORT = 0
 _NUM_ROUND_TRIPS = 5
 _BACKLOG = 16
 
-#: What a coordinator has a peer do about its stages.
+#: Orders of the coordinator about stages.
 StageOrder = Prefetch | Assign | StageProfile | FormPipeline | Unassign
 
 
 class RelayedRoutes:
-    """All detours of this PC. ``on_change(peer)`` is called when that to a member comes or goes."""
+    """All relayed routes of this PC."""
 
     def __init__(
         self, host: str, allowed: Callable[[], Collection[int]], on_change: Callable[[str], None]
     ) -> None:
-        """``host`` is where our own sockets are reached; ``allowed()`` are their ports."""
+        """``host`` is where our sockets listen, ``allowed()`` returns their ports.
+
+        ``on_change(peer)`` is called when the route to a peer is added or removed.
+        """
         self._host, self._allowed_ports, self._on_change = host, allowed, on_change
         self._routes: dict[int, RelayedRoute] = {}
-        #: By member and its port: where it is reached here.
+        #: Local listener by peer and remote port.
         self._listeners: dict[tuple[str, int], socket.socket] = {}
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
 
-    # --- for the coordinator -----------------------------------------------------------------
+    # --- orders of the coordinator ---
 
     def on_message(self, message: RelayedRoute | CloseRelay) -> None:
-        """A detour has come, or is no more."""
+        """Add or remove a route."""
         if isinstance(message, CloseRelay):
             self._drop_route(message.id)
             return
         for old in [one for one in self._routes.values() if _is_same_end(one, message)]:
             self._drop_route(old.id)
         if len(self._routes) >= MAX_DETOURS:
-            log.warning("no detour for %s: there are %d", message.peer, MAX_DETOURS)
+            log.warning("no relayed route to %s: %d exist already", message.peer, MAX_DETOURS)
             return
         self._routes[message.id] = message
         self._tasks[message.id] = set()
-        log.info("%s: a detour, by way of %s", message.peer, ", ".join(message.addresses))
+        log.info("%s: relayed route through %s", message.peer, ", ".join(message.addresses))
         if message.role == "waits":
             self._spawn(message.id, self._wait_at_relay(message))
         else:
             self._on_change(message.peer)
 
     async def close(self) -> None:
-        """No more of any."""
+        """Close all routes."""
         tasks = [task for each in self._tasks.values() for task in each]
         self._on_change = lambda _: None
         for id in tuple(self._routes):
             self._drop_route(id)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- for those who dial ------------------------------------------------------------------
+    # --- addresses ---
 
     def has_route(self, peer: str) -> bool:
-        """Whether that member is reached by a detour."""
+        """Whether ``peer`` is reached by a relayed route."""
         return self._find_route(peer) is not None
 
     def local_endpoint(self, peer: str, port: int) -> str:
-        """Where a port of that member is reached on this PC; empty if it has no detour."""
+        """Local endpoint of a peer's port; empty without a relayed route."""
         relayed_route = self._find_route(peer)
         if relayed_route is None:
             return ""
@@ -103,7 +106,7 @@ class RelayedRoutes:
             try:
                 door = self._listeners[peer, port] = listen_on_free_port(LOOPBACK, 0, 1, _BACKLOG)
             except OSError as error:
-                log.warning("no detour to %s: %s", peer, error)
+                log.warning("no relayed route to %s: %s", peer, error)
                 return ""
             close_after(
                 self._spawn(relayed_route.id, self._accept_connections(relayed_route, door, port)),
@@ -112,7 +115,7 @@ class RelayedRoutes:
         return f"tcp://{LOOPBACK}:{door.getsockname()[1]}"
 
     def localize_stage(self, stage: StageAddress) -> StageAddress:
-        """Where a stage is reached from here."""
+        """``stage`` with an address that is reachable from this PC."""
         found = self.local_endpoint(stage.peer, stage.port)
         if not found:
             return stage
@@ -120,13 +123,13 @@ class RelayedRoutes:
         return msgspec.structs.replace(stage, addresses=(LOOPBACK,), port=port)
 
     def localize_order(self, order: StageOrder) -> StageOrder:
-        """An order in which stages are where they are reached from here."""
+        """``order`` with stage addresses that are reachable from this PC."""
         if not isinstance(order, FormPipeline):
             return order
         return msgspec.structs.replace(order, ring=tuple(map(self.localize_stage, order.ring)))
 
     async def measure_latency(self, peer: str) -> float | None:
-        """Seconds of the one way to a member by its detour, as its end answers; ``None``: none."""
+        """One-way latency to a peer over its relayed route in seconds; ``None`` if it fails."""
         relayed_route = self._find_route(peer)
         if relayed_route is None:
             return None
@@ -136,15 +139,15 @@ class RelayedRoutes:
                 reader, writer = await self._dial_port(relayed_route, ECHO_PORT)
                 try:
                     for _ in range(_NUM_ROUND_TRIPS):
-                        began = loop.time()
+                        started = loop.time()
                         writer.write(b"?")
                         await reader.readexactly(1)
-                        trips.append(loop.time() - began)
+                        trips.append(loop.time() - started)
                 finally:
                     writer.transport.abort()
         return min(trips) / 2 if trips else None
 
-    # --- the end that dials ------------------------------------------------------------------
+    # --- dialling end ---
 
     async def _accept_connections(
         self, relayed_route: RelayedRoute, door: socket.socket, port: int
@@ -180,16 +183,16 @@ class RelayedRoutes:
         stream[1].write(port.to_bytes(PORT_BYTES, "big"))
         return stream
 
-    # --- the end that waits ------------------------------------------------------------------
+    # --- waiting end ---
 
     async def _wait_at_relay(self, relayed_route: RelayedRoute) -> None:
-        """Always have a connection at the relay that waits for the other end."""
+        """Keep one connection waiting at the relay."""
         tries = 0
         while tries < _TRIES:
             try:
                 stream = await _await_other_end(relayed_route)
             except TimeoutError:
-                continue  # nobody has come: a new connection waits on
+                continue  # replace the idle connection
             except (OSError, EOFError) as error:
                 tries += 1
                 log.debug("no relay: %r", error)
@@ -197,10 +200,10 @@ class RelayedRoutes:
                 continue
             tries = 0
             self._spawn(relayed_route.id, self._serve_connection(stream))
-        log.warning("the relay for %s is not reached any more", relayed_route.peer)
+        log.warning("can't reach the relay for %s any more", relayed_route.peer)
 
     async def _serve_connection(self, stream: Stream) -> None:
-        """The other end has come, and says which port it wants."""
+        """Connect the other end to the port that it requests."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 port = int.from_bytes(await stream[0].readexactly(PORT_BYTES), "big")
@@ -208,14 +211,14 @@ class RelayedRoutes:
                     await _echo_bytes(stream)
                     return
                 if port not in self._allowed_ports():
-                    log.warning("port %d was asked for by a detour, and is none of ours", port)
+                    log.warning("rejected a relayed connection to port %d", port)
                     return
                 local = await asyncio.open_connection(self._host, port)
             await splice_streams(local, stream)
         finally:
             stream[1].transport.abort()
 
-    # --- housekeeping ------------------------------------------------------------------------
+    # --- bookkeeping ---
 
     def _find_route(self, peer: str) -> RelayedRoute | None:
         found = (one for one in self._routes.values() if one.peer == peer)
@@ -234,7 +237,7 @@ class RelayedRoutes:
 
     def _spawn(self, id: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
         tasks = self._tasks[id]
-        task = asyncio.get_running_loop().create_task(work, name="molink-detour")
+        task = asyncio.get_running_loop().create_task(work, name="molink-relayed-route")
         tasks.add(task)
 
         def ended(done: asyncio.Task[Any]) -> None:
@@ -243,9 +246,9 @@ class RelayedRoutes:
                 return
             error = done.exception()
             if isinstance(error, (OSError, EOFError, TimeoutError)):
-                log.debug("a connection of a detour has ended: %r", error)
+                log.debug("a relayed connection was closed: %r", error)
             else:
-                log.error("a detour failed", exc_info=error)
+                log.error("a relayed route failed", exc_info=error)
 
         task.add_done_callback(ended)
         return task
@@ -256,10 +259,10 @@ def _is_same_end(one: RelayedRoute, other: RelayedRoute) -> bool:
 
 
 async def _connect_relay(relayed_route: RelayedRoute) -> Stream:
-    """Connect to the relay, and prove that we belong there.
+    """Connect and authenticate to the relay.
 
     Raises:
-        OSError, EOFError: it can't be reached, or doesn't want us.
+        OSError, EOFError: The relay is unreachable or rejects us.
     """
     stream = await _connect_any(relayed_route.addresses, relayed_route.port)
     try:
@@ -271,21 +274,21 @@ async def _connect_relay(relayed_route: RelayedRoute) -> Stream:
 
 
 async def _await_other_end(relayed_route: RelayedRoute) -> Stream:
-    """A connection to the relay on which the other end has come.
+    """A connection to the relay, once the other end has joined it.
 
     Raises:
-        TimeoutError: it has not.
-        OSError, EOFError: the relay can't be reached, or doesn't want us.
+        TimeoutError: The other end has not joined.
+        OSError, EOFError: The relay is unreachable or rejects us.
     """
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             stream = await _connect_relay(relayed_route)
     except TimeoutError as error:
-        raise ConnectionError("the relay says nothing") from error
+        raise ConnectionError("the relay does not answer") from error
     try:
         async with asyncio.timeout(RECONNECT_INTERVAL_S):
             if await stream[0].readexactly(1) != PEER_ARRIVED:
-                raise ConnectionError("the relay says what no relay says")
+                raise ConnectionError("unexpected reply from the relay")
     except BaseException:
         stream[1].transport.abort()
         raise
@@ -298,7 +301,7 @@ async def _connect_any(hosts: Sequence[str], port: int) -> Stream:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S / 2):
                 return await asyncio.open_connection(host, port)
-        except OSError as error:  # a TimeoutError is one
+        except OSError as error:  # includes TimeoutError
             failure = error
     raise failure
 

@@ -1,7 +1,6 @@
-"""The connection to the coordinator: a report first and then two each second, announcements back.
+"""The session with the coordinator: this peer's reports out, orders in.
 
-It reconnects for ever. What the coordinator has to know is in every report, so nothing is lost for
-good when the connection breaks.
+It reconnects indefinitely. Every report is complete, so a broken connection loses nothing.
 """
 
 import asyncio
@@ -25,14 +24,15 @@ from molinkd.peer.membership.membership_record import MembershipRecord
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
-#: Refused handshakes in a row of which a person is told: one that starts or ends may refuse a few.
+#: Consecutive refused handshakes that are reported; a starting or stopping coordinator may refuse a
+#: few.
 MAX_REFUSALS = 4
-#: For how long the coordinator may take note of our end, in seconds.
+#: Timeout of the goodbye, in seconds.
 GOODBYE_TIMEOUT_S = 0.5
 
 
 class CoordinatorSession:
-    """One peer's side of the control plane."""
+    """This peer's side of the control plane."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class CoordinatorSession:
         on_noted: Callable[[int, str], bool] = lambda _term, _leader: True,
         on_cut: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_refused(reason)`` is told once when the coordinator goes on refusing this peer.
+        """``on_refused(reason)`` is called once when the coordinator keeps refusing this peer.
 
-        ``on_noted(term, leader)`` hears that it lives, and says whether to obey it; ``on_cut`` that
-        the connection is lost.
+        ``on_noted(term, leader)`` is called for a heartbeat and returns whether to follow that
+        coordinator; ``on_cut`` is called when the connection is lost.
         """
         self._context, self._keys = context, keys
         self._report = report
@@ -62,16 +62,16 @@ class CoordinatorSession:
         self._closing: set[asyncio.Task[None]] = set()
         self._reporter: asyncio.Task[None] | None = None
         self._last_refusal = ""
-        #: Handshakes that were refused since the last that was not.
+        #: Consecutive refused handshakes.
         self._refusals = 0
         self._is_ending = False
-        #: Whether the coordinator has answered the first report of this connection.
+        #: Whether the coordinator has welcomed this connection.
         self.is_welcomed = False
-        #: Whether the coordinator at the other end is the one to obey.
+        #: Whether to follow the connected coordinator.
         self._is_obeyed = False
-        #: Why it isn't understood here; empty if it is.
+        #: Version mismatch with the coordinator; empty if compatible.
         self._version_mismatch = ""
-        #: Whether it has begun a session on this connection when it was not.
+        #: Whether a welcome was ignored because the coordinator was not followed then.
         self._missed_welcome = False
 
     def _make_client(self, membership: MembershipRecord) -> Client[ControlMessage]:
@@ -92,34 +92,34 @@ class CoordinatorSession:
         )
 
     def follow_coordinator(self, membership: MembershipRecord) -> None:
-        """Connect to where the coordinator is now."""
+        """Connect to another coordinator."""
         if (membership.coordinator_key, membership.endpoints) == self._target:
             return
         before, self._client = self._client, self._make_client(membership)
         self.is_welcomed, self._refusals, self._last_refusal = False, 0, ""
         if self._reporter is None:
-            return  # not begun yet
+            return  # not started yet
         leaving = asyncio.get_running_loop().create_task(before.close())
         self._closing.add(leaving)
         leaving.add_done_callback(self._closing.discard)
         self._client.start()
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start connecting."""
         self._client.start()
         self._reporter = asyncio.get_running_loop().create_task(
             self._send_reports(), name="molink-reports"
         )
 
     async def send_goodbye(self) -> None:
-        """Report no more, and tell the coordinator so if it can be told."""
+        """Stop reporting, and notify the coordinator if connected."""
         self._is_ending = True
         if not self.is_welcomed:
             return
         try:
             await self._client.send_request(Goodbye(ref=0), timeout=GOODBYE_TIMEOUT_S)
         except MolinkError as error:
-            log.info("no goodbye to the coordinator: %s", error)
+            log.info("can't say goodbye to the coordinator: %s", error)
 
     async def close(self) -> None:
         """Disconnect."""
@@ -131,28 +131,28 @@ class CoordinatorSession:
 
     @property
     def failure_reason(self) -> str:
-        """Why there is no connection, for a person; empty if there is one."""
+        """Why there is no connection, as text; empty if there is one."""
         if self._client.is_connected:
             return self._version_mismatch
         return self._last_refusal or "the coordinator doesn't answer"
 
     def send_message(self, message: ControlMessage, payload: bytes | None = None) -> None:
-        """Send, if there is a session; else the next session's first reports tell it."""
+        """Send if welcomed; otherwise the next session's reports contain the information."""
         if not self.is_welcomed or self._is_ending:
             return
         try:
             self._client.send(message, payload)
         except MolinkError as error:
-            log.info("not told to the coordinator: %s", error)
+            log.info("can't send to the coordinator: %s", error)
 
     async def request(self, message: ControlMessage, timeout: float = 10.0) -> ControlMessage:
-        """Ask the coordinator; what it refuses is raised as the error that it names."""
+        """Send a request; an error reply is raised as the error that it names."""
         return (await self.request_payload(message, timeout))[0]
 
     async def request_payload(
         self, message: ControlMessage, timeout: float = 10.0, payload: bytes | None = None
     ) -> tuple[ControlMessage, bytes]:
-        """As :meth:`request`, with payloads."""
+        """:meth:`request` with payloads."""
         reply, answer = await self._client.send_request(message, payload, timeout=timeout)
         return reply, b"" if answer is None else bytes(answer)
 
@@ -164,7 +164,7 @@ class CoordinatorSession:
 
     def _on_disconnected(self) -> None:
         self.is_welcomed = False
-        log.warning("the connection to the coordinator is lost; trying again")
+        log.warning("lost the connection to the coordinator; reconnecting")
         self._on_connection_lost()
 
     def _on_refusal(self, reason: str) -> None:
@@ -181,7 +181,8 @@ class CoordinatorSession:
                 self._check_version(PeerVersion(message.version, message.protocol))
                 self._is_obeyed = self._on_heartbeat(term, leader) and not self._version_mismatch
                 if self._is_obeyed and self._missed_welcome:
-                    # It leads after all, in a higher term by now; what it said before is lost.
+                    # It leads after all, in a higher term. Its earlier messages were ignored, so
+                    # reconnect.
                     self._missed_welcome = False
                     self._client.reconnect_now()
             case KeepAlive():
@@ -194,10 +195,10 @@ class CoordinatorSession:
             case _ if self.is_welcomed:
                 self._on_message(message, payload)
             case _:
-                log.debug("a %s before the welcome", type(message).__name__)
+                log.debug("ignored %s before the welcome", type(message).__name__)
 
     def _check_version(self, coordinator: PeerVersion) -> None:
-        """Whether to understand what follows; a person is told once if not."""
+        """Check whether the coordinator's version is compatible; reports a mismatch once."""
         unlike = explain_mismatch(own_version(), coordinator)
         if unlike and unlike != self._version_mismatch:
             log.warning("%s", unlike)
@@ -205,7 +206,7 @@ class CoordinatorSession:
         self._version_mismatch = unlike
 
     def report_now(self) -> None:
-        """Report at once: something has changed."""
+        """Send a report immediately."""
         if self._is_ending or not self._client.is_connected:
             return
         report = self._report()

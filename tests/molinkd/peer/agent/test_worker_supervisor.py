@@ -121,13 +121,13 @@ async def test_metrics_never_fall(heard: Heard) -> None:
     heard.supervisor.start_worker(2, msgspec.structs.replace(START, layers=(4, 6)), MEMBERS)
     await _until_steps(heard, 4.0)
     figures = heard.supervisor.collect_metrics()
-    assert figures.gauges == {"workers": 2.0, "spare_workers": 0.0}
+    assert figures.gauges == {"workers": 2.0, "standby_workers": 0.0}
     second = StageLabels("p1", "4:6", "0-0", "0-0")
     assert figures.stages[second] == StageMetricValues({"steps": 2.0}, {"members": 1.0})
     await heard.supervisor.close()
     assert heard.supervisor.collect_metrics() == MetricValues(
         {},
-        {"workers": 0.0, "spare_workers": 0.0},
+        {"workers": 0.0, "standby_workers": 0.0},
         {first: StageMetricValues({"steps": 2.0}), second: StageMetricValues({"steps": 2.0})},
     )
 
@@ -184,14 +184,14 @@ async def test_a_spare_is_the_next_worker(
     heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
-    await until(lambda: heard.supervisor.collect_metrics().gauges["spare_workers"] == 1.0)
+    await until(lambda: heard.supervisor.collect_metrics().gauges["standby_workers"] == 1.0)
     heard.supervisor.schedule_standby(1)  # one is enough
     other = msgspec.structs.replace(START, pipeline="p2", stage=3)
     assert heard.supervisor.start_worker(2, other, MEMBERS) == spare.pid
     await heard.until(lambda: len(heard.messages) == 2)
     generation, loaded = heard.messages[1]
     assert (generation, type(loaded)) == (2, WorkerLoaded)
-    assert heard.supervisor.collect_metrics().gauges == {"workers": 2.0, "spare_workers": 0.0}
+    assert heard.supervisor.collect_metrics().gauges == {"workers": 2.0, "standby_workers": 0.0}
     spare.kill()
     await heard.until(lambda: bool(heard.exits))
     assert [generation for generation, _ in heard.exits] == [2]
@@ -230,7 +230,7 @@ async def test_a_first_stage_can_wait_for_the_spare_that_starts(
     await heard.supervisor.wait_until_ready()  # there is none
     heard.supervisor.start_standby()
     await heard.supervisor.wait_until_ready()
-    assert heard.supervisor.collect_metrics().gauges["spare_workers"] == 1.0
+    assert heard.supervisor.collect_metrics().gauges["standby_workers"] == 1.0
 
 
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
@@ -253,7 +253,7 @@ async def test_a_spare_makes_room(heard: Heard, monkeypatch: pytest.MonkeyPatch)
     assert (len(own.pids), spare.pid in own.pids) == (2, True)
     heard.supervisor.drop_standby()
     await until(lambda: not psutil.pid_exists(spare.pid))
-    assert heard.supervisor.collect_metrics().gauges == {"workers": 1.0, "spare_workers": 0.0}
+    assert heard.supervisor.collect_metrics().gauges == {"workers": 1.0, "standby_workers": 0.0}
     assert heard.exits == []
     heard.supervisor.drop_standby()
     heard.supervisor.start_standby()
@@ -298,9 +298,9 @@ async def test_the_end_of_a_spare_is_no_failure_of_a_stage(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
-    await until(lambda: heard.supervisor.collect_metrics().gauges["spare_workers"] == 1.0)
+    await until(lambda: heard.supervisor.collect_metrics().gauges["standby_workers"] == 1.0)
     spare.kill()
-    await until(lambda: heard.supervisor.collect_metrics().gauges["spare_workers"] == 0.0)
+    await until(lambda: heard.supervisor.collect_metrics().gauges["standby_workers"] == 0.0)
     assert heard.exits == []
     assert heard.supervisor.start_worker(2, START, MEMBERS) != spare.pid
 
