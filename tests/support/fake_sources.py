@@ -39,7 +39,7 @@ def connect_to(
     async def connect(peer: str) -> AsyncIterator[Source]:
         connected.append(peer)
         if peer not in peers:
-            raise Unavailable(f"{peer} is not there")
+            raise Unavailable(f"{peer} is offline")
         yield peers[peer]
 
     return connect

@@ -153,7 +153,7 @@ async def test_members_ask_which_parts_there_are(net: Net, library: ModelReposit
     server, _ = start(net, parts, "me")
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
     assert manifest.decode_bitfield(await source.read_parts(manifest.root)) == everything - {"t"}
-    with pytest.raises(ModelNotFound, match="doesn't hold t of that model"):
+    with pytest.raises(ModelNotFound, match="does not have t of that model"):
         await source.read_chunk(manifest.root, "t", 0)
     with pytest.raises(ModelNotFound):
         await source.read_parts(f"{0:064}:1")

@@ -41,7 +41,9 @@ def test_a_file_that_is_broken_is_named(text: str, tmp_path: Path) -> None:
 
 def test_what_wins(tmp_path: Path) -> None:
     home = Home(tmp_path).create_folders()
-    home.config.write_text('name = "file"\nstage = "0:1"\nhold = 5', encoding="utf-8")
+    home.config.write_text(
+        'name = "file"\nstage = "0:1"\npipeline_wait_timeout = 5', encoding="utf-8"
+    )
     remembered = {"name": "last", "stage": "none", "threads": 3}
     environment = {**os.environ, "MOLINK_STAGE": "auto"}
     settings = load_settings(home, {"threads": 4}, environment, remembered)

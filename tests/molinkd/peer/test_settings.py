@@ -31,11 +31,15 @@ def no_common_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_later_layers_win(tmp_path: Path, no_common_config: Path) -> None:
     (no_common_config / "config.toml").write_text(
-        'name = "common"\nhold = 5\nmax_running = 8\n', encoding="utf-8"
+        'name = "common"\npipeline_wait_timeout = 5\nmax_num_seqs = 8\n', encoding="utf-8"
     )
-    (tmp_path / "config.toml").write_text('name = "home"\nhold = 6\n', encoding="utf-8")
+    (tmp_path / "config.toml").write_text(
+        'name = "home"\npipeline_wait_timeout = 6\n', encoding="utf-8"
+    )
     settings = load_settings(
-        Home(tmp_path), {"name": "given", "hold": None}, {"MOLINK_NAME": "env", "OTHER": "x"}
+        Home(tmp_path),
+        {"name": "given", "pipeline_wait_timeout": None},
+        {"MOLINK_NAME": "env", "OTHER": "x"},
     )
     assert (settings.name, settings.pipeline_wait_timeout, settings.pipeline.max_num_seqs) == (
         "given",
@@ -87,7 +91,7 @@ def test_text_is_converted() -> None:
         ({"objective": "speed"}, "`objective` can't be 'speed'"),
         ({"min_stages": 17}, "`min_stages` is at most 16"),
         ({"nonsense": 1}, "nonsense"),
-        ({"advertise": "foo:1:2"}, "`advertise` has addresses or names of hosts.*not 'foo:1:2'"),
+        ({"advertise": "foo:1:2"}, "`advertise` takes addresses or host names.*not 'foo:1:2'"),
         ({"advertise": "10.0.0.1, 300.1.1.1"}, "not '300.1.1.1'"),
         ({"advertise": "pc:70000"}, "not 'pc:70000'"),
         ({"advertise": "two words"}, "not 'two words'"),
@@ -236,7 +240,7 @@ def test_whose_turn_it_is_among_requests(tmp_path: Path) -> None:
 def test_settings_of_the_pipeline_are_given_by_their_own_names() -> None:
     nowhere = Home(Path("nowhere"))
     assert set(PipelineSettings.__struct_fields__) < set(SETTING_NAMES)
-    with pytest.raises(UsageError, match="there is no setting 'pipeline'"):
+    with pytest.raises(UsageError, match="unknown setting 'pipeline'"):
         load_settings(nowhere, {"pipeline": {}}, {})
     with pytest.raises(UsageError, match="`max_num_seqs` is at least 1, not 0"):
         load_settings(nowhere, {}, {"MOLINK_MAX_NUM_SEQS": "0"})
@@ -258,11 +262,11 @@ def test_only_a_port_that_nobody_has_chosen_moves_on(tmp_path: Path) -> None:
     chosen = load_settings(home, {"api_port": 5465}, {}, {"control_port": 65535})
     assert chosen.ports_to_try("api_port") == (5465, 5466), "the number of the default, but chosen"
     assert chosen.ports_to_try("control_port") == (65535, 65536)
-    assert chosen.chosen_ports == ("control_port", "coordinator_port", "api_port")
+    assert chosen.chosen_ports == ("api_port", "control_port", "coordinator_port")
     environment = load_settings(home, {}, {"MOLINK_API_PORT": "0"})
     assert environment.ports_to_try("api_port") == (0, 1)
     assert device_settings(chosen, "cuda:1", "pc/cuda:1").ports_to_try("control_port")[1] == 65536
-    with pytest.raises(UsageError, match="no setting 'chosen_ports'"):
+    with pytest.raises(UsageError, match="unknown setting 'chosen_ports'"):
         load_settings(home, {}, {}, {"chosen_ports": "x"})
 
 

@@ -175,7 +175,7 @@ class StageManager:
 
     def describe_stages(self) -> str:
         """All stages and the prefetch, as one line of text."""
-        return ", ".join(filter(None, (self._agent.describe(), self._prefetcher.describe_transfer)))
+        return ", ".join(filter(None, (self._agent.describe(), self._prefetcher.transfer_text)))
 
     async def close(self) -> None:
         """Cancel transfers and stop the workers."""

@@ -69,7 +69,7 @@ class Prefetcher:
             await asyncio.gather(task, return_exceptions=True)
 
     @property
-    def describe_transfer(self) -> str:
+    def transfer_text(self) -> str:
         """The running prefetch as text; empty if there is none."""
         if self._message is None or self._state is None or self._state.state != "fetching":
             return ""

@@ -150,7 +150,7 @@ async def test_a_daemon_that_ends_is_started_again_and_a_person_is_told(pc: Pc) 
         assert JoinToken.parse(first.token, 0).addresses == SWARM.addresses
         assert first.settings.name == "pc/cpu.2"
         told = next(one.text for one in pc.said if isinstance(one, ProblemReportedEvent))
-        assert told.startswith("cpu.2 holds no layers: no luck; it is started again in")
+        assert told.startswith("cpu.2 holds no layers: no luck; restarting in")
         with pytest.raises(RequestError, match=r"no device cuda:1; it has cpu\.2"):
             pc.devices.set_drained(True, "cuda:1")
     finally:

@@ -62,8 +62,8 @@ async def test_a_damaged_cache_is_measured_again(tmp_path: Path) -> None:
     ("code", "text"),
     [
         ("raise RuntimeError('no such device')", "no such device"),
-        ("print('hello')", "unreadable"),
-        ("pass", "unreadable"),
+        ("print('hello')", "invalid"),
+        ("pass", "invalid"),
     ],
 )
 async def test_failures_say_why(tmp_path: Path, code: str, text: str) -> None:

@@ -45,8 +45,8 @@ def test_one_of_other_tokens_is_refused_by_name(make_model: Any, tmp_path: Path)
     with pytest.raises(UsageError) as caught:
         draft.check_vocabulary(served)
     text = str(caught.value)
-    assert text.startswith(f"--draft-model {tmp_path / 'draft'} has another vocabulary")
-    assert "is 'aa' there, and 'a' here" in text
+    assert text.startswith(f"--draft-model {tmp_path / 'draft'} has a different vocabulary")
+    assert "is 'aa' instead of 'a'" in text
 
 
 def test_no_such_model(tmp_path: Path) -> None:

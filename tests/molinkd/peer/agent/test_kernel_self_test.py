@@ -80,7 +80,7 @@ def test_a_kernel_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     ("lines", "text"),
     [
         (["raise ImportError('no torch here')"], "no torch here"),
-        (["print('hello')"], "can't be run"),
+        (["print('hello')"], "can't run the self-test"),
         (["os._exit(3)"], "exit code 3"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_process_that_gives_nothing(lines: list[str], text: str) -> None:
 
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
-    assert "can't be run" in run_self_test("auto", 1, (str(tmp_path / "none"),)).failure
+    assert "can't run the self-test" in run_self_test("auto", 1, (str(tmp_path / "none"),)).failure
 
 
 def failing(*kernels: str) -> SelfTestResult:

@@ -52,9 +52,9 @@ def test_the_order_reaches_the_process_and_its_result_us() -> None:
     ("code", "kind", "text"),
     [
         ("raise RuntimeError('no luck')", WorkerError, "no luck"),
-        ("print('hello')", WorkerError, "unreadable"),
-        ("pass", WorkerError, "unreadable"),
-        ("print('{}')", WorkerError, "unreadable"),
+        ("print('hello')", WorkerError, "invalid"),
+        ("pass", WorkerError, "invalid"),
+        ("print('{}')", WorkerError, "invalid"),
         ("import sys; sys.exit(9)", WorkerError, "no message, exit code 9"),
         ("import sys; print('bad', file=sys.stderr); sys.exit(2)", UsageError, "^bad$"),
         (

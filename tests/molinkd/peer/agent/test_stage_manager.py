@@ -41,7 +41,7 @@ class FakeStore:
 
 
 class FakeAddressBook:
-    def keys(self) -> None:
+    def peer_keys(self) -> None:
         pass
 
 
@@ -179,7 +179,7 @@ async def test_where_a_draft_model_can_not_be_the_stage_is_as_without(
 
 
 async def test_a_lower_context_takes_less_kv(bench: Bench) -> None:
-    start = await bench.assign(1 << 30, context=64)
+    start = await bench.assign(1 << 30, max_model_len=64)
     assert isinstance(start, LoadStage)
     assert (start.max_model_len, start.kv_bytes) == (64, 4 * 64 * 3 * 2 * 2 * 16 * 2)
 
@@ -228,7 +228,7 @@ async def test_a_stage_that_fits_only_by_itself_says_so(bench: Bench, kind: str)
     bench.assignments.handle_order(other)
     await asyncio.wait([*bench.assignments._fetches.values()])
     (failed,) = bench.told
-    assert failed.no_room
+    assert failed.out_of_memory
     assert "beside another stage: layers 0:3 of m need at least" in failed.reason
     # Once the first is gone there is room.
     bench.assignments.handle_order(Unassign(pipeline="p1"))
@@ -275,7 +275,7 @@ async def test_a_ring_is_formed_once_the_next_stage_has_answered(bench: Bench, p
     assert bench.supervisor.told == []
     failed = bench.told[-1]
     assert (failed.stage, failed.next_lost) == (0, True)
-    assert "can't connect to the next stage at 10.0.0.9 port 1" in failed.reason
+    assert "can't reach the next stage at 10.0.0.9 port 1" in failed.reason
 
 
 async def test_quantize_reaches_the_worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,7 +347,7 @@ async def test_what_cannot_be_started_says_so(tmp_path: Path) -> None:
 
 
 def test_exit_reasons() -> None:
-    assert exit_reason(-9, "") == "the worker was ended by signal 9"
+    assert exit_reason(-9, "") == "the worker was terminated by signal 9"
     assert exit_reason(0xC0000005, "") == "the worker exited with code 0xC0000005"
     assert exit_reason(1, "a\nb\n\n") == "the worker exited with code 1: b"
 

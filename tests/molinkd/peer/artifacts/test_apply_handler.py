@@ -60,7 +60,7 @@ class Scene:
         if self.forbidden is not None:
             raise self.forbidden
         if not wishes.models:
-            assert message.dry
+            assert message.dry_run
             return ApplyReply(ref=0, payload=Payload("u8", (0,))), b""
         self.asked.append((message, wishes))
         if self.refusal is not None:

@@ -83,7 +83,7 @@ async def test_it_asks_for_the_model_as_the_user_wants_it(
 async def test_the_context_can_be_lowered(
     model: Path, tmp_path: Path, wanted: int, found: int
 ) -> None:
-    made = founder(tmp_path, model, context=wanted)
+    made = founder(tmp_path, model, max_model_len=wanted)
     await made.find_model()
     assert made.facts is not None
     assert made.facts.max_model_len == found

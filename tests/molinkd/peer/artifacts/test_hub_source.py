@@ -60,10 +60,10 @@ class Case:
             hub=use_hub,
         )
 
-    async def stage(self, *, paced: bool = False) -> None:
+    async def stage(self, *, rate_limited: bool = False) -> None:
         supply = ModelSources(("a",), hub=PLACE)
         root = self.peer.root
-        folder = await self.store.fetch_stage("m", root, (1, 3), supply, rate_limited=paced)
+        folder = await self.store.fetch_stage("m", root, (1, 3), supply, rate_limited=rate_limited)
         here, there = ModelFolder.open(folder, (1, 3)), ModelFolder.open(self.folder)
         for name in here.stage_tensors(1, 3):
             assert _bytes(here, folder, name) == _bytes(there, self.folder, name)
@@ -74,22 +74,22 @@ def _bytes(opened: ModelFolder, folder: Path, name: str) -> bytes:
     return (folder / span.file).read_bytes()[span.offset :][: span.nbytes]
 
 
-@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize("rate_limited", [False, True])
 async def test_a_pc_that_is_near_goes_before_the_hub(
-    tmp_path: Path, hub: FakeHub, paced: bool
+    tmp_path: Path, hub: FakeHub, rate_limited: bool
 ) -> None:
     case = Case(tmp_path, near=True)
-    await case.stage(paced=paced)
+    await case.stage(rate_limited=rate_limited)
     assert case.connected == ["a"]
     assert hub.asked == []
 
 
-@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize("rate_limited", [False, True])
 async def test_the_hub_goes_before_pcs_that_are_far_away(
-    tmp_path: Path, hub: FakeHub, paced: bool
+    tmp_path: Path, hub: FakeHub, rate_limited: bool
 ) -> None:
     case = Case(tmp_path, near=False)
-    await case.stage(paced=paced)
+    await case.stage(rate_limited=rate_limited)
     assert hub.asked
     # What only a peer has comes from there: the hashes, and the files beside the weights.
     assert all("tokenizer" in part or "config" in part for part in case.peer.entries_read)

@@ -89,11 +89,11 @@ async def test_all_places(served: FakeHub, home: Home, tmp_path: Path) -> None:
     assert chosen == found["swarm"]
     assert delete_model(chosen) == chosen.size
     assert not part.exists()
-    with pytest.raises(UsageError, match="a folder of yours: delete it yourself"):
+    with pytest.raises(UsageError, match="is your own folder; delete it yourself"):
         choose_deletable(home, list_installed_models(home), "own", hf_cache=True)
     with pytest.raises(UsageError, match="--hf-cache"):
         choose_deletable(home, list_installed_models(home), REPOSITORY, hf_cache=False)
-    with pytest.raises(UsageError, match="came with molink"):
+    with pytest.raises(UsageError, match="is bundled"):
         choose_deletable(home, list_installed_models(home), DEMO_MODEL_NAME, hf_cache=True)
     with pytest.raises(ModelNotFound, match="`molink list --home"):
         choose_deletable(home, list_installed_models(home), "other", hf_cache=True)

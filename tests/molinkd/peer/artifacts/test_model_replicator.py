@@ -242,7 +242,7 @@ async def test_without_a_source_it_waits_for_one(
     pc.serve(root, "gone", "a")
     await pc.whole()
     told = [record.getMessage() for record in caplog.records if "gone" in record.getMessage()]
-    assert told == ["no whole copy of m here yet; it is tried again: gone: gone is not there"]
+    assert told == ["replication of m is incomplete and will be retried: gone: gone is offline"]
 
 
 async def test_a_disk_with_little_room_gets_no_copy(

@@ -182,5 +182,5 @@ async def test_hashing_can_be_ended(folder: Path) -> None:
         stop.set()  # type: ignore[attr-defined]
         ModelRepository(Hasher()).add_model("m", folder, Progress(), stop)  # type: ignore[arg-type]
 
-    with pytest.raises(Unavailable, match="ended"):
+    with pytest.raises(Unavailable, match="cancelled"):
         await run_in_thread(act)

@@ -127,7 +127,7 @@ async def test_what_nobody_has_is_named(model: Model) -> None:
     await model.fetch(late, (0, 1), supply)
     assert first.entries_read == {"model.embed_tokens.weight"}
     # While one can't be asked nothing is said of what nobody has.
-    with pytest.raises(Unavailable, match="gone is not there"):
+    with pytest.raises(Unavailable, match="gone is offline"):
         await model.fetch(late, (0, LAYERS), ModelSources((), ("a", "b", "gone")))
 
 
@@ -223,7 +223,7 @@ async def test_the_shelf_follows_the_disk(model: Model, tmp_path: Path) -> None:
     await pc.shelf.scan_store()
     assert pc.changes == 1  # nothing is new
     assert await pc.read_chunk(model.root, UP.format(1), 0)
-    with pytest.raises(ModelNotFound, match=r"doesn't hold model\.layers\.3"):
+    with pytest.raises(ModelNotFound, match=r"does not have model\.layers\.3"):
         await pc.read_chunk(model.root, UP.format(3), 0)
     assert pc.library.model_names == ()
     await pc.store.fetch_stage("m", model.root, (3, LAYERS), ModelSources(("owner",)))

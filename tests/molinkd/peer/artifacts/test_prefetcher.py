@@ -28,9 +28,9 @@ class FakeStore:
         supply: ModelSources,
         progress: Progress,
         *,
-        paced: bool,
+        rate_limited: bool,
     ) -> Path:
-        assert paced
+        assert rate_limited
         self.calls.append(layers)
         progress.done, progress.total = 1_000_000, 4_000_000
         self.asked.set()
@@ -72,7 +72,7 @@ async def test_files_are_fetched_once(scene: Scene) -> None:
     assert await scene.said.get() == PrefetchState(number=1, state="fetching")
     scene.prefetcher.start_prefetch(wish())
     await scene.said.get()
-    assert "layers 0:2" in scene.prefetcher.describe_transfer
+    assert "layers 0:2" in scene.prefetcher.transfer_text
     await scene.store.asked.wait()
     state = scene.prefetcher.state
     assert state is not None
@@ -82,7 +82,7 @@ async def test_files_are_fetched_once(scene: Scene) -> None:
     scene.prefetcher.start_prefetch(wish())
     assert await scene.said.get() == PrefetchState(number=1, state="done")
     assert scene.store.calls == [(0, 2)]
-    assert scene.prefetcher.describe_transfer == ""
+    assert scene.prefetcher.transfer_text == ""
 
 
 async def test_files_are_not_all_that_a_stage_waits_for(scene: Scene) -> None:

@@ -182,7 +182,7 @@ async def test_the_bringer_has_a_root_before_any_weights(tmp_path: Path, hub: Fa
         assert shard.sha256 == hashlib.sha256((hub.folder / name).read_bytes()).digest()
     # Placement goes by the same facts as that of the whole folder.
     there = ModelFolder.open(hub.folder).placement_facts("some-model")
-    for field in ("layers", "layer_bytes", "first_bytes", "last_bytes", "context", "narrow"):
+    for field in ("layers", "layer_bytes", "first_bytes", "last_bytes", "max_model_len", "narrow"):
         assert getattr(facts, field) == getattr(there, field)
 
 
@@ -491,7 +491,7 @@ async def test_a_liar_alone_gives_nothing(tmp_path: Path, hub: FakeHub) -> None:
     facts = await a.bring()
     liar = await have_all(Liar(tmp_path / "l", {"a": a}), facts)
     b = Pc(tmp_path / "b", {"l": liar})
-    with pytest.raises(Unavailable, match=r"nobody gives model-00003.* as the hub says"):
+    with pytest.raises(Unavailable, match=r"no source has a valid model-00003"):
         await b.stage(facts, (1, 2), "l", use_hub=False)
     assert list(b.liars) == ["l"]
     assert left(b) == []
@@ -524,8 +524,8 @@ async def test_pieces_of_another_length_are_none(tmp_path: Path, hub: FakeHub) -
     assert b.from_hub == sizes(hub, SHARDS[2])
 
 
-@pytest.mark.parametrize("paced", [False, True])
-async def test_a_paced_stage(tmp_path: Path, hub: FakeHub, paced: bool) -> None:
+@pytest.mark.parametrize("rate_limited", [False, True])
+async def test_a_paced_stage(tmp_path: Path, hub: FakeHub, rate_limited: bool) -> None:
     a = Pc(tmp_path / "a")
     facts = await a.bring()
     await have_all(a, facts)
@@ -533,7 +533,7 @@ async def test_a_paced_stage(tmp_path: Path, hub: FakeHub, paced: bool) -> None:
     for layers, peers in (((1, 2), ("a",)), ((2, 3), ())):
         supply = ModelSources((), ("a", *peers), PLACE)
         folder = await b.store.fetch_stage(
-            facts.name, facts.root, layers, supply, rate_limited=paced
+            facts.name, facts.root, layers, supply, rate_limited=rate_limited
         )
         same(ModelFolder.open(folder, layers), hub, layers)
 

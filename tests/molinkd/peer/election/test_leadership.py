@@ -145,7 +145,7 @@ async def test_a_member_that_has_moved_is_asked_where_the_swarm_is_heard(
 
 async def test_another_swarms_question_is_refused(net: Net, tmp_path: Path) -> None:
     leadership = make(net, tmp_path, Other(net))
-    with pytest.raises(NotAuthorized, match="not of swarm x"):
+    with pytest.raises(NotAuthorized, match="not belong to swarm x"):
         leadership.answer_request("p", LeaderRequest(ref=1, swarm="x", view=VIEW))
     reply = leadership.answer_request("p", LeaderRequest(ref=1, swarm="s", view=VIEW))
     assert (reply.ref, reply.view.is_leader) == (1, False)

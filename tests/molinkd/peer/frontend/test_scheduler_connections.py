@@ -150,7 +150,9 @@ class FakeStore:
         self.folder = folder
         self.failures = failures
 
-    async def fetch_metadata(self, model: str, root: str, sources: object, *, paced: bool) -> Path:
+    async def fetch_metadata(
+        self, model: str, root: str, sources: object, *, rate_limited: bool
+    ) -> Path:
         self.failures -= 1
         if self.failures >= 0:
             raise Unavailable("not yet")
@@ -190,12 +192,12 @@ async def test_a_model_is_offered_once_its_tokenizer_is_here(
 
 async def test_a_model_that_cannot_be_loaded_is_given_up_aloud(net: Net, tmp_path: Path) -> None:
     class Broken(FakeStore):
-        async def fetch_metadata(self, *_: object, paced: bool) -> Path:
+        async def fetch_metadata(self, *_: object, rate_limited: bool) -> Path:
             raise RecursionError("too deep")
 
     troubles: list[str] = []
     served = ServedModels(Broken(tmp_path, 0), lambda models: None, troubles.append)
     served.update_route(route(net, 1))
     await net.until(lambda: troubles)
-    assert troubles == ["m can't be offered here: RecursionError: too deep"]
+    assert troubles == ["can't offer m: RecursionError: too deep"]
     await served.close()

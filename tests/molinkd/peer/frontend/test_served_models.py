@@ -20,7 +20,7 @@ class FakeStore:
         self.go_on.set()
 
     async def fetch_metadata(
-        self, model: str, root: str, supply: ModelSources, *, paced: bool
+        self, model: str, root: str, supply: ModelSources, *, rate_limited: bool
     ) -> Path:
         await self.go_on.wait()
         return Path(model)
@@ -34,7 +34,7 @@ def route(context: int, *, ready: bool, epoch: int = 1) -> Route:
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
-    config = SimpleNamespace(context=999, short_context=0)
+    config = SimpleNamespace(max_model_len=999, original_max_model_len=0)
     monkeypatch.setattr(module.ModelConfig, "load_folder", lambda _: config)
     changes: asyncio.Queue[list[int]] = asyncio.Queue()
 
@@ -48,19 +48,19 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespac
 
 
 async def test_a_ready_pipeline_says_which_context_there_is(scene: SimpleNamespace) -> None:
-    scene.served.update(route(4096, ready=False))
+    scene.served.update_route(route(4096, ready=False))
     assert await scene.changes.get() == [4096]
-    scene.served.update(route(1024, ready=True))
+    scene.served.update_route(route(1024, ready=True))
     assert await scene.changes.get() == [1024]
-    scene.served.update(route(1024, ready=True))
-    scene.served.update(route(4096, ready=False, epoch=2))  # says nothing of what will be
+    scene.served.update_route(route(1024, ready=True))
+    scene.served.update_route(route(4096, ready=False, epoch=2))  # says nothing of what will be
     assert scene.changes.empty()
 
 
 async def test_a_route_that_changes_while_the_tokenizer_is_fetched(scene: SimpleNamespace) -> None:
     scene.store.go_on.clear()
-    scene.served.update(route(4096, ready=False))
+    scene.served.update_route(route(4096, ready=False))
     await asyncio.sleep(0)
-    scene.served.update(route(1024, ready=True))
+    scene.served.update_route(route(1024, ready=True))
     scene.store.go_on.set()
     assert await scene.changes.get() == [1024]

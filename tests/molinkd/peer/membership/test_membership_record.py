@@ -107,7 +107,7 @@ async def test_joining(net: Net) -> None:
 async def test_an_invitation_that_is_not_known(net: Net) -> None:
     server = net.server(control_codec(), lambda *_: None)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
-    with pytest.raises(TokenError, match="was ended or has expired"):
+    with pytest.raises(TokenError, match="was revoked or has expired"):
         await join_swarm(net.context, KeyPair.generate(), token, "pc")
 
 

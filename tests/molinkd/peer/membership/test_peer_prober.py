@@ -112,7 +112,7 @@ async def test_a_round_trip_so_short_that_less_would_be_no_news_is_measured_once
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        monkeypatch.setattr(module, "_ENOUGH_S", 10.0)
+        monkeypatch.setattr(module, "_SHORTEST_S", 10.0)
         assert await module.measure_latency(["127.0.0.1"], server.getsockname()[1]) is not None
         server.accept()[0].close()
         with pytest.raises(BlockingIOError):
