@@ -55,11 +55,7 @@ class Scene:
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.setattr(pauser_module, "POLL_INTERVAL_S", 0.001)
-<<<<<<< HEAD
     for name in ("PAUSE_DELAY_S", "RESUME_DELAY_S", "_AVERAGING_TIME_S"):
-=======
-    for name in ("BUSY_S", "FREE_S", "_AVERAGING_TIME_S"):
->>>>>>> 3f3a26b8 (Let the peer's tests follow its names and messages)
         monkeypatch.setattr(pausing, name, 1e-3)
     scene = Scene()
     yield scene
