@@ -34,7 +34,7 @@ def route(context: int, *, ready: bool, epoch: int = 1) -> Route:
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
-    config = SimpleNamespace(max_model_len=999, original_max_model_len=0)
+    config = SimpleNamespace(max_model_len=999, short_context=0)
     monkeypatch.setattr(module.ModelConfig, "load_folder", lambda _: config)
     changes: asyncio.Queue[list[int]] = asyncio.Queue()
 
