@@ -35,7 +35,7 @@ def test_up_in_the_background_and_down_again(tmp_path: Path) -> None:
 
         again = run_molink(tmp_path, "up", "--background", "--name", "attic")
         assert again.returncode == 0, again.stderr
-        assert "As at the last start: --stage none" in again.stdout
+        assert "Using saved options: --stage none" in again.stdout
         note = read_run_file(home.run_file)
         assert note is not None
         processes.append(psutil.Process(note.pid))

@@ -87,7 +87,7 @@ def test_a_swarm_of_what_the_manifests_run(tools: type[Tools], tmp_path: Path) -
         # Before it ends it tries to give its layers away; nobody is there to take them.
         hook = container(peer.workload)["lifecycle"]["preStop"]["exec"]["command"]
         drained = peer.run(*[*hook[:3], "1"])
-        assert (drained.returncode, "stay here for now" in drained.stderr) == (6, True)
+        assert (drained.returncode, "still holds layers" in drained.stderr) == (6, True)
         assert peer.answers("readiness")
         peer.process.stop()
         assert peer.process.process.returncode in (0, 130), os.linesep + peer.process.output

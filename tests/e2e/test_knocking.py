@@ -76,13 +76,13 @@ def loopback(tmp_path_factory: pytest.TempPathFactory, tools: type[Tools]) -> It
 def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> None:
     second = loopback.join("second")
     code = shown_code(second, tools)
-    assert "asks swarm first to let it in" in second.output
+    assert "asks to join swarm first" in second.output
     (knock,) = loopback.up.status()["pairing_requests"]
     assert (knock["name"], knock["code"], knock["address"]) == ("second", code, "127.0.0.1")
     tools.wait_for(lambda: f"molink approve {code}" in loopback.up.output, loopback.up)
     assert code in tools.run_molink(loopback.first, "approve").stdout
     done = tools.run_molink(loopback.first, "approve", code)
-    assert (done.returncode, done.stdout) == (0, "second is a member now.\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "second joined.\n"), done.stderr
     second.found()
     tools.wait_for(lambda: "second" in loopback.names(), second)
     assert loopback.up.status()["pairing_requests"] == []
@@ -122,7 +122,7 @@ def test_a_copied_state_folder(loopback: Loopback, tools: type[Tools]) -> None:
 def test_refused_or_given_up(loopback: Loopback, tools: type[Tools]) -> None:
     third = loopback.join("third")
     done = tools.run_molink(loopback.first, "approve", shown_code(third, tools), "--refuse")
-    assert done.stdout == "third was refused.\n", done.stderr
+    assert done.stdout == "third was rejected.\n", done.stderr
     assert third.process.wait(60) == 10
     assert "the swarm refused this PC" in third.output
     if sys.platform == "win32":
@@ -199,20 +199,20 @@ class Seated(Process):
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"no namespaces here: {unavailable()}")
 def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
-    """No address, no port, no token: found by multicast, let in by a code that is typed. Then each
+    """No address, no port, no token: found by multicast, joined by a code that is typed. Then each
     holds a half of the model."""
     with VethPair() as pair, ExitStack() as stack:
         halves = ("--min-stages", "2")
         up = Seated(pair, 0, tmp_path / "first", "up", "--name", "first", *halves, *CPU)
         stack.callback(up.stop)
-        tools.wait_for(lambda: "is let in by a code" in up.output, up)
+        tools.wait_for(lambda: "they join by a code" in up.output, up)
         join = Seated(pair, 1, tmp_path / "second", "join", "--name", "second", *CPU)
         stack.callback(join.stop)
         code = shown_code(join, tools)
         tools.wait_for(lambda: f"molink approve {code}" in up.output, up)
         up.type(code)
-        tools.wait_for(lambda: f"Did you see {code} there?" in join.output, join)
-        assert "second is a member now." in up.output
+        tools.wait_for(lambda: f"show the same code, {code}?" in join.output, join)
+        assert "second joined." in up.output
         join.type("y")
         tools.wait_for(lambda: "is ready" in join.output, join)
         assert "at 10.77.0.1." in join.output
@@ -230,13 +230,13 @@ def test_a_new_router_gives_all_pcs_other_addresses(tools: type[Tools], tmp_path
         with ExitStack() as stack:
             up = Seated(pair, 0, homes[0], "up", "--name", "first", *CPU)
             stack.callback(up.stop)
-            tools.wait_for(lambda: "is let in by a code" in up.output, up)
+            tools.wait_for(lambda: "they join by a code" in up.output, up)
             join = Seated(pair, 1, homes[1], "join", "--name", "second", *CPU)
             stack.callback(join.stop)
             code = shown_code(join, tools)
             tools.wait_for(lambda: f"molink approve {code}" in up.output, up)
             up.type(code)
-            tools.wait_for(lambda: f"Did you see {code} there?" in join.output, join)
+            tools.wait_for(lambda: f"show the same code, {code}?" in join.output, join)
             join.type("y")
             tools.wait_for(lambda: "is ready" in join.output, join)
         pair.renumber("10.78.0")

@@ -96,7 +96,7 @@ def test_a_context_that_is_lowered(
             if context is None:
                 ask(prompt(4096))
             else:
-                with pytest.raises(BadRequestError, match=r"context of .* is 4096"):
+                with pytest.raises(BadRequestError, match=r"context of .* \(4096 tokens"):
                     ask(prompt(4096))
     finally:
         process.stop()

@@ -29,7 +29,7 @@ def test_stop_and_run(tmp_path: Path, tools: type[Tools], make_model: MakeModel)
         client = tools.client(process.found().endpoints[0])
         clients.callback(client.close)
         stopped = tools.run_molink(tmp_path / "home", "stop")
-        assert "molink-demo is not served any more" in stopped.stdout
+        assert "Unloaded molink-demo" in stopped.stdout
         tools.wait_for(lambda: not psutil.pid_exists(pid), process)
         tools.wait_for(lambda: not client.models.list().data, process)
         with pytest.raises(openai.APIStatusError, match="molink run MODEL") as refused:

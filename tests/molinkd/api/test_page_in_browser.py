@@ -66,7 +66,7 @@ def test_an_answer_is_formatted(backend: FakeBackend, page: Callable[..., Browse
     assert browser.run(f"return {cell}") == "right"
     browser.until("document.querySelector('.hljs-keyword')?.textContent === 'def'")
     assert browser.text(".code code").strip() == 'def f() -> str:\n    return "<b>"'
-    assert "first token after" in browser.text(".note")
+    assert "first token in" in browser.text(".note")
     assert "tokens," in browser.text(".note")
     browser.click(".code button")
     browser.until("document.querySelector('.code button.done')")
@@ -140,7 +140,7 @@ def test_stop_regenerate_and_edit(backend: FakeBackend, page: Callable[..., Brow
     assert browser.run("return document.querySelector('#text').value") == "typed meanwhile"
     backend.gate = None
     backend.answer = "Second."
-    browser.click("[aria-label='Answer anew']")
+    browser.click("[aria-label='Regenerate']")
     browser.until("document.querySelector('.body').textContent.trim() === 'Second.'")
     browser.until("!document.querySelector('.live')")
     assert browser.text(".theirs .versions .small") == "2 / 2"
@@ -165,12 +165,14 @@ def test_errors_are_sentences(backend: FakeBackend, page: Callable[..., Browser]
     browser = wait_until_ready(page())
     ask_question(browser, "Hello")
     assert browser.text(".problem span") == (
-        "The swarm can't answer now: no PC holds layers. It may work again in 1 s."
+        "The swarm is unavailable: no PC holds layers. Try again in 1 s."
     )
     assert browser.text(".bubble") == "Hello"
     backend.error = Overloaded("64 requests wait", 5.0)
     browser.click(".problem button")
-    browser.until("/places are taken: 64 requests wait. .* 5 s/.test(document.body.innerText)")
+    browser.until(
+        "/The swarm is overloaded: 64 requests wait. .* 5 s/.test(document.body.innerText)"
+    )
     backend.error = None
     browser.click(".problem button")
     browser.until("document.querySelector('.theirs .body').textContent.startsWith('Hello there')")

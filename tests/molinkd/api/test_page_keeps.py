@@ -62,7 +62,7 @@ def test_an_answer_interrupted_by_a_reload_is_kept(
     browser.click("#open-list")
     browser.click("#conversations .title")
     assert browser.text(".theirs .body").startswith("Hello")
-    assert browser.text(".note").endswith("not complete: the page was left")
+    assert browser.text(".note").endswith("incomplete: the page was closed")
     assert browser.text(".problem") == ""
 
 
@@ -134,7 +134,7 @@ def test_settings_are_sent_and_kept(backend: FakeBackend, page: Callable[..., Br
     assert request.sampling_params.temperature == pytest.approx(0.5)
     assert request.sampling_params.top_p == pytest.approx(0.9)
     assert "Be brief." in sent_prompt(backend)
-    assert "cut at the length limit" in browser.text(".note")
+    assert "stopped at the length limit" in browser.text(".note")
 
 
 def test_an_invalid_setting_is_not_sent(backend: FakeBackend, page: Callable[..., Browser]) -> None:
@@ -167,39 +167,39 @@ def test_the_swarm_is_drawn(backend: FakeBackend, page: Callable[..., Browser]) 
     browser.until("document.querySelectorAll('.ring .stage').length === 2")
     assert "attic · layers 1 to 12" in browser.text("#rings .stages")
     assert browser.run("return document.querySelector('.ring .rate').textContent") == "21.4"
-    assert "2 answers run, 1 waits" in browser.text("#rings")
+    assert "2 running, 1 waiting" in browser.text("#rings")
     assert "molink join 192.168.1.7" in browser.text("#join-commands code")
-    assert "molink approve" in browser.text("#knocks")
-    backend.swarm = swarms.ring(["attic"], model="tiny", ready=False, reason="cellar is away")
+    assert "molink approve" in browser.text("#pairings")
+    backend.swarm = swarms.ring(["attic"], model="tiny", ready=False, reason="cellar is offline")
     browser.until("document.querySelectorAll('.ring .stage').length === 1")
-    assert "cellar is away" in browser.text("#rings")
+    assert "cellar is offline" in browser.text("#rings")
 
 
 def test_waiting_is_explained(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     backend.gate = gate = asyncio.Semaphore(0)
     browser = wait_until_ready(page())
     browser.type("#text", "Hello" + ENTER)
-    said = "document.querySelector('.theirs .note')?.textContent"
-    browser.until(f"/^Waiting for|^The PCs read/.test({said})")
+    state = "document.querySelector('.theirs .note')?.textContent"
+    browser.until(f"/^Waiting for|^Processing|^Queued/.test({state})")
     release_tokens(gate, backend, 100)
     browser.until("!document.querySelector('.live')")
     why = browser.run(
         """
         const { whyWaiting } = await import("/page/swarm.js");
-        const told = await (await fetch("/swarm")).json();
-        const after = (elapsed) => whyWaiting(told, "tiny", elapsed);
-        const found = [after(3), after(1), after(60), whyWaiting(told, "other", 1)];
-        told.rings[0].ready = false;
-        told.rings[0].reason = "attic is away";
+        const summary = await (await fetch("/swarm")).json();
+        const after = (elapsed) => whyWaiting(summary, "tiny", elapsed);
+        const found = [after(3), after(1), after(60), whyWaiting(summary, "other", 1)];
+        summary.rings[0].ready = false;
+        summary.rings[0].reason = "attic is offline";
         return [...found, after(1)];
         """
     )
     assert why == [
-        "The PCs read the 1000 tokens of the conversation: 10 %…",
-        "Waiting for a place: 2 answers run, 0 wait before this one…",
+        "Processing 1000 prompt tokens: 10 %…",
+        "Queued: 2 running, 0 ahead of this request…",
         "Waiting for the first token…",
-        "The swarm is not ready. The request waits for it…",
-        "The swarm is not ready: attic is away. The request waits for it…",
+        "The swarm is not ready. The request is queued…",
+        "The swarm is not ready: attic is offline. The request is queued…",
     ]
 
 
@@ -209,7 +209,7 @@ def test_models_follow_the_swarm(
     served = backend.list_models()
     monkeypatch.setattr(backend, "list_models", list)
     browser = page()
-    browser.until("document.querySelector('#model').textContent === 'no model yet'")
+    browser.until("document.querySelector('#model').textContent === 'No model served'")
     browser.click("#open-swarm")
     monkeypatch.setattr(backend, "list_models", lambda: served)
     backend.swarm = swarms.ring(["attic"], model="another")
