@@ -74,8 +74,6 @@ class E2Router(Router):
         self._costs: dict[PipelineName, RequestCosts] = {}
         self._counts = dict.fromkeys(("exploited", "explored", "redirected", "replicated"), 0)
 
-    # --- a request -------------------------------------------------------------------------------
-
     def choose_pipeline(
         self, prompt: RoutedPrompt, pipelines: Sequence[PipelineLoad], now: float
     ) -> PipelineLoad:
@@ -165,8 +163,6 @@ class E2Router(Router):
 
     def on_request_end(self, key: RequestKey, generated: int, now: float) -> None:
         self._load_tracker.on_request_end(key, generated, now)
-
-    # --- pipelines -------------------------------------------------------------------------------
 
     def on_cache_report(self, name: PipelineName, report: CacheReport, now: float) -> None:
         """Update costs, capacity and spans; recently sent spans may be missing from the report."""

@@ -127,8 +127,6 @@ class Batcher:
         self._in_flight.record_volume(volume.header, now)
         return volume
 
-    # --- decode --------------------------------------------------------------------------------
-
     def _decode_quota(self, streams: int) -> int:
         """Decode rows per volume, for ``streams`` spread over all micro-batches."""
         return max(1, math.ceil(streams / self.micro_batches.count))
@@ -252,8 +250,6 @@ class Batcher:
 
     def _live_starved(self) -> list[RequestState]:
         return [state for state in self._starved if self._queues.get_by_id(state.id) is state]
-
-    # --- prefill -------------------------------------------------------------------------------
 
     def _add_prefill(self, builder: VolumeBuilder, left: int, now: float) -> None:
         """Add up to ``left`` prefill rows, admitting waiting requests in policy order."""
@@ -417,8 +413,6 @@ class Batcher:
         if not self._cache.can_allocate(found, need):
             found = self._cache.keep_full_blocks(found)
         return found if self._cache.can_allocate(found, need) else None
-
-    # --- into messages -------------------------------------------------------------------------
 
     def _add_rows(
         self, builder: VolumeBuilder, state: RequestState, count: int, now: float

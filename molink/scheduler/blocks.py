@@ -129,8 +129,6 @@ class BlockAllocator:
                 self._free.append(block)
         return len(self._free) + self._num_settled - before
 
-    # --- the prefix cache --------------------------------------------------------------------
-
     def mark_cached(self, block: int) -> None:
         """Record that a held block is in the prefix tree.
 
@@ -172,8 +170,6 @@ class BlockAllocator:
         """The number of ``blocks`` that are cached and settled."""
         idle, outstanding = self._cached, self._outstanding
         return sum(1 for block in blocks if block in idle and not outstanding[block])
-
-    # --- reports -----------------------------------------------------------------------------
 
     def latest_release(self, blocks: Iterable[int]) -> int:
         """The latest ``seq`` that released one of ``blocks``; 0 if none was released."""

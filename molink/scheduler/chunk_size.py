@@ -133,8 +133,6 @@ class ChunkSize:
         is_queue = prompts > 1 and queued * self._row_s > patience_s
         return max(rows, self._queued_rows - piggybacked) if is_queue else rows
 
-    # --- without decodes ------------------------------------------------------------------------
-
     def _efficient_rows(self, left: int, before: int) -> int:
         """The smallest chunk that computes ``left`` rows in nearly minimal time."""
         sizes = [
@@ -150,8 +148,6 @@ class ChunkSize:
         """Seconds until the last of ``left`` rows has left the ring, in chunks of ``rows``."""
         steps = [self._chunk_s(profile, rows, before) for profile in self._profiles]
         return (-(-left // rows) - 1) * max(steps) + sum(steps)
-
-    # --- beside decodes -------------------------------------------------------------------------
 
     def _bounded_rows(self, piggybacked: int, before: int, context: int) -> int:
         """The largest chunk that keeps ``piggybacked`` decode rows within the bound.
@@ -178,8 +174,6 @@ class ChunkSize:
         ]
         waits = [self._chunk_s(profile, rows, before) / 2 for profile in self._profiles[1:]]
         return max(self._micro_batches * max(steps), sum(steps) + sum(waits))
-
-    # --- steps ---------------------------------------------------------------------------------
 
     def _candidate_sizes(self, piggybacked: int) -> list[int]:
         """Candidate numbers of rows in a step, ascending, more than ``piggybacked``."""

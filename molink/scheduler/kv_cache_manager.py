@@ -49,8 +49,6 @@ class KVCacheManager:
         """Share of new requests' tokens found in the prefix cache."""
         return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0
 
-    # --- admission -----------------------------------------------------------------------------
-
     def find_prefix(self, state: RequestState) -> PrefixMatch:
         """The cached prefix of a waiting request; its last token is always computed."""
         tree = self._tree
@@ -102,8 +100,6 @@ class KVCacheManager:
             self._evict_block(next(iter(self.allocator.cached_blocks)))
             self.num_evictions += 1
         return self.allocator.allocate_blocks(count)
-
-    # --- while a request runs, and after -------------------------------------------------------
 
     def release_copy_source(self, state: RequestState) -> None:
         """Drop the copy source once the rows that copy from it are back."""
@@ -189,8 +185,6 @@ class KVCacheManager:
         self._tree.remove_block(block)
         self.span_log.remove_block(block)
         self.allocator.evict_block(block)
-
-    # --- reports -------------------------------------------------------------------------------
 
     def validate(self, requests: Iterable[RequestState], pending: Iterable[PendingRelease]) -> None:
         """Check that block tables and copies account for all references, and that paths are whole.

@@ -91,8 +91,6 @@ class RequestQueues:
     def requests_of_peer(self, peer: str) -> list[RequestState]:
         return [state for (name, _), state in self._requests.items() if name == peer]
 
-    # --- order -----------------------------------------------------------------------------------
-
     def decode_order(self, now: float) -> Sequence[RequestState]:
         """Decoding requests that are not stalled, in flight or not, in running order."""
         requests = [*self._decode_ready.values(), *self.decodes_in_flight()]
@@ -242,8 +240,6 @@ class RequestQueues:
     def _idle_requests(self) -> Iterator[RequestState]:
         for requests in (self._decode_ready, self._prefilling):
             yield from (state for state in requests.values() if not state.in_flight)
-
-    # --- the queue --------------------------------------------------------------------------------
 
     def enqueue_request(self, state: RequestState, now: float) -> None:
         """Queue a new request."""

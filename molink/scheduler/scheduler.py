@@ -88,8 +88,6 @@ class Scheduler:
         )
         self._counts = self._stats.counts
 
-    # --- from peers ----------------------------------------------------------------------------
-
     def submit_request(self, state: RequestState, now: float) -> list[Emission]:
         """Queue a request; returns the rejection of the request that it displaced, if any.
 
@@ -155,8 +153,6 @@ class Scheduler:
         state = self._queues.find_request(peer, key)
         if state is not None:
             state.num_credited = max(state.num_credited, min(position, len(state.tokens)))
-
-    # --- to and from the stages ----------------------------------------------------------------
 
     def next_batch(self, now: float, *, prefill: bool = True) -> MicroBatch | None:
         """The next micro-batch for stage 0: at most one decode and one prefill volume.
@@ -266,8 +262,6 @@ class Scheduler:
         """
         self._swap.set_host_blocks(blocks, block_s)
 
-    # --- reports -------------------------------------------------------------------------------
-
     @property
     def live_requests(self) -> list[tuple[str, str]]:
         """Peer and key of every request, to notify them when the epoch ends."""
@@ -307,8 +301,6 @@ class Scheduler:
             self._swap.validate()
         except InvariantError as error:
             raise InvariantError(str(error), self._transitions.format_lines()) from error
-
-    # --- inside --------------------------------------------------------------------------------
 
     def _displace_waiting(self, new: RequestState, now: float) -> list[Emission]:
         waiting, running = self._queues.num_waiting, self._queues.num_running

@@ -59,8 +59,6 @@ class SwapManager:
         """Update stage and link times."""
         self._ring_times = times
 
-    # --- to host memory --------------------------------------------------------------------------
-
     def swap_out(self, state: RequestState) -> None:
         """Have the KV of a request that is about to be preempted copied, if that pays."""
         if (
@@ -108,8 +106,6 @@ class SwapManager:
             ):  # the others follow when their rows are back
                 yield state
 
-    # --- and back --------------------------------------------------------------------------------
-
     @property
     def resumes_early(self) -> bool:
         """Whether requests resume early, with rows in a later micro-batch."""
@@ -133,8 +129,6 @@ class SwapManager:
     def on_arrived(self, state: RequestState, now: float) -> None:
         """Record an arrival."""
         self._arrivals.append((now, self._config.blocks_for(state.num_uncached + 1)))
-
-    # --- inside ----------------------------------------------------------------------------------
 
     @property
     def _is_proactive(self) -> bool:

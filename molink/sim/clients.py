@@ -141,8 +141,6 @@ class Clients:
         """Seconds since the last token of any live request."""
         return self._event_queue.now - self.last_event_at if self._serving else 0.0
 
-    # --- emission receiver ----------------------------------------------------------------------
-
     def deliver_emissions(self, emissions: Iterable[Emission], now: float) -> None:
         """Record tokens and rejections.
 
@@ -184,8 +182,6 @@ class Clients:
             self.on_finished(serving, key, len(self._times[key]), now)
         if self.num_unfinished == 0:
             self._event_queue.stop()
-
-    # --- what was measured -----------------------------------------------------------------------
 
     def collect_samples(self, since: float) -> list[Sample]:
         """Samples of the requests that were due at ``since`` or later."""

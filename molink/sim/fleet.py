@@ -235,8 +235,6 @@ class _FleetSimulation:
             self._report_caches()
         self.events.run(until)
 
-    # --- PCs that come and go --------------------------------------------------------------------
-
     def _schedule_departure(self, pc: SimPc) -> None:
         stays = self._random.expovariate(self._fleet.departures_per_hour / _HOUR_S)
         self.event_queue.schedule_at(self.event_queue.now + stays, self._on_departure, pc)
@@ -257,8 +255,6 @@ class _FleetSimulation:
             slot.form_ring()
         self._schedule_departure(pc)
 
-    # --- what pipelines ask, and tell ------------------------------------------------------------
-
     def create_receiver(self, scheduler: Scheduler) -> Clients:
         return self.clients
 
@@ -278,8 +274,6 @@ class _FleetSimulation:
         self._available = [slot.load for slot in self.pipelines if slot.epoch is not None]
         if waited and self._available:
             self.clients.resend_requests(self.clients.waiting_keys)
-
-    # --- requests --------------------------------------------------------------------------------
 
     def _choose_ring(self, request: PlannedRequest) -> ServingRing | None:
         if not self._available:

@@ -75,8 +75,6 @@ class Hop:
             partial(self._transmit_message, channel),
         )
 
-    # --- to the next stage -----------------------------------------------------------------------
-
     def _transmit_message(
         self, channel: Channel, message: DataMessage, payload: Buffer | None
     ) -> None:
@@ -125,8 +123,6 @@ class Hop:
     def _on_arrival(self, channel: Channel, message: DataMessage, data: memoryview | None) -> None:
         assert self.incoming is not None
         self.incoming.handle_message(_SENDERS[channel], message, data)
-
-    # --- back: what the next stage has in place of a server --------------------------------------
 
     def send(self, identity: bytes, message: DataMessage, payload: Buffer | None = None) -> bool:
         """Reply on a connection."""

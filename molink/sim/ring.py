@@ -70,8 +70,6 @@ class SimRing:
         for hop in self._hops:
             hop.on_transfer = timeline.add_transfer
 
-    # --- parts -----------------------------------------------------------------------------------
-
     def _make_stage(self, index: int) -> RingStage:
         template, event_queue = self.template, self._event_queue
         roofline, pc = template.stages[index], self.pcs[index]
@@ -141,8 +139,6 @@ class SimRing:
         template = self.template
         handling = template.scenario.link_from(index).handling
         return Hop(index, self._event_queue, self._make_link_model(index), handling, template.zeros)
-
-    # --- figures ---------------------------------------------------------------------------------
 
     @property
     def scheduler(self) -> Scheduler:

@@ -79,8 +79,6 @@ class SimPipeline:
     def _on_broken(self, stage: int, reason: str) -> None:
         self._stop_failed(f"stage {stage}: {reason}")
 
-    # --- figures ---------------------------------------------------------------------------------
-
     @property
     def floor_s(self) -> float:
         """Seconds of an unloaded round trip with a single row."""

@@ -118,8 +118,6 @@ class TcpConnection:
         """Bytes in flight."""
         return self._in_flight
 
-    # --- sending ---------------------------------------------------------------------------------
-
     def _send_pending(self) -> None:
         """Send what window and pacing allow, lost segments first."""
         now, controller = self._event_queue.now, self.controller
@@ -194,8 +192,6 @@ class TcpConnection:
             self._wakes_at = inf
             self._send_pending()
 
-    # --- at the other end ------------------------------------------------------------------------
-
     def _on_arrival(self, pair: _SegmentPair) -> None:
         pair.has_arrived = True
         awaited, messages, now = self._awaited, self._messages, self._event_queue.now
@@ -208,8 +204,6 @@ class TcpConnection:
         # Acknowledgements from one queue arrive at once, apart from rounding.
         self._reply_at = max(self._reply_at, now + self._reply_s())
         self._event_queue.schedule_at(self._reply_at, self._on_acked, pair)
-
-    # --- acknowledgements and losses -------------------------------------------------------------
 
     def _on_acked(self, pair: _SegmentPair) -> None:
         flight, now = self._flight, self._event_queue.now

@@ -45,8 +45,6 @@ class SchedulingPolicy(Protocol):
     #: is preempted for blocks while released blocks are still in flight.
     max_preemptors: int = 1
 
-    # --- events ---------------------------------------------------------------------------------
-
     def set_times(self, times: RingTimes) -> None:
         """Update measured stage and link times; unknown profiles count as nothing."""
         return
@@ -89,8 +87,6 @@ class SchedulingPolicy(Protocol):
     def queue_lengths(self) -> Sequence[int]:
         """Lengths of the policy's queues for display, the best first."""
         return ()
-
-    # --- questions ------------------------------------------------------------------------------
 
     def choose_admitted(
         self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float

@@ -87,8 +87,6 @@ class Gittins(RankedPolicy):
         #: Seconds per prompt row and per token at the last re-evaluation of all requests.
         self._index_costs = self._costs.token_s, DEFAULT_ITERATION_S
 
-    # --- events ----------------------------------------------------------------------------------
-
     def set_capacity(self, tokens: int, slots: int) -> None:
         self._kv_tokens, self._max_num_seqs = tokens, slots
 
@@ -137,8 +135,6 @@ class Gittins(RankedPolicy):
 
     def on_removed(self, state: RequestState, now: float) -> None:
         del self._states[state]
-
-    # --- judgement -------------------------------------------------------------------------------
 
     def _current_state(self, state: RequestState) -> _GittinsState:
         """The request's state, re-evaluated if outdated."""
@@ -202,8 +198,6 @@ class Gittins(RankedPolicy):
         requests = max(1.0, min(self._max_num_seqs, self._kv_tokens / context))
         seconds = self.ring_times.round_trip_s(int(requests), context) or DEFAULT_ITERATION_S
         return seconds / requests, seconds
-
-    # --- questions -------------------------------------------------------------------------------
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
         """By promotion, then by the index level, then by arrival."""

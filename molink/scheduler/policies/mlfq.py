@@ -62,8 +62,6 @@ class Mlfq(RankedPolicy):
         #: The shortest iteration measured.
         self._shortest_observed_s: float | None = None
 
-    # --- queues ----------------------------------------------------------------------------------
-
     def initial_level(self, state: RequestState) -> int:
         """The queue of a new request."""
         return 0
@@ -88,8 +86,6 @@ class Mlfq(RankedPolicy):
         return place.idle_since + max(
             self._alpha, PROMOTION_QUANTA * self.quantum_s(place.home_level)
         )
-
-    # --- events ----------------------------------------------------------------------------------
 
     def set_times(self, times: RingTimes) -> None:
         """Update the quanta by the shortest iteration."""
@@ -145,8 +141,6 @@ class Mlfq(RankedPolicy):
         """Requests per queue."""
         levels = Counter(place.level for place in self._positions.values())
         return [levels[level] for level in range(LEVELS)]
-
-    # --- questions -------------------------------------------------------------------------------
 
     def can_be_preempted(self, state: RequestState) -> bool:
         """Whether it has run for much longer than restoring it takes."""

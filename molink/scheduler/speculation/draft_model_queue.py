@@ -170,8 +170,6 @@ class DraftModelQueue:
                 request for request in self._requests if request.request != model_request.number
             ]
 
-    # --- whom ----------------------------------------------------------------------------------
-
     def _can_ask(
         self, state: RequestState, drafter: RequestDrafter, room: int, model: DraftModelFacts
     ) -> bool:
@@ -214,8 +212,6 @@ class DraftModelQueue:
             DraftRequest(model_request.number, model_request.num_tokens, tokens, wanted, least)
         )
         model_request.num_tokens, model_request.is_pending = upto, True
-
-    # --- what it costs, and brings -------------------------------------------------------------
 
     def _update_slowdown(self, requests: Sequence[DraftRequest], found: DraftResults) -> None:
         """Learn the model's speed from a batch."""

@@ -233,8 +233,6 @@ class Speculation:
         before, after = self._costs.round_trip_s(0, load), self._costs.round_trip_s(1, load)
         return MARGIN * load.rows * (after - before) / before if before else math.inf
 
-    # --- how many ------------------------------------------------------------------------------
-
     def _choose_counts(
         self, candidates: Sequence[_DraftCandidate], load: RingLoad, room: int
     ) -> list[tuple[_DraftCandidate, int]]:

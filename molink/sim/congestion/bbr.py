@@ -96,8 +96,6 @@ class BbrTcp:
         """The estimated rate of the link, in bytes/s."""
         return self._rates.maximum
 
-    # --- what the connection tells ---------------------------------------------------------------
-
     def on_restart(self, now: float, idle: float) -> None:
         """After a pause, pace at the rate (section 4.3.4.4)."""
         self._restarted = True
@@ -146,8 +144,6 @@ class BbrTcp:
         self._recovering = self._conserving = False
         self._full_rate = 0.0
         self.window = SEGMENT_BYTES
-
-    # --- the model -------------------------------------------------------------------------------
 
     def _check_full_pipe(self) -> None:
         if self._is_full:
@@ -212,8 +208,6 @@ class BbrTcp:
             self._probe_rate(now)
         else:
             self.mode = BbrMode.STARTUP
-
-    # --- what it says ----------------------------------------------------------------------------
 
     @property
     def _gain(self) -> float:

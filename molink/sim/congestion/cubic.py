@@ -96,8 +96,6 @@ class CubicTcp:
         self._used = 0
         self._used_at = 0.0
 
-    # --- a window that is not used ---------------------------------------------------------------
-
     def on_restart(self, now: float, idle: float) -> None:
         """Halve the window for each idle timeout (RFC 2861); pauses don't count as growth time."""
         timeout = self._timeout
@@ -148,8 +146,6 @@ class CubicTcp:
     def _timeout(self) -> float:
         return self._round_trip + MIN_TIMEOUT
 
-    # --- growth ----------------------------------------------------------------------------------
-
     def on_acked(self, acked: SegmentsAcked) -> None:
         self._round_trip = acked.round_trip
         self._delivered = acked.delivered
@@ -188,8 +184,6 @@ class CubicTcp:
         self._w_est += _RENO * step_inputs / window
         by = max(by, (self._w_est - window) / window)
         self.window += min(by, _MAX_GROWTH) * step_inputs * SEGMENT_BYTES
-
-    # --- losses ----------------------------------------------------------------------------------
 
     def on_loss(self, now: float, in_flight: int) -> None:
         """Reduce the window (section 4.6), with fast convergence (section 4.7)."""
