@@ -74,7 +74,7 @@ class Batcher:
         self.micro_batches.set_times(times)
         self._chunk_size.set_profiles(times.profiles)
         self._speculation.set_times(times)
-        self._queues.set_times(times)
+        self._queues.policy.set_times(times)
         self._swap.set_times(times)
 
     def compose_batch(self, now: float, *, prefill: bool = True) -> MicroBatch | None:
@@ -333,7 +333,11 @@ class Batcher:
             return
         config, running = self._config, self._queues.num_running
         coming = self._cache.collect_releasing(self._queues.pending_releases)
-        if self._queues.max_preemptors == 1 and coming.count and running < config.max_num_seqs:
+        if (
+            self._queues.policy.max_preemptors == 1
+            and coming.count
+            and running < config.max_num_seqs
+        ):
             return
         blocks, found = self._cache.num_available + coming.count, set[int]()
         for state in self._queues.next_preemptors(now):

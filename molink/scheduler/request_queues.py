@@ -5,10 +5,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 
 from molink.errors import InvariantError
-from molink.facts.ring_times import RingTimes
 from molink.scheduler.fair_shares import FairShares
 from molink.scheduler.in_flight import RoundTripCounter
-from molink.scheduler.policies.base import RestoreCost, SchedulingPolicy
+from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.prefix_tree import ROOT, PrefixMatch
 from molink.scheduler.request_state import PendingRelease, RequestState
 
@@ -20,7 +19,7 @@ class RequestQueues:
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._requests: dict[tuple[str, str], RequestState] = {}
         self.fair_shares = FairShares()
         #: Preempted requests, the latest first, then the others in order of arrival.
@@ -62,11 +61,6 @@ class RequestQueues:
         return self._running.values()
 
     @property
-    def max_preemptors(self) -> int:
-        """Requests for which others may be preempted in one iteration."""
-        return self._policy.max_preemptors
-
-    @property
     def has_prefills(self) -> bool:
         """Whether a running request has prompt rows to issue."""
         return bool(self._prefilling)
@@ -75,11 +69,6 @@ class RequestQueues:
     def pending_releases(self) -> Sequence[PendingRelease]:
         """Ended admissions whose release is not issued yet."""
         return self._pending_releases
-
-    @property
-    def queue_lengths(self) -> Sequence[int]:
-        """Lengths of the policy's queues, the best first, if it has any."""
-        return self._policy.queue_lengths()
 
     def find_request(self, peer: str, key: str) -> RequestState | None:
         return self._requests.get((peer, key))
@@ -94,9 +83,7 @@ class RequestQueues:
     def decode_order(self, now: float) -> Sequence[RequestState]:
         """Decoding requests that are not stalled, in flight or not, in running order."""
         requests = [*self._decode_ready.values(), *self.decodes_in_flight()]
-        return self._policy.order_running(
-            [state for state in requests if not state.is_stalled], now
-        )
+        return self.policy.order_running([state for state in requests if not state.is_stalled], now)
 
     def prefill_order(self, now: float, *, closed: bool = False) -> Sequence[RequestState]:
         """Requests with prompt rows to issue, in running order.
@@ -107,7 +94,7 @@ class RequestQueues:
         new = None if closed else self.next_waiting(now)
         if new is not None:
             requests.append(new)
-        return self._policy.order_running(requests, now) if requests else requests
+        return self.policy.order_running(requests, now) if requests else requests
 
     def decodes_in_flight(self) -> Iterator[RequestState]:
         """Decoding requests with awaited rows."""
@@ -121,16 +108,13 @@ class RequestQueues:
         """The request to admit next; stalled ones are skipped."""
         if self._next_waiting is None:
             able = [state for state in self._waiting if not state.is_stalled]
-            admitted = self._running.values()
             ordered = self.fair_shares.order_waiting(able)
-            self._next_waiting = (
-                self._policy.choose_admitted(ordered, admitted, now) if able else None,
-            )
+            self._next_waiting = (self.policy.choose_admitted(ordered, now) if able else None,)
         return self._next_waiting[0]
 
     def next_preemptors(self, now: float) -> Iterator[RequestState]:
         """Requests of the next client for which others may be preempted, in order."""
-        count = self._policy.max_preemptors
+        count = self.policy.max_preemptors
         if count == 1:
             first = self.next_waiting(now)
             yield from (first,) if first is not None else ()
@@ -139,7 +123,7 @@ class RequestQueues:
             [state for state in self._waiting if not state.is_stalled]
         )
         theirs = [state for state in able if state.client_key == able[0].client_key]
-        ordered = self._policy.order_running(theirs, now)
+        ordered = self.policy.order_running(theirs, now)
         yield from sorted(ordered, key=lambda state: state.request.priority)[:count]
 
     def next_swapped(self, now: float) -> RequestState | None:
@@ -154,9 +138,9 @@ class RequestQueues:
     def latest_scheduled(self, now: float) -> list[RequestState]:
         """Running requests that are not scheduled now, the latest next schedule first."""
         admitted = list(self._running.values())
-        scheduled = self._policy.estimate_next_scheduled(admitted, len(admitted), now)
+        scheduled = self.policy.estimate_next_scheduled(admitted, len(admitted), now)
         later = [
-            state for state in self._policy.order_running(admitted, now) if scheduled[state] > 0
+            state for state in self.policy.order_running(admitted, now) if scheduled[state] > 0
         ]
         later.reverse()
         return sorted(later, key=scheduled.__getitem__, reverse=True)
@@ -165,7 +149,7 @@ class RequestQueues:
         """Swapped-out requests and the estimated seconds until each is scheduled."""
         requests = [state for state in self._waiting if state.host_copy is not None]
         return (
-            self._policy.estimate_next_scheduled(requests, len(self._running), now)
+            self.policy.estimate_next_scheduled(requests, len(self._running), now)
             if requests
             else {}
         )
@@ -179,8 +163,7 @@ class RequestQueues:
         self._next_waiting = None
 
     def preemption_candidates(self, preemptor: RequestState, now: float) -> Iterator[RequestState]:
-        """Requests to preempt for ``preemptor``, which lacks a block or waits for admission, in
-        order.
+        """Requests to preempt for ``preemptor``, which lacks a block or waits for admission.
 
         Idle requests come first, then those with rows in flight. For a waiting preemptor it skips
         requests that would be readmitted before it, and requests that have not run since their
@@ -189,47 +172,41 @@ class RequestQueues:
         Raises:
             InvariantError: the policy selects a request that can't be preempted.
         """
-        stay = list(self._running.values())
-        idle_requests = [state for state in self._idle_requests() if state is not preemptor]
-        yield from self._select_candidates(preemptor, idle_requests, stay, now)
-        flying = [state for state in stay if state is not preemptor and state.in_flight]
-        yield from self._select_candidates(preemptor, flying, stay, now)
+        num_running = len(self._running)
+        idle = [state for state in self._idle_requests() if state is not preemptor]
+        for state in self._select_candidates(preemptor, idle, num_running, now):
+            num_running -= 1
+            yield state
+        busy = [state for state in self._running.values() if state is not preemptor]
+        busy = [state for state in busy if state.in_flight]
+        yield from self._select_candidates(preemptor, busy, num_running, now)
 
     def _select_candidates(
-        self,
-        preemptor: RequestState,
-        requests: list[RequestState],
-        stay: list[RequestState],
-        now: float,
+        self, preemptor: RequestState, requests: list[RequestState], num_running: int, now: float
     ) -> Iterator[RequestState]:
-        """Candidates among ``requests``; they are removed from ``stay``."""
-        while (found := self._policy.choose_preempted(preemptor, requests, stay, now)) is not None:
-            if found.state not in requests:
-                key = found.state.key
-                raise InvariantError(f"the policy preempts {key}, which is no candidate")
-            requests.remove(found.state)
-            waits = preemptor.phase == "waiting"
-            if waits and (
-                found.state.is_fresh or self._would_be_readmitted(found.state, preemptor, now)
+        select = self.policy.choose_preempted
+        while (state := select(preemptor, requests, num_running, now)) is not None:
+            if state not in requests:
+                raise InvariantError(f"the policy preempts {state.key}, which is no candidate")
+            requests.remove(state)
+            if preemptor.phase != "waiting" or not (
+                state.is_fresh or self._would_be_readmitted(state, preemptor, now)
             ):
-                continue
-            stay.remove(found.state)
-            yield found.state
+                num_running -= 1
+                yield state
 
     def _would_be_readmitted(
         self, state: RequestState, preemptor: RequestState, now: float
     ) -> bool:
         """Whether a preempted request would be admitted before the waiting ``preemptor``."""
         two = self.fair_shares.order_waiting((state, preemptor))
-        first = self._policy.choose_admitted(two, self._running.values(), now)
+        first = self.policy.choose_admitted(two, now)
         return not state.is_stalled and first is state
 
     def can_be_preempted(self, state: RequestState, preemptor: RequestState, now: float) -> bool:
         """Whether the policy would preempt ``state`` for ``preemptor``."""
-        return (
-            self._policy.choose_preempted(preemptor, [state], self._running.values(), now)
-            is not None
-        )
+        selected = self.policy.choose_preempted(preemptor, [state], len(self._running), now)
+        return selected is not None
 
     def is_idle(self, state: RequestState) -> bool:
         """Whether it has no rows in flight or in the volume being composed."""
@@ -248,7 +225,7 @@ class RequestQueues:
         self._waiting[state] = None
         self.num_waiting_tokens += _tokens_to_compute(state)
         self.fair_shares.on_arrived(state)
-        self._policy.on_arrived(state, now)
+        self.policy.on_arrived(state, now)
 
     def admit_request(
         self, state: RequestState, blocks: list[int], found: PrefixMatch, restored: int = 0
@@ -265,33 +242,13 @@ class RequestQueues:
         (self._decode_ready if state.phase == "decode" else self._prefilling)[state.id] = state
         self.fair_shares.on_admitted(state)
 
-    def set_restore_cost(self, seconds: RestoreCost) -> None:
-        """Set the seconds that restoring a preempted request takes."""
-        self._policy.set_restore_cost(seconds)
-
-    def set_times(self, times: RingTimes) -> None:
-        """Update stage and link times."""
-        self._policy.set_times(times)
-
     def on_issued(self, state: RequestState, now: float) -> None:
         """Record that rows of a request entered a volume."""
-        self._policy.on_issued(state, now)
+        self.policy.on_issued(state, now)
         self._decode_ready.pop(state.id, None)
         if state.num_issued == len(state.tokens):
             self._prefilling.pop(state.id, None)
             state.phase = "decode"
-
-    def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
-        """Record that rows came back, ``seconds`` after their issue."""
-        self._policy.on_rows_returned(state, seconds, now)
-
-    def on_token(self, state: RequestState) -> None:
-        """Record a sampled token."""
-        self.fair_shares.on_token(state)
-
-    def on_answered(self, state: RequestState) -> None:
-        """Record that the answer is complete."""
-        self._policy.on_answered(state)
 
     def mark_decode_ready(self, state: RequestState) -> None:
         """Record that the sampled token is back: the request can decode on."""
@@ -317,7 +274,7 @@ class RequestQueues:
         else:
             self._remove_running(state, counter)
         state.phase = "gone"
-        self._policy.on_removed(state, now)
+        self.policy.on_removed(state, now)
 
     def pop_pending_releases(self) -> list[PendingRelease]:
         """The ended admissions whose release is to be issued now."""

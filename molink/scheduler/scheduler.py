@@ -73,7 +73,7 @@ class Scheduler:
         policy.set_capacity(config.num_blocks * config.block_size, config.max_num_seqs)
         self._queues = RequestQueues(policy)
         self._ring_times = RingTimes(config.profiles, (), config.row_bytes)
-        self._queues.set_times(self._ring_times)
+        policy.set_times(self._ring_times)
         self._in_flight = InFlightTracker()
         self._speculation = Speculation(config, create_draft_source)
         self._swap = SwapManager(config, self._queues, self._cache)
@@ -199,7 +199,7 @@ class Scheduler:
                 continue
             was_awaited = self._settle_rows(state, request_slice, message.seq)
             if was_awaited:
-                self._queues.on_rows_returned(state, seconds, now)
+                self._queues.policy.on_rows_returned(state, seconds, now)
             if request_slice.copy_from_block >= 0:
                 self._cache.release_copy_source(state)
             found = choices.get(request_slice.request, [])
@@ -396,14 +396,14 @@ class Scheduler:
             self._cache.cache_full_blocks(state)
         state.num_issued = len(state.tokens)  # the previous token had a row, if only as a draft
         state.tokens.append(choice.token)
-        self._queues.on_token(state)
+        self._queues.fair_shares.on_token(state)
         if state.num_generated == 1:
             state.first_token_at = now
         finish = self._finish_reason(state)
         if finish is not None:
             self._counts["finished"] += 1
             self._wait_estimator.on_finished(state)
-            self._queues.on_answered(state)
+            self._queues.policy.on_answered(state)
             self._remove_request(state, finish, now)
         top = tops.get((choice.request, choice.position))
         pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()

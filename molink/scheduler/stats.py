@@ -142,7 +142,7 @@ class SchedulerStats:
             "scheduler_swapped_resume_seconds": self._first_swapped_s,
             **{
                 f"scheduler_queue_{level}": requests
-                for level, requests in enumerate(queues.queue_lengths, 1)
+                for level, requests in enumerate(queues.policy.queue_lengths(), 1)
             },
         }
         return {name: float(value) for name, value in gauges.items()}
@@ -151,7 +151,7 @@ class SchedulerStats:
         """The load that is reported to other peers."""
         blocks, next_scheduled = self._cache.allocator, self._queues.estimate_swapped(now)
         self._first_swapped_s = min(next_scheduled.values(), default=0.0)
-        queues = list(self._queues.queue_lengths[:MAX_QUEUES])
+        queues = list(self._queues.policy.queue_lengths()[:MAX_QUEUES])
         while queues and not queues[-1]:
             queues.pop()
         return SchedulerLoad(

@@ -53,7 +53,7 @@ class SwapManager:
             return
         self.host_blocks.set_total(blocks)
         self._block_s = block_s
-        self._queues.set_restore_cost(self._restore_s)
+        self._queues.policy.set_restore_cost(self._restore_s)
 
     def set_times(self, times: RingTimes) -> None:
         """Update stage and link times."""

@@ -298,9 +298,7 @@ def test_wrong_drafts_are_not_cached(cancelled: bool) -> None:
     ],
     ids=str,
 )
-def test_tokens_without_rows_fail_the_request(
-    choices: list[tuple[int, int]],
-) -> None:
+def test_tokens_without_rows_fail_the_request(choices: list[tuple[int, int]]) -> None:
     made = prefilled(prefix_cache=True)
     volume = sent(made.next_batch(0.0))
     sampled = SamplerOutput(volume.seq, tuple(SampledId(0, at, token) for at, token in choices))

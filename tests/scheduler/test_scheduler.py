@@ -546,9 +546,7 @@ def test_clients_of_a_peer_share_a_full_queue() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "skip-join-mlfq", "gittins"])
-def test_slots_go_to_the_least_served_client_by_priority(
-    policy: str,
-) -> None:
+def test_slots_go_to_the_least_served_client_by_priority(policy: str) -> None:
     scheduler = Scheduler(
         limits(max_num_seqs=4, max_num_batched_tokens=64), 1, create_scheduling_policy(policy)
     )
@@ -664,13 +662,7 @@ def test_the_largest_fitting_request_is_served() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"tokens": 0},
-        {"prompt_tokens": 0},
-        {"answer": 0},
-        {"credit_window": 0},
-    ],
+    "changes", [{"tokens": 0}, {"prompt_tokens": 0}, {"answer": 0}, {"credit_window": 0}]
 )
 def test_fields_out_of_range_are_rejected(changes: dict[str, int]) -> None:
     fields = {"tokens": 3, "prompt_tokens": 3, **changes}

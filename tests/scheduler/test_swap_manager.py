@@ -158,7 +158,7 @@ def test_the_load_report_has_queues_and_the_first_resume() -> None:
     submit(scheduler, "young", 7)
     _, now = until_swap(scheduler, SwapOut)
     for key, level in (("old", 0), ("young", 2)):
-        place = scheduler._queues._policy._positions[scheduler._queues.find_request("d", key)]
+        place = scheduler._queues.policy._positions[scheduler._queues.find_request("d", key)]
         place.level = place.home_level = level
     load, (_, gauges) = scheduler.report_load("p", now), scheduler.collect_stats()
     assert sum(load.queues) == load.running + load.waiting == 2
@@ -204,7 +204,7 @@ def test_proactive_swapping_frees_blocks_in_advance(mode: PreemptionMode) -> Non
 
 def in_queues(scheduler: Scheduler, levels: dict[str, int]) -> None:
     """Put each request into a queue of its own, permanently."""
-    policy = scheduler._queues._policy
+    policy = scheduler._queues.policy
     for key, level in levels.items():
         place = policy._positions[scheduler._queues.find_request("d", key)]
         place.level = place.home_level = level

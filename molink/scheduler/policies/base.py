@@ -13,7 +13,6 @@ only if another lacks a block or a slot.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from molink.facts.ring_times import RingTimes
@@ -23,16 +22,6 @@ from molink.scheduler.request_state import RequestState
 #: Seconds to copy a preempted request's KV back from host memory, or to swap it out and in if it is
 #: preempted now; ``None`` if it is recomputed instead.
 RestoreCost = Callable[[RequestState], float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class PreemptionDecision:
-    """A running request to preempt.
-
-    Whether its KV is kept is not the policy's decision (:mod:`molink.facts.settings`).
-    """
-
-    state: RequestState
 
 
 class SchedulingPolicy(Protocol):
@@ -88,14 +77,12 @@ class SchedulingPolicy(Protocol):
         """Lengths of the policy's queues for display, the best first."""
         return ()
 
-    def choose_admitted(
-        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
-    ) -> RequestState | None:
+    def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
         """The request to admit next; ``None`` leaves slots free.
 
         ``waiting`` is not empty. It is sorted by fair shares (:mod:`molink.scheduler.fair_shares`),
         then by priority within a client: preempted requests, the latest first, then the others in
-        order of arrival. ``admitted`` are the running requests in order of admission. Called again
+        order of arrival. Called again
         after each admission.
         """
         ...
@@ -122,18 +109,15 @@ class SchedulingPolicy(Protocol):
         return dict.fromkeys(requests, 0.0)
 
     def choose_preempted(
-        self,
-        preemptor: RequestState,
-        idle_requests: Sequence[RequestState],
-        admitted: Collection[RequestState],
-        now: float,
-    ) -> PreemptionDecision | None:
+        self, preemptor: RequestState, idle: Sequence[RequestState], num_running: int, now: float
+    ) -> RequestState | None:
         """The idle request to preempt for ``preemptor``; ``None`` makes it wait.
 
         ``preemptor`` decodes and lacks a block, or is the next waiting request (see its ``phase``)
-        and lacks a slot or blocks. ``idle_requests`` are other running requests without rows in
+        and lacks a slot or blocks. ``idle`` are other running requests without rows in
         flight; if they don't suffice, it is called again with requests whose rows are still in
-        flight. ``admitted`` are the running requests except those already selected.
+        flight. ``num_running`` excludes requests already
+        selected.
 
         Preemption must follow a total order, so that the first request always makes progress. While
         a request lacks a block, none is admitted, and requests that it could preempt issue no
@@ -143,20 +127,17 @@ class SchedulingPolicy(Protocol):
 
 
 def choose_stalled(
-    preemptor: RequestState,
-    idle_requests: Sequence[RequestState],
-    admitted: Collection[RequestState],
-    now: float,
+    preemptor: RequestState, idle: Sequence[RequestState], num_running: int, now: float
 ) -> RequestState | None:
     """The idle request to preempt because it waits for its client's credit, if any.
 
     For a decoding preemptor, the latest admitted. For a waiting one, the longest stalled, if its
     client has abandoned it or if all running requests are stalled.
     """
-    stalled = [state for state in idle_requests if state.is_stalled]
+    stalled = [state for state in idle if state.is_stalled]
     if preemptor.phase != "waiting":
         return max(stalled, key=lambda state: state.id, default=None)
     longest = min(stalled, key=lambda state: state.stalled_at, default=None)
     if longest is None:
         return None
-    return longest if longest.is_abandoned(now) or len(stalled) == len(admitted) else None
+    return longest if longest.is_abandoned(now) or len(stalled) == num_running else None

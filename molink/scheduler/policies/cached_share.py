@@ -1,6 +1,6 @@
 """Admission by the cached share of the prompt, without starvation (Preble, §4.3)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from molink.scheduler.policies.fcfs import Fcfs
 from molink.scheduler.request_state import RequestState
@@ -45,13 +45,11 @@ class CachedShare(Fcfs):
         self._groups.pop(state, None)
         self._admitted.discard(state)
 
-    def choose_admitted(
-        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
-    ) -> RequestState | None:
+    def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
         """The first request of the group with the lowest pass."""
         again = [state for state in waiting if state in self._admitted]
         if not again:
             groups = {self._groups[state] for state in waiting}
             chosen = min(groups, key=lambda group: (self._passes[group], -group))
             again = [state for state in waiting if self._groups[state] == chosen]
-        return super().choose_admitted(again, admitted, now)
+        return super().choose_admitted(again, now)

@@ -208,9 +208,7 @@ class Gittins(RankedPolicy):
             return -1, standing.promotion_due_at, standing.arrival_number
         return standing.level, 0.0, standing.arrival_number
 
-    def choose_admitted(
-        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
-    ) -> RequestState | None:
+    def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
         """The best request of the first client.
 
         Ranking across clients would let those with cached prompts overtake all others.

@@ -1,15 +1,10 @@
 """Base class of policies that rank requests."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from molink.facts.ring_times import RingTimes
-from molink.scheduler.policies.base import (
-    PreemptionDecision,
-    RestoreCost,
-    SchedulingPolicy,
-    choose_stalled,
-)
+from molink.scheduler.policies.base import RestoreCost, SchedulingPolicy, choose_stalled
 from molink.scheduler.request_state import RequestState
 
 #: Level, time of joining the level, arrival number; the least runs first. Ranks are unique.
@@ -43,9 +38,7 @@ class RankedPolicy(SchedulingPolicy):
         """Whether the waiting ``preemptor`` outranks ``other`` enough to preempt it."""
         return self.rank_request(preemptor, now)[0] < self.rank_request(other, now)[0]
 
-    def choose_admitted(
-        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
-    ) -> RequestState | None:
+    def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
         """The best request of the first client on the best level."""
         ranks = {state: self.rank_request(state, now) for state in waiting}
         best = min(level for level, _, _ in ranks.values())
@@ -57,26 +50,22 @@ class RankedPolicy(SchedulingPolicy):
         return sorted(requests, key=lambda state: self.rank_request(state, now))
 
     def choose_preempted(
-        self,
-        preemptor: RequestState,
-        idle_requests: Sequence[RequestState],
-        admitted: Collection[RequestState],
-        now: float,
-    ) -> PreemptionDecision | None:
+        self, preemptor: RequestState, idle: Sequence[RequestState], num_running: int, now: float
+    ) -> RequestState | None:
         """A stalled request, else the lowest-ranked one behind ``preemptor``.
 
         For a waiting preemptor, it must be on a worse level and :meth:`can_be_preempted`.
         """
-        idle = choose_stalled(preemptor, idle_requests, admitted, now)
-        if idle is not None:
-            return PreemptionDecision(idle)
+        stalled = choose_stalled(preemptor, idle, num_running, now)
+        if stalled is not None:
+            return stalled
         if preemptor.phase == "waiting":
-            idle_requests = [state for state in idle_requests if self.can_be_preempted(state)]
-        last = max(idle_requests, key=lambda state: self.rank_request(state, now), default=None)
+            idle = [state for state in idle if self.can_be_preempted(state)]
+        last = max(idle, key=lambda state: self.rank_request(state, now), default=None)
         if last is None:
             return None
         if preemptor.phase == "waiting":
             behind = self.can_preempt(preemptor, last, now)
         else:
             behind = self.rank_request(preemptor, now) < self.rank_request(last, now)
-        return PreemptionDecision(last) if behind else None
+        return last if behind else None

@@ -276,10 +276,7 @@ class Speculation:
 
 def _draft_room(state: RequestState) -> int:
     """Drafts that may still be added to those in flight; one token follows the last."""
-    left = min(
-        state.max_remaining,
-        state.credit_window - (len(state.tokens) - state.num_credited),
-    )
+    left = min(state.max_remaining, state.credit_window - (len(state.tokens) - state.num_credited))
     return left - 1 - len(state.draft_path)
 
 

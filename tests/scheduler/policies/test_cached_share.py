@@ -29,9 +29,9 @@ class Queue:
         return state
 
     def admit(self) -> RequestState:
-        state = self.policy.choose_admitted(self.waiting, [], 0.0)
+        state = self.policy.choose_admitted(self.waiting, 0.0)
         assert state is not None
-        assert self.policy.choose_admitted(self.waiting, [], 0.0) is state  # queries change nothing
+        assert self.policy.choose_admitted(self.waiting, 0.0) is state  # queries change nothing
         self.waiting.remove(state)
         self.policy.on_issued(state, 0.0)
         self.policy.on_issued(state, 0.0)

@@ -1,13 +1,13 @@
 """The scheduler with a custom policy."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from molink.errors import InvariantError
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.policies.base import PreemptionDecision, SchedulingPolicy
+from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.request_state import RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import (
@@ -44,24 +44,18 @@ class LastComeFirstServed(SchedulingPolicy):
         del self._places[state]
         self.heard.append(("over", state.key, now))
 
-    def choose_admitted(
-        self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
-    ) -> RequestState | None:
+    def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
         return max(waiting, key=self._places.__getitem__)
 
     def order_running(self, states: Sequence[RequestState], now: float) -> Sequence[RequestState]:
         return sorted(states, key=self._places.__getitem__, reverse=True)
 
     def choose_preempted(
-        self,
-        preemptor: RequestState,
-        at_rest: Sequence[RequestState],
-        admitted: Collection[RequestState],
-        now: float,
-    ) -> PreemptionDecision | None:
-        earliest = min(at_rest, key=self._places.__getitem__, default=preemptor)
+        self, preemptor: RequestState, idle: Sequence[RequestState], num_running: int, now: float
+    ) -> RequestState | None:
+        earliest = min(idle, key=self._places.__getitem__, default=preemptor)
         behind = self._places[earliest] < self._places[preemptor]
-        return PreemptionDecision(earliest) if behind else None
+        return earliest if behind else None
 
 
 def make_scheduler(policy: SchedulingPolicy, **changes: int) -> Scheduler:
@@ -107,7 +101,7 @@ def test_the_policy_orders_admission() -> None:
 def test_the_policy_may_leave_a_slot_free() -> None:
     class Closed(LastComeFirstServed):
         def choose_admitted(
-            self, waiting: Sequence[RequestState], admitted: Collection[RequestState], now: float
+            self, waiting: Sequence[RequestState], now: float
         ) -> RequestState | None:
             return None
 
@@ -221,11 +215,11 @@ def test_requests_with_rows_in_a_volume_cannot_be_preempted() -> None:
         def choose_preempted(
             self,
             preemptor: RequestState,
-            at_rest: Sequence[RequestState],
-            admitted: Collection[RequestState],
+            idle: Sequence[RequestState],
+            num_running: int,
             now: float,
-        ) -> PreemptionDecision | None:
-            return PreemptionDecision(next(iter(admitted)))
+        ) -> RequestState | None:
+            return next(state for state in self._places if state.phase != "waiting")
 
     scheduler = make_scheduler(Careless(), max_num_seqs=1)
     submit(scheduler, "a", "b")

@@ -22,7 +22,7 @@ def admitted(request_id: int, peer: str = "d", stalled_at: float | None = None) 
 
 def test_the_first_request_is_admitted() -> None:
     requests = [waiting("b0", "b"), waiting("a0", "a")]
-    assert Fcfs().choose_admitted(requests, [admitted(0, "a")], 0.0) is requests[0]
+    assert Fcfs().choose_admitted(requests, 0.0) is requests[0]
 
 
 def test_requests_run_in_order_of_return() -> None:
@@ -32,34 +32,28 @@ def test_requests_run_in_order_of_return() -> None:
 
 def test_the_latest_is_preempted_for_an_older_one() -> None:
     old, preemptor, young, younger = requests = [admitted(number) for number in range(4)]
-    found = Fcfs().choose_preempted(preemptor, [young, younger, old], requests, 0.0)
-    assert found is not None
-    assert found.state is younger
-    assert Fcfs().choose_preempted(preemptor, [old], requests, 0.0) is None
+    found = Fcfs().choose_preempted(preemptor, [young, younger, old], len(requests), 0.0)
+    assert found is younger
+    assert Fcfs().choose_preempted(preemptor, [old], len(requests), 0.0) is None
 
 
 def test_stalled_requests_are_preempted_first() -> None:
     paused, paused_later = admitted(0, stalled_at=1.0), admitted(1, stalled_at=2.0)
     preemptor, young = admitted(2), admitted(3)
     requests = [paused, paused_later, preemptor, young]
-    found = Fcfs().choose_preempted(preemptor, [paused, paused_later, young], requests, 3.0)
-    assert found is not None
-    assert found.state is paused_later
+    found = Fcfs().choose_preempted(preemptor, [paused, paused_later, young], len(requests), 3.0)
+    assert found is paused_later
 
 
 def test_waiting_requests_preempt_abandoned_or_all_stalled_ones() -> None:
     new, busy = waiting("new"), admitted(2)
     paused, paused_first = admitted(0, stalled_at=2.0), admitted(1, stalled_at=1.0)
     policy = Fcfs()
-    assert policy.choose_preempted(new, [busy], [busy], 0.0) is None
-    assert (
-        policy.choose_preempted(new, [paused, busy], [paused, busy], 1.9 + ABANDONED_AFTER_S)
-        is None
-    )
+    assert policy.choose_preempted(new, [busy], 1, 0.0) is None
+    assert policy.choose_preempted(new, [paused, busy], 2, 1.9 + ABANDONED_AFTER_S) is None
     for requests, now in (
         ([paused, paused_first, busy], 1.0 + ABANDONED_AFTER_S),
         ([paused, paused_first], 3.0),
     ):
-        found = policy.choose_preempted(new, requests, requests, now)
-        assert found is not None
-        assert found.state is paused_first
+        found = policy.choose_preempted(new, requests, len(requests), now)
+        assert found is paused_first

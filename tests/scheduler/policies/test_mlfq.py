@@ -207,14 +207,13 @@ def test_a_freshly_computed_request_is_not_preempted() -> None:
     new, old = make(policy, "new"), make(policy, "old", tokens=8)
     new.phase, old.phase = "waiting", "decode"
     old.num_issued = 8
-    assert policy.choose_preempted(new, [old], [old], 0.0) is None
+    assert policy.choose_preempted(new, [old], 1, 0.0) is None
     while policy.quantum_s(int(policy.rank_request(old, 0.0)[0])) < MIN_QUANTUM_RATIO * 8.0:
-        assert policy.choose_preempted(new, [old], [old], 0.0) is None
+        assert policy.choose_preempted(new, [old], 1, 0.0) is None
         policy.on_issued(old, 0.0)
         policy.on_rows_returned(old, 1e3, 1e3)
-    found = policy.choose_preempted(new, [old], [old], 0.0)
-    assert found is not None
-    assert found.state is old
+    found = policy.choose_preempted(new, [old], 1, 0.0)
+    assert found is old
 
 
 def test_fixed_priority_preempts_for_any_shorter_prompt() -> None:
@@ -222,21 +221,19 @@ def test_fixed_priority_preempts_for_any_shorter_prompt() -> None:
     policy.set_times(TIMES)
     new, old = make(policy, "new"), make(policy, "old", tokens=8)
     new.phase, old.phase = "waiting", "decode"
-    found = policy.choose_preempted(new, [old], [old], 0.0)
-    assert found is not None
-    assert found.state is old
+    found = policy.choose_preempted(new, [old], 1, 0.0)
+    assert found is old
     old.phase, new.phase = "waiting", "decode"
-    assert policy.choose_preempted(old, [new], [new], 0.0) is None
+    assert policy.choose_preempted(old, [new], 1, 0.0) is None
 
 
 def test_the_first_decode_preempts_the_last() -> None:
     policy = skip_join()
     a, b = make(policy, "a"), make(policy, "b")
     a.phase = b.phase = "decode"
-    found = policy.choose_preempted(a, [b], [a, b], 0.0)
-    assert found is not None
-    assert found.state is b
-    assert policy.choose_preempted(b, [a], [a, b], 0.0) is None
+    found = policy.choose_preempted(a, [b], 2, 0.0)
+    assert found is b
+    assert policy.choose_preempted(b, [a], 2, 0.0) is None
 
 
 @given(
