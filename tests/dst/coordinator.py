@@ -176,7 +176,7 @@ class Coordinator(Process):
         member = self.disk.members.get(user)
         return member is not None and member.standing == "member"
 
-    # --- what people do --------------------------------------------------------------------------
+    # --- administration --------------------------------------------------------------------------
 
     def remove(self, peer: str, why: str) -> None:
         """A peer leaves or is revoked."""

@@ -88,7 +88,7 @@ class Leadership:
         if self.coordinator is not None:
             self.coordinator.later(0.01, self.coordinator.die)
 
-    # --- what happens ------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------
 
     def on_heartbeat(self, term: int, leader: str) -> bool:
         """Process a coordinator's heartbeat; returns whether to obey it."""
@@ -140,7 +140,7 @@ class Leadership:
     def _remember(self, **changes: Any) -> None:
         self._peer.membership = replace(self._peer.membership, **changes)
 
-    # --- asking ------------------------------------------------------------------------------
+    # --- questions ---------------------------------------------------------------------------
 
     def _ask(self, peer: str) -> None:
         """Ask a peer over a new connection, with a timeout."""

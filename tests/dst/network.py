@@ -237,7 +237,7 @@ class Wire:
             for message, payload in tuple(flow.recent):
                 flow.send(message, payload)
 
-    # --- its end ---------------------------------------------------------------------------------
+    # --- closing ---------------------------------------------------------------------------------
 
     def watch(self) -> None:
         """Close it if its path stays broken."""
@@ -502,7 +502,7 @@ class Dial:
         if not reached:
             if server is None and self._met and not network.broken(here, network.pcs[name]):
                 self._met = False
-                self._events.on_lost("nobody listens there any more")
+                self._events.on_lost("nothing listens there")
             self._try_in(network.rng.uniform(*_RETRY))
             return
         assert server is not None

@@ -78,7 +78,7 @@ class Process:
         else:
             action(*arguments)
 
-    # --- what becomes of it --------------------------------------------------------------------
+    # --- life cycle ----------------------------------------------------------------------------
 
     def freeze(self) -> None:
         """Stop the process (SIGSTOP)."""

@@ -121,7 +121,7 @@ class Worker(Process):
         self._rng = Random(world.seed * 7919 + world.network.next_number())
         self.later(self._rng.uniform(*world.load_s), self._loaded)
 
-    # --- its daemon's orders ---------------------------------------------------------------------
+    # --- orders of the daemon --------------------------------------------------------------------
 
     def order(self, message: PeerKeys | FormRing | LoadStage | Ping) -> None:
         """Process a message from the pipe."""

@@ -128,7 +128,7 @@ class World:
             self.agenda.schedule_at(client.at, self._ask, client)
         self.faults = Faults(self, rng, late=late, others=faults)
 
-    # --- who is there ----------------------------------------------------------------------------
+    # --- processes -----------------------------------------------------------------------------
 
     def pc_of(self, peer: str) -> Pc:
         """The PC of a peer."""
@@ -174,7 +174,7 @@ class World:
         pc.up = True
         self.agenda.schedule_at(self.agenda.now + self.rng.uniform(0.2, 1.0), self.start_daemon, pc)
 
-    # --- the beginning ---------------------------------------------------------------------------
+    # --- setup -----------------------------------------------------------------------------------
 
     def _swarm(self) -> list[Peer]:
         """Make all PCs members that know the founder's coordinator and its state."""

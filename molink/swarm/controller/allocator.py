@@ -61,7 +61,7 @@ class PeerAllocator:
             return True
         if demands != self._inputs[1] or candidates_differ(offers, self._inputs[0]):
             return True
-        # Until it is placed, which takes a moment, links may still say who is near.
+        # Until a deployment is placed, new link measurements may still change its peers.
         unplaced = any(
             not demand.used_peers and not self.lacks_room(demand.key) for demand in demands
         )

@@ -73,7 +73,7 @@ class ControllerContext:
         self._migrations += 1
         return self._migrations
 
-    # --- decisions ---------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------
 
     def add_actions(self, *decisions: ControllerAction) -> None:
         """Queue actions after those already queued."""

@@ -112,7 +112,7 @@ ControllerEvent = (
     | TimePassedEvent
 )
 
-# --- decisions, to be carried out in the order given --------------------------------------------
+# --- actions, to be carried out in order --------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class Formation:
         self._loading: set[int] = set()
         self._missing_since: dict[int, float] = {}
 
-    # --- who ---------------------------------------------------------------------------------
+    # --- peers -------------------------------------------------------------------------------
 
     def stage_of(self, peer: str) -> int | None:
         """The stage that a peer runs, if any."""
@@ -86,7 +86,7 @@ class Formation:
         """Whether stages are loading or linking."""
         return self.state in ("loading", "linking")
 
-    # --- what happens ------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------
 
     def start_linking(self, record: PipelineRecord, now: float) -> None:
         """All stages have loaded and are told to form the ring."""

@@ -132,12 +132,12 @@ class Planner:
         serving = formation.peers if formation is not None and formation.state == "ready" else ()
         first = sorted(found, key=lambda one: one.peer not in serving)
         self.unreachable = self.reachability.find_unreachable(one.peer for one in first)
-        # Whatever its ports are, who serves does.
+        # A serving peer has working connections.
         out = self.unreachable.keys() - set(serving)
         return self._with_unreachable([one for one in found if one.peer not in out], serving)
 
     def set_pins(self, pins: Iterable[Pin]) -> None:
-        """Set the stages that pinned peers must hold, whatever they offer."""
+        """Set the stages that pinned peers must hold; they override the offers."""
         self._pins = dict(pins)
         self._candidates.clear()
 
@@ -175,8 +175,8 @@ class Planner:
 
     def check_due(self, candidates: Candidates, registry: Registry, now: float) -> bool:
         """Whether to place now. If so, these candidates count as placed."""
-        everybody = registry.sessions.keys() >= registry.members.keys()
-        if self._waive_at is not None and (everybody or now >= self._waive_at):
+        all_live = registry.sessions.keys() >= registry.members.keys()
+        if self._waive_at is not None and (all_live or now >= self._waive_at):
             self.has_placed, self._waive_at, self._placed_candidates = True, None, None
         if not candidates_differ(candidates, self._placed_candidates):
             self._pending_candidates = None

@@ -336,7 +336,7 @@ class Reconciler:
         self._drop_successor()
         self.planner.schedule_placement(self._find_candidates(now), now, pause)
 
-    # --- what is due -------------------------------------------------------------------------
+    # --- due work ----------------------------------------------------------------------------
 
     def advance_state(self, now: float) -> None:
         """Do what is due."""
@@ -649,7 +649,7 @@ class Reconciler:
         reason = explain_misfit(stage, self.desired.facts)
         return f"--stage {stage} {reason}" if reason else ""
 
-    # --- small things ------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------
 
     def _formations(self) -> Iterator[Formation]:
         """The current formation, then the successor if it still exists by then."""

@@ -166,7 +166,7 @@ class RelayPlanner:
                 return self._announce_relay(pair, relay)
         return []
 
-    # --- decisions ---------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------
 
     def _review_relays(self) -> list[RelayAction]:
         out: list[RelayAction] = []

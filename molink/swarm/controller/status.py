@@ -138,12 +138,12 @@ def _files_warning(fleet: Fleet, desired: DesiredModel) -> str:
         return ""
     if holders:
         return f"Only {registry.name_of(holders[0])} has all files of {facts.name} so far"
-    nobody = f"No connected PC has all files of {facts.name}"
+    missing_text = f"No connected PC has all files of {facts.name}"
     reports = [one.report for one in registry.sessions.values()]
     missing = missing_layers(facts, reports, only_model=only_model)
     if missing:
-        return f"{nobody}, and none has those of {describe_missing(facts, missing)}"
-    return f"{nobody}; together they hold all layers" if only_model else nobody
+        return f"{missing_text}, and none has those of {describe_missing(facts, missing)}"
+    return f"{missing_text}; together they hold all layers" if only_model else missing_text
 
 
 # --- peers ---------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ class _PeerAllocation:
         )
         return exchange.improve_allocation(self.owners, self.candidates.keys() - used)
 
-    # --- what there is ---------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     def peers_of(self, demand: PeerDemand) -> list[str]:
         return [peer for peer, key in self.owners.items() if key == demand.key]
@@ -203,7 +203,7 @@ class _PeerAllocation:
     def assign_peers(self, demand: PeerDemand, peers: Iterable[str]) -> None:
         self.owners.update(dict.fromkeys(peers, demand.key))
 
-    # --- who gets it -----------------------------------------------------------------------------
+    # --- assignment ---------------------------------------------------------------------------
 
     def keep_used(self) -> None:
         """Keep used peers, except those promised to another deployment that lacks room."""

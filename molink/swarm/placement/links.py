@@ -39,7 +39,7 @@ class Links:
         return found
 
     def set_primary_peer(self, peer: str, pc: str) -> None:
-        """``peer`` is a further device of the PC of ``pc``; empty: a PC of its own."""
+        """``peer`` is a further device of the PC of ``pc``; empty: it is its PC's primary peer."""
         if pc:
             self._primary_peers[peer] = pc
         else:

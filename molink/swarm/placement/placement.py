@@ -276,7 +276,7 @@ class _Placer:
         spares = tuple(host.peer for host in self.auto_hosts if host.peer not in used)
         return Placement(tuple(stages), spares)
 
-    # --- all are auto ----------------------------------------------------------------------------
+    # --- all peers are auto ----------------------------------------------------------------------
 
     def find_ring(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         """The best ring, or the serving one if it is nearly as good."""
@@ -338,7 +338,7 @@ class _Placer:
         spares = tuple(one.peer for one in task.hosts if one.peer not in used)
         return Placement(tuple(stages), spares, tokens, ring.round_trip_time, ring.cost)
 
-    # --- some have named their layers ------------------------------------------------------------
+    # --- some peers name their layers ------------------------------------------------------------
 
     def place_named(self, layers: LayerRange, candidate: Candidate) -> PlacedStage:
         """The stage of a peer that names its layers."""

@@ -3,31 +3,40 @@
 All layers weigh the same. So a set of peers with a given opener and closer poses two independent
 problems: the path through the others (shortest path, Held and Karp), and the split of the layers
 (the fastest readers take as many as fit). Up to :data:`MAX_EXACT_PEERS` peers all sets, openers and
-closers are tried, which is optimal. For more see :mod:`molink.swarm.placement.ring_growth`.
+closers are tried, which is optimal. Among more a local search grows a ring.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import inf
 
 from molink.facts.model import Objective
-from molink.swarm.placement.ring_growth import RingGrowth
 from molink.swarm.placement.rings import (
     MICRO_BATCHES_PER_STAGE,
     TOLERANCE,
     RatedRing,
     RingTask,
+    estimate_cost,
     even_ring,
     fill_ring,
+    linear_times,
 )
 
 #: Most peers for which the result is optimal.
 MAX_EXACT_PEERS = 8
 #: A round trip may take this fraction longer for more even stages: they leave more room for KV, and
 #: several streams run faster.
-SLACK = 0.02
+EVENNESS_SLACK = 0.02
+#: Changes tried from each start; the control plane waits meanwhile.
+_MAX_TRIES = 2000
+
+#: Minimized lexicographically; see :meth:`_RingGrowth._ring_cost`.
+_RingCost = tuple[float, float, float]
 
 
-def search_ring(task: RingTask, min_stages: int = 1, slack: float = SLACK) -> RatedRing | None:
+def search_ring(
+    task: RingTask, min_stages: int = 1, slack: float = EVENNESS_SLACK
+) -> RatedRing | None:
     """The best ring of at least ``min_stages`` stages, or of as many as possible.
 
     ``slack``: see :data:`EVENNESS_SLACK`. ``None``: the peers cannot hold the model or form a ring.
@@ -36,7 +45,7 @@ def search_ring(task: RingTask, min_stages: int = 1, slack: float = SLACK) -> Ra
     if len(able) <= MAX_EXACT_PEERS:
         found = _choose_ring(_exact_rings(task, able), min_stages)
     else:
-        found = RingGrowth(task, able, min_stages).find_best(_starts(task, able, min_stages))
+        found = _RingGrowth(task, able, min_stages).find_best(_starts(task, able, min_stages))
     return found and even_ring(task, found, slack)
 
 
@@ -154,7 +163,7 @@ def _total_time(
     return total if left == 0 else None
 
 
-# --- many peers: where a ring begins to grow -----------------------------------------------------
+# --- local search among many peers ---------------------------------------------------------------
 
 
 def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[tuple[int, ...]]:
@@ -172,3 +181,85 @@ def _starts(task: RingTask, able: Sequence[int], min_stages: int) -> Iterator[tu
     for some in (fastest,) if fastest == largest else (fastest, largest):
         ring = _choose_ring(_exact_rings(task, some), min_stages)
         yield ring.order if ring is not None else tuple(some)
+
+
+class _RingGrowth:
+    """Local search for a ring among many peers.
+
+    Starting from the best rings of the most promising peers, it adds, removes, replaces or moves
+    one peer at a time. The first improvement is kept, until there is none or the budget is spent.
+    Compared with all rings of 9 and 10 unequal peers the result was at most 0.7 % worse for
+    ``latency`` and 7 % for ``throughput``.
+    """
+
+    def __init__(self, task: RingTask, able: Sequence[int], min_stages: int) -> None:
+        """``able`` have room for a layer; ``min_stages`` is the wanted number of stages."""
+        self._task, self._usable = task, able
+        self._max_stages = min(task.max_stages, task.layers, len(able))
+        self._min_stages = min(min_stages, self._max_stages)
+
+    def find_best(self, starts: Iterable[tuple[int, ...]]) -> RatedRing | None:
+        """The best ring found from any of ``starts``."""
+        found: RatedRing | None = None
+        for start in starts:
+            ring = self._improve(start)
+            if ring is not None and self._is_better(ring, found):
+                found = ring
+        return found
+
+    def _is_better(self, ring: RatedRing, found: RatedRing | None) -> bool:
+        if found is not None:
+            stages, others = (min(len(one.order), self._min_stages) for one in (ring, found))
+            if stages != others:
+                return stages > others
+        return ring.is_better(found)
+
+    def _improve(self, order: tuple[int, ...]) -> RatedRing | None:
+        worth, left = self._ring_cost(order), _MAX_TRIES
+        changes = self._neighbours(order, worth)
+        while left and (changed := next(changes, None)) is not None:
+            left -= 1
+            other = self._ring_cost(changed)
+            if other < worth:
+                worth, order = other, changed
+                changes = self._neighbours(order, worth)
+        return None if worth[0] else fill_ring(self._task, order)
+
+    def _ring_cost(self, order: tuple[int, ...]) -> _RingCost:
+        """Missing layers and links, missing stages, and the cost."""
+        missing = float(max(0, self._min_stages - len(order)))
+        cost = estimate_cost(self._task, order)
+        if cost is not None:
+            return 0.0, missing, cost
+        room = sum(max(0, line.max_layers) for line in linear_times(self._task, order))
+        hops = self._task.hops
+        closed = sum(hops[i][j] is None for i, j in pairwise((*order, order[0])))
+        closed += sum(hops[i][order[0]] is None for i in order[1:])
+        return 1.0 + max(0, self._task.layers - room) + closed, missing, inf
+
+    def _neighbours(self, order: tuple[int, ...], worth: _RingCost) -> Iterator[tuple[int, ...]]:
+        """Rings that differ in one thing; larger ones first if something is missing."""
+        lacks = worth[0] > 0 or worth[1] > 0
+        larger, others = self._larger(order), self._not_larger(order)
+        yield from larger if lacks else others
+        yield from others if lacks else larger
+
+    def _larger(self, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(order) < self._max_stages:
+            for at in range(len(order), -1, -1):
+                for i in self._unused(order):
+                    yield (*order[:at], i, *order[at:])
+
+    def _not_larger(self, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Rings of the same size, or one smaller."""
+        for at in range(len(order)):
+            rest = order[:at] + order[at + 1 :]
+            if rest:
+                yield rest
+            for i in self._unused(order):
+                yield (*order[:at], i, *order[at + 1 :])
+            for to in range(len(rest) + 1):
+                yield (*rest[:to], order[at], *rest[to:])
+
+    def _unused(self, order: tuple[int, ...]) -> Iterator[int]:
+        return (i for i in self._usable if i not in order)
