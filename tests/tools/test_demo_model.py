@@ -51,7 +51,7 @@ def test_folder_is_small_and_complete() -> None:
     assert wanted | {"tokenizer.json", "tokenizer_config.json", "EVALUATION.json"} <= set(sizes)
 
 
-def test_corpus_follows_from_its_seed() -> None:
+def test_corpus_is_determined_by_seed() -> None:
     def digest(seed: int) -> str:
         talks = list(islice(Corpus(seed).conversations("train"), 300))
         return hashlib.sha256(json.dumps(talks).encode()).hexdigest()
@@ -77,7 +77,7 @@ def test_held_out_wordings_are_not_trained() -> None:
     assert said.isdisjoint(held_out_questions(all_topics()))
 
 
-def test_answered_marks_what_the_assistant_says(tokenizer: Tokenizer) -> None:
+def test_loss_mask_covers_assistant_tokens(tokenizer: Tokenizer) -> None:
     talk: Conversation = (
         {"role": "user", "content": "What is 2 + 3?"},
         {"role": "assistant", "content": "2 + 3 = 5."},
@@ -91,7 +91,7 @@ def test_answered_marks_what_the_assistant_says(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_template_of_the_folder_is_the_one_trained_with(tokenizer: Tokenizer) -> None:
+def test_folder_has_training_chat_template(tokenizer: Tokenizer) -> None:
     talk = ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"})
     theirs = AutoTokenizer.from_pretrained(FOLDER)
     text = theirs.apply_chat_template(list(talk), tokenize=False, add_generation_prompt=True)
@@ -100,7 +100,7 @@ def test_template_of_the_folder_is_the_one_trained_with(tokenizer: Tokenizer) ->
     assert theirs.eos_token == "<|im_end|>"
 
 
-def test_ngram_probabilities_add_up_to_one() -> None:
+def test_ngram_probabilities_sum_to_one() -> None:
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 12, size=60) for _ in range(20)]
     model = NGram(texts, vocabulary=12, pad=11)
@@ -114,7 +114,7 @@ def test_topics_have_held_out_wordings(topic: str) -> None:
     assert any(check.topic == topic for check in paraphrases(1))
 
 
-def test_answers_questions_it_has_not_seen_and_stops(
+def test_answers_unseen_questions_and_stops(
     network: Qwen2ForCausalLM, tokenizer: Tokenizer
 ) -> None:
     checks = [
@@ -174,7 +174,7 @@ def test_perplexity_is_below_a_five_gram(network: Qwen2ForCausalLM, tokenizer: T
 
 
 @pytest.mark.slow
-def test_training_follows_from_its_seed(tmp_path: Path) -> None:
+def test_training_is_determined_by_seed(tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> bytes:
         train(tmp_path / name, Plan(steps=3, seed=seed), train_size=8000)
         refine(tmp_path / name, Plan(steps=2, seed=seed))

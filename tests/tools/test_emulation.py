@@ -50,13 +50,13 @@ def volume(prefill: bool, *groups: tuple[int, int]) -> Volume:
     return Volume(7, prefill, rows, Payload("bf16", (1, 8)))
 
 
-def test_every_group_that_samples_gets_a_token() -> None:
+def test_every_sampling_group_gets_token() -> None:
     choices = sampled(volume(False, (4, 1), (9, 1)), 100, {}).sampled
     assert [(each.request, each.position) for each in choices] == [(0, 5), (1, 10)]
     assert all(each.token < 100 for each in choices)
 
 
-def test_rows_are_given_out_in_turn() -> None:
+def test_recorded_rows_are_reused_in_order() -> None:
     rows = Activations(bytes(range(8)), 2)
     assert [bytes(rows.rows(count)) for count in (3, 2, 1)] == [
         bytes([0, 1, 2, 3, 4, 5]),
@@ -87,7 +87,7 @@ def emulation(tmp_path: Path) -> Emulation:
     )
 
 
-def test_steps_take_as_long_as_the_roofline_says(emulation: Emulation) -> None:
+def test_step_times_match_roofline(emulation: Emulation) -> None:
     stage = EmulatedStage(emulation, 2)
     ended: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
     executor = EmulatedExecutor(stage, Activations(bytes(256), 128), lambda done, step: done(step))
@@ -101,7 +101,7 @@ def test_steps_take_as_long_as_the_roofline_says(emulation: Emulation) -> None:
     assert result.sampled == sampled(result.volume, 1000, {})
 
 
-async def test_a_ring_of_emulated_stages_answers_every_request(emulation: Emulation) -> None:
+async def test_ring_of_emulated_stages_answers_every_request(emulation: Emulation) -> None:
     keys = KeyPair.generate()
     plan = [PlannedRequest(index, 0.0, 10 + 9 * index, 4 + index) for index in range(5)]
     settings = RingSettings(micro_batches=3, max_num_batched_tokens=32)
@@ -121,7 +121,7 @@ def of(name: str, stage: Member) -> float:
 
 
 @pytest.mark.slow
-async def test_the_head_of_a_ring_learns_that_a_stage_has_become_slow(
+async def test_first_stage_learns_of_slow_stage(
     tmp_path: Path, emulation: Emulation
 ) -> None:
     # A step takes 2 ms, and as much for each row; turns are mostly latency.

@@ -6,7 +6,7 @@ from molink.sim.swarm_plan import ModelDescription, least_quantized
 from tools import fit_table
 
 
-def test_weights_shrink_as_far_as_they_must() -> None:
+def test_plan_picks_mildest_quantization_that_fits() -> None:
     model = ModelDescription.from_profile("llama-3-8b")
     assert least_quantized(model, ["rtx3090"]) == "none"
     assert least_quantized(model, ["rtx3060"]) == "int8"
@@ -14,7 +14,7 @@ def test_weights_shrink_as_far_as_they_must() -> None:
     assert least_quantized(model, ["rtx4060"]) is None
 
 
-def test_the_guide_has_the_table() -> None:
+def test_guide_has_table() -> None:
     guide = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
     text = guide.read_text(encoding="utf-8")
     devices = ("rtx3060", "rtx3060")

@@ -65,7 +65,7 @@ def found(**systems: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_the_tables_share_one_row() -> None:
+def test_tables_share_one_row() -> None:
     assert len(settings()) == 10
     assert [sum(row.setting == Setting() for row in table) for table in TABLES.values()] == [1] * 3
     assert TABLE_2[0].molink.tpot == 3.01
@@ -91,14 +91,14 @@ def test_each_step_adds_one_switch() -> None:
     assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
 
 
-def test_the_last_step_is_what_the_product_does() -> None:
+def test_last_step_is_product() -> None:
     workload = make_workload(TRACE, Setting(), 1, 10)
     scenario = make_scenario(workload, Setting(), ALL)
     assert scenario == replace(type(scenario)(workload), link=scenario.link)
     assert scenario.link.bandwidth_mbps == MBPS
 
 
-def test_requests_are_spaced_over_the_whole_trace() -> None:
+def test_requests_span_whole_trace() -> None:
     rows = make_workload(TRACE, Setting(rate=1), 0, 20).trace_rows
     assert rows[0] == TRACE[0]
     assert rows[-1].arrival_s > 380
@@ -107,7 +107,7 @@ def test_requests_are_spaced_over_the_whole_trace() -> None:
     assert make_workload(large, Setting(rate=1), 0, 20).trace_rows == rows
 
 
-def test_targets_against_the_best_of_the_same_simulator() -> None:
+def test_targets_compare_with_best_of_same_simulator() -> None:
     rival = {MOLINK_ALL.name: outcome(0.4, 0.1, 0.12)}
     verdicts = {each.what: each for each in judge(Results(found(**rival))) if "0.7" in each.where}
     # 0.11 s per token beside 0.10 is 10 % more: not within 1 %, and too much to be compared by its
@@ -120,7 +120,7 @@ def test_targets_against_the_best_of_the_same_simulator() -> None:
     assert verdicts["best plain TTFT / all switches'"].met
 
 
-def test_what_is_saturated_is_no_baseline() -> None:
+def test_saturated_system_is_no_baseline() -> None:
     full = outcome(40.0, 0.5, 0.6) | {"kv_peak": 0.99}
     verdicts = [each.what for each in judge(Results(found(**{FIFO.name: full})))]
     assert verdicts == []
@@ -128,7 +128,7 @@ def test_what_is_saturated_is_no_baseline() -> None:
     assert "| fifo | 40.00 | 0.5000 | 0.6000 | 90.0 | saturated |" in text
 
 
-def test_seeds_are_counted_together() -> None:
+def test_seeds_are_averaged() -> None:
     runs = [
         outcome(0.5, 0.10, 0.12) | {"seed": 1, "failed": 0, "kv_peak": 0.2, "preemptions": 0},
         outcome(0.7, 0.12, 0.16) | {"seed": 0, "failed": 1, "kv_peak": 0.4, "preemptions": 2},
@@ -146,7 +146,7 @@ def test_seeds_are_counted_together() -> None:
     assert ours.saturated, "somebody was preempted"
 
 
-def test_tables_have_what_was_found_and_leave_out_the_rest() -> None:
+def test_tables_leave_out_missing_results() -> None:
     text = render(Results(found()), "python tools/paper.py --simulate", None)
     assert "`python tools/paper.py --simulate`" in text
     assert text.count("| **+ prefill-only** | 0.50 | 0.1100 |") == sum(map(len, TABLES.values()))
@@ -167,7 +167,7 @@ def rig_row(by: float) -> dict[str, Any]:
     }
 
 
-def test_rows_of_the_rig_stand_beside_the_simulator() -> None:
+def test_rig_rows_are_beside_simulator_rows() -> None:
     rig = {"command": "x --rig", "activations": "made", "repeats": 3}
     rig |= {"warmup_s": 5.0, "duration_s": 10.0, "rows": [rig_row(1.1), rig_row(1.2)]}
     text = render(Results(found()), "x", rig)
@@ -181,7 +181,7 @@ def test_rows_of_the_rig_stand_beside_the_simulator() -> None:
     assert far.endswith("| **no** |")
 
 
-def test_a_system_that_there_is_not_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_system_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = SimPlan(TRACE, 0.0, 8.0)
     nobody = replace(FIFO, name="nobody's", policy="nobody's")
     tasks = [(Setting(rate=1, mbps=400), each) for each in (FIFO, nobody)]
@@ -197,14 +197,14 @@ def test_a_system_that_there_is_not_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert any("left out: nobody's" in line for line in said)
 
 
-def test_the_document_is_rendered_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_render_writes_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "paper-simulated.json").write_text(json.dumps({"command": "x", **found()}))
     assert main(["--render", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "paper.md").read_text(encoding="utf-8").startswith("# The MoLink paper")
     assert "paper.md" in capsys.readouterr().out
 
 
-def test_the_trace_is_given_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRACE_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     given = tmp_path / "mine.csv"

@@ -23,14 +23,14 @@ def trace() -> list[TraceRow]:
     ]
 
 
-def test_a_conversation_is_kept_whole_or_left_out(trace: list[TraceRow]) -> None:
+def test_conversation_is_kept_whole_or_left_out(trace: list[TraceRow]) -> None:
     kept = [routing.conversation(trace, seed) for seed in range(routing.THINNED)]
     assert sum(map(len, kept)) == len(trace)
     for rows in kept:
         assert set(Counter(map(routing.family, rows)).values()) <= {3}
 
 
-def test_tools_are_asked_for_by_zipf_each_time_with_another_question() -> None:
+def test_tool_prompts_follow_zipf_with_new_questions() -> None:
     rows = routing.tools((), 1)
     asked = Counter(map(routing.family, rows)).most_common()
     assert len(rows) == routing.COUNTS["tools"]
@@ -41,14 +41,14 @@ def test_tools_are_asked_for_by_zipf_each_time_with_another_question() -> None:
     )
 
 
-def test_those_alone_share_nothing(trace: list[TraceRow], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_requests_share_no_prefix(trace: list[TraceRow], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(routing.COUNTS, "alone", 100)
     rows = routing.alone(trace, 1)
     parts = [part for row in rows for part in row.hash_ids]
     assert len(set(parts)) == len(parts)
 
 
-def test_the_oracle_parts_the_work_evenly_and_keeps_families_together() -> None:
+def test_oracle_balances_work_and_keeps_families_together() -> None:
     rows = routing.tools((), 2)
     oracle = routing.Oracle(rows, 1.0)
     up = [PipelineLoad(str(number)) for number in range(routing.PIPELINES)]
@@ -94,7 +94,7 @@ def test_runs_are_stored_once_and_compared_seed_by_seed(tmp_path: Path) -> None:
     assert found[0]["new_ttft_mean_s"] == [4.0, 4.0, 4.0]
 
 
-def test_it_is_noted_how_long_new_prompts_wait() -> None:
+def test_waits_of_new_prompts_are_recorded() -> None:
     watched, up = routing.Watched(5.0), [PipelineLoad("a")]
     for key, at, cached in (("early", 0.0, 0), ("new", 6.0, 49), ("known", 6.0, 50)):
         watched.choose_pipeline(RoutedPrompt(key, 100), up, at)

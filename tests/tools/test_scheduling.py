@@ -22,14 +22,14 @@ from tools.scheduling.requests import LIMIT, SIZES, log_normal, poisson, sizes_o
 from tools.scheduling.serving import NO_WORKLOAD, simulate_plan
 
 
-def test_sizes_have_the_mean_that_is_said() -> None:
+def test_sizes_have_stated_mean() -> None:
     rng = random.Random(1)
     drawn = [log_normal(rng, 338.0, 1.0, 1 << 20) for _ in range(20_000)]
     assert sum(drawn) / len(drawn) == pytest.approx(338, rel=0.03)
     assert max(log_normal(rng, 338.0, 1.0, 512) for _ in range(1000)) == 512
 
 
-def test_a_ratio_shares_out_the_same_tokens() -> None:
+def test_ratio_keeps_total_tokens() -> None:
     (prompt, spread), (output, _) = SIZES["sharegpt"]
     draw = sizes_of("sharegpt", 4.0)
     rows = [draw(random.Random(seed)) for seed in range(4000)]
@@ -38,7 +38,7 @@ def test_a_ratio_shares_out_the_same_tokens() -> None:
     assert spread > 0
 
 
-def test_requests_are_of_the_same_sizes_at_every_rate() -> None:
+def test_request_sizes_are_equal_at_every_rate() -> None:
     slow, fast = (poisson(sizes_of("alpaca"), rate, 30.0, 7) for rate in (1.0, 2.0))
     assert [each.output_tokens for each in slow] == [each.output_tokens for each in fast][
         : len(slow)
@@ -47,7 +47,7 @@ def test_requests_are_of_the_same_sizes_at_every_rate() -> None:
 
 
 @pytest.mark.parametrize("policy", ["gittins", "srpt"])
-def test_only_the_oracle_is_told_how_long_answers_will_be(
+def test_only_oracle_knows_answer_lengths(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, int] = {}
@@ -68,11 +68,11 @@ def test_only_the_oracle_is_told_how_long_answers_will_be(
 
 
 @pytest.mark.parametrize("bound", [0.3, 7.0])
-def test_the_highest_rate_is_found_between_two_steps(bound: float) -> None:
+def test_highest_rate_is_found_by_bisection(bound: float) -> None:
     assert highest(lambda step: float(STEP**step), bound) == pytest.approx(bound, rel=0.02)
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+def test_short_prompt_overtakes_long_one() -> None:
     options = argparse.Namespace(policies=["fcfs", "skip-join-mlfq", "gittins"])
     fcfs, *others = short_behind_long(options)["rows"]
     assert fcfs["short_ttft_s"] > 5
@@ -81,7 +81,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
         assert row["long_by_alone"] < 1.1
 
 
-def test_steps_wait_less_for_copies_that_are_made_ahead(tmp_path: Path) -> None:
+def test_proactive_swapping_shortens_waits(tmp_path: Path) -> None:
     """Than for those that are made when blocks are lacking; and nothing is computed anew."""
     card = Path(__file__).parents[2] / "configs" / "devices" / "rtx4090.toml"
     text = card.read_text(encoding="utf-8").replace("memory_gb = 24", "memory_gb = 20")
@@ -124,7 +124,7 @@ def test_modes_are_compared_seed_by_seed() -> None:
     assert found["reactive-swap", ORACLE]["most"] == 2.0
 
 
-def test_in_a_burst_short_requests_need_not_wait_for_long_ones() -> None:
+def test_short_requests_overtake_long_ones_in_burst() -> None:
     plan = burst(16)
     means = {
         policy: mean(simulate_plan(simulated(policy), plan)[0])
@@ -133,7 +133,7 @@ def test_in_a_burst_short_requests_need_not_wait_for_long_ones() -> None:
     assert means["skip-join-mlfq"] < 0.8 * means["fcfs"]
 
 
-def test_the_page_is_of_the_files_beside_it() -> None:
+def test_report_is_up_to_date() -> None:
     page = (command.RESULTS / "scheduling.md").read_text(encoding="utf-8")
     assert page == render(command.RESULTS)
     assert page.count("## ") >= 8
@@ -141,7 +141,7 @@ def test_the_page_is_of_the_files_beside_it() -> None:
 
 @pytest.mark.parametrize("traces", [(), ("--trace", "a.csv", "--conversations", "b.jsonl")])
 @pytest.mark.parametrize("jobs", ["1", "3"])
-def test_all_is_every_figure_each_by_its_own_command(
+def test_all_runs_every_figure_in_own_process(
     traces: tuple[str, ...],
     jobs: str,
     tmp_path: Path,
@@ -174,7 +174,7 @@ def test_all_is_every_figure_each_by_its_own_command(
     assert [what for name, what in made[count:] if name == "routing"] == ["speed"]
 
 
-def test_all_ends_with_the_figure_that_fails(
+def test_all_stops_at_failed_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(arguments: Sequence[str], check: bool) -> subprocess.CompletedProcess[str]:

@@ -38,7 +38,7 @@ def drain(network: Network, now: float) -> list[tuple[int, float, int]]:
 # --- shaping, without I/O ------------------------------------------------------------------------
 
 
-def test_a_line_sends_at_its_rate_and_drops_what_its_queue_cant_hold() -> None:
+def test_line_sends_at_rate_and_drops_overflow() -> None:
     line = Line(8.0, limit=2500)  # 1 MB/s: 1 ms per packet
     assert [line.put(bytes(1000), 5.0) for _ in range(4)] == [True, True, False, False]
     assert [round(at, 6) for at, _ in line.waiting] == [5.001, 5.002]
@@ -47,7 +47,7 @@ def test_a_line_sends_at_its_rate_and_drops_what_its_queue_cant_hold() -> None:
     assert line.waiting[-1][0] == pytest.approx(5.003)
 
 
-def test_an_unlimited_line_only_delays() -> None:
+def test_unlimited_line_only_delays() -> None:
     line = Line(0.0, limit=1, delay=0.5)
     assert line.put(bytes(1000), 5.0)
     assert line.next_at == 5.5
@@ -55,7 +55,7 @@ def test_an_unlimited_line_only_delays() -> None:
     assert line.next_at == 5.5
 
 
-def test_another_rate_holds_for_what_is_queued_too() -> None:
+def test_new_rate_applies_to_queued_packets() -> None:
     line = Line(8.0, limit=10_000)
     for _ in range(3):
         line.put(bytes(1000), 5.0)
@@ -70,7 +70,7 @@ def network(**values: float) -> Network:
     return Network([node, node], {1: 0, 2: 1}, seed=7)
 
 
-def test_a_packet_passes_uplink_delay_and_downlink() -> None:
+def test_packet_passes_uplink_delay_and_downlink() -> None:
     net = network()
     net.put(0, packet(2, number=1), 5.0)
     net.put(0, packet(2, number=2), 5.0)
@@ -82,7 +82,7 @@ def test_a_packet_passes_uplink_delay_and_downlink() -> None:
     assert net.next_at == float("inf")
 
 
-def test_a_cut_loses_both_directions_until_it_is_mended() -> None:
+def test_cut_loses_both_directions_until_mended() -> None:
     net = network()
     net.change(1, "cut", 1, 5.0)
     net.put(0, packet(2), 5.0)
@@ -117,12 +117,12 @@ def test_strays_are_counted_and_dropped() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("loss", 1.5), ("up_mbps", -1), ("delay_ms", float("nan")), ("cpu", 1)]
 )
-def test_nonsense_is_refused(name: str, value: float) -> None:
+def test_invalid_values_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
         network().change(0, name, value, 0.0)
 
 
-def test_without_namespaces_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_namespaces_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(RigError, match=r"needs Linux.*--proxy"), Rig([Node("a")]):
         pass
@@ -131,7 +131,7 @@ def test_without_namespaces_the_command_says_what_it_needs(monkeypatch: pytest.M
 # --- the byte-level proxy ------------------------------------------------------------------------
 
 
-def test_the_proxy_passes_every_byte_on_in_order() -> None:
+def test_proxy_forwards_every_byte_in_order() -> None:
     data = bytes(range(256)) * 400
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -158,7 +158,7 @@ def test_the_proxy_passes_every_byte_on_in_order() -> None:
 
 
 @needs_root
-def test_round_trips_and_rates_are_as_set_and_change_live() -> None:
+def test_round_trips_and_rates_match_and_change_live() -> None:
     """Nothing is ever faster than set; how much slower, that is up to a busy PC."""
     node = Node("node", 20, 20, delay_ms=10)
     with Rig([node] * 3, congestion="cubic") as rig:
@@ -177,7 +177,7 @@ def test_round_trips_and_rates_are_as_set_and_change_live() -> None:
 
 
 @needs_root
-def test_a_cut_stops_packets_and_mending_lets_them_pass() -> None:
+def test_cut_stops_packets_until_mended() -> None:
     with Rig([Node("a"), Node("b")], congestion="bbr") as rig:
         assert ask(rig, "ping", 0.1)["n"] > 0
         rig.cut(1)
@@ -188,7 +188,7 @@ def test_a_cut_stops_packets_and_mending_lets_them_pass() -> None:
 
 @needs_root
 @pytest.mark.parametrize("congestion", [NONE, "cubic"])
-def test_the_ideal_medium_keeps_a_full_window(congestion: str) -> None:
+def test_ideal_medium_keeps_full_window(congestion: str) -> None:
     with Rig([Node("a"), Node("b")], congestion=congestion) as rig:
 
         def said(*words: str) -> str:
@@ -203,7 +203,7 @@ def test_the_ideal_medium_keeps_a_full_window(congestion: str) -> None:
 
 
 @needs_root
-def test_two_at_once_dont_see_each_other_and_an_error_leaves_nothing() -> None:
+def test_two_rigs_are_isolated_and_cleaned_up() -> None:
     with Rig([Node("a")]) as one, VethPair(100.0) as two:
         names = existing(os.getpid())
         assert one.namespace(0) in names
@@ -216,7 +216,7 @@ def test_two_at_once_dont_see_each_other_and_an_error_leaves_nothing() -> None:
 
 
 @needs_root
-def test_a_share_of_the_cpu_binds_all_that_a_node_runs() -> None:
+def test_cpu_share_limits_all_processes_of_node() -> None:
     spin = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass\n"
     spin += "print(time.process_time())"
     try:
@@ -240,7 +240,7 @@ def left_over_groups() -> list[str]:
 
 
 @needs_root
-def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
+def test_leftovers_of_killed_process_are_removed() -> None:
     program = (
         "from tools.wan import Node, Rig; import sys, time\n"
         "with Rig([Node('a'), Node('b')]) as rig:\n"
@@ -267,7 +267,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
 
 
 @needs_root
-def test_the_command_runs_a_program_on_every_node(tmp_path: Path) -> None:
+def test_command_runs_program_on_every_node(tmp_path: Path) -> None:
     show = "import os, pathlib; pathlib.Path(os.environ['WAN_NODE']).write_text(os.environ[{!r}])"
     program = [sys.executable, "-c", show.format("WAN_ADDRESS")]
     command = [sys.executable, "-m", "tools.wan", "--nodes", "2", "--", *program]
