@@ -89,10 +89,10 @@ class Tables:
     def decode(self, rows: int, context: int, vocabulary: int) -> StageInput:
         """One decode row for each of ``rows`` requests."""
         sequences = tuple(self.rows(context, 1, request) for request in range(rows))
-        return StageInput(_tokens(rows, vocabulary), None, sequences, tuple(range(rows)))
+        return StageInput(_draw_tokens(rows, vocabulary), None, sequences, tuple(range(rows)))
 
 
-def _tokens(count: int, vocabulary: int) -> Tensor:
+def _draw_tokens(count: int, vocabulary: int) -> Tensor:
     return torch.arange(count) * 7919 % vocabulary
 
 
@@ -176,7 +176,7 @@ def measure_memory(card: Card, quantize: Quantize) -> dict[str, Any]:
     prompt = tables.rows(config.max_model_len - chunk, chunk, 0)
     each = min(config.max_model_len, blocks * BLOCK_SIZE // decodes) - BLOCK_SIZE
     streams = tables.decode(decodes, each, config.vocab_size).sequences
-    tokens = _tokens(chunk + decodes, config.vocab_size)
+    tokens = _draw_tokens(chunk + decodes, config.vocab_size)
     wanted = range(chunk - 1, chunk + decodes)
     held = torch.cuda.memory_allocated(card.device)
     torch.cuda.reset_peak_memory_stats(card.device)

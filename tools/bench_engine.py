@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ import torch
 from molink.checkpoint.gguf_import import GGUF_SUFFIX, import_gguf
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import NullCounter
+from molink.facts.dtypes import DTypeChoice
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.diagnostics.stage_bench import peak_read_rate
 from molink.stage.kernels import compiler
@@ -82,14 +84,14 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     if options.avx2:
         without = without_avx512()
-        compiler.host_features = lambda: without
+        compiler.host_features = cache(lambda: without)
     with tempfile.TemporaryDirectory() as made:
-        result = _measured(options, Path(made))
-    print(json.dumps(result, indent=2) if options.json else _table(result))
+        result = _measure_all(options, Path(made))
+    print(json.dumps(result, indent=2) if options.json else _format_table(result))
     return 0
 
 
-def _measured(options: argparse.Namespace, made: Path) -> dict[str, Any]:
+def _measure_all(options: argparse.Namespace, made: Path) -> dict[str, Any]:
     """All figures; a GGUF file is laid out in ``made``."""
     model: Path = options.model
     is_file = model.suffix == GGUF_SUFFIX
@@ -97,17 +99,19 @@ def _measured(options: argparse.Namespace, made: Path) -> dict[str, Any]:
         import_gguf(model, made, NullCounter(), threading.Event()) if is_file else model
     )
     avoid = tuple(filter(None, options.avoid.split(",")))
-    dtype = "f32" if options.avx2 else options.dtype
+    dtype: DTypeChoice = "f32" if options.avx2 else options.dtype
     stage = Stage.load_layers(
         folder, (0, folder.config.layers), dtype=dtype, disabled_kernels=avoid
     )
     longest = max(options.long, default=0) + LONG_DECODE + 1
     stage.allocate_kv_pool(max(BATCH * 128, -(-longest // BLOCK)), BLOCK)
-    decode(stage, 1, 0, 8)  # warm
+    measure_decode(stage, 1, 0, 8)  # warm
     result: dict[str, Any] = {"model": model.name, "threads": options.threads}
     result |= {"dtype": stage.dtype, "weight_bytes": stage.weight_bytes}
     if options.long:
-        return result | {"long": [_long(stage, options, length) for length in options.long]}
+        return result | {
+            "long": [_measure_long_prompt(stage, options, length) for length in options.long]
+        }
     result |= _against_llama(stage, options)
     if options.transformers:
         result |= _against_transformers(stage, options)
@@ -123,14 +127,14 @@ def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
     bandwidth = []
     for _ in range(options.rounds):
         begin = clock()
-        decode(stage, 1, 0, DECODE)
+        measure_decode(stage, 1, 0, DECODE)
         decoded = clock()
-        prefill(stage, PROMPT)
+        measure_prefill(stage, PROMPT)
         ours["prefill"].append(PROMPT / (clock() - decoded))
         ours["decode"].append(DECODE / (decoded - begin))
         bandwidth.append(peak_read_rate(stage.device))
         if options.llama_bench:
-            rates = measure(options.llama_bench, _rival(options.model), options.threads)
+            rates = measure(options.llama_bench, _find_rival(options.model), options.threads)
             for kind, rate in rates.items():
                 theirs[kind].append(rate)
     streamed = stage.step_bytes
@@ -138,14 +142,14 @@ def _against_llama(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
         rate * streamed / maximum for rate, maximum in zip(ours["decode"], bandwidth, strict=True)
     ]
     return {
-        "decode": _compare(ours["decode"], theirs["decode"]),
-        "prefill": _compare(ours["prefill"], theirs["prefill"]),
+        "decode": _compare_rounds(ours["decode"], theirs["decode"]),
+        "prefill": _compare_rounds(ours["prefill"], theirs["prefill"]),
         "read_bandwidth_gb_s": statistics.median(bandwidth) / 1e9,
         "decode_share_of_bandwidth": statistics.median(share),
     }
 
 
-def _long(stage: Stage, options: argparse.Namespace, length: int) -> dict[str, Any]:
+def _measure_long_prompt(stage: Stage, options: argparse.Namespace, length: int) -> dict[str, Any]:
     """A prompt of ``length`` tokens, and decoding after it: tokens/s."""
     ours: dict[str, list[float]] = {"prefill": [], "decode": []}
     theirs: dict[str, list[float]] = {"prefill": [], "decode": []}
@@ -156,12 +160,14 @@ def _long(stage: Stage, options: argparse.Namespace, length: int) -> dict[str, A
             prefill = ["-fa", "on", "-p", str(length), "-n", "0"]
             decode = ["-fa", "on", "-p", "0", "-n", str(LONG_DECODE), "-d", str(length)]
             for given in (prefill, decode):
-                rates = _llama(options.llama_bench, _rival(options.model), options.threads, given)
+                rates = _run_llama_bench(
+                    options.llama_bench, _find_rival(options.model), options.threads, given
+                )
                 for kind, rate in rates.items():
                     theirs[kind].append(rate)
         # A round takes minutes.
         print(f"{length} tokens: {ours}, llama.cpp {theirs}", file=sys.stderr, flush=True)
-    return {"tokens": length} | {kind: _compare(ours[kind], theirs[kind]) for kind in ours}
+    return {"tokens": length} | {kind: _compare_rounds(ours[kind], theirs[kind]) for kind in ours}
 
 
 def _long_rates(stage: Stage, length: int) -> dict[str, float]:
@@ -182,22 +188,22 @@ def _long_rates(stage: Stage, length: int) -> dict[str, float]:
     return {"prefill": length / (between - begin), "decode": LONG_DECODE / (end - between)}
 
 
-def _rival(model: Path) -> Path:
+def _find_rival(model: Path) -> Path:
     """The GGUF file for llama.cpp."""
     return model if model.is_file() else next(model.glob("*.gguf"), model)
 
 
 def _against_transformers(stage: Stage, options: argparse.Namespace) -> dict[str, Any]:
     """Greedy generation of a batch, output tokens/s, prefill included."""
-    generate = _transformers(options.model, stage)
+    generate = _make_transformers(options.model, stage)
     ours, theirs = [], []
     for _ in range(options.rounds):
-        ours.append(BATCH * BATCH_NEW / decode(stage, BATCH, BATCH_PROMPT, BATCH_NEW))
+        ours.append(BATCH * BATCH_NEW / measure_decode(stage, BATCH, BATCH_PROMPT, BATCH_NEW))
         theirs.append(BATCH * BATCH_NEW / generate())
-    return {"batch_8": _compare(ours, theirs)}
+    return {"batch_8": _compare_rounds(ours, theirs)}
 
 
-def _compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+def _compare_rounds(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     """Medians of both sides, tokens/s, and the median of the rounds' ratios."""
     if not theirs:
         return {"molink": statistics.median(ours)}
@@ -216,7 +222,7 @@ def without_avx512() -> dict[str, bool]:
     return {name: on and not name.startswith("avx512") for name, on in known.items()}
 
 
-def decode(stage: Stage, batch: int, prompt: int, count: int) -> float:
+def measure_decode(stage: Stage, batch: int, prompt: int, count: int) -> float:
     """Seconds for ``count`` greedy tokens per sequence after prompts of ``prompt`` tokens."""
     width = -(-(prompt + count + 1) // BLOCK)
     tables = [range(row * width, (row + 1) * width) for row in range(batch)]
@@ -235,7 +241,7 @@ def decode(stage: Stage, batch: int, prompt: int, count: int) -> float:
     return time.perf_counter() - begin
 
 
-def prefill(stage: Stage, count: int) -> float:
+def measure_prefill(stage: Stage, count: int) -> float:
     """Seconds for a prompt of ``count`` tokens."""
     rows = (SequenceRows(0, count, range(-(-count // BLOCK))),)
     ids = torch.arange(count) % stage.config.vocab_size
@@ -244,7 +250,9 @@ def prefill(stage: Stage, count: int) -> float:
     return time.perf_counter() - begin
 
 
-def _llama(binary: Path, model: Path, threads: int, lengths: Sequence[str]) -> dict[str, float]:
+def _run_llama_bench(
+    binary: Path, model: Path, threads: int, lengths: Sequence[str]
+) -> dict[str, float]:
     """Tokens/s of llama-bench for the given lengths."""
     command = [str(binary), "-m", str(model), "-t", str(threads), "-r", "1", "-o", "json"]
     command += lengths
@@ -254,7 +262,7 @@ def _llama(binary: Path, model: Path, threads: int, lengths: Sequence[str]) -> d
 
 
 def _llama_once(binary: Path, model: Path, threads: int) -> dict[str, float]:
-    return _llama(binary, model, threads, ["-p", str(PROMPT), "-n", str(DECODE)])
+    return _run_llama_bench(binary, model, threads, ["-p", str(PROMPT), "-n", str(DECODE)])
 
 
 def _llama_cpu(binary: Path, model: Path, threads: int) -> dict[str, float]:
@@ -279,14 +287,18 @@ def _llama_cpu(binary: Path, model: Path, threads: int) -> dict[str, float]:
     return found
 
 
-def _transformers(folder: Path, stage: Stage) -> Callable[[], float]:
+def _make_transformers(folder: Path, stage: Stage) -> Callable[[], float]:
     """Return a function that generates once and returns seconds."""
     from transformers import AutoModelForCausalLM
 
     kind = TORCH_DTYPES[stage.dtype]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
     ids = torch.arange(BATCH * BATCH_PROMPT).view(BATCH, BATCH_PROMPT) % stage.config.vocab_size
-    settings = {"do_sample": False, "max_new_tokens": BATCH_NEW, "min_new_tokens": BATCH_NEW}
+    settings: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": BATCH_NEW,
+        "min_new_tokens": BATCH_NEW,
+    }
 
     def generate() -> float:
         begin = time.perf_counter()
@@ -298,7 +310,7 @@ def _transformers(folder: Path, stage: Stage) -> Callable[[], float]:
     return generate
 
 
-def _lines(result: dict[str, Any], of_what: str) -> list[str]:
+def _format_lines(result: dict[str, Any], of_what: str) -> list[str]:
     lines = []
     for name in ("decode", "prefill", "batch_8"):
         if found := result.get(name):
@@ -311,11 +323,11 @@ def _lines(result: dict[str, Any], of_what: str) -> list[str]:
     return lines
 
 
-def _table(result: dict[str, Any]) -> str:
+def _format_table(result: dict[str, Any]) -> str:
     lines = [f"{result['model']}, {result['dtype']}, {result['threads']} thread(s)"]
-    lines += _lines(result, "")
+    lines += _format_lines(result, "")
     for long in result.get("long", ()):
-        lines += _lines(long, f", {long['tokens']} tokens")
+        lines += _format_lines(long, f", {long['tokens']} tokens")
     if "read_bandwidth_gb_s" not in result:
         return "\n".join(lines)
     lines.append(

@@ -41,14 +41,14 @@ class Result:
     gflop_s: float
 
 
-def compiled(multiply: MatMul, weights: list[Tensor]) -> Product:
+def make_compiled(multiply: MatMul, weights: list[Tensor]) -> Product:
     """Compiled products."""
     packed = [multiply.pack_weight(weight) for weight in weights]
     bias = torch.zeros(len(weights[0]))
     return lambda index, rows: multiply(packed[index], rows, bias)
 
 
-def torches(weights: list[Tensor], dtype: torch.dtype) -> Product:
+def make_torch(weights: list[Tensor], dtype: torch.dtype) -> Product:
     """Torch's best products."""
     packs = can_pack(dtype, torch.device("cpu"))
     kind = PackedLinear.pack_weight if packs else PlainLinear
@@ -64,14 +64,14 @@ def measure(columns: int, depth: int, threads: int) -> list[Result]:
     for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
         multiply = create_matmul(dtype, threads)
         if multiply is not None:
-            sides.append((f"{name}, compiled", dtype, 2, compiled(multiply, weights)))
+            sides.append((f"{name}, compiled", dtype, 2, make_compiled(multiply, weights)))
         if multiply is not None and dtype is torch.float32 and threads == 1:
             narrow = MatMul(WidenedBf16(), features=_AVX2)
-            sides.append((f"{name}, compiled, AVX2", dtype, 2, compiled(narrow, weights)))
+            sides.append((f"{name}, compiled, AVX2", dtype, 2, make_compiled(narrow, weights)))
             half = MatMul(WidenedF16(), features=_AVX2)
-            sides.append((f"{name}, float16, AVX2", dtype, 2, compiled(half, weights)))
+            sides.append((f"{name}, float16, AVX2", dtype, 2, make_compiled(half, weights)))
         size = dtype.itemsize
-        sides.append((f"{name}, torch", dtype, size, torches(weights, dtype)))
+        sides.append((f"{name}, torch", dtype, size, make_torch(weights, dtype)))
     found = []
     for count in _ROWS:
         taken: dict[str, list[float]] = {kind: [] for kind, *_ in sides}

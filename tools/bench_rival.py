@@ -29,9 +29,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from molink.bench.report import Sample
-from tools.serving.client import complete, make_prompt
+from tools.serving.client import make_prompt, send_completion
 from tools.serving.process import ENDPOINT, START_S, TOKEN, wait_for
 from tools.wan import Node, Rig, RigError, unavailable
 
@@ -53,11 +54,7 @@ FIGURES = ("first token", "per token", "worst gap", "whole answer")
 def sides_of_molink(nodes: int) -> dict[str, dict[str, str]]:
     """Settings of molink's sides by name."""
     as_many_as_stages = {"MOLINK_MICRO_BATCHES": str(nodes)}
-    return {
-        "molink": {},
-        "plain": PLAIN | as_many_as_stages,
-        "fifo": FIFO | as_many_as_stages,
-    }
+    return {"molink": {}, "plain": PLAIN | as_many_as_stages, "fifo": FIFO | as_many_as_stages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +107,14 @@ class Side:
         told, _ = process.communicate()
         if process.returncode != 0:
             raise RuntimeError(f"the requests to {self.name} failed")
-        return [Sample(**{**one, "texts": tuple(one["texts"])}) for one in json.loads(told)]
+        return msgspec.json.decode(told, type=list[Sample])
 
 
 _ROOT = Path(__file__).resolve().parents[1]
 
 
 @contextlib.contextmanager
-def molink(
+def run_molink(
     side: Side, model: Path, environment: Mapping[str, str], folder: Path, *, pinned: bool
 ) -> Iterator[Side]:
     """Run a swarm with a stage per node; ``pinned`` splits layers evenly by hand."""
@@ -152,7 +149,7 @@ def _like_shares(model: Path, nodes: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def llama(side: Side, binaries: Path, model: Path, slots: int, folder: Path) -> Iterator[Side]:
+def run_llama(side: Side, binaries: Path, model: Path, slots: int, folder: Path) -> Iterator[Side]:
     """Run llama.cpp's server with layers on all nodes."""
     nodes = side.nodes
     with side.rig:
@@ -203,7 +200,7 @@ def _wait_for_stages(side: Side, stages: int, home: Path) -> None:
     raise RuntimeError(f"{side.name} has no ring of {stages} stages within {START_S:.0f} s")
 
 
-async def send(url: str, load: Load) -> list[Sample]:
+async def send_load(url: str, load: Load) -> list[Sample]:
     """Send all requests of a load on time."""
     chance = random.Random(load.seed)
     times = [0.0]
@@ -219,7 +216,7 @@ async def send(url: str, load: Load) -> list[Sample]:
 
     async def one(session: aiohttp.ClientSession, at: float, prompt: str) -> Sample:
         await asyncio.sleep(at)
-        return await complete(session, url, prompt, load.output_tokens)
+        return await send_completion(session, url, prompt, load.output_tokens)
 
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
@@ -228,7 +225,7 @@ async def send(url: str, load: Load) -> list[Sample]:
         return list(await asyncio.gather(*asked))
 
 
-def figures(samples: Sequence[Sample]) -> tuple[float, ...]:
+def compute_figures(samples: Sequence[Sample]) -> tuple[float, ...]:
     """Means of first token, time per token and whole answer, and the worst gap."""
     return (
         statistics.mean(one.ttft for one in samples),
@@ -238,7 +235,7 @@ def figures(samples: Sequence[Sample]) -> tuple[float, ...]:
     )
 
 
-def show(mbps: float, found: Mapping[str, list[tuple[float, ...]]]) -> None:
+def print_rows(mbps: float, found: Mapping[str, list[tuple[float, ...]]]) -> None:
     """Print rows of a Markdown table: median and range of the repeats."""
     for name, repeats in found.items():
         cells = []
@@ -248,16 +245,16 @@ def show(mbps: float, found: Mapping[str, list[tuple[float, ...]]]) -> None:
         print(f"| {mbps:g} | {name} | {' | '.join(cells)} |", flush=True)
 
 
-def client(url: str, load: str) -> None:
+def run_client(url: str, load: str) -> None:
     """Entry point in a namespace: send a load and print its samples."""
-    samples = asyncio.run(send(url, Load(**json.loads(load))))
-    print(json.dumps([asdict(one) for one in samples]))
+    samples = asyncio.run(send_load(url, Load(**json.loads(load))))
+    print(msgspec.json.encode(samples).decode())
 
 
 def main() -> None:
     """Measure, and print a table as Markdown."""
     if sys.argv[1:2] == ["client"]:
-        client(*sys.argv[2:4])
+        run_client(*sys.argv[2:4])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="of tools.make_bench_model")
@@ -284,7 +281,7 @@ def main() -> None:
         new_side = functools.partial(Side, nodes=options.nodes, cores=options.cores)
         sides = [
             stack.enter_context(
-                molink(new_side(name), options.folder, settings, root, pinned=options.pinned)
+                run_molink(new_side(name), options.folder, settings, root, pinned=options.pinned)
             )
             for name, settings in sides_of_molink(options.nodes).items()
             if name in wanted
@@ -292,11 +289,12 @@ def main() -> None:
         if options.llama is not None and "llama" in wanted:
             gguf = next(options.folder.glob("*.gguf"))
             slots = min(options.requests, 8)
-            beside = llama(new_side("llama.cpp RPC"), options.llama, gguf, slots, root)
+            beside = run_llama(new_side("llama.cpp RPC"), options.llama, gguf, slots, root)
             sides.append(stack.enter_context(beside))
         print(f"| Mbps | | {' | '.join(f'{one}, s' for one in FIGURES)} |")
         print("|---:|---|---:|---:|---:|---:|")
         seeds = itertools.count()
+        sizes = (options.requests, options.rate, options.prompt_tokens, options.output_tokens)
         for side in sides:
             side.measure(Load(2, 1.0, options.prompt_tokens, 8, next(seeds)))
         for mbps in map(float, options.mbps.split(",")):
@@ -304,16 +302,10 @@ def main() -> None:
             for side in sides:
                 side.slow_down(mbps, options.delay_ms, options.queue)
             for repeat in range(options.repeats):
-                load = Load(
-                    options.requests,
-                    options.rate,
-                    options.prompt_tokens,
-                    options.output_tokens,
-                    next(seeds),
-                )
+                load = Load(*sizes, next(seeds))
                 for side in sides[:: -1 if repeat % 2 else 1]:
-                    found[side.name].append(figures(side.measure(load)))
-            show(mbps, found)
+                    found[side.name].append(compute_figures(side.measure(load)))
+            print_rows(mbps, found)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Browser:
         }
         try:
             self._until_listening()
-            made = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+            made = self._call_driver("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         except BaseException:
             self._end_driver()
             raise
@@ -51,25 +51,25 @@ class Browser:
     def close(self) -> None:
         """End the browser and its driver."""
         try:
-            self._call("DELETE", "")
+            self._call_driver("DELETE", "")
         finally:
             self._end_driver()
 
     def open(self, url: str) -> None:
         """Show a page."""
-        self._call("POST", "/url", {"url": url})
+        self._call_driver("POST", "/url", {"url": url})
 
     def type(self, selector: str, text: str) -> None:
         """Type into an element."""
-        self._call("POST", f"/element/{self._find(selector)}/value", {"text": text})
+        self._call_driver("POST", f"/element/{self._find_element(selector)}/value", {"text": text})
 
     def click(self, selector: str) -> None:
         """Click a visible, uncovered element."""
-        self._call("POST", f"/element/{self._find(selector)}/click", {})
+        self._call_driver("POST", f"/element/{self._find_element(selector)}/click", {})
 
     def run(self, script: str, *args: object) -> Any:
         """Run a function body and return its (awaited) result."""
-        return self._call("POST", "/execute/sync", {"script": script, "args": list(args)})
+        return self._call_driver("POST", "/execute/sync", {"script": script, "args": list(args)})
 
     def until(self, expression: str, *args: object) -> Any:
         """Wait until a JavaScript expression is true; returns it."""
@@ -91,20 +91,22 @@ class Browser:
 
     def emulate(self, command: str, **parameters: object) -> Any:
         """A command of Chromium's own protocol, such as ``Emulation.setEmulatedMedia``."""
-        return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+        return self._call_driver(
+            "POST", "/goog/cdp/execute", {"cmd": command, "params": parameters}
+        )
 
     def complaints(self) -> list[str]:
         """Console errors since the last call."""
-        entries = self._call("POST", "/se/log", {"type": "browser"})
+        entries = self._call_driver("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
     def picture(self) -> bytes:
         """The page as PNG."""
-        return base64.b64decode(self._call("GET", "/screenshot"))
+        return base64.b64decode(self._call_driver("GET", "/screenshot"))
 
-    def _find(self, selector: str) -> str:
+    def _find_element(self, selector: str) -> str:
         where = {"using": "css selector", "value": selector}
-        return str(self._call("POST", "/element", where)[_ELEMENT])
+        return str(self._call_driver("POST", "/element", where)[_ELEMENT])
 
     def _end_driver(self) -> None:
         self._driver.terminate()
@@ -114,7 +116,7 @@ class Browser:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                self._call("GET", "/status")
+                self._call_driver("GET", "/status")
             except OSError:
                 if time.monotonic() > deadline:
                     raise
@@ -122,7 +124,7 @@ class Browser:
             else:
                 return
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _call_driver(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._root + path, data, method=method)
         try:

@@ -72,13 +72,13 @@ def llama_server(binary: Path, model: Path, context: int) -> Iterator[str]:
     options = ["--host", "127.0.0.1", "-t", "1", "--parallel", "1", "--log-disable"]
     with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL) as process:
         try:
-            _wait(f"http://127.0.0.1:{port}/health", process)
+            _wait_until_ready(f"http://127.0.0.1:{port}/health", process)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
 
 
-def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     while process.poll() is None:
         try:
             urllib.request.urlopen(url, timeout=5).close()
@@ -88,7 +88,7 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"llama-server ended with {process.returncode}")
 
 
-def ask(url: str, question: dict[str, Any]) -> dict[str, Any]:
+def post_question(url: str, question: dict[str, Any]) -> dict[str, Any]:
     """Post a question to llama-server."""
     request = urllib.request.Request(
         url, json.dumps(question).encode(), {"Content-Type": "application/json"}
@@ -104,11 +104,13 @@ def same_tokens(url: str, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[i
     same = 0
     for text in (*texts, *pieces):
         asked = {"content": text, "add_special": False, "parse_special": True}
-        same += ask(f"{url}/tokenize", asked)["tokens"] == tokenizer.encode(text, special=False)
+        same += post_question(f"{url}/tokenize", asked)["tokens"] == tokenizer.encode(
+            text, special=False
+        )
     return same, len(texts) + len(pieces)
 
 
-def places(
+def compare_tokens(
     url: str, ids: list[int], ours: dict[str, Tensor]
 ) -> Iterator[tuple[str, TokenComparison]]:
     """Compare each token but the first, by dtype; ``ours`` is ``[tokens - 1, V]``."""
@@ -137,7 +139,7 @@ def their_probabilities(url: str, ids: list[int], wanted: set[int]) -> dict[int,
     """llama.cpp's log probabilities after ``ids``, including the wanted tokens."""
     for count in (_LIKELY, 1 << 30):
         asked = {"prompt": ids, "n_predict": 1, "n_probs": count, "temperature": 0}
-        reply = ask(url + "/completion", asked | {"cache_prompt": True})
+        reply = post_question(url + "/completion", asked | {"cache_prompt": True})
         listed = reply.get("completion_probabilities") or [{"top_logprobs": ()}]
         found = {entry["id"]: entry["logprob"] for entry in listed[0]["top_logprobs"]}
         if not found or wanted <= found.keys():
@@ -154,16 +156,16 @@ class Answer:
     gap: float
 
 
-def answers(
+def compare_answers(
     url: str, stage: Stage, ids: list[int], options: argparse.Namespace, ends: Sequence[int]
 ) -> Iterator[Answer]:
     """Continue each part of ``ids`` with both."""
     length, count = options.prompt, options.answer
     for begin in range(0, len(ids) - length + 1, length):
         prompt = ids[begin : begin + length]
-        ours = greedy(stage, prompt, count, ends)
+        ours = decode_greedily(stage, prompt, count, ends)
         asked = {"prompt": prompt, "n_predict": count, "temperature": 0, "return_tokens": True}
-        theirs = ask(url + "/completion", asked)["tokens"]
+        theirs = post_question(url + "/completion", asked)["tokens"]
         # llama.cpp omits the end token.
         pairs = zip(ours, [*theirs, None], strict=False)
         same, gap = 0, 0.0
@@ -177,7 +179,7 @@ def answers(
         yield Answer(same, len(ours), gap)
 
 
-def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def compare_file(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All figures."""
     model = ModelFolder.open(import_gguf(options.file, folder, NullCounter(), threading.Event()))
     tokenizer = Tokenizer.open(model.path)
@@ -192,14 +194,16 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             ids = tokenizer.encode(text)[: options.tokens]
             given = [torch.tensor(ids).numpy()]
             ours = {dtype: next(log_probabilities(stage, given)) for dtype, stage in stages.items()}
-            for dtype, place in places(url, ids, ours):
+            for dtype, place in compare_tokens(url, ids, ours):
                 read[dtype].append(place)
             for dtype, stage in stages.items():
-                written[dtype] += answers(url, stage, ids, options, tokenizer.eos_ids)
+                written[dtype] += compare_answers(url, stage, ids, options, tokenizer.eos_ids)
     figures: dict[str, Any] = {"texts with the same tokens": f"{same} of {count}"}
     for dtype in stages:
         figures |= {f"{dtype}: {name}": one for name, one in _read(read[dtype]).items()}
-        figures |= {f"{dtype}: {name}": one for name, one in _written(written[dtype]).items()}
+        figures |= {
+            f"{dtype}: {name}": one for name, one in _format_figures(written[dtype]).items()
+        }
     return figures
 
 
@@ -222,7 +226,7 @@ def _read(found: Sequence[TokenComparison]) -> dict[str, Any]:
     }
 
 
-def _written(found: Sequence[Answer]) -> dict[str, Any]:
+def _format_figures(found: Sequence[Answer]) -> dict[str, Any]:
     parted = [one for one in found if one.same < one.count]
     return {
         "same greedy texts": f"{len(found) - len(parted)} of {len(found)}",
@@ -246,7 +250,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for name, figure in compare(options, Path(folder)).items():
+        for name, figure in compare_file(options, Path(folder)).items():
             print(f"{name:44} {figure}", flush=True)
 
 
@@ -265,7 +269,7 @@ def next_logits(stage: Stage, tokens: Sequence[int], start: int) -> Tensor:
     return stage.forward(StageInput(rows, None, (sequence,), (len(rows) - 1,)))[0]
 
 
-def greedy(
+def decode_greedily(
     stage: Stage, prompt: Sequence[int], count: int, ends: Collection[int]
 ) -> list[tuple[int, Tensor]]:
     """Up to ``count`` greedy tokens and logits, ending with the first of ``ends``."""

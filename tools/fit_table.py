@@ -26,7 +26,7 @@ MODELS = ("qwen-7b", "llama-3-8b", "llama-2-13b", "qwen2.5-32b")
 LINKS = (LinkProfile(1000, 1), LinkProfile(100, 10))
 
 
-def cell(devices: tuple[str, ...], model: str) -> str:
+def format_cell(devices: tuple[str, ...], model: str) -> str:
     """Tokens/s of one stream on each of ``LINKS``, or the quantization that fits."""
     described, figures = ModelDescription.from_profile(model), []
     for link in LINKS:
@@ -48,7 +48,7 @@ def cell(devices: tuple[str, ...], model: str) -> str:
     return f"{' / '.join(figures)} ({room // 1000 or '< 1'}k)"
 
 
-def named(devices: tuple[str, ...]) -> str:
+def format_devices(devices: tuple[str, ...]) -> str:
     """Format devices, such as ``2 x rtx3060``."""
     return ", ".join(f"{devices.count(one)} x {one}" for one in dict.fromkeys(devices))
 
@@ -58,8 +58,8 @@ def main() -> None:
     print(f"| PCs | {' | '.join(MODELS)} |")
     print(f"|---|{'---|' * len(MODELS)}")
     for devices in SWARMS:
-        cells = " | ".join(cell(devices, model) for model in MODELS)
-        print(f"| {named(devices)} | {cells} |")
+        cells = " | ".join(format_cell(devices, model) for model in MODELS)
+        print(f"| {format_devices(devices)} | {cells} |")
 
 
 if __name__ == "__main__":

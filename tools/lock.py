@@ -31,18 +31,22 @@ def main() -> None:
     built_with = [*project["build-system"]["requires"], f"torch=={found[1]}"]
     old = [] if options.upgrade else sorted(FOLDER.glob("*.txt"))
     with tempfile.TemporaryDirectory() as folder:
-        whole = resolve(Path(folder) / "all.txt", ["--extra", "test"], built_with, old)
-        needed = resolve(Path(folder) / "base.txt", [], built_with, [Path(folder) / "all.txt"])
-    pins = set(map(pin, needed))
+        whole = resolve_target(Path(folder) / "all.txt", ["--extra", "test"], built_with, old)
+        needed = resolve_target(
+            Path(folder) / "base.txt", [], built_with, [Path(folder) / "all.txt"]
+        )
+    pins = set(map(read_pin, needed))
     torch = [block for block in whole if OF_TORCH.match(block)]
-    base = [block for block in whole if pin(block) in pins and block not in torch]
+    base = [block for block in whole if read_pin(block) in pins and block not in torch]
     more = [block for block in whole if block not in torch and block not in base]
-    write("base.txt", "what molink needs, beside torch", base)
-    write("torch.txt", "torch as the default index has it, and what only it needs", torch)
-    write("test.txt", "what the checks need beside base.txt", more)
+    write_lock("base.txt", "what molink needs, beside torch", base)
+    write_lock("torch.txt", "torch as the default index has it, and what only it needs", torch)
+    write_lock("test.txt", "what the checks need beside base.txt", more)
 
 
-def resolve(target: Path, options: list[str], more: list[str], fixed: list[Path]) -> list[str]:
+def resolve_target(
+    target: Path, options: list[str], more: list[str], fixed: list[Path]
+) -> list[str]:
     """Resolve to ``target``; return its blocks, a requirement with hashes each."""
     source = target.with_suffix(".in")
     source.write_text("\n".join(more) + "\n", encoding="utf-8")
@@ -55,12 +59,12 @@ def resolve(target: Path, options: list[str], more: list[str], fixed: list[Path]
     return [block + "\n" for block in re.split(r"\n(?=\S)", text.strip())]
 
 
-def pin(block: str) -> str:
+def read_pin(block: str) -> str:
     """Name and version of a block, without markers."""
     return block.split()[0]
 
 
-def write(name: str, what: str, blocks: list[str]) -> None:
+def write_lock(name: str, what: str, blocks: list[str]) -> None:
     """Write one file."""
     FOLDER.mkdir(exist_ok=True)
     text = HEADER.format(what) + "".join(blocks)

@@ -182,9 +182,9 @@ def write_gguf(
         if found is None:
             raise ValueError(f"GGUF has no name for {name}")
         if "q_proj" in name:
-            tensor = _interleave(tensor, shape.heads)
+            tensor = _interleave_heads(tensor, shape.heads)
         elif "k_proj" in name:
-            tensor = _interleave(tensor, shape.kv_heads)
+            tensor = _interleave_heads(tensor, shape.kv_heads)
         kind = torch.float32 if tensor.dim() == 1 else torch.float16
         writer.add_tensor(found, tensor.to(kind).numpy())
     writer.write_header_to_file()
@@ -193,7 +193,7 @@ def write_gguf(
     writer.close()
 
 
-def _interleave(weight: Tensor, heads: int) -> Tensor:
+def _interleave_heads(weight: Tensor, heads: int) -> Tensor:
     """Rows of q or k in the order of llama.cpp's rotary pairs: neighbours, not halves."""
     halves = weight.view(heads, 2, -1, weight.shape[1])
     return halves.transpose(1, 2).reshape(weight.shape)

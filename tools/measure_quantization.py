@@ -29,8 +29,8 @@ from molink.facts.model import Quantize
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from molink.text.tokenizer import Tokenizer
-from tools.demo_model.tokenizer import answered, encode, load_tokenizer
-from tools.demo_model.train import conversations
+from tools.demo_model.tokenizer import encode_conversations, load_tokenizer, mark_answers
+from tools.demo_model.train import select_conversations
 from tools.train_demo_model import FOLDER
 
 _BLOCK = 16
@@ -67,7 +67,9 @@ def log_probabilities(stage: Stage, texts: Sequence[Any]) -> Iterator[Tensor]:
         yield torch.log_softmax(stage.forward(given).double(), -1)
 
 
-def measure(folder: ModelFolder, texts: Sequence[Any], masks: Sequence[Any]) -> Iterator[Quality]:
+def measure_model(
+    folder: ModelFolder, texts: Sequence[Any], masks: Sequence[Any]
+) -> Iterator[Quality]:
     """Figures of all modes."""
     mask = torch.from_numpy(np.concatenate([mask[1:] for mask in masks]))
     wanted = torch.from_numpy(np.concatenate([text[1:] for text in texts]))
@@ -119,10 +121,10 @@ def main() -> None:
             masks = [np.ones(len(text), bool) for text in texts]
         else:
             tokenizer = load_tokenizer(folder)
-            held_out = conversations("held_out", arguments.conversations, arguments.seed)
-            texts = encode(tokenizer, held_out)
-            masks = [answered(tokenizer, text) for text in texts]
-        rows = [asdict(row) for row in measure(ModelFolder.open(folder), texts, masks)]
+            held_out = select_conversations("held_out", arguments.conversations, arguments.seed)
+            texts = encode_conversations(tokenizer, held_out)
+            masks = [mark_answers(tokenizer, text) for text in texts]
+        rows = [asdict(row) for row in measure_model(ModelFolder.open(folder), texts, masks)]
     if arguments.json:
         print(json.dumps({"tokens": sum(map(len, texts)), "modes": rows}, indent=2))
         return

@@ -24,7 +24,6 @@ import json
 import random
 import time
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -64,18 +63,20 @@ ROUTERS = ("round-robin", "least-loaded", "e2", "oracle")
 Rows = tuple[TraceRow, ...]
 
 
-def family(row: TraceRow | PlannedRequest) -> int:
+def family_of(row: TraceRow | PlannedRequest) -> int:
     """The tool or conversation of a request."""
     return (*row.hash_ids, 0, 0)[1]
 
 
-def conversation(rows: Sequence[TraceRow], seed: int) -> Rows:
+def draw_conversations(rows: Sequence[TraceRow], seed: int) -> Rows:
     """A sixteenth of all conversations, each whole."""
-    kept = [row for row in rows if random.Random(family(row)).randrange(THINNED) == seed % THINNED]
+    kept = [
+        row for row in rows if random.Random(family_of(row)).randrange(THINNED) == seed % THINNED
+    ]
     return tuple(kept[: COUNTS["conversation"]])
 
 
-def tools(rows: Sequence[TraceRow], seed: int, requests: int = COUNTS["tools"]) -> Rows:
+def draw_tools(rows: Sequence[TraceRow], seed: int, requests: int = COUNTS["tools"]) -> Rows:
     """Questions to tools: hashes of the tool's prompt, then one of the question."""
     rng = random.Random(f"tools {seed}")
     parts = [rng.randrange(4, 13) for _ in range(TOOLS)]
@@ -90,7 +91,7 @@ def tools(rows: Sequence[TraceRow], seed: int, requests: int = COUNTS["tools"]) 
     return tuple(found)
 
 
-def alone(rows: Sequence[TraceRow], seed: int) -> Rows:
+def draw_singles(rows: Sequence[TraceRow], seed: int) -> Rows:
     """Sizes of the trace in random order, without shared prefixes."""
     chosen = random.Random(f"alone {seed}").sample(rows, COUNTS["alone"])
     return tuple(
@@ -104,9 +105,9 @@ def alone(rows: Sequence[TraceRow], seed: int) -> Rows:
 
 
 WORKLOADS: dict[str, Callable[[Sequence[TraceRow], int], Rows]] = {
-    "conversation": conversation,
-    "tools": tools,
-    "alone": alone,
+    "conversation": draw_conversations,
+    "tools": draw_tools,
+    "alone": draw_singles,
 }
 
 
@@ -116,14 +117,19 @@ class Oracle(Router):
     def __init__(self, rows: Rows, per_answer: float) -> None:
         """An output token costs ``per_answer`` prompt tokens."""
         self._rows = rows
-        seen, work = set[tuple[int, ...]](), Counter[int]()
+        seen = set[tuple[int, ...]]()
+        work: dict[int, float] = {}
         for row in rows:
             new = sum(row.hash_ids[: end + 1] not in seen for end in range(len(row.hash_ids)))
             seen.update(row.hash_ids[: end + 1] for end in range(len(row.hash_ids)))
-            work[family(row)] += HASH_BLOCK_TOKENS * new + per_answer * row.output_tokens
+            work[family_of(row)] = (
+                work.get(family_of(row), 0)
+                + HASH_BLOCK_TOKENS * new
+                + per_answer * row.output_tokens
+            )
         loads = [0.0] * PIPELINES
         self._places: dict[int, int] = {}
-        for each, tokens in work.most_common():
+        for each, tokens in sorted(work.items(), key=lambda item: -item[1]):
             place = self._places[each] = loads.index(min(loads))
             loads[place] += tokens
 
@@ -132,7 +138,7 @@ class Oracle(Router):
     ) -> PipelineLoad:
         """The pipeline of its family."""
         row = self._rows[int(prompt.key) % len(self._rows)]  # a trace may begin again
-        return up[self._places[family(row)]]
+        return up[self._places[family_of(row)]]
 
 
 class Watched(E2Router):
@@ -159,7 +165,7 @@ class Watched(E2Router):
         super().on_first_token(key, cached, now)
 
 
-def run(
+def run_router(
     workload: str, rows: Rows, router: str, rate: float, seed: int, policy: str = "fcfs"
 ) -> dict[str, float]:
     """Simulate one router and return its figures."""
@@ -182,14 +188,14 @@ def run(
     others = {"e2": watched, "oracle": Oracle(rows, 1.0)}
     known = "round-robin" if router == "oracle" else router
     fleet = FleetScenario(ring, PIPELINES, router=known)
-    found = figures(simulate_fleet(fleet, others.get(router) or create_router(router)))
+    found = list_figures(simulate_fleet(fleet, others.get(router) or create_router(router)))
     if watched.waits:
         found |= {"new": len(watched.waits), "new_ttft_mean_s": fmean(watched.waits)}
         found["new_ttft_p99_s"] = percentile(sorted(watched.waits), 99)
     return found
 
 
-def figures(outcome: FleetOutcome) -> dict[str, float]:
+def list_figures(outcome: FleetOutcome) -> dict[str, float]:
     """Plain values in seconds."""
     report = outcome.report
     if outcome.num_lost or report.latency_s.mean is None:
@@ -202,7 +208,7 @@ def figures(outcome: FleetOutcome) -> dict[str, float]:
     } | {"cached_share": outcome.cached_share, "busy": fmean(outcome.busy_shares)}
 
 
-def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_latency(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all routers on all workloads, a row per seed."""
     trace = read_trace(options.trace) if options.trace is not None else []
     if not trace and set(options.workloads) != {"tools"}:
@@ -211,12 +217,12 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name, seed in product(options.workloads, options.seeds):
         rate, rows = options.rate or RATES[name], WORKLOADS[name](trace, seed)
         if options.requests and name == "tools":
-            rows = tools((), seed, options.requests)
+            rows = draw_tools((), seed, options.requests)
         for router, policy in product(options.routers, options.policies):
             if router == "oracle" and name == "alone":  # nothing to partition
                 continue
             row = {"workload": name, "rate": rate, "seed": seed, "router": router, "policy": policy}
-            row |= {"requests": len(rows)} | run(name, rows, router, rate, seed, policy)
+            row |= {"requests": len(rows)} | run_router(name, rows, router, rate, seed, policy)
             found.append(row)
             values = [
                 f"{value:.2f}" if isinstance(value, float) else value for value in row.values()
@@ -229,12 +235,12 @@ def against_e2(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Latency relative to E2 with ``fcfs``: mean over seeds, least, most."""
     names = ("latency_mean_s", "latency_p99_s", "ttft_mean_s", "ttft_p99_s")
     new = ("new_ttft_mean_s", "new_ttft_p99_s")
-    mine = {_which(row): row for row in rows if _how(row) == ("e2", "fcfs")}
+    mine = {_workload_key(row): row for row in rows if _router_key(row) == ("e2", "fcfs")}
     others: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        if _how(row) != ("e2", "fcfs") and _which(row) in mine:
+        if _router_key(row) != ("e2", "fcfs") and _workload_key(row) in mine:
             count = row["requests"] if row["requests"] > COUNTS[row["workload"]] else 0
-            kind = row["workload"], row["rate"], count, *_how(row)
+            kind = row["workload"], row["rate"], count, *_router_key(row)
             others.setdefault(kind, []).append(row)
     return [
         {"workload": workload, "rate": rate, "router": router, "policy": policy}
@@ -243,24 +249,28 @@ def against_e2(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         | {
             name: (fmean(each), min(each), max(each))
             for name in (*names, *(new if router == "e2" else ()))
-            for each in [[row[name] / mine[_which(row)][name] for row in group]]
+            for each in [[row[name] / mine[_workload_key(row)][name] for row in group]]
         }
         for (workload, rate, count, router, policy), group in others.items()
     ]
 
 
-def _which(row: dict[str, Any]) -> tuple[Any, ...]:
+def _workload_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["workload"], row["rate"], row["seed"], row["requests"]
 
 
-def _how(row: dict[str, Any]) -> tuple[str, str]:
+def _router_key(row: dict[str, Any]) -> tuple[str, str]:
     return row["router"], row.get("policy", "fcfs")
 
 
-def store(out: Path, rows: Sequence[dict[str, Any]], speed: dict[str, float] | None) -> None:
+def merge_results(
+    out: Path, rows: Sequence[dict[str, Any]], speed: dict[str, float] | None
+) -> None:
     """Merge rows into a results file."""
     before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    known = {(*_which(row), *_how(row)): row for row in [*before.get("rows", ()), *rows]}
+    known = {
+        (*_workload_key(row), *_router_key(row)): row for row in [*before.get("rows", ()), *rows]
+    }
     ordered = [known[key] for key in sorted(known)]
     result = {
         "pipelines": f"{PIPELINES} of 1 x {DEVICE}, {MODEL.name}",
@@ -273,9 +283,9 @@ def store(out: Path, rows: Sequence[dict[str, Any]], speed: dict[str, float] | N
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def speed(options: argparse.Namespace) -> dict[str, float]:
+def measure_speed(options: argparse.Namespace) -> dict[str, float]:
     """Measure decisions per CPU second with a tree of a million tokens."""
-    rows = tools((), 1)
+    rows = draw_tools((), 1)
     up = [PipelineLoad(str(number)) for number in range(PIPELINES)]
     tracemalloc.start()
     router, now = E2Router(), 0.0
@@ -286,16 +296,16 @@ def speed(options: argparse.Namespace) -> dict[str, float]:
         router.on_cache_report(load.name, CacheReport(1, True, digests, (), room), now)
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    prompts = []
+    prompts: list[tuple[int, ...]] = []
     for row in rows:
         tokens = [part for part in row.hash_ids for _ in range(HASH_BLOCK_TOKENS)][
             : row.input_tokens
         ]
         prompts.append(tuple(tokens))
     began = time.process_time()
-    for index, tokens in enumerate(prompts):
+    for index, token_ids in enumerate(prompts):
         now += 0.01
-        prompt = RoutedPrompt(str(index), len(tokens), span_digests(tokens))
+        prompt = RoutedPrompt(str(index), len(token_ids), span_digests(token_ids))
         load = router.choose_pipeline(prompt, up, now)
         router.on_first_token(prompt.key, 0, now)
         router.on_request_end(prompt.key, 100, now)
@@ -336,9 +346,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tree-tokens", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    rows = latency(options) if options.all or options.figure == "latency" else []
-    quickness = speed(options) if options.all or options.figure == "speed" else None
-    store(options.out, rows, quickness)
+    rows = measure_latency(options) if options.all or options.figure == "latency" else []
+    quickness = measure_speed(options) if options.all or options.figure == "speed" else None
+    merge_results(options.out, rows, quickness)
 
 
 if __name__ == "__main__":

@@ -40,15 +40,15 @@ TARGET = 1.05
 
 def main() -> int:
     """Print the result as JSON; exit code 1 if the target is missed."""
-    options = _options()
+    options = _parse_options()
     # Clean up on SIGTERM too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    result = _churned(options) if options.minutes else _loaded(options)
+    result = _soak_churning(options) if options.minutes else _soak_running(options)
     print(json.dumps(result, indent=2))
     return 0 if result["worst_ratio"] <= TARGET and not result["failed"] else 1
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--url", action="append", help="endpoint, repeatable; default: every peer's"
@@ -70,36 +70,36 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _loaded(options: argparse.Namespace) -> dict[str, Any]:
+def _soak_running(options: argparse.Namespace) -> dict[str, Any]:
     """Load the running swarm."""
     processes, endpoints = swarm_processes()
     urls = options.url or endpoints
-    samples, first = asyncio.run(_soak(urls, processes, options))
+    samples, first = asyncio.run(_run_soak(urls, processes, options))
     report = summarize(samples, 0.0, policy="soak")
-    rows = compare(first, _usage(processes))
+    rows = compare_usage(first, _measure_roles(processes))
     return {
         "requests": len(samples),
         "failed": report.failed,
         "first_error": report.first_error,
-        "worst_ratio": worst(rows),
+        "worst_ratio": worst_ratio(rows),
         "processes": rows,
     }
 
 
-def _churned(options: argparse.Namespace) -> dict[str, Any]:
+def _soak_churning(options: argparse.Namespace) -> dict[str, Any]:
     """Run a swarm of three that a fourth PC joins and leaves."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         root = options.keep or Path(folder)
         found = asyncio.run(run_churn(root, options.minutes * 60.0, streams=options.concurrency))
-    rows = compare(found.settled, found.last)
+    rows = compare_usage(found.settled, found.last)
     return {
         "seconds": round(time.monotonic() - begun),
         "joins": found.joins,
         "requests": found.requests,
         "failed": len(found.troubles),
         "first_error": found.troubles[0] if found.troubles else None,
-        "worst_ratio": worst(rows),
+        "worst_ratio": worst_ratio(rows),
         "processes": rows,
     }
 
@@ -123,13 +123,13 @@ def swarm_processes() -> tuple[dict[psutil.Process, str], list[str]]:
     return found, [peer["endpoint"] for peer in peers if peer["endpoint"]]
 
 
-def _usage(processes: Mapping[psutil.Process, str]) -> dict[str, Usage]:
+def _measure_roles(processes: Mapping[psutil.Process, str]) -> dict[str, Usage]:
     return {
         f"{role} ({process.pid})": measure_usage([process]) for process, role in processes.items()
     }
 
 
-async def _soak(
+async def _run_soak(
     urls: Sequence[str], processes: dict[psutil.Process, str], options: argparse.Namespace
 ) -> tuple[list[Sample], dict[str, Usage]]:
     """All samples, and usage after the first requests."""
@@ -152,12 +152,12 @@ async def _soak(
         for part in (plan[: options.settle], plan[options.settle :]):
             run = await run_plan(part, send, concurrency=options.concurrency, clock=clock)
             samples += run.samples
-            looks.append(_usage(processes))
+            looks.append(_measure_roles(processes))
             print(f"{len(samples)} requests done", file=sys.stderr)
         return samples, looks[0]
 
 
-def compare(first: Mapping[str, Usage], last: Mapping[str, Usage]) -> list[dict[str, Any]]:
+def compare_usage(first: Mapping[str, Usage], last: Mapping[str, Usage]) -> list[dict[str, Any]]:
     """A row per role that exists at both times."""
     return [
         {
@@ -173,7 +173,7 @@ def compare(first: Mapping[str, Usage], last: Mapping[str, Usage]) -> list[dict[
     ]
 
 
-def worst(rows: Sequence[Mapping[str, Any]]) -> float:
+def worst_ratio(rows: Sequence[Mapping[str, Any]]) -> float:
     """The largest ratio."""
     return max(float(row[key]) for row in rows for key in ("rss_ratio", "descriptors_ratio"))
 

@@ -13,7 +13,7 @@ from molinkd.cli.top.app import TopApp
 from molinkd.cli.top.status_feed import StatusFeed
 
 
-async def picture(size: tuple[int, int]) -> str:
+async def render_screen(size: tuple[int, int]) -> str:
     """The screen as SVG."""
     feed = StatusFeed(None)
     app = TopApp(feed.fetch_status, feed.send_request)
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=24)
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=EventLoop) as runner:
-        text = runner.run(picture((options.columns, options.rows)))
+        text = runner.run(render_screen((options.columns, options.rows)))
     options.file.write_text(text, encoding="utf-8", newline="\n")
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from tools.demo_model.evaluate import evaluate
-from tools.demo_model.train import TRAIN_SIZE, Plan, refine, train
+from tools.demo_model.evaluate import evaluate_model
+from tools.demo_model.train import TRAIN_SIZE, Plan, refine_model, train_model
 
 FOLDER = Path(__file__).parents[1] / "molink" / "data" / "demo_model"
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER, help="the model folder")
     parser.add_argument("--evaluate", action="store_true", help="print figures, train nothing")
@@ -37,20 +37,20 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Entry point."""
-    arguments = _arguments()
+    arguments = _parse_arguments()
     torch.set_num_threads(arguments.threads)
     if arguments.evaluate:
         command = shlex.join(["python", "-m", "tools.train_demo_model", *sys.argv[1:]])
-        figures = evaluate(arguments.out, arguments.seed, arguments.conversations)
+        figures = evaluate_model(arguments.out, arguments.seed, arguments.conversations)
         print(json.dumps({"command": command, **figures}, indent=2))
         return
     if arguments.refine:
-        refine(
+        refine_model(
             arguments.out, Plan(arguments.refine, arguments.seed, rate=1e-3, warmup=20, fall=0.9)
         )
         return
     plan = Plan(steps=arguments.steps, seed=arguments.seed)
-    train(arguments.out, plan, arguments.conversations)
+    train_model(arguments.out, plan, arguments.conversations)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,28 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from tools.demo_model.corpus import Conversation, Corpus, all_topics, held_out_questions
-from tools.demo_model.evaluate import greedy, paraphrases, perplexities, question
+from tools.demo_model.evaluate import (
+    answer_greedily,
+    check_paraphrases,
+    compare_perplexity,
+    make_check,
+)
 from tools.demo_model.network import load_network
 from tools.demo_model.ngram import NGram
-from tools.demo_model.tokenizer import answered, encode, load_tokenizer, render
-from tools.demo_model.train import TRAIN_SIZE, Plan, conversations, refine, refinement, train
+from tools.demo_model.tokenizer import (
+    encode_conversations,
+    load_tokenizer,
+    mark_answers,
+    render_text,
+)
+from tools.demo_model.train import (
+    TRAIN_SIZE,
+    Plan,
+    refine_model,
+    select_conversations,
+    select_refinement,
+    train_model,
+)
 from tools.train_demo_model import FOLDER
 
 SEED = 7
@@ -61,8 +78,8 @@ def test_corpus_is_determined_by_seed() -> None:
 
 
 def test_splits_share_no_conversation() -> None:
-    trained = set(map(repr, conversations("train", 5000, SEED)))
-    assert not trained & set(map(repr, conversations("held_out", 100, SEED)))
+    trained = set(map(repr, select_conversations("train", 5000, SEED)))
+    assert not trained & set(map(repr, select_conversations("held_out", 100, SEED)))
 
 
 def test_held_out_wordings_are_not_trained() -> None:
@@ -72,7 +89,7 @@ def test_held_out_wordings_are_not_trained() -> None:
     for topic in all_topics():
         trained = {plain(text) for text in topic.questions}
         assert trained.isdisjoint(map(plain, topic.held_out)), topic.name
-    talks = [*conversations("train", 3000, SEED), *refinement(SEED)]
+    talks = [*select_conversations("train", 3000, SEED), *select_refinement(SEED)]
     said = {plain(turn["content"]) for talk in talks for turn in talk if turn["role"] == "user"}
     assert said.isdisjoint(held_out_questions(all_topics()))
 
@@ -84,8 +101,8 @@ def test_loss_mask_covers_assistant_tokens(tokenizer: Tokenizer) -> None:
         {"role": "user", "content": "Thanks"},
         {"role": "assistant", "content": "You are welcome!"},
     )
-    (ids,) = encode(tokenizer, [talk])
-    said = ids[answered(tokenizer, ids)].tolist()
+    (ids,) = encode_conversations(tokenizer, [talk])
+    said = ids[mark_answers(tokenizer, ids)].tolist()
     assert tokenizer.decode(said, skip_special_tokens=False) == (
         "2 + 3 = 5.<|im_end|>You are welcome!<|im_end|>"
     )
@@ -95,7 +112,7 @@ def test_folder_has_training_chat_template(tokenizer: Tokenizer) -> None:
     talk = ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"})
     theirs = AutoTokenizer.from_pretrained(FOLDER)
     text = theirs.apply_chat_template(list(talk), tokenize=False, add_generation_prompt=True)
-    assert text == render(talk, ask=True)
+    assert text == render_text(talk, ask=True)
     assert theirs.encode(text) == tokenizer.encode(text).ids
     assert theirs.eos_token == "<|im_end|>"
 
@@ -111,27 +128,29 @@ def test_ngram_probabilities_sum_to_one() -> None:
 
 @pytest.mark.parametrize("topic", ["what_is_molink", "add_pc", "dies", "capital", "who", "bye"])
 def test_topics_have_held_out_wordings(topic: str) -> None:
-    assert any(check.topic == topic for check in paraphrases(1))
+    assert any(check.topic == topic for check in check_paraphrases(1))
 
 
 def test_answers_unseen_questions_and_stops(
     network: Qwen2ForCausalLM, tokenizer: Tokenizer
 ) -> None:
     checks = [
-        question("what_is_molink", "Please explain to me what molink is.", "PCs", "stage", "ring"),
-        question("add_pc", "How can I add another computer to the swarm?", "molink join"),
-        question("start", "What do I type to start molink?", "molink up"),
-        question("status", "How can I check the status of the swarm?", "molink status"),
-        question("dies", "What happens when a computer dies?", "stage", "stream"),
-        question("decode", "Can you explain why decode data goes first?", "prefill"),
-        question("privacy", "Who can read what I write?", "read prompts"),
-        question("capital", "Give me the name of the capital of Norway.", "Oslo"),
-        question("opposite", "Name the opposite of the word hot.", "cold"),
-        question("add", "Do you know how much 7 + 5 is?", "12"),
-        question("who", "Can you tell me who you are?", "demo model"),
-        question("bye", "Bye, see you tomorrow!", "Goodbye"),
+        make_check(
+            "what_is_molink", "Please explain to me what molink is.", "PCs", "stage", "ring"
+        ),
+        make_check("add_pc", "How can I add another computer to the swarm?", "molink join"),
+        make_check("start", "What do I type to start molink?", "molink up"),
+        make_check("status", "How can I check the status of the swarm?", "molink status"),
+        make_check("dies", "What happens when a computer dies?", "stage", "stream"),
+        make_check("decode", "Can you explain why decode data goes first?", "prefill"),
+        make_check("privacy", "Who can read what I write?", "read prompts"),
+        make_check("capital", "Give me the name of the capital of Norway.", "Oslo"),
+        make_check("opposite", "Name the opposite of the word hot.", "cold"),
+        make_check("add", "Do you know how much 7 + 5 is?", "12"),
+        make_check("who", "Can you tell me who you are?", "demo model"),
+        make_check("bye", "Bye, see you tomorrow!", "Goodbye"),
     ]
-    answers = greedy(network, tokenizer, [check.messages for check in checks], limit=120)
+    answers = answer_greedily(network, tokenizer, [check.messages for check in checks], limit=120)
     failed = {
         check.messages[-1]["content"]: answer.text
         for check, answer in zip(checks, answers, strict=True)
@@ -152,23 +171,23 @@ def test_follows_a_conversation(network: Qwen2ForCausalLM, tokenizer: Tokenizer)
         {"role": "assistant", "content": "On the new PC run: molink join TOKEN --stage auto."},
         {"role": "user", "content": "Where do I get the token?"},
     )
-    rome, printed = greedy(network, tokenizer, [capital, token], limit=40)
+    rome, printed = answer_greedily(network, tokenizer, [capital, token], limit=40)
     assert "Rome" in rome.text
     assert "molink up" in printed.text
 
 
 def test_tells_a_long_story(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
     asked: Conversation = ({"role": "user", "content": "Tell me a story about a swarm"},)
-    (story,) = greedy(network, tokenizer, [asked])
+    (story,) = answer_greedily(network, tokenizer, [asked])
     assert story.stopped
     assert len(tokenizer.encode(story.text).ids) >= 150
 
 
 @pytest.mark.slow  # the model's file changes only where it is trained anew
 def test_perplexity_is_below_a_five_gram(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
-    trained = [*conversations("train", TRAIN_SIZE, SEED), *refinement(SEED)]
-    held_out = conversations("held_out", 80, SEED)
-    ours, rival = perplexities(network, tokenizer, trained, held_out)
+    trained = [*select_conversations("train", TRAIN_SIZE, SEED), *select_refinement(SEED)]
+    held_out = select_conversations("held_out", 80, SEED)
+    ours, rival = compare_perplexity(network, tokenizer, trained, held_out)
     assert ours.all_tokens < rival.all_tokens
     assert ours.answer_tokens < rival.answer_tokens
 
@@ -176,8 +195,8 @@ def test_perplexity_is_below_a_five_gram(network: Qwen2ForCausalLM, tokenizer: T
 @pytest.mark.slow
 def test_training_is_determined_by_seed(tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> bytes:
-        train(tmp_path / name, Plan(steps=3, seed=seed), train_size=8000)
-        refine(tmp_path / name, Plan(steps=2, seed=seed))
+        train_model(tmp_path / name, Plan(steps=3, seed=seed), train_size=8000)
+        refine_model(tmp_path / name, Plan(steps=2, seed=seed))
         return (tmp_path / name / "model.safetensors").read_bytes()
 
     assert weights("a", 3) == weights("b", 3)

@@ -15,8 +15,8 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RequestSlice, Volume
 from molink.wire.sockets.key_pair import KeyPair
 from tests.support.net import until
-from tools.emulation.activations import BUNDLED, Activations, record
-from tools.emulation.executor import EmulatedExecutor, sampled
+from tools.emulation.activations import BUNDLED, Activations, record_rows
+from tools.emulation.executor import EmulatedExecutor, sample_tokens
 from tools.emulation.load import load_on, run_load
 from tools.emulation.model import EmulatedStage, Emulation
 from tools.emulation.ring import Host, Member, RingSettings, ring_of
@@ -51,7 +51,7 @@ def volume(prefill: bool, *groups: tuple[int, int]) -> Volume:
 
 
 def test_every_sampling_group_gets_token() -> None:
-    choices = sampled(volume(False, (4, 1), (9, 1)), 100, {}).sampled
+    choices = sample_tokens(volume(False, (4, 1), (9, 1)), 100, {}).sampled
     assert [(each.request, each.position) for each in choices] == [(0, 5), (1, 10)]
     assert all(each.token < 100 for each in choices)
 
@@ -69,7 +69,7 @@ def test_recorded_rows_are_reused_in_order() -> None:
 
 
 def test_recorded_rows_are_widened() -> None:
-    data = record(BUNDLED, 3, 1024)
+    data = record_rows(BUNDLED, 3, 1024)
     assert len(data) == 3 * 1024 * 2
     assert len({data[at : at + 512] for at in range(0, len(data), 512)}) == len(data) // 512
 
@@ -98,7 +98,7 @@ def test_step_times_match_roofline(emulation: Emulation) -> None:
     assert executor.punctuality.planned_s == planned <= done.seconds == executor.punctuality.took_s
     assert planned > 0.001
     (result,) = done.outputs
-    assert result.sampled == sampled(result.volume, 1000, {})
+    assert result.sampled == sample_tokens(result.volume, 1000, {})
 
 
 async def test_ring_of_emulated_stages_answers_every_request(emulation: Emulation) -> None:
@@ -121,9 +121,7 @@ def of(name: str, stage: Member) -> float:
 
 
 @pytest.mark.slow
-async def test_first_stage_learns_of_slow_stage(
-    tmp_path: Path, emulation: Emulation
-) -> None:
+async def test_first_stage_learns_of_slow_stage(tmp_path: Path, emulation: Emulation) -> None:
     # A step takes 2 ms, and as much for each row; turns are mostly latency.
     device = DEVICE.replace("tflops = 100", "tflops = 38e-6").replace("step_ms = 1", "step_ms = 2")
     (tmp_path / "device.toml").write_text(device)

@@ -18,5 +18,5 @@ def test_guide_has_table() -> None:
     guide = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
     text = guide.read_text(encoding="utf-8")
     devices = ("rtx3060", "rtx3060")
-    cells = [fit_table.cell(devices, model) for model in fit_table.MODELS]
-    assert f"| {fit_table.named(devices)} | {' | '.join(cells)} |" in text
+    cells = [fit_table.format_cell(devices, model) for model in fit_table.MODELS]
+    assert f"| {fit_table.format_devices(devices)} | {' | '.join(cells)} |" in text

@@ -1,17 +1,17 @@
 """The quality of quantized weights, on a few held-out conversations."""
 
 from molink.checkpoint.model_folder import ModelFolder
-from tools.demo_model.tokenizer import answered, encode, load_tokenizer
-from tools.demo_model.train import conversations
-from tools.measure_quantization import measure
+from tools.demo_model.tokenizer import encode_conversations, load_tokenizer, mark_answers
+from tools.demo_model.train import select_conversations
+from tools.measure_quantization import measure_model
 from tools.train_demo_model import FOLDER
 
 
 def test_quantized_weights_cost_little_quality() -> None:
     tokenizer = load_tokenizer(FOLDER)
-    texts = encode(tokenizer, conversations("held_out", 6, 7))
-    masks = [answered(tokenizer, text) for text in texts]
-    exact, *others = measure(ModelFolder.open(FOLDER), texts, masks)
+    texts = encode_conversations(tokenizer, select_conversations("held_out", 6, 7))
+    masks = [mark_answers(tokenizer, text) for text in texts]
+    exact, *others = measure_model(ModelFolder.open(FOLDER), texts, masks)
     assert (exact.agreement, exact.divergence) == (1.0, 0.0)
     for row in others:
         coarse = row.mode.startswith("nf4")

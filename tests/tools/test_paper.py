@@ -10,20 +10,12 @@ import pytest
 from molink.bench.workload import TraceRow
 from molink.errors import UsageError
 from tools.paperbench.command import main
-from tools.paperbench.document import render
-from tools.paperbench.published import MBPS, TABLE_2, TABLE_5, TABLES, Setting, settings
+from tools.paperbench.document import render_document
+from tools.paperbench.published import MBPS, TABLE_2, TABLE_5, TABLES, Setting, list_settings
 from tools.paperbench.results import Results
-from tools.paperbench.simulated import SimPlan, merge, run_simulations
-from tools.paperbench.targets import judge
-from tools.paperbench.variants import (
-    ABLATION,
-    ALL,
-    CONCURRENT,
-    FIFO,
-    MOLINK_ALL,
-    STEPS,
-    VARIANTS,
-)
+from tools.paperbench.simulated import SimPlan, merge_runs, run_simulations
+from tools.paperbench.targets import judge_targets
+from tools.paperbench.variants import ABLATION, ALL, CONCURRENT, FIFO, MOLINK_ALL, STEPS, VARIANTS
 from tools.paperbench.workload import TRACE_VARIABLE, find_trace, make_scenario, make_workload
 
 TRACE = [TraceRow(float(index), 100 + index, 10 + index % 7) for index in range(400)]
@@ -60,13 +52,13 @@ def found(**systems: dict[str, Any]) -> dict[str, Any]:
                 "duration_s": 2,
                 "systems": {FIFO.name: fifo, ALL.name: ours, **systems},
             }
-            for setting in settings()
+            for setting in list_settings()
         ],
     }
 
 
 def test_tables_share_one_row() -> None:
-    assert len(settings()) == 10
+    assert len(list_settings()) == 10
     assert [sum(row.setting == Setting() for row in table) for table in TABLES.values()] == [1] * 3
     assert TABLE_2[0].molink.tpot == 3.01
     assert TABLES[3][0].setting == Setting(mbps=60)
@@ -109,7 +101,9 @@ def test_requests_span_whole_trace() -> None:
 
 def test_targets_compare_with_best_of_same_simulator() -> None:
     rival = {MOLINK_ALL.name: outcome(0.4, 0.1, 0.12)}
-    verdicts = {each.what: each for each in judge(Results(found(**rival))) if "0.7" in each.where}
+    verdicts = {
+        each.what: each for each in judge_targets(Results(found(**rival))) if "0.7" in each.where
+    }
     # 0.11 s per token beside 0.10 is 10 % more: not within 1 %, and too much to be compared by its
     # time to a first token; so the best comparable is the rival itself.
     assert verdicts["TPOT / best policy's"].value == pytest.approx(1.1)
@@ -122,9 +116,9 @@ def test_targets_compare_with_best_of_same_simulator() -> None:
 
 def test_saturated_system_is_no_baseline() -> None:
     full = outcome(40.0, 0.5, 0.6) | {"kv_peak": 0.99}
-    verdicts = [each.what for each in judge(Results(found(**{FIFO.name: full})))]
+    verdicts = [each.what for each in judge_targets(Results(found(**{FIFO.name: full})))]
     assert verdicts == []
-    text = render(Results(found(**{FIFO.name: full})), "x", None)
+    text = render_document(Results(found(**{FIFO.name: full})), "x", None)
     assert "| fifo | 40.00 | 0.5000 | 0.6000 | 90.0 | saturated |" in text
 
 
@@ -135,23 +129,23 @@ def test_seeds_are_averaged() -> None:
     ]
     for run in runs:
         run["itl_s"] = summary(0.1)
-    merged = merge(runs)
+    merged = merge_runs(runs)
     assert [run["seed"] for run in merged["runs"]] == [0, 1]
     assert (merged["completed"], merged["failed"], merged["preemptions"]) == (8, 1, 2)
     results = Results(found(**{ALL.name: merged}))
     ours = results.of(Setting(), ALL.name)
     assert ours is not None
-    assert (ours.ttft, ours.tpot) == (pytest.approx(0.6), pytest.approx(0.11))
-    assert (ours.ttft_spread, ours.tpot_spread) == (pytest.approx(0.1), pytest.approx(0.01))
+    figures = (ours.ttft, ours.tpot, ours.ttft_spread, ours.tpot_spread)
+    assert figures == pytest.approx((0.6, 0.11, 0.1, 0.01))
     assert ours.saturated, "somebody was preempted"
 
 
 def test_tables_leave_out_missing_results() -> None:
-    text = render(Results(found()), "python tools/paper.py --simulate", None)
+    text = render_document(Results(found()), "python tools/paper.py --simulate", None)
     assert "`python tools/paper.py --simulate`" in text
     assert text.count("| **+ prefill-only** | 0.50 | 0.1100 |") == sum(map(len, TABLES.values()))
     assert f"| {CONCURRENT.name} |" not in text
-    both = render(Results(found(concurrent=outcome(1.0, 0.2, 0.3))), "x", None)
+    both = render_document(Results(found(concurrent=outcome(1.0, 0.2, 0.3))), "x", None)
     assert f"| {CONCURRENT.name} | 1.00 | 0.2000 |" in both
 
 
@@ -170,7 +164,7 @@ def rig_row(by: float) -> dict[str, Any]:
 def test_rig_rows_are_beside_simulator_rows() -> None:
     rig = {"command": "x --rig", "activations": "made", "repeats": 3}
     rig |= {"warmup_s": 5.0, "duration_s": 10.0, "rows": [rig_row(1.1), rig_row(1.2)]}
-    text = render(Results(found()), "x", rig)
+    text = render_document(Results(found()), "x", rig)
     assert "3 runs per row" in text
     assert (
         "| 0.7 | bbr | + prefill-only | 0.660 | 0.600 | 1.10 | 0.120 | 0.120 | 1.00 | 0.120 | 3 % |"
@@ -186,7 +180,7 @@ def test_unknown_system_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = replace(FIFO, name="nobody's", policy="nobody's")
     tasks = [(Setting(rate=1, mbps=400), each) for each in (FIFO, nobody)]
     monkeypatch.setattr(SimPlan, "tasks", property(lambda _: tasks))
-    monkeypatch.setattr("tools.paperbench.simulated.settings", lambda: [tasks[0][0]])
+    monkeypatch.setattr("tools.paperbench.simulated.list_settings", lambda: [tasks[0][0]])
     said: list[str] = []
     results = Results(run_simulations(plan, said.append))
     (setting,) = results.settings

@@ -24,15 +24,15 @@ def trace() -> list[TraceRow]:
 
 
 def test_conversation_is_kept_whole_or_left_out(trace: list[TraceRow]) -> None:
-    kept = [routing.conversation(trace, seed) for seed in range(routing.THINNED)]
+    kept = [routing.draw_conversations(trace, seed) for seed in range(routing.THINNED)]
     assert sum(map(len, kept)) == len(trace)
     for rows in kept:
-        assert set(Counter(map(routing.family, rows)).values()) <= {3}
+        assert set(Counter(map(routing.family_of, rows)).values()) <= {3}
 
 
 def test_tool_prompts_follow_zipf_with_new_questions() -> None:
-    rows = routing.tools((), 1)
-    asked = Counter(map(routing.family, rows)).most_common()
+    rows = routing.draw_tools((), 1)
+    asked = Counter(map(routing.family_of, rows)).most_common()
     assert len(rows) == routing.COUNTS["tools"]
     assert 1.5 < asked[0][1] / asked[1][1] < 3 or asked[0][1] > len(rows) / 8
     assert len({row.hash_ids[-1] for row in rows}) == len(rows)
@@ -41,25 +41,27 @@ def test_tool_prompts_follow_zipf_with_new_questions() -> None:
     )
 
 
-def test_single_requests_share_no_prefix(trace: list[TraceRow], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_requests_share_nothing(
+    trace: list[TraceRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(routing.COUNTS, "alone", 100)
-    rows = routing.alone(trace, 1)
+    rows = routing.draw_singles(trace, 1)
     parts = [part for row in rows for part in row.hash_ids]
     assert len(set(parts)) == len(parts)
 
 
 def test_oracle_balances_work_and_keeps_families_together() -> None:
-    rows = routing.tools((), 2)
+    rows = routing.draw_tools((), 2)
     oracle = routing.Oracle(rows, 1.0)
     up = [PipelineLoad(str(number)) for number in range(routing.PIPELINES)]
     homes: dict[int, set[str]] = {}
     work = Counter[str]()
     for index, row in enumerate(rows):
         name = oracle.choose_pipeline(RoutedPrompt(str(index), row.input_tokens), up, 0.0).name
-        homes.setdefault(routing.family(row), set()).add(name)
+        homes.setdefault(routing.family_of(row), set()).add(name)
         work[name] += row.output_tokens + HASH_BLOCK_TOKENS
     again = RoutedPrompt(str(len(rows)), rows[0].input_tokens)
-    assert {oracle.choose_pipeline(again, up, 0.0).name} == homes[routing.family(rows[0])]
+    assert {oracle.choose_pipeline(again, up, 0.0).name} == homes[routing.family_of(rows[0])]
     assert all(len(names) == 1 for names in homes.values())
     assert max(work.values()) < 2 * min(work.values())
 
@@ -75,17 +77,17 @@ def test_runs_are_stored_once_and_compared_seed_by_seed(tmp_path: Path) -> None:
         ]
 
     out = tmp_path / "routing.json"
-    routing.store(out, rows("e2", 9.0, 2.0), {"decisions_per_s": 5.0})
-    routing.store(out, rows("e2", 1.0), None)
-    routing.store(out, rows("round-robin", 2.0, 6.0), None)
+    routing.merge_results(out, rows("e2", 9.0, 2.0), {"decisions_per_s": 5.0})
+    routing.merge_results(out, rows("e2", 1.0), None)
+    routing.merge_results(out, rows("round-robin", 2.0, 6.0), None)
     stored = json.loads(out.read_text(encoding="utf-8"))
     assert len(stored["rows"]) == 4
     assert stored["speed"] == {"decisions_per_s": 5.0}
     (compared,) = stored["by_e2"]
     assert (compared["router"], compared["latency_p99_s"]) == ("round-robin", [2.5, 2.0, 3.0])
 
-    routing.store(out, rows("e2", 4.0, policy="cached-share"), None)
-    routing.store(out, [row | {"requests": 9000} for row in rows("oracle", 4.0)], None)
+    routing.merge_results(out, rows("e2", 4.0, policy="cached-share"), None)
+    routing.merge_results(out, [row | {"requests": 9000} for row in rows("oracle", 4.0)], None)
     found = json.loads(out.read_text(encoding="utf-8"))["by_e2"]
     assert [(one["router"], one["policy"]) for one in found] == [
         ("e2", "cached-share"),

@@ -14,11 +14,11 @@ from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.sim.scenario import Scenario
 from tools.scheduling import command
-from tools.scheduling.order import STEP, highest, short_behind_long
-from tools.scheduling.preemption import ORACLE, compared, preemption
-from tools.scheduling.processes import burst, mean, simulated
-from tools.scheduling.report import render
-from tools.scheduling.requests import LIMIT, SIZES, log_normal, poisson, sizes_of
+from tools.scheduling.order import STEP, find_highest, short_behind_long
+from tools.scheduling.preemption import ORACLE, compare_modes, measure_preemption
+from tools.scheduling.processes import mean_latency, plan_burst, simulate_ring
+from tools.scheduling.report import render_report
+from tools.scheduling.requests import LIMIT, SIZES, log_normal, plan_poisson, sizes_of
 from tools.scheduling.serving import NO_WORKLOAD, simulate_plan
 
 
@@ -39,7 +39,7 @@ def test_ratio_keeps_total_tokens() -> None:
 
 
 def test_request_sizes_are_equal_at_every_rate() -> None:
-    slow, fast = (poisson(sizes_of("alpaca"), rate, 30.0, 7) for rate in (1.0, 2.0))
+    slow, fast = (plan_poisson(sizes_of("alpaca"), rate, 30.0, 7) for rate in (1.0, 2.0))
     assert [each.output_tokens for each in slow] == [each.output_tokens for each in fast][
         : len(slow)
     ]
@@ -47,9 +47,7 @@ def test_request_sizes_are_equal_at_every_rate() -> None:
 
 
 @pytest.mark.parametrize("policy", ["gittins", "srpt"])
-def test_only_oracle_knows_answer_lengths(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_oracle_knows_answer_lengths(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, int] = {}
     submit = Scheduler.submit_request
 
@@ -58,7 +56,7 @@ def test_only_oracle_knows_answer_lengths(
         return submit(head, state, now)
 
     monkeypatch.setattr(Scheduler, "submit_request", listen)
-    plan = poisson(sizes_of("sharegpt"), 5.0, 2.0, 1)
+    plan = plan_poisson(sizes_of("sharegpt"), 5.0, 2.0, 1)
     scenario = Scenario(NO_WORKLOAD, 1, max_num_seqs=8, scheduling_policy=policy)
     samples, _, _ = simulate_plan(scenario, plan)
     answers = [request.output_tokens for request in plan]
@@ -69,7 +67,7 @@ def test_only_oracle_knows_answer_lengths(
 
 @pytest.mark.parametrize("bound", [0.3, 7.0])
 def test_highest_rate_is_found_by_bisection(bound: float) -> None:
-    assert highest(lambda step: float(STEP**step), bound) == pytest.approx(bound, rel=0.02)
+    assert find_highest(lambda step: float(STEP**step), bound) == pytest.approx(bound, rel=0.02)
 
 
 def test_short_prompt_overtakes_long_one() -> None:
@@ -98,7 +96,7 @@ def test_proactive_swapping_shortens_waits(tmp_path: Path) -> None:
         seeds=[1],
         swap_gb=32.0,
     )
-    found = preemption(options)
+    found = measure_preemption(options)
     rows = {row["side"]: row for row in found["rows"]}
     recompute, reactive, proactive = (rows[mode] for mode in PREEMPTION_MODES)
     bound = rows[ORACLE]
@@ -118,16 +116,16 @@ def test_modes_are_compared_seed_by_seed() -> None:
         for seed, means in ((1, (2.0, 1.5, 1.0, 1.0)), (2, (8.0, 2.0, 2.0, 1.0)))
         for side, mean in zip((*PREEMPTION_MODES, ORACLE), means, strict=True)
     ]
-    found = {(pair["slow"], pair["fast"]): pair for pair in compared(rows)}
+    found = {(pair["slow"], pair["fast"]): pair for pair in compare_modes(rows)}
     pair = found["recompute", "proactive-swap"]
     assert (pair["times"], pair["least"], pair["most"]) == (3.0, 2.0, 4.0)
     assert found["reactive-swap", ORACLE]["most"] == 2.0
 
 
 def test_short_requests_overtake_long_ones_in_burst() -> None:
-    plan = burst(16)
+    plan = plan_burst(16)
     means = {
-        policy: mean(simulate_plan(simulated(policy), plan)[0])
+        policy: mean_latency(simulate_plan(simulate_ring(policy), plan)[0])
         for policy in ("fcfs", "skip-join-mlfq")
     }
     assert means["skip-join-mlfq"] < 0.8 * means["fcfs"]
@@ -135,7 +133,7 @@ def test_short_requests_overtake_long_ones_in_burst() -> None:
 
 def test_report_is_up_to_date() -> None:
     page = (command.RESULTS / "scheduling.md").read_text(encoding="utf-8")
-    assert page == render(command.RESULTS)
+    assert page == render_report(command.RESULTS)
     assert page.count("## ") >= 8
 
 
@@ -155,7 +153,7 @@ def test_all_runs_every_figure_in_own_process(
         if arguments[2] == "tools.routing":
             made.append(("routing", " ".join(arguments[3:-2])))
         else:
-            options = command._parser().parse_args(arguments[3:])
+            options = command._make_parser().parse_args(arguments[3:])
             made.append((options.figure_name, options.out.name))
         return subprocess.CompletedProcess(arguments, 0)
 
@@ -174,9 +172,7 @@ def test_all_runs_every_figure_in_own_process(
     assert [what for name, what in made[count:] if name == "routing"] == ["speed"]
 
 
-def test_all_stops_at_failed_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_stops_at_failed_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: Sequence[str], check: bool) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(arguments, int("ratios" in arguments))
 

@@ -8,14 +8,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tools.wan import Node, Rig, RigError, Shaper, VethPair, unavailable
-from tools.wan.check import ask
+from tools.wan.check import run_probe
 from tools.wan.line import Line, Network
-from tools.wan.namespaces import FULL_WINDOW, NONE, existing, remove_stale
+from tools.wan.namespaces import FULL_WINDOW, NONE, list_namespaces, remove_stale
 
 ROOT = Path(__file__).resolve().parents[2]
 MBIT = 125_000  # bytes/s
@@ -66,7 +67,8 @@ def test_new_rate_applies_to_queued_packets() -> None:
 
 
 def network(**values: float) -> Network:
-    node = Node("n", **{"up_mbps": 8.0, "down_mbps": 4.0, "delay_ms": 10.0, **values})
+    settings: dict[str, Any] = {"up_mbps": 8.0, "down_mbps": 4.0, "delay_ms": 10.0, **values}
+    node = Node("n", **settings)
     return Network([node, node], {1: 0, 2: 1}, seed=7)
 
 
@@ -162,28 +164,28 @@ def test_round_trips_and_rates_match_and_change_live() -> None:
     """Nothing is ever faster than set; how much slower, that is up to a busy PC."""
     node = Node("node", 20, 20, delay_ms=10)
     with Rig([node] * 3, congestion="cubic") as rig:
-        assert 20 <= ask(rig, "ping", 0.3, source=2, to=0)["min"] < 40
+        assert 20 <= run_probe(rig, "ping", 0.3, source=2, to=0)["min"] < 40
         reached = 0.0
         for _ in range(4):
-            reached = max(reached, ask(rig, "flood", 1.6)["mbps"])
+            reached = max(reached, run_probe(rig, "flood", 1.6)["mbps"])
             if reached > 0.8 * 20:
                 break
         assert 0.8 * 20 < reached < 20
         rig.change(1, delay_ms=40)
-        assert 50 <= ask(rig, "ping", 0.3)["min"] < 80
+        assert 50 <= run_probe(rig, "ping", 0.3)["min"] < 80
         stats = rig.stats()
     assert stats["nodes"][1]["received"] > 1000
-    assert existing(os.getpid()) == []
+    assert list_namespaces(os.getpid()) == []
 
 
 @needs_root
 def test_cut_stops_packets_until_mended() -> None:
     with Rig([Node("a"), Node("b")], congestion="bbr") as rig:
-        assert ask(rig, "ping", 0.1)["n"] > 0
+        assert run_probe(rig, "ping", 0.1)["n"] > 0
         rig.cut(1)
-        assert ask(rig, "ping", 0.1) == {"n": 0, "lost": 1}
+        assert run_probe(rig, "ping", 0.1) == {"n": 0, "lost": 1}
         rig.mend(1)
-        assert ask(rig, "ping", 0.1)["n"] > 0
+        assert run_probe(rig, "ping", 0.1)["n"] > 0
 
 
 @needs_root
@@ -193,26 +195,27 @@ def test_ideal_medium_keeps_full_window(congestion: str) -> None:
 
         def said(*words: str) -> str:
             process = rig.run(0, words, stdout=subprocess.PIPE, text=True)
-            return process.communicate()[0]
+            output: str = process.communicate()[0]
+            return output
 
         is_ideal = congestion == NONE
         after_idle = said("cat", "/proc/sys/net/ipv4/tcp_slow_start_after_idle").strip()
         assert after_idle == ("0" if is_ideal else "1")
         assert (f"initcwnd {FULL_WINDOW}" in said("ip", "route", "show")) == is_ideal
-        assert ask(rig, "ping", 0.1)["n"] > 0
+        assert run_probe(rig, "ping", 0.1)["n"] > 0
 
 
 @needs_root
 def test_two_rigs_are_isolated_and_cleaned_up() -> None:
     with Rig([Node("a")]) as one, VethPair(100.0) as two:
-        names = existing(os.getpid())
+        names = list_namespaces(os.getpid())
         assert one.namespace(0) in names
         assert len(names) == 3
         assert two.run(0, ["true"]).wait() == 0
         with pytest.raises(RigError, match="nonsense"):
             Rig([Node("a")], congestion="nonsense").__enter__()
-        assert existing(os.getpid()) == names
-    assert existing(os.getpid()) == []
+        assert list_namespaces(os.getpid()) == names
+    assert list_namespaces(os.getpid()) == []
 
 
 @needs_root
@@ -255,7 +258,7 @@ def test_leftovers_of_killed_process_are_removed() -> None:
     )
     assert owner.stdout is not None
     assert owner.stdout.readline() == b"up\n"
-    assert len(existing(owner.pid)) == 2
+    assert len(list_namespaces(owner.pid)) == 2
     # Before that, its program is on no node yet.
     while "sleep" not in [p.name() for p in psutil.Process(owner.pid).children(recursive=True)]:
         time.sleep(0.01)
@@ -263,7 +266,7 @@ def test_leftovers_of_killed_process_are_removed() -> None:
     owner.wait()
     remove_stale()
     owner.communicate()
-    assert existing(owner.pid) == []
+    assert list_namespaces(owner.pid) == []
 
 
 @needs_root

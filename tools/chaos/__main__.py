@@ -29,7 +29,7 @@ from tools.chaos.swarm import Swarm
 
 def main() -> int:
     """Run a drill; the exit code."""
-    options = _options()
+    options = _parse_options()
     if options.list:
         print("\n".join(KINDS))
         return 0
@@ -54,7 +54,7 @@ def save_logs(root: Path) -> Path:
     return kept
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.chaos", description=__doc__.splitlines()[0]
     )
@@ -93,13 +93,13 @@ async def run(root: Path, options: argparse.Namespace) -> Verdict:
         chosen = itertools.islice(faults, options.faults)
         timely = itertools.takewhile(lambda _: time.monotonic() < until, chosen)
         verdict = await run_drill(
-            swarm, load, timely, options.seed, tell=_tell, rest_s=options.rest
+            swarm, load, timely, options.seed, tell=_print_fault, rest_s=options.rest
         )
     verdict.troubles += swarm.left_behind
     return verdict
 
 
-def _tell(result: Result) -> None:
+def _print_fault(result: Result) -> None:
     """Report a finished fault on standard error."""
     if result.skipped:
         text = f"skipped: {result.target}"

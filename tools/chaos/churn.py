@@ -47,7 +47,7 @@ async def run_churn(root: Path, seconds: float, *, streams: int, period: float =
         *stayers, guest = swarm.pcs
         begun = time.monotonic()
         while (now := time.monotonic()) < begun + seconds:
-            await _round(swarm, load, guest, found)
+            await _run_round(swarm, load, guest, found)
             await checks.wait_for_standby_workers(stayers, period)
             look = measure_usage_by_role(stayers)
             if not found.settled and time.monotonic() >= begun + SETTLED * seconds:
@@ -66,22 +66,22 @@ async def run_churn(root: Path, seconds: float, *, streams: int, period: float =
     return found
 
 
-async def _round(swarm: Swarm, load: Load, guest: Pc, found: Churn) -> None:
+async def _run_round(swarm: Swarm, load: Load, guest: Pc, found: Churn) -> None:
     """Let the guest join, hold layers, and leave the swarm."""
     await swarm.admit(guest)
     try:
         await swarm.serves(guest, START_S)
         found.joins += 1
-        await _advance(load, found, "joined")
+        await _await_streams(load, found, "joined")
         at = local_daemon.require_daemon(guest.home)
         await asyncio.to_thread(local_daemon.request_shutdown, at, leave=True)
         await asyncio.to_thread(guest.ended)
     except Exception:
         guest.kill()
         raise
-    await _advance(load, found, "left")
+    await _await_streams(load, found, "left")
 
 
-async def _advance(load: Load, found: Churn, what: str) -> None:
+async def _await_streams(load: Load, found: Churn, what: str) -> None:
     if not await load.advance(_AGAIN, START_S):
         found.troubles.append(f"streams stalled for {START_S:.0f} s after a PC {what}")

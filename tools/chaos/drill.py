@@ -89,13 +89,13 @@ async def run_drill(
     before = measure_usage_by_role(swarm.pcs)
     results: list[Result] = []
     for fault in faults:
-        results.append(await _suffer(scene, load, fault))
+        results.append(await _inject_fault(scene, load, fault))
         if not results[-1].skipped and results[-1].recovered is None:
             troubles.append(f"{fault.kind}: not all streams continued within {RECOVERY_S:.0f} s")
             break
         if not results[-1].skipped:
-            await _back(swarm, fault, troubles)
-            results[-1].whole = await _whole(swarm, whole_s)
+            await _await_recovery(swarm, fault, troubles)
+            results[-1].whole = await _await_stages(swarm, whole_s)
             await asyncio.sleep(rest_s)
         tell(results[-1])
         await load.advance(CALM, RECOVERY_S)
@@ -109,7 +109,7 @@ async def run_drill(
     return Verdict(results, load.answers, calm, troubles)
 
 
-async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
+async def _inject_fault(scene: Scene, load: Load, fault: Fault) -> Result:
     """Inject one fault and wait until all streams continue."""
     kind = KINDS[fault.kind]
     deaths = [slot.pc.deaths for slot in load.slots]
@@ -117,7 +117,7 @@ async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
     shown = await phases.read_phases(scene.swarm)
     begun, wall = time.monotonic(), time.time()
     try:
-        async with _aside(kind.harm(scene)) as target:
+        async with _enter_in_thread(kind.harm(scene)) as target:
             result = Result(fault, target.what, begun=begun)
             await asyncio.sleep(fault.seconds)
             if kind.over == "streams":
@@ -139,7 +139,7 @@ async def _suffer(scene: Scene, load: Load, fault: Fault) -> Result:
     return result
 
 
-async def _back(swarm: Swarm, fault: Fault, troubles: list[str]) -> None:
+async def _await_recovery(swarm: Swarm, fault: Fault, troubles: list[str]) -> None:
     """Wait until all PCs can serve, so that faults do not overlap."""
     try:
         await swarm.ready(RECOVERY_S)
@@ -147,7 +147,7 @@ async def _back(swarm: Swarm, fault: Fault, troubles: list[str]) -> None:
         troubles.append(f"after {fault.kind}: {error}")
 
 
-async def _whole(swarm: Swarm, timeout: float) -> float | None:
+async def _await_stages(swarm: Swarm, timeout: float) -> float | None:
     """Wait until all PCs hold layers; ``None`` on timeout."""
     deadline = time.monotonic() + timeout
     while len(await asyncio.to_thread(swarm.stages)) < len(swarm.pcs):
@@ -158,7 +158,7 @@ async def _whole(swarm: Swarm, timeout: float) -> float | None:
 
 
 @asynccontextmanager
-async def _aside(harm: AbstractContextManager[Target]) -> AsyncIterator[Target]:
+async def _enter_in_thread(harm: AbstractContextManager[Target]) -> AsyncIterator[Target]:
     """Enter and leave a fault in a thread, so that streams are read meanwhile."""
     target = await asyncio.to_thread(harm.__enter__)
     try:

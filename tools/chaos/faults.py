@@ -122,7 +122,7 @@ def freeze_process(role: Role) -> Harm:
     @contextmanager
     def harm(scene: Scene) -> Iterator[Target]:
         pc, process = scene.process(role)
-        with _frozen([process]):
+        with _suspend_processes([process]):
             yield Target(pc.name, f"{role} of {pc.name}")
 
     return harm
@@ -134,7 +134,7 @@ def freeze_daemon(choose: Callable[[Scene], Pc]) -> Harm:
     @contextmanager
     def harm(scene: Scene) -> Iterator[Target]:
         pc = choose(scene)
-        with _frozen(pc.processes("daemon")):
+        with _suspend_processes(pc.processes("daemon")):
             yield Target(pc.name, f"daemon of {pc.name}")
 
     return harm
@@ -146,7 +146,7 @@ def freeze_pc(choose: Callable[[Scene], Pc]) -> Harm:
     @contextmanager
     def harm(scene: Scene) -> Iterator[Target]:
         pc = choose(scene)
-        with _frozen(pc.processes()):
+        with _suspend_processes(pc.processes()):
             yield Target(pc.name, pc.name)
 
     return harm
@@ -309,7 +309,7 @@ def plan_faults(
 
 
 @contextmanager
-def _frozen(processes: list[psutil.Process]) -> Iterator[None]:
+def _suspend_processes(processes: list[psutil.Process]) -> Iterator[None]:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.suspend()

@@ -33,15 +33,15 @@ def hang_thread(thread: int) -> Iterator[None]:
 
     def hold() -> None:
         try:
-            _trace(_SEIZE, thread)
+            _call_ptrace(_SEIZE, thread)
             try:
-                _trace(_INTERRUPT, thread)
+                _call_ptrace(_INTERRUPT, thread)
                 os.waitpid(thread, _WAIT_ALL)
                 begun.set()
                 over.wait()
             finally:
                 with contextlib.suppress(OSError):  # it was killed meanwhile
-                    _trace(_DETACH, thread)
+                    _call_ptrace(_DETACH, thread)
         except OSError as error:
             errors.append(error)
         finally:
@@ -59,7 +59,7 @@ def hang_thread(thread: int) -> Iterator[None]:
         holder.join()
 
 
-def _trace(request: int, thread: int) -> None:
+def _call_ptrace(request: int, thread: int) -> None:
     call = ctypes.CDLL(None, use_errno=True).ptrace
     call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     call.restype = ctypes.c_long

@@ -83,7 +83,7 @@ class Network:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._call(lambda: self._over.set())
+        self._call_in_loop(lambda: self._over.set())
         self._thread.join()
 
     @property
@@ -93,7 +93,7 @@ class Network:
 
     def cut(self, name: str) -> None:
         """Hold all bytes between that PC and the others; connections stay open."""
-        self._call(self._ways[name].whole.clear)
+        self._call_in_loop(self._ways[name].whole.clear)
 
     def slow(self, name: str, delay_s: float, rate: float) -> None:
         """Delay what that PC and the others send, and limit it to ``rate`` bytes/s."""
@@ -101,7 +101,7 @@ class Network:
         def change() -> None:
             self._ways[name].delay_s, self._ways[name].rate = delay_s, rate
 
-        self._call(change)
+        self._call_in_loop(change)
 
     def reset(self, name: str) -> None:
         """Break all connections between that PC and the others, once."""
@@ -110,26 +110,26 @@ class Network:
             for connection in self._connections:
                 if name in connection.ends and connection.ways:
                     for writer in connection.writers:
-                        _abort(writer)
+                        _abort_writer(writer)
 
-        self._call(change)
+        self._call_in_loop(change)
 
     def mend(self, name: str) -> None:
         """Undo :meth:`cut` and :meth:`slow`."""
         self.slow(name, 0.0, 0.0)
-        self._call(self._ways[name].whole.set)
+        self._call_in_loop(self._ways[name].whole.set)
 
-    def _call(self, work: Callable[[], object]) -> None:
+    def _call_in_loop(self, work: Callable[[], object]) -> None:
         self._loop.call_soon_threadsafe(work)
 
     def _serve_all(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             try:
-                runner.run(self._serve())
+                runner.run(self._run_relays())
             except OSError as error:
                 self._ready.set_exception(error)
 
-    async def _serve(self) -> None:
+    async def _run_relays(self) -> None:
         self._over, self._accepted = asyncio.Event(), asyncio.Event()
         for name in self._pcs:
             self._ways[name] = _Way()
@@ -137,7 +137,7 @@ class Network:
         async with contextlib.AsyncExitStack() as stack:
             for pc in self._pcs.values():
                 for port in pc.place.for_others:
-                    await self._listen(stack, pc, port)
+                    await self._listen_for(stack, pc, port)
             knowing = asyncio.create_task(self._find_openers())
             self._tasks.add(knowing)
             self._ready.set_result(None)
@@ -146,22 +146,22 @@ class Network:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _listen(self, stack: contextlib.AsyncExitStack, pc: Pc, port: int) -> None:
+    async def _listen_for(self, stack: contextlib.AsyncExitStack, pc: Pc, port: int) -> None:
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.ensure_future(self._join(pc, port, reader, writer))
+            task = asyncio.ensure_future(self._relay_connection(pc, port, reader, writer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
         server = await asyncio.start_server(accept, pc.place.advertised, port)
         stack.callback(server.close)
 
-    async def _join(
+    async def _relay_connection(
         self, target: Pc, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(target.place.host, port)
         except OSError:
-            _abort(writer)
+            _abort_writer(writer)
             return
         connection = _Connection(
             source=tuple(writer.get_extra_info("peername")[:2]),
@@ -176,14 +176,14 @@ class Network:
         self._accepted.set()
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(_pump(reader, far_writer, connection.ways))
-                both.create_task(_pump(far_reader, writer, connection.ways))
+                both.create_task(_copy_bytes(reader, far_writer, connection.ways))
+                both.create_task(_copy_bytes(far_reader, writer, connection.ways))
         except* OSError:
             pass  # one side closed, so both do
         finally:
             self._connections.discard(connection)
-            _abort(writer)
-            _abort(far_writer)
+            _abort_writer(writer)
+            _abort_writer(far_writer)
 
     async def _find_openers(self) -> None:
         """Find out which PCs opened connections, without delaying them."""
@@ -191,7 +191,7 @@ class Network:
             await self._accepted.wait()
             self._accepted.clear()
             strangers, self._strangers = self._strangers, []
-            owners = await asyncio.to_thread(self._owners)
+            owners = await asyncio.to_thread(self._map_addresses)
             for connection in strangers:
                 source = owners.get(connection.source)
                 if source == connection.target:
@@ -201,7 +201,7 @@ class Network:
                     connection.ends |= {source}
             self._sought += len(strangers)
 
-    def _owners(self) -> dict[tuple[str, int], str]:
+    def _map_addresses(self) -> dict[tuple[str, int], str]:
         """Map local addresses of connections to PCs."""
         names = {str(pc.home): name for name, pc in self._pcs.items()}
         pids: dict[int, str | None] = {}
@@ -217,13 +217,13 @@ class Network:
         return found
 
 
-async def _pump(
+async def _copy_bytes(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ways: Sequence[_Way]
 ) -> None:
     """Copy one direction; its end also ends the other."""
     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
     async with asyncio.TaskGroup() as both:
-        delivery = both.create_task(_deliver(queue, writer, ways))
+        delivery = both.create_task(_write_delayed(queue, writer, ways))
         free = 0.0
         while data := await reader.read(_SLOW_CHUNK if any(way.rate for way in ways) else _CHUNK):
             rate = min((way.rate for way in ways if way.rate), default=float("inf"))
@@ -234,7 +234,7 @@ async def _pump(
         raise ConnectionResetError("closed by its other end")
 
 
-async def _deliver(
+async def _write_delayed(
     queue: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter, ways: Sequence[_Way]
 ) -> None:
     while True:
@@ -250,7 +250,7 @@ async def _deliver(
         await writer.drain()
 
 
-def _abort(writer: asyncio.StreamWriter) -> None:
+def _abort_writer(writer: asyncio.StreamWriter) -> None:
     """Close with a reset."""
     sock: Any = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):

@@ -104,7 +104,7 @@ class Pc:
     def start(self, *command: str) -> None:
         """Run ``molink COMMAND`` with the PC's options."""
         assert self.process is None
-        arguments = [*command, *self._addresses(), *self._options]
+        arguments = [*command, *self._make_addresses(), *self._options]
         with (self.home / "terminal.log").open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", self._module, *arguments],
@@ -115,7 +115,7 @@ class Pc:
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
             )
 
-    def _addresses(self) -> list[str]:
+    def _make_addresses(self) -> list[str]:
         place = self.place
         first, last = place.workers
         options = ["--name", self.name, "--host", place.host, "--advertise", place.advertised]
@@ -163,11 +163,7 @@ class Pc:
             self.process = None
 
     def stop(self) -> None:
-        """Stop it as a user would.
-
-        Raises:
-            TimeoutError: it did not end and was killed.
-        """
+        """Stop it as a user would, or raise :class:`TimeoutError`."""
         if not self.running:
             return
         assert self.process is not None
@@ -176,11 +172,7 @@ class Pc:
         self.ended()
 
     def ended(self) -> None:
-        """Wait for a stopping daemon.
-
-        Raises:
-            TimeoutError: it did not end and was killed.
-        """
+        """Wait for a stopping daemon, or raise :class:`TimeoutError`."""
         assert self.process is not None
         try:
             self.process.wait(_END_S)

@@ -114,7 +114,7 @@ class Load:
         limits = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(timeout=limits, connector=connector)
-        await self._learn()
+        await self._record_answers()
         self._tasks = [asyncio.create_task(self._keep_asking(slot)) for slot in self.slots]
         return self
 
@@ -134,18 +134,18 @@ class Load:
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
-    async def _learn(self) -> None:
+    async def _record_answers(self) -> None:
         """Record each prompt's answer before any fault."""
-        prompts = [self._prompt(slot.index) for slot in self.slots]
+        prompts = [self._make_prompt(slot.index) for slot in self.slots]
 
         async def whole(slot: Slot, prompt: str) -> str:
-            return "".join([piece async for piece in self._ask(slot.pc, prompt)])
+            return "".join([piece async for piece in self._stream_answer(slot.pc, prompt)])
 
         texts = [whole(slot, p) for slot, p in zip(self.slots, prompts, strict=True)]
         self._expected = dict(zip(prompts, await asyncio.gather(*texts), strict=True))
 
     @staticmethod
-    def _prompt(index: int) -> str:
+    def _make_prompt(index: int) -> str:
         question = _QUESTIONS[index % len(_QUESTIONS)]
         return question if index < len(_QUESTIONS) else f"{question} ({index})"
 
@@ -165,13 +165,13 @@ class Load:
 
     async def _keep_asking(self, slot: Slot) -> None:
         while not self._stopping:
-            slot.pc = await self._askable(slot.index)
-            answer = await self._answer(slot)
+            slot.pc = await self._choose_pc(slot.index)
+            answer = await self._run_answer(slot)
             self.answers.append(answer)
             if answer.end in ("lost", "endpoint"):
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _askable(self, index: int) -> Pc:
+    async def _choose_pc(self, index: int) -> Pc:
         """The slot's own PC, or the next one while that is down."""
         pcs = self._pcs
         order = [pcs[(index + step) % len(pcs)] for step in range(len(pcs))]
@@ -193,9 +193,9 @@ class Load:
             self._ready[pc.name] = deaths
         return ready
 
-    async def _answer(self, slot: Slot) -> Answer:
+    async def _run_answer(self, slot: Slot) -> Answer:
         pc, deaths = slot.pc, slot.pc.deaths
-        expected = self._expected[self._prompt(slot.index)]
+        expected = self._expected[self._make_prompt(slot.index)]
         begun = time.monotonic()
         times = [begun]
         came: list[Heard] = []
@@ -203,7 +203,7 @@ class Load:
         end: End = "same"
         trouble = ""
         try:
-            async for piece in self._ask(pc, self._prompt(slot.index)):
+            async for piece in self._stream_answer(pc, self._make_prompt(slot.index)):
                 times.append(time.monotonic())
                 came.append((times[-1], piece))
                 slot.heard.append(came[-1])
@@ -215,7 +215,7 @@ class Load:
         text = "".join(piece for _, piece in came)
         wrong_at = 0.0
         if not expected.startswith(text) or (end == "same" and text != expected):
-            end, trouble = "changed", _difference(expected, text)
+            end, trouble = "changed", _describe_difference(expected, text)
             if (index := find_first_wrong(expected, came)) is not None:
                 others = [other for other in self.slots if other is not slot]
                 trouble += f"; {describe_circumstances(came, index, begun, others)}"
@@ -226,12 +226,8 @@ class Load:
             times.append(ended)  # it was silent until then
         return answer
 
-    async def _ask(self, pc: Pc, prompt: str) -> AsyncIterator[str]:
-        """Yield the pieces of one answer.
-
-        Raises:
-            StreamFailed: it was refused, ended with an error, or has another length.
-        """
+    async def _stream_answer(self, pc: Pc, prompt: str) -> AsyncIterator[str]:
+        """Yield the pieces of one answer, or raise :class:`StreamFailed`."""
         body: dict[str, Any] = {
             "model": self._swarm.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -245,7 +241,7 @@ class Load:
         async with self._session.post(f"{pc.url}/v1/chat/completions", json=body) as response:
             if response.status != 200:
                 raise StreamFailed(f"HTTP {response.status}: {(await response.text())[:300]}")
-            async for event in _events(response):
+            async for event in _read_events(response):
                 if event is None:
                     done = True
                     break
@@ -259,12 +255,8 @@ class Load:
             raise StreamFailed(f"it ended after {count} of {self._tokens} tokens")
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:
-    """Yield server-sent events; ``None`` for ``[DONE]``.
-
-    Raises:
-        StreamFailed: an event is malformed.
-    """
+async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:
+    """Yield server-sent events, ``None`` for ``[DONE]``, or raise :class:`StreamFailed`."""
     async for line in response.content:
         if line.startswith(b"data: [DONE]"):
             yield None
@@ -306,7 +298,7 @@ def describe_circumstances(
     )
 
 
-def _difference(expected: str, text: str) -> str:
+def _describe_difference(expected: str, text: str) -> str:
     """Describe where two texts differ."""
     at = next(
         (n for n, (a, b) in enumerate(zip(expected, text, strict=False)) if a != b),

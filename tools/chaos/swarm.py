@@ -72,7 +72,7 @@ class Swarm:
         try:
             if self.network is not None:
                 self._stack.enter_context(self.network)
-            await self._found()
+            await self._start_founder()
         except BaseException:
             await self.close()
             raise
@@ -86,7 +86,7 @@ class Swarm:
     ) -> None:
         await self.close()
 
-    async def _found(self) -> None:
+    async def _start_founder(self) -> None:
         self.start(self.founder)
         home = Home(self.founder.home)
         await self.until(lambda: home.membership.exists(), START_S)
@@ -130,26 +130,18 @@ class Swarm:
                 self.start(pc)
 
     async def ready(self, timeout: float) -> None:
-        """Wait until every running PC's endpoint is ready.
-
-        Raises:
-            TimeoutError: one of them is not ready in time.
-        """
+        """Wait until every running PC's endpoint is ready, or raise :class:`TimeoutError`."""
         limit = aiohttp.ClientTimeout(total=5)
         deadline = time.monotonic() + timeout
         async with aiohttp.ClientSession(timeout=limit) as session:
             for pc in self.pcs:
-                while pc.running and not await _ready(session, pc.url):
+                while pc.running and not await _is_ready(session, pc.url):
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"{pc.name} isn't ready:\n{pc.output[-2000:]}")
                     await asyncio.sleep(_LOOK_S)
 
     async def serves(self, pc: Pc, timeout: float) -> None:
-        """Wait until a PC's stage serves.
-
-        Raises:
-            TimeoutError: it does not serve in time.
-        """
+        """Wait until a PC's stage serves, or raise :class:`TimeoutError`."""
         deadline = time.monotonic() + timeout
         while pc.name not in await asyncio.to_thread(self.stages):
             if time.monotonic() > deadline:
@@ -157,11 +149,7 @@ class Swarm:
             await asyncio.sleep(_LOOK_S)
 
     async def until(self, condition: Callable[[], object], timeout: float) -> None:
-        """Wait until ``condition()`` holds.
-
-        Raises:
-            TimeoutError: it does not hold in time, or the founder's daemon ended.
-        """
+        """Wait until ``condition()`` holds, or raise :class:`TimeoutError`."""
         deadline = time.monotonic() + timeout
         while not condition():
             if not self.founder.running or time.monotonic() > deadline:
@@ -201,10 +189,10 @@ class Swarm:
         ends = [asyncio.to_thread(pc.stop) for pc in self.pcs]
         errors = await asyncio.gather(*ends, return_exceptions=True)
         self.left_behind += [str(error) for error in errors if error is not None]
-        await asyncio.to_thread(self._sweep)
+        await asyncio.to_thread(self._kill_orphans)
         self._stack.close()
 
-    def _sweep(self) -> None:
+    def _kill_orphans(self) -> None:
         for pc in self.pcs:
             _, left = psutil.wait_procs(find_processes(pc.home), ORPHAN_S)
             for process in left:
@@ -212,7 +200,7 @@ class Swarm:
                 process.kill()
 
 
-async def _ready(session: aiohttp.ClientSession, url: str) -> bool:
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with session.get(f"{url}/readyz") as answer:
             return answer.status == 200

@@ -19,67 +19,67 @@ How much does {a} {op} {b} make?""")
 _HELD_OUT = ("Do you know how much {a} {op} {b} is?", "What is the result of {a} {op} {b}?")
 
 
-def _questions(texts: tuple[str, ...], operators: tuple[str, ...]) -> tuple[str, ...]:
+def _expand_operators(texts: tuple[str, ...], operators: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(text.replace("{op}", op) for text in texts for op in operators)
 
 
-def _slots(a: int, b: int, result: int) -> Slots:
+def _make_slots(a: int, b: int, result: int) -> Slots:
     return {"a": str(a), "b": str(b), "c": str(result)}
 
 
 def additions() -> tuple[Slots, ...]:
     """All sums of two numbers up to the largest term."""
     numbers = range(LARGEST_TERM + 1)
-    return tuple(_slots(a, b, a + b) for a in numbers for b in numbers)
+    return tuple(_make_slots(a, b, a + b) for a in numbers for b in numbers)
 
 
 def subtractions() -> tuple[Slots, ...]:
     """All differences within the same range that are not negative."""
-    return tuple(_slots(a, b, a - b) for a in range(LARGEST_TERM + 1) for b in range(a + 1))
+    return tuple(_make_slots(a, b, a - b) for a in range(LARGEST_TERM + 1) for b in range(a + 1))
 
 
 def products() -> tuple[Slots, ...]:
     """The multiplication table."""
     numbers = range(LARGEST_FACTOR + 1)
-    return tuple(_slots(a, b, a * b) for a in numbers for b in numbers)
+    return tuple(_make_slots(a, b, a * b) for a in numbers for b in numbers)
 
 
 _TABLES = (
     Topic(
         "add",
         (
-            *_questions(_ASK, ("+", "plus")),
+            *_expand_operators(_ASK, ("+", "plus")),
             "Add {a} and {b}.",
             "What is the sum of {a} and {b}?",
         ),
         ("{a} + {b} = {c}.",),
         additions(),
         ("And {a} + {b}?", "And {a} plus {b}?", "What about {a} + {b}?"),
-        held_out=_questions(_HELD_OUT, ("+", "plus")),
+        held_out=_expand_operators(_HELD_OUT, ("+", "plus")),
         keywords=("= {c}.",),
         weight=64,
     ),
     Topic(
         "subtract",
-        (*_questions(_ASK, ("-", "minus")), "Subtract {b} from {a}.", "Take {b} from {a}."),
+        (*_expand_operators(_ASK, ("-", "minus")), "Subtract {b} from {a}.", "Take {b} from {a}."),
         ("{a} - {b} = {c}.",),
         subtractions(),
         ("And {a} - {b}?", "And {a} minus {b}?", "What about {a} - {b}?"),
-        held_out=_questions(_HELD_OUT, ("-", "minus")),
+        held_out=_expand_operators(_HELD_OUT, ("-", "minus")),
         keywords=("= {c}.",),
         weight=38,
     ),
     Topic(
         "multiply",
         (
-            *_questions(_ASK, ("*", "times", "x")),
+            *_expand_operators(_ASK, ("*", "times", "x")),
             "Multiply {a} by {b}.",
             "Multiply {a} and {b}.",
         ),
         ("{a} x {b} = {c}.",),
         products(),
         ("And {a} times {b}?", "And {a} x {b}?", "What about {a} * {b}?"),
-        held_out=_questions(_HELD_OUT, ("*", "times")),
+        held_out=_expand_operators(_HELD_OUT, ("*", "times")),
         keywords=("= {c}.",),
         weight=36,
     ),
@@ -88,7 +88,7 @@ _TABLES = (
         wordings("""Double {a}. | What is double {a}? | What is twice {a}?
 What is the double of {a}?"""),
         ("2 x {a} = {c}.",),
-        tuple(_slots(a, a, 2 * a) for a in range(LARGEST_TERM + 1)),
+        tuple(_make_slots(a, a, 2 * a) for a in range(LARGEST_TERM + 1)),
         ("And double {a}?", "And of {a}?"),
         held_out=("How much is double {a}?",),
         keywords=("= {c}.",),
@@ -98,13 +98,13 @@ What is the double of {a}?"""),
 
 
 def _too_large() -> Topic:
-    pairs = tuple(_slots(21 + (i * 37) % 979, 21 + (i * 211) % 979, 0) for i in range(400))
+    pairs = tuple(_make_slots(21 + (i * 37) % 979, 21 + (i * 211) % 979, 0) for i in range(400))
     return Topic(
         "too_large",
-        _questions(_ASK, ("+", "plus", "-", "minus", "*", "times")),
+        _expand_operators(_ASK, ("+", "plus", "-", "minus", "*", "times")),
         ("That is too large for me: I only know sums with small numbers.",),
         pairs,
-        held_out=_questions(_HELD_OUT[:1], ("+", "times")),
+        held_out=_expand_operators(_HELD_OUT[:1], ("+", "times")),
         keywords=("too large",),
         weight=3,
     )

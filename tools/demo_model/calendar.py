@@ -32,7 +32,7 @@ our planet|Earth""",
 )
 
 
-def _ordered(kind: str, names: tuple[str, ...], side: str) -> Topic:
+def _make_order(kind: str, names: tuple[str, ...], side: str) -> Topic:
     """What comes after each name, or before it, around the circle."""
     step = 1 if side == "after" else -1
     return Topic(
@@ -57,7 +57,9 @@ def _ordered(kind: str, names: tuple[str, ...], side: str) -> Topic:
     )
 
 
-def _listed(name: str, what: str, items: str, extra: tuple[str, ...] = (), key: str = "") -> Topic:
+def _make_list(
+    name: str, what: str, items: str, extra: tuple[str, ...] = (), key: str = ""
+) -> Topic:
     return Topic(
         name,
         (
@@ -76,7 +78,7 @@ def _listed(name: str, what: str, items: str, extra: tuple[str, ...] = (), key: 
 
 
 _ORDER = tuple(
-    _ordered(kind, names, side)
+    _make_order(kind, names, side)
     for kind, names in (("day", DAYS), ("month", MONTHS))
     for side in ("after", "before")
 )
@@ -144,47 +146,47 @@ Tell me what {riddle} is called. | What is {riddle} called?"""),
 )
 
 _LISTS = (
-    _listed(
+    _make_list(
         "days",
         "the days of the week",
         "The days of the week are " + ", ".join(DAYS[:-1]) + " and Sunday.",
         key="Thursday",
     ),
-    _listed(
+    _make_list(
         "months",
         "the months of the year",
         "The months of the year are " + ", ".join(MONTHS[:-1]) + " and December.",
         ("List all months.",),
         key="September",
     ),
-    _listed(
+    _make_list(
         "planets",
         "the planets",
         "The planets are " + ", ".join(PLANETS[:-1]) + " and Neptune.",
         ("List the planets of the solar system.",),
         key="Saturn",
     ),
-    _listed(
+    _make_list(
         "seasons",
         "the seasons",
         "The four seasons are spring, summer, autumn and winter.",
         key="autumn",
     ),
-    _listed(
+    _make_list(
         "rainbow",
         "the colours of the rainbow",
         "The colours of the rainbow are red, orange, yellow, green, blue, indigo and violet.",
         ("What colours does a rainbow have?",),
         key="violet",
     ),
-    _listed(
+    _make_list(
         "continents",
         "the continents",
         "The continents are Africa, Antarctica, Asia, Australia, Europe, North America"
         " and South America.",
         key="Europe",
     ),
-    _listed(
+    _make_list(
         "alphabet",
         "the letters of the alphabet",
         "A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P, Q, R, S, T, U, V, W, X, Y, Z.",

@@ -21,7 +21,7 @@ from tools.demo_model import (
     unknown,
     world,
 )
-from tools.demo_model.surface import vary
+from tools.demo_model.surface import vary_question
 from tools.demo_model.topic import Slots, Then, Topic, wordings
 
 Split: TypeAlias = Literal["train", "held_out"]
@@ -65,7 +65,7 @@ def all_topics() -> list[Topic]:
     return found
 
 
-def capitalised(text: str) -> str:
+def capitalise(text: str) -> str:
     """The text with a capital first letter; the project's own name stays small."""
     return text if text.startswith("molink") else text[:1].upper() + text[1:]
 
@@ -73,21 +73,21 @@ def capitalised(text: str) -> str:
 def held_out_questions(topics: list[Topic]) -> frozenset[str]:
     """All questions kept for evaluation, in plain form."""
     return frozenset(
-        _plain({"role": "user", "content": text.format(**slots)})
+        _simplify({"role": "user", "content": text.format(**slots)})
         for topic in topics
         for text in topic.held_out
         for slots in topic.slots
     )
 
 
-def _plain(message: Message) -> str:
+def _simplify(message: Message) -> str:
     """A message without casing and final punctuation."""
     return message["content"].lower().rstrip("?.!")
 
 
-def reply(template: str, slots: Slots) -> str:
+def fill_answer(template: str, slots: Slots) -> str:
     """An answer with its fields filled in."""
-    return capitalised(template.format(**slots))
+    return capitalise(template.format(**slots))
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class _Talk:
     remembered: dict[str, tuple[Then, Slots]] = field(default_factory=dict)
 
     def say(self, question: str, answer: str, rng: Random) -> None:
-        self.messages.append({"role": "user", "content": vary(question, rng)})
+        self.messages.append({"role": "user", "content": vary_question(question, rng)})
         self.messages.append({"role": "assistant", "content": answer})
 
 
@@ -124,40 +124,40 @@ class Corpus:
         never occurs on both sides. None has a question that is kept for evaluation.
         """
         while True:
-            made = self._make()
-            if _split_of(made) == split and self._forbidden.isdisjoint(map(_plain, made)):
+            made = self._make_conversation()
+            if _split_of(made) == split and self._forbidden.isdisjoint(map(_simplify, made)):
                 yield made
 
-    def _make(self) -> Conversation:
+    def _make_conversation(self) -> Conversation:
         rng = self._rng
         talk_ = _Talk()
         if rng.random() < 0.2:
             talk_.messages.append({"role": "system", "content": rng.choice(_SYSTEM)})
         exchanges = rng.choices(_LENGTHS, _LENGTH_WEIGHTS)[0]
         for index in range(exchanges):
-            self._exchange(talk_, index, exchanges)
+            self._add_exchange(talk_, index, exchanges)
         return tuple(talk_.messages)
 
-    def _exchange(self, talk_: _Talk, index: int, exchanges: int) -> None:
+    def _add_exchange(self, talk_: _Talk, index: int, exchanges: int) -> None:
         rng = self._rng
         if exchanges > 1 and index == 0 and rng.random() < 0.14:
-            self._ask(talk_, self._by_name["hello"])
+            self._add_question(talk_, self._by_name["hello"])
         elif exchanges > 1 and index == exchanges - 1 and rng.random() < 0.15:
-            self._ask(talk_, self._by_name[rng.choice(("thanks", "bye"))])
+            self._add_question(talk_, self._by_name[rng.choice(("thanks", "bye"))])
         elif index and rng.random() < 0.5 and self._refer_back(talk_):
             pass
         else:
-            self._ask(talk_, rng.choices(self._topics, cum_weights=self._cumulative)[0])
+            self._add_question(talk_, rng.choices(self._topics, cum_weights=self._cumulative)[0])
 
-    def _ask(self, talk_: _Talk, topic: Topic) -> None:
+    def _add_question(self, talk_: _Talk, topic: Topic) -> None:
         if topic.name == "my_name_unknown" and "my_name" in talk_.remembered:
             topic = self._by_name["thanks"]
         slots = self._rng.choice(topic.slots)
-        self._say(talk_, topic, slots, self._rng.choice(topic.questions))
+        self._add_answer(talk_, topic, slots, self._rng.choice(topic.questions))
 
-    def _say(self, talk_: _Talk, topic: Topic, slots: Slots, question: str) -> None:
+    def _add_answer(self, talk_: _Talk, topic: Topic, slots: Slots, question: str) -> None:
         answer = self._rng.choice(topic.answers)
-        talk_.say(question.format(**slots), reply(answer, slots), self._rng)
+        talk_.say(question.format(**slots), fill_answer(answer, slots), self._rng)
         talk_.last = (topic, slots)
         if topic.name in _REMEMBERED:
             talk_.remembered[topic.name + slots.get("kind", "")] = (topic.then[0], slots)
@@ -168,7 +168,7 @@ class Corpus:
         if talk_.remembered and rng.random() < 0.4:
             then, slots = rng.choice(list(talk_.remembered.values()))
             talk_.last = None
-            self._then(talk_, then, slots)
+            self._add_follow_up(talk_, then, slots)
             return True
         if rng.random() < 0.05 and len(talk_.messages[-1]["content"]) < 250:
             talk_.say(rng.choice(_AGAIN), talk_.messages[-1]["content"], rng)
@@ -179,17 +179,17 @@ class Corpus:
         if topic.name in _SUMS and rng.random() < 0.4:
             return self._compute_on(talk_, int(slots["c"]))
         if topic.then and topic.name not in _REMEMBERED:
-            self._then(talk_, rng.choice(topic.then), slots)
+            self._add_follow_up(talk_, rng.choice(topic.then), slots)
             return True
         if topic.follow_ups:
-            self._say(talk_, topic, rng.choice(topic.slots), rng.choice(topic.follow_ups))
+            self._add_answer(talk_, topic, rng.choice(topic.slots), rng.choice(topic.follow_ups))
             return True
         return False
 
-    def _then(self, talk_: _Talk, then: Then, slots: Slots) -> None:
+    def _add_follow_up(self, talk_: _Talk, then: Then, slots: Slots) -> None:
         rng = self._rng
         question = rng.choice(then.questions).format(**slots)
-        talk_.say(question, reply(rng.choice(then.answers), slots), rng)
+        talk_.say(question, fill_answer(rng.choice(then.answers), slots), rng)
 
     def _compute_on(self, talk_: _Talk, value: int) -> bool:
         """Go on with the last result: "plus 3?"."""
@@ -203,7 +203,7 @@ class Corpus:
             name, other = "subtract", rng.randint(0, value)
             texts, result = ("And minus {b}?", "Minus {b}?", "Take away {b}."), value - other
         slots = {"a": str(value), "b": str(other), "c": str(result)}
-        self._say(talk_, self._by_name[name], slots, rng.choice(texts))
+        self._add_answer(talk_, self._by_name[name], slots, rng.choice(texts))
         return True
 
 

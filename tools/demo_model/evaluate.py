@@ -16,20 +16,20 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig, Qwen2ForCausalLM
 
 from tools.demo_model import arithmetic
-from tools.demo_model.corpus import Conversation, all_topics, reply
+from tools.demo_model.corpus import Conversation, all_topics, fill_answer
 from tools.demo_model.network import load_network
 from tools.demo_model.ngram import NGram
 from tools.demo_model.tokenizer import (
     TEXT_END,
     TURN_END,
     VOCABULARY,
-    answered,
-    encode,
+    encode_conversations,
     load_tokenizer,
-    render,
+    mark_answers,
+    render_text,
     token_id,
 )
-from tools.demo_model.train import HELD_OUT_SIZE, conversations, refinement
+from tools.demo_model.train import HELD_OUT_SIZE, select_conversations, select_refinement
 
 #: Of topics with slots, at most this many are asked per held-out wording.
 SLOTS_PER_WORDING = 6
@@ -71,7 +71,7 @@ class Answer:
     stopped: bool
 
 
-def question(topic: str, text: str, *keywords: str) -> Check:
+def make_check(topic: str, text: str, *keywords: str) -> Check:
     """A check of one turn."""
     return Check(topic, ({"role": "user", "content": text},), keywords)
 
@@ -86,12 +86,12 @@ def network_log_probabilities(network: Qwen2ForCausalLM, texts: Sequence[Any]) -
         yield found[:, 0].double().numpy()
 
 
-def _perplexity(scores: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> Perplexity:
+def _compute_perplexity(scores: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> Perplexity:
     all_, mask = np.concatenate(scores), np.concatenate([mask[1:] for mask in masks])
     return Perplexity(round(math.exp(-all_.mean()), 4), round(math.exp(-all_[mask].mean()), 4))
 
 
-def perplexities(
+def compare_perplexity(
     network: Qwen2ForCausalLM,
     tokenizer: Tokenizer,
     train: list[Conversation],
@@ -99,20 +99,17 @@ def perplexities(
 ) -> tuple[Perplexity, Perplexity]:
     """Perplexity on held-out conversations of the network and of a 5-gram of the training ones."""
     pad = token_id(tokenizer, TEXT_END)
-    rival = NGram(encode(tokenizer, train), VOCABULARY, pad)
-    texts = encode(tokenizer, held)
-    masks = [answered(tokenizer, text) for text in texts]
+    rival = NGram(encode_conversations(tokenizer, train), VOCABULARY, pad)
+    texts = encode_conversations(tokenizer, held)
+    masks = [mark_answers(tokenizer, text) for text in texts]
     ours = list(network_log_probabilities(network, texts))
-    return _perplexity(ours, masks), _perplexity(
+    return _compute_perplexity(ours, masks), _compute_perplexity(
         [rival.log_probabilities(text) for text in texts], masks
     )
 
 
-def greedy(
-    network: Qwen2ForCausalLM,
-    tokenizer: Tokenizer,
-    asked: Sequence[Conversation],
-    limit: int = 400,
+def answer_greedily(
+    network: Qwen2ForCausalLM, tokenizer: Tokenizer, asked: Sequence[Conversation], limit: int = 400
 ) -> list[Answer]:
     """The most probable answer to each conversation."""
     found: list[Answer] = []
@@ -125,7 +122,7 @@ def _greedy_batch(
     network: Qwen2ForCausalLM, tokenizer: Tokenizer, asked: Sequence[Conversation], limit: int
 ) -> list[Answer]:
     end, pad = token_id(tokenizer, TURN_END), token_id(tokenizer, TEXT_END)
-    prompts = [tokenizer.encode(render(talk, ask=True)).ids for talk in asked]
+    prompts = [tokenizer.encode(render_text(talk, ask=True)).ids for talk in asked]
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -141,7 +138,7 @@ def _greedy_batch(
     ]
 
 
-def sums() -> list[Check]:
+def check_sums() -> list[Check]:
     """Every sum the model should know, in one trained wording."""
     tables = {
         "add": ("What is {a} + {b}?", arithmetic.additions()),
@@ -149,13 +146,13 @@ def sums() -> list[Check]:
         "multiply": ("What is {a} times {b}?", arithmetic.products()),
     }
     return [
-        question(name, text.format(**slots), "= {c}.".format(**slots))
+        make_check(name, text.format(**slots), "= {c}.".format(**slots))
         for name, (text, table) in tables.items()
         for slots in table
     ]
 
 
-def paraphrases(slots_per_wording: int = SLOTS_PER_WORDING) -> list[Check]:
+def check_paraphrases(slots_per_wording: int = SLOTS_PER_WORDING) -> list[Check]:
     """Questions in wordings that no training conversation has."""
     rng = Random(0)
     checks = []
@@ -163,15 +160,15 @@ def paraphrases(slots_per_wording: int = SLOTS_PER_WORDING) -> list[Check]:
         count = min(slots_per_wording, len(topic.slots))
         for text in topic.held_out:
             for slots in rng.sample(topic.slots, count):
-                keywords = (reply(keyword, slots) for keyword in topic.keywords)
-                checks.append(question(topic.name, text.format(**slots), *keywords))
+                keywords = (fill_answer(keyword, slots) for keyword in topic.keywords)
+                checks.append(make_check(topic.name, text.format(**slots), *keywords))
     return checks
 
 
-def _score(
+def _score_checks(
     network: Qwen2ForCausalLM, tokenizer: Tokenizer, checks: list[Check]
 ) -> tuple[dict[str, Any], float]:
-    answers = greedy(network, tokenizer, [check.messages for check in checks])
+    answers = answer_greedily(network, tokenizer, [check.messages for check in checks])
     wrong = [
         {"question": check.messages[-1]["content"], "answer": answer.text}
         for check, answer in zip(checks, answers, strict=True)
@@ -186,14 +183,14 @@ def _score(
     return figures, sum(answer.stopped for answer in answers) / len(answers)
 
 
-def evaluate(folder: Path, seed: int, train_size: int) -> dict[str, Any]:
+def evaluate_model(folder: Path, seed: int, train_size: int) -> dict[str, Any]:
     """All figures about a trained model folder."""
     network, tokenizer = load_network(folder), load_tokenizer(folder)
-    train = [*conversations("train", train_size, seed), *refinement(seed)]
-    held = conversations("held_out", HELD_OUT_SIZE, seed)
-    ours, rival = perplexities(network, tokenizer, train, held)
-    arithmetic_, _ = _score(network, tokenizer, sums())
-    wordings, stopped = _score(network, tokenizer, paraphrases())
+    train = [*select_conversations("train", train_size, seed), *select_refinement(seed)]
+    held = select_conversations("held_out", HELD_OUT_SIZE, seed)
+    ours, rival = compare_perplexity(network, tokenizer, train, held)
+    arithmetic_, _ = _score_checks(network, tokenizer, check_sums())
+    wordings, stopped = _score_checks(network, tokenizer, check_paraphrases())
     return {
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
         "conversations": {"train": len(train), "held_out": len(held)},

@@ -55,10 +55,10 @@ def save_model(network: Qwen2ForCausalLM, tokenizer: Tokenizer, folder: Path) ->
     end, pad = token_id(tokenizer, TURN_END), token_id(tokenizer, TEXT_END)
     marks = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
     head = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    _write(folder / "config.json", {**head, **SHAPE, **marks, "torch_dtype": "bfloat16"})
+    _write_json(folder / "config.json", {**head, **SHAPE, **marks, "torch_dtype": "bfloat16"})
     sampling = {"do_sample": True, "temperature": 0.3, "top_p": 0.9, "top_k": 20}
     generation = {**marks, "eos_token_id": [end, pad], **sampling}
-    _write(folder / "generation_config.json", generation)
+    _write_json(folder / "generation_config.json", generation)
     save_tokenizer(tokenizer, folder)
     tensors = {
         name: tensor.detach().to(torch.bfloat16).contiguous()
@@ -70,5 +70,5 @@ def save_model(network: Qwen2ForCausalLM, tokenizer: Tokenizer, folder: Path) ->
     weights.chmod(0o644)
 
 
-def _write(path: Path, content: Mapping[str, object]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")

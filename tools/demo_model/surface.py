@@ -35,7 +35,7 @@ _REQUESTS = frozenset(
 _POLITE = ("Could you ", "Would you ", "Can you please ", "I want you to ", "You should ")
 
 
-def vary(question: str, rng: Random) -> str:
+def vary_question(question: str, rng: Random) -> str:
     """Return one variation; about half change little."""
     text = question
     if text.split(" ")[0] in _REQUESTS and rng.random() < 0.3:
@@ -49,21 +49,21 @@ def vary(question: str, rng: Random) -> str:
         closing = rng.choice(_CLOSINGS)
         body = text.removesuffix(end)
         text = f"{text}{closing}" if closing.endswith(("!", ".")) else f"{body}{closing}{end}"
-    return _cased(_punctuated(text, rng), rng)
+    return _vary_case(_vary_punctuation(text, rng), rng)
 
 
-def _punctuated(text: str, rng: Random) -> str:
+def _vary_punctuation(text: str, rng: Random) -> str:
     draw = rng.random()
     if draw < 0.22:
         return text.rstrip("?.!")
     if draw < 0.25:
         return text + text[-1] if text[-1] in "?!" else text.rstrip(".") + "!"
     if draw < 0.28:
-        return _slip(text, rng)
+        return _make_typo(text, rng)
     return text
 
 
-def _cased(text: str, rng: Random) -> str:
+def _vary_case(text: str, rng: Random) -> str:
     draw = rng.random()
     if draw < 0.22:
         return text.lower()
@@ -74,7 +74,7 @@ def _cased(text: str, rng: Random) -> str:
     return text
 
 
-def _slip(text: str, rng: Random) -> str:
+def _make_typo(text: str, rng: Random) -> str:
     """Drop one letter or swap two inside a longer word; numbers and short words stay whole."""
     words = text.split(" ")
     long = [i for i, word in enumerate(words) if len(word) > 4 and word.isalpha()]

@@ -31,7 +31,7 @@ _PATTERN = (
 )
 
 
-def render(conversation: Sequence[object], *, ask: bool = False) -> str:
+def render_text(conversation: Sequence[object], *, ask: bool = False) -> str:
     """The conversation as text; `ask` opens the assistant's turn at its end."""
     template = jinja2.Template(CHAT_TEMPLATE)
     text: str = template.render(messages=conversation, add_generation_prompt=ask)
@@ -79,7 +79,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def encode(tokenizer: Tokenizer, conversations: Sequence[Conversation]) -> list[NDArray[np.int64]]:
+def encode_conversations(
+    tokenizer: Tokenizer, conversations: Sequence[Conversation]
+) -> list[NDArray[np.int64]]:
     """Token ids of each conversation."""
     template = jinja2.Template(CHAT_TEMPLATE)
     texts = [template.render(messages=talk) for talk in conversations]
@@ -93,7 +95,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return found
 
 
-def answered(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+def mark_answers(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which tokens the assistant wrote: its answers and the mark that ends each."""
     start, end = token_id(tokenizer, TURN_START), token_id(tokenizer, TURN_END)
     header = tokenizer.encode(f"{TURN_START}assistant\n").ids

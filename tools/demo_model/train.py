@@ -22,9 +22,9 @@ from tools.demo_model.corpus import Conversation, Corpus, Split
 from tools.demo_model.network import load_network, new_network, save_model
 from tools.demo_model.tokenizer import (
     TEXT_END,
-    answered,
-    encode,
+    encode_conversations,
     load_tokenizer,
+    mark_answers,
     token_id,
     train_tokenizer,
 )
@@ -71,7 +71,7 @@ class Sample:
     weights: NDArray[np.float32]
 
 
-def conversations(
+def select_conversations(
     split: Split, size: int, seed: int, emphasis: Mapping[str, float] | None = None
 ) -> list[Conversation]:
     """The first conversations of a split; no conversation of one occurs in the other."""
@@ -83,18 +83,18 @@ def conversations(
     return list(unique.values())
 
 
-def samples(tokenizer: Tokenizer, talks: Sequence[Conversation]) -> list[Sample]:
+def make_samples(tokenizer: Tokenizer, talks: Sequence[Conversation]) -> list[Sample]:
     """Conversations as tokens, each closed with the end-of-text mark."""
     end = np.array([token_id(tokenizer, TEXT_END)], dtype=np.int64)
     found = []
-    for ids in encode(tokenizer, talks):
-        weights = np.where(answered(tokenizer, ids), 1.0, _USER_WEIGHT)
+    for ids in encode_conversations(tokenizer, talks):
+        weights = np.where(mark_answers(tokenizer, ids), 1.0, _USER_WEIGHT)
         weights = np.append(weights, _USER_WEIGHT).astype(np.float32)
         found.append(Sample(np.concatenate([ids, end]), weights))
     return found
 
 
-def batches(pool: Sequence[Sample], seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def make_batches(pool: Sequence[Sample], seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless batches of token ids and weights, both [rows, length + 1].
 
     Every row begins where a conversation does, as it will when the model is used.
@@ -105,12 +105,12 @@ def batches(pool: Sequence[Sample], seed: int) -> Iterator[tuple[torch.Tensor, t
     stream = chain.from_iterable(repeat(order))
     while True:
         count, length = rng.choices(_SHAPES, _SHAPE_WEIGHTS)[0]
-        rows = [_row(pool, stream, length + 1) for _ in range(count)]
+        rows = [_make_row(pool, stream, length + 1) for _ in range(count)]
         ids = torch.from_numpy(np.stack([row.ids for row in rows]))
         yield ids, torch.from_numpy(np.stack([row.weights for row in rows]))
 
 
-def _row(pool: Sequence[Sample], stream: Iterator[int], length: int) -> Sample:
+def _make_row(pool: Sequence[Sample], stream: Iterator[int], length: int) -> Sample:
     parts: list[Sample] = []
     while sum(len(part.ids) for part in parts) < length:
         parts.append(pool[next(stream)])
@@ -120,7 +120,7 @@ def _row(pool: Sequence[Sample], stream: Iterator[int], length: int) -> Sample:
     )
 
 
-def _optimizers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
+def _make_optimizers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in network.named_parameters():
@@ -137,14 +137,16 @@ def _optimizers(network: torch.nn.Module, plan: Plan) -> list[torch.optim.Optimi
     ]
 
 
-def _rate(step: int, plan: Plan) -> float:
+def _compute_rate(step: int, plan: Plan) -> float:
     """Warm up, stay, then fall linearly to nearly nothing over the last part."""
     falling = plan.fall * plan.steps
     left = (plan.steps - step) / max(1.0, falling)
     return plan.rate * min((step + 1) / plan.warmup, max(left, 0.01), 1.0)
 
 
-def _loss(network: torch.nn.Module, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _compute_loss(
+    network: torch.nn.Module, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         logits = network(input_ids=ids[:, :-1], use_cache=False).logits
     losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -152,16 +154,16 @@ def _loss(network: torch.nn.Module, ids: torch.Tensor, weights: torch.Tensor) ->
     return (losses * wanted).sum() / wanted.sum()
 
 
-def fit(network: Qwen2ForCausalLM, pool: Sequence[Sample], plan: Plan) -> None:
+def train_network(network: Qwen2ForCausalLM, pool: Sequence[Sample], plan: Plan) -> None:
     """Train in place; progress goes to stderr as JSON lines."""
     network.train()
-    optimizers = _optimizers(network, plan)
+    optimizers = _make_optimizers(network, plan)
     started, recent = time.monotonic(), 0.0
-    for step, (ids, weights) in enumerate(islice(batches(pool, plan.seed), plan.steps)):
+    for step, (ids, weights) in enumerate(islice(make_batches(pool, plan.seed), plan.steps)):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = _rate(step, plan)
-        loss = _loss(network, ids, weights)
+                group["lr"] = _compute_rate(step, plan)
+        loss = _compute_loss(network, ids, weights)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         for optimizer in optimizers:
@@ -177,29 +179,29 @@ def fit(network: Qwen2ForCausalLM, pool: Sequence[Sample], plan: Plan) -> None:
             print(json.dumps(line), file=sys.stderr, flush=True)
 
 
-def train(folder: Path, plan: Plan, train_size: int = TRAIN_SIZE) -> None:
+def train_model(folder: Path, plan: Plan, train_size: int = TRAIN_SIZE) -> None:
     """Train tokenizer and network from nothing and write the model folder."""
     torch.manual_seed(plan.seed)
     torch.use_deterministic_algorithms(True)
-    talks = conversations("train", train_size, plan.seed)
+    talks = select_conversations("train", train_size, plan.seed)
     tokenizer = train_tokenizer(talks[:TOKENIZER_SIZE])
-    pool = samples(tokenizer, talks)
+    pool = make_samples(tokenizer, talks)
     tokens = sum(len(sample.ids) for sample in pool)
     print(json.dumps({"conversations": len(pool), "tokens": tokens}), file=sys.stderr, flush=True)
     network = new_network()
-    fit(network, pool, plan)
+    train_network(network, pool, plan)
     save_model(network, tokenizer, folder)
 
 
-def refinement(seed: int) -> list[Conversation]:
+def select_refinement(seed: int) -> list[Conversation]:
     """The conversations of the second training."""
-    return conversations("train", REFINE_SIZE, seed + 1, EMPHASIS)
+    return select_conversations("train", REFINE_SIZE, seed + 1, EMPHASIS)
 
 
-def refine(folder: Path, plan: Plan) -> None:
+def refine_model(folder: Path, plan: Plan) -> None:
     """Go on from a written model folder, with more of what it finds hard, and write it again."""
     torch.manual_seed(plan.seed)
     torch.use_deterministic_algorithms(True)
     tokenizer, network = load_tokenizer(folder), load_network(folder)
-    fit(network, samples(tokenizer, refinement(plan.seed)), plan)
+    train_network(network, make_samples(tokenizer, select_refinement(plan.seed)), plan)
     save_model(network, tokenizer, folder)

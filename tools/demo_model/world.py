@@ -189,8 +189,7 @@ _SUN_AND_MOON = (
         ("The sun is a star. All the planets of the solar system go around it.",),
         then=(
             Then(
-                ("How hot is it?", "Is it hot?"),
-                ("It is very hot. More I do not know about it.",),
+                ("How hot is it?", "Is it hot?"), ("It is very hot. More I do not know about it.",)
             ),
         ),
         held_out=("Tell me what the sun is.",),

@@ -58,7 +58,7 @@ class Activations:
         return self._data[first * self._row_bytes : (first + count) * self._row_bytes]
 
 
-def record(folder: Path, rows: int, hidden: int) -> bytes:
+def record_rows(folder: Path, rows: int, hidden: int) -> bytes:
     """Record ``rows`` rows of ``hidden`` bf16 elements after a third of the layers.
 
     Raises:
@@ -99,7 +99,7 @@ def record(folder: Path, rows: int, hidden: int) -> bytes:
 
 def make_recording(folder: Path, out: Path, rows: int = ROWS, hidden: int = HIDDEN) -> str:
     """Record into ``out`` with a description beside it; returns the description."""
-    data = record(folder, rows, hidden)
+    data = record_rows(folder, rows, hidden)
     source = f"{rows} rows of {hidden} bf16, recorded from {folder.name} and widened"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(data)

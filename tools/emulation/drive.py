@@ -45,26 +45,22 @@ class Driven(msgspec.Struct, frozen=True):
     trouble: tuple[str, ...]
 
 
-def drive(spec: Spec) -> Driven:
-    """Run a spec.
-
-    Raises:
-        MolinkError: the ring cannot form.
-    """
+def drive_load(spec: Spec) -> Driven:
+    """Run a spec, or raise :class:`MolinkError`."""
     keys = KeyPair.generate()
     with ring_of(spec.emulation, spec.settings, spec.hosts, keys) as members:
         with asyncio.Runner(loop_factory=EventLoop) as runner:
-            answers = runner.run(_answers(spec, members[0], keys))
-        return _driven(answers, members)
+            answers = runner.run(_collect_answers(spec, members[0], keys))
+        return _make_driven(answers, members)
 
 
-async def _answers(spec: Spec, head: Member, keys: KeyPair) -> list[Answer]:
+async def _collect_answers(spec: Spec, head: Member, keys: KeyPair) -> list[Answer]:
     vocabulary = spec.emulation.model_profile.vocabulary
     async with load_on(head, keys, vocabulary, spec.seed) as load:
         return await run_load(load, spec.plan, spec.until)
 
 
-def _driven(answers: list[Answer], members: list[Member]) -> Driven:
+def _make_driven(answers: list[Answer], members: list[Member]) -> Driven:
     notes = [member.punctuality() for member in members]
     stats = [member.stats for member in members]
     return Driven(
@@ -84,7 +80,7 @@ def main() -> int:
     """Entry point; returns the exit code."""
     spec, result = (Path(argument) for argument in sys.argv[1:3])
     try:
-        done = drive(msgspec.json.decode(spec.read_bytes(), type=Spec))
+        done = drive_load(msgspec.json.decode(spec.read_bytes(), type=Spec))
     except MolinkError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from molink.ring.step import StepInput, StepOutput, StepResult
+from molink.ring.step import BlockCopy, StepInput, StepOutput, StepResult
 from molink.sim.executor import step_rows
 from molink.sim.roofline import Roofline
 from molink.wire.messages.data_plane import SampledId, SamplerOutput, Volume
@@ -69,10 +69,18 @@ class EmulatedExecutor:
         self._thread.start()
 
     def submit_step(
-        self, segments: Sequence[StepInput], done: Callable[[StepResult], None]
+        self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
     ) -> None:
         """Queue a step."""
-        self._jobs.put((segments, done))
+        self._jobs.put((step_inputs, done))
+
+    def submit_copy(self, copy: BlockCopy) -> None:
+        """Refuse: an emulated stage swaps no blocks."""
+        raise NotImplementedError
+
+    def submit_task(self, task: Callable[[], None]) -> None:
+        """Refuse: no draft model runs beside an emulated stage."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop after the queued steps."""
@@ -85,21 +93,23 @@ class EmulatedExecutor:
             segments, done = job
             rows = step_rows([segment.volume for segment in segments], self._stage.is_last)
             planned = self._roofline.step_s(rows) * self._stage.slowed(self.punctuality.steps)
-            results = [self._result(segment.volume) for segment in segments]
+            results = [self._make_result(segment.volume) for segment in segments]
             if (left := planned - (time.perf_counter() - began)) > 0:
                 time.sleep(left)
             took = time.perf_counter() - began
             self.punctuality.add(planned, took)
             self._hand_over(done, StepResult(results, took, None))
 
-    def _result(self, volume: Volume) -> StepOutput:
+    def _make_result(self, volume: Volume) -> StepOutput:
         if self._stage.is_last:
             vocabulary = self._stage.config.vocab_size
-            return StepOutput(volume, None, sampled(volume, vocabulary, self._last))
+            return StepOutput(volume, None, sample_tokens(volume, vocabulary, self._last))
         return StepOutput(volume, self._activations.rows(volume.count), None)
 
 
-def sampled(volume: Volume, vocabulary: int, last: dict[int, tuple[int, int]]) -> SamplerOutput:
+def sample_tokens(
+    volume: Volume, vocabulary: int, last: dict[int, tuple[int, int]]
+) -> SamplerOutput:
     """Sample deterministic tokens for each slice that wants one, and accept drafts.
 
     ``last`` maps requests to their last sampled position and token.

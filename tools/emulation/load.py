@@ -86,7 +86,7 @@ class Load:
         match message:
             case OutputTokens():
                 for token in message.tokens:
-                    self._token(self.answers[token.key], token.finish_reason is not None, now)
+                    self._add_token(self.answers[token.key], token.finish_reason is not None, now)
             case Rejected():
                 answer = self.answers[message.key]
                 answer.error, answer.over = f"{message.reason}: {message.message}", True
@@ -114,7 +114,7 @@ class Load:
             self._changed.clear()
             await self._changed.wait()
 
-    def _token(self, answer: Answer, last: bool, now: float) -> None:
+    def _add_token(self, answer: Answer, last: bool, now: float) -> None:
         answer.times.append(now)
         answer.over = last
         done = len(answer.times)

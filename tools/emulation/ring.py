@@ -96,11 +96,7 @@ class Member:
         write_pipe(cast(BinaryIO, self.process.stdin), message)
 
     def hear(self, kind: type[M]) -> M:
-        """Wait for the next message of that kind.
-
-        Raises:
-            WorkerError: it failed, or sent nothing for :data:`START_S`.
-        """
+        """Wait for the next message of that kind, or raise :class:`WorkerError`."""
         end = time.monotonic() + START_S
         while True:
             try:
@@ -161,10 +157,6 @@ def ring_of(
     """Run a ring of one stage per host; ``client`` may connect to its scheduler.
 
     ``delay_ms`` delays links on this PC's loopback (:class:`Shaper`).
-
-    Raises:
-        UsageError: more or fewer hosts than stages.
-        WorkerError: a stage cannot start.
     """
     if len(hosts) != emulation.stages:
         raise UsageError(f"{emulation.stages} stages need as many hosts, not {len(hosts)}")
@@ -177,29 +169,29 @@ def ring_of(
         described.write_bytes(msgspec.json.encode(emulation))
         try:
             for index, host in enumerate(hosts):
-                members.append(_launch(described, index, host))
+                members.append(_launch_stage(described, index, host))
                 members[-1].listen()
                 members[-1].tell(_start(emulation, settings, index, members[-1]))
-            _load(members, client)
+            _load_stages(members, client)
             for member in members if delay_ms else ():
                 shaper = Shaper(member.host.address, member.port, mbps=0.0, delay_ms=delay_ms)
                 member.port = shapers.enter_context(shaper).port
-            _form(emulation, settings, members)
+            _form_ring(emulation, settings, members)
             yield members
         finally:
             for member in members:
                 member.end()
 
 
-def _launch(described: Path, index: int, host: Host) -> Member:
+def _launch_stage(described: Path, index: int, host: Host) -> Member:
     log = described.with_name(f"stage-{index}.log")
     command = [*host.prefix, sys.executable, "-m", "tools.emulation.worker", str(described)]
     with log.open("wb") as output:
-        process = _spawn(command, output)
+        process = _spawn_process(command, output)
     return Member(process, KeyPair.generate(), host, log)
 
 
-def _spawn(command: Sequence[str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
+def _spawn_process(command: Sequence[str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         command,
         cwd=Path(__file__).parents[2],
@@ -240,7 +232,7 @@ def _start(emulation: Emulation, settings: RingSettings, index: int, member: Mem
     )
 
 
-def _load(members: Sequence[Member], client: KeyPair) -> None:
+def _load_stages(members: Sequence[Member], client: KeyPair) -> None:
     keys = [client, *(member.keys for member in members)]
     allowed = PeerKeys(
         peers=tuple(PeerKey(peer=derive_peer_id(key.public), public_key=key.public) for key in keys)
@@ -251,7 +243,7 @@ def _load(members: Sequence[Member], client: KeyPair) -> None:
         member.port, member.blocks = loaded.port, loaded.max_blocks
 
 
-def _form(emulation: Emulation, settings: RingSettings, members: Sequence[Member]) -> None:
+def _form_ring(emulation: Emulation, settings: RingSettings, members: Sequence[Member]) -> None:
     order = FormRing(
         epoch=EPOCH,
         ring=tuple(member.address() for member in members),

@@ -35,20 +35,20 @@ _NOTE_S = 2.0
 NOTE = "punctuality "
 
 
-def load(emulation: Emulation, start: LoadStage) -> StageEngine:
+def load_emulated(emulation: Emulation, start: LoadStage) -> StageEngine:
     """Make the engine that replaces a loaded model."""
     activations = Activations.read(Path(emulation.activations), emulation.row_bytes)
     stage = EmulatedStage(emulation, start.stage)
 
     def executor(_: RequestTable, hand_over: HandOver) -> EmulatedExecutor:
         made = EmulatedExecutor(stage, activations, hand_over)
-        threading.Thread(target=_note, args=(made,), daemon=True).start()
+        threading.Thread(target=_print_notes, args=(made,), daemon=True).start()
         return made
 
     return StageEngine(stage, emulation.profiles[start.stage], executor)
 
 
-def _note(executor: EmulatedExecutor) -> None:
+def _print_notes(executor: EmulatedExecutor) -> None:
     while True:
         time.sleep(_NOTE_S)
         print(NOTE + json.dumps(asdict(executor.punctuality)), file=sys.stderr, flush=True)
@@ -80,6 +80,6 @@ def run(engine: Callable[[LoadStage], StageEngine]) -> int:
 
 
 if __name__ == "__main__":
-    code = run(partial(load, read_emulation(Path(sys.argv[1]).read_bytes())))
+    code = run(partial(load_emulated, read_emulation(Path(sys.argv[1]).read_bytes())))
     logging.shutdown()
     exit_process(code)

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 from molink.bench.workload import read_trace
 from molink.errors import MolinkError, UsageError
 from tools.emulation.activations import RECORDED
-from tools.paperbench.document import render
+from tools.paperbench.document import render_document
 from tools.paperbench.results import Results
-from tools.paperbench.rig import CONGESTION, RATES, SYSTEMS, RigPlan, run_rig, write
+from tools.paperbench.rig import CONGESTION, RATES, SYSTEMS, RigPlan, run_rig, write_results
 from tools.paperbench.simulated import FULL, SimPlan, run_simulations
-from tools.paperbench.targets import judge
+from tools.paperbench.targets import judge_targets
 from tools.paperbench.variants import VARIANTS
 from tools.paperbench.workload import find_trace
 
@@ -34,16 +34,16 @@ _SYSTEMS = tuple(each.name for each in SYSTEMS)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = _parser()
+    parser = _make_parser()
     options = parser.parse_args(arguments)
     if not (options.simulate or options.rig or options.render):
         parser.print_help()
         return 2
     try:
         if options.simulate:
-            _simulate(options)
+            _run_simulations(options)
         if options.rig:
-            _rig(options)
+            _run_rig(options)
         _render(options)
     except MolinkError as error:
         print(error, file=sys.stderr)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python tools/paper.py",
         description=__doc__,
@@ -69,22 +69,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=RESULTS)
     rig = parser.add_argument_group("--rig")
     rig.add_argument("--activations", type=Path, default=RECORDED)
-    rig.add_argument("--rates", type=_numbers, default=RATES)
-    rig.add_argument("--congestion", type=_words, default=CONGESTION)
-    rig.add_argument("--systems", type=_words, default=_SYSTEMS, help="comma separated")
+    rig.add_argument("--rates", type=_parse_numbers, default=RATES)
+    rig.add_argument("--congestion", type=_parse_words, default=CONGESTION)
+    rig.add_argument("--systems", type=_parse_words, default=_SYSTEMS, help="comma separated")
     rig.add_argument("--repeats", type=int, default=1, help="runs per row, counted together")
     return parser
 
 
-def _simulate(options: argparse.Namespace) -> None:
-    warmup, duration = _times(options, FULL if options.full else (None, None))
+def _run_simulations(options: argparse.Namespace) -> None:
+    warmup, duration = _parse_times(options, FULL if options.full else (None, None))
     trace = find_trace(options.trace)
     began = time.monotonic()
     if options.seeds < 1:
         raise UsageError(f"--seeds must be at least 1, not {options.seeds}")
     plan = SimPlan(read_trace(trace), warmup, duration, options.seed, options.seeds)
-    found = run_simulations(plan, _say)
-    command = "python tools/paper.py --simulate" + _changed(options)
+    found = run_simulations(plan, _print_line)
+    command = "python tools/paper.py --simulate" + _list_changes(options)
     if options.seeds > 1:
         command += f" --seeds {options.seeds}"
     path = options.out / "paper-simulated.json"
@@ -92,21 +92,21 @@ def _simulate(options: argparse.Namespace) -> None:
     targets = [
         {"where": each.where, "what": each.what, "value": each.value, "bound": each.bound}
         | {"at_least": each.at_least, "met": each.met}
-        for each in judge(results)
+        for each in judge_targets(results)
     ]
-    _write(path, {"command": command, **found, "targets": targets})
+    _write_results(path, {"command": command, **found, "targets": targets})
     met = sum(bool(each["met"]) for each in targets)
-    _say(f"{path}: {met} of {len(targets)} targets met, {time.monotonic() - began:.0f} s")
+    _print_line(f"{path}: {met} of {len(targets)} targets met, {time.monotonic() - began:.0f} s")
 
 
-def _rig(options: argparse.Namespace) -> None:
+def _run_rig(options: argparse.Namespace) -> None:
     systems = {variant.name: variant for variant in VARIANTS}
     if unknown := [name for name in options.systems if name not in systems]:
         raise UsageError(f"unknown system {unknown[0]!r}; available: {', '.join(systems)}")
     if options.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, not {options.repeats}")
     short = RigPlan(find_trace(options.trace), options.activations)
-    warmup, duration = _times(options, (short.warmup, short.duration))
+    warmup, duration = _parse_times(options, (short.warmup, short.duration))
     plan = RigPlan(
         find_trace(options.trace),
         options.activations,
@@ -118,8 +118,8 @@ def _rig(options: argparse.Namespace) -> None:
         options.seed,
         options.repeats,
     )
-    _say(f"{len(plan.rows)} rows on the rig, about {plan.seconds / 60:.0f} minutes in all")
-    command = "python tools/paper.py --rig" + _changed(options)
+    _print_line(f"{len(plan.rows)} rows on the rig, about {plan.seconds / 60:.0f} minutes in all")
+    command = "python tools/paper.py --rig" + _list_changes(options)
     if plan.repeats > 1:
         command += f" --repeats {plan.repeats}"
     for name, usual in (("rates", RATES), ("congestion", CONGESTION), ("systems", _SYSTEMS)):
@@ -130,27 +130,27 @@ def _rig(options: argparse.Namespace) -> None:
         done.append(row)
         by = ", ".join(f"{name} {value:.2f}" for name, value in row["rig_by_simulated"].items())
         where = f"{row['rate']:g} req/s, {row['congestion']}, {row['system']}"
-        _say(f"{len(done)} of {len(plan.rows)}: {where}: by the simulation: {by}")
-        write(done, plan, command, options.out / "paper-rig.json")
+        _print_line(f"{len(done)} of {len(plan.rows)}: {where}: by the simulation: {by}")
+        write_results(done, plan, command, options.out / "paper-rig.json")
 
 
 def _render(options: argparse.Namespace) -> None:
     simulated, rig = options.out / "paper-simulated.json", options.out / "paper-rig.json"
     if not simulated.is_file():
-        _say(f"no {simulated}; make it with --simulate")
+        _print_line(f"no {simulated}; make it with --simulate")
         return
     found = json.loads(simulated.read_text(encoding="utf-8"))
     results = Results(found)
     real = json.loads(rig.read_text(encoding="utf-8")) if rig.is_file() else None
     document = options.out / "paper.md"
-    document.write_text(render(results, found["command"], real), encoding="utf-8")
-    _say(str(document))
+    document.write_text(render_document(results, found["command"], real), encoding="utf-8")
+    _print_line(str(document))
 
 
 _Seconds = TypeVar("_Seconds", float, float | None)
 
 
-def _times(
+def _parse_times(
     options: argparse.Namespace, usual: tuple[_Seconds, _Seconds]
 ) -> tuple[_Seconds, _Seconds]:
     warmup, duration = usual
@@ -160,7 +160,7 @@ def _times(
     )
 
 
-def _changed(options: argparse.Namespace) -> str:
+def _list_changes(options: argparse.Namespace) -> str:
     """Options that change results."""
     given = " --full" if options.full else ""
     if options.warmup is not None:
@@ -170,18 +170,18 @@ def _changed(options: argparse.Namespace) -> str:
     return given + (f" --seed {options.seed}" if options.seed else "")
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
+def _write_results(path: Path, found: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def _parse_numbers(text: str) -> tuple[float, ...]:
     return tuple(float(each) for each in text.split(","))
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _parse_words(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)

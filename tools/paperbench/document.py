@@ -5,7 +5,7 @@ from typing import Any
 
 from tools.paperbench.published import TABLE_5, TABLES, Figures, Row, Setting
 from tools.paperbench.results import Results
-from tools.paperbench.targets import Verdict, gain, judge
+from tools.paperbench.targets import Verdict, compute_gain, judge_targets
 from tools.paperbench.variants import ABLATION, ALL, CONCURRENT, FIFO, MOLINK, VARIANTS
 
 _TITLES = {
@@ -27,7 +27,7 @@ for nothing. *Saturated*: KV blocks ran out and requests queued, so figures grow
 """
 
 
-def render(results: Results, command: str, rig: dict[str, Any] | None) -> str:
+def render_document(results: Results, command: str, rig: dict[str, Any] | None) -> str:
     """The whole document."""
     parts = [
         "# The MoLink paper's tables",
@@ -40,24 +40,24 @@ def render(results: Results, command: str, rig: dict[str, Any] | None) -> str:
         " the seconds whose arrivals count; all requests run to their end. The paper ran 60 s +"
         " 1800 s (`--full`).",
         _LEGEND,
-        *(_table(results, number) for number in TABLES),
-        _ablation(results),
-        _gains(results),
-        _targets(judge(results)),
+        *(_format_table(results, number) for number in TABLES),
+        _format_ablation(results),
+        _format_gains(results),
+        _format_targets(judge_targets(results)),
     ]
     if rig is not None:
-        parts.append(_rig(rig))
+        parts.append(_format_rig(rig))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _table(results: Results, number: int) -> str:
+def _format_table(results: Results, number: int) -> str:
     lines = [f"### {_TITLES[number]}"]
     for row in TABLES[number]:
-        lines += ["", *_row(results, row)]
+        lines += ["", *_format_row(results, row)]
     return "\n".join(lines)
 
 
-def _row(results: Results, row: Row) -> Iterator[str]:
+def _format_row(results: Results, row: Row) -> Iterator[str]:
     floor = results.floor(row.setting)
     warmup, duration = results.times(row.setting)
     requests = max(
@@ -80,17 +80,17 @@ def _row(results: Results, row: Row) -> Iterator[str]:
         theirs = paper.get(name)
         by_floor = "saturated" if ours.saturated else f"{ours.tpot / floor:.2f}"
         yield (
-            f"| {_bold(name)} | {ours.ttft:.2f}{_spread(ours.ttft_spread, 2)}"
-            f" | {ours.tpot:.4f}{_spread(ours.tpot_spread, 4)} | {ours.tpot_p99:.4f}"
+            f"| {_format_name(name)} | {ours.ttft:.2f}{_format_spread(ours.ttft_spread, 2)}"
+            f" | {ours.tpot:.4f}{_format_spread(ours.tpot_spread, 4)} | {ours.tpot_p99:.4f}"
             f" | {ours.latency:.1f} | {by_floor} | {_figures(theirs) if theirs else ''} |"
         )
 
 
-def _spread(spread: float, digits: int) -> str:
+def _format_spread(spread: float, digits: int) -> str:
     return f" ± {spread:.{digits}f}" if spread else ""
 
 
-def _bold(name: str) -> str:
+def _format_name(name: str) -> str:
     return f"**{name}**" if name == ALL.name else name
 
 
@@ -98,7 +98,7 @@ def _figures(figures: Figures) -> str:
     return f"{figures.ttft:.2f}, {figures.tpot:.2f}, {figures.latency:g}"
 
 
-def _ablation(results: Results) -> str:
+def _format_ablation(results: Results) -> str:
     lines = [
         "### Table 5: the paper's ablation (0.2 requests/s, 100 Mbps, 30 ms)",
         "",
@@ -115,13 +115,13 @@ def _ablation(results: Results) -> str:
         paper, none = TABLE_5[name], TABLE_5["neither"]
         lines.append(
             f"| {name} | {ours.ttft:.2f} | {ours.tpot:.4f} | {ours.latency:.1f}"
-            f" | {_percent(gain(ours.figures, neither.figures))} | {_figures(paper)}"
-            f" | {_percent(gain(paper, none))} |"
+            f" | {_percent(compute_gain(ours.figures, neither.figures))} | {_figures(paper)}"
+            f" | {_percent(compute_gain(paper, none))} |"
         )
     return "\n".join(lines)
 
 
-def _gains(results: Results) -> str:
+def _format_gains(results: Results) -> str:
     lines = [
         "### What the paper's policy gains",
         "",
@@ -137,10 +137,10 @@ def _gains(results: Results) -> str:
             continue
         ours, fifo, concurrent = (each.figures for each in found if each is not None)
         cells = (
-            gain(ours, fifo),
-            gain(row.molink, row.fifo),
-            gain(ours, concurrent),
-            gain(row.molink, row.concurrent),
+            compute_gain(ours, fifo),
+            compute_gain(row.molink, row.fifo),
+            compute_gain(ours, concurrent),
+            compute_gain(row.molink, row.concurrent),
         )
         lines.append(f"| {row.setting.name} | {' | '.join(map(_percent, cells))} |")
     return "\n".join(lines)
@@ -153,7 +153,7 @@ def _percent(share: Figures) -> str:
     )
 
 
-def _targets(verdicts: Sequence[Verdict]) -> str:
+def _format_targets(verdicts: Sequence[Verdict]) -> str:
     met = sum(verdict.met for verdict in verdicts)
     lines = [
         "### Targets",
@@ -175,7 +175,7 @@ def _targets(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def _rig(rig: dict[str, Any]) -> str:
+def _format_rig(rig: dict[str, Any]) -> str:
     lines = [
         "## On real processes and sockets",
         "",
@@ -192,12 +192,12 @@ def _rig(rig: dict[str, Any]) -> str:
         "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in rig["rows"]:
-        real, expected, by = row["rig"], row["simulated"], row["rig_by_simulated"]
+        real, planned, by = row["rig"], row["simulated"], row["rig_by_simulated"]
         near = all(abs(value - 1) <= _NEAR for value in by.values()) and len(by) == 2
         lines.append(
             f"| {row['rate']:g} | {row['congestion']} | {row['system']}"
-            f" | {_mean(real['ttft_s'])} | {_mean(expected['ttft_s'])} | {by.get('ttft', 0):.2f}"
-            f" | {_mean(real['tpot_s'])} | {_mean(expected['tpot_s'])} | {by.get('tpot', 0):.2f}"
+            f" | {_format(real['ttft_s'])} | {_format(planned['ttft_s'])} | {by.get('ttft', 0):.2f}"
+            f" | {_format(real['tpot_s'])} | {_format(planned['tpot_s'])} | {by.get('tpot', 0):.2f}"
             f" | {real['tpot_s']['p99'] or 0:.3f} | {100 * max(row['late_share']):.0f} %"
             f" | {'yes' if near else '**no**'} |"
         )
@@ -212,6 +212,6 @@ def _rig(rig: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _mean(summary: dict[str, float | None]) -> str:
+def _format(summary: dict[str, float | None]) -> str:
     mean = summary["mean"]
     return "–" if mean is None else f"{mean:.3f}"

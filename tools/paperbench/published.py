@@ -46,7 +46,7 @@ class Row:
     molink: Figures
 
 
-def _row(
+def _make_row(
     setting: Setting,
     ttft: tuple[float, float, float],
     tpot: tuple[float, float, float],
@@ -55,28 +55,28 @@ def _row(
     return Row(setting, *(Figures(*each) for each in zip(ttft, tpot, latency, strict=True)))
 
 
-_SHARED = _row(Setting(), (3.74, 3.42, 3.30), (0.50, 0.47, 0.41), (111, 106, 93))
+_SHARED = _make_row(Setting(), (3.74, 3.42, 3.30), (0.50, 0.47, 0.41), (111, 106, 93))
 
 #: Request rates.
 TABLE_2 = (
-    _row(Setting(rate=0.7), (17.3, 14.2, 9.29), (3.49, 3.42, 3.01), (509, 497, 449)),
-    _row(Setting(rate=0.3), (6.20, 5.66, 5.23), (1.69, 1.65, 1.30), (306, 299, 256)),
+    _make_row(Setting(rate=0.7), (17.3, 14.2, 9.29), (3.49, 3.42, 3.01), (509, 497, 449)),
+    _make_row(Setting(rate=0.3), (6.20, 5.66, 5.23), (1.69, 1.65, 1.30), (306, 299, 256)),
     _SHARED,
-    _row(Setting(rate=0.1), (3.39, 3.27, 3.23), (0.28, 0.29, 0.26), (74, 75, 69)),
+    _make_row(Setting(rate=0.1), (3.39, 3.27, 3.23), (0.28, 0.29, 0.26), (74, 75, 69)),
 )
 #: Bandwidths.
 TABLE_3 = (
-    _row(Setting(mbps=60), (8.07, 7.34, 7.32), (1.24, 1.21, 1.07), (229, 223, 213)),
+    _make_row(Setting(mbps=60), (8.07, 7.34, 7.32), (1.24, 1.21, 1.07), (229, 223, 213)),
     _SHARED,
-    _row(Setting(mbps=200), (2.02, 1.86, 1.83), (0.29, 0.28, 0.25), (68, 64, 58)),
-    _row(Setting(mbps=400), (1.45, 1.35, 1.26), (0.25, 0.23, 0.21), (56, 53, 47)),
+    _make_row(Setting(mbps=200), (2.02, 1.86, 1.83), (0.29, 0.28, 0.25), (68, 64, 58)),
+    _make_row(Setting(mbps=400), (1.45, 1.35, 1.26), (0.25, 0.23, 0.21), (56, 53, 47)),
 )
 #: Latencies.
 TABLE_4 = (
-    _row(Setting(latency_ms=10), (3.25, 3.13, 3.12), (0.31, 0.31, 0.27), (72, 72, 63)),
-    _row(Setting(latency_ms=20), (3.46, 3.28, 3.19), (0.41, 0.40, 0.34), (94, 92, 79)),
+    _make_row(Setting(latency_ms=10), (3.25, 3.13, 3.12), (0.31, 0.31, 0.27), (72, 72, 63)),
+    _make_row(Setting(latency_ms=20), (3.46, 3.28, 3.19), (0.41, 0.40, 0.34), (94, 92, 79)),
     _SHARED,
-    _row(Setting(latency_ms=50), (3.81, 3.73, 3.70), (0.67, 0.65, 0.59), (143, 139, 127)),
+    _make_row(Setting(latency_ms=50), (3.81, 3.73, 3.70), (0.67, 0.65, 0.59), (143, 139, 127)),
 )
 TABLES = {2: TABLE_2, 3: TABLE_3, 4: TABLE_4}
 #: The ablation: both, chunked transmission only, micro-batch extension only, neither.
@@ -88,7 +88,7 @@ TABLE_5 = {
 }
 
 
-def settings() -> list[Setting]:
+def list_settings() -> list[Setting]:
     """Every setting once."""
     rows = chain(TABLE_2, TABLE_3, TABLE_4)
     return list(dict.fromkeys(row.setting for row in rows))

@@ -82,12 +82,12 @@ class Results:
             found["completed"],
             found["output_tokens"] / max(1, found["completed"]),
             found["micro_batches"],
-            _spread(found, "ttft_s"),
-            _spread(found, "tpot_s"),
+            _compute_spread(found, "ttft_s"),
+            _compute_spread(found, "tpot_s"),
             found.get("preemptions", 0) > 0 or found.get("kv_peak", 0.0) >= FULL_KV,
         )
 
 
-def _spread(found: dict[str, Any], figure: str) -> float:
+def _compute_spread(found: dict[str, Any], figure: str) -> float:
     means = [run[figure]["mean"] for run in found.get("runs", ())]
     return (max(means) - min(means)) / 2 if means and None not in means else 0.0

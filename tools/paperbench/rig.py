@@ -24,7 +24,7 @@ from tools.paperbench.published import DEVICE, MODEL, STAGES, Setting
 from tools.paperbench.variants import ALL, CONCURRENT, FIFO, RIVALS, Variant
 from tools.paperbench.workload import make_scenario, make_workload
 from tools.wan import Node, Rig, unavailable
-from tools.wan.namespaces import NONE, enter
+from tools.wan.namespaces import NONE, enter_command
 
 RATES = (0.2, 0.7)
 CONGESTION = ("cubic", "bbr")
@@ -90,10 +90,10 @@ def run_rig(plan: RigPlan) -> Iterator[dict[str, Any]]:
     # Other programs must not delay emulated devices or the relay; children inherit this.
     os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     for setting, congestion, system in plan.rows:
-        yield _row(plan, setting, congestion, system)
+        yield _run_row(plan, setting, congestion, system)
 
 
-def _row(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> dict[str, Any]:
+def _run_row(plan: RigPlan, setting: Setting, congestion: str, system: Variant) -> dict[str, Any]:
     """Run all seeds of a row and merge their requests."""
     runs = [_run(plan, setting, congestion, system, seed) for seed in plan.seeds]
     measured = Figures.of([sample for run in runs for sample in run.driven.samples], plan.warmup)
@@ -145,14 +145,15 @@ class _Run:
 def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant, seed: int) -> _Run:
     workload = make_workload(read_trace(plan.trace), setting, plan.warmup, plan.duration, seed)
     until = plan.warmup + plan.duration
-    expected = _simulated(workload, setting, system, until, congestion)
+    expected = _simulate_row(workload, setting, system, until, congestion)
     node = Node("", setting.mbps, setting.mbps, setting.latency_ms)
     if congestion == NONE:
         node = replace(node, queue_bytes=_ENDLESS)
     nodes = [replace(node, name=f"stage{index}") for index in range(STAGES)]
     with Rig(nodes, congestion=congestion, seed=seed) as rig:
         hosts = [
-            Host(rig.address(index), tuple(enter(rig.namespace(index)))) for index in range(STAGES)
+            Host(rig.address(index), tuple(enter_command(rig.namespace(index))))
+            for index in range(STAGES)
         ]
         spec = Spec(
             Emulation(activations=str(plan.activations.resolve()), device=DEVICE, model=MODEL),
@@ -169,11 +170,11 @@ def _run(plan: RigPlan, setting: Setting, congestion: str, system: Variant, seed
             until,
             seed,
         )
-        driven = _drive(rig, spec)
+        driven = _drive_spec(rig, spec)
         return _Run(seed, driven, expected, rig.stats())
 
 
-def _drive(rig: Rig, spec: Spec) -> Driven:
+def _drive_spec(rig: Rig, spec: Spec) -> Driven:
     """Run ``spec`` beside the scheduler."""
     with tempfile.TemporaryDirectory(prefix="molink-paper-") as folder:
         asked, answered = Path(folder) / "spec.json", Path(folder) / "result.json"
@@ -185,7 +186,7 @@ def _drive(rig: Rig, spec: Spec) -> Driven:
         return msgspec.json.decode(answered.read_bytes(), type=Driven)
 
 
-def _simulated(
+def _simulate_row(
     workload: Workload, setting: Setting, system: Variant, until: float, congestion: str
 ) -> Sequence[Sample]:
     """Simulate the same requests, cut off at the same time."""
@@ -229,9 +230,9 @@ class Figures:
             "requests": self.requests,
             "answered": self.answered,
             "tokens": self.tokens,
-            "ttft_s": _plain(self.ttft),
-            "tpot_s": _plain(self.tpot),
-            "itl_s": _plain(self.itl),
+            "ttft_s": _summarize(self.ttft),
+            "tpot_s": _summarize(self.tpot),
+            "itl_s": _summarize(self.itl),
         }
 
     def by(self, other: "Figures") -> dict[str, float]:
@@ -244,11 +245,13 @@ class Figures:
         }
 
 
-def _plain(summary: Summary) -> dict[str, float | None]:
+def _summarize(summary: Summary) -> dict[str, float | None]:
     return {name: getattr(summary, name) for name in ("mean", "p50", "p90", "p99")}
 
 
-def write(results: Sequence[dict[str, Any]], plan: RigPlan, command: str, path: Path) -> None:
+def write_results(
+    results: Sequence[dict[str, Any]], plan: RigPlan, command: str, path: Path
+) -> None:
     """Write results and the command that makes them."""
     found = {
         "command": command,

@@ -11,7 +11,7 @@ from typing import Any
 from molink.bench.workload import TraceRow
 from molink.errors import UsageError
 from molink.sim.simulate import simulate_scenario
-from tools.paperbench.published import TABLE_2, Setting, settings
+from tools.paperbench.published import TABLE_2, Setting, list_settings
 from tools.paperbench.variants import ABLATION, ALWAYS, VARIANTS, Variant
 from tools.paperbench.workload import make_scenario, make_workload
 
@@ -49,7 +49,7 @@ class SimPlan:
         rates = {row.setting for row in TABLE_2}
         pairs = [
             (setting, variant)
-            for setting in settings()
+            for setting in list_settings()
             for variant in (VARIANTS if setting in rates else ALWAYS)
         ]
         shared = [(Setting(), variant) for variant in ABLATION.values()]
@@ -74,12 +74,12 @@ def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]
     left out and reported to ``say``.
     """
     began = time.monotonic()
-    found: dict[Setting, dict[str, list[dict[str, Any]]]] = {each: {} for each in settings()}
+    found: dict[Setting, dict[str, list[dict[str, Any]]]] = {each: {} for each in list_settings()}
     seeds = range(plan.seed, plan.seed + plan.seeds)
-    tasks = [_task(plan, *pair, seed) for pair in plan.tasks for seed in seeds]
+    tasks = [_make_task(plan, *pair, seed) for pair in plan.tasks for seed in seeds]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        running = {pool.submit(_simulate, task): task for task in tasks}
+        running = {pool.submit(_run_task, task): task for task in tasks}
         for number, done in enumerate(as_completed(running), start=1):
             task = running[done]
             try:
@@ -103,13 +103,13 @@ def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]
     }
 
 
-def _task(plan: SimPlan, setting: Setting, variant: Variant, seed: int) -> _Task:
+def _make_task(plan: SimPlan, setting: Setting, variant: Variant, seed: int) -> _Task:
     times = plan.times(setting)
     rows = make_workload(plan.trace, setting, *times, seed).trace_rows
     return _Task(setting, variant, rows, *times, seed)
 
 
-def _simulate(task: _Task) -> dict[str, Any]:
+def _run_task(task: _Task) -> dict[str, Any]:
     workload = make_workload(task.trace, task.setting, task.warmup, task.duration, task.seed)
     began = time.process_time()
     outcome = simulate_scenario(make_scenario(workload, task.setting, task.variant)).as_json()
@@ -118,10 +118,10 @@ def _simulate(task: _Task) -> dict[str, Any]:
 
 def _in_order(systems: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     names = [variant.name for variant in [*VARIANTS, *ABLATION.values()]]
-    return {name: merge(systems[name]) for name in dict.fromkeys(names) if name in systems}
+    return {name: merge_runs(systems[name]) for name in dict.fromkeys(names) if name in systems}
 
 
-def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_runs(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge seeds: sums of counts, means of figures, peak KV use."""
     runs = sorted(runs, key=lambda run: run["seed"])
     merged = dict(runs[0])
@@ -130,7 +130,7 @@ def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged["kv_peak"] = max(run["kv_peak"] for run in runs)
     for figure in ("ttft_s", "tpot_s", "itl_s", "latency_s"):
         merged[figure] = {
-            name: _mean([run[figure][name] for run in runs]) for name in runs[0][figure]
+            name: _average([run[figure][name] for run in runs]) for name in runs[0][figure]
         }
     del merged["seed"]
     kept = ("seed", "completed", "ttft_s", "tpot_s", "latency_s", "kv_peak", "preemptions")
@@ -138,6 +138,6 @@ def merge(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _average(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -32,41 +32,39 @@ class Verdict:
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
 
-def judge(results: Results) -> list[Verdict]:
+def judge_targets(results: Results) -> list[Verdict]:
     """Evaluate every target covered by the results."""
     settings = dict.fromkeys(row.setting for table in TABLES.values() for row in table)
-    return [verdict for setting in settings for verdict in _row(results, setting)]
+    return [verdict for setting in settings for verdict in _judge_setting(results, setting)]
 
 
-def _row(results: Results, setting: Setting) -> Iterator[Verdict]:
+def _judge_setting(results: Results, setting: Setting) -> Iterator[Verdict]:
     ours = results.of(setting, ALL.name)
     if ours is None:
         return
     where = setting.name
-    rivals = [ours, *_sound(results, setting, [each.name for each in RIVALS])]
+    rivals = [ours, *_list_unsaturated(results, setting, [each.name for each in RIVALS])]
     if len(rivals) > 1:
         best = min(each.tpot for each in rivals)
         comparable = [each for each in rivals if each.tpot <= COMPARABLE * best]
         first = min(each.ttft for each in comparable)
         yield Verdict(where, "TPOT / best policy's", ours.tpot / best, NEAR_BEST)
         yield Verdict(where, "TTFT / best comparable policy's", ours.ttft / first, 1.0)
-    plain = _sound(results, setting, [each.name for each in (CONCURRENT, FIFO, MOLINK)])
+    plain = _list_unsaturated(results, setting, [each.name for each in (CONCURRENT, FIFO, MOLINK)])
     if plain:
         tpot, ttft = min(each.tpot for each in plain), min(each.ttft for each in plain)
         yield Verdict(where, "best plain TPOT / all switches'", tpot / ours.tpot, TPOT_GAIN, True)
         yield Verdict(where, "best plain TTFT / all switches'", ttft / ours.ttft, TTFT_GAIN, True)
 
 
-def _sound(results: Results, setting: Setting, names: Sequence[str]) -> list[Measured]:
+def _list_unsaturated(results: Results, setting: Setting, names: Sequence[str]) -> list[Measured]:
     """Results that are present and not saturated."""
     found = [results.of(setting, name) for name in names]
     return [each for each in found if each is not None and not each.saturated]
 
 
-def gain(ours: Figures, theirs: Figures) -> Figures:
+def compute_gain(ours: Figures, theirs: Figures) -> Figures:
     """Relative reduction of ``ours`` against ``theirs``."""
     return Figures(
-        1 - ours.ttft / theirs.ttft,
-        1 - ours.tpot / theirs.tpot,
-        1 - ours.latency / theirs.latency,
+        1 - ours.ttft / theirs.ttft, 1 - ours.tpot / theirs.tpot, 1 - ours.latency / theirs.latency
     )

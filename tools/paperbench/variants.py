@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from molink.facts.dtypes import Compression
 from tools.paperbench.published import MAX_PROMPT, STAGES
 
 #: Lets the scheduler choose.
@@ -17,14 +18,14 @@ class Variant:
     name: str
     policy: str = "fifo"
     cut_through: bool = False
-    compression: str = "none"
+    compression: Compression = "none"
     micro_batches: int = STAGES
     tensors: int = 1
     max_num_batched_tokens: int = MAX_PROMPT
     prefill_only: bool = False
 
 
-def _with(variant: Variant, name: str, **changed: object) -> Variant:
+def _derive(variant: Variant, name: str, **changed: object) -> Variant:
     return replace(variant, name=name, **changed)  # type: ignore[arg-type]
 
 
@@ -37,22 +38,24 @@ MOLINK = Variant("molink", policy="molink", micro_batches=AUTO)
 MOLINK_CHUNKS = Variant("molink, K = N", policy="molink")
 
 POLICY = Variant("adaptive", policy="adaptive")
-CUT_THROUGH = _with(POLICY, "+ cut-through", cut_through=True, max_num_batched_tokens=AUTO)
-COMPRESSION = _with(CUT_THROUGH, "+ compression", compression="lossless")
-K_AUTO = _with(COMPRESSION, "+ K auto", micro_batches=AUTO)
-ALL = _with(K_AUTO, "+ prefill-only", prefill_only=True)
+CUT_THROUGH = _derive(POLICY, "+ cut-through", cut_through=True, max_num_batched_tokens=AUTO)
+COMPRESSION = _derive(CUT_THROUGH, "+ compression", compression="lossless")
+K_AUTO = _derive(COMPRESSION, "+ K auto", micro_batches=AUTO)
+ALL = _derive(K_AUTO, "+ prefill-only", prefill_only=True)
 #: Our switches, each added to those before it.
 STEPS = (POLICY, CUT_THROUGH, COMPRESSION, K_AUTO, ALL)
-UNCOMPRESSED = _with(ALL, "all but compression", compression="none")
+UNCOMPRESSED = _derive(ALL, "all but compression", compression="none")
 #: Other link policies with all further switches.
-MOLINK_ALL = _with(ALL, "molink, all switches", policy="molink")
-CONCURRENT_ALL = _with(ALL, "concurrent, all switches", policy="concurrent")
+MOLINK_ALL = _derive(ALL, "molink, all switches", policy="molink")
+CONCURRENT_ALL = _derive(ALL, "concurrent, all switches", policy="concurrent")
 RIVALS = (CONCURRENT_ALL, MOLINK_ALL)
 
-CUT_THROUGH_ALONE = _with(FIFO, "cut-through alone", cut_through=True, max_num_batched_tokens=AUTO)
-COMPRESSION_ALONE = _with(FIFO, "compression alone", compression="lossless")
-K_ALONE = _with(FIFO, "K auto alone", micro_batches=AUTO)
-PREFILL_ONLY_ALONE = _with(FIFO, "prefill-only alone", prefill_only=True)
+CUT_THROUGH_ALONE = _derive(
+    FIFO, "cut-through alone", cut_through=True, max_num_batched_tokens=AUTO
+)
+COMPRESSION_ALONE = _derive(FIFO, "compression alone", compression="lossless")
+K_ALONE = _derive(FIFO, "K auto alone", micro_batches=AUTO)
+PREFILL_ONLY_ALONE = _derive(FIFO, "prefill-only alone", prefill_only=True)
 #: Single switches on ``fifo``.
 ALONE = (CUT_THROUGH_ALONE, COMPRESSION_ALONE, K_ALONE, PREFILL_ONLY_ALONE)
 

@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from tools.scheduling import order
-from tools.scheduling.preemption import preemption
-from tools.scheduling.processes import processes
-from tools.scheduling.report import render
+from tools.scheduling.preemption import measure_preemption
+from tools.scheduling.processes import measure_processes
+from tools.scheduling.report import render_report
 from tools.scheduling.requests import SIZES
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "short-behind-long": order.short_behind_long,
-    "slo": order.slo,
-    "ratios": order.ratios,
-    "preemption": preemption,
-    "processes": processes,
+    "slo": order.measure_slo,
+    "ratios": order.measure_ratios,
+    "preemption": measure_preemption,
+    "processes": measure_processes,
 }
 _POLICIES = ("fcfs", "mlfq", "fixed-priority", "skip-join-mlfq", "gittins", "srpt")
 #: FastServe's device and model.
 _FASTSERVE = {"device": "a100-40gb", "model": "opt-13b"}
-#: Defaults that differ from :func:`_parser`'s, by figure.
+#: Defaults that differ from :func:`_make_parser`'s, by figure.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "preemption": _FASTSERVE | {"ratios": [0.0], "seconds": 60.0},
     "processes": {"policies": ["fcfs", "mlfq", "fixed-priority", "skip-join-mlfq", "gittins"]},
@@ -61,7 +61,7 @@ _OF_CONVERSATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple[str, ...]]:
+def list_commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple[str, ...]]:
     """Module and arguments of every figure; those of traces only where these are given."""
 
     def file(name: str) -> tuple[str, str]:
@@ -89,7 +89,7 @@ def commands(azure: Path | None, mooncake: Path | None, out: Path) -> list[tuple
     return [*found, (here, "report", "--out", str(out))]
 
 
-def _everything(options: argparse.Namespace) -> None:
+def _run_all(options: argparse.Namespace) -> None:
     """Run every figure by its own command."""
     for name, path, what in (
         ("--trace", options.trace, "figures of Azure's conversations (CSV)"),
@@ -97,7 +97,7 @@ def _everything(options: argparse.Namespace) -> None:
     ):
         if path is None:
             print(f"skipped without {name} FILE: {what}", flush=True)
-    made = commands(options.trace, options.conversations, options.out)
+    made = list_commands(options.trace, options.conversations, options.out)
     chosen = [command for command in made if command[1] not in options.without]
     # Figures of one file run in order; files run in parallel.
     groups: dict[str, list[Sequence[str]]] = {}
@@ -119,19 +119,19 @@ def _run(made: Sequence[Sequence[str]]) -> None:
             raise SystemExit(f"failed: {text}")
 
 
-def _numbers(text: str) -> list[float]:
+def _parse_numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _seeds(text: str) -> list[int]:
+def _parse_seeds(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _words(text: str) -> list[str]:
+def _parse_words(text: str) -> list[str]:
     return text.split(",")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.scheduling")
     parser.add_argument("--all", action="store_true", help="all figures, routing included")
     parser.add_argument("--trace", type=Path, help="Azure's conversation trace, for --all")
@@ -139,26 +139,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder, for --all")
     parser.add_argument("--jobs", type=int, default=1, help="figures that --all runs in parallel")
     quiet = "figures that --all skips, such as processes, which need a quiet machine"
-    parser.add_argument("--without", type=_words, default=[], help=quiet)
+    parser.add_argument("--without", type=_parse_words, default=[], help=quiet)
     figures = parser.add_subparsers()
     for name, figure in FIGURES.items():
         sub = figures.add_parser(name, help=(figure.__doc__ or "").splitlines()[0])
         sub.add_argument(
-            "--policies", type=_words, default=list(_POLICIES), help="POLICY[:PREEMPTION_MODE],…"
+            "--policies",
+            type=_parse_words,
+            default=list(_POLICIES),
+            help="POLICY[:PREEMPTION_MODE],…",
         )
-        sub.add_argument("--orders", type=_words, default=["skip-join-mlfq", "gittins"])
+        sub.add_argument("--orders", type=_parse_words, default=["skip-join-mlfq", "gittins"])
         sub.add_argument("--out", type=Path, default=RESULTS / f"scheduling-{name}.json")
         sub.add_argument("--seconds", type=float, default=40.0, help="of arrivals")
         sub.add_argument("--seed", type=int, default=1)
-        sub.add_argument("--seeds", type=_seeds, default=[1, 2, 3])
+        sub.add_argument("--seeds", type=_parse_seeds, default=[1, 2, 3])
         sub.add_argument("--stages", type=int, default=1)
         sub.add_argument("--device", default="rtx4090")
         sub.add_argument("--model", default="qwen-7b")
-        sub.add_argument("--kinds", type=_words, default=list(SIZES))
+        sub.add_argument("--kinds", type=_parse_words, default=list(SIZES))
         sub.add_argument("--trace", type=Path, help="Azure's conversations, CSV")
         sub.add_argument("--load", type=float, default=1.5, help="relative to capacity")
-        sub.add_argument("--loads", type=_numbers, default=[1.2, 3.0])
-        sub.add_argument("--ratios", type=_numbers, default=[1, 2, 4, 8, 16])
+        sub.add_argument("--loads", type=_parse_numbers, default=[1.2, 3.0])
+        sub.add_argument("--ratios", type=_parse_numbers, default=[1, 2, 4, 8, 16])
         sub.add_argument("--requests", type=int, default=32)
         sub.add_argument("--swap-gb", type=float, default=144.0, help="host memory of a stage")
         sub.set_defaults(
@@ -172,14 +175,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = _parser()
+    parser = _make_parser()
     options = parser.parse_args(arguments)
     if options.all:
-        return _everything(options)
+        return _run_all(options)
     if not hasattr(options, "figure_name"):
         parser.error("name a figure, or --all")
     if options.figure_name == "report":
-        text = render(options.out)
+        text = render_report(options.out)
         (options.out / "scheduling.md").write_text(text, encoding="utf-8")
         return None
     began = time.process_time()

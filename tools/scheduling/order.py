@@ -57,7 +57,7 @@ def short_behind_long(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def slo(options: argparse.Namespace) -> dict[str, Any]:
+def measure_slo(options: argparse.Namespace) -> dict[str, Any]:
     """Find the highest rate with latency per token within the SLO, mean and p95."""
     if "trace" in options.kinds and options.trace is None:
         raise SystemExit("--kinds trace needs --trace FILE")
@@ -85,15 +85,15 @@ def _within_slo(
 
     return {
         "seconds": seconds,
-        "rate_mean": highest(lambda step: at(step).mean, SLO_S, first),
-        "rate_p95": highest(lambda step: at(step).p95, SLO_S, first),
+        "rate_mean": find_highest(lambda step: at(step).mean, SLO_S, first),
+        "rate_p95": find_highest(lambda step: at(step).p95, SLO_S, first),
         "low_rate": STEP ** (first - LOW),
         "low_mean_s": at(first - LOW).mean,
         "low_p95_s": at(first - LOW).p95,
     }
 
 
-def highest(value: Callable[[int], float], bound: float, first: int = 0) -> float:
+def find_highest(value: Callable[[int], float], bound: float, first: int = 0) -> float:
     """Interpolate the highest rate whose rising ``value`` stays within ``bound``."""
     low = first
     while value(low) > bound:
@@ -108,7 +108,7 @@ def highest(value: Callable[[int], float], bound: float, first: int = 0) -> floa
     return float(STEP ** (low + part))
 
 
-def ratios(options: argparse.Namespace) -> dict[str, Any]:
+def measure_ratios(options: argparse.Namespace) -> dict[str, Any]:
     """Measure latency per token as prompts grow relative to answers."""
     rows = []
     for ratio, seed in product(options.ratios, options.seeds):

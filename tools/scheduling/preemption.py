@@ -32,14 +32,14 @@ PAIRS = (
 _FOREVER_GB = 4096.0
 
 
-def preemption(options: argparse.Namespace) -> dict[str, Any]:
+def measure_preemption(options: argparse.Namespace) -> dict[str, Any]:
     """Measure latency per token by preemption mode, and its bound."""
     rows, against = [], []
     for policy, ratio, load in product(options.orders, options.ratios, options.loads):
         cell = {"policy": policy, "ratio": ratio, "load": load}
         found = [cell | row for row in _of_cell(options, policy, ratio, load)]
         rows += found
-        against += [cell | pair for pair in compared(found)]
+        against += [cell | pair for pair in compare_modes(found)]
     return {
         "ring": describe_ring(options),
         "seconds": options.seconds,
@@ -58,22 +58,22 @@ def _of_cell(
     for seed in options.seeds:
         draw = sizes_of("sharegpt", ratio or None)
         for side in SIDES:
-            scenario = _side(options, policy, side)
+            scenario = _make_side(options, policy, side)
             found = print_run(
                 measure_policy(scenario, draw, rate, options.seconds, seed), side, rate
             )
-            rows.append({"rate": rate, "seed": seed, "side": side} | _figures(found))
+            rows.append({"rate": rate, "seed": seed, "side": side} | _list_figures(found))
     return rows
 
 
-def _side(options: argparse.Namespace, policy: str, side: str) -> Scenario:
+def _make_side(options: argparse.Namespace, policy: str, side: str) -> Scenario:
     if side != ORACLE:
         return make_ring(options, f"{policy}:{side}")
     scenario = make_ring(options, f"{policy}:proactive-swap")
     return replace(scenario, swap_gb=_FOREVER_GB, free_copies=True)
 
 
-def _figures(found: Run) -> dict[str, float]:
+def _list_figures(found: Run) -> dict[str, float]:
     """Plain values of one run; ``waited`` is a share of the run's time."""
     return {
         "mean_s": found.mean,
@@ -90,7 +90,7 @@ def _figures(found: Run) -> dict[str, float]:
     }
 
 
-def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_modes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Divide mean latencies of each pair: mean, least and most over the seeds."""
     means = {(row["side"], row["seed"]): row["mean_s"] for row in rows}
     seeds = sorted({row["seed"] for row in rows})

@@ -26,7 +26,7 @@ SECONDS = 0.2
 LONG, SHORT = (200, 320), (24, 24)
 
 
-def burst(requests: int) -> Plan:
+def plan_burst(requests: int) -> Plan:
     """Plan long and short requests, evenly spaced; the first ones are long."""
     return [
         PlannedRequest(
@@ -36,13 +36,17 @@ def burst(requests: int) -> Plan:
     ]
 
 
-def processes(options: argparse.Namespace) -> dict[str, Any]:
+def measure_processes(options: argparse.Namespace) -> dict[str, Any]:
     """Measure latency by policy on two real stages of the bundled model, and simulated."""
-    plan, rows = burst(options.requests), []
+    plan, rows = plan_burst(options.requests), []
     for policy in options.policies:
-        real = asyncio.run(_served(policy, plan))
-        expected = simulate_plan(simulated(policy), plan)[0]
-        row = {"policy": policy, "real_s": mean(real), "simulated_s": mean(expected)}
+        real = asyncio.run(_measure_served(policy, plan))
+        expected = simulate_plan(simulate_ring(policy), plan)[0]
+        row = {
+            "policy": policy,
+            "real_s": mean_latency(real),
+            "simulated_s": mean_latency(expected),
+        }
         print(row, flush=True)
         rows.append(row)
     ranked = [sorted(rows, key=lambda row: row[side]) for side in ("real_s", "simulated_s")]
@@ -50,12 +54,12 @@ def processes(options: argparse.Namespace) -> dict[str, Any]:
     return {"requests": len(plan), "real": orders[0], "simulated": orders[1], "rows": rows}
 
 
-def mean(samples: list[Sample]) -> float:
+def mean_latency(samples: list[Sample]) -> float:
     """Mean seconds of latency per output token."""
     return fmean(sample.latency / sample.output_tokens for sample in samples)
 
 
-async def _served(policy: str, plan: Plan) -> list[Sample]:
+async def _measure_served(policy: str, plan: Plan) -> list[Sample]:
     settings = {"MOLINK_MAX_NUM_SEQS": str(PLACES), "MOLINK_SCHEDULING_POLICY": policy}
     with molink_swarm(find_demo_model().path, STAGES, settings=settings) as url:
         clock = MonotonicClock()
@@ -68,7 +72,7 @@ async def _served(policy: str, plan: Plan) -> list[Sample]:
     return list(done.samples)
 
 
-def simulated(policy: str) -> Scenario:
+def simulate_ring(policy: str) -> Scenario:
     """The same ring in the simulator."""
     facts = ModelFolder.open(find_demo_model().path).config
     shape = ModelProfile(

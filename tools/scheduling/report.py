@@ -46,7 +46,7 @@ mean (aim 1.5), 2 to 10 at p99 (aim 2). Aims beside `oracle`: 1, and beside `lea
 prompts share nothing (`alone`): 0.98."""
 
 
-def render(folder: Path) -> str:
+def render_report(folder: Path) -> str:
     """The document, from the result files in ``folder``."""
     parts = [_HEAD.strip()]
     for name, section in _SECTIONS.items():
@@ -56,23 +56,23 @@ def render(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _command(text: str) -> str:
+def _cite(text: str) -> str:
     return f"`python -m tools.{text}`"
 
 
-def _spread(mean: float, least: float, most: float) -> str:
+def _format_spread(mean: float, least: float, most: float) -> str:
     return f"{mean:.2f} ({least:.2f} to {most:.2f})"
 
 
 def _short_behind_long(found: Json) -> Iterator[str]:
     yield "## A short prompt behind a long one"
     yield (
-        f"{_command('scheduling short-behind-long')}: {found['ring']}; 64 tokens arrive 2 s after"
+        f"{_cite('scheduling short-behind-long')}: {found['ring']}; 64 tokens arrive 2 s after"
         " 4096.\nAim: a first token within 1.5 s, and at most 1.10 times the long request's time"
         " alone."
     )
@@ -80,15 +80,15 @@ def _short_behind_long(found: Json) -> Iterator[str]:
         (f"`{row['policy']}`", f"{row['short_ttft_s']:.2f}", f"{row['long_by_alone']:.3f}")
         for row in found["rows"]
     ]
-    yield _table(("policy", "first token of the short one, s", "long one / alone"), rows)
+    yield _format_table(("policy", "first token of the short one, s", "long one / alone"), rows)
 
 
-def _slo(kind: str, found: Json) -> Iterator[str]:
+def _format_slo(kind: str, found: Json) -> Iterator[str]:
     rows = {row["policy"]: row for row in found["rows"]}
     fcfs = rows["fcfs"]
     more = " --trace FILE" if kind == "trace" else ""
     yield f"## Load within {found['slo_s']:g} s a token: {kind}"
-    command = _command(f"scheduling slo --kinds {kind} --policies {','.join(rows)}{more}")
+    command = _cite(f"scheduling slo --kinds {kind} --policies {','.join(rows)}{more}")
     yield f"{command}:\n{found['ring']}, {fcfs['seconds']:g} s of arrivals.\n{_SLO}"
     head = (
         "policy",
@@ -109,14 +109,14 @@ def _slo(kind: str, found: Json) -> Iterator[str]:
         )
         for policy, row in rows.items()
     ]
-    yield _table(head, cells)
+    yield _format_table(head, cells)
 
 
-def _ratios(found: Json) -> Iterator[str]:
+def _format_ratios(found: Json) -> Iterator[str]:
     yield "## Prompts of one to sixteen times the answer"
     seeds = len({row.get("seed", 1) for row in found["rows"]})
     yield (
-        f"{_command('scheduling ratios --seconds 20')}: {found['ring']}, {found['load']:g} times"
+        f"{_cite('scheduling ratios --seconds 20')}: {found['ring']}, {found['load']:g} times"
         f" capacity; mean seconds per token (p95), {seeds} seeds.\n{_RATIOS}"
     )
     policies = list(dict.fromkeys(row["policy"] for row in found["rows"]))
@@ -131,15 +131,15 @@ def _ratios(found: Json) -> Iterator[str]:
         for ours in _OURS:
             strawmen = zip(mean["mlfq"], mean["fixed-priority"], mean[ours], strict=True)
             each = [min(naive, fixed) / time for naive, fixed, time in strawmen]
-            cells.append(_spread(fmean(each), min(each), max(each)))
+            cells.append(_format_spread(fmean(each), min(each), max(each)))
         rows.append((f"{ratio:g}", *cells))
     head = ("prompt / answer", *(f"`{name}`" for name in policies))
-    yield _table((*head, *(f"best strawman / `{ours}`" for ours in _OURS)), rows)
+    yield _format_table((*head, *(f"best strawman / `{ours}`" for ours in _OURS)), rows)
 
 
-def _preemption(found: Json) -> Iterator[str]:
+def _format_preemption(found: Json) -> Iterator[str]:
     yield f"## KV of preempted requests: {found['ring']}"
-    command = _command("scheduling preemption")
+    command = _cite("scheduling preemption")
     yield f"{command}: {found['seconds']:g} s of arrivals.\n{_SWAPS}"
     waited: dict[tuple[str, float, float], float] = {}
     for row in found["rows"]:
@@ -157,25 +157,17 @@ def _preemption(found: Json) -> Iterator[str]:
             for slow in ("recompute", "reactive-swap")
             for fast in ("proactive-swap", "nothing-lost")
         ]
-        cells = [_spread(row["times"], row["least"], row["most"]) for row in pairs]
+        cells = [_format_spread(row["times"], row["least"], row["most"]) for row in pairs]
         name = f"{ratio:g}" if ratio else "ShareGPT's"
         rows.append((f"`{policy}`", name, f"{load:g}", *cells, f"{100 * share:.1f} %"))
-    head = (
-        "policy",
-        "prompt / answer",
-        "load",
-        "`recompute`",
-        "bound",
-        "`reactive-swap`",
-        "bound",
-    )
-    yield _table((*head, "largest wait"), rows)
+    head = ("policy", "prompt / answer", "load", "`recompute`", "bound", "`reactive-swap`", "bound")
+    yield _format_table((*head, "largest wait"), rows)
 
 
-def _processes(found: Json) -> Iterator[str]:
+def _format_processes(found: Json) -> Iterator[str]:
     yield "## Real processes"
     yield (
-        f"{_command('scheduling processes')}: two stages of the bundled model, {found['requests']}"
+        f"{_cite('scheduling processes')}: two stages of the bundled model, {found['requests']}"
         " requests;\nmean seconds per token, beside the same ring simulated (on a faster PC)."
         " Aim: the same order."
     )
@@ -184,10 +176,10 @@ def _processes(found: Json) -> Iterator[str]:
         (f"`{row['policy']}`", f"{row['real_s']:.4f}", f"{row['simulated_s']:.4f}")
         for row in ordered
     ]
-    yield _table(("policy", "processes", "simulated"), rows)
+    yield _format_table(("policy", "processes", "simulated"), rows)
 
 
-def _routing(found: Json) -> Iterator[str]:
+def _format_routing(found: Json) -> Iterator[str]:
     yield "## Prompts that begin alike"
     yield f"The rows of `tools.routing` that `--all` names: {found['pipelines']}.\n{_E2}"
     rows = [
@@ -196,12 +188,12 @@ def _routing(found: Json) -> Iterator[str]:
             f"{row['rate']:g}",
             str(row["seeds"]),
             ", ".join(f"`{row[name]}`" for name in ("router", "policy") if row[name] != "fcfs"),
-            _spread(*row["latency_mean_s"]),
-            _spread(*row["latency_p99_s"]),
+            _format_spread(*row["latency_mean_s"]),
+            _format_spread(*row["latency_p99_s"]),
         )
         for row in found["by_e2"]
     ]
-    yield _table(("requests", "per s", "seeds", "router", "mean", "p99"), rows)
+    yield _format_table(("requests", "per s", "seeds", "router", "mean", "p99"), rows)
     if speed := found["speed"]:
         yield (
             f"Decisions a second of CPU time: {speed['decisions_per_s']:.0f} (aim 2000; Preble's"
@@ -212,11 +204,11 @@ def _routing(found: Json) -> Iterator[str]:
 
 _SECTIONS: dict[str, Callable[[Json], Iterator[str]]] = {
     "scheduling-short-behind-long": _short_behind_long,
-    "scheduling-slo-sharegpt": partial(_slo, "sharegpt"),
-    "scheduling-slo-alpaca": partial(_slo, "alpaca"),
-    "scheduling-slo-trace": partial(_slo, "trace"),
-    "scheduling-ratios": _ratios,
-    "scheduling-preemption": _preemption,
-    "scheduling-processes": _processes,
-    "routing": _routing,
+    "scheduling-slo-sharegpt": partial(_format_slo, "sharegpt"),
+    "scheduling-slo-alpaca": partial(_format_slo, "alpaca"),
+    "scheduling-slo-trace": partial(_format_slo, "trace"),
+    "scheduling-ratios": _format_ratios,
+    "scheduling-preemption": _format_preemption,
+    "scheduling-processes": _format_processes,
+    "routing": _format_routing,
 }

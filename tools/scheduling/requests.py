@@ -63,10 +63,11 @@ def sizes_in(path: Path) -> Draw:
     return lambda rng: rng.choice(rows)
 
 
-def poisson(draw: Draw, rate: float, seconds: float, seed: int) -> Plan:
+def plan_poisson(draw: Draw, rate: float, seconds: float, seed: int) -> Plan:
     """Poisson arrivals for ``seconds``; request ``i`` has the same size at every rate."""
     sizes, arrivals = random.Random(seed), random.Random(seed + 1)
-    plan, at = [], 0.0
+    plan: list[PlannedRequest] = []
+    at = 0.0
     while True:
         at += arrivals.expovariate(rate)
         if at >= seconds and plan:
@@ -79,7 +80,7 @@ def poisson(draw: Draw, rate: float, seconds: float, seed: int) -> Plan:
 
 def draw_means(draw: Draw) -> tuple[float, float]:
     """Estimate mean tokens of prompt and answer from a sample."""
-    plan = poisson(draw, 1.0, 2000.0, 0)
+    plan = plan_poisson(draw, 1.0, 2000.0, 0)
     return (
         fmean(request.input_tokens for request in plan),
         fmean(request.output_tokens for request in plan),
@@ -88,7 +89,7 @@ def draw_means(draw: Draw) -> tuple[float, float]:
 
 def after_others(draw: Draw, plan: Plan, rate: float, seed: int) -> tuple[Plan, float]:
     """Put :data:`EARLIER` requests at ``rate`` before ``plan``; also return when it begins."""
-    earlier = poisson(draw, rate, 2 * EARLIER / rate, seed + 1000)[:EARLIER]
+    earlier = plan_poisson(draw, rate, 2 * EARLIER / rate, seed + 1000)[:EARLIER]
     begins = earlier[-1].arrival_s + 1 / rate
     later = [
         replace(request, index=EARLIER + request.index, arrival_s=begins + request.arrival_s)

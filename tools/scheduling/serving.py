@@ -18,7 +18,7 @@ from tools.scheduling.requests import (
     Plan,
     after_others,
     draw_means,
-    poisson,
+    plan_poisson,
 )
 
 #: Unused: requests come from a plan.
@@ -147,7 +147,7 @@ def make_ring(options: argparse.Namespace, side: str = "fcfs") -> Scenario:
 
 def measure_policy(scenario: Scenario, draw: Draw, rate: float, seconds: float, seed: int) -> Run:
     """Simulate ``seconds`` of requests at ``rate``, after others at half of the ring's capacity."""
-    plan = poisson(draw, rate, seconds, seed)
+    plan = plan_poisson(draw, rate, seconds, seed)
     earlier = EARLIER_LOAD * estimate_capacity(scenario, *draw_means(draw))
     return run_plan(scenario, *after_others(draw, plan, earlier, seed))
 

@@ -17,11 +17,8 @@ def make_prompt(tokens: int, seed: int) -> str:
     return "".join(random.Random(seed).choices(_LETTERS, k=tokens))
 
 
-async def complete(
-    session: aiohttp.ClientSession,
-    url: str,
-    prompt: str | list[int],
-    output_tokens: int,
+async def send_completion(
+    session: aiohttp.ClientSession, url: str, prompt: str | list[int], output_tokens: int
 ) -> Sample:
     """One greedy completion of ``output_tokens`` tokens."""
     body = {
@@ -32,7 +29,9 @@ async def complete(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    sent, texts, usage = time.perf_counter(), [], {}
+    usage: dict[str, int] = {}
+    texts: list[float] = []
+    sent = time.perf_counter()
     async with session.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
             raise RuntimeError(f"{url} answered {response.status}: {await response.text()}")

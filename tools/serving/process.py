@@ -20,7 +20,7 @@ TOKEN = re.compile(r"molink join (molink-\S+)")
 
 
 @contextlib.contextmanager
-def running(
+def run_process(
     command: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a process with output in ``log``; stop it at the end."""
@@ -69,7 +69,7 @@ def molink_swarm(
             home, log = root / str(index), root / f"{index}.log"
             command = first if index == 0 else [sys.executable, "-m", "molinkd", "join", token]
             process = stack.enter_context(
-                running(
+                run_process(
                     command + common * (index > 0),
                     log,
                     {**(settings or {}), "MOLINK_HOME": str(home)},
@@ -84,11 +84,7 @@ def molink_swarm(
 
 
 def wait_for(log: Path, pattern: "re.Pattern[str]", process: "subprocess.Popen[Any]") -> str:
-    """Wait for ``pattern`` in a log and return its group.
-
-    Raises:
-        RuntimeError: the process ended, or timeout.
-    """
+    """Wait for ``pattern`` in a log and return its group, or raise :class:`RuntimeError`."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         found = pattern.search(log.read_text("utf-8", "replace"))

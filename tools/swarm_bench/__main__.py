@@ -105,18 +105,18 @@ class Bench:
     def run(self, peers: int, seconds: float) -> Measured:
         """Let ``peers`` PCs join, restart all, and measure for ``seconds``."""
         homes = [self._folder / f"{peers}" / f"pc{number}" for number in range(peers)]
-        self._join(homes)
+        self._join_all(homes)
         with ExitStack() as stack:
-            hosts = list(self._hosts(len(homes), stack))
+            hosts = list(self._start_hosts(len(homes), stack))
             time.sleep(5)  # exclude imports
             began = time.monotonic()
-            for host, mine in zip(hosts, self._shares(homes), strict=True):
-                host.start([self._launch(home, homes) for home in mine])
+            for host, mine in zip(hosts, self._share_homes(homes), strict=True):
+                host.start([self._launch_daemon(home, homes) for home in mine])
             formed = self._until_ready(homes) - began
             time.sleep(5)
-            return self._look(hosts, peers, formed, seconds)
+            return self._poll_status(hosts, peers, formed, seconds)
 
-    def _look(
+    def _poll_status(
         self, hosts: list[HostProcess], peers: int, formed: float, seconds: float
     ) -> Measured:
         daemons = [psutil.Process(host.process.pid) for host in hosts]
@@ -125,9 +125,9 @@ class Bench:
             for child in daemons[0].children()
             if "molinkd.coordinator" in " ".join(child.cmdline())
         )
-        before = _cpu(daemons), _cpu([coordinator]), _loopback()
+        before = _sum_cpu_time(daemons), _sum_cpu_time([coordinator]), _read_loopback()
         time.sleep(seconds)
-        after = _cpu(daemons), _cpu([coordinator]), _loopback()
+        after = _sum_cpu_time(daemons), _sum_cpu_time([coordinator]), _read_loopback()
         cpu, central, carried = (b - a for a, b in zip(before, after, strict=True))
         return Measured(
             peers=peers,
@@ -137,36 +137,36 @@ class Bench:
             kilobytes=carried / 1e3 / seconds / peers,
         )
 
-    def _join(self, homes: list[Path]) -> None:
+    def _join_all(self, homes: list[Path]) -> None:
         """Let all join a swarm, then stop it; tokens limit the rate."""
         with ExitStack() as stack:
-            hosts = list(self._hosts(len(homes), stack))
-            hosts[0].start([self._launch(homes[0], homes)])
+            hosts = list(self._start_hosts(len(homes), stack))
+            hosts[0].start([self._launch_daemon(homes[0], homes)])
             token = ""
             while not token:
-                event = self._next().event
+                event = self._next_event().event
                 token = event.token if isinstance(event, InvitationCreatedEvent) else ""
-            shares = list(self._shares(homes))
+            shares = list(self._share_homes(homes))
             for number, home in enumerate(homes[1:], 1):
                 Home(home).create_folders()
                 shutil.copy(Home(homes[0]).device, Home(home).device)
                 host = next(index for index, share in enumerate(shares) if home in share)
-                hosts[host].start([self._launch(home, homes, token)])
+                hosts[host].start([self._launch_daemon(home, homes, token)])
                 self._until_listening(home)
                 time.sleep(0.5 if number > 8 else 0.0)
             self._until_ready(homes)
 
-    def _hosts(self, peers: int, stack: ExitStack) -> Iterator[HostProcess]:
+    def _start_hosts(self, peers: int, stack: ExitStack) -> Iterator[HostProcess]:
         for _ in range(-(-peers // self._in_each)):
             host = HostProcess(self._emulation, self._said)
             stack.callback(host.end)
             yield host
 
-    def _shares(self, homes: list[Path]) -> Iterator[list[Path]]:
+    def _share_homes(self, homes: list[Path]) -> Iterator[list[Path]]:
         for first in range(0, len(homes), self._in_each):
             yield homes[first : first + self._in_each]
 
-    def _launch(self, home: Path, homes: list[Path], token: str | None = None) -> Launch:
+    def _launch_daemon(self, home: Path, homes: list[Path], token: str | None = None) -> Launch:
         first = home == homes[0]
         settings = Settings(
             name=home.name,
@@ -186,10 +186,12 @@ class Bench:
             token_uses=255,
             log_level="warning",
         )
-        role = "up" if first else "join"
-        return Launch(home=str(home), settings=settings, role=role, token=token)
+        home_name = str(home)
+        if first:
+            return Launch(home=home_name, settings=settings, role="up", token=token)
+        return Launch(home=home_name, settings=settings, role="join", token=token)
 
-    def _next(self) -> Said:
+    def _next_event(self) -> Said:
         said = self._said.get(timeout=_START_S)
         if isinstance(said.event, DaemonStartedEvent):
             self._ports[said.home] = said.event.control_port
@@ -197,7 +199,7 @@ class Bench:
 
     def _until_listening(self, home: Path) -> None:
         while True:
-            said = self._next()
+            said = self._next_event()
             if said.home == str(home) and isinstance(said.event, DaemonStartedEvent):
                 return
 
@@ -205,7 +207,7 @@ class Bench:
         """Wait for all daemons; return when the last one was ready."""
         ready: dict[str, float] = {}
         while len(ready) < len(homes):
-            said = self._next()
+            said = self._next_event()
             if isinstance(said.event, ModelReadinessChangedEvent):
                 if said.event.ready:
                     ready[said.home] = said.at
@@ -214,11 +216,11 @@ class Bench:
         return max(ready.values())
 
 
-def _cpu(processes: list[psutil.Process]) -> float:
+def _sum_cpu_time(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def _loopback() -> int:
+def _read_loopback() -> int:
     return int(psutil.net_io_counters(pernic=True)[_LOOPBACK].bytes_sent)
 
 

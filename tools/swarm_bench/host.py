@@ -38,7 +38,7 @@ class Said(msgspec.Struct, frozen=True):
     event: AnyDaemonEvent
 
 
-def _say(home: str, event: AnyDaemonEvent) -> None:
+def _print_event(home: str, event: AnyDaemonEvent) -> None:
     line = msgspec.json.encode(Said(home, time.monotonic(), event))
     with _PRINTING:
         sys.stdout.buffer.write(line + b"\n")
@@ -67,7 +67,7 @@ async def _run() -> None:
     async with asyncio.TaskGroup() as group:
         while line := await lines.get():
             for launch in msgspec.json.decode(line, type=Order).launches:
-                daemon = Daemon(launch, partial(_say, launch.home))
+                daemon = Daemon(launch, partial(_print_event, launch.home))
                 daemons.append(daemon)
                 group.create_task(_run_one(daemon, launch.home))
         for daemon in daemons:
@@ -78,7 +78,8 @@ def main() -> None:
     """Entry point."""
     raise_descriptor_limit()
     worker = (sys.executable, "-m", "tools.emulation.worker", sys.argv[1])
-    assignments.WorkerSupervisor = partial(WorkerSupervisor, command=worker)  # type: ignore[assignment, misc]
+    supervisor = partial(WorkerSupervisor, command=worker)
+    assignments.WorkerSupervisor = supervisor  # type: ignore[assignment, attr-defined]
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(_run())
 

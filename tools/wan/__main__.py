@@ -16,14 +16,14 @@ import os
 import sys
 import time
 
-from tools.wan.check import check
+from tools.wan.check import measure_rates
 from tools.wan.namespaces import RigError
 from tools.wan.node import Node
 from tools.wan.proxy import Shaper
-from tools.wan.rig import Rig, schedule
+from tools.wan.rig import Rig, schedule_changes
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.wan",
         description=__doc__,
@@ -41,7 +41,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--on", type=int, action="append", help="run COMMAND on this node only")
     parser.add_argument(
         "--at",
-        type=_change,
+        type=_parse_change,
         action="append",
         default=[],
         metavar="SECONDS:NODE:FIELD=VALUE",
@@ -54,13 +54,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _change(text: str) -> tuple[float, int, str, float]:
+def _parse_change(text: str) -> tuple[float, int, str, float]:
     seconds, node, change = text.split(":")
     name, value = change.split("=")
     return float(seconds), int(node), name, float(value)
 
 
-def _proxy(options: argparse.Namespace) -> int:
+def _run_proxy(options: argparse.Namespace) -> int:
     host, _, port = options.proxy.rpartition(":")
     with Shaper(
         host,
@@ -70,11 +70,11 @@ def _proxy(options: argparse.Namespace) -> int:
         queue_bytes=options.queue_bytes,
     ) as shaper:
         print(f"127.0.0.1:{shaper.port} forwards to {options.proxy} (no loss)", flush=True)
-        _sleep()
+        _sleep_forever()
     return 0
 
 
-def _sleep() -> None:
+def _sleep_forever() -> None:
     try:
         while True:
             time.sleep(3600)
@@ -82,7 +82,7 @@ def _sleep() -> None:
         pass
 
 
-def _rig(options: argparse.Namespace) -> int:
+def _run_rig(options: argparse.Namespace) -> int:
     nodes = [
         Node(
             f"node{index}",
@@ -95,12 +95,12 @@ def _rig(options: argparse.Namespace) -> int:
         for index in range(options.nodes)
     ]
     rig = Rig(nodes, congestion=options.congestion, mtu=options.mtu, seed=options.seed)
-    with rig, schedule(rig, options.at):
+    with rig, schedule_changes(rig, options.at):
         if options.command:
             return _run(rig, options)
         for index in range(options.nodes):
             print(f"{rig.address(index)}: ip netns exec {rig.namespace(index)} COMMAND", flush=True)
-        _sleep()
+        _sleep_forever()
     return 0
 
 
@@ -122,14 +122,14 @@ def _run(rig: Rig, options: argparse.Namespace) -> int:
 
 def main() -> int:
     """Entry point; returns the exit code."""
-    options = _arguments()
+    options = _parse_arguments()
     try:
         if options.proxy:
-            return _proxy(options)
+            return _run_proxy(options)
         if options.check:
-            print(json.dumps(check(options.seconds), indent=1))
+            print(json.dumps(measure_rates(options.seconds), indent=1))
             return 0
-        return _rig(options)
+        return _run_rig(options)
     except (RigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

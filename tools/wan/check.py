@@ -17,7 +17,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _OVERHEAD = 52 / 1500
 
 
-def ask(rig: Rig, what: str, seconds: float, source: int = 0, to: int = 1) -> dict[str, Any]:
+def run_probe(rig: Rig, what: str, seconds: float, source: int = 0, to: int = 1) -> dict[str, Any]:
     """Run ``ping`` or ``flood`` between two nodes and return its figures."""
     server = _start(rig, to, {"ping": "echo", "flood": "sink"}[what], rig.address(to), 0)
     assert server.stdout is not None
@@ -35,11 +35,11 @@ def _start(rig: Rig, node: int, what: str, address: str, seconds: float) -> subp
     return rig.run(node, command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def accuracy(node: Node, congestion: str, seconds: float, nodes: int = 2) -> dict[str, Any]:
+def measure_accuracy(node: Node, congestion: str, seconds: float, nodes: int = 2) -> dict[str, Any]:
     """Measure a rig of identical nodes."""
     with Rig([node] * nodes, congestion=congestion) as rig:
-        ping = ask(rig, "ping", min(2.0, seconds))
-        flood = ask(rig, "flood", seconds)
+        ping = run_probe(rig, "ping", min(2.0, seconds))
+        flood = run_probe(rig, "flood", seconds)
         stats = rig.stats()
     return {
         "congestion": congestion,
@@ -54,7 +54,7 @@ def accuracy(node: Node, congestion: str, seconds: float, nodes: int = 2) -> dic
     }
 
 
-def check(seconds: float, rates: tuple[float, ...] = (20, 100, 400)) -> dict[str, Any]:
+def measure_rates(seconds: float, rates: tuple[float, ...] = (20, 100, 400)) -> dict[str, Any]:
     """Measure several rates at a 30 ms round trip, under CUBIC and BBR."""
     return {
         "relay": "tun",
@@ -63,13 +63,15 @@ def check(seconds: float, rates: tuple[float, ...] = (20, 100, 400)) -> dict[str
         "load": os.getloadavg()[0],
         "seconds": seconds,
         "results": [
-            accuracy(Node("node", rate, rate, delay_ms=15, queue_bytes=_queue(rate)), name, seconds)
+            measure_accuracy(
+                Node("node", rate, rate, delay_ms=15, queue_bytes=_queue_size(rate)), name, seconds
+            )
             for rate in rates
             for name in ("cubic", "bbr")
         ],
     }
 
 
-def _queue(mbps: float) -> int:
+def _queue_size(mbps: float) -> int:
     """Bytes in 30 ms, at least the rig's default."""
     return max(256 * 1024, int(mbps * 1e6 / 8 * 0.03))

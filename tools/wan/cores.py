@@ -20,7 +20,7 @@ class CoreShares:
 
     def __init__(self, names: list[str], cores: float) -> None:
         """``cores`` bounds each node's processes together."""
-        self._groups = [_place() / name for name in names]
+        self._groups = [_find_root() / name for name in names]
         self._cores = cores
 
     def create(self) -> None:
@@ -29,18 +29,18 @@ class CoreShares:
         Raises:
             RigError: CPU control groups are unavailable.
         """
-        for name in left_over(_place()):
+        for name in left_over(_find_root()):
             with contextlib.suppress(OSError):
-                (_place() / name).rmdir()
+                (_find_root() / name).rmdir()
         quota = round(self._cores * _PERIOD_US)
         try:
             for group in self._groups:
                 group.mkdir()
                 if (group / "cpu.max").exists():
-                    _write(group / "cpu.max", f"{quota} {_PERIOD_US}")
+                    _write_file(group / "cpu.max", f"{quota} {_PERIOD_US}")
                 else:
-                    _write(group / "cpu.cfs_period_us", f"{_PERIOD_US}")
-                    _write(group / "cpu.cfs_quota_us", f"{quota}")
+                    _write_file(group / "cpu.cfs_period_us", f"{_PERIOD_US}")
+                    _write_file(group / "cpu.cfs_quota_us", f"{quota}")
         except OSError as error:
             self.remove()
             raise RigError(f"no CPU control groups here: {error}") from error
@@ -61,10 +61,10 @@ class CoreShares:
                 time.sleep(_LOOK_S)
 
 
-def _place() -> Path:
+def _find_root() -> Path:
     """Root of CPU groups (cgroup v1 or v2)."""
     return _ROOT / "cpu" if (_ROOT / "cpu").is_dir() else _ROOT
 
 
-def _write(file: Path, text: str) -> None:
+def _write_file(file: Path, text: str) -> None:
     file.write_text(text, encoding="ascii")

@@ -11,7 +11,7 @@ from math import inf
 from random import Random
 from typing import Any
 
-from tools.wan.node import Node, check
+from tools.wan.node import Node, check_field
 
 _MBIT = 1e6 / 8
 
@@ -96,7 +96,7 @@ class Network:
         for site in self._sites:
             waiting, delay = site.up.waiting, site.up.delay
             while waiting and (at := waiting[0][0] + delay) <= now:
-                self._cross(site, waiting.popleft()[1], at)
+                self._cross_site(site, waiting.popleft()[1], at)
         for index, site in enumerate(self._sites):
             waiting = site.down.waiting
             while waiting and waiting[0][0] <= now:
@@ -107,7 +107,7 @@ class Network:
                     site.down.passed += 1
                     yield index, at, packet
 
-    def _cross(self, site: _Site, packet: bytes, at: float) -> None:
+    def _cross_site(self, site: _Site, packet: bytes, at: float) -> None:
         if site.cut or (site.loss and site.loss_of() < site.loss):
             site.lost += 1
             return
@@ -115,7 +115,7 @@ class Network:
         if to is None:
             self.strays += 1
             return
-        if self._sites[to].closed and _begins(packet):
+        if self._sites[to].closed and _is_syn(packet):
             self._sites[to].lost += 1
             return
         site.up.passed += 1
@@ -139,7 +139,7 @@ class Network:
         if name == "cut":
             site.cut = bool(value)
             return
-        check(name, value)
+        check_field(name, value)
         match name:
             case "up_mbps":
                 site.up.set_rate(value, now)
@@ -169,7 +169,7 @@ class Network:
         ]
 
 
-def _begins(packet: bytes) -> bool:
+def _is_syn(packet: bytes) -> bool:
     """Whether an IPv4 packet opens a TCP connection (SYN without ACK)."""
     flags = 4 * (packet[0] & 15) + 13
     return packet[9] == 6 and len(packet) > flags and packet[flags] & 0x12 == 0x02

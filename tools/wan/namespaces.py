@@ -42,28 +42,24 @@ def unavailable() -> str | None:
     return None
 
 
-def require() -> None:
+def require_support() -> None:
     """Raise :class:`RigError` if namespaces are unavailable."""
     reason = unavailable()
     if reason is not None:
         raise RigError(f"no WAN rig here: {reason}. Without it: `python -m tools.wan --proxy`.")
 
 
-def command(*words: str) -> str:
-    """Run a system command.
-
-    Raises:
-        RigError: it failed.
-    """
+def run_system(*words: str) -> str:
+    """Run a system command, or raise :class:`RigError`."""
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RigError(f"`{' '.join(words)}` failed: {result.stderr.strip()}")
     return result.stdout
 
 
-def ip(*words: str) -> str:
+def run_ip(*words: str) -> str:
     """Run ``ip``."""
-    return command("ip", *words)
+    return run_system("ip", *words)
 
 
 class Namespaces:
@@ -79,7 +75,7 @@ class Namespaces:
     def create(self) -> None:
         """Create them after removing those of dead processes."""
         remove_stale()
-        allow(self._congestion)
+        allow_congestion(self._congestion)
         # No TCP metrics from earlier connections.
         settings = {
             "ipv4/tcp_congestion_control": self._congestion,
@@ -93,10 +89,14 @@ class Namespaces:
             "for each in all default; do echo 1 > /proc/sys/net/ipv6/conf/$each/disable_ipv6; done"
         )
         for name in self.names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            command(*enter(name), "sh", "-c", f"{script} && {{ {quiet}; }} 2>/dev/null || true")
-            used = command(*enter(name), "cat", "/proc/sys/net/ipv4/tcp_congestion_control")
+            run_ip("netns", "add", name)
+            run_ip("-n", name, "link", "set", "lo", "up")
+            run_system(
+                *enter_command(name), "sh", "-c", f"{script} && {{ {quiet}; }} 2>/dev/null || true"
+            )
+            used = run_system(
+                *enter_command(name), "cat", "/proc/sys/net/ipv4/tcp_congestion_control"
+            )
             if used.strip() != self._congestion:
                 raise RigError(f"{self._congestion!r} can't be set in a namespace, {used} is used")
 
@@ -104,15 +104,15 @@ class Namespaces:
         """Configure the route of ``wan0`` in namespace ``index`` to ``network``."""
         if self._keeps_windows:
             way = ("route", "replace", network, "dev", "wan0", "initcwnd", str(FULL_WINDOW))
-            ip("-n", self.names[index], *way)
+            run_ip("-n", self.names[index], *way)
 
     def remove(self) -> None:
         """Kill their processes and remove them."""
         for name in self.names:
-            remove(name)
+            remove_namespace(name)
 
 
-def allow(congestion: str) -> None:
+def allow_congestion(congestion: str) -> None:
     """Allow a congestion control in namespaces; the setting outlives the rig.
 
     Raises:
@@ -129,25 +129,25 @@ def allow(congestion: str) -> None:
         path.write_text(" ".join([*allowed, congestion]), encoding="utf-8")
 
 
-def enter(name: str) -> list[str]:
+def enter_command(name: str) -> list[str]:
     """Command prefix that runs in namespace ``name``."""
     return ["ip", "netns", "exec", name]
 
 
-def remove(name: str) -> None:
+def remove_namespace(name: str) -> None:
     """Kill every process in a namespace and remove it, if it exists."""
     with contextlib.suppress(RigError):
-        for pid in ip("netns", "pids", name).split():
+        for pid in run_ip("netns", "pids", name).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
     with contextlib.suppress(RigError):
-        ip("netns", "delete", name)
+        run_ip("netns", "delete", name)
 
 
 def remove_stale() -> None:
     """Remove namespaces of dead processes."""
     for name in left_over(_FOLDER):
-        remove(name)
+        remove_namespace(name)
 
 
 def left_over(folder: Path) -> list[str]:
@@ -160,7 +160,7 @@ def left_over(folder: Path) -> list[str]:
     return found
 
 
-def existing(pid: int) -> Sequence[str]:
+def list_namespaces(pid: int) -> Sequence[str]:
     """Namespaces of process ``pid``."""
     return sorted(path.name for path in _FOLDER.glob(f"{_PREFIX}-{pid}-*"))
 
@@ -181,13 +181,13 @@ def open_tun() -> tuple[int, str]:
 
 def has_netem() -> bool:
     """Whether this kernel supports netem (tried in a namespace)."""
-    require()
+    require_support()
     name = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}-netem"
-    ip("netns", "add", name)
+    run_ip("netns", "add", name)
     try:
-        command("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+        run_system("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
     except (RigError, FileNotFoundError):
         return False
     finally:
-        remove(name)
+        remove_namespace(name)
     return True

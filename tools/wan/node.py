@@ -23,19 +23,15 @@ class Node:
 
     def __post_init__(self) -> None:
         for each in fields(self)[1:]:
-            check(each.name, getattr(self, each.name))
+            check_field(each.name, getattr(self, each.name))
 
 
 #: Fields that may change while the rig runs.
 CHANGEABLE = tuple(each.name for each in fields(Node)[1:])
 
 
-def check(name: str, value: Any) -> None:
-    """Validate a field.
-
-    Raises:
-        ValueError: unknown field or invalid value.
-    """
+def check_field(name: str, value: Any) -> None:
+    """Validate a field, or raise :class:`ValueError`."""
     if name not in CHANGEABLE:
         raise ValueError(f"a node has no {name!r}: choose one of {', '.join(CHANGEABLE)}")
     top = 1.0 if name in ("loss", "closed") else float("inf")

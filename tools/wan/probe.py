@@ -16,7 +16,7 @@ _PORT = 7007
 _SKIPPED = 1.0  # uncounted seconds at the start of a flood
 
 
-def _echo(address: str) -> None:
+def _run_echo(address: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
         own.bind((address, _PORT))
         print("ready", flush=True)
@@ -25,7 +25,7 @@ def _echo(address: str) -> None:
             own.sendto(data, sender)
 
 
-def _ping(address: str, seconds: float) -> dict[str, Any]:
+def _run_ping(address: str, seconds: float) -> dict[str, Any]:
     taken: list[float] = []
     lost = 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
@@ -52,17 +52,17 @@ def _ping(address: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def _sink(address: str) -> None:
+def _run_sink(address: str) -> None:
     """Receive connections in turn and answer each with its rate in Mbit/s."""
     with socket.create_server((address, _PORT)) as server:
         print("ready", flush=True)
         while True:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(json.dumps(_received(connection)).encode())
+                connection.sendall(json.dumps(_measure_rate(connection)).encode())
 
 
-def _received(connection: socket.socket) -> dict[str, float]:
+def _measure_rate(connection: socket.socket) -> dict[str, float]:
     start = last = time.perf_counter()
     total = counted = 0
     while data := connection.recv(1 << 18):
@@ -74,7 +74,7 @@ def _received(connection: socket.socket) -> dict[str, float]:
     return {"mbps": round(counted * 8 / steady / 1e6, 2), "bytes": total}
 
 
-def _flood(address: str, seconds: float) -> dict[str, Any]:
+def _run_flood(address: str, seconds: float) -> dict[str, Any]:
     data = bytes(1 << 16)
     with socket.create_connection((address, _PORT)) as own:
         stop = time.perf_counter() + seconds
@@ -90,13 +90,13 @@ def main() -> None:
     what, address, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
     match what:
         case "echo":
-            _echo(address)
+            _run_echo(address)
         case "sink":
-            _sink(address)
+            _run_sink(address)
         case "ping":
-            print(json.dumps(_ping(address, seconds)))
+            print(json.dumps(_run_ping(address, seconds)))
         case "flood":
-            print(json.dumps(_flood(address, seconds)))
+            print(json.dumps(_run_flood(address, seconds)))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ class _Direction:
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Copy one connection until its end."""
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-        sender = asyncio.create_task(self._send(queue, writer))
+        sender = asyncio.create_task(self._send_delayed(queue, writer))
         try:
             while data := await reader.read(_CHUNK):
-                queue.put_nowait((self._leaves(len(data)), data))
+                queue.put_nowait((self._departure_time(len(data)), data))
                 await self._wait_until(self._free - self._shaper.queue_bytes / self._rate)
             queue.put_nowait((self._free, b""))
             await sender
@@ -39,11 +39,11 @@ class _Direction:
     def _rate(self) -> float:
         return self._shaper.mbps * 1e6 / 8 or float("inf")
 
-    def _leaves(self, nbytes: int) -> float:
+    def _departure_time(self, nbytes: int) -> float:
         self._free = max(self._free, time.monotonic()) + nbytes / self._rate
         return self._free
 
-    async def _send(
+    async def _send_delayed(
         self, queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
     ) -> None:
         while True:
@@ -114,10 +114,10 @@ class Shaper:
 
     def _serve_all(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
+            runner.run(self._run_server())
 
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+    async def _run_server(self) -> None:
+        server = await asyncio.start_server(self._accept_connection, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._listening.set()
         await self._over.wait()
@@ -126,12 +126,16 @@ class Shaper:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._join(reader, writer))
+    async def _accept_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.ensure_future(self._relay_connection(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _relay_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         with contextlib.closing(writer):
             try:
                 far_reader, far_writer = await asyncio.open_connection(*self._target)

@@ -45,23 +45,23 @@ class Relay:
         control = self._control.fileno()
         files = [*self._devices, control]
         while True:
-            self._deliver(clock())
+            self._write_due(clock())
             soonest = network.next_at
             pause = None if soonest == inf else max(0.0, soonest - clock())
             for ready in wait(files, (), (), pause)[0]:
                 if ready == control:
-                    if not self._command():
+                    if not self._handle_command():
                         return
                 else:
-                    self._take(ready, sources[ready])
+                    self._read_packets(ready, sources[ready])
 
-    def _take(self, device: int, index: int) -> None:
+    def _read_packets(self, device: int, index: int) -> None:
         put, now = self._network.put, time.monotonic()
         with contextlib.suppress(BlockingIOError):
             for _ in range(_BURST):
                 put(index, os.read(device, self._size), now)
 
-    def _deliver(self, now: float) -> None:
+    def _write_due(self, now: float) -> None:
         write, devices, late = os.write, self._devices, self._late
         for index, at, packet in self._network.due(now):
             try:
@@ -70,7 +70,7 @@ class Relay:
                 self._refused += 1
             late[min(15, int((now - at) * 20_000).bit_length())] += 1
 
-    def _command(self) -> bool:
+    def _handle_command(self) -> bool:
         data = self._control.recv(65536)
         if not data:
             return False
@@ -80,13 +80,13 @@ class Relay:
             for name, value in command.get("change", {}).items():
                 self._network.change(command["node"], name, value, time.monotonic())
             if "stats" in command:
-                answer = self._stats()
+                answer = self._report_stats()
         except (ValueError, KeyError, IndexError) as error:
             answer = {"error": str(error)}
         self._control.send(json.dumps(answer).encode())
         return True
 
-    def _stats(self) -> dict[str, Any]:
+    def _report_stats(self) -> dict[str, Any]:
         total = sum(self._late)
         below, late = 0, {}
         for exponent, count in enumerate(self._late):

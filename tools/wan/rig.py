@@ -15,8 +15,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from tools.wan.cores import CoreShares
-from tools.wan.namespaces import Namespaces, RigError, enter, ip, open_tun, require
-from tools.wan.node import Node, check
+from tools.wan.namespaces import (
+    Namespaces,
+    RigError,
+    enter_command,
+    open_tun,
+    require_support,
+    run_ip,
+)
+from tools.wan.node import Node, check_field
 
 _ROOT = Path(__file__).resolve().parents[2]
 _REPLY_TIMEOUT = 5.0
@@ -50,7 +57,7 @@ class Rig:
         self._control: socket.socket | None = None
 
     def __enter__(self) -> Self:
-        require()
+        require_support()
         try:
             self._spaces.create()
             if self._shares is not None:
@@ -100,9 +107,9 @@ class Rig:
             for index, name in enumerate(self._spaces.names):
                 device, label = open_tun()
                 devices.append(device)
-                ip("link", "set", "dev", label, "netns", name, "name", "wan0")
-                ip("-n", name, "address", "add", f"{self.address(index)}/24", "dev", "wan0")
-                ip("-n", name, "link", "set", "wan0", "mtu", str(self._mtu), "up")
+                run_ip("link", "set", "dev", label, "netns", name, "name", "wan0")
+                run_ip("-n", name, "address", "add", f"{self.address(index)}/24", "dev", "wan0")
+                run_ip("-n", name, "link", "set", "wan0", "mtu", str(self._mtu), "up")
                 self._spaces.connected(index, "10.77.0.0/24")
             config = {
                 "nodes": [asdict(node) for node in self.nodes],
@@ -122,7 +129,7 @@ class Rig:
             theirs.close()
             for device in devices:
                 os.close(device)
-        self._ask({})
+        self._ask_relay({})
 
     def address(self, index: int) -> str:
         """The IPv4 address of node ``index``."""
@@ -135,33 +142,29 @@ class Rig:
     def run(self, index: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
         """Start a program on node ``index``; it is killed when the rig closes."""
         share = self._shares.enter(index) if self._shares is not None else ()
-        process = subprocess.Popen([*share, *enter(self.namespace(index)), *argv], **popen)
+        process = subprocess.Popen([*share, *enter_command(self.namespace(index)), *argv], **popen)
         self._started.append(process)
         return process
 
     def change(self, index: int, **values: float) -> None:
-        """Change fields of a node, such as ``up_mbps=20``.
-
-        Raises:
-            ValueError: unknown field or invalid value.
-        """
+        """Change fields of a node, such as ``up_mbps=20``."""
         for name, value in values.items():
-            check(name, value)
-        self._ask({"node": index, "change": values})
+            check_field(name, value)
+        self._ask_relay({"node": index, "change": values})
 
     def cut(self, index: int) -> None:
         """Drop all packets of a node, as if its cable were pulled."""
-        self._ask({"node": index, "change": {"cut": 1}})
+        self._ask_relay({"node": index, "change": {"cut": 1}})
 
     def mend(self, index: int) -> None:
         """End a cut."""
-        self._ask({"node": index, "change": {"cut": 0}})
+        self._ask_relay({"node": index, "change": {"cut": 0}})
 
     def stats(self) -> dict[str, Any]:
         """Packets per node, and their lateness."""
-        return self._ask({"stats": True})
+        return self._ask_relay({"stats": True})
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _ask_relay(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._control is None:
             raise RigError("the rig is closed")
         try:
@@ -177,7 +180,7 @@ class Rig:
 
 
 @contextlib.contextmanager
-def schedule(rig: Rig, changes: Sequence[tuple[float, int, str, float]]) -> Iterator[None]:
+def schedule_changes(rig: Rig, changes: Sequence[tuple[float, int, str, float]]) -> Iterator[None]:
     """Apply ``(seconds, node, field, value)`` changes in a thread during the block."""
     over = threading.Event()
 

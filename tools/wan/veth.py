@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tools.wan.namespaces import Namespaces, command, enter, ip, require
+from tools.wan.namespaces import Namespaces, enter_command, require_support, run_ip, run_system
 
 
 class VethPair:
@@ -19,17 +19,17 @@ class VethPair:
         self._network = "10.77.0"
 
     def __enter__(self) -> Self:
-        require()
+        require_support()
         try:
             self._spaces.create()
             one, two = self._spaces.names
             peer = ("peer", "name", "wan0", "netns", two)
-            ip("-n", one, "link", "add", "wan0", "type", "veth", *peer)
+            run_ip("-n", one, "link", "add", "wan0", "type", "veth", *peer)
             for index, name in enumerate(self._spaces.names):
-                ip("-n", name, "address", "add", f"{self.address(index)}/24", "dev", "wan0")
-                ip("-n", name, "link", "set", "wan0", "up")
+                run_ip("-n", name, "address", "add", f"{self.address(index)}/24", "dev", "wan0")
+                run_ip("-n", name, "link", "set", "wan0", "up")
                 bucket = ("rate", f"{self._mbps}mbit", "burst", "256kb", "latency", "20ms")
-                command("tc", "-n", name, "qdisc", "add", "dev", "wan0", "root", "tbf", *bucket)
+                run_system("tc", "-n", name, "qdisc", "add", "dev", "wan0", "root", "tbf", *bucket)
         except BaseException:
             self.close()
             raise
@@ -59,12 +59,12 @@ class VethPair:
     def renumber(self, network: str) -> None:
         """Move both ends to another network (first three bytes)."""
         for index, name in enumerate(self._spaces.names):
-            ip("-n", name, "address", "flush", "dev", "wan0")
-            ip("-n", name, "address", "add", f"{network}.{index + 1}/24", "dev", "wan0")
+            run_ip("-n", name, "address", "flush", "dev", "wan0")
+            run_ip("-n", name, "address", "add", f"{network}.{index + 1}/24", "dev", "wan0")
         self._network = network
 
     def run(self, index: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
         """Start a program at end ``index``; it is killed when the pair closes."""
-        process = subprocess.Popen([*enter(self._spaces.names[index]), *argv], **popen)
+        process = subprocess.Popen([*enter_command(self._spaces.names[index]), *argv], **popen)
         self._started.append(process)
         return process
