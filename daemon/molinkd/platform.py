@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
@@ -146,3 +148,74 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return max(1, os.cpu_count() or 1)
+
+
+def watch_input(
+    ended: Callable[[], object], on_line: Callable[[bytes], object] = lambda _: None
+) -> None:
+    """Call ``on_line`` for each line of standard input, and ``ended`` at its end, in a thread.
+
+    A closed event loop (``RuntimeError``) is ignored.
+    """
+
+    def read() -> None:
+        # Not sys.stdin: a thread holding its lock makes the interpreter's exit fail.
+        rest = b""
+        with contextlib.suppress(OSError, RuntimeError):
+            while data := os.read(0, 4096):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    on_line(line)
+        with contextlib.suppress(RuntimeError):
+            ended()
+
+    threading.Thread(target=read, name="molink-input", daemon=True).start()
+
+
+#: From 0 (default) to 19.
+_NICE = 2
+#: ``THREAD_PRIORITY_LOWEST``.
+_WINDOWS_LOWEST = -2
+
+
+def lower_priority() -> None:
+    """Lower the priority of the calling thread and, on Linux, of threads that it starts.
+
+    It may be irreversible, so use it only in threads that end. Does nothing where only whole
+    processes have priorities.
+    """
+    if sys.platform == "win32":
+        kernel = ctypes.windll.kernel32
+        kernel.GetCurrentThread.restype = ctypes.c_void_p
+        kernel.SetThreadPriority(ctypes.c_void_p(kernel.GetCurrentThread()), _WINDOWS_LOWEST)
+    elif sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+#: Enough for any swarm. Some systems allow a billion, which slows programs that iterate over all.
+_WANTED_DESCRIPTORS = 1 << 16
+#: The actual limit when macOS reports infinity.
+_OPEN_MAX = 10240
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the limit of open files up to 65536, as far as the user may.
+
+    Many systems default to 1024, which a stranger's half-open connections would exhaust. Call it
+    first in every process that listens. Windows has no such limit.
+    """
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        maximum = (
+            _WANTED_DESCRIPTORS
+            if hard == resource.RLIM_INFINITY
+            else min(_WANTED_DESCRIPTORS, hard)
+        )
+        if soft == resource.RLIM_INFINITY:
+            return
+        for wanted in (min(maximum, _OPEN_MAX), maximum):
+            if wanted > soft:
+                with contextlib.suppress(OSError, ValueError):
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

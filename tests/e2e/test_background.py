@@ -5,8 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from molinkd.peer.home import Home
-from molinkd.peer.run_file import read_run_file
+from molinkd.peer.home import Home, read_run_file
 from tests.support.processes import START_S, local_options, run_molink
 
 

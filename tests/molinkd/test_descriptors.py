@@ -3,11 +3,11 @@ import sys
 
 import pytest
 
-from molinkd.descriptors import raise_descriptor_limit
+from molinkd.platform import raise_descriptor_limit
 
 SCRIPT = """
 import resource
-from molinkd.descriptors import raise_descriptor_limit
+from molinkd.platform import raise_descriptor_limit
 hard = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 raise_descriptor_limit()

@@ -18,7 +18,7 @@ from pathlib import Path
 from molink.errors import MolinkError
 from molink.wire.messages.worker_pipe import LoadStage, WarmedUp, WarmUp
 from molink.wire.sockets.event_loop import EventLoop
-from molinkd.descriptors import raise_descriptor_limit
+from molinkd.platform import raise_descriptor_limit
 from molinkd.worker.daemon_pipe import DaemonPipe, exit_process
 from molinkd.worker.engine import HandOver, StageEngine
 from molinkd.worker.request_table import RequestTable

@@ -15,11 +15,11 @@ import msgspec
 
 from molink.errors import MolinkError
 from molink.wire.sockets.event_loop import EventLoop
-from molinkd.descriptors import raise_descriptor_limit
 from molinkd.peer.agent import stage_manager as assignments
 from molinkd.peer.agent.worker_supervisor import WorkerSupervisor
 from molinkd.peer.daemon import Daemon
 from molinkd.peer.launch import AnyDaemonEvent, Launch
+from molinkd.platform import raise_descriptor_limit
 
 _PRINTING = threading.Lock()
 

@@ -17,7 +17,7 @@ from molinkd.cli.daemon_console import TransferLine
 from molinkd.cli.model_verbs import POLL_INTERVAL_S, show_progress
 from molinkd.cli.swarm_file import LineIndex, SwarmFile, model_entries, read_swarm_file, served_name
 from molinkd.cli.swarm_verbs import HomeOption
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 
 
 def apply(

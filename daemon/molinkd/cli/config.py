@@ -15,13 +15,14 @@ from molink.errors import UsageError
 from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.home import Home
-from molinkd.peer.saved_options import read_options, write_options
 from molinkd.peer.settings import (
     SECRET_SETTINGS,
     SETTING_NAMES,
     default_settings,
     load_settings,
+    read_options,
     settings_layers,
+    write_options,
 )
 
 config_app = typer.Typer()

@@ -30,9 +30,8 @@ from molink.wire.messages.control_plane import ControlMessage, DoneReply
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.event_loop import EventLoop
 from molinkd.peer.demo import demo_homes, first_peer
-from molinkd.peer.home import Home
+from molinkd.peer.home import Home, RunFile, read_run_file
 from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
-from molinkd.peer.run_file import RunFile, read_run_file
 
 #: Connect timeout for the daemon on this PC, in seconds.
 CONNECT_TIMEOUT_S = 3.0

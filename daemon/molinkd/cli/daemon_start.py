@@ -27,8 +27,7 @@ from molinkd.peer.launch import (
 )
 from molinkd.peer.main import DETACHED, log_to_file, run_daemon
 from molinkd.peer.membership.addresses import is_reachable_name
-from molinkd.peer.saved_options import format_options, read_options, write_options
-from molinkd.peer.settings import load_settings
+from molinkd.peer.settings import format_options, load_settings, read_options, write_options
 from molinkd.platform import child_options
 
 

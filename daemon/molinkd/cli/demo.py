@@ -17,8 +17,8 @@ from molink.facts.model import Quantize
 from molink.plaintext import printable
 from molink.wire.sockets.event_loop import EventLoop
 from molinkd.cli.model_verbs import run_with_progress
-from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.smollm2 import NAME, ModelOrigin, create_origins
+from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (

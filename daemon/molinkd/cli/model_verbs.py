@@ -41,7 +41,7 @@ from molinkd.peer.artifacts.installed_models import (
     delete_model,
     list_installed_models,
 )
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 
 #: Poll interval, in seconds.

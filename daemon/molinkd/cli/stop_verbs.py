@@ -15,15 +15,13 @@ from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
-    from molinkd.peer.home import Home
+    from molinkd.peer.home import Home, RunFile
     from molinkd.peer.membership.membership_record import MembershipRecord
-    from molinkd.peer.run_file import RunFile
 
 
 def down(home: HomeOption = None) -> None:
     """Stop molink on this PC; it stays in the swarm."""
-    from molinkd.peer.home import Home
-    from molinkd.peer.run_file import read_run_file
+    from molinkd.peer.home import Home, read_run_file
 
     place = Home.find_home(home)
     run_file = read_run_file(place.run_file)
@@ -42,9 +40,8 @@ def leave(
     home: HomeOption = None,
 ) -> None:
     """Leave the swarm permanently and stop molink on this PC."""
-    from molinkd.peer.home import Home
+    from molinkd.peer.home import Home, read_run_file
     from molinkd.peer.membership.membership_record import read_membership
-    from molinkd.peer.run_file import read_run_file
 
     place = Home.find_home(home)
     member = read_membership(place.membership)
@@ -110,7 +107,7 @@ def _dissolve_swarm(home: "Home", member: "MembershipRecord", *, runs: bool) -> 
 def _other_members(home: "Home", member: "MembershipRecord") -> list[str]:
     """Return the names of the other members, from the local state replica."""
     from molink.facts.identity import derive_peer_id
-    from molinkd.peer.election.replica_file import ReplicaFile
+    from molinkd.peer.election.leadership import ReplicaFile
 
     held, me = (
         ReplicaFile(home.replica, member.swarm).replica,

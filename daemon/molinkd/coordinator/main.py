@@ -16,8 +16,7 @@ from molink.wire.sockets.secrets import load_keys, private_folder
 from molinkd.coordinator.coordinator import Coordinator
 from molinkd.coordinator.options import CoordinatorOptions, parse_options
 from molinkd.coordinator.restore import open_state
-from molinkd.descriptors import raise_descriptor_limit
-from molinkd.parent_watch import watch_input
+from molinkd.platform import raise_descriptor_limit, watch_input
 
 KEY_FILE = "coordinator.key"
 

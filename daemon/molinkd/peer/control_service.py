@@ -1,6 +1,8 @@
 """Serves this peer's control socket: model files to peers, everything to its own user."""
 
+import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,10 +42,43 @@ from molink.wire.messages.transfer import (
     ReadRequest,
 )
 from molink.wire.sockets.server import MessageSender
-from molinkd.peer.artifacts.chunk_cache import ChunkCache
-from molinkd.peer.artifacts.model_repository import ModelRepository
+from molinkd.peer.artifacts.model_repository import ModelFiles, ModelRepository
 
 log = logging.getLogger(__name__)
+
+#: Maximum number of cached chunks, enough for a few concurrent transfers.
+MAX_CHUNKS = 16
+
+
+class ChunkCache:
+    """LRU cache of verified chunks."""
+
+    def __init__(self) -> None:
+        self._chunks: OrderedDict[tuple[str, str, int], asyncio.Task[bytes]] = OrderedDict()
+
+    async def read_chunk(self, model_files: ModelFiles, request: ReadRequest) -> bytes:
+        """The chunk that ``request`` reads from.
+
+        Raises:
+            RequestError: There is no such chunk.
+            BrokenModel: The file changed after it was added.
+        """
+        if not request.length:
+            return await asyncio.to_thread(model_files.read_chunk, request.part, request.index)
+        key = request.root, request.part, request.index
+        task = self._chunks.get(key)
+        if task is None:
+            reading = asyncio.to_thread(model_files.read_chunk, request.part, request.index)
+            task = self._chunks[key] = asyncio.create_task(reading)
+            while len(self._chunks) > MAX_CHUNKS:
+                self._chunks.popitem(last=False)
+        self._chunks.move_to_end(key)
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            self._chunks.pop(key, None)
+            raise
+
 
 #: Requests of any peer. All others require this peer's own key, which only its user has.
 PEER_MESSAGES = (ManifestRequest, PartsRequest, ReadRequest, LeaderRequest)

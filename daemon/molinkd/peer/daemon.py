@@ -32,14 +32,12 @@ from molinkd.peer.artifacts.bootstrap import Bootstrap
 from molinkd.peer.artifacts.hashing import Hasher, run_in_thread
 from molinkd.peer.artifacts.model_loader import ModelLoader
 from molinkd.peer.artifacts.model_repository import ModelRepository
-from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.sharded_model import find_stored_model
-from molinkd.peer.artifacts.transfers import Transfers
+from molinkd.peer.artifacts.transfers import Progress, Transfers
 from molinkd.peer.control_service import ControlService, LeaderQueries, UserCommands
-from molinkd.peer.election.leadership import Leadership
-from molinkd.peer.election.replica_file import ReplicaFile
+from molinkd.peer.election.leadership import Leadership, ReplicaFile
 from molinkd.peer.frontend.api_endpoint import ApiEndpoint
-from molinkd.peer.home import Home, HomeLock
+from molinkd.peer.home import Home, HomeLock, RunFile
 from molinkd.peer.launch import (
     Announce,
     AnyDaemonEvent,
@@ -59,7 +57,6 @@ from molinkd.peer.membership.membership_record import (
 )
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
-from molinkd.peer.run_file import RunFile
 
 #: Delay of a requested stop, so that the reply is sent, in seconds.
 _SHUTDOWN_DELAY_S = 0.2

@@ -16,7 +16,7 @@ from molink.files import retry_while_busy
 from molink.stage.diagnostics.profile_cache import prune_profiles
 from molink.wire.sockets.secrets import private_folder
 from molinkd.child_process import ChildProcess, exit_text
-from molinkd.peer.home import Home, HomeLock, copy_measurements
+from molinkd.peer.home import Home, HomeLock, RunFile, copy_measurements
 from molinkd.peer.launch import (
     DAEMON_COMMAND,
     AnyDaemonEvent,
@@ -27,7 +27,6 @@ from molinkd.peer.launch import (
     ModelReadinessChangedEvent,
     read_event,
 )
-from molinkd.peer.run_file import RunFile
 from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,10 @@ import msgspec
 from molink.errors import MolinkError, UsageError
 from molink.plaintext import LogFormatter
 from molink.wire.sockets.event_loop import EventLoop
-from molinkd.descriptors import raise_descriptor_limit
-from molinkd.parent_watch import watch_input
 from molinkd.peer.daemon import Daemon
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Announce, AnyDaemonEvent, DaemonEndedEvent, Launch
-from molinkd.platform import on_terminate
+from molinkd.platform import on_terminate, raise_descriptor_limit, watch_input
 
 #: Option of a daemon that outlives the process that started it.
 DETACHED = "--detached"

@@ -40,24 +40,22 @@ from molink.wire.messages.peer_reports import MAX_LATENCY, PeerReport, ReachRepo
 from molink.wire.sockets.create_socket import endpoints
 from molinkd.api.backend import MetricValues, ServedModel
 from molinkd.peer.agent.device_probe import MeasuredDevice
-from molinkd.peer.agent.gpu_usage import OwnGpuUsage
 from molinkd.peer.agent.link_rates import LinkRateReporter
-from molinkd.peer.agent.pause_controller import PauseController
+from molinkd.peer.agent.pause_controller import OwnGpuUsage, PauseController
 from molinkd.peer.agent.readiness import ReadinessMonitor
 from molinkd.peer.agent.sleep_inhibitor import SleepInhibitor
 from molinkd.peer.agent.stage_manager import StageManager
 from molinkd.peer.artifacts.hashing import Hasher
-from molinkd.peer.artifacts.hub_source import open_hub_source
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
 from molinkd.peer.artifacts.partial_models import PartialModels
-from molinkd.peer.artifacts.peer_source import PeerConnector
+from molinkd.peer.artifacts.replicator import Replicator
+from molinkd.peer.artifacts.source_clients import PeerConnector, open_hub_source
 from molinkd.peer.artifacts.sources import Source
-from molinkd.peer.copies import Replicator
 from molinkd.peer.election.leadership import Leadership
 from molinkd.peer.frontend.scheduler_connections import SchedulerConnections
 from molinkd.peer.frontend.served_models import ServedModels
-from molinkd.peer.frontend.swarm_backend import SwarmBackend
+from molinkd.peer.frontend.swarm_backend import RunningClock, SwarmBackend
 from molinkd.peer.launch import (
     PairingsChangedEvent,
     ProblemReportedEvent,
@@ -68,11 +66,9 @@ from molinkd.peer.local_status import local_status
 from molinkd.peer.membership.addresses import advertised_addresses
 from molinkd.peer.membership.peer_directory import PeerDirectory
 from molinkd.peer.membership.peer_prober import can_connect
-from molinkd.peer.membership.relayed_routes import RelayedRoutes
+from molinkd.peer.membership.relayed_routes import RelayController, RelayedRoutes
 from molinkd.peer.membership.session import CoordinatorSession
-from molinkd.peer.relaying import RelayController
 from molinkd.peer.resources import Resources
-from molinkd.peer.running_clock import RunningClock
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from molink.scheduler.policies.create import SCHEDULING_POLICIES
 from molink.swarm.agent.pause_policy import DailyWindow
 from molink.swarm.membership.discovery import PAIRING_PORT
 from molink.text.tool_calls.create import ToolCallParserChoice
+from molink.wire.sockets.secrets import write_secret
 from molinkd.peer.home import Home
 from molinkd.peer.membership.addresses import is_reachable_name
 
@@ -395,3 +396,36 @@ def _parse_api_keys(parts: list[str], where: str) -> dict[str, str]:
 
 def _pc_name() -> str:
     return (platform.node().split(".")[0] or "peer")[:64]
+
+
+_Option = str | int | float | bool
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """The saved options by setting; empty if there are none.
+
+    Raises:
+        UsageError: The file can't be read.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, _Option | list[_Option]])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(
+            f"{path} can't be read: {error}. Delete it and pass your options again."
+        ) from None
+
+
+def write_options(path: Path, options: Mapping[str, Any]) -> None:
+    """Save options. They may contain an API key, so only the owner may read the file."""
+    write_secret(path, msgspec.json.encode(options).decode("utf-8"))
+
+
+def format_options(options: Mapping[str, Any]) -> str:
+    """Options as typed, with secrets hidden: ``--stage none --threads 2``."""
+    return " ".join(
+        f"--{name.replace('_', '-')} {'…' if name in SECRET_SETTINGS else one}"
+        for name, value in options.items()
+        for one in (value if isinstance(value, list) else [value])
+    )

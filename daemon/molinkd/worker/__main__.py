@@ -12,9 +12,8 @@ import threading
 from molink.errors import MolinkError, WireError
 from molink.plaintext import LOG_FORMAT
 from molink.wire.messages.worker_pipe import LoadStage, WarmedUp, WarmUp
-from molinkd.descriptors import raise_descriptor_limit
 from molinkd.imports import permanent_imports
-from molinkd.priority import lower_priority
+from molinkd.platform import lower_priority, raise_descriptor_limit
 from molinkd.worker.daemon_pipe import DaemonPipe, exit_process
 
 log = logging.getLogger("molinkd.worker")

@@ -10,8 +10,7 @@ from molink.errors import PortInUse
 from molinkd.cli.main import run
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Launch
-from molinkd.peer.saved_options import read_options, write_options
-from molinkd.peer.settings import SETTING_NAMES
+from molinkd.peer.settings import SETTING_NAMES, read_options, write_options
 
 
 @pytest.fixture(autouse=True)

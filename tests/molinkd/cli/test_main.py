@@ -19,9 +19,8 @@ from molinkd.cli.demo import sample_command
 from molinkd.cli.invitation_table import remaining_text, show_invitations
 from molinkd.cli.main import run, use_utf8
 from molinkd.peer.demo import first_peer
-from molinkd.peer.home import Home
+from molinkd.peer.home import Home, RunFile
 from molinkd.peer.launch import Launch
-from molinkd.peer.run_file import RunFile
 from molinkd.peer.settings import MemoryShare
 
 

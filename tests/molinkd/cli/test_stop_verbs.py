@@ -13,9 +13,8 @@ from molink.wire.messages.admin import LeaveRequest
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.cli import daemon_client, stop_verbs
 from molinkd.cli.main import run
-from molinkd.peer.home import Home
+from molinkd.peer.home import Home, RunFile
 from molinkd.peer.membership.membership_record import MembershipRecord
-from molinkd.peer.run_file import RunFile
 
 SWARM = "ab" * 8
 
@@ -66,7 +65,7 @@ def ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[Home]:
     """A daemon runs in the home; returns those that were stopped."""
     ended: list[Home] = []
     note = RunFile.of_this_process(1, "http://127.0.0.1:5465")
-    monkeypatch.setattr("molinkd.peer.run_file.read_run_file", lambda _: note)
+    monkeypatch.setattr("molinkd.peer.home.read_run_file", lambda _: note)
     monkeypatch.setattr(stop_verbs, "stop_daemon", lambda place, _, leave: ended.append(place))
     return ended
 

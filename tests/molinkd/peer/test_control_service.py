@@ -38,7 +38,7 @@ from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import Server
 from molinkd.peer.artifacts.model_repository import ModelFiles, ModelRepository
-from molinkd.peer.artifacts.peer_source import PeerConnector, PeerSource
+from molinkd.peer.artifacts.source_clients import PeerConnector, PeerSource
 from molinkd.peer.control_service import ControlService, LeaderQueries, UserCommands
 from tests.support.models import write_tensors
 from tests.support.net import Net

@@ -9,8 +9,7 @@ import pytest
 
 from molink.errors import UsageError
 from molinkd.peer.demo import acquire_demo_home
-from molinkd.peer.home import Home, HomeLock, copy_measurements
-from molinkd.peer.run_file import RunFile, read_run_file
+from molinkd.peer.home import Home, HomeLock, RunFile, copy_measurements, read_run_file
 
 
 def test_where_the_home_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,7 @@ from molinkd.peer.agent import readiness
 from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.artifacts.model_repository import ModelFiles, ModelRepository
 from molinkd.peer.control_service import ControlService
-from molinkd.peer.election.leadership import Leadership
-from molinkd.peer.election.replica_file import ReplicaFile
+from molinkd.peer.election.leadership import Leadership, ReplicaFile
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
     AnyDaemonEvent,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from molinkd.peer.running_clock import POLL_INTERVAL_S, RunningClock
+from molinkd.peer.frontend.swarm_backend import POLL_INTERVAL_S, RunningClock
 
 
 class StoppableLoop(asyncio.SelectorEventLoop):

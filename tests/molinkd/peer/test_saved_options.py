@@ -8,8 +8,7 @@ import pytest
 
 from molink.errors import UsageError
 from molinkd.peer.home import Home
-from molinkd.peer.saved_options import format_options, read_options, write_options
-from molinkd.peer.settings import load_settings
+from molinkd.peer.settings import format_options, load_settings, read_options, write_options
 
 
 def test_they_are_read_again_and_private(tmp_path: Path) -> None:

@@ -31,8 +31,7 @@ from molinkd.peer.agent.device_probe import num_worker_threads
 from molinkd.peer.agent.kernel_self_test import SelfTestResult, run_self_test, save_disabled_kernels
 from molinkd.peer.artifacts.installed_models import list_installed_models
 from molinkd.peer.home import Home
-from molinkd.peer.saved_options import read_options
-from molinkd.peer.settings import Settings, load_settings
+from molinkd.peer.settings import Settings, load_settings, read_options
 from molinkd.platform import child_options
 
 #: Timeout of other programs, in seconds.

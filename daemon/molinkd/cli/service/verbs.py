@@ -15,9 +15,8 @@ from molinkd.cli.service.systemd import SystemdService
 from molinkd.cli.service.task_scheduler import TaskSchedulerService
 from molinkd.cli.stop_verbs import stop_daemon
 from molinkd.cli.swarm_verbs import HomeOption
-from molinkd.peer.home import Home
+from molinkd.peer.home import Home, read_run_file
 from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
-from molinkd.peer.run_file import read_run_file
 
 service_app = typer.Typer(help="Run molink automatically at startup.")
 

@@ -16,7 +16,7 @@ from molink.facts.model import BLOCK_SIZE
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.worker_pipe import DraftModelSpec
 from molinkd.peer.agent.device_probe import MeasuredDevice
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.settings import Settings
 
 #: KV cache capacity in tokens over all requests, or one maximal request if that is longer.

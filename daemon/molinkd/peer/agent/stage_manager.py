@@ -40,7 +40,7 @@ from molinkd.peer.agent.stage_preparation import NoRoomBesideError, StagePrepara
 from molinkd.peer.agent.worker_supervisor import WorkerSupervisor
 from molinkd.peer.artifacts.model_store import ModelStore
 from molinkd.peer.artifacts.prefetcher import Prefetcher
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 from molinkd.peer.settings import Settings
 

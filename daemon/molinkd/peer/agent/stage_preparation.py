@@ -20,7 +20,7 @@ from molinkd.peer.agent.device_probe import MeasuredDevice, num_worker_threads
 from molinkd.peer.agent.draft_model import DraftModelFolder, DraftPlan
 from molinkd.peer.agent.kernel_self_test import load_disabled_kernels
 from molinkd.peer.artifacts.hashing import run_in_thread
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 from molinkd.peer.quantize import check_quantize
 from molinkd.peer.settings import Settings

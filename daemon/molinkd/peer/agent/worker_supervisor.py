@@ -34,7 +34,7 @@ from molink.wire.messages.worker_pipe import (
 )
 from molinkd.api.backend import MetricValues, StageLabels, StageMetricValues
 from molinkd.child_process import FIRST_WINDOWS_CODE, ChildProcess, exit_text
-from molinkd.peer.agent.gpu_usage import OwnGpuUsage
+from molinkd.peer.agent.pause_controller import OwnGpuUsage
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.artifacts.hashing import run_in_thread
 from molinkd.peer.artifacts.model_repository import ModelFiles, ModelRepository, make_change_watcher
-from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.sharded_model import find_stored_model, store_model, tensor_spans
-from molinkd.peer.artifacts.transfers import Transfers
+from molinkd.peer.artifacts.transfers import Progress, Transfers
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
     Announce,

@@ -17,7 +17,7 @@ from molink.checkpoint.manifest import CHUNK_BYTES, DIGEST_BYTES, count_chunks, 
 from molink.errors import Unavailable
 from molink.files import retry_while_busy
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from molink.checkpoint.safetensors_header import TensorSpan
 from molink.errors import AlteredModel, BrokenModel, ModelNotFound, RequestError
 from molink.files import make_plain_name
 from molinkd.peer.artifacts.hashing import ByteRange, FileStamp, Hasher
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 
 log = logging.getLogger(__name__)
 

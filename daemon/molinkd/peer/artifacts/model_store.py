@@ -25,19 +25,26 @@ from molink.checkpoint.manifest import (
     ShardEntry,
     manifest_size,
 )
-from molink.errors import BrokenModel, FilesMissing, ModelError, Unavailable
+from molink.errors import AlteredModel, BrokenModel, FilesMissing, ModelError, Unavailable
 from molink.files import retry_while_busy
 from molink.swarm.artifacts.fetch_plan import GroupPlan, split_part
 from molink.swarm.artifacts.replication import has_disk_room
 from molink.swarm.artifacts.sources import ModelSources
 from molink.swarm.artifacts.transfer import MIN_RATE
 from molink.wire.sockets.secrets import private_folder
-from molinkd.peer.artifacts.chunk_runs import Throttle, fetch_runs, write_into
+from molinkd.peer.artifacts.hashing import FileStamp, run_in_thread
 from molinkd.peer.artifacts.model_repository import ModelRepository, folder_name
-from molinkd.peer.artifacts.partial_shard import partial_bytes
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.partial_shard import partial_bytes, remove_partials
 from molinkd.peer.artifacts.shard_fetch import ShardFetch
-from molinkd.peer.artifacts.sources import Connect, OnMisbehaviour, Reputation, SourcePool
+from molinkd.peer.artifacts.sources import (
+    Connect,
+    OnMisbehaviour,
+    Reputation,
+    SourcePool,
+    Throttle,
+    fetch_runs,
+    write_into,
+)
 from molinkd.peer.artifacts.stored_model import (
     MANIFEST_FILE,
     REPLICA_SUFFIX,
@@ -47,11 +54,45 @@ from molinkd.peer.artifacts.stored_model import (
     metadata_parts,
     missing_files_text,
     read_stored_manifest,
+    record_verified_shard,
+    verify_file,
 )
-from molinkd.peer.artifacts.transfers import Transfers
-from molinkd.peer.artifacts.verified_files import VerifiedFiles
+from molinkd.peer.artifacts.transfers import Progress, Transfers
 
 log = logging.getLogger(__name__)
+
+
+class VerifiedFiles:
+    """Stamps of verified files; each file is verified once, and again if it changes."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[Path, FileStamp] = {}
+
+    async def mark_verified(self, path: Path) -> None:
+        """Record a file that was verified while it arrived."""
+        self._stamps[path] = await asyncio.to_thread(FileStamp.of_path, path)
+
+    async def is_verified(self, folder: Path, plan: GroupPlan, progress: Progress) -> bool:
+        """Whether a file is present and valid; counts its bytes in ``progress``."""
+        path = folder / plan.file
+        try:
+            stamp = await asyncio.to_thread(FileStamp.of_path, path)
+            if self._stamps.get(path) == stamp:
+                progress.add_existing(plan.nbytes)
+            else:
+                await run_in_thread(partial(verify_file, path, plan, progress))
+                self._stamps[path] = stamp
+                if plan.shard is not None:
+                    await asyncio.to_thread(record_verified_shard, folder, plan.file, stamp)
+        except FileNotFoundError:
+            return False
+        except (OSError, AlteredModel, BrokenModel) as error:
+            log.warning("%s was altered (%s): fetching it again", path, error)
+            return False
+        if plan.shard is not None:
+            await asyncio.to_thread(remove_partials, path)
+        return True
+
 
 #: Minimum rate of a limited transfer that a stage waits for, in bytes/s; above the coordinator's
 #: limit for slow transfers.

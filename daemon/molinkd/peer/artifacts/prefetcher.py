@@ -12,7 +12,7 @@ from molink.swarm.membership.sanitize import MAX_REASON_CHARS
 from molink.wire.messages.instructions import Prefetch
 from molink.wire.messages.peer_reports import PrefetchState
 from molinkd.peer.artifacts.model_store import ModelStore
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,15 @@ from pathlib import Path
 from molink.checkpoint.manifest import Manifest, ShardEntry
 from molink.errors import FilesMissing, ModelError, Unavailable
 from molink.swarm.artifacts.sources import HUB, ModelSources
-from molinkd.peer.artifacts.chunk_runs import MAX_IN_FLIGHT, Throttle, fetch_runs
 from molinkd.peer.artifacts.partial_shard import PartialShard
-from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.sources import Reputation, SourcePool
+from molinkd.peer.artifacts.sources import (
+    MAX_IN_FLIGHT,
+    Reputation,
+    SourcePool,
+    Throttle,
+    fetch_runs,
+)
+from molinkd.peer.artifacts.transfers import Progress
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from molink.checkpoint.disk_space import check_free_space
 from molink.checkpoint.hub import translate_hub_errors
 from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import retry_while_busy
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 from molinkd.platform import child_options
 
 #: Name on the command line.

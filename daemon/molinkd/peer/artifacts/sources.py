@@ -9,21 +9,38 @@ the parts is asked for its list first.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from functools import partial
+from threading import Lock
+from typing import BinaryIO, Protocol, Self, TypeVar
 
 from molink.checkpoint.manifest import CHUNK_BYTES, Manifest, manifest_size
 from molink.checkpoint.model_folder import METADATA_FILES
 from molink.errors import AlteredModel, MolinkError, Unavailable, WireError
 from molink.swarm.artifacts.fetch_plan import ChunkRun
+from molink.swarm.artifacts.rate_limit import TransferRateLimiter
 from molink.swarm.artifacts.sources import HUB, ModelSources
 from molink.swarm.artifacts.transfer import MIN_RATE
-from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.gate import SliceLimiter, run_together
+from molinkd.peer.artifacts.transfers import Progress
 
 log = logging.getLogger(__name__)
+
 
 #: A slower source is dropped while another one is available, in bytes/s.
 MIN_SOURCE_RATE = 2 * MIN_RATE
@@ -35,6 +52,54 @@ MAX_CONNECTED = 3
 _MAX_QUOTE = 400
 
 T = TypeVar("T")
+
+
+class SliceLimiter:
+    """Rate limiter of one transfer from one source."""
+
+    def __init__(self, floor: float) -> None:
+        """``floor`` is the minimum request rate in bytes/s."""
+        self._pacer = TransferRateLimiter(floor)
+        self._lock = asyncio.Lock()
+        self._received = asyncio.Event()
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes per slice."""
+        return self._pacer.slice_bytes
+
+    @asynccontextmanager
+    async def limit_slice(self, nbytes: int) -> AsyncIterator[None]:
+        """Wait until a slice may be requested, and time it until it has arrived."""
+        clock = asyncio.get_running_loop().time
+        async with self._lock:
+            while (wait := self._pacer.wait_time(clock())) != 0:
+                self._received.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait):
+                        await self._received.wait()
+            started = clock()
+            self._pacer.on_request(started)
+        try:
+            yield
+        except BaseException:
+            self._pacer.on_failure()
+            self._received.set()
+            raise
+        now = clock()
+        self._pacer.on_slice(nbytes, now - started, now)
+        self._received.set()
+
+
+async def run_together(works: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run coroutines concurrently; the first error cancels the others and is raised unchanged."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Source(Protocol):
@@ -379,3 +444,62 @@ class SourcePool:
         self._reasons.append(f"{peer}: {reason}")
         self._has_failed = True
         self._reputation.record_failure(peer)
+
+
+#: Concurrent requests of one transfer.
+MAX_IN_FLIGHT = 8
+
+#: Context around each chunk run of a transfer, which delays and times it.
+Throttle = Callable[[], AbstractAsyncContextManager[None]]
+#: Stores a chunk run, given its bytes and the sender. Called in a thread.
+RunWriter = Callable[[ChunkRun, bytes, str], None]
+
+
+async def fetch_runs(
+    pool: SourcePool,
+    runs: Iterable[ChunkRun],
+    write: RunWriter,
+    count: Callable[[int], None],
+    at_once: int = MAX_IN_FLIGHT,
+    throttle: Throttle = nullcontext,
+    *,
+    to_the_end: bool = False,
+) -> None:
+    """Fetch all runs, ``at_once`` concurrently; ``count`` gets the bytes of each.
+
+    With ``to_the_end`` a failure does not cancel the other requests in flight.
+
+    Raises as :meth:`SourcePool.read_run`.
+    """
+    waiting = iter(runs)
+    failures: list[Unavailable] = []
+
+    async def work() -> None:
+        for run in waiting:
+            if failures:
+                return
+            try:
+                async with throttle():
+                    await pool.read_run(run, partial(write, run))
+            except Unavailable as error:
+                if not to_the_end:
+                    raise
+                failures.append(error)
+                return
+            count(run.nbytes)
+
+    await run_together(work() for _ in range(at_once))
+    if failures:
+        raise failures[0]
+
+
+def write_into(file: BinaryIO) -> RunWriter:
+    """A writer that puts runs at their offsets in ``file``."""
+    lock = Lock()
+
+    def write(run: ChunkRun, data: bytes, _sender: str) -> None:
+        with lock:
+            file.seek(run.offset)
+            file.write(data)
+
+    return write

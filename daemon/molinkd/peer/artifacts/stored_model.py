@@ -24,7 +24,7 @@ from molink.swarm.artifacts.replication import to_ranges
 from molink.swarm.controller.holdings import format_ranges
 from molinkd.peer.artifacts.hashing import ByteRange, FileStamp, hash_ranges
 from molinkd.peer.artifacts.model_repository import ModelFiles, file_stamp
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 
 log = logging.getLogger(__name__)
 

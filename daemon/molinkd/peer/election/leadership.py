@@ -7,12 +7,13 @@ coordinator process, and reports the current coordinator.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import zmq.asyncio
 
-from molink.errors import MolinkError, NotAuthorized, Unavailable, UsageError
+from molink.errors import MolinkError, NotAuthorized, StateError, Unavailable, UsageError, WireError
 from molink.facts.identity import derive_peer_id
 from molink.swarm.election.events import (
     ConnectionLostEvent,
@@ -32,21 +33,123 @@ from molink.swarm.election.events import (
     StepDownAction,
 )
 from molink.swarm.election.leader_election import LeaderElection
+from molink.swarm.election.replica import Replica, Version, decode_replica
+from molink.wire.messages.codec import control_codec
+from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.messages.election import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.instructions import PeerInfo
+from molink.wire.sockets.client import Client, is_refused
+from molink.wire.sockets.create_socket import endpoints
+from molink.wire.sockets.key_pair import KeyPair
+from molink.wire.sockets.secrets import write_secret_bytes
+from molinkd.coordinator.restore import read_replica
 from molinkd.peer.election.coordinator_process import (
     CoordinatorAnnouncement,
     CoordinatorHost,
     CoordinatorProcess,
     create_coordinator_process,
 )
-from molinkd.peer.election.leader_query import query_leader
-from molinkd.peer.election.replica_file import ReplicaFile
 from molinkd.peer.launch import Announce, ProblemReportedEvent
 from molinkd.peer.membership.addresses import local_dial_host
 from molinkd.peer.membership.membership_record import MembershipRecord
 
 log = logging.getLogger(__name__)
+
+#: Reply timeout, in seconds.
+REPLY_TIMEOUT_S = 1.0
+
+
+async def query_leader(
+    context: zmq.asyncio.Context, keys: KeyPair, info: PeerInfo, request: LeaderRequest
+) -> LeaderView | None:
+    """The first reply from any of the peer's addresses; ``None`` without one."""
+    found = endpoints(info.addresses, info.control_port)
+    asking = [
+        asyncio.ensure_future(_query_address(context, keys, info, one, request)) for one in found
+    ]
+    answer: LeaderView | None = None
+    try:
+        for done in asyncio.as_completed(asking):
+            answer = await done
+            if answer is not None:
+                break
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    return answer
+
+
+async def _query_address(
+    context: zmq.asyncio.Context,
+    keys: KeyPair,
+    info: PeerInfo,
+    address: str,
+    request: LeaderRequest,
+) -> LeaderView | None:
+    """The reply from one address; ``None`` without one."""
+    client: Client[ControlMessage] = Client(
+        context, keys, control_codec(), info.public_key, (address,), name=info.name
+    )
+    try:
+        client.start()
+        asking = asyncio.ensure_future(client.send_request(request, timeout=REPLY_TIMEOUT_S))
+        refusing = asyncio.ensure_future(is_refused(address))
+        try:
+            await asyncio.wait((asking, refusing), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() and refusing.result():
+                return None  # refused: no need to wait
+            reply, _ = await asking
+        finally:
+            for task in (asking, refusing):
+                task.cancel()
+            await asyncio.gather(asking, refusing, return_exceptions=True)
+        if not isinstance(reply, LeaderReply):
+            raise WireError(f"unexpected reply {type(reply).__name__} instead of a leader")
+    except MolinkError as error:
+        log.debug("%s at %s: %s", info.name, address, error)
+        return None
+    else:
+        return reply.view
+    finally:
+        await client.close()
+
+
+class ReplicaFile:
+    """``replica.msgpack`` in a daemon's home."""
+
+    def __init__(self, path: Path, swarm: str | None) -> None:
+        """A replica of another swarm than ``swarm`` is ignored."""
+        self.path = path
+        found = read_replica(path)
+        self.replica: Replica | None = found if found is not None and found.swarm == swarm else None
+
+    @property
+    def version(self) -> Version:
+        """Version of the replica; (0, 0) without one."""
+        return (0, 0) if self.replica is None else self.replica.version
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Peers in the order of succession."""
+        return () if self.replica is None else self.replica.order
+
+    def save_replica(self, data: bytes | memoryview, swarm: str) -> bool:
+        """Store a replica; returns whether it is valid and of ``swarm``."""
+        try:
+            replica = decode_replica(data)
+            if replica.swarm != swarm:
+                raise StateError(f"it belongs to swarm {replica.swarm}")
+        except StateError as error:
+            log.warning("the coordinator sent an invalid replica of its state: %s", error)
+            return False
+        self.replica = replica
+        try:
+            write_secret_bytes(self.path, bytes(data))
+        except OSError as error:
+            log.warning("can't store the replica of the swarm's state in %s: %s", self.path, error)
+        return True
+
 
 INTERVAL_S = 0.25
 #: Maximum number of concurrent queries.

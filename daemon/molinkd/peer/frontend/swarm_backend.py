@@ -11,9 +11,11 @@ import itertools
 import logging
 import secrets
 import sys
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -39,6 +41,7 @@ from molink.swarm.frontend.stream import (
     StreamLimits,
     SubmitAction,
 )
+from molink.swarm.running_time import RunningTime
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage
 from molink.wire.messages.serving import (
@@ -51,11 +54,78 @@ from molink.wire.messages.serving import (
     Request,
 )
 from molinkd.api.backend import MetricValues, ServedModel
-from molinkd.peer.feed import TokenQueue
 from molinkd.peer.frontend.scheduler_connections import SchedulerConnections
-from molinkd.peer.running_clock import RunningClock
 
 log = logging.getLogger(__name__)
+
+Item = GeneratedToken | MolinkError
+
+
+class TokenQueue:
+    """A queue with one reader. A batch of tokens wakes the reader's loop once.
+
+    Its length is bounded by the request's credit window.
+    """
+
+    def __init__(self) -> None:
+        """Must be created on the reader's event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._items: deque[Item] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        """Add an item, from any thread."""
+        with self._lock:
+            first = not self._items
+            self._items.append(item)
+        if first:
+            with contextlib.suppress(RuntimeError):  # the reader's loop is closed
+                self._loop.call_soon_threadsafe(self._filled.set)
+
+    async def get_all(self) -> list[Item]:
+        """Wait for items and return all of them."""
+        await self._filled.wait()
+        with self._lock:
+            items = list(self._items)
+            self._items.clear()
+            self._filled.clear()
+        return items
+
+
+#: Interval of detecting a suspension, in seconds.
+POLL_INTERVAL_S = 0.25
+
+
+class RunningClock:
+    """Seconds that this daemon has run, for timers on an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._time = RunningTime(loop.time())
+        self._timer = loop.call_later(POLL_INTERVAL_S, self._check)
+
+    def time(self) -> float:
+        """Seconds on this clock."""
+        return self._time.counted_time(self._loop.time())
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *arguments: Any
+    ) -> asyncio.TimerHandle:
+        """Schedule a call at ``when``.
+
+        It is early if the daemon is suspended before, so the callback must check the time.
+        """
+        return self._loop.call_at(when + self._time.skipped_s, callback, *arguments)
+
+    def close(self) -> None:
+        """Stop."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        self.time()
+        self._timer = self._loop.call_later(POLL_INTERVAL_S, self._check)
+
 
 #: Prompt ids per message, 4 bytes each: a payload has at most 256 KiB.
 MAX_FRAGMENT_IDS = 32768

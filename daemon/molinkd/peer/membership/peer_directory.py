@@ -7,7 +7,7 @@ from collections.abc import Callable
 from molink.swarm.membership.address_book import AddressBook
 from molink.wire.messages.instructions import PeerInfo, PeerRemoved
 from molink.wire.messages.worker_pipe import PeerKey
-from molinkd.peer.election.replica_file import ReplicaFile
+from molinkd.peer.election.leadership import ReplicaFile
 from molinkd.peer.membership.peer_prober import PeerProber
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.peer.resources import Resources

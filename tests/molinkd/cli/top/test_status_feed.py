@@ -15,8 +15,7 @@ from molink.wire.messages.control_plane import DoneReply
 from molink.wire.sockets.server import MessageSender, Server
 from molinkd.cli.top import status_feed
 from molinkd.cli.top.status_feed import StatusFeed
-from molinkd.peer.home import Home
-from molinkd.peer.run_file import RunFile
+from molinkd.peer.home import Home, RunFile
 from tests.molinkd.cli.top import swarms
 from tests.support.net import Net
 

@@ -14,7 +14,7 @@ from molink.facts.footprint import StageSetup
 from molink.swarm.controller.planner import candidate_from_report
 from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.agent.draft_model import DraftModelFolder
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 from molinkd.peer.settings import load_settings
 from tests.support.fake_fleet import report

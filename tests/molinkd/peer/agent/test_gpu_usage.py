@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from molink.facts.device import Device
-from molinkd.peer.agent import gpu_usage as gpu_use
-from molinkd.peer.agent.gpu_usage import GpuMonitor, OwnGpuUsage, open_gpu
+from molinkd.peer.agent import pause_controller as gpu_use
+from molinkd.peer.agent.pause_controller import GpuMonitor, OwnGpuUsage, open_gpu
 
 CARD = "NVIDIA GeForce RTX 3090"
 

@@ -10,8 +10,7 @@ from molink.facts.device import Device
 from molink.swarm.agent import pause_policy as pausing
 from molink.swarm.agent.pause_policy import CONTENTION_REASON, DRAINED_REASON
 from molinkd.peer.agent import pause_controller as pauser_module
-from molinkd.peer.agent.gpu_usage import GpuMonitor, OwnGpuUsage
-from molinkd.peer.agent.pause_controller import PauseController
+from molinkd.peer.agent.pause_controller import GpuMonitor, OwnGpuUsage, PauseController
 from molinkd.peer.settings import Settings
 from tests.support.net import until
 

@@ -19,7 +19,7 @@ from molink.wire.messages.admin import (
 )
 from molink.wire.messages.base import Payload
 from molinkd.peer.artifacts.apply_handler import ApplyHandler
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 from tests.support.fake_fleet import FACTS
 
 

@@ -11,7 +11,7 @@ from molink.checkpoint.manifest import CHUNK_BYTES
 from molink.errors import BrokenModel
 from molinkd.peer.artifacts import hashing as module
 from molinkd.peer.artifacts.hashing import ByteRange, Hasher, hash_ranges
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 
 
 def expected(data: bytes) -> bytes:
@@ -43,7 +43,7 @@ def test_many_stretches_in_several_runs(
 
 def test_a_file_that_ends_early(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "f").write_bytes(data)
-    with pytest.raises(BrokenModel, match="shorter"):
+    with pytest.raises(BrokenModel, match="truncated"):
         hash_ranges([ByteRange(tmp_path / "f", 0, len(data) + 1)], Progress(), threading.Event())
 
 

@@ -19,7 +19,7 @@ from molinkd.peer.artifacts.installed_models import (
 )
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
 from tests.support.fake_sources import RepositorySource, connect_to

@@ -8,7 +8,7 @@ import pytest
 
 from molink.errors import ModelNotFound, NotAuthorized, WorkerError
 from molinkd.peer.artifacts.model_loader import ModelLoader
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 
 
 class FakeFounder:

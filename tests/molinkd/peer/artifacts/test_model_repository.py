@@ -13,7 +13,7 @@ from molinkd.peer.artifacts.model_repository import (
     folder_name,
     make_change_watcher,
 )
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 from tests.support.models import write_tensors
 
 DATA = bytes(range(256)) * 64

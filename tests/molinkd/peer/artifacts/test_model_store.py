@@ -25,8 +25,8 @@ from molinkd.peer.artifacts import model_store as store_module
 from molinkd.peer.artifacts import sources as suppliers_module
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
-from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.sources import Source
+from molinkd.peer.artifacts.transfers import Progress
 from tests.support import fake_sources as sources
 from tests.support.fake_sources import RepositorySource, connect_to
 from tests.support.models import PLAIN_CONFIG as CONFIG

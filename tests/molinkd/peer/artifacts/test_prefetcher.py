@@ -11,7 +11,7 @@ from molink.swarm.artifacts.sources import ModelSources
 from molink.wire.messages.instructions import Prefetch
 from molink.wire.messages.peer_reports import PrefetchState
 from molinkd.peer.artifacts.prefetcher import Prefetcher
-from molinkd.peer.artifacts.progress import Progress
+from molinkd.peer.artifacts.transfers import Progress
 
 
 class FakeStore:

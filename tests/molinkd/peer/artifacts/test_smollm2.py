@@ -16,8 +16,8 @@ from molink.errors import BrokenModel, ModelError, ModelNotFound, Unavailable
 from molinkd.cli import demo
 from molinkd.cli.main import run
 from molinkd.peer.artifacts import smollm2
-from molinkd.peer.artifacts.progress import Progress
 from molinkd.peer.artifacts.smollm2 import HubOrigin, PackageOrigin
+from molinkd.peer.artifacts.transfers import Progress
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
 from tests.support.locked_files import lock_once
 from tests.support.models import MakeModel

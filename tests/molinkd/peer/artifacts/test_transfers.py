@@ -4,8 +4,7 @@ import asyncio
 from contextlib import ExitStack
 
 from molink.wire.messages.peer_reports import MAX_TRANSFERS
-from molinkd.peer.artifacts.progress import Progress
-from molinkd.peer.artifacts.transfers import Transfers
+from molinkd.peer.artifacts.transfers import Progress, Transfers
 
 
 def test_what_is_shown() -> None:

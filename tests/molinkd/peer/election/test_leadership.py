@@ -16,8 +16,7 @@ from molink.wire.messages.election import LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender
-from molinkd.peer.election.leadership import Leadership
-from molinkd.peer.election.replica_file import ReplicaFile
+from molinkd.peer.election.leadership import Leadership, ReplicaFile
 from molinkd.peer.home import Home
 from molinkd.peer.launch import AnyDaemonEvent
 from molinkd.peer.membership.membership_record import MembershipRecord

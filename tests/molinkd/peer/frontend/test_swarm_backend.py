@@ -28,8 +28,12 @@ from molink.wire.messages.serving import (
 )
 from molinkd.api.backend import Backend, MetricValues, ServedModel
 from molinkd.peer.frontend import swarm_backend as streams
-from molinkd.peer.frontend.swarm_backend import MAX_FRAGMENT_IDS, SwarmBackend, split_prompt
-from molinkd.peer.running_clock import RunningClock
+from molinkd.peer.frontend.swarm_backend import (
+    MAX_FRAGMENT_IDS,
+    RunningClock,
+    SwarmBackend,
+    split_prompt,
+)
 
 MODEL = ServedModel("m", Path(), 128, 0)
 ROUTE = Route(pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=128)

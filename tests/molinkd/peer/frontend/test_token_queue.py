@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from molink.swarm.frontend.generated_token import GeneratedToken
-from molinkd.peer.feed import TokenQueue
+from molinkd.peer.frontend.swarm_backend import TokenQueue
 
 
 def make(position: int) -> GeneratedToken:

@@ -12,12 +12,12 @@ from molink.facts.model import LayerRange
 from molink.swarm.artifacts import replication as copying
 from molink.swarm.artifacts.sources import ModelSources
 from molink.wire.messages.instructions import Route
-from molinkd.peer.artifacts import model_replicator as copier_module
 from molinkd.peer.artifacts import model_store as store_module
+from molinkd.peer.artifacts import replicator as copier_module
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
+from molinkd.peer.artifacts.replicator import Replicator
 from molinkd.peer.artifacts.sources import Source
-from molinkd.peer.copies import Replicator
 from tests.support.fake_sources import RepositorySource, connect_to
 from tests.support.models import write_plain_model
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from molinkd.peer.gate import SliceLimiter, run_together
+from molinkd.peer.artifacts.sources import SliceLimiter, run_together
 
 
 async def test_slices_go_one_after_the_other_at_first() -> None:

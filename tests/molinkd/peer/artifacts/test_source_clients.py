@@ -8,9 +8,9 @@ import pytest
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel, Unavailable
 from molink.swarm.artifacts.sources import ModelSources
-from molinkd.peer.artifacts.hub_source import HubSource
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
+from molinkd.peer.artifacts.source_clients import HubSource
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
 from tests.support.fake_sources import RepositorySource, connect_to
 from tests.support.models import write_plain_model
