@@ -43,11 +43,11 @@ class Batcher:
         swap: SwapManager,
     ) -> None:
         self._config = config
-        self._speculation = speculation
-        self._queues = queues
-        self._cache = cache
-        self._in_flight = in_flight
-        self._swap = swap
+        self.speculation = speculation
+        self.queues = queues
+        self.cache = cache
+        self.in_flight = in_flight
+        self.swap = swap
         self._controls = ControlIssuer(cache, in_flight)
         self.micro_batches = MicroBatchCount(
             config.micro_batches,
@@ -73,26 +73,26 @@ class Batcher:
         """Update stage and link times."""
         self.micro_batches.set_times(times)
         self._chunk_size.set_profiles(times.profiles)
-        self._speculation.set_times(times)
-        self._queues.policy.set_times(times)
-        self._swap.set_times(times)
+        self.speculation.set_times(times)
+        self.queues.policy.set_times(times)
+        self.swap.set_times(times)
 
     def compose_batch(self, now: float, *, prefill: bool = True) -> MicroBatch | None:
         """The next micro-batch, or ``None`` if there is nothing to send."""
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         self._newly_admitted = []
-        self._queues.clear_next_waiting()
-        if not self._in_flight.is_window_full:
+        self.queues.clear_next_waiting()
+        if not self.in_flight.is_window_full:
             if prefill:
                 self._preempt_for_waiting(now)
-            for state in self._swap.proactive_candidates(now):
+            for state in self.swap.proactive_candidates(now):
                 self._preempt(state)
-            running = self._queues.decode_order(now)
+            running = self.queues.decode_order(now)
             streams = len(running)
             context = sum(len(state.tokens) for state in running) // max(1, streams)
             count = self.micro_batches.update_count(streams, context)
             self._chunk_size.set_micro_batches(count)
-            if self._in_flight.count_volumes(prefill=False) < count:
+            if self.in_flight.count_volumes(prefill=False) < count:
                 self._ask_draft_model(running, streams, context)
                 self._add_decode_rows(decode, running, now)
                 self._add_drafts(decode, streams, context)
@@ -100,10 +100,7 @@ class Batcher:
                 rows = self._next_prefill_rows(streams, context, now, piggyback=len(decode) > 0)
                 self._add_prefill(chunk, rows, now)
             back = self._admit_swapped(now)
-            if (
-                not self._swap.resumes_early
-                and self._in_flight.count_volumes(prefill=False) < count
-            ):
+            if not self.swap.resumes_early and self.in_flight.count_volumes(prefill=False) < count:
                 for state in back:
                     if state.phase == "decode" and decode.block_room >= 1:
                         self._add_rows(decode, state, 1, now)
@@ -111,20 +108,20 @@ class Batcher:
                 self._add_lookahead(decode, streams, context)
         control = [
             each
-            for pending in self._queues.pop_pending_releases()
+            for pending in self.queues.pop_pending_releases()
             for each in self._controls.issue_release(pending)
         ]
         for state, copy in self._newly_admitted:
             control += self._controls.issue_admission(state, copy)
-            self._swap.free_copy(state)
+            self.swap.free_copy(state)
         volumes = tuple(self._issue_volume(each, now) for each in (decode, chunk) if len(each))
         if len(chunk) and not len(decode):
-            self._prefill_only_seqs.add(self._in_flight.last_seq)
+            self._prefill_only_seqs.add(self.in_flight.last_seq)
         return MicroBatch(tuple(control), volumes) if control or volumes else None
 
     def _issue_volume(self, builder: VolumeBuilder, now: float) -> VolumeWithTokens:
-        volume = builder.build_volume(self._in_flight.issue_seq())
-        self._in_flight.record_volume(volume.header, now)
+        volume = builder.build_volume(self.in_flight.issue_seq())
+        self.in_flight.record_volume(volume.header, now)
         return volume
 
     def _decode_quota(self, streams: int) -> int:
@@ -133,7 +130,7 @@ class Batcher:
 
     def _ask_draft_model(self, running: Sequence[RequestState], streams: int, context: int) -> None:
         """Request drafts for the requests of the next volume; some then wait for them."""
-        draft_queue = self._speculation.draft_queue
+        draft_queue = self.speculation.draft_queue
         if draft_queue.has_model:
             ready = (
                 state
@@ -143,14 +140,14 @@ class Batcher:
                 and not draft_queue.is_waiting(state)
             )
             requests = list(islice(ready, self._decode_quota(streams)))
-            self._speculation.ask_draft_model(
+            self.speculation.ask_draft_model(
                 requests, self._ring_load(len(requests), streams, context)
             )
 
     def _add_decode_rows(
         self, builder: VolumeBuilder, running: Sequence[RequestState], now: float
     ) -> None:
-        quota, draft_queue = self._decode_quota(len(running)), self._speculation.draft_queue
+        quota, draft_queue = self._decode_quota(len(running)), self.speculation.draft_queue
         self._starved = []
         for state in running:
             if len(builder) == quota or builder.block_room < 1:
@@ -170,34 +167,34 @@ class Batcher:
         """Append drafts to decode rows, limited by available blocks."""
         load, flying = (
             self._ring_load(len(builder), streams, context),
-            self._in_flight.decode_volume_rows,
+            self.in_flight.decode_volume_rows,
         )
-        for state, drafts in self._speculation.choose_drafts(
+        for state, drafts in self.speculation.choose_drafts(
             builder.requests, load, builder.draft_room, flying
         ):
             drafts, blocks = self._allocate_drafts(state, drafts)
             if drafts:
-                released = self._cache.allocator.latest_release(blocks)
+                released = self.cache.allocator.latest_release(blocks)
                 builder.add_drafts(state, drafts, blocks, released)
 
     def _add_lookahead(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """Fill the volume with lookahead drafts if nothing else is schedulable."""
         if (
-            self._in_flight.num_lookahead >= self._config.lookahead_volumes
-            or self._queues.num_waiting
+            self.in_flight.num_lookahead >= self._config.lookahead_volumes
+            or self.queues.num_waiting
         ):
             return
         load = self._ring_load(math.ceil(streams / self.micro_batches.count), streams, context)
         if load.has_prefill:
             return
-        requests, flying = self._queues.decodes_in_flight(), self._in_flight.decode_volume_rows
-        for state, drafts in self._speculation.choose_lookahead(
+        requests, flying = self.queues.decodes_in_flight(), self.in_flight.decode_volume_rows
+        for state, drafts in self.speculation.choose_lookahead(
             requests, load, flying, builder.draft_room
         ):
             drafts, blocks = self._allocate_drafts(state, drafts)
             if drafts:
                 builder.add_lookahead_drafts(
-                    state, drafts, blocks, self._cache.allocator.latest_release(blocks)
+                    state, drafts, blocks, self.cache.allocator.latest_release(blocks)
                 )
 
     def _ring_load(self, piggybacked: int, streams: int, context: int) -> RingLoad:
@@ -205,7 +202,7 @@ class Batcher:
         flying = (
             min(self.micro_batches.count, math.ceil(streams / piggybacked)) if piggybacked else 0
         )
-        has_prefill = self._in_flight.count_volumes(prefill=True) > 0 or self._queues.has_prefills
+        has_prefill = self.in_flight.count_volumes(prefill=True) > 0 or self.queues.has_prefills
         return RingLoad(piggybacked, flying, context, has_prefill)
 
     def _allocate_drafts(
@@ -223,7 +220,7 @@ class Batcher:
         lacking = self._config.blocks_for(len(state.tokens) + drafts) - len(state.blocks)
         if lacking <= 0:
             return 0
-        blocks = self._cache.allocate_blocks(lacking)
+        blocks = self.cache.allocate_blocks(lacking)
         if blocks is None:
             return None
         state.blocks += blocks
@@ -231,32 +228,32 @@ class Batcher:
 
     def _preempt_for_starved(self, state: RequestState, now: float) -> None:
         """Preempt until the releasing blocks cover all starved requests."""
-        candidates = self._queues.preemption_candidates(state, now)
+        candidates = self.queues.preemption_candidates(state, now)
         while self._num_releasing < len(self._live_starved()):
             candidate = next(candidates, None)
-            if candidate is None or not self._queues.is_idle(candidate):
+            if candidate is None or not self.queues.is_idle(candidate):
                 return
             self._preempt(candidate)
 
     def _preempt(self, state: RequestState) -> None:
-        self._swap.swap_out(state)
-        self._queues.preempt_request(state)
+        self.swap.swap_out(state)
+        self.queues.preempt_request(state)
         self.num_preemptions += 1
 
     @property
     def _num_releasing(self) -> int:
         """Blocks whose releases are under way."""
-        return self._cache.collect_releasing(self._queues.pending_releases).count
+        return self.cache.collect_releasing(self.queues.pending_releases).count
 
     def _live_starved(self) -> list[RequestState]:
-        return [state for state in self._starved if self._queues.get_by_id(state.id) is state]
+        return [state for state in self._starved if self.queues.get_by_id(state.id) is state]
 
     def _add_prefill(self, builder: VolumeBuilder, left: int, now: float) -> None:
         """Add up to ``left`` prefill rows, admitting waiting requests in policy order."""
         starved = self._live_starved()
         closed, seen = bool(starved), set[RequestState]()
         while left > 0 and builder.block_room >= 1:
-            prompts = self._queues.prefill_order(now, closed=closed)
+            prompts = self.queues.prefill_order(now, closed=closed)
             state = next((state for state in prompts if state not in seen), None)
             if state is None:
                 return
@@ -265,7 +262,7 @@ class Batcher:
             if state.phase != "waiting":
                 seen.add(state)
                 if not any(
-                    self._queues.can_be_preempted(state, preemptor, now) for preemptor in starved
+                    self.queues.can_be_preempted(state, preemptor, now) for preemptor in starved
                 ):
                     left -= self._add_chunk(builder, state, left, now)
 
@@ -278,23 +275,21 @@ class Batcher:
         volumes wait behind them and read the weights twice. Prefill-only chunks fit into the round
         trip's idle time instead (:mod:`molink.scheduler.micro_batches`).
         """
-        requests = self._queues.prefill_order(now, closed=self._queues.has_prefills)
+        requests = self.queues.prefill_order(now, closed=self.queues.has_prefills)
         if not requests:
             return 0
-        admitted = self._queues.has_prefills
+        admitted = self.queues.has_prefills
         left = sum(len(state.tokens) - (state.num_issued if admitted else 0) for state in requests)
         self._prefill_only_seqs = {
-            seq for seq in self._prefill_only_seqs if self._in_flight.has_volume(seq)
+            seq for seq in self._prefill_only_seqs if self.in_flight.has_volume(seq)
         }
-        maximum, flying = self.micro_batches.count, self._in_flight.count_volumes(prefill=True)
-        apart = (
-            self._in_flight.count_volumes(prefill=False) + len(self._prefill_only_seqs) < maximum
-        )
+        maximum, flying = self.micro_batches.count, self.in_flight.count_volumes(prefill=True)
+        apart = self.in_flight.count_volumes(prefill=False) + len(self._prefill_only_seqs) < maximum
         is_regular = flying < maximum and (piggyback or apart)
         if not is_regular and not self.micro_batches.allows_prefill_only:
             return 0
         before = requests[0].num_issued if admitted else 0
-        queued, prompts = self._queues.num_waiting_tokens, self._queues.num_waiting
+        queued, prompts = self.queues.num_waiting_tokens, self.queues.num_waiting
         if admitted:
             queued, prompts = queued + left, prompts + len(requests)
         rows = self._chunk_size.choose_rows(streams, left, before, context, queued, prompts)
@@ -302,9 +297,9 @@ class Batcher:
             rows = min(rows, self.micro_batches.link_chunk_rows or rows)
         if is_regular:
             return rows
-        room = self._in_flight.num_prefill_rows + rows <= self._config.max_prefill_only_rows
+        room = self.in_flight.num_prefill_rows + rows <= self._config.max_prefill_only_rows
         window = self.micro_batches.prefill_only_window(rows, before, streams, context)
-        awaited = self._in_flight.oldest_awaited_at
+        awaited = self.in_flight.oldest_awaited_at
         clear = awaited is None or now - awaited <= window.window_s
         return rows if room and clear and flying < window.max_volumes else 0
 
@@ -326,30 +321,30 @@ class Batcher:
         Do nothing while other prefills come first, or while blocks are already being released. Runs
         before idle requests enter a volume.
         """
-        if not self._queues.num_waiting or self._live_starved():
+        if not self.queues.num_waiting or self._live_starved():
             return
-        first = next(iter(self._queues.prefill_order(now)), None)
+        first = next(iter(self.queues.prefill_order(now)), None)
         if first is None or first.phase != "waiting":
             return
-        config, running = self._config, self._queues.num_running
-        coming = self._cache.collect_releasing(self._queues.pending_releases)
+        config, running = self._config, self.queues.num_running
+        coming = self.cache.collect_releasing(self.queues.pending_releases)
         if (
-            self._queues.policy.max_preemptors == 1
+            self.queues.policy.max_preemptors == 1
             and coming.count
             and running < config.max_num_seqs
         ):
             return
-        blocks, found = self._cache.num_available + coming.count, set[int]()
-        for state in self._queues.next_preemptors(now):
-            cached = self._cache.find_prefix(state).blocks
+        blocks, found = self.cache.num_available + coming.count, set[int]()
+        for state in self.queues.next_preemptors(now):
+            cached = self.cache.find_prefix(state).blocks
             lacks = config.blocks_for(min(len(state.tokens) + 1, state.kv_end)) - len(cached)
             # A request's cached blocks are not available to itself.
-            lacks += self._cache.allocator.count_settled(set(cached) - found)
+            lacks += self.cache.allocator.count_settled(set(cached) - found)
             found.update(cached)
-            reserved = self._swap.reserved_blocks(now) if state.host_copy is not None else 0
+            reserved = self.swap.reserved_blocks(now) if state.host_copy is not None else 0
             giving, candidates = (
                 list[RequestState](),
-                self._queues.preemption_candidates(state, now),
+                self.queues.preemption_candidates(state, now),
             )
             while running and (
                 running >= config.max_num_seqs
@@ -363,7 +358,7 @@ class Batcher:
                 )
                 running -= 1
                 giving.append(candidate)
-            resting = [candidate for candidate in giving if self._queues.is_idle(candidate)]
+            resting = [candidate for candidate in giving if self.queues.is_idle(candidate)]
             for candidate in resting:
                 self._preempt(candidate)
             if len(resting) < len(giving):  # the others are preempted once their rows are back
@@ -374,7 +369,7 @@ class Batcher:
         """Admit swapped-out requests while they are first in order and there is room."""
         back: list[RequestState] = []
         while not self._live_starved():
-            state = self._queues.next_swapped(now)
+            state = self.queues.next_swapped(now)
             if state is None or not self._admit(state, now):
                 break
             back.append(state)
@@ -385,18 +380,18 @@ class Batcher:
         found = self._find_admissible(state, now)
         if found is None:
             return False
-        blocks = self._cache.allocate_table(found, self._config.blocks_for(len(state.tokens)))
+        blocks = self.cache.allocate_table(found, self._config.blocks_for(len(state.tokens)))
         if blocks is None:
             return False
         copy, restored = state.host_copy, 0
         if copy is not None and copy.num_tokens > found.num_tokens:
             restored = len(copy.blocks) - len(found.blocks)
-            self._swap.num_swap_ins += 1
-        self._queues.admit_request(state, blocks, found, restored)
+            self.swap.num_swap_ins += 1
+        self.queues.admit_request(state, blocks, found, restored)
         self._newly_admitted.append((state, copy if restored else None))
         if state.num_admissions == 1:
             self.num_prompt_tokens += state.num_prompt_tokens
-            self._cache.count_lookup(state)
+            self.cache.count_lookup(state)
         return True
 
     def _find_admissible(self, state: RequestState, now: float) -> PrefixMatch | None:
@@ -404,24 +399,24 @@ class Batcher:
 
         It gives up copying from a partial block if holding that block would prevent admission.
         """
-        running = self._queues.num_running
+        running = self.queues.num_running
         if running >= self._config.max_num_seqs:
             return None
         need = self._config.blocks_for(min(len(state.tokens) + 1, state.kv_end))
         need += self._config.growth_blocks(running)
-        found = self._cache.find_prefix(state)
+        found = self.cache.find_prefix(state)
         if state.host_copy is not None:
-            need += self._swap.reserved_blocks(now) if running else 0
+            need += self.swap.reserved_blocks(now) if running else 0
             if state.host_copy.num_tokens > found.num_tokens:
-                found = self._cache.keep_full_blocks(found)
-        if not self._cache.can_allocate(found, need):
-            found = self._cache.keep_full_blocks(found)
-        return found if self._cache.can_allocate(found, need) else None
+                found = self.cache.keep_full_blocks(found)
+        if not self.cache.can_allocate(found, need):
+            found = self.cache.keep_full_blocks(found)
+        return found if self.cache.can_allocate(found, need) else None
 
     def _add_rows(
         self, builder: VolumeBuilder, state: RequestState, count: int, now: float
     ) -> None:
         upto = self._config.blocks_for(state.num_issued + count)
         blocks = state.blocks[state.num_announced : max(upto, state.num_announced)]
-        builder.add_rows(state, count, blocks, self._cache.allocator.latest_release(blocks))
-        self._queues.on_issued(state, now)
+        builder.add_rows(state, count, blocks, self.cache.allocator.latest_release(blocks))
+        self.queues.on_issued(state, now)

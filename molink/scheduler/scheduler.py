@@ -83,9 +83,7 @@ class Scheduler:
         self._admission = AdmissionController(config)
         self._wait_estimator = WaitEstimator(config, self._queues)
         self._transitions = Story()
-        self._stats = SchedulerStats(
-            self._queues, self._cache, self._in_flight, self._batcher, self._speculation, self._swap
-        )
+        self._stats = SchedulerStats(self._batcher)
         self._counts = self._stats.counts
 
     def submit_request(self, state: RequestState, now: float) -> list[Emission]:

@@ -5,12 +5,7 @@ from itertools import islice
 from typing import Literal
 
 from molink.scheduler.batcher import Batcher
-from molink.scheduler.in_flight import InFlightTracker
-from molink.scheduler.kv_cache_manager import KVCacheManager
-from molink.scheduler.request_queues import RequestQueues
 from molink.scheduler.request_state import RequestState
-from molink.scheduler.speculation.speculation import Speculation
-from molink.scheduler.swap_manager import SwapManager
 from molink.wire.messages.load import (
     MAX_PEER_ID,
     MAX_QUEUES,
@@ -49,37 +44,17 @@ def report_request(
 
 #: Counters that the scheduler itself increments.
 COUNTER_NAMES = (
-    "requests",
-    "admitted",
-    "queue_seconds",
-    "tokens",
-    "finished",
-    "cancelled",
-    "displaced",
-    "refused",
-    "late",
-    "expired",
-    "failed",
-    "volumes",
-    "iterations",
-    "strays",
+    *("requests", "admitted", "queue_seconds", "tokens", "finished", "cancelled", "displaced"),
+    *("refused", "late", "expired", "failed", "volumes", "iterations", "strays"),
 )
 
 
 class SchedulerStats:
-    """Figures of a scheduler and its parts."""
+    """Figures of a scheduler, from its batcher and the batcher's parts."""
 
-    def __init__(
-        self,
-        queues: RequestQueues,
-        cache: KVCacheManager,
-        in_flight: InFlightTracker,
-        batcher: Batcher,
-        speculation: Speculation,
-        swap: SwapManager,
-    ) -> None:
-        self._queues, self._cache, self._in_flight = queues, cache, in_flight
-        self._batcher, self._speculation, self._swap = batcher, speculation, swap
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self._queues, self._cache, self._swap = batcher.queues, batcher.cache, batcher.swap
         #: By the names in :data:`COUNTER_NAMES`.
         self.counts: dict[str, float] = dict.fromkeys(COUNTER_NAMES, 0)
         #: At the last report: seconds until the first swapped-out request is scheduled.
@@ -88,22 +63,23 @@ class SchedulerStats:
     def read_counters(self) -> dict[str, float]:
         """Counters of this epoch, by name."""
         batcher, cache, swap = self._batcher, self._cache, self._swap
-        counters = {f"scheduler_{name}_total": float(count) for name, count in self.counts.items()}
-        counters["scheduler_prompt_tokens_total"] = float(batcher.num_prompt_tokens)
-        counters["scheduler_prefill_rows_total"] = float(batcher.num_prefill_rows)
-        counters["scheduler_preemptions_total"] = float(batcher.num_preemptions)
-        counters["scheduler_swaps_out_total"] = float(swap.num_swap_outs)
-        counters["scheduler_swaps_in_total"] = float(swap.num_swap_ins)
-        counters["scheduler_swap_fallbacks_total"] = float(swap.num_fallbacks)
-        counters["scheduler_draft_tokens_total"] = float(self._speculation.num_drafted)
-        counters["scheduler_draft_tokens_accepted_total"] = float(self._speculation.num_accepted)
-        draft_queue = self._speculation.draft_queue
-        counters["scheduler_draft_model_tokens_total"] = float(draft_queue.num_drafted)
-        counters["scheduler_draft_model_seconds_total"] = draft_queue.draft_seconds
-        counters["scheduler_prefix_hit_tokens_total"] = float(cache.num_hit_tokens)
-        counters["scheduler_prefix_lookup_tokens_total"] = float(cache.num_lookup_tokens)
-        counters["scheduler_prefix_evictions_total"] = float(cache.num_evictions)
-        return counters
+        speculation = batcher.speculation
+        counters = self.counts | {
+            "prompt_tokens": batcher.num_prompt_tokens,
+            "prefill_rows": batcher.num_prefill_rows,
+            "preemptions": batcher.num_preemptions,
+            "swaps_out": swap.num_swap_outs,
+            "swaps_in": swap.num_swap_ins,
+            "swap_fallbacks": swap.num_fallbacks,
+            "draft_tokens": speculation.num_drafted,
+            "draft_tokens_accepted": speculation.num_accepted,
+            "draft_model_tokens": speculation.draft_queue.num_drafted,
+            "draft_model_seconds": speculation.draft_queue.draft_seconds,
+            "prefix_hit_tokens": cache.num_hit_tokens,
+            "prefix_lookup_tokens": cache.num_lookup_tokens,
+            "prefix_evictions": cache.num_evictions,
+        }
+        return {f"scheduler_{name}_total": float(count) for name, count in counters.items()}
 
     def read_gauges(self) -> dict[str, float]:
         """Current values, by name.
@@ -112,40 +88,33 @@ class SchedulerStats:
         its blocks are usable again, the first one included. Blocks are ``used``, ``free``, or
         ``cached`` and evictable.
         """
-        cache, in_flight, queues, host = (
-            self._cache,
-            self._in_flight,
-            self._queues,
-            self._swap.host_blocks,
-        )
-        blocks = cache.allocator
+        cache, queues, host = self._cache, self._queues, self._swap.host_blocks
+        blocks, in_flight = cache.allocator, self._batcher.in_flight
+        num_decodes = in_flight.count_volumes(prefill=False) + in_flight.num_lookahead
         gauges = {
-            "scheduler_blocks": blocks.total,
-            "scheduler_blocks_used": blocks.total - cache.num_available,
-            "scheduler_blocks_releasing": blocks.num_releasing,
-            "scheduler_blocks_free": blocks.num_free,
-            "scheduler_blocks_cached": blocks.num_settled,
-            "scheduler_prefix_hit_rate": round(cache.hit_rate, 4),
-            "scheduler_host_blocks": host.total,
-            "scheduler_host_blocks_used": host.num_held,
-            "scheduler_swapped": queues.num_swapped,
-            "scheduler_micro_batches": self._batcher.micro_batches.count,
-            "scheduler_running": queues.num_running,
-            "scheduler_waiting": queues.num_waiting,
-            "scheduler_clients": queues.fair_shares.num_clients,
-            "scheduler_decode_in_flight": in_flight.count_volumes(prefill=False)
-            + in_flight.num_lookahead,
-            "scheduler_prefill_in_flight": in_flight.count_volumes(prefill=True),
-            "scheduler_prefill_rows_in_flight": in_flight.num_prefill_rows,
-            "scheduler_cancel_iterations_last": in_flight.cancel_iterations_last,
-            "scheduler_cancel_iterations_max": in_flight.cancel_iterations_max,
-            "scheduler_swapped_resume_seconds": self._first_swapped_s,
-            **{
-                f"scheduler_queue_{level}": requests
-                for level, requests in enumerate(queues.policy.queue_lengths(), 1)
-            },
+            "blocks": blocks.total,
+            "blocks_used": blocks.total - cache.num_available,
+            "blocks_releasing": blocks.num_releasing,
+            "blocks_free": blocks.num_free,
+            "blocks_cached": blocks.num_settled,
+            "prefix_hit_rate": round(cache.hit_rate, 4),
+            "host_blocks": host.total,
+            "host_blocks_used": host.num_held,
+            "swapped": queues.num_swapped,
+            "micro_batches": self._batcher.micro_batches.count,
+            "running": queues.num_running,
+            "waiting": queues.num_waiting,
+            "clients": queues.fair_shares.num_clients,
+            "decode_in_flight": num_decodes,
+            "prefill_in_flight": in_flight.count_volumes(prefill=True),
+            "prefill_rows_in_flight": in_flight.num_prefill_rows,
+            "cancel_iterations_last": in_flight.cancel_iterations_last,
+            "cancel_iterations_max": in_flight.cancel_iterations_max,
+            "swapped_resume_seconds": self._first_swapped_s,
         }
-        return {name: float(value) for name, value in gauges.items()}
+        for level, length in enumerate(queues.policy.queue_lengths(), 1):
+            gauges[f"queue_{level}"] = length
+        return {f"scheduler_{name}": float(value) for name, value in gauges.items()}
 
     def report_load(self, pipeline: str, now: float) -> SchedulerLoad:
         """The load that is reported to other peers."""

@@ -106,11 +106,6 @@ def split_layers(layers: int, stages: int) -> list[int]:
     return [layers // stages + (index < layers % stages) for index in range(stages)]
 
 
-def equal_rooflines(device: DeviceProfile, model: ModelProfile, stages: int) -> Sequence[Roofline]:
-    """The stages of a ring of equal devices."""
-    return stage_rooflines([device] * stages, model, split_layers(model.layers, stages))
-
-
 def stage_rooflines(
     devices: Sequence[DeviceProfile], model: ModelProfile, layers: Sequence[int]
 ) -> Sequence[Roofline]:

@@ -34,25 +34,21 @@ class SimPipeline:
         self.failure = ""
         #: Maximum share of KV blocks in use.
         self.kv_peak = 0.0
-        self._template = RingTemplate.from_scenario(scenario)
+        self.template = RingTemplate.from_scenario(scenario)
         links = [scenario.link_from(stage) for stage in range(scenario.stages)]
         self._pcs = [SimPc(Uplink(link.rate, link.queue)) for link in links]
-        self.clients = Clients(self.event_queue, plan, lambda _: self._ring, scenario.texts)
-        self._ring = SimRing(
-            self.event_queue, self._template, self._pcs, lambda _: self.clients, self._on_broken
+        self.clients = Clients(self.event_queue, plan, lambda _: self.ring, scenario.texts)
+        self.ring = SimRing(
+            self.event_queue, self.template, self._pcs, lambda _: self.clients, self._on_broken
         )
 
     def run(self, until: float) -> None:
         """Serve the plan to its end, or until that time."""
-        self._ring.start()
+        self.ring.start()
         self.clients.start()
         self._check_progress()
         self._sample_kv_usage()
         self.event_queue.run(until)
-
-    def record_timeline(self, timeline: Timeline) -> None:
-        """Record steps and transfers in ``timeline``."""
-        self._ring.record_timeline(timeline)
 
     def slow_stage(self, stage: int, factor: float, at: float) -> None:
         """Multiply a stage's step times by ``factor`` from ``at`` on."""
@@ -64,13 +60,11 @@ class SimPipeline:
         self.event_queue.schedule_at(self.event_queue.now + _STUCK_S, self._check_progress)
 
     def _sample_kv_usage(self) -> None:
-        _, gauges = self._ring.stage_stats()
-        self.kv_peak = max(
-            self.kv_peak, gauges["scheduler_blocks_used"] / gauges["scheduler_blocks"]
-        )
-        self.event_queue.schedule_at(
-            self.event_queue.now + _COUNT_INTERVAL_S, self._sample_kv_usage
-        )
+        gauges = self.gauges
+        share = gauges["scheduler_blocks_used"] / gauges["scheduler_blocks"]
+        self.kv_peak = max(self.kv_peak, share)
+        due = self.event_queue.now + _COUNT_INTERVAL_S
+        self.event_queue.schedule_at(due, self._sample_kv_usage)
 
     def _stop_failed(self, failure: str) -> None:
         self.failure = self.failure or failure
@@ -80,53 +74,19 @@ class SimPipeline:
         self._stop_failed(f"stage {stage}: {reason}")
 
     @property
-    def floor_s(self) -> float:
-        """Seconds of an unloaded round trip with a single row."""
-        return self._template.floor_s
+    def counters(self) -> dict[str, float]:
+        """Counters of the first stage and the scheduler."""
+        return self.ring.stage_stats()[0]
 
     @property
-    def max_micro_batches(self) -> int:
-        """``K`` at the end."""
-        return int(self._ring.stage_stats()[1]["scheduler_micro_batches"])
-
-    @property
-    def num_preemptions(self) -> int:
-        return int(self._ring.stage_stats()[0]["scheduler_preemptions_total"])
-
-    @property
-    def swap_counts(self) -> tuple[int, int, int]:
-        """Requests swapped out, swapped in, and not swapped for lack of host memory."""
-        counters, _ = self._ring.stage_stats()
-        names = ("swaps_out", "swaps_in", "swap_fallbacks")
-        outs, ins, fallbacks = (int(counters[f"scheduler_{name}_total"]) for name in names)
-        return outs, ins, fallbacks
-
-    @property
-    def num_prefill_rows(self) -> int:
-        """Rows of prompts, including recomputed ones."""
-        return int(self._ring.stage_stats()[0]["scheduler_prefill_rows_total"])
-
-    @property
-    def waited_s(self) -> list[float]:
-        """Seconds that each stage's steps waited for host memory copies."""
-        return self._ring.waited_s
-
-    @property
-    def draft_counts(self) -> tuple[int, int]:
-        """Tokens drafted and accepted."""
-        counters, _ = self._ring.stage_stats()
-        accepted = counters["scheduler_draft_tokens_accepted_total"]
-        return int(counters["scheduler_draft_tokens_total"]), int(accepted)
+    def gauges(self) -> dict[str, float]:
+        """Gauges of the first stage and the scheduler."""
+        return self.ring.stage_stats()[1]
 
     @property
     def computed_s(self) -> list[float]:
         """Seconds in which each stage computed."""
         return [pc.busy_s for pc in self._pcs]
-
-    @property
-    def transferred_s(self) -> list[float]:
-        """Seconds in which each link transferred."""
-        return self._ring.transferred_s
 
 
 #: Minimum virtual seconds for the last requests to end, in addition to the run's length.
@@ -194,7 +154,7 @@ def simulate_scenario(scenario: Scenario, timeline: Timeline | None = None) -> S
     workload = scenario.workload
     pipeline = SimPipeline(scenario, workload.plan_requests())
     if timeline is not None:
-        pipeline.record_timeline(timeline)
+        pipeline.ring.record_timeline(timeline)
     end = workload.warmup + workload.duration
     with disable_gc():
         pipeline.run(2 * end + GRACE_S)
@@ -203,17 +163,18 @@ def simulate_scenario(scenario: Scenario, timeline: Timeline | None = None) -> S
     samples = pipeline.clients.collect_samples(workload.warmup)
     last = max((sample.finished_at for sample in samples), default=end)
     first = min((sample.sent_at for sample in samples), default=workload.warmup)
-    live = pipeline.clients.live_s
+    live, counters = pipeline.clients.live_s, pipeline.counters
     return SimulationOutcome(
         scenario,
         summarize(samples, last - first, policy=scenario.policy),
-        pipeline.floor_s,
-        pipeline.max_micro_batches,
+        pipeline.template.floor_s,
+        int(pipeline.gauges["scheduler_micro_batches"]),
         tuple(1 - busy / live if live else 0.0 for busy in pipeline.computed_s),
-        tuple(busy / live if live else 0.0 for busy in pipeline.transferred_s),
+        tuple(busy / live if live else 0.0 for busy in pipeline.ring.transferred_s),
         pipeline.kv_peak,
-        pipeline.num_preemptions,
-        *pipeline.draft_counts,
+        int(counters["scheduler_preemptions_total"]),
+        int(counters["scheduler_draft_tokens_total"]),
+        int(counters["scheduler_draft_tokens_accepted_total"]),
         tuple(sample.tpot for sample in samples if sample.tpot is not None),
     )
 

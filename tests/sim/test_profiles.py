@@ -8,7 +8,7 @@ import pytest
 
 from molink.errors import UsageError
 from molink.sim.profiles import LinkProfile, list_profiles, load_device, load_link, load_model
-from molink.sim.roofline import StepRows, equal_rooflines, split_layers
+from molink.sim.roofline import StepRows, split_layers, stage_rooflines
 
 GOOD = """
 source = "a test"
@@ -28,7 +28,7 @@ def test_bundled_profiles_load() -> None:
     assert "wan-100mbps-30ms" in list_profiles("links")
     for device in map(load_device, list_profiles("devices")):
         for model in map(load_model, list_profiles("models")):
-            stages = equal_rooflines(device, model, 3)
+            stages = stage_rooflines([device] * 3, model, split_layers(model.layers, 3))
             assert all(stage.make_profile().is_known for stage in stages)
     for link in map(load_link, list_profiles("links")):
         assert link.rate > 0
@@ -91,7 +91,8 @@ def test_a_link_needs_bandwidth() -> None:
 
 def test_the_ring_of_the_paper() -> None:
     """Three RTX 4090 with Qwen-7B: about 16 ms per token for the steps."""
-    stages = equal_rooflines(load_device("rtx4090"), load_model("qwen-7b"), 3)
+    model = load_model("qwen-7b")
+    stages = stage_rooflines([load_device("rtx4090")] * 3, model, split_layers(model.layers, 3))
     total = sum(stage.make_profile().decode_s(1) for stage in stages)
     assert 0.015 < total < 0.018
     for stage in stages:
@@ -102,7 +103,8 @@ def test_the_ring_of_the_paper() -> None:
 
 
 def test_a_profile_agrees_with_its_roofline() -> None:
-    (stage,) = equal_rooflines(load_device("rtx3090"), load_model("llama-3-8b"), 1)
+    model = load_model("llama-3-8b")
+    (stage,) = stage_rooflines([load_device("rtx3090")], model, [model.layers])
     profile = stage.make_profile()
     for rows in (1, 8, 64):
         step = StepRows(decode=rows, decode_context=rows * 1000, sampled=rows)

@@ -158,7 +158,9 @@ def counts_at(ring: SimPipeline, times: Sequence[float]) -> list[int]:
     """``K`` at each of these times."""
     found: list[int] = []
     for at in times:
-        ring.event_queue.schedule_at(at, lambda: found.append(ring.max_micro_batches))
+        ring.event_queue.schedule_at(
+            at, lambda: found.append(int(ring.gauges["scheduler_micro_batches"]))
+        )
     ring.run(max(times) + 0.1)
     assert not ring.failure
     return found

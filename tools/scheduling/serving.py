@@ -64,12 +64,13 @@ class _Counts:
 
     @classmethod
     def of(cls, pipeline: SimPipeline) -> "_Counts":
+        counters = pipeline.counters
         return cls(
-            pipeline.num_preemptions,
-            pipeline.swap_counts[0],
-            max(pipeline.waited_s),
+            int(counters["scheduler_preemptions_total"]),
+            int(counters["scheduler_swaps_out_total"]),
+            max(pipeline.ring.waited_s),
             max(pipeline.computed_s),
-            pipeline.num_prefill_rows,
+            int(counters["scheduler_prefill_rows_total"]),
         )
 
 

@@ -23,33 +23,51 @@ _MIN_OWN = 8
 _DECAY = 0.001
 
 
-class DraftRecord:
-    """Running means of the expected and the actual rate of right drafts.
+class _SharedMeans:
+    """A pair of running means.
 
-    Until it has enough records, it uses those of all requests (``shared``), which it also updates.
+    Until it has enough samples, it uses those of all requests (``shared``), which it also updates.
     """
 
-    __slots__ = ("_expected", "_right", "_shared", "num_recorded")
+    __slots__ = ("_shared", "means", "num_recorded")
 
-    def __init__(self, whole: "DraftRecord | None" = None) -> None:
-        self._shared = whole
-        self._expected = self._right = PRIOR_RATE
+    def __init__(self, prior: tuple[float, float], shared: "_SharedMeans | None") -> None:
+        self._shared = shared
+        self.means = prior
         self.num_recorded = 0
 
     @property
-    def expected_rate(self) -> float:
-        """Mean expected probability."""
-        return self._effective._expected
+    def _effective(self) -> "_SharedMeans":
+        return self if self._shared is None or self.num_recorded >= _MIN_OWN else self._shared
 
-    @property
-    def right_rate(self) -> float:
-        """Mean rate of right drafts."""
-        return self._effective._right
+    def _move(self, first: float, second: float, weight: float) -> None:
+        one, two = self.means
+        self.means = one + weight * (first - one), two + weight * (second - two)
+
+    def _smoothing(self) -> float:
+        return _SMOOTHING_WHERE_BAD
+
+    def _add_sample(self, first: float, second: float) -> None:
+        if self._shared is not None:
+            if not self.num_recorded:
+                self.means = self._shared.means
+            self._shared._add_sample(first, second)
+        self.num_recorded += 1
+        weight = max(self._smoothing(), 1 / (_PRIOR_WEIGHT + self.num_recorded))
+        self._move(first, second, weight)
+
+
+class DraftRecord(_SharedMeans):
+    """Means of the expected probability of drafts, and of how many were right."""
+
+    def __init__(self, shared: "DraftRecord | None" = None) -> None:
+        super().__init__((PRIOR_RATE, PRIOR_RATE), shared)
 
     @property
     def success_ratio(self) -> float:
         """Right drafts relative to expected ones."""
-        return self.right_rate / self.expected_rate
+        expected, right = self._effective.means
+        return right / expected
 
     def scale_probability(self, expected: float) -> float:
         """The probability of a draft with the given expected probability."""
@@ -57,70 +75,44 @@ class DraftRecord:
 
     def record_draft(self, expected: float, *, right: bool) -> None:
         """Record whether a draft with that expected probability was right."""
-        if self._shared is not None:
-            if not self.num_recorded:
-                self._expected, self._right = self._shared._expected, self._shared._right
-            self._shared.record_draft(expected, right=right)
-        self.num_recorded += 1
-        smoothing = _SMOOTHING if self._right >= 0.5 * self._expected else _SMOOTHING_WHERE_BAD
-        weight = max(smoothing, 1 / (_PRIOR_WEIGHT + self.num_recorded))
-        self._expected += weight * (expected - self._expected)
-        self._right += weight * (right - self._right)
+        self._add_sample(expected, right)
+
+    def _smoothing(self) -> float:
+        expected, right = self.means
+        return _SMOOTHING if right >= 0.5 * expected else _SMOOTHING_WHERE_BAD
 
     def decay_record(self) -> None:
         """Record a pass without drafts."""
-        one = self._effective
-        one._right += _DECAY * max(0.0, one._expected - one._right)
-
-    @property
-    def _effective(self) -> "DraftRecord":
-        return self if self._shared is None or self.num_recorded >= _MIN_OWN else self._shared
+        record = self._effective
+        expected, right = record.means
+        record._move(expected, max(expected, right), _DECAY)
 
 
-class DraftYield:
-    """Running means of the tokens and rows that a draft model request brings.
+class DraftYield(_SharedMeans):
+    """Means of the expected tokens of a draft model request, and of its drafts."""
 
-    Until it has enough records, it uses those of all requests (``shared``), which it also updates.
-    """
-
-    __slots__ = ("_rows", "_shared", "_tokens", "num_recorded")
-
-    def __init__(self, whole: "DraftYield | None" = None) -> None:
-        self._shared = whole
-        self._tokens, self._rows = _PRIOR_YIELD
-        self.num_recorded = 0
+    def __init__(self, shared: "DraftYield | None" = None) -> None:
+        super().__init__(_PRIOR_YIELD, shared)
 
     @property
     def tokens(self) -> float:
         """Expected tokens of a request."""
-        return self._effective._tokens
+        return self._effective.means[0]
 
     @property
     def rows(self) -> float:
         """Drafts that follow a request."""
-        return self._effective._rows
+        return self._effective.means[1]
 
     def record_request(self, tokens: float, rows: int) -> None:
         """Record a request followed by ``rows`` drafts that are expected to bring ``tokens``."""
-        if self._shared is not None:
-            if not self.num_recorded:
-                self._tokens, self._rows = self._shared._tokens, self._shared._rows
-            self._shared.record_request(tokens, rows)
-        self.num_recorded += 1
-        weight = max(_SMOOTHING_WHERE_BAD, 1 / (_PRIOR_WEIGHT + self.num_recorded))
-        self._tokens += weight * (tokens - self._tokens)
-        self._rows += weight * (rows - self._rows)
+        self._add_sample(tokens, rows)
 
     def decay_yield(self) -> None:
         """Record a pass without a request."""
-        one = self._effective
-        tokens, rows = _PRIOR_YIELD
-        one._tokens += _DECAY * max(0.0, tokens - one._tokens)
-        one._rows += _DECAY * max(0.0, rows - one._rows)
-
-    @property
-    def _effective(self) -> "DraftYield":
-        return self if self._shared is None or self.num_recorded >= _MIN_OWN else self._shared
+        record = self._effective
+        tokens, rows = record.means
+        record._move(max(tokens, _PRIOR_YIELD[0]), max(rows, _PRIOR_YIELD[1]), _DECAY)
 
 
 #: Lower bounds of the classes by matching tokens, preceding right drafts included.
