@@ -24,15 +24,15 @@ KernelName = Literal[
 FALLBACKS: dict[str, str] = {
     "compiled-linear": "torch's own product",
     "packed-linear": "torch's own product",
-    "gguf-blocks": "weights that become bf16 as they are loaded",
+    "gguf-blocks": "dequantization to bf16 on loading",
     "compiled-rows": "torch's own norms, gates and rotations",
     "compiled-attention": "gather-attention",
     "flash-attention": "gather-attention",
     "gather-attention": "attention without fused kernels",
-    "int8": "weights that are unpacked in each step",
-    "nf4": "weights that are unpacked in each step",
-    "graphs": "kernels that are launched one by one",
-    "pinned-copies": "copies that are waited for",
+    "int8": "dequantization in each step",
+    "nf4": "dequantization in each step",
+    "graphs": "launching kernels one by one",
+    "pinned-copies": "synchronous copies",
 }
 
 #: Kernels that are only needed if one of these is disabled.

@@ -115,7 +115,7 @@ def explain_refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, b
     smallest = _plan(facts, layers, need, budget, need.min_tokens)
     room = need.max_layers(usable_bytes(budget), opens=first == 0, closes=False)
     fits = max(0, min(last - first - 1, room))
-    layers_fit = f"{fits or 'not one'} layer{'s' if fits > 1 else ''} would fit"
+    layers_fit = f"{fits or 'no'} layer{'s' if fits > 1 else ''} would fit"
     smaller = smaller_mode(facts, layers, target, budget)
     better = f", or --quantize {smaller}" if smaller else ""
     return (

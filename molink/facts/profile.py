@@ -52,7 +52,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             _check(points)
         for seconds in (self.decode_token_s, self.prefill_token_s):
             if not 0 <= seconds <= MAX_SECONDS:  # nor NaN
-                raise ValueError(f"{seconds} s for each token of context is no measurement")
+                raise ValueError(f"{seconds} s per token of context is not a valid time")
 
     @property
     def is_known(self) -> bool:
@@ -101,7 +101,7 @@ def _check(points: Sequence[tuple[int, float]]) -> None:
         if rows <= before:
             raise ValueError(f"a profile's rows must ascend: {rows} after {before}")
         if not 0 < seconds <= MAX_SECONDS:  # nor NaN
-            raise ValueError(f"{seconds} s for {rows} rows is no measurement")
+            raise ValueError(f"{seconds} s for {rows} rows is not a valid time")
         before = rows
 
 

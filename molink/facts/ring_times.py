@@ -120,7 +120,7 @@ class RequestCosts(msgspec.Struct, frozen=True, array_like=True):
         if not all(
             0 <= seconds <= MAX_SECONDS for seconds in (self.token_s, self.pair_s, self.answer_s)
         ):
-            raise ValueError(f"{self.token_s}, {self.pair_s}, {self.answer_s} are no seconds")
+            raise ValueError(f"{self.token_s}, {self.pair_s}, {self.answer_s} are not valid times")
 
     @classmethod
     def from_times(cls, times: RingTimes) -> "RequestCosts | None":

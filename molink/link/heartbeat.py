@@ -252,9 +252,9 @@ class LinkLiveness:
         if silent < TIMEOUT and not self._num_queued:
             return None
         if silent >= max(TIMEOUT if has_requests else IDLE_TIMEOUT, self.timeout):
-            return f"no sign of life for {silent:.1f} s"
+            return f"no heartbeat for {silent:.1f} s"
         # Nothing is known of its progress since its last heartbeat.
         stuck = self._heartbeat_at - self._progress_at
         if self._num_queued and stuck >= self.timeout:
-            return f"{self._num_queued} volumes wait and none was completed for {stuck:.1f} s"
+            return f"{self._num_queued} volumes are queued and none has completed for {stuck:.1f} s"
         return None

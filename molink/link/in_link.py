@@ -119,9 +119,7 @@ class InLink:
         if hello != expected or sender.peer_id != self._peer_id:
             self.stats.foreign_hellos += 1
             if hello == expected:
-                self._server.report_misbehaviour(
-                    sender.peer_id, "says it is a stage that it is not"
-                )
+                self._server.report_misbehaviour(sender.peer_id, "claims to be another stage")
             return
         before = self._identities.get(hello.channel, b"")
         ack = self._receiver.make_ack(hello.channel)
@@ -138,7 +136,7 @@ class InLink:
         if self._channels[sender.identity] is not frame.channel:
             self.stats.unbound_messages += 1
             self._server.report_misbehaviour(
-                sender.peer_id, f"a frame of the {frame.channel.name} channel elsewhere"
+                sender.peer_id, f"a frame of the {frame.channel.name} channel on another connection"
             )
             return
         garbage = self._receiver.counters.garbage

@@ -115,7 +115,7 @@ class LinkQueues:
         #: Bytes in all queues.
         self.nbytes = 0
 
-    # --- in ----------------------------------------------------------------------------------
+    # --- input -----------------------------------------------------------------------------------
 
     def add_control(self, body: RingMessage, payload: Buffer | None) -> None:
         """Queue a message before all volumes, on the decode channel."""
@@ -136,7 +136,7 @@ class LinkQueues:
         """
         seq = volume.header.seq
         if seq in self._unfinished:
-            raise WireError(f"volume {seq} begins again before its end")
+            raise WireError(f"volume {seq} starts again before its end")
         return self._add(next(self._names), volume, rows)
 
     def add_rows(self, seq: int, rows: Buffer) -> RowsProducedEvent:
@@ -147,7 +147,7 @@ class LinkQueues:
         """
         name = self._unfinished.get(seq)
         if name is None:
-            raise WireError(f"rows of volume {seq}, which lacks none")
+            raise WireError(f"surplus rows of volume {seq}")
         return self._add(name, self._volumes[name], rows)
 
     def _add(self, name: int, volume: UnsentVolume, rows: Buffer) -> RowsProducedEvent:
@@ -161,7 +161,7 @@ class LinkQueues:
         kind = Channel.BULK if volume.header.prefill else Channel.DECODE
         return RowsProducedEvent(name, kind, added, volume.row_bytes)
 
-    # --- out ---------------------------------------------------------------------------------
+    # --- output ----------------------------------------------------------------------------------
 
     def pop_control(self) -> tuple[RingMessage, Buffer | None] | None:
         """Remove the oldest control message."""
@@ -205,7 +205,7 @@ class LinkQueues:
             del self._volumes[name]
         return body, data
 
-    # --- state -------------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     def bytes_on(self, channel: Channel) -> int:
         """Bytes queued for ``channel``."""
@@ -223,14 +223,14 @@ class LinkQueues:
             v.header.seq: name for name, v in self._volumes.items() if v.queued_rows < v.total_rows
         }
         if lacking != self._unfinished:
-            return "volumes that lack rows are not known by seq"
+            return "unfinished volumes are not indexed by seq"
         waiting = sum(volume.nbytes for volume in self._volumes.values())
         waiting += sum(message_size(payload) for _, payload in self._control)
         waiting += sum(message_size(payload) for payload in self._padding)
         if waiting != self.nbytes:
-            return f"{waiting} bytes wait, not {self.nbytes}"
+            return f"{waiting} bytes are queued, not {self.nbytes}"
         for name, rows in self._grants.values():
             there = self._volumes[name].available_rows if name in self._volumes else 0
             if not 0 < rows <= there:
-                return f"a grant of {rows} rows of {there}: {name}"
+                return f"volume {name}: {rows} rows granted of {there}"
         return ""

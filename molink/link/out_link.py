@@ -202,7 +202,7 @@ class OutLink:
         self._is_dead = False
         self._is_closed = False
 
-    # --- life --------------------------------------------------------------------------------
+    # --- lifecycle -------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start to connect."""
@@ -217,7 +217,7 @@ class OutLink:
             if timer is not None:
                 timer.cancel()
 
-    # --- sending -----------------------------------------------------------------------------
+    # --- sending ---------------------------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
@@ -248,7 +248,7 @@ class OutLink:
         if self._has_requests:
             self._retry_queued()
         else:
-            self._send_due()  # it may be time to heartbeat more often
+            self._send_due()  # heartbeats may be due more often now
 
     def _retry_queued(self) -> None:
         """Retry queued messages after a state change."""
@@ -321,7 +321,7 @@ class OutLink:
         self._timer = None
         self._send_due()
 
-    # --- connections -------------------------------------------------------------------------
+    # --- connections -----------------------------------------------------------------------------
 
     def _connection_events(self, channel: Channel) -> OutConnectionEvents:
         return OutConnectionEvents(
@@ -388,7 +388,7 @@ class OutLink:
         if channel not in self._accepted:
             if ack.next_frame < self._sender.oldest_frame(channel):
                 self._declare_dead(
-                    f"it lost its place: frame {ack.next_frame} of {channel.name} has come before"
+                    f"it lost its state: frame {ack.next_frame} of {channel.name} again"
                 )
                 return
             self._set_accepted(channel, True)
@@ -409,7 +409,7 @@ class OutLink:
         if was_full and not self._sender.is_full:
             self._events.on_writable()
 
-    # --- what the link is like ---------------------------------------------------------------
+    # --- link estimate ---------------------------------------------------------------------------
 
     def _probe_rate(self, now: float) -> None:
         """Measure the rate of a new link before anything depends on it."""
@@ -441,7 +441,7 @@ class OutLink:
         if change is not None or force:
             self._events.on_estimate(self._sender.estimator.current_facts(now))
 
-    # --- signs of life -----------------------------------------------------------------------
+    # --- heartbeats ------------------------------------------------------------------------------
 
     def _next_heartbeat_at(self, now: float) -> float:
         """When the next heartbeat is due if none was due now."""
@@ -458,7 +458,7 @@ class OutLink:
             or Channel.DECODE not in self._accepted
         ):
             return
-        progress = self._events.progress()  # which is not free
+        progress = self._events.progress()  # expensive
         self._has_requests, self._asked_progress_at = progress.has_requests, now
         if now < self._heartbeats.next_at(progress.has_requests):
             return

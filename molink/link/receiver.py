@@ -89,12 +89,14 @@ class VolumeAssembly:
         if rows > total:
             raise WireError(f"volume {header.seq} has {rows} rows where its header says {total}")
         if header.seq in self._partial:
-            raise WireError(f"volume {header.seq} begins twice")
+            raise WireError(f"volume {header.seq} starts twice")
         if rows == total:
             return AssembledRows(header, bytearray(payload), rows, total)
         size = total * self._row_bytes
         if self.nbytes + size > self._max_bytes:
-            raise WireError(f"volume {header.seq} of {size} bytes is more than may be assembled")
+            raise WireError(
+                f"volume {header.seq} of {size} bytes exceeds the assembly limit"
+            )
         whole = Payload(self._dtype, (total, self._hidden))
         header = msgspec.structs.replace(header, payload=whole)
         partial = _Partial(header, bytearray(size), total, 0)
@@ -111,9 +113,11 @@ class VolumeAssembly:
         rows = self._check_rows(part.payload, payload)
         partial = self._partial.get(part.seq)
         if partial is None:
-            raise WireError(f"rows of volume {part.seq}, which never began")
+            raise WireError(f"rows of volume {part.seq}, which never started")
         if part.first != partial.done or partial.done + rows > partial.total:
-            raise WireError(f"volume {part.seq} has rows from {part.first}, not {partial.done}")
+            raise WireError(
+                f"volume {part.seq}: rows from {part.first}, expected {partial.done}"
+            )
         return self._fill_rows(partial, rows, payload)
 
     def _fill_rows(self, partial: _Partial, rows: int, payload: memoryview) -> AssembledRows:
@@ -250,7 +254,7 @@ class LinkReceiver:
         if isinstance(body, Padding):
             return []
         if isinstance(body, _FORWARDED) and not header_fits(body):
-            raise WireError(f"a {type(body).__name__} that can't be passed on")
+            raise WireError(f"a {type(body).__name__} too large to forward")
         if not isinstance(body, Volume | VolumeFragment):
             return [Arrival(body, None if payload is None else bytearray(payload))]
         if payload is None:
@@ -276,7 +280,7 @@ class LinkReceiver:
         shape = (volume.count, volume.payload.shape[-1])
         whole = msgspec.structs.replace(volume.payload, shape=shape)
         if not header_fits(msgspec.structs.replace(volume, payload=whole)):
-            raise WireError(f"volume {volume.seq} has a header that can't be passed on")
+            raise WireError(f"volume {volume.seq} has a header too large to forward")
 
     def _unpack(
         self, body: Volume | VolumeFragment, payload: memoryview
@@ -297,10 +301,11 @@ class LinkReceiver:
         else:
             self.counters.gaps += 1
             self._log_transition(
-                now, f"{frame.channel.name} {frame.frame_number} came, {channel.next_frame} was due"
+                now,
+                f"{frame.channel.name} {frame.frame_number}, expected {channel.next_frame}",
             )
 
-    # --- acknowledgements --------------------------------------------------------------------
+    # --- acknowledgements ------------------------------------------------------------------------
 
     def due_acks(self, now: float) -> list[Ack]:
         """Acknowledgements that are due."""
@@ -327,7 +332,7 @@ class LinkReceiver:
     def _ack_by(channel: _ReceiveChannel, at: float) -> None:
         channel.ack_at = at if channel.ack_at is None else min(channel.ack_at, at)
 
-    # --- state -------------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
@@ -346,10 +351,12 @@ class LinkReceiver:
             InvariantError: one is broken.
         """
         if not self._assembly.is_valid():
-            raise InvariantError("sizes of volumes under assembly disagree", self._story)
+            raise InvariantError("sizes of incomplete volumes disagree", self._story)
         for name, channel in self._channels.items():
             if channel.unacknowledged and channel.ack_at is None:
-                raise InvariantError(f"{name.name} is never acknowledged", self._story)
+                raise InvariantError(
+                    f"{name.name} has no acknowledgement scheduled", self._story
+                )
 
     def _log_transition(self, now: float, what: str) -> None:
         self._story.append(f"{now:.3f} {what}")

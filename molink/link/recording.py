@@ -156,11 +156,11 @@ def replay_recording(
 
 def _parse_line(line: bytes | str, first: bool) -> _HeaderRecord | _EventRecord | _ActionRecord:
     if len(line) > MAX_LINE:
-        raise UsageError(f"{len(line)} characters are more than {MAX_LINE}")
+        raise UsageError(f"{len(line)} characters exceed {MAX_LINE}")
     if first:
         opened = msgspec.json.decode(line, type=_HeaderRecord)
         if opened.version != VERSION:
-            raise UsageError(f"version {opened.version}, where this molink reads {VERSION}")
+            raise UsageError(f"version {opened.version}; this molink reads {VERSION}")
         return opened
     raw = msgspec.json.decode(line, type=dict[str, Any])
     if "event" in raw:
@@ -171,7 +171,7 @@ def _parse_line(line: bytes | str, first: bool) -> _HeaderRecord | _EventRecord 
 def _decode_event(record: _EventRecord) -> LinkEvent:
     kind = _EVENTS.get(record.event)
     if kind is None:
-        raise UsageError(f"there is no event {record.event!r}")
+        raise UsageError(f"unknown event {record.event!r}")
     event = msgspec.convert(record.of, kind)
     for name in ("rows", "row_bytes"):
         if getattr(event, name, 1) < 1:

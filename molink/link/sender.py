@@ -74,7 +74,7 @@ class LinkSender:
         self.sent_bytes = 0
         self.stale_acks = 0
 
-    # --- what is to be sent ------------------------------------------------------------------
+    # --- queueing --------------------------------------------------------------------------------
 
     def queue_control(self, body: RingMessage, payload: Buffer | None = None) -> None:
         """Send any message but a volume, before all volumes.
@@ -135,7 +135,7 @@ class LinkSender:
         if not header_fits(body):
             raise MessageTooLarge(f"the header of a {type(body).__name__} is over {MAX_HEADER}")
 
-    # --- what the connections tell -----------------------------------------------------------
+    # --- connection events -----------------------------------------------------------------------
 
     def on_connected(self, channel: Channel, now: float) -> None:
         """Handle a new connection: unacknowledged frames are sent again first."""
@@ -169,7 +169,7 @@ class LinkSender:
             self.handle(HeartbeatEchoedEvent(now - sent_at), now)
         return known
 
-    # --- sending -----------------------------------------------------------------------------
+    # --- sending ---------------------------------------------------------------------------------
 
     def has_due(self, now: float) -> bool:
         """Whether :meth:`poll_packets` may find anything now."""
@@ -214,7 +214,7 @@ class LinkSender:
                 self.wake_at = decision.until
                 return None
             there = self._queues.grant_rows(decision)
-            self._require(there, f"{self._policy.name} sends what isn't there: {decision}")
+            self._require(there, f"{self._policy.name} sends rows that don't exist: {decision}")
         return self._next_rows_packet(now, ready)
 
     def _is_open(self, channel: Channel) -> bool:
@@ -242,7 +242,7 @@ class LinkSender:
             if waiting and now - out.progress_at >= self._limits.resend_after:
                 out.rewind_unacknowledged()
                 self._log_transition(
-                    now, f"{out.channel.name} acknowledges nothing: again from {out.oldest_frame}"
+                    now, f"{out.channel.name} stalled: resending from {out.oldest_frame}"
                 )
                 self._dispatch_event(ChannelReconnectedEvent(out.channel), now)
 
@@ -253,7 +253,7 @@ class LinkSender:
         since = min((out.progress_at for out in waiting), default=inf)
         self._stalled_at = since + self._limits.resend_after
 
-    # --- state -------------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     @property
     def unacknowledged_bytes(self) -> int:

@@ -73,7 +73,7 @@ class ErrorGuard:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        log.error("this stage can't go on", exc_info=error)
+        log.error("this stage can't continue", exc_info=error)
         self._on_broken(f"{type(error).__name__}: {error}")
         return True
 
@@ -266,7 +266,7 @@ class Ring:
     def on_link_measured(self, facts: LinkFacts, now: float) -> None:
         """Report this stage's outgoing link to the other stages if it has changed."""
         if self._measurements.is_settled(facts):
-            return  # as with most heartbeats
+            return  # the common case
         with self._error_guard:
             report = self._measurements.on_link_measured(facts, now)
             if report is not None and not self._closed:
@@ -318,7 +318,7 @@ class Ring:
             self._update_times()
         failures = self.step_log.failures
         if failures.is_exhausted or (done.error and not done.outputs):
-            self._fail(f"{failures.failures} steps failed one after another: {done.error}")
+            self._fail(f"{failures.failures} consecutive steps failed: {done.error}")
             return
         # One by one: a request that waits for the decode rows need not wait for the prefill rows.
         for result in done.outputs:

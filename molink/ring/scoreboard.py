@@ -129,7 +129,7 @@ class PendingReleases:
         """Broken invariants."""
         for seq, (_, missing) in self._waiting.items():
             if seq in self._complete:
-                yield f"release {seq} is complete but still waited for"
+                yield f"release {seq} is complete but still pending"
             if not self._complete.find_missing(missing):
                 yield f"release {seq} waits for nothing"
 
@@ -458,7 +458,7 @@ class Scoreboard:
         for problem in self._find_problems():
             raise InvariantError(problem, self._story.format_lines())
 
-    # --- arrivals ------------------------------------------------------------------------------
+    # --- arrivals --------------------------------------------------------------------------------
 
     def _is_new(self, seq: int, now: float) -> bool:
         if seq in self._complete or seq in self._volumes or seq in self._releases:
@@ -569,7 +569,7 @@ class Scoreboard:
         for waiting in self._volumes:
             self._drop_released(waiting)
 
-    # --- completion ----------------------------------------------------------------------------
+    # --- completion ------------------------------------------------------------------------------
 
     def _complete_control(self, body: ControlMessage, data: object) -> None:
         self._complete.add_seq(body.seq)
@@ -589,7 +589,7 @@ class Scoreboard:
             self._complete_control(release, None)
             self._story.add_entry(now, "evict", release.request)
 
-    # --- running -------------------------------------------------------------------------------
+    # --- running ---------------------------------------------------------------------------------
 
     def _next_input(self, now: float, *, prefill: bool, piggybacked: int = 0) -> StepInput | None:
         """The next sub-chunk of that kind, beside ``piggybacked`` decode rows."""
@@ -619,7 +619,7 @@ class Scoreboard:
             self.last_completed_seq = max(seq, self.last_completed_seq)
         self._story.add_entry(now, "complete", seq, waiting.num_taken)
 
-    # --- dropping ------------------------------------------------------------------------------
+    # --- dropping --------------------------------------------------------------------------------
 
     def _drop_released(self, waiting: WaitingVolume) -> None:
         if not waiting.is_started:
@@ -664,7 +664,7 @@ class Scoreboard:
         for waiting in self._volumes:
             seq = waiting.volume.seq
             if seq in self._releases:
-                yield f"seq {seq} is in two places"
+                yield f"seq {seq} is both a volume and a release"
             finished = any(self._requests.is_finished(rows.request) for rows in waiting.slices)
             if finished and not waiting.is_started:
                 yield f"volume {seq} keeps rows of finished requests"

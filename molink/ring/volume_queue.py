@@ -242,7 +242,7 @@ class VolumeQueue:
             del self._volumes[waiting.volume.seq]
         return waiting.is_taken
 
-    # --- questions -----------------------------------------------------------------------------
+    # --- queries ---------------------------------------------------------------------------------
 
     def next_rows(self, waiting: WaitingVolume, piggybacked: int = 0) -> int:
         """Rows of its next sub-chunk beside ``piggybacked`` decode rows; 0 if none can run now."""

@@ -121,7 +121,7 @@ def test_the_refusal_has_the_numbers_and_what_would_fit() -> None:
     assert explain_refusal(LLAMA, (0, 32), gpu, 8 * GB).endswith(
         "the budget is 8.0 GB: 14 layers would fit, or --quantize nf4"
     )
-    assert explain_refusal(LLAMA, (3, 5), gpu, GB // 10).endswith("not one layer would fit")
+    assert explain_refusal(LLAMA, (3, 5), gpu, GB // 10).endswith("no layer would fit")
     assert ": 1 layer would fit, or" in explain_refusal(
         TINY, (1, 3), StageSetup(step_limits=LOAD), 6000
     )

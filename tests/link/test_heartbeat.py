@@ -43,10 +43,10 @@ def test_a_stage_that_heartbeats_and_has_nothing_to_do_lives() -> None:
 def test_silence() -> None:
     liveness = LinkLiveness(0.0)
     liveness.on_heartbeat(5, 0, 0.0, 1.0)
-    assert look(liveness, 1.0, 60.0) == "4.0: no sign of life for 3.0 s"
+    assert look(liveness, 1.0, 60.0) == "4.0: no heartbeat for 3.0 s"
     liveness = LinkLiveness(0.0)
     liveness.on_heartbeat(5, 0, 0.0, 1.0)
-    assert look(liveness, 1.0, 60.0, busy=False) == "5.0: no sign of life for 4.0 s"
+    assert look(liveness, 1.0, 60.0, busy=False) == "5.0: no heartbeat for 4.0 s"
 
 
 def test_work_without_progress() -> None:
@@ -59,7 +59,7 @@ def test_work_without_progress() -> None:
     liveness.on_heartbeat(5, 3, 0.0, 4.0)
     assert (
         liveness.death_reason(4.0, has_requests=True)
-        == "3 volumes wait and none was completed for 3.0 s"
+        == "3 volumes are queued and none has completed for 3.0 s"
     )
     liveness.on_heartbeat(6, 3, 0.0, 4.1)
     assert liveness.death_reason(4.1, has_requests=True) is None
@@ -68,11 +68,11 @@ def test_work_without_progress() -> None:
 def test_a_slow_stage_has_more_time() -> None:
     liveness = LinkLiveness(0.0)
     liveness.on_heartbeat(5, 1, 2.0, 0.0)
-    assert look(liveness, 0.0, 60.0) == "10.0: no sign of life for 10.0 s"
+    assert look(liveness, 0.0, 60.0) == "10.0: no heartbeat for 10.0 s"
 
 
 def test_a_stage_that_was_never_reached_has_more_time_too() -> None:
-    assert look(LinkLiveness(0.0), 0.0, 90.0) == "60.0: no sign of life for 60.0 s"
+    assert look(LinkLiveness(0.0), 0.0, 90.0) == "60.0: no heartbeat for 60.0 s"
 
 
 def test_our_own_pause_is_not_its_death() -> None:
@@ -80,7 +80,7 @@ def test_our_own_pause_is_not_its_death() -> None:
     liveness.on_heartbeat(5, 1, 0.0, 0.0)
     assert liveness.death_reason(0.4, has_requests=True) is None
     assert liveness.death_reason(100.0, has_requests=True) is None
-    assert look(liveness, 100.5, 160.0) == "103.0: no sign of life for 3.4 s"
+    assert look(liveness, 100.5, 160.0) == "103.0: no heartbeat for 3.4 s"
 
 
 def came_back(trip: RoundTripEstimator, sent_at: float, seconds: float, ahead: int = 0) -> bool:

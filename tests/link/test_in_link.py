@@ -175,7 +175,7 @@ def test_garbage_of_the_previous_stage_is_reported(bench: Bench) -> None:
     bench.frame(0, channel=Channel.BULK)
     bench.frame(1, body=Release(1, 1, 0))
     assert [user for user, _ in bench.server.offences] == ["previous", "previous"]
-    assert "never began" in bench.server.offences[0][1]
+    assert "never started" in bench.server.offences[0][1]
     assert len(bench.arrivals) == 1
 
 

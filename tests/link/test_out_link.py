@@ -304,7 +304,7 @@ def test_a_dead_stage_is_reported_once() -> None:
     for _ in range(40):
         bench.wait(0.1)
         bench.heartbeat(queued=2)
-    assert bench.deaths == ["2 volumes wait and none was completed for 3.4 s"]
+    assert bench.deaths == ["2 volumes are queued and none has completed for 3.4 s"]
     bench.wait(10.0)
     assert len(bench.deaths) == 1
 
@@ -346,7 +346,7 @@ def test_while_requests_live_silence_counts_sooner() -> None:
     for channel in (bench.decode, bench.bulk):
         assert channel.redialled[0] == pytest.approx(1.5, abs=0.2)
     (reason,) = bench.deaths
-    assert reason in ("no sign of life for 3.0 s", "no sign of life for 3.1 s")
+    assert reason in ("no heartbeat for 3.0 s", "no heartbeat for 3.1 s")
 
 
 def test_what_an_old_connection_says_is_no_welcome_on_the_next() -> None:
@@ -372,7 +372,7 @@ def test_a_next_stage_that_lost_its_place() -> None:
     bench.decode.events.on_disconnect()
     bench.decode.events.on_connect()
     bench.decode.events.on_message(Ack(7, Channel.DECODE, 0), None)
-    assert bench.deaths == ["it lost its place: frame 0 of DECODE has come before"]
+    assert bench.deaths == ["it lost its state: frame 0 of DECODE again"]
 
 
 def test_an_old_acknowledgement_that_comes_again_says_nothing() -> None:

@@ -135,7 +135,7 @@ def test_volumes_that_never_end_take_no_more_than_the_bound() -> None:
     assert handed_out == feed.made.unfinished_bytes == 18 * ROW
     assert feed.made.num_unfinished == 3
     assert feed.made.counters.garbage == 97
-    assert "more than may be assembled" in feed.made.last_fault
+    assert "exceeds the assembly limit" in feed.made.last_fault
     # What has its room goes on.
     assert feed(VolumeFragment(1, 1, rows(5)), bytes(5 * ROW))[0].rows == 6
     assert feed(volume(200, 6, rows(1)), bytes(ROW))[0].rows == 1
@@ -159,11 +159,11 @@ def test_payloads_can_be_changed_and_kept() -> None:
         (volume(1, 1, rows(2)), bytes(2 * ROW), "has 2 rows where its header says 1"),
         (volume(1, 1, rows(0)), b"", "not bf16"),
         (volume(1, 1, rows(1)), bytes(7), "1 rows in 7 bytes"),
-        (volume(1, 65536, rows(1)), bytes(ROW), "more than may be assembled"),
-        (volume(9, 3, rows(1)), bytes(ROW), "volume 9 begins twice"),
-        (VolumeFragment(8, 0, rows(1)), bytes(ROW), "never began"),
-        (VolumeFragment(9, 0, rows(1)), bytes(ROW), "rows from 0, not 1"),
-        (VolumeFragment(9, 2, rows(1)), bytes(ROW), "rows from 2, not 1"),
+        (volume(1, 65536, rows(1)), bytes(ROW), "exceeds the assembly limit"),
+        (volume(9, 3, rows(1)), bytes(ROW), "volume 9 starts twice"),
+        (VolumeFragment(8, 0, rows(1)), bytes(ROW), "never started"),
+        (VolumeFragment(9, 0, rows(1)), bytes(ROW), "rows from 0, expected 1"),
+        (VolumeFragment(9, 2, rows(1)), bytes(ROW), "rows from 2, expected 1"),
         (VolumeFragment(9, 1, rows(3)), bytes(3 * ROW), "rows from 1"),
         (volume(1, 1, rows(1)), None, "without rows"),
     ],

@@ -152,7 +152,7 @@ SENT = b'{"at":0,"event":"MessageSentEvent","of":{%s}}'
         ([b"no json"], "line 1 of the recording: JSON is malformed"),
         ([b"{}"], "line 1 of the recording: .*policy"),
         ([b'{"policy":"fifo","version":2}'], "line 1 of the recording: version 2"),
-        ([b'{"policy":"best","version":1}'], "line 1 .* no transmission policy 'best'"),
+        ([b'{"policy":"best","version":1}'], "line 1 .* unknown link policy 'best'"),
         ([OPENED, b""], "line 2 of the recording"),
         ([OPENED, b"[1]"], "line 2 of the recording"),
         ([OPENED, b"\xff\xfe"], "line 2 of the recording"),
@@ -160,7 +160,7 @@ SENT = b'{"at":0,"event":"MessageSentEvent","of":{%s}}'
         ([OPENED, b"[" * 4000], "line 2 of the recording"),
         ([OPENED, b'"' + b"x" * 5000 + b'"'], "line 2 of the recording: 5002 characters"),
         ([OPENED, OPENED], "line 2 of the recording"),
-        ([OPENED, b'{"at":0,"event":"Guess","of":{}}'], "no event 'Guess'"),
+        ([OPENED, b'{"at":0,"event":"Guess","of":{}}'], "unknown event 'Guess'"),
         (
             [OPENED, b'{"at":0,"event":"MessageSentEvent","of":{"channel":5,"nbytes":1}}'],
             "line 2 .*channel",

@@ -208,10 +208,10 @@ def test_a_volume_in_pieces() -> None:
 def test_rows_that_no_volume_lacks() -> None:
     sender = LinkSender(1, create_policy("fifo"))
     header, data = volume(7, 3)
-    with pytest.raises(WireError, match="volume 7, which lacks none"):
+    with pytest.raises(WireError, match="surplus rows of volume 7"):
         sender.queue_rows(7, data[:ROW], 0.0)
     sender.queue_volume(header, data[:ROW], 0.0)
-    with pytest.raises(WireError, match="volume 7 begins again"):
+    with pytest.raises(WireError, match="volume 7 starts again"):
         sender.queue_volume(header, data, 0.0)
     for wrong in (data, data[: ROW + 1], b""):
         with pytest.raises(WireError, match="are not 1 to 2 rows"):
@@ -245,7 +245,7 @@ def test_a_policy_that_sends_what_is_not_there(decision: SendRowsAction) -> None
     sender.queue_volume(header, data[:ROW], 0.0)
     sender.queue_volume(*volume(8, 1), 0.0)
     assert len(sender.poll_packets(0.0)) == 1
-    with pytest.raises(InvariantError, match="orders sends what isn't there"):
+    with pytest.raises(InvariantError, match="orders sends rows that don't exist"):
         sender.poll_packets(0.0)
 
 

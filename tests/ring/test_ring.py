@@ -226,7 +226,7 @@ async def test_a_device_without_memory_for_small_ones_does(bench: Bench) -> None
         assert bench.broken == []
         bench.arrive(seq, seq - 1)
         await bench.end(error="OutOfMemoryError", out_of_memory=True)
-    assert bench.broken == ["5 steps failed one after another: OutOfMemoryError"]
+    assert bench.broken == ["5 consecutive steps failed: OutOfMemoryError"]
 
 
 async def test_a_good_step_in_between_is_forgiving(bench: Bench) -> None:

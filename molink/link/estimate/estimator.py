@@ -49,7 +49,7 @@ class LinkEstimator:
         #: Consecutive late heartbeats.
         self._late_heartbeats = 0
 
-    # --- events ------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def handle(self, event: LinkEvent, now: float) -> None:
         """Record sent and acknowledged messages; other events are ignored."""
@@ -88,7 +88,7 @@ class LinkEstimator:
             self._now = now
         return self._now
 
-    # --- what is known -----------------------------------------------------------------------
+    # --- estimates -------------------------------------------------------------------------------
 
     def _minimum(self) -> float | None:
         if self._now >= self._check_at:

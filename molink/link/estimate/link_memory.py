@@ -73,12 +73,12 @@ class LinkMemory:
             return {}
         try:
             if self._path.stat().st_size > _MAX_BYTES:
-                raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+                raise ValueError(f"it exceeds {_MAX_BYTES} bytes")
             content = msgspec.json.decode(self._path.read_bytes(), type=_File)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            log.warning("ignoring what %s says of links: %s", self._path, error)
+            log.warning("ignoring remembered links in %s: %s", self._path, error)
             return {}
         links = {peer: LinkFacts(each.latency, each.rate) for peer, each in content.links.items()}
         _bound(links)
@@ -101,7 +101,7 @@ class LinkMemory:
             # Windows refuses to replace a file that is being read; retry at the next interval.
             draft.replace(self._path)
         except OSError as error:
-            log.warning("can't remember links in %s: %s", self._path, error)
+            log.warning("can't save link estimates in %s: %s", self._path, error)
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
 

@@ -98,7 +98,7 @@ class RateMeter:
         #: Rates by the active clock, descending: the first is the maximum.
         self._samples: deque[tuple[float, float]] = deque()
 
-    # --- events ------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def on_sent(self, channel: Channel, nbytes: int, now: float) -> None:
         """Record a sent message."""
@@ -183,7 +183,7 @@ class RateMeter:
             free_at = begin + flight.nbytes / self.rate
         return max(0.0, free_at - now)
 
-    # --- rates -------------------------------------------------------------------------------
+    # --- rates -----------------------------------------------------------------------------------
 
     def _add_interval(self, gap: float, sent: float, nbytes: int, busy: bool, now: float) -> None:
         """Record that ``nbytes``, sent within ``sent`` seconds, were acknowledged within ``gap``

@@ -118,7 +118,7 @@ def entropy_coder() -> zstandard.ZstdCompressor:
 
 def _check(payload: Payload) -> None:
     if payload.dtype not in WEIGHT_DTYPES or len(payload.shape) != 2:
-        raise WireError(f"{payload.dtype} {list(payload.shape)} are no rows to pack")
+        raise WireError(f"{payload.dtype} {list(payload.shape)} can't be packed as rows")
     if payload.nbytes > MAX_PAYLOAD:
         raise WireError(f"rows of {payload.nbytes} bytes are over {MAX_PAYLOAD}")
 

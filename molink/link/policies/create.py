@@ -27,5 +27,5 @@ def create_policy(name: str) -> ChannelPolicy:
         UsageError: the name is unknown.
     """
     if name not in _POLICIES:
-        raise UsageError(f"no transmission policy {name!r}: choose one of {', '.join(_POLICIES)}")
+        raise UsageError(f"unknown link policy {name!r}: choose from {', '.join(_POLICIES)}")
     return _POLICIES[name]()

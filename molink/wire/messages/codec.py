@@ -96,13 +96,13 @@ def _check_payload(message: object, payload: Buffer | None) -> None:
     if promised is None or payload is None:
         if promised is None and payload is None:
             return
-        which = "lacks its payload" if payload is None else "has a payload that it doesn't announce"
+        which = "lacks its payload" if payload is None else "has an unannounced payload"
         raise WireError(f"a {name} {which}")
     size = memoryview(payload).nbytes
     if size > MAX_PAYLOAD:
         raise MessageTooLarge(f"the payload of a {name} is {size} bytes, over {MAX_PAYLOAD}")
     if size != promised.wire_bytes:
-        raise WireError(f"the payload of a {name} is {size} bytes, not {promised.wire_bytes}")
+        raise WireError(f"the payload of a {name} is {size} bytes, expected {promised.wire_bytes}")
     if promised.coding is not Coding.PLAIN or promised.coded:
         _check_coding(message, promised)
 
@@ -115,4 +115,4 @@ def _check_coding(message: object, promised: Payload) -> None:
     if promised.nbytes > MAX_PAYLOAD:
         raise MessageTooLarge(f"the payload of a {name} unpacks to over {MAX_PAYLOAD} bytes")
     if promised.coded >= promised.nbytes:
-        raise WireError(f"the payload of a {name} is no smaller for being packed")
+        raise WireError(f"the payload of a {name} is not smaller packed")

@@ -111,7 +111,7 @@ class SamplingParams(LeanMessage, frozen=True, tag=False):
         )
 
 
-# --- between stages: every one of these travels inside a numbered Frame ----------------------
+# --- between stages, each inside a numbered Frame -----------------------------------------------
 
 
 class Admit(LeanMessage, frozen=True, tag="admit"):

@@ -86,7 +86,7 @@ def parse_frame_length(head: bytes) -> int:
     """
     length = int.from_bytes(head, "big")
     if not 0 < length <= MAX_FRAME:
-        raise WireError(f"a frame of {length} bytes, where 1 to {MAX_FRAME} are allowed")
+        raise WireError(f"a frame of {length} bytes; 1 to {MAX_FRAME} are allowed")
     return length
 
 

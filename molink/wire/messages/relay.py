@@ -75,7 +75,7 @@ def parse_claim(answer: bytes) -> tuple[int, Role]:
     for role, letter in _ROLES.items():
         if len(answer) == PROOF_BYTES and answer[8:9] == letter:
             return int.from_bytes(answer[:8], "big"), role
-    raise WireError("no answer to a relay's nonce")
+    raise WireError("not an answer to a relay's nonce")
 
 
 def is_valid_proof(answer: bytes, id: int, role: Role, secret: bytes, nonce: bytes) -> bool:

@@ -156,7 +156,7 @@ class Client(Generic[M]):
         self._dialing: asyncio.Task[None] | None = None
         self._refusal_check: asyncio.Task[None] | None = None
 
-    # --- life --------------------------------------------------------------------------------
+    # --- lifecycle -------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start to connect. Raises :class:`UsageError` without valid addresses."""
@@ -202,7 +202,7 @@ class Client(Generic[M]):
         self._nudge.set()
 
     def _on_failed(self, error: Exception) -> None:
-        logger.error("the connection to %s can't be read", self._name, exc_info=error)
+        logger.error("reading the connection to %s failed", self._name, exc_info=error)
 
     async def wait_connected(self, timeout: float) -> None:
         """Wait for a connection.
@@ -225,7 +225,7 @@ class Client(Generic[M]):
                 " is it running, and is the port open?"
             ) from None
 
-    # --- sending -----------------------------------------------------------------------------
+    # --- sending ---------------------------------------------------------------------------------
 
     def send(self, message: M, payload: Buffer | None = None) -> None:
         """Send, or queue until the socket is ready; never blocks.
@@ -246,7 +246,7 @@ class Client(Generic[M]):
         if not self._outbox.add_message(
             parts, 0 if payload is None else memoryview(payload).nbytes
         ):
-            raise Overloaded(f"{self._name} takes messages more slowly than they are sent")
+            raise Overloaded(f"{self._name} is too slow for the messages sent to it")
 
     @property
     def is_congested(self) -> bool:
@@ -265,7 +265,7 @@ class Client(Generic[M]):
             self._outbox.clear()
         self._call_back(self._events.on_drained)
 
-    # --- requests ----------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------
 
     async def send_request(
         self, message: M, payload: Buffer | None = None, *, timeout: float = 10.0
@@ -296,7 +296,7 @@ class Client(Generic[M]):
             raise answer
         return answer
 
-    # --- receiving ---------------------------------------------------------------------------
+    # --- receiving -------------------------------------------------------------------------------
 
     def _on_frames(self, frames: list[zmq.Frame], parts: int) -> None:
         try:
@@ -312,7 +312,7 @@ class Client(Generic[M]):
             return
         reply = self._pending.get(ref)
         if reply is None or reply.done():
-            return  # the answer to a request that was given up, or a second one
+            return  # a reply to an abandoned request, or a second one
         reply.set_result(message.error if isinstance(message, ErrorReply) else (message, payload))
 
     def _call_back(self, callback: Callable[..., None], *arguments: object) -> None:
@@ -324,10 +324,10 @@ class Client(Generic[M]):
 
     def _report_misbehaviour(self, reason: str) -> None:
         if self._misbehaviour.add_offence(self._server_key, asyncio.get_running_loop().time()):
-            logger.warning("%s sends what is no message: %s", self._name, reason)
+            logger.warning("%s sent an invalid message: %s", self._name, reason)
             self._call_back(self._events.on_refused, f"{self._name} misbehaves: {reason}")
 
-    # --- the connection ----------------------------------------------------------------------
+    # --- the connection --------------------------------------------------------------------------
 
     @property
     def _address(self) -> str:
@@ -345,7 +345,7 @@ class Client(Generic[M]):
             self._on_disconnected()
             self._start_refusal_check()
         elif change is SocketChange.OVERRUN:
-            self._call_back(self._events.on_refused, f"{self._name} sends more than is read of it")
+            self._call_back(self._events.on_refused, f"{self._name} sends more than this PC reads")
         elif change in (SocketChange.REFUSED, SocketChange.FAILED):
             self.failure = self._explain(change)
             if change is SocketChange.REFUSED:
@@ -371,7 +371,7 @@ class Client(Generic[M]):
 
     async def _check_refusal(self, address: str) -> None:
         if await is_refused(address) and not self.is_connected and self._events.on_lost is not None:
-            reason = f"its process has ended: nobody listens at {address} any more"
+            reason = f"its process has ended: {address} refuses connections"
             self._call_back(self._events.on_lost, reason)
 
     def _on_refusal_checked(self, task: asyncio.Task[None]) -> None:
@@ -386,7 +386,7 @@ class Client(Generic[M]):
             )
         return Unavailable(
             f"the handshake with {self._name} at {self._address} failed:"
-            " it holds another key, or is no molink"
+            " it has another key or isn't molink"
         )
 
     async def _redial(self, socket: zmq.asyncio.Socket) -> None:

@@ -80,7 +80,7 @@ def connect_socket(socket: zmq.asyncio.Socket, address: str) -> None:
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
-        raise UsageError(f"{address!r} is no address to connect to: {error}") from error
+        raise UsageError(f"{address!r} is not a valid address: {error}") from error
 
 
 def _make(context: zmq.asyncio.Context, kind: int, keys: KeyPair) -> zmq.asyncio.Socket:

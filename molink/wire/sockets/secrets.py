@@ -32,7 +32,7 @@ def private_folder(path: Path) -> Path:
         try:
             _restrict(path, folder=True)
         except BaseException:
-            path.rmdir()  # or nobody would try it again
+            path.rmdir()  # so that the next call tries again
             raise
     return path
 

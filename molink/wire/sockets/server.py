@@ -136,7 +136,7 @@ class Server(Generic[M]):
         self.port = 0
         self._closed = False
 
-    # --- life --------------------------------------------------------------------------------
+    # --- lifecycle -------------------------------------------------------------------------------
 
     def bind(self, host: str, ports: tuple[int, int], option: str = "--port") -> int:
         """Listen on the first free port of ``ports`` (half-open) and start to read.
@@ -189,7 +189,7 @@ class Server(Generic[M]):
         since = None if self._pump is None else self._pump.unread_since
         return 0.0 if since is None else asyncio.get_running_loop().time() - since
 
-    # --- sending -----------------------------------------------------------------------------
+    # --- sending ---------------------------------------------------------------------------------
 
     def send(self, identity: bytes, message: M, payload: Buffer | None = None) -> bool:
         """Send on the connection ``identity``; never blocks.
@@ -249,7 +249,7 @@ class Server(Generic[M]):
                 del self._outboxes[identity]
         self._flush_soon()
 
-    # --- receiving ---------------------------------------------------------------------------
+    # --- receiving -------------------------------------------------------------------------------
 
     def _on_frames(self, frames: list[zmq.Frame], parts: int) -> None:
         peer_id = _peer_id_of(frames[-1])
@@ -316,7 +316,7 @@ class Server(Generic[M]):
             failure: Any = ErrorReply(ref=ref, code=name, message=text[:1024])
             self.send(sender.identity, failure)
 
-    # --- misbehaviour and revocation ---------------------------------------------------------
+    # --- misbehaviour and revocation -------------------------------------------------------------
 
     def report_misbehaviour(self, peer_id: str, reason: str) -> None:
         """Count an offence of ``peer_id``, and block it at the limit."""
@@ -324,7 +324,7 @@ class Server(Generic[M]):
             return
         self._authenticator.block_peer(peer_id)
         self.counters.blocked += 1
-        logger.warning("%s is cut off: %s", peer_id, reason)
+        logger.warning("blocking %s: %s", peer_id, reason)
         self._rebuild_soon()
         if self._on_blocked is not None:
             self._on_blocked(peer_id, reason)

@@ -129,7 +129,7 @@ class SocketMonitor:
         events.connect(address)
         return events
 
-    # --- on the event loop -------------------------------------------------------------------
+    # --- on the event loop -----------------------------------------------------------------------
 
     def _report_changes(self) -> None:
         for _ in range(_CHANGE_BATCH):
@@ -141,7 +141,7 @@ class SocketMonitor:
                 logger.exception("a change of a connection")
         self._loop.call_soon(self._report_changes)
 
-    # --- the thread --------------------------------------------------------------------------
+    # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         with self._events:
@@ -156,7 +156,7 @@ class SocketMonitor:
         except zmq.ContextTerminated:
             pass
         except Exception:
-            logger.exception("the monitor of a socket failed; starting it again")
+            logger.exception("a socket monitor failed; restarting it")
             return False
         return True
 
@@ -213,9 +213,9 @@ class SocketMonitor:
             self._ending.append(excess)
             if excess.party not in self._logged:
                 self._logged.add(excess.party)
-                reason = "it sends more than is read of it, or connects too often"
+                reason = "too much unread data or too many connections"
                 logger.warning(
-                    "%s at %s loses a connection: %s", excess.party, excess.remote[0], reason
+                    "cutting a connection of %s at %s: %s", excess.party, excess.remote[0], reason
                 )
             self._report(SocketChange.OVERRUN)
         return _BUSY_INTERVAL if came > _BUSY else _QUIET_INTERVAL

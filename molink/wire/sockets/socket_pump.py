@@ -123,7 +123,7 @@ class SocketPump:
         self._checks = True
         try:
             for _ in range(_MAX_READS):
-                if self._closed:  # perhaps by what was just handed over
+                if self._closed:  # possibly by the callback
                     return
                 events = self._events()
                 if not events:

@@ -76,7 +76,7 @@ class ZapAuthenticator:
         try:
             socket = self._bind()
         except zmq.ZMQError as error:
-            raise UsageError(f"this context has a ZAP handler already: {error}") from error
+            raise UsageError(f"this context already has a ZAP handler: {error}") from error
         address = f"inproc://molink.gatekeeper.{secrets.token_hex(8)}"
         wake_socket = self._context.socket(zmq.PAIR)
         wake_socket.bind(address)
@@ -97,7 +97,7 @@ class ZapAuthenticator:
         self._wake_socket.close(linger=0)
         self._thread = self._wake_socket = None
 
-    # --- membership --------------------------------------------------------------------------
+    # --- membership ------------------------------------------------------------------------------
 
     def allow_peer(self, public_key: str, peer_id: str | None = None) -> str:
         """Allow the holder of ``public_key`` as ``peer_id`` (default: derived from the key)."""
@@ -137,7 +137,7 @@ class ZapAuthenticator:
         self._keys = keys
         self._peers = frozenset(keys.values()) - self._blocked
 
-    # --- the handler's thread ----------------------------------------------------------------
+    # --- the handler's thread --------------------------------------------------------------------
 
     def _bind(self) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)
@@ -166,7 +166,7 @@ class ZapAuthenticator:
         except zmq.ContextTerminated:
             pass
         except Exception:
-            logger.exception("the ZAP handler failed; starting it again")
+            logger.exception("the ZAP handler failed; restarting it")
             return False
         return True
 
@@ -187,7 +187,7 @@ class ZapAuthenticator:
         try:
             user = self._authenticate(frames)
         except Exception:
-            logger.exception("can't judge a handshake; refusing it")
+            logger.exception("authenticating a handshake failed; refusing it")
             user = None
         if user is None:
             self.refused += 1

@@ -214,5 +214,5 @@ def test_policies_by_name() -> None:
     for name in POLICIES:
         assert create_policy(name).name == name
     assert [name for name in POLICIES if create_policy(name).single_channel] == ["fifo", "molink"]
-    with pytest.raises(UsageError, match="choose one of concurrent, fifo, molink, adaptive"):
+    with pytest.raises(UsageError, match="choose from concurrent, fifo, molink, adaptive"):
         create_policy("lifo")

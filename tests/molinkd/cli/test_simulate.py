@@ -126,7 +126,7 @@ def test_table_and_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (("--device", "abacus"), "no profile 'abacus' among the devices: a100-40gb, cpu-8core"),
         (("--model-profile", "gpt-9"), "no profile 'gpt-9' among the models: "),
         (("--link", "string"), "no profile 'string' among the links: "),
-        (("--policy", "fifo,random"), "no transmission policy 'random'"),
+        (("--policy", "fifo,random"), "unknown link policy 'random'"),
         (("--bandwidth", "0"), "bandwidth_mbps has to be above 0"),
         (("--latency", "-1"), "latency_ms has to be 0 or more"),
         (("--rate", "0"), "--rate has to be a number above 0"),

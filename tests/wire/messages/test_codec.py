@@ -146,17 +146,17 @@ def test_rows_of_volumes_may_be_packed() -> None:
         frames = [bytes(frame) for frame in codec.encode(message, bytes(29))]
         assert msgspec.msgpack.decode(frames[0])[4][-1] == ["bf16", [3, 5], 1, 29]
         for wrong in (28, 30):
-            with pytest.raises(WireError, match="not 29"):
+            with pytest.raises(WireError, match="expected 29"):
                 codec.encode(message, bytes(wrong))
-            with pytest.raises(WireError, match="not 29"):
+            with pytest.raises(WireError, match="expected 29"):
                 codec.decode([frames[0], bytes(wrong)])
 
 
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (Volume(1, True, GROUPS, packed((3, 5), 30)), "no smaller"),
-        (Volume(1, True, GROUPS, packed((0, 5), 0)), "no smaller"),
+        (Volume(1, True, GROUPS, packed((3, 5), 30)), "not smaller"),
+        (Volume(1, True, GROUPS, packed((0, 5), 0)), "not smaller"),
         (VolumeFragment(1, 0, packed((3, 5), 29, Coding.PLAIN)), "not 30|packed"),
         (VolumeFragment(1, 0, packed((3, 5), 30, Coding.PLAIN)), "packed"),
         (VolumeFragment(1, 0, packed((1, MAX_PAYLOAD // 2 + 1), 9)), "unpacks to over"),
