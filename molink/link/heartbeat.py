@@ -8,15 +8,17 @@ from collections import deque
 
 import msgspec
 
+from molink.util.timeouts import TIMEOUTS
+
 #: Seconds between heartbeats while no request lives. Two may be lost within :data:`TIMEOUT`.
 IDLE_INTERVAL = 1.0
 #: The same while requests live: TCP reduces its window after about 250 ms without traffic.
 BUSY_INTERVAL = 0.1
 #: Seconds of silence that mean death while requests live, and minimum seconds without progress that
 #: do, however short the steps are.
-TIMEOUT = 3.0
+TIMEOUT = TIMEOUTS.stage
 #: Seconds of silence that mean death while no request lives.
-IDLE_TIMEOUT = 4.0
+IDLE_TIMEOUT = TIMEOUTS.idle_stage
 #: Seconds of silence before reconnecting, with and without live requests. TCP doubles its retry
 #: interval: after a cut of 2 s it may retry only 4 s after the start. A new connection retries at
 #: once and a second later.
@@ -25,7 +27,7 @@ IDLE_STALL_TIMEOUT = 2.0
 #: Steps without progress that mean death, as a multiple of their predicted duration.
 TIMEOUT_FACTOR = 5.0
 #: Timeout in seconds before the first heartbeat of a stage, which may still finish a step.
-CONNECT_TIMEOUT = 60.0
+CONNECT_TIMEOUT = TIMEOUTS.new_stage
 #: Seconds; longer round trips are no measurement, since the stage counts as dead by then.
 _MAX_ROUND_TRIP = 60.0
 #: Seconds over which the minimum round trip is taken, a dozen heartbeats. Link changes are known

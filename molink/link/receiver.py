@@ -4,16 +4,16 @@ Frames of :mod:`molink.link.sender` arrive through :mod:`molink.link.in_link` an
 ``Ring.on_message``.
 """
 
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from molink.errors import InvariantError, WireError
-from molink.facts.dtypes import DType
+from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.link.send_window import header_fits
-from molink.wire.messages.base import Coding
+from molink.util.story import Story
+from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.data_plane import (
     Ack,
     Admit,
@@ -33,8 +33,6 @@ from molink.wire.messages.data_plane import (
 
 if TYPE_CHECKING:
     from molink.link.packing.compression import RowCodec
-from molink.facts.dtypes import DTYPE_SIZES
-from molink.wire.messages.base import Payload
 
 
 class AssembledRows(msgspec.Struct, frozen=True):
@@ -94,9 +92,7 @@ class VolumeAssembly:
             return AssembledRows(header, bytearray(payload), rows, total)
         size = total * self._row_bytes
         if self.nbytes + size > self._max_bytes:
-            raise WireError(
-                f"volume {header.seq} of {size} bytes exceeds the assembly limit"
-            )
+            raise WireError(f"volume {header.seq} of {size} bytes exceeds the assembly limit")
         whole = Payload(self._dtype, (total, self._hidden))
         header = msgspec.structs.replace(header, payload=whole)
         partial = _Partial(header, bytearray(size), total, 0)
@@ -115,9 +111,7 @@ class VolumeAssembly:
         if partial is None:
             raise WireError(f"rows of volume {part.seq}, which never started")
         if part.first != partial.done or partial.done + rows > partial.total:
-            raise WireError(
-                f"volume {part.seq}: rows from {part.first}, expected {partial.done}"
-            )
+            raise WireError(f"volume {part.seq}: rows from {part.first}, expected {partial.done}")
         return self._fill_rows(partial, rows, payload)
 
     def _fill_rows(self, partial: _Partial, rows: int, payload: memoryview) -> AssembledRows:
@@ -217,7 +211,7 @@ class LinkReceiver:
         self._channels = {channel: _ReceiveChannel() for channel in Channel}
         self._assembly = VolumeAssembly(hidden, dtype, self._limits.assembly_bytes)
         self._codec: RowCodec | None = None
-        self._story: deque[str] = deque(maxlen=64)
+        self._story = Story(64)
         self.counters = ReceiverCounters()
         #: Why the last invalid frame was dropped.
         self.last_fault = ""
@@ -247,7 +241,7 @@ class LinkReceiver:
         except WireError as error:
             self.counters.garbage += 1
             self.last_fault = str(error)
-            self._log_transition(now, f"{frame.channel.name} {frame.frame_number}: {error}")
+            self._story.add_entry(now, f"{frame.channel.name} {frame.frame_number}: {error}")
             return []
 
     def _deliver(self, body: RingMessage, payload: memoryview | None) -> list[Arrival]:
@@ -300,7 +294,7 @@ class LinkReceiver:
             self._ack_by(channel, now + self._limits.ack_delay)
         else:
             self.counters.gaps += 1
-            self._log_transition(
+            self._story.add_entry(
                 now,
                 f"{frame.channel.name} {frame.frame_number}, expected {channel.next_frame}",
             )
@@ -351,12 +345,9 @@ class LinkReceiver:
             InvariantError: one is broken.
         """
         if not self._assembly.is_valid():
-            raise InvariantError("sizes of incomplete volumes disagree", self._story)
+            raise InvariantError("sizes of incomplete volumes disagree", self._story.format_lines())
         for name, channel in self._channels.items():
             if channel.unacknowledged and channel.ack_at is None:
                 raise InvariantError(
-                    f"{name.name} has no acknowledgement scheduled", self._story
+                    f"{name.name} has no acknowledgement scheduled", self._story.format_lines()
                 )
-
-    def _log_transition(self, now: float, what: str) -> None:
-        self._story.append(f"{now:.3f} {what}")

@@ -1,4 +1,4 @@
-"""The two ends of the ring: what the first stage has with the head, and the last by sampling."""
+"""Connects the scheduler to stage 0, and collects what the last stage samples."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -22,26 +22,25 @@ from molink.wire.messages.data_plane import (
     TopLogprobs,
 )
 
-#: Tops that wait for their ``SamplerOutput``: a bound against a tail that sends nothing but tops.
+#: Alternatives that wait for their ``SamplerOutput``; bounds a misbehaving last stage.
 MAX_TOPS = 4096
-#: Most bytes of a ``SamplerOutput``'s header that choices, failed and forced tokens may take, and
-#: of each choice and failed request, each with forced tokens, and each of these.
-_SAMPLED_BYTES, _CHOICE_BYTES, _FAILED_BYTES, _FORCED_BYTES, _ID_BYTES = 4000, 25, 5, 7, 5
+#: Maximum bytes of ids in a ``SamplerOutput``'s header, and bytes of each sampled id, failed
+#: request, request with forced tokens, and forced token.
+_BUDGET_BYTES, _SAMPLED_ID_BYTES, _FAILED_BYTES, _FORCED_BYTES, _ID_BYTES = 4000, 25, 5, 7, 5
 
 
 class EmissionReceiver(Protocol):
-    """Where the head's words to daemons go;
-    :class:`molinkd.worker.request_receiver.RequestReceiver` is one."""
+    """Receives the scheduler's output (:class:`molinkd.worker.request_receiver.RequestReceiver`)."""
 
     def deliver_emissions(self, emissions: Iterable[Emission], now: float) -> None:
-        """Tell them."""
+        """Send emissions to their endpoints."""
 
     def close(self) -> None:
-        """The epoch is over."""
+        """End the epoch."""
 
 
 class SchedulerBridge:
-    """Feeds the head's micro-batches to stage 0, and to the head what comes out of the tail."""
+    """Feeds the scheduler's micro-batches to stage 0, and the last stage's output to the scheduler."""
 
     def __init__(
         self,
@@ -50,20 +49,20 @@ class SchedulerBridge:
         vocabulary: int,
         draft_model: DraftRunner | None = None,
     ) -> None:
-        """Token ids are below ``vocabulary``; the head may ask ``draft_model`` for drafts."""
+        """Token ids are below ``vocabulary``; ``draft_model`` runs the scheduler's drafts."""
         self.scheduler = scheduler
         self.receiver = receiver
         self._draft_model = draft_model
         self._vocabulary = vocabulary
         self._tops: dict[tuple[int, int], TopLogprobs] = {}
-        #: Tokens that don't exist.
+        #: Ids outside the vocabulary.
         self.num_invalid_ids = 0
 
     def feed_batch(self, scoreboard: Scoreboard, now: float) -> bool:
-        """Give stage 0 the next micro-batch if nothing waits there; whether there was one.
+        """Give stage 0 the next micro-batch if it is idle; returns whether there was one.
 
-        A large prefill volume of which a piece has run waits for nobody: decode rows go beside each
-        of its pieces.
+        While only started prefill volumes are queued, decode rows are fed too and run beside each
+        sub-chunk.
         """
         if scoreboard.num_queued == 0:
             batch = self.scheduler.next_batch(now)
@@ -78,29 +77,31 @@ class SchedulerBridge:
         return batch is not None
 
     def request_drafts(self, on_done: Callable[[], None]) -> None:
-        """Have the draft model do what the head wants of it; ``then`` is called once it has."""
+        """Pass the scheduler's next draft batch to the draft model; ``on_done`` follows its
+        results.
+        """
         batch = None if self._draft_model is None else self.scheduler.pop_draft_batch()
         if self._draft_model is None or batch is None:
             return
 
-        def guessed(found: DraftResults) -> None:
-            self.scheduler.on_draft_results(found)
+        def on_results(results: DraftResults) -> None:
+            self.scheduler.on_draft_results(results)
             on_done()
 
-        self._draft_model.request_drafts(batch, guessed)
+        self._draft_model.request_drafts(batch, on_results)
 
     def on_last_stage_message(
         self, body: SamplerOutput | TopLogprobs | Release | Tombstone, now: float
     ) -> None:
-        """Something arrived at the head from the tail."""
+        """Handle a message of the last stage."""
         match body:
             case TopLogprobs():
                 if len(self._tops) < MAX_TOPS:
                     self._tops[body.request, body.position] = body
             case SamplerOutput():
                 emissions = self.scheduler.on_sampled(self._drop_invalid_ids(body), self._tops, now)
-                for choice in body.sampled:
-                    self._tops.pop((choice.request, choice.position), None)
+                for each in body.sampled:
+                    self._tops.pop((each.request, each.position), None)
                 self.receiver.deliver_emissions(emissions, now)
             case Tombstone():
                 self.receiver.deliver_emissions(self.scheduler.on_tombstone(body.seq, now), now)
@@ -109,15 +110,15 @@ class SchedulerBridge:
                 for key in [key for key in self._tops if key[0] == body.request]:
                     del self._tops[key]
 
-    def _drop_invalid_ids(self, sampled: SamplerOutput) -> SamplerOutput:
-        """Without tokens that don't exist: a step with one would fail all requests in it."""
-        choices = tuple(each for each in sampled.sampled if each.token < self._vocabulary)
-        forced = tuple(each for each in sampled.forced if max(each.tokens) < self._vocabulary)
-        strays = len(sampled.sampled) - len(choices) + len(sampled.forced) - len(forced)
-        if not strays:
-            return sampled
-        self.num_invalid_ids += strays
-        return msgspec.structs.replace(sampled, sampled=choices, forced=forced)
+    def _drop_invalid_ids(self, output: SamplerOutput) -> SamplerOutput:
+        """Drop ids outside the vocabulary, which would fail all requests of a later step."""
+        sampled_ids = tuple(each for each in output.sampled if each.token < self._vocabulary)
+        forced = tuple(each for each in output.forced if max(each.tokens) < self._vocabulary)
+        num_invalid = len(output.sampled) - len(sampled_ids) + len(output.forced) - len(forced)
+        if not num_invalid:
+            return output
+        self.num_invalid_ids += num_invalid
+        return msgspec.structs.replace(output, sampled=sampled_ids, forced=forced)
 
 
 def _enqueue_batch(batch: MicroBatch, scoreboard: Scoreboard, now: float) -> None:
@@ -128,47 +129,47 @@ def _enqueue_batch(batch: MicroBatch, scoreboard: Scoreboard, now: float) -> Non
 
 
 class SampleCollector:
-    """What the tail samples from a volume, piece by piece, until it can be reported.
+    """Collects a volume's samples at the last stage, sub-chunk by sub-chunk.
 
-    There is one :class:`SamplerOutput` per volume, with the last piece; the head waits for that.
+    One :class:`SamplerOutput` per volume goes to the scheduler, with the last sub-chunk.
     """
 
     def __init__(self) -> None:
         self._sampled: dict[int, list[SampledId]] = {}
-        #: In order and without doubles: a request that has failed does so in every later piece.
+        #: Ordered set: a failed request fails again in each later sub-chunk.
         self._failed: dict[int, dict[int, None]] = {}
         self._forced: dict[int, list[ForcedTokens]] = {}
 
     def add_output(
         self, sampled: SamplerOutput, result: StepOutput, *, last: bool
     ) -> list[TopLogprobs | SamplerOutput]:
-        """A piece's ``result`` came with ``sampled``: what goes to the head now."""
+        """Add the output of a sub-chunk; returns the messages to the scheduler."""
         seq = sampled.seq
-        choices = self._sampled.setdefault(seq, [])
+        sampled_ids = self._sampled.setdefault(seq, [])
         failed = self._failed.setdefault(seq, {})
         forced = self._forced.setdefault(seq, [])
-        choices += sampled.sampled
+        sampled_ids += sampled.sampled
         failed.update(dict.fromkeys(sampled.failed))
         forced += sampled.forced
         if not last:
             return [*result.tops]
         del self._sampled[seq], self._failed[seq], self._forced[seq]
-        told = _fit_forced(forced, len(choices), len(failed))
-        return [*result.tops, SamplerOutput(seq, tuple(choices), tuple(failed), told)]
+        fitting = _fit_forced(forced, len(sampled_ids), len(failed))
+        return [*result.tops, SamplerOutput(seq, tuple(sampled_ids), tuple(failed), fitting)]
 
     def __len__(self) -> int:
-        """Volumes of which more pieces are to come."""
+        """Volumes with more sub-chunks to come."""
         return len(self._sampled)
 
 
 def _fit_forced(
-    forced: Sequence[ForcedTokens], choices: int, failed: int
+    forced: Sequence[ForcedTokens], sampled: int, failed: int
 ) -> tuple[ForcedTokens, ...]:
-    """As many of the first as a header has room for, beside so many choices and failed requests.
+    """The first forced tokens that fit the header beside ``sampled`` and ``failed`` entries.
 
-    And as a volume has for them and a row before each.
+    They must also fit a volume, with one row before each.
     """
-    room, rows, found = _SAMPLED_BYTES - _CHOICE_BYTES * choices - _FAILED_BYTES * failed, 0, []
+    room, rows, found = _BUDGET_BYTES - _SAMPLED_ID_BYTES * sampled - _FAILED_BYTES * failed, 0, []
     for each in forced:
         room -= _FORCED_BYTES + _ID_BYTES * len(each.tokens)
         rows += 1 + len(each.tokens)

@@ -217,7 +217,7 @@ def test_rows_that_no_volume_lacks() -> None:
         with pytest.raises(WireError, match="are not 1 to 2 rows"):
             sender.queue_rows(7, wrong, 0.0)
     sender.queue_rows(7, data[ROW:], 0.0)
-    with pytest.raises(WireError, match="lacks none"):
+    with pytest.raises(WireError, match="surplus rows"):
         sender.queue_rows(7, data[:ROW], 0.0)
     assert sender.queued_bytes == 3 * ROW
     sender.queue_volume(header, data, 0.0)

@@ -10,6 +10,7 @@ from molink.link.policies.base import (
     MessageAcknowledgedEvent,
     MessageSentEvent,
 )
+from molink.util.change_detector import differs
 
 #: Changes worth reporting to a policy: relative ones of the rate and the minimum round trip, and of
 #: the smoothed round trip, which always fluctuates; and a minimum in seconds, the jitter of an
@@ -116,19 +117,15 @@ class LinkEstimator:
         if (rtt, minimum, rate) == self._last_polled:
             return None
         self._last_polled = rtt, minimum, rate
-        estimate, told = LinkEstimatedEvent(rtt, minimum, rate), self._reported
-        if told is None:
+        estimate, reported = LinkEstimatedEvent(rtt, minimum, rate), self._reported
+        if reported is None:
             if estimate.rate is None and not estimate.min_rtt:
                 return None
         elif not (
-            _differ(estimate.rate or 0.0, told.rate or 0.0, NOTICEABLE_SHARE, 0.0)
-            or _differ(estimate.min_rtt, told.min_rtt, NOTICEABLE_SHARE, _NOTICEABLE_SECONDS)
-            or _differ(estimate.rtt, told.rtt, _NOTICEABLE_SMOOTH, _NOTICEABLE_SECONDS)
+            differs(estimate.rate or 0.0, reported.rate or 0.0, NOTICEABLE_SHARE)
+            or differs(estimate.min_rtt, reported.min_rtt, NOTICEABLE_SHARE, _NOTICEABLE_SECONDS)
+            or differs(estimate.rtt, reported.rtt, _NOTICEABLE_SMOOTH, _NOTICEABLE_SECONDS)
         ):
             return None
         self._reported = estimate
         return estimate
-
-
-def _differ(one: float, other: float, share: float, floor: float) -> bool:
-    return abs(one - other) > max(share * other, floor)

@@ -18,6 +18,7 @@ from molink.link.policies.base import (
 from molink.link.policies.credit import CHUNK_S, CreditWindow
 from molink.link.policies.interval import IdleInterval
 from molink.link.policies.outflow import Outflow, PackingRatio
+from molink.util.ewma import Ewma
 from molink.wire.messages.data_plane import Channel
 
 #: Maximum seconds between prefill chunks while prefill rows have credit. Where a chunk takes longer
@@ -74,7 +75,7 @@ class AdaptivePolicy:
         self._has_delayed_decode = False
         #: When to be asked again, and the usual lateness of that.
         self._wake_at: float | None = None
-        self._lateness = 0.0
+        self._lateness = Ewma(_WEIGHT, 0.0)
 
     def handle(self, event: LinkEvent, now: float) -> None:
         """Pass the event to everything that it concerns."""
@@ -140,12 +141,12 @@ class AdaptivePolicy:
 
     def _lead_s(self, row_s: float) -> float:
         """Seconds' worth that may always be in flight; at least a row."""
-        return max(row_s, LEAD_S + self._lateness)
+        return max(row_s, LEAD_S + self._lateness.get_or(0.0))
 
     def _note_lateness(self, now: float) -> None:
         if self._wake_at is not None and now >= self._wake_at:
             late = min(now - self._wake_at, CHUNK_S)
-            self._lateness += _WEIGHT * (late - self._lateness)
+            self._lateness.add_sample(late)
         self._wake_at = None
 
     def _idle_s(self, now: float) -> float | None:
