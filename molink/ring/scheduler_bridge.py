@@ -30,7 +30,7 @@ _BUDGET_BYTES, _SAMPLED_ID_BYTES, _FAILED_BYTES, _FORCED_BYTES, _ID_BYTES = 4000
 
 
 class EmissionReceiver(Protocol):
-    """Receives the scheduler's output (:class:`molinkd.worker.request_receiver.RequestReceiver`)."""
+    """Gets the scheduler's output (:class:`molinkd.worker.request_receiver.RequestReceiver`)."""
 
     def deliver_emissions(self, emissions: Iterable[Emission], now: float) -> None:
         """Send emissions to their endpoints."""
@@ -40,7 +40,7 @@ class EmissionReceiver(Protocol):
 
 
 class SchedulerBridge:
-    """Feeds the scheduler's micro-batches to stage 0, and the last stage's output to the scheduler."""
+    """Feeds micro-batches to stage 0, and the output of the last stage to the scheduler."""
 
     def __init__(
         self,
