@@ -91,11 +91,9 @@ class Disk:
             lineage=self.lineage,
             members=tuple(self.members.values()),
             invitations=(),
-            desired=self.models[0],
-            pipeline=pipelines[0] if pipelines else None,
+            models=tuple(self.models),
+            pipelines=tuple(pipelines),
             last_numbers=self.last,
-            more_models=self.models[1:],
-            more_pipelines=pipelines[1:],
         )
 
     def touch(self) -> None:

@@ -1,4 +1,4 @@
-"""What people ask of the swarm through their daemons: what is served, who is let in or shut out."""
+"""Requests that users make through their daemons: models, invitations, members, pairing."""
 
 import asyncio
 from collections.abc import Callable
@@ -47,7 +47,7 @@ from molinkd.coordinator.membership import Membership, is_invitation_id
 from molinkd.coordinator.pairing_service import PairingService
 from molinkd.coordinator.state_store import StateStore
 
-#: What is answered here.
+#: Requests handled here.
 AdminRequest = (
     ServeModel
     | ApplyModels
@@ -64,14 +64,14 @@ AdminReply = (
     DoneReply | ApplyReply | InviteReply | InvitationsReply | RevokeReply | PairingDecisionReply
 )
 
-#: Until an answer is out, before connections are cut, in seconds.
+#: Seconds to deliver a reply before connections are closed.
 _DISCONNECT_DELAY = 0.2
-#: Members that are named in an answer.
+#: Members named in a reply.
 _MAX_NAMED = 8
 
 
 class AdminHandler:
-    """Answers what members and owners ask, and has it happen."""
+    """Handles the requests of members and owners."""
 
     def __init__(
         self,
@@ -84,10 +84,7 @@ class AdminHandler:
         token: Callable[[str, int], JoinToken],
         pairing: PairingService,
     ) -> None:
-        """``swarm`` is its id.
-
-        ``token`` makes one of an invitation's secret key and the time when it expires.
-        """
+        """``token`` makes a token from an invitation's secret key and expiry."""
         self._swarm = swarm
         self._state, self._membership, self._fleet = state, membership, fleet
         self._connections, self._dispatch_event, self._make_token = (
@@ -100,11 +97,11 @@ class AdminHandler:
     def handle_request(
         self, peer: str, request: AdminRequest, payload: memoryview | None
     ) -> tuple[AdminReply, bytes | None]:
-        """Do what ``peer`` asks; returns the answer and its payload.
+        """Carry out a request of ``peer``; returns the reply and its payload.
 
         Raises:
-            NotAuthorized: another one may ask for it, but not ``peer``.
-            RequestError: it can't be done; says why.
+            NotAuthorized: ``peer`` may not make this request.
+            RequestError: it is invalid.
         """
         match request:
             case ServeModel():
@@ -136,9 +133,9 @@ class AdminHandler:
         return PairingDecisionReply(ref=request.ref, name=name)
 
     def remove_member(self, peer: str, standing: Standing) -> list[MemberRecord]:
-        """A PC is no member any more; returns those who came by an invitation that ended.
+        """Remove a PC with its further devices.
 
-        With it go its further devices.
+        Returns the members that joined by an ended invitation, and stay.
         """
         kept_peers: list[MemberRecord] = []
         for one in (peer, *self._membership.list_devices(peer)):
@@ -156,7 +153,7 @@ class AdminHandler:
         ]
 
     def _readmit_member(self, peer: str) -> None:
-        """A revoked PC is a member again, with its further devices."""
+        """Readmit a revoked PC with its further devices."""
         self._dispatch_event(MemberAddedEvent(self._membership.readmit_member(peer)))
         for one in self._membership.list_devices(peer):
             if self._membership.records[one].standing == "revoked":
@@ -169,8 +166,8 @@ class AdminHandler:
         self._check_may_serve(peer, request.model.name)
         if applied:
             raise RequestError(
-                "what the swarm serves is written in a file: add the model to it and `molink "
-                "apply` it, or `molink stop` first"
+                "the swarm's models come from a file: add the model there and `molink apply` it, "
+                "or run `molink stop` first"
             )
         desired = DesiredModel(
             facts=request.model,
@@ -188,7 +185,7 @@ class AdminHandler:
     def _apply_models(
         self, peer: str, request: ApplyModels, payload: memoryview | None
     ) -> tuple[ApplyReply, bytes]:
-        """Serve what a file names, all of it or nothing; says what that changes."""
+        """Serve exactly the models of a file, or reject it; replies with the changes."""
         if not self._membership.records[peer].is_owner:
             raise NotAuthorized("only the swarm's first PC may apply a file")
         wishes = decode_desired_models(payload)
@@ -208,7 +205,7 @@ class AdminHandler:
         ):
             names = ", ".join(one.facts.name for one in served)
             raise NotAuthorized(
-                f"only the swarm's first PC, or the one that brought {names}, can have it stop"
+                f"only the swarm's first PC, or the one that loaded {names}, can unload models"
             )
         self._set_models(())
         return DoneReply(ref=request.ref)
@@ -223,7 +220,7 @@ class AdminHandler:
 
     def _rebalance(self, peer: str, request: Rebalance) -> DoneReply:
         if not self._membership.records[peer].is_owner:
-            raise NotAuthorized("only the swarm's first PC may have all models placed anew")
+            raise NotAuthorized("only the swarm's first PC may rebalance it")
         if not self._fleet.models:
             raise RequestError("the swarm serves no model")
         self._dispatch_event(RebalanceRequestedEvent())
@@ -234,7 +231,7 @@ class AdminHandler:
         self._dispatch_event(DesiredStateChangedEvent(models))
 
     def _check_may_serve(self, peer: str, model: str) -> None:
-        """Owners decide what is served; another member only where nothing is, or again its own."""
+        """Owners decide on models; other members only if none is served, or about their own."""
         if not is_valid_model_name(model):
             raise RequestError("a model name must be printable text", param="model")
         served = self._fleet.models
@@ -243,8 +240,8 @@ class AdminHandler:
         if [(one.source, one.facts.name) for one in served] != [(peer, model)]:
             names = ", ".join(one.facts.name for one in served)
             raise NotAuthorized(
-                f"the swarm serves {names}; only its first PC can have it serve another model "
-                "(`molink run MODEL` there)"
+                f"the swarm serves {names}; only its first PC can switch to another model (`molink "
+                "run MODEL` there)"
             )
 
     def _create_invitation(self, peer: str, request: InviteRequest) -> InviteReply:
@@ -259,9 +256,9 @@ class AdminHandler:
         else:
             self._check_owner(peer)
             if target == peer or target not in self._fleet.registry.members:
-                raise RequestError(f"{target} is no other member", param="target")
+                raise RequestError(f"{target} is not another member", param="target")
             kept_peers = self.remove_member(target, "revoked")
-            # Nothing that it sends counts any more; its connection is cut once this is answered.
+            # Its messages are ignored from now on; its connection is closed after the reply.
             for one in (target, *self._membership.list_devices(target)):
                 asyncio.get_running_loop().call_later(_DISCONNECT_DELAY, self._disconnect, one)
         names = tuple(self._name_of(one.peer) for one in kept_peers)
@@ -277,6 +274,6 @@ class AdminHandler:
             raise NotAuthorized("only the swarm's first PC may revoke")
 
     def _name_of(self, peer: str) -> str:
-        """What people call a peer that is a member, or was one."""
+        """The name of a present or former member."""
         record = self._membership.records.get(peer)
         return peer if record is None else record.name

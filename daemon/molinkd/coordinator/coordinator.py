@@ -1,8 +1,8 @@
-"""The coordinator: a socket, the state and a clock around the fleet.
+"""The coordinator: the control plane's socket, state and timer around the fleet.
 
-Never in the path of a token. It can be killed at any moment: what it announced is committed, and
-what runs goes on without it. An error of the state ends the process; whoever supervises it starts
-it again, and it finds the swarm as it was committed.
+It is never in the path of a token. It may be killed at any moment: everything announced is
+committed, and running pipelines continue without it. A state error ends the process; its
+supervisor restarts it from the committed state.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ from molinkd.coordinator.state_store import StateStore
 log = logging.getLogger(__name__)
 
 TIMER_INTERVAL = 0.25
-#: What members may send; an invitation's key may send ``JoinRequest`` and nothing else.
+#: Messages that members may send; an invitation's key may only send ``JoinRequest``.
 MEMBER_MESSAGES = (
     PeerReport
     | StateReplica
@@ -112,12 +112,12 @@ MEMBER_MESSAGES = (
     | StatusRequest
     | AdminRequest
 )
-#: A restart waits this long, in seconds, for the port that members know: Windows keeps it from
-#: others while old connections linger.
+#: Seconds for which a restart waits for its old port; Windows blocks it while old connections
+#: linger.
 _PORT_WAIT = 120.0 if sys.platform == "win32" else 3.0
-#: Revoked members that a status shows.
+#: Revoked members in a status.
 _MAX_REVOKED_SHOWN = 64
-#: What a person sets when no port is free.
+#: Option to set if no port is free.
 _PORT_OPTION = "--coordinator-port"
 
 
@@ -131,11 +131,11 @@ class Coordinator:
         keys: KeyPair,
         options: CoordinatorOptions,
     ) -> None:
-        """Puts the parts together from what ``state`` holds.
+        """Build the control plane from ``state``.
 
         Raises:
             StateError: ``keys`` are not those of the swarm in ``state``.
-            RequestError: the key of a trusted member is none.
+            RequestError: the key of a trusted member is invalid.
         """
         self._state, self._keys, self._options = state, keys, options
         self.swarm = load_or_create_swarm(state, keys, options)
@@ -219,13 +219,13 @@ class Coordinator:
 
         Raises:
             StateError: the state can't be written.
-            InvariantError: what was decided contradicts it.
+            InvariantError: an action contradicts the state.
         """
         assert self._failure is not None
         await self._failure
 
     async def close(self) -> None:
-        """Stop listening. Pipelines go on."""
+        """Stop listening; pipelines keep running."""
         if self._timer_task is not None:
             self._timer_task.cancel()
             await asyncio.gather(self._timer_task, return_exceptions=True)
@@ -243,11 +243,11 @@ class Coordinator:
 
     @property
     def pairing_port(self) -> int:
-        """Where PCs without a token may knock; 0 if nowhere."""
+        """Port of the pairing listener; 0 without one."""
         return self._pairing.port
 
     def raise_term(self, term: int) -> None:
-        """Go on in a higher term; what stands is not touched."""
+        """Continue in a higher term; connections and pipelines stay."""
         self._state.begin_term(term)
         self.term = term
         self._dispatch_event(TermRaisedEvent(term))
@@ -260,7 +260,7 @@ class Coordinator:
                 with contextlib.suppress(PortInUse):
                     return self._server.bind(host, (known_port, known_port + 1))
                 await asyncio.sleep(0.1)
-            log.warning("port %d, which the members know, is in use by something else", known_port)
+            log.warning("the members' known port %d is in use by another program", known_port)
         if asked == 0:
             return self._server.bind(host, (0, 1), _PORT_OPTION)
         first = asked or DEFAULT_PORT
@@ -276,27 +276,27 @@ class Coordinator:
                 self.membership.purge_expired()
                 self._pairing.on_timer()
             except Exception:
-                log.exception("a tick failed")
+                log.exception("the timer's work failed")
 
     # --- decisions ---------------------------------------------------------------------------
 
     def _dispatch_event(self, event: ControllerEvent) -> None:
-        """Let the fleet decide, and carry its decisions out in their order."""
+        """Handle an event in the fleet and carry out the actions, in order."""
         if self._failure is None or self._failure.done():
             return
         try:
-            for decision in self.fleet.handle(event, time.monotonic()):
-                match decision:
+            for action in self.fleet.handle(event, time.monotonic()):
+                match action:
                     case CommitPipelineAction():
-                        self._state.commit_pipeline(decision.pipeline)
+                        self._state.commit_pipeline(action.pipeline)
                     case ReserveEpochAction():
-                        self._state.reserve_epoch(decision.pipeline, decision.epoch)
+                        self._state.reserve_epoch(action.pipeline, action.epoch)
                     case AnnouncePeerAction():
-                        self.membership.record_announcement(decision.member)
+                        self.membership.record_announcement(action.member)
                     case SendMessageAction():
-                        self._connections.send_to_peer(decision.peer, decision.message)
+                        self._connections.send_to_peer(action.peer, action.message)
         except (StateError, InvariantError) as error:
-            # What wasn't committed must not be announced; a restart begins from what was.
+            # Uncommitted actions must not be announced; a restart begins from the committed state.
             self._failure.set_exception(error)
             raise
 
@@ -310,7 +310,7 @@ class Coordinator:
     def _on_message(
         self, sender: MessageSender, message: ControlMessage, payload: memoryview | None
     ) -> None:
-        """Handle a message that :meth:`_is_permitted` let through; errors become failures."""
+        """Handle a permitted message; the server turns errors into replies."""
         peer = sender.peer_id
         if is_revoked_id(peer):
             self._refuse_revoked(sender, message)
@@ -344,14 +344,14 @@ class Coordinator:
             case StatusRequest():
                 self._send_status(sender, message)
             case _:
-                raise NotAuthorized(f"the coordinator takes no {type(message).__name__}")
+                raise NotAuthorized(f"the coordinator does not accept {type(message).__name__}")
 
     def _on_reach_report(self, peer: str, message: ReachReport) -> None:
         tried = ConnectionTriedEvent(
             peer, message.peer, message.is_reachable, message.latency, message.rate
         )
         self._dispatch_event(tried)
-        if message.rate is None:  # how fast a link is says nothing of what it leads over
+        if message.rate is None:  # a rate says nothing about the route
             self._relays.handle(RouteTriedEvent(tried, message.is_relayed))
 
     def _reply(
@@ -392,7 +392,7 @@ class Coordinator:
         )
 
     def _make_token(self, secret_key: str, expires: int) -> JoinToken:
-        """An invitation to this swarm, as one word."""
+        """A join token for an invitation."""
         return JoinToken(
             swarm=self.swarm.id,
             addresses=self.addresses,
@@ -403,7 +403,7 @@ class Coordinator:
         )
 
     def _refuse_revoked(self, sender: MessageSender, message: ControlMessage) -> None:
-        """Tell a revoked peer that it is revoked, and no more."""
+        """Tell a revoked peer so, and nothing else."""
         self.membership.mark_notified(sender.peer_id)
         if isinstance(message, PeerReport):
             self._reply(sender, Revoked(swarm=self.swarm.id))

@@ -1,4 +1,4 @@
-"""The coordinator as a process: its folder, its log, its standard input and its end."""
+"""The coordinator process: state folder, log, standard input, shutdown."""
 
 import asyncio
 import contextlib
@@ -22,10 +22,10 @@ KEY_FILE = "coordinator.key"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a coordinator until its standard input ends; returns the exit code.
+    """Run a coordinator until standard input ends; returns the exit code.
 
-    One JSON line on standard output says where it listens; the log goes to standard error. A line
-    on standard input is a term to go on in.
+    It prints one JSON line with its addresses to standard output, and its log to standard error. A
+    line on standard input is a term to raise to.
     """
     options = parse_options(sys.argv[1:] if arguments is None else arguments)
     raise_descriptor_limit()
@@ -44,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def serve(options: CoordinatorOptions) -> None:
-    """Run a coordinator in this event loop until standard input ends (see ``standalone``).
+    """Run a coordinator in this event loop until standard input ends, unless ``standalone``.
 
     Raises:
-        MolinkError: it can't start, or can't go on.
+        MolinkError: it failed to start or to continue.
     """
     keys = load_keys(private_folder(options.state) / KEY_FILE)
     state, restored = open_state(options, keys)

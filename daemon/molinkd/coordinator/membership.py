@@ -1,10 +1,8 @@
-"""Who gets in: members under their own keys, and holders of an invitation for one message.
+"""Membership: members, invitations, and the keys that may connect.
 
-A PC that was revoked gets in for one answer, which says so. Every change of members and invitations
-is made here.
-
-The gatekeeper, which answers handshakes, is told what the state has; nothing is let in that isn't
-written down.
+Members connect under their own keys, and holders of an invitation for a single message. A revoked
+PC may connect for one reply, which tells it so. Every change of members and invitations is made
+here and stored before the ZAP authenticator, which checks handshakes, learns of it.
 """
 
 import time
@@ -38,20 +36,19 @@ from molink.wire.sockets.zap import ZapAuthenticator
 from molinkd.coordinator.options import format_address
 from molinkd.coordinator.state_store import StateStore
 
-#: How the user id of a connection under a revoked member's key begins.
+#: Prefix of the ZAP user id of connections under a revoked member's key.
 REVOKED_PREFIX = "revoked:"
-#: Members that a token names: more would make it longer than a person likes to paste.
+#: Contact points in a token, which people have to paste.
 MAX_CONTACT_POINTS = 2
-#: Seconds until a PC that was told that it is revoked is let in again to be told once more.
+#: Seconds between two connections in which a revoked PC is told so.
 NOTIFY_INTERVAL = 30.0
-#: Under which those who knock count for the rate of joining, and how long it is remembered who let
-#: them in, in seconds.
-_PAIRING_BUCKET = "knocks"
+#: Bucket of the join rate for paired PCs, and seconds for which their invitation is stored.
+_PAIRING_BUCKET = "pairing"
 _PAIRED_TTL = 30 * 86400.0
 
 
 class Membership:
-    """Members and invitations as the state has them, and the gatekeeper that goes by them."""
+    """Members and invitations, in step with the state and the authenticator."""
 
     def __init__(
         self,
@@ -61,7 +58,11 @@ class Membership:
         trusted: Iterable[tuple[str, str]] = (),
         max_peers: int = MAX_PEERS,
     ) -> None:
-        """``trusted`` (public key, name) are owners. Raises :class:`RequestError` for a bad key."""
+        """``trusted`` are owners, by key and name.
+
+        Raises:
+            RequestError: a key is invalid.
+        """
         self._state, self._authenticator, self._own_key = state, authenticator, own_key
         self._max_peers = max_peers
         for public_key, name in trusted:
@@ -69,15 +70,15 @@ class Membership:
             state.save_member(
                 MemberRecord(peer, public_key, sanitize_name(name, peer), is_owner=True)
             )
-        #: All that ever joined, in the order of joining.
+        #: Everyone who ever joined, in order of joining.
         self.records = {member.peer: member for member in state.read_members()}
         self.invitations = Invitations(state.read_invitations())
         self._join_limiter = JoinRateLimiter(time.monotonic())
-        #: When a revoked peer that was told so is let in again, by its id.
+        #: When a notified revoked peer may connect again, by its id.
         self._notify_at: dict[str, float] = {}
 
     def authorize_all(self) -> None:
-        """Tell the gatekeeper everybody who may come in."""
+        """Tell the authenticator all keys that may connect."""
         self.purge_expired()
         for member in self.records.values():
             if member.standing == "member":
@@ -92,11 +93,11 @@ class Membership:
     def create_invitation(
         self, creator: str, ttl: float, uses: int
     ) -> tuple[str, InvitationRecord]:
-        """A new invitation for ``uses`` PCs, with its secret key, to be given away.
+        """Create an invitation for ``uses`` PCs; returns its secret key and record.
 
         Raises:
-            UsageError: ``ttl`` is no duration.
-            NotAuthorized: ``creator`` may not make one that is valid for so long.
+            UsageError: ``ttl`` or ``uses`` is out of range.
+            NotAuthorized: ``creator`` may not create one that is valid for so long.
         """
         owner = self.records[creator].is_owner
         keys, now = KeyPair.generate(), time.time()
@@ -109,29 +110,26 @@ class Membership:
         return keys.secret, invitation
 
     def list_invitations(self, peer: str) -> list[InvitationRecord]:
-        """The invitations that ``peer`` may see: an owner all, another one its own."""
+        """The invitations that ``peer`` may see: all for an owner, else its own."""
         owner = self.records[peer].is_owner
         return [one for one in self.invitations if owner or one.creator == peer]
 
     def end_invitation(self, id: str, requester: str) -> list[MemberRecord]:
-        """End an invitation as ``requester`` wants it; returns the members that came by it, and
-        stay.
+        """Revoke an invitation; returns the members that joined by it, and stay.
 
         Raises:
-            RequestError: there is none of that id.
-            NotAuthorized: ``requester`` is no owner, nor has it made that one.
+            RequestError: there is no such invitation.
+            NotAuthorized: ``requester`` is neither an owner nor its creator.
         """
         record, owner = self.invitations.get_invitation(id), self.records[requester].is_owner
         if not owner and (record is None or record.creator != requester):
-            raise NotAuthorized(
-                "only the swarm's first PC may end an invitation that another one has made"
-            )
+            raise NotAuthorized("only the swarm's first PC may revoke another PC's invitation")
         if record is None:
             raise RequestError(f"there is no invitation {id}", param="target")
         return self._end_invitations([id])
 
     def purge_expired(self) -> None:
-        """End invitations that have expired or are too many, and what else is over by now."""
+        """Remove expired and excess invitations; let revoked peers be notified again."""
         for id in self.invitations.purge_expired(time.time()):
             self._delete_invitation(id)
         now = time.monotonic()
@@ -156,15 +154,15 @@ class Membership:
     # --- members -----------------------------------------------------------------------------
 
     def join_by_invitation(self, invitation: str, message: JoinRequest) -> MemberRecord:
-        """Make the holder of an invitation a member; one that is a member stays as it is.
+        """Make the holder of an invitation a member, unless it is one.
 
         Raises:
-            TokenError: the invitation has expired, or is used up.
+            TokenError: the invitation has expired or is used up.
             PeerBanned: the peer was revoked.
-            RequestError: the key it names can't be a peer's own.
+            RequestError: the key can't be a peer's.
             Unavailable: the swarm is full.
-            Overloaded: too many join at this moment.
-            VersionMismatch: its molink and ours don't understand each other.
+            Overloaded: too many PCs join at this moment.
+            VersionMismatch: its molink is incompatible.
         """
         unlike = explain_mismatch(PeerVersion(message.version, message.protocol), own_version())
         if unlike:
@@ -178,52 +176,48 @@ class Membership:
         return self._add_joiner(message.public_key, message.name, redeemed)
 
     def admit_peer(self, public_key: str, name: str, requester: str) -> MemberRecord:
-        """Make the holder of a key a member on the word of ``by``; one that is one stays so.
+        """Make the holder of a key a member on behalf of ``requester``, unless it is one.
 
-        It is written down as an invitation of ``by`` for that one PC, whose secret nobody has: so
-        it is listed, and ends, as others do.
+        It is stored as a used invitation of ``requester`` whose secret nobody has, so it is listed
+        and revoked like others.
 
         Raises:
             PeerBanned: the peer was revoked.
-            RequestError: the key can't be a peer's own.
+            RequestError: the key can't be a peer's.
             Unavailable: the swarm is full.
-            Overloaded: too many join at this moment.
+            Overloaded: too many PCs join at this moment.
         """
         peer, known = self._find_joiner(public_key)
         if known is not None and known.standing == "member":
             return known
         self._check_capacity()
         self._check_rate(_PAIRING_BUCKET)
-        owner, nobody, now = (
-            self.records[requester].is_owner,
-            KeyPair.generate().public,
-            time.time(),
-        )
+        owner, now = self.records[requester].is_owner, time.time()
+        unused_key = KeyPair.generate().public
         invitation = self.invitations.create_invitation(
-            requester, nobody, _PAIRED_TTL, now, owner=owner
+            requester, unused_key, _PAIRED_TTL, now, owner=owner
         )
         self._state.add_invitation(invitation)
-        return self._add_joiner(
-            public_key, name, self.invitations.redeem_invitation(invitation.id, peer, now)
-        )
+        redeemed = self.invitations.redeem_invitation(invitation.id, peer, now)
+        return self._add_joiner(public_key, name, redeemed)
 
     def _find_joiner(self, public_key: str) -> tuple[str, MemberRecord | None]:
-        """The id of a peer that wants to join by that key, and what is known of it."""
+        """The id and record of the peer that wants to join with that key."""
         if _validate_key(public_key) == self._own_key or any(
             one.public_key == public_key for one in self.invitations
         ):
-            raise RequestError("that key is not a peer's own", param="public_key")
+            raise RequestError("this key is not a peer's", param="public_key")
         peer = derive_peer_id(public_key)
         known = self.records.get(peer)
         if known is not None and known.standing == "revoked":
             raise PeerBanned(
                 f"this PC was shut out of the swarm. `molink un-revoke {known.name}` on the "
-                "swarm's first PC lets it in again"
+                "swarm's first PC readmits it"
             )
         return peer, known
 
     def find_objection(self, public_key: str) -> PairingOutcome | None:
-        """Why nobody can let the holder of a key in now; ``None`` if a member can."""
+        """Why the holder of a key can't be admitted now; ``None`` if it can."""
         try:
             _, known = self._find_joiner(public_key)
             if known is None or known.standing != "member":
@@ -239,7 +233,7 @@ class Membership:
     def _check_rate(self, invitation: str) -> None:
         wait = self._join_limiter.admit_join(invitation, time.monotonic())
         if wait:
-            raise Overloaded("too many PCs join at this moment: try again in a few seconds", wait)
+            raise Overloaded("too many PCs join at this moment; try again in a few seconds", wait)
 
     def _add_joiner(self, public_key: str, name: str, redeemed: InvitationRecord) -> MemberRecord:
         peer = derive_peer_id(public_key)
@@ -257,10 +251,10 @@ class Membership:
         return member
 
     def remove_member(self, peer: str, standing: Standing) -> list[MemberRecord]:
-        """A member left or is revoked: nothing it sends counts, nor do its invitations.
+        """Remove a member that left or is revoked, with its invitations.
 
-        With one that is revoked ends the invitation by which it came. Returns the members that came
-        by one that ended, and stay.
+        Revocation also ends the invitation by which it joined. Returns the members that joined by
+        an ended invitation, and stay.
         """
         self._state.save_standing(peer, standing)
         self.records[peer] = replace(self.records[peer], standing=standing)
@@ -272,7 +266,7 @@ class Membership:
         return self._end_invitations(ids)
 
     def list_devices(self, peer: str) -> list[str]:
-        """The further devices of a PC, by the peer that is its own."""
+        """The further devices of a PC, given its primary peer."""
         return [
             one.peer
             for one in self.records.values()
@@ -280,7 +274,7 @@ class Membership:
         ]
 
     def import_member(self, member: MemberRecord) -> None:
-        """Write down what another part of the swarm knows of a peer.
+        """Store a member record of another part of the swarm.
 
         Raises:
             Unavailable: the swarm is full.
@@ -299,10 +293,10 @@ class Membership:
             self._allow_notice(member.peer)
 
     def readmit_member(self, peer: str) -> MemberRecord:
-        """A revoked peer is a member again.
+        """Readmit a revoked peer.
 
         Raises:
-            RequestError: there is no such peer, or it was not revoked.
+            RequestError: the peer is unknown or was not revoked.
             Unavailable: the swarm is full.
         """
         known = self.records.get(peer)
@@ -317,13 +311,13 @@ class Membership:
         return member
 
     def record_announcement(self, member: PeerInfo) -> None:
-        """Remember what the others are told of a member."""
+        """Store what other peers are told about a member."""
         self._state.save_announced(member)
         known = self.records[member.peer]
         self.records[member.peer] = replace(known, name=member.name, announced=member)
 
     def mark_notified(self, user: str) -> None:
-        """A revoked peer, known by its user id, gets its answer: for now it is not let in again."""
+        """Refuse a revoked peer, by its user id, for a while after it has been told."""
         self._authenticator.deny_peer(user)
         self._notify_at[user.removeprefix(REVOKED_PREFIX)] = time.monotonic() + NOTIFY_INTERVAL
 
@@ -331,9 +325,8 @@ class Membership:
         members = sum(one.standing == "member" for one in self.records.values())
         if members >= self._max_peers:
             raise Unavailable(
-                f"the swarm has {members} PCs, as many as it may have. On the PC that runs it, "
-                "`molink revoke` one that is not used any more, or start it with a higher "
-                "`max_peers`"
+                f"the swarm is full with {members} PCs. On its first PC, `molink revoke` an unused "
+                "one, or start molink with a higher `max_peers`"
             )
 
     def _add_member(self, member: MemberRecord) -> None:
@@ -346,10 +339,7 @@ class Membership:
 
 
 def list_contact_points(registry: Registry, leader: str) -> tuple[ContactPoint, ...]:
-    """A few members that know where the coordinator is, should it be elsewhere some day.
-
-    Not ``leader``, on whose PC it is now.
-    """
+    """A few members that will know where the coordinator runs, besides the present leader."""
     pcs = [peer for peer in registry.sessions if registry.primary_peer(peer) == peer != leader]
     infos = [registry.members[peer].announced for peer in pcs]
     return tuple(
@@ -362,16 +352,16 @@ def list_contact_points(registry: Registry, leader: str) -> tuple[ContactPoint, 
 
 
 def is_invitation_id(user: str) -> bool:
-    """Whether a user id is that of an invitation."""
+    """Whether a user id belongs to an invitation."""
     return user.startswith(INVITATION_PREFIX)
 
 
 def is_revoked_id(user: str) -> bool:
-    """Whether a user id is that of a revoked peer."""
+    """Whether a user id belongs to a revoked peer."""
     return user.startswith(REVOKED_PREFIX)
 
 
 def _validate_key(public_key: str) -> str:
     if not is_public_key(public_key):
-        raise RequestError("this is no CURVE public key", param="public_key")
+        raise RequestError("not a CURVE public key", param="public_key")
     return public_key

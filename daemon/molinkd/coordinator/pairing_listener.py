@@ -1,8 +1,8 @@
-"""The porch: where a PC without a token asks to be let in.
+"""The listener for PCs that ask to join without a token.
 
-A listener apart from all others, open only while the swarm may be found. It speaks plain TCP, since
-a stranger has no key that ZeroMQ would let in, and takes two small messages of each connection; who
-may come in is decided by a person (:mod:`molink.swarm.membership.pairing`), and done by the door.
+It is open only while discovery is enabled, and speaks plain TCP, since ZeroMQ would reject an
+unknown key. It accepts two small messages per connection. A person decides who is admitted
+(:mod:`molink.swarm.membership.pairing`).
 """
 
 import asyncio
@@ -50,34 +50,34 @@ from molinkd.splice import listen_on_free_port
 
 log = logging.getLogger(__name__)
 
-#: Connections that are taken: more wait in the system's queue, which is short.
+#: Accepted connections; further ones wait in the system's short queue.
 ACCEPT_LIMIT = RateLimit(32, 20.0)
 _BACKLOG = 16
-#: After an error of ``accept``, such as no descriptor being left, in seconds.
+#: Seconds after a failed ``accept``, for example for lack of descriptors.
 _ACCEPT_RETRY_DELAY = 0.5
-#: Ports that are tried, downwards: they are those that one firewall rule opens.
+#: Ports tried, downwards; the firewall rule opens them.
 MAX_PORTS_TRIED = 12
 
 
 @dataclass(frozen=True, slots=True)
 class PairingConfig:
-    """What the porch belongs to."""
+    """The swarm, and callbacks of its coordinator."""
 
     swarm: str
     name: str
     public_key: str
-    #: Why a key can't be let in; ``None`` if a person may say so.
+    #: Why a key is inadmissible; ``None`` if a person may admit it.
     find_objection: Callable[[str], PairingOutcome | None]
-    #: Make a key with that name a member on another one's word; may raise ``MolinkError``.
+    #: Makes a key with that name a member for an approver; may raise ``MolinkError``.
     admit_joiner: Callable[[str, str, str], object]
-    #: The coordinator's port, and its addresses without one.
+    #: The coordinator's port, and its addresses without port.
     locate_coordinator: Callable[[], tuple[int, tuple[str, ...]]]
-    #: Those who wait are others than before.
+    #: Called when the pending requests have changed.
     on_pending_changed: Callable[[], None]
 
 
 class PairingListener:
-    """One listener, and those who stand before it."""
+    """One listening socket and its connections."""
 
     def __init__(self, config: PairingConfig) -> None:
         self._config = config
@@ -93,7 +93,7 @@ class PairingListener:
     # --- life --------------------------------------------------------------------------------
 
     def open(self, host: str, port: int) -> int:
-        """Listen on ``port``, or on the first free one below it (0: on any), and return it.
+        """Listen on ``port`` or the next free one below it (0: any), and return it.
 
         Raises:
             OSError: none is free.
@@ -106,7 +106,7 @@ class PairingListener:
         return self.port
 
     async def close(self) -> None:
-        """Send everybody away."""
+        """Close all connections."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -114,81 +114,77 @@ class PairingListener:
             self._listener.close()
 
     def on_timer(self) -> None:
-        """Time has passed."""
+        """Expire pending requests."""
         self._dispatch_event(PairingTimePassedEvent())
 
     # --- for members -------------------------------------------------------------------------
 
     @property
     def pending_requests(self) -> list[PairingRequest]:
-        """PCs that wait for a person; ``since`` is unix time."""
-        began = time.time() - time.monotonic()
-        return [
-            PairingRequest(one.name, one.code, one.address, round(began + one.since, 1))
-            for one in self._responder.pending_requests
-        ]
+        """Requests that await a decision, oldest first."""
+        return self._responder.pending_requests
 
     def decide_request(self, code: str, approver: str, *, refuse: bool) -> str:
-        """Let the PC that shows ``code`` in on the word of ``by``, or refuse it; returns its name.
+        """Admit or refuse the PC that shows ``code``; returns its name.
 
         Raises:
-            RequestError: there is no such PC, or it can't be told from another.
+            RequestError: there is no such PC, or several show the code.
             Unavailable: the swarm is full.
-            Overloaded: too many join at this moment.
+            Overloaded: too many PCs join at this moment.
         """
         name = ""
-        for decision in self._dispatch_event(PairingDecidedEvent(code, approver, refuse)):
-            match decision:
+        for action in self._dispatch_event(PairingDecidedEvent(code, approver, refuse)):
+            match action:
                 case ReportPairingErrorAction(reason):
                     raise RequestError(reason, param="code")
                 case ConfirmRefusalAction():
-                    name = decision.name
+                    name = action.name
                 case AdmitJoinerAction():
-                    name = decision.name
-                    self._admit_joiner(decision)
+                    name = action.name
+                    self._admit_joiner(action)
         return name
 
-    def _admit_joiner(self, decision: AdmitJoinerAction) -> None:
+    def _admit_joiner(self, action: AdmitJoinerAction) -> None:
         port, addresses = self._config.locate_coordinator()
-        verdict = PairingResult(outcome="admitted", port=port, addresses=addresses)
+        result = PairingResult(outcome="admitted", port=port, addresses=addresses)
         try:
-            self._config.admit_joiner(decision.public_key, decision.name, decision.approver)
+            self._config.admit_joiner(action.public_key, action.name, action.approver)
         except PeerBanned:
-            verdict = PairingResult(outcome="revoked")
+            result = PairingResult(outcome="revoked")
             raise
         except Unavailable:
-            verdict = PairingResult(outcome="full")
+            result = PairingResult(outcome="full")
             raise
         except MolinkError as error:
-            verdict = PairingResult(outcome="busy" if isinstance(error, Overloaded) else "refused")
+            result = PairingResult(outcome="busy" if isinstance(error, Overloaded) else "refused")
             raise
         finally:
-            self._send_to_joiner(SendToJoinerAction(decision.joiner, verdict))
+            self._send_to_joiner(SendToJoinerAction(action.joiner, result))
 
-    # --- visitors ----------------------------------------------------------------------------
+    # --- joiners -----------------------------------------------------------------------------
 
     def _dispatch_event(self, event: PairingEvent) -> list[PairingAction]:
-        """Let the decider decide; what is not carried out here is returned."""
+        """Handle an event; returns the actions that are left to the caller."""
         unhandled: list[PairingAction] = []
-        for decision in self._responder.handle(event, time.monotonic()):
-            match decision:
+        for action in self._responder.handle(event, time.monotonic()):
+            match action:
                 case SendToJoinerAction():
-                    self._send_to_joiner(decision)
+                    self._send_to_joiner(action)
                 case DisconnectJoinerAction(joiner):
                     self._disconnect(joiner)
                 case PublishPendingAction():
                     self._config.on_pending_changed()
                 case _:
-                    unhandled.append(decision)
+                    unhandled.append(action)
         return unhandled
 
-    def _send_to_joiner(self, decision: SendToJoinerAction) -> None:
-        writer = self._writers.get(decision.joiner)
+    def _send_to_joiner(self, action: SendToJoinerAction) -> None:
+        writer = self._writers.get(action.joiner)
         if writer is None or writer.is_closing():
             return
-        writer.write(encode_frame(decision.message))
-        if isinstance(decision.message, PairingResult):
-            del self._writers[decision.joiner]
+        writer.write(encode_frame(action.message))
+        if isinstance(action.message, PairingResult):
+            del self._writers[action.joiner]
             writer.close()
 
     def _disconnect(self, joiner: int) -> None:
@@ -204,7 +200,7 @@ class PairingListener:
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:
-                log.warning("the porch can't take a connection: %s", error)
+                log.warning("failed to accept a pairing connection: %s", error)
                 await asyncio.sleep(_ACCEPT_RETRY_DELAY)
                 continue
             bucket.take_token()
@@ -226,7 +222,7 @@ class PairingListener:
                     JoinerMessageReceivedEvent(joiner, message, self._find_objection(message))
                 )
         except (OSError, WireError, asyncio.IncompleteReadError) as error:
-            log.debug("a visitor from %s has gone: %s", address, error)
+            log.debug("lost a joiner from %s: %s", address, error)
         finally:
             self._dispatch_event(JoinerDisconnectedEvent(joiner))
             self._disconnect(joiner)
@@ -241,7 +237,8 @@ class PairingListener:
         return self._config.find_objection(message.public_key)
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name="molink-porch")
+        loop = asyncio.get_running_loop()
+        task: asyncio.Task[None] = loop.create_task(work, name="molink-pairing")
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
 

@@ -1,4 +1,4 @@
-"""PCs that knock: the porch, the door that lets them in, and the people who are told of them."""
+"""Pairing at the coordinator: the listener, the membership, and the notified owners."""
 
 import logging
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from molinkd.coordinator.pairing_listener import PairingConfig, PairingListener
 
 log = logging.getLogger(__name__)
 
-#: Characters of an address that is told to a PC which was let in.
+#: Characters of an address in a pairing result.
 _MAX_ADDRESS = 64
 
 
 class PairingService:
-    """Looks after those who stand on the porch, if this coordinator has one."""
+    """Runs the pairing listener, if discovery is enabled."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class PairingService:
         self._listener: PairingListener | None = None
 
     def open(self, coordinator_port: int, addresses: tuple[str, ...]) -> None:
-        """Let PCs knock, if that is wanted; ``addresses`` are told to those who are let in."""
+        """Start the listener, if enabled; admitted PCs receive ``addresses``."""
         options, swarm = self._options, self._swarm
         if options.pairing_port is None:
             return
@@ -58,48 +58,48 @@ class PairingService:
         try:
             listener.open(options.host, options.pairing_port)
         except OSError as error:
-            log.warning("no PC can join without a token: %s", error)
+            log.warning("pairing is disabled: %s", error)
             return
         self._listener = listener
 
     async def close(self) -> None:
-        """Send everybody away."""
+        """Stop the listener."""
         listener, self._listener = self._listener, None
         if listener is not None:
             await listener.close()
 
     def on_timer(self) -> None:
-        """Time has passed."""
+        """Expire pending requests."""
         if self._listener is not None:
             self._listener.on_timer()
 
     @property
     def port(self) -> int:
-        """Where PCs may knock; 0 if nowhere."""
+        """Port of the listener; 0 without one."""
         return 0 if self._listener is None else self._listener.port
 
     @property
     def pending_requests(self) -> list[PairingRequest]:
-        """PCs that wait for a person."""
+        """Requests that await a decision."""
         return [] if self._listener is None else self._listener.pending_requests
 
     def decide_request(self, code: str, approver: str, *, refuse: bool) -> str:
-        """Let the PC in that shows ``code``, or refuse it; returns its name.
+        """Admit or refuse the PC that shows ``code``; returns its name.
 
         Raises:
-            RequestError: nobody can knock, or there is no such PC.
+            RequestError: pairing is disabled, or there is no such PC.
             Unavailable: the swarm is full.
-            Overloaded: too many join at this moment.
+            Overloaded: too many PCs join at this moment.
         """
         if self._listener is None:
             raise RequestError(
-                "no PC can knock here: the PC that leads the swarm has `discovery = false`, runs "
-                "`molink coordinator` alone, or had no free port. `molink invite` prints a token"
+                "pairing is disabled: the leading PC has `discovery = false`, runs only `molink "
+                "coordinator`, or had no free port. `molink invite` prints a token instead"
             )
         return self._listener.decide_request(code, approver, refuse=refuse)
 
     def notify_peer(self, peer: str) -> None:
-        """Tell an owner, or the PC that leads, who waits; others see it in the status."""
+        """Send pending requests to an owner or the leader; others see them in the status."""
         if self.pending_requests:
             self._send_pending(peer)
 
@@ -123,6 +123,6 @@ class PairingService:
 
     def _admit_joiner(self, public_key: str, name: str, approver: str) -> None:
         member = self._membership.admit_peer(public_key, name, approver)
-        log.info("%s (%s) knocked, and was let in by %s", member.name, member.peer, approver)
+        log.info("%s (%s) was paired by %s", member.name, member.peer, approver)
         if member.peer not in self._fleet.registry.members:
             self._dispatch_event(MemberAddedEvent(member))

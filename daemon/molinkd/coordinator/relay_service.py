@@ -1,4 +1,4 @@
-"""Relays between members of which one can't connect to the other: tells the three about them."""
+"""Sets up relays between members that can't connect directly."""
 
 import logging
 import secrets
@@ -19,12 +19,12 @@ class RelayService:
         send_to_peer: Callable[[str, ControlMessage], None],
         dispatch_event: Callable[[ConnectionTriedEvent], None],
     ) -> None:
-        """``dispatch_event`` is told of ways that are closed again."""
+        """``dispatch_event`` receives the routes that are closed."""
         self._send_to_peer, self._dispatch_event = send_to_peer, dispatch_event
         self._relays = RelayPlanner(lambda: secrets.token_bytes(38))
 
     def handle(self, event: RelayEvent) -> None:
-        """Let the decider decide."""
+        """Handle an event and carry out the actions."""
         before = self._relays.relay_peers
         for decision in self._relays.handle(event):
             if isinstance(decision, SendMessageAction):
@@ -37,7 +37,7 @@ class RelayService:
 
     @property
     def routes(self) -> list[dict[str, str]]:
-        """For the status."""
+        """The relayed routes, for the status."""
         return [
             {"from": source, "to": to, "through": through}
             for (source, to), through in self._relays.relay_peers.items()

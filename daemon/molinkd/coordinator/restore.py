@@ -1,4 +1,4 @@
-"""Opening the coordinator's state: this PC's own, or the copy of it that every peer keeps."""
+"""Opens the coordinator's state: this PC's own, or the replica that every peer keeps."""
 
 import logging
 import os
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 def open_state(options: CoordinatorOptions, keys: KeyPair) -> tuple[StateStore, str]:
-    """The state to go on from, and what a person should know of how it was got; else ``""``.
+    """Open the state; also returns a message for people if it was restored, else ``""``.
 
-    The copy in ``options.replica`` takes the place of a state that is older, lost or damaged; a
-    damaged file is moved aside.
+    The replica in ``options.replica`` replaces a state that is older, lost or damaged. A damaged
+    file is moved aside.
 
     Raises:
-        StateError: there is neither a state of the swarm nor a copy, or it can't be used.
+        StateError: there is neither a usable state of the swarm nor a replica.
     """
     replica = None if options.replica is None else read_replica(options.replica)
     if replica is not None and options.swarm and replica.swarm != options.swarm:
@@ -58,9 +58,9 @@ def _restore_newer(
     if replica is None:
         if swarm is None and options.swarm:
             raise StateError(
-                f"the state of swarm {options.swarm} is gone: {state.path} is not there. Put a "
-                "copy of it there, or the `replica.msgpack` of any PC of the swarm into "
-                f"{options.state.parent}. To begin another swarm, run `molink leave --dissolve`."
+                f"the state of swarm {options.swarm} is gone: {state.path} is missing. Restore a "
+                "copy of it, or put the `replica.msgpack` of any PC of the swarm into "
+                f"{options.state.parent}. To start another swarm, run `molink leave --dissolve`."
             )
         return ""
     if swarm is not None and swarm.id == replica.swarm and state.read_version() >= replica.version:
@@ -69,16 +69,16 @@ def _restore_newer(
     if not damage:
         if swarm is not None or not options.members:
             return ""  # another PC led before
-        damage = f"{state.path} was not there."
+        damage = f"{state.path} was missing."
     when = f"term {replica.term}, revision {replica.revision}"
-    return f"{damage} The swarm goes on from the copy that this PC kept ({when})."
+    return f"{damage} The swarm was restored from this PC's replica ({when})."
 
 
 def read_replica(path: Path) -> Replica | None:
-    """The copy of the state in a file; ``None`` if there is none that can be read."""
+    """Read a replica from a file; ``None`` if it is missing or invalid."""
     try:
         if path.stat().st_size > MAX_REPLICA_BYTES:
-            raise StateError(f"{path} is too long for a copy of a swarm's state")
+            raise StateError(f"{path} is too long for a replica")
         return decode_replica(path.read_bytes())
     except FileNotFoundError:
         return None
@@ -99,10 +99,10 @@ def _move_aside(path: Path) -> Path:
 def load_or_create_swarm(
     state: StateStore, keys: KeyPair, options: CoordinatorOptions
 ) -> SwarmRecord:
-    """The swarm that the state holds; a new one if it holds none.
+    """The swarm in the state, or a new one.
 
     Raises:
-        StateError: it is that of a coordinator with another key, which has no daemon.
+        StateError: it belongs to a standalone coordinator with another key.
     """
     swarm = state.read_swarm()
     if swarm is None:

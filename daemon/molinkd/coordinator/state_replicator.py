@@ -14,21 +14,21 @@ from molinkd.coordinator.state_store import StateStore
 
 log = logging.getLogger(__name__)
 
-#: Tells a peer: its id, the message, the payload.
+#: Sends a message with its payload to the peer of that id.
 SendToPeer = Callable[[str, StateRequest | StateReplica, bytes | None], None]
 
 
 class StateReplicator:
-    """Sees that every peer holds the state as it is, and that it knows what they know."""
+    """Replicates the state to every peer, and merges the states of other parts of the swarm."""
 
     def __init__(self, state: StateStore, membership: Membership, send_to_peer: SendToPeer) -> None:
         self._state, self._membership, self._send_to_peer = state, membership, send_to_peer
         self._sync = ReplicaSync()
-        #: The state as sent last, and its version.
+        #: The last encoded state and its version.
         self._encoded: tuple[Version, bytes] = ((-1, -1), b"")
 
     def on_peer_report(self, peer: str, held: Version, *, is_new: bool) -> None:
-        """A peer reports which version it holds; ``fresh`` over a connection that is new."""
+        """Handle a report of the version that a peer holds; ``is_new`` on a new connection."""
         if is_new:
             self._sync.drop_peer(peer)
         ours = self._state.read_version()
@@ -44,17 +44,17 @@ class StateReplicator:
     def merge_state(
         self, peer: str, payload: memoryview | None
     ) -> Iterator[MemberAddedEvent | MemberRemovedEvent]:
-        """Take what a peer of another part of the swarm knows; yields what follows from it.
+        """Merge the state of another part of the swarm; yields the events that follow.
 
         Raises:
-            RequestError: it was not asked for, or is of another swarm.
-            StateError: it is no state.
+            RequestError: it was not requested, or is of another swarm.
+            StateError: it is invalid.
         """
         if payload is None or not self._sync.has_asked(peer):
-            raise RequestError("nobody asked for a copy of the state")
+            raise RequestError("this replica was not requested")
         theirs, ours = decode_replica(payload), self._state.to_replica()
         if theirs.swarm != ours.swarm:
-            raise RequestError(f"this is a copy of the state of swarm {theirs.swarm}")
+            raise RequestError(f"this is a replica of swarm {theirs.swarm}")
         for member in merge_replicas(
             ours, theirs, by_owner=self._membership.records[peer].is_owner
         ):
@@ -62,10 +62,10 @@ class StateReplicator:
             try:
                 self._membership.import_member(member)
             except Unavailable as error:
-                log.warning("%s was not taken over: %s", member.name, error)
+                log.warning("%s was not imported: %s", member.name, error)
                 continue
             if member.standing == "member":
                 yield MemberAddedEvent(member)
             else:
-                yield MemberRemovedEvent(member.peer, "was revoked in another part")
+                yield MemberRemovedEvent(member.peer, "was revoked in another part of the swarm")
         self._state.bump_revision()

@@ -1,7 +1,7 @@
-"""The coordinator's memory: one SQLite file, written before anything is announced.
+"""The coordinator's state: one SQLite file, committed before anything is announced.
 
-Only one process can have it open. Secrets are not in it: the coordinator's key has a file of its
-own, and of an invitation the public half alone is kept.
+Only one process can open it. It holds no secrets: the coordinator's key has its own file, and of
+invitations only public keys are stored.
 """
 
 import sqlite3
@@ -26,15 +26,20 @@ from molink.swarm.controller.records import (
 from molink.swarm.election.replica import Replica, Version, next_lineage
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.secrets import private_folder
-from molinkd.coordinator.member_tables import InvitationTable, MemberTable
-from molinkd.coordinator.model_tables import ModelTable, PipelineTable
-from molinkd.coordinator.schema import prepare_database, translate_error
+from molinkd.coordinator.tables import (
+    InvitationTable,
+    MemberTable,
+    ModelTable,
+    PipelineTable,
+    prepare_database,
+    translate_error,
+)
 
 STATE_FILE = "swarm.sqlite"
 
 
 class StateStore:
-    """The open state file. Every method that writes has committed when it returns."""
+    """The open state file. Each writing method commits before it returns."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._db = connection
@@ -46,10 +51,10 @@ class StateStore:
 
     @classmethod
     def open(cls, folder: Path) -> "StateStore":
-        """Open the state in ``folder``; make it if there is none.
+        """Open or create the state in ``folder``.
 
         Raises:
-            StateError: it is damaged, newer than this molink, or another process has it open.
+            StateError: it is damaged, of another version's format, or open in another process.
         """
         path = private_folder(folder) / STATE_FILE
         connection: sqlite3.Connection | None = None
@@ -92,7 +97,7 @@ class StateStore:
         return SwarmRecord(*row) if row else None
 
     def create_swarm(self, swarm: SwarmRecord) -> None:
-        """Begin a swarm."""
+        """Create a swarm."""
         self._write(
             "INSERT INTO swarm (id, name, public_key, port, max_peers, created) "
             "VALUES (?, ?, ?, ?, ?, ?)",
@@ -115,7 +120,7 @@ class StateStore:
         return msgspec.msgpack.decode(row[0], type=tuple[Version, ...]) if row else ()
 
     def begin_term(self, term: int) -> None:
-        """From now on this is the state of another term.
+        """Start another term.
 
         Raises:
             InvariantError: it is older than the present one.
@@ -129,11 +134,10 @@ class StateStore:
             self._write("UPDATE swarm SET term = ?, lineage = ?", term, packed)
 
     def to_replica(self) -> Replica:
-        """All of it, for the peers to keep."""
+        """The whole state, for peers to replicate."""
         swarm = self.read_swarm()
         assert swarm is not None
         term, revision = self.read_version()
-        models, pipelines = self.read_models(), self.read_pipelines()
         return Replica(
             swarm=swarm.id,
             name=swarm.name,
@@ -143,15 +147,13 @@ class StateStore:
             lineage=self.read_lineage(),
             members=tuple(self.read_members()),
             invitations=tuple(self.read_invitations()),
-            desired=models[0] if models else None,
-            pipeline=pipelines[0] if pipelines else None,
+            models=self.read_models(),
+            pipelines=self.read_pipelines(),
             last_numbers=self.last_numbers(),
-            more_models=models[1:],
-            more_pipelines=pipelines[1:],
         )
 
     def restore_replica(self, replica: Replica, public_key: str) -> None:
-        """Put a replica in the place of what there is; ``public_key`` is this coordinator's own."""
+        """Replace the state by a replica; ``public_key`` is this coordinator's own."""
         known = {member.peer for member in replica.members}
         with self._transaction():
             for table in ("invitation_uses", "stages", "pipelines", "models", "invitations"):
@@ -168,7 +170,7 @@ class StateStore:
                     replica.max_peers,
                     time.time(),
                     replica.term,
-                    replica.revision - 1,  # the end of a transaction counts it up
+                    replica.revision - 1,  # the transaction adds 1
                     msgspec.msgpack.encode(replica.lineage),
                     *replica.last_numbers,
                 ),
@@ -186,87 +188,87 @@ class StateStore:
                 self._pipelines.replace_pipeline(pipeline)
 
     def bump_revision(self) -> None:
-        """Count the revision up, so that every peer gets the state anew."""
+        """Raise the revision, so that every peer receives the state."""
         with self._transaction():
             pass
 
     def save_public_key(self, public_key: str) -> None:
-        """The coordinator has another key."""
+        """Store the coordinator's new public key."""
         self._write("UPDATE swarm SET public_key = ?", public_key)
 
     def save_port(self, port: int) -> None:
-        """Remember where the coordinator listens: that is where its members look for it."""
+        """Store the coordinator's port, where members look for it."""
         self._write("UPDATE swarm SET port = ?", port)
 
     def save_max_peers(self, peers: int) -> None:
-        """Remember how many PCs may be members at once."""
+        """Store the maximum number of members."""
         self._write("UPDATE swarm SET max_peers = ?", peers)
 
     # --- members -----------------------------------------------------------------------------
 
     def read_members(self) -> list[MemberRecord]:
-        """All that ever joined, in the order of joining."""
+        """Everyone who ever joined, in order of joining."""
         return self._members.read_all()
 
     def save_member(self, member: MemberRecord) -> None:
-        """Add a member, or let one in again; an owner stays one."""
+        """Add or readmit a member; owners stay owners."""
         with self._transaction():
             self._members.upsert_member(member)
 
     def admit_member(self, member: MemberRecord, invitation: InvitationRecord) -> None:
-        """Add a member, or let one in again, and remember who has joined by the invitation."""
+        """Add or readmit a member, and store its use of the invitation."""
         with self._transaction():
             self._members.upsert_member(member)
             self._invitations.insert_uses(invitation)
 
     def save_standing(self, peer: str, standing: Standing) -> None:
-        """A member left or was revoked, or is one again."""
+        """Set a member's standing."""
         with self._transaction():
             self._members.set_standing(peer, standing)
 
     def save_announced(self, member: PeerInfo) -> None:
-        """Remember what the others are told of a member."""
+        """Store what other peers are told about a member."""
         with self._transaction():
             self._members.set_announced(member)
 
     # --- invitations -------------------------------------------------------------------------
 
     def read_invitations(self) -> list[InvitationRecord]:
-        """All that haven't been deleted, oldest first."""
+        """All invitations, oldest first."""
         return self._invitations.read_all()
 
     def add_invitation(self, invitation: InvitationRecord) -> None:
-        """Remember a new invitation."""
+        """Add an invitation."""
         with self._transaction():
             self._invitations.insert_invitation(invitation)
 
     def delete_invitation(self, id: str) -> None:
-        """Forget one that has expired or was revoked."""
+        """Delete an expired or revoked invitation."""
         with self._transaction():
             self._invitations.delete_invitation(id)
 
     # --- desired and committed ---------------------------------------------------------------
 
     def read_models(self) -> tuple[DesiredModel, ...]:
-        """The models to be served."""
+        """The desired models."""
         return self._models.read_all()
 
     def save_models(self, models: Sequence[DesiredModel]) -> None:
-        """Serve these; pipelines of others, or with other weights, are forgotten."""
+        """Store the desired models; delete pipelines of other models or weights."""
         with self._transaction():
             self._models.replace_all(models)
 
     def read_pipelines(self) -> tuple[PipelineRecord, ...]:
-        """The pipelines as last committed."""
+        """The committed pipelines."""
         return self._pipelines.read_all()
 
     def last_numbers(self) -> tuple[int, int]:
-        """The number of the newest pipeline and the newest epoch, whether they still are or not."""
+        """The highest pipeline number and epoch ever used."""
         row = self._db.execute("SELECT last_pipeline, last_epoch FROM swarm").fetchone()
         return (row[0], row[1]) if row else (0, 0)
 
     def commit_pipeline(self, pipeline: PipelineRecord) -> None:
-        """Commit an epoch of a pipeline, or that it has formed.
+        """Commit an epoch of a pipeline, or its formation.
 
         Raises:
             InvariantError: the epoch is older than one of it that was committed.
@@ -283,7 +285,7 @@ class StateStore:
             )
 
     def reserve_epoch(self, pipeline: str, epoch: int) -> None:
-        """Remember that an epoch and a pipeline's name are taken; the committed one stays it."""
+        """Mark an epoch and a pipeline's name as used, without committing."""
         self._write(
             "UPDATE swarm SET last_pipeline = max(last_pipeline, ?), "
             "last_epoch = max(last_epoch, ?)",

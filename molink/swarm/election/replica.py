@@ -1,9 +1,9 @@
-"""What every peer keeps of the coordinator's state, so that another PC can go on with it.
+"""Replicas of the coordinator's state, which let another PC take over.
 
-A *replica* is the whole state in one message: it is small, and changes seldom. A change raises its
-revision, a new leader its term; the *lineage* names for each earlier term the revision from which
-the next leader went on. So a replica that a peer holds is a part of our past, or it knows of
-changes that we don't: then a part of the swarm was led by another peer while it was split.
+A *replica* is the whole state in one message; it is small and seldom changes. A change raises the
+revision, a new leader the term. The *lineage* names the last revision of each earlier term. So a
+peer's replica is either part of our history, or contains changes that ours lacks: then another peer
+led a part of the swarm during a partition.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from molink.swarm.controller.records import (
     PipelineRecord,
 )
 
-#: Bytes of an encoded replica: those of one message's payload.
+#: Bytes of an encoded replica, the limit of a message's payload.
 MAX_REPLICA_BYTES = 256 << 10
-#: Earlier terms that are remembered.
+#: Earlier terms in the lineage.
 MAX_LINEAGE = 64
-#: Members of the past that are passed on; of older ones only the revoked.
+#: Former members in an encoded replica; beyond these only the revoked ones.
 MAX_FORMER_MEMBERS = 128
-#: A peer that was asked for its replica has so long to send it, in seconds.
+#: Seconds until a request for a replica, or an unconfirmed replica, is sent again.
 RESEND_TIMEOUT = 5.0
 
 #: A term, and a revision in it.
@@ -36,7 +36,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The coordinator's state, all of it but its own key, port and addresses."""
+    """The coordinator's state, except its own key, port and addresses."""
 
     swarm: str
     name: str
@@ -47,87 +47,74 @@ class Replica:
     lineage: tuple[Version, ...]
     members: tuple[MemberRecord, ...]
     invitations: tuple[InvitationRecord, ...]
-    desired: DesiredModel | None
-    pipeline: PipelineRecord | None
-    #: The number of the newest pipeline, and the newest epoch.
+    models: tuple[DesiredModel, ...]
+    pipelines: tuple[PipelineRecord, ...]
+    #: The highest pipeline number and epoch ever used.
     last_numbers: tuple[int, int]
-    #: Models and pipelines beside those, which earlier versions didn't know.
-    more_models: tuple[DesiredModel, ...] = ()
-    more_pipelines: tuple[PipelineRecord, ...] = ()
-
-    @property
-    def models(self) -> tuple[DesiredModel, ...]:
-        """All that are to be served."""
-        return (() if self.desired is None else (self.desired,)) + self.more_models
-
-    @property
-    def pipelines(self) -> tuple[PipelineRecord, ...]:
-        """All that are committed."""
-        return (() if self.pipeline is None else (self.pipeline,)) + self.more_pipelines
 
     @property
     def version(self) -> Version:
-        """Which of two replicas of one lineage is newer."""
+        """Orders replicas of one lineage."""
         return self.term, self.revision
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Members in the order of succession, which is that of joining."""
+        """Members in order of succession, which is the order of joining."""
         return tuple(one.peer for one in self.members if one.standing == "member")
 
     def encode(self) -> bytes:
-        """As msgpack, at most :data:`MAX_REPLICA_BYTES` long.
+        """Encode as msgpack.
 
         Raises:
-            StateError: it is longer.
+            StateError: it exceeds :data:`MAX_REPLICA_BYTES`.
         """
         past = [one.peer for one in self.members if one.standing == "left"]
         dropped = set(past[:-MAX_FORMER_MEMBERS])
         kept = tuple(one for one in self.members if one.peer not in dropped)
         data = msgspec.msgpack.encode(replace(self, members=kept))
         if len(data) > MAX_REPLICA_BYTES:
-            raise StateError(f"the swarm's state has {len(data)} bytes, too many to pass it on")
+            raise StateError(f"the swarm's state has {len(data)} bytes, too many to replicate")
         return data
 
 
 def decode_replica(data: bytes | memoryview) -> Replica:
-    """The replica in ``data``.
+    """Decode a replica.
 
     Raises:
-        StateError: it isn't one, or names a member by another's id.
+        StateError: it is invalid, or a member's id doesn't match its key.
     """
     try:
         found = msgspec.msgpack.decode(data, type=Replica)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise StateError(f"this is no copy of a swarm's state: {error}") from None
+        raise StateError(f"not a replica of a swarm's state: {error}") from None
     for member in found.members:
         if not member.public_key.isascii() or member.peer != derive_peer_id(member.public_key):
-            raise StateError(f"this copy of a swarm's state names {member.peer} by another's key")
+            raise StateError(f"the replica names {member.peer} with another peer's key")
     return found
 
 
 def includes_version(
     version: Version, term: int, revision: int, lineage: Sequence[Version]
 ) -> bool:
-    """Whether a state holds everything that was known in ``version``."""
+    """Whether the state at this term and revision includes everything in ``version``."""
     if version[0] == term:
         return version[1] <= revision
     if lineage and version[0] < lineage[0][0]:
-        return True  # of a term that is no longer remembered
+        return True  # older than the lineage
     return any(version[0] == old and version[1] <= last for old, last in lineage)
 
 
 def next_lineage(lineage: Sequence[Version], term: int, revision: int) -> tuple[Version, ...]:
-    """The lineage once another term begins."""
+    """The lineage after another term starts."""
     return (*lineage, (term, revision))[-MAX_LINEAGE:]
 
 
 def merge_replicas(ours: Replica, theirs: Replica, *, by_owner: bool) -> list[MemberRecord]:
-    """Members to write down when a part of the swarm comes back that another peer had led.
+    """Member records to change after a partition heals.
 
-    Who is new there is a member here too. Who was revoked there is revoked, but only an owner is
-    believed in that, since only owners revoke. Invitations of that part have ended with it: one
-    that ended here may be among them. What is served is as we have it.
+    New members of the other part become members here. Its revocations count only if an owner
+    reports them (``by_owner``), since only owners revoke. Its invitations end, as one that was
+    revoked here may be among them. The desired models stay ours.
     """
     known = {one.peer: one for one in ours.members}
     changed: list[MemberRecord] = []
@@ -144,27 +131,27 @@ def merge_replicas(ours: Replica, theirs: Replica, *, by_owner: bool) -> list[Me
 
 
 class ReplicaSync:
-    """What each peer has to be sent, by what its reports say that it holds."""
+    """Plans the replication to each peer, by the version in its reports."""
 
     def __init__(self) -> None:
-        #: Peers that were asked for theirs, and when.
+        #: When peers were asked for their replica.
         self._asked_at: dict[str, float] = {}
-        #: The version that a peer was sent last.
+        #: Version last sent to each peer, and when.
         self._sent: dict[str, tuple[Version, float]] = {}
 
     def drop_peer(self, peer: str) -> None:
-        """A peer's connection is another one."""
+        """Start over with a peer that reconnected."""
         self._asked_at.pop(peer, None)
         self._sent.pop(peer, None)
 
     def has_asked(self, peer: str) -> bool:
-        """Whether a peer was asked for what it knows of."""
+        """Whether a peer was asked for its replica."""
         return peer in self._asked_at
 
     def plan_sync(
         self, peer: str, held: Version, ours: Version, lineage: Sequence[Version], now: float
     ) -> Literal["send", "ask"] | None:
-        """What to do about a peer that holds ``held`` while the state is at ``ours``."""
+        """What to do for a peer that holds version ``held`` while the state is at ``ours``."""
         if held == ours:
             self._asked_at.pop(peer, None)
             return None

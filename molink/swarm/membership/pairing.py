@@ -161,12 +161,11 @@ PairingAction = (
 
 @dataclass(frozen=True, slots=True)
 class PairingRequest:
-    """A PC that awaits a decision; ``since`` by the clock of the events."""
+    """A PC that awaits a decision."""
 
     name: str
     code: str
     address: str
-    since: float
 
 
 @dataclass(slots=True)
@@ -176,7 +175,6 @@ class _Joiner:
     expires_at: float
     #: ``new`` → ``challenged`` → ``pending``.
     state: Literal["new", "challenged", "pending"] = "new"
-    since: float = 0.0
     commitment: Commitment | None = None
     name: str = ""
     code: str = ""
@@ -211,7 +209,7 @@ class PairingResponder:
     def pending_requests(self) -> list[PairingRequest]:
         """Requests that await a decision, oldest first."""
         return [
-            PairingRequest(one.name, one.code, one.address, one.since)
+            PairingRequest(one.name, one.code, one.address)
             for one in self._joiners.values()
             if one.state == "pending"
         ]
@@ -271,8 +269,7 @@ class PairingResponder:
         full = len(self.pending_requests) >= MAX_PENDING
         if full or len(of_address) >= MAX_PENDING_PER_ADDRESS:
             return self._reject_joiner(number, "busy")
-        joiner.state, joiner.since = "pending", now
-        joiner.expires_at = now + DECISION_TIMEOUT_S
+        joiner.state, joiner.expires_at = "pending", now + DECISION_TIMEOUT_S
         joiner.code = short_code(committed, self._make_challenge(joiner), message.nonce)
         return [PublishPendingAction()]
 

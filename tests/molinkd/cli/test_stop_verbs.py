@@ -38,7 +38,7 @@ def _member(public_key: str, name: str) -> MemberRecord:
 def _copy_of_the_state(home: Home, *others: str) -> None:
     members = [_member(home.load_keys().public, "me")]
     members += [_member(KeyPair.generate().public, name) for name in others]
-    replica = Replica(SWARM, "s", 64, 0, 1, (), tuple(members), (), None, None, (0, 0))
+    replica = Replica(SWARM, "s", 64, 0, 1, (), tuple(members), (), (), (), (0, 0))
     home.replica.write_bytes(replica.encode())
 
 

@@ -55,7 +55,7 @@ def test_lost_state_is_restored_from_the_replica(tmp_path: Path) -> None:
     found, said = opened(options(tmp_path))
     assert found == made
     assert said.endswith(
-        f"{STATE_FILE} was not there. The swarm goes on from the copy that this PC kept (term 0, "
+        f"{STATE_FILE} was missing. The swarm was restored from this PC's replica (term 0, "
         f"revision {made.revision})."
     )
 
@@ -69,7 +69,7 @@ def test_damaged_state_is_moved_aside(tmp_path: Path) -> None:
     assert found == made
     (aside,) = file.parent.glob(f"{STATE_FILE}.damaged-*")
     assert aside.name in said
-    assert "goes on from the copy" in said
+    assert "restored from this PC's replica" in said
 
 
 def test_damaged_state_without_a_replica_is_an_error(tmp_path: Path) -> None:

@@ -100,73 +100,6 @@ def test_new_folder_is_empty(tmp_path: Path) -> None:
         assert state.last_numbers() == (0, 0)
 
 
-#: What makes a file of the present format one of the fifth, of the third and of the second.
-TO_5 = """
-ALTER TABLE models DROP COLUMN stopped;
-ALTER TABLE models DROP COLUMN replicas;
-ALTER TABLE models DROP COLUMN pins;
-ALTER TABLE models DROP COLUMN applied;
-ALTER TABLE pipelines DROP COLUMN replica;
-UPDATE schema SET version = 5;
-"""
-TO_3 = f"""
-{TO_5}
-ALTER TABLE models DROP COLUMN objective;
-ALTER TABLE models DROP COLUMN min_stages;
-ALTER TABLE swarm DROP COLUMN term;
-ALTER TABLE swarm DROP COLUMN revision;
-ALTER TABLE swarm DROP COLUMN lineage;
-UPDATE schema SET version = 3;
-"""
-TO_2 = f"""
-{TO_3}
-ALTER TABLE swarm DROP COLUMN max_peers;
-ALTER TABLE members DROP COLUMN invitation;
-ALTER TABLE invitations DROP COLUMN uses;
-DROP TABLE invitation_uses;
-UPDATE schema SET version = 2;
-"""
-
-
-def test_a_file_of_the_first_format_goes_on(state: StateStore) -> None:
-    state.save_models((DesiredModel(FACTS, A),))
-    state.commit_pipeline(pipeline(formed=True, blocks=10))
-    state._db.executescript(
-        f"""
-        {TO_2}
-        DROP TABLE stages;
-        CREATE TABLE stages (
-            pipeline TEXT NOT NULL REFERENCES pipelines (id) ON DELETE CASCADE,
-            stage INTEGER NOT NULL, peer TEXT NOT NULL REFERENCES members (peer),
-            first INTEGER NOT NULL, last INTEGER NOT NULL, port INTEGER NOT NULL,
-            max_blocks INTEGER NOT NULL, decode_s REAL NOT NULL, PRIMARY KEY (pipeline, stage)
-        );
-        ALTER TABLE models DROP COLUMN quantize;
-        ALTER TABLE pipelines DROP COLUMN block_size;
-        UPDATE schema SET version = 1;
-        """
-    )
-    for values in (("p1", 0, A, 0, 3, 5468, 10, 0.5), ("p1", 1, B, 3, 6, 0, 0, 0.0)):
-        state._db.execute("INSERT INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
-    with reopened(state) as again:
-        stages = (StageRecord(A, (0, 3), 5468, 10), StageRecord(B, (3, 6)))
-        assert again.read_pipelines() == (PipelineRecord("p1", "toy", 1, stages, True, 10),)
-        again.commit_pipeline(pipeline(epoch=2, block_size=256))
-        assert again.read_pipelines() == (pipeline(epoch=2, block_size=256),)
-        assert again.read_models() == (DesiredModel(FACTS, A),)
-        again.save_models((DesiredModel(FACTS, A, dtype="f32"),))
-        assert again.read_pipelines() == (), "stages go with their pipeline"
-
-
-def test_the_one_model_and_pipeline_of_the_fifth_format_go_on(state: StateStore) -> None:
-    state.save_models((DesiredModel(FACTS, A),))
-    state.commit_pipeline(pipeline(formed=True, blocks=10))
-    state._db.executescript(TO_5)
-    with reopened(state) as again:
-        assert again.read_models() == (DesiredModel(FACTS, A),)
-        assert again.read_pipelines() == (pipeline(formed=True, blocks=10),)
-
-
 OTHER = msgspec.structs.replace(FACTS, name="other")
 
 
@@ -205,43 +138,11 @@ def test_models_and_pipelines_are_stored(state: StateStore, tmp_path: Path) -> N
         assert copy.read_pipelines() == (pipeline(epoch=5, id="p5"),)
 
 
-def test_a_copy_of_an_earlier_version_has_one_model(state: StateStore) -> None:
-    state.save_models((DesiredModel(FACTS, A),))
-    fields = msgspec.msgpack.decode(state.to_replica().encode())
-    fields = {name: value for name, value in fields.items() if not name.startswith("more_")}
-    for name in ("replicas", "pins", "applied", "stopped"):
-        del fields["desired"][name]
-    assert decode_replica(msgspec.msgpack.encode(fields)).models == (DesiredModel(FACTS, A),)
-
-
 def test_placement_objective_is_stored(state: StateStore) -> None:
     wanted = DesiredModel(FACTS, A, objective="throughput", min_stages=3)
     state.save_models((wanted,))
     with reopened(state) as again:
         assert again.read_models() == (wanted,)
-
-
-def test_a_file_of_the_second_format_goes_on(state: StateStore) -> None:
-    """Its invitations were for any number of PCs; each that still holds is for one more."""
-    state.add_invitation(InvitationRecord("invite:1", KEYS[0].public, 0, A, 1.0, max_uses=9))
-    state._db.executescript(TO_2)
-    with reopened(state) as again:
-        invitation = InvitationRecord("invite:1", KEYS[0].public, 0, A, 1.0)
-        assert again.read_invitations() == [invitation]
-        assert again.read_swarm() == SwarmRecord("s1", "home", KEYS[0].public)
-        assert [member.invitation for member in again.read_members()] == ["", ""]
-        used = replace(invitation, used_by=(InvitationUse(B, 2.0),))
-        again.admit_member(MemberRecord(B, KEYS[1].public, "b", invitation="invite:1"), used)
-        assert again.read_invitations() == [used]
-
-
-def test_a_file_of_the_third_format_goes_on(state: StateStore) -> None:
-    """Before it, nobody but its own PC had the state: it begins with the founder's term."""
-    state._db.executescript(TO_3)
-    with reopened(state) as again:
-        assert (again.read_version(), again.read_lineage()) == ((0, 0), ())
-        again.save_port(1)
-        assert again.read_version() == (0, 1)
 
 
 def test_epochs_never_decrease(state: StateStore) -> None:
@@ -300,10 +201,11 @@ def test_only_one_process_opens_the_state(
         StateStore.open(state.path.parent)
 
 
-def test_other_formats_are_refused(state: StateStore) -> None:
-    state._db.execute("UPDATE schema SET version = 99")
+@pytest.mark.parametrize("version", [7, 99])
+def test_other_formats_are_refused(state: StateStore, version: int) -> None:
+    state._db.execute("UPDATE schema SET version = ?", (version,))
     state.close()
-    with pytest.raises(StateError, match="written by a newer molink"):
+    with pytest.raises(StateError, match=f"has format {version}"):
         StateStore.open(state.path.parent)
 
 

@@ -26,7 +26,7 @@ def member(letter: str, standing: Standing = "member", *, owner: bool = False) -
 
 
 def replica(*members: MemberRecord, term: int = 0, revision: int = 1) -> Replica:
-    return Replica("s", "home", 64, term, revision, (), members, (), None, None, (1, 7))
+    return Replica("s", "home", 64, term, revision, (), members, (), (), (), (1, 7))
 
 
 def test_replica_round_trips() -> None:
@@ -38,7 +38,7 @@ def test_replica_round_trips() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\xff" * 50, b"\x93\x01\x02\x03"])
 def test_invalid_bytes_are_rejected(data: bytes) -> None:
-    with pytest.raises(StateError, match="no copy"):
+    with pytest.raises(StateError, match="not a replica"):
         decode_replica(data)
 
 

@@ -74,7 +74,7 @@ class Other:
 def make(net: Net, folder: Path, other: Other, **told: tuple[str, ...]) -> Leadership:
     host = Host(Home(folder).create_folders(), net.member(), net.context)
     me = MemberRecord(derive_peer_id(host.keys.public), host.keys.public, "pc")
-    replica = Replica("s", "s", 8, 0, 1, (), (other.record(**told), me), (), None, None, (0, 0))
+    replica = Replica("s", "s", 8, 0, 1, (), (other.record(**told), me), (), (), (), (0, 0))
     host.home.replica.write_bytes(replica.encode())
     membership = MembershipRecord(swarm="s", coordinator_key=other.key, addresses=("127.0.0.1:1",))
     leadership = Leadership(host, ReplicaFile(host.home.replica, "s"), membership)
