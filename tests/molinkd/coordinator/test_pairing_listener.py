@@ -131,7 +131,7 @@ async def test_approved_pc_is_admitted(scene: Scene) -> None:
     shown: list[PairingCode] = []
     knocking = scene.knock(shown.append)
     code = await scene.code()
-    (waiting,) = scene.listener.pending_requests
+    assert len(scene.listener.pending_requests) == 1
     await until(lambda: shown)
     assert shown == [PairingCode(SWARM, "attic", code)]
     assert scene.listener.decide_request(code, "owner", refuse=False) == "pc"
