@@ -49,7 +49,7 @@ class Trio:
         assert token.startswith("molink-"), self.up.output
         self.token = token
         (root / "worker").mkdir()
-        (root / "worker" / "config.toml").write_text("copies = false\n", encoding="utf-8")
+        (root / "worker" / "config.toml").write_text("replicate_models = false\n", encoding="utf-8")
         self.worker = tools.Process(
             root / "worker", ["join", token, "--name", "second", *local("--stage", "auto")]
         )

@@ -43,7 +43,7 @@ def test_three_pcs_answer_as_one_does(tmp_path: Path, tools: type[Tools], dtype:
         for name in ("second", "third"):
             home = tmp_path / name
             home.mkdir()
-            (home / "config.toml").write_text("copies = false\n", encoding="utf-8")
+            (home / "config.toml").write_text("replicate_models = false\n", encoding="utf-8")
             joined.append(tools.Process(home, ["join", token, "--name", name, *local]))
             stack.callback(joined[-1].stop)
         for process in (first, *joined):
