@@ -254,11 +254,11 @@ def test_dissolving(tools: type[Tools], tmp_path: Path) -> None:
         assert (done.returncode, "only the PC that created" in done.stderr) == (2, True)
         tools.wait_for(lambda: len(up.status()["peers"]) == 2, guest)
         done = tools.run_molink(first, "leave", "--dissolve")
-        assert (done.returncode, "could not be notified" in done.stdout) == (0, False), done.stdout
+        assert (done.returncode, "not notified" in done.stdout) == (0, False), done.stdout
         assert up.process.wait(30) == 0, up.output
         assert guest.process.wait(30) == 9, guest.output
         assert "was shut out of swarm" in guest.output
-        assert "not in a swarm" in tools.run_molink(first, "leave").stderr
+        assert "in no swarm" in tools.run_molink(first, "leave").stderr
         # It doesn't found a swarm of its own by starting again.
         done = tools.run_molink(second, "join", "--background")
         assert (done.returncode, "was shut out of swarm" in done.stderr) == (9, True), done.stdout

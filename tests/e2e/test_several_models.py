@@ -110,18 +110,18 @@ replicas = {}
 
 #: What can't be, the line that says so, and why it is refused.
 REFUSED = (
-    ('molink = ""\nreplica = 2\n', 2, "replica is nothing known: there are models, molink"),
-    ('[[models]]\nmodel = "alpha"\nreplicas = 2\nquantise = "int8"\n', 4, "quantise is nothing"),
-    ('[[models]]\nmodel = "alpha"\n[[models]]\nmodel = "beta"\npcs = ["attic"]\n', 5, "no PC of"),
+    ('molink = ""\nreplica = 2\n', 2, "unknown key replica; available: models, molink"),
+    ('[[models]]\nmodel = "alpha"\nreplicas = 2\nquantise = "int8"\n', 4, "unknown key quantise"),
+    ('[[models]]\nmodel = "alpha"\n[[models]]\nmodel = "beta"\npcs = ["attic"]\n', 5, "no PC"),
     (
         "".join(f'[[models]]\nmodel = "{name}"\npcs = ["first"]\n' for name in ("alpha", "beta")),
         6,
-        "beta: first is named for alpha too",
+        "beta: first is pinned to alpha too",
     ),
     (
         "".join(f'[[models]]\nmodel = "{name}"\n' for name in ("alpha", "beta", "gamma", "delta")),
         None,
-        "the PCs that are here have room for it, but not beside",
+        "the connected PCs have room for it, but not beside",
     ),
 )
 
@@ -180,7 +180,7 @@ def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> N
     assert "alpha, beta (stopped)" in place.swarm.molink("first", "status")
     client = place.client("third")
     place.until(lambda: [one.id for one in client.models.list().data] == ["alpha"], "third")
-    assert place.apply("--dry-run")[1].startswith("~ beta: it is served again")
+    assert place.apply("--dry-run")[1].startswith("~ beta: served again")
     code, said, error = place.molink("run", "beta", "Hello?")
     assert code == 0, error
     assert said.strip()
