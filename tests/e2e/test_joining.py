@@ -258,7 +258,7 @@ def test_dissolving(tools: type[Tools], tmp_path: Path) -> None:
         assert up.process.wait(30) == 0, up.output
         assert guest.process.wait(30) == 9, guest.output
         assert "was shut out of swarm" in guest.output
-        assert "in no swarm" in tools.run_molink(first, "leave").stderr
+        assert "not in a swarm" in tools.run_molink(first, "leave").stderr
         # It doesn't found a swarm of its own by starting again.
         done = tools.run_molink(second, "join", "--background")
         assert (done.returncode, "was shut out of swarm" in done.stderr) == (9, True), done.stdout

@@ -190,11 +190,12 @@ class PipelineStatus(msgspec.Struct, frozen=True):
 
 
 class PairingStatus(msgspec.Struct, frozen=True):
-    """A PC that asks to join and shows ``code`` on its own screen."""
+    """A PC that asks to join and shows ``code`` on its own screen since ``since`` (Unix time)."""
 
     name: str = ""
     code: str = ""
     address: str = ""
+    since: float = 0.0
 
 
 class BannedPeerStatus(msgspec.Struct, frozen=True):
