@@ -1,7 +1,7 @@
-"""Which pipeline each request of an endpoint goes to, where several serve its model.
+"""Routes each request of an endpoint to one of the pipelines that serve its model.
 
-Every endpoint has a router of its own: none is in anybody's way, and none can be lost without the
-endpoint. What it knows comes with the answers that it asked for.
+Each endpoint has its own router, so there is no bottleneck and no single point of failure. Answers
+carry the cache reports that it asks for.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,31 +13,28 @@ from molink.swarm.frontend.stream import PipelineEpoch
 
 
 class RequestRouter:
-    """Asks ``router`` for each request, and tells it what becomes of it.
+    """Consults ``router`` for each request, and reports the outcome to it.
 
-    A cache is that of a pipeline in one epoch; in the next it is empty.
+    Each epoch of a pipeline starts with an empty cache, so it counts as another target.
     """
 
     def __init__(self, router: Router) -> None:
         self._router = FallbackRouter(router)
         self._loads: dict[PipelineEpoch, PipelineLoad] = {}
-        #: Where each request was sent.
+        #: Target of each request.
         self._chosen: dict[str, PipelineEpoch] = {}
-        #: The last report of each.
+        #: Version of the last cache report of each target.
         self._versions: dict[PipelineEpoch, int] = {}
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What the router has decided, by name."""
+        """The router's decisions, counted by name."""
         return self._router.decision_counts
 
     def choose_pipeline(
         self, key: str, prompt: Sequence[int], targets: Sequence[PipelineEpoch], now: float
     ) -> PipelineEpoch | None:
-        """One of ``targets``, ``None`` if there are none; a request that was lost asks again.
-
-        Where there is one only, nobody has to be asked.
-        """
+        """Choose one of ``targets``; ``None`` if there are none. A lost request chooses again."""
         self.on_request_finished(key, 0, now)
         if not targets:
             return None
@@ -57,17 +54,17 @@ class RequestRouter:
         return target
 
     def cache_version_for(self, target: PipelineEpoch, others: int) -> int | None:
-        """What to ask a head for with a submission (``Submit.cache``), if there are ``others``."""
+        """``Submit.cache_version`` for a submission that ``others`` could have served too."""
         if others == 0 or not self._router.reads_spans:
             return None
         return self._versions.get(target, -1)
 
     def on_first_token(self, key: str, cached: int, now: float) -> None:
-        """The first token of a request has come."""
+        """Report the first token of a request."""
         self._router.on_first_token(key, cached, now)
 
     def on_request_finished(self, key: str, generated: int, now: float) -> None:
-        """A request is over, or was lost."""
+        """Report a finished or lost request."""
         target = self._chosen.pop(key, None)
         if target is None:
             return
@@ -77,13 +74,13 @@ class RequestRouter:
             load.num_requests -= 1
 
     def on_cache_report(self, target: PipelineEpoch, report: CacheReport, now: float) -> None:
-        """A head has told of its cache; one that is gone, or older news, is of no interest."""
+        """Handle a cache report, unless it is outdated."""
         if target in self._loads and report.version >= self._versions.get(target, -1):
             self._versions[target] = report.version
             self._router.on_cache_report(_target_name(target), report, now)
 
     def retain_pipelines(self, live: Iterable[PipelineEpoch]) -> None:
-        """Forget all pipelines and epochs but those."""
+        """Drop all targets but ``live``."""
         for target in self._loads.keys() - set(live):
             del self._loads[target]
             self._versions.pop(target, None)

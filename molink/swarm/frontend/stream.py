@@ -1,8 +1,8 @@
-"""One request as its daemon owns it: submitted, resubmitted after every loss, emitted once.
+"""The endpoint's side of a request: submitted, resubmitted after every loss, emitted once.
 
-The daemon holds the prompt, the parameters and all tokens emitted so far. Whatever happens to the
-pipeline, recovery is the same act: submit prompt + emitted tokens to the head of the new epoch. A
-position is emitted once and never changes. A plain object: events and ``now`` in, acts out.
+The endpoint holds the request and all tokens emitted so far. Recovery is always the same: submit
+prompt and emitted tokens to the scheduler of the new epoch. A position is emitted once and never
+changes. Sans-IO: events and ``now`` in, actions out.
 """
 
 from collections import deque
@@ -26,28 +26,27 @@ StreamState = Literal["waiting", "running", "done"]
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """How long and how often a stream tries, in seconds and counts."""
+    """Bounds of waits (seconds) and retries."""
 
-    #: How long to wait for a pipeline while none is being formed, or none that gets on. It counts
-    #: on while a connection comes and goes.
+    #: Wait for a pipeline while none is being formed, or its formation makes no progress. Broken
+    #: connections don't restart it.
     pipeline_wait_timeout: float = 30.0
-    #: How long to wait at most while one is; and for a token, after the first loss, where heads
-    #: are lost again and again.
+    #: Longest wait despite progress, and from the first loss to a token if losses repeat.
     max_wait_s: float = 600.0
-    #: Tokens that a head may be ahead of the client.
+    #: Tokens that a scheduler may be ahead of the client.
     credit_window: int = 256
-    #: Epochs that may end with the request in them before it had a token there, and times that a
-    #: head may say that it failed: a request that kills whoever serves it must end.
+    #: Epochs that may end before the request has a token there, and failures that a scheduler may
+    #: report: a request that crashes every pipeline has to end.
     max_failed_attempts: int = 4
-    #: Pause before the same head is asked again.
+    #: Pause before a resubmission to the same scheduler.
     retry_delay_s: float = 0.25
-    #: A head that kept a request for longer than this was serving it: the next wait is a new one.
+    #: A request that a scheduler kept for longer was being served: its next wait starts anew.
     min_service_s: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineEpoch:
-    """A pipeline that can take requests now, in its epoch."""
+    """A pipeline that accepts requests, in its present epoch."""
 
     pipeline: str
     epoch: int
@@ -55,7 +54,7 @@ class PipelineEpoch:
 
 @dataclass(frozen=True, slots=True)
 class SubmitAction:
-    """Submit to the head of ``target``: the message with its ``grammar``, the ids in parts."""
+    """Submit to the scheduler of ``target``: message, grammar as payload, and ids."""
 
     target: PipelineEpoch
     submit: Submit
@@ -65,7 +64,7 @@ class SubmitAction:
 
 @dataclass(frozen=True, slots=True)
 class SendToSchedulerAction:
-    """Send a short message to the head of ``target``."""
+    """Send a short message to the scheduler of ``target``."""
 
     target: PipelineEpoch
     message: Cancel | Credit
@@ -73,7 +72,7 @@ class SendToSchedulerAction:
 
 @dataclass(frozen=True, slots=True)
 class EmitTokenAction:
-    """Hand a token to the client."""
+    """Emit a token to the client."""
 
     token: GeneratedToken
 
@@ -97,46 +96,46 @@ class RequestStream:
         request: Request,
         limits: StreamLimits,
         now: float,
-        since: float | None = None,
+        unserved_since: float | None = None,
     ) -> None:
-        """``since`` when nothing has been there that could serve it; ``None``: there is, or may be.
+        """``unserved_since`` is when the last pipeline of its model was lost, if none is left.
 
-        What others have waited for in vain, it doesn't wait for anew.
+        The request doesn't wait again for what earlier ones have already waited for.
         """
         self.key = key
         self.request = request
         self.state: StreamState = "waiting"
         self._limits = limits
         self._prompt = request.prompt_token_ids
-        #: Every token emitted so far, in order; never changed.
+        #: All emitted tokens, in order; append only.
         self._emitted: list[int] = []
         self._num_consumed = 0
         self._num_credited = 0
-        #: Tokens that the present head may be ahead of the client.
+        #: Tokens that the present scheduler may be ahead of the client.
         self._window = limits.credit_window
-        #: How many tokens heads may have sent by now.
+        #: Tokens that schedulers may have sent by now.
         self._num_granted = 0
         self._attempt = 0
-        #: Where the last submission went; ``None`` before the first.
+        #: Target of the last submission; ``None`` before the first.
         self._submitted: PipelineEpoch | None = None
-        #: A submission that its head may still be working on though we gave it up.
+        #: An abandoned submission that its scheduler may still serve.
         self._abandoned: tuple[PipelineEpoch, str] | None = None
         self._target: PipelineEpoch | None = None
-        #: When the present wait began; ``None`` once a token has come since.
-        self._waiting_since: float | None = now if since is None else since
-        #: When it came: until its first token it may wait for its turn from then on.
+        #: Start of the present wait; ``None`` once a token has arrived since.
+        self._waiting_since: float | None = now if unserved_since is None else unserved_since
+        #: When the client asked; its queue time and deadline count from then.
         self._started_at = now
         self._submitted_at = now
         self._retry_at = now
-        #: The last sign that a pipeline is being formed, and when it came.
+        #: Progress of the pipeline that is being formed (0: none), and its last change.
         self._formation_progress = 0
-        self._progress_at = now if since is None else since
+        self._progress_at = now if unserved_since is None else unserved_since
         self._failed_attempts = 0
-        #: Whether the last submission was the first one in its epoch.
+        #: Whether the last submission was the first in its epoch.
         self._is_first_in_epoch = True
-        #: Where it was lost before it had a token; ``None`` once it is known what became of that.
+        #: Target that was lost before a token; ``None`` once counted or recovered.
         self._lost_target: PipelineEpoch | None = None
-        #: When that happened for the first time since the last token.
+        #: First such loss since the last token.
         self._lost_at: float | None = None
         self._last_reason = "no pipeline serves this model"
         self._story: deque[str] = deque(maxlen=32)
@@ -148,12 +147,12 @@ class RequestStream:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has had no token since it last began to wait for one."""
+        """Whether it waits for a pipeline or a first token."""
         return self.state != "done" and self._waiting_since is not None
 
     @property
     def next_wake_at(self) -> float | None:
-        """When :meth:`wake` has to be called; ``None`` while there is nothing to wait for."""
+        """When to call :meth:`wake`; ``None`` if there is nothing to wait for."""
         if self.state != "waiting":
             return None
         return self._deadline if self._target is None else min(self._deadline, self._retry_at)
@@ -170,30 +169,27 @@ class RequestStream:
 
     @property
     def _max_queue_s(self) -> float:
-        """Seconds that it may wait for its turn, if it says so; who has tokens has had it."""
+        """Seconds that it may wait for admission; 0 once it has tokens, or without a bound."""
         return 0.0 if self._emitted else self.request.max_queue_s
 
     @property
     def _has_no_failures(self) -> bool:
-        """Whether nothing went wrong since the last token."""
+        """Whether nothing failed since the last token."""
         return self._failed_attempts == 0 and self._lost_at is None
 
     def on_formation_progress(self, progress: int, now: float) -> None:
-        """A pipeline is being formed: another ``sign`` than before says that it gets on.
-
-        0 = none is.
-        """
+        """Report the formation of a pipeline: a changed ``progress`` is progress, 0 means none."""
         if progress and progress != self._formation_progress:
             self._progress_at = now
         self._formation_progress = progress
 
     def set_unserved_reason(self, reason: str) -> None:
-        """Why there is no head, for the error that may follow."""
+        """Store why there is no pipeline, for a later error."""
         if self.state == "waiting":
             self._last_reason = reason
 
     def set_target(self, target: PipelineEpoch | None, now: float) -> list[StreamAction]:
-        """The head that can be asked now; ``None`` while there is none."""
+        """Set the present target; ``None`` while there is none."""
         self._target = target
         if self.state == "running" and target != self._submitted:
             self._log_transition(f"lost {self._submitted}")
@@ -201,7 +197,7 @@ class RequestStream:
         return self.wake(now)
 
     def on_token(self, message: OutputToken, now: float) -> list[StreamAction]:
-        """A token arrives."""
+        """Handle a token."""
         if not self._is_current(message.key) or self._submitted is None:
             return []
         if message.epoch != self._submitted.epoch:
@@ -226,7 +222,7 @@ class RequestStream:
         return actions
 
     def on_rejected(self, message: Rejected, now: float) -> list[StreamAction]:
-        """The head does not take the request, or can't go on with it."""
+        """Handle a rejection: the scheduler can't serve the request, or not any more."""
         if not self._is_current(message.key):
             return []
         self._log_transition(f"rejected: {message.reason}: {message.message}")
@@ -240,7 +236,7 @@ class RequestStream:
                 return self._fail_stream(RequestError(text))
             case "failed":
                 return self._retry(text, now)
-            case _:  # overloaded or of another epoch, in mid-stream: only a pause for the client
+            case _:  # overload or epoch in mid-stream: a pause for the client
                 if now - self._submitted_at > self._limits.min_service_s:
                     self._on_pipeline_lost(text, now)
                 else:
@@ -249,7 +245,7 @@ class RequestStream:
                 return self.wake(now)
 
     def on_tokens_consumed(self, count: int) -> list[StreamAction]:
-        """The client has taken ``count`` more tokens."""
+        """The client has consumed ``count`` more tokens."""
         self._num_consumed += count
         if self.state != "running" or self._submitted is None:
             return []
@@ -261,20 +257,18 @@ class RequestStream:
         return [SendToSchedulerAction(self._submitted, Credit(self.attempt_key, position))]
 
     def cancel(self) -> list[StreamAction]:
-        """The client has gone."""
+        """The client has disconnected."""
         actions = self._cancel_attempt() if self.state == "running" else []
         self.state = "done"
         return actions
 
     def wake(self, now: float) -> list[StreamAction]:
-        """Submit if there is a head and the pause is over; give up when the wait is too long."""
+        """Submit if there is a target and the pause is over; fail after too long a wait."""
         if self.state != "waiting":
             return []
         if self._lost_target is not None and self._target not in (None, self._lost_target):
             self._lost_target = None
-            self._failed_attempts += (
-                1  # that epoch has ended; a connection that broke costs only time
-            )
+            self._failed_attempts += 1  # the epoch ended; a broken connection would only cost time
         if self._failed_attempts > self._limits.max_failed_attempts:
             return self._fail_stream(
                 Unavailable(f"gave up after {self._failed_attempts} attempts: {self._last_reason}")
@@ -299,7 +293,7 @@ class RequestStream:
             InvariantError: one doesn't hold.
         """
         if self.state == "running" and self._submitted != self._target:
-            raise InvariantError("running on a head that isn't there", self._story)
+            raise InvariantError("running on an unavailable target", self._story)
         if not self._num_consumed <= len(self._emitted) <= self.request.max_tokens:
             raise InvariantError(
                 f"{self._num_consumed} taken, {len(self._emitted)} emitted", self._story
@@ -313,7 +307,7 @@ class RequestStream:
         self._attempt += 1
         self._is_first_in_epoch = target != self._submitted
         self._submitted, self._submitted_at = target, now
-        # What the client hasn't taken yet counts: a slow one doesn't get a whole window each time.
+        # Unread tokens count, so that a slow client doesn't get a full window in each epoch.
         unread = len(self._emitted) - self._num_consumed
         self._window = max(1, self._limits.credit_window // 8, self._limits.credit_window - unread)
         self._num_credited, self._num_granted = (
@@ -337,7 +331,7 @@ class RequestStream:
         return [*actions, SubmitAction(target, submit, ids, grammar or None)]
 
     def _retry(self, reason: str, now: float) -> list[StreamAction]:
-        """Submit again to the same head, a limited number of times."""
+        """Resubmit to the same scheduler, a limited number of times."""
         actions = self._cancel_attempt()
         self._failed_attempts += 1
         self._enter_waiting(reason, now)
@@ -345,10 +339,9 @@ class RequestStream:
         return [*actions, *self.wake(now)]
 
     def _on_pipeline_lost(self, reason: str, now: float) -> None:
-        """The head is lost. If it was serving the request, the whole hold time begins again.
+        """Abandon the submission. If it was being served, the pipeline wait restarts.
 
-        It begins again in each new epoch, of which there may be only so many; not each time that a
-        connection breaks.
+        It restarts once per epoch, whose number is bounded, rather than at each broken connection.
         """
         assert self._submitted is not None
         self._abandoned = (self._submitted, self.attempt_key)

@@ -207,7 +207,7 @@ async def test_closed_listener_ends_pairing(scene: Scene) -> None:
 async def test_unexpected_swarm_is_rejected(scene: Scene) -> None:
     for swarm, key in (("cd" * 8, SWARM_KEYS.public), (SWARM, PC_KEYS.public)):
         nearby = DiscoveredSwarm(swarm, "attic", key, ("127.0.0.1",), scene.listener.port)
-        with pytest.raises(WireError, match="pretends"):
+        with pytest.raises(WireError, match="impersonates"):
             await request_pairing(nearby, PC_KEYS, "pc", lambda _: None)
     assert scene.listener.pending_requests == []
 

@@ -44,7 +44,7 @@ def test_invalid_bytes_are_rejected(data: bytes) -> None:
 
 def test_member_id_must_match_its_key() -> None:
     false = replica(replace(member("a"), peer=member("b").peer))
-    with pytest.raises(StateError, match="another's key"):
+    with pytest.raises(StateError, match="another peer's key"):
         decode_replica(false.encode())
 
 
