@@ -22,5 +22,5 @@ def create_router(name: str) -> Router:
         UsageError: there is no such router.
     """
     if name not in _ROUTERS:
-        raise UsageError(f"--router is one of {', '.join(ROUTERS)}, not {name!r}")
+        raise UsageError(f"--router must be one of {', '.join(ROUTERS)}, not {name!r}")
     return _ROUTERS[name]()

@@ -62,7 +62,7 @@ class FallbackRouter(Router):
             chosen = self._router.choose_pipeline(prompt, pipelines, now)
             if any(chosen is load for load in pipelines):
                 return chosen
-            raise LookupError(f"{chosen.name} is none of those that take requests")
+            raise LookupError(f"{chosen.name} does not accept requests")
         except Exception as error:  # a failing router must not fail requests
             self._fall_back(error)
             return self._router.choose_pipeline(prompt, pipelines, now)
@@ -86,6 +86,6 @@ class FallbackRouter(Router):
             self._fall_back(error)
 
     def _fall_back(self, error: Exception) -> None:
-        log.error("the router failed, requests go to who has the fewest now", exc_info=error)
+        log.error("the router failed; requests now go to the least loaded pipeline", exc_info=error)
         self._router, self._num_failures = LeastLoadedRouter(), 1
         self.reads_spans = self._router.reads_spans

@@ -195,7 +195,7 @@ class BlockAllocator:
             raise InvariantError("the cached blocks are not those of the prefix tree")
         outstanding = Counter(block for blocks in self._pending.values() for block in blocks)
         if any(count != outstanding[block] for block, count in enumerate(self._outstanding)):
-            raise InvariantError("releases of a block that have not gone round are miscounted")
+            raise InvariantError("releases of a block in flight are miscounted")
         cached = {
             block for block in range(self.total) if self._in_tree[block] and block not in held
         }
@@ -310,6 +310,6 @@ class HostBlockAllocator:
         """
         held = [block for copy in copies for block in copy.blocks]
         if sorted(held) != sorted(self._allocated):
-            raise InvariantError("host blocks are not those of the copies that there are")
+            raise InvariantError("host blocks are not those of the copies")
         if sorted([*held, *self._free]) != list(range(self.total)):
             raise InvariantError("a host block is in no state, or in two")

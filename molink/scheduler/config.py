@@ -75,7 +75,9 @@ class SchedulerConfig:
                 raise UsageError(f"{name} must be from {minimum} to {maximum}, not {value}")
         if self.preemption_mode not in PREEMPTION_MODES:
             choices = ", ".join(PREEMPTION_MODES)
-            raise UsageError(f"preemption_mode is one of {choices}, not {self.preemption_mode!r}")
+            raise UsageError(
+                f"preemption_mode must be one of {choices}, not {self.preemption_mode!r}"
+            )
 
     @property
     def max_request_tokens(self) -> int:

@@ -141,7 +141,9 @@ class InFlightTracker:
             volumes = [each for each in self._volumes.values() if each not in ahead]
             there = sum(1 for volume in volumes if volume.prefill is prefill)
             if there != count:
-                raise InvariantError(f"{there} volumes (prefill: {prefill}) in flight, not {count}")
+                raise InvariantError(
+                    f"{there} volumes (prefill: {prefill}) are in flight, not {count}"
+                )
         if self.num_prefill_rows != sum(map(_prefill_rows, self._volumes.values())):
             raise InvariantError(f"{self.num_prefill_rows} prefill rows are not those in flight")
         if max([*self._volumes, *self._releases], default=0) > self.last_seq:

@@ -83,7 +83,7 @@ class KVCacheManager:
         self.allocator.share_blocks(_matched_blocks(found))
         fresh = self.allocate_blocks(total - len(found.blocks))
         if fresh is None:
-            raise InvariantError("blocks that there are can't be allocated")
+            raise InvariantError("available blocks can't be allocated")
         self._last_lookup = None
         return [*found.blocks, *fresh]
 
@@ -203,7 +203,7 @@ class KVCacheManager:
         for block in self._tree:
             parent = self._tree.parent_of(block)
             if parent in later and later.get(block, len(later)) > later[parent]:
-                raise InvariantError(f"block {block} is held or outlives {parent} above it")
+                raise InvariantError(f"block {block} outlives its parent {parent}")
 
 
 def _matched_blocks(found: PrefixMatch) -> tuple[int, ...]:

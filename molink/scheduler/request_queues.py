@@ -311,7 +311,9 @@ class RequestQueues:
             if inside:
                 self._validate_running(state)
         if self.num_waiting_tokens != sum(map(_tokens_to_compute, self._waiting)):
-            raise InvariantError(f"{self.num_waiting_tokens} are not the tokens of those that wait")
+            raise InvariantError(
+                f"{self.num_waiting_tokens} are not the tokens of waiting requests"
+            )
         if len(self._waiting) + len(self._running) != len(self._requests):
             raise InvariantError("a request is queued that is not registered")
         if not self._decode_ready.keys() | self._prefilling.keys() <= self._running.keys():
@@ -326,7 +328,7 @@ class RequestQueues:
                 f"request {state.id} is in {state.phase} with {state.num_issued} issued"
             )
         if state.phase == "decode" and (state.id in self._decode_ready) == bool(state.awaited_seqs):
-            raise InvariantError(f"request {state.id} is idle and waits for rows, or neither")
+            raise InvariantError(f"request {state.id} is both idle and awaiting rows, or neither")
         if not state.in_flight.keys() >= set(state.awaited_seqs) or (
             state.draft_path and not state.awaited_seqs
         ):

@@ -481,7 +481,7 @@ def _check_admitted(
     if len(state.blocks) < config.blocks_for(state.num_issued):
         raise InvariantError(f"request {state.id} has rows issued beyond its blocks")
     if state.in_flight.keys() != in_flight.seqs_of_request(state.id):
-        raise InvariantError(f"request {state.id} does not know its rows in flight")
+        raise InvariantError(f"request {state.id} has other rows in flight")
     if state.copy_source >= 0 and state.num_computed > state.num_reused:
         raise InvariantError(f"request {state.id} still holds a block that it has copied from")
     if not state.tree_depth * config.block_size <= max(state.num_reused, state.num_computed):

@@ -155,7 +155,7 @@ class Clients:
                 if message.position != self._plan[message.key].input_tokens + len(times):
                     raise InvariantError(f"request {message.key}: position {message.position}")
                 if self._texts and message.token != self._expected_token(message):
-                    raise InvariantError(f"request {message.key}: another token came")
+                    raise InvariantError(f"request {message.key}: wrong token")
                 times.append(now)
                 if self.on_first_token is not None and len(times) == 1:
                     self.on_first_token(message.key, message.cached_tokens, now)

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 
 from molink.bench.report import Report, summarize
 from molink.bench.workload import PlannedRequest
-from molink.errors import UsageError
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.cache_report import span_digests
 from molink.routing.create import create_router
@@ -16,6 +15,7 @@ from molink.sim.fleet_pipeline import FleetPipeline, RingEpoch, RingTemplates
 from molink.sim.pc import SimPc, Uplink
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import GRACE_S, disable_gc
+from molink.sim.workload import check_ranges
 
 #: Sanity limit of pipelines.
 MAX_PIPELINES = 10_000
@@ -54,18 +54,15 @@ class FleetScenario:
 
     def __post_init__(self) -> None:
         stages = self.ring.stages
-        bounds: dict[str, tuple[float, float, float]] = {
-            "--pipelines": (self.pipelines, 1, MAX_PIPELINES),
-            "--peers": (self.pc_count, stages, MAX_PIPELINES * stages),
-            "--peers-per-uplink": (self.peers_per_uplink, 1, self.pc_count),
-            "--churn": (self.departures_per_hour, 0, 60),
-            "--away": (self.away_s, _MIN_AWAY_S, 24 * _HOUR_S),
-        }
-        for option, (value, minimum, maximum) in bounds.items():
-            if not minimum <= value <= maximum:
-                raise UsageError(
-                    f"{option} has to be from {minimum:g} to {maximum:g}, not {value:g}"
-                )
+        check_ranges(
+            {
+                "--pipelines": (self.pipelines, 1, MAX_PIPELINES),
+                "--peers": (self.pc_count, stages, MAX_PIPELINES * stages),
+                "--peers-per-uplink": (self.peers_per_uplink, 1, self.pc_count),
+                "--churn": (self.departures_per_hour, 0, 60),
+                "--away": (self.away_s, _MIN_AWAY_S, 24 * _HOUR_S),
+            }
+        )
         create_router(self.router)
 
     @property

@@ -52,7 +52,7 @@ def plan_ring(
         UsageError: the model doesn't fit, or a number is out of range.
     """
     if streams < 1:
-        raise UsageError(f"--streams has to be 1 or more, not {streams}")
+        raise UsageError(f"--streams must be 1 or more, not {streams}")
     times = ring_times(scenario)
     curve = estimate_counts(times, streams)
     best = choose_best(curve)

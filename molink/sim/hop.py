@@ -137,7 +137,7 @@ class Hop:
         Raises:
             InvariantError: always.
         """
-        raise InvariantError(f"stage {self._stage} says what makes no sense: {reason}")
+        raise InvariantError(f"stage {self._stage} misbehaves: {reason}")
 
 
 class _SimChannel:

@@ -96,7 +96,9 @@ class LinkProfile:
         _check(self, "the link")
         if self.congestion not in CONGESTION_CONTROLS:
             choices = ", ".join(CONGESTION_CONTROLS)
-            raise UsageError(f"the link: congestion is one of {choices}, not {self.congestion}")
+            raise UsageError(
+                f"the link: congestion must be one of {choices}, not {self.congestion}"
+            )
 
     @property
     def rate(self) -> float:
@@ -170,7 +172,7 @@ def _load(shape: type[_Profile], kind: ProfileKind, name: str) -> _Profile:
             why = error.strerror or error
             raise UsageError(f"can't read the profile {name}: {why}") from error
         except UnicodeDecodeError as error:
-            raise UsageError(f"can't read the profile {name}: it is not text") from error
+            raise UsageError(f"can't read the profile {name}: it is not UTF-8 text") from error
         name = Path(name).stem
     else:
         if name not in list_profiles(kind):
@@ -189,7 +191,7 @@ def _parse(shape: type[_Profile], name: str, values: dict[str, Any], where: str)
     known_keys = {each.name: each for each in fields(shape)}
     for key, value in values.items():
         if key == "name" or key not in known_keys:
-            raise UsageError(f"{where}: there is no key {key!r}")
+            raise UsageError(f"{where}: unknown key {key!r}")
         kind = getattr(known_keys[key].type, "__name__", str(known_keys[key].type))
         wanted: type | tuple[type, ...] = {"int": int, "str": str, "bool": bool}.get(
             kind, (int, float)
@@ -200,7 +202,7 @@ def _parse(shape: type[_Profile], name: str, values: dict[str, Any], where: str)
         profile = shape(name=name, **values)
     except TypeError:
         required = [key for key in _required(shape) if key not in values]
-        raise UsageError(f"{where}: these keys are missing: {', '.join(required)}") from None
+        raise UsageError(f"{where}: missing keys: {', '.join(required)}") from None
     _check(profile, where)
     return profile
 
@@ -221,4 +223,4 @@ def _check(profile: DeviceProfile | ModelProfile | LinkProfile, where: str) -> N
         if not minimum <= value <= maximum:
             bound = "0 or more" if each.name in _MAY_BE_ZERO else "above 0"
             top = f" and at most {maximum:g}" if maximum == 1.0 or value > maximum else ""
-            raise UsageError(f"{where}: {each.name} has to be {bound}{top}, not {value:g}")
+            raise UsageError(f"{where}: {each.name} must be {bound}{top}, not {value:g}")

@@ -11,7 +11,7 @@ from molink.scheduler.policies.create import create_scheduling_policy
 from molink.sim.known_text import KnownText
 from molink.sim.profiles import DeviceProfile, LinkProfile, ModelProfile, load_device, load_model
 from molink.sim.roofline import Roofline, split_layers, stage_rooflines
-from molink.sim.workload import Workload
+from molink.sim.workload import Workload, check_ranges
 from molink.wire.messages.data_plane import MAX_MICRO_BATCHES
 
 Compression = Literal["none", "lossless"]
@@ -75,28 +75,23 @@ class Scenario:
     free_copies: bool = False
 
     def __post_init__(self) -> None:
-        bounds: dict[str, tuple[float, float, float]] = {
-            "--stages": (self.stages, 1, MAX_STAGES),
-            "--micro-batches": (self.micro_batches, 0, MAX_MICRO_BATCHES),
-            "--tensors": (self.tensors_per_row, 1, 2),
-            "--max-num-batched-tokens": (self.max_num_batched_tokens, 0, 1 << 16),
-            "--max-num-seqs": (self.max_num_seqs, 1, 1024),
-            "num_speculative_tokens": (
-                self.num_speculative_tokens,
-                AUTO_DRAFTS if self.texts else 0,
-                MAX_DRAFTS if self.texts else 0,
-            ),
-            "ahead": (self.lookahead_volumes, 0, MAX_LOOKAHEAD),
-            "swap_gb": (self.swap_gb, 0, 1 << 16),
-            "--compression-ratio": (self.compression_ratio, 1, 100),
-        }
-        for option, (value, minimum, maximum) in bounds.items():
-            if not minimum <= value <= maximum:
-                raise UsageError(
-                    f"{option} has to be from {minimum:g} to {maximum:g}, not {value:g}"
-                )
+        most_drafts = MAX_DRAFTS if self.texts else 0
+        least_drafts = AUTO_DRAFTS if self.texts else 0
+        check_ranges(
+            {
+                "--stages": (self.stages, 1, MAX_STAGES),
+                "--micro-batches": (self.micro_batches, 0, MAX_MICRO_BATCHES),
+                "--tensors": (self.tensors_per_row, 1, 2),
+                "--max-num-batched-tokens": (self.max_num_batched_tokens, 0, 1 << 16),
+                "--max-num-seqs": (self.max_num_seqs, 1, 1024),
+                "num_speculative_tokens": (self.num_speculative_tokens, least_drafts, most_drafts),
+                "lookahead_volumes": (self.lookahead_volumes, 0, MAX_LOOKAHEAD),
+                "swap_gb": (self.swap_gb, 0, 1 << 16),
+                "--compression-ratio": (self.compression_ratio, 1, 100),
+            }
+        )
         if self.compression not in ("none", "lossless"):
-            raise UsageError(f"--compression is none or lossless, not {self.compression}")
+            raise UsageError(f"--compression must be none or lossless, not {self.compression}")
         create_scheduling_policy(self.scheduling_policy)
         if self.stages > self.model_profile.layers:
             raise UsageError(

@@ -2,7 +2,8 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -15,6 +16,7 @@ Arrivals = Literal["poisson", "trace"]
 
 #: Sanity limit of requests.
 MAX_REQUESTS = 1_000_000
+_MAX = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,21 @@ class Workload:
     max_output: int = 1024
 
     def __post_init__(self) -> None:
-        _check_bounds("--rate", self.rate, above=0)
-        _check_bounds("--duration", self.duration, above=0)
-        _check_bounds("--warmup", self.warmup, minimum=0)
-        for option, tokens in (
-            ("--input-tokens", self.input_tokens),
-            ("--output-tokens", self.output_tokens),
-            ("--max-prompt", self.max_prompt),
-            ("--max-output", self.max_output),
-        ):
-            _check_bounds(option, tokens, minimum=1)
+        if not 0 < self.rate < math.inf or not 0 < self.duration < math.inf:
+            raise UsageError(f"--rate and --duration must be above 0: {self.rate}, {self.duration}")
+        check_ranges(
+            {
+                "--warmup": (self.warmup, 0, _MAX),
+                "--input-tokens": (self.input_tokens, 1, _MAX),
+                "--output-tokens": (self.output_tokens, 1, _MAX),
+                "--max-prompt": (self.max_prompt, 1, _MAX),
+                "--max-output": (self.max_output, 1, _MAX),
+            }
+        )
         if self.arrivals not in ("poisson", "trace"):
-            raise UsageError(f"--arrivals is poisson or trace, not {self.arrivals}")
+            raise UsageError(f"--arrivals must be poisson or trace, not {self.arrivals}")
         if self.rate * (self.warmup + self.duration) > MAX_REQUESTS:
-            raise UsageError(f"that is over {MAX_REQUESTS} requests: lower --rate or --duration")
+            raise UsageError(f"more than {MAX_REQUESTS} requests: lower --rate or --duration")
 
     @property
     def has_shared_prefixes(self) -> bool:
@@ -125,9 +128,15 @@ def _repeat_sizes(sizes: Sequence[TraceRow]) -> Iterator[TraceRow]:
         yield from sizes
 
 
-def _check_bounds(
-    option: str, value: float, *, above: float = -math.inf, minimum: float = 0
-) -> None:
-    if not (math.isfinite(value) and value > above and value >= minimum):
-        bound = f"above {above:g}" if above > -math.inf else f"at least {minimum:g}"
-        raise UsageError(f"{option} has to be a number {bound}, not {value:g}")
+def check_ranges(ranges: Mapping[str, tuple[float, float, float]]) -> None:
+    """Check values, by option, against their minimum and maximum.
+
+    Raises:
+        UsageError: one is out of range.
+    """
+    for option, (value, minimum, maximum) in ranges.items():
+        if not minimum <= value <= maximum:
+            bounds = (
+                f"from {minimum:g} to {maximum:g}" if maximum < _MAX else f"{minimum:g} or more"
+            )
+            raise UsageError(f"{option} must be {bounds}, not {value:g}")

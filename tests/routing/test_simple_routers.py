@@ -97,7 +97,7 @@ def test_a_failed_router_is_replaced(
     assert router.decision_counts == {"lost": 1}
     assert not router.reads_spans
     (record,) = caplog.records
-    assert "requests go to who has the fewest now" in record.message
+    assert "requests now go to the least loaded pipeline" in record.message
     assert record.exc_info is not None
 
 

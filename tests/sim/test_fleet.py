@@ -180,12 +180,12 @@ def test_prompts_beyond_the_default_length(ring: Scenario) -> None:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"pipelines": 0}, "--pipelines has to be from 1"),
-        ({"peers": 1}, "--peers has to be from 2"),
+        ({"pipelines": 0}, "--pipelines must be from 1"),
+        ({"peers": 1}, "--peers must be from 2"),
         ({"peers_per_uplink": 0}, "--peers-per-uplink"),
         ({"departures_per_hour": -1.0}, "--churn"),
         ({"away_s": 0.0}, "--away"),
-        ({"router": "best"}, "--router is one of round-robin, least-loaded, e2, not 'best'"),
+        ({"router": "best"}, "--router must be one of round-robin, least-loaded, e2, not 'best'"),
     ],
 )
 def test_invalid_fleets_are_rejected(

@@ -45,21 +45,21 @@ def test_a_profile_file_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("memory_gbs = 1000", "memory_gbs = 0", "memory_gbs has to be above 0, not 0"),
-        ("memory_gbs = 1000", "memory_gbs = -5", "memory_gbs has to be above 0, not -5"),
-        ("memory_gbs = 1000", "memory_gbs = nan", "memory_gbs has to be above 0, not nan"),
-        ("memory_gbs = 1000", "memory_gbs = inf", "has to be above 0 and at most 1e+09, not inf"),
+        ("memory_gbs = 1000", "memory_gbs = 0", "memory_gbs must be above 0, not 0"),
+        ("memory_gbs = 1000", "memory_gbs = -5", "memory_gbs must be above 0, not -5"),
+        ("memory_gbs = 1000", "memory_gbs = nan", "memory_gbs must be above 0, not nan"),
+        ("memory_gbs = 1000", "memory_gbs = inf", "must be above 0 and at most 1e+09, not inf"),
         ("memory_gbs = 1000", 'memory_gbs = "fast"', "memory_gbs can't be 'fast'"),
-        ("memory_gbs = 1000", "", "keys are missing: memory_gbs"),
+        ("memory_gbs = 1000", "", "missing keys: memory_gbs"),
         ("tile = 64", "tile = 6.5", "tile can't be 6.5"),
         ("tile = 64", "tile = true", "tile can't be True"),
-        ("tile = 64", "tiles = 64", "there is no key 'tiles'"),
-        ("tile = 64", 'name = "x"', "there is no key 'name'"),
-        ("step_ms = 0", "step_ms = -1", "step_ms has to be 0 or more, not -1"),
+        ("tile = 64", "tiles = 64", "unknown key 'tiles'"),
+        ("tile = 64", 'name = "x"', "unknown key 'name'"),
+        ("step_ms = 0", "step_ms = -1", "step_ms must be 0 or more, not -1"),
         (
             "memory_efficiency = 0.9",
             "memory_efficiency = 1.1",
-            "memory_efficiency has to be above 0 and at most 1, not 1.1",
+            "memory_efficiency must be above 0 and at most 1, not 1.1",
         ),
         ("tile = 64", "tile = ", "Invalid value"),
     ],
@@ -82,9 +82,9 @@ def test_an_unknown_name_is_rejected(load: Callable[..., Any], tmp_path: Path) -
 
 
 def test_a_link_needs_bandwidth() -> None:
-    with pytest.raises(UsageError, match="bandwidth_mbps has to be above 0, not 0"):
+    with pytest.raises(UsageError, match="bandwidth_mbps must be above 0, not 0"):
         LinkProfile(0, 30)
-    with pytest.raises(UsageError, match="latency_ms has to be 0 or more"):
+    with pytest.raises(UsageError, match="latency_ms must be 0 or more"):
         LinkProfile(100, -1)
     assert LinkProfile(100, 0).latency == 0
 

@@ -45,15 +45,15 @@ def test_trace_times_are_scaled_to_the_rate() -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"rate": 0.0}, "--rate has to be a number above 0, not 0"),
+        ({"rate": 0.0}, "--rate and --duration must be above 0"),
         ({"rate": float("nan")}, "--rate"),
         ({"rate": float("inf")}, "--rate"),
         ({"duration": -1.0}, "--duration"),
-        ({"warmup": -1.0}, "--warmup has to be a number at least 0"),
+        ({"warmup": -1.0}, "--warmup must be 0 or more"),
         ({"input_tokens": 0}, "--input-tokens"),
         ({"max_prompt": 0}, "--max-prompt"),
         ({"arrivals": "never"}, "--arrivals"),
-        ({"rate": 1e6, "duration": 1e6}, "over 1000000 requests"),
+        ({"rate": 1e6, "duration": 1e6}, "more than 1000000 requests"),
     ],
 )
 def test_invalid_values_are_rejected(fields: dict, complaint: str) -> None:
