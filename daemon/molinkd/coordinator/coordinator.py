@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import asdict
 
 import zmq.asyncio
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from molink.errors import (
     InvariantError,
@@ -440,7 +440,7 @@ class Coordinator:
                 PairingStatus(one.name, one.code, one.address, one.since)
                 for one in self._pairing.pending_requests
             ),
-            scale_out=self._estimates.estimate_at(now) if message.scale_out else None,
+            scale_out=self._estimates.estimate_at(now) if message.scale_out else UNSET,
         )
         text = encode_status(status)
         payload = Payload("u8", (len(text),))

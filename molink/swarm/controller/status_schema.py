@@ -292,8 +292,8 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     #: Relays (``from``, ``to``, ``through``), and the control socket's counters.
     relays: tuple[dict[str, Any], ...] = ()
     counters: dict[str, int] = {}
-    #: By pipeline, if requested.
-    scale_out: dict[str, ScaleOutStatus] | None = None
+    #: By pipeline; omitted unless requested.
+    scale_out: dict[str, ScaleOutStatus] | msgspec.UnsetType = msgspec.UNSET
     #: Whether loads or peers were dropped to bound the size.
     truncated: bool = False
 

@@ -1011,7 +1011,7 @@ async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
     (record,) = [one for one in scene.state.read_members() if one.peer == back.id]
     (invitation,) = [one for one in scene.state.read_invitations() if one.id == record.invitation]
     assert (invitation.creator, invitation.uses_left) == (guest.id, 0)
-    assert [use.peer for use in invitation.used] == [back.id]
+    assert [use.peer for use in invitation.used_by] == [back.id]
     # A copy of its state folder, while it runs itself.
     with pytest.raises(UsageError, match=r"peer\.key"):
         await (await start_pairing(scene, keys))[0]
