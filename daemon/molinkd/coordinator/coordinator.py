@@ -437,7 +437,7 @@ class Coordinator:
             time=round(time.time(), 3),
             relays=tuple(self._relays.routes),
             pairing_requests=tuple(
-                PairingStatus(one.name, one.code, one.address, one.since)
+                PairingStatus(one.name, one.code, one.address, time.time() - now + one.since)
                 for one in self._pairing.pending_requests
             ),
             scale_out=self._estimates.estimate_at(now) if message.scale_out else UNSET,

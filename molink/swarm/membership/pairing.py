@@ -161,11 +161,12 @@ PairingAction = (
 
 @dataclass(frozen=True, slots=True)
 class PairingRequest:
-    """A PC that awaits a decision."""
+    """A PC that awaits a decision since the time ``since`` of the responder's clock."""
 
     name: str
     code: str
     address: str
+    since: float
 
 
 @dataclass(slots=True)
@@ -209,7 +210,7 @@ class PairingResponder:
     def pending_requests(self) -> list[PairingRequest]:
         """Requests that await a decision, oldest first."""
         return [
-            PairingRequest(one.name, one.code, one.address)
+            PairingRequest(one.name, one.code, one.address, one.expires_at - DECISION_TIMEOUT_S)
             for one in self._joiners.values()
             if one.state == "pending"
         ]

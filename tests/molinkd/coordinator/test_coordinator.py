@@ -315,7 +315,7 @@ async def test_join_serve_and_route(scene: Scene, kit: Kit) -> None:
     head = owner.last(Route).scheduler
     assert (head.peer, head.port) == (owner.id, 5468)
     status = await scene.status(guest)
-    assert status["scale_out"] is None
+    assert "scale_out" not in status
     _, asked = await guest.client.send_request(StatusRequest(ref=0, scale_out=True), timeout=30)
     (found,) = json.loads(bytes(asked))["scale_out"].values()
     assert found["now"]["stages"] == len(status["pipelines"][0]["stages"])
