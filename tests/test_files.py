@@ -17,7 +17,7 @@ class Locked:
         return "done"
 
 
-def test_patience_is_for_windows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_are_for_windows_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_PAUSE_S", 0.0)
     monkeypatch.setattr(files, "_IS_WINDOWS", False)
     with pytest.raises(PermissionError):

@@ -17,15 +17,15 @@ from molink.plaintext import LogFormatter, printable
         ("Jürgens Büro 本 👩\u200d🔬", "Jürgens Büro 本 👩\u200d🔬"),
     ],
 )
-def test_nothing_is_left_that_a_terminal_obeys(text: str, shown: str) -> None:
+def test_control_sequences_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
-def test_what_is_kept() -> None:
+def test_kept_characters_pass() -> None:
     assert printable("a\nb\x1b", keep="\n") == "a\nb\\x1b"
 
 
-def test_a_log_entry_is_one_line_but_for_its_traceback() -> None:
+def test_log_entry_is_one_line_before_its_traceback() -> None:
     try:
         raise ValueError("evil\x1b[2J")
     except ValueError:

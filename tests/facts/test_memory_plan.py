@@ -52,7 +52,7 @@ TINY = ModelFacts(
 LOAD = StepLimits(max_chunk_rows=8, max_decode_rows=2)
 
 
-def test_a_plan_to_the_byte() -> None:
+def test_memory_plan_adds_up() -> None:
     plan = plan_memory(TINY, (0, 4), StageSetup(step_limits=LOAD), 40_000, requests=4)
     assert plan == MemoryPlan(
         budget=40_000,
@@ -73,7 +73,7 @@ def test_graphs_are_planned_on_a_gpu_only() -> None:
     assert plan_memory(TINY, (1, 3), StageSetup(step_limits=LOAD), GB).graphs == 0
 
 
-def test_quantized_projections_do_not_widen_and_are_unpacked_one_by_one() -> None:
+def test_quantized_projections_keep_their_size() -> None:
     for mode, packed in (("int8", 460), ("nf4", 250)):
         target = StageSetup(bf16=False, quantize=mode, step_limits=LOAD)  # type: ignore[arg-type]
         need = Footprint.of_stage(TINY, target)
@@ -94,7 +94,7 @@ def test_quantized_projections_do_not_widen_and_are_unpacked_one_by_one() -> Non
         (StageSetup(dtype="f32"), 4),
     ],
 )
-def test_what_is_computed_with(target: StageSetup, expected: int) -> None:
+def test_element_size_follows_dtype_and_device(target: StageSetup, expected: int) -> None:
     assert target.element_bytes(TINY) == expected
 
 
@@ -109,7 +109,7 @@ def test_an_8b_model_on_common_gpus() -> None:
     assert small.kv / GB > 0.9
 
 
-def test_the_refusal_has_the_numbers_and_what_would_fit() -> None:
+def test_refusal_tells_numbers_and_alternatives() -> None:
     gpu = StageSetup(kind="cuda")
     with pytest.raises(UsageError) as caught:
         plan_memory(LLAMA, (0, 24), gpu, 10 * GB)
@@ -180,7 +180,7 @@ def planned(
 
 @given(facts, targets, st.integers(0, 20 * MB), st.integers(0, 100_000), st.data())
 @settings(max_examples=300, deadline=None)
-def test_any_plan(
+def test_every_plan_stays_within_its_budget(
     model: ModelFacts, target: StageSetup, budget: int, more: int, data: st.DataObject
 ) -> None:
     first = data.draw(st.integers(0, model.layers - 1))
@@ -206,7 +206,7 @@ def test_any_plan(
 
 
 @given(facts, targets, st.data())
-def test_the_parts_of_a_split_hold_what_the_whole_holds(
+def test_split_stages_hold_the_whole_model(
     model: ModelFacts, target: StageSetup, data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(1, model.layers))

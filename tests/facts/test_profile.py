@@ -25,14 +25,14 @@ PROFILE = Profile(
     ("rows", "seconds"),
     [(0, 0.0), (1, 0.010), (2, 0.011), (4, 0.013), (6, 0.017), (8, 0.021), (10, 0.025)],
 )
-def test_times_of_decode_steps(rows: int, seconds: float) -> None:
+def test_decode_times_interpolate(rows: int, seconds: float) -> None:
     assert PROFILE.decode_s(rows) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
     ("rows", "seconds"), [(0, 0.0), (1, 0.02), (16, 0.02), (40, 0.035), (64, 0.05), (128, 0.09)]
 )
-def test_times_of_chunks(rows: int, seconds: float) -> None:
+def test_prefill_times_interpolate(rows: int, seconds: float) -> None:
     assert PROFILE.prefill_s(rows) == pytest.approx(seconds)
 
 
@@ -42,20 +42,20 @@ def test_a_longer_context_costs_more() -> None:
     assert PROFILE.prefill_s(64, before=1000) == pytest.approx(0.05 + 64 * 1000 * 1e-7)
 
 
-def test_one_point_stands_for_proportion() -> None:
+def test_single_point_scales_by_rows() -> None:
     profile = Profile(decode=((1, 0.5),), prefill=((16, 2.0),))
     assert profile.is_known
     assert profile.decode_s(3) == 1.5
     assert (profile.prefill_s(8), profile.prefill_s(32)) == (2.0, 4.0)
 
 
-def test_nothing_is_known_without_points() -> None:
+def test_empty_profile_is_unknown() -> None:
     assert not Profile().is_known
     assert not Profile(decode=DECODE).is_known
     assert Profile().decode_s(4) == Profile().prefill_s(4) == 0.0
 
 
-def test_a_measurement_that_fell_does_not_go_on_falling() -> None:
+def test_extrapolation_never_falls() -> None:
     assert Profile(decode=((1, 0.2), (2, 0.1))).decode_s(100) == pytest.approx(0.1)
 
 
@@ -103,7 +103,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("fields", BAD)
-def test_what_no_stage_can_have_measured_is_no_message(fields: dict[str, Any]) -> None:
+def test_impossible_profile_does_not_decode(fields: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(fields, Profile)
     body = {"type": "stage-loaded", "pipeline": "p1", "epoch": 1, "stage": 0, "port": 1}

@@ -12,7 +12,7 @@ STAGE = Profile(
 )
 
 
-def test_a_prompt_on_one_stage_takes_what_its_chunks_do() -> None:
+def test_prompt_time_is_the_sum_of_its_chunks() -> None:
     times = RingTimes((STAGE,), (), 1000)
     assert times.prompt_s(1) == pytest.approx(0.005 + 0.5e-6)
     rows = MAX_CHUNK_ROWS + 100
@@ -20,7 +20,7 @@ def test_a_prompt_on_one_stage_takes_what_its_chunks_do() -> None:
     assert times.prompt_s(100, before=50) == pytest.approx(0.1 + 1e-6 * 100 * 100)
 
 
-def test_where_a_link_is_slowest_it_decides() -> None:
+def test_slowest_link_determines_prompt_time() -> None:
     links = (LinkFacts(0.02, 1e5), LinkFacts(0.03, 1e5))
     times = RingTimes((STAGE, STAGE), links, 1000)  # a row takes 10 ms to the second stage
     turn = 2 * 0.005 + 0.02 + 0.03 + 0.01 + 64 / 1e5
@@ -28,11 +28,11 @@ def test_where_a_link_is_slowest_it_decides() -> None:
     assert times.prompt_s(200) == pytest.approx(turn - 0.01 + 2.0)
 
 
-def test_of_an_unknown_ring_nothing_is_said() -> None:
+def test_unknown_ring_has_no_times() -> None:
     assert RingTimes((), (), 0).prompt_s(1000) == 0.0
 
 
-def test_they_say_what_the_slowest_stage_takes() -> None:
+def test_costs_are_those_of_the_slowest_stage() -> None:
     decode = tuple((rows, 0.01 + 0.0005 * rows) for rows in (1, 8, 64))
     prefill = tuple((rows, 0.01 + 0.0002 * rows) for rows in (16, 512))
     stage = Profile(decode=decode, prefill=prefill, prefill_token_s=1e-8)
@@ -46,13 +46,13 @@ def test_they_say_what_the_slowest_stage_takes() -> None:
     assert costs.answer_s == pytest.approx(0.001)
 
 
-def test_nothing_is_known_of_what_was_not_measured() -> None:
+def test_unmeasured_ring_has_no_costs() -> None:
     assert RequestCosts.from_times(RingTimes((), (), 0)) is None
     assert RequestCosts.from_times(RingTimes((Profile(),), (), 0)) is None
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
-def test_what_is_no_time_is_refused(wrong: float) -> None:
+def test_invalid_costs_are_rejected(wrong: float) -> None:
     with pytest.raises(ValueError, match="not valid times"):
         RequestCosts(0.1, wrong)
     with pytest.raises(ValueError, match=r"not valid times|Expected"):

@@ -298,7 +298,7 @@ class Link(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("cut_through", [False, True], ids=["whole", "cut-through"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_everything_comes_once_and_in_order(policy: str, cut_through: bool) -> None:
+def test_delivery_is_exactly_once_and_in_order(policy: str, cut_through: bool) -> None:
     run_state_machine_as_test(
         lambda: Link(policy, cut_through),
         settings=settings(
@@ -357,7 +357,7 @@ def test_rows_are_reported_in_order_as_they_arrive(
 
 @settings(max_examples=100, deadline=None)
 @given(rows=st.integers(1, 4000), hidden=st.sampled_from([1, 7, 64, 4096]), prefill=st.booleans())
-def test_no_message_is_over_the_bound(rows: int, hidden: int, prefill: bool) -> None:
+def test_messages_stay_within_their_bound(rows: int, hidden: int, prefill: bool) -> None:
     rows = min(rows, 4 << 20 // (hidden * 2))
     sender = LinkSender(1, create_policy("fifo"))
     header = Volume(1, prefill, (RequestSlice(1, 0, rows, 0),), Payload("bf16", (rows, hidden)))

@@ -25,7 +25,7 @@ def look(liveness: LinkLiveness, start: float, stop: float, busy: bool = True) -
     return None
 
 
-def test_when_to_heartbeat() -> None:
+def test_heartbeat_intervals_follow_load() -> None:
     clock = HeartbeatClock(10.0)
     assert clock.next_at(has_requests=False) == 10.0
     clock.mark_sent(10.0)
@@ -33,14 +33,14 @@ def test_when_to_heartbeat() -> None:
     assert clock.next_at(has_requests=True) == 10.1
 
 
-def test_a_stage_that_heartbeats_and_has_nothing_to_do_lives() -> None:
+def test_idle_stage_with_heartbeats_is_alive() -> None:
     liveness = LinkLiveness(0.0)
     for second in range(100):
         liveness.on_heartbeat(5, 0, 0.0, float(second))
         assert look(liveness, float(second), second + 0.5) is None
 
 
-def test_silence() -> None:
+def test_silence_is_death() -> None:
     liveness = LinkLiveness(0.0)
     liveness.on_heartbeat(5, 0, 0.0, 1.0)
     assert look(liveness, 1.0, 60.0) == "4.0: no heartbeat for 3.0 s"
@@ -49,7 +49,7 @@ def test_silence() -> None:
     assert look(liveness, 1.0, 60.0, busy=False) == "5.0: no heartbeat for 4.0 s"
 
 
-def test_work_without_progress() -> None:
+def test_work_without_progress_is_death() -> None:
     liveness = LinkLiveness(0.0)
     liveness.on_heartbeat(5, 0, 0.0, 0.0)
     liveness.on_heartbeat(5, 2, 0.0, 1.0)
@@ -65,17 +65,17 @@ def test_work_without_progress() -> None:
     assert liveness.death_reason(4.1, has_requests=True) is None
 
 
-def test_a_slow_stage_has_more_time() -> None:
+def test_predicted_steps_extend_the_timeout() -> None:
     liveness = LinkLiveness(0.0)
     liveness.on_heartbeat(5, 1, 2.0, 0.0)
     assert look(liveness, 0.0, 60.0) == "10.0: no heartbeat for 10.0 s"
 
 
-def test_a_stage_that_was_never_reached_has_more_time_too() -> None:
+def test_unreached_stage_has_a_longer_timeout() -> None:
     assert look(LinkLiveness(0.0), 0.0, 90.0) == "60.0: no heartbeat for 60.0 s"
 
 
-def test_our_own_pause_is_not_its_death() -> None:
+def test_local_pause_is_not_remote_death() -> None:
     liveness = LinkLiveness(0.0)
     liveness.on_heartbeat(5, 1, 0.0, 0.0)
     assert liveness.death_reason(0.4, has_requests=True) is None
@@ -88,7 +88,7 @@ def came_back(trip: RoundTripEstimator, sent_at: float, seconds: float, ahead: i
     return trip.on_echo(sent_at, RATE, sent_at + seconds)
 
 
-def test_round_trips() -> None:
+def test_round_trips_are_smoothed() -> None:
     trip = RoundTripEstimator()
     assert trip.min_rtt(0.0, RATE) is None
     for wrong in (math.nan, math.inf, -1.0, 0.5):
@@ -103,7 +103,7 @@ def test_round_trips() -> None:
     assert 0.030 < trip.smoothed_rtt < 0.046
 
 
-def test_the_least_round_trip_is_that_of_late() -> None:
+def test_minimum_round_trip_is_recent() -> None:
     trip = RoundTripEstimator(start=0.5)
     assert trip.min_rtt(0.0, RATE) == trip.smoothed_rtt == 0.5
     assert came_back(trip, 0.0, 0.6)
@@ -125,7 +125,7 @@ def test_a_full_link_does_not_hide_its_own_round_trip() -> None:
     assert trip.min_rtt(5.0, RATE) == pytest.approx(0.05)
 
 
-def test_a_longer_trip_on_a_half_empty_link_counts_if_it_stays() -> None:
+def test_longer_round_trip_on_a_half_full_link_must_last() -> None:
     trip = RoundTripEstimator()
     assert came_back(trip, 0.0, 0.06)
     for heartbeat in range(1, 30):
@@ -134,7 +134,7 @@ def test_a_longer_trip_on_a_half_empty_link_counts_if_it_stays() -> None:
         assert trip.min_rtt(heartbeat / 10 + 0.18, RATE) == pytest.approx(minimum)
 
 
-def test_connections_are_made_anew_while_nothing_is_heard() -> None:
+def test_silence_triggers_reconnects() -> None:
     liveness = LinkLiveness(0.0)
     assert not liveness.should_reconnect(50.0, has_requests=True), "it was never reached"
     liveness.on_heartbeat(5, 0, 0.0, 60.0)
@@ -149,7 +149,7 @@ def test_connections_are_made_anew_while_nothing_is_heard() -> None:
     assert liveness.should_reconnect(63.0 + IDLE_STALL_TIMEOUT, has_requests=False)
 
 
-def test_our_own_pause_is_no_stall() -> None:
+def test_local_pause_is_no_stall() -> None:
     liveness = LinkLiveness(0.0)
     liveness.on_heartbeat(5, 0, 0.0, 0.0)
     assert liveness.death_reason(100.0, has_requests=True) is None

@@ -102,7 +102,7 @@ def test_a_hello_is_answered_with_what_has_arrived(bench: Bench) -> None:
     assert [arrival.body for arrival in bench.arrivals] == [Tombstone(n) for n in range(3)]
 
 
-def test_a_late_hello_of_an_earlier_connection_unbinds_nobody(bench: Bench) -> None:
+def test_late_hello_of_an_older_connection_is_ignored(bench: Bench) -> None:
     """Two connections are read in turns, and the first one's words waited while we stood still."""
     bench.hello()
     again = Sender(b"\0two", "previous")
@@ -142,7 +142,7 @@ def test_only_the_previous_stage_may_send(
     assert len(bench.server.offences) == offences
 
 
-def test_acknowledgements_wait_a_little(bench: Bench) -> None:
+def test_acknowledgements_are_delayed(bench: Bench) -> None:
     bench.hello()
     bulk = Sender(b"\0bulk", "previous")
     bench.hello(bulk, channel=Channel.BULK)
@@ -168,7 +168,7 @@ def test_heartbeats_are_answered_with_our_progress(bench: Bench) -> None:
     assert bench.link.last_heartbeat == heartbeat
 
 
-def test_garbage_of_the_previous_stage_is_reported(bench: Bench) -> None:
+def test_invalid_frames_are_reported_as_misbehaviour(bench: Bench) -> None:
     bench.hello()
     part = VolumeFragment(1, 0, Payload("f32", (1, 2)))
     bench.frame(0, body=part, data=memoryview(bytes(8)))
@@ -179,5 +179,5 @@ def test_garbage_of_the_previous_stage_is_reported(bench: Bench) -> None:
     assert len(bench.arrivals) == 1
 
 
-def test_other_messages_are_for_others(bench: Bench) -> None:
+def test_other_messages_are_not_handled(bench: Bench) -> None:
     assert not bench.link.handle_message(BEFORE, Cancel("k"), None)

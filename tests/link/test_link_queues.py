@@ -21,7 +21,7 @@ def made(total: int) -> UnsentVolume:
     maximum=st.integers(1, 20 * ROW),
     late=st.booleans(),
 )
-def test_messages_make_up_the_volume(
+def test_fragments_make_up_the_volume(
     pieces: list[int], grants: list[int], maximum: int, late: bool
 ) -> None:
     total = sum(pieces)
@@ -45,7 +45,7 @@ def test_messages_make_up_the_volume(
     assert came == data
 
 
-def test_nothing_is_copied() -> None:
+def test_fragments_are_not_copied() -> None:
     data = bytearray(5 * ROW)
     out = made(5)
     out.add_rows(data)
@@ -55,7 +55,7 @@ def test_nothing_is_copied() -> None:
     assert (out.available_rows, out.nbytes) == (3, 3 * ROW)
 
 
-def test_rows_beyond_its_end() -> None:
+def test_rows_beyond_the_end_are_rejected() -> None:
     out = made(2)
     out.add_rows(bytes(ROW))
     with pytest.raises(WireError, match="volume 3: 16 bytes are not 1 to 1 rows"):

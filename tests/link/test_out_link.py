@@ -142,7 +142,7 @@ def test_the_hello_comes_first_and_is_repeated_until_it_is_answered() -> None:
     assert len(bench.decode.sent) == sent
 
 
-def test_channels_and_batches() -> None:
+def test_channels_are_sent_in_batches() -> None:
     bench = Bench(SenderLimits(max_message_bytes=8), policy="concurrent")
     bench.welcome()
     bench.link.send_volume(*volume(1, 100, prefill=True))
@@ -166,7 +166,7 @@ def test_a_congested_channel_waits_until_it_has_drained() -> None:
     assert len(bench.bulk.messages(Frame)) == 1
 
 
-def test_after_a_reconnect_only_what_is_missing_goes_again() -> None:
+def test_reconnect_resends_only_missing_frames() -> None:
     bench = Bench()
     bench.welcome()
     for seq in range(5):
@@ -184,7 +184,7 @@ def test_after_a_reconnect_only_what_is_missing_goes_again() -> None:
     assert (stats.resent, stats.connects) == (2, 3)
 
 
-def test_a_connection_that_breaks_while_sending() -> None:
+def test_connection_break_while_sending_is_handled() -> None:
     bench = Bench()
     bench.welcome()
     bench.decode.broken = True
@@ -197,7 +197,7 @@ def test_a_connection_that_breaks_while_sending() -> None:
     assert [frame.frame_number for frame in bench.decode.messages(Frame)] == [0]
 
 
-def test_heartbeats_keep_warm_while_busy() -> None:
+def test_heartbeats_are_frequent_while_requests_live() -> None:
     bench = Bench()
     bench.welcome()
     bench.wait(2.05)
@@ -227,7 +227,7 @@ def test_the_round_trip_comes_from_the_echo() -> None:
     assert bench.estimates == [LinkFacts(pytest.approx(0.02))]
 
 
-def test_a_new_link_is_tried_out_once() -> None:
+def test_new_link_is_probed_once() -> None:
     bench = Bench(probe=True)
     bench.welcome()
     bench.link.send_volume(*volume(1, 1, prefill=True))
@@ -249,7 +249,7 @@ def test_a_new_link_is_tried_out_once() -> None:
     assert bench.bulk.messages(Frame) == []
 
 
-def test_a_link_that_is_remembered_is_not_tried_out() -> None:
+def test_remembered_link_is_not_probed() -> None:
     bench = Bench(known=LinkFacts(0.03, 1e7), probe=True)
     bench.welcome()
     bench.wait(0.01)
@@ -284,7 +284,7 @@ def test_the_bulk_channel_is_kept_warm_while_requests_live(keep_warm: bool) -> N
     bench.sender.validate()
 
 
-def test_room_is_reported_once_the_next_stage_has_taken_enough() -> None:
+def test_writable_is_reported_when_the_link_has_drained() -> None:
     bench = Bench(SenderLimits(max_total_bytes=512))
     bench.welcome()
     bench.link.send_volume(*volume(1, 64, prefill=True))
@@ -309,7 +309,7 @@ def test_a_dead_stage_is_reported_once() -> None:
     assert len(bench.deaths) == 1
 
 
-def test_a_process_that_has_ended_is_not_waited_for() -> None:
+def test_ended_process_is_reported_at_once() -> None:
     bench = Bench()
     bench.welcome()
     bench.heartbeat()
@@ -322,7 +322,7 @@ def test_a_process_that_has_ended_is_not_waited_for() -> None:
     assert bench.deaths == ["its process has ended"]
 
 
-def test_a_silent_link_is_connected_anew_before_it_counts_as_dead() -> None:
+def test_silent_link_reconnects_before_it_is_dead() -> None:
     bench = Bench()
     bench.welcome()
     bench.heartbeat()
@@ -335,7 +335,7 @@ def test_a_silent_link_is_connected_anew_before_it_counts_as_dead() -> None:
     assert len(bench.deaths) == 1
 
 
-def test_while_requests_live_silence_counts_sooner() -> None:
+def test_silence_is_detected_sooner_with_live_requests() -> None:
     bench = Bench()
     bench.progress = StageProgress(completed_seq=3, num_queued=0, has_requests=True)
     bench.welcome()
@@ -349,7 +349,7 @@ def test_while_requests_live_silence_counts_sooner() -> None:
     assert reason in ("no heartbeat for 3.0 s", "no heartbeat for 3.1 s")
 
 
-def test_what_an_old_connection_says_is_no_welcome_on_the_next() -> None:
+def test_acknowledgement_of_an_old_connection_accepts_nothing() -> None:
     bench = Bench()
     bench.welcome()
     bench.link.send_control(Tombstone(1))
@@ -364,7 +364,7 @@ def test_what_an_old_connection_says_is_no_welcome_on_the_next() -> None:
     ]
 
 
-def test_a_next_stage_that_lost_its_place() -> None:
+def test_next_stage_that_lost_its_state_is_dead() -> None:
     bench = Bench()
     bench.welcome()
     bench.link.send_control(Tombstone(1))
@@ -375,7 +375,7 @@ def test_a_next_stage_that_lost_its_place() -> None:
     assert bench.deaths == ["it lost its state: frame 0 of DECODE again"]
 
 
-def test_an_old_acknowledgement_that_comes_again_says_nothing() -> None:
+def test_repeated_acknowledgement_is_ignored() -> None:
     bench = Bench()
     bench.welcome()
     bench.link.send_control(Tombstone(1))
@@ -384,7 +384,7 @@ def test_an_old_acknowledgement_that_comes_again_says_nothing() -> None:
     assert not bench.deaths
 
 
-def test_nonsense_changes_nothing() -> None:
+def test_invalid_messages_are_ignored() -> None:
     bench = Bench()
     bench.welcome()
     bench.link.send_control(Tombstone(1))
@@ -408,7 +408,7 @@ def lately(estimate: LinkEstimatedEvent = FAST, at: float = 0.0) -> TcpKeepWarm:
     return warmth
 
 
-def test_a_fortieth_of_the_link_in_pauses() -> None:
+def test_padding_takes_a_fortieth_of_the_link() -> None:
     warmth = lately()
     assert warmth.due_bytes(FAST, IDLE_PAUSE - 0.01) == 0
     assert warmth.due_bytes(FAST, IDLE_PAUSE) == 62_500
@@ -418,7 +418,7 @@ def test_a_fortieth_of_the_link_in_pauses() -> None:
     assert warmth.due_bytes(FAST, 2 * IDLE_PAUSE) == 62_500
 
 
-def test_not_before_a_prompt_nor_long_after_it() -> None:
+def test_padding_needs_a_recent_prompt() -> None:
     assert TcpKeepWarm().due_bytes(FAST, 100.0) == 0
     warmth = lately()
     for seq in range(100):
@@ -429,7 +429,7 @@ def test_not_before_a_prompt_nor_long_after_it() -> None:
     assert never.due_bytes(FAST, 1.0) == 0, "what is sent may be noise"
 
 
-def test_only_where_it_is_worth_it_and_within_bounds() -> None:
+def test_padding_is_bounded() -> None:
     warmth = lately()
     assert warmth.due_bytes(LinkEstimatedEvent(0.0, 0.06, None), 1.0) == 0
     assert warmth.due_bytes(LinkEstimatedEvent(0.06, 0.06, MIN_BYTES / SHARE_S - 1000), 1.0) == 0

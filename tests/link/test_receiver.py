@@ -50,7 +50,7 @@ class Feed:
         return self.made.on_frame(frame, None if payload is None else memoryview(payload), 0.0)
 
 
-def test_a_volume_in_parts() -> None:
+def test_volume_is_assembled_from_fragments() -> None:
     feed = Feed(receiver())
     data = bytes(range(5 * ROW))
     assert feed(volume(1, 5, rows(2)), data[: 2 * ROW]) == []
@@ -65,7 +65,7 @@ def test_a_volume_in_parts() -> None:
     feed.made.validate()
 
 
-def test_a_header_that_could_not_be_passed_on_is_no_message() -> None:
+def test_unforwardable_header_is_rejected() -> None:
     """A frame of small numbers has room for more than the next stage's may need."""
     feed = Feed(receiver(cut_through=True))
     groups = (
@@ -84,7 +84,7 @@ def test_a_header_that_could_not_be_passed_on_is_no_message() -> None:
     feed.made.validate()
 
 
-def test_parts_of_two_volumes_may_alternate() -> None:
+def test_fragments_of_two_volumes_may_alternate() -> None:
     feed = Feed(receiver())
     feed(volume(1, 2, rows(1)), bytes(ROW))
     feed(volume(2, 2, rows(1)), b"\1" * ROW)
@@ -114,7 +114,7 @@ def test_cut_through_reports_rows_as_they_arrive() -> None:
     feed.made.validate()
 
 
-def test_what_cut_through_does_not_change() -> None:
+def test_cut_through_leaves_other_messages_unchanged() -> None:
     """Volumes in one message, decode rows, and everything else."""
     feed = Feed(receiver(cut_through=True))
     data = bytes(range(3 * ROW))
@@ -126,7 +126,7 @@ def test_what_cut_through_does_not_change() -> None:
     assert feed.made.counters.volumes == 2
 
 
-def test_volumes_that_never_end_take_no_more_than_the_bound() -> None:
+def test_endless_volumes_are_bounded() -> None:
     feed = Feed(receiver(cut_through=True, assembly_bytes=20 * ROW))
     handed_out = 0
     for seq in range(100):
@@ -141,7 +141,7 @@ def test_volumes_that_never_end_take_no_more_than_the_bound() -> None:
     assert feed(volume(200, 6, rows(1)), bytes(ROW))[0].rows == 1
 
 
-def test_payloads_can_be_changed_and_kept() -> None:
+def test_payloads_are_owned_by_the_receiver() -> None:
     feed = Feed(receiver(), Channel.DECODE)
     (arrival,) = feed(History(1, 2, 0, Payload("i32", (2,))), bytes(8))
     assert isinstance(arrival.payload, bytearray)
@@ -169,7 +169,7 @@ def test_payloads_can_be_changed_and_kept() -> None:
     ],
 )
 @pytest.mark.parametrize("cut_through", [False, True])
-def test_garbage_is_counted_and_the_link_goes_on(
+def test_invalid_frames_are_counted_and_skipped(
     body: Any, payload: Any, fault: str, cut_through: bool
 ) -> None:
     feed = Feed(receiver(cut_through, assembly_bytes=1000))
@@ -193,7 +193,7 @@ def test_the_memory_of_all_volumes_is_bounded() -> None:
     assert feed.made.counters.garbage == 1
 
 
-def test_acknowledgements_are_cumulative_and_in_time() -> None:
+def test_acknowledgements_are_cumulative_and_timely() -> None:
     made = receiver(ack_every=3, ack_delay=0.005)
     decode, bulk = Feed(made, Channel.DECODE), Feed(made, Channel.BULK)
     assert made.due_acks(9.0) == []
@@ -211,7 +211,7 @@ def test_acknowledgements_are_cumulative_and_in_time() -> None:
     assert made.due_acks(0.0) == [Ack(5, Channel.DECODE, 5), Ack(5, Channel.BULK, 1)]
 
 
-def test_what_has_come_before_is_acknowledged_again() -> None:
+def test_duplicates_are_acknowledged_again() -> None:
     made = receiver(ack_delay=0.005)
     frame = Frame(5, Channel.DECODE, 0, Tombstone(1))
     assert len(made.on_frame(frame, None, 0.0)) == 1
@@ -224,7 +224,7 @@ def test_what_has_come_before_is_acknowledged_again() -> None:
     assert (counters.duplicates, counters.gaps, counters.old_epochs) == (1, 1, 1)
 
 
-def test_validate() -> None:
+def test_receiver_validates_its_invariants() -> None:
     made = receiver()
     made._assembly.nbytes = 1
     with pytest.raises(InvariantError):
@@ -233,7 +233,7 @@ def test_validate() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_no_frame_makes_it_raise(data: st.DataObject) -> None:
+def test_receiver_never_raises(data: st.DataObject) -> None:
     made = receiver(data.draw(st.booleans()), assembly_bytes=100 * ROW)
     codec = data_codec()
     small = st.integers(0, 4)
@@ -256,7 +256,7 @@ def test_no_frame_makes_it_raise(data: st.DataObject) -> None:
         assert made._assembly.nbytes <= 100 * ROW
 
 
-def test_a_probe_is_acknowledged_and_dropped() -> None:
+def test_padding_is_acknowledged_and_dropped() -> None:
     one = receiver()
     probe = Frame(5, Channel.BULK, 0, Padding(Payload("u8", (4,))))
     assert one.on_frame(probe, memoryview(b"abcd"), 0.0) == []

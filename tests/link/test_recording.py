@@ -75,7 +75,7 @@ def test_every_kind_of_event_comes_back_exactly() -> None:
     assert again.told == recorded.told
 
 
-def test_what_a_recording_looks_like() -> None:
+def test_recording_format() -> None:
     lines: list[bytes] = []
     recorder = RecordingPolicy(create_policy("fifo"), lines.append)
     recorder.handle(RowsProducedEvent(0, Channel.DECODE, 2, 16), 0.5)
@@ -90,7 +90,7 @@ def test_what_a_recording_looks_like() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_recorder_is_the_policy_that_it_wraps(name: str) -> None:
+def test_recording_policy_delegates(name: str) -> None:
     policy = create_policy(name)
     recorder: ChannelPolicy = RecordingPolicy(policy, lambda _: None)
     assert (recorder.name, recorder.single_channel) == (name, policy.single_channel)
@@ -99,7 +99,7 @@ def test_a_recorder_is_the_policy_that_it_wraps(name: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_decides_the_same_again(name: str, data: st.DataObject) -> None:
+def test_every_policy_replays_identically(name: str, data: st.DataObject) -> None:
     lines: list[bytes] = []
     recorder = RecordingPolicy(create_policy(name), lines.append)
     now, volumes = 0.0, 0
@@ -116,7 +116,7 @@ def test_every_policy_decides_the_same_again(name: str, data: st.DataObject) -> 
     assert replay_recording(lines) == []
 
 
-def test_a_decision_that_comes_out_otherwise_is_told_by_its_line() -> None:
+def test_differing_decision_is_reported_by_line() -> None:
     lines: list[bytes] = []
     recorder = RecordingPolicy(create_policy("fifo"), lines.append)
     recorder.handle(RowsProducedEvent(0, Channel.BULK, 2, 16), 0.5)
@@ -130,7 +130,7 @@ def test_a_decision_that_comes_out_otherwise_is_told_by_its_line() -> None:
     ]
 
 
-def test_a_recording_ends_at_its_bound_and_can_be_replayed_up_to_there() -> None:
+def test_truncated_recording_can_be_replayed() -> None:
     lines: list[bytes] = []
     recorder = RecordingPolicy(create_policy("fifo"), lines.append, maximum=1000)
     for number in range(100):
@@ -183,7 +183,7 @@ SENT = b'{"at":0,"event":"MessageSentEvent","of":{%s}}'
         ([OPENED, b'{"at":0,"ready":[1],"what":1}'], "line 2 of the recording"),
     ],
 )
-def test_garbage_is_refused_by_its_line(lines: list[bytes], complaint: str) -> None:
+def test_invalid_line_is_reported_by_number(lines: list[bytes], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         replay_recording(lines)
 

@@ -98,7 +98,7 @@ class Halves:
         return SendRowsAction(name, 5)
 
 
-def test_a_policy_decides_how_much_and_when() -> None:
+def test_policy_decides_rows_and_time() -> None:
     policy = Halves()
     sender = connected(LinkSender(1, policy, SenderLimits(max_message_bytes=3 * ROW)))
     sender.queue_volume(*volume(7, 10), 0.0)
@@ -123,7 +123,7 @@ def test_a_policy_decides_how_much_and_when() -> None:
     assert sender.wake_at is not None
 
 
-def test_control_goes_before_volumes_and_on_the_decode_channel() -> None:
+def test_control_messages_precede_volumes_on_the_decode_channel() -> None:
     sender = connected(LinkSender(1, TwoLanes()))
     sender.queue_volume(*volume(1, 2, prefill=False), 0.0)
     sender.queue_control(Admit(2, 1, SamplingParams(), 3))
@@ -149,7 +149,7 @@ def seqs(sent: list[Packet]) -> list[tuple[Channel, int, int, int]]:
     ]
 
 
-def test_one_channel_for_both_kinds() -> None:
+def test_single_channel_carries_both_kinds() -> None:
     sender = connected(LinkSender(1, FifoPolicy()))
     sender.queue_volume(*volume(1, 2), 0.0)
     sender.queue_control(Tombstone(2))
@@ -158,7 +158,7 @@ def test_one_channel_for_both_kinds() -> None:
     assert seqs(sender.poll_packets(0.0)) == [(Channel.BULK, 1, 0, 2), (Channel.BULK, 3, 0, 1)]
 
 
-def test_a_policy_with_one_channel_hears_of_both_kinds() -> None:
+def test_single_channel_policy_gets_both_kinds() -> None:
     policy = Orders(SendRowsAction(0, 1), SendRowsAction(1, 1))
     sender = connected(LinkSender(1, policy))
     sender.queue_volume(*volume(1, 1, prefill=False), 0.0)
@@ -176,7 +176,7 @@ def test_a_policy_with_one_channel_hears_of_both_kinds() -> None:
     assert sender.in_flight_on(Channel.BULK) == sender.unacknowledged_bytes > 2 * ROW
 
 
-def test_a_volume_in_pieces() -> None:
+def test_volume_is_queued_in_parts() -> None:
     policy = Orders(SendRowsAction(0, 99), SendRowsAction(0, 1), SendRowsAction(0, 99))
     sender = connected(LinkSender(1, policy, SenderLimits(max_message_bytes=4 * ROW)))
     header, data = volume(7, 10)
@@ -205,7 +205,7 @@ def test_a_volume_in_pieces() -> None:
     sender.validate()
 
 
-def test_rows_that_no_volume_lacks() -> None:
+def test_surplus_rows_are_rejected() -> None:
     sender = LinkSender(1, create_policy("fifo"))
     header, data = volume(7, 3)
     with pytest.raises(WireError, match="surplus rows of volume 7"):
@@ -224,7 +224,7 @@ def test_rows_that_no_volume_lacks() -> None:
     sender.validate()
 
 
-def test_a_link_that_is_far_behind_takes_the_rest_of_what_it_has_begun() -> None:
+def test_full_link_accepts_rows_of_started_volumes() -> None:
     sender = LinkSender(1, create_policy("fifo"), SenderLimits(max_total_bytes=10 * ROW))
     sender.queue_volume(volume(1, 30)[0], bytes(ROW), 0.0)
     sender.queue_rows(1, bytes(20 * ROW), 0.0)
@@ -238,7 +238,7 @@ def test_a_link_that_is_far_behind_takes_the_rest_of_what_it_has_begun() -> None
 @pytest.mark.parametrize(
     "decision", [SendRowsAction(0, 1), SendRowsAction(2, 1), SendRowsAction(1, 0)]
 )
-def test_a_policy_that_sends_what_is_not_there(decision: SendRowsAction) -> None:
+def test_sending_missing_rows_raises(decision: SendRowsAction) -> None:
     """Volume 0 has no rows left at the moment, 2 never was, and no rows are nothing to send."""
     sender = connected(LinkSender(1, Orders(SendRowsAction(0, 1), WaitAction(), decision)))
     header, data = volume(7, 3)
@@ -249,7 +249,7 @@ def test_a_policy_that_sends_what_is_not_there(decision: SendRowsAction) -> None
         sender.poll_packets(0.0)
 
 
-def test_a_volume_in_pieces_goes_again_after_a_reconnect() -> None:
+def test_fragments_are_resent_after_a_reconnect() -> None:
     sender = connected(LinkSender(1, FifoPolicy()))
     header, data = volume(7, 4)
     sender.queue_volume(header, data[: 2 * ROW], 0.0)
@@ -265,7 +265,7 @@ def test_a_volume_in_pieces_goes_again_after_a_reconnect() -> None:
     assert seqs(sender.poll_packets(3.0)) == [(Channel.BULK, 7, 3, 1)]
 
 
-def test_nothing_is_sent_before_a_connection_and_everything_again_after_the_next() -> None:
+def test_unacknowledged_frames_are_resent_after_a_reconnect() -> None:
     sender = LinkSender(1, create_policy("fifo"))
     sender.queue_control(Tombstone(1))
     assert sender.poll_packets(0.0) == []
@@ -281,7 +281,7 @@ def test_nothing_is_sent_before_a_connection_and_everything_again_after_the_next
     assert sender.num_resent == 1
 
 
-def test_a_channel_that_acknowledges_nothing_is_sent_again_on_the_same_connection() -> None:
+def test_stalled_channel_resends_on_the_same_connection() -> None:
     policy = Orders()
     sender = connected(LinkSender(1, policy, SenderLimits(resend_after=10.0)))
     sender.queue_control(Tombstone(1))
@@ -301,7 +301,7 @@ def test_a_channel_that_acknowledges_nothing_is_sent_again_on_the_same_connectio
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_was_lost_does_not_count_as_under_way_for_ever(policy: str) -> None:
+def test_lost_messages_leave_the_in_flight_count(policy: str) -> None:
     """A policy that bounds what is under way goes on once it has been sent again."""
     sender = connected(LinkSender(1, create_policy(policy), SenderLimits(resend_after=10.0)))
     sender.queue_volume(*volume(1, 2), 0.0)
@@ -312,7 +312,7 @@ def test_what_was_lost_does_not_count_as_under_way_for_ever(policy: str) -> None
     assert seqs(sender.poll_packets(11.0)) == [(Channel.BULK, 2, 0, 2)]
 
 
-def test_the_window_and_the_batch_bound_what_is_under_way() -> None:
+def test_window_and_batch_bound_messages_in_flight() -> None:
     limits = SenderLimits(max_message_bytes=ROW, max_unacknowledged_bytes=3 * (ROW + 128))
     sender = connected(LinkSender(1, create_policy("fifo"), limits))
     sender.queue_volume(*volume(1, 10), 0.0)
@@ -324,7 +324,7 @@ def test_the_window_and_the_batch_bound_what_is_under_way() -> None:
     assert [out.frame.frame_number for out in sender.poll_packets(0.1)] == [3, 4]
 
 
-def test_full_and_too_full() -> None:
+def test_full_link_rejects_messages_at_twice_its_limit() -> None:
     sender = LinkSender(1, create_policy("fifo"), SenderLimits(max_total_bytes=100 * ROW))
     sender.queue_volume(*volume(1, 99), 0.0)
     assert not sender.is_full
@@ -338,7 +338,7 @@ def test_full_and_too_full() -> None:
     sender.validate()
 
 
-def test_only_proper_volumes() -> None:
+def test_invalid_volumes_are_rejected() -> None:
     sender = LinkSender(1, create_policy("fifo"))
     header, data = volume(1, 3)
     for wrong in (data[:-1], b"", data + data[:ROW]):
@@ -363,7 +363,7 @@ def test_only_proper_volumes() -> None:
 @pytest.mark.parametrize(
     "ack", [Ack(2, Channel.DECODE, 1), Ack(1, Channel.DECODE, 9), Ack(1, 1, 1)]
 )
-def test_acknowledgements_that_can_not_be(ack: Ack) -> None:
+def test_impossible_acknowledgements_are_counted(ack: Ack) -> None:
     sender = connected(LinkSender(1, create_policy("fifo")))
     sender.queue_control(Tombstone(1))
     sender.poll_packets(0.0)
@@ -373,7 +373,7 @@ def test_acknowledgements_that_can_not_be(ack: Ack) -> None:
     sender.validate()
 
 
-def test_a_late_acknowledgement_of_what_is_sent_again() -> None:
+def test_late_acknowledgement_of_resent_frames() -> None:
     sender = connected(LinkSender(1, create_policy("fifo"), SenderLimits(resend_after=10.0)))
     for seq in range(4):
         sender.queue_control(Tombstone(seq))
@@ -386,7 +386,7 @@ def test_a_late_acknowledgement_of_what_is_sent_again() -> None:
     assert [out.frame.frame_number for out in sender.poll_packets(1.0)] == [3]
 
 
-def test_validate_tells_the_story() -> None:
+def test_failed_validation_carries_the_story() -> None:
     sender = connected(LinkSender(1, create_policy("fifo")))
     sender._queues.nbytes = 5
     with pytest.raises(InvariantError, match="DECODE connected"):
@@ -399,7 +399,7 @@ def test_a_frame_has_the_payload_of_its_body() -> None:
     assert Frame(1, Channel.BULK, 0, Tombstone(1)).payload is None
 
 
-def test_probes_go_first_on_the_bulk_channel() -> None:
+def test_padding_goes_first_on_the_bulk_channel() -> None:
     sender = connected(LinkSender(7, create_policy("fifo")))
     header, rows = volume(1, 1)
     sender.queue_volume(header, rows, 0.0)
@@ -418,7 +418,7 @@ def test_probes_go_first_on_the_bulk_channel() -> None:
     assert sender.queued_bytes == 0
 
 
-def test_decode_rows_pass_a_chunk_whose_channel_is_gone() -> None:
+def test_decode_rows_pass_a_disconnected_bulk_channel() -> None:
     sender = connected(
         LinkSender(1, create_policy("adaptive"), SenderLimits(max_message_bytes=ROW))
     )
@@ -437,7 +437,7 @@ def test_decode_rows_pass_a_chunk_whose_channel_is_gone() -> None:
     assert sender.queued_bytes == 0
 
 
-def test_a_policy_hears_of_heartbeats_that_are_back() -> None:
+def test_policy_gets_heartbeat_echoes() -> None:
     policy = Halves()
     sender = connected(LinkSender(1, policy))
     sender.estimator.on_heartbeat_sent(1.0)

@@ -132,7 +132,7 @@ def long_prompt(ring: Ring) -> tuple[float, list[float], float]:
     return alone, during, ring.agenda.now - begin
 
 
-def test_a_long_prompt_lets_everyone_have_a_token_in_each_iteration() -> None:
+def test_long_prompt_lets_streams_decode_each_iteration() -> None:
     ring = Ring([1.0])
     alone, during, _ = long_prompt(ring)
     steps = [(decodes, rows) for _, decodes, rows, _ in ring.steps]
@@ -144,7 +144,7 @@ def test_a_long_prompt_lets_everyone_have_a_token_in_each_iteration() -> None:
     assert max(during) <= 1.7 * alone
 
 
-def test_a_whole_prompt_at_once_stalls_everyone() -> None:
+def test_unchunked_prompt_stalls_streams() -> None:
     ring = Ring([1.0], max_num_batched_tokens=PROMPT)
     alone, during, _ = long_prompt(ring)
     assert [rows for _, _, rows, _ in ring.steps if rows] == [PROMPT]
@@ -153,9 +153,7 @@ def test_a_whole_prompt_at_once_stalls_everyone() -> None:
 
 @pytest.mark.parametrize("latency", [0.0, 0.001, 0.015])
 @pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.5], [0.5, 1.0, 2.0, 1.0]])
-def test_in_a_ring_tokens_take_about_twice_as_long_at_most(
-    speeds: list[float], latency: float
-) -> None:
+def test_long_prompt_at_most_doubles_token_times(speeds: list[float], latency: float) -> None:
     alone, during, first = long_prompt(Ring(speeds, latency))
     assert p99(during) <= 2.1 * alone
     _, stalled, _ = long_prompt(Ring(speeds, latency, max_num_batched_tokens=PROMPT))
@@ -164,14 +162,14 @@ def test_in_a_ring_tokens_take_about_twice_as_long_at_most(
     assert first < 4 * PROMPT * 1e-4 / min(speeds) * len(speeds)
 
 
-def test_who_decodes_takes_a_chunk_along() -> None:
+def test_decode_batches_piggyback_a_chunk() -> None:
     ring = Ring([1.0, 1.0])
     long_prompt(ring)
     first_stage = [(decodes, rows) for stage, decodes, rows, _ in ring.steps if stage == 0]
     assert all(decodes for decodes, rows in first_stage if rows), "no chunk goes by itself"
 
 
-def test_with_fewer_streams_than_micro_batches_prompts_have_some_of_their_own() -> None:
+def test_spare_micro_batches_are_prefill_only() -> None:
     ring = Ring([1.0, 1.0, 1.0], latency=0.03)
     ring.submit_request("s", 16, 4000)
     ring.run_until(lambda: len(ring.tokens["s"]) >= 10)
@@ -191,7 +189,7 @@ def auto(latency: float) -> Ring:
     return ring
 
 
-def test_where_a_turn_is_mostly_latency_chunks_go_in_between() -> None:
+def test_latency_bound_rings_run_prefill_only_chunks() -> None:
     latency = 0.2
     _, _, paired = long_prompt(Ring([1.0] * 3, latency))
     alone, during, first = long_prompt(ring := auto(latency))
@@ -215,14 +213,14 @@ def beside_one_stream(unpaired: bool) -> tuple[float, float]:
     return max(gaps(ring.tokens["s"][at:])), ring.agenda.now - begin
 
 
-def test_streams_do_not_notice_chunks_in_between() -> None:
+def test_prefill_only_chunks_do_not_delay_streams() -> None:
     paired_gap, paired_first = beside_one_stream(unpaired=False)
     gap, first = beside_one_stream(unpaired=True)
     assert gap <= paired_gap
     assert first < 0.6 * paired_first
 
 
-def test_chunks_in_flight_have_no_more_rows_than_a_stage_has_room_for() -> None:
+def test_prefill_only_rows_in_flight_are_bounded() -> None:
     ring = auto(2.0)
     bound = ring.head.config.max_prefill_only_rows
     maximum = 0.0
@@ -238,7 +236,7 @@ def test_chunks_in_flight_have_no_more_rows_than_a_stage_has_room_for() -> None:
     assert bound / 2 < maximum <= bound
 
 
-def test_chunks_that_are_back_are_forgotten() -> None:
+def test_returned_chunks_leave_the_window() -> None:
     ring = auto(0.2)
     for number in range(6):
         ring.submit_request(f"p{number}", PROMPT, 2)
@@ -247,7 +245,7 @@ def test_chunks_that_are_back_are_forgotten() -> None:
     assert len(ring.head._batcher._prefill_only_seqs) <= MAX_MICRO_BATCHES
 
 
-def test_where_it_is_not_they_ride_with_decode_rows() -> None:
+def test_compute_bound_rings_piggyback_chunks() -> None:
     ring = auto(0.001)
     alone, during, _ = long_prompt(ring)
     first_stage = [(decodes, rows) for stage, decodes, rows, _ in ring.steps if stage == 0]
@@ -255,7 +253,7 @@ def test_where_it_is_not_they_ride_with_decode_rows() -> None:
     assert p99(during) <= 2.1 * alone
 
 
-def test_while_nobody_decodes_chunks_are_large() -> None:
+def test_chunks_are_large_without_decoding() -> None:
     ring = Ring([1.0])
     ring.submit_request("long", PROMPT, 2)
     ring.run_until(lambda: bool(ring.tokens["long"]))
@@ -264,7 +262,7 @@ def test_while_nobody_decodes_chunks_are_large() -> None:
     assert all(rows % TILE == 0 and rows >= 512 for rows in chunks[:-1])
 
 
-def test_a_short_ring_of_long_prompts_is_filled_by_smaller_chunks() -> None:
+def test_short_ring_uses_smaller_chunks() -> None:
     def first(**limits: int) -> float:
         ring = Ring([1.0] * 4, **limits)
         ring.submit_request("long", 1024, 2)

@@ -105,7 +105,7 @@ def first_token_s(prompt: int, **options: Any) -> float:
 
 
 @pytest.mark.parametrize("chunk", [0, 512], ids=["the head's chunks", "one chunk"])
-def test_a_prompts_transfer_is_paid_once_and_not_once_per_hop(chunk: int) -> None:
+def test_prompt_transfer_is_paid_once_over_all_hops(chunk: int) -> None:
     rows, rate = 512, 500.0
     cut, stored = (
         first_token_s(rows, cut_through=on, rates=[rate], max_num_batched_tokens=chunk)
@@ -119,7 +119,7 @@ def test_a_prompts_transfer_is_paid_once_and_not_once_per_hop(chunk: int) -> Non
         assert cut < stored
 
 
-def test_one_slow_link_is_what_counts() -> None:
+def test_slowest_link_dominates() -> None:
     cut, stored = (
         first_token_s(
             512, cut_through=on, rates=[2000.0, 250.0, 1000.0], max_num_batched_tokens=512
@@ -130,7 +130,7 @@ def test_one_slow_link_is_what_counts() -> None:
     assert stored > 512 / 250 + 512 / 1000 + 512 / 2000
 
 
-def test_who_decodes_waits_for_a_piece_and_not_for_a_prompt() -> None:
+def test_decode_waits_for_a_sub_chunk_only() -> None:
     def worst_gap(*, cut_through: bool) -> float:
         swarm = Swarm(3, cut_through=cut_through, rates=[1e5], max_num_batched_tokens=2048)
         for number in range(6):
@@ -155,9 +155,7 @@ def test_who_decodes_waits_for_a_piece_and_not_for_a_prompt() -> None:
     seed=st.integers(0, 1 << 32),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_token_comes_once_and_nothing_is_left(
-    stages: int, chunk: int, cut_through: bool, seed: int
-) -> None:
+def test_every_token_arrives_once(stages: int, chunk: int, cut_through: bool, seed: int) -> None:
     """Cancels come while half a volume has run, or is still arriving, anywhere in the ring."""
     rng = random.Random(seed)
     swarm = Swarm(

@@ -53,7 +53,7 @@ class Steps:
         self.done(StepResult(results, STEP, None))
 
 
-def test_a_decode_step_is_over_when_its_rows_are_on_their_way() -> None:
+def test_decode_finish_is_reported_after_its_rows_are_queued() -> None:
     now = 0.0
     steps, outlet = Steps(), Outlet()
     shape = StageShape(1, 3, 2, 16, "f32")

@@ -336,7 +336,7 @@ def test_logits_do_not_depend_on_the_order_of_arrival(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_logits_do_not_depend_on_how_volumes_are_cut(
+def test_logits_do_not_depend_on_sub_chunks(
     stages: list[Stage], undisturbed: Logits, seed: int
 ) -> None:
     for stage in stages:
@@ -374,7 +374,7 @@ def spoil(stage: Stage, slots: list[int]) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(0, 3), (0, 1, 3)], ids=["whole", "two stages"])
-def test_copied_positions_give_the_logits_of_computed_ones(
+def test_copied_positions_give_the_same_logits(
     make_model: Any, tmp_path: Any, undisturbed: Logits, cuts: tuple[int, ...]
 ) -> None:
     """What the copy's source holds beyond, another request's or nothing usable, is not seen."""

@@ -787,7 +787,7 @@ def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> Non
     ring.drain(lambda events: events[0])
 
 
-def test_a_rejected_row_ends_only_its_own_request() -> None:
+def test_rejected_row_ends_only_its_request() -> None:
     ring = Ring(2, SchedulerConfig(64, 4, 2))
     for key in "ab":
         ring.submit(make_state("daemon", key, (1, 2, 3), 3, 30, SamplingParams(seed=ord(key))))
@@ -809,7 +809,7 @@ def test_a_rejected_row_ends_only_its_own_request() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
+def test_lookahead_does_not_change_answers(seed: int) -> None:
     """Few requests and many guesses: passes go ahead, on paths that turn out right or wrong."""
     rng = random.Random(seed)
     limits = SchedulerConfig(
@@ -825,7 +825,7 @@ def test_what_goes_ahead_changes_no_answer(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [3, AUTO_DRAFTS])
-def test_what_a_draft_model_guesses_changes_no_answer(num_speculative_tokens: int) -> None:
+def test_draft_model_does_not_change_answers(num_speculative_tokens: int) -> None:
     rng = random.Random(6)
     stages = {"profiles": (STAGE,) * 3, "num_stages": 3}
     limits = SchedulerConfig(

@@ -157,7 +157,7 @@ async def bench() -> Bench:
     return Bench()
 
 
-async def test_a_volume_goes_through_and_the_policy_hears_of_it(bench: Bench) -> None:
+async def test_volume_runs_and_the_policy_is_told(bench: Bench) -> None:
     bench.arrive(2, 1)
     (((step_input,), _),) = bench.executor.steps
     assert step_input.volume.seq == 2
@@ -168,7 +168,7 @@ async def test_a_volume_goes_through_and_the_policy_hears_of_it(bench: Bench) ->
     assert bench.ring.progress.completed_seq == 2
 
 
-async def test_how_long_a_step_should_take_is_told_while_it_runs(bench: Bench) -> None:
+async def test_progress_has_the_predicted_time_of_a_running_step(bench: Bench) -> None:
     assert bench.ring.progress.predicted_s == 0
     bench.arrive(2, 1, prefill=True, count=8)
     assert bench.ring.progress.predicted_s == SLACK * 0.5
@@ -179,7 +179,7 @@ async def test_how_long_a_step_should_take_is_told_while_it_runs(bench: Bench) -
     assert bench.ring.progress.predicted_s == pytest.approx(SLACK * 0.25 * 1.1)
 
 
-async def test_a_full_link_holds_work_back_until_it_drains(bench: Bench) -> None:
+async def test_full_link_blocks_steps_until_it_drains(bench: Bench) -> None:
     bench.outlet.is_full = True
     bench.arrive(2, 1)
     assert bench.executor.steps == []
@@ -189,7 +189,7 @@ async def test_a_full_link_holds_work_back_until_it_drains(bench: Bench) -> None
     assert len(bench.executor.steps) == 1
 
 
-async def test_an_error_of_our_own_ends_the_stage(bench: Bench) -> None:
+async def test_internal_error_ends_the_stage(bench: Bench) -> None:
     bench.arrive(2, 1)
     bench.outlet.error = ValueError("no room")
     await bench.end()
@@ -198,7 +198,7 @@ async def test_an_error_of_our_own_ends_the_stage(bench: Bench) -> None:
     assert bench.executor.steps == [], "nothing is computed any more"
 
 
-async def test_steps_that_fail_one_after_another_end_the_stage(bench: Bench) -> None:
+async def test_consecutive_failed_steps_end_the_stage(bench: Bench) -> None:
     for seq in range(2, 2 + MAX_FAILED_STEPS):
         assert bench.broken == []
         bench.arrive(seq, seq - 1)
@@ -207,7 +207,7 @@ async def test_steps_that_fail_one_after_another_end_the_stage(bench: Bench) -> 
     assert "device lost" in reason
 
 
-async def test_large_batches_that_run_out_of_memory_end_no_stage(bench: Bench) -> None:
+async def test_large_batches_without_memory_do_not_end_the_stage(bench: Bench) -> None:
     bench.arrive(2, 1)
     await bench.end()
     for seq in range(3, 3 + 2 * MAX_FAILED_STEPS):
@@ -219,7 +219,7 @@ async def test_large_batches_that_run_out_of_memory_end_no_stage(bench: Bench) -
     assert bench.ring.progress.completed_seq == 2 + 2 * MAX_FAILED_STEPS
 
 
-async def test_a_device_without_memory_for_small_ones_does(bench: Bench) -> None:
+async def test_small_batches_without_memory_end_the_stage(bench: Bench) -> None:
     bench.arrive(2, 1)
     await bench.end()
     for seq in range(3, 3 + MAX_FAILED_STEPS):
@@ -229,21 +229,21 @@ async def test_a_device_without_memory_for_small_ones_does(bench: Bench) -> None
     assert bench.broken == ["5 consecutive steps failed: OutOfMemoryError"]
 
 
-async def test_a_good_step_in_between_is_forgiving(bench: Bench) -> None:
+async def test_successful_step_resets_failures(bench: Bench) -> None:
     for seq in range(2, 20):
         bench.arrive(seq, seq - 1)
         await bench.end(error=None if seq % 2 else "a hiccup")
     assert bench.broken == []
 
 
-async def test_a_step_that_ends_after_the_epoch_is_ignored(bench: Bench) -> None:
+async def test_step_result_after_the_epoch_is_ignored(bench: Bench) -> None:
     bench.arrive(2, 1)
     bench.ring.close()
     await bench.end()
     assert [body.seq for body in bench.outlet.sent] == [1]
 
 
-async def test_rows_of_a_request_that_is_over_leave_a_tombstone(bench: Bench) -> None:
+async def test_rows_of_a_finished_request_leave_a_tombstone(bench: Bench) -> None:
     bench.arrive(2, 1)
     release = Release(4, 0, 3, (2,))
     bench.ring.on_message(release, None)
@@ -254,12 +254,12 @@ async def test_rows_of_a_request_that_is_over_leave_a_tombstone(bench: Bench) ->
     assert not bench.ring.progress.has_requests
 
 
-async def test_what_can_not_run_goes_on_as_a_tombstone_at_once(bench: Bench) -> None:
+async def test_unrunnable_volume_is_forwarded_as_a_tombstone(bench: Bench) -> None:
     bench.stranger(2)
     assert bench.outlet.sent[1:] == [Tombstone(2)]
 
 
-async def test_what_waits_for_rows_that_can_not_run_waits_no_longer(bench: Bench) -> None:
+async def test_volumes_after_unrunnable_rows_are_unblocked(bench: Bench) -> None:
     bench.arrive(3, 2)
     assert not bench.executor.steps
     bench.stranger(2)
@@ -269,9 +269,7 @@ async def test_what_waits_for_rows_that_can_not_run_waits_no_longer(bench: Bench
 
 
 @pytest.mark.parametrize("last", [False, True])
-async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
-    bench: Bench, last: bool
-) -> None:
+async def test_malformed_history_does_not_block_later_messages(bench: Bench, last: bool) -> None:
     bench.ring._shape = bench.ring._controls._shape = LAST_STAGE if last else MIDDLE_STAGE
     history = History(4, 0, 0, Payload("i32", (5,)))
     bench.ring.on_message(History(2, 0, 0, Payload("u8", (3,))), bytearray(b"abc"))
@@ -287,9 +285,7 @@ async def test_a_malformed_history_is_dropped_and_what_follows_goes_on(
 
 
 @pytest.mark.parametrize("last", [False, True])
-async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
-    bench: Bench, last: bool
-) -> None:
+async def test_block_table_is_applied_and_forwarded(bench: Bench, last: bool) -> None:
     bench.ring._shape = bench.ring._controls._shape = LAST_STAGE if last else MIDDLE_STAGE
     table = BlockTable(2, 0, Payload("i32", (2,)))
     bench.ring.on_message(table, bytearray(array("i", [7, 5]).tobytes()))
@@ -299,7 +295,7 @@ async def test_blocks_of_the_prefix_cache_are_learnt_and_passed_on(
     assert bench.broken == []
 
 
-async def test_alternatives_of_a_request_that_is_over_are_forgotten() -> None:
+async def test_alternatives_of_a_finished_request_are_dropped() -> None:
     released: list[int] = []
     head: Any = SimpleNamespace(
         next_batch=lambda _: None, on_released=lambda seq, _: released.append(seq)
@@ -329,7 +325,7 @@ def running(bench: Bench) -> tuple[int, int, bytes]:
     return rows.start, rows.count, bytes(step_input.data)
 
 
-async def test_rows_go_on_while_more_are_coming(bench: Bench) -> None:
+async def test_rows_are_forwarded_while_more_arrive(bench: Bench) -> None:
     volume = bench.volume(2, 1, prefill=True, count=50)
     data = bytearray(400)
     bench.ring.on_message(volume, data, 15)
@@ -357,7 +353,7 @@ async def test_rows_go_on_while_more_are_coming(bench: Bench) -> None:
     assert len(bench.executor.steps) == 1
 
 
-async def test_a_release_waits_for_the_rows_that_were_announced(bench: Bench) -> None:
+async def test_release_waits_for_announced_rows(bench: Bench) -> None:
     bench.ring.on_message(bench.volume(2, 1, prefill=True, count=50), bytearray(400), 20)
     await bench.end()
     bench.ring.on_message(Release(3, 0, 2), None)
@@ -367,7 +363,7 @@ async def test_a_release_waits_for_the_rows_that_were_announced(bench: Bench) ->
     assert not bench.ring.progress.has_requests
 
 
-async def test_failures_in_the_midst_of_a_volume_count_one_by_one(bench: Bench) -> None:
+async def test_failed_sub_chunks_count_separately(bench: Bench) -> None:
     bench.ring.on_message(bench.volume(2, 1, prefill=True, count=500), bytearray(4000), 20)
     for arrived in range(40, 40 + 20 * MAX_FAILED_STEPS, 20):
         assert bench.broken == []
@@ -378,7 +374,7 @@ async def test_failures_in_the_midst_of_a_volume_count_one_by_one(bench: Bench) 
     assert bench.ring.step_log.num_failed == MAX_FAILED_STEPS
 
 
-async def test_parts_of_nothing_are_counted(bench: Bench) -> None:
+async def test_stray_fragments_are_counted(bench: Bench) -> None:
     part(bench, 9, 3)
     bench.ring.on_message(VolumeFragment(2, 1, Payload("f32", (1, 2))), None)
     assert bench.ring.collect_stats()[0]["stage_refused_total"] == 1
@@ -386,7 +382,7 @@ async def test_parts_of_nothing_are_counted(bench: Bench) -> None:
     assert bench.broken == []
 
 
-async def test_the_tail_reports_a_volume_once() -> None:
+async def test_last_stage_reports_a_volume_once() -> None:
     executor = SamplingExecutor()
     bench = Bench(executor)
     bench.ring._shape = bench.ring._controls._shape = LAST_STAGE
@@ -419,7 +415,7 @@ async def test_without_cut_through_volumes_are_stored_and_forwarded() -> None:
     assert running(bench)[:2] == (4, 500)
 
 
-async def test_decodes_ride_with_each_piece_of_a_large_chunk() -> None:
+async def test_decode_rows_run_beside_each_sub_chunk() -> None:
     """The first stage has all rows at once; what decodes does not wait for the last of them."""
     asked: list[bool] = []
 
@@ -458,7 +454,7 @@ async def test_decodes_ride_with_each_piece_of_a_large_chunk() -> None:
     assert seqs == [1, 2, 3, 4, 3, 3]
 
 
-async def test_time_that_nobody_uses_is_counted() -> None:
+async def test_bubble_time_is_counted() -> None:
     now = [100.0]
     executor = ScriptedExecutor()
     ring = make_ring(executor, None, None, lambda _: None, clock=lambda: now[0])
@@ -477,7 +473,7 @@ async def test_time_that_nobody_uses_is_counted() -> None:
     assert gauges["stage_bubble_share"] == 0.5
 
 
-async def test_a_grammar_goes_on_to_the_last_stage(bench: Bench) -> None:
+async def test_grammar_is_forwarded_to_the_last_stage(bench: Bench) -> None:
     grammar = Grammar(2, 0, Payload("u8", (3,)))
     bench.ring.on_message(grammar, bytearray(b"abc"))
     assert bench.outlet.sent[1:] == [grammar]

@@ -61,7 +61,7 @@ def rate(value: float) -> LinkFacts:
 # --- one stage -------------------------------------------------------------------------------
 
 
-def test_when_a_stage_reports() -> None:
+def test_link_reports_are_rate_limited() -> None:
     one = LinkReports(1, 3)
     assert one.make_report(NOTHING, 0.0) is None
     assert one.make_report(FACTS, 0.0) == LinkReport(1, 0.03, 12.5e6)
@@ -76,7 +76,7 @@ def test_when_a_stage_reports() -> None:
     )
 
 
-def test_an_unknown_rate_is_reported_as_such() -> None:
+def test_unknown_rate_is_reported_as_zero() -> None:
     one = LinkReports(0, 2)
     assert one.make_report(LinkFacts(0.03), 0.0) == LinkReport(0, 0.03, 0.0)
     other = LinkReports(1, 2)
@@ -92,7 +92,7 @@ def test_a_ring_of_one_stage_has_no_links() -> None:
     assert alone.links == (NOTHING,)
 
 
-def test_the_stage_before_its_origin_does_not_pass_a_report_on() -> None:
+def test_report_stops_before_its_origin() -> None:
     assert [LinkReports(stage, 3).should_forward(0, 0.0) for stage in (1, 2)] == [
         True,
         False,
@@ -120,7 +120,7 @@ def test_invalid_link_reports_are_ignored(report: LinkReport) -> None:
 @pytest.mark.parametrize(
     "wrong", [[-1, 0.1, 1.0], [256, 0.1, 1.0], [0, 601.0, 1.0], [0, 0.1, 2e12]]
 )
-def test_some_never_come_through_the_codec(wrong: list[float]) -> None:
+def test_invalid_reports_do_not_decode(wrong: list[float]) -> None:
     good = msgspec.msgpack.encode(Frame(1, Channel.DECODE, 0, LinkReport(1, 0.1, 1.0)))
     raw = msgspec.msgpack.decode(good)
     raw[-1][1:] = wrong
@@ -200,7 +200,7 @@ def test_every_stage_knows_every_link(stages: int) -> None:
     assert all(ring.num_strays == 0 for ring in circle.rings)
 
 
-def test_a_change_goes_round_as_well() -> None:
+def test_link_change_goes_round_the_ring() -> None:
     circle = Circle(3)
     circle.rings[1].on_link_measured(FACTS, 0.0)
     circle.deliver()
@@ -212,7 +212,7 @@ def test_a_change_goes_round_as_well() -> None:
 
 
 @pytest.mark.parametrize("report", [LinkReport(1, 0.1, 1e6), LinkReport(7, 0.1, 1e6)])
-def test_strays_are_counted_and_go_nowhere(report: LinkReport) -> None:
+def test_stray_messages_are_counted_and_dropped(report: LinkReport) -> None:
     circle = Circle(3)
     circle.rings[1].on_message(report, None)
     assert circle.rings[1].num_strays == 1
@@ -230,7 +230,7 @@ def test_a_report_never_goes_round_twice() -> None:
     assert circle.passed <= 4 * 3 * 2
 
 
-def test_a_flood_of_reports_ends_at_the_next_stage() -> None:
+def test_report_flood_ends_at_the_next_stage() -> None:
     now = 0.0
     one = LinkReports(1, 3)
     passed = 0
@@ -245,14 +245,14 @@ def test_a_flood_of_reports_ends_at_the_next_stage() -> None:
     assert all(late), "honest ones may come together"
 
 
-def test_a_ring_that_has_been_left_says_nothing() -> None:
+def test_closed_ring_reports_nothing() -> None:
     circle = Circle(2)
     circle.rings[1].close()
     circle.rings[1].on_link_measured(FACTS, 0.0)
     assert not circle.wire
 
 
-def test_a_stage_alone() -> None:
+def test_single_stage_reports_nothing() -> None:
     circle = Circle(1)
     circle.rings[0].on_link_measured(FACTS, 0.0)
     assert circle.head.links == ()
@@ -281,7 +281,7 @@ def steps(measure: StepSlowdown, pace: float, since: float, seconds: float) -> l
     return [now for now in times if measure.add_step(0.1 * pace, 0.1, now)]
 
 
-def test_a_pace_that_stays_is_told() -> None:
+def test_lasting_slowdown_is_reported() -> None:
     measure = StepSlowdown()
     assert steps(measure, 1.1, 0.0, 20.0) == []
     assert measure.is_known
@@ -297,7 +297,7 @@ def test_a_pace_that_stays_is_told() -> None:
     assert measure.reported == pytest.approx(1.0, rel=REPORT_THRESHOLD)
 
 
-def test_what_passes_is_no_news() -> None:
+def test_transient_slowdown_is_not_reported() -> None:
     measure = StepSlowdown()
     steps(measure, 1.0, 0.0, 10.0)
     for round_ in range(10):
@@ -306,7 +306,7 @@ def test_what_passes_is_no_news() -> None:
         assert steps(measure, 1.0, began + 1.5, 4.5) == []
 
 
-def test_a_departure_below_the_bound_never_counts_and_one_above_does() -> None:
+def test_only_changes_beyond_the_threshold_are_reported() -> None:
     below, above = StepSlowdown(), StepSlowdown()
     assert steps(below, 1 + 0.9 * REPORT_THRESHOLD, 0.0, 60.0) == []
     assert len(steps(above, 1 + 1.1 * REPORT_THRESHOLD, 0.0, 60.0)) == 1
@@ -315,7 +315,7 @@ def test_a_departure_below_the_bound_never_counts_and_one_above_does() -> None:
     )
 
 
-def test_slow_steps_are_a_lot_each_and_an_hour_without_any_changes_nothing() -> None:
+def test_long_steps_are_one_lot_each() -> None:
     measure = StepSlowdown()
     told = [step for step in range(20) if measure.add_step(6.0, 2.0, 10.0 * step)]
     assert told == [NUM_LOTS - 1]
@@ -332,7 +332,7 @@ def run(meter: SlowdownMeter, volumes: list[Volume], seconds: float, since: floa
     return news
 
 
-def test_decode_and_prefill_steps_have_a_pace_of_their_own() -> None:
+def test_decode_and_prefill_slowdowns_are_separate() -> None:
     meter = SlowdownMeter(PROFILE)
     assert meter.decode_slowdown == 0.0, "nothing is measured"
     assert run(meter, [volume(8, prefill=False)], 0.04, 0.0)
@@ -353,7 +353,7 @@ def test_decode_and_prefill_steps_have_a_pace_of_their_own() -> None:
         [volume(257, prefill=True)],
     ],
 )
-def test_steps_of_which_the_profile_says_little_do_not_count(volumes: list[Volume]) -> None:
+def test_steps_outside_the_profile_do_not_count(volumes: list[Volume]) -> None:
     assert run(SlowdownMeter(PROFILE), volumes, 9.0, 0.0) == []
 
 
@@ -363,7 +363,7 @@ def test_without_a_profile_nothing_is_measured() -> None:
     assert meter.slowdown == Slowdown()
 
 
-def test_whatever_a_step_takes_what_is_told_is_a_pace() -> None:
+def test_any_step_time_gives_a_valid_slowdown() -> None:
     measure = StepSlowdown()
     steps(measure, 1e9, 0.0, 60.0)
     assert measure.reported == MAX_SLOWDOWN
@@ -371,13 +371,13 @@ def test_whatever_a_step_takes_what_is_told_is_a_pace() -> None:
     assert measure.reported == 1 / MAX_SLOWDOWN
 
 
-def test_a_pace_of_a_profile() -> None:
+def test_slowdown_scales_a_profile() -> None:
     paced = Slowdown(2.0, 3.0).apply_to(PROFILE)
     assert paced.decode_s(1) == pytest.approx(2 * PROFILE.decode_s(1))
     assert paced.prefill_s(64, 100) == pytest.approx(3 * PROFILE.prefill_s(64, 100))
 
 
-def test_every_stage_knows_every_pace() -> None:
+def test_every_stage_knows_every_slowdown() -> None:
     rounds = [SlowdownReports(stage, 3) for stage in range(3)]
     report = rounds[1].make_report(Slowdown(2.0, 3.0))
     assert report == SlowdownReport(1, 2.0, 3.0)
@@ -399,7 +399,7 @@ def test_invalid_slowdown_reports_are_ignored(report: SlowdownReport) -> None:
 @pytest.mark.parametrize(
     "change", [{"decode": 0.0}, {"prefill": MAX_SLOWDOWN + 1}, {"decode": -1.0}, {"stage": 256}]
 )
-def test_what_is_no_pace_is_not_decoded(change: dict[str, Any]) -> None:
+def test_invalid_slowdown_does_not_decode(change: dict[str, Any]) -> None:
     good = msgspec.msgpack.encode(Frame(1, Channel.DECODE, 0, SlowdownReport(1, 2.0, 0.5)))
     assert data_codec().decode([good])
     raw = msgspec.msgpack.decode(good)
@@ -450,7 +450,7 @@ def refused(found: Scoreboard) -> bool:
         (),
     ],
 )
-def test_blocks_that_make_no_sense_are_not_copied_out(numbers: tuple[int, ...]) -> None:
+def test_invalid_swap_out_is_rejected(numbers: tuple[int, ...]) -> None:
     found = board()
     payload, data = ids(*numbers)
     found.on_message(SwapOut(3, 0, payload), data, 0.0)
@@ -467,13 +467,13 @@ def test_blocks_that_make_no_sense_are_not_copied_out(numbers: tuple[int, ...]) 
         (Payload("i32", (2, 1)), None),
     ],
 )
-def test_a_payload_that_is_none_is_refused(payload: Payload, data: Any) -> None:
+def test_swap_with_an_invalid_payload_is_rejected(payload: Payload, data: Any) -> None:
     found = board()
     found.on_message(SwapOut(3, 0, payload), data, 0.0)
     assert refused(found)
 
 
-def test_of_one_that_is_over_or_runs_nothing_is_copied() -> None:
+def test_swap_of_a_finished_or_running_request_is_rejected() -> None:
     found = board()
     payload, data = ids(2, 0)
     found.on_message(SwapOut(3, 7, payload), data, 0.0)
@@ -497,7 +497,7 @@ def test_of_one_that_is_over_or_runs_nothing_is_copied() -> None:
         (3, (2, 8, 0, 1), False),
     ],
 )
-def test_rows_run_only_if_their_blocks_came_back(
+def test_rows_run_only_after_a_valid_swap_in(
     filled: int, numbers: tuple[int, ...], runs: bool
 ) -> None:
     found = board()
@@ -514,7 +514,7 @@ def test_rows_run_only_if_their_blocks_came_back(
     assert (found.next_step(0.0) is not None) is runs
 
 
-def test_what_has_come_back_is_there_no_more() -> None:
+def test_swapped_in_blocks_are_gone_from_host_memory() -> None:
     ledger = HostBlockLedger(4)
     assert ledger.fill_blocks(3, (0, 1))
     assert ledger.drain_blocks(3, (1,))
@@ -522,7 +522,7 @@ def test_what_has_come_back_is_there_no_more() -> None:
     assert ledger.drain_blocks(3, (0,))
 
 
-def test_the_smallest_stage_counts_once_all_are_known() -> None:
+def test_host_memory_is_the_minimum_of_all_stages() -> None:
     rounds = HostMemoryReports(0, 3)
     report = rounds.make_report(HostMemory(40, 0.001))
     assert report == HostMemoryReport(0, 40, 0.001)

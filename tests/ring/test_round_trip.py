@@ -16,7 +16,7 @@ def decode(*requests: int) -> Volume:
     return Volume(1, False, rows, Payload("f32", (len(rows), 4)))
 
 
-def test_the_same_requests_come_again_a_turn_later() -> None:
+def test_requests_return_after_a_round_trip() -> None:
     clock = RoundTripClock(TIMES)
     assert clock.on_decode_finished(decode(1, 2), 1.0) == pytest.approx(TURN)
     assert clock.on_decode_finished(decode(3, 4), 1.03) == pytest.approx(TURN - 0.03)
@@ -24,7 +24,7 @@ def test_the_same_requests_come_again_a_turn_later() -> None:
     assert clock.on_decode_finished(decode(3, 4), 1.13) == pytest.approx(0.07)
 
 
-def test_rows_that_go_ahead_are_no_turn() -> None:
+def test_lookahead_rows_are_no_round_trip() -> None:
     clock = RoundTripClock(TIMES)
     assert clock.on_decode_finished(decode(1), 1.0) == pytest.approx(TURN)
     ahead = Volume(2, False, (RequestSlice(1, 5, 2, 1, drafts=(7, 8)),), Payload("f32", (2, 4)))
@@ -32,14 +32,14 @@ def test_rows_that_go_ahead_are_no_turn() -> None:
     assert clock.on_decode_finished(decode(1), 1.0 + TURN) == pytest.approx(TURN)
 
 
-def test_requests_may_come_in_other_company() -> None:
+def test_requests_may_return_in_other_batches() -> None:
     clock = RoundTripClock(TIMES)
     clock.on_decode_finished(decode(1, 2), 1.0)
     clock.on_decode_finished(decode(3), 1.02)
     assert clock.on_decode_finished(decode(2, 3), 1.05) == pytest.approx(0.05), "1 is still to come"
 
 
-def test_late_rows_are_expected_at_once_and_then_not_at_all() -> None:
+def test_late_rows_are_given_up() -> None:
     clock = RoundTripClock(TIMES)
     clock.on_decode_finished(decode(1), 1.0)
     assert clock.on_decode_finished(decode(2), 1.0 + TURN + 0.01) == 0
@@ -47,7 +47,7 @@ def test_late_rows_are_expected_at_once_and_then_not_at_all() -> None:
     assert clock.on_decode_finished(decode(3), late) == pytest.approx(1.11 + TURN - late)
 
 
-def test_requests_that_are_over_are_not_expected() -> None:
+def test_finished_requests_are_not_expected() -> None:
     clock = RoundTripClock(TIMES)
     clock.on_decode_finished(decode(1, 2), 1.0)
     clock.on_request_finished(1)
@@ -57,7 +57,7 @@ def test_requests_that_are_over_are_not_expected() -> None:
     assert clock.on_decode_finished(decode(3), 1.15) == pytest.approx(TURN)
 
 
-def test_turns_that_take_longer_are_expected_to() -> None:
+def test_slow_round_trips_raise_the_prediction() -> None:
     clock = RoundTripClock(TIMES)
     now, after = 1.0, None
     for _ in range(40):
@@ -70,7 +70,7 @@ def test_turns_that_take_longer_are_expected_to() -> None:
     )
 
 
-def test_what_never_comes_again_is_forgotten() -> None:
+def test_volumes_that_never_return_are_dropped() -> None:
     clock = RoundTripClock(TIMES)
     for request in range(1000):
         clock.on_decode_finished(decode(request), request * TURN)
@@ -79,7 +79,7 @@ def test_what_never_comes_again_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("times", [RingTimes([], [], 8192), RingTimes([Profile()], [], 8192)])
-def test_nothing_is_known_of_the_ring(times: RingTimes) -> None:
+def test_unknown_ring_predicts_nothing(times: RingTimes) -> None:
     clock = RoundTripClock(times)
     assert clock.on_decode_finished(decode(1), 1.0) is None
     clock.times = TIMES

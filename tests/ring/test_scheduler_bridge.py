@@ -24,7 +24,7 @@ ONE, TWO = SampledId(0, 5, 11), SampledId(2, 7, 12)
 TOP = TopLogprobs(0, 5, (11,), (-0.5,))
 
 
-def test_the_last_piece_brings_all_choices() -> None:
+def test_last_sub_chunk_reports_all_samples() -> None:
     collector = SampleCollector()
     first, last = SamplerOutput(4, (ONE,), (1,)), SamplerOutput(4, (TWO,), (1, 3))
     assert collector.add_output(first, StepOutput(VOLUME, None, first, (TOP,)), last=False) == [TOP]
@@ -37,7 +37,7 @@ def test_the_last_piece_brings_all_choices() -> None:
     assert not len(collector)
 
 
-def test_forced_tokens_of_all_pieces_come_with_the_last() -> None:
+def test_last_sub_chunk_reports_all_forced_tokens() -> None:
     collector, forced = SampleCollector(), (ForcedTokens(0, (3, 4)), ForcedTokens(2, (5,)))
     for piece in forced:
         sampled = SamplerOutput(4, (), (), (piece,))
@@ -48,7 +48,7 @@ def test_forced_tokens_of_all_pieces_come_with_the_last() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 20, 60, MAX_SLICES])
-def test_as_many_forced_tokens_as_a_header_and_the_next_volume_have_room_for(groups: int) -> None:
+def test_forced_tokens_fit_the_header_and_the_next_volume(groups: int) -> None:
     large = 2**31 - 1
     choices = tuple(SampledId(large - index, large, large, -0.5) for index in range(groups))
     forced = tuple(ForcedTokens(each.request, (large,) * MAX_DRAFTS) for each in choices)

@@ -88,7 +88,7 @@ def test_rows_wait_for_their_admission() -> None:
     assert (board.num_queued, board.last_completed_seq) == (0, 3)
 
 
-def test_one_volume_of_each_kind_lowest_seqs_first() -> None:
+def test_step_takes_lowest_seq_of_each_kind() -> None:
     board = Scoreboard()
     feed(board, *(admit(seq, seq - 1) for seq in (1, 2, 3, 4)))
     feed(board, volume(8, rows(3, after=4), prefill=True), volume(7, rows(2, 3), prefill=True))
@@ -98,7 +98,7 @@ def test_one_volume_of_each_kind_lowest_seqs_first() -> None:
     assert run(board) == ((), [])
 
 
-def test_a_later_volume_overtakes_one_that_waits() -> None:
+def test_later_volume_overtakes_a_blocked_one() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), admit(2, 1))
     feed(board, volume(4, rows(0, after=3), prefill=True), volume(5, rows(1, after=2)))
@@ -112,7 +112,7 @@ def test_a_later_volume_overtakes_one_that_waits() -> None:
     assert board.last_completed_seq == 7
 
 
-def test_a_volume_waits_until_the_one_before_has_run_not_only_been_taken() -> None:
+def test_volume_waits_until_its_predecessor_has_run() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     feed(board, volume(2, rows(0, after=1), prefill=True))
@@ -124,7 +124,7 @@ def test_a_volume_waits_until_the_one_before_has_run_not_only_been_taken() -> No
     assert board.next_step(0.0).seqs == (3,)
 
 
-def test_shared_blocks_wait_for_their_writer() -> None:
+def test_rows_wait_for_the_writer_of_shared_blocks() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), admit(2, 1))
     feed(board, volume(4, rows(1, after=3, start=2)), volume(3, rows(0, 1, count=2), prefill=True))
@@ -160,7 +160,7 @@ def test_a_volume_without_rows_becomes_a_tombstone() -> None:
     assert board.next_step(0.0) is None
 
 
-def test_rows_that_run_are_finished_before_the_release() -> None:
+def test_release_waits_for_running_rows() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
     board.next_step(0.0)
@@ -169,7 +169,7 @@ def test_rows_that_run_are_finished_before_the_release() -> None:
     assert [control.body for control in board.complete_volumes((2,), 0.0)] == [release]
 
 
-def test_a_release_that_overtakes_its_rows_waits_for_them() -> None:
+def test_release_waits_for_rows_that_it_overtook() -> None:
     board = Scoreboard()
     release = Release(4, 0, after_seq=3, pending_seqs=(2,))
     feed(board, admit(1, 0))
@@ -179,13 +179,13 @@ def test_a_release_that_overtakes_its_rows_waits_for_them() -> None:
     assert feed(board, volume(2, rows(0, after=1), prefill=True)) == [Tombstone(2), release]
 
 
-def test_a_release_without_rows_waits_for_nothing() -> None:
+def test_release_without_rows_completes_at_once() -> None:
     board = Scoreboard()
     release = Release(2, 0, after_seq=1)
     assert feed(board, admit(1, 0), release) == [admit(1, 0), release]
 
 
-def test_a_release_does_not_hold_up_others() -> None:
+def test_release_does_not_block_other_requests() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), admit(2, 1))
     slow, quick = Release(5, 0, after_seq=3), Release(6, 1, after_seq=2)
@@ -193,7 +193,7 @@ def test_a_release_does_not_hold_up_others() -> None:
     assert feed(board, Tombstone(3)) == [Tombstone(3), slow]
 
 
-def test_memory_is_bounded() -> None:
+def test_scoreboard_memory_is_bounded() -> None:
     board = Scoreboard()
     for request in range(500):
         seq = 3 * request + 1
@@ -209,7 +209,7 @@ def test_memory_is_bounded() -> None:
 # --- misbehaviour --------------------------------------------------------------------------------
 
 
-def test_seqs_seen_before_are_ignored() -> None:
+def test_duplicate_seqs_are_ignored() -> None:
     board = Scoreboard()
     one = volume(2, rows(0, after=1))
     release = Release(3, 0, after_seq=2)
@@ -221,7 +221,7 @@ def test_seqs_seen_before_are_ignored() -> None:
     assert board.counters == {"duplicates": 7}
 
 
-def test_a_prompt_has_no_drafts() -> None:
+def test_drafts_in_a_prefill_volume_are_rejected() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     with_drafts = rows(0, 1, count=2, drafts=(5,))
@@ -230,7 +230,7 @@ def test_a_prompt_has_no_drafts() -> None:
     assert run(board) == ((3,), [])
 
 
-def test_rows_may_be_drafts_only() -> None:
+def test_lookahead_rows_are_valid() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     feed(board, volume(2, rows(0, 1)), volume(3, rows(0, 2, start=1, count=2, drafts=(5, 6))))
@@ -249,7 +249,7 @@ def test_rows_may_be_drafts_only() -> None:
         tuple(rows(index, 1, count=16, drafts=(5,) * 15) for index in range(9)),
     ],
 )
-def test_a_volume_that_makes_no_sense_is_buried(groups: tuple[RequestSlice, ...]) -> None:
+def test_invalid_volume_becomes_a_tombstone(groups: tuple[RequestSlice, ...]) -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     assert feed(board, volume(2, *groups)) == [Tombstone(2)]
@@ -258,7 +258,7 @@ def test_a_volume_that_makes_no_sense_is_buried(groups: tuple[RequestSlice, ...]
     assert board.counters == {"bad_volumes": 1}
 
 
-def test_rows_that_were_never_admitted_are_dropped() -> None:
+def test_rows_of_unadmitted_requests_are_dropped() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     feed(board, volume(2, rows(5, after=1)), volume(3, rows(0, 1), rows(5, 1)))
@@ -273,7 +273,7 @@ def test_rows_after_a_completed_release_are_dropped() -> None:
     assert feed(board, volume(3, rows(0, after=1))) == [Tombstone(3)]
 
 
-def test_controls_that_make_no_sense_become_tombstones() -> None:
+def test_invalid_controls_become_tombstones() -> None:
     board = Scoreboard()
     feed(board, admit(1, 4))
     assert feed(board, admit(2, 3)) == [Tombstone(2)]
@@ -289,7 +289,7 @@ def test_controls_that_make_no_sense_become_tombstones() -> None:
     }
 
 
-def test_releases_that_make_no_sense_complete() -> None:
+def test_invalid_releases_complete() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     stray, impossible = Release(2, 9, after_seq=1), Release(3, 0, after_seq=7, pending_seqs=(1, 3))
@@ -297,7 +297,7 @@ def test_releases_that_make_no_sense_complete() -> None:
     assert board.counters == {"stray_releases": 1, "bad_releases": 1}
 
 
-def test_who_was_released_before_being_admitted_is_over() -> None:
+def test_release_prevents_later_admission() -> None:
     board = Scoreboard()
     assert feed(board, Release(2, 4, after_seq=1)) == []
     assert feed(board, admit(3, 4)) == [Tombstone(3)]
@@ -305,7 +305,7 @@ def test_who_was_released_before_being_admitted_is_over() -> None:
     assert board.counters == {"stray_releases": 1, "stale_admits": 1}
 
 
-def test_a_release_that_names_too_few_seqs_waits_for_rows_that_run() -> None:
+def test_incomplete_release_waits_for_running_rows() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
     work = board.next_step(0.0)
@@ -315,7 +315,7 @@ def test_a_release_that_names_too_few_seqs_waits_for_rows_that_run() -> None:
     assert [control.body for control in board.complete_volumes(work.seqs, 0.0)] == [release]
 
 
-def test_a_flood_is_bounded() -> None:
+def test_excess_messages_are_rejected() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     for seq in range(10, 10 + MAX_WAITING_VOLUMES):
@@ -340,7 +340,7 @@ def test_waiting_rows_are_bounded_in_bytes() -> None:
     assert board.counters["floods"] + board.counters["bad_volumes"] == board.num_refused == 2
 
 
-def test_requests_are_bounded_the_released_ones_too() -> None:
+def test_live_and_released_requests_are_bounded() -> None:
     board = Scoreboard(ScoreboardLimits(max_requests=2))
     waiting = [Release(3, 0, after_seq=2), Release(6, 1, after_seq=2)]
     assert feed(board, admit(1, 0), waiting[0], admit(4, 1)) == [admit(1, 0), admit(4, 1)]
@@ -362,9 +362,7 @@ def test_requests_are_bounded_the_released_ones_too() -> None:
         (2**53, Payload("i32", (1,))),
     ],
 )
-def test_a_history_that_is_not_the_next_ids_of_its_request_is_refused(
-    first: int, payload: Payload
-) -> None:
+def test_out_of_order_history_is_rejected(first: int, payload: Payload) -> None:
     board = Scoreboard(ScoreboardLimits(max_model_len=8))
     bad = History(2, 0, first, payload)
     good = [History(3, 0, 0, Payload("i32", (5,))), History(4, 0, 5, Payload("i32", (3,)))]
@@ -377,7 +375,7 @@ def ids(*blocks: int) -> bytes:
     return array("i", blocks).tobytes()
 
 
-def test_rows_begin_after_the_blocks_that_are_brought_along() -> None:
+def test_rows_start_after_cached_blocks() -> None:
     board = Scoreboard(
         ScoreboardLimits(max_table_blocks=4, blocks=8, block_size=2, max_model_len=16)
     )
@@ -405,7 +403,7 @@ def test_rows_begin_after_the_blocks_that_are_brought_along() -> None:
         (Payload("i32", (4,)), ids(1, 2, 3, 4)),
     ],
 )
-def test_a_table_that_makes_no_sense_is_refused(payload: Payload, data: bytes | None) -> None:
+def test_invalid_block_table_is_rejected(payload: Payload, data: bytes | None) -> None:
     board = Scoreboard(ScoreboardLimits(max_table_blocks=3, blocks=8, block_size=2))
     feed(board, admit(1, 0))
     assert feed(board, BlockTable(2, 0, payload), data=data) == [Tombstone(2)]
@@ -437,7 +435,7 @@ def test_a_table_that_makes_no_sense_is_refused(payload: Payload, data: bytes | 
         "beyond the context",
     ],
 )
-def test_rows_that_no_stage_could_compute_are_dropped(bad: RequestSlice) -> None:
+def test_uncomputable_rows_are_dropped(bad: RequestSlice) -> None:
     board = Scoreboard(
         ScoreboardLimits(max_table_blocks=3, blocks=8, block_size=2, max_model_len=10)
     )
@@ -453,7 +451,7 @@ def test_rows_that_no_stage_could_compute_are_dropped(bad: RequestSlice) -> None
     assert board.counters == {"invalid_slices": 1}
 
 
-def test_completing_what_was_not_taken_is_our_own_mistake() -> None:
+def test_completing_an_untaken_volume_raises() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, after=1)))
     with pytest.raises(InvariantError, match="seq 2 completed but not taken") as caught:
@@ -461,7 +459,7 @@ def test_completing_what_was_not_taken_is_our_own_mistake() -> None:
     assert any("arrive Volume 2" in line for line in caught.value.story)
 
 
-def test_a_broken_invariant_tells_the_story() -> None:
+def test_broken_invariant_carries_the_story() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0))
     board._requests._live[7] = TrackedRequest()
@@ -479,7 +477,7 @@ def test_a_broken_invariant_tells_the_story() -> None:
         Payload("u8", (MAX_GRAMMAR_BYTES + 1,)),
     ],
 )
-def test_a_grammar_that_makes_no_sense_is_refused(payload: Payload) -> None:
+def test_invalid_grammar_is_rejected(payload: Payload) -> None:
     board = Scoreboard()
     good, second = (Grammar(seq, 0, Payload("u8", (3,))) for seq in (3, 4))
     assert feed(board, admit(1, 0), Grammar(2, 0, payload)) == [admit(1, 0), Tombstone(2)]
@@ -488,7 +486,7 @@ def test_a_grammar_that_makes_no_sense_is_refused(payload: Payload) -> None:
     assert board.counters == {"bad_grammars": 2, "stray_grammars": 1}
 
 
-def test_a_grammar_that_comes_after_rows_is_refused() -> None:
+def test_late_grammar_is_rejected() -> None:
     board = Scoreboard()
     feed(board, admit(1, 0), volume(2, rows(0, 1)))
     assert run(board)[0] == (2,)
@@ -496,7 +494,7 @@ def test_a_grammar_that_comes_after_rows_is_refused() -> None:
 
 
 @given(st.lists(st.integers(1, 30)))
-def test_is_a_set(seqs: list[int]) -> None:
+def test_seq_set_behaves_like_a_set(seqs: list[int]) -> None:
     done = SeqSet()
     for seq in seqs:
         done.add_seq(seq)
@@ -507,7 +505,7 @@ def test_is_a_set(seqs: list[int]) -> None:
 
 
 @given(st.permutations(range(1, 30)))
-def test_remembers_nothing_below_the_watermark(seqs: list[int]) -> None:
+def test_seq_set_keeps_nothing_below_the_watermark(seqs: list[int]) -> None:
     done = SeqSet()
     for seq in seqs:
         done.add_seq(seq)

@@ -81,7 +81,7 @@ def sizes(ready: StepInput | None) -> list[tuple[int, int, int]]:
     return [(group.request, group.start, group.count) for group in ready.volume.slices]
 
 
-def test_rows_run_as_they_arrive_and_the_seq_waits_for_the_last() -> None:
+def test_seq_completes_with_the_last_sub_chunk() -> None:
     board = board_with(0, 1)
     whole = volume(3, rows(0, 1, 4), rows(1, 2, 21))
     arrive(board, whole, 4)
@@ -111,7 +111,7 @@ def test_rows_run_as_they_arrive_and_the_seq_waits_for_the_last() -> None:
     assert take(board).seqs == (4,)
 
 
-def test_decode_rows_ride_with_a_piece_and_never_come_in_pieces() -> None:
+def test_decode_rows_are_never_split() -> None:
     board = board_with(0, 1)
     arrive(board, volume(4, rows(0, 1, 2), prefill=False), 1)
     arrive(board, volume(3, rows(1, 2, 15)))
@@ -121,7 +121,7 @@ def test_decode_rows_ride_with_a_piece_and_never_come_in_pieces() -> None:
     assert take(board).seqs == (4, 3)
 
 
-def test_a_later_volume_fills_the_time_in_which_rows_are_awaited() -> None:
+def test_later_volume_runs_while_rows_are_awaited() -> None:
     board = board_with(0, 1)
     arrive(board, volume(3, rows(0, 1, 30)), 10)
     arrive(board, volume(4, rows(1, 2, 5)))
@@ -134,7 +134,7 @@ def test_a_later_volume_fills_the_time_in_which_rows_are_awaited() -> None:
     ran(board, 3)
 
 
-def test_before_its_first_piece_a_volume_loses_rows_of_who_is_over() -> None:
+def test_unstarted_volume_drops_finished_requests() -> None:
     board = board_with(0, 1, 2)
     arrive(board, volume(4, rows(0, 1, 5), rows(1, 2, 5), rows(2, 3, 20)), 12)
     assert arrive(board, Release(5, 1, after_seq=4)) == []
@@ -157,7 +157,7 @@ def test_before_its_first_piece_a_volume_loses_rows_of_who_is_over() -> None:
     assert board.counters == {"dropped_slices": 1}
 
 
-def test_after_its_first_piece_a_release_waits_for_the_last() -> None:
+def test_release_waits_for_started_volumes() -> None:
     board = board_with(0, 1)
     arrive(board, volume(3, rows(0, 1, 12), rows(1, 2, 12)), 10)
     take(board)
@@ -173,7 +173,7 @@ def test_after_its_first_piece_a_release_waits_for_the_last() -> None:
     assert board.counters == {"dropped_slices": 1, "dropped_volumes": 1}
 
 
-def test_a_release_that_names_too_few_seqs_waits_for_volumes_that_have_begun() -> None:
+def test_incomplete_release_waits_for_started_volumes() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 10)
     take(board)
@@ -185,7 +185,7 @@ def test_a_release_that_names_too_few_seqs_waits_for_volumes_that_have_begun() -
     assert ran(board, 2) == [release]
 
 
-def test_rows_of_a_buried_volume_are_ignored_when_they_come() -> None:
+def test_late_rows_of_a_dropped_volume_are_ignored() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 9)
     release = Release(3, 0, after_seq=2)
@@ -195,7 +195,7 @@ def test_rows_of_a_buried_volume_are_ignored_when_they_come() -> None:
     assert board.num_refused == 0
 
 
-def test_parts_that_make_no_sense_are_counted_and_ignored() -> None:
+def test_invalid_fragments_are_counted_and_ignored() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 9)
     for seq, arrived in ((2, 9), (2, 5), (2, 21), (7, 3)):
@@ -209,7 +209,7 @@ def test_parts_that_make_no_sense_are_counted_and_ignored() -> None:
         ]
 
 
-def test_rows_that_do_not_wait_for_those_before_them_are_dropped() -> None:
+def test_rows_with_incomplete_predecessors_are_dropped() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)), 10)
     take(board)
@@ -219,7 +219,7 @@ def test_rows_that_do_not_wait_for_those_before_them_are_dropped() -> None:
     assert board.counters["invalid_slices"] == 1
 
 
-def test_bytes_wait_until_the_last_piece_was_taken() -> None:
+def test_waiting_bytes_are_freed_with_the_last_sub_chunk() -> None:
     board = board_with(0, 1, waiting_bytes=30)
     arrive(board, volume(3, rows(0, 1, 20)), 10)
     take(board)
@@ -230,7 +230,7 @@ def test_bytes_wait_until_the_last_piece_was_taken() -> None:
     assert arrive(board, volume(6, rows(1, 2, 30))) == []
 
 
-def test_whether_only_rests_are_queued() -> None:
+def test_only_remainders_are_recognized() -> None:
     board = board_with(0, 1)
     arrive(board, volume(3, rows(0, 1, 20)))
     assert not board.has_only_remainders
@@ -241,7 +241,7 @@ def test_whether_only_rests_are_queued() -> None:
     assert not board.has_only_remainders
 
 
-def test_a_piece_can_be_completed_only_once() -> None:
+def test_sub_chunk_completes_once() -> None:
     board = board_with(0)
     arrive(board, volume(2, rows(0, 1, 20)))
     take(board)

@@ -22,7 +22,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
 
-def test_only_time_with_requests_and_without_steps_counts() -> None:
+def test_bubbles_need_live_requests_and_no_step() -> None:
     bubbles = BubbleMeter(100.0)
     bubbles.update_state(103.0, live=True, computing=False)
     assert bubbles.seconds == 0
@@ -33,7 +33,7 @@ def test_only_time_with_requests_and_without_steps_counts() -> None:
     assert bubbles.seconds == 1.5
 
 
-def test_the_share_is_that_of_the_last_window() -> None:
+def test_bubble_share_covers_the_last_window() -> None:
     bubbles = BubbleMeter(0.0)
     bubbles.update_state(0.0, live=True, computing=True)
     bubbles.update_state(3.0, live=True, computing=False)
@@ -76,15 +76,13 @@ def chunk(count: int, start: int = 0) -> Volume:
         ([decode(100), chunk(64)], 0.21),
     ],
 )
-def test_a_step_takes_as_long_as_its_volumes_one_after_another(
-    volumes: list[Volume], seconds: float
-) -> None:
+def test_step_time_is_the_sum_of_its_volumes(volumes: list[Volume], seconds: float) -> None:
     expected = StepTimePredictor(PROFILE).begin_step(volumes)
     assert expected.expected_s == pytest.approx(seconds)
     assert expected.max_s == pytest.approx(SLACK * seconds)
 
 
-def test_without_a_measured_chunk_a_row_counts_as_a_step() -> None:
+def test_unmeasured_prefill_rows_count_as_steps() -> None:
     times = StepTimePredictor(Profile(decode=((1, 0.5),)))
     assert times.begin_step([chunk(64)]).expected_s == 32.0
 
@@ -96,7 +94,7 @@ def test_without_a_profile_nothing_is_predicted() -> None:
     assert times.begin_step([chunk(64)]).max_s == 0.0
 
 
-def test_slow_steps_raise_the_prediction_and_quick_ones_only_the_likely_time() -> None:
+def test_fast_steps_do_not_lower_the_maximum() -> None:
     times = StepTimePredictor(PROFILE)
     for _ in range(100):
         times.begin_step([decode(100)])
@@ -113,7 +111,7 @@ def test_slow_steps_raise_the_prediction_and_quick_ones_only_the_likely_time() -
 
 
 @given(st.lists(st.floats(0, 10), max_size=50), st.integers(1, 1024), st.integers(0, 10_000))
-def test_after_any_past_a_chunk_has_more_time_than_was_measured(
+def test_maximum_exceeds_the_profile_after_any_history(
     past: list[float], count: int, start: int
 ) -> None:
     times = StepTimePredictor(PROFILE)
@@ -124,7 +122,7 @@ def test_after_any_past_a_chunk_has_more_time_than_was_measured(
     assert maximum >= SLACK * PROFILE.prefill_s(count, start) * (1 - 1e-9)
 
 
-def test_failures_one_after_another_end_it() -> None:
+def test_consecutive_failures_exhaust_the_tracker() -> None:
     patience = FailureTracker()
     patience.on_step_succeeded(LARGE)
     for _ in range(MAX_FAILED_STEPS - 1):
@@ -135,7 +133,7 @@ def test_failures_one_after_another_end_it() -> None:
     assert patience.failures == MAX_FAILED_STEPS
 
 
-def test_a_step_that_works_forgives_all_before_it() -> None:
+def test_success_resets_the_tracker() -> None:
     patience = FailureTracker()
     for _ in range(10 * MAX_FAILED_STEPS):
         patience.on_step_failed(SMALL, out_of_memory=False)
@@ -144,7 +142,7 @@ def test_a_step_that_works_forgives_all_before_it() -> None:
     assert patience.failures == 0
 
 
-def test_large_batches_that_run_out_of_memory_are_their_own_fault() -> None:
+def test_large_batches_without_memory_count_less() -> None:
     patience = FailureTracker()
     patience.on_step_succeeded(SMALL)
     for _ in range(MAX_FAILED_STEPS * LARGE_STEP_WEIGHT - 1):
@@ -152,14 +150,14 @@ def test_large_batches_that_run_out_of_memory_are_their_own_fault() -> None:
         assert not patience.is_exhausted
 
 
-def test_but_not_for_ever() -> None:
+def test_large_batches_without_memory_exhaust_the_tracker_eventually() -> None:
     patience = FailureTracker()
     for _ in range(MAX_FAILED_STEPS * LARGE_STEP_WEIGHT):
         patience.on_step_failed(LARGE, out_of_memory=True)
     assert patience.is_exhausted
 
 
-def test_memory_that_is_gone_for_steps_which_worked_before_ends_it_soon() -> None:
+def test_lost_memory_exhausts_the_tracker_soon() -> None:
     patience = FailureTracker()
     patience.on_step_succeeded(LARGE)
     for _ in range(MAX_FAILED_STEPS):
@@ -167,7 +165,7 @@ def test_memory_that_is_gone_for_steps_which_worked_before_ends_it_soon() -> Non
     assert patience.is_exhausted
 
 
-def test_a_step_is_larger_if_it_has_more_rows_or_a_longer_context() -> None:
+def test_step_size_compares_rows_and_positions() -> None:
     volume = Volume(
         3, False, (RequestSlice(0, 99, 1, 1), RequestSlice(1, 7, 3, 1)), Payload("i32", (4,))
     )

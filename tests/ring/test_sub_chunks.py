@@ -24,13 +24,13 @@ CPU = Profile(decode=((1, 0.01),), prefill=tuple((x, 0.02 + 0.005 * x) for x in 
 PROFILES = st.sampled_from([GPU, CPU, Profile(prefill=((4, 1.0),)), Profile(prefill=((512, 1.0),))])
 
 
-def test_the_sizes_that_pay() -> None:
+def test_efficient_sizes_follow_the_profile() -> None:
     gpu, cpu = EfficientSubChunks(GPU), EfficientSubChunks(CPU)
     assert (gpu.min_rows, gpu.efficient_rows) == (128, 320)
     assert (cpu.min_rows, cpu.efficient_rows) == (16, 64)
 
 
-def test_a_slow_link_is_waited_for_until_a_pass_pays() -> None:
+def test_slow_rows_are_collected_until_a_pass_pays() -> None:
     pieces = EfficientSubChunks(GPU)
     assert [pieces.next_rows(here, 512 - here, 0, 0.0) for here in (16, 127, 128, 200, 256)] == [
         0,
@@ -41,7 +41,7 @@ def test_a_slow_link_is_waited_for_until_a_pass_pays() -> None:
     ]
 
 
-def test_nothing_is_left_that_is_too_small_for_a_pass() -> None:
+def test_remainders_are_worth_a_pass() -> None:
     pieces = EfficientSubChunks(GPU)
     assert pieces.next_rows(128, 128, 0, 0.0) == 128
     assert pieces.next_rows(128, 127, 0, 0.0) == 0
@@ -50,7 +50,7 @@ def test_nothing_is_left_that_is_too_small_for_a_pass() -> None:
     assert pieces.next_rows(1, 0, 0, 0.0) == 1
 
 
-def test_beside_decode_rows_a_tile_is_filled_up() -> None:
+def test_piggybacked_sub_chunks_fill_a_tile() -> None:
     pieces = EfficientSubChunks(GPU)
     assert pieces.next_rows(70, 400, 8, 0.0) == 56
     assert pieces.next_rows(130, 400, 8, 0.0) == 120
@@ -58,7 +58,7 @@ def test_beside_decode_rows_a_tile_is_filled_up() -> None:
     assert pieces.next_rows(130, 400, 50, 0.0) == 78
 
 
-def test_a_whole_prompt_leaves_in_several_pieces() -> None:
+def test_complete_prompt_is_split_into_sub_chunks() -> None:
     pieces, left, sizes = EfficientSubChunks(GPU), 2048, []
     while left:
         sizes.append(pieces.next_rows(left, 0, 8, 0.0))
@@ -67,7 +67,7 @@ def test_a_whole_prompt_leaves_in_several_pieces() -> None:
     assert pieces.next_rows(512, 0, 8, 0.0) == 512, "what the head makes is left as it is"
 
 
-def test_where_rows_come_slowly_small_pieces_will_do() -> None:
+def test_slow_arrival_allows_small_sub_chunks() -> None:
     pieces = EfficientSubChunks(GPU)
     assert [pieces.next_rows(here, 400, 0, 200.0) for here in (15, 16, 17, 70)] == [0, 16, 17, 64]
     # A pass of up to a tile takes 24 ms; in twice the time 44 rows come.
@@ -85,7 +85,7 @@ def test_where_rows_come_slowly_small_pieces_will_do() -> None:
     st.integers(0, 128),
     st.sampled_from([0.0, 10.0, 1000.0, 1e9]),
 )
-def test_any_volume_runs_to_its_end(
+def test_every_volume_runs_to_its_end(
     profile: Profile, here: int, coming: int, riding: int, pace: float
 ) -> None:
     pieces = EfficientSubChunks(profile)
@@ -109,7 +109,7 @@ def test_any_volume_runs_to_its_end(
         (UNKNOWN_PROFILE, True, WholeVolumePolicy),
     ],
 )
-def test_who_knows_nothing_stores_and_forwards(
+def test_unknown_profile_stores_and_forwards(
     profile: Profile, cut_through: bool, kind: type
 ) -> None:
     cutting = create_sub_chunk_policy(profile, cut_through=cut_through, forwards=True)

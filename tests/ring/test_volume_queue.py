@@ -34,11 +34,11 @@ def waiting(*counts: int, arrived: int | None = None) -> WaitingVolume:
         (1, 3, RequestSlice(3, 11, 3, 7, (), True)),
     ],
 )
-def test_what_is_done_once_is_in_one_piece(first: int, count: int, expected: RequestSlice) -> None:
+def test_once_only_work_stays_in_one_slice(first: int, count: int, expected: RequestSlice) -> None:
     assert clip_slice(GROUP, first, count) == expected
 
 
-def test_a_whole_volume_is_handed_out_as_it_came() -> None:
+def test_whole_volume_is_taken_unchanged() -> None:
     volume = waiting(2, 3)
     ready = volume.take_rows(5)
     assert ready.volume is ready.full_volume is volume.volume
@@ -46,7 +46,7 @@ def test_a_whole_volume_is_handed_out_as_it_came() -> None:
     assert (ready.row_indices, ready.first_row, ready.is_last) == (None, 0, True)
 
 
-def test_how_fast_rows_arrive_is_counted_after_the_first_ones() -> None:
+def test_row_rate_excludes_the_first_rows() -> None:
     volume = waiting(100, arrived=40)
     assert volume.row_rate == 0
     volume.extend_rows(50, 0.0)
@@ -57,7 +57,7 @@ def test_how_fast_rows_arrive_is_counted_after_the_first_ones() -> None:
     assert (volume.row_rate, volume.num_available) == (30, 70)
 
 
-def test_pieces_are_slices_without_copies() -> None:
+def test_sub_chunks_share_the_buffer() -> None:
     volume = waiting(2, 3)
     first, second = volume.take_rows(3), volume.take_rows(2)
     assert [(rows.request, rows.start, rows.count) for rows in first.volume.slices] == [
@@ -72,7 +72,7 @@ def test_pieces_are_slices_without_copies() -> None:
     assert first.data[4] == 77
 
 
-def test_dropped_slices_are_left_out_and_counted_out() -> None:
+def test_dropped_slices_are_excluded() -> None:
     volume = waiting(2, 3, 1, 2, arrived=6)
     volume.keep_slices([0, 2, 3])
     assert (volume.num_available, volume.num_remaining) == (3, 5)
@@ -89,7 +89,7 @@ def test_dropped_slices_are_left_out_and_counted_out() -> None:
 
 
 @given(st.data())
-def test_all_rows_that_remain_run_once_and_in_order(data: st.DataObject) -> None:
+def test_remaining_rows_run_once_in_order(data: st.DataObject) -> None:
     counts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
     volume = waiting(*counts, arrived=1)
     indices = list(range(len(counts)))

@@ -36,7 +36,7 @@ def report(load: PeerLoad | None) -> PeerReport:
     )
 
 
-def test_what_a_busy_pc_tells_fits_its_report() -> None:
+def test_largest_load_fits_a_report() -> None:
     stage = StageLoad("p12", 3, 99, 99, 128, MUCH, MUCH, 250_000, MUCH, (MUCH, MUCH), (MUCH, MUCH))
     request = RequestLoad("0123456789abcdef", "prefill", 131_072, 131_072, 131_072, 99_999, 9999)
     head = SchedulerLoad("p12", 128, 64, 99_999, 99_999, 16, (request,) * MAX_REQUESTS, 100)
@@ -66,13 +66,13 @@ def test_what_a_busy_pc_tells_fits_its_report() -> None:
         PeerLoad((StageLoad("p1", 0, latency_us=2**60),)),
     ],
 )
-def test_bounds(load: PeerLoad) -> None:
+def test_load_fields_are_bounded(load: PeerLoad) -> None:
     encoded = msgspec.msgpack.encode(report(load))
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(encoded, type=PeerReport)
 
 
-def test_a_report_of_before_has_no_load() -> None:
+def test_report_without_load_decodes() -> None:
     bare = msgspec.to_builtins(report(None))
     del bare["load"]
     assert msgspec.convert(bare, PeerReport) == report(None)

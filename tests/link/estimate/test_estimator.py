@@ -284,14 +284,14 @@ def test_the_latency_is_known_within_two_seconds_of_its_change(
 
 
 @pytest.mark.parametrize("load", [steady, prefills, gaps])
-def test_an_estimate_that_does_not_change_is_not_told_again(load: Load) -> None:
+def test_unchanged_estimate_is_not_reported(load: Load) -> None:
     pipe = run(load, Path(FAST, NEAR), FAST, NEAR)
     told = [news.rate for at, news in pipe.told if at >= 4.0]
     assert len([rate for rate, after in pairwise(told) if rate != after]) <= 1
     assert max(rates(pipe, 4.0)) <= 1.05 * min(rates(pipe, 4.0))
 
 
-def test_nothing_collapses_when_only_small_messages_flow() -> None:
+def test_small_messages_do_not_lower_the_rate() -> None:
     pipe = run(
         lambda pipe: pipe.fill(WINDOW, CHUNK, [4_000_000]), Path(FAST, NEAR), FAST, NEAR, end=60.0
     )
@@ -300,7 +300,7 @@ def test_nothing_collapses_when_only_small_messages_flow() -> None:
 
 
 @pytest.mark.parametrize("one_is_late", [False, True])
-def test_what_tcp_holds_back_does_not_lower_the_rate(one_is_late: bool) -> None:
+def test_tcp_backpressure_does_not_lower_the_rate(one_is_late: bool) -> None:
     """A window that restarts or recovers from a loss is no slower link: heartbeats are timely.
 
     One of three may be late because an event loop was.
@@ -349,14 +349,14 @@ def test_a_probe_on_a_fast_link_gives_a_lower_bound() -> None:
 # --- single events ---------------------------------------------------------------------------
 
 
-def test_nothing_is_known_at_first() -> None:
+def test_new_link_is_unknown() -> None:
     estimator = LinkEstimator()
     assert estimator.current_facts(0.0) == LinkFacts()
     assert estimator.poll_change(0.0) is None
     assert not estimator.on_heartbeat_echoed(0.0, 1.0)
 
 
-def test_what_is_remembered_counts_until_it_is_measured() -> None:
+def test_remembered_facts_count_until_measured() -> None:
     estimator = LinkEstimator(LinkFacts(0.03, 1e7))
     assert estimator.poll_change(0.0) == LinkEstimatedEvent(0.06, 0.06, 1e7)
     assert estimator.poll_change(0.1) is None
@@ -372,7 +372,7 @@ def test_what_is_remembered_counts_until_it_is_measured() -> None:
     assert agree(latencies(pipe, 2.0), NEAR, 0.15)
 
 
-def test_an_echo_of_nothing_is_no_measurement() -> None:
+def test_unknown_echo_is_ignored() -> None:
     estimator = LinkEstimator()
     estimator.on_heartbeat_sent(1.0)
     for echo in (math.nan, 0.5, -1.0):
@@ -381,7 +381,7 @@ def test_an_echo_of_nothing_is_no_measurement() -> None:
     assert estimator.current_facts(1.1).latency == pytest.approx(0.05)
 
 
-def test_a_connection_that_broke_leaves_nothing_under_way() -> None:
+def test_broken_connection_clears_messages_in_flight() -> None:
     estimator = LinkEstimator()
     for channel in Channel:
         estimator.handle(MessageSentEvent(channel, 1000), 0.0)
@@ -391,7 +391,7 @@ def test_a_connection_that_broke_leaves_nothing_under_way() -> None:
     assert estimator._meter.in_flight == 0
 
 
-def test_what_was_sent_twice_lands_once() -> None:
+def test_resent_message_arrives_once() -> None:
     estimator = LinkEstimator()
     for at in (0.0, 10.0):
         for each in range(3):
@@ -413,7 +413,7 @@ events = st.one_of(
 
 
 @given(st.lists(st.tuples(events, st.one_of(st.just(0.0), st.floats(-1, 5)))))
-def test_whatever_happens_the_estimate_is_a_sane_number(
+def test_estimate_is_always_valid(
     story: list[tuple[LinkEvent | str | float, float]],
 ) -> None:
     estimator, now, left = LinkEstimator(), 0.0, 0.0
@@ -437,7 +437,7 @@ def test_whatever_happens_the_estimate_is_a_sane_number(
         assert news is None or math.isfinite(news.rtt + news.min_rtt)
 
 
-def test_a_link_is_not_slower_than_what_it_carries() -> None:
+def test_rate_is_at_least_the_carried_bytes() -> None:
     """Sent one by one and evenly: it is never busy, and still carries so much."""
     pipe = Pipe(Path(FAST, NEAR), LinkEstimator(LinkFacts(NEAR, SLOW)))
     pipe.heartbeats()

@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "links" / "peers.json"
 
 
-def test_what_was_measured_is_known_to_the_next(path: Path) -> None:
+def test_measurement_survives_a_restart(path: Path) -> None:
     memory = LinkMemory(path)
     assert memory.find_facts("a") == LinkFacts()
     memory.remember_link("a", FACTS, 0.0)
@@ -25,13 +25,13 @@ def test_what_was_measured_is_known_to_the_next(path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["peers.json"]
 
 
-def test_without_a_path_it_lasts_as_long_as_the_object() -> None:
+def test_memory_without_a_path_is_not_saved() -> None:
     memory = LinkMemory(None)
     memory.remember_link("a", FACTS, 0.0)
     assert memory.find_facts("a") == FACTS
 
 
-def test_it_is_written_now_and_then_and_only_if_it_changed(path: Path) -> None:
+def test_file_is_written_at_intervals_on_changes(path: Path) -> None:
     memory = LinkMemory(path)
     memory.remember_link("a", FACTS, 0.0)
     memory.remember_link("a", LinkFacts(0.03, 2.5e6), SAVE_INTERVAL - 1)
@@ -44,7 +44,7 @@ def test_it_is_written_now_and_then_and_only_if_it_changed(path: Path) -> None:
     assert memory.find_facts("a") == LinkFacts(0.031, 2.5e6)
 
 
-def test_nothing_known_forgets_nothing(path: Path) -> None:
+def test_unknown_facts_keep_remembered_ones(path: Path) -> None:
     memory = LinkMemory(path)
     memory.remember_link("a", FACTS, 0.0)
     memory.remember_link("a", LinkFacts(), 100.0)
@@ -59,7 +59,7 @@ def test_two_workers_share_a_file(path: Path) -> None:
     assert memory.find_facts("a") == memory.find_facts("b") == FACTS
 
 
-def test_those_measured_last_are_kept(path: Path) -> None:
+def test_most_recent_links_are_kept(path: Path) -> None:
     memory = LinkMemory(path)
     memory.remember_link("first", FACTS, 0.0)
     for number in range(MAX_REMEMBERED - 1):
@@ -89,7 +89,7 @@ def test_those_measured_last_are_kept(path: Path) -> None:
         b" " * 70_000 + b'{"links": {}}',
     ],
 )
-def test_a_file_of_garbage_is_as_good_as_none(path: Path, content: bytes) -> None:
+def test_invalid_file_counts_as_empty(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
     memory = LinkMemory(path)
@@ -98,7 +98,7 @@ def test_a_file_of_garbage_is_as_good_as_none(path: Path, content: bytes) -> Non
     assert LinkMemory(path).find_facts("a") == FACTS
 
 
-def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+def test_unwritable_folder_is_ignored(tmp_path: Path) -> None:
     in_the_way = tmp_path / "links"
     in_the_way.write_bytes(b"")
     memory = LinkMemory(in_the_way / "peers.json")
@@ -107,7 +107,9 @@ def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_content_stops_anybody(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_any_file_content_is_tolerated(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     path = tmp_path_factory.mktemp("links") / "peers.json"
     path.write_bytes(content)
     assert len(LinkMemory(path)) <= MAX_REMEMBERED

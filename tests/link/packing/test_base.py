@@ -51,7 +51,7 @@ def connected(packer: Always | None) -> LinkSender:
 
 @pytest.mark.parametrize("cut_through", [False, True])
 @pytest.mark.parametrize("prefill", [False, True])
-def test_rows_arrive_as_they_were(prefill: bool, cut_through: bool) -> None:
+def test_rows_arrive_unchanged(prefill: bool, cut_through: bool) -> None:
     packer, codec = Always(), data_codec()
     sender = connected(packer)
     receiver = LinkReceiver(5, HIDDEN, "bf16", cut_through=cut_through)
@@ -72,7 +72,7 @@ def test_rows_arrive_as_they_were(prefill: bool, cut_through: bool) -> None:
     assert packer.kinds == [prefill] * 3
 
 
-def test_packed_bytes_are_what_counts_on_the_wire() -> None:
+def test_wire_bytes_count_packed_rows() -> None:
     sender = connected(Always())
     header, data = volume()
     sender.queue_volume(header, data, 0.0)
@@ -86,7 +86,7 @@ def test_packed_bytes_are_what_counts_on_the_wire() -> None:
     assert sender.packing.packed_bytes == sum(sizes)
 
 
-def test_without_a_packer_rows_leave_as_they_are() -> None:
+def test_rows_stay_plain_without_a_packer() -> None:
     sender = connected(None)
     header, data = volume()
     sender.queue_volume(header, data, 0.0)
@@ -94,7 +94,7 @@ def test_without_a_packer_rows_leave_as_they_are() -> None:
     assert sender.packing.plain_bytes == sender.packing.packed_bytes == len(data)
 
 
-def test_the_packer_hears_of_the_rate() -> None:
+def test_packer_gets_the_rate() -> None:
     packer = Always()
     sender = connected(packer)
     sender.handle(LinkEstimatedEvent(0.1, 0.1, 2e6), 0.0)
@@ -105,7 +105,7 @@ def test_the_packer_hears_of_the_rate() -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other size"])
-def test_rows_that_do_not_unpack_are_garbage(damage: str) -> None:
+def test_undecodable_rows_are_counted(damage: str) -> None:
     sender = connected(Always())
     receiver = LinkReceiver(5, HIDDEN, "bf16")
     header, data = volume()
@@ -132,7 +132,7 @@ def test_rows_that_do_not_unpack_are_garbage(damage: str) -> None:
     receiver.validate()
 
 
-def test_what_is_sent_again_is_not_packed_again() -> None:
+def test_resent_rows_are_not_packed_again() -> None:
     packer = Always()
     sender = connected(packer)
     sender.queue_volume(*volume(), 0.0)

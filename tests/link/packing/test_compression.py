@@ -58,7 +58,7 @@ def packed(
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
-def test_every_bit_pattern_of_16_comes_back(codec: RowCodec, dtype: str) -> None:
+def test_every_16_bit_pattern_survives(codec: RowCodec, dtype: str) -> None:
     # NaNs with their payloads, infinities, denormals and both zeros among them.
     words = np.arange(1 << 16, dtype="<u2")
     if dtype == "f32":
@@ -80,7 +80,7 @@ def test_every_bit_pattern_of_16_comes_back(codec: RowCodec, dtype: str) -> None
     rows=st.lists(st.binary(min_size=4, max_size=4), min_size=1, max_size=80),
     repeat=st.integers(1, 8),
 )
-def test_any_rows_come_back(
+def test_any_rows_survive(
     codec: RowCodec, dtype: str, hidden: int, rows: list[bytes], repeat: int
 ) -> None:
     row = hidden * DTYPE_SIZES[dtype]
@@ -99,7 +99,7 @@ def test_activations_shrink(codec: RowCodec, dtype: str, ratio: float) -> None:
     assert coded.nbytes / coded.coded > ratio
 
 
-def test_noise_stays_as_it_is(codec: RowCodec) -> None:
+def test_noise_is_sent_plain(codec: RowCodec) -> None:
     data = np.random.default_rng(1).bytes(8192)
     plain = header("bf16", data, 512)
     assert codec.pack_rows(plain, data, Coding.LOSSLESS) == (plain, data)
@@ -121,7 +121,7 @@ def test_only_plain_rows_are_packed(codec: RowCodec, payload: Payload) -> None:
         codec.pack_rows(payload, bytes(64), Coding.LOSSLESS)
 
 
-def test_more_than_a_message_is_not_packed(codec: RowCodec) -> None:
+def test_oversized_rows_are_not_packed(codec: RowCodec) -> None:
     with pytest.raises(WireError, match="over"):
         codec.pack_rows(Payload("bf16", (1, MAX_PAYLOAD)), bytes(2 * MAX_PAYLOAD), Coding.LOSSLESS)
 
@@ -130,7 +130,7 @@ def test_more_than_a_message_is_not_packed(codec: RowCodec) -> None:
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
-def test_int8_is_off_by_half_a_step(codec: RowCodec, dtype: str) -> None:
+def test_int8_error_is_half_a_step(codec: RowCodec, dtype: str) -> None:
     data = activations(dtype)
     coded, frame = codec.pack_rows(header(dtype, data, 512), data, Coding.INT8)
     assert coded.coded == 16 * (4 + 512)
@@ -162,7 +162,7 @@ def test_int8_keeps_failed_rows_failed_and_zeros_exact(
 
 
 @pytest.mark.parametrize("dtype", TRAVEL)
-def test_int8_takes_the_largest_and_the_smallest_numbers(codec: RowCodec, dtype: str) -> None:
+def test_int8_handles_extreme_values(codec: RowCodec, dtype: str) -> None:
     top = np.uint32({"bf16": 0x7F7F0000, "f16": 0x477FE000, "f32": 0x7F7FFFFF}[dtype])
     minimum = np.uint32({"bf16": 0x00010000, "f16": 0x33800000, "f32": 1}[dtype])
     values = np.array([[top] * 8, [minimum] * 8], "<u4").view("<f4")
@@ -189,7 +189,7 @@ def test_int8_of_any_bits_is_finite_where_the_row_was(
 @pytest.mark.parametrize("coding", [Coding.LOSSLESS, Coding.INT8])
 @pytest.mark.parametrize("dtype", TRAVEL)
 @given(data=st.data())
-def test_any_bytes_are_rows_or_an_error(
+def test_any_bytes_decode_or_raise(
     codec: RowCodec, dtype: str, coding: Coding, data: st.DataObject
 ) -> None:
     coded, frame = packed(codec, dtype, coding, hidden=32)
@@ -262,7 +262,7 @@ def test_other_frames_are_refused(codec: RowCodec, content: bytes) -> None:
         Payload("bf16", (8, 8)),
     ],
 )
-def test_headers_that_lie_are_refused(codec: RowCodec, payload: Payload) -> None:
+def test_false_headers_are_rejected(codec: RowCodec, payload: Payload) -> None:
     with pytest.raises(WireError):
         codec.unpack_rows(payload, bytes(64))
 
@@ -279,7 +279,7 @@ def make(setting: str = "lossless", seq: float = 1e-6) -> tuple[RowPacker, Compr
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-def test_it_packs_and_measures(bulk: bool) -> None:
+def test_packing_is_measured(bulk: bool) -> None:
     packer, compressor = make()
     header, data = packer.pack_rows(bulk, PLAIN, memoryview(ROWS))
     assert header.coding is Coding.LOSSLESS
@@ -294,7 +294,7 @@ def test_it_packs_and_measures(bulk: bool) -> None:
     assert worth.core_share == pytest.approx(ratio * 12.5e6 * 2e-6 / len(ROWS))
 
 
-def test_it_leaves_rows_alone_where_packing_is_too_slow() -> None:
+def test_slow_packing_sends_plain_rows() -> None:
     packer, compressor = make(seq=1.0)
     for _ in range(CompressorLimits().samples_in_row):
         header, _ = packer.pack_rows(True, PLAIN, memoryview(ROWS))

@@ -40,7 +40,7 @@ def compressor(
     return made
 
 
-def test_nothing_is_packed_if_nobody_asked() -> None:
+def test_nothing_is_packed_unless_requested() -> None:
     made = compressor(setting="none")
     assert made.choose_coding(BULK, 0.0) == made.choose_coding(DECODE, 0.0) == PLAIN
 
@@ -53,7 +53,7 @@ def test_the_first_message_of_a_kind_is_a_sample() -> None:
     assert made.estimate_gain(BULK) is None
 
 
-def test_the_first_of_some_samples_may_find_cold_caches() -> None:
+def test_cold_first_sample_is_tolerated() -> None:
     made = compressor(samples_in_row=3)
     for pack in (1e7, 5e8, 1e9):
         assert made.choose_coding(BULK, 0.0) == SAMPLE
@@ -109,7 +109,7 @@ def test_a_link_that_was_not_measured_counts_as_100_mbps() -> None:
     assert made.is_packing(BULK)
 
 
-def test_between_the_thresholds_it_goes_on_as_it_did() -> None:
+def test_hysteresis_keeps_the_decision() -> None:
     made = compressor(max_core_share=1.0)
     rate, size = 1000 * MBPS, 80_000
     # To be 1.06 times faster, of 8 ns a byte 2.67 may be saved and 2.21 spent.
@@ -128,7 +128,7 @@ def test_between_the_thresholds_it_goes_on_as_it_did() -> None:
     assert not made.is_packing(BULK)
 
 
-def test_a_core_is_not_spent_on_it() -> None:
+def test_packing_is_bounded_by_core_share() -> None:
     # It would be faster, but a third of a core would be busy with it.
     made = compressor(1000 * MBPS)
     made.on_packed(BULK, message(pack=1e9, unpack=1.3e9))
@@ -148,7 +148,7 @@ def test_a_core_is_not_spent_on_it() -> None:
     assert not made.is_packing(BULK)
 
 
-def test_decode_rows_and_bulk_are_judged_apart() -> None:
+def test_decode_and_bulk_are_decided_separately() -> None:
     made = compressor(500 * MBPS)
     made.on_packed(BULK, message(pack=1.5e9))
     made.on_packed(DECODE, message(size=8192, pack=2e8, unpack=3e8))
@@ -156,7 +156,7 @@ def test_decode_rows_and_bulk_are_judged_apart() -> None:
     assert not made.is_packing(DECODE)
 
 
-def test_what_does_not_shrink_is_not_packed() -> None:
+def test_incompressible_rows_are_not_packed() -> None:
     made = compressor()
     made.on_packed(BULK, message(ratio=1.0))
     assert not made.is_packing(BULK)
@@ -173,7 +173,7 @@ def test_one_slow_message_changes_nothing() -> None:
     assert made.is_packing(BULK)
 
 
-def test_a_busy_machine_stops_it() -> None:
+def test_busy_machine_stops_packing() -> None:
     made = compressor()
     for _ in range(9):
         made.on_packed(BULK, message())
@@ -183,7 +183,7 @@ def test_a_busy_machine_stops_it() -> None:
     assert not made.is_packing(BULK)
 
 
-def test_while_off_it_tries_a_message_now_and_then() -> None:
+def test_samples_are_taken_while_packing_is_off() -> None:
     made = compressor(10_000 * MBPS)
     chosen = []
     for tenth in range(25):
@@ -194,7 +194,7 @@ def test_while_off_it_tries_a_message_now_and_then() -> None:
     assert [n for n, packed in enumerate(chosen) if packed] == [0, 10, 20]
 
 
-def test_while_on_the_time_to_unpack_is_measured_now_and_then() -> None:
+def test_unpacking_is_sampled_while_packing_is_on() -> None:
     made = compressor()
     made.on_packed(BULK, message())
     assert [made.choose_coding(BULK, now).is_sample for now in (0.0, 0.5, 1.0, 1.5)] == [
@@ -214,7 +214,7 @@ rates = st.floats(1e5, 1e10)
         st.tuples(rates, rates, st.floats(1.0, 4.0), st.integers(512, SIZE)), min_size=1
     ),
 )
-def test_it_packs_only_what_is_faster_and_leaves_the_core(
+def test_packing_is_faster_and_within_its_core_share(
     rate: float, messages: list[tuple[float, float, float, int]]
 ) -> None:
     made = compressor(rate)

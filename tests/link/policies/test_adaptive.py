@@ -72,7 +72,7 @@ def test_the_credit_window_bounds_what_is_in_flight() -> None:
     assert isinstance(policy.choose_action(0.035, BOTH), SendRowsAction)
 
 
-def test_on_an_unknown_link_two_chunks() -> None:
+def test_unknown_link_gets_two_chunks() -> None:
     policy = AdaptivePolicy()
     policy.handle(RowsProducedEvent(0, Channel.BULK, 1000, ROW), 0.0)
     assert policy.choose_action(0.0, BOTH) == SendRowsAction(0, FIRST_CHUNK // ROW)
@@ -84,7 +84,7 @@ def test_on_an_unknown_link_two_chunks() -> None:
     assert policy.choose_action(1.0, BOTH) == SendRowsAction(0, FIRST_CHUNK // ROW)
 
 
-def test_chunks_leave_well_before_the_decode_rows_are_there() -> None:
+def test_chunks_leave_before_expected_decode_rows() -> None:
     policy = known_link()
     policy.handle(RowsProducedEvent(0, Channel.BULK, 1000, ROW), 0.0)
     policy.handle(DecodeStartedEvent(8, 0.020), 0.0)
@@ -115,7 +115,7 @@ def test_without_prediction_only_the_window_counts() -> None:
     assert send(policy, 0.0) == int(WINDOW // (CHUNK * ROW))
 
 
-def test_while_decode_rows_are_overdue_a_row_at_a_time_is_under_way() -> None:
+def test_overdue_decode_rows_allow_single_rows() -> None:
     """At 12.5 MB/s a row of 8192 bytes takes 0.655 ms, and a second one would be beyond 1 ms."""
     policy = known_link()
     policy.handle(DecodeFinishedEvent(8, 0.0), 0.0)
@@ -129,7 +129,7 @@ def test_while_decode_rows_are_overdue_a_row_at_a_time_is_under_way() -> None:
     assert policy.choose_action(held.until, BOTH) == SendRowsAction(0, 1)
 
 
-def test_timers_that_are_late_are_allowed_for() -> None:
+def test_late_timers_extend_the_lead() -> None:
     """Where a timer is late by 4 ms each time, more has to be under way, or the link idles."""
     policy = known_link()
     policy.handle(RowsProducedEvent(0, Channel.BULK, 100_000, ROW), 0.0)
@@ -149,7 +149,7 @@ def test_timers_that_are_late_are_allowed_for() -> None:
     assert decision.rows in (6, 7)
 
 
-def test_on_a_slow_link_a_chunk_leaves_as_rarely_as_it_takes_a_tenth_of_the_time() -> None:
+def test_slow_link_gives_chunks_a_tenth_of_the_time() -> None:
     """At 500 kB/s the smallest chunk, of two rows, takes 33 ms."""
     policy = AdaptivePolicy()
     policy.handle(LinkEstimatedEvent(0.03, 0.03, 500e3), 0.0)
@@ -166,7 +166,7 @@ def test_on_a_slow_link_a_chunk_leaves_as_rarely_as_it_takes_a_tenth_of_the_time
     assert len(gaps) == 5
 
 
-def test_a_prediction_that_is_far_too_late_holds_nothing_back() -> None:
+def test_stale_prediction_holds_nothing_back() -> None:
     policy = known_link()
     policy.handle(DecodeFinishedEvent(8, 0.0), 0.0)
     policy.handle(RowsProducedEvent(0, Channel.BULK, 1000, ROW), 0.1)
@@ -174,7 +174,7 @@ def test_a_prediction_that_is_far_too_late_holds_nothing_back() -> None:
 
 
 @pytest.mark.parametrize("predict", [True, False])
-def test_bulk_gets_a_chunk_every_50_ms_while_decodes_never_stop(predict: bool) -> None:
+def test_bulk_is_not_starved_by_endless_decodes(predict: bool) -> None:
     """There is always a decode volume, and a decode step that should be over by now."""
     policy = known_link(predict)
     policy.handle(RowsProducedEvent(0, Channel.BULK, 100_000, ROW), 0.0)
@@ -205,7 +205,7 @@ def test_the_oldest_prefill_goes_first_even_if_it_grows_later() -> None:
     assert policy.choose_action(0.0, BOTH) == SendRowsAction(1, 3)
 
 
-def test_a_row_now_and_then_is_no_chunk() -> None:
+def test_single_rows_do_not_reset_starvation() -> None:
     """Intervals that are too short for a chunk don't put off the one that is due."""
     policy = known_link()
     policy.handle(RowsProducedEvent(0, Channel.BULK, 100_000, ROW), 0.0)

@@ -13,7 +13,7 @@ from molink.wire.messages.data_plane import Channel
 BOTH = (Channel.DECODE, Channel.BULK)
 
 
-def test_order_of_production() -> None:
+def test_fifo_keeps_the_order_of_production() -> None:
     fifo = create_policy("fifo")
     fifo.handle(RowsProducedEvent(0, Channel.BULK, 500, 128), 0.0)
     fifo.handle(DecodeStartedEvent(4, 0.02), 0.0)
@@ -58,7 +58,7 @@ def test_a_new_volume_joins_the_round() -> None:
     ]
 
 
-def test_only_what_can_travel_takes_its_turn() -> None:
+def test_blocked_channels_are_skipped() -> None:
     policy = ConcurrentPolicy()
     policy.handle(RowsProducedEvent(0, Channel.DECODE, 1, 128), 0.0)
     policy.handle(RowsProducedEvent(1, Channel.BULK, 1, 128), 0.0)

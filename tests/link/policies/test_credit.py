@@ -135,7 +135,7 @@ def saturated(mbps: float, rtt: float, **options: object) -> Bottleneck:
 
 @pytest.mark.parametrize("mbps", [20, 100, 400])
 @pytest.mark.parametrize("rtt", [0.002, 0.03, 0.06, 0.1])
-def test_it_fills_the_link_and_keeps_the_queue_short(mbps: int, rtt: float) -> None:
+def test_window_fills_the_link_with_a_short_queue(mbps: int, rtt: float) -> None:
     link = saturated(mbps, rtt)
     assert link.used(1.5, 9.5) >= 0.9
     delays = link.delays(1.5, 9.5)
@@ -144,7 +144,7 @@ def test_it_fills_the_link_and_keeps_the_queue_short(mbps: int, rtt: float) -> N
 
 
 @pytest.mark.parametrize("rtt", [0.002, 0.03, 0.06])
-def test_it_does_not_swing(rtt: float) -> None:
+def test_window_is_stable(rtt: float) -> None:
     """In steady state the window stays within an eighth of its mean, for seconds."""
     sizes = [size for at, size in saturated(100, rtt).sizes if at > 2]
     mean = statistics.mean(sizes)
@@ -153,20 +153,20 @@ def test_it_does_not_swing(rtt: float) -> None:
     assert 0.85 < mean / (100 * MBPS * (rtt + 0.005 + TARGET_DELAY)) < 1.15
 
 
-def test_a_gigabit_in_the_office() -> None:
+def test_gigabit_lan_is_filled() -> None:
     link = saturated(1000, 0.002)
     assert link.used(1.5, 9.5) >= 0.97
     assert percentile(link.delays(1.5, 9.5), 0.99) <= 0.020
 
 
-def test_acknowledgements_that_come_unevenly() -> None:
+def test_uneven_acknowledgements_are_tolerated() -> None:
     link = saturated(100, 0.03, jitter=0.01)
     assert link.used(1.5, 9.5) >= 0.95
     assert percentile(link.delays(1.5, 9.5), 0.99) <= 0.030
 
 
 @pytest.mark.parametrize(("known", "maximum"), [(False, 1.4), (True, 1.02)])
-def test_a_whole_prefill(known: bool, maximum: float) -> None:
+def test_whole_prefill_keeps_the_queue_short(known: bool, maximum: float) -> None:
     """14 MB at 100 Mbps and 30 ms there and back, against the same bytes sent as one."""
     link = Bottleneck(100 * MBPS, 0.015)
     if known:
@@ -177,26 +177,26 @@ def test_a_whole_prefill(known: bool, maximum: float) -> None:
     assert link.delays()[-1] <= 0.020
 
 
-def test_the_rate_drops_to_a_fifth() -> None:
+def test_window_follows_a_rate_drop() -> None:
     link = saturated(100, 0.03, changes=[(3.0, 20 * MBPS, 0.015)])
     assert link.delays(3.0, 5.0)[-1] <= 0.2
     assert link.delays(5.0, 9.5)[-1] <= 0.02
     assert link.used(3.0, 9.5) >= 0.97
 
 
-def test_the_rate_rises_to_five_times() -> None:
+def test_window_follows_a_rate_rise() -> None:
     link = saturated(20, 0.03, changes=[(3.0, 100 * MBPS, 0.015)])
     assert link.used(3.5, 9.5) >= 0.95
     assert percentile(link.delays(3.5, 9.5), 0.99) <= 0.020
 
 
-def test_latency_triples() -> None:
+def test_window_follows_a_latency_rise() -> None:
     link = saturated(100, 0.03, changes=[(3.0, 100 * MBPS, 0.045)])
     assert link.used(5.0, 9.5) >= 0.95
     assert percentile(link.delays(5.0, 9.5), 0.99) <= 0.030
 
 
-def test_latency_falls_to_a_third() -> None:
+def test_window_follows_a_latency_drop() -> None:
     link = saturated(100, 0.03, changes=[(3.0, 100 * MBPS, 0.005)])
     assert link.delays(3.0, 9.5)[-1] <= 0.050
     assert link.delays(5.0, 9.5)[-1] <= 0.030
@@ -213,7 +213,7 @@ def test_two_chunks_always_fit() -> None:
     assert window.in_flight == 2 << 20
 
 
-def test_only_the_bulk_channel_counts() -> None:
+def test_window_counts_the_bulk_channel_only() -> None:
     window = CreditWindow()
     window.handle(MessageSentEvent(Channel.DECODE, 1000), 0.0)
     window.handle(ChannelReconnectedEvent(Channel.DECODE), 0.0)
@@ -221,7 +221,7 @@ def test_only_the_bulk_channel_counts() -> None:
     assert window.in_flight == 0
 
 
-def test_what_is_sent_again_after_a_reconnect_counts_once() -> None:
+def test_resent_bytes_count_once() -> None:
     window = CreditWindow()
     for _ in range(3):
         window.handle(MessageSentEvent(Channel.BULK, 1000), 0.0)
@@ -269,7 +269,7 @@ def test_delay_corrects_the_estimate_within_bounds() -> None:
     assert window.size < 0.25 * wanted
 
 
-def test_a_window_that_is_not_full_does_not_grow() -> None:
+def test_underused_window_does_not_grow() -> None:
     window = CreditWindow()
     window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     before = window.size
@@ -278,7 +278,7 @@ def test_a_window_that_is_not_full_does_not_grow() -> None:
     assert window.size == before
 
 
-def test_an_empty_window_is_not_filled_at_once() -> None:
+def test_empty_window_fills_gradually() -> None:
     window = CreditWindow()
     window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     window.handle(MessageSentEvent(Channel.BULK, 62_500), 1.0)  # 5 ms of the link's rate
@@ -324,7 +324,7 @@ def test_chunks_late_by_a_queue_shrink_it() -> None:
     assert late(window, 1.1) < whole
 
 
-def test_it_does_not_grow_while_a_heartbeat_finds_a_queue() -> None:
+def test_window_does_not_grow_with_a_queued_heartbeat() -> None:
     window = CreditWindow()
     window.handle(LinkEstimatedEvent(0.03, 0.03, 100 * MBPS), 0.0)
     whole = window.size

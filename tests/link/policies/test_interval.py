@@ -19,7 +19,7 @@ def test_case_2_a_decode_execution_is_running() -> None:
     assert interval.interval_at(7.008) == pytest.approx(0.012)
 
 
-def test_case_3_the_first_batch_comes_round_after_a_turn() -> None:
+def test_case_3_the_first_batch_returns_after_a_round_trip() -> None:
     # The first batch finished at t_p = 2.000. Three stages of 8 ms each and 84 ms of links make a
     # turn of 108 ms, so it will have finished here again at 2.108. The last batch finished at
     # 2.040, 68 ms before that; a transmission that starts at 2.050 has 58 ms.
@@ -28,7 +28,7 @@ def test_case_3_the_first_batch_comes_round_after_a_turn() -> None:
     assert interval.interval_at(2.050) == pytest.approx(0.058)
 
 
-def test_rows_that_are_late_leave_no_interval() -> None:
+def test_late_rows_leave_no_interval() -> None:
     interval = IdleInterval()
     interval.handle(DecodeStartedEvent(4, predicted=0.020), 7.0)
     assert interval.interval_at(7.021) == 0.0
@@ -42,14 +42,14 @@ def test_rows_that_are_late_leave_no_interval() -> None:
         pytest.param(0.300, 0.600, id="far away: as late again"),
     ],
 )
-def test_rows_that_are_far_too_late_are_given_up(predicted: float, expected_until: float) -> None:
+def test_overdue_rows_are_given_up(predicted: float, expected_until: float) -> None:
     interval = IdleInterval()
     interval.handle(DecodeFinishedEvent(4, next_predicted=predicted), 1.0)
     assert interval.interval_at(1.0 + expected_until - 0.001) == 0.0
     assert interval.interval_at(1.0 + expected_until + 0.001) is None
 
 
-def test_nobody_decodes() -> None:
+def test_no_interval_without_decoding() -> None:
     interval = IdleInterval()
     assert interval.interval_at(1.0) is None
     interval.handle(DecodeStartedEvent(4, predicted=0.020), 1.0)

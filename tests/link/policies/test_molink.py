@@ -101,7 +101,7 @@ def test_line_4_at_the_most_weight_the_whole_remainder_goes() -> None:
     assert policy.choose_action(0.0, BULK) == SendRowsAction(MAX_WAITING, 2)
 
 
-def test_line_4_otherwise_a_chunk_and_the_weight_is_reset() -> None:
+def test_line_4_sends_a_chunk_and_resets_the_weight() -> None:
     policy = known_link()
     policy.handle(DecodeStartedEvent(2, 0.02), 0.0)
     prefill(policy, 0, 1000)

@@ -28,7 +28,7 @@ def back(outflow: Outflow, nbytes: int, now: float) -> None:
     outflow.handle(MessageAcknowledgedEvent(Channel.BULK, nbytes, 0.0), now)
 
 
-def test_messages_leave_one_after_another() -> None:
+def test_messages_leave_in_sequence() -> None:
     outflow = known()
     sent(outflow, 10_000, 1.0)
     sent(outflow, 5_000, 1.002)
@@ -39,7 +39,7 @@ def test_messages_leave_one_after_another() -> None:
     assert outflow.leaves_at == pytest.approx(2.001)
 
 
-def test_while_the_rate_is_unknown_what_is_not_acknowledged_is_under_way() -> None:
+def test_unacknowledged_data_is_in_flight_without_a_rate() -> None:
     outflow = Outflow()
     sent(outflow, 1000, 0.0)
     assert outflow.is_busy(10.0)
@@ -50,7 +50,7 @@ def test_while_the_rate_is_unknown_what_is_not_acknowledged_is_under_way() -> No
     assert not outflow.is_busy(11.5)
 
 
-def test_what_follows_a_message_that_left_late_leaves_late() -> None:
+def test_lateness_carries_over_within_a_stretch() -> None:
     """Four messages of 10 ms each. The first is acknowledged 3 ms late: so will the others be."""
     outflow = known()
     for number in range(4):
@@ -70,7 +70,7 @@ def test_a_correction_is_bounded() -> None:
     assert outflow.leaves_at == pytest.approx(0.020 + MAX_CORRECTION)
 
 
-def test_after_a_break_nothing_is_corrected() -> None:
+def test_corrections_end_with_a_stretch() -> None:
     outflow = known()
     sent(outflow, 10_000, 0.0)
     sent(outflow, 10_000, 1.0)
@@ -78,7 +78,7 @@ def test_after_a_break_nothing_is_corrected() -> None:
     assert outflow.leaves_at == pytest.approx(1.010)
 
 
-def test_the_pace_follows_a_link_that_is_slower_than_estimated() -> None:
+def test_rate_share_follows_a_slower_link() -> None:
     """The link has 900 kB/s: a message of 10 000 bytes takes it 11.1 ms, not 10."""
     outflow = known()
     messages = 300
@@ -90,7 +90,7 @@ def test_the_pace_follows_a_link_that_is_slower_than_estimated() -> None:
     assert MIN_RATE_SHARE < outflow.rate_share < 0.97
 
 
-def test_the_pace_stays_where_the_estimate_is_right() -> None:
+def test_rate_share_is_stable_with_a_right_estimate() -> None:
     outflow = known()
     for number in range(100):
         sent(outflow, 10_000, 0.001 * number)

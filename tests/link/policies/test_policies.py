@@ -148,7 +148,7 @@ def play(wire: Wire, what: str, *args: object) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @given(steps=st.lists(step, min_size=10, max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_nothing_is_lost_and_everything_leaves(name: str, steps: list[tuple[str]]) -> None:
+def test_all_rows_are_sent(name: str, steps: list[tuple[str]]) -> None:
     wire, twin = Wire(name), Wire(name)
     for each in steps:
         play(wire, *each)
@@ -175,7 +175,7 @@ LATE = [
 @given(steps=st.lists(step, min_size=10, max_size=40))
 @example(steps=LATE)
 @settings(max_examples=60, deadline=None)
-def test_a_decode_never_waits_for_more_than_one_chunk(name: str, steps: list[tuple[str]]) -> None:
+def test_decode_waits_for_one_chunk_at_most(name: str, steps: list[tuple[str]]) -> None:
     """Between two decode volumes, at most one chunk; and after one, none for 50 ms."""
     wire = Wire(name)
     chunk_at = -MAX_CHUNK_INTERVAL

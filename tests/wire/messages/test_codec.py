@@ -44,7 +44,7 @@ def fitted(message: msgspec.Struct) -> tuple[msgspec.Struct, bytes | None]:
 
 
 @pytest.mark.parametrize(("codec", "union"), CODECS, ids=["data", "control", "ring"])
-def test_every_message_survives_the_way(messages: Any, codec: Codec[Any], union: Any) -> None:
+def test_every_message_round_trips(messages: Any, codec: Codec[Any], union: Any) -> None:
     for _, strategy in messages(union):
 
         @settings(max_examples=20, deadline=None)
@@ -180,7 +180,7 @@ def test_a_prompt_is_never_packed() -> None:
         data_codec().decode([msgspec.msgpack.encode(message), bytes(9)])
 
 
-def test_a_plain_payload_is_two_bytes_longer_for_those_that_are_not() -> None:
+def test_plain_payload_header_stays_small() -> None:
     encoded = msgspec.msgpack.encode(Payload("bf16", (3, 5)))
     assert encoded[1:] == msgspec.msgpack.encode(["bf16", [3, 5]])[1:] + b"\0\0"
     older = msgspec.msgpack.encode(["bf16", [3, 5]])
@@ -206,7 +206,7 @@ def test_not_a_number_stays_out_of_bounded_fields() -> None:
         codec.decode([header])
 
 
-def test_the_registries_stay_apart() -> None:
+def test_message_unions_are_disjoint() -> None:
     with pytest.raises(WireError):
         data_codec().decode([bytes(control_codec().encode(DoneReply(ref=1))[0])])
     with pytest.raises(WireError):

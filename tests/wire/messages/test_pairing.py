@@ -43,7 +43,7 @@ def test_round_trip(message: PairingClientMessage | PairingServerMessage) -> Non
         decode_frame(body, other)
 
 
-def test_lengths() -> None:
+def test_pairing_frames_are_bounded() -> None:
     for length in (0, MAX_FRAME + 1, 0xFFFF):
         with pytest.raises(WireError, match="a frame of"):
             parse_frame_length(length.to_bytes(2, "big"))
@@ -53,6 +53,6 @@ def test_lengths() -> None:
 
 
 @given(st.binary(max_size=MAX_FRAME))
-def test_any_bytes(body: bytes) -> None:
+def test_any_pairing_bytes_decode_or_raise(body: bytes) -> None:
     with contextlib.suppress(WireError):
         decode_frame(body, PairingClientMessage)

@@ -33,7 +33,7 @@ from molink.wire.messages.data_plane import SamplingParams
     ],
     ids=str,
 )
-def test_extremes_are_no_sampling(extreme: dict[str, Any]) -> None:
+def test_sampling_parameters_are_bounded(extreme: dict[str, Any]) -> None:
     encoded = msgspec.msgpack.encode(SamplingParams(**extreme))
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(encoded, type=SamplingParams)

@@ -18,7 +18,7 @@ from molink.wire.sockets.server import MessageSender
 from molink.wire.sockets.unread_bytes import BacklogLimits, UnreadBytes
 
 
-async def test_a_stranger_is_told_from_a_wrong_server(net: Any) -> None:
+async def test_unknown_key_differs_from_wrong_server(net: Any) -> None:
     server = net.server(control_codec(), lambda *_: None)
     told: list[str] = []
     stranger = net.client(
@@ -36,7 +36,7 @@ async def test_a_stranger_is_told_from_a_wrong_server(net: Any) -> None:
     assert net.gatekeeper.refused >= 1
 
 
-async def test_nobody_there(net: Any) -> None:
+async def test_missing_server_times_out(net: Any) -> None:
     client = net.client(control_codec(), net.member(), 1, name="the coordinator")
     with pytest.raises(Unavailable, match=r"coordinator doesn't answer at tcp://127\.0\.0\.1:1"):
         await client.send_request(StatusRequest(ref=0), timeout=0.1)
@@ -44,7 +44,7 @@ async def test_nobody_there(net: Any) -> None:
         client.send(StatusRequest(ref=0))
 
 
-async def test_no_address(net: Any) -> None:
+async def test_invalid_address_is_rejected(net: Any) -> None:
     keys = net.member()
     client = Client(net.context, keys, control_codec(), net.keys.public, ["tcp://a b:x"])
     with pytest.raises(UsageError, match="not a valid address"):
@@ -62,7 +62,7 @@ async def test_the_second_address_is_tried(net: Any) -> None:
     await client.wait_connected(10)
 
 
-async def test_a_member_that_is_let_in_later_gets_in(net: Any) -> None:
+async def test_later_allowed_peer_connects(net: Any) -> None:
     server = net.server(control_codec(), lambda *_: None)
     keys = KeyPair.generate()
     client = net.client(control_codec(), keys, server.port)
@@ -103,7 +103,7 @@ async def test_reconnecting(net: Any) -> None:
     await again.close()
 
 
-async def test_where_nobody_listens_any_more_a_process_has_ended(net: Any) -> None:
+async def test_refused_port_means_an_ended_process(net: Any) -> None:
     server = net.server(data_codec(), lambda *_: None)
     gone: list[str] = []
     client = net.client(data_codec(), net.member(), server.port, on_lost=gone.append)
@@ -114,7 +114,7 @@ async def test_where_nobody_listens_any_more_a_process_has_ended(net: Any) -> No
     assert gone == [f"its process has ended: tcp://127.0.0.1:{port} refuses connections"]
 
 
-async def test_a_connection_that_breaks_is_no_end_of_a_process(net: Any) -> None:
+async def test_broken_connection_is_no_ended_process(net: Any) -> None:
     """The server cuts its members' connections and listens again at once, as after a revocation."""
     server = net.server(data_codec(), lambda *_: None)
     gone: list[str] = []
@@ -135,12 +135,12 @@ async def test_a_connection_that_breaks_is_no_end_of_a_process(net: Any) -> None
     assert gone == []
 
 
-async def test_what_is_no_refusal() -> None:
+async def test_other_failures_are_no_refusal() -> None:
     assert not await is_refused("tcp://")
     assert not await is_refused("tcp://no.such.host.invalid:1")
 
 
-async def test_a_stalled_connection_is_given_up_for_a_new_one(net: Any) -> None:
+async def test_stalled_connection_is_replaced(net: Any) -> None:
     senders: list[MessageSender] = []
     events: list[str] = []
     server = net.server(data_codec(), lambda sender, *_: senders.append(sender))
@@ -164,7 +164,7 @@ async def test_a_stalled_connection_is_given_up_for_a_new_one(net: Any) -> None:
     assert client.is_connected
 
 
-async def test_an_attempt_is_given_up_for_a_new_one(net: Any) -> None:
+async def test_pending_attempt_is_replaced(net: Any) -> None:
     events: list[str] = []
     client = net.client(
         data_codec(), net.member(), 1, on_disconnect=lambda: events.append("disconnect")
@@ -212,7 +212,7 @@ async def test_requests_fail_when_the_client_is_closed(net: Any) -> None:
         await request
 
 
-async def test_much_may_come_as_long_as_it_is_read(net: Any) -> None:
+async def test_large_traffic_is_fine_while_read(net: Any) -> None:
     data = bytes(192 << 10)
 
     async def handle(sender: MessageSender, message: Any, _: memoryview | None) -> None:
@@ -234,7 +234,7 @@ async def test_much_may_come_as_long_as_it_is_read(net: Any) -> None:
     assert not broken
 
 
-async def test_no_reply_in_time_and_a_late_one(net: Any) -> None:
+async def test_late_reply_is_ignored(net: Any) -> None:
     senders: list[tuple[MessageSender, Any]] = []
     server = net.server(control_codec(), lambda sender, m, _: senders.append((sender, m)))
     client = net.client(control_codec(), net.member(), server.port, name="the coordinator")
@@ -273,7 +273,7 @@ async def test_an_unknown_failure_is_still_an_error(net: Any) -> None:
     assert type(caught.value).__name__ == "MolinkError"
 
 
-async def test_a_callback_that_fails_does_not_end_the_client(net: Any) -> None:
+async def test_failing_callback_does_not_end_the_client(net: Any) -> None:
     senders: list[MessageSender] = []
     server = net.server(data_codec(), lambda sender, *_: senders.append(sender))
 
@@ -321,7 +321,7 @@ async def test_a_slow_server_never_blocks_the_loop(net: Any) -> None:
 
 
 @pytest.mark.usefixtures("blocked_reader")
-async def test_what_comes_after_a_break_is_sent_however_full_the_socket_was(net: Any) -> None:
+async def test_new_connection_starts_with_an_empty_queue(net: Any) -> None:
     """The break may come before what waits for the socket has begun to wait."""
     got: list[int] = []
     server = net.server(data_codec(), lambda _, message, __: got.append(message.first))

@@ -111,7 +111,7 @@ async def test_raw_tcp(victim: Victim, noise: bytes) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 3000])
-async def test_800_parts_from_a_member(victim: Victim, size: int) -> None:
+async def test_message_of_800_parts_is_rejected(victim: Victim, size: int) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
     parts = [bytes(size)] * 800
     with create_client(victim.net.context, keys, server_key, victim.address) as socket:
@@ -124,7 +124,7 @@ async def test_800_parts_from_a_member(victim: Victim, size: int) -> None:
         )
 
 
-async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> None:
+async def test_misbehaving_peer_is_blocked(victim: Victim) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
     with create_client(victim.net.context, keys, server_key, victim.address) as socket:
         for _ in range(40):
@@ -142,7 +142,7 @@ async def test_a_member_that_goes_on_misbehaving_is_cut_off(victim: Victim) -> N
     await client.send_request(StatusRequest(ref=0))
 
 
-async def test_oversize_from_a_member(victim: Victim) -> None:
+async def test_oversized_message_is_rejected(victim: Victim) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
     header = data_codec().encode(PromptFragment("k", 0, Payload("u8", (1,))), b"x")[0]
     with create_client(victim.net.context, keys, server_key, victim.address) as socket:
@@ -155,7 +155,7 @@ async def test_oversize_from_a_member(victim: Victim) -> None:
     assert victim.server.counters.malformed == 1
 
 
-async def test_a_member_can_not_choose_its_identity(victim: Victim) -> None:
+async def test_peer_cannot_choose_its_identity(victim: Victim) -> None:
     keys, server_key = victim.net.member("offender"), victim.net.keys.public
     with create_client(victim.net.context, keys, server_key) as socket:
         socket.set(zmq.ROUTING_ID, b"somebody")

@@ -136,7 +136,7 @@ def endless(wire: Wire, size: int, total: int) -> int:
 
 @counted
 @pytest.mark.parametrize("size", [0, 34, 5_000, 250_000])
-def test_a_message_without_end(server: Victim, size: int) -> None:
+def test_endless_message_is_bounded(server: Victim, size: int) -> None:
     most = 40 * MB if size >= 1000 else 24 * MB
     worst = 0
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_a_message_without_end(server: Victim, size: int) -> None:
 
 
 @counted
-def test_messages_without_end_on_many_connections(server: Victim) -> None:
+def test_endless_messages_on_many_connections_are_bounded(server: Victim) -> None:
     wires = [server.dial().handshake() for _ in range(40)]
     part = bytes(250_000)
     for _ in range(8):
@@ -160,7 +160,7 @@ def test_messages_without_end_on_many_connections(server: Victim) -> None:
         wire.close()
 
 
-def test_connections_without_end(server: Victim) -> None:
+def test_endless_connections_are_bounded(server: Victim) -> None:
     """A member may have many connections, but not all that the process can."""
     wires: list[RawClient] = []
     for _ in range(200):
@@ -179,7 +179,7 @@ def test_connections_without_end(server: Victim) -> None:
         wire.close()
 
 
-def test_messages_faster_than_they_are_read(server: Victim) -> None:
+def test_fast_messages_are_bounded(server: Victim) -> None:
     with server.dial().handshake() as wire:
         data = b"".join(wire.message(*HARMLESS) for _ in range(20_000))
         wire.send(data)
@@ -188,13 +188,13 @@ def test_messages_faster_than_they_are_read(server: Victim) -> None:
 
 
 @pytest.mark.parametrize("kind", [b"ROUTER", b"PUB", b"XSUB", b"", b"X" * 200])
-def test_another_kind_of_socket(server: Victim, kind: bytes) -> None:
+def test_other_socket_types_are_rejected(server: Victim, kind: bytes) -> None:
     with suppress(Refused):
         server.dial().handshake(kind).close()
     server.serves()
 
 
-def test_commands_and_boxes_that_are_none(server: Victim) -> None:
+def test_invalid_zmtp_commands_are_rejected(server: Victim) -> None:
     def attack(data: Callable[[RawClient], bytes]) -> None:
         with server.dial().handshake() as wire:
             wire.send(data(wire))
@@ -220,7 +220,7 @@ def test_commands_and_boxes_that_are_none(server: Victim) -> None:
     server.serves()
 
 
-def test_handshakes_that_are_none(server: Victim) -> None:
+def test_invalid_handshakes_are_rejected(server: Victim) -> None:
     def half(steps: Callable[[RawClient], object]) -> RawClient:
         wire = server.dial()
         with suppress(Refused, OSError):
@@ -267,7 +267,7 @@ def test_handshakes_that_are_none(server: Victim) -> None:
 
 
 @counted
-def test_a_server_whose_message_has_no_end() -> None:
+def test_endless_message_of_a_server_is_bounded() -> None:
     """Who dials has to bear what a member that is dialed sends."""
     keys = KeyPair.generate()
     listener = RawServer(keys.secret)

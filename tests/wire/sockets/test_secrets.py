@@ -17,7 +17,7 @@ def mode(path: Path) -> int:
 
 
 @posix
-def test_a_secret_is_its_owners_alone(tmp_path: Path) -> None:
+def test_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     folder = secrets.private_folder(tmp_path / "a" / "b")
     secrets.write_secret(folder / "key", "one")
     secrets.write_secret(folder / "key", "two")
@@ -28,7 +28,7 @@ def test_a_secret_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 @posix
-def test_access_given_since_is_taken_away(tmp_path: Path) -> None:
+def test_reading_a_secret_removes_other_access(tmp_path: Path) -> None:
     path = tmp_path / "key"
     secrets.write_secret(path, "x")
     path.chmod(0o644)
@@ -36,9 +36,7 @@ def test_access_given_since_is_taken_away(tmp_path: Path) -> None:
     assert mode(path) == 0o600
 
 
-def test_a_folder_that_stays_open_to_others_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_open_to_others_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_path: Path, *, folder: bool = False) -> Never:
         raise UsageError("not restricted")
 
@@ -51,7 +49,9 @@ def test_a_folder_that_stays_open_to_others_is_none(
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="programs of Windows'")
-def test_programs_are_those_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_programs_have_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not those of the current folder, and who the user is is asked but once."""
     run, commands = subprocess.run, []
 
@@ -67,7 +67,7 @@ def test_programs_are_those_of_windows(tmp_path: Path, monkeypatch: pytest.Monke
     assert {Path(program).parent.name.lower() for program, *_ in commands} == {"system32"}
 
 
-def test_keys_are_made_once(tmp_path: Path) -> None:
+def test_keys_are_created_once(tmp_path: Path) -> None:
     path = tmp_path / "state" / "peer.key"
     keys = secrets.load_keys(path)
     assert secrets.load_keys(path) == keys

@@ -64,7 +64,7 @@ async def test_a_given_peer_id(net: Any) -> None:
     assert echo.seen[0][0].peer_id == "invite:abc"
 
 
-async def test_permits_narrows_what_a_user_may_say(net: Any) -> None:
+async def test_permits_restricts_messages(net: Any) -> None:
     def permits(user: str, message: Any) -> bool:
         return not user.startswith("invite:") or isinstance(message, LeaveRequest)
 
@@ -80,7 +80,7 @@ async def test_permits_narrows_what_a_user_may_say(net: Any) -> None:
     ("raised", "expected", "failures"),
     [(ModelNotFound("no model m"), ModelNotFound, 0), (ValueError("secret"), MolinkError, 1)],
 )
-async def test_what_a_handler_raises_comes_back(
+async def test_handler_errors_are_returned(
     net: Any, raised: Exception, expected: type[Exception], failures: int
 ) -> None:
     echo = Echo(net)
@@ -119,7 +119,7 @@ async def test_the_server_speaks_first(net: Any) -> None:
     assert got == [Welcome(swarm="s", peer="p")]
 
 
-async def test_sending_to_nobody_is_counted(net: Any) -> None:
+async def test_sending_to_a_closed_connection_is_counted(net: Any) -> None:
     echo = Echo(net)
     assert not echo.server.send(b"\0abcd", DoneReply(ref=1))
     assert echo.server.counters.unroutable == 1
@@ -166,7 +166,7 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
     await revoked.send_request(StatusRequest(ref=0))
 
 
-async def test_a_revocation_is_answered(net: Any) -> None:
+async def test_revocation_is_answered(net: Any) -> None:
     """Who asks for it is connected to the socket that is made anew."""
 
     def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
@@ -186,7 +186,7 @@ async def test_a_revocation_is_answered(net: Any) -> None:
 
 @pytest.mark.parametrize("where", ["create_server", "SocketMonitor", "bind_socket"])
 @pytest.mark.parametrize("error", [zmq.ZMQError(errno.EMFILE), UsageError("the address is gone")])
-async def test_a_server_listens_again_whatever_hinders_it(
+async def test_server_listens_again_after_errors(
     net: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -262,7 +262,7 @@ async def test_an_inbox_is_bounded_in_bytes(net: Any) -> None:
     assert handled == list(range(15))
 
 
-async def test_a_slow_receiver_is_dropped_to_not_waited_for(net: Any) -> None:
+async def test_slow_receiver_does_not_block_the_server(net: Any) -> None:
     limits = ServerLimits(outbox_messages=100, outbox_bytes=4 << 20)
     seen: list[MessageSender] = []
     server = net.server(data_codec(), lambda sender, *_: seen.append(sender), limits=limits)
@@ -284,7 +284,7 @@ async def test_a_slow_receiver_is_dropped_to_not_waited_for(net: Any) -> None:
         assert len(await socket.recv_multipart()) == 2
 
 
-async def test_closing_drops_what_waits(net: Any) -> None:
+async def test_closing_drops_waiting_messages(net: Any) -> None:
     started: list[int] = []
 
     async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:

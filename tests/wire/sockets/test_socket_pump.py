@@ -57,7 +57,7 @@ async def test_all_arrives_while_both_sides_send(net: Any, sockets: Any) -> None
     other.traffic.close()
 
 
-async def test_what_came_before_is_read(net: Any, sockets: Any) -> None:
+async def test_earlier_messages_are_read(net: Any, sockets: Any) -> None:
     sender = End(sockets[1])
     assert sender.traffic.send([b"early"])
     reader = End(sockets[0])
@@ -66,7 +66,7 @@ async def test_what_came_before_is_read(net: Any, sockets: Any) -> None:
     reader.traffic.close()
 
 
-async def test_whether_all_is_read(net: Any, sockets: Any) -> None:
+async def test_unread_since_tracks_the_backlog(net: Any, sockets: Any) -> None:
     sender, reader = End(sockets[1]), End(sockets[0])
     await net.until(lambda: reader.traffic.unread_since is None)
     assert sender.traffic.send([b"x"])
@@ -76,7 +76,7 @@ async def test_whether_all_is_read(net: Any, sockets: Any) -> None:
     reader.traffic.close()
 
 
-async def test_frames_beyond_the_most_are_counted(net: Any, sockets: Any) -> None:
+async def test_surplus_frames_are_counted(net: Any, sockets: Any) -> None:
     sender, reader = End(sockets[1]), End(sockets[0])
     assert sender.traffic.send([b"x"] * 1000)
     assert sender.traffic.send([b"after"])
@@ -85,7 +85,7 @@ async def test_frames_beyond_the_most_are_counted(net: Any, sockets: Any) -> Non
     reader.traffic.close()
 
 
-async def test_room_is_told_of_once(net: Any, sockets: Any) -> None:
+async def test_room_is_reported_once(net: Any, sockets: Any) -> None:
     sender = End(sockets[1])
     while sender.traffic.send([b"x"]):
         pass
@@ -98,7 +98,7 @@ async def test_room_is_told_of_once(net: Any, sockets: Any) -> None:
     reader.traffic.close()
 
 
-async def test_an_error_ends_it(net: Any, sockets: Any) -> None:
+async def test_error_stops_the_pump(net: Any, sockets: Any) -> None:
     sender, reader = End(sockets[1]), End(sockets[0])
     assert sender.traffic.send([b"bad"])
     assert sender.traffic.send([b"good"])

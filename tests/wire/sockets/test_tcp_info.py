@@ -39,7 +39,7 @@ def pair() -> Iterator[Pair]:
 
 
 @counted
-async def test_bytes_of_a_connection(pair: Pair, net: Any) -> None:
+async def test_received_bytes_are_counted(pair: Pair, net: Any) -> None:
     one, other = pair
     one.sendall(bytes(1000))
     one.sendall(bytes(234))
@@ -51,7 +51,7 @@ async def test_bytes_of_a_connection(pair: Pair, net: Any) -> None:
     assert bytes_received(one.fileno()) == 0
 
 
-def test_what_is_no_connection(pair: Pair) -> None:
+def test_other_descriptors_have_no_address(pair: Pair) -> None:
     one, _ = pair
     number = one.fileno()
     one.close()
@@ -62,7 +62,7 @@ def test_what_is_no_connection(pair: Pair) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a socket is no file there")
-def test_a_number_that_is_used_again_for_a_file(tmp_path: Any) -> None:
+def test_reused_descriptor_is_not_cut(tmp_path: Any) -> None:
     before = psutil.Process().num_fds()
     with (tmp_path / "file").open("wb") as file:
         assert bytes_received(file.fileno()) is None
@@ -93,9 +93,7 @@ async def test_only_the_right_connection_is_cut(pair: Pair, net: Any) -> None:
 
 
 @counted
-async def test_bytes_that_came_are_those_that_were_read(
-    net: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_received_bytes_equal_read_bytes(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handshakes aside, to the byte: or a long connection would drift beyond its bound."""
     backlogs: list[UnreadBytes] = []
     monkeypatch.setattr(
@@ -126,9 +124,7 @@ async def test_bytes_that_came_are_those_that_were_read(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system as Linux has it")
-async def test_a_host_that_vanishes_is_noticed_by_tcp(
-    net: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_vanished_host_is_detected(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On both sides of each connection: after about 5 s, whether or not something is under way."""
     backlogs: list[UnreadBytes] = []
     for module in ("server", "client"):
@@ -154,7 +150,7 @@ async def test_a_host_that_vanishes_is_noticed_by_tcp(
 
 
 @pytest.mark.parametrize("change", [avoid_bbr, enable_pacing])
-def test_what_is_no_connection_is_left_alone(change: Callable[[int], None]) -> None:
+def test_other_descriptors_are_ignored(change: Callable[[int], None]) -> None:
     ours, theirs = os.pipe()
     change(ours)
     os.close(ours)
@@ -191,7 +187,7 @@ def test_only_bbr_is_replaced(name: bytes) -> None:
     ("used", "after_idle", "forgets"),
     [("cubic", "1", True), ("reno", "1", True), ("cubic", "0", False), ("bbr", "1", False)],
 )
-def test_whether_windows_fall_in_pauses(
+def test_idle_reset_follows_system_settings(
     used: str, after_idle: str, forgets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_info, "_LINUX", tmp_path)

@@ -43,20 +43,20 @@ class Book:
         return self.backlog.find_excess()
 
 
-def test_sizes_on_the_wire() -> None:
+def test_wire_sizes_match() -> None:
     assert wire_size(0) == 35
     assert wire_size(222) == 257
     assert wire_size(223) == 223 + 33 + 9
 
 
-def test_within_the_bounds_nobody_is_cut() -> None:
+def test_connections_within_bounds_are_kept() -> None:
     book = Book()
     one, other = book.open(3), book.open(4, "10.0.0.2")
     assert book.look((one, 4000), (other, 4000)) is None
     assert book.look((one, 0), (other, 0)) is None
 
 
-def test_what_is_read_counts_no_more() -> None:
+def test_read_bytes_do_not_count() -> None:
     book = Book()
     one = book.open(3)
     for number in range(1, 20):
@@ -64,7 +64,7 @@ def test_what_is_read_counts_no_more() -> None:
         book.backlog.on_delivered(3, 4000, identity(7), "ann")
 
 
-def test_more_than_is_read() -> None:
+def test_excess_unread_bytes_cut_the_connection() -> None:
     book = Book()
     one, other = book.open(3), book.open(4)
     assert book.look((one, 4000), (other, 1500)) is one
@@ -73,7 +73,7 @@ def test_more_than_is_read() -> None:
     assert book.backlog.find_excess() is None
 
 
-def test_a_message_without_end() -> None:
+def test_endless_message_is_bounded() -> None:
     """Nobody could have read what came before a moment in which nothing waited."""
     book = Book()
     one = book.open(3)
@@ -82,7 +82,7 @@ def test_a_message_without_end() -> None:
     assert book.look((one, 3500), drained=True) is one
 
 
-def test_what_came_since_nothing_waited_may_be_read_yet() -> None:
+def test_recent_bytes_may_be_unread() -> None:
     book = Book()
     one = book.open(3)
     assert book.look((one, 900)) is None
@@ -91,7 +91,7 @@ def test_what_came_since_nothing_waited_may_be_read_yet() -> None:
     assert book.look((one, 4000), drained=True) is None
 
 
-def test_a_party_is_a_user_once_it_is_known() -> None:
+def test_party_becomes_the_peer_once_known() -> None:
     book = Book()
     ann, bob = book.open(3), book.open(4)
     book.backlog.on_delivered(3, 0, identity(1), "ann")
@@ -102,14 +102,14 @@ def test_a_party_is_a_user_once_it_is_known() -> None:
     assert book.look((more, 2500)) is ann
 
 
-def test_many_parties_together() -> None:
+def test_total_of_all_parties_is_bounded() -> None:
     book = Book()
     ones = [book.open(number, f"10.0.0.{number}") for number in range(3, 6)]
     assert book.look(*((one, 2600 + i) for i, one in enumerate(ones))) is None
     assert book.look(*((one, 2700 + i) for i, one in enumerate(ones))) is ones[-1]
 
 
-def test_what_an_ended_connection_left_counts_until_it_is_read() -> None:
+def test_closed_connection_counts_until_read() -> None:
     book = Book()
     for descriptor in (3, 4):
         one = book.open(descriptor)
@@ -123,7 +123,7 @@ def test_what_an_ended_connection_left_counts_until_it_is_read() -> None:
     assert book.look((again, 300)) is None
 
 
-def test_nobody_pays_for_what_another_left() -> None:
+def test_unread_bytes_stay_with_their_connection() -> None:
     book = Book()
     other = book.open(9, "10.0.0.2")
     for descriptor in (3, 4, 5):
@@ -133,7 +133,7 @@ def test_nobody_pays_for_what_another_left() -> None:
     assert book.look((other, 900)) is None
 
 
-def test_too_many_connections() -> None:
+def test_connections_per_party_are_bounded() -> None:
     book = Book()
     ours = [book.open(number) for number in range(3, 7)]
     other = book.open(20, "10.0.0.2")
@@ -144,7 +144,7 @@ def test_too_many_connections() -> None:
     assert other in book.backlog.connections
 
 
-def test_too_many_from_everywhere() -> None:
+def test_total_connections_are_bounded() -> None:
     book = Book()
     for number in range(10):
         book.open(number, f"10.0.0.{number}")
@@ -154,7 +154,7 @@ def test_too_many_from_everywhere() -> None:
     assert book.look() is theirs
 
 
-def test_a_late_message_of_an_earlier_connection_is_not_counted_for_the_next() -> None:
+def test_late_message_counts_for_its_own_connection() -> None:
     book = Book()
     book.open(3)
     book.backlog.on_delivered(3, 100, identity(7))
@@ -166,7 +166,7 @@ def test_a_late_message_of_an_earlier_connection_is_not_counted_for_the_next() -
     assert next_one.delivered == HANDSHAKE_BYTES + 100
 
 
-def test_routing_ids_rise_and_begin_again() -> None:
+def test_routing_ids_wrap_around() -> None:
     book = Book()
     one = book.open(3)
     book.backlog.on_delivered(3, 5000, identity(-1))
@@ -184,14 +184,14 @@ def test_without_routing_ids() -> None:
     assert one.delivered == HANDSHAKE_BYTES + 10
 
 
-def test_a_closer_look_is_wanted_when_much_is_unread() -> None:
+def test_much_unread_data_requests_a_read() -> None:
     book = Book()
     one = book.open(3)
     assert not book.backlog.on_counted([(one, SUSPECT_BYTES)])
     assert book.backlog.on_counted([(one, HANDSHAKE_BYTES + SUSPECT_BYTES + 1)])
 
 
-def test_whatever_happens_the_sum_stays_within_the_bounds() -> None:
+def test_total_stays_within_bounds() -> None:
     """A peer that opens, sends, and ends connections as it likes."""
     chance = random.Random(5)
     book = Book()

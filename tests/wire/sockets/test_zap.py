@@ -24,7 +24,7 @@ async def echo(net: Any) -> Server[Any]:
     return server
 
 
-def test_members_come_and_go() -> None:
+def test_peers_are_allowed_and_denied() -> None:
     with zmq.Context() as context:
         gate = ZapAuthenticator(context)
         one, two = KeyPair.generate().public, KeyPair.generate().public
@@ -43,7 +43,7 @@ def test_members_come_and_go() -> None:
         gate.close()
 
 
-async def test_one_per_context(net: Any) -> None:
+async def test_one_handler_per_context(net: Any) -> None:
     with zmq.Context() as context:
         one, two = ZapAuthenticator(context), ZapAuthenticator(context)
         one.start()
@@ -64,7 +64,7 @@ async def test_one_per_context(net: Any) -> None:
         two.close()
 
 
-async def test_a_callback_that_raises_locks_nobody_out(
+async def test_failing_callback_does_not_lock_out_peers(
     net: Any, echo: Server[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[RefusedHandshake] = []
@@ -82,7 +82,7 @@ async def test_a_callback_that_raises_locks_nobody_out(
     assert not any("restarting it" in record.message for record in caplog.records)
 
 
-async def test_a_handler_that_fails_is_started_again(
+async def test_failed_handler_is_restarted(
     net: Any, echo: Server[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer, failures = net.gatekeeper._answer, []
@@ -99,7 +99,7 @@ async def test_a_handler_that_fails_is_started_again(
     assert sum("restarting it" in record.message for record in caplog.records) == 1
 
 
-async def test_without_a_gatekeeper_nobody_gets_in(net: Any, echo: Server[Any]) -> None:
+async def test_no_connection_without_an_authenticator(net: Any, echo: Server[Any]) -> None:
     net.gatekeeper.close()
     client = net.client(control_codec(), net.member(), echo.port)
     await net.until(lambda: client.failure is not None)
@@ -120,7 +120,7 @@ async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[A
         assert reply[:5] == [*head, b"400"]
 
 
-async def test_who_comes_too_often_is_put_off_not_refused(net: Any, echo: Server[Any]) -> None:
+async def test_frequent_handshakes_are_deferred(net: Any, echo: Server[Any]) -> None:
     net.gatekeeper._handshake_buckets = KeyedTokenBuckets(RateLimit(2, 2.0))
     keys = net.member("often")
     clients = [net.client(control_codec(), keys, echo.port) for _ in range(3)]
