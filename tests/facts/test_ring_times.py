@@ -23,9 +23,9 @@ def test_prompt_time_is_the_sum_of_its_chunks() -> None:
 def test_slowest_link_determines_prompt_time() -> None:
     links = (LinkFacts(0.02, 1e5), LinkFacts(0.03, 1e5))
     times = RingTimes((STAGE, STAGE), links, 1000)  # a row takes 10 ms to the second stage
-    turn = 2 * 0.005 + 0.02 + 0.03 + 0.01 + 64 / 1e5
-    assert times.round_trip_s(1) == pytest.approx(turn)
-    assert times.prompt_s(200) == pytest.approx(turn - 0.01 + 2.0)
+    round_trip = 2 * 0.005 + 0.02 + 0.03 + 0.01 + 64 / 1e5
+    assert times.round_trip_s(1) == pytest.approx(round_trip)
+    assert times.prompt_s(200) == pytest.approx(round_trip - 0.01 + 2.0)
 
 
 def test_unknown_ring_has_no_times() -> None:

@@ -210,7 +210,7 @@ class Link(RuleBasedStateMachine):
 
     @rule(channel=st.sampled_from(Channel), pick=st.integers(0, 1000))
     def lose(self, channel: Channel, pick: int) -> None:
-        """A frame vanishes on a connection that goes on."""
+        """A frame vanishes on a connection that continues."""
         frames = self.wires[channel].frames
         if frames:
             frames.pop(pick % len(frames))
@@ -313,20 +313,20 @@ def test_delivery_is_exactly_once_and_in_order(policy: str, cut_through: bool) -
 
 @settings(max_examples=100, deadline=None)
 @given(
-    pieces=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8),
+    fragments=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8),
     message=st.integers(1, 5),
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_are_reported_in_order_as_they_arrive(
-    policy: str, pieces: list[tuple[int, int]], message: int
+    policy: str, fragments: list[tuple[int, int]], message: int
 ) -> None:
-    """Volumes with cut-through, each handed over in two pieces, over channels that work."""
+    """Volumes with cut-through, each handed over in two sub-chunks, over channels that work."""
     limits = SenderLimits(max_message_bytes=message * ROW)
     sender = LinkSender(1, create_policy(policy), limits)
     receiver = LinkReceiver(1, HIDDEN, DTYPE, cut_through=True)
     for channel in Channel:
         sender.on_connected(channel, 0.0)
-    now, seen = 0.0, dict.fromkeys(range(len(pieces)), 0)
+    now, seen = 0.0, dict.fromkeys(range(len(fragments)), 0)
 
     def exchange() -> None:
         nonlocal now
@@ -342,16 +342,16 @@ def test_rows_are_reported_in_order_as_they_arrive(
             for ack in receiver.due_acks(now):
                 sender.on_ack(ack, now)
 
-    whole = [volume(seq, sum(rows), prefill=True) for seq, rows in enumerate(pieces)]
-    for (first, _), (header, data) in zip(pieces, whole, strict=True):
+    whole = [volume(seq, sum(rows), prefill=True) for seq, rows in enumerate(fragments)]
+    for (first, _), (header, data) in zip(fragments, whole, strict=True):
         sender.queue_volume(header, data[: first * ROW], now)
     exchange()
-    assert list(seen.values()) == [first for first, _ in pieces]
-    assert receiver.num_unfinished == len(pieces)
-    for (first, _), (header, data) in zip(pieces, whole, strict=True):
+    assert list(seen.values()) == [first for first, _ in fragments]
+    assert receiver.num_unfinished == len(fragments)
+    for (first, _), (header, data) in zip(fragments, whole, strict=True):
         sender.queue_rows(header.seq, data[first * ROW :], now)
     exchange()
-    assert list(seen.values()) == [sum(each) for each in pieces]
+    assert list(seen.values()) == [sum(each) for each in fragments]
     assert receiver.num_unfinished == receiver.unfinished_bytes == 0
 
 

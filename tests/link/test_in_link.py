@@ -38,12 +38,12 @@ BEFORE = Sender(b"\0one", "previous")
 class FakeServer:
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, Any]] = []
-        self.gone: set[bytes] = set()
+        self.lost: set[bytes] = set()
         self.offences: list[tuple[str, str]] = []
 
     def send(self, identity: bytes, message: Any, payload: Any = None) -> bool:
         self.sent.append((identity, message))
-        return identity not in self.gone
+        return identity not in self.lost
 
     def report_misbehaviour(self, peer_id: str, reason: str) -> None:
         self.offences.append((peer_id, reason))
@@ -60,15 +60,15 @@ class Bench:
             lambda: StageProgress(completed_seq=11, num_queued=2, has_requests=True),
             self.arrivals.append,
         )
-        self.agenda = EventQueue()
+        self.queue = EventQueue()
         name = LinkName("p", 2)
-        self.link = InLink(self.agenda, self.server, self.receiver, name, "previous", events)
+        self.link = InLink(self.queue, self.server, self.receiver, name, "previous", events)
 
     def wait(self, seconds: float) -> None:
         """Let that much time pass."""
-        until = self.agenda.now + seconds
-        self.agenda.schedule_at(until, lambda: None)
-        self.agenda.run(until)
+        until = self.queue.now + seconds
+        self.queue.schedule_at(until, lambda: None)
+        self.queue.run(until)
 
     def hello(self, sender: Sender = BEFORE, **fields: Any) -> None:
         values = {"pipeline": "p", "epoch": 7, "from_stage": 2, "channel": Channel.DECODE} | fields
@@ -103,7 +103,7 @@ def test_a_hello_is_answered_with_what_has_arrived(bench: Bench) -> None:
 
 
 def test_late_hello_of_an_older_connection_is_ignored(bench: Bench) -> None:
-    """Two connections are read in turns, and the first one's words waited while we stood still."""
+    """The first connection's hello is read late, after that of the second one."""
     bench.hello()
     again = Sender(b"\0two", "previous")
     bench.hello(again)
@@ -112,7 +112,7 @@ def test_late_hello_of_an_older_connection_is_ignored(bench: Bench) -> None:
     bench.frame(0, again)
     assert [arrival.body for arrival in bench.arrivals] == [Tombstone(0)]
     # Where the later one is gone, the earlier one is as good as any.
-    bench.server.gone.add(b"\0two")
+    bench.server.lost.add(b"\0two")
     bench.hello()
     bench.frame(1)
     assert [arrival.body for arrival in bench.arrivals] == [Tombstone(0), Tombstone(1)]
@@ -170,8 +170,8 @@ def test_heartbeats_are_answered_with_our_progress(bench: Bench) -> None:
 
 def test_invalid_frames_are_reported_as_misbehaviour(bench: Bench) -> None:
     bench.hello()
-    part = VolumeFragment(1, 0, Payload("f32", (1, 2)))
-    bench.frame(0, body=part, data=memoryview(bytes(8)))
+    fragment = VolumeFragment(1, 0, Payload("f32", (1, 2)))
+    bench.frame(0, body=fragment, data=memoryview(bytes(8)))
     bench.frame(0, channel=Channel.BULK)
     bench.frame(1, body=Release(1, 1, 0))
     assert [user for user, _ in bench.server.offences] == ["previous", "previous"]

@@ -16,23 +16,23 @@ def made(total: int) -> UnsentVolume:
 
 
 @given(
-    pieces=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    fragments=st.lists(st.integers(1, 30), min_size=1, max_size=6),
     grants=st.lists(st.integers(1, 40), min_size=1, max_size=10),
     maximum=st.integers(1, 20 * ROW),
     late=st.booleans(),
 )
 def test_fragments_make_up_the_volume(
-    pieces: list[int], grants: list[int], maximum: int, late: bool
+    fragments: list[int], grants: list[int], maximum: int, late: bool
 ) -> None:
-    total = sum(pieces)
+    total = sum(fragments)
     data = bytes(byte % 251 for byte in range(total * ROW))
-    out, came, turn, given = made(total), b"", 0, 0
-    for count in pieces:
+    out, came, index, given = made(total), b"", 0, 0
+    for count in fragments:
         assert out.add_rows(memoryview(data)[given * ROW : (given + count) * ROW]) == count
         given += count
         while out.available_rows and (late or given == total):
-            grant = grants[turn % len(grants)]
-            turn += 1
+            grant = grants[index % len(grants)]
+            index += 1
             body, rows, count = out.cut_fragment(grant, maximum)
             assert 1 <= count <= grant
             assert count == 1 or rows.nbytes <= maximum

@@ -42,8 +42,8 @@ from molink.wire.messages.serving import Cancel
 class FakeChannel:
     """A connection that keeps what is sent on it."""
 
-    def __init__(self, agenda: EventQueue, events: OutConnectionEvents) -> None:
-        self.agenda = agenda
+    def __init__(self, queue: EventQueue, events: OutConnectionEvents) -> None:
+        self.queue = queue
         self.events = events
         self.sent: list[tuple[float, Any]] = []
         self.started = self.is_congested = self.broken = False
@@ -55,10 +55,10 @@ class FakeChannel:
     def send(self, message: Any, payload: Any = None) -> None:
         if self.broken:
             raise Unavailable("broken")
-        self.sent.append((self.agenda.now, message))
+        self.sent.append((self.queue.now, message))
 
     def reconnect_now(self) -> None:
-        self.redialled.append(self.agenda.now)
+        self.redialled.append(self.queue.now)
 
     def messages(self, kind: type) -> list[Any]:
         return [message for _, message in self.sent if isinstance(message, kind)]
@@ -75,7 +75,7 @@ class Bench:
         policy: str = "fifo",
         keep_warm: bool = False,
     ) -> None:
-        self.agenda = EventQueue()
+        self.queue = EventQueue()
         self.channels: dict[Channel, FakeChannel] = {}
         self.progress = StageProgress(completed_seq=3, num_queued=0, has_requests=False)
         self.deaths: list[str] = []
@@ -91,19 +91,19 @@ class Bench:
         )
         name = LinkName("p", 2)
         how = {"probe": probe, "keep_warm": keep_warm}
-        self.link = OutLink(self.agenda, self.connect, self.sender, name, events, **how)
+        self.link = OutLink(self.queue, self.connect, self.sender, name, events, **how)
         self.link.start()
         self.decode, self.bulk = self.channels[Channel.DECODE], self.channels[Channel.BULK]
 
     def connect(self, channel: Channel, events: OutConnectionEvents) -> FakeChannel:
-        self.channels[channel] = FakeChannel(self.agenda, events)
+        self.channels[channel] = FakeChannel(self.queue, events)
         return self.channels[channel]
 
     def wait(self, seconds: float) -> None:
         """Let that much time pass."""
-        until = self.agenda.now + seconds
-        self.agenda.schedule_at(until, lambda: None)
-        self.agenda.run(until)
+        until = self.queue.now + seconds
+        self.queue.schedule_at(until, lambda: None)
+        self.queue.run(until)
 
     def welcome(self) -> None:
         for channel, connection in self.channels.items():
@@ -265,22 +265,22 @@ def test_the_bulk_channel_is_kept_warm_while_requests_live(keep_warm: bool) -> N
     bench.link.send_volume(*volume(1, 1, prefill=True))
     bench.progress = StageProgress(completed_seq=3, num_queued=0, has_requests=True)
 
-    def noise() -> list[int]:
+    def padding() -> list[int]:
         frames = bench.bulk.messages(Frame)
         return [each.body.payload.nbytes for each in frames if isinstance(each.body, Padding)]
 
     bench.wait(1.0)
-    assert noise() == [], "something is under way"
+    assert padding() == [], "something is under way"
     bench.bulk.events.on_message(Ack(7, Channel.BULK, 1), None)
     bench.wait(0.35)
-    assert sum(noise()) == (50_000 if keep_warm else 0)
+    assert sum(padding()) == (50_000 if keep_warm else 0)
     if not keep_warm:
         return
     bench.progress = StageProgress(completed_seq=3, num_queued=0, has_requests=False)
     came = len(bench.bulk.messages(Frame))
     bench.bulk.events.on_message(Ack(7, Channel.BULK, came), None)
     bench.wait(3.0)
-    assert sum(noise()) == 50_000, "no request lives"
+    assert sum(padding()) == 50_000, "no request lives"
     bench.sender.validate()
 
 
@@ -402,36 +402,36 @@ FAST = LinkEstimatedEvent(0.06, 0.06, 12.5e6)
 
 
 def lately(estimate: LinkEstimatedEvent = FAST, at: float = 0.0) -> TcpKeepWarm:
-    warmth = TcpKeepWarm()
-    warmth.on_prefill(at)
-    warmth.on_sent(at)
-    return warmth
+    keep_warm = TcpKeepWarm()
+    keep_warm.on_prefill(at)
+    keep_warm.on_sent(at)
+    return keep_warm
 
 
 def test_padding_takes_a_fortieth_of_the_link() -> None:
-    warmth = lately()
-    assert warmth.due_bytes(FAST, IDLE_PAUSE - 0.01) == 0
-    assert warmth.due_bytes(FAST, IDLE_PAUSE) == 62_500
+    keep_warm = lately()
+    assert keep_warm.due_bytes(FAST, IDLE_PAUSE - 0.01) == 0
+    assert keep_warm.due_bytes(FAST, IDLE_PAUSE) == 62_500
     assert pytest.approx(1 / 40) == SHARE_S / (IDLE_PAUSE + 0.01)
-    warmth.on_sent(IDLE_PAUSE)
-    assert warmth.due_bytes(FAST, IDLE_PAUSE + 0.1) == 0
-    assert warmth.due_bytes(FAST, 2 * IDLE_PAUSE) == 62_500
+    keep_warm.on_sent(IDLE_PAUSE)
+    assert keep_warm.due_bytes(FAST, IDLE_PAUSE + 0.1) == 0
+    assert keep_warm.due_bytes(FAST, 2 * IDLE_PAUSE) == 62_500
 
 
 def test_padding_needs_a_recent_prompt() -> None:
     assert TcpKeepWarm().due_bytes(FAST, 100.0) == 0
-    warmth = lately()
+    keep_warm = lately()
     for seq in range(100):
-        warmth.on_sent(seq / 5)
-    assert warmth.due_bytes(FAST, MAX_PROMPT_GAP + 10.1) == 0
+        keep_warm.on_sent(seq / 5)
+    assert keep_warm.due_bytes(FAST, MAX_PROMPT_GAP + 10.1) == 0
     never = TcpKeepWarm()
     never.on_sent(0.0)
     assert never.due_bytes(FAST, 1.0) == 0, "what is sent may be noise"
 
 
 def test_padding_is_bounded() -> None:
-    warmth = lately()
-    assert warmth.due_bytes(LinkEstimatedEvent(0.0, 0.06, None), 1.0) == 0
-    assert warmth.due_bytes(LinkEstimatedEvent(0.06, 0.06, MIN_BYTES / SHARE_S - 1000), 1.0) == 0
-    assert warmth.due_bytes(LinkEstimatedEvent(MIN_RTT / 2, MIN_RTT / 2, 12.5e6), 1.0) == 0
-    assert warmth.due_bytes(LinkEstimatedEvent(0.06, 0.06, 125e6), 1.0) == MAX_BYTES
+    keep_warm = lately()
+    assert keep_warm.due_bytes(LinkEstimatedEvent(0.0, 0.06, None), 1.0) == 0
+    assert keep_warm.due_bytes(LinkEstimatedEvent(0.06, 0.06, MIN_BYTES / SHARE_S - 1000), 1.0) == 0
+    assert keep_warm.due_bytes(LinkEstimatedEvent(MIN_RTT / 2, MIN_RTT / 2, 12.5e6), 1.0) == 0
+    assert keep_warm.due_bytes(LinkEstimatedEvent(0.06, 0.06, 125e6), 1.0) == MAX_BYTES

@@ -68,15 +68,15 @@ def test_volume_is_assembled_from_fragments() -> None:
 def test_unforwardable_header_is_rejected() -> None:
     """A frame of small numbers has room for more than the next stage's may need."""
     feed = Feed(receiver(cut_through=True))
-    groups = (
+    slices = (
         RequestSlice(1, 0, 300, 0, blocks=(70_000,) * 800),
         RequestSlice(2, 0, 1, 0, blocks=(1,) * 38),
     )
-    wide = Volume(1, True, groups, rows(1))
+    wide = Volume(1, True, slices, rows(1))
     assert len(msgspec.msgpack.encode(Frame(5, Channel.BULK, 0, wide))) < MAX_HEADER
     with pytest.raises(MessageTooLarge):
         LinkSender(5, FifoPolicy()).queue_volume(
-            Volume(1, True, groups, rows(301)), bytes(301 * ROW), now=0.0
+            Volume(1, True, slices, rows(301)), bytes(301 * ROW), now=0.0
         )
     assert feed(wide, bytes(ROW)) == []
     assert feed.made.counters.garbage == 1
@@ -101,8 +101,8 @@ def test_cut_through_reports_rows_as_they_arrive() -> None:
     assert first.payload[: 2 * ROW] == data[: 2 * ROW]
     # Whoever computes with the first rows holds on to the buffer while others are written.
     with memoryview(first.payload) as held:
-        part = VolumeFragment(1, 2, rows(1))
-        assert feed(part, data[2 * ROW : 3 * ROW]) == [Arrival(part, None, 3)]
+        fragment = VolumeFragment(1, 2, rows(1))
+        assert feed(fragment, data[2 * ROW : 3 * ROW]) == [Arrival(fragment, None, 3)]
         assert held[: 3 * ROW] == data[: 3 * ROW]
         assert (feed.made.num_unfinished, feed.made.unfinished_bytes) == (1, 5 * ROW)
         assert feed.made.counters.volumes == 0
@@ -136,7 +136,7 @@ def test_endless_volumes_are_bounded() -> None:
     assert feed.made.num_unfinished == 3
     assert feed.made.counters.garbage == 97
     assert "exceeds the assembly limit" in feed.made.last_fault
-    # What has its room goes on.
+    # What has its room continues.
     assert feed(VolumeFragment(1, 1, rows(5)), bytes(5 * ROW))[0].rows == 6
     assert feed(volume(200, 6, rows(1)), bytes(ROW))[0].rows == 1
 
@@ -239,16 +239,16 @@ def test_receiver_never_raises(data: st.DataObject) -> None:
     small = st.integers(0, 4)
     shapes = st.lists(small, min_size=1, max_size=2).map(tuple)
     payloads = st.builds(Payload, st.sampled_from(["bf16", "u8", "f32"]), shapes)
-    groups = st.builds(RequestSlice, small, small, st.sampled_from([1, 2, 3, 65536]), small)
+    slices = st.builds(RequestSlice, small, small, st.sampled_from([1, 2, 3, 65536]), small)
     bodies = st.one_of(
         st.builds(VolumeFragment, small, small, payloads),
         st.builds(Tombstone, small),
-        st.builds(Volume, small, st.booleans(), st.lists(groups, min_size=1, max_size=3), payloads),
+        st.builds(Volume, small, st.booleans(), st.lists(slices, min_size=1, max_size=3), payloads),
     )
     for seq in range(data.draw(st.integers(1, 10))):
         frame = Frame(5, data.draw(st.sampled_from(Channel)), seq, data.draw(bodies))
         payload = None if frame.payload is None else bytes(frame.payload.nbytes)
-        message, view = codec.decode([bytes(part) for part in codec.encode(frame, payload)])
+        message, view = codec.decode([bytes(fragment) for fragment in codec.encode(frame, payload)])
         for arrival in made.on_frame(message, view, float(seq)):
             size = 0 if arrival.payload is None else len(arrival.payload)
             assert size <= 100 * ROW

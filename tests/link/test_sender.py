@@ -302,7 +302,7 @@ def test_stalled_channel_resends_on_the_same_connection() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_lost_messages_leave_the_in_flight_count(policy: str) -> None:
-    """A policy that bounds what is under way goes on once it has been sent again."""
+    """A policy that bounds what is under way continues once it has been sent again."""
     sender = connected(LinkSender(1, create_policy(policy), SenderLimits(resend_after=10.0)))
     sender.queue_volume(*volume(1, 2), 0.0)
     lost = sender.poll_packets(0.0)

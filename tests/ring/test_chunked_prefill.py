@@ -57,8 +57,8 @@ class Executor:
         seconds = self.seconds(decodes, rows)
         self.ring.steps.append((self.index, decodes, rows, seconds))
         results = [self._result(step_input.volume) for step_input in step_inputs]
-        agenda = self.ring.agenda
-        agenda.schedule_at(agenda.now + seconds, done, StepResult(results, seconds, None))
+        queue = self.ring.queue
+        queue.schedule_at(queue.now + seconds, done, StepResult(results, seconds, None))
 
     def seconds(self, decodes: int, rows: int) -> float:
         """Of a step."""
@@ -67,7 +67,7 @@ class Executor:
     def _result(self, volume: Volume) -> StepOutput:
         if self.index + 1 < len(self.ring.rings):
             return StepOutput(volume, bytearray(volume.count), None)
-        wanted = [group for group in volume.slices if group.sample]
+        wanted = [request_slice for request_slice in volume.slices if request_slice.sample]
         choices = tuple(SampledId(g.request, g.start + g.count, 1, 0.0) for g in wanted)
         return StepOutput(volume, None, SamplerOutput(volume.seq, choices))
 
@@ -95,13 +95,13 @@ class Ring(VirtualRing):
         profiles = tuple(map(profile, speeds))
         given = {"profiles": profiles, "micro_batches": len(speeds)} | limits
         given |= {"prefix_cache": False, "num_stages": len(speeds)}
-        many, agenda = len(speeds) > 1, EventQueue()
+        many, queue = len(speeds) > 1, EventQueue()
         super().__init__(
             SchedulerConfig(BLOCKS, BLOCK_SIZE, max_model_len=1 << 14, **given),
             [executor(self, index, speed) for index, speed in enumerate(speeds)],
-            [TimedLink(agenda, latency, cut_through=False) for _ in speeds] if many else [],
+            [TimedLink(queue, latency, cut_through=False) for _ in speeds] if many else [],
             Stages(profiles=profiles, cut_through=False),
-            agenda=agenda,
+            agenda=queue,
         )
 
 
@@ -124,12 +124,12 @@ def long_prompt(ring: Ring) -> tuple[float, list[float], float]:
     streams = [ring.tokens[f"s{number}"] for number in range(STREAMS)]
     ring.run_until(lambda: all(len(times) >= 40 for times in streams))
     alone = max(times[-1] - times[-2] for times in streams)
-    begin, last = ring.agenda.now, [len(times) - 1 for times in streams]
+    begin, last = ring.queue.now, [len(times) - 1 for times in streams]
     ring.steps.clear()
     ring.submit_request("long", PROMPT, 4)
     ring.run_until(lambda: bool(ring.tokens["long"]))
     during = [gap for times, at in zip(streams, last, strict=True) for gap in gaps(times[at:])]
-    return alone, during, ring.agenda.now - begin
+    return alone, during, ring.queue.now - begin
 
 
 def test_long_prompt_lets_streams_decode_each_iteration() -> None:
@@ -185,7 +185,9 @@ def test_spare_micro_batches_are_prefill_only() -> None:
 def auto(latency: float) -> Ring:
     """Three stages, which decide how many volumes are in flight by links that they know."""
     ring = Ring([1.0] * 3, latency, micro_batches=0)
-    ring.head.set_times(RingTimes(ring.head.config.profiles, [LinkFacts(latency, 1e12)] * 3, 0))
+    ring.scheduler.set_times(
+        RingTimes(ring.scheduler.config.profiles, [LinkFacts(latency, 1e12)] * 3, 0)
+    )
     return ring
 
 
@@ -199,37 +201,39 @@ def test_latency_bound_rings_run_prefill_only_chunks() -> None:
     assert sum(chunks) == PROMPT
 
 
-def beside_one_stream(unpaired: bool) -> tuple[float, float]:
+def beside_one_stream(prefill_only: bool) -> tuple[float, float]:
     """Two PCs that compute on CPUs: the longest gap beside a prompt, and when its answer begins."""
     times = RingTimes((CPU,) * 2, [LinkFacts(0.03, 1e12)] * 2, 0)
-    given = {"profiles": times.profiles, "micro_batches": 0, "prefill_only_batches": unpaired}
+    given = {"profiles": times.profiles, "micro_batches": 0, "prefill_only_batches": prefill_only}
     ring = Ring([1.0] * 2, 0.03, Cpu, **given)
-    ring.head.set_times(times)
+    ring.scheduler.set_times(times)
     ring.submit_request("s", 16, 4000)
     ring.run_until(lambda: len(ring.tokens["s"]) >= 10)
-    begin, at = ring.agenda.now, len(ring.tokens["s"]) - 1
+    begin, at = ring.queue.now, len(ring.tokens["s"]) - 1
     ring.submit_request("long", 800, 2)
     ring.run_until(lambda: bool(ring.tokens["long"]))
-    return max(gaps(ring.tokens["s"][at:])), ring.agenda.now - begin
+    return max(gaps(ring.tokens["s"][at:])), ring.queue.now - begin
 
 
 def test_prefill_only_chunks_do_not_delay_streams() -> None:
-    paired_gap, paired_first = beside_one_stream(unpaired=False)
-    gap, first = beside_one_stream(unpaired=True)
+    paired_gap, paired_first = beside_one_stream(prefill_only=False)
+    gap, first = beside_one_stream(prefill_only=True)
     assert gap <= paired_gap
     assert first < 0.6 * paired_first
 
 
 def test_prefill_only_rows_in_flight_are_bounded() -> None:
     ring = auto(2.0)
-    bound = ring.head.config.max_prefill_only_rows
+    bound = ring.scheduler.config.max_prefill_only_rows
     maximum = 0.0
     for number, prompt in enumerate((4000, 3000, 2000, 1000)):
         ring.submit_request(f"p{number}", prompt, 2)
 
     def over() -> bool:
         nonlocal maximum
-        maximum = max(maximum, ring.head.collect_stats()[1]["scheduler_prefill_rows_in_flight"])
+        maximum = max(
+            maximum, ring.scheduler.collect_stats()[1]["scheduler_prefill_rows_in_flight"]
+        )
         return all(len(times) == 2 for times in ring.tokens.values())
 
     ring.run_until(over)
@@ -242,7 +246,7 @@ def test_returned_chunks_leave_the_window() -> None:
         ring.submit_request(f"p{number}", PROMPT, 2)
     ring.run_until(lambda: all(len(times) == 2 for times in ring.tokens.values()))
     assert sum(rows > 0 for stage, _, rows, _ in ring.steps if stage == 0) > MAX_MICRO_BATCHES
-    assert len(ring.head._batcher._prefill_only_seqs) <= MAX_MICRO_BATCHES
+    assert len(ring.scheduler._batcher._prefill_only_seqs) <= MAX_MICRO_BATCHES
 
 
 def test_compute_bound_rings_piggyback_chunks() -> None:
@@ -267,6 +271,6 @@ def test_short_ring_uses_smaller_chunks() -> None:
         ring = Ring([1.0] * 4, **limits)
         ring.submit_request("long", 1024, 2)
         ring.run_until(lambda: bool(ring.tokens["long"]))
-        return ring.agenda.now
+        return ring.queue.now
 
     assert first() < 0.8 * first(max_num_batched_tokens=1024)

@@ -39,7 +39,7 @@ PROFILE = Profile(decode=POINTS, prefill=POINTS, tile=TILE)
 class VirtualExecutor:
     """Steps take as long as the profile says; the last stage samples token 1."""
 
-    agenda: EventQueue
+    queue: EventQueue
     is_last: bool
     steps: list[tuple[int, int]] = field(default_factory=list)
 
@@ -54,14 +54,14 @@ class VirtualExecutor:
         self.steps.append((counts[False], counts[True]))
         seconds = step_s(sum(counts.values()))
         results = [self._result(step_input.volume) for step_input in step_inputs]
-        self.agenda.schedule_at(
-            self.agenda.now + seconds, lambda: done(StepResult(results, seconds, None))
+        self.queue.schedule_at(
+            self.queue.now + seconds, lambda: done(StepResult(results, seconds, None))
         )
 
     def _result(self, volume: Volume) -> StepOutput:
         if not self.is_last:
             return StepOutput(volume, bytearray(volume.count), None)
-        wanted = [group for group in volume.slices if group.sample]
+        wanted = [request_slice for request_slice in volume.slices if request_slice.sample]
         choices = tuple(SampledId(g.request, g.start + g.count, 1, 0.0) for g in wanted)
         return StepOutput(volume, None, SamplerOutput(volume.seq, choices))
 
@@ -79,19 +79,19 @@ class Swarm(VirtualRing):
         burst: Callable[[], int] = lambda: 16,
         **limits: Any,
     ) -> None:
-        agenda = EventQueue()
+        queue = EventQueue()
         given = {"micro_batches": stages, "profiles": (PROFILE,) * stages, "max_model_len": 1 << 13}
         given |= {"prefix_cache": False, "num_stages": stages, **limits}
         links = [
-            TimedLink(agenda, latency, rates[i % len(rates)], burst, cut_through)
+            TimedLink(queue, latency, rates[i % len(rates)], burst, cut_through)
             for i in range(stages)
         ]
         super().__init__(
             SchedulerConfig(BLOCKS, BLOCK_SIZE, **given),
-            [VirtualExecutor(agenda, i == stages - 1) for i in range(stages)],
+            [VirtualExecutor(queue, i == stages - 1) for i in range(stages)],
             links,
             Stages(profiles=(PROFILE,) * stages, cut_through=cut_through),
-            agenda=agenda,
+            agenda=queue,
         )
 
 
@@ -99,12 +99,12 @@ def first_token_s(prompt: int, **options: Any) -> float:
     swarm = Swarm(4, **options)
     swarm.submit_request("a", prompt, 2)
     swarm.run_until(lambda: "a" in swarm.finished_keys)
-    swarm.agenda.run(float("inf"))
+    swarm.queue.run(float("inf"))
     swarm.check_idle()
     return swarm.tokens["a"][0]
 
 
-@pytest.mark.parametrize("chunk", [0, 512], ids=["the head's chunks", "one chunk"])
+@pytest.mark.parametrize("chunk", [0, 512], ids=["the scheduler's chunks", "one chunk"])
 def test_prompt_transfer_is_paid_once_over_all_hops(chunk: int) -> None:
     rows, rate = 512, 500.0
     cut, stored = (
@@ -137,7 +137,7 @@ def test_decode_waits_for_a_sub_chunk_only() -> None:
             swarm.submit_request(f"s{number}", 8, 4000)
         streams = [swarm.tokens[f"s{number}"] for number in range(6)]
         swarm.run_until(lambda: all(len(times) > 20 for times in streams))
-        begin = swarm.agenda.now
+        begin = swarm.queue.now
         swarm.submit_request("long", 2048, 2)
         swarm.run_until(lambda: bool(swarm.tokens["long"]))
         swarm.check_answers()
@@ -170,10 +170,10 @@ def test_every_token_arrives_once(stages: int, chunk: int, cut_through: bool, se
     wanted = {f"r{number}": rng.randint(1, 12) for number in range(rng.randint(1, 10))}
     for key, answer in wanted.items():
         prompt, when = rng.choice([1, 20, 300, 900]), rng.uniform(0, 2)
-        swarm.agenda.schedule_at(when, swarm.submit_request, key, prompt, answer)
+        swarm.queue.schedule_at(when, swarm.submit_request, key, prompt, answer)
         if rng.random() < 0.4:
-            swarm.agenda.schedule_at(when + rng.expovariate(2), swarm.cancel_request, key)
-    while swarm.agenda.run_next():
+            swarm.queue.schedule_at(when + rng.expovariate(2), swarm.cancel_request, key)
+    while swarm.queue.run_next():
         swarm.check_answers()
     swarm.check_idle()
     assert set(wanted) == swarm.finished_keys

@@ -46,10 +46,10 @@ class Steps:
     def submit_step(
         self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
     ) -> None:
-        self.segments, self.done = step_inputs, done
+        self.step_inputs, self.done = step_inputs, done
 
     def end(self) -> None:
-        results = [StepOutput(each.volume, bytearray(8), None) for each in self.segments]
+        results = [StepOutput(each.volume, bytearray(8), None) for each in self.step_inputs]
         self.done(StepResult(results, STEP, None))
 
 
@@ -77,7 +77,7 @@ def test_decode_finish_is_reported_after_its_rows_are_queued() -> None:
     )
     now = 4 * STEP
     steps.end()
-    turn = 3 * STEP + 0.01 + 8 / 1e6
-    assert outlet.log[-1].next_predicted == pytest.approx(turn)
+    round_trip = 3 * STEP + 0.01 + 8 / 1e6
+    assert outlet.log[-1].next_predicted == pytest.approx(round_trip)
     ring.on_message(Release(4, 0, 3), None)
     assert not ring._round_trips._expected

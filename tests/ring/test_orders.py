@@ -1,6 +1,6 @@
 """Channels deliver in any order, requests are cancelled and share blocks: logits stay the same.
 
-So they do if prefill rows arrive and run in pieces of any size.
+So they do if prefill rows arrive and run in sub-chunks of any size.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from molinkd.worker.step import run_step
 BLOCK = 4
 A, C, B, D, E = range(5)
 #: B begins with A's first 8 tokens and reads them from A's blocks; D gets the blocks of C. E begins
-#: with A's first 11: it reads 8 from A's blocks and copies 3 that A goes on writing after.
+#: with A's first 11: it reads 8 from A's blocks and copies 3 that A continues writing after.
 TOKENS = {
     A: [5, 9, 2, 7, 1, 8, 3, 6, 4, 11, 12, 13, 14],
     B: [5, 9, 2, 7, 1, 8, 3, 6, 40, 41, 42, 43],
@@ -76,7 +76,7 @@ class AnyPieces:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def next_rows(self, here: int, coming: int, riding: int, pace: float) -> int:
+    def next_rows(self, here: int, coming: int, piggybacked: int, slowdown: float) -> int:
         return self._random.randint(0 if coming else 1, here)
 
 
@@ -95,7 +95,7 @@ class Hop:
     """
 
     stage: Any
-    board: Scoreboard
+    scoreboard: Scoreboard
     split: random.Random | None = None
     decode: deque[tuple[Any, Any]] = field(default_factory=deque)
     bulk: deque[tuple[Any, Any]] = field(default_factory=deque)
@@ -110,7 +110,7 @@ class Hop:
     def deliver(self, channel: deque[tuple[Any, Any]]) -> None:
         body, data = channel.popleft()
         if channel is not self.bulk or isinstance(data, list):
-            self.board.on_message(body, data, 0.0)
+            self.scoreboard.on_message(body, data, 0.0)
             return
         size = self.stage.config.hidden_size * 4
         rows = count = len(data) // size
@@ -129,9 +129,9 @@ class Hop:
         room[before * size : after * size] = data
         self.buffers[body.seq] = room, after
         if isinstance(body, Volume):
-            self.board.on_message(body, room, 0.0, after)
+            self.scoreboard.on_message(body, room, 0.0, after)
         else:
-            self.board.extend_volume(body.seq, after, 0.0)
+            self.scoreboard.extend_volume(body.seq, after, 0.0)
 
 
 def rows(
@@ -140,11 +140,11 @@ def rows(
     return RequestSlice(request, start, count, after, blocks, sample=True)
 
 
-def volume(seq: int, *groups: RequestSlice, prefill: bool) -> tuple[Volume, list[int]]:
+def volume(seq: int, *slices: RequestSlice, prefill: bool) -> tuple[Volume, list[int]]:
     tokens = [
-        token for each in groups for token in TOKENS[each.request][each.start :][: each.count]
+        token for each in slices for token in TOKENS[each.request][each.start :][: each.count]
     ]
-    return Volume(seq, prefill, groups, Payload("i32", (len(tokens),))), tokens
+    return Volume(seq, prefill, slices, Payload("i32", (len(tokens),))), tokens
 
 
 def script() -> list[tuple[Any, Any]]:
@@ -182,14 +182,14 @@ def afterword() -> list[tuple[Any, Any]]:
 class Driver:
     """Runs the script over a ring of stages; ``pick`` chooses what happens next."""
 
-    def __init__(self, stages: list[Stage], pick: Any, pieces: int | None = None) -> None:
+    def __init__(self, stages: list[Stage], pick: Any, sub_chunks: int | None = None) -> None:
         self.hops = [Hop(RecordingStage(stage), Scoreboard()) for stage in stages]
-        if pieces is not None:
+        if sub_chunks is not None:
             for hop in self.hops:
-                hop.board = Scoreboard(sub_chunk_policy=AnyPieces(pieces))
-                hop.split = random.Random(pieces)
+                hop.scoreboard = Scoreboard(sub_chunk_policy=AnyPieces(sub_chunks))
+                hop.split = random.Random(sub_chunks)
         #: Pieces that were neither the first nor the only one of their volume.
-        self.later_pieces = 0
+        self.later_sub_chunks = 0
         self._pick = pick
         self.logits: Logits = {}
         self.ended: list[Any] = []
@@ -206,7 +206,7 @@ class Driver:
         while True:
             moves: list[Any] = [hop.decode for hop in self.hops if hop.decode]
             moves += [hop.bulk for hop in self.hops if hop.bulk]
-            moves += [hop for hop in self.hops if hop.board.num_queued]
+            moves += [hop for hop in self.hops if hop.scoreboard.num_queued]
             if todo:
                 moves.append(todo)
             elif later and (A, 11) in self.logits and self._released():
@@ -215,8 +215,8 @@ class Driver:
                 break
             self._do(self._pick(moves), todo, later)
         for hop in self.hops:
-            hop.board.validate()
-            assert hop.board.num_waiting == 0
+            hop.scoreboard.validate()
+            assert hop.scoreboard.num_waiting == 0
 
     def _released(self) -> bool:
         return any(isinstance(body, Release) for body in self.ended)
@@ -230,29 +230,29 @@ class Driver:
                 self._compute(index)
             elif move is hop.decode or move is hop.bulk:
                 hop.deliver(move)
-                self._forward(index, hop.board.complete_volumes((), 0.0))
+                self._forward(index, hop.scoreboard.complete_volumes((), 0.0))
 
     def _compute(self, index: int) -> None:
         hop = self.hops[index]
-        work = hop.board.next_step(0.0)
+        work = hop.scoreboard.next_step(0.0)
         if work is None:
             return
-        self.later_pieces += sum(part.first_row > 0 for part in work.inputs)
+        self.later_sub_chunks += sum(part.first_row > 0 for part in work.inputs)
         results = run_step(hop.stage, hop.requests, work.inputs)
         if hop.stage.is_last:
-            groups = [
+            slices = [
                 each
                 for step_input in work.inputs
                 for each in step_input.volume.slices
                 if each.sample
             ]
-            for each, logits in zip(groups, hop.stage.output, strict=True):
+            for each, logits in zip(slices, hop.stage.output, strict=True):
                 self.logits[each.request, each.start + each.count] = logits.clone()
         else:
             for part, result in zip(work.inputs, results, strict=True):
                 body = More(part.volume.seq) if part.first_row else part.full_volume
                 self.hops[index + 1].put(body, bytearray(result.rows))
-        self._forward(index, hop.board.complete_volumes(work.seqs, 0.0))
+        self._forward(index, hop.scoreboard.complete_volumes(work.seqs, 0.0))
 
     def _forward(self, index: int, controls: Any) -> None:
         for control in controls:
@@ -343,7 +343,7 @@ def test_logits_do_not_depend_on_sub_chunks(
         stage.allocate_kv_pool(10, BLOCK)
     driver = Driver(stages, shuffled(seed), seed)
     logits = driver.run()
-    assert driver.later_pieces > 5
+    assert driver.later_sub_chunks > 5
     assert {key for key in logits if key[0] != C} == WANTED
     for key, value in logits.items():
         torch.testing.assert_close(value, undisturbed[key], atol=1e-4, rtol=1e-4)
@@ -355,12 +355,12 @@ def test_cancel_before_its_volumes_leaves_tombstones(stages: list[Stage]) -> Non
         stage.allocate_kv_pool(10, BLOCK)
     driver = Driver(stages, in_turn)
     first = driver.hops[0]
-    first.board.on_message(Admit(1, C, GREEDY, 8), None, 0.0)
-    first.board.on_message(Release(3, C, 2), None, 0.0)
-    first.board.on_message(*volume(2, rows(C, 0, 4, 1, (5,)), prefill=True), 0.0)
-    bodies = [control.body for control in first.board.complete_volumes((), 0.0)]
+    first.scoreboard.on_message(Admit(1, C, GREEDY, 8), None, 0.0)
+    first.scoreboard.on_message(Release(3, C, 2), None, 0.0)
+    first.scoreboard.on_message(*volume(2, rows(C, 0, 4, 1, (5,)), prefill=True), 0.0)
+    bodies = [control.body for control in first.scoreboard.complete_volumes((), 0.0)]
     assert bodies == [Admit(1, C, GREEDY, 8), Tombstone(2), Release(3, C, 2)]
-    assert first.board.next_step(0.0) is None
+    assert first.scoreboard.next_step(0.0) is None
 
 
 @torch.inference_mode()

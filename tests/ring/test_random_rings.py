@@ -7,7 +7,7 @@ reused, shared or copied too early or wrongly, a row run too early, twice or aft
 release, or a block table out of order shows as a wrong entry. The tail computes tokens from what it
 reads, so a request's text proves the rest.
 
-Prefill rows may travel and run in pieces of any size: a stage is told of some while others are
+Prefill rows may travel and run in sub-chunks of any size: a stage is told of some while others are
 still on their way.
 """
 
@@ -67,7 +67,7 @@ STOP = 7
 VOCABULARY = 40
 #: Of each stage; as many as several requests have.
 HOST_BLOCKS = 40
-#: Requests with this seed fail at the tail once they are of a certain length.
+#: Requests with this seed fail at the last stage once they are of a certain length.
 FAILING, FAILS_AT = 13, 6
 #: A row on its way: request, position, and all tokens up to there as they should be.
 Row = tuple[int, int, tuple[int, ...]]
@@ -94,8 +94,8 @@ class AnyPieces:
 
     salt: int
 
-    def next_rows(self, here: int, coming: int, riding: int, pace: float) -> int:
-        dice = crc32(repr((self.salt, here, coming, riding)).encode())
+    def next_rows(self, here: int, coming: int, piggybacked: int, slowdown: float) -> int:
+        dice = crc32(repr((self.salt, here, coming, piggybacked)).encode())
         return 0 if coming and dice % 3 == 0 else 1 + dice // 3 % here
 
 
@@ -120,13 +120,17 @@ class Stage:
     """A scoreboard and a KV pool that remembers who wrote what."""
 
     def __init__(
-        self, index: int, last: bool, limits: SchedulerConfig, cutting: AnyPieces | None = None
+        self,
+        index: int,
+        last: bool,
+        limits: SchedulerConfig,
+        sub_chunk_policy: AnyPieces | None = None,
     ) -> None:
         self.index, self.last, self.block_size = index, last, limits.block_size
         bounds = ScoreboardLimits(
             blocks=limits.num_blocks, block_size=limits.block_size, host_blocks=HOST_BLOCKS
         )
-        self.board = Scoreboard(bounds, cutting)
+        self.scoreboard = Scoreboard(bounds, sub_chunk_policy)
         #: Rows of volumes that have come in part.
         self.incoming: dict[int, list[Row]] = {}
         self.collector = SampleCollector()
@@ -152,18 +156,18 @@ class Stage:
             self.requests[body.request].blocks += memoryview(data).cast("i")
         if isinstance(body, More):
             self.incoming[body.seq] += data
-            self.board.extend_volume(body.seq, len(self.incoming[body.seq]), 0.0)
+            self.scoreboard.extend_volume(body.seq, len(self.incoming[body.seq]), 0.0)
         elif isinstance(body, Volume):
             self.incoming[body.seq] = rows = list(data)
-            self.board.on_message(body, rows, 0.0, len(rows))
+            self.scoreboard.on_message(body, rows, 0.0, len(rows))
         else:
-            self.board.on_message(body, data, 0.0)
+            self.scoreboard.on_message(body, data, 0.0)
         return self.forward(())
 
     def forward(self, seqs: tuple[int, ...]) -> list[tuple[int, object, object]]:
         """Controls for the next stage's decode channel."""
         out = []
-        for control in self.board.complete_volumes(seqs, 0.0):
+        for control in self.scoreboard.complete_volumes(seqs, 0.0):
             if isinstance(control.body, Release):
                 del self.requests[control.body.request]
             if isinstance(control.body, SwapOut | SwapIn):
@@ -172,7 +176,7 @@ class Stage:
         return out
 
     def take(self) -> list[tuple[int, object, object]]:
-        work = self.board.next_step(0.0)
+        work = self.scoreboard.next_step(0.0)
         if work is not None:
             self.running.append(work)
         return self.forward(())
@@ -188,7 +192,7 @@ class Stage:
             rows = list(part.data)
             if part.row_indices is not None:
                 rows = [rows[index] for index in part.row_indices]
-            assert all(group.count for group in part.volume.slices)
+            assert all(request_slice.count for request_slice in part.volume.slices)
             assert len(rows) == part.volume.count
             parts.append((part, rows))
             self._write(part.volume, rows)
@@ -226,44 +230,47 @@ class Stage:
         return state.blocks[position // self.block_size], position % self.block_size
 
     def _copy(self, volume: Volume) -> None:
-        for group in volume.slices:
-            state = self.requests[group.request]
-            state.blocks += group.blocks
-            if group.copy_from_block >= 0:
-                target, end = self._slot(state, group.start)
+        for request_slice in volume.slices:
+            state = self.requests[request_slice.request]
+            state.blocks += request_slice.blocks
+            if request_slice.copy_from_block >= 0:
+                target, end = self._slot(state, request_slice.start)
                 assert end
                 for offset in range(self.block_size):
                     self.kv.pop((target, offset), None)
                 for offset in range(end):
-                    self.kv[target, offset] = self.kv[group.copy_from_block, offset]
+                    self.kv[target, offset] = self.kv[request_slice.copy_from_block, offset]
 
     def _write(self, volume: Volume, rows: list[Row]) -> None:
         first = 0
-        for group in volume.slices:
-            state = self.requests[group.request]
-            assert group.start + group.count <= len(state.blocks) * self.block_size
-            for offset in range(group.count):
+        for request_slice in volume.slices:
+            state = self.requests[request_slice.request]
+            assert request_slice.start + request_slice.count <= len(state.blocks) * self.block_size
+            for offset in range(request_slice.count):
                 request, position, tokens = rows[first + offset]
-                assert (request, position) == (group.request, group.start + offset)
+                assert (request, position) == (request_slice.request, request_slice.start + offset)
                 before = self.kv[self._slot(state, position - 1)] if position else ()
                 self.kv[self._slot(state, position)] = (*before, tokens[-1])
                 assert (*before, tokens[-1]) == tokens
-            first += group.count
+            first += request_slice.count
 
     def _read(self, volume: Volume) -> tuple[list[SampledId], list[int]]:
         choices, failed = [], []
-        for group in volume.slices:
-            state, end = self.requests[group.request], group.start + group.count
+        for request_slice in volume.slices:
+            state, end = (
+                self.requests[request_slice.request],
+                request_slice.start + request_slice.count,
+            )
             tokens = list(self.kv[self._slot(state, end - 1)])
             for position in range(end):
                 assert self.kv[self._slot(state, position)] == tuple(tokens[: position + 1])
-            tokens = tokens[: end - len(group.verified_drafts)]
-            if not group.continues_from(*state.last):
+            tokens = tokens[: end - len(request_slice.verified_drafts)]
+            if not request_slice.continues_from(*state.last):
                 continue
             if self._fails(state, tokens):
-                failed.append(group.request)
-            elif self.last and group.sample:
-                choices += self._sample(state, group, tokens)
+                failed.append(request_slice.request)
+            elif self.last and request_slice.sample:
+                choices += self._sample(state, request_slice, tokens)
         return choices, failed
 
     def _forced(self, choices: list[SampledId]) -> Iterator[ForcedTokens]:
@@ -281,8 +288,10 @@ class Stage:
     def _fails(self, state: State, tokens: list[int]) -> bool:
         return state.admit.sampling_params.seed == FAILING and len(tokens) >= FAILS_AT
 
-    def _sample(self, state: State, group: RequestSlice, tokens: list[int]) -> Iterator[SampledId]:
-        for draft in (*group.verified_drafts, None):
+    def _sample(
+        self, state: State, request_slice: RequestSlice, tokens: list[int]
+    ) -> Iterator[SampledId]:
+        for draft in (*request_slice.verified_drafts, None):
             if self._fails(state, tokens):
                 return
             token = model(tokens, state.admit.sampling_params.seed)
@@ -290,7 +299,7 @@ class Stage:
                 assert state.history == tokens
                 state.history.append(token)
             state.last = len(tokens), token
-            yield SampledId(group.request, len(tokens), token)
+            yield SampledId(request_slice.request, len(tokens), token)
             if token != draft:
                 return
             tokens = [*tokens, token]
@@ -369,7 +378,7 @@ class Ring:
         self,
         stages: int,
         limits: SchedulerConfig,
-        cutting: AnyPieces | None = None,
+        sub_chunk_policy: AnyPieces | None = None,
         rng: random.Random | None = None,
         policy: str = "fcfs",
         host_blocks: int = HOST_BLOCKS,
@@ -377,11 +386,11 @@ class Ring:
         self.limits = limits
         scheduling = create_scheduling_policy(policy)
         guesses = Guesses(self, rng or random.Random(0))
-        self.head = Scheduler(limits, 3, scheduling, lambda: guesses)
+        self.scheduler = Scheduler(limits, 3, scheduling, lambda: guesses)
         self.model = SmallModel(guesses)
-        self.head.set_host_memory(host_blocks, 1e-4)
-        self.cutting = cutting
-        self.stages = [Stage(i, i == stages - 1, limits, cutting) for i in range(stages)]
+        self.scheduler.set_host_memory(host_blocks, 1e-4)
+        self.sub_chunk_policy = sub_chunk_policy
+        self.stages = [Stage(i, i == stages - 1, limits, sub_chunk_policy) for i in range(stages)]
         self.channels = {(i, channel): deque() for i in range(stages) for channel in (0, 1)}
         self.clients: dict[str, Client] = {}
         self.now = 0.0
@@ -392,7 +401,7 @@ class Ring:
 
     def submit(self, request: RequestState) -> bool:
         try:
-            displaced = self.head.submit_request(request, self.now)
+            displaced = self.scheduler.submit_request(request, self.now)
         except Overloaded:
             return False
         self.clients[request.key] = Client(request, tuple(request.tokens), reference(request))
@@ -401,15 +410,15 @@ class Ring:
 
     def cancel(self, key: str) -> None:
         self.clients[key].over = True
-        self.head.cancel_request(self.clients[key].state.peer, key, self.now)
+        self.scheduler.cancel_request(self.clients[key].state.peer, key, self.now)
 
     def credit(self, key: str) -> None:
         client = self.clients[key]
-        self.head.grant_credit(client.state.peer, key, client.position)
+        self.scheduler.grant_credit(client.state.peer, key, client.position)
 
     def next(self, prefill: bool = True) -> bool:
-        batch = self.head.next_batch(self.now, prefill=prefill)
-        order = self.head.pop_draft_batch()
+        batch = self.scheduler.next_batch(self.now, prefill=prefill)
+        order = self.scheduler.pop_draft_batch()
         if order is not None:
             self.model.orders.append(order)
         if batch is None:
@@ -431,12 +440,12 @@ class Ring:
 
     def _rows(self, volume: Volume) -> list[Row]:
         rows = []
-        for group in volume.slices:
-            job = self.head._queues.get_by_id(group.request)
-            client = self.clients[job.key]
-            tokens = (*client.submitted, *client.got, *job.draft_path)
-            for position in range(group.start, group.start + group.count):
-                rows.append((group.request, position, tokens[: position + 1]))
+        for request_slice in volume.slices:
+            state = self.scheduler._queues.get_by_id(request_slice.request)
+            client = self.clients[state.key]
+            tokens = (*client.submitted, *client.got, *state.draft_path)
+            for position in range(request_slice.start, request_slice.start + request_slice.count):
+                rows.append((request_slice.request, position, tokens[: position + 1]))
         return rows
 
     def deliver(self, hop: int, channel: int) -> None:
@@ -445,14 +454,14 @@ class Ring:
             self._send(hop + 1, self.stages[hop + 1].arrive(body, data))
         elif isinstance(body, SamplerOutput):
             said = {choice.request for choice in body.sampled}
-            for group in self.head._in_flight._volumes[body.seq].slices:
-                if group.is_lookahead:
-                    self.ahead["right" if group.request in said else "wrong"] += 1
-            self._emit(self.head.on_sampled(body, {}, self.now))
+            for request_slice in self.scheduler._in_flight._volumes[body.seq].slices:
+                if request_slice.is_lookahead:
+                    self.ahead["right" if request_slice.request in said else "wrong"] += 1
+            self._emit(self.scheduler.on_sampled(body, {}, self.now))
         elif isinstance(body, Release):
-            self.head.on_released(body.seq, self.now)
+            self.scheduler.on_released(body.seq, self.now)
         elif isinstance(body, Tombstone):
-            self._emit(self.head.on_tombstone(body.seq, self.now))
+            self._emit(self.scheduler.on_tombstone(body.seq, self.now))
 
     def part(self, hop: int, count: int) -> None:
         """Deliver only the first ``count`` of the rows that are next on a bulk channel."""
@@ -461,7 +470,7 @@ class Ring:
         self._send(hop + 1, self.stages[hop + 1].arrive(body, rows[:count]))
 
     def guess(self) -> None:
-        self.head.on_draft_results(self.model.answer())
+        self.scheduler.on_draft_results(self.model.answer())
 
     def take(self, index: int) -> None:
         self._send(index, self.stages[index].take())
@@ -505,10 +514,10 @@ class Ring:
         ]
         found += [("guess",)] * bool(self.model.orders)
         for (hop, kind), channel in self.channels.items():
-            if self.cutting and kind and channel and len(channel[0][1]) > 1:
+            if self.sub_chunk_policy and kind and channel and len(channel[0][1]) > 1:
                 found += [("part", hop, count) for count in {1, len(channel[0][1]) // 2}]
         for stage in self.stages:
-            if stage.board.num_queued > len(stage.running) and len(stage.running) < 2:
+            if stage.scoreboard.num_queued > len(stage.running) and len(stage.running) < 2:
                 found.append(("take", stage.index))
             found += [("finish", stage.index, which) for which in range(len(stage.running))]
         return found
@@ -529,30 +538,30 @@ class Ring:
             elif not issued:
                 break
             self.validate()
-        assert not self.head.live_requests
-        assert not self.head.collect_stats()[1]["scheduler_blocks_used"]
-        assert not self.head.collect_stats()[1]["scheduler_host_blocks_used"]
+        assert not self.scheduler.live_requests
+        assert not self.scheduler.collect_stats()[1]["scheduler_blocks_used"]
+        assert not self.scheduler.collect_stats()[1]["scheduler_host_blocks_used"]
         self.check_empty()
 
     def validate(self) -> None:
-        self.head.validate()
+        self.scheduler.validate()
         for stage in self.stages:
-            stage.board.validate()
+            stage.scoreboard.validate()
 
     def check_empty(self) -> None:
         assert all(client.over for client in self.clients.values())
         assert not any(self.channels.values())
-        assert self.head.num_strays == 0
+        assert self.scheduler.num_strays == 0
         assert not self.model.orders
-        assert not self.head._speculation.draft_queue._waiting
-        assert not self.model.known or not self.head._speculation.draft_queue.has_model
+        assert not self.scheduler._speculation.draft_queue._waiting
+        assert not self.model.known or not self.scheduler._speculation.draft_queue.has_model
         for stage in self.stages:
             assert stage.swaps == self.stages[0].swaps
             assert not stage.requests
             assert not stage.running
-            assert not stage.board.num_waiting
+            assert not stage.scoreboard.num_waiting
             assert not len(stage.collector)
-            misbehaved = stage.board.counters.keys() - {"dropped_slices", "dropped_volumes"}
+            misbehaved = stage.scoreboard.counters.keys() - {"dropped_slices", "dropped_volumes"}
             assert not misbehaved
 
 
@@ -567,7 +576,7 @@ def make_prompt(rng: random.Random, ring: Ring, total: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-#: With long latencies chunks go unpaired, where the number of micro-batches is not fixed.
+#: With long latencies chunks go prefill-only, where the number of micro-batches is not fixed.
 STAGE = Profile(decode=((1, 0.01),), prefill=((16, 0.01),))
 SMALL = DraftModelFacts(STAGE.scale_by(0.1), 30)
 
@@ -600,7 +609,7 @@ ANY_RING = given(
     max_num_batched_tokens=st.sampled_from([2, 8, 64]),
     max_num_seqs=st.sampled_from([1, 4, 8]),
     prefix_cache=st.sampled_from([True, True, True, False]),
-    cutting=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
+    sub_chunk_policy=st.none() | st.builds(AnyPieces, st.integers(0, 99)),
     num_speculative_tokens=st.sampled_from([0, AUTO_DRAFTS, 1, 3, MAX_DRAFTS]),
     policy=st.sampled_from(["fcfs", *SCHEDULING_POLICIES]),
     ahead=st.sampled_from([0, 1, 3, MAX_LOOKAHEAD]),
@@ -619,7 +628,7 @@ def every_request_gets_its_own_tokens(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     prefix_cache: bool,
-    cutting: AnyPieces | None,
+    sub_chunk_policy: AnyPieces | None,
     num_speculative_tokens: int,
     policy: str,
     ahead: int,
@@ -648,9 +657,9 @@ def every_request_gets_its_own_tokens(
         draft_model=draft_model,
         preemption_mode=preemption_mode,
     )
-    ring = Ring(stages, limits, cutting, rng, policy, host_blocks)
+    ring = Ring(stages, limits, sub_chunk_policy, rng, policy, host_blocks)
     maximum = min(blocks * block_size, 40)
-    pace = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
+    slowdown = rng.choice([2, 4, 2 * stages + 1, 6 * stages])
     restless = rng.choice([0.0, 0.05, 0.2])
     for step in range(rng.randrange(20, 120)):
         ring.now += rng.choice([0.0, 0.0, 0.1, 1.0, ABANDONED_AFTER_S / 3])
@@ -658,7 +667,7 @@ def every_request_gets_its_own_tokens(
         if rng.random() < 0.1:
             links = [LinkFacts(rng.choice([0.0, 0.03, 10.0]), None)] * stages
             profile = STAGE.scale_by(rng.choice([0.2, 1.0, 1.0, 5.0]))
-            ring.head.set_times(RingTimes((profile,) * stages, links, 0))
+            ring.scheduler.set_times(RingTimes((profile,) * stages, links, 0))
         dice = rng.random()
         if dice < 0.2 and len(ring.clients) < 24:
             for number in range(rng.randrange(1, 5)):
@@ -670,7 +679,7 @@ def every_request_gets_its_own_tokens(
             ring.cancel(rng.choice(live))
             ring.next()
         ring.validate()
-        for _ in range(rng.randrange(pace)):
+        for _ in range(rng.randrange(slowdown)):
             if events := ring.events():
                 ring.do(rng.choice(events))
                 ring.validate()
@@ -780,8 +789,8 @@ def test_cancel_frees_blocks_within_one_iteration(stages: int, when: str) -> Non
     ring.cancel("a")
     ring.next()
     advance(ring)
-    _, gauges = ring.head.collect_stats()
-    held = len(ring.head._queues.find_request("daemon", "b").blocks)
+    _, gauges = ring.scheduler.collect_stats()
+    held = len(ring.scheduler._queues.find_request("daemon", "b").blocks)
     assert gauges["scheduler_blocks_used"] == held
     assert gauges["scheduler_cancel_iterations_max"] == (0 if when == "waiting" else 1)
     ring.drain(lambda events: events[0])
@@ -838,9 +847,9 @@ def test_draft_model_does_not_change_answers(num_speculative_tokens: int) -> Non
         **stages,
     )
     ring = Ring(3, limits, rng=rng)
-    ring.head.set_times(RingTimes((STAGE,) * 3, (LinkFacts(10.0, None),) * 3, 0))
+    ring.scheduler.set_times(RingTimes((STAGE,) * 3, (LinkFacts(10.0, None),) * 3, 0))
     for number in range(6):
         request = make_state("d", str(number), (number, 1), 2, 24, SamplingParams(seed=20 + number))
         ring.submit(request)
     ring.drain(rng.choice)
-    assert ring.head.collect_stats()[0]["scheduler_draft_model_tokens_total"] > 20
+    assert ring.scheduler.collect_stats()[0]["scheduler_draft_model_tokens_total"] > 20

@@ -105,16 +105,18 @@ class RecordingOutlet:
 
 def make_ring(
     executor: Any,
-    head: Any,
-    desk: Any,
+    scheduler: Any,
+    receiver: Any,
     on_broken: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     cut_through: bool = True,
 ) -> Ring:
-    cutting = create_sub_chunk_policy(PROFILE, cut_through=cut_through, forwards=True)
-    config = RingConfig(MIDDLE_STAGE, PROFILE, sub_chunk_policy=cutting)
-    front = None if head is None else SchedulerBridge(head, desk, MIDDLE_STAGE.vocabulary)
-    return Ring(config, RequestTable(), executor, front, clock, on_broken)
+    policy = create_sub_chunk_policy(PROFILE, cut_through=cut_through, forwards=True)
+    config = RingConfig(MIDDLE_STAGE, PROFILE, sub_chunk_policy=policy)
+    bridge = (
+        None if scheduler is None else SchedulerBridge(scheduler, receiver, MIDDLE_STAGE.vocabulary)
+    )
+    return Ring(config, RequestTable(), executor, bridge, clock, on_broken)
 
 
 class Bench:
@@ -215,7 +217,7 @@ async def test_large_batches_without_memory_do_not_end_the_stage(bench: Bench) -
         await bench.end(error="OutOfMemoryError", out_of_memory=True)
     assert bench.broken == []
     assert bench.ring.step_log.num_failed == 2 * MAX_FAILED_STEPS
-    # Their rows travel on, as NaN, so that the tail reports the requests as failed.
+    # Their rows travel on, as NaN, so that the last stage reports the requests as failed.
     assert bench.ring.progress.completed_seq == 2 + 2 * MAX_FAILED_STEPS
 
 
@@ -297,11 +299,11 @@ async def test_block_table_is_applied_and_forwarded(bench: Bench, last: bool) ->
 
 async def test_alternatives_of_a_finished_request_are_dropped() -> None:
     released: list[int] = []
-    head: Any = SimpleNamespace(
+    scheduler: Any = SimpleNamespace(
         next_batch=lambda _: None, on_released=lambda seq, _: released.append(seq)
     )
-    desk: Any = SimpleNamespace(close=lambda: None)
-    ring = make_ring(ScriptedExecutor(), head, desk, lambda _: None)
+    receiver: Any = SimpleNamespace(close=lambda: None)
+    ring = make_ring(ScriptedExecutor(), scheduler, receiver, lambda _: None)
     ring.open(RecordingOutlet())
     for request in (3, 4):
         ring.on_message(TopLogprobs(request, 7, (1,), (-0.5,)), None)
@@ -310,7 +312,7 @@ async def test_alternatives_of_a_finished_request_are_dropped() -> None:
     assert list(ring._bridge._tops) == [(4, 7)]
 
 
-# --- pieces --------------------------------------------------------------------------------------
+# --- sub-chunks ---------------------------------------------------------------------------------
 
 
 def part(bench: Bench, seq: int, arrived: int) -> None:
@@ -388,11 +390,11 @@ async def test_last_stage_reports_a_volume_once() -> None:
     bench.ring._shape = bench.ring._controls._shape = LAST_STAGE
     for request in (1, 2):
         bench.ring.on_message(Admit(1 + request, request, SamplingParams(), 4), None)
-    groups = tuple(
+    slices = tuple(
         RequestSlice(request, 0, 20, request + 1, (request,), sample=request != 2)
         for request in range(3)
     )
-    volume = Volume(4, True, groups, Payload("f32", (60, 2)))
+    volume = Volume(4, True, slices, Payload("f32", (60, 2)))
     bench.ring.on_message(volume, bytearray(480), 30)
     await bench.end()
     top = TopLogprobs(0, 20, (7,), (0.0,))
@@ -430,13 +432,13 @@ async def test_decode_rows_run_beside_each_sub_chunk() -> None:
 
     admits = tuple(ControlWithPayload(Admit(seq, seq - 1, SamplingParams(), 4)) for seq in (1, 2))
     batches: list[Any] = [(True, MicroBatch(admits, (volume(3, True, 200),)))]
-    head: Any = SimpleNamespace(
+    scheduler: Any = SimpleNamespace(
         next_batch=lambda now, *, prefill=True: (next_batch(now, prefill=prefill) or (None, None))[
             1
         ]
     )
     executor, outlet = ScriptedExecutor(), RecordingOutlet()
-    ring = make_ring(executor, head, SimpleNamespace(), lambda _: None)
+    ring = make_ring(executor, scheduler, SimpleNamespace(), lambda _: None)
     ring.open(outlet)
     (step_input,) = executor.steps[0][0]
     assert list(step_input.data) == list(range(67))

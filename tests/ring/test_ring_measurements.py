@@ -165,17 +165,17 @@ class Circle:
 
     def __init__(self, stages: int) -> None:
         self.wire: deque[tuple[int, Any]] = deque()
-        self.head = FakeHead()
+        self.scheduler = FakeHead()
         self.passed = 0
-        desk: Any = SimpleNamespace(deliver_emissions=lambda *_: None, close=lambda: None)
+        receiver: Any = SimpleNamespace(deliver_emissions=lambda *_: None, close=lambda: None)
         executor: Any = None
         self.rings = []
         for index in range(stages):
             shape = StageShape(index, stages, 2, 10, "f32")
-            head: Any = self.head
-            front = SchedulerBridge(head, desk, 10) if index == 0 else None
+            scheduler: Any = self.scheduler
+            bridge = SchedulerBridge(scheduler, receiver, 10) if index == 0 else None
             config = RingConfig(shape, UNKNOWN_PROFILE)
-            ring = Ring(config, RequestTable(), executor, front, lambda: 0.0, pytest.fail)
+            ring = Ring(config, RequestTable(), executor, bridge, lambda: 0.0, pytest.fail)
             outlet: Any = Outlet(self.wire, (index + 1) % stages)
             ring.open(outlet if stages > 1 else None)
             self.rings.append(ring)
@@ -196,7 +196,7 @@ def test_every_stage_knows_every_link(stages: int) -> None:
     circle.deliver()
     assert circle.passed == stages * (stages - 1)
     assert all(ring.links == facts for ring in circle.rings)
-    assert circle.head.links == facts
+    assert circle.scheduler.links == facts
     assert all(ring.num_strays == 0 for ring in circle.rings)
 
 
@@ -208,7 +208,7 @@ def test_link_change_goes_round_the_ring() -> None:
     circle.rings[1].on_link_measured(rate(2.5e6), 1.0)
     circle.deliver()
     assert circle.passed == 4
-    assert circle.head.links == (NOTHING, rate(2.5e6), NOTHING)
+    assert circle.scheduler.links == (NOTHING, rate(2.5e6), NOTHING)
 
 
 @pytest.mark.parametrize("report", [LinkReport(1, 0.1, 1e6), LinkReport(7, 0.1, 1e6)])
@@ -255,7 +255,7 @@ def test_closed_ring_reports_nothing() -> None:
 def test_single_stage_reports_nothing() -> None:
     circle = Circle(1)
     circle.rings[0].on_link_measured(FACTS, 0.0)
-    assert circle.head.links == ()
+    assert circle.scheduler.links == ()
     assert circle.rings[0].links == (NOTHING,)
 
 
@@ -269,16 +269,16 @@ PROFILE = Profile(
 
 def volume(rows: int, *, prefill: bool, start: int = 0) -> Volume:
     if prefill:
-        groups: tuple[RequestSlice, ...] = (RequestSlice(0, start, rows, 1),)
+        slices: tuple[RequestSlice, ...] = (RequestSlice(0, start, rows, 1),)
     else:
-        groups = tuple(RequestSlice(index, start, 1, 1) for index in range(rows))
-    return Volume(9, prefill, groups, Payload("i32", (rows,)))
+        slices = tuple(RequestSlice(index, start, 1, 1) for index in range(rows))
+    return Volume(9, prefill, slices, Payload("i32", (rows,)))
 
 
-def steps(measure: StepSlowdown, pace: float, since: float, seconds: float) -> list[float]:
+def steps(measure: StepSlowdown, slowdown: float, since: float, seconds: float) -> list[float]:
     """Steps of 0.1 s; when each news came."""
     times = [since + 0.1 * step for step in range(round(seconds / 0.1))]
-    return [now for now in times if measure.add_step(0.1 * pace, 0.1, now)]
+    return [now for now in times if measure.add_step(0.1 * slowdown, 0.1, now)]
 
 
 def test_lasting_slowdown_is_reported() -> None:
@@ -286,11 +286,11 @@ def test_lasting_slowdown_is_reported() -> None:
     assert steps(measure, 1.1, 0.0, 20.0) == []
     assert measure.is_known
     assert measure.reported == 1.0
-    news = steps(measure, 3.0, 20.0, 20.0)
-    assert 1 <= len(news) <= 2, "the lot in which it changed may be the median for a moment"
+    changed = steps(measure, 3.0, 20.0, 20.0)
+    assert 1 <= len(changed) <= 2, "the lot in which it changed may be the median for a moment"
     assert all(
         LOT_SECONDS * NUM_LOTS / 2 - LOT_SECONDS <= at - 20.0 <= LOT_SECONDS * (NUM_LOTS + 1)
-        for at in news
+        for at in changed
     )
     assert measure.reported == pytest.approx(3.0, rel=REPORT_THRESHOLD)
     assert 1 <= len(steps(measure, 1.0, 40.0, 20.0)) <= 2
@@ -324,12 +324,12 @@ def test_long_steps_are_one_lot_each() -> None:
 
 
 def run(meter: SlowdownMeter, volumes: list[Volume], seconds: float, since: float) -> list[float]:
-    news = []
+    changed = []
     for step in range(20):
         meter.begin_step(volumes)
         if meter.end_step(seconds, since + step):
-            news.append(since + step)
-    return news
+            changed.append(since + step)
+    return changed
 
 
 def test_decode_and_prefill_slowdowns_are_separate() -> None:
@@ -422,7 +422,7 @@ def ids(*numbers: int) -> tuple[Payload, bytes]:
     return Payload("i32", (2, len(numbers) // 2)), array("i", numbers).tobytes()
 
 
-def board() -> Scoreboard:
+def scoreboard() -> Scoreboard:
     """Request 0 has the blocks 2 and 5."""
     found = Scoreboard(LIMITS)
     found.on_message(Admit(1, 0, SamplingParams(), 3), None, 0.0)
@@ -451,7 +451,7 @@ def refused(found: Scoreboard) -> bool:
     ],
 )
 def test_invalid_swap_out_is_rejected(numbers: tuple[int, ...]) -> None:
-    found = board()
+    found = scoreboard()
     payload, data = ids(*numbers)
     found.on_message(SwapOut(3, 0, payload), data, 0.0)
     assert refused(found)
@@ -468,13 +468,13 @@ def test_invalid_swap_out_is_rejected(numbers: tuple[int, ...]) -> None:
     ],
 )
 def test_swap_with_an_invalid_payload_is_rejected(payload: Payload, data: Any) -> None:
-    found = board()
+    found = scoreboard()
     found.on_message(SwapOut(3, 0, payload), data, 0.0)
     assert refused(found)
 
 
 def test_swap_of_a_finished_or_running_request_is_rejected() -> None:
-    found = board()
+    found = scoreboard()
     payload, data = ids(2, 0)
     found.on_message(SwapOut(3, 7, payload), data, 0.0)
     assert refused(found)
@@ -500,7 +500,7 @@ def test_swap_of_a_finished_or_running_request_is_rejected() -> None:
 def test_rows_run_only_after_a_valid_swap_in(
     filled: int, numbers: tuple[int, ...], runs: bool
 ) -> None:
-    found = board()
+    found = scoreboard()
     payload, data = ids(2, 5, 0, 1)
     found.on_message(SwapOut(3, 0, payload), data, 0.0)
     assert not refused(found)

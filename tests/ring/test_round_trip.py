@@ -6,9 +6,9 @@ from molink.ring.round_trip import MAX_SLOWDOWN, OVERDUE, SMOOTHING, RoundTripCl
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
-#: Two stages of 10 ms, and 40 ms on each link: a turn takes 100 ms.
+#: Two stages of 10 ms, and 40 ms on each link: a round trip takes 100 ms.
 TIMES = RingTimes([Profile(decode=((64, 0.01),))] * 2, [LinkFacts(0.04)] * 2, 8192)
-TURN = 0.1
+ROUND_TRIP = 0.1
 
 
 def decode(*requests: int) -> Volume:
@@ -18,18 +18,18 @@ def decode(*requests: int) -> Volume:
 
 def test_requests_return_after_a_round_trip() -> None:
     clock = RoundTripClock(TIMES)
-    assert clock.on_decode_finished(decode(1, 2), 1.0) == pytest.approx(TURN)
-    assert clock.on_decode_finished(decode(3, 4), 1.03) == pytest.approx(TURN - 0.03)
+    assert clock.on_decode_finished(decode(1, 2), 1.0) == pytest.approx(ROUND_TRIP)
+    assert clock.on_decode_finished(decode(3, 4), 1.03) == pytest.approx(ROUND_TRIP - 0.03)
     assert clock.on_decode_finished(decode(1, 2), 1.1) == pytest.approx(0.03)
     assert clock.on_decode_finished(decode(3, 4), 1.13) == pytest.approx(0.07)
 
 
 def test_lookahead_rows_are_no_round_trip() -> None:
     clock = RoundTripClock(TIMES)
-    assert clock.on_decode_finished(decode(1), 1.0) == pytest.approx(TURN)
+    assert clock.on_decode_finished(decode(1), 1.0) == pytest.approx(ROUND_TRIP)
     ahead = Volume(2, False, (RequestSlice(1, 5, 2, 1, drafts=(7, 8)),), Payload("f32", (2, 4)))
-    assert clock.on_decode_finished(ahead, 1.02) == pytest.approx(TURN - 0.02)
-    assert clock.on_decode_finished(decode(1), 1.0 + TURN) == pytest.approx(TURN)
+    assert clock.on_decode_finished(ahead, 1.02) == pytest.approx(ROUND_TRIP - 0.02)
+    assert clock.on_decode_finished(decode(1), 1.0 + ROUND_TRIP) == pytest.approx(ROUND_TRIP)
 
 
 def test_requests_may_return_in_other_batches() -> None:
@@ -42,9 +42,9 @@ def test_requests_may_return_in_other_batches() -> None:
 def test_late_rows_are_given_up() -> None:
     clock = RoundTripClock(TIMES)
     clock.on_decode_finished(decode(1), 1.0)
-    assert clock.on_decode_finished(decode(2), 1.0 + TURN + 0.01) == 0
-    late = 1.0 + TURN * (1 + OVERDUE) + 0.001
-    assert clock.on_decode_finished(decode(3), late) == pytest.approx(1.11 + TURN - late)
+    assert clock.on_decode_finished(decode(2), 1.0 + ROUND_TRIP + 0.01) == 0
+    late = 1.0 + ROUND_TRIP * (1 + OVERDUE) + 0.001
+    assert clock.on_decode_finished(decode(3), late) == pytest.approx(1.11 + ROUND_TRIP - late)
 
 
 def test_finished_requests_are_not_expected() -> None:
@@ -54,7 +54,7 @@ def test_finished_requests_are_not_expected() -> None:
     assert clock.on_decode_finished(decode(3), 1.05) == pytest.approx(0.05)
     clock.on_request_finished(2)
     clock.on_request_finished(2)
-    assert clock.on_decode_finished(decode(3), 1.15) == pytest.approx(TURN)
+    assert clock.on_decode_finished(decode(3), 1.15) == pytest.approx(ROUND_TRIP)
 
 
 def test_slow_round_trips_raise_the_prediction() -> None:
@@ -62,18 +62,18 @@ def test_slow_round_trips_raise_the_prediction() -> None:
     now, after = 1.0, None
     for _ in range(40):
         after = clock.on_decode_finished(decode(1, 2), now)
-        now += 2 * TURN
-    assert after == pytest.approx(2 * TURN, rel=0.01)
-    now += 100 * TURN
+        now += 2 * ROUND_TRIP
+    assert after == pytest.approx(2 * ROUND_TRIP, rel=0.01)
+    now += 100 * ROUND_TRIP
     assert clock.on_decode_finished(decode(1, 2), now) == pytest.approx(
-        TURN * (2 + SMOOTHING * (MAX_SLOWDOWN - 2)), rel=0.01
+        ROUND_TRIP * (2 + SMOOTHING * (MAX_SLOWDOWN - 2)), rel=0.01
     )
 
 
 def test_volumes_that_never_return_are_dropped() -> None:
     clock = RoundTripClock(TIMES)
     for request in range(1000):
-        clock.on_decode_finished(decode(request), request * TURN)
+        clock.on_decode_finished(decode(request), request * ROUND_TRIP)
     assert len(clock._expected) < 10
     assert len(clock._by_request) < 10
 
@@ -83,4 +83,4 @@ def test_unknown_ring_predicts_nothing(times: RingTimes) -> None:
     clock = RoundTripClock(times)
     assert clock.on_decode_finished(decode(1), 1.0) is None
     clock.times = TIMES
-    assert clock.on_decode_finished(decode(1), 1.1) == pytest.approx(TURN)
+    assert clock.on_decode_finished(decode(1), 1.1) == pytest.approx(ROUND_TRIP)

@@ -1,4 +1,4 @@
-"""One report of a volume that is sampled in pieces."""
+"""One report of a volume that is sampled in sub-chunks."""
 
 import pytest
 
@@ -39,24 +39,24 @@ def test_last_sub_chunk_reports_all_samples() -> None:
 
 def test_last_sub_chunk_reports_all_forced_tokens() -> None:
     collector, forced = SampleCollector(), (ForcedTokens(0, (3, 4)), ForcedTokens(2, (5,)))
-    for piece in forced:
-        sampled = SamplerOutput(4, (), (), (piece,))
+    for sub_chunk in forced:
+        sampled = SamplerOutput(4, (), (), (sub_chunk,))
         sent = collector.add_output(
-            sampled, StepOutput(VOLUME, None, sampled), last=piece is forced[1]
+            sampled, StepOutput(VOLUME, None, sampled), last=sub_chunk is forced[1]
         )
     assert sent == [SamplerOutput(4, (), (), forced)]
 
 
-@pytest.mark.parametrize("groups", [1, 20, 60, MAX_SLICES])
-def test_forced_tokens_fit_the_header_and_the_next_volume(groups: int) -> None:
+@pytest.mark.parametrize("slices", [1, 20, 60, MAX_SLICES])
+def test_forced_tokens_fit_the_header_and_the_next_volume(slices: int) -> None:
     large = 2**31 - 1
-    choices = tuple(SampledId(large - index, large, large, -0.5) for index in range(groups))
+    choices = tuple(SampledId(large - index, large, large, -0.5) for index in range(slices))
     forced = tuple(ForcedTokens(each.request, (large,) * MAX_DRAFTS) for each in choices)
     sampled = SamplerOutput(large, choices, (), forced)
     (found,) = SampleCollector().add_output(sampled, StepOutput(VOLUME, None, sampled), last=True)
     assert isinstance(found, SamplerOutput)
     assert found.sampled == choices
-    assert len(found.forced) == min(groups, 8, (4000 - 25 * groups) // 82)
+    assert len(found.forced) == min(slices, 8, (4000 - 25 * slices) // 82)
     frame = Frame(large, Channel.DECODE, large, found)
     (header,) = data_codec().encode(frame)
     assert len(header) <= MAX_HEADER

@@ -123,46 +123,46 @@ def test_maximum_exceeds_the_profile_after_any_history(
 
 
 def test_consecutive_failures_exhaust_the_tracker() -> None:
-    patience = FailureTracker()
-    patience.on_step_succeeded(LARGE)
+    tracker = FailureTracker()
+    tracker.on_step_succeeded(LARGE)
     for _ in range(MAX_FAILED_STEPS - 1):
-        patience.on_step_failed(SMALL, out_of_memory=False)
-        assert not patience.is_exhausted
-    patience.on_step_failed(SMALL, out_of_memory=False)
-    assert patience.is_exhausted
-    assert patience.failures == MAX_FAILED_STEPS
+        tracker.on_step_failed(SMALL, out_of_memory=False)
+        assert not tracker.is_exhausted
+    tracker.on_step_failed(SMALL, out_of_memory=False)
+    assert tracker.is_exhausted
+    assert tracker.failures == MAX_FAILED_STEPS
 
 
 def test_success_resets_the_tracker() -> None:
-    patience = FailureTracker()
+    tracker = FailureTracker()
     for _ in range(10 * MAX_FAILED_STEPS):
-        patience.on_step_failed(SMALL, out_of_memory=False)
-        patience.on_step_succeeded(SMALL)
-    assert not patience.is_exhausted
-    assert patience.failures == 0
+        tracker.on_step_failed(SMALL, out_of_memory=False)
+        tracker.on_step_succeeded(SMALL)
+    assert not tracker.is_exhausted
+    assert tracker.failures == 0
 
 
 def test_large_batches_without_memory_count_less() -> None:
-    patience = FailureTracker()
-    patience.on_step_succeeded(SMALL)
+    tracker = FailureTracker()
+    tracker.on_step_succeeded(SMALL)
     for _ in range(MAX_FAILED_STEPS * LARGE_STEP_WEIGHT - 1):
-        patience.on_step_failed(LARGE, out_of_memory=True)
-        assert not patience.is_exhausted
+        tracker.on_step_failed(LARGE, out_of_memory=True)
+        assert not tracker.is_exhausted
 
 
 def test_large_batches_without_memory_exhaust_the_tracker_eventually() -> None:
-    patience = FailureTracker()
+    tracker = FailureTracker()
     for _ in range(MAX_FAILED_STEPS * LARGE_STEP_WEIGHT):
-        patience.on_step_failed(LARGE, out_of_memory=True)
-    assert patience.is_exhausted
+        tracker.on_step_failed(LARGE, out_of_memory=True)
+    assert tracker.is_exhausted
 
 
 def test_lost_memory_exhausts_the_tracker_soon() -> None:
-    patience = FailureTracker()
-    patience.on_step_succeeded(LARGE)
+    tracker = FailureTracker()
+    tracker.on_step_succeeded(LARGE)
     for _ in range(MAX_FAILED_STEPS):
-        patience.on_step_failed(SMALL, out_of_memory=True)
-    assert patience.is_exhausted
+        tracker.on_step_failed(SMALL, out_of_memory=True)
+    assert tracker.is_exhausted
 
 
 def test_step_size_compares_rows_and_positions() -> None:

@@ -1,4 +1,4 @@
-"""Sizes of pieces for a GPU, a CPU, and who knows what."""
+"""Sizes of sub-chunks for a GPU, a CPU, and who knows what."""
 
 import pytest
 from hypothesis import given
@@ -31,8 +31,10 @@ def test_efficient_sizes_follow_the_profile() -> None:
 
 
 def test_slow_rows_are_collected_until_a_pass_pays() -> None:
-    pieces = EfficientSubChunks(GPU)
-    assert [pieces.next_rows(here, 512 - here, 0, 0.0) for here in (16, 127, 128, 200, 256)] == [
+    sub_chunks = EfficientSubChunks(GPU)
+    assert [
+        sub_chunks.next_rows(here, 512 - here, 0, 0.0) for here in (16, 127, 128, 200, 256)
+    ] == [
         0,
         0,
         128,
@@ -42,40 +44,45 @@ def test_slow_rows_are_collected_until_a_pass_pays() -> None:
 
 
 def test_remainders_are_worth_a_pass() -> None:
-    pieces = EfficientSubChunks(GPU)
-    assert pieces.next_rows(128, 128, 0, 0.0) == 128
-    assert pieces.next_rows(128, 127, 0, 0.0) == 0
-    assert pieces.next_rows(192, 64, 0, 0.0) == 128
-    assert pieces.next_rows(255, 0, 0, 0.0) == 255
-    assert pieces.next_rows(1, 0, 0, 0.0) == 1
+    sub_chunks = EfficientSubChunks(GPU)
+    assert sub_chunks.next_rows(128, 128, 0, 0.0) == 128
+    assert sub_chunks.next_rows(128, 127, 0, 0.0) == 0
+    assert sub_chunks.next_rows(192, 64, 0, 0.0) == 128
+    assert sub_chunks.next_rows(255, 0, 0, 0.0) == 255
+    assert sub_chunks.next_rows(1, 0, 0, 0.0) == 1
 
 
 def test_piggybacked_sub_chunks_fill_a_tile() -> None:
-    pieces = EfficientSubChunks(GPU)
-    assert pieces.next_rows(70, 400, 8, 0.0) == 56
-    assert pieces.next_rows(130, 400, 8, 0.0) == 120
-    assert pieces.next_rows(60, 400, 50, 0.0) == 0  # 14 would fill a tile: not worth a message
-    assert pieces.next_rows(130, 400, 50, 0.0) == 78
+    sub_chunks = EfficientSubChunks(GPU)
+    assert sub_chunks.next_rows(70, 400, 8, 0.0) == 56
+    assert sub_chunks.next_rows(130, 400, 8, 0.0) == 120
+    assert sub_chunks.next_rows(60, 400, 50, 0.0) == 0  # 14 would fill a tile: not worth a message
+    assert sub_chunks.next_rows(130, 400, 50, 0.0) == 78
 
 
 def test_complete_prompt_is_split_into_sub_chunks() -> None:
-    pieces, left, sizes = EfficientSubChunks(GPU), 2048, []
+    sub_chunks, left, sizes = EfficientSubChunks(GPU), 2048, []
     while left:
-        sizes.append(pieces.next_rows(left, 0, 8, 0.0))
+        sizes.append(sub_chunks.next_rows(left, 0, 8, 0.0))
         left -= sizes[-1]
     assert sizes == [376, 376, 376, 504, 416]
-    assert pieces.next_rows(512, 0, 8, 0.0) == 512, "what the head makes is left as it is"
+    assert sub_chunks.next_rows(512, 0, 8, 0.0) == 512, "what the head makes is left as it is"
 
 
 def test_slow_arrival_allows_small_sub_chunks() -> None:
-    pieces = EfficientSubChunks(GPU)
-    assert [pieces.next_rows(here, 400, 0, 200.0) for here in (15, 16, 17, 70)] == [0, 16, 17, 64]
+    sub_chunks = EfficientSubChunks(GPU)
+    assert [sub_chunks.next_rows(here, 400, 0, 200.0) for here in (15, 16, 17, 70)] == [
+        0,
+        16,
+        17,
+        64,
+    ]
     # A pass of up to a tile takes 24 ms; in twice the time 44 rows come.
-    assert [pieces.next_rows(here, 400, 0, 900.0) for here in (47, 48)] == [0, 48]
-    assert pieces.next_rows(17, 15, 0, 200.0) == 16
-    assert pieces.next_rows(17, 14, 0, 200.0) == 0
-    assert pieces.next_rows(20, 400, 50, 200.0) == 20
-    assert pieces.next_rows(127, 400, 0, 10_000.0) == 0
+    assert [sub_chunks.next_rows(here, 400, 0, 900.0) for here in (47, 48)] == [0, 48]
+    assert sub_chunks.next_rows(17, 15, 0, 200.0) == 16
+    assert sub_chunks.next_rows(17, 14, 0, 200.0) == 0
+    assert sub_chunks.next_rows(20, 400, 50, 200.0) == 20
+    assert sub_chunks.next_rows(127, 400, 0, 10_000.0) == 0
 
 
 @given(
@@ -86,19 +93,19 @@ def test_slow_arrival_allows_small_sub_chunks() -> None:
     st.sampled_from([0.0, 10.0, 1000.0, 1e9]),
 )
 def test_every_volume_runs_to_its_end(
-    profile: Profile, here: int, coming: int, riding: int, pace: float
+    profile: Profile, here: int, coming: int, piggybacked: int, slowdown: float
 ) -> None:
-    pieces = EfficientSubChunks(profile)
-    rows = pieces.next_rows(here, coming, riding, pace)
+    sub_chunks = EfficientSubChunks(profile)
+    rows = sub_chunks.next_rows(here, coming, piggybacked, slowdown)
     assert 0 <= rows <= here
     assert rows or coming
     if coming and rows:
-        assert rows >= min(MIN_ROWS, pieces.min_rows)
-        assert here + coming - rows >= (pieces.min_rows if not pace else MIN_ROWS)
-    assert rows < 2 * pieces.efficient_rows + profile.tile
-    tail = EfficientSubChunks(profile, forwards=False)
-    assert tail.next_rows(here, 0, riding, 0.0) == here
-    assert tail.next_rows(here, coming, riding, pace) >= rows or not coming
+        assert rows >= min(MIN_ROWS, sub_chunks.min_rows)
+        assert here + coming - rows >= (sub_chunks.min_rows if not slowdown else MIN_ROWS)
+    assert rows < 2 * sub_chunks.efficient_rows + profile.tile
+    last_stage = EfficientSubChunks(profile, forwards=False)
+    assert last_stage.next_rows(here, 0, piggybacked, 0.0) == here
+    assert last_stage.next_rows(here, coming, piggybacked, slowdown) >= rows or not coming
 
 
 @pytest.mark.parametrize(
@@ -112,9 +119,9 @@ def test_every_volume_runs_to_its_end(
 def test_unknown_profile_stores_and_forwards(
     profile: Profile, cut_through: bool, kind: type
 ) -> None:
-    cutting = create_sub_chunk_policy(profile, cut_through=cut_through, forwards=True)
-    assert isinstance(cutting, kind)
-    assert cutting.next_rows(100, 0, 0, 0.0) == 100
+    policy = create_sub_chunk_policy(profile, cut_through=cut_through, forwards=True)
+    assert isinstance(policy, kind)
+    assert policy.next_rows(100, 0, 0, 0.0) == 100
 
 
 def test_whole_volumes_wait_for_all_rows() -> None:

@@ -1,4 +1,4 @@
-"""Volumes in pieces: which rows, which data, and what is done once for each group."""
+"""Volumes in sub-chunks: which rows, which data, and what is done once for each group."""
 
 import msgspec
 import pytest
@@ -9,33 +9,33 @@ from molink.ring.volume_queue import WaitingVolume, clip_slice
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import RequestSlice, Volume
 
-GROUP = RequestSlice(3, 10, 4, 7, (5, 6), True, copy_from_block=2)
+SLICE = RequestSlice(3, 10, 4, 7, (5, 6), True, copy_from_block=2)
 
 
 def waiting(*counts: int, arrived: int | None = None) -> WaitingVolume:
-    """Groups of so many rows, each of two bytes: its index twice."""
-    groups = tuple(
+    """Groups of this many rows, each of two bytes: its index twice."""
+    slices = tuple(
         RequestSlice(i, 0, count, 1, (i,), True, copy_from_block=i)
         for i, count in enumerate(counts)
     )
     total = sum(counts)
     data = bytearray(byte for row in range(total) for byte in (row, row))
     return WaitingVolume.of_volume(
-        Volume(9, True, groups, Payload("u8", (total, 2))), data, arrived, 0.0
+        Volume(9, True, slices, Payload("u8", (total, 2))), data, arrived, 0.0
     )
 
 
 @pytest.mark.parametrize(
     ("first", "count", "expected"),
     [
-        (0, 4, GROUP),
+        (0, 4, SLICE),
         (0, 3, RequestSlice(3, 10, 3, 7, (5, 6), False, copy_from_block=2)),
         (1, 2, RequestSlice(3, 11, 2, 7, (), False)),
         (1, 3, RequestSlice(3, 11, 3, 7, (), True)),
     ],
 )
 def test_once_only_work_stays_in_one_slice(first: int, count: int, expected: RequestSlice) -> None:
-    assert clip_slice(GROUP, first, count) == expected
+    assert clip_slice(SLICE, first, count) == expected
 
 
 def test_whole_volume_is_taken_unchanged() -> None:
@@ -96,7 +96,7 @@ def test_remaining_rows_run_once_in_order(data: st.DataObject) -> None:
     kept = data.draw(st.lists(st.sampled_from(indices), min_size=1, unique=True).map(sorted))
     volume.keep_slices(kept)
     wanted = [row for i in kept for row in range(sum(counts[:i]), sum(counts[: i + 1]))]
-    groups: dict[int, list[RequestSlice]] = {}
+    slices: dict[int, list[RequestSlice]] = {}
     seen: list[int] = []
     while not volume.is_taken:
         volume.num_arrived = data.draw(st.integers(volume.num_arrived, volume.num_rows))
@@ -108,18 +108,18 @@ def test_remaining_rows_run_once_in_order(data: st.DataObject) -> None:
         ready = volume.take_rows(data.draw(st.integers(1, volume.num_available)))
         rows = bytes(ready.data)[::2]
         assert ready.first_row == len(seen)
-        piece = (
+        sub_chunk = (
             list(rows)
             if ready.row_indices is None
             else [rows[index] for index in ready.row_indices]
         )
-        assert len(piece) == ready.volume.count
-        seen += piece
+        assert len(sub_chunk) == ready.volume.count
+        seen += sub_chunk
         assert ready.is_last is (len(seen) == len(wanted))
-        for group in ready.volume.slices:
-            groups.setdefault(group.request, []).append(group)
+        for request_slice in ready.volume.slices:
+            slices.setdefault(request_slice.request, []).append(request_slice)
     assert seen == wanted
-    for request, parts in groups.items():
+    for request, parts in slices.items():
         assert [part.sample for part in parts] == [False] * (len(parts) - 1) + [True]
         starts = [part.start + part.count for part in parts]
         assert [part.start for part in parts] == [0, *starts[:-1]]

@@ -39,9 +39,9 @@ def report(load: PeerLoad | None) -> PeerReport:
 def test_largest_load_fits_a_report() -> None:
     stage = StageLoad("p12", 3, 99, 99, 128, MUCH, MUCH, 250_000, MUCH, (MUCH, MUCH), (MUCH, MUCH))
     request = RequestLoad("0123456789abcdef", "prefill", 131_072, 131_072, 131_072, 99_999, 9999)
-    head = SchedulerLoad("p12", 128, 64, 99_999, 99_999, 16, (request,) * MAX_REQUESTS, 100)
-    head = msgspec.structs.replace(head, queues=(9999,) * MAX_QUEUES)
-    full = report(PeerLoad((stage,) * 2, (head,) * 2))
+    header = SchedulerLoad("p12", 128, 64, 99_999, 99_999, 16, (request,) * MAX_REQUESTS, 100)
+    header = msgspec.structs.replace(header, queues=(9999,) * MAX_QUEUES)
+    full = report(PeerLoad((stage,) * 2, (header,) * 2))
     (header,) = control_codec().encode(full)
     assert len(header) < MAX_HEADER - 1000
     assert control_codec().decode([header]) == (full, None)

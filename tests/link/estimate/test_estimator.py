@@ -25,9 +25,9 @@ from molink.link.policies.base import (
 from molink.wire.messages.data_plane import Channel
 
 MBPS = 125_000.0
-_BEAT = 0.1
+_HEARTBEAT = 0.1
 _ACK_EVERY, _ACK_DELAY = 8, 0.005
-_BEAT_BYTES = 64
+_HEARTBEAT_BYTES = 64
 
 
 @dataclass
@@ -37,10 +37,10 @@ class Path:
     rate: float
     latency: float
     jitter: float = 0.0
-    noise: random.Random = field(default_factory=lambda: random.Random(1))
+    padding: random.Random = field(default_factory=lambda: random.Random(1))
 
     def delay(self) -> float:
-        return self.noise.random() * self.jitter
+        return self.padding.random() * self.jitter
 
 
 @dataclass
@@ -82,20 +82,20 @@ class Pipe:
         while self._events and self._events[0][0] <= until:
             self.now, _, act = heapq.heappop(self._events)
             act()
-            if (news := self.estimator.poll_change(self.now)) is not None:
-                self.told.append((self.now, news))
+            if (changes := self.estimator.poll_change(self.now)) is not None:
+                self.told.append((self.now, changes))
             self.seen.append((self.now, self.estimator.current_facts(self.now)))
         self.now = until
 
     # --- sending -----------------------------------------------------------------------------
 
     def heartbeats(self) -> None:
-        self.every(_BEAT, self.heartbeat)
+        self.every(_HEARTBEAT, self.heartbeat)
 
     def heartbeat(self) -> None:
         sent_at = self.now
         self.estimator.on_heartbeat_sent(sent_at)
-        self._carry(_BEAT_BYTES, lambda: self._answer(sent_at))
+        self._carry(_HEARTBEAT_BYTES, lambda: self._answer(sent_at))
 
     def _answer(self, sent_at: float) -> None:
         back = self._back(Channel.DECODE)
@@ -232,7 +232,7 @@ Load = Callable[[Pipe], None]
 
 def run(load: Load, before: Path, rate: float, latency: float, end: float = END) -> Pipe:
     """A link like ``before`` that gets another rate and latency at :data:`CHANGE`."""
-    path = replace(before, noise=random.Random(1))
+    path = replace(before, padding=random.Random(1))
     pipe = Pipe(path)
     pipe.heartbeats()
     pipe.every(0.11, lambda: pipe.send(14_000, Channel.DECODE))
@@ -286,7 +286,7 @@ def test_the_latency_is_known_within_two_seconds_of_its_change(
 @pytest.mark.parametrize("load", [steady, prefills, gaps])
 def test_unchanged_estimate_is_not_reported(load: Load) -> None:
     pipe = run(load, Path(FAST, NEAR), FAST, NEAR)
-    told = [news.rate for at, news in pipe.told if at >= 4.0]
+    told = [changes.rate for at, changes in pipe.told if at >= 4.0]
     assert len([rate for rate, after in pairwise(told) if rate != after]) <= 1
     assert max(rates(pipe, 4.0)) <= 1.05 * min(rates(pipe, 4.0))
 
@@ -433,8 +433,8 @@ def test_estimate_is_always_valid(
             assert value is None or (math.isfinite(value) and value >= 0)
         assert facts.rate is None or 0 < facts.rate <= 1e12
         assert estimator._meter.in_flight >= 0
-        news = estimator.poll_change(now)
-        assert news is None or math.isfinite(news.rtt + news.min_rtt)
+        changes = estimator.poll_change(now)
+        assert changes is None or math.isfinite(changes.rtt + changes.min_rtt)
 
 
 def test_rate_is_at_least_the_carried_bytes() -> None:

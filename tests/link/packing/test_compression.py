@@ -272,7 +272,7 @@ PLAIN = Payload("bf16", (16, 256))
 
 
 def make(setting: str = "lossless", seq: float = 1e-6) -> tuple[RowPacker, Compressor]:
-    """A packer whose clock goes on by ``seq`` seconds each time it is read."""
+    """A packer whose clock continues by ``seq`` seconds each time it is read."""
     compressor = Compressor(setting)
     seqs = count()
     return RowPacker(compressor, lambda: next(seqs) * seq), compressor

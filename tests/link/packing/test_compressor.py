@@ -137,7 +137,7 @@ def test_packing_is_bounded_by_core_share() -> None:
     assert worth.gain > 1.12
     assert worth.core_share == pytest.approx(0.33, 0.02)
     assert not made.is_packing(BULK)
-    # It begins below three quarters of the bound, and goes on up to the bound.
+    # It begins below three quarters of the bound, and continues up to the bound.
     made.set_rate(560 * MBPS)
     assert made.is_packing(BULK)
     made.set_rate(740 * MBPS)

@@ -104,9 +104,9 @@ class Bottleneck:
             self._tell(MessageAcknowledgedEvent(Channel.BULK, nbytes, self.now - sent_at))
         elif self.estimator.on_heartbeat_echoed(sent_at, self.now):
             self._tell(HeartbeatEchoedEvent(self.now - sent_at))
-        news = self.estimator.poll_change(self.now)
-        if news is not None:
-            self.window.handle(news, self.now)
+        changes = self.estimator.poll_change(self.now)
+        if changes is not None:
+            self.window.handle(changes, self.now)
         self.sizes.append((self.now, self.window.size))
 
     def _tell(self, event: LinkEvent) -> None:

@@ -73,10 +73,10 @@ class Wire:
 
     def _transmit(self, channel: Channel, nbytes: int) -> None:
         while nbytes > 0:
-            part = min(nbytes, MESSAGE)
-            self.policy.handle(MessageSentEvent(channel, part + 128), self.now)
-            self.flying.append((channel, part + 128, self.now))
-            nbytes -= part
+            fragment = min(nbytes, MESSAGE)
+            self.policy.handle(MessageSentEvent(channel, fragment + 128), self.now)
+            self.flying.append((channel, fragment + 128, self.now))
+            nbytes -= fragment
 
     def acknowledge(self, count: int) -> None:
         for channel, nbytes, sent_at in self.flying[:count]:

@@ -130,7 +130,7 @@ def test_the_payload_is_what_the_header_says() -> None:
         codec.decode([b"", b"", b""])
 
 
-GROUPS = (RequestSlice(1, 0, 3, 0),)
+SLICES = (RequestSlice(1, 0, 3, 0),)
 
 
 def packed(shape: tuple[int, ...], coded: int, coding: Coding = Coding.LOSSLESS) -> Payload:
@@ -141,7 +141,7 @@ def test_rows_of_volumes_may_be_packed() -> None:
     codec = data_codec()
     payload = packed((3, 5), 29)
     assert (payload.nbytes, payload.wire_bytes) == (30, 29)
-    for body in (Volume(1, True, GROUPS, payload), VolumeFragment(1, 4, payload)):
+    for body in (Volume(1, True, SLICES, payload), VolumeFragment(1, 4, payload)):
         message = Frame(1, Channel.BULK, 0, body)
         frames = [bytes(frame) for frame in codec.encode(message, bytes(29))]
         assert msgspec.msgpack.decode(frames[0])[4][-1] == ["bf16", [3, 5], 1, 29]
@@ -155,8 +155,8 @@ def test_rows_of_volumes_may_be_packed() -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (Volume(1, True, GROUPS, packed((3, 5), 30)), "not smaller"),
-        (Volume(1, True, GROUPS, packed((0, 5), 0)), "not smaller"),
+        (Volume(1, True, SLICES, packed((3, 5), 30)), "not smaller"),
+        (Volume(1, True, SLICES, packed((0, 5), 0)), "not smaller"),
         (VolumeFragment(1, 0, packed((3, 5), 29, Coding.PLAIN)), "not 30|packed"),
         (VolumeFragment(1, 0, packed((3, 5), 30, Coding.PLAIN)), "packed"),
         (VolumeFragment(1, 0, packed((1, MAX_PAYLOAD // 2 + 1), 9)), "unpacks to over"),

@@ -105,25 +105,25 @@ async def test_reconnecting(net: Any) -> None:
 
 async def test_refused_port_means_an_ended_process(net: Any) -> None:
     server = net.server(data_codec(), lambda *_: None)
-    gone: list[str] = []
-    client = net.client(data_codec(), net.member(), server.port, on_lost=gone.append)
+    lost: list[str] = []
+    client = net.client(data_codec(), net.member(), server.port, on_lost=lost.append)
     await client.wait_connected(10)
     port = server.port
     await server.close()
-    await net.until(lambda: gone)
-    assert gone == [f"its process has ended: tcp://127.0.0.1:{port} refuses connections"]
+    await net.until(lambda: lost)
+    assert lost == [f"its process has ended: tcp://127.0.0.1:{port} refuses connections"]
 
 
 async def test_broken_connection_is_no_ended_process(net: Any) -> None:
     """The server cuts its members' connections and listens again at once, as after a revocation."""
     server = net.server(data_codec(), lambda *_: None)
-    gone: list[str] = []
+    lost: list[str] = []
     broken: list[bool] = []
     client = net.client(
         data_codec(),
         net.member(),
         server.port,
-        on_lost=gone.append,
+        on_lost=lost.append,
         on_disconnect=lambda: broken.append(True),
     )
     for round_ in range(1, 4):
@@ -132,7 +132,7 @@ async def test_broken_connection_is_no_ended_process(net: Any) -> None:
         await net.until(lambda times=round_: len(broken) == times)
     await client.wait_connected(10)
     assert not await is_refused(f"tcp://127.0.0.1:{server.port}")
-    assert gone == []
+    assert lost == []
 
 
 async def test_other_failures_are_no_refusal() -> None:

@@ -127,10 +127,10 @@ def endless(wire: Wire, size: int, total: int) -> int:
     many = max(1, 100_000 // (size + 40))
     sent = 0
     while sent < total:
-        piece = b"".join(wire.part(bytes(size), MORE) for _ in range(many))
-        if not wire.send(piece):
+        chunk = b"".join(wire.part(bytes(size), MORE) for _ in range(many))
+        if not wire.send(chunk):
             break
-        sent += len(piece)
+        sent += len(chunk)
     return sent
 
 

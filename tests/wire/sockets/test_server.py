@@ -167,7 +167,7 @@ async def test_revocation_is_immediate_and_leaves_the_others(net: Any) -> None:
 
 
 async def test_revocation_is_answered(net: Any) -> None:
-    """Who asks for it is connected to the socket that is made anew."""
+    """Who asks for it is connected to the socket that is made again."""
 
     def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
         server.drop_peer("somebody")

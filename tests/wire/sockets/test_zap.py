@@ -26,21 +26,21 @@ async def echo(net: Any) -> Server[Any]:
 
 def test_peers_are_allowed_and_denied() -> None:
     with zmq.Context() as context:
-        gate = ZapAuthenticator(context)
+        authenticator = ZapAuthenticator(context)
         one, two = KeyPair.generate().public, KeyPair.generate().public
-        assert gate.allow_peer(one) == derive_peer_id(one)
-        assert gate.allow_peer(two, "invite:x") == "invite:x"
-        assert gate.peers == {derive_peer_id(one), "invite:x"}
-        gate.block_peer("invite:x")
-        assert not gate.is_allowed("invite:x")
-        gate.allow_peer(two, "invite:x")
-        assert not gate.is_allowed("invite:x")
-        gate.deny_peer("invite:x")
-        assert gate.blocked == frozenset()
-        gate.allow_peer(two, "invite:x")
-        assert gate.is_allowed("invite:x")
-        gate.deny_peer("nobody")
-        gate.close()
+        assert authenticator.allow_peer(one) == derive_peer_id(one)
+        assert authenticator.allow_peer(two, "invite:x") == "invite:x"
+        assert authenticator.peers == {derive_peer_id(one), "invite:x"}
+        authenticator.block_peer("invite:x")
+        assert not authenticator.is_allowed("invite:x")
+        authenticator.allow_peer(two, "invite:x")
+        assert not authenticator.is_allowed("invite:x")
+        authenticator.deny_peer("invite:x")
+        assert authenticator.blocked == frozenset()
+        authenticator.allow_peer(two, "invite:x")
+        assert authenticator.is_allowed("invite:x")
+        authenticator.deny_peer("nobody")
+        authenticator.close()
 
 
 async def test_one_handler_per_context(net: Any) -> None:
@@ -107,7 +107,7 @@ async def test_no_connection_without_an_authenticator(net: Any, echo: Server[Any
 
 
 async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[Any]) -> None:
-    head = [b"i", b"", b"1.0", b"1"]
+    header = [b"i", b"", b"1.0", b"1"]
     key = bytes(32)
     for rest in (
         [b"*", b"127.0.0.1", b"", b"CURVE", key],
@@ -116,8 +116,8 @@ async def test_other_domains_and_mechanisms_are_refused(net: Any, echo: Server[A
         [b"molink", b"127.0.0.1", b"", b"CURVE", b"short"],
         [b"molink", b"127.0.0.1", b"", b"CURVE", key],
     ):
-        reply = net.gatekeeper._answer([*head, *rest])
-        assert reply[:5] == [*head, b"400"]
+        reply = net.gatekeeper._answer([*header, *rest])
+        assert reply[:5] == [*header, b"400"]
 
 
 async def test_frequent_handshakes_are_deferred(net: Any, echo: Server[Any]) -> None:
