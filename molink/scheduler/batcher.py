@@ -99,9 +99,9 @@ class Batcher:
             if prefill:
                 rows = self._next_prefill_rows(streams, context, now, piggyback=len(decode) > 0)
                 self._add_prefill(chunk, rows, now)
-            back = self._admit_swapped(now)
+            resumed = self._admit_swapped(now)
             if not self.swap.resumes_early and self.in_flight.count_volumes(prefill=False) < count:
-                for state in back:
+                for state in resumed:
                     if state.phase == "decode" and decode.block_room >= 1:
                         self._add_rows(decode, state, 1, now)
             if not len(decode) and not len(chunk):
@@ -130,47 +130,38 @@ class Batcher:
 
     def _ask_draft_model(self, running: Sequence[RequestState], streams: int, context: int) -> None:
         """Request drafts for the requests of the next volume; some then wait for them."""
-        draft_queue = self.speculation.draft_queue
-        if draft_queue.has_model:
-            ready = (
-                state
-                for state in running
-                if state.phase == "decode"
-                and not state.awaited_seqs
-                and not draft_queue.is_waiting(state)
-            )
+        if self.speculation.draft_queue.has_model:
+            ready = (state for state in running if self._is_ready(state))
             requests = list(islice(ready, self._decode_quota(streams)))
-            self.speculation.ask_draft_model(
-                requests, self._ring_load(len(requests), streams, context)
-            )
+            load = self._ring_load(len(requests), streams, context)
+            self.speculation.ask_draft_model(requests, load)
+
+    def _is_ready(self, state: RequestState) -> bool:
+        """Whether a decode row of the request can be issued."""
+        waiting = state.awaited_seqs or self.speculation.draft_queue.is_waiting(state)
+        return state.phase == "decode" and not waiting
 
     def _add_decode_rows(
         self, builder: VolumeBuilder, running: Sequence[RequestState], now: float
     ) -> None:
-        quota, draft_queue = self._decode_quota(len(running)), self.speculation.draft_queue
+        quota = self._decode_quota(len(running))
         self._starved = []
         for state in running:
             if len(builder) == quota or builder.block_room < 1:
                 return
-            if state.awaited_seqs or state.phase != "decode":  # preempted for an earlier request
+            if not self._is_ready(state):  # or preempted for an earlier request
                 continue
-            if draft_queue.is_waiting(state):
-                continue
-            grown = self._grow_blocks(state)
-            if grown is None:
+            if self._grow_blocks(state):
+                self._add_rows(builder, state, 1, now)
+            else:
                 self._starved.append(state)
                 self._preempt_for_starved(state, now)
-            else:
-                self._add_rows(builder, state, 1, now)
 
     def _add_drafts(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """Append drafts to decode rows, limited by available blocks."""
-        load, flying = (
-            self._ring_load(len(builder), streams, context),
-            self.in_flight.decode_volume_rows,
-        )
+        load = self._ring_load(len(builder), streams, context)
         for state, drafts in self.speculation.choose_drafts(
-            builder.requests, load, builder.draft_room, flying
+            builder.requests, load, builder.draft_room, self.in_flight.decode_volume_rows
         ):
             drafts, blocks = self._allocate_drafts(state, drafts)
             if drafts:
@@ -179,57 +170,52 @@ class Batcher:
 
     def _add_lookahead(self, builder: VolumeBuilder, streams: int, context: int) -> None:
         """Fill the volume with lookahead drafts if nothing else is schedulable."""
-        if (
-            self.in_flight.num_lookahead >= self._config.lookahead_volumes
-            or self.queues.num_waiting
-        ):
+        room = self._config.lookahead_volumes - self.in_flight.num_lookahead
+        if room <= 0 or self.queues.num_waiting:
             return
         load = self._ring_load(math.ceil(streams / self.micro_batches.count), streams, context)
         if load.has_prefill:
             return
-        requests, flying = self.queues.decodes_in_flight(), self.in_flight.decode_volume_rows
+        requests, rows = self.queues.decodes_in_flight(), self.in_flight.decode_volume_rows
         for state, drafts in self.speculation.choose_lookahead(
-            requests, load, flying, builder.draft_room
+            requests, load, rows, builder.draft_room
         ):
             drafts, blocks = self._allocate_drafts(state, drafts)
             if drafts:
-                builder.add_lookahead_drafts(
-                    state, drafts, blocks, self.cache.allocator.latest_release(blocks)
-                )
+                released = self.cache.allocator.latest_release(blocks)
+                builder.add_lookahead_drafts(state, drafts, blocks, released)
 
     def _ring_load(self, piggybacked: int, streams: int, context: int) -> RingLoad:
         """The ring's load with ``piggybacked`` decode rows per volume."""
-        flying = (
-            min(self.micro_batches.count, math.ceil(streams / piggybacked)) if piggybacked else 0
-        )
+        volumes = math.ceil(streams / piggybacked) if piggybacked else 0
+        volumes = min(self.micro_batches.count, volumes)
         has_prefill = self.in_flight.count_volumes(prefill=True) > 0 or self.queues.has_prefills
-        return RingLoad(piggybacked, flying, context, has_prefill)
+        return RingLoad(piggybacked, volumes, context, has_prefill)
 
     def _allocate_drafts(
         self, state: RequestState, drafts: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """The leading ``drafts`` that blocks exist for, and the blocks to announce."""
         before = len(state.tokens) + len(state.draft_path)
-        if self._starved or self._grow_blocks(state, len(state.draft_path) + len(drafts)) is None:
+        if self._starved or not self._grow_blocks(state, len(state.draft_path) + len(drafts)):
             drafts = drafts[: max(0, len(state.blocks) * self._config.block_size - before)]
         upto = self._config.blocks_for(before + len(drafts))
         return drafts, state.blocks[state.num_announced : max(upto, state.num_announced)]
 
-    def _grow_blocks(self, state: RequestState, drafts: int = 0) -> int | None:
-        """Allocate blocks for the last token and ``drafts`` after it; ``None`` if too few."""
+    def _grow_blocks(self, state: RequestState, drafts: int = 0) -> bool:
+        """Allocate blocks for the last token and ``drafts`` after it, if enough are available."""
         lacking = self._config.blocks_for(len(state.tokens) + drafts) - len(state.blocks)
-        if lacking <= 0:
-            return 0
-        blocks = self.cache.allocate_blocks(lacking)
-        if blocks is None:
-            return None
-        state.blocks += blocks
-        return lacking
+        if lacking > 0:
+            blocks = self.cache.allocate_blocks(lacking)
+            if blocks is None:
+                return False
+            state.blocks += blocks
+        return True
 
     def _preempt_for_starved(self, state: RequestState, now: float) -> None:
         """Preempt until the releasing blocks cover all starved requests."""
         candidates = self.queues.preemption_candidates(state, now)
-        while self._num_releasing < len(self._live_starved()):
+        while self._num_releasing < len(self._still_starved()):
             candidate = next(candidates, None)
             if candidate is None or not self.queues.is_idle(candidate):
                 return
@@ -245,12 +231,12 @@ class Batcher:
         """Blocks whose releases are under way."""
         return self.cache.collect_releasing(self.queues.pending_releases).count
 
-    def _live_starved(self) -> list[RequestState]:
+    def _still_starved(self) -> list[RequestState]:
         return [state for state in self._starved if self.queues.get_by_id(state.id) is state]
 
     def _add_prefill(self, builder: VolumeBuilder, left: int, now: float) -> None:
         """Add up to ``left`` prefill rows, admitting waiting requests in policy order."""
-        starved = self._live_starved()
+        starved = self._still_starved()
         closed, seen = bool(starved), set[RequestState]()
         while left > 0 and builder.block_room >= 1:
             prompts = self.queues.prefill_order(now, closed=closed)
@@ -261,9 +247,8 @@ class Batcher:
                 closed = state.host_copy is not None or not self._admit(state, now)
             if state.phase != "waiting":
                 seen.add(state)
-                if not any(
-                    self.queues.can_be_preempted(state, preemptor, now) for preemptor in starved
-                ):
+                preempted = (self.queues.can_be_preempted(state, each, now) for each in starved)
+                if not any(preempted):
                     left -= self._add_chunk(builder, state, left, now)
 
     def _next_prefill_rows(self, streams: int, context: int, now: float, *, piggyback: bool) -> int:
@@ -280,12 +265,11 @@ class Batcher:
             return 0
         admitted = self.queues.has_prefills
         left = sum(len(state.tokens) - (state.num_issued if admitted else 0) for state in requests)
-        self._prefill_only_seqs = {
-            seq for seq in self._prefill_only_seqs if self.in_flight.has_volume(seq)
-        }
-        maximum, flying = self.micro_batches.count, self.in_flight.count_volumes(prefill=True)
-        apart = self.in_flight.count_volumes(prefill=False) + len(self._prefill_only_seqs) < maximum
-        is_regular = flying < maximum and (piggyback or apart)
+        in_flight, count = self.in_flight, self.micro_batches.count
+        self._prefill_only_seqs = set(filter(in_flight.has_volume, self._prefill_only_seqs))
+        volumes = in_flight.count_volumes(prefill=True)
+        standalone = in_flight.count_volumes(prefill=False) + len(self._prefill_only_seqs) < count
+        is_regular = volumes < count and (piggyback or standalone)
         if not is_regular and not self.micro_batches.allows_prefill_only:
             return 0
         before = requests[0].num_issued if admitted else 0
@@ -297,20 +281,18 @@ class Batcher:
             rows = min(rows, self.micro_batches.link_chunk_rows or rows)
         if is_regular:
             return rows
-        room = self.in_flight.num_prefill_rows + rows <= self._config.max_prefill_only_rows
+        has_room = in_flight.num_prefill_rows + rows <= self._config.max_prefill_only_rows
         window = self.micro_batches.prefill_only_window(rows, before, streams, context)
-        awaited = self.in_flight.oldest_awaited_at
-        clear = awaited is None or now - awaited <= window.window_s
-        return rows if room and clear and flying < window.max_volumes else 0
+        awaited_at = in_flight.oldest_awaited_at
+        is_open = awaited_at is None or now - awaited_at <= window.window_s
+        return rows if has_room and is_open and volumes < window.max_volumes else 0
 
     def _add_chunk(
         self, builder: VolumeBuilder, state: RequestState, maximum: int, now: float
     ) -> int:
         """Add up to ``maximum`` prefill rows of a request; returns their number."""
-        in_header = (
-            state.num_announced + builder.block_room
-        ) * self._config.block_size - state.num_issued
-        count = min(maximum, len(state.tokens) - state.num_issued, in_header)
+        limit = (state.num_announced + builder.block_room) * self._config.block_size
+        count = min(maximum, min(len(state.tokens), limit) - state.num_issued)
         self._add_rows(builder, state, count, now)
         self.num_prefill_rows += count
         return count
@@ -321,59 +303,55 @@ class Batcher:
         Do nothing while other prefills come first, or while blocks are already being released. Runs
         before idle requests enter a volume.
         """
-        if not self.queues.num_waiting or self._live_starved():
+        if not self.queues.num_waiting or self._still_starved():
             return
         first = next(iter(self.queues.prefill_order(now)), None)
         if first is None or first.phase != "waiting":
             return
         config, running = self._config, self.queues.num_running
-        coming = self.cache.collect_releasing(self.queues.pending_releases)
-        if (
-            self.queues.policy.max_preemptors == 1
-            and coming.count
-            and running < config.max_num_seqs
-        ):
+        releasing = self.cache.collect_releasing(self.queues.pending_releases)
+        has_single = self.queues.policy.max_preemptors == 1
+        if has_single and releasing.count and running < config.max_num_seqs:
             return
-        blocks, found = self.cache.num_available + coming.count, set[int]()
-        for state in self.queues.next_preemptors(now):
-            cached = self.cache.find_prefix(state).blocks
-            lacks = config.blocks_for(min(len(state.tokens) + 1, state.kv_end)) - len(cached)
+        available, matched = self.cache.num_available + releasing.count, set[int]()
+        for preemptor in self.queues.next_preemptors(now):
+            cached = self.cache.find_prefix(preemptor).blocks
+            tokens = min(len(preemptor.tokens) + 1, preemptor.kv_end)
+            lacking = config.blocks_for(tokens) - len(cached)
             # A request's cached blocks are not available to itself.
-            lacks += self.cache.allocator.count_settled(set(cached) - found)
-            found.update(cached)
-            reserved = self.swap.reserved_blocks(now) if state.host_copy is not None else 0
-            giving, candidates = (
-                list[RequestState](),
-                self.queues.preemption_candidates(state, now),
-            )
+            lacking += self.cache.allocator.count_settled(set(cached) - matched)
+            matched.update(cached)
+            reserved = self.swap.reserved_blocks(now) if preemptor.host_copy is not None else 0
+            candidates = self.queues.preemption_candidates(preemptor, now)
+            selected = list[RequestState]()
             while running and (
                 running >= config.max_num_seqs
-                or lacks + config.growth_blocks(running) + reserved > blocks
+                or lacking + config.growth_blocks(running) + reserved > available
             ):
-                candidate = next(candidates, None)
-                if candidate is None:
+                state = next(candidates, None)
+                if state is None:
                     return
-                blocks += coming.add_blocks(
-                    block for block in candidate.blocks if block not in found
+                available += releasing.add_blocks(
+                    each for each in state.blocks if each not in matched
                 )
                 running -= 1
-                giving.append(candidate)
-            resting = [candidate for candidate in giving if self.queues.is_idle(candidate)]
-            for candidate in resting:
-                self._preempt(candidate)
-            if len(resting) < len(giving):  # the others are preempted once their rows are back
+                selected.append(state)
+            idle = [state for state in selected if self.queues.is_idle(state)]
+            for state in idle:
+                self._preempt(state)
+            if len(idle) < len(selected):  # the others are preempted once their rows are back
                 return
-            blocks, running = blocks - lacks, running + 1
+            available, running = available - lacking, running + 1
 
     def _admit_swapped(self, now: float) -> list[RequestState]:
         """Admit swapped-out requests while they are first in order and there is room."""
-        back: list[RequestState] = []
-        while not self._live_starved():
+        admitted: list[RequestState] = []
+        while not self._still_starved():
             state = self.queues.next_swapped(now)
             if state is None or not self._admit(state, now):
                 break
-            back.append(state)
-        return back
+            admitted.append(state)
+        return admitted
 
     def _admit(self, state: RequestState, now: float) -> bool:
         """Admit a waiting request if there is room."""
