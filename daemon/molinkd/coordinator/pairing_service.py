@@ -118,7 +118,7 @@ class PairingService:
     def _find_objection(self, public_key: str) -> PairingOutcome | None:
         objection = self._membership.find_objection(public_key)
         if objection is None and self._fleet.registry.is_live(derive_peer_id(public_key)):
-            return "twin"
+            return "duplicate"
         return objection
 
     def _admit_joiner(self, public_key: str, name: str, approver: str) -> None:

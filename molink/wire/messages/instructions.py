@@ -50,7 +50,7 @@ class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
     swarm: Text
 
 
-class DuplicatePeer(Message, frozen=True, kw_only=True, tag="twin"):
+class DuplicatePeer(Message, frozen=True, kw_only=True, tag="duplicate"):
     """The receiver has the key of a running PC: its state folder is a copy."""
 
 

@@ -38,7 +38,7 @@ from molink.facts.profile import Profile
 from molink.swarm.controller import registry
 from molink.swarm.controller.records import MemberRecord, PipelineRecord
 from molink.swarm.election.replica import Replica, decode_replica
-from molink.swarm.membership import duplicate_peers as twins
+from molink.swarm.membership import duplicate_peers as duplicates
 from molink.swarm.membership.discovery import DiscoveredSwarm
 from molink.swarm.membership.invitations import MAX_INVITATIONS, JoinRateLimiter
 from molink.swarm.membership.join_token import JoinToken
@@ -1058,7 +1058,7 @@ async def test_pairing_needs_discovery(scene: Scene) -> None:
 
 async def test_duplicate_pc_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state folder was copied, and both PCs run."""
-    monkeypatch.setattr(twins, "ALTERNATION_INTERVAL_S", 0.0)
+    monkeypatch.setattr(duplicates, "ALTERNATION_INTERVAL_S", 0.0)
     owner = await scene.peer()
     first = await scene.join(await scene.token(owner))
     await scene.until(lambda: first.last(Welcome), first)

@@ -23,7 +23,7 @@ from molink.errors import (
     VersionMismatch,
     WireError,
 )
-from molink.swarm.membership import pairing as knocks
+from molink.swarm.membership import pairing as pairing_module
 from molink.swarm.membership.discovery import DiscoveredSwarm
 from molink.swarm.membership.pairing import MAX_JOINERS_PER_ADDRESS, PairingInitiator
 from molink.wire.messages.pairing import (
@@ -83,7 +83,7 @@ class Scene:
     def nearby(self) -> DiscoveredSwarm:
         return DiscoveredSwarm("", "", "", ("127.0.0.1",), self.listener.port)
 
-    def knock(
+    def pair(
         self, show: Callable[[PairingCode], None] = lambda _: None, patience: float = 60.0
     ) -> "asyncio.Task[MembershipRecord]":
         return asyncio.create_task(request_pairing(self.nearby, PC_KEYS, "pc", show, patience))
@@ -129,14 +129,14 @@ class Raw:
 
 async def test_approved_pc_is_admitted(scene: Scene) -> None:
     shown: list[PairingCode] = []
-    knocking = scene.knock(shown.append)
+    pairing = scene.pair(shown.append)
     code = await scene.code()
     assert len(scene.listener.pending_requests) == 1
     await until(lambda: shown)
     assert shown == [PairingCode(SWARM, "attic", code)]
     assert scene.listener.decide_request(code, "owner", refuse=False) == "pc"
     assert scene.members == {PC_KEYS.public: ("pc", "owner")}
-    assert await knocking == MembershipRecord(
+    assert await pairing == MembershipRecord(
         swarm=SWARM,
         coordinator_key=SWARM_KEYS.public,
         addresses=("127.0.0.1:5466", "10.0.0.7:5466"),
@@ -145,16 +145,16 @@ async def test_approved_pc_is_admitted(scene: Scene) -> None:
 
 
 async def test_rejected_pc_is_told_why(scene: Scene) -> None:
-    knocking = scene.knock()
+    pairing = scene.pair()
     assert scene.listener.decide_request(await scene.code(), "owner", refuse=True) == "pc"
     with pytest.raises(PairingRefused):
-        await knocking
-    knocking = scene.knock()
+        await pairing
+    pairing = scene.pair()
     scene.failure = Unavailable("the swarm has 64 PCs")
     with pytest.raises(Unavailable, match="64 PCs"):
         scene.listener.decide_request(await scene.code(), "owner", refuse=False)
     with pytest.raises(Unavailable, match="as many PCs"):
-        await knocking
+        await pairing
     with pytest.raises(RequestError, match="no waiting PC"):
         scene.listener.decide_request("0000-0000", "owner", refuse=False)
     assert scene.members == {}
@@ -165,7 +165,7 @@ async def test_rejected_pc_is_told_why(scene: Scene) -> None:
     [
         ("revoked", PeerBanned, "shut out"),
         ("full", Unavailable, "as many PCs"),
-        ("twin", UsageError, r"peer\.key"),
+        ("duplicate", UsageError, r"peer\.key"),
         ("refused", PairingRefused, "refused"),
     ],
 )
@@ -174,34 +174,34 @@ async def test_inadmissible_keys_are_rejected(
 ) -> None:
     scene.objection = objection
     with pytest.raises(error, match=text):
-        await scene.knock()
+        await scene.pair()
     assert scene.changes == 0
 
 
 async def test_pending_pc_expires(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knocks, "DECISION_TIMEOUT_S", 0.0)
-    knocking = scene.knock()
+    monkeypatch.setattr(pairing_module, "DECISION_TIMEOUT_S", 0.0)
+    pairing = scene.pair()
     await until(lambda: scene.changes)
     scene.listener.on_timer()
     with pytest.raises(PairingUnanswered):
-        await knocking
+        await pairing
 
 
 async def test_disconnected_pc_is_dropped(scene: Scene) -> None:
-    knocking = scene.knock()
+    pairing = scene.pair()
     code = await scene.code()
-    knocking.cancel()
+    pairing.cancel()
     await until(lambda: not scene.listener.pending_requests)
     with pytest.raises(RequestError, match="no waiting PC"):
         scene.listener.decide_request(code, "owner", refuse=False)
 
 
 async def test_closed_listener_ends_pairing(scene: Scene) -> None:
-    knocking = scene.knock()
+    pairing = scene.pair()
     await scene.code()
     await scene.listener.close()
     with pytest.raises(Unavailable, match="was lost"):
-        await knocking
+        await pairing
 
 
 async def test_unexpected_swarm_is_rejected(scene: Scene) -> None:
@@ -238,14 +238,14 @@ async def test_unreachable_swarm_is_reported(scene: Scene) -> None:
 
 async def test_replayed_pairing_gets_another_code(scene: Scene) -> None:
     """All that a PC has said, said again: it lets nobody in unless its own code is approved."""
-    knocker = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
+    initiator = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
     codes, raws = [], []
     for _ in range(2):
         raw = await Raw.dial(scene)
-        raw.writer.write(encode_frame(knocker.commitment))
+        raw.writer.write(encode_frame(initiator.commitment))
         challenge = await raw.hear()
         assert isinstance(challenge, Challenge)
-        reveal, code = knocker.answer_challenge(challenge)
+        reveal, code = initiator.answer_challenge(challenge)
         raw.writer.write(encode_frame(reveal))
         codes.append(code)
         raws.append(raw)
@@ -284,30 +284,30 @@ async def test_man_in_the_middle_is_exposed(scene: Scene) -> None:
     server = await asyncio.start_server(relay, "127.0.0.1", 0)
     async with server:
         nearby = DiscoveredSwarm("", "", "", ("127.0.0.1",), server.sockets[0].getsockname()[1])
-        knocking = asyncio.create_task(request_pairing(nearby, PC_KEYS, "pc", shown.append))
+        pairing = asyncio.create_task(request_pairing(nearby, PC_KEYS, "pc", shown.append))
         await until(lambda: shown and scene.listener.pending_requests)
         assert scene.listener.pending_requests[0].code != shown[0].code
         with pytest.raises(RequestError, match="no waiting PC"):
             scene.listener.decide_request(shown[0].code, "owner", refuse=False)
         done.set()
         with pytest.raises(Unavailable):
-            await knocking
+            await pairing
     assert scene.members == {}
 
 
 async def test_pairing_with_a_foreign_key_admits_only_that_key(scene: Scene) -> None:
     """Only that PC can use what its key is let in to, and its own knock stays as it was."""
-    knocking = scene.knock()
+    pairing = scene.pair()
     own = await scene.code()
     raw = await Raw.dial(scene)
-    knocker = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
-    raw.writer.write(encode_frame(knocker.commitment))
+    initiator = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
+    raw.writer.write(encode_frame(initiator.commitment))
     challenge = await raw.hear()
     assert isinstance(challenge, Challenge)
-    raw.writer.write(encode_frame(knocker.answer_challenge(challenge)[0]))
+    raw.writer.write(encode_frame(initiator.answer_challenge(challenge)[0]))
     await until(lambda: len(scene.listener.pending_requests) == 2)
     scene.listener.decide_request(own, "owner", refuse=False)
-    assert (await knocking).swarm == SWARM
+    assert (await pairing).swarm == SWARM
     await raw.close()
 
 
@@ -350,14 +350,14 @@ async def test_half_open_connections_do_not_block_others(
     for raw in begun:
         assert await raw.hear() is None
         await raw.close()
-    knocking = scene.knock()
+    pairing = scene.pair()
     scene.listener.decide_request(await scene.code(), "owner", refuse=False)
-    await knocking
+    await pairing
 
 
 async def test_flood_is_rate_limited(scene: Scene) -> None:
     """Connections are taken at a pace, and a PC that waits already goes on waiting."""
-    knocking = scene.knock()
+    pairing = scene.pair()
     code = await scene.code()
     tracemalloc.start()
     try:
@@ -375,7 +375,7 @@ async def test_flood_is_rate_limited(scene: Scene) -> None:
     assert grown < 10 << 20
     assert len(scene.listener._writers) <= MAX_JOINERS_PER_ADDRESS
     scene.listener.decide_request(code, "owner", refuse=False)
-    assert (await knocking).swarm == SWARM
+    assert (await pairing).swarm == SWARM
 
 
 async def test_incompatible_pc_is_never_pending(
@@ -383,7 +383,7 @@ async def test_incompatible_pc_is_never_pending(
 ) -> None:
     monkeypatch.setattr("molink.swarm.membership.pairing.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(VersionMismatch):
-        await scene.knock()
+        await scene.pair()
     assert scene.listener.pending_requests == []
 
 

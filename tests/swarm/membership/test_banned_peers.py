@@ -9,11 +9,11 @@ STATUS = json.dumps({"peers": [{"id": "p", "name": "pc"}]}).encode()
 
 
 def test_banned_peers_are_shown_until_removed() -> None:
-    offenders = BannedPeers()
-    assert offenders.add_to_status(STATUS) == STATUS
-    offenders.record_ban("this PC's control socket", "p", "may not send Form")
-    offenders.record_ban("this PC's control socket", "q", "x" * 999)
-    first, second = json.loads(offenders.add_to_status(STATUS))["banned_peers"]
+    banned = BannedPeers()
+    assert banned.add_to_status(STATUS) == STATUS
+    banned.record_ban("this PC's control socket", "p", "may not send Form")
+    banned.record_ban("this PC's control socket", "q", "x" * 999)
+    first, second = json.loads(banned.add_to_status(STATUS))["banned_peers"]
     assert first == {
         "peer": "p",
         "name": "pc",
@@ -21,17 +21,17 @@ def test_banned_peers_are_shown_until_removed() -> None:
         "reason": "may not send Form",
     }
     assert second["name"] == "q"
-    offenders.drop_peer("p")
-    assert [one["peer"] for one in json.loads(offenders.add_to_status(STATUS))["banned_peers"]] == [
+    banned.drop_peer("p")
+    assert [one["peer"] for one in json.loads(banned.add_to_status(STATUS))["banned_peers"]] == [
         "q"
     ]
 
 
 def test_number_of_banned_peers_is_bounded() -> None:
-    offenders = BannedPeers()
+    banned = BannedPeers()
     for number in range(1000):
-        offenders.record_ban("w", str(number), "\x1b" * 999)
-    assert len(offenders.add_to_status(STATUS)) < 64 * 1024
+        banned.record_ban("w", str(number), "\x1b" * 999)
+    assert len(banned.add_to_status(STATUS)) < 64 * 1024
 
 
 async def test_server_reports_banned_peers(net: Net) -> None:
@@ -42,17 +42,17 @@ async def test_server_reports_banned_peers(net: Net) -> None:
     from molink.wire.messages.admin import StatusRequest
     from molink.wire.messages.codec import control_codec
 
-    offenders, keys = BannedPeers(), net.member()
+    banned, keys = BannedPeers(), net.member()
     server = net.server(
         control_codec(),
         lambda *_: None,
         permits=lambda *_: False,
-        on_blocked=partial(offenders.record_ban, "here"),
+        on_blocked=partial(banned.record_ban, "here"),
     )
     client = net.client(control_codec(), keys, server.port)
     await client.wait_connected(10.0)
     for ref in range(40):
         client.send(StatusRequest(ref=ref))
-    await net.until(lambda: offenders.add_to_status(STATUS) != STATUS)
-    (shown,) = json.loads(offenders.add_to_status(STATUS))["banned_peers"]
+    await net.until(lambda: banned.add_to_status(STATUS) != STATUS)
+    (shown,) = json.loads(banned.add_to_status(STATUS))["banned_peers"]
     assert (shown["peer"], shown["banned_by"]) == (derive_peer_id(keys.public), "here")

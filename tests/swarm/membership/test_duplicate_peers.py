@@ -14,33 +14,33 @@ from molink.swarm.membership.duplicate_peers import (
 
 def test_reconnecting_peer_is_no_duplicate() -> None:
     """What waited to be read on its earlier connections is heard between."""
-    twins = DuplicatePeers()
+    duplicates = DuplicatePeers()
     backlog = islice(cycle([b"a", b"b"]), 100)
-    assert not any(twins.observe_connection("p", one, 1.0) for one in backlog)
+    assert not any(duplicates.observe_connection("p", one, 1.0) for one in backlog)
     times = range(2, 100)
-    assert not any(twins.observe_connection("p", b"%d" % (now // 5), float(now)) for now in times)
+    assert not any(duplicates.observe_connection("p", b"%d" % (now // 5), float(now)) for now in times)
 
 
 def test_second_pc_is_the_duplicate() -> None:
-    twins, heard = DuplicatePeers(), []
+    duplicates, heard = DuplicatePeers(), []
     for number, one in enumerate(islice(cycle([b"a", b"b"]), 80)):
-        heard.append((one, twins.observe_connection("p", one, number * ALTERNATION_INTERVAL_S / 2)))
+        heard.append((one, duplicates.observe_connection("p", one, number * ALTERNATION_INTERVAL_S / 2)))
     assert not any(shut for one, shut in heard if one == b"a")
     shut = [shut for one, shut in heard if one == b"b"]
     assert shut == sorted(shut)
     assert MIN_ALTERNATIONS / 2 <= shut.count(False) <= MIN_ALTERNATIONS + 1
-    assert not twins.observe_connection("another", b"b", 99.0)
+    assert not duplicates.observe_connection("another", b"b", 99.0)
     # The first one is free to come by a new connection, and once it has gone so is the other.
-    assert not twins.observe_connection("p", b"c", 99.0)
-    assert twins.observe_connection("p", b"b", 99.0)
-    twins.drop_peer("p")
-    assert not twins.observe_connection("p", b"b", 99.0)
+    assert not duplicates.observe_connection("p", b"c", 99.0)
+    assert duplicates.observe_connection("p", b"b", 99.0)
+    duplicates.drop_peer("p")
+    assert not duplicates.observe_connection("p", b"b", 99.0)
 
 
 @given(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=60))
 def test_one_connection_always_counts(connections: list[bytes]) -> None:
-    twins = DuplicatePeers()
+    duplicates = DuplicatePeers()
     shut = {
-        one for now, one in enumerate(connections) if twins.observe_connection("p", one, float(now))
+        one for now, one in enumerate(connections) if duplicates.observe_connection("p", one, float(now))
     }
     assert len(shut) <= max(0, len(set(connections)) - 1)

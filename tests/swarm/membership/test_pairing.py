@@ -1,4 +1,4 @@
-"""Who knocks, and the code by which a person tells them apart: exact decisions, and bounds."""
+"""Who responder, and the code by which a person tells them apart: exact decisions, and bounds."""
 
 from dataclasses import replace
 
@@ -47,13 +47,13 @@ class Scene:
     """A swarm's side, and PCs before it."""
 
     def __init__(self, key: str = SWARM_KEY) -> None:
-        self.knocks = PairingResponder("ab" * 8, "attic", key, 0.0)
+        self.responder = PairingResponder("ab" * 8, "attic", key, 0.0)
         self.now = 0.0
         self.count = 0
 
     def handle(self, event: PairingEvent) -> list[object]:
-        decisions = list(self.knocks.handle(event, self.now))
-        self.knocks.validate()
+        decisions = list(self.responder.handle(event, self.now))
+        self.responder.validate()
         return decisions
 
     def arrive(self, address: str = "") -> int:
@@ -64,31 +64,31 @@ class Scene:
         assert self.handle(one) == []
         return self.count
 
-    def challenge(self, visitor: int, asked: Commitment) -> Challenge:
-        (told,) = self.handle(JoinerMessageReceivedEvent(visitor, asked))
+    def challenge(self, joiner: int, asked: Commitment) -> Challenge:
+        (told,) = self.handle(JoinerMessageReceivedEvent(joiner, asked))
         assert isinstance(told, SendToJoinerAction)
         assert isinstance(told.message, Challenge)
         return told.message
 
     def wait(self, name: str = "pc", key: str = PC_KEY, address: str = "") -> tuple[int, str]:
-        """A PC that waits for a person: its visitor and the code that it shows."""
-        visitor = self.arrive(address)
-        knocker = PairingInitiator(key, name, "1", nonce(visitor))
-        reveal, code = knocker.answer_challenge(self.challenge(visitor, knocker.commitment))
-        assert self.handle(JoinerMessageReceivedEvent(visitor, reveal)) == [PublishPendingAction()]
-        return visitor, code
+        """A PC that waits for a person: its joiner and the code that it shows."""
+        joiner = self.arrive(address)
+        initiator = PairingInitiator(key, name, "1", nonce(joiner))
+        reveal, code = initiator.answer_challenge(self.challenge(joiner, initiator.commitment))
+        assert self.handle(JoinerMessageReceivedEvent(joiner, reveal)) == [PublishPendingAction()]
+        return joiner, code
 
 
 def test_both_sides_show_one_code_that_admits_the_key() -> None:
     scene = Scene()
-    visitor, code = scene.wait("attic\x1b[31m PC")
-    (waiting,) = scene.knocks.pending_requests
+    joiner, code = scene.wait("attic\x1b[31m PC")
+    (waiting,) = scene.responder.pending_requests
     assert (waiting.name, waiting.code, waiting.address) == ("attic[31m PC", code, "10.0.0.1")
     assert scene.handle(PairingDecidedEvent(code.replace("-", " "), "owner")) == [
         PublishPendingAction(),
-        AdmitJoinerAction(visitor, PC_KEY, "attic[31m PC", "owner"),
+        AdmitJoinerAction(joiner, PC_KEY, "attic[31m PC", "owner"),
     ]
-    assert scene.knocks.pending_requests == []
+    assert scene.responder.pending_requests == []
     assert isinstance(
         scene.handle(PairingDecidedEvent(code, "owner"))[-1], ReportPairingErrorAction
     ), "a code counts once"
@@ -99,37 +99,37 @@ def test_pcs_of_one_name_have_different_codes() -> None:
     first, code = scene.wait("pc")
     _, other = scene.wait("pc", EVIL_KEY)
     assert code != other
-    assert [one.name for one in scene.knocks.pending_requests] == ["pc", "pc"]
+    assert [one.name for one in scene.responder.pending_requests] == ["pc", "pc"]
     assert scene.handle(PairingDecidedEvent(code, "owner"))[-1] == AdmitJoinerAction(
         first, PC_KEY, "pc", "owner"
     )
-    assert [one.code for one in scene.knocks.pending_requests] == [other]
+    assert [one.code for one in scene.responder.pending_requests] == [other]
 
 
 def test_refused_joiner_is_told() -> None:
     scene = Scene()
-    visitor, code = scene.wait()
+    joiner, code = scene.wait()
     assert scene.handle(PairingDecidedEvent(code, "owner", refuse=True)) == [
         PublishPendingAction(),
-        SendToJoinerAction(visitor, PairingResult(outcome="refused")),
+        SendToJoinerAction(joiner, PairingResult(outcome="refused")),
         ConfirmRefusalAction("pc"),
     ]
 
 
 def test_three_wrong_codes_reject_all_pending_joiners() -> None:
     scene = Scene()
-    visitor, code = scene.wait()
+    joiner, code = scene.wait()
     wrong = "0000-0000" if code != "0000-0000" else "1111-1111"
     for _ in range(MAX_WRONG_CODES - 1):
         (denied,) = scene.handle(PairingDecidedEvent(wrong, "owner"))
         assert isinstance(denied, ReportPairingErrorAction)
     (malformed,) = scene.handle(PairingDecidedEvent("4827", "owner"))
     assert isinstance(malformed, ReportPairingErrorAction), "what is no code is no try"
-    assert scene.knocks.pending_requests
+    assert scene.responder.pending_requests
     decisions = scene.handle(PairingDecidedEvent(wrong, "owner"))
     assert decisions[:2] == [
         PublishPendingAction(),
-        SendToJoinerAction(visitor, PairingResult(outcome="refused")),
+        SendToJoinerAction(joiner, PairingResult(outcome="refused")),
     ]
     assert isinstance(decisions[2], ReportPairingErrorAction)
     (nobody,) = scene.handle(PairingDecidedEvent(code, "owner"))
@@ -141,21 +141,21 @@ def test_joiners_expire() -> None:
     silent = scene.arrive()
     scene.now = HANDSHAKE_TIMEOUT_S
     assert scene.handle(PairingTimePassedEvent()) == [DisconnectJoinerAction(silent)]
-    visitor, _ = scene.wait()
+    joiner, _ = scene.wait()
     scene.now += DECISION_TIMEOUT_S - 0.1
     assert scene.handle(PairingTimePassedEvent()) == []
     scene.now += 0.1
     assert scene.handle(PairingTimePassedEvent()) == [
         PublishPendingAction(),
-        SendToJoinerAction(visitor, PairingResult(outcome="expired")),
+        SendToJoinerAction(joiner, PairingResult(outcome="expired")),
     ]
-    assert scene.handle(JoinerDisconnectedEvent(visitor)) == []
+    assert scene.handle(JoinerDisconnectedEvent(joiner)) == []
 
 
 def test_disconnected_joiner_is_not_pending() -> None:
     scene = Scene()
-    visitor, code = scene.wait()
-    assert scene.handle(JoinerDisconnectedEvent(visitor)) == [PublishPendingAction()]
+    joiner, code = scene.wait()
+    assert scene.handle(JoinerDisconnectedEvent(joiner)) == [PublishPendingAction()]
     (denied,) = scene.handle(PairingDecidedEvent(code, "owner"))
     assert isinstance(denied, ReportPairingErrorAction)
 
@@ -181,34 +181,34 @@ def test_out_of_order_messages_disconnect() -> None:
     assert scene.handle(JoinerMessageReceivedEvent(stolen, Reveal(nonce=nonce(1)))) == [
         DisconnectJoinerAction(stolen)
     ]
-    visitor, _ = scene.wait()
-    assert scene.handle(JoinerMessageReceivedEvent(visitor, Reveal(nonce=nonce(1)))) == [
+    joiner, _ = scene.wait()
+    assert scene.handle(JoinerMessageReceivedEvent(joiner, Reveal(nonce=nonce(1)))) == [
         PublishPendingAction(),
-        DisconnectJoinerAction(visitor),
+        DisconnectJoinerAction(joiner),
     ]
 
 
 def test_inadmissible_key_is_never_pending() -> None:
     scene = Scene()
-    visitor = scene.arrive()
+    joiner = scene.arrive()
     asked = PairingInitiator(PC_KEY, "pc", "1", nonce(1)).commitment
-    assert scene.handle(JoinerMessageReceivedEvent(visitor, asked, "revoked")) == [
-        SendToJoinerAction(visitor, PairingResult(outcome="revoked"))
+    assert scene.handle(JoinerMessageReceivedEvent(joiner, asked, "revoked")) == [
+        SendToJoinerAction(joiner, PairingResult(outcome="revoked"))
     ]
 
 
 def test_replayed_messages_give_another_code() -> None:
-    """Whoever has recorded a knock can say the same again; the swarm's nonce is another one."""
+    """Whoever has recorded a attempt can say the same again; the swarm's nonce is another one."""
     scene = Scene()
-    knocker = PairingInitiator(PC_KEY, "pc", "1", nonce(7))
+    initiator = PairingInitiator(PC_KEY, "pc", "1", nonce(7))
     codes = []
     for _ in range(2):
-        visitor = scene.arrive()
-        reveal, code = knocker.answer_challenge(scene.challenge(visitor, knocker.commitment))
-        scene.handle(JoinerMessageReceivedEvent(visitor, reveal))
+        joiner = scene.arrive()
+        reveal, code = initiator.answer_challenge(scene.challenge(joiner, initiator.commitment))
+        scene.handle(JoinerMessageReceivedEvent(joiner, reveal))
         codes.append(code)
     assert codes[0] != codes[1]
-    assert [one.code for one in scene.knocks.pending_requests] == codes
+    assert [one.code for one in scene.responder.pending_requests] == codes
 
 
 def test_man_in_the_middle_gets_other_codes() -> None:
@@ -237,14 +237,14 @@ def test_man_in_the_middle_gets_other_codes() -> None:
 
 def test_duplicate_code_admits_nobody() -> None:
     scene = Scene()
-    visitor, code = scene.wait()
+    joiner, code = scene.wait()
     other, _ = scene.wait("pc", EVIL_KEY)
-    scene.knocks._joiners[other].code = code
+    scene.responder._joiners[other].code = code
     decisions = scene.handle(PairingDecidedEvent(code, "owner"))
-    assert SendToJoinerAction(visitor, PairingResult(outcome="refused")) in decisions
+    assert SendToJoinerAction(joiner, PairingResult(outcome="refused")) in decisions
     assert SendToJoinerAction(other, PairingResult(outcome="refused")) in decisions
     assert isinstance(decisions[-1], ReportPairingErrorAction)
-    assert scene.knocks.pending_requests == []
+    assert scene.responder.pending_requests == []
 
 
 def test_joiners_are_bounded() -> None:
@@ -265,18 +265,18 @@ def test_pairing_attempts_of_one_address_are_rate_limited() -> None:
     scene = Scene()
     for _ in range(MAX_PENDING_PER_ADDRESS):
         scene.wait(address="10.9.9.9")
-    visitor = scene.arrive("10.9.9.9")
-    knocker = PairingInitiator(EVIL_KEY, "pc", "1", nonce(5))
-    reveal, _ = knocker.answer_challenge(scene.challenge(visitor, knocker.commitment))
-    busy = [SendToJoinerAction(visitor, PairingResult(outcome="busy"))]
-    assert scene.handle(JoinerMessageReceivedEvent(visitor, reveal)) == busy
+    joiner = scene.arrive("10.9.9.9")
+    initiator = PairingInitiator(EVIL_KEY, "pc", "1", nonce(5))
+    reveal, _ = initiator.answer_challenge(scene.challenge(joiner, initiator.commitment))
+    busy = [SendToJoinerAction(joiner, PairingResult(outcome="busy"))]
+    assert scene.handle(JoinerMessageReceivedEvent(joiner, reveal)) == busy
     scene.wait()
-    while len(scene.knocks.pending_requests) < MAX_PENDING:
+    while len(scene.responder.pending_requests) < MAX_PENDING:
         scene.wait()
-    visitor = scene.arrive()
-    reveal, _ = knocker.answer_challenge(scene.challenge(visitor, knocker.commitment))
-    assert scene.handle(JoinerMessageReceivedEvent(visitor, reveal)) == [
-        SendToJoinerAction(visitor, PairingResult(outcome="busy"))
+    joiner = scene.arrive()
+    reveal, _ = initiator.answer_challenge(scene.challenge(joiner, initiator.commitment))
+    assert scene.handle(JoinerMessageReceivedEvent(joiner, reveal)) == [
+        SendToJoinerAction(joiner, PairingResult(outcome="busy"))
     ]
 
 
@@ -284,15 +284,15 @@ def test_pairing_attempts_are_rate_limited_overall() -> None:
     """Each is a chance to show another PC's code."""
     scene, let_in = Scene(), 0
     for _ in range(1000):
-        visitor = scene.arrive("10.9.9.9")
+        joiner = scene.arrive("10.9.9.9")
         (told,) = scene.handle(
             JoinerMessageReceivedEvent(
-                visitor, PairingInitiator(EVIL_KEY, "pc", "1", nonce(1)).commitment
+                joiner, PairingInitiator(EVIL_KEY, "pc", "1", nonce(1)).commitment
             )
         )
         assert isinstance(told, SendToJoinerAction)
         let_in += isinstance(told.message, Challenge)
-        scene.handle(JoinerDisconnectedEvent(visitor))
+        scene.handle(JoinerDisconnectedEvent(joiner))
         scene.now += 0.1
     assert let_in <= 6 + 10
     scene.wait(address="10.0.0.1")
@@ -315,14 +315,14 @@ def test_typed_codes_are_normalized(typed: str, code: str | None) -> None:
 
 @given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
 def test_code_has_eight_digits(own: bytes, theirs: bytes) -> None:
-    knocker = PairingInitiator(PC_KEY, "n" * 100, "1" * 100, own)
+    initiator = PairingInitiator(PC_KEY, "n" * 100, "1" * 100, own)
     challenge = Challenge(swarm="ab" * 8, name="attic", public_key=SWARM_KEY, nonce=theirs)
-    reveal, code = knocker.answer_challenge(challenge)
+    reveal, code = initiator.answer_challenge(challenge)
     assert normalize_code(code) == code
-    assert make_commitment(PC_KEY, reveal.nonce) == knocker.commitment.commitment
+    assert make_commitment(PC_KEY, reveal.nonce) == initiator.commitment.commitment
 
 
-visitors = st.integers(1, 6)
+joiners = st.integers(1, 6)
 keys = st.sampled_from([PC_KEY, EVIL_KEY])
 events = st.one_of(
     st.builds(
@@ -333,14 +333,14 @@ events = st.one_of(
     ),
     st.builds(
         JoinerMessageReceivedEvent,
-        visitors,
+        joiners,
         st.one_of(
             keys.map(lambda key: PairingInitiator(key, "pc", "1", nonce(1)).commitment),
             st.integers(1, 2).map(lambda number: Reveal(nonce=nonce(number))),
         ),
         st.sampled_from([None, None, None, "full"]),
     ),
-    st.builds(JoinerDisconnectedEvent, visitors),
+    st.builds(JoinerDisconnectedEvent, joiners),
     st.builds(PairingDecidedEvent, st.sampled_from(["", "0000-0000", "of one"]), st.just("owner")),
     st.just(PairingTimePassedEvent()),
 )
@@ -351,7 +351,7 @@ events = st.one_of(
 def test_only_a_shown_code_admits(
     steps: list[tuple[PairingEvent, float]],
 ) -> None:
-    """And it stays within its bounds; a visitor that is told a verdict is forgotten."""
+    """And it stays within its bounds; a joiner that is told a verdict is forgotten."""
     scene = Scene()
     arrived: set[int] = set()
     for event, pause in steps:
@@ -360,7 +360,7 @@ def test_only_a_shown_code_admits(
             if event.joiner in arrived:
                 continue
             arrived.add(event.joiner)
-        shown = [one.code for one in scene.knocks.pending_requests]
+        shown = [one.code for one in scene.responder.pending_requests]
         if isinstance(event, PairingDecidedEvent) and event.code == "of one" and shown:
             event = replace(event, code=shown[0])
         decisions = scene.handle(event)
@@ -372,5 +372,5 @@ def test_only_a_shown_code_admits(
                 decision.message, PairingResult
             ):
                 assert scene.handle(JoinerDisconnectedEvent(decision.joiner)) == []
-        if [one.code for one in scene.knocks.pending_requests] != shown:
+        if [one.code for one in scene.responder.pending_requests] != shown:
             assert PublishPendingAction() in decisions

@@ -196,7 +196,7 @@ def _raise_unless_admitted(verdict: PairingResult, me: str, join: str) -> None:
             raise VersionMismatch(
                 explain_mismatch(own_version(), PeerVersion(verdict.version, verdict.protocol))
             )
-        case "twin":
+        case "duplicate":
             raise UsageError(
                 "a PC with this one's key is in the swarm, and runs: this state folder is a copy "
                 "of that PC's, or that PC is this one. Delete peer.key in the state folder here to "
