@@ -100,7 +100,7 @@ from tests.support.fake_fleet import Kit
 
 
 class Peer:
-    """A daemon's side of the control plane; keeps what it was told and obeys it if asked to."""
+    """A daemon's control connection; records messages, and follows instructions if ``obeys``."""
 
     def __init__(
         self, kit: Kit, context: Context, keys: KeyPair, server_key: str, port: int
@@ -185,7 +185,7 @@ class Peer:
 
 
 def lasting_port() -> int:
-    """A free port that the system gives nobody else while it isn't listened on."""
+    """A free port that the system assigns to nobody else meanwhile."""
     while True:
         port = random.randrange(12_000, 32_000)
         with socket.socket() as tried, contextlib.suppress(OSError):
@@ -264,7 +264,7 @@ class Scene:
         return await self.peer(keys)
 
     async def revoke(self, owner: Peer, target: str) -> RevokeReply:
-        """Shut a PC out, and wait until the connections of all have been made anew."""
+        """Revoke a PC, and wait until all others have reconnected."""
         before = owner.connections
         reply = await owner.ask(RevokeRequest(ref=0, target=target))
         await self.until(lambda: owner.connections > before)
@@ -275,7 +275,7 @@ class Scene:
         return json.loads(bytes(payload))
 
     async def until(self, condition: Callable[..., Any], *reporters: Peer) -> None:
-        """Wait for a condition while these peers go on reporting."""
+        """Wait for a condition while these peers keep reporting."""
         async with asyncio.timeout(60):
             while not condition():
                 for peer in reporters:
@@ -430,7 +430,7 @@ async def test_invitations_are_listed_and_revoked(scene: Scene) -> None:
         await scene.join(token)
     with pytest.raises(RequestError, match="no invitation"):
         await owner.ask(RevokeRequest(ref=0, target=ids[0]))
-    assert (await scene.status(first))["swarm"], "who came by it stays"
+    assert (await scene.status(first))["swarm"], "members that joined by it stay"
 
 
 async def test_expired_invitation_is_rejected(
@@ -527,7 +527,7 @@ async def test_revoked_peer_stays_disconnected(scene: Scene) -> None:
     await scene.until(lambda: guest.last(Revoked))
     await scene.until(lambda: not guest.client.is_connected)
     await scene.until(lambda: owner.client.is_connected)
-    # Neither its own key nor a new one gets in by the token that it has.
+    # Its token admits neither its own key nor a new one.
     with pytest.raises(NotAuthorized):
         await scene.join(token, guest.keys)
     with pytest.raises(NotAuthorized):
@@ -589,7 +589,7 @@ async def test_offline_pc_learns_of_its_revocation(scene: Scene) -> None:
     assert back.told == [Revoked(swarm=scene.coordinator.swarm.id)]
     with pytest.raises(Unavailable):
         await back.client.send_request(StatusRequest(ref=0), timeout=0.3)
-    # One answer: a handshake is refused again, for a while.
+    # After one reply, handshakes are refused for a while.
     again = Peer(scene.kit, scene.context, guest.keys, scene.keys.public, scene.port)
     scene.stack.push_async_callback(again.client.close)
     with pytest.raises(NotAuthorized):
@@ -668,7 +668,7 @@ async def test_joins_are_rate_limited(scene: Scene) -> None:
     refused = Counter(type(one) for one in answers if isinstance(one, BaseException))
     assert refused == {Overloaded: 3}
     (invitation,) = scene.state.read_invitations()
-    assert invitation.uses_left == 3, "what was refused has used nothing"
+    assert invitation.uses_left == 3, "rejected joins use nothing"
 
 
 @pytest.mark.parametrize("kind", [StateError, InvariantError])
@@ -788,7 +788,7 @@ async def test_only_owners_apply_a_file_of_models(scene: Scene, kit: Kit) -> Non
     assert [one["name"] for one in status["models"]] == ["toy", "other"]
     used = [{stage["peer"] for stage in one["stages"]} for one in status["pipelines"]]
     assert used in ([{owner.id}, {guest.id}], [{guest.id}, {owner.id}])
-    # A daemon that starts again changes nothing; what a person asks for is not half of a file.
+    # A restarted daemon changes nothing, and `run` can't change part of a file.
     await owner.ask(serve(kit, is_retry=True, min_peers=2))
     assert [one.min_peers for one in scene.state.read_models()] == [1, 1]
     with pytest.raises(RequestError, match="come from a file"):
@@ -830,7 +830,7 @@ async def test_invitations_end_with_their_creator(scene: Scene, how: str) -> Non
         await owner.ask(RevokeRequest(ref=0, target=guest.id))
     else:
         await guest.ask(LeaveRequest(ref=0))
-    # The one by which a revoked peer came has ended too.
+    # The invitation by which a revoked peer joined has ended too.
     left = [] if how == "revoked" else [owner.id]
     assert [one.creator for one in scene.coordinator.membership.invitations] == left
     assert [one.creator for one in scene.state.read_invitations()] == left
@@ -870,7 +870,7 @@ async def test_stage_messages_are_sanitized(scene: Scene, kit: Kit) -> None:
     assert all(map(str.isprintable, scene.coordinator.fleet.story))
 
 
-# --- who leads -------------------------------------------------------------------------------
+# --- replication ------------------------------------------------------------------------------
 
 
 def noted(term: int) -> LeaderHeartbeat:
@@ -910,7 +910,7 @@ async def test_peers_are_sent_the_state_once(scene: Scene) -> None:
 
 
 def other_part(scene: Scene, *members: MemberRecord) -> Replica:
-    """The state of a part of the swarm that another peer has led."""
+    """The state of a part of the swarm with another leader."""
     ours = scene.state.to_replica()
     return replace(ours, term=7, revision=99, members=(*ours.members, *members))
 
@@ -966,7 +966,7 @@ async def test_unrequested_state_is_rejected(scene: Scene) -> None:
     assert len(scene.state.read_members()) == 1
 
 
-# --- PCs that knock --------------------------------------------------------------------------
+# --- pairing ---------------------------------------------------------------------------------
 
 
 async def start_pairing(scene: Scene, keys: KeyPair, name: str = "pc") -> tuple[asyncio.Task, str]:
@@ -1012,7 +1012,7 @@ async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
     (invitation,) = [one for one in scene.state.read_invitations() if one.id == record.invitation]
     assert (invitation.creator, invitation.uses_left) == (guest.id, 0)
     assert [use.peer for use in invitation.used_by] == [back.id]
-    # A copy of its state folder, while it runs itself.
+    # A copy of its state folder runs too.
     with pytest.raises(UsageError, match=r"peer\.key"):
         await (await start_pairing(scene, keys))[0]
     await owner.ask(RevokeRequest(ref=0, target=back.id))
@@ -1071,7 +1071,7 @@ async def test_duplicate_pc_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatc
 
 
 async def test_swarm_is_updated_pc_by_pc(scene: Scene, kit: Kit) -> None:
-    """Versions that speak alike are in one ring: each PC gives its layers away and comes back."""
+    """Compatible versions share a ring: each PC leaves and comes back updated."""
     owner = await scene.peer()
     await owner.ask(serve(kit, min_peers=3, min_stages=3))
     others = [await scene.join(await scene.token(owner)) for _ in range(2)]
@@ -1126,7 +1126,7 @@ async def test_incompatible_peer_is_excluded(
         shown["reason"]
         == f"refused: it runs molink 2.0 (protocol {PROTOCOL + 1}), the swarm runs {ours}"
     )
-    # The coordinator's PC is updated: now it is the other way round, until the rest is.
+    # Once the coordinator's PC is updated, the others are incompatible until they are.
     await scene.stop()
     monkeypatch.setattr("molink.swarm.membership.versions.PROTOCOL", PROTOCOL + 1)
     for peer in (owner, newer):
@@ -1150,6 +1150,6 @@ async def test_incompatible_pc_cannot_join(scene: Scene) -> None:
         assert "this PC runs molink 0.0.1 (protocol 0)" in str(refusal.value)
         assert f"the swarm molink {__version__} (protocol {PROTOCOL})" in str(refusal.value)
         assert "Update this PC with" in str(refusal.value)
-        # It has used up nothing.
+        # The token is unused.
         reply, _ = await guest.send_request(strange, timeout=30)
     assert isinstance(reply, JoinReply)

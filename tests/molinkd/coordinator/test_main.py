@@ -1,4 +1,4 @@
-"""The coordinator as the process that a daemon starts."""
+"""The coordinator process."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ class Process:
         return json.loads(self.child.stdout.readline())
 
     def end(self) -> tuple[int, str]:
-        """Close its input: returns its exit code and what it logged."""
+        """Close its input; returns its exit code and log."""
         _, log = self.child.communicate(timeout=60)
         return self.child.returncode, log
 
@@ -78,7 +78,7 @@ async def ask(
     message: InviteRequest | JoinRequest | StatusRequest,
     timeout: float = 60.0,
 ) -> tuple[InviteReply | JoinReply | StatusReply, memoryview | None]:
-    """One request over a connection of its own."""
+    """Send one request over a new connection."""
     client = Client(context, keys, control_codec(), server_key, addresses)
     client.start()
     try:
@@ -93,7 +93,7 @@ async def test_process_lifecycle(launch: Launch, context: Context) -> None:
     said = process.announcement()
     known = {"port", "public_key", "swarm", "term", "addresses", "restored", "name", "pairing_port"}
     assert said.keys() == known
-    assert said["pairing_port"] == 0, "nobody may knock unless that is asked for"
+    assert said["pairing_port"] == 0, "pairing is off by default"
     where = (said["public_key"], [f"tcp://127.0.0.1:{said['port']}"])
 
     reply, _ = await ask(context, owner, *where, InviteRequest(ref=0))

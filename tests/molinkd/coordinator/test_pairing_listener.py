@@ -1,4 +1,4 @@
-"""The porch on real sockets: PCs that knock, and what a hostile one sends."""
+"""The pairing listener on real sockets, with honest and hostile PCs."""
 
 import asyncio
 import random
@@ -52,7 +52,7 @@ SWARM_KEYS, PC_KEYS = KeyPair.generate(), KeyPair.generate()
 
 
 class Scene:
-    """A porch, whoever it has let in, and PCs that knock."""
+    """A listener, the admitted keys, and joining PCs."""
 
     def __init__(self) -> None:
         self.members: dict[str, tuple[str, str]] = {}
@@ -104,7 +104,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 class Raw:
-    """A connection that says what it likes."""
+    """A raw connection for arbitrary bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -237,7 +237,7 @@ async def test_unreachable_swarm_is_reported(scene: Scene) -> None:
 
 
 async def test_replayed_pairing_gets_another_code(scene: Scene) -> None:
-    """All that a PC has said, said again: it lets nobody in unless its own code is approved."""
+    """A full replay admits nobody unless its own code is approved."""
     initiator = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
     codes, raws = [], []
     for _ in range(2):
@@ -259,7 +259,7 @@ async def test_replayed_pairing_gets_another_code(scene: Scene) -> None:
 
 
 async def test_man_in_the_middle_is_exposed(scene: Scene) -> None:
-    """He relays a knock with a key of his own; the PC shows one code, the swarm another."""
+    """The attacker relays with its own key; PC and swarm show different codes."""
     evil = KeyPair.generate()
     shown: list[PairingCode] = []
     done = asyncio.Event()
@@ -296,7 +296,7 @@ async def test_man_in_the_middle_is_exposed(scene: Scene) -> None:
 
 
 async def test_pairing_with_a_foreign_key_admits_only_that_key(scene: Scene) -> None:
-    """Only that PC can use what its key is let in to, and its own knock stays as it was."""
+    """Only the key's owner can use the membership, and its own request is unaffected."""
     pairing = scene.pair()
     own = await scene.code()
     raw = await Raw.dial(scene)
@@ -337,7 +337,7 @@ async def test_invalid_message_ends_the_connection(scene: Scene) -> None:
 async def test_half_open_connections_do_not_block_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One address has few; they end by themselves, and then it may knock again."""
+    """Connections per address are few and expire; then the address may try again."""
     begun = [await Raw.dial(scene) for _ in range(MAX_JOINERS_PER_ADDRESS)]
     begun[0].writer.write(struct.pack(">H", 500) + b"half")
     await until(lambda: len(scene.listener._writers) == MAX_JOINERS_PER_ADDRESS)
@@ -356,7 +356,7 @@ async def test_half_open_connections_do_not_block_others(
 
 
 async def test_flood_is_rate_limited(scene: Scene) -> None:
-    """Connections are taken at a pace, and a PC that waits already goes on waiting."""
+    """Connections are accepted at a limited rate, and pending PCs stay pending."""
     pairing = scene.pair()
     code = await scene.code()
     tracemalloc.start()

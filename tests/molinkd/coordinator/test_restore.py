@@ -1,4 +1,4 @@
-"""Where the coordinator's state comes from when it starts."""
+"""The state that a coordinator starts from."""
 
 import contextlib
 from pathlib import Path
@@ -20,7 +20,7 @@ ME = MemberRecord(derive_peer_id(KEYS.public), KEYS.public, "me", is_owner=True)
 
 
 def make_state(folder: Path, swarm: str = "s1") -> Replica:
-    """A state with one member, and what peers were told of it."""
+    """Create a state with one member; returns its replica."""
     with contextlib.closing(StateStore.open(folder)) as state:
         state.create_swarm(SwarmRecord(swarm, "home", KEYS.public))
         state.save_member(ME)

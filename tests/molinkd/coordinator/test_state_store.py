@@ -114,7 +114,7 @@ def test_models_and_pipelines_are_stored(state: StateStore, tmp_path: Path) -> N
     state.commit_pipeline(pipeline(epoch=2, id="p2", replica=1))
     other = replace(pipeline(epoch=3, id="p3"), model="other")
     state.commit_pipeline(other)
-    # An epoch that began before that of another pipeline is complete only now.
+    # An epoch older than another pipeline's forms only now.
     state.commit_pipeline(pipeline(formed=True, blocks=10))
     assert state.last_numbers() == (3, 3)
     kept = {pipeline(formed=True, blocks=10), pipeline(epoch=2, id="p2", replica=1), other}
@@ -131,7 +131,7 @@ def test_models_and_pipelines_are_stored(state: StateStore, tmp_path: Path) -> N
         assert copy.read_pipelines() == (other,)
         copy.save_models(models)
         copy.commit_pipeline(pipeline(epoch=4, formed=True, blocks=10))
-        # A pipeline more than wanted is forgotten, and so are those of a model that isn't.
+        # Excess pipelines and those of removed models are deleted.
         copy.save_models((DesiredModel(FACTS, A),))
         assert copy.read_pipelines() == (pipeline(epoch=4, formed=True, blocks=10),)
         copy.commit_pipeline(pipeline(epoch=5, id="p5"))
@@ -271,7 +271,7 @@ def test_changes_raise_the_revision_and_leaders_the_term(state: StateStore) -> N
 
 
 def test_file_copy_is_complete(state: StateStore, tmp_path: Path) -> None:
-    """What is committed is in the one file that the error text names."""
+    """All committed state is in the file that errors name."""
     state.save_standing(B, "left")
     copy = tmp_path / "copy"
     copy.mkdir()

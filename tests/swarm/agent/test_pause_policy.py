@@ -1,4 +1,4 @@
-"""When a PC holds no layers."""
+"""When a PC pauses."""
 
 import pytest
 from hypothesis import given
@@ -61,7 +61,7 @@ def test_drain_and_daily_windows_pause() -> None:
 
 
 def watch(others: DeviceContention, share: float, begin: float, seconds: float) -> float:
-    """Look once a second for so long; returns when the last look was."""
+    """Sample once a second for ``seconds``; returns the time of the last sample."""
     for second in range(1, int(seconds) + 1):
         others.observe_usage(share, begin + second)
     return begin + int(seconds)
@@ -71,7 +71,7 @@ def test_sustained_use_pauses_until_it_ends() -> None:
     others = DeviceContention()
     now = watch(others, 0.05, 0.0, 60)
     now = watch(others, 0.95, now, 5)
-    assert not others.busy, "a film's first frames are no game"
+    assert not others.busy, "a short burst is not contention"
     now = watch(others, 0.0, now, 60)
     now = watch(others, 0.95, now, PAUSE_DELAY_S + 5)
     assert others.busy
@@ -79,7 +79,7 @@ def test_sustained_use_pauses_until_it_ends() -> None:
     now = watch(others, 0.05, now, RESUME_DELAY_S / 2)
     now = watch(others, 0.95, now, 30)
     now = watch(others, 0.05, now, RESUME_DELAY_S)
-    assert others.busy, "it has not been over for long enough"
+    assert others.busy, "the resume delay has not passed"
     watch(others, 0.05, now, 30)
     assert not others.busy
 

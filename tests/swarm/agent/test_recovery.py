@@ -1,4 +1,4 @@
-"""Phases of an interruption: one begins where another ends, and nothing is left out."""
+"""Phases of a recovery: contiguous and complete."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a peer does about its assignments: exact decisions."""
+"""The stage agent: exact actions."""
 
 import msgspec
 import pytest
@@ -119,9 +119,9 @@ def test_same_layers_in_a_new_epoch_keep_the_worker() -> None:
     agent = running()
     assert agent.assign_stage(assign(epoch=2)) == [PING]
     assert state(agent) == ("loaded", 2)
-    assert agent.resend_reports() == [], "it has not answered yet"
+    assert agent.resend_reports() == [], "the worker has not answered yet"
     assert agent.on_worker_message(1, Pong()) == [told(2)]
-    # The ring of the epoch before has nothing to say any more.
+    # Reports about the previous epoch's ring are ignored.
     assert agent.on_worker_message(1, RingFormed(epoch=1)) == []
     assert [type(d) for d in agent.form_ring(form(2))] == [SendToWorkerAction]
     assert agent.on_worker_message(1, RingFormed(epoch=2)) == [ready(2)]
@@ -149,7 +149,7 @@ def test_profiles_accompany_the_ring() -> None:
     agent.record_profile(StageProfile(pipeline="p2", epoch=2, stage=0, profile=PROFILE))
     (order,) = agent.form_ring(msgspec.structs.replace(form(2), ring=ring))
     assert isinstance(order, SendToWorkerAction)
-    assert order.message.profiles == (Profile(), PROFILE), "stages nobody knows of keep their place"
+    assert order.message.profiles == (Profile(), PROFILE), "unknown stages get a placeholder"
     agent.assign_stage(assign(epoch=3))
     (order,) = agent.form_ring(form(3))
     assert isinstance(order, SendToWorkerAction)
@@ -168,7 +168,7 @@ def test_other_layers_of_the_same_weights_keep_the_worker() -> None:
     assert agent.assign_stage(other) == [PING, FetchFilesAction(1, other)]
     assert agent.on_worker_message(1, Pong()) == []
     assert state(agent) == ("fetching", 2)
-    # The ring of the epoch before, in which it still is, has nothing to say any more.
+    # Reports about the previous epoch's ring are ignored, although it still runs.
     assert agent.on_worker_message(1, NextStageLost(epoch=1, reason="silent")) == []
     changed = msgspec.structs.replace(start(), layers=(0, 6))
     assert agent.on_files_fetched(1, changed) == [SendToWorkerAction(1, changed)]
@@ -197,7 +197,7 @@ def test_loading_worker_is_replaced() -> None:
     agent.on_files_fetched(1, start())
     other = assign(epoch=3, layers=(0, 5))
     assert agent.assign_stage(other) == [StopWorkerAction(1), FetchFilesAction(2, other)]
-    # News of the one that is being stopped is nobody's.
+    # Reports of the stopped worker are ignored.
     assert agent.on_worker_message(1, LOADED) == []
     assert agent.on_failure(1, "gone") == []
     agent.validate()
@@ -297,7 +297,7 @@ def test_unassign_stops_the_worker() -> None:
 
 
 def watched(agent: StageAgent, begun: float, seconds: float) -> list[AgentAction]:
-    """What is decided while nobody answers."""
+    """The actions while the worker does not answer."""
     looks = range(1, round(seconds / 0.5) + 1)
     return [each for look in looks for each in agent.check_liveness(begun + 0.5 * look)]
 
@@ -309,7 +309,7 @@ def test_unresponsive_worker_is_replaced() -> None:
     assert watched(agent, 0.0, 1.0) == []
     again = assign(epoch=2)
     assert watched(agent, 1.0, 0.5) == [StopWorkerAction(1, kill=True), FetchFilesAction(2, again)]
-    assert agent.on_worker_message(1, Pong()) == [], "it is too late"
+    assert agent.on_worker_message(1, Pong()) == [], "the answer is too late"
     assert agent.on_files_fetched(2, start()) == [StartWorkerAction(2, start())]
     assert agent.on_worker_message(2, LOADED) == [told(2)]
     agent.validate()

@@ -1,4 +1,4 @@
-"""Who leads: exact decisions, then random networks in which peers die, freeze and are cut off."""
+"""Leader election: exact actions, then random networks with crashes, freezes and partitions."""
 
 import random
 
@@ -39,7 +39,7 @@ ORDER = ("a", "b", "c")
 
 
 def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -> LeaderElection:
-    """A member of a swarm that ``a`` has founded, in touch with its leader."""
+    """A follower in a swarm founded by ``a``."""
     one = LeaderElection(
         me, now, membership=MembershipChangedEvent(ORDER, (0, 5)), term=term, leader=leader
     )
@@ -48,7 +48,7 @@ def peer(me: str = "b", *, term: int = 0, leader: str = "a", now: float = 9.9) -
 
 
 def test_ineligible_peer_never_leads() -> None:
-    """A further device of a PC: whatever is lost, it looks for somebody else."""
+    """A further device of a PC always stays a candidate or follower."""
     one = LeaderElection(
         "b", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a", can_lead=False
     )
@@ -94,7 +94,7 @@ def leading(me: str = "a") -> LeaderElection:
 
 
 def asking(one: LeaderElection, others: str, since: float, until: float) -> None:
-    """Time passes in which it asks, and nobody answers; those of the last round still may."""
+    """Let query rounds time out; the answers of the last one are still open."""
     for step in range(int((until - since) / QUERY_INTERVAL) + 1):
         for other in others:
             one.handle(PeerTimedOutEvent(other), since + step * QUERY_INTERVAL)
@@ -121,7 +121,7 @@ def test_lost_connection_queries_everyone_and_the_next_in_line_leads() -> None:
 
 
 def test_large_swarm_queries_few_first_and_follows_the_named_leader() -> None:
-    """When fifty PCs start at once, and each asks all others, they are busy with that alone."""
+    """If each of fifty starting PCs queried all others, they would do nothing else."""
     one = LeaderElection(
         "b", 0.0, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
     )
@@ -144,7 +144,7 @@ def test_large_swarm_queries_few_first_and_follows_the_named_leader() -> None:
 
 
 def test_large_swarm_backs_off_until_the_leader_had_time_to_start() -> None:
-    """All of fifty PCs wait for the one that starts the coordinator; so they leave it time."""
+    """Fifty candidates must not overload the PC that starts the coordinator."""
     one = LeaderElection(
         "b", 0.0, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
     )
@@ -159,7 +159,7 @@ def test_large_swarm_backs_off_until_the_leader_had_time_to_start() -> None:
             more = one.handle(PeerTimedOutEvent(ask.peer), now)
             assert more == []
     assert asked == {0.0: 2, 1.0: 2, 3.0: 2, 7.0: 2}
-    assert len(one.handle(ElectionTimePassedEvent(), RESTART_GRACE)) == 9, "all the others"
+    assert len(one.handle(ElectionTimePassedEvent(), RESTART_GRACE)) == 9, "all other peers"
 
 
 @pytest.mark.parametrize("silent", [True, False])
@@ -189,7 +189,7 @@ def test_large_swarm_queries_everyone_if_the_few_know_no_leader(silent: bool) ->
     ("me", "later"), [("b", 0.0), ("e", 0.0), ("f", QUERY_INTERVAL), ("j", 2 * QUERY_INTERVAL)]
 )
 def test_peers_far_down_the_order_query_everyone_later(me: str, later: float) -> None:
-    """Else a coordinator that is only slow has each of fifty PCs ask each other one."""
+    """Otherwise a slow coordinator would make each of fifty PCs query all others."""
     one = LeaderElection(
         me, 9.9, membership=MembershipChangedEvent(tuple("abcdefghij"), (0, 5)), leader="a"
     )
@@ -361,7 +361,7 @@ def test_leader_with_more_followers_wins() -> None:
 
 
 def test_answers_of_removed_members_do_not_count() -> None:
-    # Of those that are left nobody follows either leader: who comes first in the order goes on.
+    # With no followers left on either side, the first in the order wins.
     term = next_term(0, "a")
     one = leading("b")
     one.handle(PeerAnsweredEvent("c", view("b", 0, hears=True)), 0.5)
@@ -371,7 +371,7 @@ def test_answers_of_removed_members_do_not_count() -> None:
 
 
 def test_leader_without_followers_unseats_nobody() -> None:
-    """Its own word counts for nothing: nobody follows it."""
+    """A leader's own vote does not count."""
     one = leading("a")
     rival = view("c", next_term(0, "c"), leads=True)
     one.handle(PeerAnsweredEvent("c", rival), 5.0)
@@ -395,11 +395,11 @@ def test_leader_probes_a_few_and_everyone_after_a_suspension() -> None:
 
 
 def test_resumed_peer_queries_again_before_it_leads() -> None:
-    """What ran out while it stood still says nothing of the others: their answers still wait."""
+    """Timeouts during a suspension prove nothing; answers may wait in the sockets."""
     one = peer("b")
     one.handle(ConnectionLostEvent(), 10.0)
     assert one.role == "candidate"
-    # It stands still. The questions are given up before anything else happens, then it looks.
+    # Suspended: all queries time out first, then the timer fires.
     assert one.handle(PeerTimedOutEvent("a"), 40.0) == []
     assert one.handle(PeerTimedOutEvent("c"), 40.0) == []
     assert one.handle(ElectionTimePassedEvent(), 40.1) == [
@@ -444,7 +444,7 @@ def test_suspension_does_not_expire_a_claim() -> None:
 
 @pytest.mark.parametrize(("heard", "after"), [(True, 2 * LEADER_TIMEOUT), (False, STARTUP_TIMEOUT)])
 def test_silent_own_coordinator_is_restarted(heard: bool, after: float) -> None:
-    """One that nobody has asked yet, as this PC still measures its device, has longer."""
+    """A coordinator that was never heard has longer: this PC still measures its device."""
     one = leading("a")
     if heard:
         one.handle(CoordinatorHeardEvent(0, "a"), 0.2)
@@ -470,7 +470,7 @@ def test_failed_start_passes_leadership_on() -> None:
 
 
 def test_leader_whose_coordinator_exits_steps_down() -> None:
-    """Its disk is full, say: the state can be written elsewhere."""
+    """For example with a full disk: another PC can store the state."""
     one = leading("a")
     assert one.handle(CoordinatorFailedEvent(), 5.0) == [
         StepDownAction(),
@@ -498,7 +498,7 @@ def test_views_of_strangers_are_ignored() -> None:
 
 
 def test_leader_never_starts_in_another_peers_term() -> None:
-    """A copy of another leader's state may come while the coordinator here is being started."""
+    """A replica of another leader may arrive while the coordinator starts."""
     own = next_term(0, "b")
     assert first_term(own, 0, "b") == first_term(own, own, "b") == own
     later = next_term(own, "b")
@@ -514,7 +514,7 @@ STEP = 0.1
 
 
 class Network:
-    """Peers with a coordinator each may start; any may be dead, frozen or cut off from others."""
+    """Peers with coordinators; any peer may be dead, frozen or partitioned."""
 
     def __init__(self, seed: int, peers: int) -> None:
         self.random = random.Random(seed)
@@ -524,12 +524,12 @@ class Network:
         self.dead: set[str] = set()
         self.frozen: dict[str, float] = {}
         self.part = dict.fromkeys(self.order, 0)
-        #: What is under way: (when, who gets it, event).
+        #: Messages in flight: (time, receiver, event).
         self.mail: list[tuple[float, str, object]] = []
-        #: Whose coordinator each peer is connected to; and which run, in which term.
+        #: Coordinator of each peer's session, and term of each running coordinator.
         self.session: dict[str, str] = {}
         self.runs: dict[str, int] = {}
-        #: Who has led in which term.
+        #: Leader of each term.
         self.led: dict[int, str] = {}
 
     def _start(self, me: str) -> LeaderElection:
@@ -627,7 +627,7 @@ class Network:
 
 
 class Postman(Network):
-    """Network whose letters may ask for something when they arrive."""
+    """Network whose messages may be evaluated on arrival."""
 
     def tell(self, who: str, event: object) -> None:
         match event:

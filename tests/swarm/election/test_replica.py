@@ -1,4 +1,4 @@
-"""The copies of the coordinator's state that peers hold."""
+"""Replicas of the coordinator's state."""
 
 from dataclasses import replace
 
@@ -64,9 +64,9 @@ def test_lineage_tells_which_versions_are_included() -> None:
     assert includes_version((20, 11), 20, 12, lineage)
     assert not includes_version((20, 13), 20, 12, lineage)
     assert includes_version((0, 5), 20, 12, lineage)
-    assert not includes_version((0, 6), 20, 12, lineage), "changes that the next leader never got"
-    assert not includes_version((15, 7), 20, 12, lineage), "another leader's"
-    assert includes_version((3, 99), 20, 12, ((5, 1),)), "older than all that is remembered"
+    assert not includes_version((0, 6), 20, 12, lineage), "the next leader lacks these changes"
+    assert not includes_version((15, 7), 20, 12, lineage), "another leader's history"
+    assert includes_version((3, 99), 20, 12, ((5, 1),)), "older than the lineage"
 
 
 def test_lineage_is_bounded() -> None:

@@ -1,4 +1,4 @@
-"""An endpoint's router: what it is told, and that pipelines which end are forgotten."""
+"""Routing of an endpoint's requests."""
 
 from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.cache_report import SPAN_TOKENS, CacheReport, span_digests
@@ -28,7 +28,7 @@ def test_load_counts_unfinished_requests() -> None:
     routing.on_request_finished("2", 3, 1.0)
     routing.on_request_finished("2", 3, 1.0)
     assert routing.choose_pipeline("3", LONG, [A, B], 2.0) == B
-    # The first one is lost and asks again: it is no load any more.
+    # A lost request that chooses again is no longer counted.
     assert routing.choose_pipeline("1", LONG, [A, B], 3.0) == A
     assert routing.cache_version_for(A, 1) is None
 
@@ -53,7 +53,7 @@ def test_cache_reports_include_other_endpoints_prefixes() -> None:
     assert routing.cache_version_for(B, 1) == 9
     assert routing.choose_pipeline("2", LONG, [A, B], 2.0) == B
     routing.on_cache_report(B, CacheReport(12, False, evicted_spans=span_digests(LONG)), 3.0)
-    # Older news that was late, and of one that nobody knows.
+    # An outdated report, and one of an unknown pipeline.
     routing.on_cache_report(B, CacheReport(9, True, span_digests(LONG)), 4.0)
     routing.on_cache_report(PipelineEpoch("c", 1), CacheReport(1, True), 4.0)
     assert routing.cache_version_for(B, 1) == 12

@@ -1,4 +1,4 @@
-"""The state machine of one request: exact acts, and that a position is emitted once, in order."""
+"""The request stream: exact actions; positions are emitted once and in order."""
 
 import pytest
 from hypothesis import given
@@ -110,7 +110,7 @@ def test_new_epoch_resubmits_prompt_and_emitted_tokens() -> None:
     assert submit.token_ids == (*PROMPT, 50, 51)
     assert (submit.submit.num_prompt_tokens, submit.submit.request.max_tokens) == (3, 5)
     assert submit.submit.epoch == 2
-    # A repeated position is dropped, the next one goes out.
+    # A repeated position is dropped, the next one emitted.
     assert emitted(stream.on_token(token(stream, 4, 77, epoch=2), 9.1)) == []
     assert emitted(stream.on_token(token(stream, 5, 52, epoch=2), 9.2)) == [52]
     stream.validate()
@@ -264,7 +264,7 @@ def test_request_that_crashes_every_pipeline_fails() -> None:
 def flapping(
     stream: RequestStream, seconds: float, served: float
 ) -> tuple[float, list[StreamAction]]:
-    """A connection that breaks ``served`` seconds after each submission, and is back at once."""
+    """Break the connection ``served`` seconds after each submission, and restore it at once."""
     now, acts = 0.0, stream.set_target(ONE, 0.0)
     while stream.state != "done" and now < seconds:
         now += served
@@ -278,7 +278,7 @@ def test_broken_connections_only_cost_time() -> None:
     flapping(stream, seconds=29.0, served=0.5)
     assert stream.state == "running"
     assert emitted(stream.on_token(token(stream, 3, 50), 29.5)) == [50]
-    # The next wait is a new one.
+    # The next wait starts anew.
     stream.set_target(None, 40.0)
     assert stream.next_wake_at == 70.0
 
@@ -292,7 +292,7 @@ def test_connection_that_always_breaks_ends_with_the_wait() -> None:
 def test_service_of_some_seconds_restarts_the_wait() -> None:
     now, acts = flapping(make(), seconds=1000.0, served=40.0)
     assert isinstance(failure(acts), Unavailable)
-    # From the first loss on.
+    # Counted from the first loss.
     assert now == pytest.approx(640.0, abs=41.0)
 
 
@@ -321,7 +321,7 @@ def test_slow_client_survives_many_epochs() -> None:
             assert emitted(stream.on_token(token(stream, position, 50, epoch), float(epoch)))
             position += 1
     assert windows == [8] + [1] * 10
-    # Small windows are credited in small steps, or their heads would wait for ever.
+    # Small windows need small credits, or their schedulers would wait forever.
     credits = [act for _ in range(position - 3) for act in stream.on_tokens_consumed(1)]
     assert credits[-1] == SendToSchedulerAction(
         PipelineEpoch("p1", 11), Credit(stream.attempt_key, position)
@@ -374,7 +374,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_positions_are_emitted_once_and_in_order(steps: list[tuple[str, int | str]]) -> None:
-    """The tokens that a client sees are those of one undisturbed run, whatever happens."""
+    """The client always sees the tokens of one undisturbed run."""
     stream = RequestStream(
         "k", Request("m", PROMPT, 12, SamplingParams(), ()), StreamLimits(credit_window=64), 0.0
     )

@@ -1,4 +1,4 @@
-"""The members as the coordinator announces them."""
+"""The address book of announced members."""
 
 from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.address_book import AddressBook

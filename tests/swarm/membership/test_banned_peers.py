@@ -1,4 +1,4 @@
-"""Members that were cut off, as the status shows them."""
+"""Banned peers in the status."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_number_of_banned_peers_is_bounded() -> None:
 
 
 async def test_server_reports_banned_peers(net: Net) -> None:
-    """The wiring of the daemon: the callback's arguments are those of ``blocked``."""
+    """The server's callback matches :meth:`BannedPeers.record_ban`."""
     from functools import partial
 
     from molink.facts.identity import derive_peer_id

@@ -1,4 +1,4 @@
-"""What strangers announce on the local network: only what can be a swarm is shown."""
+"""Parsing announcements of strangers on the local network."""
 
 import pytest
 from hypothesis import given
@@ -44,7 +44,7 @@ def test_invalid_announcement_is_ignored(changes: dict[str, str]) -> None:
 
 
 def test_unusable_addresses_are_ignored() -> None:
-    """To programs of this PC, say, or to everybody."""
+    """For example loopback and broadcast addresses."""
     for address in ("127.0.0.1", "::1", "224.0.0.1", "0.0.0.0", "attic", "", "255.255.255.255"):
         assert not is_dialable(address)
         assert parse_announcement(announced(SWARM), [address], 5479) is None

@@ -1,4 +1,4 @@
-"""Two PCs with one key, told by whose connection is heard again."""
+"""Detecting two PCs with one key."""
 
 from itertools import cycle, islice
 
@@ -13,24 +13,28 @@ from molink.swarm.membership.duplicate_peers import (
 
 
 def test_reconnecting_peer_is_no_duplicate() -> None:
-    """What waited to be read on its earlier connections is heard between."""
+    """Queued reports of earlier connections arrive in between."""
     duplicates = DuplicatePeers()
     backlog = islice(cycle([b"a", b"b"]), 100)
     assert not any(duplicates.observe_connection("p", one, 1.0) for one in backlog)
     times = range(2, 100)
-    assert not any(duplicates.observe_connection("p", b"%d" % (now // 5), float(now)) for now in times)
+    assert not any(
+        duplicates.observe_connection("p", b"%d" % (now // 5), float(now)) for now in times
+    )
 
 
 def test_second_pc_is_the_duplicate() -> None:
     duplicates, heard = DuplicatePeers(), []
     for number, one in enumerate(islice(cycle([b"a", b"b"]), 80)):
-        heard.append((one, duplicates.observe_connection("p", one, number * ALTERNATION_INTERVAL_S / 2)))
+        heard.append(
+            (one, duplicates.observe_connection("p", one, number * ALTERNATION_INTERVAL_S / 2))
+        )
     assert not any(shut for one, shut in heard if one == b"a")
     shut = [shut for one, shut in heard if one == b"b"]
     assert shut == sorted(shut)
     assert MIN_ALTERNATIONS / 2 <= shut.count(False) <= MIN_ALTERNATIONS + 1
     assert not duplicates.observe_connection("another", b"b", 99.0)
-    # The first one is free to come by a new connection, and once it has gone so is the other.
+    # The first PC may reconnect; once it is dropped, the other one may connect.
     assert not duplicates.observe_connection("p", b"c", 99.0)
     assert duplicates.observe_connection("p", b"b", 99.0)
     duplicates.drop_peer("p")
@@ -41,6 +45,8 @@ def test_second_pc_is_the_duplicate() -> None:
 def test_one_connection_always_counts(connections: list[bytes]) -> None:
     duplicates = DuplicatePeers()
     shut = {
-        one for now, one in enumerate(connections) if duplicates.observe_connection("p", one, float(now))
+        one
+        for now, one in enumerate(connections)
+        if duplicates.observe_connection("p", one, float(now))
     }
     assert len(shut) <= max(0, len(set(connections)) - 1)

@@ -67,7 +67,7 @@ def test_any_typo_is_detected(data: st.DataObject) -> None:
         parsed = JoinToken.parse(text[:at] + other + text[at + 1 :], now=0)
     except TokenError:
         return
-    # The last character of base64 has bits that mean nothing.
+    # The last base64 character has unused bits.
     assert at == len(text) - 1
     assert parsed == token()
 

@@ -1,4 +1,4 @@
-"""Who responder, and the code by which a person tells them apart: exact decisions, and bounds."""
+"""Pairing: exact actions, codes, and bounds."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def nonce(number: int) -> bytes:
 
 
 class Scene:
-    """A swarm's side, and PCs before it."""
+    """The swarm's side, and joining PCs."""
 
     def __init__(self, key: str = SWARM_KEY) -> None:
         self.responder = PairingResponder("ab" * 8, "attic", key, 0.0)
@@ -71,7 +71,7 @@ class Scene:
         return told.message
 
     def wait(self, name: str = "pc", key: str = PC_KEY, address: str = "") -> tuple[int, str]:
-        """A PC that waits for a person: its joiner and the code that it shows."""
+        """A pending PC: its joiner number and code."""
         joiner = self.arrive(address)
         initiator = PairingInitiator(key, name, "1", nonce(joiner))
         reveal, code = initiator.answer_challenge(self.challenge(joiner, initiator.commitment))
@@ -91,7 +91,7 @@ def test_both_sides_show_one_code_that_admits_the_key() -> None:
     assert scene.responder.pending_requests == []
     assert isinstance(
         scene.handle(PairingDecidedEvent(code, "owner"))[-1], ReportPairingErrorAction
-    ), "a code counts once"
+    ), "a code admits once"
 
 
 def test_pcs_of_one_name_have_different_codes() -> None:
@@ -124,7 +124,7 @@ def test_three_wrong_codes_reject_all_pending_joiners() -> None:
         (denied,) = scene.handle(PairingDecidedEvent(wrong, "owner"))
         assert isinstance(denied, ReportPairingErrorAction)
     (malformed,) = scene.handle(PairingDecidedEvent("4827", "owner"))
-    assert isinstance(malformed, ReportPairingErrorAction), "what is no code is no try"
+    assert isinstance(malformed, ReportPairingErrorAction), "malformed codes are not counted"
     assert scene.responder.pending_requests
     decisions = scene.handle(PairingDecidedEvent(wrong, "owner"))
     assert decisions[:2] == [
@@ -175,7 +175,7 @@ def test_out_of_order_messages_disconnect() -> None:
     assert scene.handle(JoinerMessageReceivedEvent(false, Reveal(nonce=nonce(2)))) == [
         DisconnectJoinerAction(false)
     ]
-    # A commitment is to a key too: another's is no use.
+    # A commitment binds the key too.
     stolen = scene.arrive()
     scene.challenge(stolen, msgspec.structs.replace(asked, public_key=EVIL_KEY))
     assert scene.handle(JoinerMessageReceivedEvent(stolen, Reveal(nonce=nonce(1)))) == [
@@ -198,7 +198,7 @@ def test_inadmissible_key_is_never_pending() -> None:
 
 
 def test_replayed_messages_give_another_code() -> None:
-    """Whoever has recorded a attempt can say the same again; the swarm's nonce is another one."""
+    """Recorded messages are useless: the swarm's nonce differs."""
     scene = Scene()
     initiator = PairingInitiator(PC_KEY, "pc", "1", nonce(7))
     codes = []
@@ -212,15 +212,15 @@ def test_replayed_messages_give_another_code() -> None:
 
 
 def test_man_in_the_middle_gets_other_codes() -> None:
-    """He has to settle on his keys and nonces before he knows either code."""
+    """The attacker has to commit to keys and nonces before either code is known."""
     swarm, evil = Scene(), Scene(EVIL_KEY)
     pc = PairingInitiator(PC_KEY, "pc", "1", nonce(7))
-    # To the PC he is the swarm, to the swarm he is the PC.
+    # The attacker plays the swarm to the PC, and the PC to the swarm.
     to_pc = evil.challenge(evil.arrive(), pc.commitment)
     _, shown_by_pc = pc.answer_challenge(to_pc)
     _, shown_by_swarm = swarm.wait("pc", EVIL_KEY)
     assert shown_by_pc != shown_by_swarm
-    # Nor can he change the keys alone, or anything else that is said.
+    # Changing only keys, or any other field, changes the code too.
     challenge = to_pc
     code = short_code(pc.commitment, challenge, nonce(7))
     for asked, other in (
@@ -281,7 +281,7 @@ def test_pairing_attempts_of_one_address_are_rate_limited() -> None:
 
 
 def test_pairing_attempts_are_rate_limited_overall() -> None:
-    """Each is a chance to show another PC's code."""
+    """Each attempt has a chance to show another PC's code."""
     scene, let_in = Scene(), 0
     for _ in range(1000):
         joiner = scene.arrive("10.9.9.9")
@@ -351,7 +351,7 @@ events = st.one_of(
 def test_only_a_shown_code_admits(
     steps: list[tuple[PairingEvent, float]],
 ) -> None:
-    """And it stays within its bounds; a joiner that is told a verdict is forgotten."""
+    """Bounds hold, and joiners with a result are dropped."""
     scene = Scene()
     arrived: set[int] = set()
     for event, pause in steps:

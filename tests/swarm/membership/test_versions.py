@@ -1,4 +1,4 @@
-"""Who understands whom."""
+"""Protocol compatibility."""
 
 from molink.swarm.membership.versions import (
     REPORT_TIMEOUT_S,
