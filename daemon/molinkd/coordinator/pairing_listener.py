@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from molink.errors import MolinkError, Overloaded, PeerBanned, RequestError, Unavailable, WireError
 from molink.swarm.membership.pairing import (
@@ -121,8 +121,12 @@ class PairingListener:
 
     @property
     def pending_requests(self) -> list[PairingRequest]:
-        """Requests that await a decision, oldest first."""
-        return self._responder.pending_requests
+        """Requests that await a decision, oldest first; ``since`` is unix time."""
+        offset = time.time() - time.monotonic()
+        return [
+            replace(one, since=round(offset + one.since, 1))
+            for one in self._responder.pending_requests
+        ]
 
     def decide_request(self, code: str, approver: str, *, refuse: bool) -> str:
         """Admit or refuse the PC that shows ``code``; returns its name.

@@ -105,11 +105,11 @@ class PairingService:
 
     def _send_pending(self, peer: str) -> None:
         if self._membership.records[peer].is_owner or peer == self._options.leader:
-            knocks = (
-                PendingPairing(name=k.name, code=k.code, address=k.address)
-                for k in self.pending_requests
+            pairings = tuple(
+                PendingPairing(name=one.name, code=one.code, address=one.address)
+                for one in self.pending_requests
             )
-            self._connections.send_to_peer(peer, PendingPairings(pairings=tuple(knocks)))
+            self._connections.send_to_peer(peer, PendingPairings(pairings=pairings))
 
     def _publish_pending(self) -> None:
         for peer in self._fleet.registry.sessions:

@@ -6,6 +6,7 @@ invitations only public keys are stored.
 
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,25 +16,23 @@ from typing import Any
 import msgspec
 
 from molink.errors import InvariantError, StateError
+from molink.facts.model import ModelFacts
+from molink.facts.profile import Profile
 from molink.swarm.controller.records import (
     DesiredModel,
     InvitationRecord,
+    InvitationUse,
     MemberRecord,
+    Pin,
     PipelineRecord,
+    StageRecord,
     Standing,
     SwarmRecord,
 )
 from molink.swarm.election.replica import Replica, Version, next_lineage
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.secrets import private_folder
-from molinkd.coordinator.tables import (
-    InvitationTable,
-    MemberTable,
-    ModelTable,
-    PipelineTable,
-    prepare_database,
-    translate_error,
-)
+from molinkd.coordinator.schema import prepare_database, translate_error
 
 STATE_FILE = "swarm.sqlite"
 
@@ -44,10 +43,6 @@ class StateStore:
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._db = connection
         self.path = path
-        self._members, self._invitations = MemberTable(connection), InvitationTable(connection)
-        self._models, self._pipelines = ModelTable(connection), PipelineTable(connection)
-
-    # --- life --------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, folder: Path) -> "StateStore":
@@ -89,6 +84,14 @@ class StateStore:
         with self._transaction():
             self._db.execute(statement, values)
 
+    def _insert(self, table: str, conflict: str = "", **values: Any) -> None:
+        """Insert a row; the SQL of ``conflict`` follows."""
+        self._db.execute(
+            f"INSERT INTO {table} ({', '.join(values)}) VALUES ({', '.join('?' * len(values))}) "
+            f"{conflict}",
+            tuple(values.values()),
+        )
+
     # --- swarm -------------------------------------------------------------------------------
 
     def read_swarm(self) -> SwarmRecord | None:
@@ -98,16 +101,16 @@ class StateStore:
 
     def create_swarm(self, swarm: SwarmRecord) -> None:
         """Create a swarm."""
-        self._write(
-            "INSERT INTO swarm (id, name, public_key, port, max_peers, created) "
-            "VALUES (?, ?, ?, ?, ?, ?)",
-            swarm.id,
-            swarm.name,
-            swarm.public_key,
-            swarm.port,
-            swarm.max_peers,
-            time.time(),
-        )
+        with self._transaction():
+            self._insert(
+                "swarm",
+                id=swarm.id,
+                name=swarm.name,
+                public_key=swarm.public_key,
+                port=swarm.port,
+                max_peers=swarm.max_peers,
+                created=time.time(),
+            )
 
     def read_version(self) -> Version:
         """The term, and the revision in it."""
@@ -155,37 +158,36 @@ class StateStore:
     def restore_replica(self, replica: Replica, public_key: str) -> None:
         """Replace the state by a replica; ``public_key`` is this coordinator's own."""
         known = {member.peer for member in replica.members}
+        last_pipeline, last_epoch = replica.last_numbers
         with self._transaction():
             for table in ("invitation_uses", "stages", "pipelines", "models", "invitations"):
                 self._db.execute(f"DELETE FROM {table}")
             self._db.execute("DELETE FROM members")
             self._db.execute("DELETE FROM swarm")
-            self._db.execute(
-                "INSERT INTO swarm (id, name, public_key, max_peers, created, term, revision, "
-                "lineage, last_pipeline, last_epoch) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    replica.swarm,
-                    replica.name,
-                    public_key,
-                    replica.max_peers,
-                    time.time(),
-                    replica.term,
-                    replica.revision - 1,  # the transaction adds 1
-                    msgspec.msgpack.encode(replica.lineage),
-                    *replica.last_numbers,
-                ),
+            self._insert(
+                "swarm",
+                id=replica.swarm,
+                name=replica.name,
+                public_key=public_key,
+                max_peers=replica.max_peers,
+                created=time.time(),
+                term=replica.term,
+                revision=replica.revision - 1,  # the transaction adds 1
+                lineage=msgspec.msgpack.encode(replica.lineage),
+                last_pipeline=last_pipeline,
+                last_epoch=last_epoch,
             )
             for member in replica.members:
-                self._members.upsert_member(member)
+                self._put_member(member)
                 if member.announced is not None:
-                    self._members.set_announced(member.announced)
+                    self._set_announced(member.announced)
             for invitation in replica.invitations:
-                used = tuple(use for use in invitation.used_by if use.peer in known)
-                self._invitations.insert_invitation(replace(invitation, used_by=used))
+                used_by = tuple(use for use in invitation.used_by if use.peer in known)
+                self._insert_invitation(replace(invitation, used_by=used_by))
             for desired in replica.models:
-                self._models.upsert_model(desired)
+                self._put_model(desired)
             for pipeline in replica.pipelines:
-                self._pipelines.replace_pipeline(pipeline)
+                self._put_pipeline(pipeline)
 
     def bump_revision(self) -> None:
         """Raise the revision, so that every peer receives the state."""
@@ -208,59 +210,192 @@ class StateStore:
 
     def read_members(self) -> list[MemberRecord]:
         """Everyone who ever joined, in order of joining."""
-        return self._members.read_all()
+        rows = self._db.execute(
+            "SELECT peer, public_key, name, owner, standing, announced, invitation FROM members "
+            "ORDER BY ordinal"
+        )
+        return [
+            MemberRecord(
+                peer,
+                public_key,
+                name,
+                bool(owner),
+                standing,
+                None if announced is None else msgspec.msgpack.decode(announced, type=PeerInfo),
+                invitation,
+            )
+            for peer, public_key, name, owner, standing, announced, invitation in rows
+        ]
 
     def save_member(self, member: MemberRecord) -> None:
         """Add or readmit a member; owners stay owners."""
         with self._transaction():
-            self._members.upsert_member(member)
+            self._put_member(member)
 
     def admit_member(self, member: MemberRecord, invitation: InvitationRecord) -> None:
         """Add or readmit a member, and store its use of the invitation."""
         with self._transaction():
-            self._members.upsert_member(member)
-            self._invitations.insert_uses(invitation)
+            self._put_member(member)
+            self._insert_uses(invitation)
 
     def save_standing(self, peer: str, standing: Standing) -> None:
         """Set a member's standing."""
-        with self._transaction():
-            self._members.set_standing(peer, standing)
+        self._write("UPDATE members SET standing = ? WHERE peer = ?", standing, peer)
 
-    def save_announced(self, member: PeerInfo) -> None:
+    def save_announced(self, info: PeerInfo) -> None:
         """Store what other peers are told about a member."""
         with self._transaction():
-            self._members.set_announced(member)
+            self._set_announced(info)
+
+    def _put_member(self, member: MemberRecord) -> None:
+        self._insert(
+            "members",
+            "ON CONFLICT (peer) DO UPDATE SET name = excluded.name, "
+            "owner = max(owner, excluded.owner), standing = excluded.standing, "
+            "invitation = coalesce(nullif(excluded.invitation, ''), invitation)",
+            peer=member.peer,
+            public_key=member.public_key,
+            name=member.name,
+            owner=member.is_owner,
+            standing=member.standing,
+            invitation=member.invitation,
+            joined=time.time(),
+        )
+
+    def _set_announced(self, info: PeerInfo) -> None:
+        self._db.execute(
+            "UPDATE members SET announced = ?, name = ? WHERE peer = ?",
+            (msgspec.msgpack.encode(info), info.name, info.peer),
+        )
 
     # --- invitations -------------------------------------------------------------------------
 
     def read_invitations(self) -> list[InvitationRecord]:
         """All invitations, oldest first."""
-        return self._invitations.read_all()
+        used_by: defaultdict[str, list[InvitationUse]] = defaultdict(list)
+        for id, peer, used_at in self._db.execute(
+            "SELECT invitation, peer, used FROM invitation_uses ORDER BY used, peer"
+        ):
+            used_by[id].append(InvitationUse(peer, used_at))
+        rows = self._db.execute(
+            "SELECT id, public_key, expires, creator, created, uses FROM invitations "
+            "ORDER BY created, id"
+        )
+        return [
+            InvitationRecord(id, key, expires, creator, created, uses, tuple(used_by[id]))
+            for id, key, expires, creator, created, uses in rows
+        ]
 
     def add_invitation(self, invitation: InvitationRecord) -> None:
         """Add an invitation."""
         with self._transaction():
-            self._invitations.insert_invitation(invitation)
+            self._insert_invitation(invitation)
 
     def delete_invitation(self, id: str) -> None:
         """Delete an expired or revoked invitation."""
-        with self._transaction():
-            self._invitations.delete_invitation(id)
+        self._write("DELETE FROM invitations WHERE id = ?", id)
 
-    # --- desired and committed ---------------------------------------------------------------
+    def _insert_invitation(self, invitation: InvitationRecord) -> None:
+        self._insert(
+            "invitations",
+            id=invitation.id,
+            public_key=invitation.public_key,
+            expires=invitation.expires_at,
+            creator=invitation.creator,
+            created=invitation.created_at,
+            uses=invitation.max_uses,
+        )
+        self._insert_uses(invitation)
+
+    def _insert_uses(self, invitation: InvitationRecord) -> None:
+        """Add new uses; stored ones stay."""
+        self._db.executemany(
+            "INSERT OR IGNORE INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
+            [(invitation.id, use.peer, use.used_at) for use in invitation.used_by],
+        )
+
+    # --- models ------------------------------------------------------------------------------
 
     def read_models(self) -> tuple[DesiredModel, ...]:
-        """The desired models."""
-        return self._models.read_all()
+        """The desired models, in the given order."""
+        rows = self._db.execute(
+            "SELECT facts, source, min_peers, dtype, micro_batches, quantize, objective, "
+            "min_stages, replicas, pins, applied, stopped FROM models ORDER BY rowid"
+        )
+        models: list[DesiredModel] = []
+        for facts, *plain, pins, applied, stopped in rows:
+            decoded = msgspec.msgpack.decode(pins, type=tuple[Pin, ...])
+            values = (*plain, decoded, bool(applied), bool(stopped))
+            models.append(DesiredModel(msgspec.msgpack.decode(facts, type=ModelFacts), *values))
+        return tuple(models)
 
     def save_models(self, models: Sequence[DesiredModel]) -> None:
         """Store the desired models; delete pipelines of other models or weights."""
+        desired = {one.facts.name for one in models}
         with self._transaction():
-            self._models.replace_all(models)
+            for (name,) in self._db.execute("SELECT name FROM models").fetchall():
+                if name not in desired:
+                    self._db.execute("DELETE FROM models WHERE name = ?", (name,))
+            for one in models:
+                packed = msgspec.msgpack.encode(one.facts)
+                self._db.execute(
+                    "DELETE FROM models WHERE name = ? "
+                    "AND (facts != ? OR dtype != ? OR quantize != ?)",
+                    (one.facts.name, packed, one.dtype, one.quantize),
+                )
+                self._db.execute(
+                    "DELETE FROM pipelines WHERE model = ? AND replica >= ?",
+                    (one.facts.name, one.num_pipelines),
+                )
+                self._put_model(one)
+
+    def _put_model(self, desired: DesiredModel) -> None:
+        values = {
+            "facts": msgspec.msgpack.encode(desired.facts),
+            "source": desired.source,
+            "min_peers": desired.min_peers,
+            "dtype": desired.dtype,
+            "micro_batches": desired.micro_batches,
+            "quantize": desired.quantize,
+            "objective": desired.objective,
+            "min_stages": desired.min_stages,
+            "replicas": desired.replicas,
+            "pins": msgspec.msgpack.encode(desired.pins),
+            "applied": desired.applied,
+            "stopped": desired.stopped,
+        }
+        changed = ", ".join(f"{name} = excluded.{name}" for name in values)
+        conflict = f"ON CONFLICT (name) DO UPDATE SET {changed}"
+        self._insert("models", conflict, name=desired.facts.name, **values)
+
+    # --- pipelines ---------------------------------------------------------------------------
 
     def read_pipelines(self) -> tuple[PipelineRecord, ...]:
         """The committed pipelines."""
-        return self._pipelines.read_all()
+        rows = self._db.execute(
+            "SELECT id, model, epoch, formed, blocks, micro_batches, block_size, replica "
+            "FROM pipelines ORDER BY rowid"
+        ).fetchall()
+        return tuple(
+            PipelineRecord(id, model, epoch, self._read_stages(id), bool(formed), *sizes)
+            for id, model, epoch, formed, *sizes in rows
+        )
+
+    def _read_stages(self, pipeline: str) -> tuple[StageRecord, ...]:
+        return tuple(
+            StageRecord(
+                peer,
+                (first, last),
+                port,
+                max_blocks,
+                msgspec.msgpack.decode(profile, type=Profile),
+            )
+            for peer, first, last, port, max_blocks, profile in self._db.execute(
+                "SELECT peer, first, last, port, max_blocks, profile FROM stages "
+                "WHERE pipeline = ? ORDER BY stage",
+                (pipeline,),
+            )
+        )
 
     def last_numbers(self) -> tuple[int, int]:
         """The highest pipeline number and epoch ever used."""
@@ -271,28 +406,55 @@ class StateStore:
         """Commit an epoch of a pipeline, or its formation.
 
         Raises:
-            InvariantError: the epoch is older than one of it that was committed.
+            InvariantError: the epoch is older than a committed one.
         """
-        number, newest = self.last_numbers()
-        epoch = self._pipelines.read_epoch(pipeline.id)
+        row = self._db.execute("SELECT epoch FROM pipelines WHERE id = ?", (pipeline.id,))
+        (epoch,) = row.fetchone() or (0,)
         if pipeline.epoch < epoch:
             raise InvariantError(f"epoch {pipeline.epoch} after {epoch} was committed")
         with self._transaction():
-            self._pipelines.replace_pipeline(pipeline)
-            self._db.execute(
-                "UPDATE swarm SET last_pipeline = ?, last_epoch = ?",
-                (max(number, _pipeline_number(pipeline.id)), max(newest, pipeline.epoch)),
-            )
+            self._put_pipeline(pipeline)
+            self._raise_numbers(pipeline.id, pipeline.epoch)
 
     def reserve_epoch(self, pipeline: str, epoch: int) -> None:
         """Mark an epoch and a pipeline's name as used, without committing."""
-        self._write(
+        with self._transaction():
+            self._raise_numbers(pipeline, epoch)
+
+    def _raise_numbers(self, pipeline: str, epoch: int) -> None:
+        self._db.execute(
             "UPDATE swarm SET last_pipeline = max(last_pipeline, ?), "
             "last_epoch = max(last_epoch, ?)",
-            _pipeline_number(pipeline),
-            epoch,
+            (int(pipeline.removeprefix("p")), epoch),
         )
 
-
-def _pipeline_number(pipeline: str) -> int:
-    return int(pipeline.removeprefix("p"))
+    def _put_pipeline(self, pipeline: PipelineRecord) -> None:
+        """Replace the pipeline of the same deployment."""
+        self._db.execute(
+            "DELETE FROM pipelines WHERE id = ? OR (model = ? AND replica = ?)",
+            (pipeline.id, pipeline.model, pipeline.replica),
+        )
+        self._insert(
+            "pipelines",
+            id=pipeline.id,
+            model=pipeline.model,
+            epoch=pipeline.epoch,
+            formed=pipeline.formed,
+            blocks=pipeline.blocks,
+            micro_batches=pipeline.micro_batches,
+            block_size=pipeline.block_size,
+            replica=pipeline.replica,
+        )
+        for number, stage in enumerate(pipeline.stages):
+            first, last = stage.layers
+            self._insert(
+                "stages",
+                pipeline=pipeline.id,
+                stage=number,
+                peer=stage.peer,
+                first=first,
+                last=last,
+                port=stage.port,
+                max_blocks=stage.max_blocks,
+                profile=msgspec.msgpack.encode(stage.profile),
+            )

@@ -22,7 +22,7 @@ Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 ShortText = Annotated[str, msgspec.Meta(max_length=64)]
 
-#: The result for a joining PC. ``duplicate``: a PC with its key is running in the swarm. ``full``: the
+#: The result for a joining PC. ``duplicate``: a PC with its key runs in the swarm. ``full``: the
 #: swarm has its maximum of PCs. ``busy``: too many PCs ask now. ``version``: another protocol.
 PairingOutcome = Literal[
     "admitted", "refused", "expired", "busy", "full", "revoked", "duplicate", "version"

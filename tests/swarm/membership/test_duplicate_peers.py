@@ -18,9 +18,8 @@ def test_reconnecting_peer_is_no_duplicate() -> None:
     backlog = islice(cycle([b"a", b"b"]), 100)
     assert not any(duplicates.observe_connection("p", one, 1.0) for one in backlog)
     times = range(2, 100)
-    assert not any(
-        duplicates.observe_connection("p", b"%d" % (now // 5), float(now)) for now in times
-    )
+    observe = duplicates.observe_connection
+    assert not any(observe("p", b"%d" % (now // 5), float(now)) for now in times)
 
 
 def test_second_pc_is_the_duplicate() -> None:

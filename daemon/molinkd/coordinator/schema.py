@@ -1,0 +1,100 @@
+"""Schema of the coordinator's state file, and the errors of opening one."""
+
+import sqlite3
+from pathlib import Path
+
+from molink.errors import DamagedState, StateError
+
+SCHEMA_VERSION = 8
+
+#: ``profile`` is msgpack of :class:`molink.facts.profile.Profile`.
+_STAGES = """CREATE TABLE stages (
+    pipeline TEXT NOT NULL REFERENCES pipelines (id) ON DELETE CASCADE, stage INTEGER NOT NULL,
+    peer TEXT NOT NULL REFERENCES members (peer), first INTEGER NOT NULL, last INTEGER NOT NULL,
+    port INTEGER NOT NULL, max_blocks INTEGER NOT NULL, profile BLOB NOT NULL,
+    PRIMARY KEY (pipeline, stage)
+)
+"""
+#: Members that joined by each invitation.
+_USES = """CREATE TABLE invitation_uses (
+    invitation TEXT NOT NULL REFERENCES invitations (id) ON DELETE CASCADE,
+    peer TEXT NOT NULL REFERENCES members (peer), used REAL NOT NULL,
+    PRIMARY KEY (invitation, peer)
+)
+"""
+_SCHEMA = """
+CREATE TABLE schema (version INTEGER NOT NULL);
+CREATE TABLE swarm (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, public_key TEXT NOT NULL, created REAL NOT NULL,
+    port INTEGER NOT NULL DEFAULT 0,
+    last_pipeline INTEGER NOT NULL DEFAULT 0, last_epoch INTEGER NOT NULL DEFAULT 0,
+    max_peers INTEGER NOT NULL DEFAULT 64, term INTEGER NOT NULL DEFAULT 0,
+    revision INTEGER NOT NULL DEFAULT 0, lineage BLOB NOT NULL DEFAULT X'90'
+);
+CREATE TABLE members (
+    ordinal INTEGER PRIMARY KEY AUTOINCREMENT, peer TEXT NOT NULL UNIQUE,
+    public_key TEXT NOT NULL UNIQUE, name TEXT NOT NULL, owner INTEGER NOT NULL,
+    standing TEXT NOT NULL CHECK (standing IN ('member', 'left', 'revoked')),
+    joined REAL NOT NULL, announced BLOB, invitation TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE invitations (
+    id TEXT PRIMARY KEY, public_key TEXT NOT NULL UNIQUE, created REAL NOT NULL,
+    expires INTEGER NOT NULL, creator TEXT NOT NULL REFERENCES members (peer),
+    uses INTEGER NOT NULL DEFAULT 1
+);
+CREATE TABLE models (
+    name TEXT PRIMARY KEY, facts BLOB NOT NULL, source TEXT NOT NULL REFERENCES members (peer),
+    min_peers INTEGER NOT NULL, dtype TEXT NOT NULL, micro_batches INTEGER NOT NULL,
+    quantize TEXT NOT NULL DEFAULT 'none', objective TEXT NOT NULL DEFAULT 'latency',
+    min_stages INTEGER NOT NULL DEFAULT 0, replicas INTEGER NOT NULL DEFAULT 1,
+    pins BLOB NOT NULL DEFAULT X'90', applied INTEGER NOT NULL DEFAULT 0,
+    stopped INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE pipelines (
+    id TEXT PRIMARY KEY, model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE,
+    epoch INTEGER NOT NULL, formed INTEGER NOT NULL, blocks INTEGER NOT NULL,
+    micro_batches INTEGER NOT NULL, block_size INTEGER NOT NULL DEFAULT 16,
+    replica INTEGER NOT NULL DEFAULT 0
+);
+"""
+
+
+def prepare_database(connection: sqlite3.Connection, path: Path) -> None:
+    """Configure the connection, check the file, and create the tables of a new one."""
+    for pragma in (
+        "locking_mode = EXCLUSIVE",
+        "journal_mode = DELETE",  # the file alone is a complete copy
+        "synchronous = FULL",
+        "foreign_keys = ON",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+    connection.execute("BEGIN IMMEDIATE")
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if tables == 0:
+        for statement in (*_SCHEMA.split(";"), _STAGES, _USES):
+            connection.execute(statement)
+        connection.execute("INSERT INTO schema VALUES (?)", (SCHEMA_VERSION,))
+    connection.execute("COMMIT")
+    damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if damage != "ok":
+        raise sqlite3.DatabaseError(damage)
+    (version,) = connection.execute("SELECT version FROM schema").fetchone() or (0,)
+    if version != SCHEMA_VERSION:
+        raise StateError(
+            f"{path} has format {version}, but this molink needs {SCHEMA_VERSION}: run the molink "
+            "that wrote it, or move the file away"
+        )
+
+
+def translate_error(error: Exception, path: Path) -> StateError:
+    """The user-facing error for one of SQLite's."""
+    if isinstance(error, StateError):
+        return error
+    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        return StateError(f"another coordinator uses {path}: stop it, or choose another folder")
+    if isinstance(error, sqlite3.OperationalError):
+        return StateError(f"can't use {path}: {error}. Is the disk full or read-only?")
+    return DamagedState(
+        f"{path} is damaged ({error}): replace it by a copy, or move it away. Without it, molink "
+        "uses the replica that each PC keeps (`replica.msgpack`)"
+    )
