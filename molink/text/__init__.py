@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizer, chat template, incremental detokenizer."""
+"""Tokenizers, chat templates, detokenizers, grammars and answer parsers."""

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation to the text that a model was trained to continue."""
+"""Renders a conversation to a prompt with the model's chat template."""
 
 import re
 import threading
@@ -21,17 +21,17 @@ from molink.text.template_budget import (
 from molink.text.template_sandbox import SandboxEnvironment
 from molink.text.tool_calls.template_style import ToolCallStyle, detect_call_style
 
-#: Longest source of a template in characters; the longest of public models is about 30 000.
+#: Maximum characters of a template's source; public models have at most 30 000.
 MAX_SOURCE_CHARACTERS = 256 * 1024
 _TOOLS_PATTERN = re.compile(r"\btools\b")
 
 
 class ChatTemplate:
-    """A compiled chat template; ``render_prompt`` may be called from several threads.
+    """A compiled chat template; ``render_prompt`` is thread-safe.
 
-    ``special`` holds the special tokens that templates name (``bos_token``, ``eos_token``, …),
-    ``where`` is the file, for messages; ``cpu_s`` and ``produced`` are the CPU time and the
-    characters of a rendering's budget.
+    ``special`` holds special tokens that templates name (``bos_token``, ``eos_token``, …),
+    ``where`` is the file, for error messages; ``cpu_s`` and ``produced`` bound a rendering's CPU
+    time and characters.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class ChatTemplate:
         self._limits = (produced, cpu_s)
         self._lock = threading.Lock()
         self._environment = SandboxEnvironment()
-        #: Whether the template knows the role ``developer``; to others it is ``system``.
+        #: Whether the template has a ``developer`` role; otherwise ``system`` replaces it.
         self.knows_developer = "developer" in source
         self.takes_tools = _TOOLS_PATTERN.search(source) is not None
         try:
             self._template = self._environment.compile_bounded(source)
-        except Exception as error:  # Jinja, or Python's own compiler, which raises anything
+        except Exception as error:  # Jinja or Python's compiler; any exception is possible
             raise BrokenModel(f"{where}: the chat template is not valid: {error}") from error
 
     @cached_property
     def call_style(self) -> ToolCallStyle:
-        """How the template wants the calls of earlier answers."""
+        """How the template expects tool calls of earlier answers."""
         return detect_call_style(
             self.source, lambda messages, tools: self.render_prompt(messages, tools=tools)
         )
@@ -73,13 +73,13 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt for ``messages``, up to where the answer begins.
+        """Render the prompt for ``messages``, up to the start of the answer.
 
-        ``messages`` are plain JSON values; ``options`` are further variables of the template
-        (``enable_thinking``, …), ``tools`` what the model may call.
+        ``messages`` are JSON values, ``options`` further template variables (``enable_thinking``,
+        …), and ``tools`` the callable tools.
 
         Raises:
-            RequestError: the template refuses the messages, fails or goes beyond its budget.
+            RequestError: the template refuses the messages, fails, or exceeds its budget.
         """
         variables = {
             "documents": None,
@@ -95,9 +95,9 @@ class ChatTemplate:
                 return self._template.render(variables)
             except TemplateTooCostly as error:
                 raise RequestError(
-                    f"the model's chat template is unfit: {error}", "messages"
+                    f"the model's chat template is unusable: {error}", "messages"
                 ) from None
-            except Exception as error:  # a template is a program: it may raise anything
+            except Exception as error:  # a template is a program, which may raise anything
                 reason = str(error) or type(error).__name__
                 raise RequestError(
                     f"the model's chat template refuses these messages: {reason}", "messages"
@@ -106,26 +106,26 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplates:
-    """A model's chat templates: that for requests with tools may be one of its own."""
+    """A model's chat templates; requests with tools may have a separate one."""
 
     default: ChatTemplate | None = None
     tool_use: ChatTemplate | None = None
 
     def select_template(self, *, tools: bool) -> ChatTemplate | None:
-        """The template for a request, with tools or without."""
+        """Return the template for a request with or without tools."""
         return self.tool_use if tools and self.tool_use is not None else self.default
 
 
 def load_chat_templates(
     folder: Path, config: Mapping[str, Any], special: Mapping[str, Any]
 ) -> ChatTemplates:
-    """The folder's chat templates: ``chat_template.jinja``, or those in its tokenizer config.
+    """Load ``chat_template.jinja``, or the templates in the tokenizer config.
 
-    A config may hold several under names: ``default`` and ``tool_use`` count. Without any, a model
-    only completes text.
+    Of named templates, ``default`` and ``tool_use`` are used. A model without any only completes
+    text.
 
     Raises:
-        BrokenModel: a template that can't be compiled.
+        BrokenModel: a template does not compile.
     """
     path = folder / "chat_template.jinja"
     if path.is_file():

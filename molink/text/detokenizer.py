@@ -1,4 +1,4 @@
-"""Token ids to text, one by one, never emitting half a character."""
+"""Incremental detokenization that never emits partial characters."""
 
 import codecs
 from typing import Protocol
@@ -9,27 +9,27 @@ from molink.errors import BrokenModel
 from molink.native import raise_as
 from molink.text.token_pieces import TokenPieces
 
-#: Tokens that a character may be spread over before its bytes count as invalid.
+#: Maximum tokens of one character; more make its bytes invalid.
 MAX_HELD_TOKENS = 8
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one answer into text as they come."""
+    """Turns an answer's tokens into text as they arrive."""
 
     def add_token(self, token: int) -> str:
-        """The text that ``token`` completes; empty while a character is incomplete."""
+        """Return the text that ``token`` completes; empty while a character is incomplete."""
 
     def flush_text(self) -> str:
-        """What an incomplete character leaves (U+FFFD), when no more tokens follow."""
+        """Return U+FFFD for an incomplete character at the end."""
 
 
 class IncrementalDetokenizer:
-    """For decoders that :mod:`molink.text.token_pieces` knows: O(1) per token.
+    """Detokenizes in O(1) per token, for decoders in :mod:`molink.text.token_pieces`.
 
-    With ``continues`` the text goes on from a prompt, so a leading space stays; otherwise the
-    result is what ``tokenizers`` would decode from all tokens at once. Bytes that are no UTF-8
-    become U+FFFD as the Unicode standard recommends (``tokenizers`` replaces a whole run of
-    byte-fallback tokens if one of them is invalid, which can't be known in advance).
+    With ``continues`` the text follows a prompt, so a leading space stays; otherwise the result is
+    what ``tokenizers`` decodes from all tokens at once. Invalid UTF-8 becomes U+FFFD as the Unicode
+    standard recommends (``tokenizers`` replaces a whole run of byte-fallback tokens if one is
+    invalid, which can't be known in advance).
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class IncrementalDetokenizer:
         self._strip_left = 0 if continues else pieces.strip_count
 
     def add_token(self, token: int) -> str:
-        """The text that ``token`` completes."""
         if token in self._skipped_ids:
             return ""
         if self._is_first:
@@ -52,7 +51,6 @@ class IncrementalDetokenizer:
         return self._strip_leading(text) if self._strip_left and text else text
 
     def flush_text(self) -> str:
-        """U+FFFD if a character is incomplete, else nothing."""
         text = self._utf8.decode(b"", final=True)
         return self._strip_leading(text) if self._strip_left else text
 
@@ -66,10 +64,10 @@ class IncrementalDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes a short window of tokens with and without the new ones.
+    """Detokenizes with any decoder: decodes a short window with and without the new tokens.
 
-    The window begins at the last token that was emitted with text, for the sake of decoders that
-    treat a first token differently.
+    The window begins at the last token that produced text, for decoders that treat the first token
+    differently.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()) -> None:
@@ -79,7 +77,6 @@ class WindowDetokenizer:
         self._emitted = 0
 
     def add_token(self, token: int) -> str:
-        """The text that ``token`` completes."""
         if token in self._skipped_ids:
             return ""
         self._window.append(token)
@@ -87,7 +84,6 @@ class WindowDetokenizer:
         return self._emit_text(force=held > MAX_HELD_TOKENS)
 
     def flush_text(self) -> str:
-        """The text of tokens that were held back."""
         return self._emit_text(force=True)
 
     def _emit_text(self, *, force: bool) -> str:

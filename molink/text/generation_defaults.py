@@ -1,4 +1,4 @@
-"""What a model's ``generation_config.json`` says about how to sample and where to stop."""
+"""Sampling and stop defaults in a model's ``generation_config.json``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +13,9 @@ TokenIds = int | list[int] | None
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """Used where a client gives no value of its own, as vLLM does; ``None`` = no opinion.
+    """Defaults for requests that set no value, as in vLLM; ``None`` = not set.
 
-    ``max_new_tokens`` caps an answer whose client set no limit; ``eos_token_id`` ends one.
+    ``max_new_tokens`` caps answers without a limit.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
@@ -28,10 +28,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def load_folder(cls, folder: Path) -> "GenerationDefaults":
-        """Read the folder's ``generation_config.json``; defaults if there is none.
+        """Read the folder's ``generation_config.json``, if there is one.
 
         Raises:
-            BrokenModel: the file is no JSON object or a value has the wrong type.
+            BrokenModel: the file is not a JSON object, or a value has the wrong type.
         """
         path = folder / "generation_config.json"
         if not path.is_file():
@@ -43,7 +43,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 def parse_token_ids(value: TokenIds) -> tuple[int, ...]:
-    """The ids of a field that holds one, several or none."""
+    """Return a field's ids as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

@@ -1,8 +1,8 @@
-"""Grammars that answers are held to: from what a client asks for to one text, and its check.
+"""Builds and checks grammars that constrain answers.
 
-The text is a grammar of llguidance (https://github.com/guidance-ai/llguidance), which compiles it
-and says at each token which may follow. It comes from strangers, so every compilation is bounded:
-by the length of the text, and by limits beyond which the library gives up.
+A grammar is text of llguidance (https://github.com/guidance-ai/llguidance), which compiles it and
+computes the allowed tokens. It is untrusted, so the length of the text and the library's limits
+bound every compilation.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     import llguidance
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
-#: How JSON is laid out: on one line as most programs write it, without any white space, or as the
-#: model likes.
+#: JSON layout: on one line with usual spaces, without white space, or free.
 JsonLayout = Literal["line", "compact", "free"]
 
-#: What a compilation and a step may take: half a second and tens of megabytes at worst. The
-#: library's own limits leave a regular expression 1.5 s and 200 MB.
+#: Limits of a compilation and of a step: half a second and tens of megabytes at worst. The
+#: library's defaults allow a regular expression 1.5 s and 200 MB.
 LEXER_FUEL, MAX_ITEMS, MAX_STATES = 200_000, 20_000, 20_000
-#: White space between JSON's tokens: none, a space, or a new line and its indentation. Without a
-#: bound a model could write white space for ever.
+#: White space between JSON tokens: none, a space, or a line break and indentation. Unbounded, a
+#: model could write white space forever.
 _WHITE_SPACE = r"( ?|\n {0,40})"
 _LAYOUT_OPTIONS: dict[JsonLayout, dict[str, Any]] = {
     "line": {
@@ -43,29 +42,30 @@ _LAYOUT_OPTIONS: dict[JsonLayout, dict[str, Any]] = {
     "free": {"whitespace_pattern": _WHITE_SPACE},
 }
 _END_TOKEN = 256
-#: Bytes of an answer that a check goes through; white space, as bits, only where it has to be.
+#: Bytes of an answer that a check generates; white space (a bit mask) only if nothing else is
+#: allowed.
 _TRIED_BYTES = 64
 _SPACES = sum(1 << byte for byte in b" \t\r\n")
-#: Checked grammars that are remembered, of up to :data:`MAX_GRAMMAR_BYTES` bytes each.
+#: Cached results of successful checks, each of up to :data:`MAX_GRAMMAR_BYTES` bytes.
 _MAX_CACHED_GRAMMARS = 32
 
 
 def build_grammar(
     kind: GrammarKind, source: str | Sequence[str], layout: JsonLayout = "free"
 ) -> bytes:
-    """The grammar of a JSON schema (JSON), a regular expression, texts to choose from, or Lark.
+    """Build a grammar from a JSON schema, regular expression, list of choices, Lark or GBNF.
 
-    A grammar may be in GBNF too. ``layout`` is that of answers to a JSON schema.
+    ``layout`` applies to JSON answers.
 
     Raises:
-        RequestError: it is none, or too long.
+        RequestError: invalid or too long.
     """
     import llguidance
 
     if not source and kind == "choice":
-        raise RequestError("there is nothing to choose from")
+        raise RequestError("the list of choices is empty")
     if len(source) > MAX_GRAMMAR_BYTES:
-        raise RequestError(f"it is {len(source)} long; at most {MAX_GRAMMAR_BYTES}")
+        raise RequestError(f"it has {len(source)} characters; at most {MAX_GRAMMAR_BYTES}")
 
     def refused(reason: str) -> RequestError:
         return RequestError(_first_line(reason))
@@ -76,7 +76,7 @@ def build_grammar(
             options: Any = _LAYOUT_OPTIONS[layout]
             text = llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)
         else:
-            # Its type says that choices are a text, too; it takes a list as well.
+            # The annotation lacks lists, which are accepted.
             text = llguidance.grammar_from(kind, source)  # type: ignore[arg-type]
     grammar = text.encode("utf-8", "replace")
     if len(grammar) > MAX_GRAMMAR_BYTES:
@@ -86,18 +86,18 @@ def build_grammar(
 
 @lru_cache(_MAX_CACHED_GRAMMARS)
 def check_grammar(grammar: bytes) -> None:
-    """Compile ``grammar`` for a vocabulary of bytes, and see that an answer can begin.
+    """Check that a grammar compiles and allows an answer.
 
-    Some that are too complex are found so only once they are used: a few bytes are tried. Programs
-    ask for the same form again and again, so the last good ones are remembered.
+    Some grammars turn out too complex only in use, so a few bytes are generated. Results are
+    cached, since clients often repeat a schema.
 
     Raises:
-        RequestError: it is invalid, too complex, has what isn't supported, or allows no answer.
+        RequestError: invalid, too complex, unsupported, or allows no answer.
     """
     matcher = compile_grammar(_create_byte_tokenizer(), grammar)
     for _ in range(_TRIED_BYTES):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        mask = mask & ~_SPACES or mask  # which would hide what comes behind it
+        mask = mask & ~_SPACES or mask  # white space would hide what follows
         if mask:
             matcher.consume_token((mask & -mask).bit_length() - 1)
         if matcher.is_error():
@@ -107,10 +107,10 @@ def check_grammar(grammar: bytes) -> None:
 
 
 def compile_grammar(tokenizer: "llguidance.LLTokenizer", grammar: bytes) -> "llguidance.LLMatcher":
-    """What says which tokens of ``tokenizer`` may follow.
+    """Compile a grammar for a tokenizer.
 
     Raises:
-        RequestError: as :func:`check_grammar` does, but for answers that can't begin.
+        RequestError: as :func:`check_grammar`, except for grammars that allow no answer.
     """
     import llguidance
 
@@ -136,10 +136,9 @@ def create_grammar_tokenizer(
     special_ids: Sequence[int],
     encode: Callable[[str], Sequence[int]],
 ) -> "llguidance.LLTokenizer":
-    """A vocabulary as llguidance sees it: the bytes of each token, by id.
+    """Create llguidance's view of a vocabulary from each token's bytes.
 
-    ``end_ids`` (one at least) end an answer; ``encode`` finds the usual tokens of a text that has
-    to come.
+    ``end_ids`` (at least one) end an answer; ``encode`` tokenizes forced text.
     """
     import llguidance
 
@@ -151,8 +150,8 @@ def create_grammar_tokenizer(
             self.tokens = tokens
 
         def __call__(self, text: str | bytes) -> Sequence[int]:
-            if isinstance(text, bytes):  # the library asks whether bytes would do
-                raise TypeError("only texts can be encoded")
+            if isinstance(text, bytes):  # the library tries bytes first
+                raise TypeError("only text can be encoded")
             return encode(text)
 
     wrapper = llguidance.TokenizerWrapper(Vocabulary())
@@ -161,7 +160,7 @@ def create_grammar_tokenizer(
 
 @cache
 def _create_byte_tokenizer() -> "llguidance.LLTokenizer":
-    """A token for each byte, and one for the end."""
+    """A tokenizer with one token per byte, and an end token."""
     tokens = [*(bytes([byte]) for byte in range(_END_TOKEN)), b"<end>"]
     return create_grammar_tokenizer(
         tokens, [_END_TOKEN], [_END_TOKEN], lambda text: list(text.encode())
@@ -169,9 +168,9 @@ def _create_byte_tokenizer() -> "llguidance.LLTokenizer":
 
 
 def _explain_error(error: str) -> str:
-    """What of the library's error tells a client something."""
+    """Extract from the library's error what helps a client."""
     if "NoExtensionBias" in error:
-        return "no answer at all can be so"
+        return "no answer can match it"
     return _first_line(error.removeprefix("Parser Error: "))
 
 

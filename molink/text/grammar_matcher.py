@@ -1,4 +1,4 @@
-"""Which tokens may come next in an answer that is held to a grammar, at the stage that samples."""
+"""Computes the tokens that a grammar allows, on the last stage."""
 
 import contextlib
 from collections import OrderedDict
@@ -15,31 +15,31 @@ from molink.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
-#: Grammars that are kept compiled, and bytes of their texts together; compiled, they have up to
-#: two hundred times as many.
+#: Maximum compiled grammars in the cache, and bytes of their texts; compiled, they take up to 200
+#: times as much.
 MAX_KEPT, MAX_KEPT_BYTES = 32, 512 * 1024
-#: Seconds that a step waits for a compilation, the loading of the tokenizer included: a stage that
-#: computes for longer counts as dead. A request that doesn't get it fails, and is tried again.
+#: Seconds that a step waits for a compilation, including loading the tokenizer: a stage that
+#: computes longer is declared dead. The request fails and is retried.
 COMPILE_TIMEOUT_S = 1.5
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests to one model, on a thread of its own.
+    """Compiles requests' grammars on a background thread, with an LRU cache.
 
-    The last ones are kept. The model's tokenizer is loaded with the first one.
+    The model's tokenizer is loaded with the first grammar.
     """
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        """``folder`` is the model's; its logits are of ``vocabulary`` tokens."""
+        """``folder`` is the model's; its logits have ``vocabulary`` tokens."""
         self._folder = folder
         self._vocabulary = vocabulary
         self._pool: ThreadPoolExecutor | None = None
         self._tokenizer: llguidance.LLTokenizer | None = None
-        #: By text, last used last; touched by the thread only.
+        #: By text, least recently used first; only the thread accesses it.
         self._cache: OrderedDict[bytes, llguidance.LLMatcher] = OrderedDict()
 
     def start_matcher(self, grammar: bytes) -> "GrammarMatcher":
-        """An answer held to ``grammar``: hostile bytes, compiled while others compute."""
+        """Start compiling an untrusted grammar in the background."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "grammars")
         return GrammarMatcher(self._pool.submit(self._compile_matcher, grammar))
@@ -57,33 +57,33 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """One answer that is held to a grammar, as far as it has got."""
+    """State of one grammar-constrained answer."""
 
     def __init__(self, compiled: "Future[llguidance.LLMatcher]") -> None:
         self._compiled = compiled
         self._matcher: llguidance.LLMatcher | None = None
-        #: Tokens of the answer that the matcher hasn't seen.
+        #: Tokens that the matcher has not consumed.
         self._pending_tokens: list[int] = []
-        #: What :meth:`prepare` has found out.
+        #: Drafts and masks of :meth:`precompute_masks`.
         self._precomputed: tuple[Sequence[int], list[bytes]] | None = None
 
     def close(self) -> None:
-        """Nobody wants it any more: it isn't compiled if that hasn't begun."""
+        """Cancel the compilation if it has not started."""
         self._compiled.cancel()
 
     def add_tokens(self, tokens: Iterable[int]) -> None:
-        """Learn the answer's next tokens."""
+        """Append tokens of the answer."""
         self._pending_tokens += tokens
         self._precomputed = None
 
     def compute_masks(self, drafts: Sequence[int] = ()) -> list[bytes]:
-        """Which tokens may come next, and which after each of ``drafts``, if these come next.
+        """Compute masks of allowed tokens, now and after each of ``drafts``.
 
-        A bit for each token, the first one's the lowest of a byte; none after a draft that may not
-        come itself. Waits for the compilation, if that is still under way.
+        Bit i of a mask is token i, lowest bits first; masks after a rejected draft are empty. Waits
+        for the compilation.
 
         Raises:
-            RequestError: the grammar is no good, is too complex, or doesn't allow what was added.
+            RequestError: the grammar is invalid, too complex, or rejects the tokens added.
         """
         if self._precomputed is not None:
             foreseen, masks = self._precomputed
@@ -101,16 +101,15 @@ class GrammarMatcher:
             return masks + [b""] * (1 + len(drafts) - len(masks))
 
     def precompute_masks(self, drafts: Sequence[int]) -> None:
-        """Find out what :meth:`compute_masks` will be asked for, if ``drafts`` are guessed, or
-        fewer."""
+        """Precompute :meth:`compute_masks` for ``drafts`` or fewer."""
         if self._matcher is not None:
-            with contextlib.suppress(RequestError):  # then it is asked again, and says why
+            with contextlib.suppress(RequestError):  # the next call reports the error
                 self._precomputed = drafts, self.compute_masks(drafts)
 
     def forced_tokens(self, max_tokens: int) -> list[int]:
-        """Up to ``most`` tokens that have to come next, as the model's tokenizer writes them.
+        """Return up to ``max_tokens`` tokens that the grammar forces next.
 
-        None before :meth:`compute_masks` was asked once.
+        Empty before the first :meth:`compute_masks`.
 
         Raises:
             RequestError: as :meth:`compute_masks`.
@@ -121,27 +120,27 @@ class GrammarMatcher:
             return self._advance_matcher().compute_ff_tokens()[:max_tokens]
 
     def _advance_matcher(self) -> "llguidance.LLMatcher":
-        """The matcher, after all tokens that were added."""
+        """Consume pending tokens; return the matcher."""
         if self._matcher is None:
             self._matcher = _await_matcher(self._compiled)
         ahead, self._pending_tokens = self._pending_tokens, []
         if ahead and not self._matcher.consume_tokens(ahead):
             reason = _matcher_error(self._matcher)
-            raise RequestError(f"the answer isn't what its grammar allows: {reason}")
+            raise RequestError(f"the answer does not match its grammar: {reason}")
         return self._matcher
 
 
 def load_grammar_tokenizer(folder: Path, size: int) -> "llguidance.LLTokenizer":
-    """The vocabulary of the model in ``folder``, with ``size`` tokens at least.
+    """Load the vocabulary of the model in ``folder``, padded to ``size`` tokens.
 
     Raises:
-        BrokenModel: its tokenizer can't be loaded, or has no token that ends an answer.
+        BrokenModel: its tokenizer can't be loaded, or has no end-of-sequence token.
     """
     tokenizer = Tokenizer.open(folder)
     size = max(size, tokenizer.vocab_size)
     end_ids = [token for token in tokenizer.eos_ids if 0 <= token < size]
     if not end_ids:
-        raise BrokenModel(f"{folder}: the model has no token that ends an answer")
+        raise BrokenModel(f"{folder}: the model has no end-of-sequence token")
     with raise_as(BrokenModel):
         tokens = [tokenizer.token_bytes(token) for token in range(size)]
         special = sorted(token for token in tokenizer.special_ids if token < size)
@@ -153,7 +152,7 @@ def load_grammar_tokenizer(folder: Path, size: int) -> "llguidance.LLTokenizer":
 def _compute_mask(matcher: "llguidance.LLMatcher") -> bytes:
     mask = matcher.compute_bitmask()
     if matcher.is_error():
-        raise RequestError(f"a grammar can't go on: {_matcher_error(matcher)}")
+        raise RequestError(f"grammar error: {_matcher_error(matcher)}")
     return mask
 
 
@@ -161,7 +160,7 @@ def _await_matcher(compiled: "Future[llguidance.LLMatcher]") -> "llguidance.LLMa
     try:
         return compiled.result(COMPILE_TIMEOUT_S)
     except TimeoutError:
-        raise RequestError(f"a grammar isn't compiled in {COMPILE_TIMEOUT_S:g} s") from None
+        raise RequestError(f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s") from None
 
 
 def _matcher_error(matcher: "llguidance.LLMatcher") -> str:

@@ -1,4 +1,4 @@
-"""Stop strings across token borders: hold back only what may be the beginning of one."""
+"""Finds stop strings across token borders."""
 
 from collections.abc import Sequence
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 class StopStringFinder:
     """Cuts a stream of text at the first stop string.
 
-    Text is emitted as soon as no stop string can begin in it. Which string ends the text doesn't
-    depend on how the text is split into pushes: it is the one whose last character comes first, and
-    of several that end there the longest. Cost is O(characters × stop strings), and next to
-    nothing for text that holds no stop string's first character.
+    Text is emitted as soon as no stop string can begin in it. The match does not depend on how text
+    is split: it is the stop string whose last character comes first, and the longest of several
+    that end there. Cost is O(characters × stop strings), and near zero for text without a stop
+    string's first character.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
         self._failures = tuple(_failure_links(stop) for stop in self._stops)
-        #: Characters of each stop string that the end of the text so far matches.
+        #: Matched prefix length of each stop string at the end of the text.
         self._states = [0] * len(self._stops)
         self._firsts = tuple({stop[0] for stop in self._stops})
         self._held = ""
-        #: The stop string that was found, else ``None``; nothing is emitted after it.
+        #: The stop string that was found; nothing is emitted after it.
         self.matched: str | None = None
 
     def push_text(self, text: str) -> str:
-        """The text that can be emitted now that ``text`` follows."""
+        """Append ``text``; return what can be emitted."""
         if not self._stops:
             return text
         if self.matched is not None:
@@ -41,7 +41,7 @@ class StopStringFinder:
         return buffer[: len(buffer) - keep]
 
     def flush_text(self) -> str:
-        """What was held back, when no more text follows."""
+        """Return the held text at the end."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held

@@ -1,4 +1,4 @@
-"""How much a chat template may do: templates come with models, so they are strangers' programs."""
+"""Bounds the cost of rendering chat templates, which are untrusted programs."""
 
 import re
 import time
@@ -8,33 +8,33 @@ from typing import Any
 
 from jinja2.utils import Namespace
 
-#: Characters (and list elements) that one rendering may produce, intermediate ones included.
+#: Characters and list elements that a rendering may produce, intermediate ones included.
 MAX_PRODUCED_CHARACTERS = 48 * 2**20
-#: CPU time in seconds that one rendering may take.
+#: CPU seconds of a rendering.
 MAX_CPU_S = 2.0
-#: Largest number that a template may pass to a function or a filter: widths, counts, ranges.
+#: Largest number that a template may pass to a function or filter.
 MAX_ARGUMENT = 100_000
 MAX_INTEGER_BITS = 1024
-#: Levels of lists and objects in one another that a value may have.
+#: Maximum nesting of a value.
 MAX_DEPTH = 32
-#: Widest field of a format, given what ``_WIDTH`` refuses.
+#: Widest field of a format that ``_REFUSED_WIDTH`` accepts.
 _MAX_WIDTH = 1000
-#: Characters of a value that is no string, or around an element (its indent), about.
+#: Estimated characters of a non-string value, and of the indentation around an element.
 _ELEMENT_CHARACTERS = 32
 
-#: A number of four digits, a nested replacement field, or a ``*`` width.
+#: A four-digit number, a nested replacement field, or a ``*`` width.
 _REFUSED_WIDTH = re.compile(r"\d{4}|\{[^{}]*:[^{}]*\{|%[-#0 +]*\*|\.\*")
 _attributes = attrgetter("_Namespace__attrs")
 
 
 class TemplateTooCostly(Exception):
-    """A template went beyond its budget; never leaves :mod:`molink.text`."""
+    """A template exceeded its budget; never leaves :mod:`molink.text`."""
 
 
 class TemplateBudget:
-    """Counts what one rendering produces, and its thread's CPU time.
+    """Counts what a rendering produces, and its CPU time.
 
-    The clock is the thread's own, so a busy machine makes no innocent template fail.
+    It uses the thread's CPU clock, so a busy machine does not fail templates.
     """
 
     def __init__(self, produced: int = MAX_PRODUCED_CHARACTERS, cpu_s: float = MAX_CPU_S) -> None:
@@ -42,37 +42,37 @@ class TemplateBudget:
         self._deadline = time.thread_time() + cpu_s
 
     def charge_amount(self, amount: int) -> None:
-        """Account for ``amount`` characters or elements that are about to exist.
+        """Charge ``amount`` characters or elements before they are created.
 
         Raises:
             TemplateTooCostly: the budget or the time is used up.
         """
         self._left -= amount + 1
         if self._left < 0:
-            raise TemplateTooCostly("its output or its intermediate values are too large")
+            raise TemplateTooCostly("its output or intermediate values are too large")
         if time.thread_time() > self._deadline:
             raise TemplateTooCostly("it takes too long")
 
     def charge_copy(self, *values: object) -> None:
-        """Account for shallow copies of ``values``."""
+        """Charge shallow copies of ``values``."""
         self.charge_amount(sum(map(size_of, values)))
 
     def charge_text(self, *values: object, times: int = 1) -> None:
-        """Account for ``values`` written out as text, ``times`` over.
+        """Charge ``values`` written out as text, ``times`` over.
 
-        Comparing and hashing cost the same. A value that holds another twice counts it twice:
-        forty levels of that fit in no time, though they need next to no memory.
+        Comparing and hashing cost the same. Shared values count each time: forty levels of doubling
+        need almost no memory, but unbounded time.
         """
         self.charge_amount(times * sum(text_size(value, self._left) for value in values))
 
     def check_arguments(self, values: Iterable[Any]) -> None:
-        """Refuse numbers that could only serve to blow something up."""
+        """Refuse numbers that would create huge values."""
         for value in values:
             if isinstance(value, int) and abs(value) > MAX_ARGUMENT:
                 raise TemplateTooCostly(f"it passes the number {value} to a function")
 
     def charge_format(self, directives: str, values: Iterable[Any]) -> None:
-        """Account for ``directives`` filled with ``values``; refuses huge or computed widths."""
+        """Charge ``directives`` filled with ``values``; refuses huge or computed widths."""
         if _REFUSED_WIDTH.search(directives):
             raise TemplateTooCostly("it formats with a huge or computed width")
         values = tuple(values)
@@ -82,7 +82,7 @@ class TemplateBudget:
         self.charge_text(*values, times=times)
 
     def charge_operator(self, operator: str, left: Any, right: Any) -> None:
-        """Account for ``left operator right`` before it is computed."""
+        """Charge ``left operator right`` before it is computed."""
         if isinstance(left, int) and isinstance(right, int):
             self._charge_integers(operator, left, right)
         elif operator == "*":
@@ -109,10 +109,10 @@ def size_of(value: object) -> int:
 
 
 def text_size(value: object, max_size: int) -> int:
-    """Characters of ``value`` written out, about; stops counting beyond ``max_size``.
+    """Estimate the characters of ``value`` written out; stops beyond ``max_size``.
 
     Raises:
-        TemplateTooCostly: it is nested beyond ``MAX_SCHEMA_DEPTH``.
+        TemplateTooCostly: it is nested beyond ``MAX_DEPTH``.
     """
     if isinstance(value, str):
         return len(value)
@@ -135,7 +135,7 @@ def text_size(value: object, max_size: int) -> int:
 
 
 def _elements_of(value: object) -> Collection[object]:
-    """What ``value`` consists of, if it is one of the containers that a template can have."""
+    """Elements of a container."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, dict):

@@ -1,13 +1,12 @@
-"""Jinja2's immutable sandbox as ``transformers`` sets it up, with a budget on top.
+"""Jinja2's immutable sandbox as ``transformers`` configures it, with a budget.
 
-``transformers`` trusts a template to end and to be modest. Here every loop round, call, filter,
-comparison and output is accounted for before it happens, and values have only the methods of a
-short list. What hashes (keys of objects) counts as a comparison.
+``transformers`` trusts templates to terminate. Here every loop iteration, call, filter, comparison
+and output is charged before it happens, and values have an allowlist of methods. Hashing counts as
+a comparison.
 
-Rewrites the syntax tree of a chat template so that its environment accounts for what it does.
-
-Jinja lets an environment intercept calls, filters and some operators, but no loops, comparisons and
-concatenations; these become calls of the environment's methods here.
+Jinja lets an environment intercept calls, filters and some operators, but not loops, comparisons
+and concatenations; a rewrite of the syntax tree turns these into calls of the environment's
+methods.
 """
 
 import functools
@@ -44,29 +43,29 @@ _FREE_TEST_NAMES = """
 boolean callable defined escaped false filter float integer iterable mapping none number sameas
 sequence string test true undefined
 """
-#: The methods of a value that a template can call, by type; values of other types have none.
+#: Methods that a template may call, by type; other types have none.
 _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (str, frozenset(_METHOD_NAMES.split())),
     (dict, frozenset({"copy", "get", "items", "keys", "values"})),
     (list, frozenset({"copy", "count", "index"})),
     (tuple, frozenset({"count", "index"})),
 )
-#: What has attributes of its own instead.
+#: Types with safe attributes.
 _OPEN_TYPES = (LoopContext, Namespace, TemplateReference)
-#: Filters that pick from a sequence.
+#: Filters that select from a sequence.
 _PICKING_FILTERS = frozenset(_PICKING_NAMES.split())
-#: Filters that read all of their input, to write it out or to compare it.
+#: Filters that read all of their input.
 _READING_FILTERS = frozenset(_READING_NAMES.split())
-#: Tests that look at a value's type or identity only.
+#: Tests that inspect only type or identity.
 _FREE_TESTS = frozenset(_FREE_TEST_NAMES.split())
 _REMAINDER_OPERATORS = frozenset({"divisibleby", "even", "odd"})
 _MAX_INDENT = 64
-#: Entries of an object made by ``dict()``: keys can be made to collide, which costs their square.
+#: Maximum entries of a ``dict()``: colliding keys cost quadratic time.
 _MAX_ENTRIES = 1024
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}``, with which templates mark answers for training: its body as it is."""
+    """``{% generation %}``, which marks answers for training; renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class wants a set
 
@@ -76,7 +75,7 @@ class _GenerationTag(Extension):
 
 
 class _SafeNamespace(Namespace):
-    """``namespace()`` without attributes that lead into Python's internals."""
+    """``namespace()`` without attributes that expose Python's internals."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_attribute(name)
@@ -84,15 +83,15 @@ class _SafeNamespace(Namespace):
 
 
 class SandboxEnvironment(ImmutableSandboxedEnvironment):
-    """One template's environment; ``budget`` is replaced for each rendering.
+    """A template's environment; ``budget`` is replaced for each rendering.
 
-    Not for use by two threads at once: the owner holds a lock while rendering.
+    Not thread-safe: the owner holds a lock while rendering.
     """
 
     intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
 
     def __init__(self) -> None:
-        # No optimizer, and a finalizer that needs the context: nothing is computed while compiling.
+        # Disables constant folding, so that nothing is computed at compile time.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -101,8 +100,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             extensions=[loopcontrols, _GenerationTag],
         )
         self.budget = TemplateBudget()
-        #: What a call of any macro, block or recursive loop of the template costs at most, inner
-        #: loops not counted.
+        #: Maximum cost of calling any macro, block or recursive loop, without inner loops.
         self._call_weight = 0
         self.filters = {
             name: self._metered_filter(name, _OWN_FILTERS.get(name, function))
@@ -123,26 +121,26 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def compile_bounded(self, source: str) -> jinja2.Template:
-        """Compile ``source`` with every loop, comparison and concatenation accounted for."""
+        """Compile ``source`` with loops, comparisons and concatenations charged."""
         tree = self.parse(source)
         self._call_weight = add_accounting(tree)
         tree.set_environment(self)
         return self.from_string(tree)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Values have only methods that don't multiply their size unnoticed."""
+        """Allow only methods that do not multiply a value's size uncharged."""
         for kind, names in _METHODS:
             if isinstance(obj, kind):
                 return attr in names
         return isinstance(obj, _OPEN_TYPES) and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """``left operator right`` within the budget."""
+        """Charge, then compute ``left operator right``."""
         self.budget.charge_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``str.format`` as the sandbox wraps it, within the budget."""
+        """Charge ``str.format``."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -155,7 +153,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """``obj[argument]``; a slice is a copy, anything else is hashed or named in an error."""
+        """Charge ``obj[argument]``: a slice is a copy, other keys are hashed or appear in errors."""
         if isinstance(argument, slice):
             self.budget.charge_copy(obj)
         else:
@@ -163,7 +161,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``obj``, a macro, a global or a method, within the budget."""
+        """Charge a call of a macro, global or method."""
         owner = getattr(obj, "__self__", None)
         if isinstance(obj, Macro | BlockReference):
             self.budget.charge_amount(self._call_weight)
@@ -182,19 +180,19 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def iterate(self, values: Iterable[Any], weight: int) -> Iterator[Any]:
-        """``values``, each round of the loop accounted for; templates can't name this."""
+        """Charge each iteration over ``values``; not accessible to templates."""
         for value in values:
             self.budget.charge_amount(weight)
             yield value
 
     def readable(self, value: Any) -> Any:
-        """``value``, about to be compared or hashed; templates can't name this."""
+        """Charge ``value`` before a comparison or hash; not accessible to templates."""
         value = _as_list(value)
         self.budget.charge_text(value)
         return value
 
     def concatenate(self, *parts: Any) -> str:
-        """``a ~ b``; templates can't name this."""
+        """Charge and compute ``a ~ b``; not accessible to templates."""
         self.budget.charge_text(*parts)
         return "".join(map(str, parts))
 
@@ -205,7 +203,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
             self.budget.charge_amount(_replacement_growth(owner, str(args[0]), str(args[1])))
 
     def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that accounts for its input and its output."""
+        """Wrap a filter to charge its input and output."""
         skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
@@ -219,7 +217,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return metered
 
     def _metered_test(self, name: str, test: Callable[..., Any]) -> Callable[..., Any]:
-        """A test that compares its operands, or reads its value, within the budget."""
+        """Wrap a test to charge its operands."""
 
         @functools.wraps(test)
         def metered(*args: Any) -> Any:
@@ -267,7 +265,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As ``transformers`` does it: Jinja's own escapes HTML."""
+    """As in ``transformers``; Jinja's own filter escapes HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -281,7 +279,7 @@ def _to_json(
 def _join(
     environment: SandboxEnvironment, value: Iterable[Any], d: str = "", attribute: Any = None
 ) -> str:
-    """``join`` that knows its size before it exists."""
+    """``join`` that charges its size in advance."""
     parts = list(value)
     if attribute is not None:
         parts = [environment.getitem(part, attribute) for part in parts]
@@ -294,7 +292,7 @@ def _join(
 def _replace(
     environment: SandboxEnvironment, value: Any, old: Any, new: Any, count: int | None = None
 ) -> str:
-    """``replace`` that knows its size before it exists."""
+    """``replace`` that charges its size in advance."""
     text, old, new = str(value), str(old), str(new)
     environment.budget.charge_amount(_replacement_growth(text, old, new))
     return text.replace(old, new, -1 if count is None else count)
@@ -308,13 +306,13 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
 
 
 def _as_list(value: Any) -> Any:
-    """An iterator as a list, so that what it yields can be accounted for."""
+    """Convert an iterator to a list, so that it can be charged."""
     return list(value) if isinstance(value, Iterator) else value
 
 
 def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     if any(size_of(arg) > _MAX_ENTRIES for arg in args):
-        raise TemplateTooCostly(f"it makes an object of more than {_MAX_ENTRIES} entries")
+        raise TemplateTooCostly(f"it creates a dict of more than {_MAX_ENTRIES} entries")
     return dict(*args, **kwargs)
 
 
@@ -335,7 +333,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _option_width(option: object) -> int:
-    """How wide an option of a filter is: spaces to indent by, a text, or several."""
+    """Width of a filter's option: spaces, text, or several."""
     if isinstance(option, tuple | list):
         return sum(map(_option_width, option))
     return option if isinstance(option, int) else len(str(option))
@@ -346,11 +344,11 @@ def _replacement_growth(text: str, old: str, new: str) -> int:
 
 
 def add_accounting(tree: nodes.Template) -> int:
-    """Rewrite ``tree``, before it is compiled.
+    """Rewrite ``tree`` before it is compiled.
 
-    Loops call ``iterate``, operands of comparisons and keys of objects ``readable``, ``a ~ b``
-    ``concatenate``. Returns what a call of any macro, block or recursive loop costs at most, inner
-    loops not counted.
+    Loops call ``iterate``, operands of comparisons and dict keys ``readable``, ``a ~ b``
+    ``concatenate``. Returns the maximum cost of calling any macro, block or recursive loop, without
+    inner loops.
     """
     loops = list(tree.find_all(nodes.For))
     called = [loop.body for loop in loops if loop.recursive]
@@ -366,7 +364,7 @@ def add_accounting(tree: nodes.Template) -> int:
 
 
 def _loop_weight(body: Iterable[nodes.Node]) -> int:
-    """What one run through ``body`` costs, without the rounds of its inner loops."""
+    """Cost of one pass through ``body``, without inner loops' iterations."""
     total = 0
     for node in body:
         inner = list(node.find_all(nodes.Node))
@@ -378,12 +376,12 @@ def _loop_weight(body: Iterable[nodes.Node]) -> int:
 
 
 def _environment_call(name: str, arguments: list[Any], line: int) -> nodes.Call:
-    """A call of a method of the environment, which no assignment in a template can shadow."""
+    """Call a method of the environment, which template assignments can't shadow."""
     return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=line)
 
 
 def _rewrite_node(node: nodes.Node) -> None:
-    """Turn what the budget has to know of, in ``node``, into calls that account for it."""
+    """Replace operations in ``node`` by calls that charge them."""
     for name, value in node.iter_fields():
         if isinstance(value, list):
             setattr(node, name, [_rewrite_value(item) for item in value])

@@ -1,7 +1,6 @@
-"""How much longer a tokenizer can make a text before it looks at it.
+"""Bounds how much a tokenizer's normalization can lengthen a text.
 
-``tokenizer.json`` comes with models, so it is a stranger's program: a chain of replacements grows a
-text exponentially in the chain's length.
+``tokenizer.json`` is untrusted: a chain of replacements grows a text exponentially in its length.
 """
 
 import base64
@@ -13,11 +12,11 @@ import msgspec
 
 from molink.errors import BrokenModel
 
-#: Growth beyond this is no tokenizer; the most by which a public one's steps could add up is 1296.
+#: Maximum accepted growth; public tokenizers reach at most 1296.
 MAX_TEXT_GROWTH = 4096
-#: Longest prefix or suffix of subwords: each character of a word may get one.
+#: Longest subword prefix or suffix: each character of a word may get one.
 _MAX_AFFIX = 64
-#: Characters that each kind of step makes of one, at most.
+#: Maximum characters that a step makes of one.
 _STEP_GROWTH = {
     "BertNormalizer": 12,
     "ByteLevel": 4,
@@ -36,7 +35,7 @@ class _SubwordModel(msgspec.Struct):
 
 
 class _TokenizerSteps(msgspec.Struct):
-    """The parts of ``tokenizer.json`` that change a text."""
+    """Parts of ``tokenizer.json`` that change a text."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
@@ -45,10 +44,10 @@ class _TokenizerSteps(msgspec.Struct):
 
 
 def max_text_growth(source: bytes, where: str) -> int:
-    """Characters that one character of a text may become, at most, by the ``source`` of ``where``.
+    """Maximum characters that one character can become.
 
     Raises:
-        BrokenModel: it grows texts without measure, or is no ``tokenizer.json`` at all.
+        BrokenModel: growth is excessive, or ``source`` is not a ``tokenizer.json``.
     """
     try:
         steps = msgspec.json.decode(source, type=_TokenizerSteps)
@@ -100,7 +99,7 @@ def _step_growth(step: dict[str, Any]) -> int:
 
 
 def _longest_replacement(encoded: str) -> int:
-    """The longest replacement of SentencePiece's map: a trie's size, the trie, texts ended by 0."""
+    """Longest replacement of a SentencePiece map: trie size, trie, zero-terminated texts."""
     try:
         raw = base64.b64decode(encoded)
     except binascii.Error as error:

@@ -1,9 +1,9 @@
-"""What each token contributes to the text, as bytes, read off a tokenizer's decoder.
+"""The bytes of each token, derived from a tokenizer's decoder.
 
-Decoding token by token through ``tokenizers`` means decoding a window twice per token and guessing
-from U+FFFD whether a character is complete. The decoders of the model families that we serve are
-all "bytes of each token, one after the other" plus something at the very beginning, so we take
-those bytes once per token id and leave completeness to a UTF-8 decoder.
+Decoding token by token through ``tokenizers`` decodes a window twice per token, and guesses from
+U+FFFD whether a character is complete. The supported families' decoders concatenate each token's
+bytes, apart from the very beginning, so bytes are derived once per token id and a UTF-8 decoder
+tracks completeness.
 """
 
 import json
@@ -21,10 +21,10 @@ Transform = Callable[[str], str | bytes]
 
 @dataclass(slots=True)
 class TokenPieces:
-    """The bytes of every token of one tokenizer; filled as ids are first seen.
+    """Bytes of a tokenizer's tokens, computed lazily.
 
-    ``strip`` is a character of which up to ``strip_count`` are taken off the beginning of a text;
-    ``drop_in_first`` is a character that vanishes from the first token (SentencePiece's ``▁``).
+    Up to ``strip_count`` characters ``strip`` are removed from the start of a text;
+    ``drop_in_first`` is removed from the first token (SentencePiece's ``▁``).
     """
 
     vocabulary: tokenizers.Tokenizer
@@ -35,14 +35,14 @@ class TokenPieces:
     _cache: dict[int, bytes] = field(default_factory=dict)
 
     def get_bytes(self, token: int) -> bytes:
-        """Bytes of ``token`` in the middle of a text; none for an id that doesn't exist."""
+        """Bytes of ``token`` within a text; empty for an unknown id."""
         known = self._cache.get(token)
         if known is None:
             known = self._cache[token] = self._compute_bytes(self.vocabulary.id_to_token(token))
         return known
 
     def get_first_bytes(self, token: int) -> bytes:
-        """Bytes of ``token`` at the beginning of a text."""
+        """Bytes of ``token`` at the start of a text."""
         if not self.drop_in_first:
             return self.get_bytes(token)
         text = self.vocabulary.id_to_token(token)
@@ -56,7 +56,7 @@ class TokenPieces:
 
 
 def create_token_pieces(tokenizer: tokenizers.Tokenizer) -> TokenPieces | None:
-    """Pieces of ``tokenizer``, or ``None`` if its decoder is none of the kinds we know."""
+    """Create the pieces of ``tokenizer``; ``None`` if its decoder is not supported."""
     decoder = json.loads(tokenizer.to_str()).get("decoder")
     if decoder is None:
         return None
@@ -74,7 +74,7 @@ def create_token_pieces(tokenizer: tokenizers.Tokenizer) -> TokenPieces | None:
 def _sentencepiece_pieces(
     tokenizer: tokenizers.Tokenizer, steps: Sequence[Mapping[str, Any]], kinds: Sequence[str]
 ) -> TokenPieces | None:
-    """The chain that Llama, Mistral and Gemma use: ``Replace, ByteFallback, Fuse[, Strip]``."""
+    """The decoder of Llama, Mistral and Gemma: ``Replace, ByteFallback, Fuse[, Strip]``."""
     if kinds not in (
         ["Replace", "ByteFallback", "Fuse"],
         ["Replace", "ByteFallback", "Fuse", "Strip"],
@@ -105,14 +105,14 @@ def _byte_level_pieces(table: Mapping[str, int]) -> Transform:
     def transform(token: str) -> str | bytes:
         try:
             return bytes(table[char] for char in token)
-        except KeyError:  # an added token, which is in plain text
+        except KeyError:  # an added token, which is plain text
             return token
 
     return transform
 
 
 def _byte_level_table() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte."""
+    """GPT-2's printable character for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}

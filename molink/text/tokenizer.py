@@ -1,7 +1,4 @@
-"""A model's tokenizer, from the files of its folder.
-
-Prompts of models that fill a gap between two texts (fill in the middle).
-"""
+"""A model's tokenizer, loaded from its folder, and fill-in-the-middle prompts."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +16,7 @@ from molink.text.generation_defaults import GenerationDefaults, TokenIds, parse_
 from molink.text.text_growth import max_text_growth
 from molink.text.token_pieces import create_token_pieces
 
-#: Longest text in characters, and longest one after the tokenizer's own replacements.
+#: Maximum characters of a text, before and after normalization.
 MAX_TEXT_CHARACTERS = 8 * 2**20
 MAX_GROWN_CHARACTERS = 16 * 2**20
 _SPECIAL_TOKEN_NAMES = (
@@ -40,7 +37,7 @@ class _TextModel(msgspec.Struct):
 
 
 class _TokenizerModel(msgspec.Struct):
-    """What prompts need to know of ``config.json``; of a model that sees, it is further inside."""
+    """Fields of ``config.json``; a multimodal one has them in ``text_config``."""
 
     vocab_size: int | None = None
     eos_token_id: TokenIds = None
@@ -48,13 +45,11 @@ class _TokenizerModel(msgspec.Struct):
 
 
 class Tokenizer:
-    """Text to ids and back, and what the folder says about prompts and answers.
+    """Encodes and decodes text; knows the model's chat templates and sampling defaults.
 
-    Safe to use from several threads. Attributes: ``vocab_size`` (ids a prompt may hold),
-    ``bos_id``, ``eos_ids`` (each ends an answer), ``special_ids``, ``defaults`` (sampling
-    parameters for requests that give none), ``chat_templates`` and the default one of them,
-    ``chat_template`` (``None`` for a base model), ``added_tokens`` (texts of tokens that are kept
-    whole).
+    Thread-safe. ``vocab_size`` bounds prompt ids, ``eos_ids`` end an answer, ``defaults`` apply to
+    requests that set no sampling parameters, ``chat_template`` is the default one of
+    ``chat_templates`` (``None`` for a base model), and ``added_tokens`` are never split.
     """
 
     def __init__(
@@ -84,10 +79,10 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: Path) -> "Tokenizer":
-        """Load ``tokenizer.json`` and, where they exist, the configs beside it.
+        """Load ``tokenizer.json`` and optional configs of a folder.
 
         Raises:
-            BrokenModel: a file is missing or not what it should be; names it.
+            BrokenModel: a file is missing or invalid.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -108,27 +103,27 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_buffer(source)
             backend.no_padding()
             backend.no_truncation()
-            backend.encode("")  # fails if what is added to each prompt doesn't exist
+            backend.encode("")  # fails if special tokens of the post-processor are missing
             inner = model.text_config or _TextModel()
             size = model.vocab_size or inner.vocab_size or 0
             made = cls(backend, config, defaults, templates, size, longest)
         named = special.get("eos_token") or parse_token_ids(defaults.eos_token_id)
         if named and not any(0 <= one < made.vocab_size for one in made.eos_ids):
             raise BrokenModel(
-                f"{folder}: what ends an answer (eos_token, eos_token_id: {str(named)[:80]}) is no "
-                "token that this model has; fetch its tokenizer and configs again"
+                f"{folder}: the end-of-sequence token (eos_token, eos_token_id: {str(named)[:80]}) "
+                "is not in its vocabulary; fetch its tokenizer and configs again"
             )
         return made
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of ``text``; with ``special`` as a prompt of its own (a BOS where the model has one).
+        """Encode ``text``; ``special`` adds special tokens such as BOS.
 
-        A rendered chat template names its special tokens itself: ``special=False``. May take
-        seconds for megabytes; the GIL is free meanwhile.
+        Use ``special=False`` for rendered chat templates, which contain them. Megabytes may take
+        seconds; the GIL is released.
 
         Raises:
-            ContextTooLong: the text is too long to even look at it.
-            RequestError: the tokenizer can't take it (it is no valid Unicode, for instance).
+            ContextTooLong: the text is too long to tokenize.
+            RequestError: the text is invalid, such as broken Unicode.
         """
         if len(text) > self._max_token_characters:
             raise ContextTooLong(
@@ -136,7 +131,7 @@ class Tokenizer:
                 f"{self._max_token_characters}"
             )
         with raise_as(lambda reason: RequestError(f"the text can't be tokenized: {reason}")):
-            # encode() would hold the GIL all the while, encode_batch() doesn't.
+            # Unlike encode(), encode_batch() releases the GIL.
             ids: list[int] = self._backend.encode_batch([text], add_special_tokens=special)[0].ids
         if not special or self.bos_id is None or self._add_bos is None:
             return ids
@@ -148,18 +143,18 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of ``ids``."""
+        """Decode ``ids``."""
         with raise_as(BrokenModel):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token contributes; may be part of a character."""
+        """Bytes of a token, possibly part of a character."""
         if self._pieces is not None:
             return self._pieces.get_bytes(token)
         return self.decode([token], skip_special=False).encode("utf-8")
 
     def find_special_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Ids of those of ``texts`` that are special tokens."""
+        """Ids of those ``texts`` that are special tokens."""
         ids = {text: self._backend.token_to_id(text) for text in texts}
         return {text: token for text, token in ids.items() if token in self.special_ids}
 
@@ -170,9 +165,9 @@ class Tokenizer:
         continues: bool = False,
         keep: frozenset[str] = frozenset(),
     ) -> Detokenizer:
-        """A fresh detokenizer for one answer; ``continues`` keeps a leading space of it.
+        """Create a detokenizer for one answer.
 
-        ``keep`` are special tokens that are not skipped.
+        ``continues`` keeps a leading space; special tokens in ``keep`` are not skipped.
         """
         kept = self.find_special_ids(keep).values()
         skip = self.special_ids.difference(kept) if skip_special else frozenset()
@@ -182,11 +177,11 @@ class Tokenizer:
 
     @property
     def token_texts(self) -> dict[int, str]:
-        """The text of each token, as its files write it, those that were added too."""
+        """Text of each token as in the files, added tokens included."""
         return {index: text for text, index in self._backend.get_vocab().items()}
 
     def find_token_id(self, text: str) -> int | None:
-        """The id of the token that is ``text``; ``None`` if there is none."""
+        """Id of the token ``text``; ``None`` if there is none."""
         return self._find_config_id(text)
 
     def _find_config_id(self, token: Any) -> int | None:
@@ -208,7 +203,7 @@ def _read_struct(path: Path, kind: type[T]) -> T | None:
 
 
 def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like, which configs write as a text or as an object."""
+    """``bos_token`` etc., which configs write as text or as an object."""
     found = {}
     for name in _SPECIAL_TOKEN_NAMES:
         token = config.get(name)
@@ -218,8 +213,8 @@ def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-#: How families mark what is before the gap, what is after it, and where the answer begins; all in
-#: this order. Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", §3.
+#: Tokens of each family before the prefix, before the suffix, and before the answer, in this order.
+#: Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", §3.
 _FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -231,7 +226,7 @@ _FIM_TOKENS = (
 def build_fim_prompt(
     tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]
 ) -> list[int] | None:
-    """The prompt for what is between two texts; ``None`` if the model has no marks for them."""
+    """Build a fill-in-the-middle prompt; ``None`` if the model has no such tokens."""
     for marks in _FIM_TOKENS:
         found = [tokenizer.find_token_id(mark) for mark in marks]
         if None not in found:

@@ -199,7 +199,7 @@ def render_deep(source: str) -> str:
     ],
 )
 def test_a_value_that_holds_another_twice_counts_twice(expression: str) -> None:
-    with pytest.raises(RequestError, match="is unfit"):
+    with pytest.raises(RequestError, match="is unusable"):
         render_deep("{{ " + expression + " }}")
 
 
@@ -222,7 +222,7 @@ def test_a_value_is_not_too_deep() -> None:
     ],
 )
 def test_ways_around_that(source: str) -> None:
-    with pytest.raises(RequestError, match="is unfit"):
+    with pytest.raises(RequestError, match="is unusable"):
         render_deep(source)
 
 

@@ -142,7 +142,7 @@ def test_an_answer_that_went_another_way_fails(
 ) -> None:
     constraint = grammars.start_matcher(schema(COLOUR))
     constraint.add_tokens(tokenizer.encode("Hello", special=False))
-    with pytest.raises(RequestError, match="isn't what its grammar allows"):
+    with pytest.raises(RequestError, match="does not match its grammar"):
         constraint.compute_masks()
 
 
@@ -182,7 +182,7 @@ def test_a_model_without_an_end_or_a_tokenizer(tmp_path: Path) -> None:
         GrammarCompiler(tmp_path, 10).start_matcher(build_grammar("regex", "a")).compute_masks()
     source = (FOLDER / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(source)
-    with pytest.raises(MolinkError, match="no token that ends an answer"):
+    with pytest.raises(MolinkError, match="no end-of-sequence token"):
         GrammarCompiler(tmp_path, 10).start_matcher(build_grammar("regex", "a")).compute_masks()
 
 
@@ -214,7 +214,7 @@ def test_a_compilation_that_takes_long_is_not_waited_for(
     monkeypatch.setattr(matcher, "load_grammar_tokenizer", load)
     monkeypatch.setattr(matcher, "COMPILE_TIMEOUT_S", 0.01)
     late = grammars.start_matcher(schema(COLOUR))
-    with pytest.raises(RequestError, match="isn't compiled"):
+    with pytest.raises(RequestError, match="was not compiled"):
         late.compute_masks()
     gate.set()
     monkeypatch.setattr(matcher, "COMPILE_TIMEOUT_S", 60)

@@ -1,1 +1,1 @@
-"""What an answer says beside its content: calls of tools, and what the model thinks first."""
+"""Parses answers into content, reasoning and tool calls."""

@@ -1,34 +1,34 @@
-"""What parsers of answers have in common: parts that come out, and the text that goes in.
+"""Interface and helpers of answer parsers.
 
-A parser is sans-IO: text in, parts out. However the text is cut, the same parts come out, but for
-how texts and arguments are cut in turn. What looks like a call and isn't one comes out as text.
+Parsers are sans-IO: text in, parts out, independent of how the text is split. Malformed tool calls
+come out as text.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-#: Most characters of white space that wait for what follows: around calls they are dropped.
+#: Maximum white space held until the next part is known; around calls it is dropped.
 MAX_HELD_SPACE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of the content."""
+    """More content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """More reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallBegin:
-    """A call of the tool ``name`` begins; ``index`` counts the answer's calls from 0."""
+    """Start of a call of the tool ``name``; ``index`` counts the answer's calls from 0."""
 
     index: int
     name: str
@@ -36,7 +36,7 @@ class ToolCallBegin:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of a call's arguments: together they are JSON as the model writes it."""
+    """More arguments of a call: fragments of the JSON that the model writes."""
 
     index: int
     text: str
@@ -44,7 +44,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """A call is complete."""
+    """End of a call."""
 
     index: int
 
@@ -53,24 +53,23 @@ AnswerPart = TextDelta | ReasoningDelta | ToolCallBegin | ToolCallArguments | To
 
 
 class AnswerParser(Protocol):
-    """Takes the text of one answer apart."""
+    """Parses the text of one answer."""
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends in what the model thinks."""
+        """Whether the text so far ends in reasoning."""
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
-        """The parts that are certain now that ``text`` follows."""
+        """Append ``text``; return the parts that are certain."""
 
     def finish_parsing(self) -> list[AnswerPart]:
-        """What was held back, when no more text follows."""
+        """Return the held parts at the end."""
 
 
 class AnswerPartBuilder:
-    """Collects parts: texts side by side become one, and calls are numbered.
+    """Collects parts: merges adjacent texts and numbers calls.
 
-    White space waits until it is known what follows: around calls it is dropped, unless there is
-    more text.
+    White space is held until the next part is known: around calls it is dropped.
     """
 
     def __init__(self) -> None:
@@ -79,7 +78,7 @@ class AnswerPartBuilder:
         self._num_calls = 0
 
     def add_text(self, text: str) -> None:
-        """More content."""
+        """Add content."""
         text = self._space + text
         end = max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
         self._space = text[end:]
@@ -87,7 +86,7 @@ class AnswerPartBuilder:
             self._append_text(text[:end])
 
     def add_reasoning(self, text: str) -> None:
-        """More of what the model thinks."""
+        """Add reasoning."""
         last = self._parts[-1] if self._parts else None
         if isinstance(last, ReasoningDelta):
             self._parts[-1] = ReasoningDelta(last.text + text)
@@ -95,11 +94,11 @@ class AnswerPartBuilder:
             self._parts.append(ReasoningDelta(text))
 
     def begin_call(self, name: str) -> None:
-        """A call begins."""
+        """Begin a call."""
         self._parts.append(ToolCallBegin(self._num_calls, name))
 
     def add_arguments(self, text: str) -> None:
-        """More arguments of the call that began last."""
+        """Add arguments to the current call."""
         last = self._parts[-1] if self._parts else None
         if isinstance(last, ToolCallArguments):
             self._parts[-1] = ToolCallArguments(self._num_calls, last.text + text)
@@ -107,17 +106,17 @@ class AnswerPartBuilder:
             self._parts.append(ToolCallArguments(self._num_calls, text))
 
     def end_call(self) -> None:
-        """The call that began last is complete."""
+        """End the current call."""
         self._parts.append(ToolCallEnd(self._num_calls))
         self._num_calls += 1
 
     def drain_parts(self) -> list[AnswerPart]:
-        """What was found since the last time."""
+        """Return the parts since the last call."""
         found, self._parts = self._parts, []
         return found
 
     def finish_parts(self) -> list[AnswerPart]:
-        """The last parts: white space at the end belongs to an answer without calls."""
+        """Return the last parts; an answer without calls keeps white space at its end."""
         if self._space and not self._num_calls:
             self._append_text(self._space)
         self._space = ""
@@ -132,9 +131,9 @@ class AnswerPartBuilder:
 
 
 class MarkerFinder:
-    """Finds the first of some markers; holds back only what may be the beginning of one.
+    """Finds the first of several markers; holds only a possible marker prefix.
 
-    No marker may contain the first character of another one further inside.
+    A marker's first character must not occur inside another marker.
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -143,7 +142,7 @@ class MarkerFinder:
         self._held = ""
 
     def find_marker(self, text: str, start: int) -> tuple[str, str | None, int]:
-        """The text before the first marker, the marker, and where ``text`` goes on behind it."""
+        """Return the text before the first marker, the marker, and the position after it."""
         buffer = self._held + text[start:]
         places = ((buffer.find(marker), marker) for marker in self._markers)
         found = min(((place, marker) for place, marker in places if place >= 0), default=None)
@@ -157,12 +156,12 @@ class MarkerFinder:
         return buffer[:place], marker, end
 
     def flush_text(self) -> str:
-        """What was held back."""
+        """Return the held text."""
         held, self._held = self._held, ""
         return held
 
     def _marker_start(self, buffer: str) -> int:
-        """Where the beginning of a marker begins in ``buffer``; its length if there is none."""
+        """Start of a possible marker prefix in ``buffer``; its length if there is none."""
         for first in self._firsts:
             place = buffer.rfind(first)
             if place >= 0 and any(marker.startswith(buffer[place:]) for marker in self._markers):

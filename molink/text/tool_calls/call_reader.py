@@ -1,4 +1,4 @@
-"""A call as a JSON object, ``{"name": …, "arguments": {…}}``, read while it is written."""
+"""Reads a streamed tool call ``{"name": …, "arguments": {…}}``."""
 
 import re
 from typing import Any, Literal
@@ -7,10 +7,10 @@ import msgspec
 
 from molink.text.tool_calls.base import AnswerPartBuilder
 
-#: Most characters of what may yet turn out not to be a call.
+#: Maximum characters held until a call is recognized.
 MAX_HELD_CHARACTERS = 64 * 1024
 
-#: Llama calls them parameters.
+#: Llama says "parameters".
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\n\r"
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -19,7 +19,7 @@ _IN_SCALAR = re.compile(r'[^\s,:"{}\[\]]*')
 
 
 class JsonValueScanner:
-    """Finds the end of a JSON value, given it piece by piece; takes brackets and quotes only."""
+    """Finds the end of a streamed JSON value, tracking brackets and quotes only."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -28,7 +28,7 @@ class JsonValueScanner:
         self._scalar = False
 
     def scan_text(self, text: str, pos: int) -> tuple[int, bool]:
-        """How far the value goes in ``text`` from ``pos`` on, and whether it ends there."""
+        """Scan from ``pos`` on; return the end position, and whether the value ended there."""
         while pos < len(text):
             if self._escaped:
                 self._escaped = False
@@ -65,12 +65,11 @@ class JsonValueScanner:
 
 
 class ToolCallReader:
-    """Reads one call of one of ``names``.
+    """Reads a call of one of the tools ``names``.
 
-    Until the name and the beginning of its arguments are there (``head``), all is held back: it may
-    be something else (``broken``; ``held`` is its text). From then on it is a call, and the
-    arguments come out as they come in, up to their last bracket. What follows in the object is
-    ignored; where the object isn't valid any more, it counts as ended.
+    Text is held until the name and the start of the arguments are known (state ``head``); if it is
+    not a call (``broken``), ``held`` is its text. Then arguments stream up to their closing
+    bracket; the rest of the object is ignored, and invalid JSON ends the call.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -85,7 +84,7 @@ class ToolCallReader:
         self._arguments: str | None = None
 
     def parse_text(self, text: str, pos: int, parts: AnswerPartBuilder) -> int:
-        """Read ``text`` from ``pos`` on; the place where it was read to."""
+        """Read from ``pos`` on; return the position reached."""
         if self.state == "head":
             room = text[pos : pos + MAX_HELD_CHARACTERS - len(self.held)]
             used = self._read_members(room, 0, parts)
@@ -108,7 +107,7 @@ class ToolCallReader:
         return pos
 
     def _read_members(self, text: str, pos: int, parts: AnswerPartBuilder) -> int:
-        """Read members of the object until they end, or the arguments begin."""
+        """Read members until the object ends or the arguments begin."""
         while pos < len(text) and self.state in ("head", "tail"):
             if self._value is not None:
                 end, ended = self._value.scan_text(text, pos)
@@ -125,7 +124,7 @@ class ToolCallReader:
         return pos
 
     def _read_character(self, char: str, parts: AnswerPartBuilder) -> int:
-        """Take a character between values; 0 if it isn't part of the object."""
+        """Handle a character between values; return 0 if the object is invalid."""
         match self._expect, char:
             case "open", "{":
                 self._expect = "first"
@@ -157,7 +156,7 @@ class ToolCallReader:
                 self.state = "arguments"
 
     def _end_token(self, parts: AnswerPartBuilder) -> None:
-        """A key or a value is complete."""
+        """Handle the end of a key or value."""
         if self._expect in ("first", "key"):
             self._key = _decode_string(self._raw)
             self._expect = "colon"
@@ -210,7 +209,7 @@ def _decode_string(raw: str) -> Any:
 
 
 def _normalize_arguments(raw: str) -> str | None:
-    """Arguments that came as a whole: an object, one written as a text, or null for none."""
+    """Normalize complete arguments: an object, an object in a string, or null."""
     if raw.startswith("{"):
         return raw
     value = _decode_string(raw)

@@ -1,4 +1,4 @@
-"""Which parser an answer has: by what the model's template writes, or by a setting."""
+"""Chooses an answer parser by the model's chat template or a setting."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from molink.text.tool_calls import harmony, hermes, llama, mistral
 from molink.text.tool_calls.base import AnswerParser
 from molink.text.tool_calls.reasoning import REASONING_TAGS, PlainTextParser, ReasoningParser
 
-#: Ways in which models write calls.
+#: Tool call formats.
 ToolCallFormat = Literal["hermes", "llama", "mistral", "harmony"]
-#: What can be set: by the template, one for all, or answers as they are.
+#: Choices of the ``tool_call_parser`` setting; ``raw`` disables parsing.
 ToolCallParserChoice = Literal["auto", "raw", "hermes", "llama", "mistral", "harmony"]
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = get_args(ToolCallFormat)
 
-#: What a template of each format writes, and what only others write. Harmony comes first.
+#: Strings that a format's templates contain, and strings that exclude it; harmony is first.
 _TEMPLATE_SIGNS: dict[ToolCallFormat, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "harmony": (("<|channel|>", "<|message|>"), ()),
     "hermes": (("<tool_call>", "arguments"), ("<function=", "<arg_key>")),
@@ -31,15 +31,15 @@ _MARKERS: dict[ToolCallFormat, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model's answers are written; ``reasoning_tags`` are around what it thinks first."""
+    """Format of a model's answers; ``reasoning_tags`` enclose its reasoning."""
 
     tool_calls: ToolCallFormat | None = None
     reasoning_tags: tuple[str, str] | None = None
 
     def special_markers(self, *, tools: bool) -> frozenset[str]:
-        """Texts that the parser needs to see, should they be special tokens.
+        """Special tokens that the parser needs to see.
 
-        None if an answer is nothing but its content; ``tools`` says whether it may have calls.
+        ``tools`` tells whether the answer may have calls.
         """
         calls = self.tool_calls if tools or self.tool_calls == "harmony" else None
         return frozenset(self.reasoning_tags or ()) | (_MARKERS[calls] if calls else frozenset())
@@ -48,9 +48,9 @@ class AnswerFormat:
 def detect_answer_format(
     template: str, vocabulary: Collection[str], choice: ToolCallParserChoice = "auto"
 ) -> AnswerFormat:
-    """How answers to prompts of ``template`` (its source) are written.
+    """Detect the answer format from a chat template's source.
 
-    ``vocabulary`` are the tokens that the tokenizer keeps whole.
+    ``vocabulary`` are the tokenizer's added tokens.
     """
     if choice == "raw":
         return AnswerFormat()
@@ -68,9 +68,9 @@ def detect_answer_format(
 def create_answer_parser(
     form: AnswerFormat, names: frozenset[str], tail: str = ""
 ) -> AnswerParser | None:
-    """A parser for one answer; ``None`` if it is content only.
+    """Create a parser for one answer; ``None`` for content only.
 
-    ``names`` are the tools that can be called, ``tail`` is the end of the prompt.
+    ``names`` are the callable tools, ``tail`` is the end of the prompt.
     """
     if form.tool_calls == "harmony":
         return harmony.HarmonyParser(names, tail)

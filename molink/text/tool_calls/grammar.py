@@ -1,7 +1,7 @@
-"""Grammars of answers that have to be calls: ``tool_choice`` ``required``, or a named function.
+"""Grammars that force tool calls: ``tool_choice`` ``required``, or a named function.
 
-They are in llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance). Schemas stand
-in them as they are, so that their references to their own parts hold.
+They use llguidance's Lark dialect (https://github.com/guidance-ai/llguidance). Schemas are embedded
+unchanged, so that their internal references stay valid.
 """
 
 import json
@@ -12,13 +12,13 @@ from molink.errors import RequestError
 from molink.text.tool_calls.create import AnswerFormat
 from molink.text.tool_calls.reasoning import is_tag_open
 
-#: JSON as models write it; with white space left open some write it without end.
+#: JSON as models write it; with flexible white space some never stop.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_TEXT_RULE = r"/(.|\n)*/"
 _LINE_RULE = r"/\n{0,2}/"
 
-#: Writes a marker, or any text, as a part of a rule.
+#: Quotes a marker or text for a rule.
 Quote = Callable[[str], str]
 
 
@@ -30,13 +30,13 @@ def build_call_grammar(
     tail: str = "",
     parallel: bool = False,
 ) -> str:
-    """The grammar of an answer that calls one of ``tools`` (names, and schemas of arguments).
+    """Build the grammar of an answer that calls one of ``tools`` (name → arguments schema).
 
-    With ``parallel`` it may be several calls. ``ids`` are those of special tokens: a marker that is
-    none is written as text. ``tail`` is the end of the prompt. A model that thinks may do so first.
+    ``parallel`` allows several calls. ``ids`` are special tokens; other markers are plain text.
+    ``tail`` is the end of the prompt. Reasoning may come first.
 
     Raises:
-        RequestError: how the model writes calls is not known.
+        RequestError: the model's call format is unknown.
     """
 
     def quote(text: str) -> str:
@@ -54,7 +54,7 @@ def build_call_grammar(
 
 
 def _start_rule(form: AnswerFormat, quote: Quote, ids: Mapping[str, int], tail: str) -> list[str]:
-    """An answer: what the model thinks, if it does, then its calls."""
+    """An answer: optional reasoning, then calls."""
     if form.tool_calls == "harmony":
         opening = f'{quote("<|channel|>")} "analysis" {quote("<|message|>")}'
         behind = f'{quote("<|start|>")} "assistant"'
@@ -70,7 +70,7 @@ def _start_rule(form: AnswerFormat, quote: Quote, ids: Mapping[str, int], tail: 
 def _reasoning_rule(
     opening: str, closing: str, behind: str, quote: Quote, ids: Mapping[str, int]
 ) -> list[str]:
-    """Text up to ``closing``, be it a special token or text itself."""
+    """Text up to ``closing``, which may be a special token."""
     if closing in ids:
         return [f"thought: {opening} {_ANY_TEXT_RULE} {quote(closing)} {behind}"]
     return [
@@ -80,7 +80,7 @@ def _reasoning_rule(
 
 
 def _answer_rule(form: AnswerFormat, quote: Quote, *, named: bool, parallel: bool) -> str:
-    """One call or, where the format has that, several."""
+    """One call, or several where the format allows that."""
     match form.tool_calls:
         case "hermes":
             return 'call ("\\n" call)*' if parallel else "call"
@@ -91,7 +91,7 @@ def _answer_rule(form: AnswerFormat, quote: Quote, *, named: bool, parallel: boo
             return f'{quote("[TOOL_CALLS]")} "[" {calls} "]"'
         case "llama" | "harmony":
             return "call"
-    raise RequestError("how this model writes calls is not known", "tool_choice")
+    raise RequestError("this model's tool call format is unknown", "tool_choice")
 
 
 def _call_rule(form: AnswerFormat, quote: Quote, name: str, arguments: str, *, named: bool) -> str:

@@ -1,7 +1,7 @@
-"""Answers of gpt-oss: messages in channels, which OpenAI calls the harmony format.
+"""Parses gpt-oss answers: messages in channels, OpenAI's harmony format.
 
-``<|channel|>analysis<|message|>…<|end|>`` is what the model thinks, ``final`` the content, and
-``commentary to=functions.NAME`` a call with its arguments; ``commentary`` to nobody is content too.
+``<|channel|>analysis<|message|>…<|end|>`` is reasoning, ``final`` the content, and ``commentary
+to=functions.NAME`` a tool call; other ``commentary`` is content, too.
 """
 
 import re
@@ -13,11 +13,11 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = frozenset({START, CHANNEL, MESSAGE, "<|constrain|>", *_ENDS})
 
-#: Most characters of a message's header.
+#: Maximum characters of a message header.
 _MAX_HEADER = 256
 _CHANNEL_PATTERN = re.compile(r"<\|channel\|>\s*(analysis|commentary|final)\b")
 _RECIPIENT_PATTERN = re.compile(r"\bto=([^\s<]+)")
-#: A prompt that ends within a message: its header.
+#: Header of an unfinished message at the end of the prompt.
 _OPEN_MESSAGE = re.compile(r"<\|start\|>assistant([^<]*<\|channel\|>[^<]*)<\|message\|>$")
 
 MessageKind = Literal["text", "thought", "call"]
@@ -34,9 +34,8 @@ class HarmonyParser:
         self._state: Literal["header", "body", "between"] = "header"
         self._header = ""
         self._kind: MessageKind = "text"
-        #: Whether the call's arguments are still to come.
         self._awaits_arguments = False
-        #: Kinds of messages that there have been.
+        #: Kinds of messages so far.
         self._seen_kinds: set[MessageKind] = set()
         opened = _OPEN_MESSAGE.search(tail)
         if opened is not None:
@@ -64,7 +63,7 @@ class HarmonyParser:
         return self._parts.finish_parts()
 
     def _read_text(self, text: str) -> None:
-        """Text between two marks."""
+        """Handle text between markers."""
         if self._state == "between":
             text = text.lstrip()
             if text:
@@ -90,7 +89,7 @@ class HarmonyParser:
             self._read_text(marker)
 
     def _begin_message(self, header: str) -> None:
-        """A message begins; one of an unknown kind is text, its header included."""
+        """Begin a message; an unknown kind is text, including its header."""
         channel, recipient = _CHANNEL_PATTERN.search(header), _RECIPIENT_PATTERN.search(header)
         name = recipient[1].removeprefix("functions.") if recipient is not None else ""
         self._header = ""
@@ -106,7 +105,7 @@ class HarmonyParser:
             self._begin_text_message(MESSAGE if header else "")
 
     def _begin_text_message(self, behind: str = "") -> None:
-        """What was read as a header is text."""
+        """Treat a header as text."""
         header, self._header = self._header, ""
         self._enter_message("text")
         self._parts.add_text(header + behind)
@@ -128,7 +127,7 @@ class HarmonyParser:
             self._awaits_arguments = self._awaits_arguments and not text
 
     def _close_message(self, marker: str) -> None:
-        """A message ends; what has no body by then is text."""
+        """End a message; a header without a body is text."""
         if self._state == "header" and self._header:
             self._begin_text_message(marker)
         elif self._state == "body":

@@ -1,4 +1,4 @@
-"""Calls of Hermes and Qwen: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+"""Parses calls of Hermes and Qwen: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
 
 from molink.text.tool_calls.base import AnswerPart, AnswerPartBuilder, MarkerFinder
 from molink.text.tool_calls.call_reader import ToolCallReader
@@ -17,7 +17,6 @@ class HermesParser:
         self._parts = AnswerPartBuilder()
         self._finder = MarkerFinder((OPEN, CLOSE))
         self._reader: ToolCallReader | None = None
-        #: Whether a call's closing tag is still to come.
         self._awaits_close_tag = False
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
@@ -48,7 +47,7 @@ class HermesParser:
         return pos
 
     def _settle_call(self, reader: ToolCallReader) -> None:
-        """Go on outside, where a call is over or turned out not to be one."""
+        """Return to content after a call, or if it was not one."""
         if reader.state == "broken":
             self._parts.add_text(OPEN + reader.held)
         elif reader.state != "done":

@@ -1,7 +1,8 @@
-"""Calls of Llama 3.1 and later: ``{"name": …, "parameters": {…}}``, alone or behind a tag.
+"""Parses tool calls of Llama 3.1 and later: ``{"name": …, "parameters": {…}}``, with an optional
+tag.
 
-The answer *is* the call, or calls with ``;`` between them. Behind ``<|python_tag|>`` there may be a
-program instead: that comes out as text.
+The answer is the call, or several separated by ``;``. After ``<|python_tag|>`` there may be a
+program instead, which comes out as text.
 """
 
 from typing import Literal
@@ -23,9 +24,9 @@ class LlamaParser:
         self._parts = AnswerPartBuilder()
         self._finder = MarkerFinder((TAG,))
         self._reader = ToolCallReader(names)
-        #: Where a call may begin without its tag: first, and after another one.
+        #: A call without a tag may begin in states first and after.
         self._state: Literal["first", "after", "outside", "call"] = "first"
-        #: What was in front of the call that is being read: text, should it be none.
+        #: Text before the current call, emitted if it turns out not to be one.
         self._opening = ""
 
     def parse_delta(self, text: str) -> list[AnswerPart]:

@@ -1,6 +1,6 @@
-"""Calls of Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}]``.
+"""Parses tool calls of Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}]``.
 
-Tokenizers from v11 on write each as ``[TOOL_CALLS]name[ARGS]{…}``, or with ``[CALL_ID]…`` between.
+Tokenizers from v11 on write ``[TOOL_CALLS]name[ARGS]{…}`` per call, optionally with ``[CALL_ID]…``.
 """
 
 import re
@@ -12,7 +12,7 @@ from molink.text.tool_calls.call_reader import JsonValueScanner, ToolCallReader
 OPEN_TAG = "[TOOL_CALLS]"
 MARKERS = frozenset({OPEN_TAG, "[CALL_ID]", "[ARGS]"})
 
-#: Most characters between the tag and a call's arguments.
+#: Maximum characters between the tag and a call's arguments.
 _MAX_HEADER = 256
 _HEADER_PATTERN = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[\]{]*)?(?:\[ARGS\])?\s*")
 
@@ -28,9 +28,9 @@ class MistralParser:
         self._finder = MarkerFinder((OPEN_TAG,))
         self._reader = ToolCallReader(names)
         self._value = JsonValueScanner()
-        #: ``head``: behind the tag; then ``named`` with its arguments, or a ``list`` of objects.
+        #: ``head`` follows the tag; then ``named`` with arguments, or ``listed`` objects.
         self._state: Literal["outside", "head", "named", "listed", "between"] = "outside"
-        #: What turns out to be text if no call comes.
+        #: Text to emit if no call follows.
         self._held = ""
 
     def parse_delta(self, text: str) -> list[AnswerPart]:
@@ -80,7 +80,7 @@ class MistralParser:
         return pos + 1
 
     def _open_object(self, blank: bool) -> None:
-        """The arguments of a name begin, or a whole call that isn't in a list."""
+        """Begin the arguments of a named call, or a single call object."""
         head = _HEADER_PATTERN.fullmatch(self._held, len(OPEN_TAG))
         if head is not None and head[1] in self._names:
             self._parts.begin_call(head[1])

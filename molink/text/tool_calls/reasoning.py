@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between tags: ``<think>…</think>``."""
+"""Parses reasoning between tags: ``<think>…</think>``."""
 
 from typing import Literal
 
@@ -11,17 +11,17 @@ from molink.text.tool_calls.base import (
     TextDelta,
 )
 
-#: Opening and closing tags that models have.
+#: Known pairs of opening and closing tags.
 REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 def is_tag_open(tail: str, tag: str) -> bool:
-    """Whether a prompt that ends with ``tail`` has opened ``tag`` for its answer."""
+    """Whether a prompt that ends with ``tail`` has opened ``tag``."""
     return tail.rstrip().endswith(tag)
 
 
 class PlainTextParser:
-    """An answer that has content only; implements :class:`AnswerParser`."""
+    """Parses answers with content only."""
 
     is_reasoning = False
 
@@ -33,10 +33,10 @@ class PlainTextParser:
 
 
 class ReasoningParser:
-    """Takes off what stands between tags at the beginning; the rest is for another parser.
+    """Splits off reasoning at the start of an answer; another parser handles the rest.
 
-    Where the prompt ends with the opening tag, the answer begins behind it. White space around what
-    the model thinks is dropped. Implements :class:`AnswerParser`.
+    If the prompt ends with the opening tag, the answer begins inside it. White space around
+    reasoning is dropped.
     """
 
     def __init__(self, inner: AnswerParser, tags: tuple[str, str], tail: str) -> None:
@@ -47,7 +47,7 @@ class ReasoningParser:
         self._opened = is_tag_open(tail, self._open)
         self._state: Literal["first", "thought", "gap", "content"] = "first"
         self._held = ""
-        #: White space that waits for more of what the model thinks.
+        #: White space held until more reasoning follows.
         self._space = ""
         self._has_reasoning = False
 
@@ -79,7 +79,7 @@ class ReasoningParser:
         return parts + self._content_parser.finish_parsing()
 
     def _read_opening(self, text: str, parts: list[AnswerPart]) -> str:
-        """Whether the answer begins with the opening tag; what is to be read further."""
+        """Check for the opening tag; return the text still to parse."""
         self._held += text
         begun = self._held.lstrip()
         spaces = len(self._held) - len(begun)

@@ -1,13 +1,13 @@
-"""Whether what a client calls a JSON schema is one, as far as chat templates and grammars care."""
+"""Checks JSON schemas of tools, as far as templates and grammars depend on it."""
 
 from collections.abc import Iterator
 from typing import Any
 
-#: Levels of objects and lists in one another: a template takes 32, with what is around a schema.
+#: Maximum nesting; templates allow 32, including what surrounds a schema.
 MAX_SCHEMA_DEPTH = 24
 
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-#: Keywords whose value is a schema, a list of schemas, or an object of schemas.
+#: Keywords that hold a schema, a list of schemas, or an object of schemas.
 _SCHEMA_KEYWORDS = (
     "additionalProperties",
     "contains",
@@ -21,12 +21,12 @@ _LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _OBJECT_KEYWORDS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _STRING_KEYWORDS = ("$ref", "description", "format", "pattern", "title")
 
-#: Where in a schema something is wrong (``.properties.x``), and what.
+#: Path of a problem (``.properties.x``), and its description.
 SchemaProblem = tuple[str, str]
 
 
 def find_schema_problem(schema: dict[str, Any]) -> SchemaProblem | None:
-    """What is wrong with ``schema``, of the parameters of a function; ``None`` if nothing is."""
+    """Find what is wrong with a function's parameters schema, if anything."""
     if schema.get("type", "object") != "object":
         return ".type", "parameters are an 'object'"
     if _find_deep_value(schema):

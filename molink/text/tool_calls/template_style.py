@@ -1,7 +1,7 @@
-"""Calls of earlier answers, as a model's chat template wants them.
+"""Adapts tool calls of earlier answers to the model's chat template.
 
-Clients send arguments as texts, several calls in one message, and ids of any kind. Templates differ
-in what they take of that, so each is tried on a small conversation once.
+Clients send arguments as strings, several calls per message, and arbitrary ids. Templates differ in
+what they accept, so each is probed once with a small conversation.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import msgspec
 
 from molink.errors import RequestError
 
-#: A message, or a tool, as templates take them.
+#: A message or tool as templates take it.
 TemplateValue = dict[str, Any]
 RenderMessages = Callable[[Sequence[TemplateValue], Sequence[TemplateValue]], str]
 
@@ -32,9 +32,9 @@ _PROBE_TOOL: TemplateValue = {
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStyle:
-    """What a template wants: arguments as objects, or as texts; no content beside calls, or an
-    empty one; one call a message; ids of nine letters and digits; thoughts as
-    ``takes_reasoning``."""
+    """How a template takes calls: arguments as objects or strings; omitted or empty content beside
+    calls; one call per message; ids of nine alphanumeric characters; reasoning.
+    """
 
     arguments_as_objects: bool = True
     omits_content: bool = False
@@ -44,7 +44,7 @@ class ToolCallStyle:
 
 
 def detect_call_style(source: str, render: RenderMessages) -> ToolCallStyle:
-    """The style of the template ``source``, which ``render`` renders."""
+    """Probe the template ``source``, rendered by ``render``."""
     objects, no_content = next(_find_argument_forms(render), (True, False))
     return ToolCallStyle(
         arguments_as_objects=objects,
@@ -58,13 +58,13 @@ def detect_call_style(source: str, render: RenderMessages) -> ToolCallStyle:
 def apply_call_style(
     messages: Sequence[TemplateValue], style: ToolCallStyle
 ) -> list[TemplateValue]:
-    """``messages`` with their calls, and what came of them, in this style."""
+    """Convert ``messages`` with calls and results to a style."""
     fitted = [_fit_message(message, style) for message in messages]
     return _split_calls(fitted) if style.one_call_per_message else fitted
 
 
 def _find_argument_forms(render: RenderMessages) -> Iterator[tuple[bool, bool]]:
-    """The ways in which a template writes a call's arguments as JSON, or in its own words."""
+    """Argument forms that a template renders correctly, as JSON or otherwise."""
     for objects in (True, False):
         for no_content in (False, True):
             arguments: Any = {"needle": "hay"} if objects else '{"needle": "hay"}'
@@ -111,7 +111,7 @@ def _fit_call(call: TemplateValue, style: ToolCallStyle) -> TemplateValue:
 
 
 def _parse_object(arguments: str) -> Any:
-    """Arguments as an object; what a model wrote that is none stays a text."""
+    """Parse arguments to an object; anything else stays a string."""
     try:
         value = msgspec.json.decode(arguments)
     except (ValueError, RecursionError):
@@ -126,7 +126,7 @@ def _shorten_id(ident: str) -> str:
 
 
 def _split_calls(messages: Sequence[TemplateValue]) -> list[TemplateValue]:
-    """One call a message, each followed by what came of it."""
+    """Split into one call per message, each followed by its result."""
     found: list[TemplateValue] = []
     at = 0
     while at < len(messages):

@@ -150,7 +150,7 @@ def test_special_tokens_of_a_tokenizer(calls: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_that_writes_no_calls() -> None:
-    with pytest.raises(RequestError, match="not known"):
+    with pytest.raises(RequestError, match="is unknown"):
         grammar_for(None)
 
 
