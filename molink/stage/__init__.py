@@ -1,1 +1,1 @@
-"""The model on torch: weights, layers, attention over paged KV, sampling."""
+"""Runs a model's layers on torch: weights, attention over paged KV, sampling."""

@@ -1,4 +1,4 @@
-"""What a stage is given to compute."""
+"""Input of a stage's forward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Consecutive rows of one request: its tokens at positions ``start … start + count - 1``.
+    """Consecutive rows of one request, at positions ``start … start + count - 1``.
 
-    ``blocks`` is the request's whole block table: block ``i`` holds the keys and values of
-    positions ``i * block_size …``. One row after the first is a decode row, more are a prefill
-    chunk; all earlier positions must have been computed in these blocks before.
+    ``blocks`` is the request's whole block table: block ``i`` holds KV of positions ``i *
+    block_size …``. A single row after the first is a decode row, several are a prefill chunk; KV of
+    all earlier positions must be in these blocks.
 
-    ``max_positions`` is how many tokens the request may come to have, 0 if no more than now: by
-    that, models that rotate long sequences differently (LongRoPE) treat all its rows alike.
-    Requests that share blocks must agree on it.
+    ``max_positions`` is the length that the request may reach, 0 for its current one. Models that
+    rotate long sequences differently (LongRoPE) choose by it; requests that share blocks must agree
+    on it.
     """
 
     start: int
@@ -26,16 +26,16 @@ class SequenceRows:
 
     @property
     def end(self) -> int:
-        """The request's tokens after these rows."""
+        """Tokens of the request up to and including these rows."""
         return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True)
 class StageInput:
-    """Rows of a micro-batch, token-flat: the rows of all ``sequences`` one after the other.
+    """Token-flat rows of a micro-batch, in the order of ``sequences``.
 
-    The first stage gets ``tokens`` (int64 ``[T]``), any other ``hidden`` (``[T, hidden_size]``, any
-    float dtype). The last stage returns logits of the rows ``logit_rows`` (indices into the T).
+    The first stage gets ``tokens`` (int64 ``[T]``), others ``hidden`` (``[T, hidden_size]``, any
+    float dtype). The last stage returns logits of the rows ``logit_rows``.
     """
 
     tokens: Tensor | None

@@ -1,11 +1,9 @@
-"""Copies between the host and a device: none is waited for but the last of a step.
+"""Asynchronous copies between host and device, with one wait at the end of a step.
 
-A copy from or to ordinary host memory makes CUDA wait for everything before it. So rows and tables
-go through pinned memory, which torch caches and doesn't hand out again before the copy has ended.
-What is computed on a CPU isn't copied to it.
+A copy of pageable memory makes CUDA wait for all earlier work, so rows and tables go through pinned
+memory, which torch caches and reuses only after the copy has ended.
 
-Whether that works is tried once in a process, on each device, before it is used: a copy that is not
-waited for and comes late, or from memory that was given to somebody else, would be a wrong answer.
+Each process tests pinned copies once per device: a late or misplaced copy would give wrong answers.
 """
 
 import logging
@@ -18,12 +16,12 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-#: Numbers of a copy that is tried, and how many are under way at a time.
+#: Sizes of tested copies, and how many are in flight.
 _TRIED, _TOGETHER = (1, 7, 4096, 1 << 18), 16
 
 
 def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; the same one if it is there."""
+    """Copy a tensor to ``device`` unless it is there."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     if not has_pinned(device):
@@ -32,25 +30,25 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def gather_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Rows of a tensor, in ascending order; copied only if they have gaps."""
+    """Select rows in ascending order; copies only if they have gaps."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return tensor[rows[0] : rows[-1] + 1]
     return tensor.index_select(0, upload_integers(rows, tensor.device))
 
 
 def download_rows(parts: Sequence[Tensor]) -> list[bytearray]:
-    """The bytes of rows ``[n, hidden]``, in memory of their own; waits once, for all of them.
+    """Download rows ``[n, hidden]`` as bytes; waits once for all of them.
 
-    A row that doesn't come begins with NaN, so that its request fails: pinned memory still has the
-    rows of an earlier step, those of another request.
+    The buffer is prefilled with NaN, so that a row that never arrives fails its request instead of
+    exposing another request's data.
     """
     return [_copy_bytes(part) for part in download_tensors(parts)]
 
 
 def download_tensors(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors ``[n, m]`` in memory of the host; waits once, for all of them.
+    """Download tensors ``[n, m]``; waits once for all of them.
 
-    A row that doesn't come begins with NaN, or with -1 if it has whole numbers.
+    A row that never arrives begins with NaN, or with -1 for integers.
     """
     if all(part.device.type == "cpu" for part in parts):
         return list(parts)
@@ -60,7 +58,6 @@ def download_tensors(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copy_pinned(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The same rows in pinned memory."""
     staged = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
     for pinned, part in zip(staged, parts, strict=True):
         pinned[:, :1] = torch.nan if part.dtype.is_floating_point else -1
@@ -78,7 +75,7 @@ def _copy_bytes(tensor: Tensor) -> bytearray:
 
 
 def upload_into(target: Tensor, values: Tensor) -> None:
-    """Copy ``values`` (on the host) into ``target`` (on a device, of the same shape)."""
+    """Copy host ``values`` into the device tensor ``target`` of the same shape."""
     if target.device.type == "cpu" or not has_pinned(target.device):
         target.copy_(values)
     else:
@@ -86,7 +83,7 @@ def upload_into(target: Tensor, values: Tensor) -> None:
 
 
 def upload_integers(numbers: "Sequence[int] | array[int]", device: torch.device) -> Tensor:
-    """Whole numbers as int64 ``[n]`` on ``device``."""
+    """Upload integers as int64 ``[n]``."""
     packed = numbers if isinstance(numbers, array) else array("q", numbers)
     if not packed:
         return torch.empty(0, dtype=torch.int64, device=device)
@@ -95,24 +92,25 @@ def upload_integers(numbers: "Sequence[int] | array[int]", device: torch.device)
 
 @cache
 def has_pinned(device: torch.device) -> bool:
-    """Whether copies of pinned memory that aren't waited for give what they should on a GPU."""
+    """Whether asynchronous copies of pinned memory work on a device."""
     try:
         error = pinned_error(device)
-    except RuntimeError as failed:  # no memory can be pinned (WSL has a bound for it, say)
-        log.warning("pinned copies fail on %s (%s): copies are waited for instead", device, failed)
+    except RuntimeError as failed:  # pinning fails, for example beyond WSL's limit
+        log.warning("pinned copies fail on %s (%s): using synchronous copies", device, failed)
         return False
     if error:
-        log.warning("pinned copies are wrong on %s: copies are waited for instead", device)
+        log.warning("pinned copies are wrong on %s: using synchronous copies", device)
     return not error
 
 
 @torch.inference_mode()
 def pinned_error(device: torch.device) -> float:
-    """Greatest difference of what is copied to a GPU and back to what was sent; 0 if it works."""
+    """Greatest difference of data after a round trip through pinned memory; 0 if it works."""
     worst = 0.0
     for size in _TRIED:
         sent = [torch.arange(size) + turn for turn in range(_TOGETHER)]
-        # Each is used after all others were begun; the pinned memory of each is free by then.
+        # All copies are in flight before the first is used, and their pinned memory is free by
+        # then.
         there = [one.pin_memory().to(device, non_blocking=True) for one in sent]
         target = torch.empty_like(there[0])
         copies = []

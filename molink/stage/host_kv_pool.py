@@ -1,8 +1,7 @@
-"""Memory of the host for KV blocks that a stage's pool has no room for now.
+"""Host memory for KV blocks of preempted requests.
 
-On a GPU it is pinned, and copies run on a stream of their own, beside the steps: only a step that
-uses blocks which are being copied waits, on the device, until they are. On a CPU blocks are copied
-at once, between two steps.
+On a GPU it is pinned, and copies run on a separate stream beside the steps; only a step that uses a
+block in flight waits for it, on the device. On a CPU blocks are copied synchronously between steps.
 """
 
 import time
@@ -16,28 +15,28 @@ from torch import Tensor
 from molink.errors import InvariantError
 from molink.stage.kv_pool import KVPool
 
-#: Bytes of a piece of host memory. Torch rounds what it pins up to a power of two.
+#: Bytes of a host allocation. Torch rounds pinned memory up to a power of two.
 _SLAB_BYTES = 1 << 28
-#: Copies there and back that are timed.
+#: Blocks copied in the timing.
 _TIMED_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingCopy:
-    """Blocks of the pool that are being copied, and what says that they are."""
+    """Blocks whose copy is in flight, and the event that ends it."""
 
     blocks: frozenset[int]
     done: torch.cuda.Event
 
 
 class HostKVPool:
-    """Up to ``blocks`` blocks of ``pool``, of which each stage has the same under the same id."""
+    """Host memory for ``blocks`` KV blocks; all stages use the same block ids."""
 
     def __init__(self, pool: KVPool, blocks: int, device: torch.device) -> None:
-        """Not zeroed: a CPU then has memory only for blocks that were in use.
+        """Allocate lazily zeroed memory; on a CPU only used blocks take physical memory.
 
         Raises:
-            RuntimeError: so much memory can't be pinned.
+            RuntimeError: the memory can't be pinned.
         """
         self._pool = pool
         self._device = device
@@ -54,14 +53,14 @@ class HostKVPool:
         ]
         self._stream = _stream_for(device) if pinned else None
         self._pending: list[_PendingCopy] = []
-        #: Host blocks that hold what was copied there.
+        #: Host blocks with valid contents.
         self._filled_hosts: set[int] = set()
 
     def copy_out(self, blocks: Sequence[int], hosts: Sequence[int]) -> None:
-        """Copy ``blocks`` of the pool, as all steps before have left them.
+        """Swap out: copy ``blocks`` after all steps launched so far.
 
         Raises:
-            InvariantError: the ids make no sense.
+            InvariantError: invalid ids.
         """
         self._check_ids(blocks, hosts)
         self._filled_hosts.difference_update(hosts)
@@ -72,14 +71,14 @@ class HostKVPool:
         self._filled_hosts.update(hosts)
 
     def copy_in(self, blocks: Sequence[int], hosts: Sequence[int]) -> None:
-        """Copy ``hosts`` into the pool, for steps to come; they hold nothing any more.
+        """Swap in: copy ``hosts`` into the pool for later steps, and free them.
 
         Raises:
-            InvariantError: the ids make no sense, or nothing was copied there.
+            InvariantError: invalid ids, or a host block has no contents.
         """
         self._check_ids(blocks, hosts)
         if not self._filled_hosts.issuperset(hosts):
-            raise InvariantError("blocks are to come back that were not copied to host memory")
+            raise InvariantError("swapped-in blocks were never copied to host memory")
         self._filled_hosts.difference_update(hosts)
         self._copy_pairs(
             [(self._pool.block_view(b), self._block_view(h)) for b, h in _zip_ids(blocks, hosts)],
@@ -87,7 +86,7 @@ class HostKVPool:
         )
 
     def wait_for_copies(self, tables: Iterable[Sequence[int]]) -> None:
-        """Let what is launched from now on wait for copies of blocks in ``tables``."""
+        """Make later launches wait for pending copies of blocks in ``tables``."""
         if not self._pending:
             return
         self._pending = [each for each in self._pending if not _is_done(each)]
@@ -99,10 +98,10 @@ class HostKVPool:
                 torch.cuda.current_stream(self._device).wait_event(each.done)
 
     def measure_block_s(self) -> float:
-        """Seconds that a block takes one way, as measured now; it is before anything is copied."""
+        """Measure the seconds per block and direction; call it before any copy."""
         count = min(self.blocks, self._pool.blocks, _TIMED_BLOCKS)
         ids = range(count)
-        for turn in range(2):  # memory is there only once it has been written to
+        for turn in range(2):  # the first round touches fresh memory
             began = time.perf_counter()
             self.copy_out(ids, ids)
             self.copy_in(ids, ids)
@@ -113,7 +112,7 @@ class HostKVPool:
         return 0.0
 
     def _copy_pairs(self, pairs: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[int]) -> None:
-        """Copy each target's source; ``blocks`` of the pool are in use until that is done."""
+        """Copy sources to targets; ``blocks`` of the pool are busy until the copies end."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -131,7 +130,7 @@ class HostKVPool:
         ranges = ((blocks, self._pool.blocks), (hosts, self.blocks))
         for ids, total in ranges:
             if any(not 0 <= each < total for each in ids) or len(set(ids)) != len(ids):
-                raise InvariantError(f"blocks to be copied are not all different ones of {total}")
+                raise InvariantError(f"block ids are duplicated or not below {total}")
 
 
 def _stream_for(device: torch.device) -> torch.cuda.Stream:

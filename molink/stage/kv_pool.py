@@ -1,4 +1,4 @@
-"""The paged cache of keys and values of one stage."""
+"""The paged KV cache of a stage."""
 
 import mmap
 import sys
@@ -21,7 +21,7 @@ def block_bytes(config: ModelConfig, layers: int, block_size: int, dtype: torch.
 
 
 class KVShape(Protocol):
-    """What a pool has to know of a model."""
+    """Model properties that a pool depends on."""
 
     @property
     def kv_heads(self) -> int:
@@ -29,20 +29,18 @@ class KVShape(Protocol):
 
     @property
     def head_dim(self) -> int:
-        """Their size."""
+        """Dimensions of a head."""
 
 
 class KVPool:
     """Keys and values of all layers, in blocks of ``block_size`` positions.
 
-    A *slot* is a position in the pool: ``block * block_size + offset``. A request's block table
-    maps its positions to slots, and every layer uses the same one. Behind the ``blocks`` there may
-    be a ``padding_block`` one that no request ever has: it holds zeros, or what padding rows leave
-    there.
+    A *slot* is ``block * block_size + offset``. A request's block table maps positions to slots,
+    and is shared by all layers. ``padding_block``, if any, follows the ``blocks`` and belongs to no
+    request: padding rows use it.
 
-    In memory a position has all its heads side by side, as kernels want them that read pages in
-    place. On a CPU each head has a region of its own, but in fp16, in which nothing reads pages in
-    place there: attention then reads memory in order, which takes up to half the time.
+    A position's heads are contiguous, as paged kernels expect. On a CPU, except in fp16, each head
+    has a separate region, so that attention reads memory in order, in up to half the time.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class KVPool:
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self._heads_first = device.type == "cpu" and dtype != torch.float16
         heads, count, row = self.kv_heads, blocks + spare, block_size * self.head_dim
-        # Not zeroed: a CPU then has memory only for blocks that were in use (see `clear`).
+        # Not zeroed, so that on a CPU only used blocks take physical memory (see `zero_blocks`).
         memory = _allocate_memory(2 * layers * count * heads * row, dtype, device)
         if self._heads_first:
             split = memory.view(layers, 2, heads, count, block_size, self.head_dim)
@@ -69,23 +67,23 @@ class KVPool:
         else:
             self._storage = memory.view(layers, 2, count, block_size, heads, self.head_dim)
             self._blocks = memory.view(layers, 2, count, heads * row).unbind(0)
-        #: Of each layer ``[2, slots, kv_heads, head_dim]``, a view like all of these.
+        #: Views ``[2, slots, kv_heads, head_dim]``, by layer.
         self._slots = self._storage.view(layers, 2, -1, heads, self.head_dim).unbind(0)
         if spare:
             self.zero_blocks((blocks,))
 
     def write_rows(self, layer: int, slots: Tensor, rows: Tensor) -> None:
-        """Store rows ``[T, 2, kv_heads, head_dim]`` (keys, values) at ``slots`` (int64 ``[T]``)."""
+        """Store keys and values ``[T, 2, kv_heads, head_dim]`` at ``slots`` (int64 ``[T]``)."""
         self._slots[layer].index_copy_(1, slots, rows.transpose(0, 1))
 
     def read_blocks(
         self, layer: int, blocks: Tensor | slice, sequences: int, scratch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole blocks, the same number for each of ``sequences``.
+        """Return keys and values of whole blocks, the same number for each sequence.
 
-        ``blocks`` (int64, flat) has them sequence by sequence; consecutive ones may be a slice and
-        are not copied then. Both results are ``[sequences, kv_heads, positions, head_dim]``
-        (strided), in ``scratch`` (flat, of as many elements as both) if given.
+        ``blocks`` (int64, flat) lists them by sequence; a slice avoids the copy. Both results are
+        strided ``[sequences, kv_heads, positions, head_dim]``, in ``scratch`` (flat, of as many
+        elements) if given.
         """
         both, dim = self._blocks[layer], 2 if self._heads_first else 1
         if isinstance(blocks, slice):
@@ -102,27 +100,27 @@ class KVPool:
         return shaped[0], shaped[1]
 
     def copy_block(self, source: int, target: int, positions: int) -> None:
-        """Make ``target`` begin as ``source`` does, in all layers; beyond ``positions`` it is zero.
+        """Copy the first ``positions`` of a block in all layers, and zero the rest.
 
-        What follows in ``source`` is another request's, and perhaps being written.
+        The rest of ``source`` belongs to another request and may be written concurrently.
         """
         self._storage[:, :, target, :positions] = self._storage[:, :, source, :positions]
         self._storage[:, :, target, positions:] = 0
 
     def block_view(self, block: int) -> Tensor:
-        """Keys and values of a block, ``[layers, 2, block_size, kv_heads, head_dim]``, a view."""
+        """View a block's keys and values, ``[layers, 2, block_size, kv_heads, head_dim]``."""
         return self._storage[:, :, block]
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and all values, ``[blocks, block_size, kv_heads, head_dim]`` each."""
+        """All keys and values of a layer, ``[blocks, block_size, kv_heads, head_dim]`` each."""
         keys, values = self._storage[layer]
         return keys, values
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks in all layers.
 
-        Attention reads whole blocks and masks what lies beyond a sequence's end; a weight of 0
-        times a NaN left behind by an earlier owner would still be NaN.
+        Attention reads whole blocks and masks positions beyond the end; weight 0 times a stale NaN
+        would still be NaN.
         """
         for block in block_ids:
             self._storage[:, :, block].zero_()
@@ -130,7 +128,7 @@ class KVPool:
     def locate_rows(
         self, sequences: Sequence[SequenceRows]
     ) -> "tuple[array[int], array[int], list[int]]":
-        """Position and slot of each row, and the blocks that are begun here but not filled.
+        """Return each row's position and slot, and the blocks that are started but not filled.
 
         Raises:
             InvariantError: rows don't fit their blocks, or blocks the pool.
@@ -156,16 +154,16 @@ class KVPool:
 
 
 def _allocate_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``size`` elements of a pool, of a CPU in small pages whatever torch asks for otherwise.
+    """Allocate ``size`` elements; on Linux CPUs without huge pages.
 
-    Each head of each layer has a region of its own, so the first row that lies in new pages of 2 MB
-    would have one zeroed for each: 128 MB for four layers of eight heads, in the midst of a step.
+    Each head of each layer has its own region, so the first row in new pages of 2 MB would zero one
+    per region during a step: 128 MB for four layers of eight heads.
     """
     nbytes = size * dtype.itemsize
     if sys.platform == "linux" and device.type == "cpu" and nbytes:
-        with suppress(OSError):  # torch's own error says it better
+        with suppress(OSError):  # torch then reports the error
             memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without huge pages
+            with suppress(OSError):  # kernels without huge pages
                 memory.madvise(mmap.MADV_NOHUGEPAGE)
             return torch.frombuffer(memory, dtype=dtype)
     return torch.empty(size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""A stage's layers with what a step through them needs: KV pool, attention, angles."""
+"""A stage's layers with the KV pool, attention and RoPE that a step needs."""
 
 from array import array
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from molink.stage.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class LocatedRows:
-    """Rows ``[T, hidden]`` of ``sequences`` on the device; their positions and slots on the host.
+    """Device rows ``[T, hidden]`` of ``sequences``, with positions and slots on the host.
 
-    See :meth:`~molink.stage.kv_pool.KVPool.locate`.
+    See :meth:`~molink.stage.kv_pool.KVPool.locate_rows`.
     """
 
     rows: Tensor
@@ -31,7 +31,7 @@ class LocatedRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
-    """Runs steps on one KV pool, launching one kernel after the other."""
+    """Runs steps eagerly on one KV pool."""
 
     decoder: Decoder
     pool: KVPool
@@ -40,7 +40,7 @@ class LayerPass:
     dtype: torch.dtype
 
     def run_step(self, step: LocatedRows) -> Tensor:
-        """Rows ``[T, hidden]`` after all layers."""
+        """Run rows ``[T, hidden]`` through all layers."""
         count, device = len(step.rows), step.rows.device
         both = upload_integers(step.positions + step.slots, device)
         angles = tuple(rope.compute_angles(both[:count], step.sequences) for rope in self.ropes)

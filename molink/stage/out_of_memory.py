@@ -1,33 +1,33 @@
-"""A process's share of a GPU, and what is done when memory has run out."""
+"""Limits a process's GPU memory, and detects out-of-memory errors."""
 
 import torch
 
-#: How other errors than torch's own begin or say that memory has run out.
+#: Out-of-memory texts of errors that are not torch's own type.
 _OUT_OF_MEMORY_TEXTS = (
-    "can't allocate memory",  # the CPU allocator
-    "not enough memory",  # the same on Windows
+    "can't allocate memory",  # CPU allocator
+    "not enough memory",  # CPU allocator on Windows
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # cuBLAS has no room for what it needs itself
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # cuBLAS has no memory for its workspace
     "CUDA error: out of memory",
 )
 
 
 def limit_memory(device: str, nbytes: int) -> None:
-    """Let torch allocate at most ``nbytes`` of a GPU from now on; 0 or a CPU: no bound.
+    """Limit torch to ``nbytes`` of a GPU, excluding the CUDA context; 0 = unlimited.
 
-    On Windows a GPU that is over-allocated goes on in RAM, many times slower, without an error:
-    with a bound there is one instead. The CUDA context comes on top.
+    On Windows an over-allocated GPU silently spills to RAM, many times slower; a limit gives an
+    error instead.
     """
     place = torch.device(device)
     index = place.index or 0
     if place.type != "cuda" or not nbytes or index >= torch.cuda.device_count():
-        return  # a device that isn't there is reported by who loads onto it
+        return  # loading reports missing devices
     total = torch.cuda.get_device_properties(index).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), index)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory, of a device or of the PC, has run out."""
+    """Whether an error means that device or host memory has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -36,5 +36,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def empty_device_cache() -> None:
-    """Give back what torch keeps for later: in pieces it may be of no use to the next step."""
-    torch.cuda.empty_cache()  # which does nothing where no GPU is in use
+    """Release torch's cached memory, whose fragments may not fit the next step."""
+    torch.cuda.empty_cache()  # no effect without an active GPU

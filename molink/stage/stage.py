@@ -1,4 +1,4 @@
-"""A stage: a contiguous range of a model's layers on one device, with its KV pool."""
+"""A contiguous range of a model's layers on one device, with its KV pool."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class Stage:
-    """Computes the rows of micro-batches. Not thread-safe: one caller at a time.
+    """Computes micro-batches on a range of layers. Not thread-safe.
 
-    ``dtype`` is what it computes in, ``wire_dtype`` what rows should travel in,
-    ``disabled_kernels`` the kernels that it doesn't use.
+    ``dtype`` is the compute type, ``wire_dtype`` the type of rows between stages.
+    ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class Stage:
         backend: BackendName = "auto",
         disabled_kernels: Collection[str] = (),
     ) -> None:
-        """Kernels to ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`."""
         self.config, self.layers, self.device = config, layers, device
         self.dtype, self.wire_dtype = dtype, wire_dtype
         self._decoder = decoder
@@ -68,7 +67,7 @@ class Stage:
         self._residual_dtype = residual_dtype(self._dtype)
         self._backend_name: BackendName = backend
         self.disabled_kernels = disabled_kernels
-        #: By block size: not every backend takes every one.
+        #: By block size, since backends restrict it.
         self._attentions: dict[int, AttentionBackend] = {}
         with torch.inference_mode():
             self._ropes = tuple(
@@ -95,14 +94,13 @@ class Stage:
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
-        Their projections are quantized as they are read, or stay as a quantized checkpoint has
-        them. What is ``held`` was loaded so already. Kernels to ``disabled_kernels`` are named as
-        in :mod:`molink.facts.kernels`. ``on_layer`` is told how many layers there are by then.
+        Projections are quantized while they are read, unless the checkpoint is quantized. Weights
+        in ``held`` are reused. ``on_layer`` is called with the number of loaded layers.
 
         Raises:
-            UsageError: there is no such device, or the checkpoint is quantized in another way.
-            BrokenModel: a tensor can't be read, or holds NaN or infinity.
-            UnsupportedModel: a kind of quantized weights that isn't implemented.
+            UsageError: no such device, or ``quantize`` contradicts the checkpoint.
+            BrokenModel: a tensor can't be read, or has NaN or infinity.
+            UnsupportedModel: a quantization is not implemented.
         """
         place, config = find_device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, place)
@@ -120,7 +118,7 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes tokens."""
+        """Whether it embeds tokens."""
         return self.layers[0] == 0
 
     @property
@@ -130,27 +128,27 @@ class Stage:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all its weights."""
+        """Bytes of all weights."""
         return self._decoder.nbytes
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a step reads."""
+        """Bytes of weights read per step."""
         return self._decoder.step_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of its first layer."""
+        """Bytes of the first layer."""
         return self._decoder.blocks[0].nbytes
 
     @property
     def has_graphs(self) -> bool:
-        """Whether decode steps that come again become CUDA graphs."""
+        """Whether frequent decode steps become CUDA graphs."""
         return self._graphs is not None
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes that its CUDA graphs take so far."""
+        """Bytes of CUDA graphs so far."""
         return 0 if self._graphs is None else self._graphs.nbytes
 
     def block_bytes(self, block_size: int) -> int:
@@ -158,28 +156,28 @@ class Stage:
         return block_bytes(self.config, len(self._decoder.blocks), block_size, self._dtype)
 
     def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
-        """Make a fresh pool; an earlier one is dropped first."""
+        """Allocate a fresh KV pool; an earlier one is freed first."""
         self.free_kv_pool()
         self._pool = self._create_pool(blocks, block_size)
-        # Both try things out, for which there is time now.
+        # Both run trials, which are affordable now.
         attention = self._attention_backend(block_size)
         self._layer_pass = LayerPass(self._decoder, self._pool, attention, self._ropes, self._dtype)
         self._graphs = self._create_graphs(self._layer_pass)
 
     @torch.inference_mode()
     def forward(self, batch: StageInput) -> Tensor:
-        """Compute a micro-batch; its keys and values stay in the pool.
+        """Compute a micro-batch and store its KV.
 
         Returns:
-            Rows ``[T, hidden_size]`` in ``wire_dtype``, or at the last stage float32 logits
-            ``[len(logit_rows), vocab_size]``. It is an inference tensor: change it in place only
-            under ``torch.inference_mode()``.
+            Rows ``[T, hidden_size]`` in ``wire_dtype``, or float32 logits ``[len(logit_rows),
+            vocab_size]`` on the last stage. It is an inference tensor: modify it only under
+            ``torch.inference_mode()``.
 
         Raises:
             InvariantError: the batch doesn't fit its rows, blocks or the pool.
         """
         if self._layer_pass is None:
-            raise InvariantError("a stage was asked to compute before it had a KV pool")
+            raise InvariantError("forward was called before a KV pool was allocated")
         self._set_device()
         if self._host_pool is not None:
             self._host_pool.wait_for_copies(sequence.blocks for sequence in batch.sequences)
@@ -187,9 +185,9 @@ class Stage:
 
     @torch.inference_mode()
     def capture_next_graph(self) -> bool:
-        """Make one CUDA graph that steps to come would use; whether one was tried.
+        """Capture one useful CUDA graph; return whether one was tried.
 
-        For a time at which nobody waits: it takes some hundredths of a second.
+        Call it while idle: it takes some tens of milliseconds.
         """
         if self._graphs is None:
             return False
@@ -198,7 +196,9 @@ class Stage:
 
     @torch.inference_mode()
     def capture_graph(self, rows: int, positions: int) -> None:
-        """Make the CUDA graph of decode steps of ``rows`` rows, up to so many positions."""
+        """Capture the CUDA graph of decode steps with ``rows`` rows and up to ``positions``
+        positions.
+        """
         if self._graphs is not None:
             self._set_device()
             self._graphs.capture_shape(rows, positions)
@@ -207,7 +207,7 @@ class Stage:
     def copy_block(self, source: int, table: Sequence[int], start: int) -> None:
         """Copy the positions before ``start`` in its block of ``table`` from block ``source``."""
         if self._pool is None:
-            raise InvariantError("a stage was asked to copy before it had a KV pool")
+            raise InvariantError("copy_block was called before a KV pool was allocated")
         size = self._pool.block_size
         if self._host_pool is not None:
             self._host_pool.wait_for_copies((table,))
@@ -215,16 +215,15 @@ class Stage:
 
     @torch.inference_mode()
     def open_host_pool(self, nbytes: int, stages_per_host: int = 1) -> tuple[int, float]:
-        """Take up to ``nbytes`` of host memory for KV blocks; once there is a pool.
+        """Allocate up to ``nbytes`` of host memory for KV blocks.
 
-        No more than half of what is free now, which so many stages of this PC share.
+        All stages of this PC share at most half of the free memory.
 
         Returns:
-            How many blocks fit, and the seconds that one takes to be copied; ``(0, 0)`` if there is
-            no such memory, or it can't be pinned.
+            The number of blocks and the seconds to copy one; ``(0, 0)`` on failure.
         """
         if self._pool is None:
-            raise InvariantError("a stage was asked for host memory before it had a KV pool")
+            raise InvariantError("open_host_pool was called before a KV pool was allocated")
         free = psutil.virtual_memory().available // (2 * stages_per_host)
         blocks = min(nbytes, free) // self.block_bytes(self._pool.block_size)
         if blocks < 1:
@@ -233,8 +232,8 @@ class Stage:
         try:
             self._host_pool = HostKVPool(self._pool, blocks, self.device)
             return blocks, self._host_pool.measure_block_s()
-        except RuntimeError as error:  # WSL has a bound for what is pinned, say
-            log.warning("no host memory for %d KV blocks (%s): none is used", blocks, error)
+        except RuntimeError as error:  # for example, WSL limits pinned memory
+            log.warning("no host memory for %d KV blocks (%s)", blocks, error)
             self._host_pool = None
             return 0, 0.0
 
@@ -243,10 +242,10 @@ class Stage:
         """Copy KV blocks ``out`` to host memory, or in from there.
 
         Raises:
-            InvariantError: there is no such host memory, or it doesn't hold them.
+            InvariantError: no host memory, or invalid blocks.
         """
         if self._host_pool is None:
-            raise InvariantError("a stage without host memory was asked to swap")
+            raise InvariantError("swap_blocks was called without host memory")
         self._set_device()
         if out:
             self._host_pool.copy_out(blocks, hosts)
@@ -254,13 +253,13 @@ class Stage:
             self._host_pool.copy_in(blocks, hosts)
 
     def free_kv_pool(self) -> None:
-        """Give back the memory of the pool."""
+        """Free the KV pool, its graphs and host memory."""
         self._pool = self._layer_pass = self._graphs = self._host_pool = None
 
     def release_weights(self, wanted: LayerRange) -> HeldWeights:
-        """What another stage, of layers ``wanted``, can take over; all else is given back.
+        """Return weights that a stage of layers ``wanted`` can reuse; free everything else.
 
-        This stage is of no use afterwards.
+        This stage is unusable afterwards.
         """
         self.free_kv_pool()
         held = HeldWeights.from_decoder(self._decoder, self.layers, wanted)
@@ -281,12 +280,12 @@ class Stage:
 
     def _set_device(self) -> None:
         if self.device.type == "cuda":
-            # Of this thread: what names no device (pinned memory, say) else goes by the first GPU.
+            # Some calls, such as pinning memory, use the thread's current device.
             torch.cuda.set_device(self.device)
 
     @torch.inference_mode()
     def _create_graphs(self, layers: LayerPass) -> DecodeGraphs | None:
-        """Graphs for decode steps on a pool, if they are faster here."""
+        """Create graphs for decode steps if they are faster on this device."""
         pool = layers.pool
         if pool.padding_block is None:
             return None
@@ -296,7 +295,7 @@ class Stage:
         return graphs if graphs.check_speedup() else None
 
     def _attention_backend(self, block_size: int) -> AttentionBackend:
-        """The backend for a pool of such blocks."""
+        """Return the backend for a block size."""
         if block_size not in self._attentions:
             shape = AttentionShape.from_config(self.config, self.layers)
             self._attentions[block_size] = create_attention(
@@ -318,21 +317,21 @@ class Stage:
     def _embed_batch(self, batch: StageInput) -> Tensor:
         if self.is_first:
             if batch.tokens is None:
-                raise InvariantError("the first stage was given no tokens")
-            # On CUDA an id beyond the table would end every later computation of the process.
+                raise InvariantError("the first stage got no tokens")
+            # On CUDA an invalid id would poison the process.
             minimum, greatest = batch.tokens.aminmax()
             if minimum < 0 or greatest >= self.config.vocab_size:
                 raise InvariantError(f"a token id is not in 0:{self.config.vocab_size}")
             rows = self._decoder.embed_tokens(upload_tensor(batch.tokens, self.device))
             return rows.to(self._residual_dtype)
         if batch.hidden is None:
-            raise InvariantError(f"stage {self.layers} was given no hidden rows")
+            raise InvariantError(f"stage {self.layers} got no hidden rows")
         return upload_tensor(batch.hidden, self.device).to(self._residual_dtype)
 
     def _run_layers(
         self, rows: Tensor, sequences: Sequence[SequenceRows], layers: LayerPass
     ) -> Tensor:
-        """Rows ``[T, hidden]`` through all layers, as one CUDA graph where that is faster."""
+        """Run rows ``[T, hidden]`` through all layers, as a CUDA graph where that is faster."""
         positions, slots, fresh = layers.pool.locate_rows(sequences)
         if len(positions) != len(rows):
             raise InvariantError(f"a batch has {len(rows)} rows, its sequences {len(positions)}")
@@ -343,18 +342,18 @@ class Stage:
 
 
 def find_device(name: str) -> torch.device:
-    """The device called ``cpu`` or ``cuda:N``.
+    """Return the device called ``cpu`` or ``cuda:N``.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no such device.
     """
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"{name!r} is no device; use cpu or cuda:N") from error
+        raise UsageError(f"{name!r} is not a device; use cpu or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"devices of type {device.type!r} are not supported; use cpu or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"there is no device {name}: this torch sees no such GPU")
-    # Some calls of torch want to be told which GPU it is.
+        raise UsageError(f"no device {name}: torch does not see such a GPU")
+    # Some torch calls require an explicit index.
     return device if device.type == "cpu" else torch.device("cuda", device.index or 0)

@@ -1,4 +1,4 @@
-"""Element types by the names of the wire, and which one a device computes in."""
+"""Maps dtype names to torch, and chooses the dtype to compute in."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,11 +15,11 @@ DTYPE_NAMES: dict[torch.dtype, WeightDType] = {dtype: name for name, dtype in TO
 
 
 def choose_dtype(wanted: DTypeChoice, stored: WeightDType, device: torch.device) -> WeightDType:
-    """What to compute in: as asked, else what suits the stored weights and the device.
+    """Choose the compute type: ``wanted``, else one that suits weights and device.
 
-    On CUDA that is the model's own type, but fp16 instead of bf16 on a GPU that has to emulate bf16
-    (before Ampere). A CPU takes bf16 for 16-bit models where it has instructions for it and fp32
-    otherwise (fp16 is slower than fp32 there).
+    On CUDA that is the model's own type, but fp16 instead of bf16 on GPUs that emulate bf16 (before
+    Ampere). A CPU uses bf16 for 16-bit models if it has the instructions, else fp32, which is
+    faster than fp16 there.
     """
     if wanted != "auto":
         return wanted
@@ -29,12 +29,12 @@ def choose_dtype(wanted: DTypeChoice, stored: WeightDType, device: torch.device)
 
 
 def residual_dtype(computed: torch.dtype) -> torch.dtype:
-    """What the sums over the layers are kept in: those of bf16 models don't fit fp16."""
+    """Type of residual sums: those of bf16 models overflow fp16."""
     return torch.float32 if computed == torch.float16 else computed
 
 
 def choose_wire_dtype(wanted: DTypeChoice, stored: WeightDType) -> WeightDType:
-    """What rows travel in: the same at every stage of a pipeline, whatever each computes in."""
+    """Choose the type of rows between stages, independent of what each stage computes in."""
     return stored if wanted == "auto" else wanted
 
 
@@ -47,7 +47,7 @@ def supports_bf16(device: torch.device) -> bool:
 
 def cpu_supports_bf16() -> bool:
     """Whether this CPU multiplies bf16 natively (AVX512-BF16 or AMX)."""
-    # Absent from older versions of torch: then nothing is known, and fp32 always works.
+    # Older torch versions can't tell; fp32 always works.
     known: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
     capabilities = known()
     names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16")

@@ -1,4 +1,4 @@
-"""Getting what a process finds out and compiles once before the first stage of it is loaded."""
+"""Warms up a process before its first stage is loaded."""
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.dtypes import DTypeChoice
@@ -6,7 +6,7 @@ from molink.facts.model import LayerRange, Quantize
 from molink.stage.diagnostics.stage_passes import StagePasses
 from molink.stage.stage import Stage
 
-#: Rows of the passes that are run: one request's next row, and a short prompt.
+#: Rows of the prefill pass.
 _PROMPT_ROWS = 8
 
 
@@ -17,13 +17,12 @@ def warm_up(
     quantize: Quantize,
     block_size: int,
 ) -> None:
-    """Load one layer of ``layers`` on the CPU, run a little through it and let go of it.
+    """Load one inner layer of ``layers`` on the CPU, run a few passes and free it.
 
-    It has neither end of the model, which may be larger than many layers. Where ``layers`` have
-    no such layer nothing is done.
+    Without an inner layer nothing happens: the model's ends may be large.
 
     Raises:
-        MolinkError: as :meth:`Stage.load`.
+        MolinkError: as :meth:`Stage.load_layers`.
     """
     inner = [layer for layer in range(*layers) if 0 < layer < folder.config.layers - 1]
     if not inner:

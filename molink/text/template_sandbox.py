@@ -153,7 +153,7 @@ class SandboxEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Charge ``obj[argument]``: a slice is a copy, other keys are hashed or appear in errors."""
+        """Charge ``obj[argument]``: a slice is a copy, other keys are hashed or named in errors."""
         if isinstance(argument, slice):
             self.budget.charge_copy(obj)
         else:

@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: a protocol, its backends, and their choice."""
+"""Attention over paged KV: backends and their choice."""

@@ -1,7 +1,7 @@
-"""Whether flash kernels, or compiled ones, work here: tried on a small pool, beside ``gather``.
+"""Checks flash and compiled attention against ``gather`` on a small pool.
 
-Neither a version nor a platform tells: they may be missing from a build, refuse a head size, or be
-wrong. Whatever goes wrong means no.
+Version and platform are not enough: kernels may be missing from a build, refuse a head size, or be
+wrong. Any failure disables the backend.
 """
 
 import logging
@@ -22,18 +22,18 @@ from molink.stage.kv_pool import KVPool
 log = logging.getLogger(__name__)
 
 _NUM_BLOCKS = 6
-#: A window that leaves something out of these.
+#: A window that excludes some positions.
 _WINDOW = 100
-#: Greatest difference of outputs that are means of values of about 1, in 16 bits and in float32.
+#: Tolerances for outputs of magnitude 1, in 16 bits and float32.
 _NARROW, _WIDE = 0.05, 1e-4
-#: A model as most are, for :func:`preferred_block_size`.
+#: A typical model, for :func:`preferred_block_size`.
 _USUAL_SHAPE = AttentionShape(kv_heads=2, groups=4, head_dim=128, scale=128**-0.5, windows=(0,))
 
 
 def create_checked_flash(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[FlashAttention | None, str]:
-    """The backend, or ``None`` and why it doesn't work for a model of this shape."""
+    """Return the backend, or ``None`` and the reason why it can't be used."""
     if device.type != "cuda":
         return None, "it needs a CUDA device"
     if shape.softcap:
@@ -41,7 +41,7 @@ def create_checked_flash(
     if shape.sinks:
         return None, "it has no attention sinks, which this model needs"
     if block_size % PAGE_MULTIPLE:
-        return None, f"KV blocks of {block_size} positions are no multiple of {PAGE_MULTIPLE}"
+        return None, f"KV blocks of {block_size} positions are not a multiple of {PAGE_MULTIPLE}"
     kernel = find_kernel()
     if kernel is None:
         return None, f"torch {torch.__version__} has no varlen_attn with a block table"
@@ -49,10 +49,10 @@ def create_checked_flash(
         difference = _difference(
             shape, lambda layer: FlashAttention(layer, kernel), PAGE_MULTIPLE, dtype, device
         )
-    except Exception as error:  # whatever a kernel's build may raise
+    except Exception as error:  # kernels may raise anything
         log.info("no flash attention: %s", error)
         return None, f"{type(error).__name__}: {error}"
-    # Written so that NaN is no.
+    # NaN fails, too.
     if not difference <= _NARROW:
         log.warning("no flash attention: its results are off by %g", difference)
         return None, f"its results are off by {difference:g}"
@@ -62,12 +62,12 @@ def create_checked_flash(
 def create_checked_compiled(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[CompiledAttention | None, str]:
-    """The backend for a CPU, or ``None`` and why it doesn't work for a model of this shape."""
+    """Return the CPU backend, or ``None`` and the reason why it can't be used."""
     if device.type != "cpu":
         return None, "it needs a CPU"
     attend = compile_attention(shape, block_size, dtype)
     if attend is None:
-        return None, f"there is no code for {dtype} on this CPU, or for such heads and blocks"
+        return None, f"{dtype} with these heads and blocks is not supported on this CPU"
     difference = _difference(
         shape, lambda layer: CompiledAttention(layer, attend), block_size, dtype, device
     )
@@ -78,7 +78,7 @@ def create_checked_compiled(
 
 
 def preferred_block_size(device: torch.device) -> int:
-    """What KV blocks on this device had better be a multiple of; 1 where nothing depends on it."""
+    """Block size multiple that the fastest backend needs; 1 if none does."""
     dtypes = (torch.float16, torch.bfloat16)
     works = all(
         create_checked_flash(_USUAL_SHAPE, PAGE_MULTIPLE, dtype, device)[0] is not None
@@ -95,7 +95,7 @@ def _difference(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Greatest difference to ``gather``, with and without a window as the model has it."""
+    """Greatest difference to ``gather``, with and without a window."""
     worst = 0.0
     for window in {min(window, _WINDOW) for window in shape.windows}:
         layer = replace(shape, windows=(window,))
@@ -116,7 +116,7 @@ def _difference(
 
 
 def _trial_sequences(page: int) -> tuple[SequenceRows, ...]:
-    """Two decode rows and two chunks that begin, end and cross at all sides of a page's edge."""
+    """Decode rows and chunks that begin, end and cross at page borders."""
     return (
         SequenceRows(page, 1, (4, 1)),
         SequenceRows(page - 2, 1, (0,)),
@@ -128,8 +128,7 @@ def _trial_sequences(page: int) -> tuple[SequenceRows, ...]:
 def _make_rows(
     shape: AttentionShape, page: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVPool, Tensor]:
-    """A pool of one layer and the rows of :func:`_trial_sequences`, whose keys and values are in
-    it."""
+    """Create a pool of one layer with the KV of :func:`_trial_sequences`, and their rows."""
     generator = torch.Generator().manual_seed(0)
     pool = KVPool(shape, 1, _NUM_BLOCKS, page, dtype, device)
     heads = (shape.groups + 2) * shape.kv_heads

@@ -1,4 +1,4 @@
-"""What an attention backend has to do, and the metadata that all layers of a forward share."""
+"""Interface of attention backends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,11 @@ BackendName = Literal["auto", "flash", "compiled", "gather", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a backend has to know of the model. ``groups`` is query heads per key-value head.
+    """Model properties that a backend depends on. ``groups`` is query heads per KV head.
 
-    Scores are ``scale * q·k``. ``windows`` has an entry for each layer of the stage: how many
-    positions a row attends to, its own included; 0 = all before it. A ``softcap`` above 0 bounds
-    scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With ``sinks`` each layer brings a
-    score for each query head that takes its share of the weights and gives nothing (gpt-oss).
+    Scores are ``scale * q·k``. ``windows`` is per layer of the stage, 0 = full attention. A
+    ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
+    ``sinks`` each query head has a learned score that takes part in the softmax only (gpt-oss).
     """
 
     kv_heads: int
@@ -34,7 +33,7 @@ class AttentionShape:
 
     @classmethod
     def from_config(cls, config: ModelConfig, layers: tuple[int, int]) -> "AttentionShape":
-        """That of layers ``first:last`` of a model."""
+        """Shape of a model's layers ``first:last``."""
         first, last = layers
         return cls(
             kv_heads=config.kv_heads,
@@ -48,31 +47,30 @@ class AttentionShape:
 
 
 class LayerAttention(Protocol):
-    """Attention of one forward, prepared once and then run by every layer."""
+    """Attention metadata of one forward, shared by all layers."""
 
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend with rows ``heads`` (``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v).
+        """Attend with ``heads`` (``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v).
 
-        Keys and values of these rows are in ``pool`` already; so are those before them. ``sinks``
-        are float32 ``[groups * kv_heads]``, if the shape says so. Returns
-        ``[T, groups * kv_heads * head_dim]``.
+        Keys and values up to and including these rows are in ``pool``. ``sinks`` are float32
+        ``[groups * kv_heads]``. Returns ``[T, groups * kv_heads * head_dim]``.
         """
 
 
 class StaticAttention(LayerAttention, Protocol):
-    """Attention of decode steps of one shape, whose tables stay where they are in memory."""
+    """Attention of decode steps of a fixed shape in static buffers, for CUDA graphs."""
 
     def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
-        """Take the tables of a step, in one copy: a decode row for each row of the shape."""
+        """Copy the block tables of a step into the buffers, one decode row per row."""
 
     def derive_masks(self) -> None:
-        """Compute from the tables, on the device, what all layers of the step need."""
+        """Derive masks and indices from the tables, on the device."""
 
 
 class AttentionBackend(Protocol):
-    """A backend. It keeps no state between forwards."""
+    """An attention backend; stateless between forwards."""
 
     def prepare_layers(
         self,
@@ -81,9 +79,9 @@ class AttentionBackend(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerAttention:
-        """Make indices and masks for a forward over ``sequences``."""
+        """Prepare indices and masks of a forward."""
 
     def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> StaticAttention:
-        """For decode steps of ``rows`` rows, whose tables have ``blocks`` blocks at most."""
+        """Prepare decode steps of ``rows`` rows with up to ``blocks`` blocks each."""

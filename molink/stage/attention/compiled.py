@@ -1,4 +1,4 @@
-"""Attention by code that was compiled for this CPU: it reads pages where they are."""
+"""Attention by code compiled for this CPU, which reads pages in place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CompiledLayers:
-    """Attention of one forward; see :class:`~molink.stage.attention.base.LayerAttention`.
+    """Attention of one forward.
 
-    ``passes``, ``tables`` and ``scratch`` are what
-    :class:`~molink.stage.kernels.attention_kernel.AttentionKernel` takes, which looks nothing up:
-    ``first_block`` and ``last_block`` are those of the tables' blocks.
+    ``passes``, ``tables`` and ``scratch`` are inputs of
+    :class:`~molink.stage.kernels.attention_kernel.AttentionKernel`, which checks no bounds:
+    ``first_block`` and ``last_block`` are those in the tables.
     """
 
     attend: "AttentionKernel"
@@ -51,7 +51,7 @@ class CompiledLayers:
 
 
 def kernel_shape(shape: AttentionShape, block_size: int) -> AttentionKernelShape:
-    """What code for a model and blocks of ``block_size`` positions depends on."""
+    """Properties that compiled code depends on."""
     return AttentionKernelShape(
         shape.kv_heads,
         shape.groups,
@@ -66,12 +66,12 @@ def kernel_shape(shape: AttentionShape, block_size: int) -> AttentionKernelShape
 def compile_attention(
     shape: AttentionShape, block_size: int, dtype: torch.dtype
 ) -> "AttentionKernel | None":
-    """Code for this CPU and torch's threads, if there is any; nobody has checked it yet."""
+    """Compile code for this CPU and torch's threads; ``None`` if unsupported. Not yet checked."""
     return create_attention_kernel(kernel_shape(shape, block_size), dtype, torch.get_num_threads())
 
 
 class CompiledAttention:
-    """The ``compiled`` backend, for a CPU."""
+    """The ``compiled`` backend, for CPUs."""
 
     def __init__(self, shape: AttentionShape, attend: "AttentionKernel") -> None:
         self._attend, self._windows = attend, shape.windows
@@ -96,7 +96,7 @@ class CompiledAttention:
                 passes.append((row + done, count, sequence.start + done, len(table)))
             table.extend(sequence.blocks)
             row += sequence.count
-        # Threads have neighbours in this order; later rows of a prompt take longer.
+        # Interleave passes over threads, since later rows of a prompt take longer.
         shares = (passes[thread :: attend.threads] for thread in range(attend.threads))
         return CompiledLayers(
             attend,

@@ -1,4 +1,4 @@
-"""Which attention backend a stage runs: the one asked for, or the best that works here."""
+"""Chooses the attention backend."""
 
 from collections.abc import Collection
 
@@ -18,13 +18,12 @@ def create_attention(
     device: torch.device,
     disabled_kernels: Collection[str] = (),
 ) -> AttentionBackend:
-    """The backend called ``name``; ``auto`` takes ``flash`` or ``compiled`` if it works here.
+    """Create the backend ``name``; ``auto`` prefers ``flash`` or ``compiled`` if they work here.
 
-    If neither does, or it is one to ``disabled_kernels`` (:mod:`molink.facts.kernels`), it takes
-    ``gather``, and ``plain`` where that is to be avoided too.
+    Otherwise ``gather``, or ``plain`` if ``gather`` is in ``disabled_kernels``.
 
     Raises:
-        UsageError: ``flash`` or ``compiled`` was asked for and doesn't work.
+        UsageError: the requested backend doesn't work here.
     """
     if name == "plain":
         return PlainAttention(shape)
@@ -51,6 +50,6 @@ def _create_gather(
     if "gather-attention" in disabled_kernels:
         return PlainAttention(shape)
     if device.type == "cuda":
-        # SDPA prefers cuDNN on H100 and B200, which takes 30 ms for each length it hasn't met yet.
+        # On H100 and B200 SDPA prefers cuDNN, which takes 30 ms for each new length.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return GatherAttention(shape)

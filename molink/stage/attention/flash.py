@@ -1,12 +1,9 @@
-"""Attention by torch's own flash kernels, which read the paged pool in place.
+"""Attention by torch's flash kernels, which read the paged pool in place.
 
 ``torch.nn.attention.varlen.varlen_attn`` with a block table: on CUDA from compute capability 8.0,
 in fp16 and bf16, with pages of a multiple of :data:`PAGE_MULTIPLE` positions. Decode rows and
-prefill chunks are a call each: the kernel packs the query heads that share a key-value head only if
-there is one row per sequence and no window at all, and a decode row needs no mask, since nothing
-lies after it.
-
-Tables of paged sequences, as the flash kernels want them.
+prefill chunks are separate calls: the kernel packs query heads of a KV head only with one row per
+sequence and no window, and decode rows need no mask.
 """
 
 from array import array
@@ -25,11 +22,10 @@ from molink.stage.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """Rows of some sequences and where their keys and values are; all int32 on the device.
+    """Block tables of some sequences, as the kernel takes them; all int32 on the device.
 
-    ``table [n, pages]`` has their pages, ``used [n]`` how many positions of them count, ``starts
-    [n + 1]`` where each one's rows begin. The kernel wants ``ends [n + 1]`` too, which would say
-    where keys begin if these weren't paged.
+    ``table [n, pages]`` has their pages, ``num_positions [n]`` the valid positions, ``starts [n +
+    1]`` each one's first row. ``ends [n + 1]`` is required, but unused with pages.
     """
 
     table: Tensor
@@ -39,7 +35,7 @@ class PageTable:
 
     @classmethod
     def from_numbers(cls, numbers: Tensor, count: int) -> "PageTable":
-        """From what :func:`pack_page_table` has made."""
+        """From the array of :func:`pack_page_table`."""
         width = (len(numbers) - 3 * count - 2) // count
         sizes = [count * width, count, count + 1, count + 1]
         table, used, starts, ends = torch.split(numbers, sizes)
@@ -47,9 +43,9 @@ class PageTable:
 
 
 def pack_page_table(sequences: Sequence[SequenceRows], width: int, page: int) -> "array[int]":
-    """The numbers of :class:`PageTable`, one after the other, so that one copy is enough.
+    """Pack a :class:`PageTable` into one array, for a single copy.
 
-    A table is filled up to ``width`` with its first page; what is beyond ``used`` isn't read.
+    Tables are padded to ``width`` with their first page, which is not read.
     """
     table, used = array("i"), array("i")
     starts, ends = array("i", [0]), array("i", [0])
@@ -65,7 +61,7 @@ def pack_page_table(sequences: Sequence[SequenceRows], width: int, page: int) ->
 
 
 def row_indices(part: Sequence[tuple[int, SequenceRows]], device: torch.device) -> Tensor | slice:
-    """Rows of sequences in a batch: a slice where nothing lies between them."""
+    """Indices of sequences' rows in the batch: a slice if contiguous."""
     first, (last, sequence) = part[0][0], part[-1]
     if last + sequence.count - first == sum(each.count for _, each in part):
         return slice(first, last + sequence.count)
@@ -73,14 +69,14 @@ def row_indices(part: Sequence[tuple[int, SequenceRows]], device: torch.device) 
     return upload_tensor(torch.tensor(rows), device)
 
 
-#: What the size of a page has to be a multiple of.
+#: Page sizes must be a multiple of this.
 PAGE_MULTIPLE = 256
 
 FlashKernel = Callable[..., Any]
 
 
 def find_kernel() -> FlashKernel | None:
-    """``varlen_attn``, if this torch has it and it takes a block table."""
+    """Return ``varlen_attn`` if this torch version has it with a block table."""
     import inspect
 
     try:
@@ -93,9 +89,9 @@ def find_kernel() -> FlashKernel | None:
 
 @dataclass(frozen=True, slots=True)
 class FlashCall:
-    """One call of the kernel for some rows of the batch.
+    """A kernel call for some rows of the batch.
 
-    ``max_rows`` and ``max_positions`` bound what a sequence has of each.
+    ``max_rows`` and ``max_positions`` are maxima over its sequences.
     """
 
     kernel: FlashKernel
@@ -174,7 +170,7 @@ class _StaticFlash:
         upload_into(self._numbers, numbers)
 
     def derive_masks(self) -> None:
-        """The kernel takes tables as they are."""
+        """No-op: the kernel takes tables as they are."""
 
     def __call__(
         self, layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None = None
@@ -183,7 +179,7 @@ class _StaticFlash:
 
 
 class FlashAttention:
-    """The ``flash`` backend; ``kernel`` is :func:`find_kernel`'s. It has no softcap, no sinks."""
+    """The ``flash`` backend, without softcap and sinks."""
 
     def __init__(self, shape: AttentionShape, kernel: FlashKernel) -> None:
         self._shape, self._kernel = shape, kernel

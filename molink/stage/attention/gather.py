@@ -1,16 +1,14 @@
-"""Attention by gathering blocks into a dense tensor: works on every device and dtype.
+"""Attention over blocks gathered into dense tensors: works on every device and dtype.
 
-Decode rows of all sequences run together, padded to the longest of their bucket. Query heads that
-share a key-value head are folded into the query length there (a decode row is then a query of
-length ``groups`` per key-value head), since SDPA's ``enable_gqa`` is six times slower on a CPU. A
-prefill chunk runs alone, against everything before it and, causally, itself. Layers with a window
-read only the blocks inside it.
+Decode rows run in buckets of similar length, padded to the longest. Query heads that share a KV
+head are folded into the query length (a decode row is a query of length ``groups`` per KV head),
+since SDPA's ``enable_gqa`` is six times slower on a CPU. A prefill chunk runs alone, against
+everything before it and, causally, itself. Sliding-window layers read only blocks inside the
+window.
 
-Decode steps of one shape over gathered blocks: the same memory at every step, as graphs need.
-
-Attention as ``gather`` has it, but by plain products and a softmax instead of a fused kernel.
-
-For devices on which torch's fused ones are wrong. It keeps all scores of a call in memory.
+The ``static`` form uses fixed buffers for CUDA graphs. The ``plain`` backend replaces SDPA by
+products and a softmax, for devices on which fused kernels are wrong; it holds all scores of a call
+in memory.
 """
 
 import math
@@ -37,16 +35,16 @@ from molink.stage.batch import SequenceRows
 from molink.stage.device_copy import upload_integers, upload_into
 from molink.stage.kv_pool import KVPool
 
-#: Bytes of a CPU's decode bucket: its keys and values are read again soon, so from its caches.
+#: Bytes of KV per CPU decode bucket, which should stay in cache.
 _CPU_BUCKET_BYTES = 4 << 20
-#: Rows of a chunk up to which a CPU gains by folding groups: its keys are packed once for all.
+#: Rows of a chunk up to which folding groups is faster on a CPU.
 _MAX_FOLDED_ROWS = 8
-#: From here on the C library gives memory back to the system and gets other, page by page.
+#: From this size on the C library returns memory to the system, and faults in new pages.
 _CPU_SCRATCH_BYTES = 16 << 20
 
 
 class _GatherLayers:
-    """The prepared parts of one forward, for each layer."""
+    """Work groups of one forward, by layer."""
 
     def __init__(self, layers: tuple[WorkGroups, ...], shape: AttentionShape) -> None:
         self._layers, self._shape = layers, shape
@@ -89,7 +87,7 @@ class GatherAttention:
 
 
 class _GroupBuilder:
-    """Makes the parts of one forward."""
+    """Builds the work groups of one forward."""
 
     def __init__(
         self, shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
@@ -100,7 +98,7 @@ class _GroupBuilder:
         self._scratch: Tensor | None = None
 
     def build_groups(self, sequences: Sequence[SequenceRows], window: int) -> WorkGroups:
-        """Those of layers with ``window``."""
+        """Build the groups of layers with ``window``."""
         decode: list[Span] = []
         parts: list[DecodeBucket | PrefillChunk] = []
         row = 0
@@ -117,7 +115,7 @@ class _GroupBuilder:
 
     @property
     def _max_positions(self) -> int:
-        """Positions of a decode bucket. A GPU takes all rows that suit each other in one call."""
+        """Maximum positions of a decode bucket; unlimited on a GPU."""
         if self._device.type != "cpu":
             return 1 << 62
         return _CPU_BUCKET_BYTES // (2 * self._row * self._dtype.itemsize)
@@ -174,7 +172,7 @@ class _GroupBuilder:
         return mask
 
     def _make_scratch(self, ids: Sequence[int]) -> Tensor | None:
-        """Memory for gathered blocks that all layers use one after another, if they are many."""
+        """Scratch for gathered blocks, shared by all layers."""
         row = self._block_size * self._row
         nbytes = 2 * len(ids) * row * self._dtype.itemsize
         if self._device.type != "cpu" or nbytes < _CPU_SCRATCH_BYTES or as_slice(ids) is not None:
@@ -185,12 +183,12 @@ class _GroupBuilder:
 
 
 def static_width(window: int, blocks: int, block_size: int) -> int:
-    """How many blocks a row reads at most in layers with ``window``, 0 being none."""
+    """Maximum blocks that a row reads in layers with ``window`` (0 = none)."""
     return min(blocks, -(-(window - 1) // block_size) + 1) if window else blocks
 
 
 class _StaticTable:
-    """Blocks and mask of the layers of one window."""
+    """Blocks and mask of layers with one window."""
 
     def __init__(
         self,
@@ -214,7 +212,7 @@ class _StaticTable:
         for row, sequence in enumerate(sequences):
             span = Span.from_sequence(row, sequence, self._window, self._block_size)
             ids.extend(span.blocks)
-            # Padding repeats a block of the same request, as everywhere.
+            # Padding repeats one of the request's blocks.
             ids.extend([span.blocks[0]] * (self._width - len(span.blocks)))
             begins.append(span.begin)
             ends.append(span.end)

@@ -1,11 +1,7 @@
-"""What ``gather`` runs in each layer: a bucket of decode rows, or a chunk of a prompt.
+"""Work groups of the ``gather`` backend: decode buckets and prefill chunks.
 
-What a gathering backend reads: arithmetic over positions, windows and blocks, without torch.
-
-A row at position ``p`` attends to ``p`` and what lies before it: all of it, or in a layer with a
-window of ``w`` only to ``p - w + 1 … p``.
-
-Softmax attention over dense keys and values, with a softcap or sinks where a model has any.
+A row at position ``p`` attends to all positions up to ``p``, or in a layer with window ``w`` to ``p
+- w + 1 … p``.
 """
 
 from collections.abc import Sequence
@@ -24,7 +20,7 @@ from molink.stage.kv_pool import KVPool
 class DecodeBucket:
     """Decode rows of similar length. ``rows`` are their indices in the batch.
 
-    Without a ``mask`` (additive, ``[rows, 1, 1, positions]``) all attend to ``visible``.
+    Without an additive ``mask`` ``[rows, 1, 1, positions]``, all attend to ``visible``.
     """
 
     rows: Tensor | slice
@@ -57,10 +53,10 @@ class DecodeBucket:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Rows of one sequence. Without ``blocks`` nothing lies before them.
+    """Rows of one sequence; without ``blocks`` there is no earlier context.
 
-    ``mask`` is additive, ``[count, positions of seen]``; without one they are causal. Where groups
-    are ``folds_groups`` into the query length, each of its rows is there ``groups`` times.
+    ``mask`` is additive, ``[count, visible positions]``; without it attention is causal. With
+    ``folds_groups`` its rows are repeated for each group.
     """
 
     rows: slice
@@ -104,7 +100,7 @@ class PrefillChunk:
             )
             apart = attended.view(kv_heads, self.count, groups, shape.head_dim)
             return apart.transpose(0, 1).reshape(self.count, -1)
-        # [kv_heads, groups, T, head_dim]: key-value heads are the batch, and shared by the groups.
+        # [kv_heads, groups, T, head_dim]: KV heads are the batch, shared by the groups.
         attended = attend_dot_product(
             queries.permute(1, 2, 0, 3),
             keys[:, None].expand(-1, groups, -1, -1),
@@ -121,16 +117,16 @@ class PrefillChunk:
 WorkGroups = tuple[DecodeBucket | PrefillChunk, ...]
 
 
-#: Padding of a decode bucket (positions over all rows) that is cheaper than another SDPA call.
+#: Padding (positions over all rows) that is cheaper than another SDPA call.
 FREE_PADDING = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the rows of one sequence read in layers of one window.
+    """Blocks that the rows of one sequence read in layers of one window.
 
-    ``blocks`` are the ids of the blocks that hold positions ``begin … end - 1`` of them, counted
-    from the first position of the first block. ``row`` is the first of the rows in the batch.
+    Positions ``begin … end - 1`` are visible, counted from the first position of the first block.
+    ``row`` is the index of the first row in the batch.
     """
 
     row: int
@@ -143,7 +139,7 @@ class Span:
     def from_sequence(
         cls, row: int, sequence: SequenceRows, window: int, block_size: int
     ) -> "Span":
-        """For rows that begin at ``row`` of the batch; a ``window`` of 0 is none."""
+        """Span of rows that begin at ``row`` of the batch; a ``window`` of 0 is none."""
         start, end = sequence.start, sequence.start + sequence.count
         first = max(0, start - window + 1) if window else 0
         block = first // block_size
@@ -153,15 +149,15 @@ class Span:
 
 
 def effective_windows(windows: Sequence[int], longest: int) -> tuple[int, ...]:
-    """``windows`` of layers, with 0 for those that leave nothing out at ``longest`` positions."""
+    """``windows`` of layers, with 0 where they exclude nothing at ``longest`` positions."""
     return tuple(0 if window >= longest else window for window in windows)
 
 
 def bucket_spans(decode: Sequence[Span], block_size: int, max_positions: int) -> list[list[Span]]:
-    """Decode rows that run together, in the order of the batch; each is padded to its longest.
+    """Group decode rows into buckets, each padded to its longest row.
 
-    Rows are cut apart, longest first, where the shorter ones would mostly be padding, and where
-    more than ``max_positions`` positions would be gathered at once (a single row may have more).
+    A bucket is split, longest row first, where padding would dominate, or where it would gather
+    more than ``max_positions`` positions (a single row may exceed that).
     """
     rest = sorted(decode, key=lambda span: -len(span.blocks))
     found: list[list[Span]] = []
@@ -180,9 +176,9 @@ def bucket_spans(decode: Sequence[Span], block_size: int, max_positions: int) ->
 
 
 def block_ids(bucket: Sequence[Span]) -> list[int]:
-    """The blocks of all spans, as many for each as the longest has.
+    """Block ids of all spans, each padded to the longest.
 
-    Padding repeats a block of the same request: nothing of another one is ever read.
+    Padding repeats one of the request's blocks, never another request's.
     """
     width = max(len(span.blocks) for span in bucket)
     ids: list[int] = []
@@ -193,7 +189,7 @@ def block_ids(bucket: Sequence[Span]) -> list[int]:
 
 
 def as_slice(numbers: Sequence[int]) -> slice | None:
-    """``numbers`` as a slice if each is one more than that before it."""
+    """Return ``numbers`` as a slice if they are consecutive."""
     first, count = numbers[0], len(numbers)
     if numbers[-1] - first != count - 1:
         return None
@@ -202,7 +198,7 @@ def as_slice(numbers: Sequence[int]) -> slice | None:
     return None
 
 
-#: Scores that are computed at once where SDPA can't help: 64 MiB in float32.
+#: Scores computed at once without SDPA: 64 MiB in float32.
 _MAX_SCORES = 1 << 24
 
 
@@ -218,8 +214,8 @@ def attend_dot_product(
 ) -> Tensor:
     """Attention of ``queries [a, b, m, d]`` to ``keys`` and ``values [a, b, n, d]``.
 
-    ``mask`` is additive and broadcasts to ``[a, b, m, n]``; ``causal`` stands for that of a square
-    and is taken only without a softcap or sinks. ``sinks`` broadcast to ``[a, b, m, 1]``.
+    ``mask`` is additive and broadcasts to ``[a, b, m, n]``; ``causal`` requires a square without
+    softcap and sinks. ``sinks`` broadcast to ``[a, b, m, 1]``.
     """
     if softcap or sinks is not None:
         return _attend_float32(queries, keys, values, mask, scale, softcap, sinks)
@@ -237,7 +233,7 @@ def _attend_float32(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """In float32, since a cap leaves only its relative precision; in slabs of query rows."""
+    """Compute in float32, since a cap leaves only relative precision; in slabs of query rows."""
     transposed, wide = keys.float().transpose(2, 3), values.float()
     a, b, m, _ = queries.shape
     slab = max(1, _MAX_SCORES // (a * b * transposed.shape[3]))

@@ -1,1 +1,1 @@
-"""The decoder: blocks of attention and MLP, norms, experts, rotary positions."""
+"""Decoder layers: attention, MLP, norms, experts, RoPE."""

@@ -1,4 +1,4 @@
-"""One decoder layer: attention and an MLP, each on the normed sum of all before it."""
+"""One decoder layer."""
 
 from dataclasses import dataclass
 
@@ -20,10 +20,10 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What all layers of one forward share, made once.
+    """Inputs that all layers of a forward share.
 
-    ``slots`` (int64 ``[T]``) is where each row's keys and values go; ``angles`` are the rows'
-    rotations, ``[T, 1, 2, rotary_dim]``, for each of the model's ropes.
+    ``slots`` (int64 ``[T]``) are the rows' KV slots; ``angles`` are their rotations ``[T, 1, 2,
+    rotary_dim]`` for each of the model's ropes.
     """
 
     pool: KVPool
@@ -34,11 +34,10 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Weights of one layer and how to run it. q, k, v are one projection.
+    """Weights of one layer; q, k, v are one projection.
 
-    ``rope`` says which of the angles are its own, if any, ``rotate`` turns heads by them.
-    ``qk_norm`` and ``sinks`` (float32 ``[heads]``) are ``None`` in models without. ``scale`` is
-    that of what attention and MLP give.
+    ``rope`` is its index in ``angles``, if it rotates. ``qk_norm`` and ``sinks`` (float32
+    ``[heads]``) are optional. ``scale`` multiplies outputs of attention and MLP.
     """
 
     index: int
@@ -59,7 +58,7 @@ class DecoderBlock:
     rotate: Rotate
 
     def __call__(self, rows: Tensor, context: ForwardContext) -> Tensor:
-        """Run rows ``[T, hidden]`` through the layer; residual and result come out summed."""
+        """Run rows ``[T, hidden]`` through the layer."""
         attended = self.output(self._attend(self.input_norm(rows), context))
         rows = _add_residual(rows, self.post_attention_norm(attended), self.scale)
         result = self.mlp(self.mlp_norm(rows))
@@ -78,17 +77,13 @@ class DecoderBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
         parts = (*norms, self.qk_norm, self.sinks, self.qkv, self.output, self.mlp)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 def _add_residual(rows: Tensor, result: Tensor, scale: float) -> Tensor:
-    """``rows + scale * result``, in the type of the rows.
-
-    They are float32 where float16 is computed in.
-    """
+    """``rows + scale * result`` in the rows' type, which is float32 if computing in float16."""
     memory = result if result.dtype == rows.dtype else None
     return torch.add(rows, result, alpha=scale, out=memory)
 
@@ -96,7 +91,7 @@ def _add_residual(rows: Tensor, result: Tensor, scale: float) -> Tensor:
 def load_block(
     reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
 ) -> DecoderBlock:
-    """Load the model's layer ``layer``, which is the stage's ``index``-th."""
+    """Load the model's layer ``layer``, the stage's ``index``-th."""
     prefix = f"model.layers.{layer}."
 
     def norm(name: str | None, otherwise: torch.dtype = reader.dtype) -> Norm:
@@ -156,7 +151,7 @@ def _load_mlp(
         return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
     names = map(experts.expert_projections, range(experts.num_experts))
     chosen = ExpertMlp(
-        # Never quantized: a small error here sends a row to other experts.
+        # Never quantized: small errors would change the chosen experts.
         router=PlainLinear(
             reader.read_tensors(f"{prefix}{experts.router_name}.weight"),
             reader.read_tensors(f"{prefix}{experts.router_name}.bias")

@@ -1,4 +1,4 @@
-"""The part of a decoder that a stage holds: its layers, and the ends of the model it touches."""
+"""The part of a decoder that a stage holds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,9 @@ from molink.stage.weights.weight_reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Weights of a stage and how rows go through them.
+    """Layers of a stage, and the ends of the model it has.
 
-    The ends of the model are ``None`` where another stage has them. ``embedding_scale`` is rounded
-    to the type of computation, as the models were trained.
+    ``embedding_scale`` is rounded to the compute type, as in training.
     """
 
     config: ModelConfig
@@ -34,12 +33,12 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether its layers do the same work whatever the rows are, as a CUDA graph has to."""
+        """Whether its layers can be captured as a CUDA graph."""
         return all(block.mlp.capturable for block in self.blocks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory; a head that is the embedding itself is counted once."""
+        """Bytes of memory; tied embeddings count once."""
         ends: dict[int, Norm | EmbeddingTable | Projection | None] = {
             id(part): part for part in (self.embedding, self.norm, self.output_head)
         }
@@ -47,27 +46,27 @@ class Decoder:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a step reads: of an embedding it reads next to nothing."""
+        """Bytes of weights read per step, without the embedding."""
         parts = (self.norm, self.output_head, *self.blocks)
         return sum(part.nbytes for part in parts if part is not None)
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Rows ``[T, hidden]`` of token ids (int64 ``[T]``, on the device) at the first stage."""
+        """Embed token ids (int64 ``[T]``, on the device) to rows ``[T, hidden]``."""
         if self.embedding is None:
-            raise InvariantError("a stage without the embedding was given tokens")
+            raise InvariantError("a stage without the embedding got tokens")
         rows = self.embedding.look_up(tokens)
         return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
 
     def run_layers(self, rows: Tensor, context: ForwardContext) -> Tensor:
-        """Rows ``[T, hidden]`` through all layers of the stage."""
+        """Run rows ``[T, hidden]`` through all layers."""
         for block in self.blocks:
             rows = block(rows, context)
         return rows
 
     def compute_logits(self, rows: Tensor, wanted: Sequence[int]) -> Tensor:
-        """Float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``, at the last stage."""
+        """Compute float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``."""
         if self.norm is None or self.output_head is None:
-            raise InvariantError("a stage without the output head was asked for logits")
+            raise InvariantError("a stage without the output head can't compute logits")
         if not wanted:
             return rows.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         if tuple(wanted) != tuple(range(len(rows))):
@@ -81,7 +80,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Weights in memory that need not be read again: layers by their number, and ends."""
+    """Loaded weights that another stage can reuse: layers by index, and ends."""
 
     blocks: Mapping[int, DecoderBlock] = field(default_factory=dict)
     embedding: EmbeddingTable | None = None
@@ -92,7 +91,7 @@ class HeldWeights:
     def from_decoder(
         cls, decoder: Decoder, layers: tuple[int, int], wanted: tuple[int, int]
     ) -> "HeldWeights":
-        """What a stage of ``layers`` has of one of ``wanted``, of the same model and type."""
+        """Weights of a stage of ``layers`` that one of ``wanted`` can reuse."""
         blocks = {
             layer: block
             for layer, block in zip(range(*layers), decoder.blocks, strict=True)
@@ -100,7 +99,7 @@ class HeldWeights:
         }
         last = decoder.config.layers
         ends = [(first == 0, stop == last) for first, stop in (layers, wanted)]
-        # One weight for both ends is kept otherwise than one for each.
+        # Tied ends share a weight; a stage with one end stores it differently.
         apart = decoder.config.tied_embeddings and (all(ends[0]) != all(ends[1]))
         opens = ends[0][0] and ends[1][0] and not apart
         closes = ends[0][1] and ends[1][1] and not apart
@@ -123,10 +122,9 @@ def load_decoder(
     held: HeldWeights = _NO_WEIGHTS,
     on_layer: Callable[[int], None] = lambda _: None,
 ) -> Decoder:
-    """Layers ``first:last`` and the ends of the model that the range touches.
+    """Load layers ``first:last`` and the ends of the model that the range touches.
 
-    Those that are ``held`` are taken over, all others are loaded; ``on_layer`` is told how many
-    there are by then.
+    Weights in ``held`` are reused; ``on_layer`` is called with the number of loaded layers.
     """
     first, last = layers
     opens, closes = first == 0, last == config.layers

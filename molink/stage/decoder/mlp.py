@@ -1,10 +1,8 @@
-"""The gated MLP of a layer.
+"""The MLP of a layer, plain or with experts.
 
-The MLP of a layer with experts: each row goes through the few that its router prefers.
-
-Rows are sorted by expert, so that each expert in use multiplies all its rows at once; those that
-no row chose are not touched. Sums are taken in a fixed order, never by atomic additions, so a row's
-result doesn't depend on which rows are computed with it, up to rounding in the projections.
+Rows are sorted by expert, so that each chosen expert multiplies all its rows at once. Sums have a
+fixed order, never atomic additions, so a row's result doesn't depend on other rows in the batch, up
+to rounding in the projections.
 """
 
 from collections.abc import Callable
@@ -20,9 +18,9 @@ from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
 from molink.stage.device_copy import download_tensors, upload_tensor
 from molink.stage.linear import Projection
 
-#: What ``down`` may be given in float16: a thousand weights of about 1 don't add up to infinity.
+#: Bound of float16 inputs of ``down``, so that sums of a thousand terms don't overflow.
 _MAX_FLOAT16_INPUT = 64.0
-#: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or as the activation has them.
+#: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or interleaved if the activation says so.
 GateFunction = Callable[[Tensor], Tensor]
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -32,7 +30,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def create_gate(activation: Activation, limit: float = 0.0) -> GateFunction:
-    """A gate by torch's operators, on every device; ``limit`` is for ``clamped_swiglu``."""
+    """Create a gate of torch operators; ``limit`` is for ``clamped_swiglu``."""
     if activation == "clamped_swiglu":
         return partial(_clamped_swiglu, limit=limit)
     activate = _ACTIVATIONS[activation]
@@ -45,33 +43,32 @@ def create_gate(activation: Activation, limit: float = 0.0) -> GateFunction:
 
 
 def _clamped_swiglu(rows: Tensor, limit: float) -> Tensor:
-    """In place, as far as it goes: nobody else has the rows."""
+    """Works in place: the rows have no other user."""
     active, up = rows[..., 0::2].clamp_(max=limit), rows[..., 1::2].clamp_(-limit, limit)
     return (active * SWIGLU_ALPHA).sigmoid_().mul_(active).mul_(up.add_(1))
 
 
 class Mlp(Protocol):
-    """What a layer does with each row on its own."""
+    """A layer's MLP."""
 
     @property
     def capturable(self) -> bool:
-        """Whether it does the same work whatever the rows are, as a CUDA graph has to."""
+        """Whether a CUDA graph can capture it."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Rows ``[T, hidden]`` → new rows ``[T, hidden]`` that belong to the caller."""
+        """Map rows ``[T, hidden]`` to new rows ``[T, hidden]``."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
     """``down(act(gate) * up)``; gate and up are one projection.
 
-    Where it is ``scales_down``, rows of float16 come out in float32: products of a model that was
-    trained in bf16 need not fit float16, so each row is brought down to what does before ``down``,
-    and what comes out is brought up again. Not with a bias in ``down``.
+    With ``scales_down``, float16 rows come out in float32: products of models trained in bf16 may
+    overflow float16, so each row is scaled down before ``down`` and back afterwards. Incompatible
+    with a bias in ``down``.
     """
 
     capturable: ClassVar[bool] = True
@@ -95,12 +92,9 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
-    """A router and its experts; the ``top_k`` best have a say, weighted by their probability.
+    """A router and its experts, weighted by probability; ``renormalize`` makes weights sum to 1."""
 
-    With ``renormalize`` the weights of a row sum to 1.
-    """
-
-    #: Which experts run is read back from the device in each forward.
+    #: Each forward reads the chosen experts back from the device.
     capturable: ClassVar[bool] = False
 
     router: Projection
@@ -110,7 +104,7 @@ class ExpertMlp:
 
     def __call__(self, rows: Tensor) -> Tensor:
         weights, experts = self._route_rows(rows)
-        # All that a GPU is waited for: which experts are run is up to the host.
+        # The only wait for the device: the host runs the chosen experts.
         (chosen,) = download_tensors([experts])
         if len(rows) == 1:
             results = [self.experts[expert](rows) for expert in chosen[0].tolist()]
@@ -118,7 +112,7 @@ class ExpertMlp:
         return self._run_experts(rows, weights, chosen.flatten())
 
     def _route_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (in the rows' type) and indices of each row's experts, both ``[T, chosen]``."""
+        """Return weights (in the rows' type) and expert indices, both ``[T, top_k]``."""
         rated = self.router(rows).softmax(dim=-1, dtype=torch.float32)
         weights, experts = rated.topk(self.top_k, dim=-1)
         if self.renormalize:
@@ -126,8 +120,8 @@ class ExpertMlp:
         return weights.to(rows.dtype), experts
 
     def _run_experts(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """``experts`` ``[T * chosen]`` are on the host."""
-        order = experts.argsort()  # pairs of a row and an expert, by expert
+        """``experts`` ``[T * top_k]`` are on the host."""
+        order = experts.argsort()  # (row, expert) pairs sorted by expert
         counts = experts.bincount(minlength=len(self.experts)).tolist()
         both = upload_tensor(torch.cat((order // self.top_k, order.argsort())), rows.device)
         sources, places = both.chunk(2)
@@ -147,7 +141,7 @@ class ExpertMlp:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertMlp:
-    """Experts that are ``routed``, and a ``shared`` one, weighted by the sigmoid of a gate."""
+    """Routed experts plus a ``shared`` one, weighted by the sigmoid of a gate."""
 
     capturable: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Root mean square norms (Zhang and Sennrich 2019), in the precision that their models want."""
+"""Root mean square norms (Zhang and Sennrich 2019), in the precision that models expect."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -14,19 +14,18 @@ if TYPE_CHECKING:
 
 
 class Norm(Protocol):
-    """Scales rows ``[T, hidden]`` to a mean square of 1, then by a weight per dimension."""
+    """Normalizes rows ``[T, hidden]`` and scales them per dimension."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """New rows, in the type of computation."""
+        """Return new rows in the compute type."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """One call in the rows' own type; ``weight`` has that type too."""
+    """Computes in the rows' type; ``weight`` has the same type."""
 
     weight: Tensor
     eps: float
@@ -41,7 +40,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class Float32RmsNorm:
-    """Computes in float32, with a float32 ``weight``, and rounds once at the end, to ``dtype``."""
+    """Computes in float32 with a float32 ``weight``, and rounds once to ``dtype``."""
 
     weight: Tensor
     eps: float
@@ -57,7 +56,7 @@ class Float32RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class CompiledRmsNorm:
-    """As :class:`Float32RmsNorm` on a CPU, in one call."""
+    """As :class:`Float32RmsNorm`, compiled for this CPU."""
 
     weight: Tensor
     rowwise: "RowwiseKernels"
@@ -72,7 +71,7 @@ class CompiledRmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class IdentityNorm:
-    """Stands where a model has none: rows only take the type of computation, ``dtype``."""
+    """Replaces an absent norm: converts rows to ``dtype``."""
 
     dtype: torch.dtype
     nbytes: ClassVar[int] = 0
@@ -83,10 +82,9 @@ class IdentityNorm:
 
 @dataclass(frozen=True, slots=True)
 class QueryKeyNorm:
-    """Norms of queries and keys, in float32: of each head alone, or of all that are
-    ``across_heads``.
+    """Norms queries and keys in float32, per head or ``across_heads``.
 
-    ``weight`` is float32 ``[heads + kv_heads, head_dim]``, whose first ``heads`` are of queries.
+    ``weight`` is float32 ``[heads + kv_heads, head_dim]``, queries first.
     """
 
     weight: Tensor
@@ -106,15 +104,14 @@ class QueryKeyNorm:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return self.weight.nbytes
 
 
 def create_norm(config: ModelConfig, weight: Tensor) -> Norm:
-    """A norm by torch's operators, on every device; ``weight`` is as it was read, and is taken.
+    """Create a norm of torch operators from a weight as read.
 
-    A model that adds an offset to its weights stores what would vanish in a 16-bit sum. Rows that
-    are computed in float16 are summed in float32, and normed from there.
+    A norm offset would vanish in a 16-bit sum, so such weights are float32. Float16 models keep
+    float32 residuals, which are normed in float32.
     """
     if weight.dtype == torch.float32:
         return RmsNorm(weight.add_(config.norm_offset), config.norm_eps)

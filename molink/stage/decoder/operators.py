@@ -1,7 +1,4 @@
-"""What a layer does with each row on its own between its projections: norms, gate, rotation.
-
-By torch on every device, or by what is compiled for this CPU and model.
-"""
+"""Row-wise operators of a layer: norms, gate, rotation; torch's or compiled ones."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowOperators:
-    """The same for all layers of a stage. ``norm`` makes a norm of its weight as it was read."""
+    """Operators that all layers of a stage share. ``norm`` creates a norm from its weight."""
 
     norm: Callable[[Tensor], Norm]
     gate: GateFunction
@@ -37,10 +34,7 @@ def create_operators(
     device: torch.device,
     disabled_kernels: Collection[str] = (),
 ) -> RowOperators:
-    """Those for rows of ``dtype`` on ``device``: compiled ones where there are any.
-
-    Kernels to ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`.
-    """
+    """Create operators for rows of ``dtype``: compiled ones unless unsupported or disabled."""
     gate = create_gate(config.activation, config.activation_limit)
     turn = rotate_pairs if config.interleaved_rope else rotate_half
     compiled = (
@@ -52,7 +46,7 @@ def create_operators(
     def norm(weight: Tensor) -> Norm:
         return CompiledRmsNorm(weight.float().add_(config.norm_offset), compiled)
 
-    # There is compiled code for all else, but not where neighbours are turned, or take turns.
+    # Compiled code lacks interleaved RoPE and interleaved gates.
     return RowOperators(
         norm,
         compiled.apply_gate if supports_gate(config.activation) else gate,

@@ -1,23 +1,20 @@
-"""Rotary position embedding: the angles of each row, for every kind of scaling.
+"""Rotary position embedding, for every kind of scaling.
 
-Two kinds depend on the length of a sequence too, which transformers takes to be the highest
-position of a forward plus one. Here that is taken per request; others in the batch never matter.
+Two kinds also depend on the sequence length, which transformers takes from the highest position of
+a forward. Here it is per request; others in the batch don't matter.
 
-``dynamic`` (NTK) lets all rows of a request in one forward use the length it has after it, so
+``dynamic`` (NTK) uses the length after the forward for all of a request's rows, so
 
-- a prompt that is prefilled in one chunk gets what a full forward in transformers gives;
-- a decoded token at position ``p`` is rotated for length ``p + 1`` while the cached keys keep the
-  rotation of their own time, which is what ``generate`` in transformers does for one sequence;
-- a prompt longer than the original context that is prefilled in several chunks gets, per chunk,
-  the frequencies of that chunk's end. Up to the original context nothing depends on the chunking.
+- a prompt prefilled in one chunk equals a full forward in transformers;
+- a decoded token at position ``p`` is rotated for length ``p + 1`` while cached keys keep their
+  rotation, as ``generate`` does for one sequence in transformers;
+- a prompt beyond the original context in several chunks gets the frequencies of each chunk's end.
+  Within the original context, chunking doesn't matter.
 
-``longrope`` has one set of frequencies for sequences that fit the original context and another for
-longer ones, too different for one cache. transformers decides anew in each forward and, when a
-sequence outgrows the original context, computes all its keys again. Here a request that may reach
-beyond it (``SequenceRows.reach``) uses the second set from its first row on. Its head says so, and
-has requests of one set share no blocks with those of the other.
-
-All other kinds depend on the position alone.
+``longrope`` has separate frequencies for sequences beyond the original context, too different for
+one cache. transformers recomputes all keys when a sequence outgrows it. Here a request that may
+exceed it (``SequenceRows.max_positions``) uses the second set from its first row on, and the
+scheduler shares no blocks between requests of different sets.
 """
 
 import math
@@ -31,16 +28,16 @@ from torch import Tensor
 from molink.checkpoint.rope import RopeConfig
 from molink.stage.batch import SequenceRows
 
-#: Positions for which angles are computed at first; doubled as sequences grow.
+#: Initial table size in positions; doubled as sequences grow.
 _INITIAL_POSITIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class AngleTable:
-    """Angles ``[n, 1, 2, rotary_dim]`` on the device, which stay where they are in memory.
+    """Angles ``[n, 1, 2, rotary_dim]`` on the device, at a fixed address.
 
-    Those of ``positions`` positions; where sequences of more than ``short_context`` tokens have
-    others, these follow.
+    Of ``positions`` positions; if sequences beyond ``short_context`` tokens have other angles,
+    these follow.
     """
 
     angles: Tensor
@@ -50,7 +47,7 @@ class AngleTable:
     def row_indices(
         self, positions: "array[int]", sequences: Sequence[SequenceRows]
     ) -> "Sequence[int] | array[int]":
-        """Where the angles of each row are, one of each sequence."""
+        """Table indices of the angles of each sequence's single row."""
         if len(self.angles) == self.positions:
             return positions
         return [
@@ -60,11 +57,10 @@ class AngleTable:
 
 
 class Rope:
-    """Cosines and sines of rows, as ``[T, 1, 2, rotary_dim]`` for :func:`rotate_half`.
+    """Cosines and sines of rows, ``[T, 1, 2, rotary_dim]``, for :func:`rotate_half`.
 
-    Those for :func:`rotate_pairs` are ``interleaved``. Tables are made once per position, in
-    float32, and kept in the type of computation: one, or two for ``longrope``, of which the second
-    is for long sequences.
+    Those for :func:`rotate_pairs` are ``interleaved``. Tables are computed once in float32 and
+    stored in the compute type: one, or a second one for long sequences with ``longrope``.
     """
 
     def __init__(
@@ -75,7 +71,7 @@ class Rope:
         device: torch.device,
         interleaved: bool = False,
     ) -> None:
-        #: Of ``[2, 2, T, rotary_dim / 2]``: cosines and sines, for the first and second of pairs.
+        #: Permutes ``[2, 2, T, rotary_dim / 2]`` (cosines or sines, first or second of pairs).
         self._order = (2, 0, 3, 1) if interleaved else (2, 0, 1, 3)
         self._config, self._dim = config, config.rotary_dim(head_dim)
         self._dtype, self._device = dtype, device
@@ -83,7 +79,7 @@ class Rope:
         self._tables = torch.empty(0)
 
     def compute_angles(self, positions: Tensor, sequences: Sequence[SequenceRows]) -> Tensor:
-        """Angles of the rows of ``sequences``, at ``positions`` (int64 ``[T]``, on the device)."""
+        """Angles of the rows of ``sequences`` at ``positions`` (int64 ``[T]``, on the device)."""
         longest = max(sequence.end for sequence in sequences)
         config = self._config
         if config.kind == "dynamic" and longest > config.original_context:
@@ -104,7 +100,7 @@ class Rope:
         return self._tables[chosen, positions]
 
     def grow_table(self, longest: int) -> AngleTable | None:
-        """Angles of all positions below ``longest``; ``None`` if the position doesn't tell them."""
+        """Table of all positions below ``longest``; ``None`` if angles depend on more."""
         config = self._config
         if config.kind == "dynamic" and longest > config.original_context:
             return None
@@ -122,7 +118,7 @@ class Rope:
     def _angles_at(self, positions: Tensor, per_row: Tensor) -> Tensor:
         turns = positions[:, None].float() * per_row
         cos, sin = turns.cos() * self._scale, turns.sin() * self._scale
-        # The sign of the turn is kept in the sines: it then is a plain swap of each pair.
+        # Sines carry the sign, so that rotation is a plain swap of each pair.
         both = torch.stack((cos, cos, -sin, sin)).view(2, 2, *turns.shape).permute(self._order)
         return both.reshape(len(positions), 1, 2, self._dim).to(self._dtype)
 
@@ -135,17 +131,17 @@ class Rope:
 
 
 def _repeat_per_row(values: list[Tensor], sequences: Sequence[SequenceRows]) -> Tensor:
-    """A value for each sequence → one for each row."""
+    """Repeat each sequence's value for its rows."""
     counts = torch.tensor([rows.count for rows in sequences])
     return torch.stack(values).repeat_interleave(counts, dim=0)
 
 
-#: Turns ``heads`` (``[T, n, head_dim]``) in place by angles, as :func:`rotate`.
+#: Rotates ``heads`` (``[T, n, head_dim]``) in place, as :func:`rotate_half`.
 Rotate = Callable[[Tensor, Tensor], None]
 
 
 def rotate_half(heads: Tensor, angles: Tensor) -> None:
-    """Turn ``heads`` (``[T, n, head_dim]``) in place, as many dimensions as the angles have."""
+    """Rotate the first dimensions of ``heads`` (``[T, n, head_dim]``) in place."""
     dim = angles.shape[-1]
     if dim != heads.shape[-1]:
         heads = heads[..., :dim]
@@ -155,7 +151,7 @@ def rotate_half(heads: Tensor, angles: Tensor) -> None:
 
 
 def rotate_pairs(heads: Tensor, angles: Tensor) -> None:
-    """As :func:`rotate_half`, where the two dimensions that are turned together are neighbours."""
+    """As :func:`rotate_half`, for interleaved pairs."""
     heads = heads[..., : angles.shape[-1]]
     cos, sin = angles.unbind(2)
     swapped = torch.stack((heads[..., 1::2], heads[..., 0::2]), dim=-1).flatten(-2)
@@ -165,8 +161,8 @@ def rotate_pairs(heads: Tensor, angles: Tensor) -> None:
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Radians per position of each pair, and the scale of cos and sin.
 
-    They are float32 ``[n, rotary_dim / 2]``: for ``longrope`` two rows, those of short and of long
-    sequences, else one. For ``dynamic`` it is that within the original context.
+    Float32 ``[n, rotary_dim / 2]``: two rows (short and long sequences) for ``longrope``, else one.
+    For ``dynamic`` they apply within the original context.
     """
     dim = config.rotary_dim(head_dim)
     plain = _plain_frequencies(config.theta, dim)
@@ -190,7 +186,7 @@ def _plain_frequencies(theta: float, dim: int, divisors: Tensor | float = 1.0) -
 
 
 def _llama3_frequencies(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    """Divide low frequencies by the factor, keep high ones, and blend between."""
     low, high, length = config.low_freq_factor, config.high_freq_factor, config.original_context
     wavelengths = 2 * math.pi / plain
     blend = (length / wavelengths - low) / (high - low)
@@ -200,7 +196,7 @@ def _llama3_frequencies(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn_frequencies(config: RopeConfig, plain: Tensor, dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071): a ramp over the dimensions from kept to divided frequencies."""
+    """YaRN (arXiv 2309.00071): a ramp over dimensions from kept to divided frequencies."""
 
     def dimension(rotations: float) -> float:
         ratio = config.original_context / (rotations * 2 * math.pi)

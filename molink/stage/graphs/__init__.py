@@ -1,1 +1,1 @@
-"""CUDA graphs of decode steps: buckets of sizes, capture, replay."""
+"""CUDA graphs of decode steps."""

@@ -9,39 +9,39 @@ import torch
 
 from molink.stage.out_of_memory import is_out_of_memory
 
-#: Something to be done on a device, without arguments or result: it works on fixed memory.
+#: Device work on fixed memory.
 GraphWork = Callable[[], None]
 
-#: Runs of which the quickest is the time of some work: requests wait meanwhile.
+#: The fastest of this many runs counts; requests wait meanwhile.
 _TIMED_RUNS = 2
 
 
 class GraphCapturer(Protocol):
-    """Makes graphs; the tests have one that makes none."""
+    """Captures graphs; tests use a fake one."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the last capture took."""
+        """Bytes of the last capture."""
 
     def capture_work(self, work: GraphWork, max_bytes: int) -> GraphWork | None:
-        """What replays ``work``; ``None`` if that would keep more than ``max_bytes`` beside others.
+        """Return a replay of ``work``; ``None`` if it would keep more than ``max_bytes``.
 
-        Nothing it needs may move, and it may not wait for the device.
+        Its memory must not move, and it must not wait for the device.
         """
 
     def time_work(self, work: Callable[[], object]) -> float:
-        """How long ``work`` takes, from launch to end."""
+        """Measure the seconds of ``work``, from launch to end."""
 
 
 class CudaGraphCapturer:
-    """Captures on one device. All graphs share their memory, so only one may run at a time."""
+    """Captures on one device. All graphs share a memory pool, so only one may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _stream_for(device)
         self._nbytes = 0
-        #: What all graphs have to compute in, one at a time: any of them may use it.
+        #: Size of the shared pool.
         self._pool_bytes = 0
 
     @property
@@ -63,18 +63,17 @@ class CudaGraphCapturer:
                     raise
                 needed = None
             finally:
-                # If it failed, its memory is about to be used for something else.
+                # After a failure, its memory may be reused at once.
                 here.wait_stream(self._stream)
                 torch.cuda.synchronize(self._device)
-                # The capture does so too, and what it frees is not to count.
+                # The capture empties the cache, too; that must not count.
                 torch.cuda.empty_cache()
             if needed is None or needed - self._pool_bytes > max_bytes:
                 return None
             free, _ = torch.cuda.mem_get_info(self._device)
             reserved = torch.cuda.memory_reserved(self._device)
             graph = torch.cuda.CUDAGraph()
-            # Other threads of the worker may go on using CUDA. A capture that fails would leave
-            # its stream in place.
+            # Other threads may use CUDA meanwhile. A failed capture would leave its stream current.
             with (
                 torch.cuda.stream(here),
                 torch.cuda.graph(
@@ -91,7 +90,7 @@ class CudaGraphCapturer:
         return replay
 
     def _measure_peak_bytes(self, work: GraphWork) -> int:
-        """Bytes that ``work`` has at a time, beside what is there before."""
+        """Peak bytes that ``work`` allocates."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         work()
@@ -113,6 +112,6 @@ class CudaGraphCapturer:
 
 @cache
 def _stream_for(device: torch.device) -> torch.cuda.Stream:
-    """The same one for all captures: cuBLAS never frees its workspace for a stream."""
+    """One stream for all captures: cuBLAS never frees a stream's workspace."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream

@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: the layers of a stage launched at once instead of one by one.
+"""Runs decode steps as CUDA graphs.
 
-At few rows a GPU computes a layer faster than Python launches its kernels. Only the layers are in a
-graph: embedding, output head and sampling are few kernels, of shapes that vary.
+With few rows a GPU computes a layer faster than Python launches its kernels. Only layers are
+captured: embedding, output head and sampling are few kernels of varying shapes.
 """
 
 import logging
@@ -23,17 +23,16 @@ from molink.stage.torch_dtypes import residual_dtype
 
 log = logging.getLogger(__name__)
 
-#: By how much a graph's rows may differ, as a part of what the layers add to them: they are padded,
-#: so products may add up in another order, and in 16 bits.
+#: Tolerance of a graph's rows, relative to what the layers add: padding reorders 16-bit sums.
 TOLERANCE = 0.05
 _MIN_CHANGE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedGraph:
-    """A bucket's graph, and the memory that it reads and writes.
+    """A captured bucket with its static buffers.
 
-    ``numbers`` (int64 ``[1 + ropes, rows]``) are slots, and places in each of ``angles``.
+    ``numbers`` (int64 ``[1 + ropes, rows]``) are slots, and indices into each of ``angles``.
     """
 
     rows: Tensor
@@ -45,24 +44,24 @@ class _CapturedGraph:
 
 
 class DecodeGraphs:
-    """Runs decode steps on one KV pool, which has a spare block for padding rows.
+    """Runs decode steps on a KV pool with a padding block.
 
-    A bucket gets a graph only if that is faster than running such a step eagerly, which is
-    measured when it is made, and gives the same rows then.
+    A graph is used only if a test at its capture shows that it is faster than eager execution and
+    gives the same rows.
     """
 
     def __init__(
         self, layers: LayerPass, device: torch.device, plan: GraphPlan, captures: GraphCapturer
     ) -> None:
-        assert layers.pool.padding_block is not None, "graphs need a pool with a spare block"
+        assert layers.pool.padding_block is not None, "graphs need a pool with a padding block"
         self._layers, self._pool, self._device = layers, layers.pool, device
         self._spare = layers.pool.padding_block
         self._plan, self._capturer = plan, captures
         self._graphs: dict[GraphBucket, _CapturedGraph] = {}
-        #: Graphs that are no faster. They live as long as the others: when torch (2.13, say)
-        #: destroys one, it frees the cuBLAS workspaces of all others of its stream, too.
+        #: Graphs that are not faster. They stay alive, since destroying one (torch 2.13) frees
+        #: cuBLAS workspaces that other graphs of its stream use.
         self._unused_replays: list[GraphWork] = []
-        #: Inputs and outputs of all graphs, for the most rows that a bucket has.
+        #: Input and output buffers that all graphs share.
         self._rows = torch.zeros(
             MAX_GRAPH_ROWS,
             layers.decoder.config.hidden_size,
@@ -70,16 +69,16 @@ class DecodeGraphs:
             device=device,
         )
         self._output = torch.zeros_like(self._rows)
-        #: How many rows of the last step are there; what follows is zeros.
+        #: Rows of the last step in the buffer; the rest is zeros.
         self._num_filled_rows = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the graphs take."""
+        """Bytes of all graphs."""
         return self._plan.nbytes
 
     def replay_step(self, step: LocatedRows) -> Tensor | None:
-        """Rows ``[T, hidden]`` after all layers, or ``None`` if this step is to be run eagerly."""
+        """Run a step as a graph; ``None`` if it must run eagerly."""
         bucket = self._plan.find_bucket(step.sequences)
         if bucket is None:
             return None
@@ -89,7 +88,7 @@ class DecodeGraphs:
         return self._replay_graph(self._graphs[bucket], step)
 
     def capture_next(self) -> bool:
-        """Make one graph that steps to come would use; whether one was tried."""
+        """Capture one useful graph; return whether one was tried."""
         bucket = self._plan.next_bucket()
         if bucket is None:
             return False
@@ -97,21 +96,21 @@ class DecodeGraphs:
         return True
 
     def capture_shape(self, rows: int, positions: int) -> bool:
-        """Make the graph of such steps; whether it is faster than running them eagerly."""
+        """Capture the graph of a shape; return whether it is faster than eager execution."""
         bucket = self._plan.make_bucket(rows, positions)
         return bucket in self._graphs or self._capture_bucket(bucket, self._make_dummy_step(bucket))
 
     def check_speedup(self) -> bool:
-        """Whether a graph of one row is faster than running it eagerly; if not, none is made."""
+        """Capture a graph of one row; disable graphs if it is not faster."""
         if self.capture_shape(1, 1):
             return True
         self._disable_graphs()
         return False
 
     def _make_dummy_step(self, bucket: GraphBucket) -> LocatedRows:
-        """A full step of a bucket that touches the spare block only: no request's keys or values.
+        """A full step of a bucket that touches the padding block only.
 
-        Rows that write to the same place are equal, so that it doesn't matter which is the last.
+        Rows that write to the same slot are equal, so their order doesn't matter.
         """
         size = self._pool.block_size
         places = [size - 1 - row % size for row in range(bucket.rows)]
@@ -132,7 +131,7 @@ class DecodeGraphs:
         return graph.output[: len(step.rows)].clone()
 
     def _capture_bucket(self, bucket: GraphBucket, step: LocatedRows) -> bool:
-        """Make the graph of a bucket, tried with such a step; whether it is to be used."""
+        """Capture and test the graph of a bucket; return whether it is used."""
         try:
             graph = self._prepare_graph(bucket)
             if graph is None:
@@ -141,7 +140,7 @@ class DecodeGraphs:
             self._load_step(graph, step)
             replay = self._capturer.capture_work(graph.replay, self._plan.remaining_bytes)
             if replay is None:
-                log.info("%d rows, %d blocks: too large a graph", bucket.rows, bucket.blocks)
+                log.info("%d rows, %d blocks: the graph is too large", bucket.rows, bucket.blocks)
                 self._plan.record_capture(bucket, 0, False)
                 return False
             graph = replace(graph, replay=replay)
@@ -153,14 +152,12 @@ class DecodeGraphs:
             )
             error = _relative_error(given[-1].float(), plain[-1].float(), step.rows)
         except Exception:
-            log.exception("no CUDA graphs: one could not be made")
+            log.exception("CUDA graphs disabled: a capture failed")
             self._disable_graphs()
             return False
-        # Written so that NaN is no.
+        # NaN fails, too.
         if not error <= TOLERANCE:
-            log.warning(
-                "CUDA graphs are off by %g here: kernels are launched one by one instead", error
-            )
+            log.warning("CUDA graphs are off by %g on this device and are disabled", error)
             self._disable_graphs()
             return False
         faster = replayed < eager
@@ -181,10 +178,10 @@ class DecodeGraphs:
         self._unused_replays.clear()
 
     def _prepare_graph(self, bucket: GraphBucket) -> _CapturedGraph | None:
-        """A graph whose ``replay`` is still the work itself; ``None`` if angles aren't in tables.
+        """Prepare static buffers; ``replay`` is still the eager work. ``None`` if angles need more
+        than tables.
 
-        What follows from the numbers of a step is computed in the graph, where a kernel costs no
-        launch.
+        Masks are derived inside the graph, where a kernel costs no launch.
         """
         layers, rows = self._layers, bucket.rows
         found = [rope.grow_table(bucket.blocks * self._pool.block_size) for rope in layers.ropes]
@@ -209,7 +206,7 @@ class DecodeGraphs:
         return _CapturedGraph(given, numbers, tables, output, fixed, work)
 
     def _load_step(self, graph: _CapturedGraph, step: LocatedRows) -> None:
-        """Copy a step into the graph's memory; rows that it lacks are zeros on the spare block."""
+        """Copy a step into the buffers; padding rows are zeros on the padding block."""
         count, size = len(step.rows), len(graph.rows)
         self._rows[:count].copy_(step.rows)
         if count < self._num_filled_rows:
@@ -226,9 +223,9 @@ class DecodeGraphs:
 
 
 def _relative_error(found: Tensor, plain: Tensor, before: Tensor) -> float:
-    """Greatest difference of rows to those without a graph, by the largest change of the latter.
+    """Greatest difference to eager rows, relative to the layers' largest change.
 
-    NaN if only the former have any; rows that are NaN without a graph too tell nothing.
+    NaN if only the graph's rows have NaN; rows that are NaN in both are ignored.
     """
     usable = plain.isfinite().all(dim=-1)
     if not bool(usable.any()):
