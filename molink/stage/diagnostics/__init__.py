@@ -1,1 +1,1 @@
-"""Measured times of a device and a stage: probes, profiles and the benchmark."""
+"""Device probes, stage profiles, kernel self-tests and the stage benchmark."""

@@ -3,12 +3,10 @@
 Run as ``python -m molink.stage.diagnostics.device``.
 
 Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``total`` and ``free``
-memory in bytes (of a CPU: what programs can get without swapping), ``read_rate`` (bytes/s at which
-a decode step streams weights), ``bf16`` (whether it computes in it natively), ``blocks`` (whether
-it multiplies by those of a GGUF file), ``narrow`` (weights that stay what they are where it
-computes in f32), ``block_size`` (what its attention backend wants the
-positions of a KV block to be a multiple of), ``threads``, ``torch`` (version), ``gpus`` (how many
-CUDA devices there are).
+memory in bytes (available without swapping on a CPU), ``read_rate`` (bytes/s at which decode steps
+stream weights), ``bf16`` (native support), ``blocks`` (products with GGUF blocks), ``narrow``
+(types of weights that stay 16-bit with f32 rows), ``block_size`` (multiple that the attention
+backend wants), ``threads``, ``torch`` (version), ``gpus`` (number of CUDA devices).
 """
 
 import argparse
@@ -30,12 +28,12 @@ from molink.stage.linear import ProjectionFactory
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
 _WEIGHT_ROWS = 4096
-#: A row is multiplied so often at least, and for about so many seconds.
+#: Minimum repeats, their maximum, and seconds of measuring.
 _REPEATS, _MOST, _MEASURING_S = 5, 100, 0.5
 
 
 def pick_device(wanted: str) -> torch.device:
-    """``auto`` is the CUDA device with most free memory, or the CPU."""
+    """``auto`` is the CUDA device with most free memory, else the CPU."""
     if wanted != "auto":
         return torch.device(wanted)
     if not torch.cuda.is_available():
@@ -45,9 +43,9 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def measure_read_rate(device: torch.device, nbytes: int) -> float:
-    """Bytes/s at which a stage's projection of ``nbytes`` takes one row.
+    """Bytes/s at which a projection of ``nbytes`` processes one row.
 
-    By the quickest of some runs over :data:`_MEASURING_S`: other programs only add to a time.
+    The fastest of several runs counts, since other programs only add time.
     """
     narrow = torch.float16 if device.type == "cuda" else torch.float32
     dtype = torch.bfloat16 if supports_bf16(device) else narrow
@@ -69,7 +67,7 @@ def measure_read_rate(device: torch.device, nbytes: int) -> float:
 
 
 def probe_device(wanted: str, nbytes: int) -> dict[str, object]:
-    """Everything that the daemon reports of a device."""
+    """Collect what the daemon reports of a device."""
     device = pick_device(wanted)
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
     index = device.index or 0
@@ -96,7 +94,7 @@ def probe_device(wanted: str, nbytes: int) -> dict[str, object]:
 
 
 def narrow_weight_dtypes(device: torch.device) -> tuple[NarrowDType, ...]:
-    """Types in which weights stay beside rows of float32, as ``WeightReader`` finds them."""
+    """Types of weights that stay 16-bit with float32 rows."""
     projections = ProjectionFactory.probe_device(torch.float32, device)
     return tuple(
         kept for kept in get_args(NarrowDType) if projections.keeps_dtype(TORCH_DTYPES[kept])
@@ -104,12 +102,12 @@ def narrow_weight_dtypes(device: torch.device) -> tuple[NarrowDType, ...]:
 
 
 def describe_device(device: torch.device) -> str:
-    """What a device is called by who made it."""
+    """Product name of a device."""
     return describe_cpu() if device.type == "cpu" else torch.cuda.get_device_name(device.index or 0)
 
 
 def driver_version() -> str:
-    """That of NVIDIA's driver; empty where it can't be asked."""
+    """Version of NVIDIA's driver; empty if unknown."""
     import pynvml
 
     try:
@@ -123,7 +121,7 @@ def driver_version() -> str:
 
 
 def describe_cpu() -> str:
-    """The CPU's product name where the system tells it."""
+    """Product name of the CPU, where available."""
     table = Path("/proc/cpuinfo")  # Linux only
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
     for line in lines:
@@ -144,7 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m molink.stage.diagnostics.device", description=__doc__
     )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--mbytes", type=int, default=256, help="size of the matrix to stream")
+    parser.add_argument(
+        "--mbytes", type=int, default=256, help="size of the matrix to stream, in MB"
+    )
     parser.add_argument("--threads", type=int, default=0, help="0 = torch's default")
     options = parser.parse_args(arguments)
     if options.threads:

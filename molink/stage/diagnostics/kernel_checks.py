@@ -1,6 +1,6 @@
-"""What a stage uses is tried on its device first; what is wrong there is left out.
+"""Tests a stage's kernels on its device, and disables wrong ones.
 
-Results are kept in a file, for one device, driver, torch and molink, and trusted for just these.
+Results are cached in a file, valid for one device, driver, torch and molink version.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from molink.stage.torch_dtypes import choose_dtype
 
 log = logging.getLogger(__name__)
 
-#: Rises whenever kernels are tried in another way.
+#: Rises with every change of the trials.
 _FORMAT_VERSION = 2
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
-#: A trial that was begun so often and never ended has ended its process.
+#: Starts without a result after which a trial is taken to crash the process.
 _MAX_STARTS = 2
 
 _CheckState = Literal["ok", "absent", "wrong"]
 
 
 class _CheckResult(msgspec.Struct, frozen=True):
-    """``num_starts`` counts the starts of a trial that has no result yet."""
+    """``num_starts`` counts starts without a result."""
 
     state: _CheckState | None = None
     reason: Annotated[str, msgspec.Meta(max_length=512)] = ""
@@ -45,17 +45,16 @@ class _CheckResult(msgspec.Struct, frozen=True):
 
 
 class _ChecksFile(msgspec.Struct, frozen=True, kw_only=True):
-    """``environment`` is everything that a result depends on but the trial."""
+    """``environment`` identifies everything that results depend on."""
 
     environment: str
     results: dict[str, _CheckResult]
 
 
 class KernelChecks:
-    """Results of trials on one device.
+    """Cached results of trials on one device.
 
-    A file that can't be read, or is about something else, is as good as none; nor does a folder
-    that can't be written stop anybody.
+    An unreadable or foreign file counts as empty, and failing to write is not an error.
     """
 
     def __init__(self, path: Path, about: str) -> None:
@@ -63,14 +62,14 @@ class KernelChecks:
         self._results = self._read_results()
 
     def check_kernel(self, trial: KernelTrial, shapes: str) -> _CheckResult:
-        """That of a trial with ``shapes``: known, or found out now."""
+        """Return the result of a trial with ``shapes``, running it unless cached."""
         key = f"{trial.kernel} {trial.dtype} {shapes}"
         known = self._results.get(key, _CheckResult())
         if known.state is not None:
             return known
         if known.num_starts >= _MAX_STARTS:
-            return _CheckResult("wrong", "it ends the process")
-        # Whoever comes after a crash is to know what was tried.
+            return _CheckResult("wrong", "it crashes the process")
+        # Recorded first, to detect crashes.
         self._store_result(key, _CheckResult(num_starts=known.num_starts + 1))
         told = trial.run_trial()
         off = "" if told["error"] is None else f"it is off by {told['error']:.2g}"
@@ -92,7 +91,7 @@ class KernelChecks:
             )
             retry_while_busy(lambda: draft.replace(self._path))
         except OSError as error:
-            log.warning("can't keep what kernels were found to do in %s: %s", self._path, error)
+            log.warning("can't store results of kernel trials in %s: %s", self._path, error)
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
 
@@ -104,13 +103,13 @@ class KernelChecks:
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
-            log.warning("ignoring %s, kernels are tried again: %s", self._path, error)
+            log.warning("ignoring %s, kernels are tested again: %s", self._path, error)
             return {}
         return kept.results if kept.environment == self._environment else {}
 
 
 def describe_environment(device: torch.device) -> str:
-    """What a kernel's results depend on but its inputs."""
+    """Identify everything but inputs that a kernel's results depend on."""
     on_cpu = device.type == "cpu"
     threads = torch.get_num_threads() if on_cpu else 0
     driver = "" if on_cpu else f", driver {driver_version()}"
@@ -130,10 +129,10 @@ def check_kernels(
     block_size: int,
     disabled_kernels: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Kernels that a stage is to avoid: those that it was told to, and those that fail here.
+    """Test a stage's kernels; return ``disabled_kernels`` and those that fail.
 
     Raises:
-        UsageError: nothing that computes rightly is left.
+        UsageError: no correct kernel is left for some purpose.
     """
     computed = choose_dtype(dtype, config.dtype, device)
     mode = quantize if config.quantized == "none" else config.quantized
@@ -153,7 +152,7 @@ def _find_failing(
     disabled_kernels: Collection[str],
     device: torch.device,
 ) -> list[str]:
-    """Kernels of a chain that fail, up to the first that works; says so.
+    """Return failing kernels of a chain up to the first that works; logs them.
 
     Raises:
         UsageError: all fail.
@@ -170,12 +169,12 @@ def _find_failing(
             continue
         if trial.kernel not in FALLBACKS:
             raise UsageError(
-                f"{device} ({describe_device(device)}) computes wrongly, and nothing can take the "
-                f"place of {trial.kernel} ({trial.dtype}): {result.reason}. See `molink doctor`; "
-                "--device cpu or --stage none leaves this device out"
+                f"{device} ({describe_device(device)}) computes wrongly, and nothing can replace "
+                f"{trial.kernel} ({trial.dtype}): {result.reason}. See `molink doctor`; exclude "
+                "this device with --device cpu or --stage none"
             )
         log.warning(
-            "%s (%s) fails on this %s: %s. In its place: %s; `molink doctor` tries it again",
+            "%s (%s) fails on this %s: %s. Using %s instead; `molink doctor` tests it again",
             trial.kernel,
             trial.dtype,
             describe_device(device),

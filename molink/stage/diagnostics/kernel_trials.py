@@ -1,8 +1,7 @@
-"""Trials of a device's kernels: each beside a plain computation, with the shapes of a model.
+"""Compares kernels with plain computations, in a model's shapes.
 
-Inputs are random, with a fixed seed; what they are compared with is computed on the CPU in float64.
-An error is the greatest difference, as a part of the largest result; attention's are means of
-values of about 1.
+Inputs are random with a fixed seed; references are float64 on the CPU. Errors are relative to the
+largest result; attention's outputs have magnitude 1.
 """
 
 import math
@@ -40,36 +39,36 @@ from molink.stage.linear.quantized import TOLERANCE, QuantizedKernels, relative_
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
-#: Greatest error of a product or of a row's norm: what the type rounds to, and some sums.
+#: Tolerances of products and norms: the type's rounding, and sums.
 _PRODUCT_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 2e-3, "bf16": 2**-7}
-#: The same of attention, whose weights are rounded too.
+#: Tolerances of attention, whose weights are rounded, too.
 _ATTENTION_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
-#: What nothing can take the place of is refused only if it is off by a multiple of that.
+#: Factor for kernels that have no replacement.
 _LENIENT_FACTOR = 4.0
 _ROWS = (1, 7, 33)
-#: Of a product by blocks.
+#: Outputs of a quantized product.
 _BLOCK_OUTPUTS = 96
-#: Blocks that are tried: codes of all sizes, with everything that they may have beside.
+#: Formats that cover all code sizes and variants.
 _TRIAL_FORMATS = (
     *(BLOCK_FORMATS[name] for name in ("q4_k", "q5_k", "q6_k", "q8_0")),
     BlockFormat(4, 8, 128, 128, has_shifts=True),
     BlockFormat(8, 0, 64, 64, number_dtype="bf16"),
 )
-#: Outputs of a product that are compared, spread over all.
+#: Compared outputs of a product, spread evenly.
 _MAX_COMPARED_OUTPUTS = 64
 _GRAPH_BYTES = 1 << 28
 
-#: Makes a projection of a weight (bf16 ``[out, in]``) and a bias of the rows' type.
+#: Creates a projection from a weight (bf16 ``[out, in]``) and a bias of the rows' type.
 _CreateLinear = Callable[[Tensor, Tensor], Projection]
 
 
 class _KernelAbsent(Exception):
-    """There is no such kernel on this device."""
+    """The kernel does not exist on this device."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTrial:
-    """One kernel, in one type. ``run`` gives its error, NaN if it gives any."""
+    """One kernel in one type; ``run`` returns its error, possibly NaN."""
 
     kernel: KernelName
     dtype: WeightDType
@@ -77,7 +76,7 @@ class KernelTrial:
     run: Callable[[], float]
 
     def run_trial(self) -> dict[str, Any]:
-        """How it went: ``state`` is ``ok``, ``absent`` or ``wrong``."""
+        """Run the trial; ``state`` is ``ok``, ``absent`` or ``wrong``."""
         told: dict[str, Any] = {"kernel": self.kernel, "dtype": self.dtype, "error": None}
         told |= {"tolerance": self.tolerance, "state": "wrong", "reason": ""}
         try:
@@ -85,26 +84,29 @@ class KernelTrial:
                 error = self.run()
         except _KernelAbsent as absent:
             return told | {"state": "absent", "reason": str(absent)}
-        except NotImplementedError as missing:  # an operator that this build of torch lacks
+        except NotImplementedError as missing:  # operator missing in this build of torch
             return told | {"state": "absent", "reason": str(missing)[:300]}
-        except Exception as error_of_kernel:  # whatever a kernel's build may raise
+        except Exception as error_of_kernel:  # kernels may raise anything
             reason = f"{type(error_of_kernel).__name__}: {error_of_kernel}"[:300]
             if is_out_of_memory(error_of_kernel):
                 empty_device_cache()
-                return told | {"state": "absent", "reason": f"no memory to try it: {reason}"}
+                return told | {
+                    "state": "absent",
+                    "reason": f"not enough memory to test it: {reason}",
+                }
             return told | {"reason": reason}
         if math.isnan(error):
             return told | {"reason": "it gives NaN"}
-        # Written so that infinity is wrong.
+        # Infinity is wrong, too.
         return told | {"error": error, "state": "ok" if error <= self.tolerance else "wrong"}
 
 
-#: Kernels for one purpose: each takes the place of the one before it, if that is wrong.
+#: Kernels for one purpose, in order of preference.
 KernelChain = tuple[KernelTrial, ...]
 
 
 def supported_dtypes(device: torch.device) -> tuple[WeightDType, ...]:
-    """What a device computes in."""
+    """Types that a device computes in."""
     wide: tuple[WeightDType, ...] = ("f16",) if device.type == "cuda" else ("f32",)
     return (*wide, "bf16") if supports_bf16(device) else wide
 
@@ -112,7 +114,7 @@ def supported_dtypes(device: torch.device) -> tuple[WeightDType, ...]:
 def kernel_chains(
     shapes: TrialShapes, dtype: WeightDType, quantize: Quantize, device: torch.device
 ) -> tuple[KernelChain, ...]:
-    """What a stage of such shapes may use on ``device``, the best of each purpose first."""
+    """Kernels that a stage may use on ``device``, by purpose."""
     rounding, place = _PRODUCT_TOLERANCES[dtype], TORCH_DTYPES[dtype]
 
     def product(create: _CreateLinear) -> Callable[[], float]:
@@ -157,7 +159,7 @@ def kernel_chains(
 
 
 def extra_trials(dtype: WeightDType, device: torch.device) -> tuple[KernelTrial, ...]:
-    """What depends on no model's shapes."""
+    """Trials that are independent of shapes."""
     place = TORCH_DTYPES[dtype]
     if device.type != "cuda":
         run = partial(_blocks_error, place, torch.get_num_threads())
@@ -220,10 +222,10 @@ def _create_packed(weight: Tensor, bias: Tensor) -> Projection:
 
 
 def _compiled_error(shapes: TrialShapes, dtype: torch.dtype, threads: int) -> float:
-    """Of weights in bf16, and in float16 where these stay so."""
+    """Error with bf16 weights, and float16 if they stay float16."""
     errors = []
     for weight_dtype in (torch.bfloat16, torch.float16):
-        # One that fails its own check is compiled once more, to tell by how much it is off.
+        # A kernel that fails its own check is compiled again, to measure the error.
         product = create_matmul(dtype, threads, weight_dtype)
         product = product or create_matmul(dtype, threads, weight_dtype, checked=False)
         if product is not None:
@@ -231,7 +233,7 @@ def _compiled_error(shapes: TrialShapes, dtype: torch.dtype, threads: int) -> fl
             cpu = torch.device("cpu")
             errors.append(_linear_error(create, shapes.products, dtype, cpu, weight_dtype))
     if not errors:
-        raise _KernelAbsent("there is no code for this CPU")
+        raise _KernelAbsent("this CPU is not supported")
     return _max_error(errors)
 
 
@@ -240,7 +242,7 @@ def _blocks_error(dtype: torch.dtype, threads: int) -> float:
     for form in _TRIAL_FORMATS:
         product = create_block_matmul(form, dtype, threads, checked=False)
         if product is None:
-            raise _KernelAbsent("there is no code for this CPU")
+            raise _KernelAbsent("this CPU is not supported")
         nbytes = 3 * product.columns * form.nbytes
         shape = _BLOCK_OUTPUTS // product.columns, nbytes
         packed = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
@@ -259,11 +261,11 @@ def _quantized_error(
     mode: Quantize, shapes: TrialShapes, dtype: torch.dtype, device: torch.device
 ) -> float:
     if device.type == "cuda":
-        load_library()  # which registers its operators
+        load_library()  # registers its operators
         return relative_error(QuantizedKernels(True, True), mode, dtype, device, shapes.products)
     kernels = QuantizedKernels.probe_device(mode, dtype, device)
     if not (kernels.int8 or kernels.nf4):
-        raise _KernelAbsent("this CPU has no instructions for it")
+        raise _KernelAbsent("this CPU lacks the instructions")
     return relative_error(kernels, mode, dtype, device, shapes.products)
 
 
@@ -279,7 +281,7 @@ def _unpacked_error(
 
 @dataclass(frozen=True, slots=True)
 class _RowKernels:
-    """What is tried of rows; each gives new ones, but for ``rotate``."""
+    """Row-wise operators under test; all but ``rotate`` return new rows."""
 
     norm: Callable[[Tensor, Tensor], Tensor]
     gate: Callable[[Tensor], Tensor]
@@ -288,13 +290,13 @@ class _RowKernels:
 
 def _compiled_rows_error(shapes: TrialShapes, dtype: torch.dtype, threads: int) -> float:
     if not supports_rowwise((shapes.hidden, *shapes.inner), shapes.rotary):
-        raise _KernelAbsent("there is no code for rows of this size")
+        raise _KernelAbsent("rows of this size are not supported")
 
     def create(activation: Activation) -> _RowKernels:
         made = create_rowwise(dtype, shapes.eps, activation, threads)
         made = made or create_rowwise(dtype, shapes.eps, activation, threads, checked=False)
         if made is None:
-            raise _KernelAbsent("there is no code for this CPU")
+            raise _KernelAbsent("this CPU is not supported")
         return _RowKernels(made.normalize_rows, made.apply_gate, made.rotate_heads)
 
     return _rows_error(create, shapes, dtype, torch.device("cpu"))
@@ -344,7 +346,7 @@ def _rows_error(
 def _compiled_attention_error(shapes: TrialShapes, dtype: torch.dtype) -> float:
     attend = compile_attention(shapes.attention, shapes.block_size, dtype)
     if attend is None:
-        raise _KernelAbsent("there is no code for this CPU, or for heads and blocks of these sizes")
+        raise _KernelAbsent("this CPU, or these heads and blocks, are not supported")
 
     def create(layer: AttentionShape) -> AttentionBackend:
         return CompiledAttention(layer, attend)
@@ -363,7 +365,7 @@ def _flash_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) 
         raise _KernelAbsent("it has no softcap and no attention sinks")
     if shapes.block_size % PAGE_MULTIPLE:
         raise _KernelAbsent(
-            f"KV blocks of {shapes.block_size} positions are no multiple of {PAGE_MULTIPLE}"
+            f"KV blocks of {shapes.block_size} positions are not a multiple of {PAGE_MULTIPLE}"
         )
 
     def create(layer: AttentionShape) -> AttentionBackend:
@@ -376,7 +378,7 @@ def _flash_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) 
 
 
 def _graphs_error(dtype: torch.dtype, device: torch.device) -> float:
-    """A captured product with other rows than those it was captured with."""
+    """Error of a captured product that is replayed with other rows."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(256, 128, generator=generator).to(device, dtype)
     rows = torch.zeros(8, 128, dtype=dtype, device=device)
@@ -390,7 +392,7 @@ def _graphs_error(dtype: torch.dtype, device: torch.device) -> float:
     for _ in range(4):
         rows.copy_(torch.randn(8, 128, generator=generator))
         replay()
-        # The very same work, so the very same result.
+        # The same work must give the same result.
         worst.append(_max_difference(output, (rows @ weight.t()).relu_().double().cpu()))
     return _max_error(worst)
 

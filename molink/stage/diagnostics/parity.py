@@ -1,9 +1,9 @@
-"""Whether each kernel computes on this PC's device what plain torch does.
+"""Compares all kernels with plain torch on this PC's devices.
 
 Run as ``python -m molink.stage.diagnostics.parity``.
 
-Prints a JSON object for each line: ``describe_torch`` (torch and its devices), then for each kernel
-``begin``, by which who reads knows which one has ended the process, and ``result``; see
+Prints JSON objects, one per line: the torch version and devices, then per kernel ``begin``, which
+identifies the one that crashes the process, and ``result``; see
 :mod:`molink.stage.diagnostics.kernel_trials`.
 """
 
@@ -33,12 +33,12 @@ from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES, TrialShapes
 def run_trials(
     device: torch.device, skip: Collection[str] = (), shapes: TrialShapes = USUAL_SHAPES
 ) -> Iterator[KernelTrial]:
-    """All that there may be on ``device``, but those of the kernels to ``skip``."""
+    """All trials on ``device``, except for ``skip``."""
     for dtype in supported_dtypes(device):
         found: dict[str, KernelTrial] = {}
         for mode in ("int8", "nf4"):
             for chain in kernel_chains(shapes, dtype, mode, device):
-                # What takes the place of int8 is another trial than what takes that of nf4.
+                # Fallbacks of int8 and nf4 are separate trials.
                 found |= {f"{one.kernel} {mode * (one.kernel == 'unpacked')}": one for one in chain}
         for trial in (*found.values(), *extra_trials(dtype, device)):
             if trial.kernel not in skip:
@@ -46,7 +46,7 @@ def run_trials(
 
 
 def describe_torch() -> dict[str, Any]:
-    """Torch here, and the GPUs that it can use; ``reason`` says why it can't use any."""
+    """Describe torch and its usable GPUs; ``reason`` tells why there are none."""
     told: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
     told |= {"reason": "", "kernels_for": []}
     try:
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _load_shapes(model: Path | None, device: torch.device) -> TrialShapes:
-    """Those of a model; the usual ones without, or if its config can't be read."""
+    """Shapes of a model; usual ones without it, or if its config can't be read."""
     paged = device.type == "cuda" and find_kernel() is not None
     usual = replace(USUAL_SHAPES, block_size=PAGE_MULTIPLE) if paged else USUAL_SHAPES
     if model is None:
@@ -92,7 +92,7 @@ def _load_shapes(model: Path | None, device: torch.device) -> TrialShapes:
     try:
         config = ModelConfig.load_folder(model)
     except MolinkError as error:
-        print(f"not tried with the shapes of {model}: {error}", file=sys.stderr)
+        print(f"not tested with the shapes of {model}: {error}", file=sys.stderr)
         return usual
     return TrialShapes.from_config(config, usual.block_size, device)
 

@@ -1,4 +1,4 @@
-"""Profiles on disk: a stage that is loaded again need not be measured again."""
+"""Caches stage profiles on disk."""
 
 import contextlib
 import hashlib
@@ -14,15 +14,15 @@ from molink.files import retry_while_busy
 
 log = logging.getLogger(__name__)
 
-#: Profiles that are kept, the youngest ones.
+#: Maximum number of cached profiles.
 MAX_PROFILES = 64
 _MAX_BYTES = 1 << 16
 
 
 class _CachedProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file: what was measured, and of what, in full.
+    """A cached profile with its full key.
 
-    Profiles of a ``model_key`` differ only in which layers they are of, ``step_bytes`` of weights.
+    Profiles of one ``model_key`` differ only in their layers, with ``step_bytes`` of weights.
     """
 
     key: str
@@ -32,22 +32,21 @@ class _CachedProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileCache:
-    """A folder with a JSON file for each profile.
+    """A folder with one JSON file per profile.
 
-    A key says everything that a time depends on. A file that can't be read, or is another's, is
-    as good as none; nor does a folder that can't be written stop anybody.
+    An unreadable or foreign file counts as missing, and failing to write is not an error.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def find_profile(self, key: str) -> Profile | None:
-        """The profile under ``key``, if it is there."""
+        """Return the profile of a key."""
         entry = self._read_entry(self._entry_path(key))
         return entry.profile if entry is not None and entry.key == key else None
 
     def predict_profile(self, model_key: str, step_bytes: int) -> Profile | None:
-        """What a stage of ``kin`` should take by the one that is nearest to it in bytes."""
+        """Scale the profile of the same model that is nearest in bytes."""
         found: list[tuple[float, Profile]] = []
         for path in self._folder.glob("*.json"):
             entry = self._read_entry(path)
@@ -76,7 +75,7 @@ class ProfileCache:
     def store_profile(
         self, key: str, profile: Profile, model_key: str = "", step_bytes: int = 0
     ) -> None:
-        """Write a profile; the oldest of too many goes."""
+        """Store a profile, and evict the oldest ones."""
         entry = _CachedProfile(key=key, profile=profile, model_key=model_key, step_bytes=step_bytes)
         path = self._entry_path(key)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -85,10 +84,10 @@ class ProfileCache:
             draft.write_bytes(msgspec.json.encode(entry))
             retry_while_busy(lambda: draft.replace(path))
         except OSError as error:
-            log.warning("can't keep a profile in %s: %s", self._folder, error)
+            log.warning("can't store a profile in %s: %s", self._folder, error)
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-        # Others may prune at the same time, and on Windows nobody deletes what somebody reads.
+        # Other processes may prune concurrently, and Windows refuses to delete open files.
         with contextlib.suppress(OSError):
             prune_profiles(self._folder)
 
@@ -98,7 +97,7 @@ class ProfileCache:
 
 
 def prune_profiles(folder: Path) -> None:
-    """Keep the :data:`MAX_PROFILES` youngest in ``folder``."""
+    """Keep the newest :data:`MAX_PROFILES` profiles."""
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
     for path in files[:-MAX_PROFILES]:
         path.unlink(missing_ok=True)

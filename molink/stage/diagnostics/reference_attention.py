@@ -1,4 +1,4 @@
-"""Attention as the textbook has it, and how far a backend's results are from it."""
+"""Textbook attention as a reference for backends."""
 
 import math
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
 
-#: (positions before, rows now): a first chunk, decode rows, and chunks across a page's edge.
+#: (positions before, rows): a first chunk, decode rows, and chunks across a page border.
 _TRIAL_ROWS = ((0, 40), (511, 1), (17, 1), (250, 13), (3, 2))
 
 
 def dense_attention(
     queries: Tensor, both: Tensor, shape: AttentionShape, window: int, sinks: Tensor | None = None
 ) -> Tensor:
-    """Masked softmax in float64 of ``queries`` ``[n, heads, d]``, the last rows of a sequence.
+    """Masked softmax in float64 of ``queries`` ``[n, heads, d]``, a sequence's last rows.
 
-    ``both`` are keys and values of all its rows, ``[length, 2, kv_heads, d]``; ``sinks`` are
-    ``[heads]`` scores that take a share and give nothing. Returns ``[n, heads * d]``.
+    ``both`` are its keys and values ``[length, 2, kv_heads, d]``; ``sinks`` are ``[heads]`` extra
+    scores. Returns ``[n, heads * d]``.
     """
     count, length = len(queries), len(both)
     keys, values = both.double().repeat_interleave(shape.groups, dim=2).unbind(1)
@@ -49,10 +49,9 @@ def attention_error(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Greatest difference of a backend's outputs, which are means of values of about 1.
+    """Greatest error of a backend, whose outputs have magnitude 1.
 
-    One run for each of the shape's windows, over random rows in a pool of pages that lie in no
-    order. NaN if the backend gives any.
+    One run per window, over random rows in unordered pages. NaN if the backend gives any.
     """
     layers = [replace(shape, windows=(window,)) for window in shape.windows]
     errors = [_backend_error(create(layer), layer, page, dtype, device) for layer in layers]

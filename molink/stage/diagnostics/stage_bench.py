@@ -1,9 +1,7 @@
 """Measures a stage for ``molink bench stage``: ``python -m molink.stage.diagnostics.stage_bench``.
 
-Loads layers of a model as a worker would, measures its profile, and in the same run what the device
-can do at best. Prints one JSON object; the command line, which never imports torch, shows it.
-
-The best that a device can do: bytes read and operations computed per second, measured.
+Loads layers as a worker does, and measures their profile and the device's peak rates. Prints one
+JSON object, which the torch-free command line shows.
 """
 
 import argparse
@@ -85,7 +83,7 @@ def _format_points(points: Sequence[tuple[int, float]]) -> list[dict[str, float]
 
 
 def _rate_reading(work: StageCost, profile: Profile, device: torch.device) -> dict[str, float]:
-    """A single decode row reads all weights and its KV: nothing else takes its time at best."""
+    """Read rate of a single decode row, which is memory-bound."""
     nbytes = work.decode_bytes(profile.context)
     reached, peak = nbytes / profile.decode_s(1), peak_read_rate(device)
     return {
@@ -97,7 +95,7 @@ def _rate_reading(work: StageCost, profile: Profile, device: torch.device) -> di
 
 
 def _rate_computing(work: StageCost, profile: Profile, stage: Stage) -> dict[str, float]:
-    """The chunk that computes most per second."""
+    """Compute rate of the most efficient chunk."""
     rates = {rows: work.prefill_flops(rows) / seconds for rows, seconds in profile.prefill}
     rows = max(rates, key=rates.__getitem__)
     peak = peak_matmul_rate(stage.device, TORCH_DTYPES[stage.dtype])
@@ -127,12 +125,12 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--threads", type=int, default=0, help="0 = torch's default")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, at most")
+    parser.add_argument("--seconds", type=float, default=20.0, help="maximum seconds of measuring")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the measurement; an error goes to stderr, with its own exit code."""
+    """Print the measurement; errors go to stderr, with their exit code."""
     options = _parse_arguments(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -148,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-#: Bytes of the read: far beyond any cache.
+#: Bytes read, far beyond any cache.
 _READ_BYTES = 512 << 20
 #: Rows and columns of the matrices.
 _CPU_SIZE = 2048
@@ -158,7 +156,7 @@ _SECONDS = 2.0
 
 
 def peak_read_rate(device: torch.device) -> float:
-    """Bytes/s at which a large tensor is read, by the quickest of some plain reductions."""
+    """Bytes/s at which a large tensor is read."""
     numbers = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=device)
     halves = numbers.view(torch.float32)
     return max(
@@ -167,7 +165,7 @@ def peak_read_rate(device: torch.device) -> float:
 
 
 def peak_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations/s of a large square matrix product in ``dtype``."""
+    """Operations/s of a large square matrix product."""
     size = _CUDA_SIZE if device.type == "cuda" else _CPU_SIZE
     left = torch.ones(size, size, dtype=dtype, device=device)
     right = torch.ones(size, size, dtype=dtype, device=device)
@@ -181,7 +179,7 @@ def peak_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _measure_rate(act: Callable[[], object], amount: int, device: torch.device) -> float:
-    """``amount`` per second of the quickest run of ``act``, after one that warms up."""
+    """``amount`` per second of the fastest run of ``act``, after a warm-up."""
     _time_run(act, device)
     taken: list[float] = []
     while len(taken) < _REPEATS and (not taken or sum(taken) < _SECONDS):

@@ -1,4 +1,4 @@
-"""Forward passes of a stage for the sake of their time: the rows mean nothing."""
+"""Runs a stage's forward passes for timing, on dummy rows."""
 
 from collections.abc import Sequence
 
@@ -18,17 +18,17 @@ from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _MAX_ROWS = max(*PREFILL_ROWS, *DECODE_ROWS)
-#: Spreads token ids over the vocabulary: equal ones would all meet the same experts.
+#: Spreads token ids over the vocabulary, since equal ones would use the same experts.
 _TOKEN_STRIDE = 7919
-#: Largest pool that is made for it.
+#: Maximum size of the KV pool.
 _MAX_POOL_BYTES = 1 << 30
 
 
 class StagePasses:
-    """Runs passes on a loaded stage as a worker would; implements :class:`timing.TimedPasses`.
+    """Runs passes on a loaded stage as a worker would.
 
-    Between ``with`` and its end the stage has a KV pool of at most ``kv_bytes``. Where these are
-    few, requests share blocks: what they hold is of no interest.
+    Within ``with`` the stage has a KV pool of at most ``kv_bytes``; if it is small, dummy requests
+    share blocks.
     """
 
     def __init__(self, stage: Stage, kv_bytes: int, block_size: int) -> None:
@@ -56,34 +56,34 @@ class StagePasses:
 
     @property
     def max_context(self) -> int:
-        """Positions that the model has."""
+        """Maximum positions of the model."""
         return self._stage.config.max_model_len
 
     def run_decode(self, rows: int, context: int) -> None:
-        """One decode row each of ``rows`` requests."""
+        """Run one decode row each of ``rows`` requests."""
         sequences = [
             SequenceRows(context, 1, self._block_table(context + 1, row)) for row in range(rows)
         ]
         self._run_pass(sequences, range(rows))
 
     def run_prefill(self, rows: int, before: int) -> None:
-        """A chunk of one prompt; as of most chunks, none of its rows is sampled but the last."""
+        """Run a chunk of a prompt; only its last row is sampled."""
         self._run_pass(
             [SequenceRows(before, rows, self._block_table(before + rows, 0))], (rows - 1,)
         )
 
     def _capture_graphs(self) -> None:
-        """Make the CUDA graphs now: that takes far longer than the passes that would be timed."""
+        """Capture CUDA graphs first, which takes far longer than timed passes."""
         context = min(SHORT_CONTEXT, self.max_context - 1)
         deep = min(DEEP_CONTEXT, self.max_context - DEEP_ROWS)
         shapes = [(rows, context) for rows in DECODE_ROWS if rows <= MAX_GRAPH_ROWS]
-        # Compared with the first one: so both are run in the same way.
+        # It is compared with the first one, so both use a graph.
         shapes.insert(1, (1, max(deep, context)))
         for rows, before in shapes:
             self._stage.capture_graph(rows, before + 1)
 
     def _block_table(self, tokens: int, request: int) -> Sequence[int]:
-        """A request's block table."""
+        """Block table of a request."""
         count = -(-tokens // self._block_size)
         return [(request * count + index) % self._blocks for index in range(count)]
 
@@ -97,7 +97,7 @@ class StagePasses:
             logit_rows=tuple(wanted) if stage.is_last else (),
         )
         try:
-            # Copied to the CPU as its sender would.
+            # Copied to the CPU, as for sending.
             stage.forward(batch).cpu()
             if stage.device.type == "cuda":
                 torch.cuda.synchronize(stage.device)

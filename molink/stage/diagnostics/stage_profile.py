@@ -1,7 +1,4 @@
-"""The profile of a loaded stage: remembered, or measured now.
-
-Profiles on disk: a stage that is loaded again need not be measured again.
-"""
+"""The profile of a loaded stage: cached or measured."""
 
 import logging
 import time
@@ -19,9 +16,9 @@ from molink.stage.stage import Stage
 
 log = logging.getLogger(__name__)
 
-#: Seconds that measuring takes at most, but for the smallest passes of a very slow stage.
+#: Maximum seconds of measuring; a very slow stage measures the smallest passes only.
 MAX_PROFILING_S = 3.0
-#: Part of a key: rises whenever profiles are measured in another way.
+#: Rises with every change of measuring.
 _FORMAT_VERSION = 2
 
 
@@ -34,15 +31,13 @@ def profile_stage(
     *,
     hurry: bool = False,
 ) -> Profile:
-    """``T_d`` and ``T_p`` of ``stage``, from the folder ``cache`` if it was measured before.
+    """Return ``T_d`` and ``T_p`` of ``stage``, cached in the folder ``cache``.
 
-    In a ``hurry``, with other layers of the same model measured here, it is scaled from theirs by
-    the bytes of weights, and not kept: the next time without a hurry it is measured.
-
-    Its KV pool, if any, is dropped; measuring takes up to ``kv_bytes`` for one of its own.
+    In a ``hurry`` it is scaled from other layers of the same model by bytes of weights, and not
+    cached. Measuring replaces the stage's KV pool by one of up to ``kv_bytes``.
 
     Raises:
-        MemoryError: not even a single row can be computed.
+        MemoryError: not even a single row fits.
     """
     profile_cache = ProfileCache(cache) if cache is not None else None
     key = profile_key(stage, block_size)
@@ -53,7 +48,7 @@ def profile_stage(
         predicted = profile_cache.predict_profile(_model_key(stage, block_size), stage.step_bytes)
         if predicted is not None:
             log.info(
-                "not measured for now: one decode row should take %.1f ms, as other layers do",
+                "profile scaled from other layers: one decode row should take %.1f ms",
                 1e3 * predicted.decode_s(1),
             )
             return predicted
@@ -74,16 +69,16 @@ def profile_stage(
 
 
 def profile_key(stage: Stage, block_size: int) -> str:
-    """Everything that a stage's times depend on; of the model its shape, not its weights.
+    """Key of everything that a stage's times depend on: shapes, not weights.
 
-    The bytes of its weights tell apart how they are quantized.
+    Bytes of weights identify the quantization.
     """
     first, last = stage.layers
     return f"{_model_key(stage, block_size)}; layers {first}:{last}, {stage.weight_bytes} bytes"
 
 
 def _model_key(stage: Stage, block_size: int) -> str:
-    """All of a key that other layers of the same model have in common, on the same device."""
+    """The part of a key that other layers of the same model share."""
     on_cpu = stage.device.type == "cpu"
     threads = torch.get_num_threads() if on_cpu else 0
     parts = (
@@ -91,7 +86,7 @@ def _model_key(stage: Stage, block_size: int) -> str:
         f"molink {molink.__version__}",
         f"torch {torch.__version__}",
         f"{stage.device.type} {describe_device(stage.device)}, {threads} threads",
-        f"{stage.dtype}, travels as {stage.wire_dtype}, {stage.layer_bytes} bytes a layer",
+        f"{stage.dtype}, wire {stage.wire_dtype}, {stage.layer_bytes} bytes a layer",
         f"blocks of {block_size}",
         repr(stage.config),
         *(f"without {name}" for name in sorted(stage.disabled_kernels)),

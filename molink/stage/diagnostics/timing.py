@@ -1,7 +1,4 @@
-"""Measures ``T_d(x)`` and ``T_p(x)`` of anything that can run such passes, within a deadline.
-
-A plain object with a clock that is given: what it decides is what to run next and when to stop.
-"""
+"""Measures ``T_d(x)`` and ``T_p(x)`` within a deadline, with a given clock."""
 
 from collections.abc import Callable
 from statistics import median
@@ -9,57 +6,57 @@ from typing import Protocol
 
 from molink.facts.profile import Profile
 
-#: Rows whose times are measured, as far as the deadline and the memory allow.
+#: Measured row counts, as deadline and memory allow.
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 PREFILL_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
-#: Tokens before a decode row, and before the rows that show what a longer context costs.
+#: Context of decode rows, and a longer one to measure its cost.
 SHORT_CONTEXT = 128
 DEEP_CONTEXT = 2048
 DEEP_ROWS = 64
-#: A point is measured so often, or for about so many seconds, after a first pass that warms up.
+#: Repeats of a point, or their maximum seconds, after a warm-up.
 _REPEATS = 5
 _MAX_POINT_S = 0.1
-#: Where a step of the matrix products is looked for, and how long it may be.
+#: Where tile sizes of matrix products are searched, and their range.
 _TILE_BASES = (256, 128, 64)
 _TILE_SIZES = (256, 128, 64, 32, 16, 8)
-#: One row more costs this much more where a tile begins; within a tile rows cost no more than that.
+#: Minimum cost of one more row at a tile border, and its maximum within a tile.
 _MIN_TILE_STEP = 1.08
 _MAX_PLATEAU_GROWTH = 1.04
-#: Rows of a larger pass may be this much dearer: attention within it grows with the square.
+#: Tolerance for attention, which grows quadratically.
 _MAX_ATTENTION_GROWTH = 1.1
-#: Passes for which there has to be time before a tile is looked for.
+#: Passes that must fit the deadline before tiles are searched.
 _TILE_PASSES = 8
-#: Part of the time that the two tables may take.
+#: Share of the time for both tables.
 _TABLES_SHARE = 0.6
 
 
-#: Which of several times counts.
+#: Picks one of several times.
 PickTime = Callable[[list[float]], float]
 
 
 class TimedPasses(Protocol):
-    """Runs forward passes of one stage; each call returns when its pass has ended.
+    """Runs forward passes of a stage synchronously.
 
-    Raises ``MemoryError`` where a pass doesn't fit.
+    Raises ``MemoryError`` if a pass doesn't fit.
     """
 
     @property
     def max_context(self) -> int:
-        """Positions that a row may have."""
+        """Maximum positions of a row."""
 
     def run_decode(self, rows: int, context: int) -> None:
-        """One decode row each of ``rows`` requests, after ``context`` tokens."""
+        """Run one decode row each of ``rows`` requests, after ``context`` tokens."""
 
     def run_prefill(self, rows: int, before: int) -> None:
-        """A chunk of ``rows`` rows of one prompt, ``before`` tokens of which are done."""
+        """Run a chunk of ``rows`` rows after ``before`` tokens of a prompt."""
 
 
 def measure_profile(passes: TimedPasses, clock: Callable[[], float], seconds: float) -> Profile:
-    """Measure for about ``seconds`` seconds; of several runs of a pass, the quicker half counts.
+    """Measure a profile in about ``seconds`` seconds; the faster half of a pass's runs counts.
 
-    ``T_d(1)`` and ``T_p`` of the smallest chunk are measured however long they take; every other
-    point only if it should end in time. Then come, if there is time, the cost of a longer context
-    and the tile. Raises ``MemoryError`` if not even the smallest passes fit.
+    ``T_d(1)`` and ``T_p`` of the smallest chunk are always measured, other points only if they fit
+    the deadline; then the cost of longer contexts, and the tile. Raises ``MemoryError`` if not even
+    the smallest passes fit.
     """
     return _ProfileTimer(passes, clock, seconds).measure_profile()
 
@@ -80,7 +77,7 @@ class _ProfileTimer:
     def measure_profile(self) -> Profile:
         decode, prefill = self._measure_tables()
         self._deadline += (1 - _TABLES_SHARE) * self._seconds
-        # What all else is compared with was measured first, while the process was just starting.
+        # Measure the baseline again: the process was just starting the first time.
         decode[1] = min(decode[1], self._try_run(self._time_decode(1), decode[1]) or decode[1])
         return Profile(
             decode=_smooth_table(decode),
@@ -92,7 +89,7 @@ class _ProfileTimer:
         )
 
     def _measure_tables(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Both tables, point by point: always the one that should take less time."""
+        """Measure both tables point by point, always the one expected to be faster."""
         decode = {1: self._time_run(self._time_decode(1))}
         prefill = {self._chunks[0]: self._time_run(self._time_prefill(self._chunks[0]))}
         open_ends = [
@@ -128,7 +125,7 @@ class _ProfileTimer:
         return max(0.0, taken - prefill[rows]) / (rows * self._deep) if taken is not None else 0.0
 
     def _find_tile(self, prefill: dict[int, float]) -> int:
-        """The step of the matrix products around the largest chunk that there is time for."""
+        """Tile size of matrix products around the largest affordable chunk."""
         left = self._deadline - self._clock()
         for base in _TILE_BASES:
             fits = 2 * base <= self._passes.max_context
@@ -149,7 +146,7 @@ class _ProfileTimer:
         return 1
 
     def _min_prefill_s(self, rows: int) -> float | None:
-        """Of a chunk the least time: noise, which only adds to it, must not look like a step."""
+        """Minimum time of a chunk: noise must not look like a tile."""
         return self._try_run(self._time_prefill(rows), pick=min)
 
     def _time_decode(self, rows: int) -> Callable[[], None]:
@@ -161,7 +158,7 @@ class _ProfileTimer:
     def _try_run(
         self, run: Callable[[], None], predicted: float = 0.0, pick: PickTime | None = None
     ) -> float | None:
-        """Seconds of a pass; ``None`` if it should end too late, or doesn't fit the memory."""
+        """Seconds of a pass; ``None`` if it would miss the deadline or doesn't fit."""
         if self._clock() + predicted > self._deadline:
             return None
         try:
@@ -172,7 +169,7 @@ class _ProfileTimer:
     def _time_run(self, run: Callable[[], None], pick: PickTime | None = None) -> float:
         last = self._run_once(run)
         taken: list[float] = []
-        # By the quickest: the first passes of a process, which gets its memory, may take long.
+        # By the fastest run, since first passes allocate memory.
         while len(taken) < _REPEATS and len(taken) * min(taken, default=0.0) < _MAX_POINT_S:
             if self._clock() + last > self._deadline:
                 break
@@ -187,20 +184,20 @@ class _ProfileTimer:
 
 
 def _predict_next_s(table: dict[int, float], rows: int) -> float:
-    """What a point with more rows than the last one takes at most."""
+    """Upper bound of the time of the next larger point."""
     last = max(table)
     return table[last] * rows / last
 
 
 def _typical_s(times: list[float]) -> float:
-    """The median of the quicker half: what other programs do at the same time only adds to it."""
+    """Median of the faster half: other programs only add time."""
     return median(sorted(times)[: (len(times) + 1) // 2])
 
 
 def _smooth_table(table: dict[int, float]) -> tuple[tuple[int, float], ...]:
-    """Points ascending, without what only noise can have added.
+    """Sort points and remove noise.
 
-    More rows never take less time, and twice as many hardly more than twice the time.
+    Times never fall with more rows, and at most about double with twice the rows.
     """
     points = sorted(table.items())
     least_s = points[-1][1]

@@ -1,4 +1,4 @@
-"""The shapes that kernels are tried with: those of a model's layers, or of none."""
+"""Shapes for kernel trials: a model's, or usual ones."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ from molink.checkpoint.tensor_layout import (
 from molink.checkpoint.traits import Activation
 from molink.stage.attention.base import AttentionShape
 
-#: A window that leaves something out of the rows of a trial.
+#: A window that excludes some of a trial's rows.
 _WINDOW = 33
-#: Weights that a projection is tried with at most; a GPU chooses its kernel by all of a shape.
+#: Maximum weights of a trial; a GPU chooses its kernel by the whole shape.
 _MAX_WEIGHTS = {"cpu": 1 << 23, "cuda": 1 << 26}
-#: By how much an output size is cut at least: what is left over at the end stays the same.
+#: Output sizes are cut by multiples of this, so that their remainder stays.
 _CUT_MULTIPLE = 64
 
 
@@ -25,7 +25,7 @@ _CUT_MULTIPLE = 64
 class TrialShapes:
     """``products`` are ``[out, in]``; rows of ``hidden`` are normed, of ``inner`` gated.
 
-    ``rotary`` are the dimensions of a head that are turned.
+    ``rotary`` are rotated dimensions of a head.
     """
 
     products: tuple[tuple[int, int], ...]
@@ -41,7 +41,7 @@ class TrialShapes:
     def from_config(
         cls, config: ModelConfig, block_size: int, device: torch.device
     ) -> "TrialShapes":
-        """Those of all layers, whichever a stage has; of very large products some outputs."""
+        """Shapes of all layers of a model; very large products are cut to some outputs."""
         layers, most = (0, config.layers), _MAX_WEIGHTS[device.type]
         attention = AttentionShape.from_config(config, layers)
         windows = sorted({min(window, _WINDOW) for window in attention.windows})
@@ -73,7 +73,7 @@ class TrialShapes:
         )
 
 
-#: What the self-test tries where no model is named.
+#: Shapes of the self-test without a model.
 USUAL_SHAPES = TrialShapes(
     products=((96, 64), (256, 704), (1024, 128)),
     hidden=192,
@@ -87,7 +87,7 @@ USUAL_SHAPES = TrialShapes(
 
 
 def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:
-    """Of all projections, where several are one too."""
+    """Shapes of all projections, merged ones included."""
     found = {(config.vocab_size, config.hidden_size)}
     for layer in range(config.layers):
         weights = {

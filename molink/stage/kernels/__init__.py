@@ -1,1 +1,1 @@
-"""Functions that are compiled for this very CPU when a worker loads its weights."""
+"""CPU kernels that are compiled for this CPU when a worker loads its weights."""

@@ -1,4 +1,4 @@
-"""How a CPU multiplies: by its own products of bf16, or in float32, of what 16 bits widen to."""
+"""How a CPU multiplies: with native bf16 products, or in float32 after widening."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,10 +19,10 @@ from molink.stage.kernels.emit import (
 
 
 class Arithmetic(Protocol):
-    """Sums ``lanes`` columns in a register, ``tile`` rows × ``vectors`` registers at a time.
+    """Sums ``lanes`` columns per register, ``tile`` rows × ``vectors`` registers at a time.
 
-    What a row holds for two neighbours in depth is a *pair*; a pair of weights has four bytes.
-    Where weights are float32 each is a pair of its own.
+    Two neighbours in depth are a *pair*; a pair of 16-bit weights has four bytes. With float32
+    weights each element is a pair by itself.
     """
 
     @property
@@ -33,8 +33,7 @@ class Arithmetic(Protocol):
     def tile(self) -> int: ...
     @property
     def prefetch_min_rows(self) -> int | None:
-        """So many rows at a time compute for so long that the CPU's prefetcher falls behind: from
-        them on weights are asked for ahead."""
+        """Rows per tile from which weights are prefetched: the CPU's prefetcher falls behind."""
 
     @property
     def element(self) -> int:
@@ -42,33 +41,33 @@ class Arithmetic(Protocol):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The type of weights."""
+        """Type of weights."""
 
     @property
     def pair_bytes(self) -> int:
         """Bytes of a row's pair."""
 
     def load_pair(self, builder: ir.IRBuilder, pointer: ir.Value) -> Values:
-        """A row's pair, spread over the lanes."""
+        """Load a row's pair, broadcast to all lanes."""
 
     def load_weights(self, builder: ir.IRBuilder, pointer: ir.Value, vector: int) -> Values:
-        """Pairs of as many columns as there are lanes, of number ``vector`` at ``pointer``."""
+        """Load pairs of ``lanes`` columns, of number ``vector`` at ``pointer``."""
 
     def add_product(
         self, builder: ir.IRBuilder, total: ir.Value, pair: Values, weights: Values
     ) -> ir.Value:
-        """``total + pair · weights``, lane by lane."""
+        """Compute ``total + pair · weights``, lane by lane."""
 
     def store_sum(self, builder: ir.IRBuilder, total: ir.Value, pointer: ir.Value) -> None:
-        """Write sums as elements of the result."""
+        """Store sums as elements of the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class DotBf16:
-    """bf16 rows, by AVX512-BF16: a product of 16 pairs in one instruction.
+    """bf16 rows with AVX512-BF16: one instruction multiplies 16 pairs.
 
-    24 of the 32 registers hold sums: more rows at a time than a batch of streams usually has, so
-    that their weights come from memory once.
+    24 of the 32 registers hold sums, more rows than most batches have, so that weights are read
+    from memory once.
     """
 
     lanes: int = 16
@@ -102,10 +101,9 @@ class DotBf16:
 
 @dataclass(frozen=True, slots=True)
 class WidenedBf16:
-    """float32 rows, by fused multiply-adds: what CPUs without products of bf16 have (AVX2).
+    """float32 rows with fused multiply-adds, for CPUs without bf16 products (AVX2).
 
-    The weights are what the model's file holds, to the bit; they take half the memory, and half the
-    time to read, of those that are kept as float32.
+    bf16 weights stay exact, and take half the memory and read time of float32.
     """
 
     lanes: int = 8
@@ -140,7 +138,7 @@ class WidenedBf16:
 
 @dataclass(frozen=True, slots=True)
 class WidenedF16(WidenedBf16):
-    """The same with float16 weights, which F16C widens as they are read."""
+    """The same with float16 weights, widened by F16C."""
 
     weight_dtype: torch.dtype = torch.float16
 
@@ -156,7 +154,7 @@ class WidenedF16(WidenedBf16):
 
 @dataclass(frozen=True, slots=True)
 class Float32:
-    """float32 rows by float32, in fused multiply-adds of AVX2 or AVX-512."""
+    """float32 rows and weights, with fused multiply-adds of AVX2 or AVX-512."""
 
     lanes: int = 8
     vectors: int = 2

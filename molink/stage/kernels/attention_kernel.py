@@ -1,12 +1,12 @@
-"""Attention of a few rows to a sequence's pages, where they are: nothing is gathered first.
+"""Attention of a few rows to a sequence's pages in place, without gathering.
 
-A *pass* is some neighbouring rows of one sequence; a part of the work is one key-value head of one
-pass, with all query heads that share it. Positions are taken in *spans*, a span's keys in *strips*.
-A strip of keys is turned, in registers, into columns that
-:func:`~molink.stage.kernels.dots.emit_dots` multiplies by; so are a span's values::
+A *pass* is some neighbouring rows of one sequence; a unit of work is one KV head of a pass, with
+all query heads that share it. Positions are processed in *spans*, a span's keys in *strips*. A
+strip of keys is transposed in registers into columns for
+:func:`~molink.stage.kernels.dots.emit_dots`; so are a span's values::
 
     scores  [queries, span]      = Q · Kᵀ       float32
-    weights [queries, span]      = softmax      the type of the rows, where the scores were
+    weights [queries, span]      = softmax      type of the rows, in place of the scores
     result  [queries, head_dim] += weights · V  float32, rounded at the end
 """
 
@@ -48,14 +48,13 @@ from molink.stage.kernels.kernel_shape import (
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
 from molink.stage.kernels.softmax import QueryState, SoftmaxEmitter
 
-#: Integers that describe a pass: its first row, how many there are, the position of the first, and
-#: where the sequence's pages begin in the table.
+#: Integers of a pass: first row, number of rows, position of the first, start of its page table.
 PASS_WORDS = 4
 _WORD, _VECTOR_BYTES = 8, 64
 
 
 class AttentionKernel:
-    """Compiled attention for one shape, on threads of ``openmp`` if there is one."""
+    """Compiled attention for one shape, on the threads of ``openmp`` if given."""
 
     def __init__(
         self,
@@ -65,10 +64,10 @@ class AttentionKernel:
         threads: int = 1,
         features: str | None = None,
     ) -> None:
-        """Compile it for rows of ``arithmetic``'s type, which is also that of keys and values.
+        """Compile for rows, keys and values of ``arithmetic``'s type.
 
         Raises:
-            RuntimeError: LLVM can't, for this CPU.
+            RuntimeError: LLVM can't compile for this CPU.
         """
         self.shape, self.threads, self._element = shape, threads, arithmetic.element
         module = ir.Module("attend")
@@ -80,7 +79,7 @@ class AttentionKernel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows, keys, values and results."""
+        """Type of rows, keys, values and results."""
         return torch.bfloat16 if self._element == BF16 else torch.float32
 
     def __call__(
@@ -94,12 +93,12 @@ class AttentionKernel:
         window: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of ``heads`` ``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v.
+        """Attend with ``heads`` ``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v.
 
-        ``keys`` and ``values`` are pages ``[blocks, block_size, kv_heads, head_dim]`` (strided),
-        ``passes`` int64 ``[n, PASS_WORDS]``, ``tables`` int64 (flat), ``allocate_scratch`` is
-        :meth:`allocate_scratch`'s; a ``window`` of 0 is none. ``sinks`` are float32, one for each
-        query head, where the shape has some. Returns ``[T, groups * kv_heads * head_dim]``.
+        ``keys`` and ``values`` are strided pages ``[blocks, block_size, kv_heads, head_dim]``,
+        ``passes`` int64 ``[n, PASS_WORDS]``, ``tables`` flat int64, and ``scratch`` is from
+        :meth:`allocate_scratch`; a ``window`` of 0 is none. ``sinks`` are float32, one per query
+        head. Returns ``[T, groups * kv_heads * head_dim]``.
         """
         shape, element = self.shape, self._element
         assert shape.sinks == (sinks is not None)
@@ -126,12 +125,12 @@ class AttentionKernel:
         return result
 
     def allocate_scratch(self) -> Tensor:
-        """Memory for the threads of a call."""
+        """Allocate the threads' memory for a call."""
         return torch.empty(self.threads, self._scratch_bytes, dtype=torch.uint8)
 
 
 class _AttentionEmitter:
-    """Emits what one thread does: some of the parts, one after the other."""
+    """Emits one thread's work: some units, one after the other."""
 
     def __init__(
         self, module: ir.Module, shape: AttentionKernelShape, arithmetic: Arithmetic
@@ -142,7 +141,7 @@ class _AttentionEmitter:
         begin, end, thread = task
         self._shape, self._arithmetic, self._builder = shape, arithmetic, builder
         self._softmax = SoftmaxEmitter(builder, shape, arithmetic)
-        #: Positions of a strip, and columns of values that are multiplied at once.
+        #: Positions of a strip, and columns of values multiplied at once.
         self._strip = arithmetic.lanes * arithmetic.vectors
         self.scratch = ScratchLayout.from_shape(shape, self._strip, arithmetic.element)
         self._head = shape.head_dim * arithmetic.element
@@ -170,7 +169,7 @@ class _AttentionEmitter:
         self._queries = builder.mul(count, I64(shape.groups))
         self._last = builder.add(self._start, builder.sub(count, I64(1)))
         self._first = self._first_visible(self._start)
-        # What all rows see begins here.
+        # First position that all rows see.
         self._common = self._first_visible(self._last)
         emit_loop(builder, I64(0), self._queries, 1, self._load_query)
         size = I64(self.scratch.span)
@@ -180,7 +179,7 @@ class _AttentionEmitter:
         return ()
 
     def _load_query(self, query: ir.Value, _: Values) -> Values:
-        """A query comes to lie beside the others of the pass."""
+        """Copy a query beside the others of the pass."""
         builder, shape = self._builder, self._shape
         source = self._head_pointer(self._heads, query, (shape.groups + 2) * shape.kv_heads)
         for at in range(0, self._head, _VECTOR_BYTES):
@@ -191,7 +190,7 @@ class _AttentionEmitter:
         return ()
 
     def _emit_span(self, number: ir.Value, _: Values) -> Values:
-        """All queries with the positions of a span, as far as any of them sees these."""
+        """Process the part of a span that any query sees."""
         builder, size = self._builder, I64(self.scratch.span)
         begin = builder.mul(number, size)
         end = emit_minimum(builder, builder.add(self._last, I64(1)), builder.add(begin, size))
@@ -217,7 +216,7 @@ class _AttentionEmitter:
         return ()
 
     def _emit_scores(self, strip: ir.Value, _: Values) -> Values:
-        """The products of all queries with a strip of keys."""
+        """Multiply all queries by a strip of keys."""
         builder, arithmetic = self._builder, self._arithmetic
         for half, page in enumerate(self._half_pointers(strip, "keys")):
             self._transpose_keys(page, half * HALF_PAGE)
@@ -239,7 +238,7 @@ class _AttentionEmitter:
         return ()
 
     def _emit_weights(self, vectors: ir.Value, hides: bool) -> None:
-        """The scores of all queries with a span, of which it ``hides`` some."""
+        """Turn scores of a span into weights; ``hides`` masks some."""
         builder = self._builder
 
         def emit_query(query: ir.Value, _: Values) -> Values:
@@ -258,7 +257,7 @@ class _AttentionEmitter:
         emit_loop(builder, I64(0), self._queries, 1, emit_query)
 
     def _add_values(self, pairs: ir.Value) -> None:
-        """The values of a span, by their weights, to what the spans before it gave."""
+        """Add a span's weighted values to the totals."""
         builder, arithmetic = self._builder, self._arithmetic
         chunk_bytes = self.scratch.span * self._strip * arithmetic.element
 
@@ -286,7 +285,7 @@ class _AttentionEmitter:
         emit_loop(builder, I64(0), I64(self._shape.head_dim // self._strip), 1, emit_chunk)
 
     def _store_result(self, query: ir.Value, _: Values) -> Values:
-        """Divide by the sum of the weights, and write down."""
+        """Divide by the sum of weights, and store."""
         builder, shape = self._builder, self._shape
         sink = None
         if shape.sinks:
@@ -297,7 +296,7 @@ class _AttentionEmitter:
         return ()
 
     def _transpose_keys(self, page: ir.Value, begin: int) -> None:
-        """As many positions of as many pairs as there are lanes become columns, and so on."""
+        """Transpose tiles of ``lanes`` positions × ``lanes`` pairs."""
         builder, lanes = self._builder, self._arithmetic.lanes
         kind = ir.VectorType(I32, lanes)
         for start in range(0, HALF_PAGE, lanes):
@@ -312,7 +311,7 @@ class _AttentionEmitter:
                     builder.store(vector, emit_offset(builder, self._memory, I64(at)), align=4)
 
     def _pack_values(self, strip: ir.Value, _: Values) -> Values:
-        """A strip's values come to lie column by column; of bf16, neighbours beside each other."""
+        """Pack a strip's values by column; bf16 in pairs of positions."""
         builder, arithmetic = self._builder, self._arithmetic
         beside = PAIR_BYTES // arithmetic.element
         kind = ir.VectorType(ir.IntType(8 * arithmetic.element), self._strip)
@@ -342,7 +341,7 @@ class _AttentionEmitter:
         return ()
 
     def _prefetch_pages(self, pages: list[ir.Value]) -> None:
-        """Have memory send what is wanted after all of this span, or its scores."""
+        """Prefetch the pages after this span."""
         builder = self._builder
         for page in pages:
 
@@ -355,9 +354,9 @@ class _AttentionEmitter:
             emit_loop(builder, I64(0), I64(HALF_PAGE), 1, emit_position)
 
     def _half_pointers(self, strip: ir.Value, what: str, ahead: int = 0) -> list[ir.Value]:
-        """Pointers to the positions of a strip, or so many ``ahead`` of them.
+        """Pointers to a strip's positions, or to those of the strip ``ahead``.
 
-        Beyond what is seen stands the nearest that is.
+        Positions beyond the visible ones are clamped.
         """
         builder, size = self._builder, I64(self._shape.block_size)
         base = builder.add(self._base, I64(ahead))
@@ -376,14 +375,14 @@ class _AttentionEmitter:
         return pages
 
     def _first_visible(self, position: ir.Value) -> ir.Value:
-        """What a row at ``position`` sees first."""
+        """First position that a row at ``position`` sees."""
         builder = self._builder
         first = builder.add(builder.sub(position, self._window), I64(1))
         first = emit_maximum(builder, first, I64(0))
         return builder.select(builder.icmp_signed(">", self._window, I64(0)), first, I64(0))
 
     def _query_state(self, query: ir.Value) -> QueryState:
-        """Where its numbers are."""
+        """Pointers to a query's state."""
         scratch, width = self.scratch, self._shape.head_dim * F32
         return QueryState(
             self._scratch_pointer(scratch.scores, query, scratch.span * F32),
@@ -393,7 +392,7 @@ class _AttentionEmitter:
         )
 
     def _head_pointer(self, base: ir.Value, query: ir.Value, heads: int) -> ir.Value:
-        """A query's place in ``[T, heads, head_dim]``."""
+        """Pointer to a query's head in ``[T, heads, head_dim]``."""
         builder = self._builder
         row = builder.add(self._row, builder.udiv(query, I64(self._shape.groups)))
         number = builder.add(builder.mul(row, I64(heads)), self._head_index(query))
@@ -404,6 +403,6 @@ class _AttentionEmitter:
         return builder.add(builder.mul(self._kv_head, groups), builder.urem(query, groups))
 
     def _scratch_pointer(self, at: int, number: ir.Value, nbytes: int) -> ir.Value:
-        """Number so and so of what lies in the thread's memory from ``at`` on."""
+        """Pointer to item ``number`` in the thread's scratch from ``at`` on."""
         begin = emit_offset(self._builder, self._memory, I64(at))
         return emit_element_pointer(self._builder, begin, number, nbytes)

@@ -1,22 +1,19 @@
-"""Rows times a weight that stays in few bits, unpacked in registers.
+"""Matrix product with quantized weights, dequantized in registers.
 
-The weight ``[columns, depth]`` lies in the order in which the product reads it. Of ``C`` columns::
+A weight ``[columns, depth]`` is stored in read order (see :mod:`molink.gguf.block_formats`). For
+``C`` columns::
 
-    of each block of a kind K:  scale [C], added [C]?
-    of each group:              scale [C], added [C] or shift [C]?, words of codes [words, C]
+    per block with nested scales:  scale [C], minimum [C]?
+    per group:                     scale [C], minimum [C] or shift [C]?, words of codes [words, C]
 
-where the numbers of a group are whole ones of a byte in kinds ``K``, else of 16 bits as those of a
-block. So memory is read in
-one stream, or two, with steps of one size each, which a CPU's prefetcher follows: with the numbers
-of each block before its groups, kinds ``K`` came from memory at half the rate.
-(see :mod:`molink.gguf.block_formats` and :mod:`molink.stage.kernels.block_reader`). Codes are whole
-numbers that bf16 holds exactly; their products with a row are added up in float32 over a group,
-then multiplied by its scale. What is added to each weight of a group, or by which its codes are
-shifted, is multiplied by the sum of the row's values, which takes away a decoder's excess too.
+Group numbers are bytes with nested scales, else 16 bits. Memory is read in one or two sequential
+streams, which the prefetcher follows; with block numbers before each block's groups, nested formats
+were read at half the rate. Codes are integers that bf16 holds exactly; products are summed in
+float32 over a group, then scaled. Minimum or shift are multiplied by the sum of the row's values,
+which also removes a decoder's excess.
 
-Many rows are multiplied in another way, see :mod:`molink.stage.kernels.block_panel`, to the same
-result: as in :mod:`molink.stage.kernels.matmul` what a row gives doesn't depend on the rows beside
-it, nor on how columns are spread over threads.
+Many rows use :mod:`molink.stage.kernels.block_panel`, with bit-identical results: as in
+:mod:`molink.stage.kernels.matmul`, a row's result doesn't depend on other rows or on threads.
 """
 
 import torch
@@ -43,15 +40,15 @@ from molink.stage.kernels.emit import (
 from molink.stage.kernels.matmul import pad_row_stride
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
 
-#: Rows that are multiplied at once. Beside their sums there have to be registers for decoding.
+#: Rows multiplied at once; decoding needs registers beside their sums.
 _TILES = (6, 4, 2, 1)
-#: From so many rows on it is faster to unpack codes once for all: float32 rows, bf16 rows, and
-#: these with codes of 8 bits, which take longest to unpack.
+#: Rows from which dequantizing once into a panel is faster: float32 rows, bf16 rows, and bf16 rows
+#: with 8-bit codes.
 _MANY, _MANY_BF16, _MANY_BYTES = 12, 24, 8
 
 
 class BlockMatMul:
-    """A compiled product, for all weights of one format."""
+    """A compiled product for all weights of one format."""
 
     def __init__(
         self,
@@ -61,15 +58,15 @@ class BlockMatMul:
         threads: int = 1,
         features: str | None = None,
     ) -> None:
-        """Compile it, to run on ``threads`` threads of ``openmp`` if there is one.
+        """Compile for ``threads`` threads of ``openmp`` if given.
 
         Raises:
-            RuntimeError: LLVM can't, for this CPU or for ``features`` of it.
+            RuntimeError: LLVM can't compile for this CPU or ``features``.
         """
         self.form, self._threads = form, threads
-        #: How many columns lie side by side.
+        #: Columns stored side by side.
         self.columns = arithmetic.vectors * arithmetic.lanes
-        #: From how many rows on codes are unpacked once for all.
+        #: Rows from which a panel is used.
         self.unpack_min_rows = _MANY
         if isinstance(arithmetic, DotBf16):
             self.unpack_min_rows = _MANY_BYTES if form.bits == 8 else _MANY_BF16
@@ -88,11 +85,11 @@ class BlockMatMul:
             multiply_many.name, pointers=6, integers=6
         )
         self._sum = self._library.get_function(sums.name, pointers=2, integers=1)
-        #: The type of rows and results.
+        #: Type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
 
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
-        """``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
+        """Compute ``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
 
         ``weight`` is uint8 ``[columns / C, bytes]``, ``bias`` float32 ``[columns]``.
         """
@@ -120,7 +117,7 @@ class BlockMatMul:
 class _BlockProduct:
     """``product(weight, rows, sums, bias, result, parts, blocks, count, begin, end, thread)``.
 
-    Of the weight's ``parts`` it multiplies ``begin … end - 1``, ``blocks`` deep, by ``count`` rows.
+    Multiplies ``count`` rows by ``parts`` ``begin … end - 1`` of a weight ``blocks`` deep.
     """
 
     def __init__(self, module: ir.Module, form: BlockFormat, arithmetic: Arithmetic) -> None:
@@ -174,7 +171,7 @@ class _BlockProduct:
     def _emit_groups(
         self, weights: ir.Value, rows: Values, sums: Values, blocks: ir.Value, totals: Values
     ) -> Values:
-        """``totals`` and the products of ``rows`` with all groups of a part."""
+        """Add the products of ``rows`` with all groups of a part to ``totals``."""
         builder, form, arithmetic = self._builder, self._form, self._arithmetic
         reader = self.reader
 
@@ -208,9 +205,9 @@ class _BlockProduct:
 
 
 def _emit_sums(module: ir.Module, element: int, group: int, excess: int) -> ir.Function:
-    """``sums(rows, sums, count)``: of each ``group`` values of the rows, ``count`` times.
+    """``sums(rows, sums, count)``: sums of each ``group`` values of the rows.
 
-    If there is an ``excess`` of the weights, these are what takes it away.
+    With an ``excess``, the sums are scaled to remove it.
     """
     sums, builder = begin_function(module, "sums", pointers=2, numbers=1)
     rows, found, count = sums.args
@@ -221,7 +218,7 @@ def _emit_sums(module: ir.Module, element: int, group: int, excess: int) -> ir.F
 
     def emit_sum(index: ir.Value, _: Values) -> Values:
         here = emit_element_pointer(builder, rows, index, group * element)
-        if element == 2:  # a bf16 is the upper half of a float32
+        if element == 2:  # bf16 is the upper half of float32
             pairs = builder.load(here, typ=whole, align=2)
             upper = builder.and_(pairs, ir.Constant(whole, [0xFFFF0000] * half))
             parts = [builder.shl(pairs, ir.Constant(whole, [16] * half)), upper]

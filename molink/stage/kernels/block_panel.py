@@ -1,14 +1,14 @@
-"""Many rows times a weight that stays in few bits: its codes are unpacked once for all of them.
+"""Product of many rows with quantized weights, dequantized once into a panel.
 
-Of a part of the weight, as deep as it fits the cache next to a core, codes become a *panel* of
-numbers as the product of 16-bit weights reads them, by which all rows are multiplied::
+A slice of a weight's part, as deep as fits the L1 or L2 cache, is dequantized to a *panel* in the
+layout of 16-bit weights, by which all rows are multiplied::
 
     panel     [depth / 2, columns, 2] bf16, or [depth, columns] float32
-    numbers   [groups, scales and the others, columns]    float32
+    numbers   [groups, scales and others, columns]        float32
     totals    [rows, columns]                             float32
 
-Each sum has the same terms in the same order as where few rows are multiplied
-(:mod:`molink.stage.kernels.block_matmul`): the result is the same to the bit.
+Sums have the same terms in the same order as with few rows
+(:mod:`molink.stage.kernels.block_matmul`), so results are bit-identical.
 """
 
 from collections.abc import Callable
@@ -41,12 +41,12 @@ from molink.stage.kernels.kernel_shape import LANES
 _F32, _LINE = 4, 64
 #: Depth of a panel: its codes take 16 KB.
 _PANEL_DEPTH = 256
-#: Rows that are multiplied at once; the last row stands in for those that a last tile lacks.
+#: Rows multiplied at once; the last tile repeats the last row.
 _TILES = (6, 4, 2)
 
 
 def panel_arithmetic(arithmetic: Arithmetic) -> Arithmetic:
-    """By what the rows of ``arithmetic`` are multiplied by a panel, which lies in a cache."""
+    """Arithmetic for a panel in cache."""
     if isinstance(arithmetic, DotBf16):
         return replace(arithmetic, prefetch_min_rows=None)
     return Float32(lanes=arithmetic.lanes)
@@ -55,9 +55,9 @@ def panel_arithmetic(arithmetic: Arithmetic) -> Arithmetic:
 class PanelProduct:
     """``panel(weight, rows, sums, bias, result, scratch, …)``.
 
-    … are ``parts, blocks, row_bytes, count, room, begin, end, thread``: of the weight's ``parts``
-    it multiplies ``begin … end - 1``, ``blocks`` deep, by ``count`` rows, each ``row_bytes`` after
-    the one before it. Each thread has ``scratch_bytes`` bytes of ``scratch``.
+    The rest is ``parts, blocks, row_bytes, count, room, begin, end, thread``: it multiplies
+    ``count`` rows, ``row_bytes`` apart, by parts ``begin … end - 1`` of a weight ``blocks`` deep.
+    Each thread has ``room`` bytes of ``scratch``.
     """
 
     def __init__(self, module: ir.Module, form: BlockFormat, arithmetic: Arithmetic) -> None:
@@ -65,12 +65,12 @@ class PanelProduct:
         self._arithmetic = panel_arithmetic(arithmetic)
         self._columns = arithmetic.vectors * arithmetic.lanes
         self._floats = ir.VectorType(FLOAT, arithmetic.lanes)
-        #: Whether a tile's totals stay in registers beside its sums: 32 are enough for both.
+        #: Whether 32 registers allow a tile's totals beside its sums.
         self._keeps_totals = arithmetic.lanes == LANES
         #: Blocks of a panel.
         self._panel_blocks = max(1, _PANEL_DEPTH // form.block)
         groups = self._panel_blocks * form.groups_per_block
-        #: Bytes of a group's codes and numbers, and where numbers and totals begin.
+        #: Bytes of a group's codes and numbers, and offsets of numbers and totals.
         pairs = form.group * self._arithmetic.element // self._arithmetic.pair_bytes
         self._code_bytes = pairs * self._columns * PAIR_BYTES
         self._number_bytes = form.numbers_per_group * self._columns * _F32
@@ -81,7 +81,7 @@ class PanelProduct:
         self._emit()
 
     def scratch_bytes(self, count: int) -> int:
-        """Bytes of memory that a thread needs for ``count`` rows."""
+        """Bytes of scratch per thread for ``count`` rows."""
         padded = -(-count // _TILES[-1]) * _TILES[-1]
         return self._totals_at + padded * self._columns * _F32
 
@@ -124,7 +124,7 @@ class PanelProduct:
         builder.ret_void()
 
     def _init_totals(self, bias: ir.Value) -> None:
-        """Totals begin as the ``bias`` of their columns."""
+        """Initialize totals with the ``bias``."""
         added = self._load_floats(bias)
 
         def emit_row(row: ir.Value, _: Values) -> Values:
@@ -136,7 +136,7 @@ class PanelProduct:
         emit_loop(self._builder, I64(0), self._padded, 1, emit_row)
 
     def _unpack_panel(self, weights: ir.Value, first: ir.Value, last: ir.Value) -> None:
-        """The panel and its numbers, of the blocks ``first … last - 1`` of a part."""
+        """Dequantize blocks ``first … last - 1`` of a part."""
         builder, form = self._builder, self._form
         begin = builder.mul(first, I64(form.groups_per_block))
         pair_bytes = 2 * self._code_bytes // form.group
@@ -151,7 +151,7 @@ class PanelProduct:
             def emit_pair(run: ir.Value, index: int, found: list[Values], _: Values) -> Values:
                 at = builder.mul(run, I64(RUN_CODES // 2 * pair_bytes))
                 place = emit_offset(builder, panel, builder.add(at, I64(index * pair_bytes)))
-                # bf16 neighbours are in one vector; those of float32 one after the other.
+                # bf16 pairs share a vector; float32 neighbours follow each other.
                 for vectors in zip(*found, strict=True):
                     for vector in vectors:
                         builder.store(vector, place, align=4)
@@ -167,10 +167,9 @@ class PanelProduct:
     def _multiply_panel(
         self, first: ir.Value, last: ir.Value, ahead: ir.Value
     ) -> Callable[[ir.Value, int], None]:
-        """Emits what a tile of rows gives with the panel of these blocks.
+        """Emit the product of a tile of rows with the panel.
 
-        Meanwhile memory is asked for what lies ``ahead``, of which the next panel will be: each
-        tile asks for its share.
+        Each tile prefetches its share of the next panel, at ``ahead``.
         """
         builder, form, arithmetic = self._builder, self._form, self._arithmetic
         begin, end = (builder.mul(each, I64(form.groups_per_block)) for each in (first, last))
@@ -219,7 +218,7 @@ class PanelProduct:
         return emit_tile
 
     def _store_totals(self, result: ir.Value, result_bytes: ir.Value) -> None:
-        """Totals become elements of the result."""
+        """Convert totals to elements of the result."""
         builder, arithmetic = self._builder, self._arguments
 
         def emit_row(row: ir.Value, _: Values) -> Values:
@@ -239,7 +238,7 @@ class PanelProduct:
         return emit_element_pointer(self._builder, at, group, self._number_bytes)
 
     def _load_floats(self, place: ir.Value, count: int = 1) -> Values:
-        """``count`` times as many float32 as there are columns."""
+        """Load ``count`` times ``columns`` float32."""
         vectors = count * self._arithmetic.vectors
         width = self._arithmetic.lanes * _F32
         places = (emit_offset(self._builder, place, I64(at * width)) for at in range(vectors))

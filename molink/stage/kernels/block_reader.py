@@ -1,10 +1,7 @@
-"""The numbers and codes of a weight in blocks, as code for a CPU reads them.
+"""Reads numbers and codes of quantized weights, and decodes codes in registers.
 
-In which order they lie in memory, :mod:`molink.stage.kernels.block_matmul` tells.
-
-How codes of few bits become what a CPU multiplies by, in its registers.
-
-Where the codes of a group lie in its words, :func:`molink.gguf.block_formats.pieces` tells.
+Memory order is described in :mod:`molink.stage.kernels.block_matmul`, bit positions of codes in
+:func:`molink.gguf.block_formats.locate_pair`.
 """
 
 from collections.abc import Callable
@@ -33,31 +30,31 @@ from molink.stage.kernels.emit import (
 I8, I16 = ir.IntType(8), ir.IntType(16)
 
 
-#: A power of two from which on bf16 has steps of 1, and its bits.
+#: Power of two from which bf16 has steps of 1, and its bits.
 _BASE, _BASE_BITS = 128, 0x4300
 
 
-#: Gives the vector of a group's words with that number, one a column.
+#: Returns the vector of a group's word of that number, one per column.
 LoadWord = Callable[[int], ir.Value]
 
 
 class CodeDecoder(Protocol):
-    """Makes pairs of weights, as an arithmetic multiplies by them, of the words of a group."""
+    """Decodes a group's words to pairs of weights."""
 
     @property
     def excess(self) -> int:
-        """By how much more the weights are than ``code - offset``."""
+        """Difference between decoded weights and ``code - offset``."""
 
     def emit_pair(self, builder: ir.IRBuilder, words: LoadWord, index: int) -> Values:
-        """Pair ``index`` of the group."""
+        """Emit pair ``index`` of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bf16Decoder:
-    """bf16 weights, for products of bf16 pairs (AVX512).
+    """Decodes to bf16 (AVX512).
 
-    Those of 4 and 5 bits are looked up in a register. Those of 6 bits become the mantissa of a
-    number that is 128 without them: for a table there are too many.
+    Codes of 4 and 5 bits are looked up in a register. Codes of 6 bits become the mantissa of a
+    number offset by 128, since a table would be too large.
     """
 
     form: BlockFormat
@@ -79,7 +76,7 @@ class Bf16Decoder:
         parts = locate_pair(self.form.bits, index)
         for piece in reversed(parts):
             word = builder.bitcast(words(piece.word), halves)
-            # A look-up takes five bits of an index, whatever the others are.
+            # A lookup uses five bits of the index and ignores the rest.
             loose = self.form.bits == 4 and len(parts) == 1
             part = _extract_bits(builder, word, piece, 0, HALF_BITS, loose)
             found = part if found is None else builder.or_(part, found)
@@ -88,7 +85,7 @@ class Bf16Decoder:
         return (builder.bitcast(found, ir.VectorType(BFloat(), count)),)
 
     def _look_up_codes(self, builder: ir.IRBuilder, codes: ir.Value | None) -> ir.Value:
-        # 32 entries: codes of four bits have each weight twice.
+        # 32 entries: with 4-bit codes each weight appears twice.
         halves = ir.VectorType(I16, 2 * self.lanes)
         weights = torch.arange(halves.count).remainder(1 << self.form.bits).sub(self.form.offset)
         table = ir.Constant(halves, weights.bfloat16().view(torch.int16).tolist())
@@ -97,7 +94,7 @@ class Bf16Decoder:
         return builder.call(look_up, [table, codes])
 
     def _narrow_codes(self, builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-        """Whole numbers of 8 bits, which bf16 holds exactly."""
+        """Convert 8-bit integers, which bf16 holds exactly."""
         floats, places = ir.VectorType(FLOAT, self.lanes), ir.VectorType(I32, self.lanes)
         kind = ir.FunctionType(ir.VectorType(BFloat(), 2 * self.lanes), [floats, floats])
         narrow = declare_function(builder.module, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind)
@@ -111,7 +108,7 @@ class Bf16Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Float32Decoder:
-    """float32 weights: for fused multiply-adds."""
+    """Decodes to float32, for fused multiply-adds."""
 
     form: BlockFormat
     lanes: int
@@ -153,9 +150,9 @@ def _extract_bits(
     width: int,
     loose: bool = False,
 ) -> ir.Value:
-    """A piece of a code, which lies from bit ``begin`` on, where it is in the code.
+    """Move a code's bits from ``begin`` to their place in the code.
 
-    Others' bits are beside it if it is ``loose``. Words have ``width`` bits.
+    If ``loose``, other codes' bits may remain. Words have ``width`` bits.
     """
     count, by = words.type.count, piece.source_bit + begin - piece.target_bit
     if by:
@@ -168,10 +165,10 @@ def _extract_bits(
 
 
 _HALF_BYTES, _F32 = 2, 4
-#: Codes of a group that are read without a loop: a longer one only fills the cache.
+#: Codes read without a loop; longer code only fills the instruction cache.
 RUN_CODES = 32
 
-#: Emits the reading of a group's numbers: not before its codes, since it takes registers.
+#: Reads a group's numbers, after its codes, to save registers.
 ReadNumbers = Callable[[], Values]
 #: ``carried = body(group, codes, numbers, carried)``.
 GroupBody = Callable[[ir.Value, ir.Value, ReadNumbers, Values], Values]
@@ -180,7 +177,7 @@ PairBody = Callable[[ir.Value, int, list[Values], Values], Values]
 
 
 class PackedBlockReader:
-    """Of the columns that lie side by side: a *part* of the weight, some registers wide."""
+    """Reads a *part* of a weight: columns stored side by side, some registers wide."""
 
     def __init__(self, builder: ir.IRBuilder, form: BlockFormat, arithmetic: Arithmetic) -> None:
         self._builder, self._form = builder, form
@@ -191,11 +188,11 @@ class PackedBlockReader:
         self._decoder: CodeDecoder = (
             Bf16Decoder(form) if bf16 else Float32Decoder(form, self._lanes)
         )
-        #: By how much more the weights of :meth:`pairs` are than ``code - offset``.
+        #: Difference between decoded weights and ``code - offset``.
         self.excess = self._decoder.excess
-        # Both would want sums of rows, the one multiplied by the excess.
+        # Both would need sums of rows, one of them scaled by the excess.
         assert not (self.excess and (form.has_minimum or form.has_shifts))
-        #: Whether the sums of the rows' groups are needed.
+        #: Whether sums of the rows' groups are needed.
         self.needs_sums = form.has_minimum or form.has_shifts or bool(self.excess)
 
     def emit_groups(
@@ -207,10 +204,10 @@ class PackedBlockReader:
         body: GroupBody,
         carried: Values = (),
     ) -> Values:
-        """``body`` for each group of the blocks ``begin … end - 1`` of a ``part`` of ``blocks``.
+        """Call ``body`` for each group of blocks ``begin … end - 1`` of a ``part``.
 
-        It gets a group's number in the part, where its codes are, and what reads its numbers: as
-        float32 the scales of all columns, then what is added or shifts codes if there is any.
+        It gets the group's index, its codes, and a reader of its numbers: float32 scales of all
+        columns, then minima or shifts if any.
         """
         builder, form = self._builder, self._form
         block_bytes = self._columns * form.block_number_bytes
@@ -246,7 +243,7 @@ class PackedBlockReader:
         return emit_loop(builder, begin, end, 1, emit_block, carried)[1]
 
     def end_pointer(self, part: ir.Value, blocks: ir.Value, last: ir.Value) -> ir.Value:
-        """Where in a ``part`` of ``blocks`` the groups of its first ``last`` blocks end."""
+        """End of the groups of the first ``last`` blocks of a part."""
         above = self._builder.mul(blocks, I64(self._columns * self._form.block_number_bytes))
         own = I64(self._columns * self._form.groups_per_block * self._form.group_bytes)
         return emit_offset(
@@ -254,10 +251,9 @@ class PackedBlockReader:
         )
 
     def emit_pairs(self, codes: ir.Value, body: PairBody, carried: Values = ()) -> Values:
-        """``body`` for each pair of neighbours in the depth of a group, in runs of 32 codes.
+        """Call ``body`` for each pair of a group, in runs of 32 codes.
 
-        It gets the number of the run, that of the pair in it, and the weights of each vector, as an
-        arithmetic multiplies by them.
+        It gets the run, the pair's index in it, and the weights of each vector.
         """
         builder, form = self._builder, self._form
         runs = max(1, form.group // RUN_CODES)
@@ -278,11 +274,10 @@ class PackedBlockReader:
     def add_group(
         self, totals: Values, dots: Values, numbers: Values, sums: Values, group: ir.Value
     ) -> Values:
-        """``totals + (dots + sums · shifts) · scales``, ``totals + dots · scales + sums · added``.
+        """Compute ``totals + (dots + sums · shifts) · scales``, or ``totals + dots · scales + sums
+        · minima``.
 
-        ``totals`` and ``dots`` are those of the first row's vectors, then the second's, and so on.
-        ``numbers`` are those of the ``group``; where the rows' ``sums`` are, as in
-        :meth:`initial_dots`.
+        ``totals`` and ``dots`` are by row, then by vector.
         """
         vectors = self._vectors
         scales, others = numbers[:vectors], numbers[vectors:]
@@ -303,10 +298,7 @@ class PackedBlockReader:
         return add_others(found) if self._form.has_minimum else found
 
     def initial_dots(self, sums: Values, group: ir.Value, rows: int) -> Values:
-        """With what products of ``rows`` and a group's codes begin, so that none has the excess.
-
-        ``sums`` are where the rows' sums of groups are, each of which is what takes it away.
-        """
+        """Initial dot products of ``rows`` that cancel the excess of a group."""
         if self.excess:
             return [
                 each for each in self._broadcast_sums(sums, group) for _ in range(self._vectors)
@@ -314,13 +306,13 @@ class PackedBlockReader:
         return [ir.Constant(self._floats, [0.0] * self._lanes)] * (rows * self._vectors)
 
     def _broadcast_sums(self, sums: Values, group: ir.Value) -> Values:
-        """Of each row's ``sums`` the one of a ``group``, in all lanes."""
+        """Broadcast each row's sum of a ``group``."""
         places = (emit_element_pointer(self._builder, row, group, _F32) for row in sums)
         found = (self._builder.load(place, typ=FLOAT, align=_F32) for place in places)
         return [emit_broadcast(self._builder, value, self._lanes) for value in found]
 
     def _load_words(self, codes: ir.Value, vector: int) -> LoadWord:
-        """The words of a group's ``codes``, of the columns of a vector; each is loaded once."""
+        """Load the words of a group's ``codes`` lazily, for the columns of a vector."""
         form = self._form
         kind = ir.VectorType(ir.IntType(8 * form.word_bytes), self._lanes)
 
@@ -340,7 +332,7 @@ class PackedBlockReader:
         )
 
     def _read_numbers(self, here: ir.Value, load: Callable[[ir.Value, int], ir.Value]) -> Values:
-        """Scales of all vectors' columns, then the other numbers of theirs, if there are any."""
+        """Read scales of all columns, then the other numbers, if any."""
         return [
             load(here, at * self._lanes)
             for at in range(self._vectors * self._form.numbers_per_group)

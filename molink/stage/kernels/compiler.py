@@ -1,4 +1,4 @@
-"""From LLVM's intermediate representation to functions of this process, by llvmlite."""
+"""Compiles LLVM IR to functions of this process, with llvmlite."""
 
 import ctypes
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ from llvmlite import ir
 
 @cache
 def host_features() -> Mapping[str, bool]:
-    """What this CPU can do, by LLVM's names (``avx512bf16``, ``fma``, …)."""
+    """Features of this CPU by LLVM's names (``avx512bf16``, ``fma``, …)."""
     found: Mapping[str, bool] = llvm.get_host_cpu_features()
     return found
 
 
 class CompiledLibrary:
-    """The functions of a module, compiled. Their addresses are valid as long as it lives."""
+    """A compiled module; its functions are valid while it exists."""
 
     def __init__(self, module: ir.Module, features: str | None = None) -> None:
-        """Compile ``module`` for this CPU, or for ``features`` of it only (``+avx2,+fma,…``).
+        """Compile for this CPU, or for a subset of its ``features`` (``+avx2,+fma,…``).
 
         Raises:
-            RuntimeError: LLVM refuses the module, or can't compile for this kind of CPU.
+            RuntimeError: LLVM rejects the module or CPU.
         """
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
@@ -38,9 +38,9 @@ class CompiledLibrary:
         self._engine.finalize_object()
 
     def get_function(self, name: str, pointers: int, integers: int) -> "ctypes._FuncPointer":
-        """A function of so many pointers, then so many 64-bit integers, that returns nothing.
+        """Return a function of pointers, then 64-bit integers, that returns nothing.
 
-        It runs without the interpreter's lock.
+        It releases the GIL.
         """
         address = self._engine.get_function_address(name)
         arguments = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers

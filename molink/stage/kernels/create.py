@@ -1,4 +1,4 @@
-"""What can be compiled for this CPU, if anything. LLVM is imported late: no GPU needs it."""
+"""Creates kernels for this CPU. LLVM is imported late, since GPUs don't need it."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -33,11 +33,10 @@ def create_matmul(
     weight_dtype: torch.dtype = torch.bfloat16,
     checked: bool = True,
 ) -> "MatMul | None":
-    """A product of weights ``weight_dtype`` in 16 bits and rows of ``dtype``, on ``threads``
-    threads.
+    """Create a product of 16-bit ``weight_dtype`` weights and rows of ``dtype``.
 
-    ``None``, as of all here, where this CPU or system can't, or gives anything but what torch does;
-    that is for the caller to find out unless ``checked``.
+    Like all functions here, it returns ``None`` if the CPU or system is unsupported, or if results
+    differ from torch's, unless the caller does the check (``checked=False``).
     """
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "MatMul | None":
@@ -53,7 +52,7 @@ def create_matmul(
 def create_block_matmul(
     form: BlockFormat, dtype: torch.dtype, threads: int, checked: bool = True
 ) -> "BlockMatMul | None":
-    """A product of weights in such blocks, for rows of ``dtype`` or of float32."""
+    """Create a product with quantized weights, for rows of ``dtype`` or float32."""
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "BlockMatMul | None":
         from molink.stage.kernels.block_matmul import BlockMatMul
@@ -69,7 +68,7 @@ def create_block_matmul(
 
 
 def supports_block_weights() -> bool:
-    """Whether this CPU multiplies by weights in blocks, as far as its features tell."""
+    """Whether this CPU supports products with quantized weights."""
     try:
         from molink.stage.kernels.compiler import host_features
     except (ImportError, OSError, RuntimeError):
@@ -82,7 +81,7 @@ def supports_block_weights() -> bool:
 def create_attention_kernel(
     shape: AttentionKernelShape, dtype: torch.dtype, threads: int
 ) -> "AttentionKernel | None":
-    """Attention of rows of ``dtype`` to keys and values of the same; its backend checks it."""
+    """Create attention for rows, keys and values of ``dtype``; the backend checks it."""
 
     def compile_it(
         features: Mapping[str, bool], openmp: "OpenMp | None"
@@ -99,7 +98,7 @@ def create_attention_kernel(
 def create_rowwise(
     dtype: torch.dtype, eps: float, activation: Activation, threads: int, checked: bool = True
 ) -> "RowwiseKernels | None":
-    """Norms, activations and rotations of rows of ``dtype``."""
+    """Create norms, activations and rotations for rows of ``dtype``."""
 
     def compile_it(
         features: Mapping[str, bool], openmp: "OpenMp | None"
@@ -124,7 +123,7 @@ def _try_compile(
     threads: int,
     is_right: Callable[[T], bool],
 ) -> T | None:
-    """What ``compile_it`` gives for this CPU's features and the threads of torch."""
+    """Compile for this CPU's features and torch's threads."""
     try:
         from molink.stage.kernels.compiler import host_features
         from molink.stage.kernels.openmp import OpenMp
@@ -134,23 +133,23 @@ def _try_compile(
             return None
         made = compile_it(host_features(), openmp)
     except (ImportError, OSError, RuntimeError) as error:
-        log.info("nothing can be compiled here: %s", error)
+        log.info("no CPU kernels can be compiled: %s", error)
         return None
     if made is not None and not is_right(made):
-        log.warning("what was compiled for this CPU computes wrongly: not used")
+        log.warning("a kernel compiled for this CPU gives wrong results and is not used")
         return None
     return made
 
 
 def _has_bf16_products(features: Mapping[str, bool]) -> bool:
-    """Whether a CPU with ``features`` (LLVM's names) multiplies bf16, 16 pairs at a time."""
+    """Whether a CPU has native bf16 products."""
     return bool(features.get("avx512bf16") and features.get("avx512f"))
 
 
 def _choose_arithmetic(
     dtype: torch.dtype, features: Mapping[str, bool], weight_dtype: torch.dtype = torch.bfloat16
 ) -> "Arithmetic | None":
-    """The fastest arithmetic that a CPU with ``features`` has for rows and weights of a type."""
+    """Choose the fastest arithmetic for rows and weights of given types."""
     from molink.stage.kernels.arithmetic import DotBf16, WidenedBf16, WidenedF16
 
     if weight_dtype not in (torch.bfloat16, torch.float16):
@@ -167,7 +166,7 @@ def _choose_arithmetic(
 
 
 def _choose_same_dtype(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
-    """The same where rows and what they are multiplied by are of one type."""
+    """The same for operands of one type."""
     from molink.stage.kernels.arithmetic import DotBf16, Float32
 
     if dtype is torch.bfloat16 and _has_bf16_products(features):
@@ -180,7 +179,7 @@ def _choose_same_dtype(dtype: torch.dtype, features: Mapping[str, bool]) -> "Ari
 
 
 def _is_matmul_correct(product: "MatMul") -> bool:
-    """Whether small integers, which every sum here holds exactly, are multiplied without error."""
+    """Check with small integers, whose products are exact."""
     weight = torch.arange(96 * 64).remainder(7).sub(3).view(96, 64)
     rows = torch.arange(29 * 64).remainder(5).sub(2).view(29, 64)
     bias = torch.arange(96.0)
@@ -190,9 +189,9 @@ def _is_matmul_correct(product: "MatMul") -> bool:
 
 
 def _is_unpacking_correct(product: "BlockMatMul") -> bool:
-    """Whether rows of which one value is 1 give the weights that are there, a few of each block.
+    """Check with unit rows that recover the weights of some blocks.
 
-    The bytes of the blocks are arbitrary, but for scales of a fair size.
+    Blocks are random bytes with reasonable scales.
     """
     form, columns, width = product.form, 2 * product.columns, 2 * product.form.block
     packed = torch.arange(columns * 2 * form.nbytes).mul(37).remainder(251)
@@ -212,7 +211,7 @@ def _is_unpacking_correct(product: "BlockMatMul") -> bool:
 
 
 def _is_norm_correct(rowwise: "RowwiseKernels", eps: float) -> bool:
-    """Whether a norm is as close to torch's as its type can be."""
+    """Whether a norm equals torch's up to rounding."""
     rows = torch.arange(5 * 48).remainder(11).sub(4).view(5, 48).to(rowwise.dtype)
     weight = torch.linspace(0.5, 2.0, 48)
     exact = rms_norm(rows.float(), weight.shape, weight, eps)
@@ -223,7 +222,7 @@ def _is_norm_correct(rowwise: "RowwiseKernels", eps: float) -> bool:
 
 
 def _is_gate_correct(rowwise: "RowwiseKernels", activation: Activation) -> bool:
-    """Whether a gate is, too."""
+    """Whether a gate equals torch's up to rounding."""
     rows = torch.linspace(-9, 9, 3 * 96).view(3, 96).to(rowwise.dtype)
     active, up = rows.double().chunk(2, dim=-1)
     bent = silu(active) if activation == "silu" else gelu(active, approximate="tanh")
@@ -233,7 +232,7 @@ def _is_gate_correct(rowwise: "RowwiseKernels", activation: Activation) -> bool:
 
 
 def _is_rotation_correct(rowwise: "RowwiseKernels") -> bool:
-    """Whether a rotation is, and leaves alone what it is not to turn."""
+    """Whether a rotation equals torch's, and leaves other dimensions alone."""
     heads = torch.linspace(-2, 2, 3 * 2 * 64).view(3, 2, 64).to(rowwise.dtype)
     angles = torch.linspace(-1, 1, 3 * 2 * 32).view(3, 1, 2, 32).to(rowwise.dtype)
     cosines, sines = angles.float().unbind(2)

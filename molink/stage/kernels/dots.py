@@ -1,4 +1,4 @@
-"""Rows times columns, as many at a time as the sums fit the registers of a CPU."""
+"""Emits products of rows and columns, as many as registers hold sums."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ from molink.stage.kernels.emit import (
 )
 
 PAIR_BYTES = 4
-#: Weights are asked for so many bytes ahead.
+#: Prefetch distance in weights.
 _PREFETCH_BYTES = 2048
 
 
@@ -27,9 +27,9 @@ def emit_few_tiles(
     sizes: Sequence[int],
     emit: Callable[[ir.Value, int], None],
 ) -> None:
-    """``emit(first, size)`` for ``count`` rows: in tiles of the ``sizes``, the largest first.
+    """Emit ``emit(first, size)`` for ``count`` rows in tiles of ``sizes``, largest first.
 
-    The last size is 1. Code for a few sizes only takes a part of the time to compile.
+    The last size is 1. Fewer sizes compile faster.
     """
     first: ir.Value = I64(0)
     for size in sizes:
@@ -44,7 +44,7 @@ def emit_few_tiles(
 def emit_tiles(
     builder: ir.IRBuilder, count: ir.Value, tile: int, emit: Callable[[ir.Value, int], None]
 ) -> None:
-    """``emit(first, size)`` for ``count`` rows: in tiles of ``tile``, then the rest."""
+    """Emit ``emit(first, size)`` for ``count`` rows in tiles of ``tile``, then the rest."""
 
     def emit_whole(first: ir.Value, _: Values) -> Values:
         emit(first, tile)
@@ -70,10 +70,9 @@ def emit_dots(
     pairs: ir.Value,
     totals: Values,
 ) -> Values:
-    """``totals`` and the products of ``rows`` (pointers) with a block of ``weights``.
+    """Add products of ``rows`` (pointers) with a block of ``weights`` to ``totals``.
 
-    The block is ``[pairs, vectors, lanes, 2]``; ``totals`` are those of the first row's vectors,
-    then the second's, and so on.
+    The block is ``[pairs, vectors, lanes, 2]``; ``totals`` are by row, then by vector.
     """
     vector_bytes = arithmetic.lanes * PAIR_BYTES
     asks = arithmetic.prefetch_min_rows is not None and len(rows) >= arithmetic.prefetch_min_rows
@@ -103,7 +102,7 @@ def emit_dots(
 def emit_result_pointers(
     builder: ir.IRBuilder, rows: Sequence[ir.Value], arithmetic: Arithmetic, element: int
 ) -> list[ir.Value]:
-    """Where the vectors of ``rows`` are, in the order of :func:`emit_dots`' totals."""
+    """Pointers to the rows' vectors, in the order of :func:`emit_dots`' totals."""
     nbytes = arithmetic.lanes * element
     return [
         emit_offset(builder, row, I64(vector * nbytes))
@@ -113,7 +112,7 @@ def emit_result_pointers(
 
 
 def emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
-    """Ask memory for the cache line at ``place``."""
+    """Prefetch the cache line at ``place``."""
     kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
     read, keep, data = I32(0), I32(3), I32(1)
     builder.call(

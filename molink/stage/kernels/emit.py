@@ -1,7 +1,4 @@
-"""What LLVM's builder lacks: loops that carry values, and the type bfloat16.
-
-Mathematics of 16 float32 at a time, and how they come from bf16 and go back.
-"""
+"""Extends LLVM's builder: loops with carried values, bfloat16, and math on 16 float32."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +14,7 @@ BYTE, FLOAT, POINTER, VOID = ir.IntType(8), ir.FloatType(), ir.PointerType(), ir
 
 
 class BFloat(ir.Type):
-    """A float32 without its lower half."""
+    """The bfloat16 type."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -30,14 +27,14 @@ class BFloat(ir.Type):
 
 
 def declare_function(module: ir.Module, name: str, kind: ir.FunctionType) -> ir.Function:
-    """The function ``name`` that is somewhere else: an instruction, or in another library."""
+    """Declare an external function or intrinsic."""
     return module.globals.get(name) or ir.Function(module, kind, name)
 
 
 def begin_function(
     module: ir.Module, name: str, pointers: int, numbers: int
 ) -> tuple[ir.Function, ir.IRBuilder]:
-    """A function of so many pointers, then so many int64, that returns nothing; and its body."""
+    """Begin a function of pointers and int64 numbers that returns nothing."""
     function = ir.Function(
         module, ir.FunctionType(VOID, [POINTER] * pointers + [I64] * numbers), name
     )
@@ -52,9 +49,9 @@ def emit_loop(
     body: Callable[[ir.Value, Values], Values],
     carried: Values = (),
 ) -> tuple[ir.Value, Values]:
-    """``while begin + step <= end: carried = body(begin, carried); begin += step``.
+    """Emit ``while begin + step <= end: carried = body(begin, carried); begin += step``.
 
-    Returns where it stopped, and what it carried there.
+    Returns the final index and carried values.
     """
     before = builder.block
     head, inside, after = (builder.append_basic_block() for _ in range(3))
@@ -78,37 +75,37 @@ def emit_loop(
 
 
 def emit_offset(builder: ir.IRBuilder, pointer: ir.Value, nbytes: ir.Value) -> ir.Value:
-    """``pointer`` and so many bytes."""
+    """Add bytes to a pointer."""
     return builder.gep(pointer, [nbytes], source_etype=BYTE)
 
 
 def emit_element_pointer(
     builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, nbytes: int | ir.Value
 ) -> ir.Value:
-    """Where number ``index`` is, of what has ``nbytes`` bytes each."""
+    """Pointer to element ``index`` of ``nbytes`` bytes."""
     size = I64(nbytes) if isinstance(nbytes, int) else nbytes
     return emit_offset(builder, pointer, builder.mul(index, size))
 
 
 def emit_minimum(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
-    """The lesser of two integers."""
+    """Minimum of two integers."""
     return builder.select(builder.icmp_signed("<", one, other), one, other)
 
 
 def emit_maximum(builder: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
-    """The greater of two integers."""
+    """Maximum of two integers."""
     return builder.select(builder.icmp_signed(">", one, other), one, other)
 
 
 def emit_alloca(builder: ir.IRBuilder, nbytes: int) -> ir.Value:
-    """A pointer to memory of the function itself, aligned for words."""
+    """Allocate stack memory, aligned for words."""
     place = builder.alloca(ir.ArrayType(I64, -(-nbytes // 8)))
-    # llvmlite still gives it a type of its own, which nothing else here would take.
+    # llvmlite types the pointer, unlike the opaque ones used here.
     return builder.inttoptr(builder.ptrtoint(place, I64), POINTER)
 
 
 def emit_broadcast(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
-    """A vector whose every lane is ``value``."""
+    """Broadcast ``value`` to all lanes."""
     vector = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
     zeros = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
@@ -118,25 +115,25 @@ def emit_broadcast(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Val
 FLOATS = ir.VectorType(FLOAT, LANES)
 INTEGERS = ir.VectorType(I32, LANES)
 HALVES = ir.VectorType(ir.IntType(16), LANES)
-#: A power of two below which a float32 is as good as 0, and one above which it is infinite.
+#: Exponents below which a float32 counts as 0, and above which it is infinite.
 _MINIMUM, _MAXIMUM = -126.0, 128.0
 #: 2 ** x = Σ (x ln 2)^k / k!
 _EXP2_SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
 
 
 def emit_constant(value: float) -> ir.Constant:
-    """``value`` in each lane."""
+    """A constant in all lanes."""
     return ir.Constant(FLOATS, [value] * LANES)
 
 
 def emit_call(builder: ir.IRBuilder, name: str, *given: ir.Value) -> ir.Value:
-    """An instruction of LLVM's that gives what its first operand is."""
+    """Call an intrinsic of the first operand's type."""
     kind = ir.FunctionType(given[0].type, [each.type for each in given])
     return builder.call(declare_function(builder.module, name, kind), given)
 
 
 def emit_reduction(builder: ir.IRBuilder, operation: str, vector: ir.Value) -> ir.Value:
-    """The ``fadd`` or ``fmax`` of all lanes."""
+    """Reduce lanes by ``fadd`` or ``fmax``."""
     begun = [FLOAT(-0.0)] if operation == "fadd" else []
     given = [*begun, vector]
     kind = ir.FunctionType(FLOAT, [each.type for each in given])
@@ -145,9 +142,9 @@ def emit_reduction(builder: ir.IRBuilder, operation: str, vector: ir.Value) -> i
 
 
 def emit_power_of_two(builder: ir.IRBuilder, given: ir.Value) -> ir.Value:
-    """``2 ** given`` to float32's precision; 0 far below, infinite far above.
+    """Compute ``2 ** given`` to float32 precision; 0 and infinity beyond the range.
 
-    The whole part goes into the exponent; of the rest, within ±½, six terms of the series.
+    The integer part becomes the exponent; six series terms approximate the rest, within ±½.
     """
     bounded = emit_call(builder, "llvm.minnum.v16f32", given, emit_constant(_MAXIMUM))
     power = emit_negative_power_of_two(builder, bounded)
@@ -158,7 +155,7 @@ def emit_power_of_two(builder: ir.IRBuilder, given: ir.Value) -> ir.Value:
 def emit_negative_power_of_two(
     builder: ir.IRBuilder, given: ir.Value, terms: int = len(_EXP2_SERIES) - 1
 ) -> ir.Value:
-    """``2 ** given``, where that is finite, by so many ``terms``; 2 ** -126 far below."""
+    """Compute finite ``2 ** given`` with ``terms`` series terms; 2 ** -126 if very small."""
     bounded = emit_call(builder, "llvm.maxnum.v16f32", given, emit_constant(_MINIMUM))
     whole = emit_call(builder, "llvm.roundeven.v16f32", bounded)
     rest = builder.fsub(bounded, whole)
@@ -171,26 +168,26 @@ def emit_negative_power_of_two(
 
 
 def emit_load_bf16(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
-    """16 bf16 from memory, as float32."""
+    """Load 16 bf16 as float32."""
     numbers = builder.zext(builder.load(pointer, typ=HALVES, align=2), INTEGERS)
     shifted = builder.shl(numbers, ir.Constant(INTEGERS, [16] * LANES))
     return builder.bitcast(shifted, FLOATS)
 
 
 def emit_store_bf16(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value) -> None:
-    """To memory as bf16."""
+    """Store float32 as bf16."""
     builder.store(builder.fptrunc(vector, ir.VectorType(BFloat(), LANES)), pointer, align=2)
 
 
 def emit_load(builder: ir.IRBuilder, pointer: ir.Value, element: int) -> ir.Value:
-    """16 numbers from memory, bf16 or float32 by the size of an ``element``, as float32."""
+    """Load 16 bf16 or float32, by the ``element`` size, as float32."""
     if element == BF16:
         return emit_load_bf16(builder, pointer)
     return builder.load(pointer, typ=FLOATS, align=element)
 
 
 def emit_store(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value, element: int) -> None:
-    """To memory as bf16 or float32."""
+    """Store as bf16 or float32."""
     if element == BF16:
         emit_store_bf16(builder, vector, pointer)
     else:
@@ -198,7 +195,7 @@ def emit_store(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value, eleme
 
 
 def emit_transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """As many vectors as they have lanes, rows and columns exchanged: by halves, quarters, …."""
+    """Transpose a square of vectors by halves, quarters, …."""
     count = len(rows)
     step = 1
     while step < count:

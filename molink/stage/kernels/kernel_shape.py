@@ -1,45 +1,44 @@
-"""Which shapes there is code for, and the memory that attention needs, without LLVM."""
+"""Supported shapes, and the scratch memory of attention; without LLVM."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from molink.checkpoint.traits import Activation
 
-#: Neighbouring positions that lie in one page for sure.
+#: Neighbouring positions guaranteed to be in one page.
 HALF_PAGE = 16
-#: Positions whose scores are weighed together, before those after them: at most so many bytes of
-#: their values, so that these stay in a cache close by, and so many positions.
+#: Limits of a span, in bytes of values, so that they stay in cache, and in positions.
 _SPAN_BYTES, _SPAN = 1 << 16, 256
-#: Numbers of which heads have a multiple: columns of values that are multiplied at once.
+#: Head dimensions must be a multiple: columns of values multiplied at once.
 _COLUMN_MULTIPLE = 32
-#: Sums in a register.
+#: Sums per register.
 LANES = 16
-#: Bytes of a number.
+#: Bytes of an element.
 BF16, F32 = 2, 4
-#: Queries of a pass, about: turning keys and values has to pay.
+#: Target number of queries per pass, to amortize transposing keys and values.
 _PASS_QUERIES = 96
-#: Parts that a thread is to have at least, so that none waits long for the others.
+#: Minimum units per thread, for balance.
 _MIN_PARTS_PER_THREAD = 4
 
 
 def supports_rowwise(widths: Iterable[int], rotary: Iterable[int]) -> bool:
-    """Whether rows of such widths, and rotations of so many dimensions, consist of vectors."""
+    """Whether these widths and rotary dimensions are whole vectors."""
     return not any(width % LANES for width in widths) and not any(
         dim % (2 * LANES) for dim in rotary
     )
 
 
 def supports_gate(activation: Activation) -> bool:
-    """Whether there is code for it."""
+    """Whether an activation is supported."""
     return activation != "clamped_swiglu"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernelShape:
-    """What the code is compiled for. ``groups`` is query heads per key-value head.
+    """Properties that code is compiled for. ``groups`` is query heads per KV head.
 
     Scores are ``scale * q·k``, a ``softcap`` above 0 bounds them to ``softcap * tanh(score /
-    softcap)``. With ``sinks`` each query head has a score that takes its share of the weights.
+    softcap)``. With ``sinks`` each query head has a score that takes part in the softmax only.
     """
 
     kv_heads: int
@@ -52,26 +51,25 @@ class AttentionKernelShape:
 
     @property
     def is_supported(self) -> bool:
-        """Whether there is code for it."""
+        """Whether the shape is supported."""
         return self.head_dim % _COLUMN_MULTIPLE == 0 and self.block_size % HALF_PAGE == 0
 
     @property
     def max_pass_rows(self) -> int:
-        """Rows of a pass at most."""
+        """Maximum rows of a pass."""
         return max(1, _PASS_QUERIES // self.groups)
 
     def choose_pass_rows(self, rows: int, threads: int) -> int:
-        """How many rows a pass has where a forward has ``max_pass_rows``: all threads are to have
-        some."""
+        """Rows per pass for a forward of ``rows`` rows, so that all threads have work."""
         shared = -(-rows * self.kv_heads // (_MIN_PARTS_PER_THREAD * threads))
         return min(self.max_pass_rows, max(1, self.max_pass_rows // 4, shared))
 
 
 @dataclass(frozen=True, slots=True)
 class ScratchLayout:
-    """Where in a thread's memory is what, in bytes; a strip's columns come first.
+    """Offsets in a thread's scratch, in bytes; a strip's columns come first.
 
-    ``span`` is how many positions are weighed together.
+    ``span`` is positions per span.
     """
 
     span: int
@@ -85,7 +83,7 @@ class ScratchLayout:
 
     @classmethod
     def from_shape(cls, shape: AttentionKernelShape, strip: int, element: int) -> "ScratchLayout":
-        """That of a shape, for keys that are taken ``strip`` positions at a time."""
+        """Layout for a shape, with keys in strips of ``strip`` positions."""
         head = shape.head_dim * element
         span = max(2 * strip, min(_SPAN, _SPAN_BYTES // head // strip * strip))
         count = shape.max_pass_rows * shape.groups

@@ -1,16 +1,14 @@
-"""Rows times a weight, at the rate of the memory for few rows and of the arithmetic for many.
+"""Matrix product with 16-bit weights: memory-bound with few rows, compute-bound with many.
 
-The weight ``[columns, depth]`` lies in *blocks* of columns, as the product reads it: one stream
-from the first byte to the last, which is what a CPU's prefetcher follows best. In a block, pairs of
-neighbours in depth follow each other, and of each pair the columns; those of float16 one by one::
+The weight ``[columns, depth]`` is stored in *blocks* of columns in read order: one sequential
+stream, which prefetchers follow best. A block has pairs of neighbours in depth, and for each pair
+all columns; float16 has single elements::
 
     bf16:     [columns / C, depth / 2, C, 2]        C = Arithmetic.vectors * Arithmetic.lanes
     float16:  [columns / C, depth, C]
 
-Each column of each row has one sum, over the depth in order: what a row gives doesn't depend on the
-rows beside it, nor on how the blocks are spread over threads.
-
-How the rows of a product lie in memory.
+Each result is one sum over depth in order, so a row's result doesn't depend on other rows or on
+threads.
 """
 
 import torch
@@ -33,7 +31,7 @@ from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
 
 
 class MatMul:
-    """A compiled product, for weights of every shape that it :meth:`supports_weight`."""
+    """A compiled product for weights that :meth:`supports_weight` accepts."""
 
     def __init__(
         self,
@@ -42,21 +40,20 @@ class MatMul:
         threads: int = 1,
         features: str | None = None,
     ) -> None:
-        """Compile it, to run on ``threads`` threads of ``openmp`` if there is one.
+        """Compile for ``threads`` threads of ``openmp`` if given.
 
         Raises:
-            RuntimeError: LLVM can't, for this CPU or for ``features`` of it.
+            RuntimeError: LLVM can't compile for this CPU or ``features``.
         """
         self._columns = arithmetic.vectors * arithmetic.lanes
         self._threads = threads
         module = ir.Module("matmul")
-        # Of its arguments, blocks are the first integer.
+        # The number of blocks is the first integer argument.
         multiply = emit_parallel_for(module, _emit_product(module, arithmetic), openmp)
         self._library = CompiledLibrary(module, features)
         self._multiply = self._library.get_function(multiply.name, pointers=4, integers=5)
-        #: The type of rows and results.
+        #: Type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
-        #: The type of weights.
         self.weight_dtype = arithmetic.weight_dtype
 
     def supports_weight(self, weight: Tensor) -> bool:
@@ -65,24 +62,24 @@ class MatMul:
         return columns % self._columns == 0 and depth % 2 == 0
 
     def pack_weight(self, weight: Tensor) -> Tensor:
-        """A weight ``[columns, depth]`` in blocks, as the module tells."""
+        """Pack a weight ``[columns, depth]`` into blocks."""
         columns = len(weight)
         whole = weight.to(self.weight_dtype)
-        # What stays together, as one number: eight times as fast.
+        # Moving pairs as single integers is eight times as fast.
         units = whole.view(torch.int32) if self.weight_dtype is torch.bfloat16 else whole
         blocks = units.view(columns // self._columns, self._columns, -1).transpose(1, 2)
         packed = blocks.contiguous().view(self.weight_dtype)
         return unflatten(packed, 2, (self._columns, -1)) if units is not whole else packed
 
     def gather_columns(self, weight: Tensor, columns: Tensor) -> Tensor:
-        """Columns ``[T]`` (by number) of a weight that is packed: new ``[T, depth]``."""
+        """Unpack columns ``[T]`` of a packed weight to ``[T, depth]``."""
         found = weight[columns // self._columns, :, columns % self._columns]
         return found.flatten(1).to(self.dtype)
 
     def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
-        """``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
+        """Compute ``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
 
-        ``weight`` is as :meth:`pack_weight` gives it, ``bias`` float32 ``[columns]``.
+        ``weight`` is packed by :meth:`pack_weight`, ``bias`` float32 ``[columns]``.
         """
         blocks = len(weight)
         rows = pad_row_stride(rows)
@@ -105,8 +102,8 @@ class MatMul:
 def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
     """``product(weight, rows, bias, result, blocks, pairs, row_bytes, count, begin, end, thread)``.
 
-    Of the weight's ``blocks`` it multiplies ``begin … end - 1``, ``pairs`` deep, by ``count`` rows,
-    each ``row_bytes`` after the one before it.
+    Multiplies ``count`` rows, ``row_bytes`` apart, by blocks ``begin … end - 1`` of a weight
+    ``pairs`` deep.
     """
     product, builder = begin_function(module, "product", pointers=4, numbers=7)
     weight, rows, bias, result, blocks, pairs, row_bytes, count, begin, end, _ = product.args
@@ -115,7 +112,7 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
     result_bytes = builder.mul(blocks, builder.mul(columns, element))
 
     def emit_rows(first: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> list[ir.Value]:
-        """Pointers to ``size`` rows from number ``index`` on."""
+        """Pointers to ``size`` rows from ``index`` on."""
         numbers = (builder.add(index, I64(number)) for number in range(size))
         return [emit_element_pointer(builder, first, each, nbytes) for each in numbers]
 
@@ -144,17 +141,17 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
     return product
 
 
-#: Beginnings so far apart fall on the same lines of a cache close by, which has room for few.
+#: Rows this many bytes apart share L1 cache sets.
 _CACHE_SET_STRIDE = 4096
-#: Rows that such a cache has room for beside weights; of float32 no more are read side by side.
+#: Rows that the L1 cache holds beside weights.
 _MAX_CACHED_ROWS = 8
 _CACHE_LINE_BYTES = 64
 
 
 def pad_row_stride(rows: Tensor) -> Tensor:
-    """``rows``, each of which lies in one piece: copied apart if they'd push each other out.
+    """Pad the stride of contiguous ``rows`` that would evict each other from the cache.
 
-    A product reads some of them side by side: of 4096 bf16 each, 12 at once take a tenth longer.
+    With 4096 bf16 per row, 12 rows at once take a tenth longer without padding.
     """
     width, size = rows.shape[1], rows.element_size()
     if len(rows) <= _MAX_CACHED_ROWS or size > 2 or width * size % _CACHE_SET_STRIDE:

@@ -1,8 +1,8 @@
-"""Sharing a product among the threads that torch keeps, through the OpenMP library it has loaded.
+"""Runs kernels on torch's own OpenMP threads.
 
-They are its own, awake between two operators: no second set of threads that fights for the cores,
-and no waiting for one to wake up. GCC's library (torch's on Linux) and LLVM's (Intel's
-``libiomp5md`` on Windows) are entered in different ways.
+They are awake between operators: no second thread pool competes for cores, and none must wake up.
+GCC's library (torch on Linux) and LLVM's (Intel's ``libiomp5md`` on Windows) have different entry
+points.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from molink.stage.kernels.emit import (
 
 ForkSymbol = Literal["gnu", "llvm"]
 
-#: How the files are called, and by what a team of threads is sent off in them.
+#: Library file names, and the symbol that forks a team.
 _LIBRARY_NAMES: tuple[tuple[str, ForkSymbol], ...] = (
     ("gomp", "gnu"),
     ("iomp5", "llvm"),
@@ -36,24 +36,24 @@ _SYMBOLS: dict[ForkSymbol, tuple[str, ...]] = {
     "gnu": ("GOMP_parallel",),
     "llvm": ("__kmpc_fork_call", "__kmpc_push_num_threads", "__kmpc_global_thread_num"),
 }
-#: Bytes of a pointer, and of an integer that is handed on.
+#: Bytes of a pointer and of an integer argument.
 _WORD_BYTES = 8
 _THREAD_QUERIES = ("omp_get_thread_num", "omp_get_num_threads")
 
 
 @dataclass(frozen=True, slots=True)
 class OpenMp:
-    """A library that compiled code can call: its symbols are known to LLVM."""
+    """A library whose symbols are known to LLVM."""
 
     entry: ForkSymbol
 
     @classmethod
     def find_loaded(cls) -> "OpenMp | None":
-        """That of this process (torch has to be imported), if there is one that is known."""
+        """Find the library loaded by torch, if supported."""
         try:
             paths = [mapped.path for mapped in psutil.Process().memory_maps(grouped=True)]
         except (psutil.Error, AttributeError):
-            return None  # not every system tells
+            return None  # not available on all systems
         for path in paths:
             name = PurePath(path).name.lower()
             for part, entry in _LIBRARY_NAMES:
@@ -64,14 +64,14 @@ class OpenMp:
     def emit_fork(
         self, builder: ir.IRBuilder, task: ir.Function, shared: ir.Value, threads: ir.Value
     ) -> None:
-        """Run ``task(…, shared)`` on ``threads`` threads, and wait for all."""
+        """Run ``task(…, shared)`` on ``threads`` threads and wait."""
         module, count = builder.module, builder.trunc(threads, I32)
         if self.entry == "gnu":
             kind = ir.FunctionType(VOID, [POINTER, POINTER, I32, I32])
             parallel = declare_function(module, "GOMP_parallel", kind)
             builder.call(parallel, [task, shared, count, I32(0)])
             return
-        # Who calls: `{reserved, flags, reserved, reserved, source}`; 2 is a compiler's usual flag.
+        # Source location: `{reserved, flags, reserved, reserved, source}`; compilers set flag 2.
         place = ir.LiteralStructType([I32, I32, I32, I32, POINTER])
         caller = ir.GlobalVariable(module, place, module.get_unique_name("caller"))
         text = ir.Constant(ir.ArrayType(ir.IntType(8), 3), bytearray(b";;\0"))
@@ -96,15 +96,15 @@ class OpenMp:
 
     @property
     def task_type(self) -> ir.FunctionType:
-        """The type of what is run; the last argument is what its threads share."""
+        """Type of a task; its last argument is shared by all threads."""
         return ir.FunctionType(VOID, [POINTER] * (1 if self.entry == "gnu" else 3))
 
 
 def emit_parallel_for(module: ir.Module, part: ir.Function, openmp: OpenMp | None) -> ir.Function:
-    """``whole(…, parts, …, threads)`` that shares out ``part(…, parts, …, begin, end, thread)``.
+    """Emit ``whole(…, parts, …, threads)``, which distributes ``part(…, parts, …, begin, end,
+    thread)``.
 
-    ``parts`` is the first integer of both: how many there are. Without ``openmp`` the calling
-    thread, number 0, does them all.
+    ``parts`` is the first integer of both. Without ``openmp`` the calling thread does all parts.
     """
     handed = part.function_type.args[:-3]
     whole = ir.Function(module, ir.FunctionType(VOID, [*handed, I64]), f"whole_{part.name}")
@@ -122,7 +122,7 @@ def emit_parallel_for(module: ir.Module, part: ir.Function, openmp: OpenMp | Non
 
 
 def _emit_task(module: ir.Module, part: ir.Function, openmp: OpenMp) -> ir.Function:
-    """What each thread of the team does: its part of the parts."""
+    """Emit what each thread of a team runs: its share of the parts."""
     handed = part.function_type.args[:-3]
     task = ir.Function(module, openmp.task_type, f"task_{part.name}")
     builder = ir.IRBuilder(task.append_basic_block())
@@ -144,7 +144,7 @@ def _emit_task(module: ir.Module, part: ir.Function, openmp: OpenMp) -> ir.Funct
 
 
 def _register_symbols(path: str, symbols: tuple[str, ...]) -> bool:
-    """Tell LLVM where ``symbols`` are; whether the loaded library at ``path`` has them all."""
+    """Register ``symbols`` with LLVM if the loaded library at ``path`` has all of them."""
     try:
         library = ctypes.CDLL(path)
         found = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in symbols}

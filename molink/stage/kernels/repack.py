@@ -1,7 +1,7 @@
-"""Blocks of codes, put into the order in which a CPU multiplies by them, and back.
+"""Repacks quantized blocks into the kernels' order, and back.
 
-What the bytes of a GGUF block are is llama.cpp's format (``ggml-common.h``); what they become is in
-:mod:`molink.stage.kernels.block_matmul`. Each value stays what it is.
+GGUF blocks are defined by llama.cpp (``ggml-common.h``), the packed order in
+:mod:`molink.stage.kernels.block_matmul`. Values stay exact.
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ from molink.stage.torch_dtypes import TORCH_DTYPES
 
 _LOW_BITS, _LOW, _SIX = 4, 15, 63
 _F16_BYTES = 2
-#: Codes, or bytes, that are put into another order at once.
+#: Codes or bytes repacked at once.
 _MAX_CODES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodes:
-    """Of rows ``[R, in]``, in ``B`` blocks each: their codes (uint8 ``[R, B, block]``) and numbers.
+    """Codes (uint8 ``[R, B, block]``) and numbers of rows ``[R, in]`` in ``B`` blocks each.
 
-    ``halves`` have 16 bits, ``[R, B]``: scales, then shifts or what is added if there are any.
-    ``whole`` are bytes ``[R, B, groups]`` by which these are multiplied, of formats that have them.
+    ``halves`` are 16-bit ``[R, B]``: scales, then shifts or minima if any. ``whole`` are bytes
+    ``[R, B, groups]`` that multiply them, with nested scales.
     """
 
     codes: Tensor
@@ -34,18 +34,18 @@ class BlockCodes:
 
 
 def read_blocks(name: str, rows: Tensor) -> Iterator[BlockCodes]:
-    """The blocks of kind ``name`` in ``rows``, some at a time; see :func:`parse_blocks`."""
+    """Parse blocks of type ``name`` in slices of ``rows``; see :func:`parse_blocks`."""
     step = rows_per_repack(rows.shape[1])
     return (parse_blocks(name, rows[begin : begin + step]) for begin in range(0, len(rows), step))
 
 
 def rows_per_repack(width: int) -> int:
-    """How many rows of a width are put into another order at once: a multiple of all columns."""
+    """Rows to repack at once: a multiple of all column counts."""
     return max(1, _MAX_CODES // width // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def parse_blocks(name: str, rows: Tensor) -> BlockCodes:
-    """The blocks of kind ``name`` in ``rows``: bytes ``[R, bytes of a row]``."""
+    """Parse blocks of type ``name`` from bytes ``[R, bytes of a row]``."""
     form = BLOCK_FORMATS[name]
     blocks = unflatten(rows, 1, (-1, PACKED_TYPES[name].nbytes))
     if not form.has_nested_scales:
@@ -54,7 +54,7 @@ def parse_blocks(name: str, rows: Tensor) -> BlockCodes:
 
 
 def pack_blocks(form: BlockFormat, blocks: BlockCodes, columns: int) -> Tensor:
-    """Bytes ``[R / columns, bytes of so many rows]``; ``R`` is a multiple of ``columns``."""
+    """Pack blocks to bytes ``[R / columns, bytes]``; ``R`` is a multiple of ``columns``."""
     halves = [each[..., None, None] for each in blocks.halves]  # [R, B, 1, 1]
     whole = [each.unsqueeze(3) for each in blocks.whole]  # [R, B, groups, 1]
     words = _pack_words(form, blocks.codes)  # [R, B, groups, words]
@@ -70,14 +70,15 @@ def pack_blocks(form: BlockFormat, blocks: BlockCodes, columns: int) -> Tensor:
 
 
 def _interleave_columns(numbers: Tensor, columns: int) -> Tensor:
-    """``[R, B, groups, n]`` as bytes ``[R / columns, B, groups, n · columns · bytes of each]``."""
+    """Interleave ``[R, B, groups, n]`` as bytes ``[R / columns, B, groups, n · columns ·
+    itemsize]``.
+    """
     lying = unflatten(numbers, 0, (-1, columns)).movedim(1, -1)
     return lying.flatten(-2).contiguous().view(torch.uint8)
 
 
 def packed_scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
-    """Numbers ``[R / columns, B, n, columns]`` of 16 bits of what :func:`pack_blocks` made: a
-    view."""
+    """View the 16-bit numbers ``[R / columns, B, n, columns]`` of packed blocks."""
     end = 2 * form.numbers_per_group * columns
     if form.has_nested_scales:
         above, _ = _split_packed(form, packed, columns)
@@ -87,7 +88,7 @@ def packed_scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
 
 
 def _split_packed(form: BlockFormat, packed: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The numbers of blocks ``[P, B, bytes]``, and groups ``[P, B, groups, bytes]``."""
+    """Split packed bytes into block numbers ``[P, B, bytes]``, groups ``[P, B, groups, bytes]``."""
     blocks = packed.shape[1] // (columns * form.nbytes)
     above = unflatten(packed[:, : blocks * columns * form.block_number_bytes], 1, (blocks, -1))
     below = packed[:, blocks * columns * form.block_number_bytes :]
@@ -95,7 +96,7 @@ def _split_packed(form: BlockFormat, packed: Tensor, columns: int) -> tuple[Tens
 
 
 def unpack_rows(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -> Tensor:
-    """The weights (float32 ``[T, in]``) of ``rows`` (int64 ``[T]``) of what was arranged."""
+    """Dequantize ``rows`` (int64 ``[T]``) of packed blocks to float32 ``[T, in]``."""
     part, lane = rows // columns, rows % columns
     halves = packed_scales(form, packed, columns)[part, :, :, lane].float()
     numbers = [each.unsqueeze(2) for each in halves.unbind(2)]  # [T, B, 1]
@@ -118,7 +119,7 @@ def unpack_rows(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -
 
 
 def _pack_words(form: BlockFormat, codes: Tensor) -> Tensor:
-    """Words ``[R, B, groups, words]``."""
+    """Pack codes into words ``[R, B, groups, words]``."""
     if form.bits == 8:
         return unflatten(codes.contiguous().view(torch.int16), 2, (form.groups_per_block, -1))
     if form.bits == _LOW_BITS:
@@ -136,9 +137,9 @@ def _pack_words(form: BlockFormat, codes: Tensor) -> Tensor:
 
 
 def _pack_four_bit_words(form: BlockFormat, codes: Tensor) -> Tensor:
-    """The same of 4 bits, eight codes at once."""
+    """The same for 4-bit codes, eight at once."""
     eight = codes.contiguous().view(torch.int64)
-    # Bytes 0, 1, 4 and 5 have two codes each: 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+    # Bytes 0, 1, 4 and 5 have codes 0 and 2, 1 and 3, 4 and 6, 5 and 7.
     both = (eight | eight >> 3 * _LOW_BITS).view(torch.uint8)
     lower, upper = unflatten(both, 2, (-1, 2, 4))[..., :2].unbind(3)
     words = torch.stack((lower, upper), 4).flatten(3).view(torch.int32).squeeze(3)
@@ -146,7 +147,7 @@ def _pack_four_bit_words(form: BlockFormat, codes: Tensor) -> Tensor:
 
 
 def _unpack_codes(form: BlockFormat, words: Tensor) -> Tensor:
-    """Whole numbers (float32 ``[T, B, groups, group]``) of ``[T, B, groups, words, bytes]``."""
+    """Unpack words ``[T, B, groups, words, bytes]`` to float32 codes ``[T, B, groups, group]``."""
     if form.bits == 8:
         return words.contiguous().view(torch.int8).flatten(3).float()
     halves = words.contiguous().view(torch.int16)
@@ -166,7 +167,7 @@ def _read_halves(blocks: Tensor) -> tuple[Tensor, ...]:
 
 
 def _parse_simple(form: BlockFormat, blocks: Tensor) -> BlockCodes:
-    """Scale, what is added, fifth bits, and 32 codes; the lower halves of bytes come first."""
+    """Scale, minimum, fifth bits, and 32 codes; lower halves of bytes come first."""
     begin = _F16_BYTES * (1 + form.has_minimum)
     halves = _read_halves(blocks[..., :begin])
     if form.bits == 8:
@@ -181,7 +182,7 @@ def _parse_simple(form: BlockFormat, blocks: Tensor) -> BlockCodes:
 
 
 def _parse_k_quants(form: BlockFormat, blocks: Tensor) -> BlockCodes:
-    """``q4_k``, ``q5_k``: what is taken off is stored here as what is added."""
+    """``q4_k`` and ``q5_k``: the subtracted minimum becomes an added one."""
     scale, less = _read_halves(blocks[..., : 2 * _F16_BYTES])
     six, last = blocks[..., 4:12], blocks[..., 12:16]
     upper = (six >> 6) << _LOW_BITS
@@ -197,7 +198,7 @@ def _parse_k_quants(form: BlockFormat, blocks: Tensor) -> BlockCodes:
 
 
 def _parse_q6_k(blocks: Tensor) -> BlockCodes:
-    """``q6_k``: two halves of 128 codes; a byte's parts belong to weights 64 and 32 apart."""
+    """``q6_k``: two halves of 128 codes; a byte has bits of weights 64 and 32 apart."""
     low = unflatten(blocks[..., :128], 2, (2, 64))
     high = unflatten(blocks[..., 128:192], 2, (2, 1, 32))
     codes = torch.cat((low & _LOW, low >> _LOW_BITS), 3).flatten(2)

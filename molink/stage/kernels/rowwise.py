@@ -1,7 +1,7 @@
-"""What a layer does with each row on its own between two products, in one call each.
+"""Row-wise operators between two products, fused into one call each.
 
-Torch needs five operators for a norm and five for a rotation, which for a few rows take longer than
-the arithmetic. Rows are bf16 or float32; all is computed in float32 and rounded once.
+Torch needs five operators for a norm and five for a rotation, which for few rows take longer than
+the arithmetic. Rows are bf16 or float32; computation is in float32, rounded once.
 """
 
 import math
@@ -32,14 +32,14 @@ from molink.stage.kernels.emit import (
 from molink.stage.kernels.kernel_shape import F32, LANES
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
 
-#: Numbers that are not worth a second thread.
+#: Elements below which a second thread doesn't pay.
 _MIN_PARALLEL_NUMBERS = 1 << 16
 #: gelu by tanh is ``x · sigmoid(2 √(2/π) (x + 0.044715 x³))`` (Hendrycks and Gimpel 2016).
 _GELU, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 class RowwiseKernels:
-    """Compiled for a model's norms (``eps``) and activation; see :func:`supports_rowwise`."""
+    """Kernels for a model's norms (``eps``) and activation; see :func:`supports_rowwise`."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class RowwiseKernels:
         threads: int = 1,
         features: str | None = None,
     ) -> None:
-        """Compile it for rows of ``dtype``.
+        """Compile for rows of ``dtype``.
 
         Raises:
-            RuntimeError: LLVM can't, for this CPU or for ``features`` of it.
+            RuntimeError: LLVM can't compile for this CPU or ``features``.
         """
         self._threads = threads
-        #: The type of rows and results, and of angles.
+        #: Type of rows, results and angles.
         self.dtype = dtype
         module, element = ir.Module("rowwise"), dtype.itemsize
         parts = (
@@ -71,7 +71,7 @@ class RowwiseKernels:
         self._rotate = library.get_function(wholes[2], pointers=2, integers=6)
 
     def normalize_rows(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Rows ``[T, n]`` scaled to a mean square of 1, times ``weight`` (float32 ``[n]``)."""
+        """Norm rows ``[T, n]`` and multiply by ``weight`` (float32 ``[n]``)."""
         rows = rows.contiguous()
         count, width = rows.shape
         result = rows.new_empty(count, width)
@@ -86,7 +86,7 @@ class RowwiseKernels:
         return result
 
     def apply_gate(self, rows: Tensor) -> Tensor:
-        """``activate(gate) * up`` of rows ``[T, 2n]``: gate, then up."""
+        """Compute ``activate(gate) * up`` of rows ``[T, 2n]``: gate, then up."""
         rows = rows.contiguous()
         count, width = rows.shape[0], rows.shape[1] // 2
         result = rows.new_empty(count, width)
@@ -96,7 +96,7 @@ class RowwiseKernels:
         return result
 
     def rotate_heads(self, heads: Tensor, angles: Tensor) -> None:
-        """Turn ``heads`` in place; see :func:`molink.stage.decoder.rotary.rotate_heads`."""
+        """Rotate ``heads`` in place; see :func:`molink.stage.decoder.rotary.rotate_half`."""
         count, members, size = heads.shape
         row, head, _ = heads.stride()
         self._rotate(
@@ -162,7 +162,7 @@ def _emit_gate(module: ir.Module, element: int, activation: Activation) -> ir.Fu
     log2_e = math.log2(math.e)
 
     def emit_exponent(value: ir.Value) -> ir.Value:
-        """What the sigmoid is of, as a negative power of two."""
+        """Exponent of the sigmoid, as a negative power of two."""
         if activation == "silu":
             return builder.fmul(value, emit_constant(-log2_e))
         square = builder.fmul(value, value)
@@ -199,7 +199,7 @@ def _emit_gate(module: ir.Module, element: int, activation: Activation) -> ir.Fu
 def _emit_rotate(module: ir.Module, element: int) -> ir.Function:
     """``rotate(heads, angles, count, members, row, head, rotary, begin, end, thread)``.
 
-    ``row`` and ``head`` are bytes from one to the next.
+    ``row`` and ``head`` are strides in bytes.
     """
     function, builder = begin_function(module, "rotate", pointers=2, numbers=8)
     heads, angles, _, members, row_bytes, head_bytes, rotary, begin, end, _ = function.args
@@ -238,7 +238,7 @@ def _emit_rotate(module: ir.Module, element: int) -> ir.Function:
 def _emit_rotated(
     builder: ir.IRBuilder, element: int, places: Values, tables: Values, ats: Values
 ) -> None:
-    """A vector of pairs, at two ``places``, by the cosines and sines that are for each of them."""
+    """Rotate a vector of pairs at two ``places`` by their cosines and sines."""
     low, high = (emit_load(builder, place, element) for place in places)
     for place, own, other, at in zip(places, (low, high), (high, low), ats, strict=True):
         cosine, sine = (

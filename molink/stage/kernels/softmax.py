@@ -1,7 +1,7 @@
-"""What a query's scores weigh: a softmax that goes on from the positions before.
+"""Emits an online softmax over spans of positions.
 
-After Dao, "FlashAttention-2" (2023), section 3.1: with each *span* of positions the greatest score
-so far is known, and what was summed up by a lesser one is made smaller once.
+After Dao, "FlashAttention-2" (2023), section 3.1: each span updates the running maximum, and
+earlier sums are rescaled once.
 """
 
 import math
@@ -29,16 +29,16 @@ from molink.stage.kernels.emit import (
 )
 from molink.stage.kernels.kernel_shape import BF16, F32, LANES, AttentionKernelShape
 
-#: Below all scores, and still finite by any factor.
+#: Below all scores, and still finite after scaling.
 MIN_SCORE = -1.0e30
 _LOG2_E = math.log2(math.e)
-#: Terms of a power's series, by the bytes of a weight: more are lost when it is rounded.
+#: Series terms by the bytes of a weight, whose rounding hides the rest.
 _SERIES_TERMS = {BF16: 4, F32: 6}
 
 
 @dataclass(frozen=True, slots=True)
 class QueryState:
-    """Where a query's numbers are: ``scores`` of a span, and what is kept of those before."""
+    """Pointers to a query's state: ``scores`` of a span, and running maximum, sum and totals."""
 
     scores: ir.Value
     maximum: ir.Value
@@ -46,12 +46,12 @@ class QueryState:
     totals: ir.Value
 
 
-#: The first and the last position of a span that a query sees (int32).
+#: First and last position of a span that a query sees (int32).
 VisibleRange = tuple[ir.Value, ir.Value]
 
 
 class SoftmaxEmitter:
-    """Emits code for one shape."""
+    """Emits softmax code for one shape."""
 
     def __init__(
         self, builder: ir.IRBuilder, shape: AttentionKernelShape, arithmetic: Arithmetic
@@ -60,11 +60,11 @@ class SoftmaxEmitter:
 
     @property
     def _factor(self) -> ir.Constant:
-        """Scores by it are exponents of two; with a softcap they are bounded before."""
+        """Converts scores to exponents of two; soft-capped scores are converted before."""
         return emit_constant(_LOG2_E * (1.0 if self._shape.softcap else self._shape.scale))
 
     def init_query(self, query: QueryState) -> None:
-        """Nothing was seen yet."""
+        """Initialize a query's state."""
         builder, zero = self._builder, emit_constant(0.0)
         builder.store(FLOAT(MIN_SCORE), query.maximum, align=4)
         builder.store(FLOAT(0.0), query.sums, align=4)
@@ -76,9 +76,9 @@ class SoftmaxEmitter:
     def apply_weights(
         self, query: QueryState, vectors: ir.Value, seen: VisibleRange | None
     ) -> None:
-        """Put weights in the place of scores, and make what was summed up before smaller.
+        """Replace scores by weights, and rescale earlier sums.
 
-        Without ``seen`` it sees all.
+        Without ``seen`` all positions are visible.
         """
         builder = self._builder
         old = self._broadcast_value(query.maximum)
@@ -112,7 +112,7 @@ class SoftmaxEmitter:
             builder.store(builder.fmul(before, smaller), place, align=4)
 
     def store_result(self, query: QueryState, sink: ir.Value | None, result: ir.Value) -> None:
-        """Divide by the sum of the weights, of which ``sink`` (a score) has its share."""
+        """Divide by the sum of weights, including ``sink``."""
         builder = self._builder
         total = self._broadcast_value(query.sums)
         if sink is not None:
@@ -130,7 +130,7 @@ class SoftmaxEmitter:
     def _bound_scores(
         self, query: QueryState, vectors: ir.Value, old: ir.Value, seen: VisibleRange | None
     ) -> ir.Value:
-        """The greatest scores; those that are capped, or hidden, are put in their places."""
+        """Maximum of scores; capped or masked scores are stored back."""
         builder, softcap = self._builder, self._shape.softcap
         ends = [emit_broadcast(builder, each, LANES) for each in seen or ()]
 
@@ -166,7 +166,7 @@ class SoftmaxEmitter:
         return builder.fadd(share, emit_constant(shape.softcap))
 
     def _store_vector(self, vector: ir.Value, place: ir.Value) -> None:
-        """16 numbers as elements of rows."""
+        """Store 16 numbers as row elements."""
         if self._arithmetic.element == BF16:
             emit_store_bf16(self._builder, vector, place)
         else:

@@ -1,4 +1,4 @@
-"""Projections: a protocol, its implementations, and their choice."""
+"""Projections and their choice."""
 
 from molink.stage.linear.base import EmbeddingTable, Projection
 from molink.stage.linear.compiled import BlockLinear, CompiledLinear, ConcatenatedLinear

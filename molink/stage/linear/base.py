@@ -1,7 +1,4 @@
-"""What a layer multiplies by.
-
-Weights to try products with.
-"""
+"""Interfaces of projections and embeddings."""
 
 from typing import Protocol
 
@@ -11,10 +8,10 @@ from torch.nn.functional import pad
 
 
 class Projection(Protocol):
-    """Multiplies rows ``[T, in]`` by a weight ``[out, in]`` and adds a bias if it has one."""
+    """Multiplies rows ``[T, in]`` by a weight ``[out, in]`` and adds an optional bias."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Rows ``[T, out]``."""
+        """Return rows ``[T, out]``."""
 
     @property
     def nbytes(self) -> int:
@@ -22,10 +19,10 @@ class Projection(Protocol):
 
 
 class EmbeddingTable(Protocol):
-    """A weight ``[vocabulary, hidden]`` whose rows can be had: an embedding."""
+    """A weight ``[vocabulary, hidden]`` with row access."""
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """New rows ``[T, hidden]`` of ids (int64 ``[T]``, on the device)."""
+        """Return new rows ``[T, hidden]`` of ids (int64 ``[T]``, on the device)."""
 
     @property
     def nbytes(self) -> int:
@@ -33,10 +30,10 @@ class EmbeddingTable(Protocol):
 
 
 def pad_rows(rows: Tensor) -> Tensor:
-    """``rows`` with zeros up to one of few row counts.
+    """Pad ``rows`` with zeros to one of few row counts.
 
-    oneDNN compiles a kernel of about 0.5 MB for each shape it meets and keeps 1024 of them: with
-    micro-batches of every size, a worker's memory grew by a quarter over 500 requests.
+    oneDNN compiles a kernel of about 0.5 MB per shape and caches 1024 of them: with micro-batches
+    of every size, a worker's memory grew by a quarter over 500 requests.
     """
     count = len(rows)
     if count <= 16:
@@ -46,15 +43,15 @@ def pad_rows(rows: Tensor) -> Tensor:
 
 
 def total_bytes(*tensors: Tensor | None) -> int:
-    """Bytes of the tensors that are there."""
+    """Bytes of the given tensors."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-#: By how many numbers each row begins later than the one before it.
+#: Offset between the random numbers of neighbouring rows.
 _ROW_SHIFT = 7
 
 
 def make_random_weight(out: int, width: int, generator: torch.Generator) -> Tensor:
-    """Float32 ``[out, width]``; rows share numbers, at other places: few have to be drawn."""
+    """Create a test weight float32 ``[out, width]``; rows share shifted numbers, for speed."""
     drawn = torch.randn(out * _ROW_SHIFT + width, generator=generator)
     return drawn.as_strided((out, width), (_ROW_SHIFT, 1)).contiguous()

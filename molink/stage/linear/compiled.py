@@ -1,7 +1,4 @@
-"""Projections by a product that was compiled for this CPU.
-
-Projections by weights that stay in few bits.
-"""
+"""Projections with kernels compiled for this CPU."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,16 +14,15 @@ if TYPE_CHECKING:
     from molink.stage.kernels.block_matmul import BlockMatMul
     from molink.stage.kernels.matmul import MatMul
 
-#: Rows of a weight are packed by multiples of so many, which whole blocks have.
+#: Weights are packed in multiples of this many rows.
 PART_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledLinear:
-    """A projection in blocks of columns; see :mod:`molink.stage.kernels.matmul`.
+    """A projection with a packed 16-bit weight; see :mod:`molink.stage.kernels.matmul`.
 
-    ``weight`` is bf16 or float16, whatever the rows are; ``bias`` float32, zeros where there is
-    none.
+    ``bias`` is float32, zeros if there is none.
     """
 
     product: "MatMul"
@@ -41,7 +37,7 @@ class CompiledLinear:
         weight_dtype: torch.dtype,
         bias: Tensor | None,
     ) -> "CompiledLinear | None":
-        """One of a weight ``[out, in]`` that is yet to come; ``None`` if parts don't fit."""
+        """Create one to be filled part by part; ``None`` if parts don't fit blocks."""
         some = torch.zeros(PART_ROWS, shape[1], dtype=weight_dtype)
         if not product.supports_weight(some) or shape[0] % PART_ROWS:
             return None
@@ -50,7 +46,7 @@ class CompiledLinear:
         return cls(product, weight, torch.zeros(shape[0]) if bias is None else bias.float())
 
     def put_rows(self, first: int, part: Tensor) -> None:
-        """Take rows from ``first`` on, both multiples of :data:`PART_ROWS`."""
+        """Store rows from ``first`` on, both multiples of :data:`PART_ROWS`."""
         packed = self.product.pack_weight(part)
         place = first * len(packed) // len(part)
         self.weight[place : place + len(packed)] = packed
@@ -59,7 +55,7 @@ class CompiledLinear:
     def pack_weight(
         cls, product: "MatMul", weight: Tensor, bias: Tensor | None
     ) -> "CompiledLinear":
-        """A projection of ``weight`` ``[out, in]``, which isn't needed afterwards."""
+        """Pack ``weight`` ``[out, in]``."""
         added = torch.zeros(len(weight)) if bias is None else bias.float()
         return cls(product, product.pack_weight(weight), added)
 
@@ -76,17 +72,17 @@ class CompiledLinear:
 
 @dataclass(frozen=True, slots=True)
 class BlockLinear:
-    """A projection in blocks; see :mod:`molink.stage.kernels.block_matmul`.
+    """A projection with a quantized weight; see :mod:`molink.stage.kernels.block_matmul`.
 
-    ``weight`` is uint8 ``[out / C, bytes]``; ``bias`` float32, zeros where there is none.
+    ``weight`` is uint8 ``[out / C, bytes]``; ``bias`` float32, zeros if there is none.
     """
 
     product: "BlockMatMul"
     weight: Tensor
     bias: Tensor
-    #: Of rows and results; the product may have another one.
+    #: Type of rows and results; the product may use another one.
     dtype: torch.dtype
-    #: Which of a row's values the weight's columns are of, where they lie in another order.
+    #: Permutation of input columns, if the weight's are reordered.
     column_order: Tensor | None = None
 
     @classmethod
@@ -99,10 +95,9 @@ class BlockLinear:
         dtype: torch.dtype,
         order: Tensor | None = None,
     ) -> "BlockLinear":
-        """Of ``parts``, one below the other, which have so many ``rows``.
+        """Pack ``parts`` with ``rows`` rows in total, stacked by rows.
 
-        Each has a multiple of :data:`~molink.gguf.block_formats.ROWS` as rows, and isn't needed
-        afterwards.
+        Each part's rows are a multiple of :data:`~molink.gguf.block_formats.ROW_MULTIPLE`.
         """
         columns = product.columns
         weight = torch.empty(0, dtype=torch.uint8)
@@ -126,7 +121,7 @@ class BlockLinear:
         return found.to(self.dtype)
 
     def is_finite(self, first: int, last: int) -> bool:
-        """Whether all scales of rows ``first … last - 1`` are finite, so that all weights are."""
+        """Whether all scales of rows ``first … last - 1`` are finite."""
         columns = self.product.columns
         part = self.weight[first // columns : last // columns]
         return bool(packed_scales(self.product.form, part, columns).isfinite().all())
@@ -138,7 +133,7 @@ class BlockLinear:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedLinear:
-    """Projections of the same rows whose outputs lie side by side: weights of several kinds."""
+    """Projections of the same rows with concatenated outputs, for mixed weight types."""
 
     parts: tuple[Projection, ...]
 

@@ -1,4 +1,4 @@
-"""How a device keeps the weights of projections: tried out, not guessed from its name."""
+"""Chooses the fastest projection on a device by trial."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -19,33 +19,29 @@ if TYPE_CHECKING:
     from molink.stage.kernels.block_matmul import BlockMatMul
     from molink.stage.kernels.matmul import MatMul
 
-#: How much slower than torch's a compiled product may be for many rows (CPUs with AMX have more).
+#: Acceptable slowdown of compiled products with many rows (CPUs with AMX beat them).
 _MAX_SLOWDOWN = 1.1
-#: Matrices that are tried: with one row so many that no cache holds them; many rows take most of
-#: their time for products, wherever the weights are.
+#: Trial matrices: with one row enough to exceed caches; with many rows compute dominates.
 _TRIED, _TRIED_MANY, _REPEATED = 8, 2, 5
 _COLUMNS, _DEPTH, _MANY = 4096, 1024, 64
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectionFactory:
-    """Makes projections for rows of ``dtype``: compiled, else packed for oneDNN, else torch's."""
+    """Creates projections for rows of ``dtype``: compiled, else oneDNN-packed, else plain."""
 
     dtype: torch.dtype
-    #: Of bf16 weights; where it is worth while, so is one of float16.
+    #: For bf16 weights; a float16 product is compiled on demand.
     product: "MatMul | None" = None
     packs_onednn: bool = False
-    #: Whether it can multiply by weights that stay in few bits.
+    #: Whether quantized weights stay quantized.
     keeps_blocks: bool = False
 
     @classmethod
     def probe_device(
         cls, dtype: torch.dtype, device: torch.device, disabled_kernels: Collection[str] = ()
     ) -> "ProjectionFactory":
-        """What is fastest on a device; a CPU is tried once for each number of torch's threads.
-
-        Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`.
-        """
+        """Find the fastest implementation; a CPU is probed once per number of threads."""
         if device.type != "cpu":
             return cls(dtype)
         packs, compiles = (
@@ -58,22 +54,21 @@ class ProjectionFactory:
         )
 
     def keeps_dtype(self, weight_dtype: torch.dtype) -> bool:
-        """Whether :meth:`create_projection` keeps weights of that type as they are, whatever the
-        rows are."""
+        """Whether :meth:`create_projection` keeps weights of that type."""
         return self._find_product(weight_dtype) is not None
 
     def find_block_product(self, form: BlockFormat) -> "BlockMatMul | None":
-        """What multiplies by weights in such blocks, if anything does."""
+        """Return the product for a quantized format, if supported."""
         if not self.keeps_blocks:
             return None
         return create_block_matmul(form, self.dtype, torch.get_num_threads())
 
     def create_tied(self, weight: Tensor) -> PlainLinear | CompiledLinear:
-        """What is an output head and the embedding too, of ``weight`` ``[vocabulary, hidden]``."""
+        """Create a tied output head and embedding from ``weight`` ``[vocabulary, hidden]``."""
         return self._pack_compiled(weight, None) or PlainLinear(weight.to(self.dtype))
 
     def create_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        """A projection of ``weight`` ``[out, in]``, which isn't needed afterwards."""
+        """Create a projection from ``weight`` ``[out, in]``."""
         compiled = self._pack_compiled(weight, bias)
         if compiled is not None:
             return compiled
@@ -87,9 +82,9 @@ class ProjectionFactory:
     def create_empty(
         self, shapes: Sequence[tuple[int, int]], weight_dtype: torch.dtype, bias: Tensor | None
     ) -> CompiledLinear | None:
-        """A projection to put weights of these shapes into, one below the other, part by part.
+        """Create a projection to be filled with stacked weights, part by part.
 
-        ``None`` if that can't be: :meth:`create_projection` makes one of the whole weight.
+        ``None`` if unsupported.
         """
         product = self._find_product(weight_dtype)
         if product is None or any(rows % PART_ROWS for rows, _ in shapes):
@@ -104,7 +99,7 @@ class ProjectionFactory:
         return CompiledLinear.pack_weight(product, weight, bias)
 
     def _find_product(self, weight_dtype: torch.dtype) -> "MatMul | None":
-        """What multiplies by weights of that type; float16 is compiled when it is met."""
+        """Return the product for a weight type; float16 is compiled on first use."""
         if self.product is None or weight_dtype is self.product.weight_dtype:
             return self.product
         return create_matmul(self.dtype, torch.get_num_threads(), weight_dtype)
@@ -124,9 +119,9 @@ def _probe_cpu(
 
 
 def _relative_time(one: ProjectionFactory, other: ProjectionFactory) -> tuple[float, float]:
-    """Seconds of ``one`` by those of the ``other``, with one row and with many.
+    """Time of ``one`` relative to ``other``, with one row and with many.
 
-    Of the fastest runs, taking turns.
+    Uses the fastest of alternating runs.
     """
     weight = torch.ones(_COLUMNS, _DEPTH, dtype=torch.bfloat16)
     sides = [

@@ -1,7 +1,4 @@
-"""The projection as torch has it.
-
-Projections prepacked for oneDNN: a CPU streams their weights twice as fast.
-"""
+"""Unquantized projections: torch's, and prepacked for oneDNN."""
 
 from dataclasses import dataclass
 
@@ -14,7 +11,7 @@ from molink.stage.linear.base import pad_rows, total_bytes
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """The plain projection."""
+    """A projection by torch."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -34,9 +31,9 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A bf16 projection in oneDNN's blocked layout: half the time of a plain one at few rows.
+    """A bf16 projection in oneDNN's blocked layout: half the time with few rows.
 
-    ``packed`` is opaque; the plain weight isn't kept.
+    ``packed`` is opaque; the plain weight is dropped.
     """
 
     packed: Tensor
@@ -44,7 +41,7 @@ class PackedLinear:
 
     @classmethod
     def pack_weight(cls, weight: Tensor, bias: Tensor | None) -> "PackedLinear":
-        """A projection of ``weight`` ``[out, in]``, which isn't needed afterwards."""
+        """Pack ``weight`` ``[out, in]``."""
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight, None), bias)
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -60,7 +57,7 @@ class PackedLinear:
 
 @torch.inference_mode()
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packing works here: tried, since the operators are not part of torch's public API."""
+    """Try whether packing works, since the operators are not public API."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return False
     weight, rows = torch.eye(32, dtype=dtype), torch.arange(64, dtype=dtype).view(2, 32)

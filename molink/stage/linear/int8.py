@@ -1,11 +1,11 @@
 """Projections with int8 weights and a scale per output row.
 
-Weights are as LLM.int8() stores them: ``w = q * scale / 127``. Rows are quantized too, since
-only products of integers are fast, but not to 8 bits: one large activation would leave next to
-nothing of the others of its row (the reason for that paper's outlier part, which has data-dependent
-shapes). Each row is the sum of two int8 planes, ``x = (high + low / 254) * peak / 127``, which go
-through one product as twice as many rows: that is precise to 1/65000 of the row's largest value,
-costs nothing while the weights' bytes are what takes time (decode), and as much as bf16 in prefill.
+Weights are as in LLM.int8(): ``w = q * scale / 127``. Rows are quantized, too, since only integer
+products are fast, but not to 8 bits: one large activation would erase the others of its row (the
+reason for that paper's outliers, which have data-dependent shapes). Each row is the sum of two int8
+planes, ``x = (high + low / 254) * peak / 127``, which pass through one product as twice as many
+rows: precise to 1/65000 of the row's peak, free in memory-bound decode, and as expensive as bf16 in
+prefill.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from torch import Tensor
 
 from molink.stage.linear.base import pad_rows, total_bytes
 
-#: Steps of the first plane on either side of zero, and of the second within one of the first.
+#: Steps of the high plane on either side of zero, and of the low plane within one of them.
 _COARSE_STEPS = 127
 _FINE_STEPS = 254
-#: Rows that are multiplied at once: results are float32 and, for a moment, two of each. A GPU takes
-#: longer to launch the dozens of kernels of each part than to run them, so it takes whole steps.
+#: Rows multiplied at once, which bounds float32 temporaries. A GPU takes whole steps, since
+#: launches dominate.
 _CPU_ROWS, _GPU_ROWS = 128, 1024
-#: A row of nothing but zeros has to have some scale.
+#: Scale of an all-zero row.
 _MIN_SCALE = 1e-30
-#: What both sizes of a weight have to be multiples of for cuBLASLt.
+#: cuBLASLt needs multiples of this.
 _CUBLAS_MULTIPLE = 4
-#: Beyond this width 32-bit sums of products could overflow.
+#: Beyond this width 32-bit sums could overflow.
 MAX_INT8_WIDTH = 2**16
 
 
 class IntegerProduct(Protocol):
-    """Multiplies planes by the weights of a projection."""
+    """Multiplies planes by a projection's weights."""
 
     def __call__(self, planes: Tensor) -> Tensor:
-        """Float32 ``[R, out]`` of whole numbers (as float32, ``[R, in]``, at most 127 each)."""
+        """Float32 ``[R, out]`` of integers (as float32, ``[R, in]``, at most 127 each)."""
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +43,7 @@ class IntegerProduct(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneDnnProduct:
-    """On a CPU, with the weights in oneDNN's blocked layout (``packed`` is opaque).
+    """CPU product with weights in oneDNN's blocked layout (``packed`` is opaque).
 
     ``steps`` ``[out]`` are scale / 127.
     """
@@ -54,7 +54,7 @@ class OneDnnProduct:
 
     @classmethod
     def from_weight(cls, weight: Tensor, scales: Tensor) -> "OneDnnProduct":
-        """The product with ``weight`` ``[out, in]`` (int8), whose rows have ``scales``."""
+        """Pack ``weight`` ``[out, in]`` (int8) with row ``scales``."""
         zeros = torch.zeros(1, dtype=torch.int64).expand(len(weight))
         return cls(torch.ops.onednn.qlinear_prepack(weight, None), scales / _COARSE_STEPS, zeros)
 
@@ -73,7 +73,7 @@ class OneDnnProduct:
 
 @dataclass(frozen=True, slots=True)
 class CudaProduct:
-    """On a GPU, by bitsandbytes' call of cuBLASLt.
+    """GPU product through bitsandbytes' cuBLASLt call.
 
     ``weight`` is ``[out, in]``; ``steps`` ``[out]`` are scale / 127.
     """
@@ -83,19 +83,19 @@ class CudaProduct:
 
     @classmethod
     def from_weight(cls, weight: Tensor, scales: Tensor) -> "CudaProduct":
-        """The product with ``weight`` (int8), whose rows have ``scales``."""
+        """Use ``weight`` (int8) with row ``scales``."""
         return cls(weight, scales / _COARSE_STEPS)
 
     @staticmethod
     def supports_shape(shape: tuple[int, int]) -> bool:
-        """Whether cuBLASLt promises to multiply by a weight ``[out, in]`` of this shape."""
+        """Whether cuBLASLt supports a weight ``[out, in]`` of this shape."""
         return all(size % _CUBLAS_MULTIPLE == 0 for size in shape)
 
     def __call__(self, planes: Tensor) -> Tensor:
         whole = torch.ops.bitsandbytes.int8_linear_matmul.default(
             planes.to(torch.int8), self.weight
         )
-        # Not bitsandbytes' own scaling: its result is fp16, where large values are infinite.
+        # bitsandbytes' own scaling returns fp16, where large values overflow.
         scaled: Tensor = whole * self.steps
         return scaled
 
@@ -106,7 +106,7 @@ class CudaProduct:
 
 @dataclass(frozen=True, slots=True)
 class Int8Linear:
-    """A projection with int8 weights, see the module."""
+    """A projection with int8 weights."""
 
     product: IntegerProduct
     bias: Tensor | None = None
@@ -136,7 +136,7 @@ class Int8Linear:
 
 
 def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 weights ``[R, in]`` and their rows' scales ``[R]`` (float32: largest absolute value)."""
+    """Quantize to int8 ``[R, in]`` with float32 row scales ``[R]`` (the largest magnitude)."""
     given = rows.float()
     scales = given.abs().amax(1)
     factors = _COARSE_STEPS / scales.clamp_min(_MIN_SCALE)
@@ -145,10 +145,9 @@ def quantize_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def has_onednn_int8() -> bool:
-    """Whether a CPU multiplies integers exactly here, at their extremes too.
+    """Try whether a CPU multiplies integers exactly, including extremes.
 
-    Tried: the operators are not part of torch's public API, and without VNNI instructions pairs of
-    products are added in 16 bits, where they saturate.
+    The operators are not public API, and without VNNI pairs of products saturate in 16 bits.
     """
     weight = torch.tensor([[127] * 64, [-127] * 64, [*range(64)]], dtype=torch.int8)
     planes = torch.tensor([[127.0] * 64, [-127.0] * 64, [float(x) for x in range(64)]])

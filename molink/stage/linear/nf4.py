@@ -1,11 +1,8 @@
-"""Projections with nf4 weights: 4-bit normal floats in blocks of 64 along the flattened weight.
+"""Projections with nf4 weights: 4-bit normal floats in blocks of 64 of the flattened weight.
 
-bitsandbytes, imported late, and never with code that it would fetch from a hub.
-
-On a CPU with AVX512-BF16 it asks the ``kernels`` package, while it is imported, for a compiled
-kernel from the Hugging Face hub: code that nobody here has chosen, over a network that may not be
-there. So that package can't be imported while bitsandbytes is, and where bitsandbytes was imported
-by something else before, what it fetched is dropped.
+bitsandbytes is imported late, and without the ``kernels`` package: on a CPU with AVX512-BF16 it
+would use that to download compiled code from the Hugging Face hub at import. If something else
+imported bitsandbytes before, downloaded code is dropped.
 """
 
 import logging
@@ -22,20 +19,20 @@ from molink.checkpoint.quantization import NF4_BLOCK
 from molink.errors import UsageError
 from molink.stage.linear.base import total_bytes
 
-#: What the 16 codes stand for (QLoRA, appendix E).
+#: Values of the 16 codes (QLoRA, appendix E).
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-#: Output rows that the CPU kernel takes together.
+#: Output rows that the CPU kernel processes together.
 _ROW_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class CudaNf4Linear:
-    """On a GPU, by bitsandbytes' fused kernel; ``in`` is a multiple of 64.
+    """GPU projection by bitsandbytes' fused kernel; ``in`` is a multiple of 64.
 
     ``packed`` is uint8 ``[out * in / 2, 1]``, ``scales`` float32 ``[out * in / 64]``.
     """
@@ -58,10 +55,10 @@ class CudaNf4Linear:
 
 @dataclass(frozen=True, slots=True)
 class PackedNf4Linear:
-    """On a CPU with AVX512-BF16: a third of the time of bf16 at one row, as much at 16.
+    """CPU projection with AVX512-BF16: a third of the time of bf16 with one row, equal at 16.
 
     ``packed`` is uint8 ``[out, in / 2]`` in the kernel's order, ``scales`` bf16 ``[in / 64, out]``
-    (they are rounded: 0.2 %, where the weights themselves are off by 9 %).
+    (rounded by 0.2 %; nf4 itself is off by 9 %).
     """
 
     packed: Tensor
@@ -73,15 +70,12 @@ class PackedNf4Linear:
     def from_quantized(
         cls, packed: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None
     ) -> "PackedNf4Linear":
-        """A projection of a weight ``shape`` that fits (see :func:`supports_shape`).
-
-        ``packed`` and ``scales`` are as quantization gives them.
-        """
+        """Repack a quantized weight of a supported ``shape``."""
         out, width = shape
         ordered = torch.empty(out, width // 2, dtype=torch.uint8)
         for first in range(0, out, _ROW_GROUP):
-            # A byte has two neighbours of a row; the kernel wants rows 0-15 of a group in the
-            # low halves and rows 16-31 in the high ones.
+            # A byte has two neighbours of a row; the kernel wants rows 0-15 of a group in low
+            # halves and rows 16-31 in high ones.
             given = packed.view(out, width // 2)[first : first + _ROW_GROUP].t()  # [in / 2, 32]
             both = torch.stack((given >> 4, given & 15), -1)  # [in / 2, 32, 2]
             low, high = both.reshape(width // 2, 2, _ROW_GROUP).unbind(1)
@@ -109,13 +103,13 @@ class PackedNf4Linear:
 
 
 def supports_shape(shape: tuple[int, int]) -> bool:
-    """Whether :class:`PackedNf4Linear` can hold a weight of that shape."""
+    """Whether :class:`PackedNf4Linear` supports a weight of that shape."""
     return shape[0] % _ROW_GROUP == 0 and shape[1] % NF4_BLOCK == 0
 
 
 @torch.inference_mode()
 def has_nf4_kernel() -> bool:
-    """Whether bitsandbytes' CPU kernel for nf4 works here: tried, since it isn't documented."""
+    """Try whether bitsandbytes' undocumented CPU kernel works."""
     load_library()
     shape = (2 * _ROW_GROUP, 2 * NF4_BLOCK)
     weight = torch.linspace(-1, 1, shape[0] * shape[1]).sin().view(shape)
@@ -133,10 +127,10 @@ _KERNELS_PACKAGE = "kernels"
 
 
 def load_library() -> ModuleType:
-    """The operators of bitsandbytes, registered with torch: ``torch.ops.bitsandbytes``.
+    """Load bitsandbytes and register ``torch.ops.bitsandbytes``.
 
     Raises:
-        UsageError: it isn't installed, or can't be loaded here.
+        UsageError: it is missing or broken.
     """
     with _block_kernels_import():
         try:
@@ -154,9 +148,9 @@ def load_library() -> ModuleType:
 
 
 def quantize_nf4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed nf4 ``[n / 2]`` (uint8) and the scales ``[n / 64]`` (float32) of ``n`` weights.
+    """Quantize ``n`` weights to nf4 ``[n / 2]`` (uint8) and scales ``[n / 64]`` (float32).
 
-    :func:`load_library` has to have been called.
+    Requires :func:`load_library`.
     """
     packed, scales = torch.ops.bitsandbytes.quantize_4bit.default(
         rows, NF4_BLOCK, "nf4", torch.uint8
@@ -167,8 +161,8 @@ def quantize_nf4(rows: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_nf4(
     packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The weights ``shape`` that :func:`quantize_nf4` gave; whole blocks of them."""
-    # As one block per row: on a CPU it takes no others for blocks that don't end where rows do.
+    """Dequantize whole blocks to ``shape``."""
+    # One block per row: on a CPU blocks must end where rows do.
     weights: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
         packed.view(-1, 1), scales, NF4_BLOCK, "nf4", (len(scales), NF4_BLOCK), dtype
     )
@@ -177,7 +171,7 @@ def dequantize_nf4(
 
 @contextmanager
 def _block_kernels_import() -> Iterator[None]:
-    """No import of ``kernels``, and no warning that it is missing."""
+    """Block the import of ``kernels`` without a warning."""
     logger = logging.getLogger("bitsandbytes")
     absent, level = object(), logger.level
     before = sys.modules.get(_KERNELS_PACKAGE, absent)

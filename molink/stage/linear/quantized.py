@@ -1,6 +1,6 @@
-"""Weights on their way to a quantized projection: filled part by part, then made fit to multiply.
+"""Quantized weights that are filled part by part, and their fastest projection.
 
-Nothing but one part is ever in full precision.
+Only one part at a time is in full precision.
 """
 
 import logging
@@ -35,10 +35,9 @@ from molink.stage.linear.unpacked import UnpackedLinear, rows_per_unpack
 
 log = logging.getLogger(__name__)
 
-#: By how much a product may differ from that of the weights as they are stored, as a part of the
-#: largest result: half of what bf16 rounds to, and what sums of fewer bits add.
+#: Tolerance relative to the largest result: half of bf16's rounding, and that of shorter sums.
 TOLERANCE = 0.015
-#: Output rows that are compared at a time, and in about how many places.
+#: Output rows compared, in how many places.
 _COMPARED, _PARTS = 64, 4
 
 
@@ -46,8 +45,8 @@ _COMPARED, _PARTS = 64, 4
 class QuantizedWeight:
     """A weight ``shape`` (``[out, in]``) in int8 or nf4.
 
-    ``data`` is int8 ``[out, in]`` or uint8 ``[out * in / 2]``; ``scales`` are float32, one per row
-    or one per block of 64. An nf4 weight consists of whole blocks.
+    ``data`` is int8 ``[out, in]`` or uint8 ``[out * in / 2]``; ``scales`` are float32, per row or
+    per block of 64. nf4 weights are whole blocks.
     """
 
     mode: Quantize
@@ -59,7 +58,7 @@ class QuantizedWeight:
     def create_empty(
         cls, mode: Quantize, shape: tuple[int, int], device: torch.device
     ) -> "QuantizedWeight":
-        """One that is to be filled."""
+        """Create one to be filled."""
         elements = shape[0] * shape[1]
         if mode == "int8":
             data = torch.empty(shape, dtype=torch.int8, device=device)
@@ -69,7 +68,7 @@ class QuantizedWeight:
         return cls(mode, shape, data, torch.empty(elements // NF4_BLOCK, device=device))
 
     def row_slices(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Where data and scales of rows ``first:last`` are; for nf4 they begin with a block."""
+        """Views of data and scales of rows ``first:last``; in nf4 they begin at a block."""
         if self.mode == "int8":
             return self.data[first:last], self.scales[first:last]
         begin, end = first * self.shape[1], last * self.shape[1]
@@ -77,7 +76,7 @@ class QuantizedWeight:
         return self.data[begin // 2 : end // 2], scales
 
     def quantize_rows(self, first: int, rows: Tensor) -> None:
-        """Quantize ``row_slices`` and keep them from row ``first`` on."""
+        """Quantize ``rows`` and store them from row ``first`` on."""
         quantize = quantize_int8 if self.mode == "int8" else quantize_nf4
         for place, made in zip(
             self.row_slices(first, first + len(rows)), quantize(rows), strict=True
@@ -87,7 +86,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKernels:
-    """Which fast products of quantized weights work on a device, for one type of rows."""
+    """Fast quantized products that work on a device for one row type."""
 
     int8: bool
     nf4: bool
@@ -100,10 +99,7 @@ class QuantizedKernels:
         device: torch.device,
         disabled_kernels: Collection[str] = (),
     ) -> "QuantizedKernels":
-        """Try those that ``mode`` would use.
-
-        Kernels to ``avoid`` are named as in :mod:`molink.facts.kernels`.
-        """
+        """Try the kernels of ``mode``."""
         if mode == "none" or mode in disabled_kernels:
             return cls(False, False)
         if device.type == "cuda":
@@ -116,7 +112,7 @@ class QuantizedKernels:
         )
 
     def create_projection(self, weight: QuantizedWeight, bias: Tensor | None) -> Projection:
-        """The fastest projection of ``weight``, which isn't to be used otherwise afterwards."""
+        """Create the fastest projection; it takes over ``weight``."""
         on_gpu = weight.data.device.type == "cuda"
         if weight.mode == "int8" and self.int8 and weight.shape[1] <= MAX_INT8_WIDTH:
             if not on_gpu:
@@ -141,10 +137,10 @@ def relative_error(
     device: torch.device,
     shapes: Sequence[tuple[int, int]] = ((96, 256),),
 ) -> float:
-    """Greatest difference of a product of random weights to that of what was stored of them.
+    """Greatest difference to dequantized random weights, relative to the largest result.
 
-    As a part of the largest result; NaN if a product has any. The comparison is plain torch, in
-    float64, on the CPU, with some of the outputs of weights ``[out, in]``.
+    NaN if a product has any. The reference is float64 torch on the CPU, for some outputs of weights
+    ``[out, in]``.
     """
     held = [shape for shape in shapes if can_hold(mode, [shape])]
     errors = [_shape_error(kernels, mode, dtype, device, shape) for shape in held]
@@ -175,7 +171,7 @@ def _shape_error(
 
 
 def _sample_rows(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Some of a weight's rows, and the numbers (float64) that they stand for."""
+    """Some rows of a weight, and their float64 values."""
     indices, parts = [], []
     for first in range(0, weight.shape[0], _sample_stride(weight.shape[0])):
         last = min(weight.shape[0], first + _COMPARED)
@@ -191,20 +187,20 @@ def _sample_rows(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 
 def _sample_stride(out: int) -> int:
-    """How far the rows that are compared begin from each other: with a block of nf4."""
+    """Distance between compared rows, aligned to nf4 blocks."""
     return -(-max(out // _PARTS, _COMPARED) // NF4_BLOCK) * NF4_BLOCK
 
 
 @torch.inference_mode()
 def _is_correct(mode: Quantize, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the fast product of a GPU gives what it should."""
+    """Whether a GPU's fast product is correct."""
     try:
         error = relative_error(QuantizedKernels(True, True), mode, dtype, device)
-    except Exception as error_of_kernel:  # whatever a kernel's build may raise
+    except Exception as error_of_kernel:  # kernels may raise anything
         log.warning("no fast %s products: %s", mode, error_of_kernel)
         return False
-    # Written so that NaN is no.
+    # NaN fails, too.
     if not error <= TOLERANCE:
-        log.warning("no fast %s products: their results are off by %g", mode, error)
+        log.warning("no fast %s products: results are off by %g", mode, error)
         return False
     return True

@@ -1,7 +1,6 @@
-"""Projections whose quantized weights are turned into the type of the rows, a few at a time.
+"""Projections that dequantize weights on every call, a few rows at a time.
 
-Slow, but right on every device: for CPUs without the instructions that the faster ones need, and
-for shapes that these don't take.
+Slow, but supported everywhere: for CPUs and shapes that the fast kernels don't support.
 """
 
 from dataclasses import dataclass
@@ -15,18 +14,18 @@ from molink.facts.model import Quantize
 from molink.stage.linear.base import pad_rows, total_bytes
 from molink.stage.linear.nf4 import dequantize_nf4
 
-#: Weights that are unpacked at once (in bf16 1 MiB: they stay in the CPU's cache).
+#: Weights dequantized at once: 1 MiB in bf16, which stays in cache.
 _MAX_WEIGHTS = 2**19
-#: Parts begin where a block of nf4 does, whatever the width.
+#: Parts begin at nf4 blocks, whatever the width.
 _ROW_MULTIPLE = NF4_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackedLinear:
-    """A projection that unpacks its weights ``shape`` in each call.
+    """A projection that dequantizes on every call.
 
     ``weight`` is int8 ``[out, in]``, or nf4 as uint8 ``[out * in / 2]``; ``scales`` (float32) are
-    those of the rows, or of the blocks.
+    per row or per block.
     """
 
     mode: Quantize
@@ -46,7 +45,7 @@ class UnpackedLinear:
         return result[: len(rows)]
 
     def unpack_rows(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Rows ``first:last`` of the weight; ``first`` as :func:`rows_per_unpack` steps."""
+        """Dequantize rows ``first:last``; ``first`` is a multiple of :func:`rows_per_unpack`."""
         if self.mode == "int8":
             steps = self.scales[first:last, None] / 127
             return (self.weight[first:last] * steps).to(dtype)
@@ -62,5 +61,5 @@ class UnpackedLinear:
 
 
 def rows_per_unpack(width: int) -> int:
-    """Rows ``[…, width]`` that are quantized or unpacked at once."""
+    """Rows ``[…, width]`` to quantize or dequantize at once."""
     return max(1, _MAX_WEIGHTS // (width * _ROW_MULTIPLE)) * _ROW_MULTIPLE

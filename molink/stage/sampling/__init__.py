@@ -1,1 +1,1 @@
-"""Tokens from logits: penalties, filters, noise that a stream takes with it."""
+"""Samples tokens from logits."""

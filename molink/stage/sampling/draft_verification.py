@@ -1,10 +1,9 @@
-"""Which drafts are accepted: those that would have been sampled anyway.
+"""Accepts drafts that would have been sampled anyway.
 
-Each row of a group with drafts is sampled as it would be alone, at its own position and so with its
-own random number, after the tokens that it follows if all drafts before it are right. The tokens
-are good up to the first that is not the draft. So an answer is the one that there would be without
-drafts, to the last token, and needs no correction of probabilities (as Leviathan et al., "Fast
-Inference from Transformers via Speculative Decoding", §2.3, does for drafts that are drawn).
+Each row of a slice with drafts is sampled as if alone, with its own position and random number,
+assuming that all earlier drafts are right. Tokens are valid up to the first that differs from its
+draft. Outputs therefore equal those without drafts, and need no probability correction (as in
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", §2.3).
 """
 
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ def sample_rows(
     history: TokenHistory,
     allowed: Sequence[bytes] | None = None,
 ) -> list[SampleRow]:
-    """How to sample a group: its last row, or the one before the checked drafts and each of theirs.
+    """Sampling inputs of a slice: its last row, or the rows of its drafts and the one before.
 
-    ``allowed`` has the tokens that may come after each of these, if not all may.
+    ``allowed`` has each row's allowed tokens, if restricted.
     """
     drafts = request_slice.verified_drafts
     masks = allowed or (None,) * (1 + len(drafts))
@@ -37,7 +36,7 @@ def sample_rows(
 
 
 def find_certain_tokens(masks: Sequence[bytes], vocabulary: int) -> list[int]:
-    """The only token of each mask; -1 where it has several, none, or one beyond the vocabulary."""
+    """The only token of each mask; -1 if there are several, none, or one beyond the vocabulary."""
     wholes = (int.from_bytes(mask, "little") for mask in masks)
     found = [whole.bit_length() - 1 if whole.bit_count() == 1 else -1 for whole in wholes]
     return [token if token < vocabulary else -1 for token in found]
@@ -46,9 +45,9 @@ def find_certain_tokens(masks: Sequence[bytes], vocabulary: int) -> list[int]:
 def accept_tokens(
     drawn: Sequence[SampledToken | None], drafts: Sequence[int]
 ) -> list[SampledToken]:
-    """Those of ``drawn``, one for each row, that follow right drafts.
+    """Tokens up to the first that contradicts its draft.
 
-    None if the first is unusable; where a later one is, the next pass will find that.
+    Empty if the first row is unusable; later unusable rows are retried.
     """
     found = []
     for token, draft in zip(drawn, (*drafts, -1), strict=True):

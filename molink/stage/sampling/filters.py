@@ -1,8 +1,7 @@
-"""top_k, top_p and min_p as one threshold per row: every logit at or above it stays.
+"""top_k, top_p and min_p as a logit threshold per row.
 
-The semantics are those of Hugging Face's processors in the order top_k, top_p, min_p, except that
-tokens as likely as the last one kept stay too: so the result does not depend on how a device
-breaks ties.
+Semantics are Hugging Face's in the order top_k, top_p, min_p, except that ties with the last kept
+token are kept, so that results don't depend on how a device breaks ties.
 """
 
 import math
@@ -15,13 +14,13 @@ from torch import Tensor
 from molink.stage.device_copy import gather_rows, upload_tensor
 from molink.wire.messages.data_plane import SamplingParams
 
-#: Below this only the likeliest token is left anyway, and float32 would not divide by it.
+#: Lower temperatures are equivalent to greedy, and would overflow float32.
 _MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFilters:
-    """What the rows of a step ask for, as columns ``[n, 1]`` (float64) of one tensor."""
+    """Filter parameters of a step's rows, as columns ``[n, 1]`` (float64) of one tensor."""
 
     numbers: Tensor
 
@@ -29,7 +28,7 @@ class SamplingFilters:
     def from_sampling(
         cls, params_of_rows: Sequence[SamplingParams], vocabulary: int, device: torch.device
     ) -> "SamplingFilters":
-        """The filters of all rows, in one copy to the device."""
+        """Copy the filters of all rows to the device."""
         numbers = [
             [
                 max(s.temperature, _MIN_TEMPERATURE),
@@ -42,7 +41,7 @@ class SamplingFilters:
         return cls(upload_tensor(torch.tensor(numbers, dtype=torch.float64), device))
 
     def select_rows(self, rows: Sequence[int]) -> "SamplingFilters":
-        """Those of some rows."""
+        """Select some rows."""
         return (
             self
             if len(rows) == len(self.numbers)
@@ -51,38 +50,37 @@ class SamplingFilters:
 
     @property
     def temperatures(self) -> Tensor:
-        """Above 0."""
+        """Temperatures, above 0."""
         return self.numbers[:, 0:1]
 
     @property
     def top_k(self) -> Tensor:
-        """top_k; 0 is off."""
+        """top_k; 0 = off."""
         return self.numbers[:, 1:2]
 
     @property
     def top_p(self) -> Tensor:
-        """top_p; 1 is off."""
+        """top_p; 1 = off."""
         return self.numbers[:, 2:3]
 
     @property
     def log_min_p(self) -> Tensor:
-        """The logarithm of min_p; minus infinity is off."""
+        """Logarithm of min_p; minus infinity = off."""
         return self.numbers[:, 3:4]
 
 
 def effective_top_k(sampling_params: SamplingParams, vocabulary: int) -> int:
-    """top_k, or 0 where it excludes nothing."""
+    """top_k, or 0 if it excludes nothing."""
     return sampling_params.top_k if 0 < sampling_params.top_k < vocabulary else 0
 
 
 def needs_total(sampling_params: SamplingParams, vocabulary: int) -> bool:
-    """Whether :func:`find_cutoff` needs the sum of all weights: top_p without top_k is a share of
-    it."""
+    """Whether :func:`find_cutoff` needs the sum of all weights: for top_p without top_k."""
     return sampling_params.top_p < 1.0 and not effective_top_k(sampling_params, vocabulary)
 
 
 def is_filtered(sampling_params: SamplingParams, vocabulary: int) -> bool:
-    """Whether anything is excluded at all."""
+    """Whether any token is excluded."""
     return (
         sampling_params.top_p < 1.0
         or sampling_params.min_p > 0
@@ -93,11 +91,11 @@ def is_filtered(sampling_params: SamplingParams, vocabulary: int) -> bool:
 def find_cutoff(
     likeliest: Tensor, totals: Tensor, filters: SamplingFilters
 ) -> tuple[Tensor, Tensor]:
-    """The least logits kept ``[n, 1]``, and whether ``likeliest`` has all that are kept ``[n]``.
+    """Smallest kept logit ``[n, 1]``, and whether ``likeliest`` has all kept tokens ``[n]``.
 
-    ``likeliest`` ``[n, c]`` are each row's greatest logits in descending order; ``totals``
-    ``[n, 1]`` the sums of all weights of a row, used where :func:`needs_total`. A threshold means
-    nothing where ``likeliest`` has not all that are kept, unless it is the whole row.
+    ``likeliest`` ``[n, c]`` are each row's largest logits in descending order; ``totals`` ``[n,
+    1]`` are sums of all weights, used where :func:`needs_total`. A threshold is valid only if
+    ``likeliest`` has all kept tokens.
     """
     greatest, edge = likeliest[:, :1], likeliest[:, -1:]
     weights = weigh_logits(likeliest, greatest, filters)
@@ -112,10 +110,10 @@ def find_cutoff(
     last = (inside & stays).sum(dim=-1, keepdim=True) - 1
     floor = (greatest + filters.temperatures * filters.log_min_p).to(likeliest.dtype)
     threshold = torch.maximum(likeliest.gather(1, last), floor)
-    # At the edge itself there may be more tokens just as likely; but none that can't come at all.
+    # Ties at the edge may continue beyond it, unless they are impossible.
     return threshold, ((kth.where(limited, threshold) > edge) | edge.isneginf()).flatten()
 
 
 def weigh_logits(logits: Tensor, greatest: Tensor, filters: SamplingFilters) -> Tensor:
-    """Weights (float64) of few logits per row, relative to the greatest, so none overflows."""
+    """Weights (float64) of logits relative to the greatest, which avoids overflow."""
     return (logits.double() - greatest).div_(filters.temperatures).exp_()

@@ -1,10 +1,8 @@
-"""Penalties and biases: what is done to logits before the temperature.
+"""Penalties, biases and grammar masks, applied before the temperature.
 
-In this order: the repetition penalty (Hugging Face's: logits of all tokens of prompt and answer are
-divided, or multiplied where negative), then presence and frequency penalties (OpenAI's: subtracted
-for tokens of the answer, once and per occurrence), then the logit bias (added).
-
-Leaves only those tokens that a grammar allows: the logits of all others become -inf.
+The order is: repetition penalty (Hugging Face's: logits of prompt and output tokens are divided, or
+multiplied if negative), presence and frequency penalties (OpenAI's: subtracted for output tokens,
+once and per occurrence), logit bias (added), grammar mask.
 """
 
 import math
@@ -23,11 +21,10 @@ from molink.wire.messages.data_plane import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """How to sample one row of logits.
+    """Sampling inputs of one row of logits.
 
-    ``position`` is that of the token to be sampled. ``history`` is of the tokens before it, wanted
-    only if ``sampling.needs_history``. ``allowed`` has a bit for each token that may come, the
-    lowest of a byte first; ``None`` if all may.
+    ``position`` is that of the sampled token. ``history`` is needed only with penalties.
+    ``allowed`` is a bit mask of tokens, lowest bit first; ``None`` = all.
     """
 
     sampling_params: SamplingParams
@@ -37,16 +34,16 @@ class SampleRow:
 
 
 def apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Logits ``[n, V]`` with penalties and biases; the same tensor if there are none.
+    """Apply penalties and biases to logits ``[n, V]``; the same tensor if there are none.
 
-    Token ids outside the vocabulary are passed over.
+    Token ids outside the vocabulary are ignored.
     """
     vocabulary = logits.shape[1]
     penalties, biases = _collect_penalties(rows, vocabulary), _collect_biases(rows, vocabulary)
     if penalties is None and biases is None:
         return logits
     changed = logits.clone(memory_format=torch.contiguous_format)
-    # Flat: one index is several times faster on a CPU than the pair (row, token).
+    # A flat index is several times faster on a CPU than a pair.
     flat = changed.view(-1)
     if penalties is not None:
         where, factors, amounts = (upload_tensor(part, logits.device) for part in penalties)
@@ -61,7 +58,7 @@ def apply_penalties(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 def _collect_penalties(
     rows: Sequence[SampleRow], vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Flat indices of the logits to change, each once, what to divide by and what to subtract."""
+    """Flat indices of penalized logits, their divisors and subtrahends."""
     found = [
         (index, row.sampling_params, row.history.token_entries(vocabulary))
         for index, row in enumerate(rows)
@@ -82,7 +79,7 @@ def _collect_penalties(
 
 
 def _collect_biases(rows: Sequence[SampleRow], vocabulary: int) -> tuple[Tensor, Tensor] | None:
-    """Flat indices of logits, each once, and what to add to them."""
+    """Flat indices of biased logits, and their biases."""
     found = {
         index * vocabulary + token: bias
         for index, row in enumerate(rows)
@@ -98,7 +95,7 @@ _BITS = 8
 
 
 def apply_masks(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Logits ``[n, V]`` with only the ``allowed`` tokens of ``rows``; the same if all may come."""
+    """Mask logits ``[n, V]`` by the rows' ``allowed`` tokens; the same tensor if there are none."""
     limited = [index for index, row in enumerate(rows) if row.allowed is not None]
     if not limited:
         return logits
@@ -106,7 +103,7 @@ def apply_masks(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     masks = upload_tensor(
         _mask_bytes([rows[index].allowed or b"" for index in limited], vocabulary), logits.device
     )
-    # Eight tokens at a time: many times faster on a CPU than masked_fill, and fewer bytes to a GPU.
+    # Eight tokens at a time: much faster than masked_fill on a CPU, and fewer bytes to a GPU.
     biases = _bias_table(logits.device).index_select(0, masks.flatten().int())
     biases = biases.view(len(limited), -1)[:, :vocabulary].contiguous()
     chosen = biases.add_(gather_rows(logits, limited))
@@ -116,7 +113,7 @@ def apply_masks(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _mask_bytes(masks: Sequence[bytes], vocabulary: int) -> Tensor:
-    """The masks as bytes ``[m, V / 8]``; a token that one says nothing of may not come."""
+    """Masks as bytes ``[m, V / 8]``, padded with zeros."""
     size = -(-vocabulary // _BITS)
     found = np.zeros((len(masks), size), np.uint8)
     for row, mask in zip(found, masks, strict=True):
@@ -127,6 +124,6 @@ def _mask_bytes(masks: Sequence[bytes], vocabulary: int) -> Tensor:
 
 @cache
 def _bias_table(device: torch.device) -> Tensor:
-    """What a byte of a mask adds to eight logits, ``[256, 8]``: 0, or -inf."""
+    """What each mask byte adds to eight logits, ``[256, 8]``: 0 or -inf."""
     bits = torch.arange(1 << _BITS)[:, None] >> torch.arange(_BITS) & 1
     return torch.zeros(bits.shape).masked_fill(bits == 0, -math.inf).to(device)

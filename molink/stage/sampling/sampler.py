@@ -1,9 +1,8 @@
-"""Picks tokens from logits, for all rows of a step at once.
+"""Samples tokens for all rows of a step.
 
-Penalties and biases come first, then what a grammar allows, the temperature, then the filters, and
-then one number per row, a function of (seed, position), picks from the cumulative distribution over
-the kept tokens in order of their ids. Logprobs are those of the model itself: of the logits before
-any of this, as vLLM reports them.
+After penalties, biases and masks come temperature and filters; then one number per row, a function
+of (seed, position), picks from the cumulative distribution over kept tokens in id order. Logprobs
+are of the raw logits, as in vLLM.
 """
 
 import math
@@ -28,7 +27,7 @@ __all__ = ["SampleRow", "SampledToken", "sample_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token; ``logprob`` is NaN if not asked for, ``top`` pairs ids and logprobs, best first."""
+    """A token; ``logprob`` is NaN if not requested, ``top`` has ids and logprobs, best first."""
 
     token: int
     logprob: float = math.nan
@@ -37,11 +36,10 @@ class SampledToken:
 
 @torch.inference_mode()
 def sample_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
-    """Pick a token per row of ``logits`` (float32 ``[n, V]``, left unchanged).
+    """Sample a token per row of ``logits`` (float32 ``[n, V]``, not modified).
 
-    Greedy where the temperature is 0, the lowest id winning a tie. ``None`` where a row has a NaN
-    or an infinity, or where no token may come. The host waits once for a GPU; twice if more than
-    the likeliest tokens of a row have to be looked at.
+    Greedy at temperature 0, with ties to the lowest id. ``None`` if a row has NaN or infinity, or
+    allows no token. Waits for a GPU once, or twice if a row's likeliest tokens don't suffice.
     """
     if not rows:
         return []
@@ -67,7 +65,7 @@ def sample_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToke
         for index, token in late.items():
             picked[index] = token
     found = {} if reports is None else reports.read_tokens(picked, late, parts)
-    # A copy that didn't come is no token.
+    # A copy that never arrived is not a token.
     return [
         found.get(index, SampledToken(token)) if usable[index] == 1 and token >= 0 else None
         for index, token in enumerate(picked)
@@ -77,7 +75,7 @@ def sample_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToke
 def _draw_tokens(
     final: Tensor, finite: Tensor, rows: Sequence[SampleRow], random: list[int]
 ) -> TokenDraws:
-    """For rows that aren't greedy; one that isn't finite counts as zeros."""
+    """Draws for rows that aren't greedy; non-finite rows count as zeros."""
     if final.device.type != "cpu" or not bool(finite.all()):
         final = final.masked_fill(~finite[:, None], 0.0)
     noise = [uniform_noise(rows[i].sampling_params.seed, rows[i].position) for i in random]
@@ -85,12 +83,12 @@ def _draw_tokens(
 
 
 def _greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The greatest logit of each row and the lowest id that has it, ``[n]`` each."""
+    """Greatest logit of each row, and the lowest id that has it, ``[n]`` each."""
     maxima = block_maxima(logits)
     if maxima is None:
         values, ids = logits.max(dim=-1)
         return values, ids
-    # A CPU looks for a place ten times slower than for a value: so only in the block that has it.
+    # On a CPU argmax is ten times slower than max, so search only the best block.
     values, blocks = maxima.max(dim=-1)
     index = blocks[:, None, None].expand(-1, -1, BLOCK_TOKENS)
     chosen = logits.view(len(logits), -1, BLOCK_TOKENS).gather(1, index)[:, 0]
@@ -99,7 +97,7 @@ def _greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _LogprobReports:
-    """Logprobs of the rows that want them, on the device: of all tokens, and the best of them."""
+    """Logprobs of rows that request them, on the device."""
 
     rows: list[int]
     counts: list[int]
@@ -112,7 +110,7 @@ class _LogprobReports:
     def from_tokens(
         cls, logits: Tensor, rows: Sequence[SampleRow], tokens: Tensor
     ) -> "_LogprobReports | None":
-        """Those of ``tokens`` (``[n]``, on the device), if there are any."""
+        """Compute logprobs of ``tokens`` (``[n]``, on the device), if any are requested."""
         wanted = [i for i, row in enumerate(rows) if row.sampling_params.logprobs >= 0]
         if not wanted:
             return None
@@ -125,9 +123,9 @@ class _LogprobReports:
     def read_tokens(
         self, picked: Sequence[int], late: Collection[int], parts: Sequence[Tensor]
     ) -> dict[int, SampledToken]:
-        """Tokens with logprobs, of ``parts`` that were fetched: own, values and ids.
+        """Build tokens with logprobs from downloaded ``parts``: own, values and ids.
 
-        Rows that got their token ``late`` are asked again for its own.
+        Rows sampled ``late`` need another read.
         """
         own, values, ids = (part.tolist() for part in parts)
         places = [place for place, index in enumerate(self.rows) if index in late]

@@ -1,9 +1,7 @@
-"""Draws tokens from filtered logits: among a row's likeliest where these are all that is kept.
+"""Draws tokens from filtered logits, among the likeliest if they include all kept tokens.
 
-A number in [0, 1) per row picks from the cumulative distribution over the kept tokens in order of
-their ids. How it is computed depends on the row alone, never on the others of the step.
-
-The randomness of sampling: a pure function of (seed, position), the same on every device.
+A number in [0, 1) per row picks from the cumulative distribution over kept tokens in id order. The
+method depends on the row alone, never on others in the step.
 """
 
 import math
@@ -26,21 +24,21 @@ from molink.stage.sampling.filters import (
 )
 from molink.wire.messages.data_plane import SamplingParams
 
-#: How many of a row's likeliest tokens are looked at, until all that are kept are among them.
+#: Numbers of likeliest tokens tried in turn.
 _CANDIDATE_COUNTS = (64, 4096, 32768)
-#: Tokens are summed in blocks of so many.
+#: Tokens per block of sums.
 BLOCK_TOKENS = 128
-#: Logits handled at once at full width: a CPU is several times slower where they leave its cache.
+#: Logits processed at once on a CPU, to stay in cache.
 _MAX_CPU_LOGITS = 1 << 18
-#: The noise has 52 bits: its product with a sum stays below that sum. So has this one's.
+#: 52 bits of noise keep its product with a sum below that sum; so does this factor.
 _BELOW_ONE = 1.0 - 2.0**-52
 _LOG2_E = math.log2(math.e)
 
 
 class TokenDraws:
-    """Draws a token for every row of finite logits (float32 ``[n, V]``), by its ``noise``.
+    """Draws a token per row of finite logits (float32 ``[n, V]``) with its ``noise``.
 
-    First on the device, without waiting for it, then what that didn't settle.
+    First on the device without waiting, then the rows that this left open.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class TokenDraws:
         self._totals = _total_weights(logits, params_of_rows, self._filters)
 
     def draw_candidates(self) -> tuple[Tensor, Tensor]:
-        """Tokens ``[n]``, and whether each is settled, 0 or 1."""
+        """Tokens ``[n]``, and whether each is final, 0 or 1."""
         tokens = torch.zeros(len(self._top_k), dtype=torch.int64, device=self._logits.device)
         settled = torch.ones_like(tokens)
         by_size: dict[int, list[int]] = {}
@@ -81,7 +79,7 @@ class TokenDraws:
         return tokens, settled
 
     def draw_remaining(self, rows: list[int]) -> dict[int, int]:
-        """Tokens of rows that aren't settled: their likeliest tokens weren't enough."""
+        """Tokens of rows whose likeliest tokens didn't suffice."""
         found: dict[int, int] = {}
         for size in self._candidate_counts:
             tried = [row for row in rows if row not in found and self._num_candidates(row) < size]
@@ -96,11 +94,11 @@ class TokenDraws:
         return found
 
     def _num_candidates(self, row: int) -> int:
-        """How many of a row's likeliest tokens are looked at first; 0 if all are."""
+        """Number of likeliest tokens to try first; 0 = all."""
         return next((size for size in self._candidate_counts if self._top_k[row] < size), 0)
 
     def _draw_likeliest(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
-        """Tokens ``[n]`` among the likeliest, and whether all that are kept were there."""
+        """Tokens ``[n]`` among the likeliest, and whether these include all kept tokens."""
         few, aims = self._filters.select_rows(rows), gather_rows(self._noise, rows)
         values, ids = _find_likeliest(gather_rows(self._logits, rows), size)
         threshold, enough = find_cutoff(values, gather_rows(self._totals, rows), few)
@@ -118,14 +116,14 @@ class TokenDraws:
 
 
 def scatter_rows(target: Tensor, rows: list[int], values: Tensor) -> Tensor:
-    """``target`` with ``values`` at ``rows``, which may be all of them."""
+    """Write ``values`` at ``rows`` of ``target``."""
     if len(rows) == len(target):
         return values
     return target.index_copy_(0, upload_integers(rows, target.device), values)
 
 
 def block_maxima(logits: Tensor) -> Tensor | None:
-    """The greatest of each block ``[n, V / BLOCK]``; ``None`` if the vocabulary has odd ends."""
+    """Maximum per block ``[n, V / BLOCK_TOKENS]``; ``None`` if the vocabulary isn't a multiple."""
     if logits.shape[1] % BLOCK_TOKENS or not logits.is_contiguous():
         return None
     return logits.view(len(logits), -1, BLOCK_TOKENS).amax(dim=-1)
@@ -138,12 +136,12 @@ def _split_rows(rows: list[int], logits: Tensor) -> list[list[int]]:
 
 
 def _find_likeliest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The greatest logits of each row in descending order, and their ids, ``[n, size]`` each."""
+    """Largest logits of each row in descending order, and their ids, ``[n, size]`` each."""
     maxima = block_maxima(logits)
     if maxima is None or 4 * size * BLOCK_TOKENS > logits.shape[1]:
         values, ids = logits.topk(size, dim=-1)
         return values, ids
-    # They are all in the blocks with the greatest maxima.
+    # They are in the blocks with the greatest maxima.
     blocks = maxima.topk(size, dim=-1).indices[:, :, None]
     chosen = logits.view(len(logits), -1, BLOCK_TOKENS).gather(
         1, blocks.expand(-1, -1, BLOCK_TOKENS)
@@ -156,7 +154,7 @@ def _find_likeliest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _total_weights(
     logits: Tensor, params_of_rows: Sequence[SamplingParams], filters: SamplingFilters
 ) -> Tensor:
-    """Sums of all weights ``[n, 1]`` of the rows that need it."""
+    """Sums of all weights ``[n, 1]``, for rows that need them."""
     totals = filters.numbers.new_zeros(len(params_of_rows), 1)
     needed = [i for i, s in enumerate(params_of_rows) if needs_total(s, logits.shape[1])]
     for rows in _split_rows(needed, logits):
@@ -169,7 +167,7 @@ def _total_weights(
 def _draw_among(
     values: Tensor, ids: Tensor, threshold: Tensor, filters: SamplingFilters, noise: Tensor
 ) -> Tensor:
-    """Tokens ``[n]``, where all that are kept are among ``values`` (with ``ids``, ``[n, c]``)."""
+    """Draw tokens ``[n]`` if all kept tokens are among ``values`` (with ``ids``, ``[n, c]``)."""
     ids, order = ids.sort(dim=-1)
     weights = weigh_logits(values, values[:, :1], filters) * (values >= threshold)
     cumulative = weights.gather(1, order).cumsum(dim=-1)
@@ -180,10 +178,10 @@ def _draw_among(
 def _draw_wide(
     logits: Tensor, threshold: Tensor | None, filters: SamplingFilters, noise: Tensor
 ) -> Tensor:
-    """Tokens ``[n]`` among whole rows: first the block, then the token in it."""
+    """Draw tokens ``[n]`` from whole rows: first the block, then the token."""
     weights = _weigh_all(logits, filters)
     if threshold is not None:
-        # A product, since masked_fill is several times slower on a CPU.
+        # Multiplication is several times faster than masked_fill on a CPU.
         weights[:, : logits.shape[1]] *= logits >= threshold
     sums = _block_sums(weights)
     cumulative = sums.cumsum(dim=-1)
@@ -193,25 +191,25 @@ def _draw_wide(
     index = blocks[:, :, None].expand(-1, -1, BLOCK_TOKENS)
     block = weights.view(len(weights), -1, BLOCK_TOKENS).gather(1, index)[:, 0].double()
     within = block.cumsum(dim=-1)
-    # A block's sum in float32 isn't quite that of its tokens in float64: so a part of it.
+    # A block's float32 sum differs from its float64 tokens, so scale to a fraction.
     parts = ((aims - before) / sums.gather(1, blocks)).clamp(0.0, _BELOW_ONE)
     places = torch.searchsorted(within, within[:, -1:] * parts, right=True)
     return (blocks * BLOCK_TOKENS + places).flatten()
 
 
 def _weigh_all(logits: Tensor, filters: SamplingFilters) -> Tensor:
-    """Weights (float32) of all logits, relative to the greatest; zeros up to a whole block."""
+    """Float32 weights of all logits relative to the greatest, padded to whole blocks."""
     scales = (_LOG2_E / filters.temperatures).to(logits.dtype)
     relative = logits - logits.amax(dim=-1, keepdim=True)
     ends = -logits.shape[1] % BLOCK_TOKENS
     if ends:
         relative = pad(relative, (0, ends), value=-math.inf)
-    # As a power of two: on a CPU exp is four times slower, and once more so for what can't come.
+    # exp2 is four times faster than exp on a CPU.
     return relative.mul_(scales).exp2_()
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Sums (float64) of the blocks of each row, ``[n, blocks]``; each in float32, at its pace."""
+    """Float64 sums ``[n, blocks]`` of blocks that are summed in float32."""
     return weights.view(len(weights), -1, BLOCK_TOKENS).sum(dim=-1).double()
 
 
@@ -220,9 +218,10 @@ _BITS = 52
 
 
 def uniform_noise(seed: int, position: int) -> float:
-    """A number in [0, 1) for the token at ``position`` of a request with ``seed``.
+    """Random number in [0, 1) for the token at ``position`` of a request with ``seed``.
 
-    It has 52 bits, so that its product with a sum of probabilities stays below that sum.
+    A pure function, equal on all devices, with 52 bits, so that its product with a sum stays below
+    that sum.
     """
     digest = blake2b(_KEY.pack(seed, position), digest_size=8, person=b"molink-noise").digest()
     return (int.from_bytes(digest, "little") >> (64 - _BITS)) / float(1 << _BITS)

@@ -1,4 +1,4 @@
-"""The tokens of one request so far, in the form that penalties are computed from."""
+"""A request's tokens, in the form that penalties need."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,14 +10,13 @@ _FIRST_CAPACITY = 64
 
 
 class TokenHistory:
-    """Each token that a request has, once, and how often its answer has it.
+    """Distinct tokens of a request, and how often its output has each.
 
-    It is kept from step to step, so that a step costs as much as the request has different tokens,
-    and nothing is counted twice. Ids below 0 are in no vocabulary and are passed over.
+    It is updated incrementally. Negative ids are ignored.
     """
 
     def __init__(self, prompt: Iterable[int] = (), generated: Iterable[int] = ()) -> None:
-        self._indices: dict[int, int] = {}  #: where each token is in the tensors
+        self._indices: dict[int, int] = {}  #: index of each token in the tensors
         self._ids = torch.empty(0, dtype=torch.int64)
         self._times = torch.empty(0)
         self._max_id = -1
@@ -25,11 +24,11 @@ class TokenHistory:
         self.add_generated(generated)
 
     def add_prompt(self, tokens: Iterable[int]) -> None:
-        """Learn tokens that were given."""
+        """Add prompt tokens."""
         self._add_tokens(dict.fromkeys(tokens, 0))
 
     def add_generated(self, tokens: Iterable[int]) -> None:
-        """Learn tokens of the answer."""
+        """Add output tokens."""
         counts = {token: n for token, n in Counter(tokens).items() if token >= 0}
         if not counts:
             return
@@ -38,7 +37,7 @@ class TokenHistory:
         self._times[places] += torch.tensor(list(counts.values()), dtype=torch.float32)
 
     def with_token(self, token: int) -> "TokenHistory":
-        """Another one, whose answer has ``token`` once more."""
+        """A copy with one more output ``token``."""
         other = TokenHistory()
         other._indices, other._max_id = dict(self._indices), self._max_id
         other._ids, other._times = self._ids.clone(), self._times.clone()
@@ -47,11 +46,11 @@ class TokenHistory:
 
     @property
     def token_counts(self) -> dict[int, int]:
-        """How often the answer has each token of the request: 0 if only its prompt has it."""
+        """Output count of each token; 0 if it is only in the prompt."""
         return {token: int(self._times[place]) for token, place in self._indices.items()}
 
     def token_entries(self, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """Tokens below ``vocabulary`` (int64 ``[m]``, each once) and their counts (float32)."""
+        """Tokens below ``vocabulary`` (int64 ``[m]``, distinct) and their counts (float32)."""
         count = len(self._indices)
         ids, times = self._ids[:count], self._times[:count]
         if self._max_id < vocabulary:
@@ -60,7 +59,7 @@ class TokenHistory:
         return ids[known], times[known]
 
     def _add_tokens(self, tokens: Mapping[int, int]) -> None:
-        """Give every new token its place, with a count of 0."""
+        """Add new tokens with a count of 0."""
         new = [token for token in tokens if token >= 0 and token not in self._indices]
         if not new:
             return

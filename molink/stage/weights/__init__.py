@@ -1,1 +1,1 @@
-"""Weights from safetensors files onto a device, quantized on the way if asked for."""
+"""Loads weights from safetensors onto a device, with optional quantization."""

@@ -1,10 +1,7 @@
-"""Weights of GPTQ, AWQ, FP8 and compressed-tensors: :mod:`molink.checkpoint.low_bit`.
+"""Reads weights in low-bit formats: GPTQ, AWQ, FP8, compressed-tensors, bitsandbytes, MXFP4.
 
-They are unpacked, or put into the blocks by which a CPU multiplies.
-
-Reading weights that a checkpoint holds in bitsandbytes' formats.
-
-Experts out of a stack, as numbers; see :mod:`molink.checkpoint.stacked_experts`.
+They are dequantized, or repacked for CPU kernels; see :mod:`molink.checkpoint.low_bit` and
+:mod:`molink.checkpoint.stacked_experts`.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +27,7 @@ from molink.stage.linear.quantized import QuantizedWeight
 from molink.stage.linear.unpacked import rows_per_unpack
 
 _WORD_BITS = 32
-#: At which of its eight places a word of AWQ holds each of its numbers.
+#: Order of the numbers in an AWQ word.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -41,17 +38,16 @@ def unpack_low_bit(
     shape: tuple[int, int],
     read: Callable[[str], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
-    """Rows of the weight ``name`` in float32 ``[…, in]``, some at a time; each with its first row.
+    """Dequantize the weight ``name`` to float32 ``[…, in]`` in slices, each with its first row.
 
-    ``scales`` is the tensor that has its scales, ``shape`` the weight's ``[out, in]``; ``read``
-    gives a tensor as it is stored.
+    ``scales`` names its scales, ``shape`` is ``[out, in]``; ``read`` returns stored tensors.
     """
     rows, width = shape
     by_row = scheme.layout in ("packed", "plain")
     numbers, scale = read(scheme.numbers_name(name)), read(scales)
     zeros = read(scheme.zero_points_name(name)) if scheme.has_zero_points else None
     of_column = _read_groups(scheme, name, width, read)
-    step = rows_per_unpack(width)  # whole words, whatever their bits
+    step = rows_per_unpack(width)  # whole words at any bit width
     for first in range(0, rows, step):
         last = min(first + step, rows)
         part = _unpack_numbers(scheme, numbers, first, last)[:, :width].float()
@@ -75,9 +71,9 @@ def read_low_bit_blocks(
     read: Callable[[str], Tensor],
     order: Tensor | None = None,
 ) -> Iterator[BlockCodes]:
-    """The same weight in blocks of ``form``, which it has to fit; each value stays what it is.
+    """Read the weight in blocks of ``form``, without loss.
 
-    Its columns are in that ``order``, if there is one.
+    ``order`` permutes its columns.
     """
     rows, width = shape
     by_row = scheme.layout in ("packed", "plain")
@@ -89,7 +85,7 @@ def read_low_bit_blocks(
         last = min(first + step, rows)
         codes = _unpack_numbers(scheme, numbers, first, last)[:, :width]
         if scheme.bits == 8 and scheme.layout != "plain":
-            codes = codes - _default_zero_point(scheme)  # those of blocks are signed
+            codes = codes - _default_zero_point(scheme)  # 8-bit block codes are signed
         codes = codes.to(torch.int8)
         if order is not None:
             codes = codes[:, order]
@@ -110,21 +106,21 @@ def read_low_bit_blocks(
 def read_column_order(
     scheme: LowBitScheme, name: str, width: int, read: Callable[[str], Tensor]
 ) -> tuple[int, ...]:
-    """The columns of the weight ``name`` as their groups follow each other; empty: they do."""
+    """Columns ordered by group; empty if they already are."""
     if not scheme.has_column_order or scheme.count_groups(width) == 1:
         return ()
     return tuple(read(scheme.order_name(name)).argsort(stable=True).tolist())
 
 
 def _default_zero_point(scheme: LowBitScheme) -> int:
-    """The zero point of weights that have none of their own."""
+    """Zero point of weights without zero points."""
     return 1 << scheme.bits - 1
 
 
 def _read_groups(
     scheme: LowBitScheme, name: str, width: int, read: Callable[[str], Tensor]
 ) -> Tensor | None:
-    """The group of each column; ``None`` where they are alike and follow each other."""
+    """Group of each column; ``None`` if groups are equal and consecutive."""
     columns = scheme.scale_block[1] or width
     if scheme.has_column_order and scheme.count_groups(width) > 1:
         return read(scheme.order_name(name)).long()
@@ -132,12 +128,12 @@ def _read_groups(
 
 
 def _expand_groups(values: Tensor, groups: Tensor | None) -> Tensor:
-    """Values ``[n, groups]`` as those of the columns."""
+    """Expand values ``[n, groups]`` to columns."""
     return values[:, :, None] if groups is None else values[:, groups]
 
 
 def _unpack_numbers(scheme: LowBitScheme, stored: Tensor, first: int, last: int) -> Tensor:
-    """Rows ``first … last - 1`` of the numbers, ``[n, in]`` (or some more columns)."""
+    """Unpack numbers of rows ``first … last - 1``, ``[n, in]`` or wider."""
     if scheme.layout == "plain":
         return stored[first:last]
     if scheme.layout == "packed":
@@ -148,22 +144,22 @@ def _unpack_numbers(scheme: LowBitScheme, stored: Tensor, first: int, last: int)
 
 
 def _unpack_zero_points(scheme: LowBitScheme, stored: Tensor, first: int, last: int) -> Tensor:
-    """Their zero points ``[n, groups]``."""
+    """Unpack zero points ``[n, groups]``."""
     words = stored if scheme.layout == "packed" else stored.T
     zeros = _unpack_words(scheme, words, first, last)
-    # One less than meant, in so many bits: 0 is stored as the largest.
+    # GPTQ stores one less, modulo the number's range.
     return zeros.add(1).bitwise_and_(_number_mask(scheme)) if scheme.layout == "gptq" else zeros
 
 
 def _unpack_words(scheme: LowBitScheme, words: Tensor, first: int, last: int) -> Tensor:
-    """Numbers ``[n, …]`` of words ``[out / numbers, …]``; ``first`` begins a word."""
+    """Unpack words ``[out / numbers, …]`` to numbers ``[n, …]``; ``first`` begins a word."""
     each = _WORD_BITS // scheme.bits
     taken = words[first // each : -(-last // each)].contiguous()
     return _shift_words(taken, _word_shifts(scheme), 0)[: last - first]
 
 
 def _shift_words(words: Tensor, shifts: Tensor, dim: int) -> Tensor:
-    """The numbers of all words, beside each other in dimension ``dim``."""
+    """Extract the numbers of all words along dimension ``dim``."""
     places = shifts if dim else shifts[:, None]
     mask = (1 << _WORD_BITS // len(shifts)) - 1
     return (words.unsqueeze(dim + 1) >> places).bitwise_and_(mask).flatten(dim, dim + 1)
@@ -180,25 +176,26 @@ def _number_mask(scheme: LowBitScheme) -> int:
 
 
 def _expand_scales(scheme: LowBitScheme, stored: Tensor, first: int, last: int) -> Tensor:
-    """Scales ``[n, groups]`` of rows, of which some may share them."""
+    """Expand scales to ``[n, groups]``; rows may share them."""
     if scheme.scale_block == (0, 0):
         return stored.view(1, 1).expand(last - first, 1)
     of_row = torch.arange(first, last) // (scheme.scale_block[0] or last)
     return stored[of_row]
 
 
-#: Reads a tensor of the checkpoint as it is stored.
+#: Reads a stored tensor of the checkpoint.
 ReadStored = Callable[[str], Tensor]
 
 
 def fill_quantized(
     weight: QuantizedWeight, first: int, name: str, shape: tuple[int, int], read: ReadStored
 ) -> None:
-    """Put the stored weight ``name`` of ``shape`` (``[out, in]``) at row ``first`` of ``weight``.
+    """Store a bitsandbytes weight ``name`` of ``shape`` (``[out, in]``) at row ``first`` of
+    ``weight``.
 
     Raises:
-        BrokenModel: scales that are no numbers, or a damaged description; named.
-        UnsupportedModel: a variant that isn't implemented; named.
+        BrokenModel: invalid scales or state.
+        UnsupportedModel: a variant is not implemented.
     """
     data, scales = weight.row_slices(first, first + shape[0])
     data.copy_(read(name).view(data.shape))
@@ -207,21 +204,17 @@ def fill_quantized(
     )
     scales.copy_(stored)
     if not bool(torch.isfinite(scales).all()):
-        raise BrokenModel(f"tensor {name}: a scale of it is NaN or infinite; fetch it again")
+        raise BrokenModel(f"tensor {name}: a scale is NaN or infinite; fetch it again")
 
 
 def check_layout(name: str, layout: Tensor) -> None:
-    """Check an int8 weight's ``weight_format``: 0 is row by row, others belong to old GPUs.
-
-    Raises:
-        UnsupportedModel: it is another one.
-    """
+    """Check an int8 weight's ``weight_format``: 0 is row-major, others are for old GPUs."""
     if int(layout) != 0:
         raise UnsupportedModel(f"tensor {name}: weight_format {int(layout)} is not supported")
 
 
 def _read_scales(name: str, shape: tuple[int, int], read: ReadStored) -> Tensor:
-    """Float32 scales of the blocks of an nf4 weight."""
+    """Read float32 scales of an nf4 weight's blocks."""
     offset = parse_quant_state(
         read(f"{name}.{QUANT_STATE_SUFFIX}").numpy().tobytes(), shape, f"tensor {name}"
     )
@@ -235,7 +228,7 @@ def _read_scales(name: str, shape: tuple[int, int], read: ReadStored) -> Tensor:
     return values * coarse + offset
 
 
-#: The values of 4-bit floats with two bits of exponent and one of mantissa (E2M1).
+#: Values of 4-bit floats with 2 exponent bits and 1 mantissa bit (E2M1).
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 
@@ -243,7 +236,7 @@ _SCALE_BIAS = 127
 def read_expert_rows(
     place: StackedExpert, mapped: Callable[[str], Tensor], step: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Rows of an expert's tensor, about ``step`` at a time, each with where it begins."""
+    """Read rows of an expert's tensor, about ``step`` at a time, each slice with its first row."""
     parts = [mapped(name)[place.index] for name in place.names]
     if place.is_mxfp4:
         width = parts[1].shape[1] * MXFP4_BLOCK
@@ -259,9 +252,9 @@ def read_expert_rows(
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Float32 ``[out, in]`` of uint8 ``blocks [out, in / 32, 16]`` and ``scales [out, in / 32]``.
 
-    A scale of 255 is none: what it belongs to becomes NaN.
+    A scale of 255 means NaN.
     """
-    # One look-up for both values of a byte takes a sixth of the time of one for each.
+    # One lookup per byte, for both values, takes a sixth of the time.
     both = _byte_pairs().index_select(0, blocks.reshape(-1).int()).view(blocks.shape)
     powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _SCALE_BIAS)
     powers = powers.masked_fill(scales == 255, torch.nan)
@@ -270,7 +263,7 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @cache
 def _byte_pairs() -> Tensor:
-    """The two float32 values of each byte, as one int64: ``[256]``."""
+    """Both float32 values of each byte as one int64: ``[256]``."""
     values = torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)])
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
     return pairs.view(torch.int64).view(-1)

@@ -1,4 +1,4 @@
-"""Loading tensors of a model folder, converted and merged, without a copy more than needed."""
+"""Loads, converts and merges tensors of a model folder with minimal copies."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -45,15 +45,14 @@ from molink.stage.weights.stored_formats import (
     unpack_low_bit,
 )
 
-#: Weights that are packed at once.
+#: Weights packed at once.
 _MAX_PACKED_WEIGHTS = 2**20
 
 
 class WeightReader:
     """Reads tensors into a dtype on a device; files are mapped while the reader is open.
 
-    Every result owns its memory, so the files may go away afterwards. ``quantize`` is about the
-    projections of layers; those of a checkpoint that is quantized itself stay as they are.
+    Results own their memory. ``quantize`` applies to layer projections of unquantized checkpoints.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class WeightReader:
         quantize: Quantize = "none",
         disabled_kernels: Collection[str] = (),
     ) -> None:
-        """Kernels to ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`.
+        """Open the reader.
 
         Raises:
-            UsageError: the checkpoint is quantized in another way.
+            UsageError: the checkpoint is quantized differently.
         """
         stored = folder.config.quantized
         if "none" not in (stored, quantize) and stored != quantize:
@@ -93,10 +92,10 @@ class WeightReader:
         self._stack.close()
 
     def read_tensors(self, *names: str) -> Tensor:
-        """The tensors, one below the other in their first dimension.
+        """Read tensors, stacked along the first dimension.
 
         Raises:
-            BrokenModel: a tensor is missing, can't be read, or holds NaN or infinity; named.
+            BrokenModel: a tensor is missing, unreadable, or has NaN or infinity.
         """
         return self._merge_tensors(names, self.dtype)
 
@@ -125,7 +124,7 @@ class WeightReader:
         return rows, nbytes // kind.nbytes * kind.block_size
 
     def _read_rows(self, name: str, step: int) -> Iterator[tuple[int, Tensor]]:
-        """Rows of a tensor as numbers, about ``step`` at a time, each with where it begins."""
+        """Read rows of a tensor as numbers in slices of about ``step``, each with its first row."""
         place, scheme = self._find_stack(name), self._low_bit_scheme(name)
         if place is not None:
             yield from read_expert_rows(place, self._map_tensor, step)
@@ -148,26 +147,27 @@ class WeightReader:
             )
 
     def _find_stack(self, name: str) -> StackedExpert | None:
-        """Where an expert's tensor lies in one of all experts, if it does."""
+        """Find an expert's tensor in a stack."""
         return find_stack(name, self._folder.tensors)
 
     def _low_bit_scheme(self, name: str) -> LowBitScheme | None:
-        """How a weight is stored in few bits (GPTQ, AWQ, FP8 …), if it is."""
+        """Low-bit scheme in which a weight is stored, if any."""
         scheme = self._folder.config.low_bit
         if scheme is None or not name.startswith("model.layers."):
             return None
         return scheme if scheme.is_stored(name, self._folder.tensors) else None
 
     def _find_packed(self, name: str) -> GgmlType | None:
-        """The blocks of GGUF that a tensor is stored in, if it is."""
+        """Type of GGUF blocks in which a tensor is stored, if any."""
         return find_packed(name, self._folder.tensors)
 
     def load_projection(self, names: Sequence[str], biased: bool) -> Projection:
-        """Projections ``names`` (without ``.weight``) merged into one, outputs side by side.
+        """Load projections ``names`` (without ``.weight``) merged into one, with concatenated
+        outputs.
 
         Raises:
             BrokenModel: as :meth:`read_tensors`.
-            UnsupportedModel: a stored quantization that isn't implemented; named.
+            UnsupportedModel: a stored quantization is not implemented.
         """
         weights = [f"{name}.weight" for name in names]
         bias = self.read_tensors(*(f"{name}.bias" for name in names)) if biased else None
@@ -186,7 +186,6 @@ class WeightReader:
         return parts[0] if len(parts) == 1 else ConcatenatedLinear(tuple(parts))
 
     def _load_plain(self, names: Sequence[str], bias: Tensor | None) -> Projection:
-        """Of weights that are numbers."""
         weight_dtype = self._weight_dtype(names)
         made = self._load_in_parts(names, weight_dtype, bias)
         return made or self._projections.create_projection(
@@ -196,7 +195,7 @@ class WeightReader:
     def _load_in_parts(
         self, names: Sequence[str], weight_dtype: torch.dtype, bias: Tensor | None
     ) -> CompiledLinear | None:
-        """Checked and packed part by part, while a cache has them; ``None`` if that can't be."""
+        """Check and pack part by part while in cache; ``None`` if unsupported."""
         if any(
             self._find_stack(name) or self._low_bit_scheme(name) or self._find_packed(name)
             for name in names
@@ -216,8 +215,7 @@ class WeightReader:
         return made
 
     def load_tied_embedding(self, name: str) -> PlainLinear | CompiledLinear | BlockLinear:
-        """The weight ``name``, as embedding and output head at once; raises as
-        :meth:`read_tensors`."""
+        """Load ``name`` as embedding and output head; raises as :meth:`read_tensors`."""
         form = self._resident_format(name)
         if form is not None:
             return self._load_blocks(form, [name], None)
@@ -226,7 +224,7 @@ class WeightReader:
         return made or self._projections.create_tied(self._merge_tensors([name], weight_dtype))
 
     def load_embedding(self, name: str) -> EmbeddingTable:
-        """The weight ``name``, as an embedding; raises as :meth:`read_tensors`."""
+        """Load ``name`` as an embedding; raises as :meth:`read_tensors`."""
         form = self._resident_format(name)
         return (
             PlainLinear(self.read_tensors(name))
@@ -235,7 +233,7 @@ class WeightReader:
         )
 
     def _resident_format(self, name: str) -> BlockFormat | None:
-        """In what a weight stays on the device, if it does."""
+        """Format in which a weight stays on the device, if it stays quantized."""
         tensors, scheme = self._folder.tensors, self._folder.config.low_bit
         if not self._projections.keeps_blocks or not (scheme or self._find_packed(name)):
             return None
@@ -243,7 +241,7 @@ class WeightReader:
         return form if form and self._projections.find_block_product(form) else None
 
     def _resident_layout(self, name: str) -> tuple[BlockFormat | None, tuple[int, ...]]:
-        """The same, and the order of its columns there, if these don't follow each other."""
+        """The same with the order of its columns, if they are permuted."""
         form, scheme = self._resident_format(name), self._low_bit_scheme(name)
         if form is None or scheme is None:
             return form, ()
@@ -257,7 +255,7 @@ class WeightReader:
         order: Sequence[int] = (),
     ) -> BlockLinear:
         product = self._projections.find_block_product(form)
-        assert product is not None  # nothing else stays
+        assert product is not None  # nothing else stays quantized
         rows = [self._stored_shape(name)[0] for name in names]
         columns = torch.tensor(order) if order else None
         parts = chain.from_iterable(self._read_blocks(name, form, columns) for name in names)
@@ -272,18 +270,18 @@ class WeightReader:
     def _read_blocks(
         self, name: str, form: BlockFormat, order: Tensor | None
     ) -> Iterator[BlockCodes]:
-        """Rows of a weight that stays so, some at a time."""
+        """Read blocks of a weight that stays quantized, in slices."""
         kind, scheme = self._find_packed(name), self._low_bit_scheme(name)
         if kind is not None:
             return read_blocks(kind.name, self._map_tensor(packed_name(name, kind)))
-        assert scheme is not None  # nothing else stays
+        assert scheme is not None  # nothing else stays quantized
         scales = scheme.scales_name(name, self._folder.tensors)
         return read_low_bit_blocks(
             scheme, form, name, scales, self._weight_shape(name), self._map_tensor, order
         )
 
     def _weight_dtype(self, names: Sequence[str]) -> torch.dtype:
-        """The type in which they are kept, by :mod:`molink.facts.dtypes`."""
+        """Type in which weights are kept, by :mod:`molink.facts.dtypes`."""
         stored = {
             "U8"
             if self._low_bit_scheme(name) or self._find_packed(name)
@@ -298,7 +296,7 @@ class WeightReader:
         return self._projections.keeps_dtype(TORCH_DTYPES[narrow])
 
     def _stored_dtype(self, name: str) -> str:
-        """The type of what a tensor that isn't in blocks of GGUF is stored in."""
+        """Stored type of a tensor that is not in GGUF blocks."""
         place = self._find_stack(name)
         return self._folder.tensors[name if place is None else place.names[0]].dtype
 
@@ -306,7 +304,7 @@ class WeightReader:
         if self._mode == "none" or not names[0].startswith("model.layers."):
             return False
         if self._folder.config.quantized != "none":
-            # Some may have been left out on purpose; if all were, they are not touched.
+            # If all of them were left unquantized on purpose, they stay so.
             return any(self._is_stored_quantized(name) for name in names)
         shapes = [self._weight_shape(name) for name in names]
         fine = all(is_quantizable(name, self._weight_shape(name)) for name in names)
@@ -337,14 +335,14 @@ class WeightReader:
     def _quantize_rows(
         self, weight: QuantizedWeight, first: int, name: str, shape: tuple[int, int]
     ) -> None:
-        """Few rows at a time: the rest is in full precision only in the file."""
+        """Quantize a few rows at a time, to bound memory in full precision."""
         for begin, stored in self._read_rows(name, rows_per_unpack(shape[1])):
             part = stored.to(self._device)
             self._check_finite(name, part)
             weight.quantize_rows(first + begin, part)
 
     def _weight_shape(self, name: str) -> tuple[int, int]:
-        """Shape of a layer's weight by the config: that of a packed one doesn't tell."""
+        """Shape of a layer's weight by the config; packed tensors differ."""
         rows, width = self._layer_shape(name)
         return rows, width
 
@@ -355,7 +353,7 @@ class WeightReader:
         return self._layer[1][name]
 
     def _check_finite(self, name: str, tensor: Tensor) -> None:
-        # A sum takes a twentieth of the time, but may overflow where no element is infinite.
+        # The sum is 20 times as fast, but may overflow with finite elements.
         if bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all()):
             return
         raise self._not_finite(name, str(tensor.dtype))
