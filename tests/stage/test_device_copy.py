@@ -146,7 +146,7 @@ def test_memory_that_is_handed_out_too_early(
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     assert pinned_error(CPU) > 0
     assert not has_pinned.__wrapped__(CPU)
-    assert "pinned copies are wrong on cpu: copies are waited for instead" in caplog.text
+    assert "pinned copies are wrong on cpu: using synchronous copies" in caplog.text
 
 
 @pytest.mark.usefixtures("host_memory")

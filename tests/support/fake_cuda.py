@@ -103,10 +103,10 @@ class InlineWorker:
     def __init__(self, device: torch.device) -> None:
         self._seconds = [2.0, 1.0]
 
-    def capture(self, work: Any, max_bytes: int) -> Any:
+    def capture_work(self, work: Any, max_bytes: int) -> Any:
         return work
 
-    def seconds(self, work: Any) -> float:
+    def time_work(self, work: Any) -> float:
         work()
         self._seconds.reverse()
         return self._seconds[1]

@@ -72,7 +72,7 @@ class PreparingStage:
         self.made = 0
         self.tried = threading.Event()
 
-    def capture_wanted(self) -> bool:
+    def capture_next_graph(self) -> bool:
         self.made += 1
         self.wanted -= 1
         if self.wanted <= 0:

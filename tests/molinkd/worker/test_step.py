@@ -202,4 +202,4 @@ def test_a_bad_grammar_fails_its_own_request_only(
     assert result.sampled is not None
     assert result.sampled.failed == (0,)
     assert [choice.request for choice in result.sampled.sampled] == [1]
-    assert "a request fails" in caplog.text
+    assert "request failed" in caplog.text

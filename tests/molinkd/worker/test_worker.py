@@ -52,7 +52,7 @@ class FakePipe:
         self.heard: list[Any] = []
         self.listening = asyncio.Event()
 
-    def listen(self, loop: Any, handle: Callable[[Any], None]) -> None:
+    def start_listening(self, loop: Any, handle: Callable[[Any], None]) -> None:
         self.order = handle
         self.listening.set()
 
@@ -68,7 +68,7 @@ class FakeStage:
 
     is_first, is_last = False, True
     config = SimpleNamespace(
-        hidden_size=8, context=64, vocab_size=10, keys_depend_on_length=False, short_context=0
+        hidden_size=8, max_model_len=64, vocab_size=10, keys_depend_on_length=False, short_context=0
     )
     wire_dtype = "f32"
     weight_bytes = 3 << 20
@@ -80,7 +80,7 @@ class FakeStage:
     def block_bytes(self, size: int) -> int:
         return 1 << 20
 
-    def allocate(self, blocks: int, size: int) -> None:
+    def allocate_kv_pool(self, blocks: int, size: int) -> None:
         self.allocated += 1
         if self.error is not None:
             raise self.error
@@ -89,11 +89,11 @@ class FakeStage:
 def test_host_memory_is_taken_only_where_it_is_to_be_used() -> None:
     requested: list[tuple[int, int]] = []
 
-    def open_host(nbytes: int, stages_per_host: int) -> tuple[int, float]:
+    def open_host_pool(nbytes: int, stages_per_host: int) -> tuple[int, float]:
         requested.append((nbytes, stages_per_host))
         return 7, 0.002
 
-    stage: Any = SimpleNamespace(open_host=open_host)
+    stage: Any = SimpleNamespace(open_host_pool=open_host_pool)
     for settings in ({}, {"preemption_mode": "reactive-swap", "swap_space": 0}):
         command = msgspec.structs.replace(start(), settings=PipelineSettings(**settings))
         assert _open_host_pool(stage, command) == NO_HOST_MEMORY
@@ -176,7 +176,7 @@ async def test_running_out_of_memory_while_loading_is_reported(
 def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     module = molinkd.worker.engine_loader
     done: list[Any] = []
-    folder = SimpleNamespace(config=SimpleNamespace(context=64))
+    folder = SimpleNamespace(config=SimpleNamespace(max_model_len=64))
     monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)
     monkeypatch.setattr(module, "limit_memory", lambda *given: done.append(given))
     monkeypatch.setattr(
@@ -208,15 +208,17 @@ def test_kernels_are_tried_before_anything_is_loaded(
 ) -> None:
     module = molinkd.worker.engine_loader
     done: list[Any] = []
-    folder = SimpleNamespace(config=SimpleNamespace(context=64))
+    folder = SimpleNamespace(config=SimpleNamespace(max_model_len=64))
     monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)
 
     def prove(*given: Any) -> tuple[str, ...]:
         done.append(given)
         return ("int8", "compiled-rows")
 
-    monkeypatch.setattr(module, "prove", prove)
-    monkeypatch.setattr(module.Stage, "load_layers", lambda *_, **more: done.append(more["avoid"]))
+    monkeypatch.setattr(module, "check_kernels", prove)
+    monkeypatch.setattr(
+        module.Stage, "load_layers", lambda *_, **more: done.append(more["disabled_kernels"])
+    )
     path = tmp_path / "proofs.json"
     command = msgspec.structs.replace(
         start(), quantize="int8", disabled_kernels=("compiled-rows",), kernel_checks_path=str(path)
@@ -248,7 +250,7 @@ async def test_a_repeated_order_is_answered_again(
             super().__init__(*given)
             learned.append(given[-1])
 
-    monkeypatch.setattr(molinkd.worker.worker, "Place", Listening)
+    monkeypatch.setattr(molinkd.worker.worker, "StageRuntime", Listening)
     async with running(monkeypatch, lambda *_: stage) as (pipe, _, _task):
         for epoch in (3, 3, 2, 4):
             pipe.order(ring(epoch))

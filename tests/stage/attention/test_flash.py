@@ -152,7 +152,7 @@ def test_what_flash_is_not_made_for(
         (shape_of(), PAGE_MULTIPLE, CPU, "CUDA"),
         (shape_of(softcap=50.0), PAGE_MULTIPLE, device, "softcap"),
         (shape_of(sinks=True), PAGE_MULTIPLE, device, "sinks"),
-        (shape_of(), 16, device, "no multiple of 256"),
+        (shape_of(), 16, device, "not a multiple of 256"),
     ]:
         assert why in create_checked_flash(shape, size, torch.bfloat16, where)[1]
     assert preferred_block_size(CPU) == 1

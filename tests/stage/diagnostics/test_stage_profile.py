@@ -71,11 +71,11 @@ def test_no_graph_is_made_while_a_pass_is_timed(
         def __init__(self, device: torch.device) -> None:
             self.turn = 0
 
-        def capture(self, work: GraphWork, max_bytes: int) -> GraphWork:
+        def capture_work(self, work: GraphWork, max_bytes: int) -> GraphWork:
             captured.append(work)
             return work
 
-        def seconds(self, work: GraphWork) -> float:
+        def time_work(self, work: GraphWork) -> float:
             work()
             self.turn += 1
             return 2.0 if self.turn % 2 else 1.0

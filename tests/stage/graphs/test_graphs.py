@@ -55,7 +55,7 @@ class WorkItself:
         #: What was captured, as long as it lives.
         self.graphs: WeakSet[Callable[..., Any]] = WeakSet()
 
-    def capture(self, work: Callable[..., Any], max_bytes: int) -> Callable[..., Any] | None:
+    def capture_work(self, work: Callable[..., Any], max_bytes: int) -> Callable[..., Any] | None:
         assert max_bytes >= 1 << 20
         self.captured += 1
         stale = self.captured > self.stale_after
@@ -72,7 +72,7 @@ class WorkItself:
         self.graphs.add(replay)
         return replay
 
-    def seconds(self, work: Callable[..., Any]) -> float:
+    def time_work(self, work: Callable[..., Any]) -> float:
         work()
         self.seconds_by_turn.reverse()
         return self.seconds_by_turn[1]
@@ -248,7 +248,7 @@ def test_a_capture_that_fails_later_leaves_the_step_whole(
     )
     torch.testing.assert_close(other, plain, atol=1e-4, rtol=0)
     assert [each.captured for each in made[0]] == [2, 2]
-    assert "no CUDA graphs" in caplog.text
+    assert "CUDA graphs disabled" in caplog.text
 
 
 @pytest.mark.parametrize("right", [0, 1])
@@ -273,7 +273,7 @@ def test_graphs_that_give_other_rows_are_not_used(
     torch.testing.assert_close(other, plain, atol=1e-4, rtol=0)
     assert [each.captured for each in made[0]] == [1 + right] * 2
     assert [stage.graph_bytes for stage in ring.stages] == [0, 0]
-    warnings = [one for one in caplog.messages if "launched one by one instead" in one]
+    warnings = [one for one in caplog.messages if "and are disabled" in one]
     assert len(warnings) == len(ring.stages)
 
 
