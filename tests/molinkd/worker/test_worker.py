@@ -190,7 +190,7 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
     module._load_stage(command, print)
     assert done == [
         ("cuda:1", 8 << 30),
-        ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "held": None, "avoid": ("int8",)}),
+        ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "held": None, "disabled_kernels": ("int8",)}),
     ]
 
 
@@ -288,6 +288,6 @@ async def test_a_previous_stage_that_was_cut_off_is_reported_with_every_ring(
         await net.until(lambda: len(pipe.said(RingFormed)) == 3)
         assert derive_peer_id(PREVIOUS.public) in worker._authenticator.peers
     first, second = pipe.said(PeerBlocked)
-    assert (first.peer, first.previous) == (derive_peer_id(PREVIOUS.public), True)
+    assert (first.peer, first.is_previous_stage) == (derive_peer_id(PREVIOUS.public), True)
     assert "parts" in first.reason
     assert (first.epoch, second.epoch, second.reason) == (1, 2, first.reason)
