@@ -40,7 +40,7 @@ BODIES = web.AppKey("bodies", BodyReader)
 #: Tracks running answers, so that shutdown can wait for them.
 ANSWERS = web.AppKey("answers", RunningAnswers)
 
-#: A client that waited longer than this, in seconds, before a 503 is told not to retry: official
+#: A client that waited longer than this, in seconds, before a 503 gets no retry hint: official
 #: clients would wait twice more.
 _NO_RETRY_AFTER_S = 3.0
 

@@ -160,11 +160,11 @@ class RefusedConnection(asyncio.Protocol):
         self._refused.add(self)
         text = "too many connections to the endpoint; close some, or try again"
         body = Problem(503, text, "server_error", None, "too_many_connections").to_json()
-        head = (
+        header = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
         )
-        transport.write(head.encode() + body)
+        transport.write(header.encode() + body)
         if transport.can_write_eof():
             transport.write_eof()
         self._timer = asyncio.get_running_loop().call_later(_REFUSAL_LINGER_S, transport.abort)

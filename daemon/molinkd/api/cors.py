@@ -52,13 +52,13 @@ class AllowedOrigins:
         method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
         if request.method != hdrs.METH_OPTIONS or method is None or not self.match_origin(request):
             return None
-        asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
+        requested = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         headers: dict[str, str] = {
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST, OPTIONS",
             hdrs.ACCESS_CONTROL_MAX_AGE: "600",
         }
-        if asked and len(asked) <= _MAX_HEADERS and _HEADER_NAMES.fullmatch(asked):
-            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = asked
+        if requested and len(requested) <= _MAX_HEADERS and _HEADER_NAMES.fullmatch(requested):
+            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = requested
         if request.headers.get("Access-Control-Request-Private-Network") == "true":
             headers["Access-Control-Allow-Private-Network"] = "true"
         return web.Response(status=204, headers=headers)

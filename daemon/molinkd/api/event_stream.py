@@ -39,7 +39,7 @@ class EventStream:
         return self._writer is not None
 
     def push_event(self, event: bytes) -> None:
-        """Queue a whole ``data: …`` block or line; call :meth:`drain_buffer` before the next."""
+        """Queue a complete ``data: …`` block or line. Call :meth:`drain_buffer` before the next."""
         self._buffer += event
         self._pushed_at = asyncio.get_running_loop().time()
         if self._writer is None:
@@ -85,7 +85,7 @@ class EventStream:
         return self.response
 
     async def abort_stream(self) -> None:
-        """Stop writing and close the connection of a client that is gone or stalled."""
+        """Stop writing and close the connection of a disconnected or stalled client."""
         self._stop_keepalive()
         if self._writer is None:
             return

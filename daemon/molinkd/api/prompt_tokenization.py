@@ -33,8 +33,8 @@ def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
         ContextTooLong: it can't fit the context.
         RequestError: unsupported content, no chat template, or the template rejects it.
     """
-    asked = {"echo": body.echo, "suffix": body.suffix, "best_of": (body.best_of or 1) != 1}
-    for name in [name for name, value in asked.items() if value]:
+    unsupported = {"echo": body.echo, "suffix": body.suffix, "best_of": (body.best_of or 1) != 1}
+    for name in [name for name, value in unsupported.items() if value]:
         raise RequestError(f"`{name}` is not supported for conversations", name)
     tools = tools_for_template(body)
     template = loaded_model.tokenizer.chat_templates.select_template(tools=bool(tools))

@@ -45,10 +45,10 @@ class _SchedulingFields(Protocol):
     timeout: float | None
 
 
-def copy_scheduling(body: GenerationBody, asked: _SchedulingFields) -> None:
-    """Copy priority and time limits from ``asked`` to ``body``."""
-    body.priority, body.max_queue_time = asked.priority, asked.max_queue_time
-    body.timeout = asked.timeout
+def copy_scheduling(body: GenerationBody, source: _SchedulingFields) -> None:
+    """Copy priority and time limits from ``source`` to ``body``."""
+    body.priority, body.max_queue_time = source.priority, source.max_queue_time
+    body.timeout = source.timeout
 
 
 def make_message(role: str, content: str | None, where: str) -> ChatMessage:

@@ -271,10 +271,10 @@ def _logit_bias(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, 
 
 def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
     own = () if body.ignore_eos else tokenizer.eos_ids
-    asked = [
+    requested = [
         _check_token_id(token, "stop_token_ids", tokenizer) for token in body.stop_token_ids or ()
     ]
-    ids = tuple(dict.fromkeys((*own, *asked)))
+    ids = tuple(dict.fromkeys((*own, *requested)))
     if len(ids) > MAX_STOP_IDS:
         maximum = MAX_STOP_IDS - len(own)
         raise RequestError(f"`stop_token_ids`: at most {maximum}", "stop_token_ids")
@@ -304,21 +304,21 @@ def _max_tokens(body: GenerationBody, loaded_model: LoadedModel, prompt: int) ->
             f"{loaded_model.model.name} ({max_model_len} tokens including the answer)",
             field,
         )
-    asked, field = body.max_completion_tokens, "max_completion_tokens"
-    if asked is None:
-        asked, field = body.max_tokens, "max_tokens"
-    if asked == 0:
+    requested, field = body.max_completion_tokens, "max_completion_tokens"
+    if requested is None:
+        requested, field = body.max_tokens, "max_tokens"
+    if requested == 0:
         raise RequestError(f"`{field}`: must be at least 1, or -1 for as many as fit", field)
-    if asked is None or asked < 0:
+    if requested is None or requested < 0:
         default = None
-        if asked is None:
+        if requested is None:
             limit = loaded_model.tokenizer.defaults.max_new_tokens
             default = COMPLETION_MAX_TOKENS if isinstance(body, CompletionBody) else limit
         if prompt <= loaded_model.model.original_max_model_len // 2:
             # The default limit should not switch a short prompt to the long-context embeddings.
             max_model_len = min(max_model_len, loaded_model.model.original_max_model_len)
         return min(default or max_model_len, max_model_len - prompt)
-    return min(asked, max_model_len - prompt)
+    return min(requested, max_model_len - prompt)
 
 
 def _derived_seed(seed: int, copy: int) -> int:

@@ -27,12 +27,12 @@ def compile_grammar(body: GenerationBody, tokenizer: Tokenizer) -> bytes:
         RequestError: the constraint is invalid, too complex, unsupported, or not the only one. The
             message names the field.
     """
-    asked = list(_requested_grammars(body))
-    if not asked:
+    grammars = list(_requested_grammars(body))
+    if not grammars:
         return b""
-    field, kind, source = asked[0]
-    if len(asked) > 1:
-        raise RequestError(f"`{field}` and `{asked[1][0]}` can't be combined", asked[1][0])
+    field, kind, source = grammars[0]
+    if len(grammars) > 1:
+        raise RequestError(f"`{field}` and `{grammars[1][0]}` can't be combined", grammars[1][0])
     _check_eos(body, tokenizer, field)
     try:
         if kind == "json_schema" and not isinstance(source, str):
@@ -75,10 +75,10 @@ def compile_call_grammar(body: ChatBody, loaded_model: LoadedModel, tail: str) -
 
 def _json_layout(body: GenerationBody) -> JsonLayout:
     """Choose the JSON whitespace. A fixed layout forces many tokens, which are sampled at once."""
-    wanted = body.structured_outputs
-    if wanted is None or wanted.disable_any_whitespace is None:
+    outputs = body.structured_outputs
+    if outputs is None or outputs.disable_any_whitespace is None:
         return "line"
-    return "compact" if wanted.disable_any_whitespace else "free"
+    return "compact" if outputs.disable_any_whitespace else "free"
 
 
 def _check_eos(body: GenerationBody, tokenizer: Tokenizer, field: str) -> None:
@@ -104,15 +104,15 @@ def _requested_grammars(body: GenerationBody) -> Iterator[_GrammarSource]:
         ("guided_choice", "choice", body.guided_choice),
         ("guided_grammar", "grammar", body.guided_grammar),
     )
-    wanted = body.structured_outputs
-    if wanted is not None:
+    outputs = body.structured_outputs
+    if outputs is not None:
         yield from _skip_null(
-            ("structured_outputs.json", "json_schema", wanted.json),
-            ("structured_outputs.regex", "regex", wanted.regex),
-            ("structured_outputs.choice", "choice", wanted.choice),
-            ("structured_outputs.grammar", "grammar", wanted.grammar),
+            ("structured_outputs.json", "json_schema", outputs.json),
+            ("structured_outputs.regex", "regex", outputs.regex),
+            ("structured_outputs.choice", "choice", outputs.choice),
+            ("structured_outputs.grammar", "grammar", outputs.grammar),
         )
-        if wanted.json_object:
+        if outputs.json_object:
             yield "structured_outputs.json_object", "json_schema", _ANY_OBJECT
 
 

@@ -77,11 +77,11 @@ def stage(
 
 def _parse_layers(folder: Path, given: str | None) -> LayerRange:
     """Parse the layer range and check it against the model."""
-    wanted = None
-    if given is not None and (wanted := parse_layers(given)) is None:
+    layers = None
+    if given is not None and (layers := parse_layers(given)) is None:
         raise UsageError(f"--layers must be A:B, such as 0:12, not {given!r}")
-    opened = ModelFolder.open(folder, wanted)
-    return wanted or (0, opened.config.layers)
+    opened = ModelFolder.open(folder, layers)
+    return layers or (0, opened.config.layers)
 
 
 def print_result(found: StageBenchResult, console: Console) -> None:

@@ -159,7 +159,7 @@ def _ask_question(
 
 async def _print_answer(conversation: Conversation, console: Console) -> None:
     """Stream the next answer to the console and keep it, even if it is stopped."""
-    said: list[str] = []
+    answer: list[str] = []
     thinks = False
     try:
         async with aclosing(stream_answer(conversation)) as pieces:
@@ -170,12 +170,12 @@ async def _print_answer(conversation: Conversation, console: Console) -> None:
                 elif piece and thinks:
                     thinks = False
                     console.print("\n")
-                said.append(piece)
+                answer.append(piece)
                 console.out(_printable(piece), end="", highlight=False)
                 console.file.flush()
         console.print()
     finally:
-        if text := "".join(said):
+        if text := "".join(answer):
             conversation.messages.append({"role": "assistant", "content": text})
 
 

@@ -70,13 +70,13 @@ def unset(
     """Forget saved options of the last start. A running daemon is not affected."""
     place = Home.find_home(home)
     remembered = read_options(place.options)
-    wanted = [name.removeprefix("--").replace("-", "_") for name in names or ()]
-    if bool(wanted) == everything:
+    selected = [name.removeprefix("--").replace("-", "_") for name in names or ()]
+    if bool(selected) == everything:
         raise UsageError("name the settings to forget, or use --all")
-    for name in wanted:
+    for name in selected:
         if name not in remembered:
             raise UsageError(_explain_unset(place, name, remembered))
-    removed = [name for name in remembered if everything or name in wanted]
+    removed = [name for name in remembered if everything or name in selected]
     if removed:
         write_options(
             place.options, {name: one for name, one in remembered.items() if name not in removed}

@@ -187,13 +187,13 @@ def _parse_address(address: str) -> "DiscoveredSwarm":
     return DiscoveredSwarm("", "", "", (match["host"].strip("[]"),), port)
 
 
-def _choose_swarm(settings: "Settings", wanted: str | None) -> "DiscoveredSwarm | None":
+def _choose_swarm(settings: "Settings", name_or_id: str | None) -> "DiscoveredSwarm | None":
     from molinkd.peer.membership.discovery import scan_network
 
     print("Looking for swarms on this network …", flush=True)
     found = scan_network(settings.host)
-    if wanted is not None:
-        found = [one for one in found if wanted in (one.name, one.swarm)]
+    if name_or_id is not None:
+        found = [one for one in found if name_or_id in (one.name, one.swarm)]
     if not found:
         return None
     if len(found) == 1:

@@ -101,17 +101,17 @@ def read_records(folder: Path) -> list[LogRecord]:
 def parse_records(process: str, lines: Iterable[str]) -> Iterator[LogRecord]:
     """Parse one log; continuation lines, such as tracebacks, belong to their record."""
     record = LogRecord("", process, "INFO", "", "")
-    begun = False
+    started = False
     for line in lines:
         match = _RECORD.fullmatch(line)
         if match is None:
-            text = f"{record.text}\n{line}" if begun else line
-            record, begun = replace(record, text=text), True
+            text = f"{record.text}\n{line}" if started else line
+            record, started = replace(record, text=text), True
             continue
-        if begun:
+        if started:
             yield record
-        record, begun = LogRecord(process=process, **match.groupdict()), True
-    if begun:
+        record, started = LogRecord(process=process, **match.groupdict()), True
+    if started:
         yield record
 
 

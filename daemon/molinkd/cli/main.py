@@ -100,8 +100,8 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     return app
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"molink {molink.__version__}")
         raise typer.Exit
 

@@ -50,7 +50,7 @@ class LiveStage:
 
 @dataclass(frozen=True, slots=True)
 class LivePlan:
-    """A ring in order; ``spare_peers`` maps peers without a stage to the reason.
+    """A ring in order; ``idle_peers`` maps peers without a stage to the reason.
 
     ``round_trip_s`` is the minimum time per token, of a single request. Its first token takes
     ``first_token_s`` for ``prompt_tokens``; 0 if unknown.
@@ -61,7 +61,7 @@ class LivePlan:
     stages: tuple[LiveStage, ...]
     round_trip_s: float
     bottleneck: str
-    spare_peers: dict[str, str]
+    idle_peers: dict[str, str]
     prompt_tokens: int
     first_token_s: float
     #: Estimates of the placement, now and with one more PC of each kind.
@@ -86,20 +86,20 @@ def explain_rings(status: dict[str, Any]) -> list[LivePlan]:
         raise Unavailable(f"no ring is ready: {why or 'no model is served'}")
     names = {peer["id"]: printable(peer["name"]) for peer in status["peers"]}
     used = {one["peer"] for pipeline in pipelines for one in pipeline["stages"]}
-    spare_peers = {
+    idle_peers = {
         names[peer["id"]]: printable(peer.get("reason", ""))
         for peer in status["peers"]
         if peer["state"] == "online" and peer["id"] not in used
     }
     objectives = {one["name"]: one.get("objective", "") for one in status.get("models", ())}
-    return [_make_plan(one, status, names, spare_peers, objectives) for one in pipelines]
+    return [_make_plan(one, status, names, idle_peers, objectives) for one in pipelines]
 
 
 def _make_plan(
     pipeline: dict[str, Any],
     status: dict[str, Any],
     names: dict[str, str],
-    spare_peers: dict[str, str],
+    idle_peers: dict[str, str],
     objectives: dict[str, str],
 ) -> LivePlan:
     peers = {peer["id"]: peer for peer in status["peers"]}
@@ -126,7 +126,7 @@ def _make_plan(
         stages,
         round_trip_s,
         _find_bottleneck(stages),
-        spare_peers,
+        idle_peers,
         scale_out.get("prompt", 0),
         scale_out.get("first_token_s", 0.0),
         RingEstimate(**scale_out["now"]) if prospects else None,
@@ -171,7 +171,7 @@ def print_plan(plan: LivePlan) -> None:
         for line in describe_prospects(plan.current, plan.prospects, plan.objective):
             # Estimated from the bytes read per step, not from the steps above.
             console.print(f"{line} (estimated)", markup=False)
-    for name, why in plan.spare_peers.items():
+    for name, why in plan.idle_peers.items():
         console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
 
 

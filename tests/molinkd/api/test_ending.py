@@ -63,10 +63,10 @@ def test_clients_do_not_retry_after_a_long_wait(
     backend.error = Unavailable("nobody came")
     with (
         openai.OpenAI(base_url=endpoint.url, api_key="-", max_retries=1) as ask,
-        pytest.raises(openai.InternalServerError) as told,
+        pytest.raises(openai.InternalServerError) as raised,
     ):
         ask.chat.completions.create(model="tiny", messages=HI)
-    assert told.value.response.headers["Retry-After"] == "1"
+    assert raised.value.response.headers["Retry-After"] == "1"
     assert len(backend.requests) == (1 if waited else 2)
 
 

@@ -133,7 +133,7 @@ async def test_bodies_of_other_protocols(fuzzed: EndpointServer, seed: int, coun
 async def test_bytes(fuzzed: EndpointServer, seed: int, count: int) -> None:
     rng = random.Random(seed)
     seen: set[int] = set()
-    turns = asyncio.Semaphore(AT_ONCE)
+    slots = asyncio.Semaphore(AT_ONCE)
 
     async def attack(number: int, data: bytes, leaves: bool, cut: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", fuzzed.port)
@@ -151,14 +151,14 @@ async def test_bytes(fuzzed: EndpointServer, seed: int, count: int) -> None:
             pytest.fail(f"no end of the answer to {shown}: {data[:2000]!r}")
         finally:
             writer.close()
-            turns.release()
+            slots.release()
         statuses = {int(status) for status in STATUS.findall(received)}
         assert max(statuses, default=0) < 500, f"{number} of seed {seed}: {data!r}\n{received!r}"
         seen.update(statuses)
 
     async with asyncio.TaskGroup() as group:
         for number in range(count):
-            await turns.acquire()  # sent while others are generated
+            await slots.acquire()  # sent while others are generated
             data = random_bytes(rng)
             leaves, cut = rng.random() < 0.2, rng.randrange(len(data) + 1)
             group.create_task(attack(number, data, leaves, cut))

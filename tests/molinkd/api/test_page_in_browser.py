@@ -57,7 +57,7 @@ def test_an_answer_is_formatted(backend: FakeBackend, page: Callable[..., Browse
     assert browser.text(".bubble") == "Show it."
     assert browser.text(".theirs strong") == "is"
     assert browser.text(".theirs li") == "first,second"
-    assert browser.text(".theirs summary") == "Thoughts"
+    assert browser.text(".theirs summary") == "Reasoning"
     assert browser.run("return document.querySelector('.thoughts').open") is False
     assert browser.run("return document.querySelector('.thought').textContent") == (
         "Hm, a *table*."

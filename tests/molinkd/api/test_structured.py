@@ -178,10 +178,10 @@ def request(backend: RingBackend, seed: int) -> Request:
 
 
 def test_a_resumed_answer_continues_unchanged(backend: RingBackend) -> None:
-    whole = [told.token for told in backend.tokens(backend.submit(request(backend, 4)))]
+    whole = [event.token for event in backend.tokens(backend.submit(request(backend, 4)))]
     for begun in (1, len(whole) // 2, len(whole) - 1):
         key = backend.submit(request(backend, 4), whole[:begun])
-        assert [told.token for told in backend.tokens(key)] == whole[begun:]
+        assert [event.token for event in backend.tokens(key)] == whole[begun:]
 
 
 def test_preempted_answers_still_match_their_schema() -> None:
@@ -189,7 +189,7 @@ def test_preempted_answers_still_match_their_schema() -> None:
     backend = RingBackend(find_demo_model().path, blocks=8)
     keys = [backend.submit(request(backend, seed)) for seed in range(4)]
     for key in keys:
-        tokens = [told.token for told in backend.tokens(key)]
+        tokens = [event.token for event in backend.tokens(key)]
         text = backend.tokenizer.decode(tokens)
         jsonschema.validate(json.loads(text), PERSON)
     assert backend.ring.head.collect_stats()[0]["scheduler_preemptions_total"] > 0
@@ -201,6 +201,6 @@ def test_an_invalid_grammar_from_a_peer_fails_only_its_answer(backend: RingBacke
     bad = [replace(good, grammar=text) for text in (b"\xff", b"start: start", b"{}")]
     keys = [backend.submit(one) for one in (*bad, good)]
     *failed, last = (backend.tokens(key) for key in keys)
-    assert [type(told[-1]) for told in failed] == [Rejected] * 3
+    assert [type(events[-1]) for events in failed] == [Rejected] * 3
     assert "grammar" in failed[0][-1].message
     jsonschema.validate(json.loads(backend.tokenizer.decode([one.token for one in last])), PERSON)

@@ -70,7 +70,7 @@ def test_the_table(
     [
         (("--layers", "2"), 2, "--layers must be A:B, such as 0:12, not '2'"),
         (("--layers", "0:9"), 2, "has layers 0:3"),
-        (("--device", "cuda:99"), 2, "a cuda device can't be used"),
+        (("--device", "cuda:99"), 2, "torch finds no such GPU"),
         (("--device", "tpu"), 2, "--device must be auto, cpu or cuda:N, not 'tpu'"),
         (("--model", "no-such-model"), 5, "no model 'no-such-model'"),
         (("--threads", "-1"), 2, "threads"),

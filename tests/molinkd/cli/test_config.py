@@ -47,10 +47,10 @@ def test_sources_of_settings(
         f"pipeline_wait_timeout 5 {home.config}",
     ]
     assert run(["config", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told) == set(SETTING_NAMES)
-    assert told["worker_ports"] == {"value": "5468-5479", "from": "default"}
-    assert "secret" not in json.dumps(told)
+    settings = json.loads(capsys.readouterr().out)
+    assert set(settings) == set(SETTING_NAMES)
+    assert settings["worker_ports"] == {"value": "5468-5479", "from": "default"}
+    assert "secret" not in json.dumps(settings)
 
 
 def test_unset(home: Home, capsys: pytest.CaptureFixture[str]) -> None:

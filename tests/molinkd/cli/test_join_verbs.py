@@ -111,9 +111,9 @@ def test_addresses_are_not_tokens(text: str, address: bool) -> None:
 
 def test_a_word_like_a_name_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["join", "mypc", "--home", str(tmp_path)]) == 3
-    told = capsys.readouterr().err
-    assert "mypc is not a join token" in told
-    assert "molink join mypc:5479" in told
+    errors = capsys.readouterr().err
+    assert "mypc is not a join token" in errors
+    assert "molink join mypc:5479" in errors
     assert main.run(["join", "x" * 60, "--home", str(tmp_path)]) == 3
     assert "PC's name" not in capsys.readouterr().err
 

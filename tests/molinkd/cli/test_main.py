@@ -214,9 +214,9 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("verb", ["simulate", "up"])
 def test_invalid_choices_are_explained(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([verb, "--preemption-mode", "nonsense"]) == 2
-    told = capsys.readouterr().err
-    assert "'nonsense' is not one of 'recompute', 'reactive-swap', 'proactive-swap'" in told
-    assert "Value error" not in told
+    output = capsys.readouterr().err
+    assert "'nonsense' is not one of 'recompute', 'reactive-swap', 'proactive-swap'" in output
+    assert "Value error" not in output
 
 
 def test_a_broken_model_is_reported_before_the_start(

@@ -134,7 +134,7 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "told"),
+    ("option", "value", "message"),
     [
         ("--device", "rtx9090", "rtx4090"),
         ("--device", "rtx3060,,rtx3090", "--device takes"),
@@ -148,10 +148,10 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_invalid_options_are_rejected(
-    capsys: pytest.CaptureFixture[str], option: str, value: str, told: str
+    capsys: pytest.CaptureFixture[str], option: str, value: str, message: str
 ) -> None:
     assert run([*RING, option, value]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_help_lists_lazy_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +187,7 @@ def stage(peer: str, step_s: float, link_s: float, *, measured: bool = True) -> 
 def status(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
     pipeline = {"id": "p1", "ready": True, "stages": list(stages), "reason": ""}
     peers = [
-        {"id": peer, "name": peer.upper(), "state": state, "reason": "a spare" * (peer == "c")}
+        {"id": peer, "name": peer.upper(), "state": state, "reason": "a standby" * (peer == "c")}
         for peer, state in (("a", "online"), ("b", "online"), ("c", "online"), ("d", "offline"))
     ]
     return {"model": "toy", "peers": peers, "pipelines": [pipeline], "trouble": "", **more}
@@ -199,11 +199,11 @@ def test_the_links_are_the_bottleneck(capsys: pytest.CaptureFixture[str]) -> Non
     )
     assert plan.round_trip_s == pytest.approx(0.065)
     assert plan.bottleneck == "network, mostly A to B: 77 % of the time per token"
-    assert plan.spare_peers == {"C": "a spare"}
+    assert plan.idle_peers == {"C": "a standby"}
     assert plan.as_json()["stages"][1]["measured"] is False
     print_plan(plan)
     shown = capsys.readouterr().out
-    for text in ("30.0 ms", "20.0 ms (assumed)", "65.0 ms", "No stage: C (a spare)"):
+    for text in ("30.0 ms", "20.0 ms (assumed)", "65.0 ms", "No stage: C (a standby)"):
         assert text in shown
 
 
@@ -237,13 +237,13 @@ def test_memory_and_the_first_token(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    told = status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020))
+    report = status(stage("a", 0.010, 0.030), stage("b", 0.005, 0.020))
     load = {"weights": 3 * 10**9, "kv": 2 * 10**9}
     worker = {"pipeline": "p1", "stage": 0, "load": load}
-    told["peers"][0] |= {"memory": 12 * 10**9, "workers": [{**worker, "pipeline": "p0"}, worker]}
-    told["peers"][1] |= {"memory": 1, "workers": [{**worker, "stage": 1, "load": None}]}
-    told["scale_out"] = {"p1": {"prompt": 512, "first_token_s": 1.25}}
-    (plan,) = explain_rings(told)
+    report["peers"][0] |= {"memory": 12 * 10**9, "workers": [{**worker, "pipeline": "p0"}, worker]}
+    report["peers"][1] |= {"memory": 1, "workers": [{**worker, "stage": 1, "load": None}]}
+    report["scale_out"] = {"p1": {"prompt": 512, "first_token_s": 1.25}}
+    (plan,) = explain_rings(report)
     assert [(one.weights, one.kv, one.memory) for one in plan.stages] == [
         (3 * 10**9, 2 * 10**9, 12 * 10**9),
         (0, 0, 0),
@@ -270,12 +270,12 @@ def test_no_daemon(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_model_has_its_ring() -> None:
-    told = status(stage("a", 0.010, 0.0))
-    (one,) = told["pipelines"]
+    report = status(stage("a", 0.010, 0.0))
+    (one,) = report["pipelines"]
     other = {**one, "model": "other", "stages": [stage("b", 0.005, 0.0)]}
-    told |= {"pipelines": [one, other], "models": [{"name": "other", "objective": "throughput"}]}
-    first, second = explain_rings(told)
-    assert (first.model, second.model) == (told["model"], "other")
+    report |= {"pipelines": [one, other], "models": [{"name": "other", "objective": "throughput"}]}
+    first, second = explain_rings(report)
+    assert (first.model, second.model) == (report["model"], "other")
     assert second.objective == "throughput"
     assert second.round_trip_s == 0.005
-    assert not {stage.peer for stage in second.stages} & second.spare_peers.keys()
+    assert not {stage.peer for stage in second.stages} & second.idle_peers.keys()

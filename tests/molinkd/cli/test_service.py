@@ -24,11 +24,11 @@ class System:
     """A fake system that records commands and fails on request."""
 
     def __init__(self, fails: Callable[[Sequence[str]], bool] = lambda _: False) -> None:
-        self.told: list[list[str]] = []
+        self.commands: list[list[str]] = []
         self._fails = fails
 
     def run(self, command: Sequence[str]) -> CommandResult:
-        self.told.append(list(command))
+        self.commands.append(list(command))
         return (
             CommandResult(1, "no such thing")
             if self._fails(command)
@@ -49,7 +49,7 @@ def test_a_unit_is_written_enabled_and_started(tmp_path: Path) -> None:
     assert '"/home/a b/50%%$$x"' in text  # `%` and `$` are special to systemd
     assert "Restart=on-failure" in text
     assert "${" not in text
-    verbs = [command[2] for command in system.told]
+    verbs = [command[2] for command in system.commands]
     assert verbs == ["daemon-reload", "daemon-reload", "enable", "restart"]
     assert service.get_status() == (True, "active")
 
@@ -65,7 +65,7 @@ def test_a_unit_is_removed(tmp_path: Path) -> None:
     system = System()
     service = systemd(system, tmp_path)
     assert not service.uninstall_service()
-    assert not system.told
+    assert not system.commands
     service.install_service(COMMAND)
     assert service.uninstall_service()
     assert not service.path.exists()
@@ -92,14 +92,14 @@ def test_a_task_is_created_started_and_deleted() -> None:
     service = TaskSchedulerService(system.run)
     service.install_service(COMMAND)
     assert service.uninstall_service()
-    assert [command[1] for command in system.told] == [
+    assert [command[1] for command in system.commands] == [
         "/Create",
         "/Run",
         "/Query",
         "/End",
         "/Delete",
     ]
-    assert all(Path(command[0]).name == "schtasks.exe" for command in system.told)
+    assert all(Path(command[0]).name == "schtasks.exe" for command in system.commands)
     assert not TaskSchedulerService(System(lambda _: True).run).uninstall_service()
 
 
@@ -141,9 +141,9 @@ def test_without_a_session_the_daemon_keeps_running(
     home = Home(tmp_path / "home").create_folders()
     MembershipRecord(swarm="s", coordinator_key="k", addresses=()).save(home.membership)
     assert run(["service", "install", "--home", str(home.root)]) == 1
-    told = capsys.readouterr().err
-    assert "daemon-reload` failed" in told
-    assert "molink up --background" in told
+    errors = capsys.readouterr().err
+    assert "daemon-reload` failed" in errors
+    assert "molink up --background" in errors
 
 
 @pytest.mark.parametrize(("own", "role"), [(True, "up"), (False, "join")])

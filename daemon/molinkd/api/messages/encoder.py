@@ -112,8 +112,8 @@ class MessagesEncoder:
 def _encode_block_event(step: BlockEvent) -> bytes:
     match step:
         case BlockStartedEvent(block):
-            begun = _block_json(block)
-            return _encode_event("content_block_start", index=block.index, content_block=begun)
+            start = _block_json(block)
+            return _encode_event("content_block_start", index=block.index, content_block=start)
         case BlockGrownEvent(block, text):
             if not text:  # logprobs only, which this protocol lacks
                 return b""

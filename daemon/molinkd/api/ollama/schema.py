@@ -187,10 +187,10 @@ class ChatRequest(OllamaRequest, kw_only=True):
                 )
                 continue
             content = "" if one.tool_calls and one.content is None else one.content
-            made = make_message(one.role, content, where)
-            made.reasoning_content = one.thinking
-            made.tool_calls = calls.assign_ids(one.tool_calls or ())
-            messages.append(made)
+            message = make_message(one.role, content, where)
+            message.reasoning_content = one.thinking
+            message.tool_calls = calls.assign_ids(one.tool_calls or ())
+            messages.append(message)
         body = ChatBody(model=self.served_name, messages=messages)
         functions = [tool.function for tool in self.tools or ()]
         body.tools = [make_tool(one.name, one.description, one.parameters) for one in functions]

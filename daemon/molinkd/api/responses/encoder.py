@@ -43,9 +43,9 @@ class ResponseItems:
 
     def make_item(self, block: ContentBlock, status: ItemStatus) -> dict[str, Any]:
         """Build an item; it has no content while in progress."""
-        begun = status == "in_progress"
+        started = status == "in_progress"
         item = {"id": self.item_id(block), "status": status}
-        content = [] if begun else [self.make_part(block)]
+        content = [] if started else [self.make_part(block)]
         match block.kind:
             case "text":
                 return {**item, "type": "message", "role": "assistant", "content": content}
@@ -58,15 +58,15 @@ class ResponseItems:
                     "type": "function_call",
                     "call_id": call_id,
                     "name": block.name,
-                    "arguments": "" if begun else block.text,
+                    "arguments": "" if started else block.text,
                 }
 
-    def make_part(self, block: ContentBlock, *, begun: bool = False) -> dict[str, Any]:
-        """Build the single content part of an item; empty when ``begun``."""
-        text = "" if begun else block.text
+    def make_part(self, block: ContentBlock, *, started: bool = False) -> dict[str, Any]:
+        """Build the single content part of an item; empty when ``started``."""
+        text = "" if started else block.text
         if block.kind == "thought":
             return {"type": "reasoning_text", "text": text}
-        logprobs = [] if begun else self.make_logprobs(block.logprobs)
+        logprobs = [] if started else self.make_logprobs(block.logprobs)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def make_logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
@@ -154,13 +154,13 @@ class ResponsesEncoder:
         delta = json.encode({"type": kind, **position})[:-1] + b',"delta":'
         self._delta_start = b"event: " + kind.encode() + b"\ndata: " + delta
         item = self._items.make_item(block, "in_progress")
-        begun = self._encode_event(
+        started = self._encode_event(
             "response.output_item.added", output_index=block.index, item=item
         )
         if block.kind == "call":
-            return begun
-        part = self._items.make_part(block, begun=True)
-        return begun + self._encode_event("response.content_part.added", **position, part=part)
+            return started
+        part = self._items.make_part(block, started=True)
+        return started + self._encode_event("response.content_part.added", **position, part=part)
 
     def _encode_block_end(self, block: ContentBlock) -> bytes:
         kind, position = f"{_EVENTS[block.kind]}.done", self._item_position(block)

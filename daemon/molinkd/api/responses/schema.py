@@ -129,8 +129,8 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     @property
     def text_format(self) -> TextFormat:
         """``text.format``, or plain text."""
-        asked = self.text.format if self.text is not None else None
-        return asked or TextFormat(type="text")
+        requested = self.text.format if self.text is not None else None
+        return requested or TextFormat(type="text")
 
     def as_openai(self) -> ChatBody:
         """Convert to the body of ``/v1/chat/completions``.

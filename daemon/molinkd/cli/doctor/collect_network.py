@@ -63,13 +63,13 @@ def _listen_for_swarms(settings: Settings) -> tuple[tuple[str, ...], str]:
 
 def _probe_ports(settings: Settings) -> tuple[PortFact, ...]:
     first, last = settings.worker_ports
-    wanted = [
+    endpoints = [
         ("api_port", settings.api_host, settings.api_port),
         ("coordinator_port", settings.host, settings.coordinator_port),
         ("control_port", settings.host, settings.control_port),
         *(("worker_ports", settings.host, port) for port in range(first, last + 1) if first),
     ]
-    return tuple(_probe_port(setting, host, port) for setting, host, port in wanted if port)
+    return tuple(_probe_port(setting, host, port) for setting, host, port in endpoints if port)
 
 
 def _probe_port(setting: str, host: str, port: int) -> PortFact:

@@ -142,8 +142,8 @@ def _has_code(kernels_for: tuple[str, ...], capability: str) -> bool:
 
 def _major_version(version: str | None) -> int:
     """Return ``12`` for ``12.8``; a large number if unknown, so that no check fails."""
-    head = (version or "").partition(".")[0]
-    return int(head) if head.isdecimal() else 1000
+    major_text = (version or "").partition(".")[0]
+    return int(major_text) if major_text.isdecimal() else 1000
 
 
 def _check_kernels(facts: DeviceFacts) -> Finding:

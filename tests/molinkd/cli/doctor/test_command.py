@@ -62,13 +62,13 @@ def test_the_swarms_own_report(
 
 def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, facts(host=host(free_bytes=1)), "--json") == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is False
-    names = [one["check"] for one in told["checks"]]
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    names = [one["check"] for one in report["checks"]]
     assert " ".join(names) == (
         "daemon torch kernels ports firewall nat discovery state disk sleep clock version"
     )
-    disk = told["checks"][names.index("disk")]
+    disk = report["checks"][names.index("disk")]
     assert (disk["level"], disk["commands"], disk["fix"]) == ("problem", [], None)
 
 

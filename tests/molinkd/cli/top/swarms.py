@@ -16,14 +16,14 @@ def decode(status: dict[str, Any]) -> SwarmStatus:
 
 def stage_of(number: int, layers: list[int], **changes: Any) -> dict[str, Any]:
     """A worker's entry."""
-    lanes = {"decode": {"queued": 0, "in_flight": 1200}, "bulk": {"queued": 64000, "in_flight": 0}}
+    queues = {"decode": {"queued": 0, "in_flight": 1200}, "bulk": {"queued": 64000, "in_flight": 0}}
     load = {
         "busy": 34 + number,
         "bubbles": 12,
         "requests": 2,
         "weights": 3 * GB,
         "kv": GB,
-        "link": {"latency_s": 0.015 * (number + 1), "rate": 11_750_000.0 / (number + 1), **lanes},
+        "link": {"latency_s": 0.015 * (number + 1), "rate": 11_750_000.0 / (number + 1), **queues},
     }
     return {
         "pid": 1,

@@ -39,7 +39,7 @@ class Daemon:
 
     def __init__(self, answer: SwarmStatus | MolinkError) -> None:
         self.answer = answer
-        self.told: list[ControlMessage] = []
+        self.received: list[ControlMessage] = []
         self.refusal: MolinkError | None = None
         self.now = 1000.0
 
@@ -49,7 +49,7 @@ class Daemon:
         return self.answer, False
 
     async def tell(self, message: ControlMessage) -> ControlMessage:
-        self.told.append(message)
+        self.received.append(message)
         if self.refusal is not None:
             raise self.refusal
         if isinstance(message, PairingDecisionRequest):
@@ -125,7 +125,7 @@ async def test_a_typed_code_approves_a_pc() -> None:
         await pilot.pause()
         compare("approve-80x24", screen(app))
         await pilot.press("enter")
-        assert not daemon.told, "nothing was typed"
+        assert not daemon.received, "nothing was typed"
         await pilot.press(*"4829", "minus", "enter")
         await pilot.pause()
         assert "joined." in screen(app)
@@ -140,7 +140,7 @@ async def test_a_typed_code_approves_a_pc() -> None:
         assert "no PC that waits shows the code 1" in screen(app)
         await pilot.press("a", "2", "escape")
         await pilot.pause()
-    assert daemon.told == [
+    assert daemon.received == [
         PairingDecisionRequest(ref=0, code="4829-", refuse=False),
         PairingDecisionRequest(ref=0, code="1", refuse=True),
     ]
@@ -154,7 +154,7 @@ async def test_this_pc_is_drained_and_resumed() -> None:
             await pilot.press(*keys)
             await pilot.pause()
         assert "can hold layers again" in screen(app)
-    assert daemon.told == [DrainRequest(ref=0, drain=True), DrainRequest(ref=0, drain=False)]
+    assert daemon.received == [DrainRequest(ref=0, drain=True), DrainRequest(ref=0, drain=False)]
 
 
 async def test_rebalancing_needs_confirmation() -> None:
@@ -165,7 +165,7 @@ async def test_rebalancing_needs_confirmation() -> None:
             await pilot.press(*keys)
             await pilot.pause()
         assert "Reassigning all layers" in screen(app)
-    assert daemon.told == [Rebalance(ref=0)]
+    assert daemon.received == [Rebalance(ref=0)]
 
 
 async def test_a_pause_freezes_the_view() -> None:

@@ -201,8 +201,8 @@ def test_extreme_numbers() -> None:
     status = swarms.loading()
     worker = status["peers"][0]["workers"][0]
     worker |= {"fetching": {"done": 0, "total": most}, "layers": [most, most]}
-    lanes = {"queued": most, "in_flight": most}
-    link = {"latency_s": 1e15, "rate": 1e15, "decode": lanes, "bulk": lanes}
+    queues = {"queued": most, "in_flight": most}
+    link = {"latency_s": 1e15, "rate": 1e15, "decode": queues, "bulk": queues}
     worker["load"] = {"busy": most, "bubbles": most, "weights": most, "kv": most, "link": link}
     status["story"] = ["nan x", "inf x", "-inf x", "1e400 x", "x", ""]
     transfer = {"bytes": most, "total": most, "rate": most, "eta_s": most}
