@@ -79,9 +79,9 @@ class FallbackRouter(Router):
     def on_pipeline_removed(self, name: PipelineName) -> None:
         self._notify_router(lambda router: router.on_pipeline_removed(name))
 
-    def _notify_router(self, tell: Callable[[Router], None]) -> None:
+    def _notify_router(self, notify: Callable[[Router], None]) -> None:
         try:
-            tell(self._router)
+            notify(self._router)
         except Exception as error:  # a failing router must not fail requests
             self._fall_back(error)
 

@@ -54,12 +54,12 @@ class AdmissionController:
             return abandoned
         held = Counter(state.peer for state in requests)
         greedy = max(held, key=held.__getitem__, default=peer)
-        theirs = peer if held[greedy] < held[peer] + 2 else greedy
-        clients = Counter(state.request.client for state in requests if state.peer == theirs)
+        chosen = peer if held[greedy] < held[peer] + 2 else greedy
+        clients = Counter(state.request.client for state in requests if state.peer == chosen)
         most = max(clients, key=clients.__getitem__, default=new.request.client)
-        if theirs == peer and clients[most] < clients[new.request.client] + 2:
+        if chosen == peer and clients[most] < clients[new.request.client] + 2:
             return None
-        requests = [state for state in reversed(requests) if state.client_key == (theirs, most)]
+        requests = [state for state in reversed(requests) if state.client_key == (chosen, most)]
         stalled = next((state for state in requests if state.is_stalled), None)
         return stalled or max(requests, key=lambda state: state.queue_key)
 

@@ -157,10 +157,10 @@ class FairShares:
         for state, units in backlog:
             peer, client = state.peer, state.request.client
             if (peer, client) != new.client_key or state.queue_key <= new.queue_key:
-                theirs = shared.setdefault(peer, {})
-                theirs[client] = theirs.get(client, 0.0) + units
+                of_peer = shared.setdefault(peer, {})
+                of_peer[client] = of_peer.get(client, 0.0) + units
         counters = self._clients.get(new.peer, VirtualTokenCounters())
-        sums = {peer: sum(theirs.values()) for peer, theirs in shared.items()}
+        sums = {peer: sum(of_peer.values()) for peer, of_peer in shared.items()}
         sums[new.peer] = counters.units_before(new.request.client, shared[new.peer])
         return self._peers.units_before(new.peer, sums)
 

@@ -199,10 +199,10 @@ class KVCacheManager:
         del references[-1]
         self.allocator.validate(references, self._tree)
         self._tree.validate()
-        later = {block: place for place, block in enumerate(self.allocator.cached_blocks)}
+        ages = {block: index for index, block in enumerate(self.allocator.cached_blocks)}
         for block in self._tree:
             parent = self._tree.parent_of(block)
-            if parent in later and later.get(block, len(later)) > later[parent]:
+            if parent in ages and ages.get(block, len(ages)) > ages[parent]:
                 raise InvariantError(f"block {block} outlives its parent {parent}")
 
 

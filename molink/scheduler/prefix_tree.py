@@ -105,8 +105,8 @@ class PrefixTree:
         """
         if block in self._sorted_keys:
             raise InvariantError(f"block {block} can't be removed before what follows it")
-        parent, key = place = self._locations.pop(block)
-        del self._children[place]
+        parent, key = location = self._locations.pop(block)
+        del self._children[location]
         keys = self._sorted_keys[parent]
         del keys[bisect_left(keys, key)]
         if not keys:
@@ -146,7 +146,7 @@ class PrefixTree:
         Raises:
             InvariantError: they don't.
         """
-        if {place: block for block, place in self._locations.items()} != self._children:
+        if {location: block for block, location in self._locations.items()} != self._children:
             raise InvariantError("a block is not below its parent")
         keys: dict[int, list[BlockTokens]] = {}
         for parent, key in self._children:

@@ -122,8 +122,8 @@ class RequestQueues:
         able = self.fair_shares.order_waiting(
             [state for state in self._waiting if not state.is_stalled]
         )
-        theirs = [state for state in able if state.client_key == able[0].client_key]
-        ordered = self.policy.order_running(theirs, now)
+        candidates = [state for state in able if state.client_key == able[0].client_key]
+        ordered = self.policy.order_running(candidates, now)
         yield from sorted(ordered, key=lambda state: state.request.priority)[:count]
 
     def next_swapped(self, now: float) -> RequestState | None:

@@ -122,17 +122,17 @@ class FleetPipeline:
     def form_ring(self) -> None:
         """Form a ring of the present PCs unless the current one is as large."""
         most = self._templates.scenario.stages
-        there = [pc for pc in self._pcs if pc.is_present][:most]
-        template = self._templates.for_stages(len(there))
+        present = [pc for pc in self._pcs if pc.is_present][:most]
+        template = self._templates.for_stages(len(present))
         old = self.epoch
-        if template is None or (old is not None and len(old.ring.pcs) >= len(there)):
+        if template is None or (old is not None and len(old.ring.pcs) >= len(present)):
             return
         self.num_formed += 1
         fleet = self._fleet
         ring = SimRing(
             self._event_queue,
             template,
-            there,
+            present,
             fleet.create_receiver,
             self._on_broken,
             self.num_formed,

@@ -164,7 +164,7 @@ class Scenario:
             "scheduling_policy": self.scheduling_policy,
             "preemption_mode": self.preemption_mode,
             "cut_through": self.cut_through,
-            "unpaired": self.prefill_only_batches,
+            "prefill_only_batches": self.prefill_only_batches,
             "compression": self.compression,
             "micro_batches": self.micro_batches or "auto",
             "tensors": self.tensors_per_row,

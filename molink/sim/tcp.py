@@ -197,8 +197,8 @@ class TcpConnection:
         awaited, messages, now = self._awaited, self._messages, self._event_queue.now
         while awaited and awaited[0].has_arrived:
             awaited.popleft()
-        there = awaited[0].offset if awaited else self._next
-        while messages and messages[0].end <= there:
+        received = awaited[0].offset if awaited else self._next
+        while messages and messages[0].end <= received:
             message = messages.popleft()
             message.passed(message.sent_at, pair.passed_at, now)
         # Acknowledgements from one queue arrive at once, apart from rounding.

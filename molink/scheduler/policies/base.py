@@ -38,7 +38,7 @@ class SchedulingPolicy(Protocol):
         """Update measured stage and link times; unknown profiles count as nothing."""
         return
 
-    def set_capacity(self, tokens: int, places: int) -> None:
+    def set_capacity(self, tokens: int, max_num_seqs: int) -> None:
         """Set the KV capacity in tokens, and the maximum number of running requests."""
         return
 

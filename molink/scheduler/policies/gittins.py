@@ -87,8 +87,8 @@ class Gittins(RankedPolicy):
         #: Seconds per prompt row and per token at the last re-evaluation of all requests.
         self._index_costs = self._costs.token_s, DEFAULT_ITERATION_S
 
-    def set_capacity(self, tokens: int, slots: int) -> None:
-        self._kv_tokens, self._max_num_seqs = tokens, slots
+    def set_capacity(self, tokens: int, max_num_seqs: int) -> None:
+        self._kv_tokens, self._max_num_seqs = tokens, max_num_seqs
 
     def set_answer_lengths(self, answers: AnswerLengths) -> None:
         self._answer_lengths = answers
@@ -99,38 +99,38 @@ class Gittins(RankedPolicy):
         measures = self._costs.token_s, self._token_s(1.0)[0]
         if not all(map(_is_close, measures, self._index_costs)):
             self._index_costs = measures
-            for standing in self._states.values():
-                standing.valid_until = 0
+            for entry in self._states.values():
+                entry.valid_until = 0
 
     def on_arrived(self, state: RequestState, now: float) -> None:
-        standing = self._states[state] = _GittinsState(self._num_arrivals, now)
+        entry = self._states[state] = _GittinsState(self._num_arrivals, now)
         self._num_arrivals += 1
-        self._compute_index(state, standing)
+        self._compute_index(state, entry)
 
     def on_issued(self, state: RequestState, now: float) -> None:
         """Start running, promoted if it has waited too long."""
-        standing = self._states[state]
-        if standing.idle_since < math.inf:
-            if standing.promoted_at is None and now >= standing.promotion_due_at:
-                standing.promoted_at, standing.spent_s = standing.promotion_due_at, 0.0
-                standing.granted_s = standing.wall_s
-            standing.counted_until = now
-            standing.mark_idle(math.inf)
+        entry = self._states[state]
+        if entry.idle_since < math.inf:
+            if entry.promoted_at is None and now >= entry.promotion_due_at:
+                entry.promoted_at, entry.spent_s = entry.promotion_due_at, 0.0
+                entry.granted_s = entry.wall_s
+            entry.counted_until = now
+            entry.mark_idle(math.inf)
         if state.phase == "prefill":  # less is left
-            standing.valid_until = 0
+            entry.valid_until = 0
 
     def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
         """Account the service time."""
-        standing = self._states[state]
-        standing.spent_s += now - standing.counted_until
-        standing.counted_until = now
+        entry = self._states[state]
+        entry.spent_s += now - entry.counted_until
+        entry.counted_until = now
         if not state.awaited_seqs:
-            standing.mark_idle(now)
-        if standing.promoted_at is not None and standing.spent_s >= standing.granted_s:
-            standing.promoted_at = None
+            entry.mark_idle(now)
+        if entry.promoted_at is not None and entry.spent_s >= entry.granted_s:
+            entry.promoted_at = None
 
     def on_answered(self, state: RequestState) -> None:
-        """That is how long such answers are."""
+        """Learn the length of the answer."""
         self._answer_lengths.add_answer(state.num_prompt_tokens, state.num_output_tokens)
 
     def on_removed(self, state: RequestState, now: float) -> None:
@@ -149,30 +149,30 @@ class Gittins(RankedPolicy):
             self._compute_index(state, found)
         return found
 
-    def _compute_index(self, state: RequestState, standing: _GittinsState) -> None:
+    def _compute_index(self, state: RequestState, entry: _GittinsState) -> None:
         tokens, most = state.num_output_tokens, state.request.max_tokens
         longer = self._answer_lengths.longer_answers(tokens, state.num_prompt_tokens)
         answers = [min(answer, most) for answer in longer]
         count, before_s = len(answers), self._next_token_s(state)
         context = len(state.tokens) + (sum(answers) / count - tokens) / 2
         share_s, round_trip_s = self._token_s(context)
-        best, horizon, mean, brings, run = math.inf, 0, 0.0, 0.0, 0
+        best, horizon, mean, gain, run = math.inf, 0, 0.0, 0.0, 0
         for index, answer in enumerate(answers, start=1):
-            brings += 1 / answer
+            gain += 1 / answer
             run += answer - tokens
             if index < MIN_ENDING_SHARE * count:
                 continue
             rest = run + (count - index) * (answer - tokens)
-            seconds = (count * before_s + share_s * rest) / brings
+            seconds = (count * before_s + share_s * rest) / gain
             if seconds < best:
                 best, horizon, mean = seconds, answer - tokens, rest / count
-        standing.index, standing.level = best, _index_level(best)
-        standing.valid_until = len(state.tokens) + max(1, tokens // _REEVALUATION_STEP)
-        standing.work_s, standing.wall_s = (
+        entry.index, entry.level = best, _index_level(best)
+        entry.valid_until = len(state.tokens) + max(1, tokens // _REEVALUATION_STEP)
+        entry.work_s, entry.wall_s = (
             before_s + share_s * mean,
             before_s + round_trip_s * horizon,
         )
-        standing.mark_idle(standing.idle_since)
+        entry.mark_idle(entry.idle_since)
 
     def _next_token_s(self, state: RequestState) -> float:
         """Seconds until the next token, besides those of an iteration."""
@@ -201,21 +201,21 @@ class Gittins(RankedPolicy):
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
         """By promotion, then by the index level, then by arrival."""
-        standing = self._current_state(state)
-        if standing.promoted_at is not None:
-            return -1, standing.promoted_at, standing.arrival_number
-        if now >= standing.promotion_due_at and not state.is_stalled:
-            return -1, standing.promotion_due_at, standing.arrival_number
-        return standing.level, 0.0, standing.arrival_number
+        entry = self._current_state(state)
+        if entry.promoted_at is not None:
+            return -1, entry.promoted_at, entry.arrival_number
+        if now >= entry.promotion_due_at and not state.is_stalled:
+            return -1, entry.promotion_due_at, entry.arrival_number
+        return entry.level, 0.0, entry.arrival_number
 
     def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
         """The best request of the first client.
 
         Ranking across clients would let those with cached prompts overtake all others.
         """
-        theirs = [state for state in waiting if state.client_key == waiting[0].client_key]
+        requests = [state for state in waiting if state.client_key == waiting[0].client_key]
         return min(
-            theirs, key=lambda state: (state.request.priority, self.rank_request(state, now))
+            requests, key=lambda state: (state.request.priority, self.rank_request(state, now))
         )
 
     def can_preempt(self, preemptor: RequestState, other: RequestState, now: float) -> bool:
@@ -223,9 +223,9 @@ class Gittins(RankedPolicy):
         first, second = self.rank_request(preemptor, now), self.rank_request(other, now)
         if first[0] < 0 or second[0] < 0:
             return first < second
-        mine = self._current_state(preemptor)
-        share = self._restore_s(other) / mine.work_s if mine.work_s else 0.0
-        return _index_level(mine.index * (1 + share)) < second[0]
+        own = self._current_state(preemptor)
+        share = self._restore_s(other) / own.work_s if own.work_s else 0.0
+        return _index_level(own.index * (1 + share)) < second[0]
 
     def estimate_next_scheduled(
         self, requests: Collection[RequestState], batch: int, now: float
@@ -234,13 +234,13 @@ class Gittins(RankedPolicy):
         tokens, slots, work_s, scheduled = self._kv_tokens, self._max_num_seqs, 0.0, {}
         asked = set(requests)
         for state in sorted(self._states, key=lambda state: self.rank_request(state, now)):
-            standing = self._states[state]
+            entry = self._states[state]
             tokens, slots = tokens - len(state.tokens), slots - 1
             if state in asked:
-                promoted_s = max(0.0, standing.promotion_due_at - now)
+                promoted_s = max(0.0, entry.promotion_due_at - now)
                 scheduled[state] = min(work_s, promoted_s)
             if tokens < 0 or slots < 0:
-                work_s += standing.work_s
+                work_s += entry.work_s
         return scheduled
 
 

@@ -79,12 +79,12 @@ class Mlfq(RankedPolicy):
         levels = range(LEVELS - 1)
         return next((level for level in levels if self.quantum_s(level) >= seconds), LEVELS - 1)
 
-    def _promoted_at(self, place: QueuePosition) -> float | None:
+    def _promoted_at(self, entry: QueuePosition) -> float | None:
         """When it is promoted if it stays idle; ``None`` while it runs."""
-        if place.idle_since is None:
+        if entry.idle_since is None:
             return None
-        return place.idle_since + max(
-            self._alpha, PROMOTION_QUANTA * self.quantum_s(place.home_level)
+        return entry.idle_since + max(
+            self._alpha, PROMOTION_QUANTA * self.quantum_s(entry.home_level)
         )
 
     def set_times(self, times: RingTimes) -> None:
@@ -102,27 +102,27 @@ class Mlfq(RankedPolicy):
 
     def on_issued(self, state: RequestState, now: float) -> None:
         """Start running, promoted if it has waited too long."""
-        place = self._positions[state]
-        promoted_at = self._promoted_at(place)
+        entry = self._positions[state]
+        promoted_at = self._promoted_at(entry)
         if promoted_at is None:
             return
-        if place.level > 0 and now >= promoted_at:
-            place.level, place.since, place.spent_s = 0, promoted_at, 0.0
-        place.idle_since, place.counted_until = None, now
+        if entry.level > 0 and now >= promoted_at:
+            entry.level, entry.since, entry.spent_s = 0, promoted_at, 0.0
+        entry.idle_since, entry.counted_until = None, now
 
     def on_rows_returned(self, state: RequestState, seconds: float, now: float) -> None:
         """Consume the quantum, and demote the request when it is used up."""
         self._observe_iteration(seconds)
-        place = self._positions[state]
-        place.spent_s += now - place.counted_until
-        place.counted_until = now
+        entry = self._positions[state]
+        entry.spent_s += now - entry.counted_until
+        entry.counted_until = now
         if not state.awaited_seqs:
-            place.idle_since = now
-        if place.spent_s >= self.quantum_s(place.home_level):
-            place.level = place.home_level = min(
-                self.demoted_level(state, place.home_level), LEVELS - 1
+            entry.idle_since = now
+        if entry.spent_s >= self.quantum_s(entry.home_level):
+            entry.level = entry.home_level = min(
+                self.demoted_level(state, entry.home_level), LEVELS - 1
             )
-            place.since, place.spent_s = now, 0.0
+            entry.since, entry.spent_s = now, 0.0
 
     def _observe_iteration(self, seconds: float) -> None:
         """Without profiles, use the shortest measured iteration."""
@@ -139,7 +139,7 @@ class Mlfq(RankedPolicy):
 
     def queue_lengths(self) -> Sequence[int]:
         """Requests per queue."""
-        levels = Counter(place.level for place in self._positions.values())
+        levels = Counter(entry.level for entry in self._positions.values())
         return [levels[level] for level in range(LEVELS)]
 
     def can_be_preempted(self, state: RequestState) -> bool:
@@ -153,7 +153,7 @@ class Mlfq(RankedPolicy):
         self, requests: Collection[RequestState], batch: int, now: float
     ) -> Mapping[RequestState, float]:
         """Until the requests before it are demoted to its queue, or it is promoted (§4.2)."""
-        levels = Counter(place.level for place in self._positions.values())
+        levels = Counter(entry.level for entry in self._positions.values())
         before, ahead, quanta = [0.0] * LEVELS, 0, 0.0
         # Each request ahead consumes the quanta of all queues from its own to this one.
         for level in range(1, LEVELS):
@@ -162,9 +162,9 @@ class Mlfq(RankedPolicy):
             before[level] = quanta / max(1, batch)
         scheduled = {}
         for state in requests:
-            place = self._positions[state]
-            promoted_at = self._promoted_at(place)
-            waits = before[place.level]
+            entry = self._positions[state]
+            promoted_at = self._promoted_at(entry)
+            waits = before[entry.level]
             scheduled[state] = (
                 waits if promoted_at is None else min(waits, max(0.0, promoted_at - now))
             )
@@ -172,16 +172,16 @@ class Mlfq(RankedPolicy):
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
         """By queue, then by the time of joining it."""
-        place = self._positions[state]
-        promoted_at = self._promoted_at(place)
+        entry = self._positions[state]
+        promoted_at = self._promoted_at(entry)
         if (
             promoted_at is not None
-            and place.level > 0
+            and entry.level > 0
             and now >= promoted_at
             and not state.is_stalled
         ):
-            return 0, promoted_at, place.arrival_number
-        return place.level, place.since, place.arrival_number
+            return 0, promoted_at, entry.arrival_number
+        return entry.level, entry.since, entry.arrival_number
 
 
 class SkipJoinMlfq(Mlfq):
@@ -214,7 +214,7 @@ class FixedPriority(SkipJoinMlfq):
     def on_issued(self, state: RequestState, now: float) -> None:
         """Never promote."""
 
-    def _promoted_at(self, place: QueuePosition) -> float | None:
+    def _promoted_at(self, entry: QueuePosition) -> float | None:
         return None
 
     def can_be_preempted(self, state: RequestState) -> bool:
@@ -223,5 +223,5 @@ class FixedPriority(SkipJoinMlfq):
 
     def rank_request(self, state: RequestState, now: float) -> Rank:
         """By queue, then by arrival."""
-        place = self._positions[state]
-        return place.level, 0.0, place.arrival_number
+        entry = self._positions[state]
+        return entry.level, 0.0, entry.arrival_number

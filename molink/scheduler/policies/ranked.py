@@ -43,8 +43,8 @@ class RankedPolicy(SchedulingPolicy):
         ranks = {state: self.rank_request(state, now) for state in waiting}
         best = min(level for level, _, _ in ranks.values())
         level = [state for state in waiting if ranks[state][0] == best]
-        theirs = [state for state in level if state.client_key == level[0].client_key]
-        return min(theirs, key=lambda state: (state.request.priority, ranks[state]))
+        requests = [state for state in level if state.client_key == level[0].client_key]
+        return min(requests, key=lambda state: (state.request.priority, ranks[state]))
 
     def order_running(self, requests: Sequence[RequestState], now: float) -> Sequence[RequestState]:
         return sorted(requests, key=lambda state: self.rank_request(state, now))

@@ -34,30 +34,30 @@ class PromptLookup:
         """Propose the tokens after the latest of the longest matches."""
         self._index_tokens(tokens)
         best, most, left = self._last.get(tokens[-1], 0), 1, _MAX_MATCHES
-        place = self._latest.get((tokens[-2], tokens[-1]), 0) if len(tokens) > 1 else 0
-        while place and left and most < self._max_ngram:
-            alike = self._match_length(tokens, place)
-            if alike > most:
-                best, most = place, alike
-            place, left = self._previous[place], left - 1
+        position = self._latest.get((tokens[-2], tokens[-1]), 0) if len(tokens) > 1 else 0
+        while position and left and most < self._max_ngram:
+            length = self._match_length(tokens, position)
+            if length > most:
+                best, most = position, length
+            position, left = self._previous[position], left - 1
         return DraftProposal(tokens[best : best + count], most) if best else DraftProposal()
 
-    def _match_length(self, tokens: Sequence[int], place: int) -> int:
-        """How many tokens before ``place`` match the last ones."""
-        alike, end = 2, len(tokens)
-        while alike < min(self._max_ngram, place) and (
-            tokens[place - alike - 1] == tokens[end - alike - 1]
+    def _match_length(self, tokens: Sequence[int], position: int) -> int:
+        """How many tokens before ``position`` match the last ones."""
+        length, end = 2, len(tokens)
+        while length < min(self._max_ngram, position) and (
+            tokens[position - length - 1] == tokens[end - length - 1]
         ):
-            alike += 1
-        return alike
+            length += 1
+        return length
 
     def _index_tokens(self, tokens: Sequence[int]) -> None:
         first = len(self._previous)
-        for place in range(first, min(len(tokens), first + _INDEX_STEP)):
-            self._last[tokens[place - 1]] = place
-            if place > 1:
-                key = tokens[place - 2], tokens[place - 1]
+        for position in range(first, min(len(tokens), first + _INDEX_STEP)):
+            self._last[tokens[position - 1]] = position
+            if position > 1:
+                key = tokens[position - 2], tokens[position - 1]
                 self._previous.append(self._latest.get(key, 0))
-                self._latest[key] = place
+                self._latest[key] = position
             else:
                 self._previous.append(0)

@@ -63,7 +63,7 @@ def test_one_policy_is_an_object_and_options_apply(capsys: pytest.CaptureFixture
         "scheduling_policy": "fcfs",
         "preemption_mode": "recompute",
         "cut_through": False,
-        "unpaired": True,
+        "prefill_only_batches": True,
         "compression": "none",
         "micro_batches": 3,
         "tensors": 2,
