@@ -1,4 +1,4 @@
-"""Commands as they can be typed on this PC, or pasted on another one."""
+"""Commands as typed on this PC, or pasted on another one."""
 
 import shutil
 import sys
@@ -24,7 +24,7 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_molink_is_called_by_its_path_unless_it_is_on_the_path(
+def test_molink_is_called_by_path_unless_on_the_path(
     venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = join_words([str(venv / SCRIPT)])
@@ -48,7 +48,7 @@ def test_without_a_script_python_runs_it(venv: Path) -> None:
     assert molink_command() == join_words([str(venv / "python"), "-m", "molinkd"])
 
 
-def test_quotes() -> None:
+def test_quoting() -> None:
     assert join_words(["/a b/molink", "x"], windows=False) == "'/a b/molink' x"
     assert join_words([r"C:\venv\molink.exe", "x"], windows=True) == r"C:\venv\molink.exe x"
     # PowerShell takes a quoted word for a text, unless it is told to run it.

@@ -1,4 +1,4 @@
-"""The control socket: files for members, everything else for the user of this PC alone."""
+"""The control socket: files for peers, everything else for this PC's user only."""
 
 import asyncio
 from dataclasses import replace
@@ -121,7 +121,7 @@ def start(net: Net, library: ModelRepository, me: str) -> tuple[Server, Commands
     return server, commands
 
 
-async def test_members_read_files(net: Net, library: ModelRepository) -> None:
+async def test_peers_read_files(net: Net, library: ModelRepository) -> None:
     server, _ = start(net, library, "me")
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
     size, raw = await source.read_manifest(root(library), 0)
@@ -140,7 +140,7 @@ async def test_members_read_files(net: Net, library: ModelRepository) -> None:
         await source.read_manifest(f"{0:064}:1", 0)
 
 
-async def test_members_ask_which_parts_there_are(net: Net, library: ModelRepository) -> None:
+async def test_peers_query_available_parts(net: Net, library: ModelRepository) -> None:
     server, _ = start(net, library, "me")
     source = PeerSource(net.client(control_codec(), net.member(), server.port))
     whole = library.require_model(root(library))
@@ -159,7 +159,7 @@ async def test_members_ask_which_parts_there_are(net: Net, library: ModelReposit
         await source.read_parts(f"{0:064}:1")
 
 
-async def test_a_source_is_found_by_its_id(net: Net, library: ModelRepository) -> None:
+async def test_a_source_is_connected_by_id(net: Net, library: ModelRepository) -> None:
     server, _ = start(net, library, "me")
     mine = net.member()
     book = AddressBook(PeerKey(peer=derive_peer_id(mine.public), public_key=mine.public))
@@ -178,7 +178,7 @@ async def test_a_source_is_found_by_its_id(net: Net, library: ModelRepository) -
         assert (await source.read_manifest(root(library), 0))[0] > 0
 
 
-async def test_slices_of_a_chunk_are_read_from_the_disk_once(
+async def test_slices_of_a_chunk_read_the_disk_once(
     net: Net, library: ModelRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = start(net, library, "me")
@@ -203,7 +203,7 @@ async def test_slices_of_a_chunk_are_read_from_the_disk_once(
         assert len(reads) == 2 + index
 
 
-async def test_the_user_may_ask_for_everything(net: Net, library: ModelRepository) -> None:
+async def test_the_user_may_send_every_request(net: Net, library: ModelRepository) -> None:
     keys = net.member()
     server, commands = start(net, library, derive_peer_id(keys.public))
     client = net.client(control_codec(), keys, server.port)
@@ -242,7 +242,7 @@ async def test_the_user_may_ask_for_everything(net: Net, library: ModelRepositor
     assert leave is True
 
 
-async def test_others_may_not(net: Net, library: ModelRepository) -> None:
+async def test_other_peers_may_not(net: Net, library: ModelRepository) -> None:
     server, commands = start(net, library, "me")
     client = net.client(control_codec(), net.member(), server.port)
     await client.wait_connected(10.0)
@@ -260,7 +260,7 @@ async def test_others_may_not(net: Net, library: ModelRepository) -> None:
     assert commands.asked == []
 
 
-async def test_members_ask_who_leads(net: Net, library: ModelRepository) -> None:
+async def test_peers_query_the_leader(net: Net, library: ModelRepository) -> None:
     server, _ = start(net, library, "me")
     keys = net.member()
     view = LeaderView(
@@ -272,7 +272,7 @@ async def test_members_ask_who_leads(net: Net, library: ModelRepository) -> None
     assert reply.view == msgspec.structs.replace(view, leader=derive_peer_id(keys.public))
 
 
-async def test_a_guest_is_told_where_the_coordinator_is_and_nothing_else(
+async def test_a_guest_is_only_redirected_to_the_coordinator(
     net: Net, library: ModelRepository
 ) -> None:
     server, _ = start(net, library, "me")

@@ -1,4 +1,4 @@
-"""What a daemon does about a token, beyond what belonging to a swarm says."""
+"""A daemon's handling of tokens and output errors."""
 
 import time
 from pathlib import Path
@@ -33,7 +33,7 @@ def failing(
 
 
 @pytest.mark.parametrize("error", [TokenError("used up"), Unavailable("nobody there")])
-async def test_a_member_goes_on_without_a_token_that_does_not_hold(
+async def test_a_member_continues_with_an_invalid_token(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: MolinkError
 ) -> None:
     daemon, events = failing(monkeypatch, tmp_path, error)
@@ -47,7 +47,7 @@ async def test_a_member_goes_on_without_a_token_that_does_not_hold(
         await daemon._join_swarm(context, KEYS, TOKEN, None)
 
 
-async def test_one_that_was_revoked_does_not(
+async def test_a_banned_member_does_not_continue(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     daemon, events = failing(monkeypatch, tmp_path, PeerBanned("revoked"))
@@ -57,7 +57,7 @@ async def test_one_that_was_revoked_does_not(
     assert events == []
 
 
-def test_what_can_not_be_written_ends_nothing(tmp_path: Path) -> None:
+def test_an_output_error_is_ignored(tmp_path: Path) -> None:
     """A terminal that is a file on a full disk, say: who leads must still be able to give way."""
 
     def full(_: AnyDaemonEvent) -> None:

@@ -1,4 +1,4 @@
-"""The state folder, its lock, and the note by which the command line finds the daemon."""
+"""The state folder, its lock, and the run file."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from molinkd.peer.demo import acquire_demo_home
 from molinkd.peer.home import Home, HomeLock, RunFile, copy_measurements, read_run_file
 
 
-def test_where_the_home_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "env"))
     assert Home.find_home().root == tmp_path / "env"
     assert Home.find_home(tmp_path / "given").root == tmp_path / "given"
@@ -20,9 +20,7 @@ def test_where_the_home_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert Home.find_home().root.is_absolute()
 
 
-def test_commands_are_shown_as_they_are_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_are_shown_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path))
     assert Home(tmp_path).format_command("up") == "`molink up`"
     other = Home(tmp_path / "a b")
@@ -32,7 +30,7 @@ def test_commands_are_shown_as_they_are_typed(
     )
 
 
-def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"can't create the state folder .*--home"):
         Home(tmp_path / "file" / "home").create_folders()
@@ -86,7 +84,7 @@ def test_a_running_daemon_is_found(tmp_path: Path) -> None:
     assert read_run_file(path) == note
 
 
-def test_stale_notes_are_recognised(tmp_path: Path) -> None:
+def test_a_stale_run_file_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     assert read_run_file(path) is None
     note = RunFile.of_this_process(5467, "http://127.0.0.1:5465")
@@ -101,7 +99,7 @@ def test_stale_notes_are_recognised(tmp_path: Path) -> None:
     assert read_run_file(path) is None
 
 
-def test_a_home_gets_what_another_has_measured(tmp_path: Path) -> None:
+def test_measurements_are_copied(tmp_path: Path) -> None:
     one, two = Home(tmp_path / "one").create_folders(), Home(tmp_path / "two")
     copy_measurements(one, two)
     assert not two.root.exists()

@@ -10,7 +10,7 @@ from molinkd.peer.launch import Launch
 from molinkd.peer.settings import Settings
 
 
-def test_it_may_have_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_descriptor_limit_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     class FakeDaemon:

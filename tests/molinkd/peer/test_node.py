@@ -1,4 +1,4 @@
-"""A peer in its swarm, with a coordinator of the test's own making."""
+"""A peer in its swarm, with a fake coordinator."""
 
 import json
 import logging
@@ -122,7 +122,7 @@ async def scene(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As
     await scene.leadership.close()
 
 
-async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net: Net) -> None:
+async def test_the_status_shows_banned_peers(scene: Scene, net: Net) -> None:
     assert json.loads(await scene.node.query_status()) == STATUS
     peer = derive_peer_id(OTHER.public)
     told = PeerBlocked(epoch=1, peer=peer, reason="nonsense", is_previous_stage=False)
@@ -136,7 +136,7 @@ async def test_status_shows_whom_a_worker_cut_off(scene: Scene, net: Net) -> Non
     assert "control_members_blocked" in scene.node.backend.collect_metrics().counters
 
 
-async def test_why_a_pipeline_is_not_ready_is_logged(
+async def test_the_reason_of_an_unready_pipeline_is_logged(
     scene: Scene, net: Net, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -147,7 +147,7 @@ async def test_why_a_pipeline_is_not_ready_is_logged(
     await net.until(lambda: "m is not ready: 1 of 2 are there" in caplog.text)
 
 
-async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net: Net) -> None:
+async def test_an_unavailable_model_is_reported_once(scene: Scene, net: Net) -> None:
     route = Route(
         pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=0
     )
@@ -159,9 +159,7 @@ async def test_why_a_model_cannot_be_served_is_said_once(scene: Scene, net: Net)
     assert scene.node._schedulers.unready_reason("m") == "two"
 
 
-async def test_a_pipeline_that_a_new_session_does_not_name_is_no_more(
-    scene: Scene, net: Net
-) -> None:
+async def test_a_pipeline_missing_in_a_new_session_is_removed(scene: Scene, net: Net) -> None:
     """A coordinator that restarted doesn't know what ended meanwhile."""
 
     def pipelines() -> set[str]:
@@ -178,7 +176,7 @@ async def test_a_pipeline_that_a_new_session_does_not_name_is_no_more(
     await net.until(lambda: pipelines() == {"p2"})
 
 
-async def test_revoking_leaves_time_for_the_answer(scene: Scene, net: Net) -> None:
+async def test_revoking_leaves_time_for_the_reply(scene: Scene, net: Net) -> None:
     """The one who is shut out counts for nothing at once; connections are cut a little later."""
     reply, _ = await scene.node.forward_request(RevokeRequest(ref=0, target="x"))
     assert isinstance(reply, DoneReply)
@@ -193,7 +191,7 @@ async def test_revoking_leaves_time_for_the_answer(scene: Scene, net: Net) -> No
     await net.until(lambda: scene.control.counters.rebuilds == 1)
 
 
-async def test_what_the_coordinator_wants_a_person_to_know(scene: Scene, net: Net) -> None:
+async def test_notices_of_the_coordinator_are_reported(scene: Scene, net: Net) -> None:
     for text in ("--stage 6:99 is odd", ""):
         scene.coordinator.send(scene.identity, Notice(text=text))
     scene.coordinator.send(scene.identity, Revoked(swarm="s"))
@@ -202,7 +200,7 @@ async def test_what_the_coordinator_wants_a_person_to_know(scene: Scene, net: Ne
     assert told == ["--stage 6:99 is odd"]
 
 
-async def test_the_sweep_begins_anew_with_each_session(scene: Scene, net: Net) -> None:
+async def test_the_sweep_restarts_with_each_session(scene: Scene, net: Net) -> None:
     first = scene.node._peers._sweep
     assert first is not None
     scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
@@ -250,7 +248,7 @@ def serve_files(net: Net, folder: Path, kind: type[ModelFiles]) -> tuple[PeerInf
     return member, held
 
 
-async def test_a_source_that_alters_the_chat_template_is_named_and_left(
+async def test_a_source_that_alters_the_chat_template_is_banned(
     scene: Scene, net: Net, tmp_path: Path, make_model: MakeModel
 ) -> None:
     folder = make_model(tmp_path / "model")
@@ -292,7 +290,7 @@ class SlowHolding(ModelFiles):
         return super().read_chunk(name, index)
 
 
-async def test_how_far_files_are_is_told_and_reported(
+async def test_transfers_are_announced_and_reported(
     scene: Scene, net: Net, tmp_path: Path, make_model: MakeModel
 ) -> None:
     slow, held = serve_files(net, make_model(tmp_path / "model"), SlowHolding)

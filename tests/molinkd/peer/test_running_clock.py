@@ -1,4 +1,4 @@
-"""A clock that stands still with its daemon."""
+"""A clock that stops while its daemon is suspended."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ class StoppableLoop(asyncio.SelectorEventLoop):
         return self.now
 
 
-def test_it_stands_still_with_its_daemon_and_calls_that_are_due_come_early() -> None:
+def test_it_stops_with_its_daemon_and_timers_fire_early() -> None:
     loop = StoppableLoop()
     clock = RunningClock(loop)
     try:
@@ -29,7 +29,7 @@ def test_it_stands_still_with_its_daemon_and_calls_that_are_due_come_early() -> 
         loop.close()
 
 
-def test_it_looks_by_itself() -> None:
+def test_it_detects_a_suspension() -> None:
     loop = StoppableLoop()
     clock = RunningClock(loop)
     try:

@@ -11,7 +11,7 @@ from molinkd.peer.home import Home
 from molinkd.peer.settings import format_options, load_settings, read_options, write_options
 
 
-def test_they_are_read_again_and_private(tmp_path: Path) -> None:
+def test_they_are_stored_privately(tmp_path: Path) -> None:
     path = tmp_path / "options.json"
     assert read_options(path) == {}
     options = {"stage": "none", "threads": 2, "api_key": "k"}
@@ -22,7 +22,7 @@ def test_they_are_read_again_and_private(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0
 
 
-def test_when_a_pc_holds_no_layers_is_remembered(tmp_path: Path) -> None:
+def test_pause_times_are_saved(tmp_path: Path) -> None:
     path = tmp_path / "options.json"
     write_options(path, {"pause_times": "18:00-23:30, 7:00-8:00", "pause_when_busy": "on"})
     settings = load_settings(Home(tmp_path), {}, {}, read_options(path))
@@ -31,14 +31,14 @@ def test_when_a_pc_holds_no_layers_is_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": {}}'])
-def test_a_file_that_is_broken_is_named(text: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "options.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match="can't be read"):
         read_options(path)
 
 
-def test_what_wins(tmp_path: Path) -> None:
+def test_precedence(tmp_path: Path) -> None:
     home = Home(tmp_path).create_folders()
     home.config.write_text(
         'name = "file"\nstage = "0:1"\npipeline_wait_timeout = 5', encoding="utf-8"

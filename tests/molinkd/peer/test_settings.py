@@ -1,4 +1,4 @@
-"""Settings: the order of the layers, and what is refused."""
+"""Settings: precedence of the layers, and rejected values."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -29,7 +29,7 @@ def no_common_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_later_layers_win(tmp_path: Path, no_common_config: Path) -> None:
+def test_later_layers_override(tmp_path: Path, no_common_config: Path) -> None:
     (no_common_config / "config.toml").write_text(
         'name = "common"\npipeline_wait_timeout = 5\nmax_num_seqs = 8\n', encoding="utf-8"
     )
@@ -98,7 +98,7 @@ def test_text_is_converted() -> None:
         ({"advertise": "0.0.0.0"}, "not '0.0.0.0'"),
     ],
 )
-def test_what_cannot_work_is_named(options: dict[str, object], names: str) -> None:
+def test_invalid_values_are_named(options: dict[str, object], names: str) -> None:
     with pytest.raises(UsageError, match=names):
         load_settings(Home(Path("nowhere")), options, {})
 
@@ -120,7 +120,7 @@ def test_memory_is_a_size_or_a_share(text: object, memory: object) -> None:
     assert again == settings
 
 
-def test_the_command_line_wins_over_a_share_of_the_environment() -> None:
+def test_the_command_line_overrides_a_share_of_the_environment() -> None:
     environment = {"MOLINK_VRAM_BUDGET": "80%", "MOLINK_QUANTIZE": "nf4"}
     settings = load_settings(Home(Path("nowhere")), {}, environment)
     assert (settings.memory, settings.quantize) == (MemoryShare(80), "nf4")
@@ -153,12 +153,12 @@ def test_unknown_key_of_a_file_names_it(tmp_path: Path) -> None:
         ("2k", 2000),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_parse_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize(("text", "rows"), [("auto", 0), (" AUTO", 0), ("0", 0), ("256", 256)])
-def test_rows_of_a_chunk(text: str, rows: int) -> None:
+def test_max_num_batched_tokens(text: str, rows: int) -> None:
     nowhere = Home(Path("nowhere"))
     assert (
         load_settings(nowhere, {"max_num_batched_tokens": text}, {}).pipeline.max_num_batched_tokens
@@ -178,24 +178,24 @@ def test_micro_batches_may_be_auto() -> None:
 @pytest.mark.parametrize(
     ("text", "count"), [("auto", -1), ("off", 0), (" OFF", 0), ("4", 4), ("15", 15)]
 )
-def test_drafts(text: str, count: int) -> None:
+def test_num_speculative_tokens(text: str, count: int) -> None:
     settings = load_settings(Home(Path("nowhere")), {}, {"MOLINK_NUM_SPECULATIVE_TOKENS": text})
     assert settings.pipeline.num_speculative_tokens == count
 
 
 @pytest.mark.parametrize("text", ["16", "-1", "many"])
-def test_drafts_of_no_number(text: str) -> None:
+def test_invalid_num_speculative_tokens(text: str) -> None:
     with pytest.raises(UsageError, match="`num_speculative_tokens` is"):
         load_settings(Home(Path("nowhere")), {}, {"MOLINK_NUM_SPECULATIVE_TOKENS": text})
 
 
-def test_chunk_of_no_number() -> None:
+def test_invalid_max_num_batched_tokens() -> None:
     for text in ("-1", "many", "1000000"):
         with pytest.raises(UsageError, match="`max_num_batched_tokens`"):
             load_settings(Home(Path("nowhere")), {"max_num_batched_tokens": text}, {})
 
 
-def test_how_rows_are_packed_for_links() -> None:
+def test_link_compression() -> None:
     nowhere = Home(Path("nowhere"))
     assert load_settings(nowhere, {}, {}).pipeline.compression == "lossless"
     for name in ("none", "lossless", "int8"):
@@ -205,14 +205,14 @@ def test_how_rows_are_packed_for_links() -> None:
         load_settings(nowhere, {}, {"MOLINK_COMPRESSION": "zip"})
 
 
-def test_where_links_are_recorded() -> None:
+def test_link_recording() -> None:
     nowhere = Home(Path("nowhere"))
     assert load_settings(nowhere, {}, {}).pipeline.record == ""
     settings = load_settings(nowhere, {}, {"MOLINK_RECORD": "records"})
     assert settings.pipeline.record == str(Path.cwd() / "records"), "workers run elsewhere"
 
 
-def test_how_links_send() -> None:
+def test_link_policies() -> None:
     nowhere = Home(Path("nowhere"))
     environment = {"MOLINK_LINK_POLICY": "molink", "MOLINK_CUT_THROUGH": "false"}
     pipeline = load_settings(nowhere, {}, environment).pipeline
@@ -222,7 +222,7 @@ def test_how_links_send() -> None:
         load_settings(nowhere, {}, {"MOLINK_LINK_POLICY": "anyhow"})
 
 
-def test_whose_turn_it_is_among_requests(tmp_path: Path) -> None:
+def test_scheduling_policies(tmp_path: Path) -> None:
     nowhere = Home(tmp_path)
     assert load_settings(nowhere, {}, {}).pipeline.scheduling_policy == "fcfs"
     given = load_settings(nowhere, {"scheduling_policy": "skip-join-mlfq"}, {})
@@ -237,7 +237,7 @@ def test_whose_turn_it_is_among_requests(tmp_path: Path) -> None:
         load_settings(nowhere, {}, {})
 
 
-def test_settings_of_the_pipeline_are_given_by_their_own_names() -> None:
+def test_pipeline_settings_are_given_by_name() -> None:
     nowhere = Home(Path("nowhere"))
     assert set(PipelineSettings.__struct_fields__) < set(SETTING_NAMES)
     with pytest.raises(UsageError, match="unknown setting 'pipeline'"):
@@ -254,7 +254,7 @@ def test_stage_ranges() -> None:
     assert Settings(stage="none").stage == "none"
 
 
-def test_only_a_port_that_nobody_has_chosen_moves_on(tmp_path: Path) -> None:
+def test_only_a_default_port_moves_on(tmp_path: Path) -> None:
     home = Home(tmp_path).create_folders()
     defaults = load_settings(home, {}, {})
     assert defaults.ports_to_try("control_port") == (5467, 5467 + MAX_PORTS_TRIED)
@@ -270,7 +270,7 @@ def test_only_a_port_that_nobody_has_chosen_moves_on(tmp_path: Path) -> None:
         load_settings(home, {}, {}, {"chosen_ports": "x"})
 
 
-def test_the_example_can_be_copied(tmp_path: Path) -> None:
+def test_the_example_is_valid(tmp_path: Path) -> None:
     example = files("molink.configs") / "examples" / "config.toml"
     (tmp_path / "config.toml").write_bytes(example.read_bytes())
     settings = load_settings(Home(tmp_path), {}, {})
@@ -278,13 +278,13 @@ def test_the_example_can_be_copied(tmp_path: Path) -> None:
     assert settings.allowed_hosts == ("llm.home.example",)
 
 
-def test_several_devices_are_named_with_commas(tmp_path: Path) -> None:
+def test_several_devices_are_comma_separated(tmp_path: Path) -> None:
     settings = load_settings(Home(tmp_path), {"device": "cuda:1, cpu"}, {})
     assert settings.device == "cuda:1,cpu"
     assert settings.devices == ("cuda:1", "cpu")
 
 
-def test_keys_of_the_endpoint_have_names(tmp_path: Path) -> None:
+def test_api_keys_have_names(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[api_keys]\nphone = "a=b"\n', encoding="utf-8")
     assert load_settings(Home(tmp_path), {}, {}).api_keys == {"phone": "a=b"}
     given = {"MOLINK_API_KEYS": "phone=a=b, attic=c", "MOLINK_CORS_ORIGINS": "https://a.b, app://*"}

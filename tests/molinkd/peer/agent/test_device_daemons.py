@@ -1,4 +1,4 @@
-"""What the further devices of a PC are given, and that their daemons are kept going."""
+"""Settings of additional devices' daemons, and their supervision."""
 
 import asyncio
 import sys
@@ -50,13 +50,13 @@ CPU = MeasuredDevice(Device(kind="cpu", name="x", memory=1), bf16=True, gpus=0)
         ({"device": "cpu,cpu"}, CPU, ("cpu",)),
     ],
 )
-def test_which_devices_there_are_beside_the_first(
+def test_additional_devices(
     settings: dict[str, str], measured: MeasuredDevice, expected: tuple[str, ...]
 ) -> None:
     assert additional_devices(Settings(name="pc", **settings), measured) == expected
 
 
-def test_what_is_named_twice_is_shared_and_has_another_label() -> None:
+def test_a_repeated_device_is_shared_and_gets_its_own_label() -> None:
     assert device_labels("cpu", ["cpu", "cuda:0", "cpu"]) == ["cpu.2", "cuda:0", "cpu.3"]
     whole = Settings(name="pc", device="cpu,cuda:0,cpu", memory=8 << 30, stage="auto")
     own = primary_device_settings(whole)
@@ -137,7 +137,7 @@ def pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pc]:
     found.context.destroy()
 
 
-async def test_a_daemon_that_ends_is_started_again_and_a_person_is_told(pc: Pc) -> None:
+async def test_a_daemon_that_exits_is_restarted_and_reported(pc: Pc) -> None:
     pc.ends(3)
     pc.devices.start_daemons(CPU, lambda: SWARM, pc.ask)
     try:
@@ -157,7 +157,7 @@ async def test_a_daemon_that_ends_is_started_again_and_a_person_is_told(pc: Pc) 
         await pc.devices.close()
 
 
-async def test_one_that_was_shut_out_stays_out(pc: Pc) -> None:
+async def test_a_banned_device_is_not_restarted(pc: Pc) -> None:
     """It goes back to the swarm that it knows without an invitation, and forgets another one."""
     pc.ends(PeerBanned.exit_code)
     pc.place.create_folders()
@@ -171,7 +171,7 @@ async def test_one_that_was_shut_out_stays_out(pc: Pc) -> None:
         await pc.devices.close()
 
 
-async def test_what_is_left_of_another_swarm_is_deleted(pc: Pc) -> None:
+async def test_leftovers_of_another_swarm_are_deleted(pc: Pc) -> None:
     pc.ends(0)
     pc.place.create_folders()
     MembershipRecord(swarm="other", coordinator_key="k", addresses=()).save(pc.place.membership)

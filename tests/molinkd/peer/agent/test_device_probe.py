@@ -1,4 +1,4 @@
-"""Measuring the device in another process, and what stages may use of it."""
+"""Measuring the device in a subprocess, and the memory budget of stages."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ def command(tmp_path: Path, result: object = RESULT) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-async def test_it_is_measured_once(tmp_path: Path) -> None:
+async def test_the_device_is_measured_once(tmp_path: Path) -> None:
     cache = tmp_path / "device.json"
     settings = Settings(name="n")
     first = await measure_device(settings, cache, command(tmp_path))
@@ -66,14 +66,14 @@ async def test_a_damaged_cache_is_measured_again(tmp_path: Path) -> None:
         ("pass", "invalid"),
     ],
 )
-async def test_failures_say_why(tmp_path: Path, code: str, text: str) -> None:
+async def test_failures_quote_the_reason(tmp_path: Path, code: str, text: str) -> None:
     with pytest.raises(WorkerError, match=text):
         await measure_device(
             Settings(name="n"), tmp_path / "device.json", (sys.executable, "-c", code)
         )
 
 
-async def test_a_cancelled_measurement_ends_its_process(tmp_path: Path) -> None:
+async def test_a_cancelled_measurement_kills_its_process(tmp_path: Path) -> None:
     mark = tmp_path / "started"
     code = f"open({str(mark)!r}, 'w').close(); import time; time.sleep(3600)"
     task = asyncio.create_task(
@@ -85,7 +85,7 @@ async def test_a_cancelled_measurement_ends_its_process(tmp_path: Path) -> None:
     assert task.cancelled()
 
 
-def test_budgets() -> None:
+def test_memory_budgets() -> None:
     assert stage_memory_budget(Settings(name="n"), PROBE) == 8_000
     assert stage_memory_budget(Settings(name="n", stages_per_host=2), PROBE) == 4_000
     assert stage_memory_budget(Settings(name="n", memory=100), PROBE) == 100
@@ -94,7 +94,7 @@ def test_budgets() -> None:
     assert stage_memory_budget(Settings(name="n", memory=MemoryShare(100.0)), PROBE) == 16_000
 
 
-def test_a_gpu_leaves_room_for_its_context_and_for_others() -> None:
+def test_a_gpu_budget_leaves_room_for_contexts_and_other_stages() -> None:
     gib = 1 << 30
     gpu = DeviceProbe(**RESULT | {"kind": "cuda", "total": 10 * gib, "free": 10 * gib})
     assert stage_memory_budget(Settings(name="n"), gpu) == 8 * gib
@@ -114,6 +114,6 @@ async def test_free_memory_of_a_gpu_is_measured_each_time(tmp_path: Path) -> Non
     assert (tmp_path / "runs").read_text(encoding="utf-8") == "xx"
 
 
-def test_threads() -> None:
+def test_cpu_threads_per_stage() -> None:
     assert num_worker_threads(Settings(name="n", threads=5)) == 5
     assert num_worker_threads(Settings(name="n", stages_per_host=64)) == max(1, num_cores() // 64)

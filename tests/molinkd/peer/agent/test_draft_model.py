@@ -1,4 +1,4 @@
-"""A draft model before anything runs: whose tokens it has, and what it takes."""
+"""Checks and plans of a draft model."""
 
 import json
 import threading
@@ -33,12 +33,14 @@ def renamed(folder: Path, old: str, new: str) -> None:
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-def test_a_model_of_the_same_tokens_may_draft(make_model: Any, tmp_path: Path) -> None:
+def test_a_model_with_the_same_vocabulary_is_accepted(make_model: Any, tmp_path: Path) -> None:
     served = make_model(tmp_path / "served", "llama")
     find(make_model(tmp_path / "draft", seed=3)).check_vocabulary(served)
 
 
-def test_one_of_other_tokens_is_refused_by_name(make_model: Any, tmp_path: Path) -> None:
+def test_a_model_with_another_vocabulary_is_rejected_by_name(
+    make_model: Any, tmp_path: Path
+) -> None:
     served = make_model(tmp_path / "served")
     draft = find(make_model(tmp_path / "draft"))
     renamed(tmp_path / "draft", "a", "aa")
@@ -49,12 +51,12 @@ def test_one_of_other_tokens_is_refused_by_name(make_model: Any, tmp_path: Path)
     assert "is 'aa' instead of 'a'" in text
 
 
-def test_no_such_model(tmp_path: Path) -> None:
+def test_an_unknown_draft_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound):
         find(tmp_path / "nothing")
 
 
-def test_it_takes_kv_for_some_requests_and_no_more(make_model: Any, tmp_path: Path) -> None:
+def test_its_kv_cache_is_bounded(make_model: Any, tmp_path: Path) -> None:
     model = find(make_model(tmp_path / "draft"))
     config = model.folder.config
     token = 2 * config.layers * config.kv_heads * config.head_dim * 4
@@ -69,7 +71,7 @@ def test_it_takes_kv_for_some_requests_and_no_more(make_model: Any, tmp_path: Pa
         model.plan_memory(StageSetup(dtype="f32"), 100_000, 16, 64)
 
 
-def test_placement_is_told_what_it_takes(make_model: Any, tmp_path: Path) -> None:
+def test_its_memory_is_reserved_for_placement(make_model: Any, tmp_path: Path) -> None:
     model = find(make_model(tmp_path / "draft"))
     settings = load_settings(Home(tmp_path), {}, {"MOLINK_DTYPE": "f32"})
     measured = MeasuredDevice(Device(kind="cpu", name="x", memory=1 << 30), bf16=True)
@@ -84,7 +86,7 @@ def test_placement_is_told_what_it_takes(make_model: Any, tmp_path: Path) -> Non
     assert model.reserve_memory(small, settings) is small
 
 
-def test_a_folder_is_kept_as_a_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "draft").mkdir()
     monkeypatch.chdir(tmp_path)
     home = Home(tmp_path)

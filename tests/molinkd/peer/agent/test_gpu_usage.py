@@ -1,4 +1,4 @@
-"""How much of a GPU others use, by a driver that is made up."""
+"""GPU utilization by other programs, with a fake driver."""
 
 import sys
 from dataclasses import dataclass, field
@@ -90,11 +90,11 @@ class Driver:
         (Driver(100, [77], [(77, 5, 100)]), OwnGpuUsage([1], 1.0), 0.0),
     ],
 )
-def test_what_others_take(driver: Driver, own: OwnGpuUsage, share: float) -> None:
+def test_usage_of_other_programs(driver: Driver, own: OwnGpuUsage, share: float) -> None:
     assert GpuMonitor(driver, 0).measure_other_usage(own) == pytest.approx(share)
 
 
-def test_only_new_samples_are_asked_for() -> None:
+def test_only_new_samples_are_read() -> None:
     driver = Driver(100, [1], [(2, 7, 60)])
     gpu = GpuMonitor(driver, 0)
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_only_new_samples_are_asked_for() -> None:
     assert driver.since == [0, 7]
 
 
-def test_the_card_that_a_stage_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stage_s_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(driver: Driver, index: int = 0, kind: str = "cuda") -> GpuMonitor | None:
         monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
         device = Device(kind=kind, name=CARD, index=index, memory=1)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_the_card_that_a_stage_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.ended == 1
 
 
-def test_a_driver_that_is_not_there() -> None:
+def test_a_missing_driver() -> None:
     """With the library itself, on a PC without a card; with one it tells something."""
     gpu = open_gpu(Device(kind="cuda", name=CARD, memory=1))
     if gpu is not None:
@@ -129,7 +129,7 @@ def test_a_driver_that_is_not_there() -> None:
         gpu.close()
 
 
-def test_a_screen() -> None:
+def test_a_gpu_with_a_display() -> None:
     assert GpuMonitor(Driver(display=1), 0).has_display
     assert not GpuMonitor(Driver(display=0), 0).has_display
     assert not GpuMonitor(Driver(display=None), 0).has_display

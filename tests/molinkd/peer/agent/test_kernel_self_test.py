@@ -1,4 +1,4 @@
-"""The self-test's process, what of it is remembered, and what workers are told of it."""
+"""The self-test's subprocess and its stored result."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def test_results_are_read() -> None:
     assert found.disabled_kernels == ("int8",)
 
 
-def test_a_kernel_that_ends_the_process_has_failed_and_the_others_are_tried() -> None:
+def test_a_crashing_kernel_has_failed_and_the_others_are_tested() -> None:
     found = run_self_test(
         "auto",
         1,
@@ -67,7 +67,7 @@ def test_a_kernel_that_ends_the_process_has_failed_and_the_others_are_tried() ->
     assert found.failure == ""
 
 
-def test_a_kernel_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TIMEOUT_S", 2.0)
     hang = "if 'nf4' not in skip: say(begin={'kernel': 'nf4', 'dtype': 'f32'}); sys.stdin.read()"
     wait = "if 'nf4' not in skip: import threading; threading.Event().wait()"
@@ -84,13 +84,13 @@ def test_a_kernel_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         (["os._exit(3)"], "exit code 3"),
     ],
 )
-def test_a_process_that_gives_nothing(lines: list[str], text: str) -> None:
+def test_invalid_output(lines: list[str], text: str) -> None:
     found = run_self_test("auto", 1, command(*lines))
     assert text in found.failure
     assert found.results == ()
 
 
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_command(tmp_path: Path) -> None:
     assert "can't run the self-test" in run_self_test("auto", 1, (str(tmp_path / "none"),)).failure
 
 
@@ -99,7 +99,7 @@ def failing(*kernels: str) -> SelfTestResult:
     return SelfTestResult(device="cpu", name="a CPU", results=results)
 
 
-def test_it_is_remembered_of_one_device_and_one_torch(
+def test_results_are_stored_per_device_and_torch_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "avoid.json"
@@ -115,7 +115,7 @@ def test_it_is_remembered_of_one_device_and_one_torch(
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", json.dumps({"avoid": 3}), "x" * (1 << 17)])
-def test_a_damaged_memory_is_none(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_is_ignored(tmp_path: Path, text: str) -> None:
     path = tmp_path / "avoid.json"
     path.write_text(text, encoding="utf-8")
     assert load_disabled_kernels(path, "a CPU") == ()

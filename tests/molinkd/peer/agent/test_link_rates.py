@@ -7,7 +7,7 @@ from molinkd.peer.agent import link_rates as module
 from molinkd.peer.agent.link_rates import LinkRateReporter
 
 
-def test_a_rate_is_told_where_it_is_news() -> None:
+def test_changed_rates_are_reported() -> None:
     rates: dict[str, float] = {}
     told: list[tuple[str, float]] = []
     watched = LinkRateReporter(lambda: rates, lambda *said: told.append(said))
@@ -25,7 +25,7 @@ def test_a_rate_is_told_where_it_is_news() -> None:
     assert told == [("b", 1e6)]
 
 
-async def test_it_looks_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_polling_stops_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.001)
     told: asyncio.Queue[tuple[str, float]] = asyncio.Queue()
     watched = LinkRateReporter(lambda: {"b": 1e6}, lambda *said: told.put_nowait(said))

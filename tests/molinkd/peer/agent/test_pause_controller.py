@@ -1,4 +1,4 @@
-"""The pauser: who is asked, and what it tells."""
+"""Pausing on request, on schedule, and for other programs on the GPU."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -62,7 +62,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
         await one.close()
 
 
-async def test_a_game_begins_and_ends(scene: Scene) -> None:
+async def test_another_program_pauses_and_resumes(scene: Scene) -> None:
     card = scene.card
     assert card is not None
     pauser = scene.pauser()
@@ -89,7 +89,7 @@ async def test_a_game_begins_and_ends(scene: Scene) -> None:
         (True, {"stages_per_host": 2, "pause_when_busy": "on"}, True),
     ],
 )
-async def test_which_cards_are_watched(
+async def test_which_gpus_are_watched(
     scene: Scene, display: bool, settings: dict[str, Any], watched: bool
 ) -> None:
     scene.card = Card(display=display)
@@ -98,7 +98,7 @@ async def test_which_cards_are_watched(
     assert scene.card.closed is (not watched and settings == {})
 
 
-async def test_a_pc_without_a_card_keeps_the_time(
+async def test_pause_times_apply_without_a_gpu(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.card = None
@@ -109,7 +109,7 @@ async def test_a_pc_without_a_card_keeps_the_time(
     assert scene.reasons == []
 
 
-async def test_the_user_is_obeyed_at_once(scene: Scene) -> None:
+async def test_draining_takes_effect_immediately(scene: Scene) -> None:
     pauser = scene.pauser()
     pauser.set_drained(True)
     pauser.set_drained(True)

@@ -1,4 +1,4 @@
-"""What ``--quantize`` can't do is said before anything is loaded."""
+"""Early checks of ``--quantize``."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +15,14 @@ def config(stored: str) -> Any:
 
 
 @pytest.mark.parametrize("wanted", ["none", "int8", "nf4"])
-def test_files_that_are_quantized_otherwise(wanted: Any) -> None:
+def test_files_with_another_quantization(wanted: Any) -> None:
     check_quantize_files(wanted, config("none"))
     check_quantize_files(wanted, config(wanted))
     check_quantize_files("none", config(wanted))
 
 
 @pytest.mark.parametrize(("wanted", "stored"), [("int8", "nf4"), ("nf4", "int8")])
-def test_a_contradiction_names_both(wanted: Any, stored: str) -> None:
+def test_a_mismatch_names_both_quantizations(wanted: Any, stored: str) -> None:
     with pytest.raises(UsageError, match=f"--quantize {wanted} .* quantized as {stored}"):
         check_quantize(wanted, config(stored))
 

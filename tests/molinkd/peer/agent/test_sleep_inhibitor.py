@@ -1,4 +1,4 @@
-"""Keeping a PC awake."""
+"""Inhibiting sleep."""
 
 import shutil
 import sys
@@ -11,9 +11,7 @@ from molinkd.peer.agent.sleep_inhibitor import SleepInhibitor
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows is told by a call, not by a process")
-def test_a_lock_is_held_as_long_as_it_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_is_held_while_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cat = shutil.which("cat")
     assert cat is not None
     inhibit = tmp_path / "systemd-inhibit"
@@ -38,7 +36,7 @@ def test_a_lock_is_held_as_long_as_it_is_needed(
     assert held() == before
 
 
-def test_a_pc_that_has_no_such_command_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_command_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     awake = SleepInhibitor()
     awake.inhibit_sleep(True)

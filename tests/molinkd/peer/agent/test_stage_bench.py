@@ -1,4 +1,4 @@
-"""The measurement of a stage in another process: what is asked, what comes back, what fails."""
+"""The stage benchmark's subprocess."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def command(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-def test_the_order_reaches_the_process_and_its_result_us() -> None:
+def test_options_and_result_are_passed() -> None:
     code = f"import sys; assert sys.argv[1:] == {ORDER.build_arguments()!r}; print('noise')\n"
     found = measure_stage(ORDER, command(f"{code}print({json.dumps(RESULT)!r})"))
     assert (found.layers, found.threads, found.read.share) == ((0, 3), 2, 0.5)
@@ -65,7 +65,7 @@ def test_the_order_reaches_the_process_and_its_result_us() -> None:
         ),
     ],
 )
-def test_what_fails_is_said(code: str, kind: type[MolinkError], text: str) -> None:
+def test_failures_quote_the_reason(code: str, kind: type[MolinkError], text: str) -> None:
     with pytest.raises(kind, match=text):
         measure_stage(ORDER, command(code))
 
@@ -75,7 +75,7 @@ def test_a_process_that_cannot_be_started(tmp_path: Path) -> None:
         measure_stage(ORDER, (str(tmp_path / "nothing"),))
 
 
-def test_no_wait_is_so_long_that_it_would_hold_up_ctrl_c(
+def test_ctrl_c_is_checked_between_short_waits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     waits: list[float] = []
@@ -100,14 +100,14 @@ def test_no_wait_is_so_long_that_it_would_hold_up_ctrl_c(
     assert max(waits) == 0.01
 
 
-def test_a_measurement_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_benchmark_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molinkd.peer.agent.stage_bench._WAIT_S", 0.01)
     monkeypatch.setattr("molinkd.peer.agent.stage_bench._TIMEOUT_S", 0.05)
     with pytest.raises(WorkerError, match="no result in"):
         measure_stage(ORDER, command("import time; time.sleep(600)"))
 
 
-def test_ctrl_c_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_kills_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
     def communicate(process: Any, **_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From an assignment to a worker's first message: its memory plan, or why there is none."""
+"""From an assignment to the worker's first message: its memory plan, or the failure."""
 
 import asyncio
 import contextlib
@@ -135,7 +135,7 @@ async def bench(folder: Path) -> AsyncIterator[Bench]:
         yield made
 
 
-async def test_the_rest_is_for_kv(bench: Bench, folder: Path) -> None:
+async def test_remaining_memory_is_for_the_kv_cache(bench: Bench, folder: Path) -> None:
     start = await bench.assign(1 << 30)
     assert isinstance(start, LoadStage)
     config = ModelFolder.open(folder).config
@@ -162,7 +162,7 @@ async def test_the_first_stage_has_the_draft_model_beside_it(
 
 
 @pytest.mark.parametrize("why", ["another stage", "no room", "other tokens"])
-async def test_where_a_draft_model_can_not_be_the_stage_is_as_without(
+async def test_a_stage_without_room_for_a_draft_model_is_unchanged(
     bench: Bench, make_model: Any, tmp_path: Path, why: str
 ) -> None:
     draft = make_model(tmp_path / "draft", **({"hidden_size": 2048} if why == "no room" else {}))
@@ -178,13 +178,13 @@ async def test_where_a_draft_model_can_not_be_the_stage_is_as_without(
     assert start.memory_limit == 40 << 20
 
 
-async def test_a_lower_context_takes_less_kv(bench: Bench) -> None:
+async def test_a_lower_max_model_len_takes_less_kv(bench: Bench) -> None:
     start = await bench.assign(1 << 30, max_model_len=64)
     assert isinstance(start, LoadStage)
     assert (start.max_model_len, start.kv_bytes) == (64, 4 * 64 * 3 * 2 * 2 * 16 * 2)
 
 
-async def test_a_worker_avoids_what_failed_the_doctor(
+async def test_kernels_that_failed_the_self_test_are_disabled(
     bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = KernelResult(kernel="compiled-rows", dtype="bf16", state="wrong")
@@ -197,13 +197,13 @@ async def test_a_worker_avoids_what_failed_the_doctor(
     (folder / "avoid.json").unlink()
 
 
-async def test_a_gpu_is_bounded_by_its_budget(bench: Bench) -> None:
+async def test_a_gpu_stage_stays_within_its_budget(bench: Bench) -> None:
     start = await bench.assign(1 << 30, "cuda")
     assert isinstance(start, LoadStage)
     assert start.memory_limit == 1 << 30
 
 
-async def test_too_small_a_budget_is_refused_with_the_numbers(bench: Bench) -> None:
+async def test_too_small_a_budget_is_rejected_with_numbers(bench: Bench) -> None:
     reason = await bench.assign(600_000)
     assert isinstance(reason, str), reason
     for part in ("layers 0:3 of m need at least ", "weights +", "activations +", "margin +"):
@@ -211,7 +211,7 @@ async def test_too_small_a_budget_is_refused_with_the_numbers(bench: Bench) -> N
     assert "the budget is 600.0 kB: " in reason
 
 
-async def test_two_stages_share_the_memory_while_both_are_there(bench: Bench) -> None:
+async def test_two_stages_share_the_memory_during_a_migration(bench: Bench) -> None:
     first = await bench.assign(1 << 30)
     assert isinstance(first, LoadStage)
     bench.assignments.handle_order(msgspec.structs.replace(ASSIGN, pipeline="p2", epoch=2))
@@ -221,7 +221,7 @@ async def test_two_stages_share_the_memory_while_both_are_there(bench: Bench) ->
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-async def test_a_stage_that_fits_only_by_itself_says_so(bench: Bench, kind: str) -> None:
+async def test_a_stage_that_fits_only_alone_is_out_of_memory(bench: Bench, kind: str) -> None:
     first = await bench.assign(1_200_000 if kind == "cpu" else 40_000_000, kind)
     assert isinstance(first, LoadStage), first
     other = msgspec.structs.replace(ASSIGN, pipeline="p2", epoch=2)
@@ -238,9 +238,7 @@ async def test_a_stage_that_fits_only_by_itself_says_so(bench: Bench, kind: str)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-async def test_a_worker_that_changes_its_layers_is_not_beside_itself(
-    bench: Bench, kind: str
-) -> None:
+async def test_a_reused_worker_releases_its_old_stage(bench: Bench, kind: str) -> None:
     first = await bench.assign(1_200_000 if kind == "cpu" else 40_000_000, kind, stages=2)
     assert isinstance(first, LoadStage), first
     bench.assignments._on_worker_message(1, WorkerLoaded(port=9, max_blocks=10, weight_bytes=1))
@@ -254,7 +252,7 @@ async def test_a_worker_that_changes_its_layers_is_not_beside_itself(
 
 
 @pytest.mark.parametrize("port", [1, 2])
-async def test_a_ring_is_formed_once_the_next_stage_has_answered(bench: Bench, port: int) -> None:
+async def test_a_ring_is_formed_once_the_next_stage_is_reachable(bench: Bench, port: int) -> None:
     start = await bench.assign(1 << 30, stages=2)
     assert isinstance(start, LoadStage)
     loaded = WorkerLoaded(port=9, max_blocks=10, weight_bytes=1)
@@ -285,7 +283,7 @@ async def test_quantize_reaches_the_worker(bench: Bench, monkeypatch: pytest.Mon
     assert start.quantize == "nf4"
 
 
-async def test_without_bitsandbytes_it_says_what_to_install(
+async def test_missing_bitsandbytes_is_reported_with_a_fix(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: None)
@@ -296,7 +294,9 @@ async def test_without_bitsandbytes_it_says_what_to_install(
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_a_pc_has_a_spare_at_first_and_beside_a_stage(bench: Bench, wanted: bool) -> None:
+async def test_a_standby_worker_is_kept_before_and_beside_a_stage(
+    bench: Bench, wanted: bool
+) -> None:
     settings = msgspec.structs.replace(SETTINGS, standby_worker=wanted)
     bench.assignments._settings = settings
     await bench.assign(1 << 30)
@@ -307,7 +307,7 @@ async def test_a_pc_has_a_spare_at_first_and_beside_a_stage(bench: Bench, wanted
     assert bench.supervisor.spares == ([1] if wanted else [])
 
 
-async def test_a_pc_that_is_paused_has_no_spare(bench: Bench) -> None:
+async def test_a_paused_pc_has_no_standby_worker(bench: Bench) -> None:
     await bench.assign(1 << 30)
     bench.assignments._on_worker_message(1, WorkerLoaded(port=1, max_blocks=1, weight_bytes=1))
     bench.assignments.set_paused(True)
@@ -318,7 +318,7 @@ async def test_a_pc_that_is_paused_has_no_spare(bench: Bench) -> None:
     assert bench.supervisor.prepared
 
 
-async def test_a_pc_that_begins_paused_has_none_either(bench: Bench) -> None:
+async def test_a_pc_that_starts_paused_has_no_standby_worker(bench: Bench) -> None:
     bench.assignments.set_paused(True)
     bench.assignments.set_device(MeasuredDevice(Device(kind="cpu", name="x", memory=1), bf16=True))
     assert not bench.supervisor.prepared
@@ -326,7 +326,7 @@ async def test_a_pc_that_begins_paused_has_none_either(bench: Bench) -> None:
     assert bench.supervisor.prepared
 
 
-async def test_only_who_serves_no_more_is_in_a_hurry(bench: Bench) -> None:
+async def test_only_a_recovery_skips_optional_work(bench: Bench) -> None:
     start = await bench.assign(1 << 30)
     assert isinstance(start, LoadStage)
     assert not start.skip_optional

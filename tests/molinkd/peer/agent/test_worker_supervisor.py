@@ -1,4 +1,4 @@
-"""Worker processes, real ones, that speak the pipe: started, heard, ended, never left behind."""
+"""Real worker processes over pipes."""
 
 import asyncio
 import sys
@@ -132,7 +132,7 @@ async def test_metrics_never_fall(heard: Heard) -> None:
     )
 
 
-async def test_a_stage_that_comes_back_counts_on(heard: Heard) -> None:
+async def test_counters_of_a_returning_stage_continue(heard: Heard) -> None:
     heard.supervisor.start_worker(1, START, MEMBERS)
     await _until_steps(heard, 2.0)
     heard.supervisor.stop_worker(1)
@@ -143,7 +143,7 @@ async def test_a_stage_that_comes_back_counts_on(heard: Heard) -> None:
     assert figures == StageMetricValues({"steps": 4.0}, {"members": 1.0})
 
 
-async def test_only_the_latest_stages_are_remembered(
+async def test_only_the_latest_stages_counters_are_kept(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "MAX_RETIRED_STAGES", 2)
@@ -156,7 +156,7 @@ async def test_only_the_latest_stages_are_remembered(
     assert len(heard.supervisor.collect_metrics().stages) == 2
 
 
-async def test_what_others_are_told(heard: Heard) -> None:
+async def test_load_of_the_workers(heard: Heard) -> None:
     heard.supervisor.start_worker(1, START, MEMBERS)
     assert heard.supervisor.own_gpu_usage.share == 1.0, "it loads and measures, which is no game"
     await _until_steps(heard, 2.0)
@@ -180,7 +180,7 @@ async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Proces
     return spare
 
 
-async def test_a_spare_is_the_next_worker(
+async def test_the_standby_worker_becomes_the_next_worker(
     heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
@@ -198,7 +198,7 @@ async def test_a_spare_is_the_next_worker(
 
 
 @pytest.mark.parametrize("heard", ["loads"], indirect=True)
-async def test_how_far_loading_is_is_known_while_it_lasts(heard: Heard) -> None:
+async def test_loading_progress_is_known_while_loading(heard: Heard) -> None:
     heard.supervisor.start_worker(1, START, MEMBERS)
     await until(lambda: heard.supervisor.loading_progress() == {1: (1, 4, 0)})
     heard.supervisor.stop_worker(1)
@@ -207,7 +207,7 @@ async def test_how_far_loading_is_is_known_while_it_lasts(heard: Heard) -> None:
 
 
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
-async def test_a_spare_that_is_not_ready_is_not_waited_for(
+async def test_an_unready_standby_worker_is_not_waited_for(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
@@ -216,7 +216,7 @@ async def test_a_spare_that_is_not_ready_is_not_waited_for(
 
 
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
-async def test_the_first_spare_is_taken_as_it_is(heard: Heard) -> None:
+async def test_the_first_standby_worker_is_used_unready(heard: Heard) -> None:
     heard.supervisor.start_standby()
     heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: len(heard.messages) == 1)
@@ -224,7 +224,7 @@ async def test_the_first_spare_is_taken_as_it_is(heard: Heard) -> None:
     assert len(children) == 1
 
 
-async def test_a_first_stage_can_wait_for_the_spare_that_starts(
+async def test_a_first_stage_can_wait_for_the_starting_standby_worker(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await heard.supervisor.wait_until_ready()  # there is none
@@ -234,7 +234,7 @@ async def test_a_first_stage_can_wait_for_the_spare_that_starts(
 
 
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
-async def test_a_spare_that_never_gets_ready_is_waited_for_no_longer_than_that(
+async def test_waiting_for_a_standby_worker_times_out(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard.supervisor.start_standby()
@@ -247,7 +247,9 @@ async def test_a_spare_that_never_gets_ready_is_waited_for_no_longer_than_that(
     await waiting
 
 
-async def test_a_spare_makes_room(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_standby_worker_can_be_dropped(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spare = await _spare(heard, monkeypatch)
     own = heard.supervisor.own_gpu_usage
     assert (len(own.pids), spare.pid in own.pids) == (2, True)
@@ -261,7 +263,7 @@ async def test_a_spare_makes_room(heard: Heard, monkeypatch: pytest.MonkeyPatch)
     assert len(heard.supervisor.own_gpu_usage.pids) == 2, "one spare, not two"
 
 
-async def test_a_spare_that_was_to_come_does_not(
+async def test_a_scheduled_standby_worker_can_be_cancelled(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "STANDBY_DELAY_S", 1e6)
@@ -273,7 +275,7 @@ async def test_a_spare_that_was_to_come_does_not(
 
 
 @pytest.mark.parametrize("heard", ["deaf"], indirect=True)
-async def test_a_worker_that_does_not_answer_is_killed(
+async def test_an_unresponsive_worker_is_killed(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "GRACE_S", 1e6)
@@ -284,7 +286,7 @@ async def test_a_worker_that_does_not_answer_is_killed(
 
 
 @pytest.mark.parametrize("heard", ["mute"], indirect=True)
-async def test_a_worker_that_still_loads_is_not_waited_for(
+async def test_a_loading_worker_is_killed_at_once(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "GRACE_S", 1e6)
@@ -294,7 +296,7 @@ async def test_a_worker_that_still_loads_is_not_waited_for(
     assert not psutil.pid_exists(pid)
 
 
-async def test_the_end_of_a_spare_is_no_failure_of_a_stage(
+async def test_the_exit_of_a_standby_worker_is_no_stage_failure(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
@@ -322,7 +324,7 @@ async def test_a_crash_is_reported_with_its_last_line(heard: Heard, tmp_path: Pa
 
 
 @pytest.mark.parametrize("heard", ["garbage"], indirect=True)
-async def test_a_worker_that_writes_garbage_is_ended(heard: Heard) -> None:
+async def test_a_worker_with_invalid_output_is_killed(heard: Heard) -> None:
     heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: bool(heard.exits))
     assert heard.messages == []
@@ -337,7 +339,7 @@ async def test_a_deaf_worker_is_killed(heard: Heard, monkeypatch: pytest.MonkeyP
     assert not psutil.pid_exists(pid)
 
 
-async def test_what_cannot_be_started_says_so(tmp_path: Path) -> None:
+async def test_a_process_that_cannot_start_is_reported(tmp_path: Path) -> None:
     supervisor = WorkerSupervisor(
         tmp_path, lambda *_: None, lambda *_: None, (str(tmp_path / "no-such-program"),)
     )
@@ -353,12 +355,12 @@ def test_exit_reasons() -> None:
 
 
 @pytest.mark.parametrize("code", [-9, 1, 0, 0xC0000005])
-def test_no_line_of_the_log_gets_to_clients(code: int) -> None:
+def test_unrelated_log_lines_do_not_reach_clients(code: int) -> None:
     line = "2026-11-22 05:14:52,123 INFO molinkd.worker: connected to 192.168.1.7"
     assert exit_reason(code, line) == f"the worker {exit_text(code)}"
 
 
-def test_an_error_that_ended_a_worker_is_told_without_its_place_in_the_log() -> None:
+def test_a_fatal_error_is_quoted_without_its_log_prefix() -> None:
     line = "2026-11-22 05:14:52,123 ERROR molinkd.worker: WorkerError: out of memory"
     assert exit_reason(1, line) == "the worker exited with code 1: WorkerError: out of memory"
 
@@ -374,7 +376,7 @@ def test_logs_are_bounded(tmp_path: Path) -> None:
     assert "line 0099" in (tmp_path / "x.log").read_text(encoding="utf-8")
 
 
-def test_a_log_that_cannot_be_moved_goes_on(
+def test_a_log_that_cannot_be_rotated_keeps_growing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def replace(*_: object) -> None:

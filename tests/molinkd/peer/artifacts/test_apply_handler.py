@@ -1,4 +1,4 @@
-"""A file that is applied: all its models are here first, then they are asked for at once."""
+"""``molink apply``: all models are found first, then requested together."""
 
 import asyncio
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def order(*sources: str, dry: bool = False, **more: Any) -> ApplyFile:
     return ApplyFile(ref=7, models=entries, molink="1", dry_run=dry)
 
 
-async def test_all_models_are_found_and_then_asked_for_together() -> None:
+async def test_all_models_are_found_then_requested_together() -> None:
     scene = Scene()
     states, text = await scene.end(order("m", "n", replicas=2, pins=(("a", "auto"),)))
     assert text == b"+ m"
@@ -101,7 +101,7 @@ async def test_all_models_are_found_and_then_asked_for_together() -> None:
     await scene.applier.close()
 
 
-async def test_another_file_ends_the_first() -> None:
+async def test_a_newer_file_cancels_the_older() -> None:
     scene = Scene()
     await scene.applier.apply_file(order("m"))
     await scene.end(order("n"))
@@ -116,7 +116,7 @@ async def test_another_file_ends_the_first() -> None:
         ("m", RequestError("m: no room"), RequestError, "m: no room"),
     ],
 )
-async def test_nothing_is_half_applied(
+async def test_a_failure_applies_nothing(
     source: str, refusal: Exception | None, kind: type[Exception], why: str
 ) -> None:
     scene = Scene()
@@ -127,7 +127,7 @@ async def test_nothing_is_half_applied(
     assert len(scene.asked) == (refusal is not None)
 
 
-async def test_who_may_not_fetches_nothing() -> None:
+async def test_a_rejected_order_fetches_nothing() -> None:
     scene = Scene()
     scene.forbidden = NotAuthorized("only the swarm's first PC may apply a file")
     with pytest.raises(NotAuthorized, match="first PC"):

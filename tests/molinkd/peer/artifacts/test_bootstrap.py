@@ -1,4 +1,4 @@
-"""What the PC that brings a model asks of the coordinator, and what it refuses before."""
+"""What the PC that provides a model requests of the coordinator, and what it rejects before."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def founder(
     return Bootstrap(launch, place, place.load_keys(), ModelRepository(), announce)
 
 
-async def test_it_asks_for_the_model_as_the_user_wants_it(
+async def test_the_request_has_the_user_s_settings(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: object())
@@ -80,7 +80,7 @@ async def test_it_asks_for_the_model_as_the_user_wants_it(
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(0, 512), (64, 64), (1000, 512)])
-async def test_the_context_can_be_lowered(
+async def test_max_model_len_can_be_lowered(
     model: Path, tmp_path: Path, wanted: int, found: int
 ) -> None:
     made = founder(tmp_path, model, max_model_len=wanted)
@@ -89,7 +89,7 @@ async def test_the_context_can_be_lowered(
     assert made.facts.max_model_len == found
 
 
-async def test_what_of_a_model_cannot_be_had_is_said(model: Path, tmp_path: Path) -> None:
+async def test_unsupported_features_are_reported(model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(model, tmp_path / "m")
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     dual = {"chunk_size": 64, "original_max_position_embeddings": 64}
@@ -103,7 +103,7 @@ async def test_what_of_a_model_cannot_be_had_is_said(model: Path, tmp_path: Path
     assert any("the context is 64 tokens" in getattr(event, "text", "") for event in said)
 
 
-async def test_a_model_of_the_cache_that_is_cut_off(
+async def test_a_truncated_cached_model(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = shutil.copytree(model, tmp_path / "cut")
@@ -123,7 +123,7 @@ async def test_a_model_of_the_cache_that_is_cut_off(
         ("tokenizer_config.json", {"chat_template": "{% if %}"}),
     ],
 )
-async def test_a_tokenizer_that_is_none_is_refused_before_anything_starts(
+async def test_an_invalid_tokenizer_is_rejected_early(
     model: Path, tmp_path: Path, name: str, fields: dict[str, str]
 ) -> None:
     folder = shutil.copytree(model, tmp_path / "m")
@@ -151,7 +151,7 @@ async def test_without_a_model_there_is_nothing_to_hash(tmp_path: Path, model: P
 
 
 @pytest.mark.parametrize(("family", "sees"), [("mistral3", True), ("mistral", False)])
-async def test_a_model_that_sees_is_said_to(
+async def test_a_vision_model_is_reported(
     make_model: Any, tmp_path: Path, family: str, sees: bool
 ) -> None:
     told: list[AnyDaemonEvent] = []
@@ -163,7 +163,7 @@ async def test_a_model_that_sees_is_said_to(
     assert event.has_vision is sees
 
 
-async def test_whoever_started_it_is_told_of_files_that_change(
+async def test_changed_files_are_reported(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "model"
@@ -183,7 +183,7 @@ async def test_whoever_started_it_is_told_of_files_that_change(
     assert "tokenizer_config.json has changed since molink read it" in said.text
 
 
-async def test_how_far_hashing_is_is_shown(
+async def test_hashing_progress_is_reported(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: asyncio.Queue[AnyDaemonEvent] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Hashes of large files: the same however they are cut, and computed once."""
+"""Hashing large files: independent of how they are split, and cached."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ def data() -> bytes:
     return os.urandom(3 * CHUNK_BYTES + 17)
 
 
-def test_many_stretches_in_several_runs(
+def test_many_ranges_in_several_tasks(
     tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SPLIT_BYTES", CHUNK_BYTES)
@@ -41,13 +41,13 @@ def test_many_stretches_in_several_runs(
     assert progress.done == sum(nbytes for _, nbytes in ranges)
 
 
-def test_a_file_that_ends_early(tmp_path: Path, data: bytes) -> None:
+def test_a_truncated_file(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "f").write_bytes(data)
     with pytest.raises(BrokenModel, match="truncated"):
         hash_ranges([ByteRange(tmp_path / "f", 0, len(data) + 1)], Progress(), threading.Event())
 
 
-def test_a_file_is_hashed_once_while_it_stays_as_it_is(
+def test_an_unchanged_file_is_hashed_once(
     tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[int] = []
@@ -82,7 +82,7 @@ def test_a_file_is_hashed_once_while_it_stays_as_it_is(
     assert len(hashed) == 4
 
 
-def test_hashes_that_cannot_be_kept_are_hashes_too(tmp_path: Path, data: bytes) -> None:
+def test_an_unwritable_cache_is_ignored(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "f"
     path.write_bytes(data)
     (tmp_path / "memory").write_bytes(b"no folder")

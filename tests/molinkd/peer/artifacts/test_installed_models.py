@@ -1,4 +1,4 @@
-"""Which models are on this PC, and which of them may be deleted."""
+"""Which models are on this PC, and which of them can be deleted."""
 
 import threading
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def by_place(home: Home) -> dict[str, InstalledModel]:
     return {one.location: one for one in list_installed_models(home)}
 
 
-def test_the_bundled_model_is_no_folder_of_a_user(home: Home) -> None:
+def test_the_bundled_model_is_not_a_user_folder(home: Home) -> None:
     ModelRepository(Hasher(home.hashes)).add_model(
         DEMO_MODEL_NAME, find_demo_model().path
     )  # it was served from here
@@ -51,7 +51,7 @@ def test_the_bundled_model_is_no_folder_of_a_user(home: Home) -> None:
     ]
 
 
-async def test_all_places(served: FakeHub, home: Home, tmp_path: Path) -> None:
+async def test_all_locations(served: FakeHub, home: Home, tmp_path: Path) -> None:
     assert [(one.name, one.location) for one in list_installed_models(home)] == [
         (DEMO_MODEL_NAME, "bundled")
     ]
@@ -102,7 +102,7 @@ async def test_all_places(served: FakeHub, home: Home, tmp_path: Path) -> None:
     assert "cache" not in by_place(home)
 
 
-def test_half_a_download_is_shown_and_can_be_deleted(served: FakeHub, home: Home) -> None:
+def test_a_partial_download_is_listed_and_deletable(served: FakeHub, home: Home) -> None:
     served.cuts = [1000, 0, 0]
     with pytest.raises(Exception, match="broke off"):
         hub.pull_model(REPOSITORY, Progress(), threading.Event())
@@ -113,7 +113,7 @@ def test_half_a_download_is_shown_and_can_be_deleted(served: FakeHub, home: Home
     assert "cache" not in by_place(home)
 
 
-def test_a_gguf_file_of_the_hub(served: FakeHub, home: Home) -> None:
+def test_a_cached_gguf_file(served: FakeHub, home: Home) -> None:
     for name in ("a.gguf", "b.gguf"):
         (served.folder / name).write_bytes(b"GGUF" + bytes(5000))
     hub.pull_file(REPOSITORY, ("a.gguf",), Progress(), threading.Event())
@@ -124,13 +124,13 @@ def test_a_gguf_file_of_the_hub(served: FakeHub, home: Home) -> None:
     assert "cache" not in by_place(home)
 
 
-def test_what_cannot_be_read_is_left_out(home: Home) -> None:
+def test_unreadable_models_are_skipped(home: Home) -> None:
     (home.models / "odd-0123").mkdir()
     (home.models / "odd-0123" / "manifest.molink").write_bytes(b"nonsense")
     assert set(by_place(home)) == {"bundled"}
 
 
-def test_what_was_made_of_a_gguf_file_is_molinks_to_delete(home: Home) -> None:
+def test_an_unpacked_gguf_model_is_deletable(home: Home) -> None:
     made = home.unpacked / f"some-model.Q4_K_M-{'0' * 16}"
     made.mkdir(parents=True)
     (made / "model.safetensors").write_bytes(bytes(100))

@@ -1,4 +1,4 @@
-"""A model that is brought while the daemon runs: how far it is, and what goes wrong."""
+"""Loading a model while the daemon runs: progress and failures."""
 
 import asyncio
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class Scene:
             await asyncio.sleep(0)
 
 
-async def test_it_is_asked_for_until_it_is_there() -> None:
+async def test_progress_is_polled_until_loaded() -> None:
     scene = Scene()
     far = await scene.until("m", lambda far: far.state == "fetching")
     assert (far.name, far.total) == ("", 10)
@@ -70,7 +70,7 @@ async def test_it_is_asked_for_until_it_is_there() -> None:
     await scene.bringer.close()
 
 
-async def test_another_wish_ends_the_first() -> None:
+async def test_a_newer_request_cancels_the_older() -> None:
     scene = Scene()
     await scene.bringer.load_model("m")
     await scene.bringer.load_model("n")
@@ -81,7 +81,7 @@ async def test_another_wish_ends_the_first() -> None:
 
 
 @pytest.mark.parametrize("error", [ModelNotFound("no such model"), NotAuthorized("not you")])
-async def test_why_it_can_not_be_served(error: Exception) -> None:
+async def test_failures_are_raised(error: Exception) -> None:
     scene = Scene()
     await scene.bringer.load_model("m")
     if isinstance(error, NotAuthorized):

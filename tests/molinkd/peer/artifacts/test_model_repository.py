@@ -1,4 +1,4 @@
-"""Serving model files: what may be read, and that nothing altered is passed on."""
+"""Offering model files: what may be read, and that nothing altered is passed on."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return model
 
 
-def test_only_a_models_parts_are_there(folder: Path) -> None:
+def test_only_the_models_parts_are_offered(folder: Path) -> None:
     repository = ModelRepository()
     manifest = repository.add_model("m", folder).manifest
     assert (set(manifest.files), set(manifest.tensors)) == ({"config.json"}, {"a", "b"})
@@ -45,7 +45,7 @@ def test_only_a_models_parts_are_there(folder: Path) -> None:
         repository.require_model(f"{0:064}:1")
 
 
-def test_reading(folder: Path) -> None:
+def test_reading_chunks(folder: Path) -> None:
     model_files = ModelRepository().add_model("m", folder)
     assert model_files.read_chunk("b", 0) == DATA[::-1]
     assert model_files.read_chunk("config.json", 0) == b"{}"
@@ -54,12 +54,12 @@ def test_reading(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../outside.safetensors", "secret.txt", "/etc/passwd", "model.safetensors", "", "."]
 )
-def test_nothing_else_can_be_read(folder: Path, name: str) -> None:
+def test_other_files_cannot_be_read(folder: Path, name: str) -> None:
     with pytest.raises(RequestError, match="no part"):
         ModelRepository().add_model("m", folder).read_chunk(name, 0)
 
 
-def test_bounds(folder: Path) -> None:
+def test_chunk_bounds(folder: Path) -> None:
     model_files = ModelRepository().add_model("m", folder)
     for index in (1, 2**31 - 1, -1):
         with pytest.raises(RequestError, match="1 chunks"):
@@ -67,7 +67,7 @@ def test_bounds(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["shorter", "altered", "gone"])
-def test_what_has_changed_is_passed_on_to_nobody(folder: Path, how: str) -> None:
+def test_changed_files_are_not_passed_on(folder: Path, how: str) -> None:
     model_files = ModelRepository().add_model("m", folder)
     file = folder / "model.safetensors"
     if how == "shorter":
@@ -84,7 +84,7 @@ def test_what_has_changed_is_passed_on_to_nobody(folder: Path, how: str) -> None
         model_files.verify_files()
 
 
-def test_the_person_is_told_once_that_a_file_has_changed(folder: Path) -> None:
+def test_a_changed_file_is_reported_once(folder: Path) -> None:
     repository, told = ModelRepository(), list[str]()
     model_files = repository.add_model("m", folder)
     look = make_change_watcher(repository, told.append)
@@ -99,7 +99,7 @@ def test_the_person_is_told_once_that_a_file_has_changed(folder: Path) -> None:
         model_files.verify_files()
 
 
-def test_a_file_that_was_only_touched_is_the_same(folder: Path) -> None:
+def test_a_touched_file_is_unchanged(folder: Path) -> None:
     model_files = ModelRepository().add_model("m", folder)
     os.utime(folder / "model.safetensors", ns=(1, 1))
     assert model_files.find_changed() == [folder / "model.safetensors"]
@@ -107,7 +107,7 @@ def test_a_file_that_was_only_touched_is_the_same(folder: Path) -> None:
     assert model_files.find_changed() == []
 
 
-def test_copies_are_told_apart_by_content(folder: Path, tmp_path: Path) -> None:
+def test_versions_are_distinguished_by_content(folder: Path, tmp_path: Path) -> None:
     root = ModelRepository().add_model("m", folder).manifest.root
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -125,7 +125,7 @@ def test_copies_are_told_apart_by_content(folder: Path, tmp_path: Path) -> None:
 
 @links
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "more.safetensors"])
-def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_link_out_of_the_folder_is_rejected(folder: Path, tmp_path: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "outside.safetensors")
     if name == "config.json":
@@ -135,7 +135,7 @@ def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path, name:
 
 
 @links
-def test_links_of_the_hubs_cache_lead_to_its_blobs(tmp_path: Path) -> None:
+def test_links_to_the_hub_cache_s_blobs_are_followed(tmp_path: Path) -> None:
     repository = tmp_path / "models--o--n"
     snapshot = write(repository / "snapshots" / "abc")
     (repository / "blobs").mkdir()
@@ -177,7 +177,7 @@ def test_folder_names_are_plain(name: str) -> None:
     assert len(plain) <= 81
 
 
-async def test_hashing_can_be_ended(folder: Path) -> None:
+async def test_hashing_can_be_cancelled(folder: Path) -> None:
     def act(stop: object) -> None:
         stop.set()  # type: ignore[attr-defined]
         ModelRepository(Hasher()).add_model("m", folder, Progress(), stop)  # type: ignore[arg-type]

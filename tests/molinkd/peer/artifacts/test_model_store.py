@@ -1,4 +1,4 @@
-"""Fetching model files: only what is needed, whole files only, from whoever has them unaltered."""
+"""Fetching model files: only the needed ones, atomically, and verified."""
 
 import asyncio
 import json
@@ -127,7 +127,7 @@ def _bytes(folder: Path, span: TensorSpan) -> bytes:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-async def test_the_ends_of_the_model(tmp_path: Path, tied: bool) -> None:
+async def test_first_and_last_stage_fetch_embeddings(tmp_path: Path, tied: bool) -> None:
     repository = ModelRepository()
     repository.add_model("m", write_model(tmp_path / "model", tied=tied))
     case = Case(tmp_path / "store", {"a": FakeSource(repository)})
@@ -139,7 +139,7 @@ async def test_the_ends_of_the_model(tmp_path: Path, tied: bool) -> None:
     ModelFolder.open(last)
 
 
-async def test_the_disk_is_never_waited_for_on_the_loop(
+async def test_the_event_loop_does_not_wait_for_the_disk(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[int] = set()
@@ -155,7 +155,7 @@ async def test_the_disk_is_never_waited_for_on_the_loop(
     assert threading.get_ident() not in threads
 
 
-async def test_what_is_here_is_not_fetched_again(tmp_path: Path, source: FakeSource) -> None:
+async def test_existing_files_are_not_fetched_again(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
     await case.stage((1, 3))
     before = source.reads
@@ -166,9 +166,7 @@ async def test_what_is_here_is_not_fetched_again(tmp_path: Path, source: FakeSou
     assert 0 < progress.done == progress.total
 
 
-async def test_an_interrupted_transfer_is_taken_up_again(
-    tmp_path: Path, source: FakeSource
-) -> None:
+async def test_an_interrupted_transfer_is_resumed(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
     source.break_after = 20
     with pytest.raises(Unavailable, match="broke"):
@@ -183,7 +181,7 @@ async def test_an_interrupted_transfer_is_taken_up_again(
     assert len(kept) < len(list(folder.glob("*.safetensors")))
 
 
-async def test_the_next_source_goes_on_where_one_breaks_off(
+async def test_the_next_source_continues_after_a_failure(
     tmp_path: Path, source: FakeSource
 ) -> None:
     broken = FakeSource(source.library, break_after=15)
@@ -201,7 +199,7 @@ async def test_the_next_source_goes_on_where_one_breaks_off(
     assert case.connected[0] == "b"
 
 
-async def test_no_source_says_what_each_answered(tmp_path: Path, source: FakeSource) -> None:
+async def test_the_error_quotes_every_source(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"x": source, "a": FakeSource(ModelRepository())})
     with pytest.raises(Unavailable, match=r"a: this peer does not have.*b: b is offline"):
         await case.stage((0, 4), "a", "b")
@@ -209,7 +207,7 @@ async def test_no_source_says_what_each_answered(tmp_path: Path, source: FakeSou
         await case.metadata("me")
 
 
-async def test_without_a_root_nobody_is_believed(tmp_path: Path, source: FakeSource) -> None:
+async def test_nothing_is_fetched_without_a_root(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
     with pytest.raises(Unavailable, match="m has no manifest"):
         await case.store.fetch_metadata("m", "", ModelSources(("a",)))
@@ -227,9 +225,7 @@ async def test_metadata_only(tmp_path: Path, source: FakeSource) -> None:
     assert json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) == {"x": 1}
 
 
-async def test_metadata_that_has_to_come_first_is_progress_too(
-    tmp_path: Path, source: FakeSource
-) -> None:
+async def test_prerequisite_metadata_counts_as_progress(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
     go_on = asyncio.Event()
     read = source.read_chunk
@@ -255,9 +251,7 @@ async def test_metadata_that_has_to_come_first_is_progress_too(
     assert progress.totals == (progress.done, progress.total)
 
 
-async def test_a_copy_of_our_own_is_used_if_it_is_the_same(
-    tmp_path: Path, source: FakeSource
-) -> None:
+async def test_an_identical_local_model_is_used(tmp_path: Path, source: FakeSource) -> None:
     mine = ModelRepository()
     mine.add_model("m", write_model(tmp_path / "mine"))
     case = Case(tmp_path / "store", {"a": source}, mine)
@@ -269,7 +263,7 @@ async def test_a_copy_of_our_own_is_used_if_it_is_the_same(
     assert await case.stage((0, 1)) != tmp_path / "other"
 
 
-async def test_models_of_one_name_but_other_content_do_not_mix(tmp_path: Path) -> None:
+async def test_versions_of_one_name_do_not_mix(tmp_path: Path) -> None:
     old, new = ModelRepository(), ModelRepository()
     old.add_model("m", write_model(tmp_path / "old", seed=0))
     new.add_model("m", write_model(tmp_path / "new", seed=1))
@@ -279,7 +273,7 @@ async def test_models_of_one_name_but_other_content_do_not_mix(tmp_path: Path) -
     assert before != after
 
 
-async def test_a_full_disk_is_said_before_anything_is_fetched(
+async def test_a_full_disk_is_reported_before_fetching(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("molink.checkpoint.disk_space.DISK_RESERVE_BYTES", 1 << 62)
@@ -298,14 +292,14 @@ async def test_a_hostile_name_stays_in_the_store(tmp_path: Path, source: FakeSou
     assert folder.parent == tmp_path / "store"
 
 
-async def test_metadata_appears_whole_or_not_at_all(tmp_path: Path, source: FakeSource) -> None:
+async def test_metadata_appears_atomically(tmp_path: Path, source: FakeSource) -> None:
     source.break_after = 1
     with pytest.raises(Unavailable, match="broke"):
         await Case(tmp_path / "store", {"a": source}).metadata()
     assert left_behind(tmp_path / "store") == []
 
 
-async def test_what_a_crash_left_is_removed(tmp_path: Path, source: FakeSource) -> None:
+async def test_leftovers_of_a_crash_are_removed(tmp_path: Path, source: FakeSource) -> None:
     draft = tmp_path / "store" / ".m-0123456789abcdef.part"
     draft.mkdir(parents=True)
     (draft / "tokenizer.json").write_bytes(b"x")
@@ -313,13 +307,13 @@ async def test_what_a_crash_left_is_removed(tmp_path: Path, source: FakeSource) 
     assert left_behind(tmp_path / "store") == []
 
 
-async def test_layers_that_the_model_has_not(tmp_path: Path, source: FakeSource) -> None:
+async def test_layers_out_of_range(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
     with pytest.raises(MolinkError, match="has layers 0:4, not 2:2000000000"):
         await case.stage((2, 2_000_000_000))
 
 
-async def test_old_versions_do_not_fill_the_disk(tmp_path: Path) -> None:
+async def test_old_versions_are_pruned(tmp_path: Path) -> None:
     root = tmp_path / "store"
     sources = []
     for version in range(6):
@@ -363,7 +357,7 @@ TENSOR = "model.layers.2.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("part", [TENSOR, "tokenizer_config.json", "config.json"])
-async def test_altered_bytes_are_noticed_and_the_next_source_goes_on(
+async def test_altered_bytes_are_detected_and_the_next_source_continues(
     tmp_path: Path, source: FakeSource, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suppliers_module, "MAX_CONNECTED", 1)
@@ -387,7 +381,7 @@ async def test_altered_bytes_are_noticed_and_the_next_source_goes_on(
     await case.stage((1, 4), "l")
 
 
-async def test_a_liar_alone_gives_nothing(tmp_path: Path, source: FakeSource) -> None:
+async def test_a_single_altering_source_yields_nothing(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"l": Liar(source.library)})
     with pytest.raises(Unavailable, match="is not what the model's owner has there"):
         await case.stage((0, 4), "l")
@@ -435,7 +429,7 @@ async def test_a_wrong_manifest(
     assert liar.asked == 1
 
 
-async def test_a_manifest_comes_in_parts(
+async def test_a_manifest_is_read_in_chunks(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (suppliers_module, sources):
@@ -447,7 +441,7 @@ async def test_a_manifest_comes_in_parts(
     ).manifest.raw
 
 
-async def test_a_manifest_of_any_size_is_not_asked_for(tmp_path: Path, source: FakeSource) -> None:
+async def test_an_oversized_manifest_is_not_requested(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
     with pytest.raises(BrokenModel, match="too large"):
         await case.store.fetch_metadata(
@@ -456,7 +450,7 @@ async def test_a_manifest_of_any_size_is_not_asked_for(tmp_path: Path, source: F
     assert case.connected == []
 
 
-async def test_a_source_that_is_too_slow_is_left(
+async def test_a_slow_source_is_dropped(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suppliers_module, "TRIAL_S", 0.0)
@@ -491,7 +485,7 @@ def flip(path: Path, offset: int = -1) -> None:
         ("manifest.molink", 40),
     ],
 )
-async def test_an_altered_copy_is_noticed_before_its_use(
+async def test_an_altered_file_is_detected_before_use(
     tmp_path: Path, source: FakeSource, name: str, offset: int
 ) -> None:
     folder = await Case(tmp_path / "store", {"a": source}).stage((0, 3))
@@ -512,7 +506,7 @@ async def test_an_altered_copy_is_noticed_before_its_use(
     assert fetched <= 12  # that file alone
 
 
-async def test_a_copy_that_changes_while_the_daemon_runs(
+async def test_a_file_that_changes_while_the_daemon_runs(
     tmp_path: Path, source: FakeSource
 ) -> None:
     case = Case(tmp_path / "store", {"a": source})
@@ -593,7 +587,7 @@ def quantized_parts(state_bytes: int) -> dict[str, HashedEntry]:
     }
 
 
-def test_a_quantized_weight_is_fetched_with_what_belongs_to_it() -> None:
+def test_a_quantized_weight_is_fetched_with_its_scales() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     parts = quantized_parts(90)
     plan = plan_group("layer-0000", {name: (64, 64)}, parts, "nf4")
@@ -606,7 +600,7 @@ def test_a_quantized_weight_is_fetched_with_what_belongs_to_it() -> None:
         plan_group("layer-0000", {name: (64, 64)}, parts, "nf4")
 
 
-def test_a_low_bit_weight_is_fetched_with_what_is_read_of_it() -> None:
+def test_a_low_bit_weight_is_fetched_with_its_tensors() -> None:
     module, scheme = "model.layers.0.mlp.up_proj", LowBitScheme("gptq", 4, (1, 32))
     wanted = {"qweight": ("I32", (8, 64)), "scales": ("F16", (2, 64)), "qzeros": ("I32", (2, 8))}
     shapes = {**wanted, "g_idx": ("I32", (64,)), "bias": ("F16", (64,))}
@@ -623,7 +617,7 @@ def test_a_low_bit_weight_is_fetched_with_what_is_read_of_it() -> None:
         plan_group("layer-0000", asked, parts, low_bit=replace(scheme, bits=8))
 
 
-def test_what_a_quantized_weight_takes_is_bounded() -> None:
+def test_tensors_of_a_quantized_weight_are_bounded() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     with pytest.raises(MolinkError, match="quant_state"):
         plan_group("layer-0000", {name: (64, 64)}, quantized_parts(1 << 30), "nf4")
@@ -645,7 +639,7 @@ class SlicedSource(FakeSource):
         return data[1:] if self.short else data
 
 
-async def test_a_paced_stage_comes_slice_by_slice(
+async def test_a_rate_limited_stage_is_fetched_in_slices(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pacing, "SLICE", 1000)

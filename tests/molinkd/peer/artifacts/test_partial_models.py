@@ -1,4 +1,4 @@
-"""PCs that have some of a model's files are sources of these, and need not be believed."""
+"""Peers with some of a model's files are sources of these, and are not trusted."""
 
 import asyncio
 from collections.abc import Mapping
@@ -82,7 +82,7 @@ def model(tmp_path: Path) -> Model:
     return Model(tmp_path / "model")
 
 
-async def test_a_stage_comes_from_those_that_have_its_layers(model: Model) -> None:
+async def test_a_stage_is_fetched_from_peers_with_its_layers(model: Model) -> None:
     first, last = await model.pc("first", (0, 2)), await model.pc("last", (2, LAYERS))
     late = Pc(model.places / "late", {"a": first, "b": last})
     await model.fetch(late, (1, 3), ModelSources((), ("a", "b")))
@@ -99,7 +99,7 @@ async def test_a_stage_comes_from_those_that_have_its_layers(model: Model) -> No
     await model.fetch(next_one, (1, 3), ModelSources((), ("c",)))
 
 
-async def test_several_are_read_from_at_once(model: Model) -> None:
+async def test_several_sources_are_read_concurrently(model: Model) -> None:
     peers = {name: await model.pc(name, (0, LAYERS)) for name in "abcd"}
     late = Pc(model.places / "late", peers)
     await model.fetch(late, (0, LAYERS), ModelSources(("a", "b"), ("c", "d")))
@@ -107,7 +107,7 @@ async def test_several_are_read_from_at_once(model: Model) -> None:
     assert all(peers[name].entries_read for name in "abc")
 
 
-async def test_what_is_paced_comes_from_one_at_a_time(model: Model) -> None:
+async def test_a_rate_limited_transfer_uses_one_source(model: Model) -> None:
     peers = {name: await model.pc(name, (0, LAYERS)) for name in "ab"}
     late = Pc(model.places / "late", peers)
     await late.store.fetch_stage(
@@ -116,7 +116,7 @@ async def test_what_is_paced_comes_from_one_at_a_time(model: Model) -> None:
     assert late.connected == ["a"]
 
 
-async def test_what_nobody_has_is_named(model: Model) -> None:
+async def test_unavailable_files_are_named(model: Model) -> None:
     first, last = await model.pc("first", (0, 1)), await model.pc("last", (3, LAYERS))
     late = Pc(model.places / "late", {"a": first, "b": last})
     supply = ModelSources((), ("a", "b"))
@@ -167,7 +167,7 @@ class Shortener(Pc):
 @pytest.mark.parametrize(
     ("kind", "lied"), [(Boaster, False), (Scrambler, False), (Forger, True), (Shortener, True)]
 )
-async def test_a_false_source_costs_a_retry(model: Model, kind: type[Pc], lied: bool) -> None:
+async def test_a_misbehaving_source_costs_a_retry(model: Model, kind: type[Pc], lied: bool) -> None:
     false = await model.pc("false", (0, 2), kind=kind)
     honest = await model.pc("honest", (0, LAYERS))
     late = Pc(model.places / "late", {"f": false, "h": honest})
@@ -178,7 +178,7 @@ async def test_a_false_source_costs_a_retry(model: Model, kind: type[Pc], lied: 
         await model.fetch(alone, (1, LAYERS), ModelSources((), ("f",)))
 
 
-async def test_one_that_never_says_what_it_has_holds_up_nobody(model: Model) -> None:
+async def test_a_source_that_never_lists_its_parts_does_not_block(model: Model) -> None:
     class Silent(Pc):
         async def read_parts(self, root: str) -> bytes:
             await asyncio.Event().wait()
@@ -189,9 +189,7 @@ async def test_one_that_never_says_what_it_has_holds_up_nobody(model: Model) -> 
     await model.fetch(late, (0, 2), ModelSources(("h",), ("s",)))
 
 
-async def test_one_that_hangs_is_left_once_its_time_is_up(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hanging_source_times_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suppliers_module, "MAX_CONNECTED", 2)
 
     class Hanging(Pc):
@@ -205,7 +203,7 @@ async def test_one_that_hangs_is_left_once_its_time_is_up(
     assert late.liars == {}
 
 
-def test_marks_are_of_one_model(model: Model) -> None:
+def test_bitfields_belong_to_one_model(model: Model) -> None:
     manifest = model.manifest
     some = frozenset(list(manifest.tensors)[::3])
     assert manifest.decode_bitfield(manifest.encode_bitfield(some)) == some
@@ -217,7 +215,7 @@ def test_marks_are_of_one_model(model: Model) -> None:
 # --- what is in the store ---
 
 
-async def test_the_shelf_follows_the_disk(model: Model, tmp_path: Path) -> None:
+async def test_offered_files_follow_the_disk(model: Model, tmp_path: Path) -> None:
     pc = await model.pc("pc", (1, 2))
     assert pc.changes == 1
     await pc.shelf.scan_store()

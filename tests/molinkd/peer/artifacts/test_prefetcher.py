@@ -1,4 +1,4 @@
-"""Files for a stage that is to be: got in the background, and said how far."""
+"""Prefetching files for a future stage."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -85,7 +85,7 @@ async def test_files_are_fetched_once(scene: Scene) -> None:
     assert scene.prefetcher.transfer_text == ""
 
 
-async def test_files_are_not_all_that_a_stage_waits_for(scene: Scene) -> None:
+async def test_a_prefetch_is_done_once_a_stage_could_start(scene: Scene) -> None:
     scene.ready.clear()
     scene.prefetcher.start_prefetch(wish())
     scene.store.answers.put_nowait(None)
@@ -99,7 +99,7 @@ async def test_files_are_not_all_that_a_stage_waits_for(scene: Scene) -> None:
     assert await scene.said.get() == PrefetchState(number=1, state="done")
 
 
-async def test_a_failure_is_said_and_may_be_tried_again(scene: Scene) -> None:
+async def test_a_failure_is_reported_and_can_be_retried(scene: Scene) -> None:
     scene.prefetcher.start_prefetch(wish())
     scene.store.answers.put_nowait(Unavailable("nobody has it"))
     await scene.said.get()
@@ -112,7 +112,7 @@ async def test_a_failure_is_said_and_may_be_tried_again(scene: Scene) -> None:
     assert "oops" in said.reason
 
 
-async def test_another_wish_ends_the_one_before(scene: Scene) -> None:
+async def test_a_newer_order_cancels_the_older(scene: Scene) -> None:
     scene.prefetcher.start_prefetch(wish())
     await asyncio.sleep(0)
     scene.prefetcher.start_prefetch(wish(2, (0, 3)))

@@ -1,4 +1,4 @@
-"""The whole model comes to this PC's disk, slowly, and others may then read it here."""
+"""Replicating whole models in the background, and offering the replicas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -139,7 +139,7 @@ def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 MakePc = Callable[..., Pc]
 
 
-async def test_the_other_layers_come_one_chunk_at_a_time_the_nearest_first(
+async def test_other_layers_are_fetched_chunk_by_chunk_nearest_first(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
     shelf = Shelf(brought)
@@ -163,7 +163,7 @@ async def test_the_other_layers_come_one_chunk_at_a_time_the_nearest_first(
     assert pc.connected == []
 
 
-async def test_a_whole_copy_is_a_source_for_others_and_after_a_restart_too(
+async def test_a_complete_replica_is_offered_also_after_a_restart(
     pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
 ) -> None:
     first = pcs({"a": Shelf(brought)})
@@ -191,7 +191,7 @@ async def test_a_whole_copy_is_a_source_for_others_and_after_a_restart_too(
             part.verify_chunk(index, again.library.require_model(root).read_chunk(part.name, index))
 
 
-async def test_nothing_is_fetched_before_a_pipeline_serves_nor_while_somebody_waits(
+async def test_replication_yields_to_urgent_transfers(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
     shelf = Shelf(brought)
@@ -211,7 +211,7 @@ async def test_nothing_is_fetched_before_a_pipeline_serves_nor_while_somebody_wa
     assert shelf.layers == [1, 0, 2, 3]
 
 
-async def test_a_stage_does_not_wait_for_the_copy(
+async def test_a_stage_does_not_wait_for_replication(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
     slow, fast = Shelf(brought), Shelf(brought)
@@ -229,7 +229,7 @@ async def test_a_stage_does_not_wait_for_the_copy(
     assert not list(folder.glob(".*"))
 
 
-async def test_without_a_source_it_waits_for_one(
+async def test_replication_waits_for_a_source(
     pcs: MakePc, brought: ModelRepository, root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "molinkd.peer")
@@ -245,7 +245,7 @@ async def test_without_a_source_it_waits_for_one(
     assert told == ["replication of m is incomplete and will be retried: gone: gone is offline"]
 
 
-async def test_a_disk_with_little_room_gets_no_copy(
+async def test_a_nearly_full_disk_gets_no_replica(
     pcs: MakePc, brought: ModelRepository, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf = Shelf(brought)
@@ -268,7 +268,7 @@ async def test_a_disk_with_little_room_gets_no_copy(
     assert 0 < pc.copier.percent < 100
 
 
-async def test_a_copy_that_was_altered_is_mended(
+async def test_an_altered_replica_is_repaired(
     pcs: MakePc, brought: ModelRepository, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier_module, "CHECK_INTERVAL_S", 0.0)
@@ -282,7 +282,7 @@ async def test_a_copy_that_was_altered_is_mended(
     ModelFolder.open(pc.library.require_model(root).folder)
 
 
-async def test_another_model_takes_its_place(
+async def test_another_model_replaces_the_first(
     pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
 ) -> None:
     newer = brought.add_model("m", write_plain_model(tmp_path / "newer", seed=1)).manifest.root
@@ -299,7 +299,7 @@ async def test_another_model_takes_its_place(
         pc.library.require_model(root)
 
 
-async def test_who_brought_the_model_copies_nothing(
+async def test_the_provider_replicates_nothing(
     pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
 ) -> None:
     pc = pcs({"a": Shelf(brought)})
@@ -310,7 +310,9 @@ async def test_who_brought_the_model_copies_nothing(
     assert not list((tmp_path / "store").iterdir())
 
 
-async def test_a_pc_may_do_without(pcs: MakePc, brought: ModelRepository, root: str) -> None:
+async def test_replication_can_be_disabled(
+    pcs: MakePc, brought: ModelRepository, root: str
+) -> None:
     pc = pcs({"a": Shelf(brought)}, wanted=False)
     pc.serve(root, "a")
     await asyncio.sleep(0)
@@ -318,7 +320,7 @@ async def test_a_pc_may_do_without(pcs: MakePc, brought: ModelRepository, root: 
     assert pc.copier.percent == 0
 
 
-async def test_of_several_models_that_of_its_own_stage_is_copied_first(
+async def test_the_own_stage_s_model_is_replicated_first(
     pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
 ) -> None:
     """Routes of all come again and again; nothing is begun anew by that."""
@@ -371,7 +373,7 @@ async def test_of_several_models_that_of_its_own_stage_is_copied_first(
     await pc.copier.close()
 
 
-async def test_what_is_here_is_offered_whatever_else_is_waited_for(
+async def test_existing_files_are_offered_immediately(
     pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
 ) -> None:
     """After a restart a pipeline may need just this copy, while another model's waits for one."""
@@ -401,7 +403,7 @@ async def test_what_is_here_is_offered_whatever_else_is_waited_for(
     await again.copier.close()
 
 
-async def test_a_copy_that_cannot_be_made_holds_no_other_up(
+async def test_a_stuck_replica_does_not_block_others(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
     pc = pcs({"a": Shelf(brought)})

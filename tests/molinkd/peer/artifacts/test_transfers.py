@@ -1,4 +1,4 @@
-"""What is told of the files that come to a PC."""
+"""Reported transfers of model files."""
 
 import asyncio
 from contextlib import ExitStack
@@ -7,7 +7,7 @@ from molink.wire.messages.peer_reports import MAX_TRANSFERS
 from molinkd.peer.artifacts.transfers import Progress, Transfers
 
 
-def test_what_is_shown() -> None:
+def test_reported_transfers() -> None:
     times = [0.0]
     transfers = Transfers(lambda: times[0])
     copy, stage, waiting = Progress(total=100), Progress(), Progress(total=5)
@@ -31,7 +31,7 @@ def test_what_is_shown() -> None:
     assert transfers.transfer_states() == ()
 
 
-def test_there_are_never_more_than_a_report_has_room_for() -> None:
+def test_the_number_of_reported_transfers_is_bounded() -> None:
     transfers, progress = Transfers(), Progress(total=1)
     with ExitStack() as stack:
         for _ in range(9):
@@ -39,7 +39,7 @@ def test_there_are_never_more_than_a_report_has_room_for() -> None:
         assert len(transfers.transfer_states()) == MAX_TRANSFERS
 
 
-async def test_it_is_told_while_there_are_any() -> None:
+async def test_notifications_continue_during_transfers() -> None:
     transfers, told = Transfers(), asyncio.Queue[int]()
     watching = asyncio.create_task(
         transfers.watch_transfers(lambda: told.put_nowait(len(transfers.transfer_states())))

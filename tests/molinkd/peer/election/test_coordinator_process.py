@@ -1,4 +1,4 @@
-"""The supervised coordinator process, with stand-ins for the real one."""
+"""The supervised coordinator process, with fake executables."""
 
 import socket
 import sys
@@ -33,7 +33,7 @@ def make(tmp_path: Path, code: str) -> CoordinatorProcess:
     )
 
 
-async def test_it_is_started_again_on_the_same_port(
+async def test_it_is_restarted_on_the_same_port(
     tmp_path: Path, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
@@ -60,7 +60,7 @@ for line in sys.stdin:
 """
 
 
-async def test_a_term_that_was_raised_holds_after_a_restart(
+async def test_a_raised_term_survives_a_restart(
     tmp_path: Path, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
@@ -80,14 +80,14 @@ async def test_a_term_that_was_raised_holds_after_a_restart(
     await process.close()
 
 
-async def test_why_it_cannot_start(tmp_path: Path) -> None:
+async def test_startup_failures_quote_the_reason(tmp_path: Path) -> None:
     process = make(tmp_path, BAD)
     with pytest.raises(UsageError, match="the state is damaged"):
         await process.start()
     await process.close()
 
 
-async def test_a_chosen_port_that_is_taken_keeps_its_exit_code(tmp_path: Path) -> None:
+async def test_a_chosen_port_in_use_keeps_its_exit_code(tmp_path: Path) -> None:
     """With the real program; a swarm's first coordinator takes no other port."""
     home = Home(tmp_path / "home").create_folders()
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,4 +1,4 @@
-"""The shell around who leads: what it asks of others, and what it answers."""
+"""The shell of leader election: its queries and its answers."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -82,7 +82,7 @@ def make(net: Net, folder: Path, other: Other, **told: tuple[str, ...]) -> Leade
     return leadership
 
 
-async def test_a_peer_is_asked_once_at_a_time(net: Net, tmp_path: Path) -> None:
+async def test_a_peer_has_one_query_at_a_time(net: Net, tmp_path: Path) -> None:
     """However often others name it: their questions make no flood of ours."""
     other = Other(net)
     leadership = make(net, tmp_path, other)
@@ -99,7 +99,7 @@ async def test_a_peer_is_asked_once_at_a_time(net: Net, tmp_path: Path) -> None:
     await leadership.close()
 
 
-async def test_many_are_asked_a_few_at_a_time_and_none_in_vain(
+async def test_queries_are_limited_and_skipped_when_obsolete(
     net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leadership = make(net, tmp_path, Other(net))
@@ -127,9 +127,7 @@ async def test_many_are_asked_a_few_at_a_time_and_none_in_vain(
     assert most == 8
 
 
-async def test_a_member_that_has_moved_is_asked_where_the_swarm_is_heard(
-    net: Net, tmp_path: Path
-) -> None:
+async def test_a_moved_peer_is_queried_at_discovered_addresses(net: Net, tmp_path: Path) -> None:
     """All addresses that were known are others now, as behind a new router."""
     other = Other(net)
     other.may_answer.set()
@@ -142,7 +140,7 @@ async def test_a_member_that_has_moved_is_asked_where_the_swarm_is_heard(
     await leadership.close()
 
 
-async def test_another_swarms_question_is_refused(net: Net, tmp_path: Path) -> None:
+async def test_a_query_of_another_swarm_is_rejected(net: Net, tmp_path: Path) -> None:
     leadership = make(net, tmp_path, Other(net))
     with pytest.raises(NotAuthorized, match="not belong to swarm x"):
         leadership.answer_request("p", LeaderRequest(ref=1, swarm="x", view=VIEW))

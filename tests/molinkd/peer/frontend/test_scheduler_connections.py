@@ -1,4 +1,4 @@
-"""Connections to heads over real sockets, and the models that a peer can offer."""
+"""Connections to schedulers over real sockets, and the offered models."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def route(net: Net, port: int, epoch: int = 1, *, ready: bool = True) -> Route:
     )
 
 
-async def test_a_head_is_usable_once_it_is_connected(net: Net) -> None:
+async def test_a_scheduler_is_usable_once_connected(net: Net) -> None:
     got, changes, said = [], [], []
 
     def handle(sender: MessageSender, message: Cancel, _payload: memoryview | None) -> None:
@@ -71,7 +71,7 @@ async def test_a_head_is_usable_once_it_is_connected(net: Net) -> None:
     await schedulers.close()
 
 
-async def test_a_session_tells_what_has_ended_while_there_was_none(net: Net) -> None:
+async def test_a_new_session_reveals_ended_pipelines(net: Net) -> None:
     schedulers = SchedulerConnections(net.context, net.member(), lambda _: None, lambda *_: None)
     schedulers.update_route(route(net, 0, 9))
     schedulers.update_route(msgspec.structs.replace(route(net, 0, 3), pipeline="p2"))
@@ -86,7 +86,7 @@ async def test_a_session_tells_what_has_ended_while_there_was_none(net: Net) -> 
     await schedulers.close()
 
 
-async def test_what_goes_on_beside_has_not_ended(net: Net) -> None:
+async def test_sibling_pipelines_have_not_ended(net: Net) -> None:
     """A model may have several pipelines, and there may be other models."""
     schedulers = SchedulerConnections(net.context, net.member(), lambda _: None, lambda *_: None)
     for pipeline in ("p1", "p2", "p3"):
@@ -111,7 +111,7 @@ async def test_a_broken_connection_is_a_change(net: Net) -> None:
     await schedulers.close()
 
 
-async def test_a_head_that_is_reached_by_another_way_from_now_on(net: Net) -> None:
+async def test_a_scheduler_with_a_new_route_is_reconnected(net: Net) -> None:
     server = net.server(data_codec(), lambda *_: None)
     port = 1  # where nobody is
 
@@ -132,7 +132,7 @@ async def test_a_head_that_is_reached_by_another_way_from_now_on(net: Net) -> No
     await schedulers.close()
 
 
-async def test_a_false_head_is_not_dialled(net: Net) -> None:
+async def test_a_scheduler_with_a_mismatched_id_is_not_dialled(net: Net) -> None:
     server = net.server(data_codec(), lambda *_: None)
     schedulers = SchedulerConnections(net.context, net.member(), lambda _: None, lambda *_: None)
     right = route(net, server.port)
@@ -159,7 +159,7 @@ class FakeStore:
         return self.folder
 
 
-async def test_a_model_is_offered_once_its_tokenizer_is_here(
+async def test_a_model_is_offered_once_its_tokenizer_is_fetched(
     net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_module, "BACK_OFF_S", (0.01,))
@@ -190,7 +190,7 @@ async def test_a_model_is_offered_once_its_tokenizer_is_here(
     await served.close()
 
 
-async def test_a_model_that_cannot_be_loaded_is_given_up_aloud(net: Net, tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_is_reported(net: Net, tmp_path: Path) -> None:
     class Broken(FakeStore):
         async def fetch_metadata(self, *_: object, rate_limited: bool) -> Path:
             raise RecursionError("too deep")

@@ -1,4 +1,4 @@
-"""Models become available with the context that their pipelines have."""
+"""Models become available with their pipelines' maximum request length."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -47,7 +47,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespac
     await served.close()
 
 
-async def test_a_ready_pipeline_says_which_context_there_is(scene: SimpleNamespace) -> None:
+async def test_a_ready_pipeline_determines_max_model_len(scene: SimpleNamespace) -> None:
     scene.served.update_route(route(4096, ready=False))
     assert await scene.changes.get() == [4096]
     scene.served.update_route(route(1024, ready=True))

@@ -1,4 +1,4 @@
-"""The endpoint's backend with heads of its own making."""
+"""The API's backend with fake schedulers."""
 
 import asyncio
 import struct
@@ -137,7 +137,7 @@ async def test_an_answer(requests: SwarmBackend, heads: FakeHeads) -> None:
     assert gauges["daemon_requests_active"] == 0
 
 
-async def test_who_waits_waits_on_while_a_pipeline_is_being_formed(
+async def test_a_request_keeps_waiting_while_a_pipeline_forms(
     requests: SwarmBackend, heads: FakeHeads
 ) -> None:
     heads.on_send = answering(requests, heads, 4)
@@ -157,7 +157,7 @@ async def test_who_waits_waits_on_while_a_pipeline_is_being_formed(
     assert await asked == [100, 101, 102, 103]
 
 
-async def test_from_another_thread(requests: SwarmBackend, heads: FakeHeads) -> None:
+async def test_requests_from_another_thread(requests: SwarmBackend, heads: FakeHeads) -> None:
     heads.on_send = answering(requests, heads, 4)
     answers: list[list[int]] = []
 
@@ -170,7 +170,7 @@ async def test_from_another_thread(requests: SwarmBackend, heads: FakeHeads) -> 
     assert answers == [[100, 101, 102, 103]]
 
 
-async def test_a_lost_head_is_a_pause(requests: SwarmBackend, heads: FakeHeads) -> None:
+async def test_a_lost_scheduler_pauses_the_stream(requests: SwarmBackend, heads: FakeHeads) -> None:
     def half(message: DataMessage) -> None:
         if isinstance(message, Submit):
             for position in (3, 4):
@@ -195,7 +195,7 @@ async def test_a_lost_head_is_a_pause(requests: SwarmBackend, heads: FakeHeads) 
     assert (again.epoch, again.num_tokens, again.num_prompt_tokens) == (2, 5, 3)
 
 
-async def test_closing_the_stream_cancels_at_the_head(
+async def test_closing_the_stream_cancels_the_request(
     requests: SwarmBackend, heads: FakeHeads
 ) -> None:
     def one(message: DataMessage) -> None:
@@ -212,7 +212,7 @@ async def test_closing_the_stream_cancels_at_the_head(
     assert requests.collect_metrics().counters["daemon_requests_cancelled"] == 1.0
 
 
-async def test_taken_tokens_are_credited(requests: SwarmBackend, heads: FakeHeads) -> None:
+async def test_consumed_tokens_are_credited(requests: SwarmBackend, heads: FakeHeads) -> None:
     heads.on_send = answering(requests, heads, 6)
     stream = requests.generate(ask(max_tokens=20))
     for _ in range(5):
@@ -223,7 +223,7 @@ async def test_taken_tokens_are_credited(requests: SwarmBackend, heads: FakeHead
     await stream.aclose()
 
 
-async def test_refusals_reach_the_client(requests: SwarmBackend, heads: FakeHeads) -> None:
+async def test_rejections_reach_the_client(requests: SwarmBackend, heads: FakeHeads) -> None:
     def refuse(message: DataMessage) -> None:
         if isinstance(message, Submit):
             requests.on_message("p1", Rejected(1, message.key, "overloaded", "full", 2.0))
@@ -235,15 +235,13 @@ async def test_refusals_reach_the_client(requests: SwarmBackend, heads: FakeHead
         await collect(requests, ask(model="other"))
 
 
-async def test_a_connection_that_takes_no_more_is_overload(
-    requests: SwarmBackend, heads: FakeHeads
-) -> None:
+async def test_a_full_connection_is_an_overload(requests: SwarmBackend, heads: FakeHeads) -> None:
     heads.error = Overloaded("full", 1.0)
     with pytest.raises(Overloaded, match="congested"):
         await collect(requests, ask())
 
 
-async def test_what_no_header_holds_is_the_clients_error(
+async def test_an_oversized_header_is_the_clients_error(
     requests: SwarmBackend, heads: FakeHeads
 ) -> None:
     bias = tuple((10**8 + n, float(n) + 0.1) for n in range(256))
@@ -253,7 +251,7 @@ async def test_what_no_header_holds_is_the_clients_error(
         await collect(requests, request)
 
 
-async def test_a_connection_that_just_broke_is_a_pause(
+async def test_a_broken_connection_pauses_the_stream(
     requests: SwarmBackend, heads: FakeHeads
 ) -> None:
     heads.error = Unavailable("not connected")
@@ -279,7 +277,7 @@ class StillClock:
         return asyncio.get_running_loop().call_later(3600, lambda: None)
 
 
-async def test_what_others_have_waited_for_in_vain_is_refused_at_once(heads: FakeHeads) -> None:
+async def test_a_request_fails_fast_after_a_timeout_of_others(heads: FakeHeads) -> None:
     clock = StillClock()
     limits = StreamLimits(pipeline_wait_timeout=30.0)
     requests = SwarmBackend(heads, limits, MetricValues, clock, tell_status)  # type: ignore[arg-type]
@@ -302,9 +300,7 @@ async def test_what_others_have_waited_for_in_vain_is_refused_at_once(heads: Fak
     requests.close()
 
 
-async def test_the_status_is_asked_for_on_the_daemons_loop(
-    heads: FakeHeads, clock: RunningClock
-) -> None:
+async def test_the_status_runs_on_the_daemons_loop(heads: FakeHeads, clock: RunningClock) -> None:
     daemon = asyncio.get_running_loop()
 
     async def status() -> bytes:
@@ -315,7 +311,7 @@ async def test_the_status_is_asked_for_on_the_daemons_loop(
     assert await asyncio.to_thread(asyncio.run, requests.fetch_status()) == b'{"swarm": "s"}'
 
 
-async def test_a_daemon_that_is_too_busy_for_its_status(
+async def test_a_slow_status_times_out(
     heads: FakeHeads, clock: RunningClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "_STATUS_S", 0.01)
@@ -330,7 +326,7 @@ async def test_a_daemon_that_is_too_busy_for_its_status(
         await requests.fetch_status()
 
 
-async def test_nobody_there(heads: FakeHeads, clock: RunningClock) -> None:
+async def test_no_scheduler(heads: FakeHeads, clock: RunningClock) -> None:
     requests = SwarmBackend(
         heads, StreamLimits(pipeline_wait_timeout=0.0), MetricValues, clock, tell_status
     )
@@ -342,7 +338,7 @@ async def test_nobody_there(heads: FakeHeads, clock: RunningClock) -> None:
         await collect(requests, ask())
 
 
-async def test_prompts_that_begin_alike_go_to_the_pipeline_that_has_it(
+async def test_prompts_with_a_cached_prefix_go_to_its_pipeline(
     requests: SwarmBackend, heads: FakeHeads
 ) -> None:
     heads.usable = [PipelineEpoch("p1", 1), PipelineEpoch("p2", 1)]
@@ -375,7 +371,9 @@ async def test_prompts_that_begin_alike_go_to_the_pipeline_that_has_it(
     assert (counters["daemon_routes_explored"], counters["daemon_routes_exploited"]) == (1, 2)
 
 
-async def test_strangers_tokens_do_not_count(requests: SwarmBackend, heads: FakeHeads) -> None:
+async def test_tokens_of_another_pipeline_are_ignored(
+    requests: SwarmBackend, heads: FakeHeads
+) -> None:
     def foul(message: DataMessage) -> None:
         if isinstance(message, Submit):
             requests.on_message("other", OutputTokens((OutputToken(1, message.key, 3, 666),)))

@@ -1,4 +1,4 @@
-"""Tokens from one thread to an event loop in another."""
+"""Passing tokens from one thread to an event loop in another."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ def make(position: int) -> GeneratedToken:
     return GeneratedToken(position, position, 0.0, (), None)
 
 
-async def test_everything_arrives_in_order_with_few_wake_ups() -> None:
+async def test_tokens_arrive_in_order_with_few_wake_ups() -> None:
     queue, wakes, seen = TokenQueue(), 0, []
 
     def fill() -> None:
@@ -27,7 +27,7 @@ async def test_everything_arrives_in_order_with_few_wake_ups() -> None:
     assert [token.position for token in seen] == list(range(2000))
 
 
-async def test_many_tokens_cost_one_wake_up() -> None:
+async def test_a_batch_of_tokens_costs_one_wake_up() -> None:
     queue = TokenQueue()
     for position in range(10):
         queue.put(make(position))
@@ -39,7 +39,7 @@ async def test_many_tokens_cost_one_wake_up() -> None:
     assert len(await waiting) == 1
 
 
-def test_a_reader_whose_loop_has_closed_is_no_error() -> None:
+def test_a_closed_reader_loop_is_ignored() -> None:
     async def open_feed() -> TokenQueue:
         return TokenQueue()
 

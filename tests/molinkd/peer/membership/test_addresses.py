@@ -1,4 +1,4 @@
-"""Which addresses are told to others."""
+"""Advertised addresses."""
 
 from molinkd.peer.membership.addresses import (
     advertised_addresses,
@@ -15,7 +15,7 @@ def test_ranking() -> None:
     assert len(rank_addresses([f"10.0.0.{n}" for n in range(20)], None)) == 8
 
 
-def test_what_is_bound_is_what_is_told() -> None:
+def test_a_bound_address_is_advertised() -> None:
     assert advertised_addresses("127.0.0.1") == ("127.0.0.1",)
     assert advertised_addresses("0.0.0.0", ("pc.example",)) == ("pc.example",)
     assert advertised_addresses("0.0.0.0")

@@ -54,7 +54,7 @@ def air(monkeypatch: pytest.MonkeyPatch) -> Iterator[Air]:
     assert air.announced == []
 
 
-async def test_it_follows_the_coordinator_and_the_addresses(air: Air) -> None:
+async def test_announcements_follow_coordinator_and_addresses(air: Air) -> None:
     said: list[CoordinatorAnnouncement | None] = [None]
     announcer = SwarmAnnouncer(Settings(name="pc"), lambda: said[0])
     announcer.start()
@@ -75,13 +75,13 @@ async def test_it_follows_the_coordinator_and_the_addresses(air: Air) -> None:
     await announcer.close()
 
 
-async def test_it_ends_while_it_begins(air: Air) -> None:
+async def test_closing_during_the_start(air: Air) -> None:
     announcer = SwarmAnnouncer(Settings(name="pc"), lambda: SAID)
     announcer.start()
     await announcer.close()
 
 
-async def test_what_cannot_be_announced_ends_nothing(
+async def test_a_failed_announcement_is_ignored(
     air: Air, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -94,7 +94,7 @@ async def test_what_cannot_be_announced_ends_nothing(
     await announcer.close()
 
 
-async def test_nothing_is_announced_unless_it_is_to_be(air: Air) -> None:
+async def test_nothing_is_announced_when_disabled(air: Air) -> None:
     silent = SwarmAnnouncer(Settings(name="pc", discovery=False), lambda: SAID)
     air.interfaces = ()
     alone = SwarmAnnouncer(Settings(name="pc", host="127.0.0.1"), lambda: SAID)
@@ -117,9 +117,7 @@ class Swarm:
         self.heard.append(addresses)
 
 
-async def test_a_swarm_is_looked_for_while_a_member_is_missing(
-    air: Air, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_peers_start_a_scan(air: Air, monkeypatch: pytest.MonkeyPatch) -> None:
     near = DiscoveredSwarm("ab" * 8, "attic", "k" * 40, ("10.0.0.1", "10.0.0.7"), 5479)
     other = DiscoveredSwarm("cd" * 8, "den", "k" * 40, ("10.0.0.9",), 5479)
     looks: list[str] = []
@@ -144,5 +142,5 @@ async def test_a_swarm_is_looked_for_while_a_member_is_missing(
     await silent.close()
 
 
-def test_nobody_is_looked_for_on_loopback() -> None:
+def test_loopback_is_not_scanned() -> None:
     assert scan_network("127.0.0.1") == []

@@ -1,4 +1,4 @@
-"""Belonging to a swarm: what is remembered, what a token may do, and joining over the wire."""
+"""The stored membership, join tokens, and joining over the wire."""
 
 import time
 from pathlib import Path
@@ -43,7 +43,7 @@ def make_token(address: str = "10.0.0.9:5466", key: str = COORDINATOR.public) ->
     return JoinToken("s", (address,), key, INVITATION.secret, int(time.time()) + 60)
 
 
-def test_it_is_remembered(tmp_path: Path) -> None:
+def test_the_record_is_stored(tmp_path: Path) -> None:
     path = tmp_path / "swarm.json"
     assert read_membership(path) is None
     KNOWN.save(path)
@@ -60,7 +60,7 @@ def test_a_new_peer_needs_a_token() -> None:
         choose_membership(HOME, None, None)
 
 
-def test_a_member_returns_without_one() -> None:
+def test_a_member_returns_without_a_token() -> None:
     assert choose_membership(HOME, KNOWN, None) == KNOWN
     with pytest.raises(UsageError, match="molink up"):
         choose_membership(HOME, msgspec.structs.replace(KNOWN, is_founder=True), None)
@@ -104,7 +104,7 @@ async def test_joining(net: Net) -> None:
     assert (seen[0].public_key, seen[0].name) == (mine.public, "pc")
 
 
-async def test_an_invitation_that_is_not_known(net: Net) -> None:
+async def test_an_unknown_invitation(net: Net) -> None:
     server = net.server(control_codec(), lambda *_: None)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
     with pytest.raises(TokenError, match="was revoked or has expired"):
@@ -136,7 +136,7 @@ class Refusing:
         (Unavailable("was for one PC"), Unavailable),
     ],
 )
-async def test_what_the_coordinator_says_is_passed_on(
+async def test_errors_of_the_coordinator_are_raised(
     net: Net, error: MolinkError, kind: type[MolinkError]
 ) -> None:
     refusing = Refusing(net, error)
@@ -144,7 +144,7 @@ async def test_what_the_coordinator_says_is_passed_on(
         await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")
 
 
-async def test_one_of_too_many_at_once_tries_again(
+async def test_an_overloaded_coordinator_is_retried(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("molinkd.peer.membership.membership_record._RETRY_S", 0.01)
@@ -157,7 +157,7 @@ async def test_one_of_too_many_at_once_tries_again(
         await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")
 
 
-async def test_a_connection_that_breaks_before_the_answer(
+async def test_a_connection_that_breaks_before_the_reply(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator shuts another PC out at that moment."""
@@ -185,13 +185,13 @@ async def test_a_coordinator_with_another_key(net: Net) -> None:
         await join_swarm(net.context, KeyPair.generate(), token, "pc")
 
 
-async def test_nobody_there(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_reply(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_TIMEOUT_S", 0.2)
     with pytest.raises(Unavailable, match="can't join"):
         await join_swarm(net.context, KeyPair.generate(), make_token("127.0.0.1:9"), "pc")
 
 
-async def test_a_member_sends_a_guest_on_to_the_coordinator(net: Net) -> None:
+async def test_a_peer_redirects_a_guest_to_the_coordinator(net: Net) -> None:
     """The one that the token names is gone, and another PC leads."""
 
     def admit(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
@@ -216,9 +216,7 @@ async def test_a_member_sends_a_guest_on_to_the_coordinator(net: Net) -> None:
 
 
 @pytest.mark.parametrize("answer", [PeerBanned("this PC was shut out"), None])
-async def test_a_swarm_that_has_shut_this_pc_out_is_asked_again(
-    net: Net, answer: MolinkError | None
-) -> None:
+async def test_a_ban_is_checked_again(net: Net, answer: MolinkError | None) -> None:
     def handle(sender: MessageSender, message: StatusRequest, _payload: memoryview | None) -> None:
         if answer is not None:
             raise answer
@@ -241,9 +239,7 @@ async def test_a_swarm_that_has_shut_this_pc_out_is_asked_again(
         await renew_membership(net.context, mine, known)
 
 
-async def test_a_swarm_that_has_ended_takes_nobody_back(
-    net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_ban_by_an_ended_swarm_stays(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("molinkd.peer.membership.membership_record._GUIDE_TIMEOUT_S", 0.1)
     known = msgspec.structs.replace(KNOWN, addresses=("127.0.0.1:1",), is_banned=True)
     with pytest.raises(PeerBanned):

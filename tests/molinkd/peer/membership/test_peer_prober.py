@@ -1,4 +1,4 @@
-"""Whether others' ports can be reached: tried on real sockets."""
+"""Probing peers' ports on real sockets."""
 
 import asyncio
 import socket
@@ -24,7 +24,9 @@ def member(public_key: str, port: int, *addresses: str) -> PeerInfo:
     )
 
 
-async def test_it_tries_until_the_port_is_open(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_probing_continues_until_the_port_is_open(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
@@ -53,9 +55,7 @@ async def test_it_tries_until_the_port_is_open(net: Net, monkeypatch: pytest.Mon
     await prober.close()
 
 
-async def test_a_latency_is_told_again_where_it_has_changed(
-    net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_changed_latencies_are_reported(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MEASURE_S", 0.0)
     measured = iter([None, 0.010, 0.0105, 0.0115, None, 0.014, 0.030])
     over = asyncio.Event()
@@ -76,7 +76,7 @@ async def test_a_latency_is_told_again_where_it_has_changed(
     assert told == [None, 0.010, 0.014, 0.030]
 
 
-async def test_a_few_members_are_tried_at_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each PC of a swarm that starts tries all others: their handshakes would fill its day."""
     under_way = most = 0
 
@@ -101,13 +101,13 @@ async def test_a_few_members_are_tried_at_once(net: Net, monkeypatch: pytest.Mon
     assert most == 4
 
 
-def test_who_tries_many_leaves_time_to_others() -> None:
+def test_probing_many_peers_is_throttled() -> None:
     assert module.pause_after(0.02, 8) == 0.0, "a few are tried at once"
     assert module.pause_after(0.02, 9) == pytest.approx(0.18)
     assert module.pause_after(0.5, 50) == 3.0, "PCs are busy, or far away"
 
 
-async def test_a_round_trip_so_short_that_less_would_be_no_news_is_measured_once(
+async def test_a_very_short_round_trip_is_measured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -133,9 +133,7 @@ class FakeDetours:
         return self.latencies.pop(0) if self.latencies else None
 
 
-async def test_a_member_that_is_reached_by_a_detour(
-    net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_peer_reached_by_a_relayed_route(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "RELAYED_MEASURE_S", 0.0)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
@@ -163,14 +161,14 @@ async def test_a_member_that_is_reached_by_a_detour(
         await prober.close()
 
 
-async def test_the_latency_of_who_is_not_there_is_unknown() -> None:
+async def test_the_latency_of_an_offline_peer_is_unknown() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         assert await module.measure_latency(["127.0.0.1"], closed.getsockname()[1]) is None
     assert await module.measure_latency([], 1) is None
 
 
-async def test_who_does_not_know_us_has_answered_and_another_has_not(
+async def test_a_rejected_handshake_counts_as_reachable(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = net.server(control_codec(), lambda *_: None)
@@ -184,9 +182,7 @@ async def test_who_does_not_know_us_has_answered_and_another_has_not(
     assert not await module.can_connect(net.context, net.member(), codec, key, [])
 
 
-async def test_who_has_answered_at_one_address_is_not_waited_for_at_others(
-    net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_reachable_address_is_enough(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 3600.0)
     server = net.server(control_codec(), lambda *_: None)
     with socket.socket() as closed:
@@ -198,7 +194,7 @@ async def test_who_has_answered_at_one_address_is_not_waited_for_at_others(
         assert await asyncio.wait_for(tried, 60)
 
 
-async def test_a_try_during_which_it_stood_still_is_made_again(
+async def test_a_probe_during_a_suspension_is_repeated(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A relay and its ends on loopback, and what strangers and slow readers can do to it: nothing."""
+"""A relay and its ends on loopback, against strangers and slow readers."""
 
 import asyncio
 import secrets
@@ -104,7 +104,7 @@ async def ended(stream: Stream) -> bytes:
     return b""
 
 
-async def test_bytes_go_both_ways_over_several_connections(bench: Bench) -> None:
+async def test_bytes_flow_both_ways_over_several_connections(bench: Bench) -> None:
     port = await bench.serve()
     bench.open()
     assert bench.changed == ["b"]
@@ -117,7 +117,7 @@ async def test_bytes_go_both_ways_over_several_connections(bench: Bench) -> None
     assert bench.relay.bytes_relayed > 600_000
 
 
-async def test_how_far_away_the_other_end_is(bench: Bench) -> None:
+async def test_latency_over_the_relay(bench: Bench) -> None:
     bench.open()
     latency = await bench.dialling.measure_latency("b")
     assert latency is not None
@@ -125,7 +125,7 @@ async def test_how_far_away_the_other_end_is(bench: Bench) -> None:
     assert await bench.dialling.measure_latency("nobody") is None
 
 
-async def test_a_detour_leads_to_our_own_ports_only(bench: Bench) -> None:
+async def test_a_relayed_route_reaches_our_own_ports_only(bench: Bench) -> None:
     port = await bench.serve()
     bench.allowed.clear()
     bench.open()
@@ -135,7 +135,7 @@ async def test_a_detour_leads_to_our_own_ports_only(bench: Bench) -> None:
     assert bench.accepted == []
 
 
-async def test_the_end_of_one_side_is_that_of_the_other(bench: Bench) -> None:
+async def test_closing_one_side_closes_the_other(bench: Bench) -> None:
     port = await bench.serve()
     bench.open()
     streams = []
@@ -152,7 +152,7 @@ async def test_the_end_of_one_side_is_that_of_the_other(bench: Bench) -> None:
     await until(lambda: bench.relay.num_connections <= 1)
 
 
-async def test_what_is_told_to_workers_and_heads(bench: Bench) -> None:
+async def test_stage_addresses_are_localized(bench: Bench) -> None:
     bench.open()
     stages = [
         StageAddress(peer=peer, public_key="k" * 40, addresses=("10.9.9.9",), port=5468)
@@ -170,7 +170,7 @@ async def test_what_is_told_to_workers_and_heads(bench: Bench) -> None:
     assert bench.changed == ["b", "b"]
 
 
-async def test_when_the_relay_is_told_to_stop_all_ends(bench: Bench) -> None:
+async def test_closing_a_relay_closes_its_connections(bench: Bench) -> None:
     port = await bench.serve()
     bench.open()
     stream = await bench.dial(port)
@@ -198,7 +198,7 @@ async def test_when_the_relay_is_told_to_stop_all_ends(bench: Bench) -> None:
         compute_proof(99, "dials", SECRET, bytes(NONCE_BYTES)),
     ],
 )
-async def test_a_stranger_is_cut_off(bench: Bench, answer: bytes) -> None:
+async def test_a_stranger_is_disconnected(bench: Bench, answer: bytes) -> None:
     port = await bench.serve()
     bench.open()
     await until(lambda: bench.relay.num_connections == 1)
@@ -211,7 +211,7 @@ async def test_a_stranger_is_cut_off(bench: Bench, answer: bytes) -> None:
     assert await good[0].readexactly(1) == b"A"
 
 
-async def test_what_was_overheard_can_not_be_said_again(bench: Bench) -> None:
+async def test_a_replayed_proof_is_rejected(bench: Bench) -> None:
     """The proof is one of a nonce that never comes again."""
     bench.open()
     stream = await bench.visit()
@@ -224,16 +224,14 @@ async def test_what_was_overheard_can_not_be_said_again(bench: Bench) -> None:
     stream[1].close()
 
 
-async def test_those_who_say_nothing_are_sent_away(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_connections_time_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TALK_S", 0.2)
     bench.open()
     stream = await bench.visit()
     assert len(await ended(stream)) == NONCE_BYTES
 
 
-async def test_a_flood_of_strangers_keeps_no_member_out(
+async def test_a_flood_of_strangers_does_not_lock_out_peers(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "TALK_S", 1.0)
@@ -251,7 +249,7 @@ async def test_a_flood_of_strangers_keeps_no_member_out(
         one.close()
 
 
-async def test_an_end_has_so_many_connections_at_most(
+async def test_connections_per_relay_are_bounded(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_OF_RELAY", 4)
@@ -266,7 +264,7 @@ async def test_an_end_has_so_many_connections_at_most(
         writer.transport.abort()
 
 
-async def test_one_that_waits_is_replaced_by_the_next(bench: Bench) -> None:
+async def test_a_waiting_connection_is_replaced_by_the_next(bench: Bench) -> None:
     bench.port = bench.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
     first, second = await bench.visit(), await bench.visit()
     await authenticate_end(first, ID, "waits", SECRET)
@@ -281,7 +279,7 @@ async def test_one_that_waits_is_replaced_by_the_next(bench: Bench) -> None:
         writer.transport.abort()
 
 
-async def test_a_slow_reader_slows_down_who_sends_and_fills_no_memory(bench: Bench) -> None:
+async def test_a_slow_reader_slows_the_sender_and_memory_is_bounded(bench: Bench) -> None:
     bench.port = bench.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
     reading, sending = await bench.visit(), await bench.visit()
     await authenticate_end(reading, ID, "waits", SECRET)
@@ -304,7 +302,7 @@ async def test_a_slow_reader_slows_down_who_sends_and_fills_no_memory(bench: Ben
     await until(lambda: bench.relay.num_connections == 0)
 
 
-async def test_so_many_bytes_a_second_and_no_more(bench: Bench) -> None:
+async def test_the_byte_rate_is_limited(bench: Bench) -> None:
     slow = RelayServer("127.0.0.1", 0, rate=1e6)
     bench.relay = slow
     port = await bench.serve()
@@ -317,7 +315,7 @@ async def test_so_many_bytes_a_second_and_no_more(bench: Bench) -> None:
     assert loop.time() - began > 0.8  # there and back
 
 
-async def test_a_relay_that_is_gone_does_not_spin(
+async def test_an_unreachable_relay_is_retried_slowly(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ends, "_AGAIN_S", 0.01)
@@ -329,7 +327,7 @@ async def test_a_relay_that_is_gone_does_not_spin(
     assert await bench.dialling.measure_latency("b") is None
 
 
-async def test_detours_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_relayed_routes_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends, "MAX_DETOURS", 1)
     bench.open()
     told = {"id": 9, "secret": SECRET, "addresses": ("127.0.0.1",), "port": bench.port}
@@ -344,7 +342,7 @@ async def test_detours_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert bench.dialling.local_endpoint("b", 2) == ""
 
 
-async def test_what_nobody_uses_is_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abandoned_relays_are_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.relay.open_relay(OpenRelay(id=1, secret=SECRET))
     monkeypatch.setattr(module, "UNUSED_TIMEOUT_S", -1.0)
     bench.relay.open_relay(OpenRelay(id=2, secret=SECRET))

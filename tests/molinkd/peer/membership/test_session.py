@@ -1,4 +1,4 @@
-"""The connection to the coordinator, with one of the test's own making."""
+"""The coordinator session, with a fake coordinator."""
 
 from typing import Any
 
@@ -82,9 +82,7 @@ def make_session(
     )
 
 
-async def test_a_report_comes_first_and_then_again_and_again(
-    net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reports_are_sent_periodically(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
@@ -100,7 +98,7 @@ async def test_a_report_comes_first_and_then_again_and_again(
     await session.close()
 
 
-async def test_a_coordinator_that_speaks_otherwise_is_heard_but_not_obeyed(net: Net) -> None:
+async def test_an_incompatible_coordinator_is_not_followed(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     coordinator.protocol = PROTOCOL + 1
     session = make_session(net, net.member(), coordinator.server.port, heard)
@@ -124,7 +122,7 @@ async def test_a_coordinator_that_speaks_otherwise_is_heard_but_not_obeyed(net: 
     await session.close()
 
 
-async def test_a_report_that_is_too_long_goes_without_its_load(net: Net) -> None:
+async def test_an_oversized_report_is_sent_without_its_load(net: Net) -> None:
     """What only people look at never keeps a peer from being there."""
     coordinator, heard = FakeCoordinator(net), []
     long = msgspec.structs.replace(REPORT, models=("m" * 250,) * 14)
@@ -138,7 +136,7 @@ async def test_a_report_that_is_too_long_goes_without_its_load(net: Net) -> None
     await session.close()
 
 
-async def test_announcements_and_requests(net: Net) -> None:
+async def test_messages_and_requests(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
     session.start()
@@ -153,7 +151,7 @@ async def test_announcements_and_requests(net: Net) -> None:
     await session.close()
 
 
-async def test_goodbye_is_the_last_word(net: Net) -> None:
+async def test_nothing_is_sent_after_the_goodbye(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
     session.start()
@@ -168,7 +166,7 @@ async def test_goodbye_is_the_last_word(net: Net) -> None:
     await session.close()
 
 
-async def test_who_was_not_obeyed_and_then_leads_in_a_higher_term_begins_anew(
+async def test_an_ignored_coordinator_with_a_higher_term_is_reconnected(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
@@ -184,7 +182,7 @@ async def test_who_was_not_obeyed_and_then_leads_in_a_higher_term_begins_anew(
     await session.close()
 
 
-async def test_it_comes_back(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_reconnects(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.05)
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard)
@@ -214,7 +212,7 @@ async def _bind(net: Net, server: Server, port: int) -> None:
     await net.until(bound)
 
 
-async def test_a_stranger_is_told_so(net: Net) -> None:
+async def test_a_rejected_peer_is_told(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, KeyPair.generate(), coordinator.server.port, heard)
     for number in range(session_module.MAX_REFUSALS):
@@ -227,7 +225,7 @@ async def test_a_stranger_is_told_so(net: Net) -> None:
     await session.close()
 
 
-async def test_a_coordinator_of_an_earlier_term_is_not_obeyed(net: Net) -> None:
+async def test_a_coordinator_of_an_earlier_term_is_not_followed(net: Net) -> None:
     coordinator, heard = FakeCoordinator(net), []
     session = make_session(net, net.member(), coordinator.server.port, heard, term=5)
     session.start()
@@ -236,7 +234,7 @@ async def test_a_coordinator_of_an_earlier_term_is_not_obeyed(net: Net) -> None:
     await session.close()
 
 
-async def test_it_follows_the_coordinator_to_another_place(net: Net) -> None:
+async def test_it_follows_the_coordinator_to_a_new_address(net: Net) -> None:
     first, second, heard = FakeCoordinator(net), FakeCoordinator(net), []
     session = make_session(net, net.member(), first.server.port, heard)
     session.start()
