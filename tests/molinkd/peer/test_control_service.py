@@ -91,9 +91,9 @@ def library(tmp_path: Path) -> ModelRepository:
 
 
 def root(library: ModelRepository) -> str:
-    holding = library.get_model("m")
-    assert holding is not None
-    return holding.manifest.root
+    model_files = library.get_model("m")
+    assert model_files is not None
+    return model_files.manifest.root
 
 
 def start(net: Net, library: ModelRepository, me: str) -> tuple[Server, Commands]:

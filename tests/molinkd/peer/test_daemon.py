@@ -40,9 +40,9 @@ async def test_a_member_continues_with_an_invalid_token(
     context: Any = None
     membership = await daemon._join_swarm(context, KEYS, TOKEN, KNOWN)
     assert (membership.swarm, membership.addresses) == ("s", TOKEN.addresses)
-    (told,) = events
-    assert isinstance(told, ProblemReportedEvent)
-    assert str(error) in told.text
+    (reported,) = events
+    assert isinstance(reported, ProblemReportedEvent)
+    assert str(error) in reported.text
     with pytest.raises(type(error)):
         await daemon._join_swarm(context, KEYS, TOKEN, None)
 

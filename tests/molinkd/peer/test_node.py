@@ -208,7 +208,7 @@ async def test_the_sweep_restarts_with_each_session(scene: Scene, net: Net) -> N
     assert first.cancelled()
 
 
-class AlteredHolding(ModelFiles):
+class AlteredFiles(ModelFiles):
     """Has the right manifest, and says something else than the chat template."""
 
     def read_chunk(self, name: str, index: int) -> bytes:
@@ -220,8 +220,8 @@ def serve_files(net: Net, folder: Path, kind: type[ModelFiles]) -> tuple[PeerInf
     """A peer with the model in ``folder``, on a control socket of its own."""
     repository = ModelRepository()
     made = repository.add_model("m", folder)
-    held = kind(made.folder, made.manifest, made.ranges, made.stamps)
-    repository.require_model = lambda root: held  # type: ignore[method-assign]
+    model_files = kind(made.folder, made.manifest, made.ranges, made.stamps)
+    repository.require_model = lambda root: model_files  # type: ignore[method-assign]
     keys = net.member()
     me = derive_peer_id(keys.public)
     commands: Any = None
@@ -245,14 +245,14 @@ def serve_files(net: Net, folder: Path, kind: type[ModelFiles]) -> tuple[PeerInf
         addresses=("127.0.0.1",),
         control_port=server.port,
     )
-    return member, held
+    return member, model_files
 
 
 async def test_a_source_that_alters_the_chat_template_is_banned(
     scene: Scene, net: Net, tmp_path: Path, make_model: MakeModel
 ) -> None:
     folder = make_model(tmp_path / "model")
-    liar, held = serve_files(net, folder, AlteredHolding)
+    liar, model_files = serve_files(net, folder, AlteredFiles)
     honest, _ = serve_files(net, folder, ModelFiles)
     for member in (liar, honest):
         scene.coordinator.send(scene.identity, member)
@@ -260,7 +260,7 @@ async def test_a_source_that_alters_the_chat_template_is_banned(
         pipeline="p1",
         epoch=1,
         model="m",
-        root=held.manifest.root,
+        root=model_files.manifest.root,
         sources=(liar.peer, honest.peer),
         is_ready=False,
         scheduler=None,
@@ -279,7 +279,7 @@ async def test_a_source_that_alters_the_chat_template_is_banned(
     assert "banned_peers" not in json.loads(await scene.node.query_status())
 
 
-class SlowHolding(ModelFiles):
+class SlowFiles(ModelFiles):
     """Sends weights once it may."""
 
     may = threading.Event()
@@ -293,13 +293,13 @@ class SlowHolding(ModelFiles):
 async def test_transfers_are_announced_and_reported(
     scene: Scene, net: Net, tmp_path: Path, make_model: MakeModel
 ) -> None:
-    slow, held = serve_files(net, make_model(tmp_path / "model"), SlowHolding)
+    slow, model_files = serve_files(net, make_model(tmp_path / "model"), SlowFiles)
     scene.coordinator.send(scene.identity, slow)
     route = Route(
         pipeline="p1",
         epoch=1,
         model="m",
-        root=held.manifest.root,
+        root=model_files.manifest.root,
         sources=(slow.peer,),
         is_ready=False,
         scheduler=None,
@@ -317,10 +317,10 @@ async def test_transfers_are_announced_and_reported(
     await net.until(coming)
     try:
         (state,) = told[-1].transfers
-        assert (state.model, state.source) == ("m", "SlowHolding")
+        assert (state.model, state.source) == ("m", "SlowFiles")
         assert state.done < state.total
         (reported,) = scene.node._build_report().transfers
-        assert reported.source == "SlowHolding"
+        assert reported.source == "SlowFiles"
     finally:
-        SlowHolding.may.set()
+        SlowFiles.may.set()
     await net.until(lambda: scene.events[-1] == TransfersChangedEvent())

@@ -292,6 +292,6 @@ def test_api_keys_have_names(tmp_path: Path) -> None:
     assert settings.api_keys == {"phone": "a=b", "attic": "c"}
     assert settings.cors_origins == ("https://a.b", "app://*")
     for wrong in ("secret", "my phone=secret", "=secret"):
-        with pytest.raises(UsageError, match="api_keys") as told:
+        with pytest.raises(UsageError, match="api_keys") as reported:
             load_settings(Home(tmp_path), {}, {"MOLINK_API_KEYS": wrong})
-        assert "secret" not in str(told.value)
+        assert "secret" not in str(reported.value)

@@ -149,8 +149,8 @@ async def test_a_daemon_that_exits_is_restarted_and_reported(pc: Pc) -> None:
         assert first.token is not None
         assert JoinToken.parse(first.token, 0).addresses == SWARM.addresses
         assert first.settings.name == "pc/cpu.2"
-        told = next(one.text for one in pc.said if isinstance(one, ProblemReportedEvent))
-        assert told.startswith("cpu.2 holds no layers: no luck; restarting in")
+        reported = next(one.text for one in pc.said if isinstance(one, ProblemReportedEvent))
+        assert reported.startswith("cpu.2 holds no layers: no luck; restarting in")
         with pytest.raises(RequestError, match=r"no device cuda:1; it has cpu\.2"):
             pc.devices.set_drained(True, "cuda:1")
     finally:

@@ -75,13 +75,13 @@ def test_its_memory_is_reserved_for_placement(make_model: Any, tmp_path: Path) -
     model = find(make_model(tmp_path / "draft"))
     settings = load_settings(Home(tmp_path), {}, {"MOLINK_DTYPE": "f32"})
     measured = MeasuredDevice(Device(kind="cpu", name="x", memory=1 << 30), bf16=True)
-    told = model.reserve_memory(measured, settings).device
+    reported = model.reserve_memory(measured, settings).device
     setup = measured.stage_setup(settings.pipeline, "f32")
     planned = model.plan_memory(setup, 1 << 30, 16, model.folder.config.max_model_len)
-    assert told.draft_bytes == planned.nbytes > planned.start.kv_bytes
-    offered = candidate_from_report("a", msgspec.structs.replace(report("a"), device=told))
+    assert reported.draft_bytes == planned.nbytes > planned.start.kv_bytes
+    offered = candidate_from_report("a", msgspec.structs.replace(report("a"), device=reported))
     assert offered is not None
-    assert offered.draft_bytes == told.draft_bytes
+    assert offered.draft_bytes == reported.draft_bytes
     small = MeasuredDevice(Device(kind="cpu", name="x", memory=100_000), bf16=True)
     assert model.reserve_memory(small, settings) is small
 

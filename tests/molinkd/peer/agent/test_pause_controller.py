@@ -9,7 +9,7 @@ import pytest
 from molink.facts.device import Device
 from molink.swarm.agent import pause_policy as pausing
 from molink.swarm.agent.pause_policy import CONTENTION_REASON, DRAINED_REASON
-from molinkd.peer.agent import pause_controller as pauser_module
+from molinkd.peer.agent import pause_controller as pause_module
 from molinkd.peer.agent.pause_controller import GpuMonitor, OwnGpuUsage, PauseController
 from molinkd.peer.settings import Settings
 from tests.support.net import until
@@ -36,9 +36,9 @@ class Scene:
     def __init__(self) -> None:
         self.card: Card | None = Card()
         self.reasons: list[str] = []
-        self.pausers: list[PauseController] = []
+        self.controllers: list[PauseController] = []
 
-    def pauser(self, **settings: Any) -> PauseController:
+    def controller(self, **settings: Any) -> PauseController:
         def find(_: Device) -> GpuMonitor | None:
             return self.card  # type: ignore[return-value]
 
@@ -47,34 +47,34 @@ class Scene:
 
         own = OwnGpuUsage([1], 0.25)
         made = PauseController(Settings(name="pc", **settings), lambda: own, changed, find)
-        self.pausers.append(made)
+        self.controllers.append(made)
         return made
 
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(pauser_module, "POLL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(pause_module, "POLL_INTERVAL_S", 0.001)
     for name in ("PAUSE_DELAY_S", "RESUME_DELAY_S", "_AVERAGING_TIME_S"):
         monkeypatch.setattr(pausing, name, 1e-3)
     scene = Scene()
     yield scene
-    for one in scene.pausers:
+    for one in scene.controllers:
         await one.close()
 
 
 async def test_another_program_pauses_and_resumes(scene: Scene) -> None:
     card = scene.card
     assert card is not None
-    pauser = scene.pauser()
-    pauser.start(GPU)
+    controller = scene.controller()
+    controller.start(GPU)
     await until(lambda: card.asked)
     assert card.asked[0] == OwnGpuUsage([1], 0.25)
     card.share = 0.9
-    await until(lambda: pauser.stage_pause_reason == CONTENTION_REASON)
+    await until(lambda: controller.stage_pause_reason == CONTENTION_REASON)
     card.share = 0.0
-    await until(lambda: not pauser.stage_pause_reason)
+    await until(lambda: not controller.stage_pause_reason)
     assert scene.reasons == [CONTENTION_REASON, ""]
-    await pauser.close()
+    await controller.close()
     assert card.closed
 
 
@@ -93,8 +93,8 @@ async def test_which_gpus_are_watched(
     scene: Scene, display: bool, settings: dict[str, Any], watched: bool
 ) -> None:
     scene.card = Card(display=display)
-    pauser = scene.pauser(**settings)
-    assert (await asyncio.to_thread(pauser._open_gpu, GPU) is scene.card) is watched
+    controller = scene.controller(**settings)
+    assert (await asyncio.to_thread(controller._open_gpu, GPU) is scene.card) is watched
     assert scene.card.closed is (not watched and settings == {})
 
 
@@ -102,20 +102,20 @@ async def test_pause_times_apply_without_a_gpu(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.card = None
-    pauser = scene.pauser(pause_when_busy="on", pause_times=("0:00-24:00",))
-    assert pauser.stage_pause_reason == "paused from 00:00 to 24:00", "from the first report on"
-    pauser.start(Device(kind="cpu", name="x", memory=1))
+    controller = scene.controller(pause_when_busy="on", pause_times=("0:00-24:00",))
+    assert controller.stage_pause_reason == "paused from 00:00 to 24:00", "from the first report on"
+    controller.start(Device(kind="cpu", name="x", memory=1))
     await until(lambda: "can't measure the utilization" in caplog.text)
     assert scene.reasons == []
 
 
 async def test_draining_takes_effect_immediately(scene: Scene) -> None:
-    pauser = scene.pauser()
-    pauser.set_drained(True)
-    pauser.set_drained(True)
-    pauser.set_drained(False)
+    controller = scene.controller()
+    controller.set_drained(True)
+    controller.set_drained(True)
+    controller.set_drained(False)
     assert scene.reasons == [DRAINED_REASON, ""]
-    idle = scene.pauser(stage="none")
+    idle = scene.controller(stage="none")
     idle.set_drained(True)
     assert idle.stage_pause_reason == "", "it offers no layers anyway"
     assert idle.pause_reason == DRAINED_REASON, "and passes on nothing now"

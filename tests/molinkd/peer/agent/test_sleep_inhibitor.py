@@ -19,21 +19,21 @@ def test_the_lock_is_held_while_needed(tmp_path: Path, monkeypatch: pytest.Monke
     inhibit.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
-    def held() -> int:
+    def model_files() -> int:
         return len(psutil.Process().children())
 
-    before = held()
+    before = model_files()
     awake = SleepInhibitor()
     awake.inhibit_sleep(False)
-    assert held() == before
+    assert model_files() == before
     for _ in range(2):
         awake.inhibit_sleep(True)
-        assert held() == before + 1
+        assert model_files() == before + 1
     awake.inhibit_sleep(False)
-    assert held() == before
+    assert model_files() == before
     awake.inhibit_sleep(True)
     awake.close()
-    assert held() == before
+    assert model_files() == before
 
 
 def test_a_missing_command_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

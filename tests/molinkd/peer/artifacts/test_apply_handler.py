@@ -23,7 +23,7 @@ from molinkd.peer.artifacts.transfers import Progress
 from tests.support.fake_fleet import FACTS
 
 
-class FakeFounder:
+class FakeBootstrap:
     def __init__(self, model: str) -> None:
         self.model, self.name, self.state = model, "", "looking"
         self.progress = Progress()
@@ -49,11 +49,11 @@ class Scene:
         self.applied: list[Sequence[str]] = []
         self.forbidden: Exception | None = None
         self.refusal: Exception | None = None
-        self.applier = ApplyHandler(self.begin, self.ask, self.applied.append)
+        self.handler = ApplyHandler(self.begin, self.ask, self.applied.append)
 
     def begin(self, entry: ModelEntry) -> Any:
         self.begun.append(entry)
-        return FakeFounder(entry.source)
+        return FakeBootstrap(entry.source)
 
     async def ask(self, message: Any, payload: bytes) -> tuple[Any, bytes]:
         wishes = msgspec.msgpack.decode(payload, type=DesiredModels)
@@ -71,7 +71,7 @@ class Scene:
         """The states on the way, and the answer."""
         states = []
         while True:
-            far, text = await self.applier.apply_file(order)
+            far, text = await self.handler.apply_file(order)
             if isinstance(far, ApplyReply):
                 return states, text
             assert isinstance(far, LoadModelReply)
@@ -98,12 +98,12 @@ async def test_all_models_are_found_then_requested_together() -> None:
     assert scene.applied == [["m", "n"]]
     await scene.end(order("m"))
     assert len(scene.asked) == 2
-    await scene.applier.close()
+    await scene.handler.close()
 
 
 async def test_a_newer_file_cancels_the_older() -> None:
     scene = Scene()
-    await scene.applier.apply_file(order("m"))
+    await scene.handler.apply_file(order("m"))
     await scene.end(order("n"))
     assert [[one.model.name for one in wishes.models] for _, wishes in scene.asked] == [["n"]]
 

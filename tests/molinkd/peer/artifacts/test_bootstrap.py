@@ -14,7 +14,7 @@ from molink.errors import BrokenModel, UsageError
 from molink.wire.messages.admin import InviteReply, InviteRequest, ServeModel
 from molink.wire.messages.control_plane import DoneReply
 from molinkd.peer import quantize as module
-from molinkd.peer.artifacts import bootstrap as founder_module
+from molinkd.peer.artifacts import bootstrap as bootstrap_module
 from molinkd.peer.artifacts.bootstrap import Bootstrap
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.home import Home
@@ -110,7 +110,7 @@ async def test_a_truncated_cached_model(
     weights = next(cut.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
     source = ModelSource("m", cut, "owner/m@commit")
-    monkeypatch.setattr(founder_module, "find_model", lambda *_, **__: source)
+    monkeypatch.setattr(bootstrap_module, "find_model", lambda *_, **__: source)
     made = founder(tmp_path / "home", "owner/m")
     with pytest.raises(BrokenModel, match=r"truncated; fetch it again. `molink pull owner/m"):
         await made.find_model()
@@ -154,11 +154,11 @@ async def test_without_a_model_there_is_nothing_to_hash(tmp_path: Path, model: P
 async def test_a_vision_model_is_reported(
     make_model: Any, tmp_path: Path, family: str, sees: bool
 ) -> None:
-    told: list[AnyDaemonEvent] = []
+    reported: list[AnyDaemonEvent] = []
     await founder(
-        tmp_path / "home", make_model(tmp_path / "model", family), told.append
+        tmp_path / "home", make_model(tmp_path / "model", family), reported.append
     ).find_model()
-    (event,) = told
+    (event,) = reported
     assert isinstance(event, ModelFoundEvent)
     assert event.has_vision is sees
 
@@ -168,15 +168,15 @@ async def test_changed_files_are_reported(
 ) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
-    told: asyncio.Queue[AnyDaemonEvent] = asyncio.Queue()
-    made = founder(tmp_path / "home", copy, announce=told.put_nowait)
+    reported: asyncio.Queue[AnyDaemonEvent] = asyncio.Queue()
+    made = founder(tmp_path / "home", copy, announce=reported.put_nowait)
     await made.find_model()
-    assert isinstance(await told.get(), ModelFoundEvent)
+    assert isinstance(await reported.get(), ModelFoundEvent)
     await made.hash_model()
-    monkeypatch.setattr(founder_module, "_CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(bootstrap_module, "_CHECK_INTERVAL_S", 0.001)
     watching = asyncio.create_task(made.watch_files())
     (copy / "tokenizer_config.json").write_text("{}", encoding="utf-8")
-    said = await told.get()
+    said = await reported.get()
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     assert isinstance(said, ProblemReportedEvent)
@@ -186,11 +186,11 @@ async def test_changed_files_are_reported(
 async def test_hashing_progress_is_reported(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: asyncio.Queue[AnyDaemonEvent] = asyncio.Queue()
+    reported: asyncio.Queue[AnyDaemonEvent] = asyncio.Queue()
     shown = threading.Event()
-    made = founder(tmp_path, model, announce=told.put_nowait)
+    made = founder(tmp_path, model, announce=reported.put_nowait)
     await made.find_model()
-    await told.get()
+    await reported.get()
     hashed = ModelRepository.add_model
 
     def slow(*arguments: Any) -> Any:
@@ -198,9 +198,9 @@ async def test_hashing_progress_is_reported(
         return hashed(*arguments)
 
     monkeypatch.setattr(ModelRepository, "add_model", slow)
-    monkeypatch.setattr(founder_module, "_PROGRESS_INTERVAL_S", 0.001)
+    monkeypatch.setattr(bootstrap_module, "_PROGRESS_INTERVAL_S", 0.001)
     hashing = asyncio.create_task(made.hash_model())
-    said = await told.get()
+    said = await reported.get()
     shown.set()
     await hashing
     assert isinstance(said, StageStatusChangedEvent)

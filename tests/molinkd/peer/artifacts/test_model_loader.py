@@ -11,7 +11,7 @@ from molinkd.peer.artifacts.model_loader import ModelLoader
 from molinkd.peer.artifacts.transfers import Progress
 
 
-class FakeFounder:
+class FakeBootstrap:
     def __init__(self, model: str) -> None:
         self.model, self.name, self.state = model, "", "looking"
         self.progress = Progress()
@@ -34,15 +34,15 @@ class FakeFounder:
 
 class Scene:
     def __init__(self) -> None:
-        self.founders: list[FakeFounder] = []
+        self.bootstraps: list[FakeBootstrap] = []
         self.asked: list[object] = []
         self.served: list[str] = []
         self.refusal: Exception | None = None
-        self.bringer = ModelLoader(self.begin, self.serve, self.served.append)
+        self.loader = ModelLoader(self.begin, self.serve, self.served.append)
 
     def begin(self, model: str) -> Any:
-        self.founders.append(FakeFounder(model))
-        return self.founders[-1]
+        self.bootstraps.append(FakeBootstrap(model))
+        return self.bootstraps[-1]
 
     async def serve(self, order: object) -> None:
         if self.refusal is not None:
@@ -51,7 +51,7 @@ class Scene:
 
     async def until(self, model: str, met: Callable[[Any], bool]) -> Any:
         while True:
-            far = await self.bringer.load_model(model)
+            far = await self.loader.load_model(model)
             if met(far):
                 return far
             await asyncio.sleep(0)
@@ -61,21 +61,21 @@ async def test_progress_is_polled_until_loaded() -> None:
     scene = Scene()
     far = await scene.until("m", lambda far: far.state == "fetching")
     assert (far.name, far.total) == ("", 10)
-    scene.founders[0].gate.set()
+    scene.bootstraps[0].gate.set()
     far = await scene.until("m", lambda far: far.state == "asked")
     assert far.name == "name of m"
     assert (scene.asked, scene.served) == (["serve m"], ["m"])
-    await scene.bringer.load_model("m")  # once more, since it may have been stopped meanwhile
-    assert len(scene.founders) == 2
-    await scene.bringer.close()
+    await scene.loader.load_model("m")  # once more, since it may have been stopped meanwhile
+    assert len(scene.bootstraps) == 2
+    await scene.loader.close()
 
 
 async def test_a_newer_request_cancels_the_older() -> None:
     scene = Scene()
-    await scene.bringer.load_model("m")
-    await scene.bringer.load_model("n")
-    assert [one.model for one in scene.founders] == ["m", "n"]
-    scene.founders[1].gate.set()
+    await scene.loader.load_model("m")
+    await scene.loader.load_model("n")
+    assert [one.model for one in scene.bootstraps] == ["m", "n"]
+    scene.bootstraps[1].gate.set()
     await scene.until("n", lambda far: far.state == "asked")
     assert scene.asked == ["serve n"]
 
@@ -83,19 +83,19 @@ async def test_a_newer_request_cancels_the_older() -> None:
 @pytest.mark.parametrize("error", [ModelNotFound("no such model"), NotAuthorized("not you")])
 async def test_failures_are_raised(error: Exception) -> None:
     scene = Scene()
-    await scene.bringer.load_model("m")
+    await scene.loader.load_model("m")
     if isinstance(error, NotAuthorized):
         scene.refusal = error
     else:
-        scene.founders[0].error = error
-    scene.founders[0].gate.set()
+        scene.bootstraps[0].error = error
+    scene.bootstraps[0].gate.set()
     with pytest.raises(type(error), match=str(error)):
         await scene.until("m", lambda far: far.state == "asked")
     assert scene.served == []
-    await scene.bringer.load_model("m")  # tried again
-    assert len(scene.founders) == 2
-    scene.founders[1].error = RuntimeError("oops")
-    scene.founders[1].gate.set()
+    await scene.loader.load_model("m")  # tried again
+    assert len(scene.bootstraps) == 2
+    scene.bootstraps[1].error = RuntimeError("oops")
+    scene.bootstraps[1].gate.set()
     scene.refusal = None
     with pytest.raises(WorkerError, match="oops"):
         await scene.until("m", lambda far: far.state == "asked")

@@ -85,15 +85,15 @@ def test_changed_files_are_not_passed_on(folder: Path, how: str) -> None:
 
 
 def test_a_changed_file_is_reported_once(folder: Path) -> None:
-    repository, told = ModelRepository(), list[str]()
+    repository, reported = ModelRepository(), list[str]()
     model_files = repository.add_model("m", folder)
-    look = make_change_watcher(repository, told.append)
+    look = make_change_watcher(repository, reported.append)
     look()
-    assert told == []
+    assert reported == []
     (folder / "config.json").write_text('{"x": 1}', encoding="utf-8")
     look()
     look()
-    (text,) = told
+    (text,) = reported
     assert "config.json has changed since molink read it. Start molink anew" in text
     with pytest.raises(BrokenModel, match="has changed since"):
         model_files.verify_files()

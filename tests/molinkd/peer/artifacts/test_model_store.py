@@ -18,11 +18,11 @@ from molink.checkpoint.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, HashedEn
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.safetensors_header import TensorSpan
 from molink.errors import BrokenModel, MolinkError, Unavailable
-from molink.swarm.artifacts import rate_limit as pacing
+from molink.swarm.artifacts import rate_limit as rate_limit_module
 from molink.swarm.artifacts.fetch_plan import group_tensors, plan_group
 from molink.swarm.artifacts.sources import ModelSources
 from molinkd.peer.artifacts import model_store as store_module
-from molinkd.peer.artifacts import sources as suppliers_module
+from molinkd.peer.artifacts import sources as sources_module
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
 from molinkd.peer.artifacts.sources import Source
@@ -327,7 +327,7 @@ async def test_old_versions_are_pruned(tmp_path: Path) -> None:
 # --- sources that lie ---
 
 
-class Liar(FakeSource):
+class AlteringSource(FakeSource):
     """Has the right manifest and the right sizes, but other bytes in some parts."""
 
     def __init__(self, library: ModelRepository, *parts: str) -> None:
@@ -360,8 +360,8 @@ TENSOR = "model.layers.2.mlp.up_proj.weight"
 async def test_altered_bytes_are_detected_and_the_next_source_continues(
     tmp_path: Path, source: FakeSource, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suppliers_module, "MAX_CONNECTED", 1)
-    liar = Liar(source.library, part)
+    monkeypatch.setattr(sources_module, "MAX_CONNECTED", 1)
+    liar = AlteringSource(source.library, part)
     case = Case(tmp_path / "store", {"l": liar, "b": source})
     folder = await case.stage((1, 4), "l", "b")
     same_tensors(folder, tmp_path / "model", (1, 4))
@@ -382,7 +382,7 @@ async def test_altered_bytes_are_detected_and_the_next_source_continues(
 
 
 async def test_a_single_altering_source_yields_nothing(tmp_path: Path, source: FakeSource) -> None:
-    case = Case(tmp_path / "store", {"l": Liar(source.library)})
+    case = Case(tmp_path / "store", {"l": AlteringSource(source.library)})
     with pytest.raises(Unavailable, match="is not what the model's owner has there"):
         await case.stage((0, 4), "l")
     assert left_behind(tmp_path / "store") == []
@@ -432,7 +432,7 @@ async def test_a_wrong_manifest(
 async def test_a_manifest_is_read_in_chunks(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (suppliers_module, sources):
+    for module in (sources_module, sources):
         monkeypatch.setattr(module, "CHUNK_BYTES", 100)
     case = Case(tmp_path / "store", {"a": source})
     folder = await case.stage((0, 1))
@@ -453,8 +453,8 @@ async def test_an_oversized_manifest_is_not_requested(tmp_path: Path, source: Fa
 async def test_a_slow_source_is_dropped(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suppliers_module, "TRIAL_S", 0.0)
-    monkeypatch.setattr(suppliers_module, "MIN_SOURCE_RATE", 1e15)
+    monkeypatch.setattr(sources_module, "TRIAL_S", 0.0)
+    monkeypatch.setattr(sources_module, "MIN_SOURCE_RATE", 1e15)
     slow = FakeSource(source.library)
     case = Case(tmp_path / "store", {"s": slow, "b": source})
     folder = await case.stage((0, 4), "s", "b")
@@ -642,8 +642,8 @@ class SlicedSource(FakeSource):
 async def test_a_rate_limited_stage_is_fetched_in_slices(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "SLICE", 1000)
-    monkeypatch.setattr(pacing, "MAX_SLICE", 1000)
+    monkeypatch.setattr(rate_limit_module, "SLICE", 1000)
+    monkeypatch.setattr(rate_limit_module, "MAX_SLICE", 1000)
     sliced = SlicedSource(source.library)
     short = SlicedSource(source.library, short=True)
     case = Case(tmp_path / "store", {"a": short, "b": sliced})

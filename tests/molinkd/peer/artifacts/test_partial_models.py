@@ -9,7 +9,7 @@ import pytest
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import ModelNotFound, Unavailable, WireError
 from molink.swarm.artifacts.sources import ModelSources
-from molinkd.peer.artifacts import sources as suppliers_module
+from molinkd.peer.artifacts import sources as sources_module
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
 from molinkd.peer.artifacts.partial_models import PartialModels
@@ -134,7 +134,7 @@ async def test_unavailable_files_are_named(model: Model) -> None:
 # --- who says something else than is so ---
 
 
-class Boaster(Pc):
+class OverclaimingSource(Pc):
     """Says that it has everything."""
 
     async def read_parts(self, root: str) -> bytes:
@@ -142,14 +142,14 @@ class Boaster(Pc):
         return manifest.encode_bitfield({*manifest.files, *manifest.tensors})
 
 
-class Scrambler(Pc):
+class GarbledSource(Pc):
     """What it says is no list of this model's parts."""
 
     async def read_parts(self, root: str) -> bytes:
         return b"\xff" * 10_000
 
 
-class Forger(Pc):
+class ForgingSource(Pc):
     """Sends other bytes than it has."""
 
     async def read_chunk(self, root: str, part: str, index: int) -> bytes:
@@ -157,7 +157,7 @@ class Forger(Pc):
         return bytes([data[0] ^ 1]) + data[1:]
 
 
-class Shortener(Pc):
+class TruncatingSource(Pc):
     """Sends less."""
 
     async def read_chunk(self, root: str, part: str, index: int) -> bytes:
@@ -165,7 +165,13 @@ class Shortener(Pc):
 
 
 @pytest.mark.parametrize(
-    ("kind", "lied"), [(Boaster, False), (Scrambler, False), (Forger, True), (Shortener, True)]
+    ("kind", "lied"),
+    [
+        (OverclaimingSource, False),
+        (GarbledSource, False),
+        (ForgingSource, True),
+        (TruncatingSource, True),
+    ],
 )
 async def test_a_misbehaving_source_costs_a_retry(model: Model, kind: type[Pc], lied: bool) -> None:
     false = await model.pc("false", (0, 2), kind=kind)
@@ -190,7 +196,7 @@ async def test_a_source_that_never_lists_its_parts_does_not_block(model: Model) 
 
 
 async def test_a_hanging_source_times_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suppliers_module, "MAX_CONNECTED", 2)
+    monkeypatch.setattr(sources_module, "MAX_CONNECTED", 2)
 
     class Hanging(Pc):
         async def read_chunk(self, root: str, part: str, index: int) -> bytes:

@@ -63,14 +63,14 @@ async def scene() -> AsyncIterator[Scene]:
     assert scene.prefetcher.state is None
 
 
-def wish(number: int = 1, layers: tuple[int, int] = (0, 2)) -> Prefetch:
+def order(number: int = 1, layers: tuple[int, int] = (0, 2)) -> Prefetch:
     return Prefetch(number=number, layers=layers, model="m", sources=("a",))
 
 
 async def test_files_are_fetched_once(scene: Scene) -> None:
-    scene.prefetcher.start_prefetch(wish())
+    scene.prefetcher.start_prefetch(order())
     assert await scene.said.get() == PrefetchState(number=1, state="fetching")
-    scene.prefetcher.start_prefetch(wish())
+    scene.prefetcher.start_prefetch(order())
     await scene.said.get()
     assert "layers 0:2" in scene.prefetcher.transfer_text
     await scene.store.asked.wait()
@@ -79,7 +79,7 @@ async def test_files_are_fetched_once(scene: Scene) -> None:
     assert (state.done, state.total) == (1_000_000, 4_000_000)
     scene.store.answers.put_nowait(None)
     assert await scene.said.get() == PrefetchState(number=1, state="done")
-    scene.prefetcher.start_prefetch(wish())
+    scene.prefetcher.start_prefetch(order())
     assert await scene.said.get() == PrefetchState(number=1, state="done")
     assert scene.store.calls == [(0, 2)]
     assert scene.prefetcher.transfer_text == ""
@@ -87,7 +87,7 @@ async def test_files_are_fetched_once(scene: Scene) -> None:
 
 async def test_a_prefetch_is_done_once_a_stage_could_start(scene: Scene) -> None:
     scene.ready.clear()
-    scene.prefetcher.start_prefetch(wish())
+    scene.prefetcher.start_prefetch(order())
     scene.store.answers.put_nowait(None)
     await scene.store.asked.wait()
     await asyncio.sleep(0)
@@ -100,11 +100,11 @@ async def test_a_prefetch_is_done_once_a_stage_could_start(scene: Scene) -> None
 
 
 async def test_a_failure_is_reported_and_can_be_retried(scene: Scene) -> None:
-    scene.prefetcher.start_prefetch(wish())
+    scene.prefetcher.start_prefetch(order())
     scene.store.answers.put_nowait(Unavailable("nobody has it"))
     await scene.said.get()
     assert await scene.said.get() == PrefetchState(number=1, state="failed", reason="nobody has it")
-    scene.prefetcher.start_prefetch(wish())
+    scene.prefetcher.start_prefetch(order())
     scene.store.answers.put_nowait(RuntimeError("oops"))
     await scene.said.get()
     said = await scene.said.get()
@@ -113,9 +113,9 @@ async def test_a_failure_is_reported_and_can_be_retried(scene: Scene) -> None:
 
 
 async def test_a_newer_order_cancels_the_older(scene: Scene) -> None:
-    scene.prefetcher.start_prefetch(wish())
+    scene.prefetcher.start_prefetch(order())
     await asyncio.sleep(0)
-    scene.prefetcher.start_prefetch(wish(2, (0, 3)))
+    scene.prefetcher.start_prefetch(order(2, (0, 3)))
     await asyncio.sleep(0)
     scene.store.answers.put_nowait(None)
     said = [await scene.said.get() for _ in range(3)]

@@ -13,7 +13,7 @@ from molink.swarm.artifacts import replication as copying
 from molink.swarm.artifacts.sources import ModelSources
 from molink.wire.messages.instructions import Route
 from molinkd.peer.artifacts import model_store as store_module
-from molinkd.peer.artifacts import replicator as copier_module
+from molinkd.peer.artifacts import replicator as replicator_module
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.model_store import ModelStore
 from molinkd.peer.artifacts.replicator import Replicator
@@ -32,7 +32,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-class Shelf(RepositorySource):
+class OfferedSource(RepositorySource):
     """A source; ``read_parts`` has what was read of it, in order."""
 
     def __init__(self, library: ModelRepository) -> None:
@@ -142,19 +142,19 @@ MakePc = Callable[..., Pc]
 async def test_other_layers_are_fetched_chunk_by_chunk_nearest_first(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
-    shelf = Shelf(brought)
-    pc = pcs({"a": shelf})
+    partial_models = OfferedSource(brought)
+    pc = pcs({"a": partial_models})
     await pc.store.fetch_stage("m", root, (2, 3), ModelSources(("a",)))
-    shelf.read_parts.clear()
-    shelf.most_at_once = 0
+    partial_models.read_parts.clear()
+    partial_models.most_at_once = 0
     pc.layers = (2, 3)
-    shelf.gate.clear()
+    partial_models.gate.clear()
     pc.serve(root, "a")
-    await until(lambda: shelf.read_parts)
-    shelf.gate.set()
+    await until(lambda: partial_models.read_parts)
+    partial_models.gate.set()
     await pc.whole()
-    assert shelf.layers == [3, 1, 0]
-    assert shelf.most_at_once == 1
+    assert partial_models.layers == [3, 1, 0]
+    assert partial_models.most_at_once == 1
     folder = pc.library.require_model(root).folder
     ModelFolder.open(folder)
     # What a stage needs is there: nobody is asked.
@@ -166,12 +166,12 @@ async def test_other_layers_are_fetched_chunk_by_chunk_nearest_first(
 async def test_a_complete_replica_is_offered_also_after_a_restart(
     pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
 ) -> None:
-    first = pcs({"a": Shelf(brought)})
+    first = pcs({"a": OfferedSource(brought)})
     assert first.library.model_names == ()
     first.serve(root, "a")
     await first.whole()
     assert first.library.model_names == ("m",)
-    second = pcs({"b": Shelf(first.library)}, "other")
+    second = pcs({"b": OfferedSource(first.library)}, "other")
     second.serve(root, "a", "b")
     await second.whole()
     await first.copier.close()
@@ -194,27 +194,27 @@ async def test_a_complete_replica_is_offered_also_after_a_restart(
 async def test_replication_yields_to_urgent_transfers(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
-    shelf = Shelf(brought)
-    pc = pcs({"a": shelf})
+    partial_models = OfferedSource(brought)
+    pc = pcs({"a": partial_models})
     await pc.store.fetch_metadata("m", root, ModelSources(("a",)))
-    shelf.read_parts.clear()
+    partial_models.read_parts.clear()
     pc.serve(root, "a", ready=False)
     # Its own stage comes meanwhile, and the copy waits for that as well.
-    shelf.gate.clear()
+    partial_models.gate.clear()
     stage = asyncio.create_task(pc.store.fetch_stage("m", root, (1, 2), ModelSources(("a",))))
-    await until(lambda: shelf.read_parts)
+    await until(lambda: partial_models.read_parts)
     pc.serve(root, "a")
-    shelf.gate.set()
+    partial_models.gate.set()
     await stage
-    assert shelf.layers == [1]
+    assert partial_models.layers == [1]
     await pc.whole()
-    assert shelf.layers == [1, 0, 2, 3]
+    assert partial_models.layers == [1, 0, 2, 3]
 
 
 async def test_a_stage_does_not_wait_for_replication(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
-    slow, fast = Shelf(brought), Shelf(brought)
+    slow, fast = OfferedSource(brought), OfferedSource(brought)
     pc = pcs({"slow": slow, "fast": fast})
     await pc.store.fetch_metadata("m", root, ModelSources(("fast",)))
     slow.gate.clear()
@@ -233,7 +233,7 @@ async def test_replication_waits_for_a_source(
     pcs: MakePc, brought: ModelRepository, root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "molinkd.peer")
-    pc = pcs({"a": Shelf(brought)})
+    pc = pcs({"a": OfferedSource(brought)})
     await pc.store.fetch_metadata("m", root, ModelSources(("a",)))
     pc.connected.clear()
     pc.serve(root, "gone")
@@ -241,15 +241,15 @@ async def test_replication_waits_for_a_source(
     assert pc.copier.percent == 0
     pc.serve(root, "gone", "a")
     await pc.whole()
-    told = [record.getMessage() for record in caplog.records if "gone" in record.getMessage()]
-    assert told == ["replication of m is incomplete and will be retried: gone: gone is offline"]
+    reported = [record.getMessage() for record in caplog.records if "gone" in record.getMessage()]
+    assert reported == ["replication of m is incomplete and will be retried: gone: gone is offline"]
 
 
 async def test_a_nearly_full_disk_gets_no_replica(
     pcs: MakePc, brought: ModelRepository, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf = Shelf(brought)
-    pc = pcs({"a": shelf})
+    partial_models = OfferedSource(brought)
+    pc = pcs({"a": partial_models})
     await pc.store.fetch_stage("m", root, (1, 2), ModelSources(("a",)))
     refused = asyncio.Event()
     failed = copying.ReplicationSchedule.record_failure
@@ -264,15 +264,15 @@ async def test_a_nearly_full_disk_gets_no_replica(
     pc.layers = (1, 2)
     pc.serve(root, "a")
     await refused.wait()
-    assert shelf.layers == [1]
+    assert partial_models.layers == [1]
     assert 0 < pc.copier.percent < 100
 
 
 async def test_an_altered_replica_is_repaired(
     pcs: MakePc, brought: ModelRepository, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copier_module, "CHECK_INTERVAL_S", 0.0)
-    pc = pcs({"a": Shelf(brought)})
+    monkeypatch.setattr(replicator_module, "CHECK_INTERVAL_S", 0.0)
+    pc = pcs({"a": OfferedSource(brought)})
     pc.serve(root, "a")
     await pc.whole()
     file = pc.library.require_model(root).folder / "layer-0002.safetensors"
@@ -288,7 +288,7 @@ async def test_another_model_replaces_the_first(
     newer = brought.add_model("m", write_plain_model(tmp_path / "newer", seed=1)).manifest.root
     older = ModelRepository()
     older.add_model("m", tmp_path / "model")
-    pc = pcs({"a": Shelf(brought), "b": Shelf(older)})
+    pc = pcs({"a": OfferedSource(brought), "b": OfferedSource(older)})
     pc.serve(root, "b")
     await pc.whole()
     pc.serve(newer, "a")
@@ -302,7 +302,7 @@ async def test_another_model_replaces_the_first(
 async def test_the_provider_replicates_nothing(
     pcs: MakePc, brought: ModelRepository, root: str, tmp_path: Path
 ) -> None:
-    pc = pcs({"a": Shelf(brought)})
+    pc = pcs({"a": OfferedSource(brought)})
     pc.library.add_model("m", tmp_path / "model")
     pc.serve(root, "a")
     await pc.whole()
@@ -313,7 +313,7 @@ async def test_the_provider_replicates_nothing(
 async def test_replication_can_be_disabled(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
-    pc = pcs({"a": Shelf(brought)}, wanted=False)
+    pc = pcs({"a": OfferedSource(brought)}, wanted=False)
     pc.serve(root, "a")
     await asyncio.sleep(0)
     assert pc.connected == []
@@ -325,8 +325,8 @@ async def test_the_own_stage_s_model_is_replicated_first(
 ) -> None:
     """Routes of all come again and again; nothing is begun anew by that."""
     other = brought.add_model("n", write_plain_model(tmp_path / "other", seed=1)).manifest.root
-    mine, shelf = "1", Shelf(brought)
-    pc = pcs({"a": shelf})
+    mine, partial_models = "1", OfferedSource(brought)
+    pc = pcs({"a": partial_models})
     pc.copier = Replicator(
         pc.store, pc.library, lambda: (2, 3), pc.changed.set, lambda one: one == mine, wanted=True
     )
@@ -349,24 +349,24 @@ async def test_the_own_stage_s_model_is_replicated_first(
             pc.copier.update_route(routes[name])
 
     serve("2", "1", "2", "1")
-    shelf.gate.clear()
-    await until(lambda: shelf.read_parts)
-    shelf.gate.set()
+    partial_models.gate.clear()
+    await until(lambda: partial_models.read_parts)
+    partial_models.gate.set()
     await until(lambda: pc.library.model_names)
     assert pc.library.model_names == ("m",), "the second one has its turn once the first is whole"
-    assert shelf.layers == [2, 3, 1, 0]
+    assert partial_models.layers == [2, 3, 1, 0]
     serve("1", "2")
     await until(lambda: len(pc.library.model_names) == 2)
     assert pc.copier.percent == 100
     for of in (root, other):
         ModelFolder.open(pc.library.require_model(of).folder)
     # One that isn't served any more is offered no more, and its files stay.
-    read = len(shelf.read_parts)
+    read = len(partial_models.read_parts)
     pc.copier.remove_pipeline("2")
     assert pc.library.model_names == ("m",)
     serve("2")
     await until(lambda: len(pc.library.model_names) == 2)
-    assert len(shelf.read_parts) == read
+    assert len(partial_models.read_parts) == read
     pc.copier.remove_pipeline("1")
     pc.copier.remove_pipeline("2")
     assert pc.library.model_names == ("n",)
@@ -378,11 +378,11 @@ async def test_existing_files_are_offered_immediately(
 ) -> None:
     """After a restart a pipeline may need just this copy, while another model's waits for one."""
     other = brought.add_model("n", write_plain_model(tmp_path / "other", seed=1)).manifest.root
-    first = pcs({"a": Shelf(brought)})
+    first = pcs({"a": OfferedSource(brought)})
     first.serve(root, "a")
     await first.whole()
     await first.copier.close()
-    again = pcs({"a": Shelf(brought)})
+    again = pcs({"a": OfferedSource(brought)})
     absent = Route(
         pipeline="p0",
         epoch=1,
@@ -406,7 +406,7 @@ async def test_existing_files_are_offered_immediately(
 async def test_a_stuck_replica_does_not_block_others(
     pcs: MakePc, brought: ModelRepository, root: str
 ) -> None:
-    pc = pcs({"a": Shelf(brought)})
+    pc = pcs({"a": OfferedSource(brought)})
     pc.copier = Replicator(
         pc.store, pc.library, lambda: (0, 1), pc.changed.set, lambda one: one == "p2", wanted=True
     )

@@ -40,13 +40,13 @@ def test_the_number_of_reported_transfers_is_bounded() -> None:
 
 
 async def test_notifications_continue_during_transfers() -> None:
-    transfers, told = Transfers(), asyncio.Queue[int]()
+    transfers, reported = Transfers(), asyncio.Queue[int]()
     watching = asyncio.create_task(
-        transfers.watch_transfers(lambda: told.put_nowait(len(transfers.transfer_states())))
+        transfers.watch_transfers(lambda: reported.put_nowait(len(transfers.transfer_states())))
     )
     with transfers.track_transfer("m", Progress(total=1)):
-        assert await told.get() == 1
-    while await told.get():
+        assert await reported.get() == 1
+    while await reported.get():
         pass
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)

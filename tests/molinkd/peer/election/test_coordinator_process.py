@@ -64,9 +64,9 @@ async def test_a_raised_term_survives_a_restart(
     tmp_path: Path, net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
-    told = tmp_path / "told"
+    reported = tmp_path / "told"
     process = CoordinatorProcess(
-        lambda port: ["--port", str(port), str(told)],
+        lambda port: ["--port", str(port), str(reported)],
         0,
         tmp_path,
         (sys.executable, "-u", "-c", NOTING),
@@ -75,7 +75,7 @@ async def test_a_raised_term_survives_a_restart(
     first = process.pid
     psutil.Process(first).kill()
     process.raise_term(7)
-    await net.until(lambda: told.exists() and told.read_text(encoding="utf-8") == "7\n")
+    await net.until(lambda: reported.exists() and reported.read_text(encoding="utf-8") == "7\n")
     assert process.pid != first
     await process.close()
 

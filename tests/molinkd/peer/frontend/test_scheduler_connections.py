@@ -121,14 +121,14 @@ async def test_a_scheduler_with_a_new_route_is_reconnected(net: Net) -> None:
     schedulers = SchedulerConnections(
         net.context, net.member(), lambda _: None, lambda *_: None, via
     )
-    told = route(net, 2)
-    schedulers.update_route(told)
-    assert told.scheduler is not None
+    reported = route(net, 2)
+    schedulers.update_route(reported)
+    assert reported.scheduler is not None
     port = server.port
     schedulers.reconnect_peer("another")
-    schedulers.reconnect_peer(told.scheduler.peer)
+    schedulers.reconnect_peer(reported.scheduler.peer)
     await net.until(lambda: schedulers.ready_targets("m"))
-    assert schedulers.routes == (told,)
+    assert schedulers.routes == (reported,)
     await schedulers.close()
 
 
@@ -195,9 +195,9 @@ async def test_a_model_that_cannot_be_loaded_is_reported(net: Net, tmp_path: Pat
         async def fetch_metadata(self, *_: object, rate_limited: bool) -> Path:
             raise RecursionError("too deep")
 
-    troubles: list[str] = []
-    served = ServedModels(Broken(tmp_path, 0), lambda models: None, troubles.append)
+    problems: list[str] = []
+    served = ServedModels(Broken(tmp_path, 0), lambda models: None, problems.append)
     served.update_route(route(net, 1))
-    await net.until(lambda: troubles)
-    assert troubles == ["can't offer m: RecursionError: too deep"]
+    await net.until(lambda: problems)
+    assert problems == ["can't offer m: RecursionError: too deep"]
     await served.close()

@@ -39,7 +39,7 @@ MODEL = ServedModel("m", Path(), 128, 0)
 ROUTE = Route(pipeline="p1", epoch=1, model="m", is_ready=False, scheduler=None, max_model_len=128)
 
 
-class FakeHeads:
+class FakeSchedulers:
     """Heads as a list of targets; remembers what was sent to them."""
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class FakeHeads:
 
 
 @pytest.fixture
-def heads() -> FakeHeads:
-    return FakeHeads()
+def schedulers() -> FakeSchedulers:
+    return FakeSchedulers()
 
 
 @pytest.fixture
@@ -92,9 +92,11 @@ async def tell_status() -> bytes:
 
 
 @pytest.fixture
-async def requests(heads: FakeHeads, clock: RunningClock) -> SwarmBackend:
+async def requests(schedulers: FakeSchedulers, clock: RunningClock) -> SwarmBackend:
     limits = StreamLimits(pipeline_wait_timeout=5.0, credit_window=8)
-    requests = SwarmBackend(heads, limits, lambda: MetricValues({"a": 1.0}), clock, tell_status)
+    requests = SwarmBackend(
+        schedulers, limits, lambda: MetricValues({"a": 1.0}), clock, tell_status
+    )
     requests.set_models([MODEL])
     return requests
 
@@ -104,7 +106,7 @@ def ask(max_tokens: int = 4, model: str = "m") -> Request:
 
 
 def answering(
-    requests: SwarmBackend, heads: FakeHeads, count: int
+    requests: SwarmBackend, schedulers: FakeSchedulers, count: int
 ) -> Callable[[DataMessage], None]:
     """A head that answers every submission with tokens 100, 101, … from where it goes on."""
 
@@ -126,10 +128,10 @@ async def collect(backend: Backend, request: Request) -> list[int]:
     return [token.token async for token in backend.generate(request)]
 
 
-async def test_an_answer(requests: SwarmBackend, heads: FakeHeads) -> None:
-    heads.on_send = answering(requests, heads, 4)
+async def test_an_answer(requests: SwarmBackend, schedulers: FakeSchedulers) -> None:
+    schedulers.on_send = answering(requests, schedulers, 4)
     assert await collect(requests, ask()) == [100, 101, 102, 103]
-    assert [type(message) for message in heads.sent[:2]] == [Submit, PromptFragment]
+    assert [type(message) for message in schedulers.sent[:2]] == [Submit, PromptFragment]
     await asyncio.sleep(0)
     counters, gauges = requests.collect_metrics().counters, requests.collect_metrics().gauges
     assert counters["daemon_requests_started"] == 1.0
@@ -138,27 +140,29 @@ async def test_an_answer(requests: SwarmBackend, heads: FakeHeads) -> None:
 
 
 async def test_a_request_keeps_waiting_while_a_pipeline_forms(
-    requests: SwarmBackend, heads: FakeHeads
+    requests: SwarmBackend, schedulers: FakeSchedulers
 ) -> None:
-    heads.on_send = answering(requests, heads, 4)
-    heads.usable = []
+    schedulers.on_send = answering(requests, schedulers, 4)
+    schedulers.usable = []
     asked = asyncio.create_task(collect(requests, ask()))
     for _ in range(3):  # it begins, and is handed to this loop
         await asyncio.sleep(0)
     (active,) = requests._active.values()
     before = active.stream.next_wake_at
-    heads.sign = 1
+    schedulers.sign = 1
     requests.on_targets_changed("m")
     assert before is not None
     assert active.stream.next_wake_at is not None
     assert active.stream.next_wake_at > before
-    heads.usable = [PipelineEpoch("p1", 2)]
+    schedulers.usable = [PipelineEpoch("p1", 2)]
     requests.on_targets_changed("m")
     assert await asked == [100, 101, 102, 103]
 
 
-async def test_requests_from_another_thread(requests: SwarmBackend, heads: FakeHeads) -> None:
-    heads.on_send = answering(requests, heads, 4)
+async def test_requests_from_another_thread(
+    requests: SwarmBackend, schedulers: FakeSchedulers
+) -> None:
+    schedulers.on_send = answering(requests, schedulers, 4)
     answers: list[list[int]] = []
 
     def run() -> None:
@@ -170,7 +174,9 @@ async def test_requests_from_another_thread(requests: SwarmBackend, heads: FakeH
     assert answers == [[100, 101, 102, 103]]
 
 
-async def test_a_lost_scheduler_pauses_the_stream(requests: SwarmBackend, heads: FakeHeads) -> None:
+async def test_a_lost_scheduler_pauses_the_stream(
+    requests: SwarmBackend, schedulers: FakeSchedulers
+) -> None:
     def half(message: DataMessage) -> None:
         if isinstance(message, Submit):
             for position in (3, 4):
@@ -178,71 +184,77 @@ async def test_a_lost_scheduler_pauses_the_stream(requests: SwarmBackend, heads:
                     "p1", OutputTokens((OutputToken(1, message.key, position, 97 + position),))
                 )
 
-    heads.on_send = half
+    schedulers.on_send = half
     stream = requests.generate(ask())
     first = [await anext(stream), await anext(stream)]
-    heads.usable = []
+    schedulers.usable = []
     requests.on_targets_changed("m")
     assert not requests.is_ready("m")
-    heads.usable = [PipelineEpoch("p1", 2)]
-    heads.on_send = answering(requests, heads, 4)
+    schedulers.usable = [PipelineEpoch("p1", 2)]
+    schedulers.on_send = answering(requests, schedulers, 4)
     requests.on_targets_changed("m")
     assert requests.is_ready()
     rest = [token async for token in stream]
     assert [token.token for token in (*first, *rest)] == [100, 101, 102, 103]
     assert [token.position for token in (*first, *rest)] == [3, 4, 5, 6]
-    again = [message for message in heads.sent if isinstance(message, Submit)][1]
+    again = [message for message in schedulers.sent if isinstance(message, Submit)][1]
     assert (again.epoch, again.num_tokens, again.num_prompt_tokens) == (2, 5, 3)
 
 
 async def test_closing_the_stream_cancels_the_request(
-    requests: SwarmBackend, heads: FakeHeads
+    requests: SwarmBackend, schedulers: FakeSchedulers
 ) -> None:
     def one(message: DataMessage) -> None:
         if isinstance(message, Submit):
             requests.on_message("p1", OutputTokens((OutputToken(1, message.key, 3, 100),)))
 
-    heads.on_send = one
+    schedulers.on_send = one
     stream = requests.generate(ask())
     await anext(stream)
     await stream.aclose()
     await asyncio.sleep(0)
-    assert isinstance(heads.sent[-1], Cancel)
+    assert isinstance(schedulers.sent[-1], Cancel)
     await asyncio.sleep(0)
     assert requests.collect_metrics().counters["daemon_requests_cancelled"] == 1.0
 
 
-async def test_consumed_tokens_are_credited(requests: SwarmBackend, heads: FakeHeads) -> None:
-    heads.on_send = answering(requests, heads, 6)
+async def test_consumed_tokens_are_credited(
+    requests: SwarmBackend, schedulers: FakeSchedulers
+) -> None:
+    schedulers.on_send = answering(requests, schedulers, 6)
     stream = requests.generate(ask(max_tokens=20))
     for _ in range(5):
         await anext(stream)
     await anext(stream)
     await asyncio.sleep(0)
-    assert not [message for message in heads.sent if isinstance(message, Credit)]
+    assert not [message for message in schedulers.sent if isinstance(message, Credit)]
     await stream.aclose()
 
 
-async def test_rejections_reach_the_client(requests: SwarmBackend, heads: FakeHeads) -> None:
+async def test_rejections_reach_the_client(
+    requests: SwarmBackend, schedulers: FakeSchedulers
+) -> None:
     def refuse(message: DataMessage) -> None:
         if isinstance(message, Submit):
             requests.on_message("p1", Rejected(1, message.key, "overloaded", "full", 2.0))
 
-    heads.on_send = refuse
+    schedulers.on_send = refuse
     with pytest.raises(Overloaded, match="full"):
         await collect(requests, ask())
     with pytest.raises(ModelNotFound):
         await collect(requests, ask(model="other"))
 
 
-async def test_a_full_connection_is_an_overload(requests: SwarmBackend, heads: FakeHeads) -> None:
-    heads.error = Overloaded("full", 1.0)
+async def test_a_full_connection_is_an_overload(
+    requests: SwarmBackend, schedulers: FakeSchedulers
+) -> None:
+    schedulers.error = Overloaded("full", 1.0)
     with pytest.raises(Overloaded, match="congested"):
         await collect(requests, ask())
 
 
 async def test_an_oversized_header_is_the_clients_error(
-    requests: SwarmBackend, heads: FakeHeads
+    requests: SwarmBackend, schedulers: FakeSchedulers
 ) -> None:
     bias = tuple((10**8 + n, float(n) + 0.1) for n in range(256))
     stops = tuple(10**8 + n for n in range(64))
@@ -252,13 +264,13 @@ async def test_an_oversized_header_is_the_clients_error(
 
 
 async def test_a_broken_connection_pauses_the_stream(
-    requests: SwarmBackend, heads: FakeHeads
+    requests: SwarmBackend, schedulers: FakeSchedulers
 ) -> None:
-    heads.error = Unavailable("not connected")
-    heads.on_send = answering(requests, heads, 2)
+    schedulers.error = Unavailable("not connected")
+    schedulers.on_send = answering(requests, schedulers, 2)
 
     def mended() -> None:
-        heads.error = None
+        schedulers.error = None
 
     asyncio.get_running_loop().call_later(0.05, mended)
     assert await collect(requests, ask(2)) == [100, 101]
@@ -277,42 +289,44 @@ class StillClock:
         return asyncio.get_running_loop().call_later(3600, lambda: None)
 
 
-async def test_a_request_fails_fast_after_a_timeout_of_others(heads: FakeHeads) -> None:
+async def test_a_request_fails_fast_after_a_timeout_of_others(schedulers: FakeSchedulers) -> None:
     clock = StillClock()
     limits = StreamLimits(pipeline_wait_timeout=30.0)
-    requests = SwarmBackend(heads, limits, MetricValues, clock, tell_status)  # type: ignore[arg-type]
+    requests = SwarmBackend(schedulers, limits, MetricValues, clock, tell_status)  # type: ignore[arg-type]
     requests.set_models([MODEL])
-    heads.usable = []
+    schedulers.usable = []
     requests.on_targets_changed("m")
     clock.now = 31.0
     requests.on_targets_changed("m")  # nothing new
     with pytest.raises(Unavailable, match="for 31 s"):
         await asyncio.wait_for(collect(requests, ask()), 60)
-    heads.sign = 1  # a pipeline is being formed: that is worth a wait
+    schedulers.sign = 1  # a pipeline is being formed: that is worth a wait
     requests.on_targets_changed("m")
     hopeful = asyncio.create_task(collect(requests, ask(2)))
     await asyncio.sleep(0.01)
     assert not hopeful.done()
-    heads.on_send = answering(requests, heads, 2)
-    heads.usable = [PipelineEpoch("p1", 1)]
+    schedulers.on_send = answering(requests, schedulers, 2)
+    schedulers.usable = [PipelineEpoch("p1", 1)]
     requests.on_targets_changed("m")
     assert await asyncio.wait_for(hopeful, 60) == [100, 101]
     requests.close()
 
 
-async def test_the_status_runs_on_the_daemons_loop(heads: FakeHeads, clock: RunningClock) -> None:
+async def test_the_status_runs_on_the_daemons_loop(
+    schedulers: FakeSchedulers, clock: RunningClock
+) -> None:
     daemon = asyncio.get_running_loop()
 
     async def status() -> bytes:
         assert asyncio.get_running_loop() is daemon
         return b'{"swarm": "s"}'
 
-    requests = SwarmBackend(heads, StreamLimits(), MetricValues, clock, status)
+    requests = SwarmBackend(schedulers, StreamLimits(), MetricValues, clock, status)
     assert await asyncio.to_thread(asyncio.run, requests.fetch_status()) == b'{"swarm": "s"}'
 
 
 async def test_a_slow_status_times_out(
-    heads: FakeHeads, clock: RunningClock, monkeypatch: pytest.MonkeyPatch
+    schedulers: FakeSchedulers, clock: RunningClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "_STATUS_S", 0.01)
     asked = asyncio.Event()
@@ -321,17 +335,17 @@ async def test_a_slow_status_times_out(
         await asked.wait()
         return b""
 
-    requests = SwarmBackend(heads, StreamLimits(), MetricValues, clock, status)
+    requests = SwarmBackend(schedulers, StreamLimits(), MetricValues, clock, status)
     with pytest.raises(Unavailable, match="too busy"):
         await requests.fetch_status()
 
 
-async def test_no_scheduler(heads: FakeHeads, clock: RunningClock) -> None:
+async def test_no_scheduler(schedulers: FakeSchedulers, clock: RunningClock) -> None:
     requests = SwarmBackend(
-        heads, StreamLimits(pipeline_wait_timeout=0.0), MetricValues, clock, tell_status
+        schedulers, StreamLimits(pipeline_wait_timeout=0.0), MetricValues, clock, tell_status
     )
     requests.set_models([MODEL])
-    heads.usable = []
+    schedulers.usable = []
     requests.on_targets_changed("m")
     assert not requests.is_ready()
     with pytest.raises(Unavailable, match="no pipeline"):
@@ -339,26 +353,26 @@ async def test_no_scheduler(heads: FakeHeads, clock: RunningClock) -> None:
 
 
 async def test_prompts_with_a_cached_prefix_go_to_its_pipeline(
-    requests: SwarmBackend, heads: FakeHeads
+    requests: SwarmBackend, schedulers: FakeSchedulers
 ) -> None:
-    heads.usable = [PipelineEpoch("p1", 1), PipelineEpoch("p2", 1)]
+    schedulers.usable = [PipelineEpoch("p1", 1), PipelineEpoch("p2", 1)]
     served: list[str] = []
     shared = tuple(range(1, 2 * SPAN_TOKENS + 1))
 
     def answer(message: DataMessage) -> None:
         if isinstance(message, Submit):
             served.append(message.pipeline)
-            assert (message.cache_version is not None) == (len(heads.usable) > 1)
+            assert (message.cache_version is not None) == (len(schedulers.usable) > 1)
             token = OutputToken(1, message.key, message.num_tokens, 7, finish_reason="length")
             if len(served) == 3:
-                heads.usable.remove(PipelineEpoch(message.pipeline, 1))
+                schedulers.usable.remove(PipelineEpoch(message.pipeline, 1))
                 requests.on_targets_changed("m")
                 return
             news, digests = pack_report(CacheReport(len(served), False))
             tokens = OutputTokens((token,), news, Payload("u8", (len(digests),)))
             requests.on_message(message.pipeline, tokens, memoryview(digests))
 
-    heads.on_send = answer
+    schedulers.on_send = answer
     for own in (7, 8, 9, 10):
         request = Request("m", (*shared, own), 1, SamplingParams(seed=1))
         assert await asyncio.wait_for(collect(requests, request), 60) == [7]
@@ -372,7 +386,7 @@ async def test_prompts_with_a_cached_prefix_go_to_its_pipeline(
 
 
 async def test_tokens_of_another_pipeline_are_ignored(
-    requests: SwarmBackend, heads: FakeHeads
+    requests: SwarmBackend, schedulers: FakeSchedulers
 ) -> None:
     def foul(message: DataMessage) -> None:
         if isinstance(message, Submit):
@@ -380,7 +394,7 @@ async def test_tokens_of_another_pipeline_are_ignored(
             requests.on_message("p1", OutputTokens((OutputToken(1, "nobody.1", 3, 666),)))
             requests.on_message("p1", message)
 
-    heads.on_send = foul
+    schedulers.on_send = foul
     stream = requests.generate(ask())
     waiting = asyncio.create_task(anext(stream))
     done, _ = await asyncio.wait([waiting], timeout=0.05)
@@ -390,13 +404,15 @@ async def test_tokens_of_another_pipeline_are_ignored(
     await stream.aclose()
 
 
-async def test_the_least_busy_pipeline_is_chosen(requests: SwarmBackend, heads: FakeHeads) -> None:
-    heads.usable = [PipelineEpoch("p1", 1), PipelineEpoch("p2", 1)]
+async def test_the_least_busy_pipeline_is_chosen(
+    requests: SwarmBackend, schedulers: FakeSchedulers
+) -> None:
+    schedulers.usable = [PipelineEpoch("p1", 1), PipelineEpoch("p2", 1)]
     streams = [requests.generate(ask()) for _ in range(4)]
     tasks = [asyncio.create_task(anext(stream)) for stream in streams]
     for _ in range(20):
         await asyncio.sleep(0)
-    used = sorted(m.pipeline for m in heads.sent if isinstance(m, Submit))
+    used = sorted(m.pipeline for m in schedulers.sent if isinstance(m, Submit))
     assert used == ["p1", "p1", "p2", "p2"]
     requests.close()
     for task in tasks:

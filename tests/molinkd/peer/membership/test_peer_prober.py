@@ -29,29 +29,29 @@ async def test_probing_continues_until_the_port_is_open(
 ) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
-    told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
-    prober = PeerProber(net.context, net.member(), lambda *said: told.put_nowait(said))
+    reported: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
+    prober = PeerProber(net.context, net.member(), lambda *said: reported.put_nowait(said))
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         target = member(net.keys.public, closed.getsockname()[1])
         prober.add_peer(target)
-        assert await told.get() == (target.peer, False, None, False)
-        assert await told.get() == (target.peer, False, None, False)
+        assert await reported.get() == (target.peer, False, None, False)
+        assert await reported.get() == (target.peer, False, None, False)
     monkeypatch.setattr(module, "TIMEOUT_S", 10.0)
     server = net.server(control_codec(), lambda *_: None)
     # It listens elsewhere now; one of its addresses is enough.
     prober.add_peer(member(net.keys.public, server.port, "127.0.0.9", "127.0.0.1"))
-    while not (said := await told.get())[1]:
+    while not (said := await reported.get())[1]:
         pass
     assert said == (target.peer, True, None, False)
-    peer, reached, latency, relayed = said = await told.get()
+    peer, reached, latency, relayed = said = await reported.get()
     assert (peer, reached, relayed) == (target.peer, True, False)
     assert 0 < latency < 5.0
     prober.report_all()
-    assert told.get_nowait() == said
+    assert reported.get_nowait() == said
     prober.drop_peer(target.peer)
     prober.report_all()
-    assert told.empty()
+    assert reported.empty()
     await prober.close()
 
 
@@ -67,13 +67,13 @@ async def test_changed_latencies_are_reported(net: Net, monkeypatch: pytest.Monk
         return None
 
     monkeypatch.setattr(module, "measure_latency", latency)
-    told: list[float | None] = []
-    prober = PeerProber(net.context, net.member(), lambda *said: told.append(said[2]))
+    reported: list[float | None] = []
+    prober = PeerProber(net.context, net.member(), lambda *said: reported.append(said[2]))
     server = net.server(control_codec(), lambda *_: None)
     prober.add_peer(member(net.keys.public, server.port))
     await asyncio.wait_for(over.wait(), 30)
     await prober.close()
-    assert told == [None, 0.010, 0.014, 0.030]
+    assert reported == [None, 0.010, 0.014, 0.030]
 
 
 async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +90,12 @@ async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module, "can_connect", can_connect)
     monkeypatch.setattr(module, "measure_latency", lambda *_: asyncio.sleep(0, 0.001))
-    told: asyncio.Queue[str] = asyncio.Queue()
-    prober = PeerProber(net.context, net.member(), lambda *said: told.put_nowait(said[0]))
+    reported: asyncio.Queue[str] = asyncio.Queue()
+    prober = PeerProber(net.context, net.member(), lambda *said: reported.put_nowait(said[0]))
     targets = [member(net.member().public, 1) for _ in range(20)]
     for target in targets:
         prober.add_peer(target)
-    reached = {await told.get() for _ in range(2 * len(targets))}
+    reached = {await reported.get() for _ in range(2 * len(targets))}
     await prober.close()
     assert reached == {target.peer for target in targets}
     assert most == 4
@@ -119,7 +119,7 @@ async def test_a_very_short_round_trip_is_measured_once(
             server.accept()
 
 
-class FakeDetours:
+class FakeRoutes:
     """A detour to every member, which leads to ``port``."""
 
     def __init__(self, port: int) -> None:
@@ -137,27 +137,27 @@ async def test_a_peer_reached_by_a_relayed_route(net: Net, monkeypatch: pytest.M
     monkeypatch.setattr(module, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(module, "RELAYED_MEASURE_S", 0.0)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
-    told: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
+    reported: asyncio.Queue[tuple[str, bool, float | None, bool]] = asyncio.Queue()
     server = net.server(control_codec(), lambda *_: None)
-    relayed_routes = FakeDetours(0)
+    relayed_routes = FakeRoutes(0)
     prober = PeerProber(
-        net.context, net.member(), lambda *said: told.put_nowait(said), relayed_routes
+        net.context, net.member(), lambda *said: reported.put_nowait(said), relayed_routes
     )
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         target = member(net.keys.public, closed.getsockname()[1])
         prober.add_peer(target)
-        assert await told.get() == (target.peer, False, None, False)
+        assert await reported.get() == (target.peer, False, None, False)
         monkeypatch.setattr(module, "TIMEOUT_S", 5.0)
         relayed_routes.port = server.port
         prober.retry_peer(target.peer)
         prober.retry_peer("nobody")
-        while not (said := await told.get())[1]:
+        while not (said := await reported.get())[1]:
             pass
         assert said == (target.peer, True, None, True)
-        assert await told.get() == (target.peer, True, 0.02, True)
+        assert await reported.get() == (target.peer, True, 0.02, True)
         # Once nothing comes back, all ways are tried again.
-        assert await told.get() == (target.peer, True, None, True)
+        assert await reported.get() == (target.peer, True, None, True)
         await prober.close()
 
 

@@ -60,9 +60,9 @@ class Bench:
 
     def open(self) -> None:
         self.port = self.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
-        told = {"id": ID, "secret": SECRET, "addresses": ("127.0.0.1",), "port": self.port}
-        self.waiting.on_message(RelayedRoute(peer="a", role="waits", **told))
-        self.dialling.on_message(RelayedRoute(peer="b", role="dials", **told))
+        reported = {"id": ID, "secret": SECRET, "addresses": ("127.0.0.1",), "port": self.port}
+        self.waiting.on_message(RelayedRoute(peer="a", role="waits", **reported))
+        self.dialling.on_message(RelayedRoute(peer="b", role="dials", **reported))
 
     async def dial(self, port: int) -> Stream:
         where = self.dialling.local_endpoint("b", port)
@@ -159,12 +159,12 @@ async def test_stage_addresses_are_localized(bench: Bench) -> None:
         for peer in ("a", "b")
     ]
     form = FormPipeline(pipeline="p", epoch=1, ring=tuple(stages), blocks=1, micro_batches=1)
-    told = bench.dialling.localize_order(form)
-    assert isinstance(told, FormPipeline)
-    assert told.ring[0] == stages[0]
-    assert told.ring[1].addresses == ("127.0.0.1",)
-    assert told.ring[1].port != 5468
-    assert bench.dialling.localize_order(form) == told
+    reported = bench.dialling.localize_order(form)
+    assert isinstance(reported, FormPipeline)
+    assert reported.ring[0] == stages[0]
+    assert reported.ring[1].addresses == ("127.0.0.1",)
+    assert reported.ring[1].port != 5468
+    assert bench.dialling.localize_order(form) == reported
     bench.dialling.on_message(CloseRelay(id=ID))
     assert bench.dialling.localize_order(form) == form
     assert bench.changed == ["b", "b"]
@@ -330,8 +330,8 @@ async def test_an_unreachable_relay_is_retried_slowly(
 async def test_relayed_routes_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends, "MAX_DETOURS", 1)
     bench.open()
-    told = {"id": 9, "secret": SECRET, "addresses": ("127.0.0.1",), "port": bench.port}
-    bench.dialling.on_message(RelayedRoute(peer="c", role="dials", **told))
+    reported = {"id": 9, "secret": SECRET, "addresses": ("127.0.0.1",), "port": bench.port}
+    bench.dialling.on_message(RelayedRoute(peer="c", role="dials", **reported))
     assert bench.dialling.local_endpoint("c", 1) == ""
     assert bench.dialling.local_endpoint("b", 1) != ""
 

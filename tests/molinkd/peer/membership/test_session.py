@@ -63,7 +63,7 @@ class FakeCoordinator:
 
 
 def make_session(
-    net: Net, keys: KeyPair, port: int, heard: list[object], term: int = 0
+    net: Net, keys: KeyPair, port: int, recorder: list[object], term: int = 0
 ) -> CoordinatorSession:
     """A session that obeys no coordinator of a term before ``term``."""
     membership = MembershipRecord(
@@ -74,24 +74,24 @@ def make_session(
         keys,
         membership,
         lambda: REPORT,
-        lambda message, _: heard.append(message),
-        lambda: heard.append("welcome"),
-        heard.append,
+        lambda message, _: recorder.append(message),
+        lambda: recorder.append("welcome"),
+        recorder.append,
         lambda said, _: said >= term,
-        lambda: heard.append("cut"),
+        lambda: recorder.append("cut"),
     )
 
 
 async def test_reports_are_sent_periodically(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
-    coordinator, heard = FakeCoordinator(net), []
-    session = make_session(net, net.member(), coordinator.server.port, heard)
+    coordinator, recorder = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, recorder)
     session.send_message(READY)
     assert session.failure_reason
     session.start()
     await net.until(lambda: len(coordinator.got) >= 3)
     assert coordinator.got[:3] == [REPORT, REPORT, REPORT]
-    await net.until(lambda: heard == ["welcome"])
+    await net.until(lambda: recorder == ["welcome"])
     assert session.failure_reason == ""
     session.send_message(READY)
     await net.until(lambda: READY in coordinator.got)
@@ -99,22 +99,22 @@ async def test_reports_are_sent_periodically(net: Net, monkeypatch: pytest.Monke
 
 
 async def test_an_incompatible_coordinator_is_not_followed(net: Net) -> None:
-    coordinator, heard = FakeCoordinator(net), []
+    coordinator, recorder = FakeCoordinator(net), []
     coordinator.protocol = PROTOCOL + 1
-    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session = make_session(net, net.member(), coordinator.server.port, recorder)
     session.start()
-    await net.until(lambda: heard)
+    await net.until(lambda: recorder)
     for part in (
         f"molink {__version__} (protocol {PROTOCOL})",
         f"the swarm molink 2 (protocol {PROTOCOL + 1})",
     ):
-        assert part in heard[0]
+        assert part in recorder[0]
     coordinator.server.send(
         coordinator.identity, LeaderHeartbeat(term=0, leader="first", protocol=PROTOCOL + 1)
     )
     await net.until(lambda: "of an unknown version" in session.failure_reason)
     assert not session.is_welcomed
-    assert "welcome" not in heard
+    assert "welcome" not in recorder
     # It was updated in turn.
     coordinator.identity, coordinator.protocol = b"", PROTOCOL
     await net.until(lambda: session.is_welcomed)
@@ -124,11 +124,11 @@ async def test_an_incompatible_coordinator_is_not_followed(net: Net) -> None:
 
 async def test_an_oversized_report_is_sent_without_its_load(net: Net) -> None:
     """What only people look at never keeps a peer from being there."""
-    coordinator, heard = FakeCoordinator(net), []
+    coordinator, recorder = FakeCoordinator(net), []
     long = msgspec.structs.replace(REPORT, models=("m" * 250,) * 14)
     requests = (RequestLoad("o" * 32, "decode", 1),) * MAX_REQUESTS
     load = PeerLoad((), (SchedulerLoad("p1", requests=requests),))
-    session = make_session(net, net.member(), coordinator.server.port, heard)
+    session = make_session(net, net.member(), coordinator.server.port, recorder)
     session._report = lambda: msgspec.structs.replace(long, load=load)
     session.start()
     await net.until(lambda: len(coordinator.got) >= 1)
@@ -137,13 +137,13 @@ async def test_an_oversized_report_is_sent_without_its_load(net: Net) -> None:
 
 
 async def test_messages_and_requests(net: Net) -> None:
-    coordinator, heard = FakeCoordinator(net), []
-    session = make_session(net, net.member(), coordinator.server.port, heard)
+    coordinator, recorder = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, recorder)
     session.start()
     await net.until(lambda: session.is_welcomed)
     member = PeerInfo(peer="p", name="n", public_key=net.keys.public, addresses=(), control_port=0)
     coordinator.server.send(coordinator.identity, member)
-    await net.until(lambda: heard == ["welcome", member])
+    await net.until(lambda: recorder == ["welcome", member])
     reply = await session.request(InviteRequest(ref=0))
     assert isinstance(reply, InviteReply)
     with pytest.raises(RequestError, match="negative"):
@@ -152,8 +152,8 @@ async def test_messages_and_requests(net: Net) -> None:
 
 
 async def test_nothing_is_sent_after_the_goodbye(net: Net) -> None:
-    coordinator, heard = FakeCoordinator(net), []
-    session = make_session(net, net.member(), coordinator.server.port, heard)
+    coordinator, recorder = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, recorder)
     session.start()
     await net.until(lambda: session.is_welcomed)
     await session.send_goodbye()
@@ -170,8 +170,8 @@ async def test_an_ignored_coordinator_with_a_higher_term_is_reconnected(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.02)
-    coordinator, heard = FakeCoordinator(net), []
-    session = make_session(net, net.member(), coordinator.server.port, heard, term=2)
+    coordinator, recorder = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, recorder, term=2)
     session.start()
     await net.until(lambda: len(coordinator.got) >= 3)
     assert not session.is_welcomed
@@ -184,8 +184,8 @@ async def test_an_ignored_coordinator_with_a_higher_term_is_reconnected(
 
 async def test_it_reconnects(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.05)
-    coordinator, heard = FakeCoordinator(net), []
-    session = make_session(net, net.member(), coordinator.server.port, heard)
+    coordinator, recorder = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, recorder)
     session.start()
     await net.until(lambda: session.is_welcomed)
     port = coordinator.server.port
@@ -196,7 +196,7 @@ async def test_it_reconnects(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     again.got, again.identity, again.term, again.protocol = [], b"", 0, PROTOCOL
     again.server = Server(net.context, net.keys, control_codec(), net.gatekeeper, again._handle)
     await _bind(net, again.server, port)
-    await net.until(lambda: heard == ["welcome", "cut", "welcome"])
+    await net.until(lambda: recorder == ["welcome", "cut", "welcome"])
     await session.close()
     await again.server.close()
 
@@ -213,30 +213,30 @@ async def _bind(net: Net, server: Server, port: int) -> None:
 
 
 async def test_a_rejected_peer_is_told(net: Net) -> None:
-    coordinator, heard = FakeCoordinator(net), []
-    session = make_session(net, KeyPair.generate(), coordinator.server.port, heard)
+    coordinator, recorder = FakeCoordinator(net), []
+    session = make_session(net, KeyPair.generate(), coordinator.server.port, recorder)
     for number in range(session_module.MAX_REFUSALS):
-        assert heard == []
+        assert recorder == []
         session._on_refusal(f"{number}")
     session._on_refusal("more")
-    assert heard == ["3"], "once, when it lasts"
+    assert recorder == ["3"], "once, when it lasts"
     session.start()
     await net.until(lambda: "doesn't know this PC" in session.failure_reason)
     await session.close()
 
 
 async def test_a_coordinator_of_an_earlier_term_is_not_followed(net: Net) -> None:
-    coordinator, heard = FakeCoordinator(net), []
-    session = make_session(net, net.member(), coordinator.server.port, heard, term=5)
+    coordinator, recorder = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, recorder, term=5)
     session.start()
     await net.until(lambda: len(coordinator.got) >= 2)
-    assert (heard, session.is_welcomed) == ([], False)
+    assert (recorder, session.is_welcomed) == ([], False)
     await session.close()
 
 
 async def test_it_follows_the_coordinator_to_a_new_address(net: Net) -> None:
-    first, second, heard = FakeCoordinator(net), FakeCoordinator(net), []
-    session = make_session(net, net.member(), first.server.port, heard)
+    first, second, recorder = FakeCoordinator(net), FakeCoordinator(net), []
+    session = make_session(net, net.member(), first.server.port, recorder)
     session.start()
     await net.until(lambda: session.is_welcomed)
     place = MembershipRecord(
