@@ -84,7 +84,7 @@ class TransferRateLimiter:
         self.in_flight -= 1
         self._bytes += nbytes
         if nbytes != self.slice_bytes:
-            return  # what others take can't be told from it
+            return  # a partial slice does not measure the delay
         self._recent_delays.append(took)
         if self._probe is not None:
             self._record_probe(took, now)

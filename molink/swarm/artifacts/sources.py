@@ -21,10 +21,10 @@ class ModelSources:
     hub: str = ""
 
     @classmethod
-    def from_message(cls, told: Assign | Prefetch | Route) -> "ModelSources":
+    def from_message(cls, message: Assign | Prefetch | Route) -> "ModelSources":
         """The sources that the coordinator names."""
-        some = (peer for peer in told.partial_sources if peer not in told.sources)
-        return cls(told.sources, tuple(some), told.hub)
+        some = (peer for peer in message.partial_sources if peer not in message.sources)
+        return cls(message.sources, tuple(some), message.hub)
 
     def without_peer(self, peer: str, *, hub: bool) -> "ModelSources":
         """All other sources, with the hub if ``hub``."""

@@ -174,7 +174,7 @@ class Fleet:
             for one in self.deployments:
                 one.on_term_raised(now)
             return
-        self._log_transition(now, "rebalancing all models as requested")
+        self.context.log_transition(now, "rebalancing all models as requested")
         for one in self.deployments:
             one.rebalance_ring(now)
 
@@ -186,7 +186,7 @@ class Fleet:
         match event:
             case MemberAddedEvent(member):
                 self.registry.add_member(member)
-                self._log_transition(now, f"{member.name} ({member.peer}) joined")
+                self.context.log_transition(now, f"{member.name} ({member.peer}) joined")
             case MemberRemovedEvent(peer, reason):
                 self._on_member_removed(peer, reason, now)
             case PeerStoppedEvent(peer):
@@ -211,9 +211,6 @@ class Fleet:
             )
             one.publish_route()
 
-    def _log_transition(self, now: float, text: str) -> None:
-        self.context.log_transition(now, text)
-
     # --- peers -------------------------------------------------------------------------------
 
     def _is_doubted(self, peer: str, session: PeerSession) -> bool:
@@ -236,7 +233,7 @@ class Fleet:
         if peer not in self.registry.members:
             return
         name = self.registry.name_of(peer)
-        self._log_transition(now, f"{name} ({peer}) {reason}")
+        self.context.log_transition(now, f"{name} ({peer}) {reason}")
         self.context.add_actions(*self.registry.remove_member(peer))
         self.context.backoff.drop_peer(peer)
         for one in self.deployments:
@@ -252,7 +249,7 @@ class Fleet:
 
     def _drop_peer(self, peer: str, reason: str, now: float) -> None:
         name = self.registry.name_of(peer)
-        self._log_transition(now, f"{name} ({peer}) {reason}")
+        self.context.log_transition(now, f"{name} ({peer}) {reason}")
         self.registry.drop_session(peer)
         self.context.backoff.retract_failure(peer, now)
         self.context.reachability.drop_peer(peer)
@@ -266,7 +263,7 @@ class Fleet:
         if peer not in self.registry.members:
             return
         if not self.registry.is_live(peer):
-            self._log_transition(now, f"{event.report.name} ({peer}) connected")
+            self.context.log_transition(now, f"{event.report.name} ({peer}) connected")
             self._peer_arrived = True
         elif self.registry.sessions[peer].report.daemon_pid != event.report.daemon_pid:
             self._drop_peer(peer, "restarted", now)
@@ -300,7 +297,9 @@ class Fleet:
         for peer, text in texts.items():
             news = self.registry.notify_user(peer, text)
             if news and text:
-                self._log_transition(now, f"{self.registry.name_of(peer)} is notified: {text}")
+                self.context.log_transition(
+                    now, f"{self.registry.name_of(peer)} is notified: {text}"
+                )
             self.context.add_actions(*news)
 
     # --- models ------------------------------------------------------------------------------
@@ -310,10 +309,10 @@ class Fleet:
         wanted = _desired_deployments(models)
         for key in [key for key in self._deployments if key not in wanted]:
             removed = self._deployments.pop(key)
-            self._log_transition(now, f"{deployment_name(key)} is no longer served")
+            self.context.log_transition(now, f"{deployment_name(key)} is no longer served")
             removed.dissolve_pipelines()
         if not wanted:
-            self._log_transition(now, "no models to serve")
+            self.context.log_transition(now, "no models to serve")
             self._idle_reason = STOPPED
         deployments: dict[DeploymentKey, Reconciler] = {}
         added: list[Reconciler] = []

@@ -65,12 +65,12 @@ def build_profiles(formation: Formation, stage: int) -> tuple[StageProfile, ...]
 
 
 def build_prefetch(
-    move: Migration, peer: str, desired: DesiredModel, registry: Registry
+    migration: Migration, peer: str, desired: DesiredModel, registry: Registry
 ) -> Prefetch:
     """Ask a peer to fetch the files of its next stage."""
     return Prefetch(
-        number=move.number,
-        layers=move.layers_of(peer),
+        number=migration.number,
+        layers=migration.layers_of(peer),
         model=desired.facts.name,
         sources=find_sources(desired, registry),
         root=desired.facts.root,
