@@ -101,7 +101,7 @@ class Ring(VirtualRing):
             [executor(self, index, speed) for index, speed in enumerate(speeds)],
             [TimedLink(queue, latency, cut_through=False) for _ in speeds] if many else [],
             Stages(profiles=profiles, cut_through=False),
-            agenda=queue,
+            queue=queue,
         )
 
 

@@ -91,7 +91,7 @@ class Swarm(VirtualRing):
             [VirtualExecutor(queue, i == stages - 1) for i in range(stages)],
             links,
             Stages(profiles=(PROFILE,) * stages, cut_through=cut_through),
-            agenda=queue,
+            queue=queue,
         )
 
 

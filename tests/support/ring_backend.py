@@ -27,8 +27,8 @@ BLOCK_SIZE = 16
 class Computes:
     """Runs each step at once; it ends later."""
 
-    def __init__(self, agenda: EventQueue, stage: Stage, requests: RequestTable) -> None:
-        self._agenda, self._stage, self._requests = agenda, stage, requests
+    def __init__(self, queue: EventQueue, stage: Stage, requests: RequestTable) -> None:
+        self._agenda, self._stage, self._requests = queue, stage, requests
 
     async def fetch_status(self) -> bytes:
         return b"{}"
@@ -55,7 +55,7 @@ class RingBackend:
         stages = [Stage.load_layers(opened, layers, "cpu", "f32") for layers in pairwise(cuts)]
         tables = [RequestTable() for _ in stages[1:]]
         tables.append(RequestTable(GrammarCompiler(folder, config.vocab_size)))
-        agenda = EventQueue()
+        queue = EventQueue()
         for stage in stages:
             stage.allocate_kv_pool(blocks, BLOCK_SIZE)
         limits = SchedulerConfig(
@@ -69,11 +69,11 @@ class RingBackend:
         )
         self.ring = VirtualRing(
             limits,
-            [Computes(agenda, *pair) for pair in zip(stages, tables, strict=True)],
-            [WholeLink(agenda) for _ in stages] if parts > 1 else [],
+            [Computes(queue, *pair) for pair in zip(stages, tables, strict=True)],
+            [WholeLink(queue) for _ in stages] if parts > 1 else [],
             Stages(config.hidden_size, config.vocab_size, "f32"),
             lambda index: tables[index],
-            agenda,
+            queue,
         )
         self.ring.on_emission = self._keep
         self._told: dict[str, deque[OutputToken | Rejected]] = {}
@@ -97,7 +97,7 @@ class RingBackend:
         key = str(len(self.asked))
         self._told[key] = deque()
         state = RequestState.from_request(request, "d", key, emitted, credit_window=1 << 16)
-        self.ring.head.submit_request(state, self.ring.agenda.now)
+        self.ring.scheduler.submit_request(state, self.ring.queue.now)
         self.ring.rings[0].run_pending()
         return key
 
@@ -105,7 +105,7 @@ class RingBackend:
         """All that is told of it, to its end."""
         told = self._told[key]
         while not told or (isinstance(told[-1], OutputToken) and told[-1].finish_reason is None):
-            assert self.ring.agenda.run_next(), "nothing happens any more"
+            assert self.ring.queue.run_next(), "nothing happens any more"
         return list(told)
 
     async def generate(self, request: Request) -> AsyncGenerator[GeneratedToken, None]:

@@ -50,7 +50,7 @@ class Stages:
 
 
 class VirtualRing:
-    """A stage per executor, and the front desk of its head, which keeps what is told.
+    """A stage per executor, and the bridge receiver of its scheduler, which keeps what is told.
 
     ``links`` are as many as stages, or none if the only stage is the whole ring.
     """
@@ -62,11 +62,11 @@ class VirtualRing:
         links: Sequence[Link],
         stages: Stages | None = None,
         requests: Callable[[int], StageRequests] = lambda _: RequestTable(),
-        agenda: EventQueue | None = None,
+        queue: EventQueue | None = None,
         source: Callable[[], DraftSource] = PromptLookup,
         draft_model: DraftRunner | None = None,
     ) -> None:
-        self.agenda = agenda or EventQueue()
+        self.queue = queue or EventQueue()
         self.errors: list[str] = []
         #: Called with each emission and the time.
         self.on_emission: Callable[[Emission, float], None] = self._keep
@@ -83,9 +83,9 @@ class VirtualRing:
             self._make_stage(i, len(executors), each) for i, each in enumerate(executors)
         ]
         self.rings = [seat.ring for seat in self.stages]
-        head = self.stages[0].scheduler
-        assert head is not None
-        self.head: Scheduler = head
+        scheduler = self.stages[0].scheduler
+        assert scheduler is not None
+        self.scheduler: Scheduler = scheduler
         for index, link in enumerate(links):
             link.to = self.rings[(index + 1) % len(self.rings)]
         for index, seat in enumerate(self.stages):
@@ -111,7 +111,7 @@ class VirtualRing:
         return build_ring(
             plan,
             StageEnvironment(
-                self.agenda,
+                self.queue,
                 requests,
                 executor,
                 lambda _: self,
@@ -120,7 +120,7 @@ class VirtualRing:
             ),
         )
 
-    # --- the head's front desk ---------------------------------------------------------------
+    # --- emission receiver ------------------------------------------------------------------------
 
     def deliver_emissions(self, emissions: Sequence[Emission], now: float) -> None:
         for emission in emissions:
@@ -146,14 +146,14 @@ class VirtualRing:
         self.prompts[key], self.tokens[key] = prompt, []
         tokens, sampling = tuple(range(prompt)), SamplingParams(temperature=0.0)
         request = make_state("d", key, tokens, prompt, answer, sampling, credit_window=1 << 20)
-        self.head.submit_request(request, self.agenda.now)
+        self.scheduler.submit_request(request, self.queue.now)
         self.rings[0].run_pending()
 
     def cancel_request(self, key: str) -> None:
         """Ask for no more, unless it is over."""
         if key not in self.finished_keys:
             self.finished_keys.add(key)
-            self.head.cancel_request("d", key, self.agenda.now)
+            self.scheduler.cancel_request("d", key, self.queue.now)
             self.rings[0].run_pending()
 
     # --- time --------------------------------------------------------------------------------
@@ -161,22 +161,22 @@ class VirtualRing:
     def run_until(self, until: Callable[[], bool]) -> None:
         """Let time go on until then; something has to happen until then."""
         while not until():
-            assert self.agenda.run_next(), "nothing happens any more"
+            assert self.queue.run_next(), "nothing happens any more"
 
     # --- what has to hold --------------------------------------------------------------------
 
     def check_answers(self) -> None:
         assert not self.errors
-        self.head.validate()
+        self.scheduler.validate()
         for ring in self.rings:
             ring.scoreboard.validate()
 
     def check_idle(self) -> None:
         """Nothing is left of anything."""
         self.check_answers()
-        assert not self.head.live_requests
-        assert self.head.num_strays == 0
-        _, gauges = self.head.collect_stats()
+        assert not self.scheduler.live_requests
+        assert self.scheduler.num_strays == 0
+        _, gauges = self.scheduler.collect_stats()
         assert gauges["scheduler_blocks_used"] == gauges["scheduler_blocks_releasing"] == 0
         for ring in self.rings:
             assert not ring.progress.has_requests
@@ -193,7 +193,7 @@ class TimedLink:
     ``burst`` says how many of these come at a time.
     """
 
-    agenda: EventQueue
+    queue: EventQueue
     latency: float
     rate: float = float("inf")
     burst: Callable[[], int] = lambda: 1 << 16
@@ -219,28 +219,28 @@ class TimedLink:
         self._arrived[header.seq] = 0
         self.send_more_rows(header.seq, rows)
 
-    def send_more_rows(self, tick: int, rows: Any) -> None:
+    def send_more_rows(self, seq: int, rows: Any) -> None:
         left = len(rows)
         assert left
         while left:
             count = min(left, self.burst())
-            self._free_at = max(self._free_at, self.agenda.now) + count / self.rate
-            self.agenda.schedule_at(self._free_at + self.latency, self._arrive, tick, count)
+            self._free_at = max(self._free_at, self.queue.now) + count / self.rate
+            self.queue.schedule_at(self._free_at + self.latency, self._arrive, seq, count)
             left -= count
 
-    def _arrive(self, tick: int, count: int) -> None:
-        header, room = self._volumes[tick]
-        before = self._arrived[tick]
-        self._arrived[tick] = after = before + count
+    def _arrive(self, seq: int, count: int) -> None:
+        header, room = self._volumes[seq]
+        before = self._arrived[seq]
+        self._arrived[seq] = after = before + count
         assert after <= len(room)
         if after == len(room):
-            del self._volumes[tick]
+            del self._volumes[seq]
         if not self.cut_through:
             if after == len(room):
                 self.to.on_message(header, room, after)
         elif before:
             payload = Payload("u8", (count, 1))
-            self.to.on_message(VolumeFragment(tick, before, payload), None, after)
+            self.to.on_message(VolumeFragment(seq, before, payload), None, after)
         else:
             self.to.on_message(header, room, after)
 
@@ -248,14 +248,14 @@ class TimedLink:
         pass
 
     def _later(self, seconds: float, event: Callable[[], None]) -> None:
-        self.agenda.schedule_at(self.agenda.now + seconds, event)
+        self.queue.schedule_at(self.queue.now + seconds, event)
 
 
 @dataclass
 class WholeLink:
     """Everything arrives a little later, in order, volumes whole."""
 
-    agenda: EventQueue
+    queue: EventQueue
     to: Any = None
     is_full: bool = False
 
@@ -266,14 +266,14 @@ class WholeLink:
         assert header.payload.shape[0] == header.count
         self._later(header, bytearray(memoryview(rows).cast("B")))
 
-    def send_more_rows(self, tick: int, rows: Any) -> None:
+    def send_more_rows(self, seq: int, rows: Any) -> None:
         raise AssertionError("volumes are whole here")
 
     def handle_event(self, event: Any) -> None:
         pass
 
     def _later(self, body: RingMessage, data: bytearray | None) -> None:
-        self.agenda.schedule_at(self.agenda.now + 0.005, self._arrive, body, data)
+        self.queue.schedule_at(self.queue.now + 0.005, self._arrive, body, data)
 
     def _arrive(self, body: RingMessage, data: bytearray | None) -> None:
         assert isinstance(self.to, Ring)

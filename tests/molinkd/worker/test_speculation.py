@@ -41,7 +41,7 @@ SAMPLINGS = {
 class Executor:
     """A stage with the requests that it knows."""
 
-    agenda: EventQueue
+    queue: EventQueue
     stage: Stage
     requests: RequestTable
 
@@ -49,14 +49,14 @@ class Executor:
         self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
     ) -> None:
         results = run_step(self.stage, self.requests, step_inputs)
-        self.agenda.schedule_at(self.agenda.now + 0.01, done, StepResult(results, 0.01, None))
+        self.queue.schedule_at(self.queue.now + 0.01, done, StepResult(results, 0.01, None))
 
 
 @dataclass
 class Asked:
     """A draft model that answers after a millisecond for each token of the longest guess."""
 
-    agenda: EventQueue
+    queue: EventQueue
     drafter: DraftProposer
     #: Most KV blocks that its requests held.
     peak: int = 0
@@ -65,7 +65,7 @@ class Asked:
         guesses = self.drafter.propose_drafts(order)
         self.peak = max(self.peak, self.drafter.num_held_blocks)
         seconds = 0.001 * max((len(guess.tokens) for guess in guesses), default=0)
-        self.agenda.schedule_at(self.agenda.now + seconds, done, DraftResults(guesses, seconds))
+        self.queue.schedule_at(self.queue.now + seconds, done, DraftResults(guesses, seconds))
 
 
 class Known:
@@ -121,25 +121,25 @@ def answers(
     **limits: Any,
 ) -> tuple[dict[str, list[OutputToken]], dict[str, float]]:
     """What the prompts of these numbers are answered, and the head's counters, with the time."""
-    agenda, tables = EventQueue(), [RequestTable() for _ in stages]
+    queue, tables = EventQueue(), [RequestTable() for _ in stages]
     for stage in stages:
-        stage.allocate_kv_pool(limits.get("blocks", BLOCKS), BLOCK_SIZE)
+        stage.allocate_kv_pool(limits.get("num_blocks", BLOCKS), BLOCK_SIZE)
     pairs = zip(stages, tables, strict=True)
     given = {
-        "blocks": BLOCKS,
+        "num_blocks": BLOCKS,
         "block_size": BLOCK_SIZE,
         "micro_batches": 2,
         "max_num_batched_tokens": 16,
     }
     ring = VirtualRing(
         SchedulerConfig(**{**given, **limits}, num_speculative_tokens=num_speculative_tokens),
-        [Executor(agenda, stage, table) for stage, table in pairs],
-        [WholeLink(agenda) for _ in stages],
+        [Executor(queue, stage, table) for stage, table in pairs],
+        [WholeLink(queue) for _ in stages],
         Stages(stages[0].config.hidden_size, stages[0].config.vocab_size, "f32"),
         lambda index: tables[index],
-        agenda,
+        queue,
         source,
-        None if drafter is None else Asked(agenda, drafter),
+        None if drafter is None else Asked(queue, drafter),
     )
     found: dict[str, list[OutputToken]] = {}
     ring.on_emission = lambda emission, _: found.setdefault(emission.message.key, []).append(
@@ -151,13 +151,13 @@ def answers(
             request = make_state(
                 "d", f"{name} {index}", prompt, len(prompt), count, SAMPLINGS[name], (11,), 1 << 20
             )
-            ring.head.submit_request(request, 0.0)
+            ring.scheduler.submit_request(request, 0.0)
     ring.rings[0].run_pending()
-    ring.run_until(lambda: not ring.head.live_requests)
-    seconds = agenda.now
-    agenda.run(agenda.now + 1.0)
+    ring.run_until(lambda: not ring.scheduler.live_requests)
+    seconds = queue.now
+    queue.run(queue.now + 1.0)
     ring.check_idle()
-    return found, ring.head.collect_stats()[0] | {"seconds": seconds}
+    return found, ring.scheduler.collect_stats()[0] | {"seconds": seconds}
 
 
 def plain(found: dict[str, list[OutputToken]]) -> dict[str, list[Any]]:
@@ -190,7 +190,7 @@ def test_drafts_that_are_often_right_change_no_answer(
     ]
     rng = random.Random(4)
     found, counters = answers(
-        stages, num_speculative_tokens, lambda: Known(texts, rng), ahead=ahead
+        stages, num_speculative_tokens, lambda: Known(texts, rng), lookahead_volumes=ahead
     )
     assert plain(found) == plain(without)
     drafted = counters["scheduler_draft_tokens_total"]
@@ -207,7 +207,7 @@ def test_a_stream_is_done_in_fewer_turns_where_drafts_go_ahead(stages: Sequence[
     text = [*prompts()[0], *(token.token for token in without["penalties 0"])]
     told: dict[int, float] = {}
     for ahead in (0, 8):
-        found, counters = answers(stages, 2, lambda: Right(text), ahead=ahead, **only)
+        found, counters = answers(stages, 2, lambda: Right(text), lookahead_volumes=ahead, **only)
         assert plain(found) == plain(without)
         told[ahead] = counters["seconds"]
     assert told[8] < 0.7 * told[0] < 0.7 * 0.6 * alone["seconds"]
@@ -215,7 +215,7 @@ def test_a_stream_is_done_in_fewer_turns_where_drafts_go_ahead(stages: Sequence[
 
 def test_few_blocks_and_drafts(stages: Sequence[Stage]) -> None:
     without, _ = answers(stages, 0, samplings=["penalties", "greedy"])
-    found, counters = answers(stages, 5, samplings=["penalties", "greedy"], blocks=14)
+    found, counters = answers(stages, 5, samplings=["penalties", "greedy"], num_blocks=14)
     assert plain(found) == plain(without)
     assert counters["scheduler_preemptions_total"] > 0
     assert counters["scheduler_draft_tokens_accepted_total"] > 0
@@ -284,7 +284,7 @@ def test_a_draft_model_that_knows_nothing_changes_no_answer(
 def test_a_draft_model_with_few_blocks_changes_no_answer(
     folder: ModelFolder, stages: Sequence[Stage]
 ) -> None:
-    only: Any = {"samplings": ["penalties", "greedy"], "blocks": 14}
+    only: Any = {"samplings": ["penalties", "greedy"], "num_blocks": 14}
     without, _ = answers(stages, 0, samplings=only["samplings"])
     found, counters = draft_model(folder, stages, num_speculative_tokens=3, **only)
     assert plain(found) == plain(without)

@@ -38,7 +38,7 @@ SAMPLINGS = {
 class Computes:
     """A stage with the requests that it knows; steps and copies are done at once."""
 
-    agenda: EventQueue
+    queue: EventQueue
     stage: Stage
     requests: RequestTable
     copies: list[BlockCopy] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Computes:
         self, segments: Sequence[StepInput], done: Callable[[StepResult], None]
     ) -> None:
         results = run_step(self.stage, self.requests, segments)
-        self.agenda.schedule_at(self.agenda.now + 0.01, done, StepResult(results, 0.01, None))
+        self.queue.schedule_at(self.queue.now + 0.01, done, StepResult(results, 0.01, None))
 
     def submit_copy(self, copy: BlockCopy) -> None:
         self.copies.append(copy)
@@ -80,19 +80,19 @@ def serve(
     **limits: Any,
 ) -> tuple[dict[str, list[OutputToken | Rejected]], VirtualRing, list[Computes]]:
     """What they are answered, to the end or ``until`` then, the ring, and its stages."""
-    agenda, tables = EventQueue(), [RequestTable() for _ in stages]
+    queue, tables = EventQueue(), [RequestTable() for _ in stages]
     given = {"block_size": BLOCK_SIZE, "micro_batches": 2, "max_num_batched_tokens": 16}
-    bounds = SchedulerConfig(**{"blocks": BLOCKS, "prefix_cache": False, **given, **limits})
+    bounds = SchedulerConfig(**{"num_blocks": BLOCKS, "prefix_cache": False, **given, **limits})
     rooms = []
     for stage in stages:
         stage.allocate_kv_pool(bounds.num_blocks, BLOCK_SIZE)
         rooms.append(HostMemory(*stage.open_host_pool(host_blocks * stage.block_bytes(BLOCK_SIZE))))
     assert [room.blocks for room in rooms] == [host_blocks] * len(stages)
-    computing = [Computes(agenda, *pair) for pair in zip(stages, tables, strict=True)]
+    computing = [Computes(queue, *pair) for pair in zip(stages, tables, strict=True)]
     ring = VirtualRing(
         bounds,
         computing,
-        [WholeLink(agenda) for _ in stages],
+        [WholeLink(queue) for _ in stages],
         Stages(
             stages[0].config.hidden_size,
             stages[0].config.vocab_size,
@@ -101,21 +101,21 @@ def serve(
             scheduling_policy=policy,
         ),
         lambda index: tables[index],
-        agenda,
+        queue,
     )
     found: dict[str, list[OutputToken | Rejected]] = {}
     ring.on_emission = lambda emission, _: found.setdefault(emission.message.key, []).append(
         emission.message
     )
-    agenda.run(1.0)  # each stage has told the others of its host memory
+    queue.run(1.0)  # each stage has told the others of its host memory
     for at, request in enumerate(asked):
-        agenda.schedule_at(1.0 + 0.01 * at, ring.head.submit_request, request, 1.0 + 0.01 * at)
-        agenda.schedule_at(1.0 + 0.01 * at, ring.rings[0].run_pending)
+        queue.schedule_at(1.0 + 0.01 * at, ring.scheduler.submit_request, request, 1.0 + 0.01 * at)
+        queue.schedule_at(1.0 + 0.01 * at, ring.rings[0].run_pending)
     if until is not None:
         ring.run_until(lambda: until(ring))
         return found, ring, computing
-    ring.run_until(lambda: len(found) == len(asked) and not ring.head.live_requests)
-    agenda.run(agenda.now + 1.0)
+    ring.run_until(lambda: len(found) == len(asked) and not ring.scheduler.live_requests)
+    queue.run(queue.now + 1.0)
     ring.check_idle()
     return found, ring, computing
 
@@ -147,10 +147,10 @@ def test_swaps_change_no_answer(
     policy: str,
     prefix_cache: bool,
 ) -> None:
-    few = {"blocks": FEW, "prefix_cache": prefix_cache, "preemption_mode": mode}
+    few = {"num_blocks": FEW, "prefix_cache": prefix_cache, "preemption_mode": mode}
     found, ring, computing = serve(stages, requests(), policy, **few)
     assert texts(found) == plenty
-    counters, gauges = ring.head.collect_stats()
+    counters, gauges = ring.scheduler.collect_stats()
     assert counters["scheduler_swaps_out_total"] >= 2
     assert counters["scheduler_swaps_in_total"] >= 2
     assert gauges["scheduler_host_blocks"] == 64
@@ -166,10 +166,10 @@ def test_swaps_change_no_answer(
 def test_what_finds_no_host_memory_is_computed_anew(
     stages: Sequence[Stage], plenty: dict[str, list[int]]
 ) -> None:
-    few: Any = {"blocks": FEW, "preemption_mode": "reactive-swap", "host_blocks": 2}
+    few: Any = {"num_blocks": FEW, "preemption_mode": "reactive-swap", "host_blocks": 2}
     found, ring, _ = serve(stages, requests(), **few)
     assert texts(found) == plenty
-    counters, _ = ring.head.collect_stats()
+    counters, _ = ring.scheduler.collect_stats()
     assert counters["scheduler_swap_fallbacks_total"] >= 1
 
 
@@ -203,20 +203,20 @@ def test_who_is_swapped_when_a_stage_is_lost_is_replayed(
     stages: Sequence[Stage], plenty: dict[str, list[int]]
 ) -> None:
     """A new ring knows nothing of host memory: all are submitted anew, as their daemons do."""
-    few: Any = {"blocks": FEW, "preemption_mode": "reactive-swap"}
+    few: Any = {"num_blocks": FEW, "preemption_mode": "reactive-swap"}
     requested = requests()
 
     def lost(ring: VirtualRing) -> bool:
-        return ring.head.collect_stats()[1]["scheduler_swapped"] >= 1
+        return ring.scheduler.collect_stats()[1]["scheduler_swapped"] >= 1
 
     before, ring, _ = serve(stages, requested, until=lost, **few)
-    swapped = {job.key for job in ring.head._queues if job.host_copy is not None}
+    swapped = {job.key for job in ring.scheduler._queues if job.host_copy is not None}
     assert swapped
-    assert {("d", key) for key in swapped} <= set(ring.head.live_requests)
+    assert {("d", key) for key in swapped} <= set(ring.scheduler.live_requests)
     left = []
     for state in requests():
         told = texts(before).get(state.key, [])
-        if ("d", state.key) in ring.head.live_requests:
+        if ("d", state.key) in ring.scheduler.live_requests:
             left.append(
                 RequestState.from_request(
                     state.request, "d", state.key, told, credit_window=1 << 20
