@@ -9,6 +9,7 @@ from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.fair_shares import W_INPUT, W_OUTPUT
 from molink.scheduler.request_queues import RequestQueues
 from molink.scheduler.request_state import RequestState
+from molink.util.ewma import Ewma
 
 #: Bounds of ``Retry-After``, in seconds.
 RETRY_MIN, RETRY_MAX = 1.0, 60.0
@@ -63,12 +64,11 @@ class AdmissionController:
         stalled = next((state for state in requests if state.is_stalled), None)
         return stalled or max(requests, key=lambda state: state.queue_key)
 
-    def overloaded_error(self, waiting: int, running: int, place_in: float | None) -> Overloaded:
-        """The error for a request that finds the queue full; ``place_in`` is the estimated wait
-        (s)."""
+    def overloaded_error(self, waiting: int, running: int, wait: float | None) -> Overloaded:
+        """The error for a request that finds the queue full; ``wait`` is an estimate (s)."""
         return Overloaded(
             f"{running} requests are running and {waiting} waiting; try again later",
-            _retry_after(place_in),
+            _retry_after(wait),
         )
 
     def max_queue_s(self, state: RequestState) -> float:
@@ -215,7 +215,7 @@ class WaitEstimator:
         self._queues = queues
         self._unit_rate, self._token_rate = ServingRate(), ServingRate()
         #: Mean tokens of an answer.
-        self._mean_answer: float | None = None
+        self._answer_length = Ewma(_SMOOTHING)
 
     def observe_served(self, now: float) -> None:
         """Sample the service rates; called after every change of the queues."""
@@ -225,8 +225,7 @@ class WaitEstimator:
 
     def on_finished(self, state: RequestState) -> None:
         """Learn from the length of a finished answer."""
-        before = state.num_generated if self._mean_answer is None else self._mean_answer
-        self._mean_answer = before + _SMOOTHING * (state.num_generated - before)
+        self._answer_length.add_sample(state.num_generated)
 
     def estimate_next_slot(self) -> float | None:
         """Seconds until a running request should finish, if the rate is known."""
@@ -244,11 +243,8 @@ class WaitEstimator:
         rate, first = self._unit_rate.rate, self.estimate_next_slot()
         if rate is None or first is None:
             return None
-        return (
-            first
-            + queues.fair_shares.units_before(state, self._backlog_units(queues.waiting_requests))
-            / rate
-        )
+        backlog = self._backlog_units(queues.waiting_requests)
+        return first + queues.fair_shares.units_before(state, backlog) / rate
 
     def _backlog_units(
         self, requests: Iterable[RequestState]
@@ -259,9 +255,9 @@ class WaitEstimator:
 
     def _remaining_tokens(self, state: RequestState) -> float:
         """Expected tokens that a request has left."""
-        most = state.max_remaining
-        if self._mean_answer is None:
-            return most
+        mean = self._answer_length.value
+        if mean is None:
+            return state.max_remaining
         # A request beyond the mean length is expected to generate that many tokens more.
-        left = self._mean_answer - state.num_generated
-        return min(most, left if left >= 1 else self._mean_answer)
+        left = mean - state.num_generated
+        return min(state.max_remaining, left if left >= 1 else mean)

@@ -17,8 +17,8 @@ class ScheduledCallback:
 
     __slots__ = ("_callback",)
 
-    def __init__(self, action: Callable[[], object]) -> None:
-        self._callback: Callable[[], object] | None = action
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback: Callable[[], object] | None = callback
 
     def cancel(self) -> None:
         self._callback = None
@@ -42,14 +42,14 @@ class EventQueue:
         self._numbers = count()
         self._stopped = False
 
-    def schedule_at(self, time: float, action: Callback, *arguments: Any) -> None:
-        """Run ``action(*arguments)`` at ``time``, or now if that has passed."""
+    def schedule_at(self, time: float, callback: Callback, *arguments: Any) -> None:
+        """Run ``callback(*arguments)`` at ``time``, or now if that has passed."""
         at = time if time > self.now else self.now
-        heappush(self._later, (at, next(self._numbers), action, arguments))
+        heappush(self._later, (at, next(self._numbers), callback, arguments))
 
-    def schedule_soon(self, action: Callback, *arguments: Any) -> None:
+    def schedule_soon(self, callback: Callback, *arguments: Any) -> None:
         """Run it after the current callback, before time advances."""
-        self._soon.append((action, arguments))
+        self._soon.append((callback, arguments))
 
     def time(self) -> float:
         """Seconds, as :attr:`now`."""
@@ -57,15 +57,15 @@ class EventQueue:
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> ScheduledCallback:
         """Like :meth:`schedule_at`, but can be cancelled."""
-        appointment = ScheduledCallback(callback)
-        self.schedule_at(when, appointment.run)
-        return appointment
+        scheduled = ScheduledCallback(callback)
+        self.schedule_at(when, scheduled.run)
+        return scheduled
 
     def call_soon(self, callback: Callable[[], object], /) -> ScheduledCallback:
         """Like :meth:`schedule_soon`, but can be cancelled."""
-        appointment = ScheduledCallback(callback)
-        self.schedule_soon(appointment.run)
-        return appointment
+        scheduled = ScheduledCallback(callback)
+        self.schedule_soon(scheduled.run)
+        return scheduled
 
     def stop(self) -> None:
         """Stop before time advances."""
@@ -85,12 +85,12 @@ class EventQueue:
     def run_next(self) -> bool:
         """Run the next callback; ``False`` if there is none."""
         if self._soon:
-            action, arguments = self._soon.popleft()
+            callback, arguments = self._soon.popleft()
         elif self._later:
-            self.now, _, action, arguments = heappop(self._later)
+            self.now, _, callback, arguments = heappop(self._later)
         else:
             return False
-        action(*arguments)
+        callback(*arguments)
         return True
 
     def run(self, until: float) -> None:
@@ -98,12 +98,12 @@ class EventQueue:
         soon, later = self._soon, self._later
         while True:
             while soon:
-                action, arguments = soon.popleft()
-                action(*arguments)
+                callback, arguments = soon.popleft()
+                callback(*arguments)
             if self._stopped or not later or later[0][0] > until:
                 return
-            self.now, _, action, arguments = heappop(later)
-            action(*arguments)
+            self.now, _, callback, arguments = heappop(later)
+            callback(*arguments)
 
     def advance_to(self, to: float) -> None:
         """Run until ``to``, and set the time to it."""
@@ -152,19 +152,19 @@ class FleetEventQueue:
         """The event queue of a region."""
         return self._regions[region]
 
-    def schedule_common(self, time: float, action: Callback, *arguments: Any) -> None:
+    def schedule_common(self, time: float, callback: Callback, *arguments: Any) -> None:
         """Run a region's report, in order of time, before any later common event."""
-        self._pending.append((time, action, arguments))
+        self._pending.append((time, callback, arguments))
 
     def schedule_later(
-        self, region: EventQueue, seconds: float, action: Callback, *arguments: Any
+        self, region: EventQueue, seconds: float, callback: Callback, *arguments: Any
     ) -> None:
         """Run a common event ``seconds`` after a region's current time.
 
         Other regions may have advanced by up to a second further; it does not run before them.
         """
         at = max(self.common.now, region.now) + seconds
-        self.common.schedule_at(max(at, self._horizon), action, *arguments)
+        self.common.schedule_at(max(at, self._horizon), callback, *arguments)
 
     def run(self, until: float) -> None:
         """Run until the common queue is stopped, or until that time."""
@@ -173,8 +173,8 @@ class FleetEventQueue:
             self._horizon = min(common.next_event_at, common.now + _MAX_STEP_S, until)
             for region in self._regions.values():
                 region.advance_to(self._horizon)
-            for _, action, arguments in sorted(told, key=lambda one: one[0]):
-                action(*arguments)
+            for _, callback, arguments in sorted(told, key=lambda one: one[0]):
+                callback(*arguments)
             if common.is_stopped and told:
                 common.now = max(time for time, _, _ in told)
                 return

@@ -80,7 +80,7 @@ class FleetContext(Protocol):
     def on_ring_ended(self, epoch: RingEpoch, event_queue: EventQueue) -> None:
         """A ring has ended with its requests."""
 
-    def schedule_later(self, region: EventQueue, seconds: float, action: Callback, /) -> None:
+    def schedule_later(self, region: EventQueue, seconds: float, callback: Callback, /) -> None:
         """Schedule a common event, ``seconds`` from the region's current time."""
 
     def on_ring_broken(self) -> None:

@@ -33,7 +33,7 @@ class LinkModel(Protocol):
     def is_ready(self, channel: Channel, now: float) -> bool:
         """Whether a channel accepts more."""
 
-    def call_when_ready(self, channel: Channel, action: Callback) -> None:
+    def call_when_ready(self, channel: Channel, callback: Callback) -> None:
         """Run ``callback`` once when the channel accepts more."""
 
 
@@ -76,9 +76,9 @@ class IdealLink:
     def is_ready(self, channel: Channel, now: float) -> bool:
         return self.backlog_bytes(channel, now) < self._queue
 
-    def call_when_ready(self, channel: Channel, action: Callback) -> None:
+    def call_when_ready(self, channel: Channel, callback: Callback) -> None:
         """Schedule the known time: later messages can't make it earlier."""
-        self._event_queue.schedule_at(self.ready_at(channel), action)
+        self._event_queue.schedule_at(self.ready_at(channel), callback)
 
     def ready_at(self, channel: Channel) -> float:
         """When a congested channel will be ready."""
@@ -150,8 +150,8 @@ class TcpLink:
     def is_ready(self, channel: Channel, now: float) -> bool:
         return self._unwritten[channel] + self._connections[channel].unsent < self._queue
 
-    def call_when_ready(self, channel: Channel, action: Callback) -> None:
-        self._callbacks[channel] = action
+    def call_when_ready(self, channel: Channel, callback: Callback) -> None:
+        self._callbacks[channel] = callback
 
     def _on_room(self, channel: Channel) -> None:
         if channel in self._callbacks and self.is_ready(channel, self._event_queue.now):
