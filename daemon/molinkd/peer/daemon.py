@@ -57,6 +57,7 @@ from molinkd.peer.membership.membership_record import (
 )
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
+from molinkd.tasks import cancel_tasks
 
 #: Delay of a requested stop, so that the reply is sent, in seconds.
 _SHUTDOWN_DELAY_S = 0.2
@@ -130,9 +131,9 @@ class Daemon:
         bootstrap = self._make_bootstrap(self._launch, keys, repository)
         await self._find_model(bootstrap)
         measuring = asyncio.create_task(self._measure_device())
-        stack.push_async_callback(_cancel, measuring)
+        stack.push_async_callback(cancel_tasks, measuring)
         hashing = asyncio.create_task(bootstrap.hash_model())
-        stack.push_async_callback(_cancel, hashing)
+        stack.push_async_callback(cancel_tasks, hashing)
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
         resources = self._open_control(stack, context, repository)
@@ -172,7 +173,7 @@ class Daemon:
         )
         offering = self._offer_models(bootstrap.extra_models, keys, repository, node)
         for work in (bootstrap.request_serving(node.session), bootstrap.watch_files(), offering):
-            stack.push_async_callback(_cancel, asyncio.create_task(work))
+            stack.push_async_callback(cancel_tasks, asyncio.create_task(work))
 
     def _make_bootstrap(
         self, launch: Launch, keys: KeyPair, repository: ModelRepository
@@ -191,7 +192,7 @@ class Daemon:
             if self._settings.draft_model:
                 await self._find_draft_model(self._settings.draft_model, bootstrap.path)
         finally:
-            await _cancel(notifying)
+            await cancel_tasks(notifying)
 
     async def _find_draft_model(self, name: str, served: Path | None) -> None:
         """Fetch the draft model and check that it fits the model in ``served``."""
@@ -455,8 +456,3 @@ class Daemon:
         if self._node is None:
             raise Unavailable("the daemon is still starting; try again in a moment")
         return self._node
-
-
-async def _cancel(task: "asyncio.Task[object]") -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

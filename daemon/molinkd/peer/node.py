@@ -69,6 +69,7 @@ from molinkd.peer.membership.peer_prober import can_connect
 from molinkd.peer.membership.relayed_routes import RelayController, RelayedRoutes
 from molinkd.peer.membership.session import CoordinatorSession
 from molinkd.peer.resources import Resources
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -201,8 +202,7 @@ class Node:
         """Close the session, requests, transfers and workers."""
         await self._pause_controller.close()
         await self._link_rates.close()
-        self._transfer_watcher.cancel()
-        await asyncio.gather(self._transfer_watcher, return_exceptions=True)
+        await cancel_tasks(self._transfer_watcher)
         await self._readiness.close()
         await self.session.close()
         await self._peers.close()

@@ -40,6 +40,7 @@ from molinkd.peer.launch import (
 from molinkd.peer.membership.addresses import local_dial_host
 from molinkd.peer.membership.membership_record import MembershipRecord, parse_token, read_membership
 from molinkd.peer.settings import MemoryShare, Settings
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -163,9 +164,7 @@ class DeviceDaemons:
     async def close(self) -> None:
         """Stop all daemons."""
         self._is_ending = True
-        for task in (*self._runners, *self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._runners, *self._tasks, return_exceptions=True)
+        await cancel_tasks(*self._runners, *self._tasks)
 
     def set_drained(self, drain: bool, label: str = "") -> None:
         """Drain or resume all daemons, or the one with ``label``.

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from molink.wire.messages.peer_reports import MAX_RATE, MIN_RATE
+from molinkd.tasks import cancel_tasks
 
 #: Polling interval, in seconds.
 POLL_INTERVAL_S = 10.0
@@ -28,9 +29,7 @@ class LinkRateReporter:
 
     async def close(self) -> None:
         """Stop polling."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_tasks(self._task)
 
     def report_changes(self) -> None:
         """Report rates that changed noticeably."""

@@ -14,6 +14,7 @@ import psutil
 from molink.facts.device import Device
 from molink.swarm.agent.pause_policy import PausePolicy
 from molinkd.peer.settings import Settings
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -158,9 +159,7 @@ class PauseController:
 
     async def close(self) -> None:
         """Stop polling."""
-        if self._poller is not None:
-            self._poller.cancel()
-            await asyncio.gather(self._poller, return_exceptions=True)
+        await cancel_tasks(self._poller)
         if self._gpu is not None:
             self._gpu.close()
 

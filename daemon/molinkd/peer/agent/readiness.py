@@ -14,6 +14,7 @@ from molinkd.peer.agent.stage_manager import StageManager
 from molinkd.peer.frontend.swarm_backend import SwarmBackend
 from molinkd.peer.launch import Announce, ModelReadinessChangedEvent, ModelUnavailableEvent
 from molinkd.peer.membership.session import CoordinatorSession
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,7 @@ class ReadinessMonitor:
 
     async def close(self) -> None:
         """Cancel a pending query."""
-        if self._query is not None:
-            self._query.cancel()
-            await asyncio.gather(self._query, return_exceptions=True)
+        await cancel_tasks(self._query)
 
     def _announce_reason(self, route: Route) -> None:
         if route.is_ready:

@@ -43,6 +43,7 @@ from molinkd.peer.artifacts.prefetcher import Prefetcher
 from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 from molinkd.peer.settings import Settings
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -181,9 +182,7 @@ class StageManager:
         """Cancel transfers and stop the workers."""
         await self._prefetcher.close()
         tasks = [self._checker, *self._fetches.values(), *self._form_tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(*tasks)
         await self.supervisor.close()
         self._preparation.close()
 

@@ -19,6 +19,7 @@ from molink.wire.messages.admin import (
 from molink.wire.messages.base import Payload
 from molink.wire.messages.control_plane import ControlMessage
 from molinkd.peer.artifacts.bootstrap import Bootstrap
+from molinkd.tasks import cancel_tasks
 
 
 class ApplyHandler:
@@ -80,9 +81,7 @@ class ApplyHandler:
     async def close(self) -> None:
         """Cancel the running order; fetched files stay."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await cancel_tasks(task)
 
     async def _carry_out(self, order: ApplyFile) -> bytes:
         # Check permission and versions before fetching anything.

@@ -40,6 +40,7 @@ from molinkd.peer.membership.addresses import is_loopback
 from molinkd.peer.membership.membership_record import read_membership
 from molinkd.peer.membership.session import CoordinatorSession
 from molinkd.peer.quantize import check_quantize, check_quantize_files
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -189,8 +190,7 @@ class Bootstrap:
                 lambda stop: self._library.add_model(source.name, source.path, progress, stop)
             )
         finally:
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
+            await cancel_tasks(showing)
         made = model_files.manifest
         self._facts = msgspec.structs.replace(
             self._facts, root=made.root, extra_bytes=made.extra_bytes

@@ -7,6 +7,7 @@ from molink.errors import MolinkError, WorkerError
 from molink.wire.messages.admin import LoadModelReply
 from molink.wire.messages.control_plane import ControlMessage
 from molinkd.peer.artifacts.bootstrap import Bootstrap
+from molinkd.tasks import cancel_tasks
 
 
 class ModelLoader:
@@ -61,9 +62,7 @@ class ModelLoader:
     async def close(self) -> None:
         """Cancel the running request; fetched files stay."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await cancel_tasks(task)
 
     async def _load(self, bootstrap: Bootstrap) -> None:
         await bootstrap.find_model()

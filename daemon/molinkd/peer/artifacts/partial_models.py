@@ -26,6 +26,7 @@ from molinkd.peer.artifacts.stored_model import (
     plans_by_layer,
     stored_files,
 )
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,7 @@ class PartialModels:
 
     async def close(self) -> None:
         """Stop scanning."""
-        if self._scanner is not None:
-            self._scanner.cancel()
-            await asyncio.gather(self._scanner, return_exceptions=True)
+        await cancel_tasks(self._scanner)
 
     def list_models(self, first: Collection[str] = ()) -> tuple[PartialModel, ...]:
         """Offered models for the peer report; those with the roots ``first`` come first."""

@@ -38,6 +38,7 @@ from molink.swarm.artifacts.rate_limit import TransferRateLimiter
 from molink.swarm.artifacts.sources import HUB, ModelSources
 from molink.swarm.artifacts.transfer import MIN_RATE
 from molinkd.peer.artifacts.transfers import Progress
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +98,7 @@ async def run_together(works: Iterable[Coroutine[None, None, None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(*tasks)
 
 
 class Source(Protocol):
@@ -231,9 +230,7 @@ class SourcePool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._adding is not None:
-            self._adding.cancel()
-            await asyncio.gather(self._adding, return_exceptions=True)
+        await cancel_tasks(self._adding)
         await self._stack.aclose()
 
     def set_manifest(self, manifest: Manifest) -> None:

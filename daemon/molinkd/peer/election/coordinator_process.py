@@ -18,6 +18,7 @@ from molinkd.peer.home import Home
 from molinkd.peer.membership.addresses import advertised_addresses
 from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.settings import Settings
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +104,7 @@ class CoordinatorProcess:
 
     async def close(self) -> None:
         """Stop the process."""
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
+        await cancel_tasks(self._supervisor)
         if self._child is not None:
             await self._child.stop(GRACE_S)
 

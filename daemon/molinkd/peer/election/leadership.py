@@ -52,6 +52,7 @@ from molinkd.peer.election.coordinator_process import (
 from molinkd.peer.launch import Announce, ProblemReportedEvent
 from molinkd.peer.membership.addresses import local_dial_host
 from molinkd.peer.membership.membership_record import MembershipRecord
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +75,7 @@ async def query_leader(
             if answer is not None:
                 break
     finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await cancel_tasks(*asking)
     return answer
 
 
@@ -101,9 +100,7 @@ async def _query_address(
                 return None  # refused: no need to wait
             reply, _ = await asking
         finally:
-            for task in (asking, refusing):
-                task.cancel()
-            await asyncio.gather(asking, refusing, return_exceptions=True)
+            await cancel_tasks(asking, refusing)
         if not isinstance(reply, LeaderReply):
             raise WireError(f"unexpected reply {type(reply).__name__} instead of a leader")
     except MolinkError as error:

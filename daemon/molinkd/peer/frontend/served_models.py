@@ -14,6 +14,7 @@ from molink.wire.messages.instructions import Route
 from molinkd.api.backend import ServedModel
 from molinkd.peer.artifacts.model_store import ModelStore
 from molinkd.peer.artifacts.stored_model import read_stored_manifest
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +66,7 @@ class ServedModels:
     async def close(self) -> None:
         """Cancel transfers."""
         tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(*tasks)
 
     def _find_route(self, model: str) -> Route | None:
         return next((route for route in self._routes.values() if route.model == model), None)

@@ -26,6 +26,7 @@ from molink.swarm.membership.discovery import (
 from molinkd.peer.election.coordinator_process import CoordinatorAnnouncement
 from molinkd.peer.membership.addresses import advertised_addresses, multicast_addresses
 from molinkd.peer.settings import Settings
+from molinkd.tasks import cancel_tasks
 
 if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
@@ -72,8 +73,7 @@ class SwarmAnnouncer:
     async def close(self) -> None:
         """Withdraw the announcement."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_tasks(self._task)
             self._is_closed = True
             await asyncio.to_thread(self._set_announced, None)
 
@@ -146,9 +146,7 @@ class DiscoveryScanner:
 
     async def close(self) -> None:
         """Stop scanning."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_tasks(self._task)
 
     async def _run(self) -> None:
         pause = POLL_S

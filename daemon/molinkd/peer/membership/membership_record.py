@@ -29,6 +29,7 @@ from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.secrets import write_secret
 from molinkd.peer.home import Home
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -251,9 +252,7 @@ async def _request(
             raise refusing.result()
         return asking.result()
     finally:
-        for task in (asking, refusing):
-            task.cancel()
-        await asyncio.gather(asking, refusing, return_exceptions=True)
+        await cancel_tasks(asking, refusing)
 
 
 async def _request_with_retry(

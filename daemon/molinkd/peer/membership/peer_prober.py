@@ -16,6 +16,7 @@ from molink.wire.sockets.client import Client
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
+from molinkd.tasks import cancel_tasks
 
 #: Timeout of a probe, in seconds: a handshake takes five round trips.
 TIMEOUT_S = 3.0
@@ -76,9 +77,7 @@ async def _try_targets(
                 return True
         return False
     finally:
-        for one in tries:
-            one.cancel()
-        await asyncio.gather(*tries, return_exceptions=True)
+        await cancel_tasks(*tries)
 
 
 async def _is_answering(
@@ -196,9 +195,7 @@ class PeerProber:
 
     async def close(self) -> None:
         """Stop probing."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(*self._tasks)
 
     async def _probe_peer(self, info: PeerInfo, targets: Sequence[str]) -> None:
         while True:

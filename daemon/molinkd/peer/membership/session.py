@@ -20,6 +20,7 @@ from molink.wire.messages.peer_reports import Goodbye, PeerReport
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.membership.membership_record import MembershipRecord
+from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
 
@@ -123,9 +124,7 @@ class CoordinatorSession:
 
     async def close(self) -> None:
         """Disconnect."""
-        if self._reporter is not None:
-            self._reporter.cancel()
-            await asyncio.gather(self._reporter, return_exceptions=True)
+        await cancel_tasks(self._reporter)
         await self._client.close()
         await asyncio.gather(*self._closing)
 
