@@ -154,12 +154,9 @@ class Speculation:
 
     def _drafter_of(self, state: RequestState) -> RequestDrafter:
         if state.drafter is None:
-            asking = self.draft_queue
-            state.drafter = RequestDrafter(
-                self._create_source(),
-                DraftRecord(asking.draft_record),
-                DraftYield(asking.draft_yield),
-            )
+            record = DraftRecord(self.draft_queue.draft_record)
+            draft_yield = DraftYield(self.draft_queue.draft_yield)
+            state.drafter = RequestDrafter(self._create_source(), record, draft_yield)
         return state.drafter
 
     def _max_per_pass(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
@@ -183,12 +180,11 @@ class Speculation:
         drafter = self._drafter_of(state)
         first = len(state.tokens)
         is_forced = drafter.is_forced(first)
-        is_told = is_forced or drafter.model_drafts_position == first
-        if self._auto and (least == math.inf if is_told else drafter.best_probability <= least):
+        is_known = is_forced or drafter.model_drafts_position == first
+        if self._auto and (least == math.inf if is_known else drafter.best_probability <= least):
             return None
-        most = min(
-            _MAX_PROPOSED if self._config.lookahead_volumes else per_pass, _draft_room(state)
-        )
+        most = _MAX_PROPOSED if self._config.lookahead_volumes else per_pass
+        most = min(most, _draft_room(state))
         drafts = drafter.propose_drafts(state.tokens, most)[:per_pass] if most > 0 else ()
         if not drafts or not self._auto:
             return _DraftCandidate(state, drafts, [1.0] * len(drafts)) if drafts else None
@@ -205,15 +201,12 @@ class Speculation:
         drafter, room = state.drafter, _draft_room(state)
         if drafter is None or room < 1:
             return None
-        drafts = drafter.remaining_drafts(state.tokens, state.draft_path, min(_MAX_PROPOSED, room))[
-            :MAX_DRAFTS
-        ]
+        room = min(_MAX_PROPOSED, room)
+        drafts = drafter.remaining_drafts(state.tokens, state.draft_path, room)[:MAX_DRAFTS]
         if not drafts:
             return None
-        first = len(state.tokens)
-        probabilities = (
-            drafter.probability_at(first + at) for at in range(1 + len(state.draft_path))
-        )
+        first, path = len(state.tokens), state.draft_path
+        probabilities = (drafter.probability_at(first + at) for at in range(1 + len(path)))
         return _DraftCandidate(state, drafts, [math.prod(probabilities)])
 
     def _lookahead_rows(self, load: RingLoad, rows_in_flight: Sequence[int]) -> int:
@@ -242,17 +235,13 @@ class Speculation:
         counts = [0] * len(candidates)
         for index, _ in order[:count]:
             counts[index] += 1
-        return [
-            (candidate, count) for candidate, count in zip(candidates, counts, strict=True) if count
-        ]
+        return [each for each in zip(candidates, counts, strict=True) if each[1]]
 
     def _order_by_gain(
         self, candidates: Sequence[_DraftCandidate], room: int
     ) -> list[tuple[int, float]]:
         """Candidates in order of their next draft's gain, with the gains."""
-        heap = [
-            (-candidate.probabilities[0], index, 1) for index, candidate in enumerate(candidates)
-        ]
+        heap = [(-each.probabilities[0], index, 1) for index, each in enumerate(candidates)]
         heapify(heap)
         order: list[tuple[int, float]] = []
         while heap and len(order) < room:
