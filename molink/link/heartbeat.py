@@ -136,10 +136,10 @@ class RoundTripEstimator:
     def add_upper_bound(self, seconds: float, now: float) -> bool:
         """Record another acknowledged message's round trip; returns whether it lowers the bound."""
         known = min((trip.round_trip_s for trip in self._trips), default=_MAX_ROUND_TRIP)
-        news = 0 < seconds < known
-        if news:
+        lowers = 0 < seconds < known
+        if lowers:
             self._trips.append(_HeartbeatTrip(now, seconds, 0.0, 0, 0.0))
-        return news
+        return lowers
 
     def min_rtt(self, now: float, rate: float | None) -> float | None:
         """The recent minimum; ``None`` if unknown."""

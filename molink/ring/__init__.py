@@ -1,1 +1,1 @@
-"""One stage's place in the ring, sans-IO: what may run now, what goes on, what came round."""
+"""One stage of the ring, without I/O: ordering, execution, forwarding, measurements."""

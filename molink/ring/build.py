@@ -36,7 +36,7 @@ from molink.wire.messages.data_plane import MAX_MICRO_BATCHES, MAX_SLICES
 
 #: Requests that any scheduler may run; other stages don't know their scheduler's limit.
 MAX_REQUESTS = 1024
-#: Minimum bytes of rows that a stage buffers, whatever its settings yield.
+#: Minimum bytes of rows that a stage buffers, even if its settings yield less.
 MIN_WAITING_BYTES = 256 << 20
 
 

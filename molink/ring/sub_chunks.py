@@ -35,7 +35,7 @@ EFFICIENT_ROW_COST = 1.25
 MAX_BUSY_SHARE = 0.5
 #: Minimum rows of a sub-chunk, which bounds the number of messages.
 MIN_ROWS = 16
-#: Minimum rows of a sub-chunk of a complete volume, whatever a noisy profile says.
+#: Minimum rows of a sub-chunk of a complete volume, even with a noisy profile.
 MIN_EFFICIENT_ROWS = 64
 
 

@@ -2,8 +2,8 @@
 
 #: Version of the protocol between daemons, coordinators and workers. It rises with each change that
 #: makes an older molink misread a newer one or vice versa; optional fields don't count. PCs of one
-#: number may share a ring, whatever their versions. Messages that are read across numbers never
-#: change their fields: ``JoinRequest``, ``Commitment``, ``PairingResult``, ``PeerReport``,
+#: number may share a ring, regardless of their versions. Messages that are read across numbers
+#: never change their fields: ``JoinRequest``, ``Commitment``, ``PairingResult``, ``PeerReport``,
 #: ``LeaderHeartbeat``, and those of ``election``.
 PROTOCOL = 7
 

@@ -3,7 +3,7 @@
 Exponents of activations are similar and compress; mantissas are noise. Each element is rotated left
 by one bit, which turns the 8 exponent bits of bf16 and f32 into a separate byte (f16: 5 of exponent
 and 3 of mantissa). These bytes are compressed; the others follow as they are. Only the entropy
-coder pays, so zstd is told not to search for repetitions, which is both smaller and faster.
+coder pays, so zstd is configured not to search for repetitions, which is both smaller and faster.
 
 A ``LOSSLESS`` frame of n elements of s bytes has the n·(s-1) other bytes (f32: first the n lower
 pairs, then the n bytes between), then one zstd frame of the n top bytes.

@@ -39,7 +39,7 @@ class Outflow:
     later and later than predicted. Acknowledgements correct this: an acknowledged message left one
     round trip ago, and what follows it in the same *stretch* (a time without a break in sending) is
     as late as it was. :attr:`rate_share` remembers how much slower than the estimate bytes leave.
-    The remaining queue at the end of a stretch is forgotten, since allowing for it would withhold
+    The remaining queue at the end of a stretch is ignored, since allowing for it would withhold
     data from TCP, whose window could not grow; the credit window bounds it. Before a rate is known,
     data counts as in flight until it is acknowledged.
     """

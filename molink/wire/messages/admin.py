@@ -99,7 +99,7 @@ class ApplyModels(Message, frozen=True, kw_only=True, tag="apply-models"):
     dry_run: bool = False
 
 
-class ApplyReply(Message, frozen=True, kw_only=True, tag="applied"):
+class ApplyReply(Message, frozen=True, kw_only=True, tag="apply-reply"):
     """The changes of :class:`ApplyModels`, one per line (payload: UTF-8); empty without any."""
 
     ref: Count
@@ -132,7 +132,7 @@ class ApplyFile(Message, frozen=True, kw_only=True, tag="apply-file"):
     dry_run: bool = False
 
 
-class LoadModel(Message, frozen=True, kw_only=True, tag="bring-model"):
+class LoadModel(Message, frozen=True, kw_only=True, tag="load-model"):
     """The command line asks its daemon to load a model and have the swarm serve it.
 
     The command line repeats it; each :class:`LoadModelReply` tells the progress. ``model`` is a
@@ -143,7 +143,7 @@ class LoadModel(Message, frozen=True, kw_only=True, tag="bring-model"):
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 
 
-class LoadModelReply(Message, frozen=True, kw_only=True, tag="bringing"):
+class LoadModelReply(Message, frozen=True, kw_only=True, tag="load-model-reply"):
     """Progress of a :class:`LoadModel`, in bytes of ``total``.
 
     ``asked``: the coordinator has been asked and serves it as ``name``.
@@ -156,7 +156,7 @@ class LoadModelReply(Message, frozen=True, kw_only=True, tag="bringing"):
     total: Count = 0
 
 
-class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):
+class InviteRequest(Message, frozen=True, kw_only=True, tag="invite-request"):
     """Request a join token for ``uses`` PCs, valid for ``ttl`` seconds (0: forever)."""
 
     ref: Count
@@ -164,7 +164,7 @@ class InviteRequest(Message, frozen=True, kw_only=True, tag="invite"):
     uses: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
 
 
-class InviteReply(Message, frozen=True, kw_only=True, tag="invitation"):
+class InviteReply(Message, frozen=True, kw_only=True, tag="invite-reply"):
     """A join token, and the id of its invitation (``invite:…``)."""
 
     ref: Count
@@ -172,7 +172,7 @@ class InviteReply(Message, frozen=True, kw_only=True, tag="invitation"):
     id: Text = ""
 
 
-class InvitationsRequest(Message, frozen=True, kw_only=True, tag="invitations"):
+class InvitationsRequest(Message, frozen=True, kw_only=True, tag="invitations-request"):
     """List invitations: all for an owner, its own for another peer."""
 
     ref: Count
@@ -185,13 +185,13 @@ class InvitationsReply(Message, frozen=True, kw_only=True, tag="invitations-repl
     payload: Payload
 
 
-class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave"):
+class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave-request"):
     """The sender leaves the swarm for good."""
 
     ref: Count
 
 
-class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke"):
+class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke-request"):
     """Ban a peer, or end an invitation (``invite:…``).
 
     Only for owners; the creator of an invitation may end it too.
@@ -213,14 +213,14 @@ class RevokeReply(Message, frozen=True, kw_only=True, tag="revoke-reply"):
     num_others: Count = 0
 
 
-class UnrevokeRequest(Message, frozen=True, kw_only=True, tag="un-revoke"):
+class UnrevokeRequest(Message, frozen=True, kw_only=True, tag="unrevoke-request"):
     """Lift the ban of a peer. Only for owners."""
 
     ref: Count
     target: Text
 
 
-class PairingDecisionRequest(Message, frozen=True, kw_only=True, tag="judge"):
+class PairingDecisionRequest(Message, frozen=True, kw_only=True, tag="pairing-decision-request"):
     """Approve or refuse the PC that shows ``code``. Allowed for peers that may invite."""
 
     ref: Count
@@ -228,14 +228,14 @@ class PairingDecisionRequest(Message, frozen=True, kw_only=True, tag="judge"):
     refuse: bool = False
 
 
-class PairingDecisionReply(Message, frozen=True, kw_only=True, tag="judge-reply"):
+class PairingDecisionReply(Message, frozen=True, kw_only=True, tag="pairing-decision-reply"):
     """The name of the approved or refused PC."""
 
     ref: Count
     name: Text
 
 
-class StatusRequest(Message, frozen=True, kw_only=True, tag="status"):
+class StatusRequest(Message, frozen=True, kw_only=True, tag="status-request"):
     """Ask a daemon or the coordinator for the swarm's status.
 
     With ``scale_out`` it includes what one more PC would gain, which takes a while.
@@ -252,7 +252,7 @@ class StatusReply(Message, frozen=True, kw_only=True, tag="status-reply"):
     payload: Payload
 
 
-class DrainRequest(Message, frozen=True, kw_only=True, tag="drain"):
+class DrainRequest(Message, frozen=True, kw_only=True, tag="drain-request"):
     """The command line asks its daemon to release its layers for now, or to hold some again.
 
     ``device`` names one device; empty: all of this PC.
@@ -263,7 +263,7 @@ class DrainRequest(Message, frozen=True, kw_only=True, tag="drain"):
     device: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
-class ShutdownRequest(Message, frozen=True, kw_only=True, tag="shutdown"):
+class ShutdownRequest(Message, frozen=True, kw_only=True, tag="shutdown-request"):
     """The command line asks its daemon to stop; ``leave`` also leaves the swarm."""
 
     ref: Count

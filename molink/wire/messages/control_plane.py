@@ -58,7 +58,7 @@ from molink.wire.messages.transfer import (
 )
 
 
-class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
+class JoinRequest(Message, frozen=True, kw_only=True, tag="join-request"):
     """A PC with an invitation asks to join under its own key."""
 
     ref: Count
@@ -68,7 +68,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="join"):
     protocol: Count = 1
 
 
-class JoinRedirect(Message, frozen=True, kw_only=True, tag="elsewhere"):
+class JoinRedirect(Message, frozen=True, kw_only=True, tag="join-redirect"):
     """A peer's reply to :class:`JoinRequest`: the coordinator to ask."""
 
     ref: Count
@@ -76,7 +76,7 @@ class JoinRedirect(Message, frozen=True, kw_only=True, tag="elsewhere"):
     addresses: Addresses
 
 
-class JoinReply(Message, frozen=True, kw_only=True, tag="joined"):
+class JoinReply(Message, frozen=True, kw_only=True, tag="join-reply"):
     """The coordinator has added the sender of :class:`JoinRequest` to the swarm."""
 
     ref: Count
@@ -84,7 +84,7 @@ class JoinReply(Message, frozen=True, kw_only=True, tag="joined"):
     peer: Text
 
 
-class ErrorReply(Message, frozen=True, kw_only=True, tag="failure"):
+class ErrorReply(Message, frozen=True, kw_only=True, tag="error-reply"):
     """The reply to a failed request; ``code`` is the error's class name."""
 
     ref: Count
@@ -101,7 +101,7 @@ class ErrorReply(Message, frozen=True, kw_only=True, tag="failure"):
         return error
 
 
-class DoneReply(Message, frozen=True, kw_only=True, tag="done"):
+class DoneReply(Message, frozen=True, kw_only=True, tag="done-reply"):
     """The reply to a request without a specific one."""
 
     ref: Count

@@ -27,7 +27,7 @@ class LinkReport(LeanMessage, frozen=True, tag="link"):
     rate: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
-class SlowdownReport(LeanMessage, frozen=True, tag="pace"):
+class SlowdownReport(LeanMessage, frozen=True, tag="slowdown"):
     """Ratio of step times of stage ``stage`` to its profile, by kind; goes once round the ring."""
 
     stage: Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -219,19 +219,19 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
     @property
     def count(self) -> int:
         """Rows of all slices."""
-        rows = self.slices
-        return rows[0].count if len(rows) == 1 else sum(group.count for group in rows)
+        slices = self.slices
+        return slices[0].count if len(slices) == 1 else sum(each.count for each in slices)
 
     @property
     def context(self) -> float:
         """Tokens before a slice, averaged over rows."""
-        rows = self.slices
-        if len(rows) == 1:
-            return rows[0].start
-        return sum(group.start * group.count for group in rows) / self.count
+        slices = self.slices
+        if len(slices) == 1:
+            return slices[0].start
+        return sum(each.start * each.count for each in slices) / self.count
 
 
-class VolumeFragment(LeanMessage, frozen=True, tag="part"):
+class VolumeFragment(LeanMessage, frozen=True, tag="fragment"):
     """More rows of the volume ``seq``, from row ``first`` on."""
 
     seq: Seq

@@ -29,7 +29,7 @@ class LeaderView(Message, frozen=True, kw_only=True):
     addresses: Addresses = ()
 
 
-class LeaderRequest(Message, frozen=True, kw_only=True, tag="who-leads"):
+class LeaderRequest(Message, frozen=True, kw_only=True, tag="leader-request"):
     """Ask a peer for its leader, and tell the sender's."""
 
     ref: Count
@@ -37,14 +37,14 @@ class LeaderRequest(Message, frozen=True, kw_only=True, tag="who-leads"):
     view: LeaderView
 
 
-class LeaderReply(Message, frozen=True, kw_only=True, tag="leader"):
+class LeaderReply(Message, frozen=True, kw_only=True, tag="leader-reply"):
     """Reply to :class:`LeaderRequest`."""
 
     ref: Count
     view: LeaderView
 
 
-class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="noted"):
+class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="leader-heartbeat"):
     """The coordinator's reply to each report, and its first message of a session.
 
     It leads in ``term`` on the PC of peer ``leader`` (empty: without a daemon). A peer of another
@@ -57,7 +57,7 @@ class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="noted"):
     protocol: Count = 1
 
 
-class StateReplica(Message, frozen=True, kw_only=True, tag="shared-state"):
+class StateReplica(Message, frozen=True, kw_only=True, tag="state-replica"):
     """A copy of the coordinator's state for each peer (payload ``u8 [n]``).
 
     A peer sends its own copy on :class:`StateRequest`.
@@ -66,5 +66,5 @@ class StateReplica(Message, frozen=True, kw_only=True, tag="shared-state"):
     payload: Payload
 
 
-class StateRequest(Message, frozen=True, kw_only=True, tag="send-state"):
+class StateRequest(Message, frozen=True, kw_only=True, tag="state-request"):
     """Asks a peer for its copy of the state, which is newer than the coordinator's."""

@@ -27,11 +27,11 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     peer: Text
 
 
-class KeepAlive(Message, frozen=True, kw_only=True, tag="knock"):
+class KeepAlive(Message, frozen=True, kw_only=True, tag="keep-alive"):
     """No operation; sending it tests the connection."""
 
 
-class PeerInfo(Message, frozen=True, kw_only=True, tag="member"):
+class PeerInfo(Message, frozen=True, kw_only=True, tag="peer-info"):
     """A peer of the swarm, announced to all others, also when its addresses change."""
 
     peer: Text
@@ -50,7 +50,7 @@ class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
     swarm: Text
 
 
-class DuplicatePeer(Message, frozen=True, kw_only=True, tag="duplicate"):
+class DuplicatePeer(Message, frozen=True, kw_only=True, tag="duplicate-peer"):
     """The receiver has the key of a running PC: its state folder is a copy."""
 
 
@@ -68,13 +68,13 @@ class PendingPairing(Message, frozen=True, kw_only=True):
     address: Text
 
 
-class PendingPairings(Message, frozen=True, kw_only=True, tag="knocking"):
+class PendingPairings(Message, frozen=True, kw_only=True, tag="pending-pairings"):
     """All PCs that ask to join, for the receiver's user."""
 
     pairings: Annotated[tuple[PendingPairing, ...], msgspec.Meta(max_length=8)] = ()
 
 
-class PeerRemoved(Message, frozen=True, kw_only=True, tag="member-gone"):
+class PeerRemoved(Message, frozen=True, kw_only=True, tag="peer-removed"):
     """A peer left or was revoked; drop its messages from now on."""
 
     peer: Text
@@ -130,7 +130,7 @@ class StageAddress(Message, frozen=True, kw_only=True):
     port: Port
 
 
-class FormPipeline(Message, frozen=True, kw_only=True, tag="form"):
+class FormPipeline(Message, frozen=True, kw_only=True, tag="form-pipeline"):
     """All stages have loaded: allocate ``blocks`` KV blocks and join the ring."""
 
     pipeline: Text
@@ -182,7 +182,7 @@ class Route(Message, frozen=True, kw_only=True, tag="route"):
     sibling_pipelines: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PIPELINES)] = ()
 
 
-class RouteRemoved(Message, frozen=True, kw_only=True, tag="route-gone"):
+class RouteRemoved(Message, frozen=True, kw_only=True, tag="route-removed"):
     """That pipeline has ended."""
 
     pipeline: Text

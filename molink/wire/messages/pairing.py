@@ -1,4 +1,4 @@
-"""Messages between a joining PC and the swarm before it is a member.
+"""Messages between a joining PC and the swarm before it has joined.
 
 Plain text over TCP: nothing here is secret, and nothing is trusted before a person has compared the
 code that follows from it (``molink.swarm.membership.pairing``). A frame is two bytes of length and
@@ -54,7 +54,7 @@ class Reveal(Message, frozen=True, kw_only=True, tag="reveal"):
     nonce: Nonce
 
 
-class PairingResult(Message, frozen=True, kw_only=True, tag="verdict"):
+class PairingResult(Message, frozen=True, kw_only=True, tag="pairing-result"):
     """The final message. With ``admitted`` it has the coordinator's address, with ``version`` the
     swarm's molink version.
     """
@@ -78,13 +78,13 @@ def encode_frame(message: Message) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
-def parse_frame_length(head: bytes) -> int:
+def parse_frame_length(prefix: bytes) -> int:
     """The length in a frame's prefix.
 
     Raises:
         WireError: it is 0 or too large.
     """
-    length = int.from_bytes(head, "big")
+    length = int.from_bytes(prefix, "big")
     if not 0 < length <= MAX_FRAME:
         raise WireError(f"a frame of {length} bytes; 1 to {MAX_FRAME} are allowed")
     return length

@@ -82,7 +82,7 @@ class PartialModel(Message, frozen=True, kw_only=True):
     layers: Annotated[tuple[LayerRange, ...], msgspec.Meta(max_length=MAX_LAYER_RANGES)] = ()
 
 
-class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
+class PeerReport(Message, frozen=True, kw_only=True, tag="peer-report"):
     """What a peer is and has: the first message of a session, then every 500 ms as a heartbeat."""
 
     name: Text
@@ -126,7 +126,7 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="report"):
     load: PeerLoad | None = None
 
 
-class ReachReport(Message, frozen=True, kw_only=True, tag="reached"):
+class ReachReport(Message, frozen=True, kw_only=True, tag="reach-report"):
     """The result of connecting to another peer's control port.
 
     ``latency`` is one way in seconds, ``rate`` in bytes/s; ``None`` if unknown. Sent on each

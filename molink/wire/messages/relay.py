@@ -36,14 +36,14 @@ class OpenRelay(Message, frozen=True, kw_only=True, tag="open-relay"):
     secret: Secret
 
 
-class RelayOpened(Message, frozen=True, kw_only=True, tag="relay-open"):
+class RelayOpened(Message, frozen=True, kw_only=True, tag="relay-opened"):
     """The port for the ends; 0 on failure."""
 
     id: Count
     port: Port
 
 
-class RelayedRoute(Message, frozen=True, kw_only=True, tag="detour"):
+class RelayedRoute(Message, frozen=True, kw_only=True, tag="relayed-route"):
     """Reach ``peer`` through a relay, or wait for it there."""
 
     id: Count

@@ -5,7 +5,7 @@ from molink.facts.scalars import Count, Index, Text
 from molink.wire.messages.base import Message, Payload
 
 
-class ManifestRequest(Message, frozen=True, kw_only=True, tag="manifest"):
+class ManifestRequest(Message, frozen=True, kw_only=True, tag="manifest-request"):
     """Read the manifest (:mod:`molink.checkpoint.manifest`) of a model from byte ``offset`` on.
 
     Answered by :class:`ManifestChunk`.
@@ -16,7 +16,7 @@ class ManifestRequest(Message, frozen=True, kw_only=True, tag="manifest"):
     offset: Index
 
 
-class ManifestChunk(Message, frozen=True, kw_only=True, tag="manifest-part"):
+class ManifestChunk(Message, frozen=True, kw_only=True, tag="manifest-chunk"):
     """Bytes of a manifest (payload ``u8 [n]``) of ``size`` bytes in all."""
 
     ref: Count
@@ -24,7 +24,7 @@ class ManifestChunk(Message, frozen=True, kw_only=True, tag="manifest-part"):
     payload: Payload
 
 
-class PartsRequest(Message, frozen=True, kw_only=True, tag="parts"):
+class PartsRequest(Message, frozen=True, kw_only=True, tag="parts-request"):
     """Ask which parts of a model the receiver has. Answered by :class:`PartsReply`.
 
     Only for peers that report some (``PeerReport.partial_models``).
@@ -34,14 +34,14 @@ class PartsRequest(Message, frozen=True, kw_only=True, tag="parts"):
     root: Root
 
 
-class PartsReply(Message, frozen=True, kw_only=True, tag="parts-held"):
+class PartsReply(Message, frozen=True, kw_only=True, tag="parts-reply"):
     """One bit per part of the model in manifest order (payload ``u8 [n]``)."""
 
     ref: Count
     payload: Payload
 
 
-class ReadRequest(Message, frozen=True, kw_only=True, tag="read"):
+class ReadRequest(Message, frozen=True, kw_only=True, tag="read-request"):
     """Read chunk ``index`` of a file or tensor of a model.
 
     With a ``length``, only that many bytes from ``offset`` on.
@@ -55,7 +55,7 @@ class ReadRequest(Message, frozen=True, kw_only=True, tag="read"):
     length: Index = 0
 
 
-class ReadReply(Message, frozen=True, kw_only=True, tag="data"):
+class ReadReply(Message, frozen=True, kw_only=True, tag="read-reply"):
     """A chunk (payload ``u8 [n]``)."""
 
     ref: Count

@@ -25,7 +25,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _LENGTH = struct.Struct("<I")
 
 
-class WarmUp(Message, frozen=True, kw_only=True, tag="warm"):
+class WarmUp(Message, frozen=True, kw_only=True, tag="warm-up"):
     """First message to a standby worker: prepare for a similar :class:`LoadStage`.
 
     ``layers`` are in ``model_dir``; the rest is as in :class:`LoadStage`. The worker uses no GPU
@@ -42,7 +42,7 @@ class WarmUp(Message, frozen=True, kw_only=True, tag="warm"):
     quantize: Quantize = "none"
 
 
-class WarmedUp(Message, frozen=True, kw_only=True, tag="warmed"):
+class WarmedUp(Message, frozen=True, kw_only=True, tag="warmed-up"):
     """A standby worker has imported and compiled what it can."""
 
 
@@ -53,7 +53,7 @@ class DraftModelSpec(Message, frozen=True, kw_only=True):
     kv_bytes: Count
 
 
-class LoadStage(Message, frozen=True, kw_only=True, tag="start"):
+class LoadStage(Message, frozen=True, kw_only=True, tag="load-stage"):
     """All that a worker needs to load its stage; follows :class:`WarmUp` or comes first.
 
     ``secret_key`` is the peer's CURVE key, which never appears in argv or the environment.
@@ -102,7 +102,7 @@ class PeerKey(Message, frozen=True, kw_only=True):
     public_key: PublicKey
 
 
-class PeerKeys(Message, frozen=True, kw_only=True, tag="members"):
+class PeerKeys(Message, frozen=True, kw_only=True, tag="peer-keys"):
     """All current peers; others are disconnected at once."""
 
     peers: tuple[PeerKey, ...]
@@ -131,14 +131,14 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     is_stuck: bool = False
 
 
-class WeightLoadProgress(Message, frozen=True, kw_only=True, tag="loading"):
+class WeightLoadProgress(Message, frozen=True, kw_only=True, tag="weight-load-progress"):
     """``done`` of ``total`` bytes of the stage's files are loaded."""
 
     done: Count
     total: Count
 
 
-class WorkerLoaded(Message, frozen=True, kw_only=True, tag="loaded"):
+class WorkerLoaded(Message, frozen=True, kw_only=True, tag="worker-loaded"):
     """Weights are loaded and the data socket is bound to ``port``.
 
     ``weights_s`` and ``profile_s`` are the seconds for loading and measuring.
@@ -152,27 +152,27 @@ class WorkerLoaded(Message, frozen=True, kw_only=True, tag="loaded"):
     profile_s: Seconds = 0.0
 
 
-class RingFormed(Message, frozen=True, kw_only=True, tag="formed"):
+class RingFormed(Message, frozen=True, kw_only=True, tag="ring-formed"):
     """This stage is ready in the ring of ``epoch``."""
 
     epoch: Count
 
 
-class WorkerFailed(Message, frozen=True, kw_only=True, tag="failed"):
+class WorkerFailed(Message, frozen=True, kw_only=True, tag="worker-failed"):
     """The worker can't continue and exits. ``kind`` names the error's class."""
 
     kind: Text
     message: Sentence
 
 
-class NextStageLost(Message, frozen=True, kw_only=True, tag="next-lost"):
+class NextStageLost(Message, frozen=True, kw_only=True, tag="next-stage-lost"):
     """The next stage of the ring has timed out."""
 
     epoch: Count
     reason: Sentence
 
 
-class PeerBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
+class PeerBlocked(Message, frozen=True, kw_only=True, tag="peer-blocked"):
     """This worker has blocked a peer for misbehaviour, until it is removed.
 
     ``is_previous_stage`` tells whether the peer runs the previous stage of the ring of ``epoch`` (0
@@ -186,7 +186,7 @@ class PeerBlocked(Message, frozen=True, kw_only=True, tag="blocked"):
     is_previous_stage: bool
 
 
-class WorkerStats(Message, frozen=True, kw_only=True, tag="stats"):
+class WorkerStats(Message, frozen=True, kw_only=True, tag="worker-stats"):
     """A worker's monotonic counters and gauges by name, for ``/metrics``.
 
     ``load`` and ``scheduler`` are for the peer's report.

@@ -395,10 +395,10 @@ class Client(Generic[M]):
         With a single address, try it again: libzmq gives up on a server that refused it or broke
         the protocol.
         """
-        turn = _ADDRESS_TIMEOUT if len(self._addresses) > 1 else _ONLY_ADDRESS_TIMEOUT
+        timeout = _ADDRESS_TIMEOUT if len(self._addresses) > 1 else _ONLY_ADDRESS_TIMEOUT
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(turn):
+                async with asyncio.timeout(timeout):
                     await self._nudge.wait()
                     if not self._is_stalled:
                         await asyncio.sleep(_NUDGE_PAUSE)

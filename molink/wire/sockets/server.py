@@ -348,7 +348,7 @@ class Server(Generic[M]):
         self._rebuilding = asyncio.get_running_loop().create_task(self._rebuild())
 
     async def _rebuild(self) -> None:
-        pause, told = _REBIND_FIRST, False
+        pause, logged = _REBIND_FIRST, False
         try:
             await asyncio.sleep(_CLOSE_DELAY)
             await self._unbind()
@@ -358,9 +358,9 @@ class Server(Generic[M]):
                 except (UsageError, zmq.ZMQError) as error:
                     # libzmq releases the port with a delay. Other errors (no descriptor, address
                     # gone) may pass too, and there is no alternative to a socket.
-                    if not told and (pause == _REBIND_MAX or not isinstance(error, PortInUse)):
+                    if not logged and (pause == _REBIND_MAX or not isinstance(error, PortInUse)):
                         logger.warning("can't listen on port %d again yet: %s", self.port, error)
-                        told = True
+                        logged = True
                     await asyncio.sleep(pause)
                     pause = min(_REBIND_MAX, 2 * pause)
             self.counters.rebuilds += 1

@@ -77,7 +77,7 @@ class ZapAuthenticator:
             socket = self._bind()
         except zmq.ZMQError as error:
             raise UsageError(f"this context already has a ZAP handler: {error}") from error
-        address = f"inproc://molink.gatekeeper.{secrets.token_hex(8)}"
+        address = f"inproc://molink.zap.{secrets.token_hex(8)}"
         wake_socket = self._context.socket(zmq.PAIR)
         wake_socket.bind(address)
         heard = self._context.socket(zmq.PAIR)
@@ -191,7 +191,7 @@ class ZapAuthenticator:
             user = None
         if user is None:
             self.refused += 1
-            status, text = b"400", b"not a member"
+            status, text = b"400", b"not allowed"
         elif not self._handshake_buckets.try_take(user, time.monotonic()):
             # A status from 300 on makes the peer retry.
             self.deferred += 1
