@@ -1,4 +1,4 @@
-"""Paths, modules of ``tools`` and link targets that documents name exist."""
+"""Documents name only existing paths, ``tools`` modules and link targets."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def headings(text: str) -> set[str]:
-    """Anchors that a code host makes of headings."""
+    """Anchors that GitHub derives from headings."""
     return {
         re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
         for title in _HEADING.findall(text)

@@ -1,4 +1,4 @@
-"""The bundled model answers, stops, and has learnt more than counts of its corpus."""
+"""The bundled model answers, stops, and beats an n-gram model of its corpus."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ async def test_ring_of_emulated_stages_answers_every_request(emulation: Emulatio
 
 
 def of(name: str, stage: Member) -> float:
-    """A gauge of a stage, 0 as long as it has told none."""
+    """A gauge of a stage, 0 before its first report."""
     return stage.stats.gauges[name] if stage.stats is not None else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What the guide's table says of PCs and models."""
+"""The guide's table of PCs and models is up to date."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The paper's tables: what is compared, what is judged, and what is written."""
+"""The paper's tables: systems, targets and the written document."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def outcome(ttft: float, tpot: float, p99: float) -> dict[str, Any]:
 
 
 def found(**systems: dict[str, Any]) -> dict[str, Any]:
-    """The same figures at every setting: all of ours, those of ``fifo``, and of nothing else."""
+    """The same figures at every setting: all of molink's, those of ``fifo``, no others."""
     ours, fifo = outcome(0.5, 0.11, 0.12), outcome(1.2, 0.3, 0.6)
     return {
         "seed": 0,

@@ -1,4 +1,4 @@
-"""What the figures of routing are made of."""
+"""Workloads, oracle and results of the routing benchmark."""
 
 import json
 from collections import Counter

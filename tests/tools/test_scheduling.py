@@ -1,4 +1,4 @@
-"""What the figures of scheduling policies are made of, and the smallest of them."""
+"""Workloads and smallest runs of the scheduling benchmark."""
 
 import argparse
 import random
@@ -80,7 +80,7 @@ def test_short_prompt_overtakes_long_one() -> None:
 
 
 def test_proactive_swapping_shortens_waits(tmp_path: Path) -> None:
-    """Than for those that are made when blocks are lacking; and nothing is computed anew."""
+    """Reactive copies make steps wait longer; neither mode recomputes."""
     card = Path(__file__).parents[2] / "configs" / "devices" / "rtx4090.toml"
     text = card.read_text(encoding="utf-8").replace("memory_gb = 24", "memory_gb = 20")
     (tmp_path / "small.toml").write_text(text, encoding="utf-8")

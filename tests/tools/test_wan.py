@@ -1,4 +1,4 @@
-"""The WAN rig: its shaping exactly, without I/O; namespaces and the relay where there is root."""
+"""The WAN rig: shaping without I/O; namespaces and the relay as root."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def packet(to: int, size: int = 1000, number: int = 0) -> bytes:
 
 
 def drain(network: Network, now: float) -> list[tuple[int, float, int]]:
-    """Node, time and number of what is due."""
+    """Node, time and number of each due packet."""
     return [(to, round(at, 6), data[20]) for to, at, data in network.due(now)]
 
 
@@ -161,7 +161,7 @@ def test_proxy_forwards_every_byte_in_order() -> None:
 
 @needs_root
 def test_round_trips_and_rates_match_and_change_live() -> None:
-    """Nothing is ever faster than set; how much slower, that is up to a busy PC."""
+    """Nothing is faster than set; a busy PC may be slower."""
     node = Node("node", 20, 20, delay_ms=10)
     with Rig([node] * 3, congestion="cubic") as rig:
         assert 20 <= run_probe(rig, "ping", 0.3, source=2, to=0)["min"] < 40
