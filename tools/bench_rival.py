@@ -104,10 +104,10 @@ class Side:
         process = self.rig.run(
             0, [*command, json.dumps(asdict(load))], stdout=subprocess.PIPE, cwd=_ROOT
         )
-        told, _ = process.communicate()
+        output, _ = process.communicate()
         if process.returncode != 0:
             raise RuntimeError(f"the requests to {self.name} failed")
-        return msgspec.json.decode(told, type=list[Sample])
+        return msgspec.json.decode(output, type=list[Sample])
 
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -192,8 +192,8 @@ def _wait_for_stages(side: Side, stages: int, home: Path) -> None:
     command = [sys.executable, "-m", "molinkd", "status", "--json", "--home", str(home)]
     while time.monotonic() < deadline:
         asked = side.rig.run(0, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        told = asked.communicate()[0]
-        rings = json.loads(told)["pipelines"] if asked.returncode == 0 else []
+        output = asked.communicate()[0]
+        rings = json.loads(output)["pipelines"] if asked.returncode == 0 else []
         if any(ring["ready"] and len(ring["stages"]) == stages for ring in rings):
             return
         time.sleep(1.0)

@@ -132,5 +132,7 @@ class Browser:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             with error:
-                told = json.load(error)["value"]
-            raise RuntimeError(f"{told['error']}: {told['message'].splitlines()[0]}") from None
+                problem = json.load(error)["value"]
+            raise RuntimeError(
+                f"{problem['error']}: {problem['message'].splitlines()[0]}"
+            ) from None

@@ -216,8 +216,8 @@ def test_a_network_that_is_cut_slowed_and_reset(tmp_path: Path) -> None:
     "line",
     [
         "Assertion failed: !_io_error (src/stream_engine_base.cpp:320)",
-        "WARNING molinkd.peer.agent.worker_supervisor: worker 12 exited with -11",
-        "stage 1 on pc2: the worker was ended by signal 6: in the ring",
+        "WARNING molinkd.peer.agent.worker_supervisor: stage 1 (pid 12) exited with -11",
+        "stage 1 on pc2: the worker was terminated by signal 6: in the ring",
         "the worker exited with code 0xC0000409",
     ],
 )
@@ -227,12 +227,12 @@ def test_what_an_abort_leaves_is_found(tmp_path: Path, line: str) -> None:
     logs.mkdir()
     (one.home / "terminal.log").write_text("all is well\n", encoding="utf-8")
     log = logs / "worker-p1-0.log"
-    log.write_text("worker 12 exited with -9\nit was ended by signal 9\n", encoding="utf-8")
+    log.write_text("worker 12 exited with -9\nit was terminated by signal 9\n", encoding="utf-8")
     assert list(checks.find_aborts(one)) == []
     log.write_text(f"{line}\n", encoding="utf-8")
     one.strange_exits.append(-6)
     assert list(checks.find_aborts(one)) == [
-        "pc1: its daemon was ended by signal 6",
+        "pc1: its daemon was terminated by signal 6",
         f"pc1: worker-p1-0.log: {line}",
     ]
 

@@ -128,16 +128,15 @@ def test_who_else_got_the_wrong_piece(tmp_path: Path) -> None:
     pc = Endpoint(tmp_path)
     came = [(10.0, " is"), (10.1, " st"), (11.0, " do"), (11.1, ".")]
     its_own, late, other = Slot(2, pc), Slot(3, pc), Slot(4, pc)
-    its_own.heard.extend([(9.0, " do"), (11.004, " do")])
-    late.heard.append((12.0, " do"))
-    other.heard.append((11.0, " don"))
+    its_own.recent_pieces.extend([(9.0, " do"), (11.004, " do")])
+    late.recent_pieces.append((12.0, " do"))
+    other.recent_pieces.append((11.0, " don"))
     told = describe_circumstances(came, 2, 9.5, [its_own, late, other])
     assert told == (
         "wrong is piece 2, ' do', 0.900 s after the one before;"
-        " the same piece came at stream 2 at pc1 +0.004 s"
+        " the same piece at stream 2 at pc1 +0.004 s"
     )
     told = describe_circumstances(came, 0, 9.5, [late, other])
     assert told == (
-        "wrong is piece 0, ' is', 0.500 s after the one before;"
-        " the same piece came at no other stream"
+        "wrong is piece 0, ' is', 0.500 s after the one before; the same piece at no other stream"
     )

@@ -103,7 +103,7 @@ def test_proactive_swapping_shortens_waits(tmp_path: Path) -> None:
     assert recompute["swaps"] == recompute["waited"] == bound["waited"] == 0
     assert min(reactive["swaps"], proactive["swaps"], bound["swaps"]) > 10
     assert 0 < proactive["waited"] < 0.5 * reactive["waited"]
-    assert recompute["anew"] > 0.1 > proactive["anew"]
+    assert recompute["recomputed"] > 0.1 > proactive["recomputed"]
     for row in rows.values():
         assert row["till_first"] + row["paused"] < 1
     times = {(pair["slow"], pair["fast"]): pair["times"] for pair in found["against"]}

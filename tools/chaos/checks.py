@@ -30,7 +30,7 @@ IDLE = (
 #: Log lines of a process that crashed in native code. 9 and 15 are SIGKILL and SIGTERM.
 _ABORT = re.compile(
     r"Assertion failed|Fatal Python error|corruption|free\(\): invalid|0xC000[0-9A-F]{4}"
-    r"|(?:ended by signal |exited with -)(?!9\b|15\b)\d+"
+    r"|(?:terminated by signal |exited with -)(?!9\b|15\b)\d+"
 )
 
 
@@ -101,19 +101,21 @@ async def wait_until_settled(swarm: Swarm, before: dict[str, Usage], slack: int)
     """Return :func:`find_growth` once layers have stopped moving."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        told = find_growth(before, measure_usage_by_role(swarm.pcs), slack)
-        if not told or time.monotonic() > deadline:
-            return told
+        growth = find_growth(before, measure_usage_by_role(swarm.pcs), slack)
+        if not growth or time.monotonic() > deadline:
+            return growth
         await asyncio.sleep(_LOOK_S)
 
 
 def find_growth(before: dict[str, Usage], after: dict[str, Usage], slack: int) -> list[str]:
     """Find roles with more processes, or with over ``slack`` more descriptors."""
-    told = []
+    problems = []
     for key, now in after.items():
         then = before.get(key, Usage(0, 0, 0) if key.endswith("other") else now)
         if now.processes > then.processes:
-            told.append(f"{key}: {then.processes} processes before, {now.processes} after")
+            problems.append(f"{key}: {then.processes} processes before, {now.processes} after")
         elif now.descriptors > then.descriptors + slack:
-            told.append(f"{key}: {then.descriptors} descriptors before, {now.descriptors} after")
-    return told
+            problems.append(
+                f"{key}: {then.descriptors} descriptors before, {now.descriptors} after"
+            )
+    return problems

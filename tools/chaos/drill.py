@@ -172,14 +172,14 @@ def list_troubles(answers: Sequence[Answer], results: Sequence[Result]) -> list[
 
     A wrong piece is listed with all faults during its answer.
     """
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for answer in answers:
         if answer.end in ("lost", "changed"):
             earlier = [r for r in results if not r.skipped and r.begun <= answer.ended]
             when = f"{earlier[-1].fault.kind} ({earlier[-1].target})" if earlier else "no fault"
             text = f"{when}: at {answer.pc}, {answer.end}: {answer.trouble}"
-            told[text + _lived_through(answer, earlier)] += 1
-    return [f"{text} ({count} times)" for text, count in told.items()]
+            counts[text + _lived_through(answer, earlier)] += 1
+    return [f"{text} ({count} times)" for text, count in counts.items()]
 
 
 def _lived_through(answer: Answer, results: Sequence[Result]) -> str:

@@ -64,7 +64,7 @@ class Answer:
 
 
 #: Arrival of a piece of text, monotonic seconds, and the piece.
-Heard = tuple[float, str]
+TimedPiece = tuple[float, str]
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Slot:
     series: list[list[float]] = field(default_factory=list)
     pieces: int = 0
     #: Its latest pieces over all requests.
-    heard: deque[Heard] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    recent_pieces: deque[TimedPiece] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def pause(self, begun: float, ended: float) -> float:
         """Longest silence that overlaps ``begun`` to ``ended``."""
@@ -198,30 +198,30 @@ class Load:
         expected = self._expected[self._make_prompt(slot.index)]
         begun = time.monotonic()
         times = [begun]
-        came: list[Heard] = []
+        received: list[TimedPiece] = []
         slot.series.append(times)
         end: End = "same"
         trouble = ""
         try:
             async for piece in self._stream_answer(pc, self._make_prompt(slot.index)):
                 times.append(time.monotonic())
-                came.append((times[-1], piece))
-                slot.heard.append(came[-1])
+                received.append((times[-1], piece))
+                slot.recent_pieces.append(received[-1])
                 slot.pieces += 1
         except (aiohttp.ClientError, StreamFailed, TimeoutError) as error:
             end, trouble = "lost", f"{type(error).__name__}: {error}"
         if end == "lost" and (pc.deaths > deaths or not pc.running):
             end = "endpoint"
-        text = "".join(piece for _, piece in came)
+        text = "".join(piece for _, piece in received)
         wrong_at = 0.0
         if not expected.startswith(text) or (end == "same" and text != expected):
             end, trouble = "changed", _describe_difference(expected, text)
-            if (index := find_first_wrong(expected, came)) is not None:
+            if (index := find_first_wrong(expected, received)) is not None:
                 others = [other for other in self.slots if other is not slot]
-                trouble += f"; {describe_circumstances(came, index, begun, others)}"
-                wrong_at = came[index][0]
+                trouble += f"; {describe_circumstances(received, index, begun, others)}"
+                wrong_at = received[index][0]
         ended = time.monotonic()
-        answer = Answer(slot.index, pc.name, begun, ended, end, len(came), trouble, wrong_at)
+        answer = Answer(slot.index, pc.name, begun, ended, end, len(received), trouble, wrong_at)
         if end == "lost":
             times.append(ended)  # it was silent until then
         return answer
@@ -267,10 +267,10 @@ async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[s
                 raise StreamFailed(f"malformed event: {error}: {line[:200]!r}") from None
 
 
-def find_first_wrong(expected: str, came: Sequence[Heard]) -> int | None:
+def find_first_wrong(expected: str, received: Sequence[TimedPiece]) -> int | None:
     """Index of the first piece that departs from ``expected``; ``None`` if none does."""
     at = 0
-    for index, (_, piece) in enumerate(came):
+    for index, (_, piece) in enumerate(received):
         if not expected.startswith(piece, at):
             return index
         at += len(piece)
@@ -278,23 +278,23 @@ def find_first_wrong(expected: str, came: Sequence[Heard]) -> int | None:
 
 
 def describe_circumstances(
-    came: Sequence[Heard], index: int, begun: float, others: Iterable[Slot]
+    received: Sequence[TimedPiece], index: int, begun: float, others: Iterable[Slot]
 ) -> str:
     """Describe a wrong piece: the pause before it, and other streams with the same piece then.
 
     A long pause suggests a recovery; the same piece elsewhere suggests a swapped row or token.
     """
-    at, piece = came[index]
-    before = came[index - 1][0] if index else begun
+    at, piece = received[index]
+    before = received[index - 1][0] if index else begun
     beside = [
         f"stream {slot.index} at {slot.pc.name} {when - at:+.3f} s"
         for slot in others
-        for when, other in slot.heard
+        for when, other in slot.recent_pieces
         if other == piece and abs(when - at) <= _BESIDE_S
     ]
     return (
         f"wrong is piece {index}, {piece!r}, {at - before:.3f} s after the one before;"
-        f" the same piece came at {', '.join(beside) or 'no other stream'}"
+        f" the same piece at {', '.join(beside) or 'no other stream'}"
     )
 
 

@@ -54,9 +54,9 @@ def drive_load(spec: Spec) -> Driven:
         return _make_driven(answers, members)
 
 
-async def _collect_answers(spec: Spec, head: Member, keys: KeyPair) -> list[Answer]:
+async def _collect_answers(spec: Spec, first: Member, keys: KeyPair) -> list[Answer]:
     vocabulary = spec.emulation.model_profile.vocabulary
-    async with load_on(head, keys, vocabulary, spec.seed) as load:
+    async with load_on(first, keys, vocabulary, spec.seed) as load:
         return await run_load(load, spec.plan, spec.until)
 
 

@@ -80,7 +80,7 @@ class Load:
         """Seconds since the start."""
         return time.monotonic() - self._began
 
-    def heard(self, message: DataMessage, _: memoryview | None) -> None:
+    def on_message(self, message: DataMessage, _: memoryview | None) -> None:
         """Handle a message of the scheduler."""
         now = self.now
         match message:
@@ -126,23 +126,23 @@ class Load:
 
 @asynccontextmanager
 async def load_on(
-    head: Member, keys: KeyPair, vocabulary: int, seed: int = 0
+    first: Member, keys: KeyPair, vocabulary: int, seed: int = 0
 ) -> AsyncIterator[Load]:
     """Connect to a ring's scheduler as a daemon does."""
     context = zmq.asyncio.Context()
     load: Load | None = None
 
-    def heard(message: DataMessage, payload: memoryview | None) -> None:
+    def on_message(message: DataMessage, payload: memoryview | None) -> None:
         assert load is not None
-        load.heard(message, payload)
+        load.on_message(message, payload)
 
     client = Client(
         context,
         keys,
         data_codec(),
-        head.keys.public,
-        [f"tcp://{head.host.address}:{head.port}"],
-        events=ClientEvents(on_message=heard),
+        first.keys.public,
+        [f"tcp://{first.host.address}:{first.port}"],
+        events=ClientEvents(on_message=on_message),
     )
     load = Load(client, vocabulary, seed)
     client.start()

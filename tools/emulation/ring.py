@@ -91,18 +91,18 @@ class Member:
         """Start reading its messages."""
         threading.Thread(target=self._read, daemon=True).start()
 
-    def tell(self, message: Message) -> None:
+    def send_message(self, message: Message) -> None:
         """Send a message."""
         write_pipe(cast(BinaryIO, self.process.stdin), message)
 
-    def hear(self, kind: type[M]) -> M:
+    def wait_for_message(self, kind: type[M]) -> M:
         """Wait for the next message of that kind, or raise :class:`WorkerError`."""
         end = time.monotonic() + START_S
         while True:
             try:
                 message = self._said.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
-                raise WorkerError(f"a stage said nothing for {START_S:.0f} s") from None
+                raise WorkerError(f"a stage sent nothing for {START_S:.0f} s") from None
             if message is None:
                 why = "; ".join(self.trouble) or self.log.read_text(errors="replace")[-500:]
                 raise WorkerError(f"a stage has ended: {why}")
@@ -171,7 +171,7 @@ def ring_of(
             for index, host in enumerate(hosts):
                 members.append(_launch_stage(described, index, host))
                 members[-1].listen()
-                members[-1].tell(_start(emulation, settings, index, members[-1]))
+                members[-1].send_message(_start(emulation, settings, index, members[-1]))
             _load_stages(members, client)
             for member in members if delay_ms else ():
                 shaper = Shaper(member.host.address, member.port, mbps=0.0, delay_ms=delay_ms)
@@ -238,8 +238,8 @@ def _load_stages(members: Sequence[Member], client: KeyPair) -> None:
         peers=tuple(PeerKey(peer=derive_peer_id(key.public), public_key=key.public) for key in keys)
     )
     for member in members:
-        member.tell(allowed)
-        loaded = member.hear(WorkerLoaded)
+        member.send_message(allowed)
+        loaded = member.wait_for_message(WorkerLoaded)
         member.port, member.blocks = loaded.port, loaded.max_blocks
 
 
@@ -252,6 +252,6 @@ def _form_ring(emulation: Emulation, settings: RingSettings, members: Sequence[M
         profiles=emulation.profiles,
     )
     for member in members:
-        member.tell(order)
+        member.send_message(order)
     for member in members:
-        member.hear(RingFormed)
+        member.wait_for_message(RingFormed)

@@ -86,7 +86,7 @@ def _list_figures(found: Run) -> dict[str, float]:
         "paused": found.paused,
         "waited": found.waited_s / found.seconds,
         "busy_s": found.busy_s,
-        "anew": found.rows - 1,
+        "recomputed": found.rows - 1,
     }
 
 

@@ -56,8 +56,8 @@ def render_report(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -90,7 +90,7 @@ def _format_slo(kind: str, found: Json) -> Iterator[str]:
     yield f"## Load within {found['slo_s']:g} s a token: {kind}"
     command = _cite(f"scheduling slo --kinds {kind} --policies {','.join(rows)}{more}")
     yield f"{command}:\n{found['ring']}, {fcfs['seconds']:g} s of arrivals.\n{_SLO}"
-    head = (
+    header = (
         "policy",
         "requests/s, mean",
         "/ fcfs",
@@ -109,7 +109,7 @@ def _format_slo(kind: str, found: Json) -> Iterator[str]:
         )
         for policy, row in rows.items()
     ]
-    yield _format_table(head, cells)
+    yield _format_table(header, cells)
 
 
 def _format_ratios(found: Json) -> Iterator[str]:
@@ -133,8 +133,8 @@ def _format_ratios(found: Json) -> Iterator[str]:
             each = [min(naive, fixed) / time for naive, fixed, time in strawmen]
             cells.append(_format_spread(fmean(each), min(each), max(each)))
         rows.append((f"{ratio:g}", *cells))
-    head = ("prompt / answer", *(f"`{name}`" for name in policies))
-    yield _format_table((*head, *(f"best strawman / `{ours}`" for ours in _OURS)), rows)
+    header = ("prompt / answer", *(f"`{name}`" for name in policies))
+    yield _format_table((*header, *(f"best strawman / `{ours}`" for ours in _OURS)), rows)
 
 
 def _format_preemption(found: Json) -> Iterator[str]:
@@ -160,8 +160,16 @@ def _format_preemption(found: Json) -> Iterator[str]:
         cells = [_format_spread(row["times"], row["least"], row["most"]) for row in pairs]
         name = f"{ratio:g}" if ratio else "ShareGPT's"
         rows.append((f"`{policy}`", name, f"{load:g}", *cells, f"{100 * share:.1f} %"))
-    head = ("policy", "prompt / answer", "load", "`recompute`", "bound", "`reactive-swap`", "bound")
-    yield _format_table((*head, "largest wait"), rows)
+    header = (
+        "policy",
+        "prompt / answer",
+        "load",
+        "`recompute`",
+        "bound",
+        "`reactive-swap`",
+        "bound",
+    )
+    yield _format_table((*header, "largest wait"), rows)
 
 
 def _format_processes(found: Json) -> Iterator[str]:

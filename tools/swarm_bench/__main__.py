@@ -37,7 +37,7 @@ from molinkd.peer.launch import (
 )
 from molinkd.peer.settings import Settings
 from tools.emulation.model import Emulation
-from tools.swarm_bench.host import Order, Said
+from tools.swarm_bench.host import HostEvent, Order
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "Loopback Pseudo-Interface 1"
 _START_S = 300.0
@@ -46,19 +46,19 @@ _START_S = 300.0
 class HostProcess:
     """A process that runs several daemons."""
 
-    def __init__(self, emulation: Path, said: "queue.Queue[Said]") -> None:
+    def __init__(self, emulation: Path, report: "queue.Queue[HostEvent]") -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tools.swarm_bench.host", str(emulation)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._said = said
+        self._events = report
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._said.put(msgspec.json.decode(line, type=Said))
+            self._events.put(msgspec.json.decode(line, type=HostEvent))
 
     def start(self, launches: list[Launch]) -> None:
         """Start a daemon per launch."""
@@ -93,7 +93,7 @@ class Bench:
 
     def __init__(self, folder: Path, in_each: int) -> None:
         self._folder, self._in_each = folder, in_each
-        self._said: queue.Queue[Said] = queue.Queue()
+        self._events: queue.Queue[HostEvent] = queue.Queue()
         #: First control port of each daemon, kept over restarts.
         self._ports: dict[str, int] = {}
         rows = folder / "rows.bin"
@@ -158,7 +158,7 @@ class Bench:
 
     def _start_hosts(self, peers: int, stack: ExitStack) -> Iterator[HostProcess]:
         for _ in range(-(-peers // self._in_each)):
-            host = HostProcess(self._emulation, self._said)
+            host = HostProcess(self._emulation, self._events)
             stack.callback(host.end)
             yield host
 
@@ -186,33 +186,31 @@ class Bench:
             token_uses=255,
             log_level="warning",
         )
-        home_name = str(home)
-        if first:
-            return Launch(home=home_name, settings=settings, role="up", token=token)
-        return Launch(home=home_name, settings=settings, role="join", token=token)
+        name = str(home)
+        return Launch(home=name, settings=settings, role="up" if first else "join", token=token)
 
-    def _next_event(self) -> Said:
-        said = self._said.get(timeout=_START_S)
-        if isinstance(said.event, DaemonStartedEvent):
-            self._ports[said.home] = said.event.control_port
-        return said
+    def _next_event(self) -> HostEvent:
+        report = self._events.get(timeout=_START_S)
+        if isinstance(report.event, DaemonStartedEvent):
+            self._ports[report.home] = report.event.control_port
+        return report
 
     def _until_listening(self, home: Path) -> None:
         while True:
-            said = self._next_event()
-            if said.home == str(home) and isinstance(said.event, DaemonStartedEvent):
+            report = self._next_event()
+            if report.home == str(home) and isinstance(report.event, DaemonStartedEvent):
                 return
 
     def _until_ready(self, homes: list[Path]) -> float:
         """Wait for all daemons; return when the last one was ready."""
         ready: dict[str, float] = {}
         while len(ready) < len(homes):
-            said = self._next_event()
-            if isinstance(said.event, ModelReadinessChangedEvent):
-                if said.event.ready:
-                    ready[said.home] = said.at
+            report = self._next_event()
+            if isinstance(report.event, ModelReadinessChangedEvent):
+                if report.event.ready:
+                    ready[report.home] = report.at
                 else:
-                    ready.pop(said.home, None)
+                    ready.pop(report.home, None)
         return max(ready.values())
 
 

@@ -1,7 +1,7 @@
 """``python -m tools.swarm_bench.host EMULATION``: several daemons in one process.
 
 It starts the daemons of each :class:`Order` on standard input, prints their events as
-:class:`Said`, and stops all at the end of input. Stages are emulated.
+:class:`HostEvent`, and stops all at the end of input. Stages are emulated.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class Order(msgspec.Struct, frozen=True):
     launches: tuple[Launch, ...]
 
 
-class Said(msgspec.Struct, frozen=True):
+class HostEvent(msgspec.Struct, frozen=True):
     """An event of the daemon with that home, at a monotonic time."""
 
     home: str
@@ -39,7 +39,7 @@ class Said(msgspec.Struct, frozen=True):
 
 
 def _print_event(home: str, event: AnyDaemonEvent) -> None:
-    line = msgspec.json.encode(Said(home, time.monotonic(), event))
+    line = msgspec.json.encode(HostEvent(home, time.monotonic(), event))
     with _PRINTING:
         sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
