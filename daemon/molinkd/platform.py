@@ -52,7 +52,7 @@ if sys.platform == "win32":
     _CONSOLE_ENDS = (2, 5, 6)
 
     def lock_file(file: IO[bytes]) -> bool:
-        """Take an exclusive lock for the life of ``file``; ``False`` if somebody holds it."""
+        """Lock ``file`` while it is open; ``False`` if another process holds the lock."""
         file.seek(0)
         try:
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
@@ -92,7 +92,7 @@ else:
     import fcntl
 
     def lock_file(file: IO[bytes]) -> bool:
-        """Take an exclusive lock for the life of ``file``; ``False`` if somebody holds it."""
+        """Lock ``file`` while it is open; ``False`` if another process holds the lock."""
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -199,7 +199,7 @@ _OPEN_MAX = 10240
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files up to 65536, as far as the user may.
+    """Raise the limit of open files up to 65536, if permitted.
 
     Many systems default to 1024, which a stranger's half-open connections would exhaust. Call it
     first in every process that listens. Windows has no such limit.

@@ -224,7 +224,7 @@ def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
         assert tools.run_molink(first, "revoke", "fifth").returncode == 2
         # It is told so, ends, and gets in neither by its own key nor by a new one.
         assert guest.process.wait(30) == 9, guest.output
-        assert "was shut out of swarm" in guest.output
+        assert "was removed from swarm" in guest.output
         done = tools.run_molink(tmp_path / "new", "join", token, *options)
         assert (done.returncode, "was ended" in done.stderr) == (3, True), done.stderr
         assert "fifth" not in tools.run_molink(first, "invite", "--list").stdout
@@ -257,11 +257,11 @@ def test_dissolving(tools: type[Tools], tmp_path: Path) -> None:
         assert (done.returncode, "not notified" in done.stdout) == (0, False), done.stdout
         assert up.process.wait(30) == 0, up.output
         assert guest.process.wait(30) == 9, guest.output
-        assert "was shut out of swarm" in guest.output
+        assert "was removed from swarm" in guest.output
         assert "not in a swarm" in tools.run_molink(first, "leave").stderr
         # It doesn't found a swarm of its own by starting again.
         done = tools.run_molink(second, "join", "--background")
-        assert (done.returncode, "was shut out of swarm" in done.stderr) == (9, True), done.stdout
+        assert (done.returncode, "was removed from swarm" in done.stderr) == (9, True), done.stdout
         assert "is in swarm" not in done.stdout
     finally:
         for process in started:

@@ -81,7 +81,7 @@ def test_the_owner_leaves(
         gone.stop()
     # Its layers are nowhere: that is said at once, and nobody is blamed for it.
     late = start("late", "join", invite("left"), "--stage", "3:6")
-    missing = "no PC that is here has the files of layers 3:6 and final of brought"
+    missing = "no connected PC has the files of layers 3:6 and final of brought"
     tools.wait_for(lambda: missing in str(status(late).get("pipelines")), late)
     tools.wait_for(lambda: "layers 3:6" in status(left).get("files", ""), left)
     with pytest.raises(openai.APIStatusError, match=missing):

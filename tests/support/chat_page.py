@@ -1,4 +1,4 @@
-"""What tests of the chat page in a headless Chromium do again and again."""
+"""Steps of the chat page tests in a headless Chromium."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ def sent_prompt(backend: FakeBackend) -> str:
 
 
 def release_tokens(server_gate: asyncio.Semaphore, backend: FakeBackend, count: int) -> None:
-    """Let so many tokens out."""
+    """Release ``count`` tokens."""
     assert backend.loop is not None
     for _ in range(count):
         backend.loop.call_soon_threadsafe(server_gate.release)

@@ -1,4 +1,4 @@
-"""A swarm on fake: members that report, and a fleet that is told."""
+"""A fake swarm: peers that report, and a fleet that receives the events."""
 
 from typing import Any
 
@@ -105,7 +105,7 @@ def worker(
 
 
 class FakeFleet:
-    """Drives a fleet; ``sent`` holds what it told peers since it was last asked."""
+    """Drives a fleet and records its messages."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class FakeFleet:
         )
 
     def obey(self, batch: list[tuple[str, Assign | Route]] | None = None) -> list[Any]:
-        """Peers carry out what they were told, until nothing more is asked; their reports too."""
+        """Let the peers carry out all messages and report, until none are left."""
         everything = []
         while batch := batch or self.pop_messages():
             everything += batch
@@ -307,7 +307,7 @@ def kit() -> Kit:
 
 @pytest.fixture
 def running() -> FakeFleet:
-    """Three peers that serve the toy in epoch 1, with nothing more to be told."""
+    """Three peers that serve the toy in epoch 1, with no messages left."""
     fake = FakeFleet("a", "b", "c", min_peers=3)
     fake.serve()
     for name in "abc":

@@ -160,7 +160,7 @@ def serving(folder: Path) -> Iterator[FakeHub]:
 
 @contextmanager
 def in_place(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """The hub in the place of the real one, for this process, with a cache of its own."""
+    """Replace the real hub in this process, with a separate cache."""
     with serving(folder) as hub:
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -9,7 +9,7 @@ from molink.stage.kernels.openmp import OpenMp
 
 
 def require(features: Collection[str], threads: int) -> OpenMp | None:
-    """The OpenMP library for so many threads, ``None`` for one; skips where something lacks."""
+    """The OpenMP library for ``threads``, ``None`` for one; skips if something is missing."""
     missing = [name for name in features if not host_features().get(name)]
     if missing:
         pytest.skip(f"this CPU has no {', '.join(missing)}")

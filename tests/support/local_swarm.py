@@ -1,4 +1,4 @@
-"""PCs of a swarm on this one: each a real process with a home of its own, started and killed."""
+"""A local swarm of real processes with separate homes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ class LocalSwarm:
     """Three PCs with a stage each; more may come later."""
 
     def __init__(self, root: Path, tools: type[Tools], model: Sequence[str] = ()) -> None:
-        """``model``: what ``up`` is told of it."""
+        """``model`` is the option of ``up``."""
         self.root, self.tools, self.model = root, tools, model
         self.running: dict[str, Process] = {}
         self.up()

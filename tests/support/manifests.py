@@ -82,7 +82,7 @@ def _is_meant(manifest: Manifest, target: Manifest) -> bool:
 
 
 def _apply(target: Manifest, operation: Manifest) -> None:
-    """A JSON patch (RFC 6902), as far as it is used."""
+    """The used part of JSON patch (RFC 6902)."""
     *way, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
     place: Any = target
     for part in way:

@@ -1,4 +1,4 @@
-"""Swarms of real processes, each under a state folder and on ports of its own."""
+"""Swarms of real processes with separate state folders and ports."""
 
 import contextlib
 import os

@@ -102,7 +102,7 @@ class RingBackend:
         return key
 
     def tokens(self, key: str) -> list[OutputToken | Rejected]:
-        """All that is told of it, to its end."""
+        """All its tokens, to the end."""
         told = self._told[key]
         while not told or (isinstance(told[-1], OutputToken) and told[-1].finish_reason is None):
             assert self.ring.queue.run_next(), "nothing happens any more"

@@ -28,7 +28,7 @@ from tests.support.request_states import make_state
 
 
 class Link(NextStage, Protocol):
-    """A link that can be told where it leads."""
+    """A link whose target can be set."""
 
     to: Ring
 
@@ -142,7 +142,7 @@ class VirtualRing:
     # --- clients -----------------------------------------------------------------------------
 
     def submit_request(self, key: str, prompt: int, answer: int) -> None:
-        """Ask for so many tokens after a prompt of so many."""
+        """Submit a request with ``prompt`` and ``answer`` tokens."""
         self.prompts[key], self.tokens[key] = prompt, []
         tokens, sampling = tuple(range(prompt)), SamplingParams(temperature=0.0)
         request = make_state("d", key, tokens, prompt, answer, sampling, credit_window=1 << 20)

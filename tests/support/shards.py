@@ -11,7 +11,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def write_shards(folder: Path, *, only: bool = False) -> Path:
-    """Lay out the weights of a model anew: a shard for each layer, and one for its ends.
+    """Split the weights of a model: a shard for each layer, and one for its ends.
 
     Or an ``only`` file.
     """

@@ -12,7 +12,7 @@ STEP_S = 0.025
 
 
 class SlowExecutor(executor.StageExecutor):
-    """Its steps take as long as ever, for who measures them; the next one begins later."""
+    """Steps report their real duration; the next one is delayed."""
 
     def __init__(self, stage: Any, requests: Any, hand_over: Callable[..., object]) -> None:
         def later(*arguments: Any) -> None:

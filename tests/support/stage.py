@@ -40,7 +40,7 @@ class Ring:
         sequences: Sequence[SequenceRows],
         logit_rows: Sequence[int] | None = None,
     ) -> Tensor:
-        """One forward over all stages; logits of all rows unless told."""
+        """One forward over all stages; logits of all rows by default."""
         ids = torch.as_tensor(tokens)
         wanted = tuple(range(len(ids)) if logit_rows is None else logit_rows)
         rows = ids

@@ -438,17 +438,17 @@ class Daemon:
 
     def _banned_text(self, swarm: str) -> str:
         return (
-            f"this PC was shut out of swarm {swarm}. `molink un-revoke {self._settings.name}` on "
-            f"the swarm's first PC lets it in again, then start it with "
+            f"this PC was removed from swarm {swarm}. `molink un-revoke {self._settings.name}` on "
+            f"the swarm's first PC readmits it; then start it with "
             f"{self._home.format_command('join')}; {self._home.format_command('leave')} here "
             "forgets the swarm"
         )
 
     def _on_duplicate(self) -> None:
         self._fatal = UsageError(
-            f"another PC with the key of this one is in the swarm, and runs: the state folder "
+            f"another running PC in the swarm has the same key: the state folder "
             f"{self._home.root} is a copy of that PC's. Delete peer.key and swarm.json in it, then "
-            f"run {self._home.format_command('join')}: this PC becomes a member of its own"
+            f"run {self._home.format_command('join')}: this PC joins under a new identity"
         )
         self._stop.set()
 

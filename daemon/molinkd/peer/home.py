@@ -179,7 +179,7 @@ class HomeLock:
             raise UsageError(
                 f"another molink daemon uses {self._home.root}. See "
                 f"{self._home.format_command('status')}; "
-                f"{self._home.format_command('down')} ends it. Or give this one its own folder "
+                f"{self._home.format_command('down')} stops it. Or use another state folder "
                 "with --home."
             )
 

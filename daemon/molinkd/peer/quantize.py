@@ -38,6 +38,6 @@ def check_quantize_files(wanted: Quantize, config: ModelConfig) -> None:
     stored = config.quantized
     if "none" not in (wanted, stored) and wanted != stored:
         raise UsageError(
-            f"--quantize {wanted} can't be done: this model's files are quantized as {stored}. "
-            "Leave the option out, or take the model's bf16 or fp16 files"
+            f"--quantize {wanted} is not possible: this model's files are quantized as {stored}. "
+            "Omit the option, or use the model's bf16 or fp16 files"
         )

@@ -227,7 +227,7 @@ async def test_unreachable_swarm_is_reported(scene: Scene) -> None:
     server = await asyncio.start_server(other, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(WireError, match="no swarm's door"):
+        with pytest.raises(WireError, match="something other than molink"):
             await request_pairing(
                 DiscoveredSwarm("", "", "", ("127.0.0.1",), port), PC_KEYS, "pc", lambda _: None
             )

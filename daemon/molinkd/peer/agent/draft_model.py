@@ -63,7 +63,7 @@ class DraftModelFolder:
         )
         raise UsageError(
             f"--draft-model {self.name} has a different vocabulary than the served model"
-            f" ({what}); its guesses would be other tokens. Take a smaller model of the same family"
+            f" ({what}). Use a smaller model of the same family"
         )
 
     def plan_memory(

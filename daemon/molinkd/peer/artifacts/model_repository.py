@@ -164,8 +164,8 @@ class ModelRepository:
 def changed_text(path: Path) -> str:
     """The error message for a changed file."""
     return (
-        f"{path} has changed since molink read it. Start molink anew on that PC to serve the model "
-        "as it is now, or put the old file back"
+        f"{path} has changed since molink read it. Restart molink on that PC to serve the model "
+        "as it is now, or restore the old file"
     )
 
 

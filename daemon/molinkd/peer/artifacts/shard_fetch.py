@@ -154,8 +154,8 @@ class ShardFetch:
 
     def _missing_text(self, shard: ShardEntry) -> str:
         return (
-            f"no PC that is here has {shard.name} of {self.model}, and this PC doesn't ask the hub "
-            "for it (setting hub_files). Start a PC that has it, or have one bring all of the "
+            f"no connected PC has {shard.name} of {self.model}, and this PC does not ask the hub "
+            "for it (setting hub_files). Start a PC that has it, or have one provide the whole "
             f"model (`molink pull {self.manifest.hub.partition('@')[0]}`, then `molink run`)"
         )
 

@@ -137,8 +137,8 @@ def missing_files_text(model: str, files: Iterable[str]) -> str:
     texts = [f"layers {format_ranges(to_ranges(layers))}"] if layers else []
     texts += [name for name in names if not name.startswith("layer-")]
     return (
-        f"no PC that is here has the files of {' and '.join(texts)} of {model}. Start a PC that "
-        f"has them, or bring {model} again (`molink run`)"
+        f"no connected PC has the files of {' and '.join(texts)} of {model}. Start a PC that "
+        f"has them, or provide {model} again (`molink run`)"
     )
 
 

@@ -131,8 +131,8 @@ async def _request_challenge(
         ) from None
     except WireError as error:
         raise WireError(
-            f"what answers there is no swarm's door ({error}): that is port {PAIRING_PORT}, unless "
-            "`pairing_port` is set on the PC that runs the swarm"
+            f"something other than molink answers there ({error}). The port is {PAIRING_PORT} "
+            "unless `pairing_port` is set on the PC that runs the swarm"
         ) from None
     if isinstance(answer, PairingResult):
         _raise_unless_admitted(answer, "", join)
@@ -184,13 +184,13 @@ def _raise_unless_admitted(verdict: PairingResult, me: str, join: str) -> None:
             raise Unavailable("too many PCs are joining: try again in a minute")
         case "full":
             raise Unavailable(
-                "the swarm has as many PCs as it may have: `molink revoke` one there, or start it "
+                "the swarm is full: remove a PC with `molink revoke`, or start it "
                 "with a higher `max_peers`"
             )
         case "revoked":
             raise PeerBanned(
-                f"this PC was shut out of the swarm. `molink un-revoke {me}` on the PC that runs "
-                "it lets it in again"
+                f"this PC was removed from the swarm. `molink un-revoke {me}` on the PC that runs "
+                "it readmits this PC"
             )
         case "version":
             raise VersionMismatch(
@@ -198,9 +198,9 @@ def _raise_unless_admitted(verdict: PairingResult, me: str, join: str) -> None:
             )
         case "duplicate":
             raise UsageError(
-                "a PC with this one's key is in the swarm, and runs: this state folder is a copy "
-                "of that PC's, or that PC is this one. Delete peer.key in the state folder here to "
-                f"get an identity of its own, then run {join} again"
+                "a running PC in the swarm has the same key: this state folder is a copy "
+                "of that PC's, or molink runs on this PC already. Delete peer.key in the state "
+                f"folder for a new identity, then run {join} again"
             )
 
 

@@ -111,18 +111,22 @@ class RelayedRoutes:
         relayed_route = self._find_route(peer)
         if relayed_route is None:
             return ""
-        door = self._listeners.get((peer, port))
-        if door is None:
+        listener = self._listeners.get((peer, port))
+        if listener is None:
             try:
-                door = self._listeners[peer, port] = listen_on_free_port(LOOPBACK, 0, 1, _BACKLOG)
+                listener = self._listeners[peer, port] = listen_on_free_port(
+                    LOOPBACK, 0, 1, _BACKLOG
+                )
             except OSError as error:
                 log.warning("no relayed route to %s: %s", peer, error)
                 return ""
             close_after(
-                self._spawn(relayed_route.id, self._accept_connections(relayed_route, door, port)),
-                door,
+                self._spawn(
+                    relayed_route.id, self._accept_connections(relayed_route, listener, port)
+                ),
+                listener,
             )
-        return f"tcp://{LOOPBACK}:{door.getsockname()[1]}"
+        return f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
 
     def localize_stage(self, stage: StageAddress) -> StageAddress:
         """``stage`` with an address that is reachable from this PC."""
@@ -160,12 +164,12 @@ class RelayedRoutes:
     # --- dialling end ---
 
     async def _accept_connections(
-        self, relayed_route: RelayedRoute, door: socket.socket, port: int
+        self, relayed_route: RelayedRoute, listener: socket.socket, port: int
     ) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(door)
+                connection, _ = await loop.sock_accept(listener)
             except OSError:
                 await asyncio.sleep(_AGAIN_S)
                 continue

@@ -94,7 +94,7 @@ def test_a_changed_file_is_reported_once(folder: Path) -> None:
     look()
     look()
     (text,) = reported
-    assert "config.json has changed since molink read it. Start molink anew" in text
+    assert "config.json has changed since molink read it. Restart molink" in text
     with pytest.raises(BrokenModel, match="has changed since"):
         model_files.verify_files()
 

@@ -263,7 +263,7 @@ async def test_peers_replace_an_unreachable_hub(tmp_path: Path, hub: FakeHub) ->
     b = Pc(tmp_path / "b", {"a": a})
     hub.status = 503
     same(await b.stage(facts, (1, 3), "a"), hub, (1, 3))
-    with pytest.raises(FilesMissing, match=r"no PC that is here has model-00001.*hub_files"):
+    with pytest.raises(FilesMissing, match=r"no connected PC has model-00001.*hub_files"):
         await Pc(tmp_path / "c", {"b": b}).stage(facts, (0, 4), "b", use_hub=False)
     with pytest.raises(Unavailable, match="hub: can't reach"):
         await Pc(tmp_path / "d", {"b": b}).stage(facts, (0, 4), "b")
