@@ -154,7 +154,7 @@ class Ring:
         """Start. Without a ``next_stage`` this stage is the whole ring."""
         self._next_stage = next_stage
         if self._host_memory.blocks:
-            self._forward(self._measurements.on_host_measured(self._host_memory))
+            self._forward(self._measurements.host_memories.make_report(self._host_memory))
             self._update_times()
         self.run_pending()
 
@@ -265,10 +265,10 @@ class Ring:
 
     def on_link_measured(self, facts: LinkFacts, now: float) -> None:
         """Report this stage's outgoing link to the other stages if it has changed."""
-        if self._measurements.is_settled(facts):
+        if facts == self._measurements.links.settled:
             return  # the common case
         with self._error_guard:
-            report = self._measurements.on_link_measured(facts, now)
+            report = self._measurements.links.make_report(facts, now)
             if report is not None and not self._closed:
                 self._forward(report)
                 self._update_times()
@@ -314,7 +314,7 @@ class Ring:
         self.step_log.add_step(done)
         self._predictor.end_step(done.seconds)
         if done.error is None and self._slowdown_meter.end_step(done.seconds, now):
-            self._forward(self._measurements.on_slowdown_measured(self._slowdown_meter.slowdown))
+            self._forward(self._measurements.slowdowns.make_report(self._slowdown_meter.slowdown))
             self._update_times()
         failures = self.step_log.failures
         if failures.is_exhausted or (done.error and not done.outputs):

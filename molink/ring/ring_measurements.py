@@ -284,55 +284,39 @@ class RingMeasurements:
         """``profiles`` are those of all stages, measured at load time; empty if unknown."""
         self._row_bytes = shape.row_bytes
         self._profiles = tuple(profiles)
-        self._links = LinkReports(shape.index, shape.stages)
-        self._slowdowns = SlowdownReports(shape.index, shape.stages)
-        self._hosts = HostMemoryReports(shape.index, shape.stages)
-
-    def is_settled(self, facts: LinkFacts) -> bool:
-        """Whether ``facts`` are known to be not worth a report."""
-        return facts == self._links.settled
-
-    def on_link_measured(self, facts: LinkFacts, now: float) -> LinkReport | None:
-        """As :meth:`LinkReports.make_report`."""
-        return self._links.make_report(facts, now)
-
-    def on_slowdown_measured(self, slowdown: Slowdown) -> SlowdownReport:
-        """As :meth:`SlowdownReports.make_report`."""
-        return self._slowdowns.make_report(slowdown)
-
-    def on_host_measured(self, memory: HostMemory) -> HostMemoryReport:
-        """As :meth:`HostMemoryReports.make_report`."""
-        return self._hosts.make_report(memory)
+        self.links = LinkReports(shape.index, shape.stages)
+        self.slowdowns = SlowdownReports(shape.index, shape.stages)
+        self.host_memories = HostMemoryReports(shape.index, shape.stages)
 
     def accept_report(self, report: LinkReport | SlowdownReport | HostMemoryReport) -> bool:
         """Record a report of another stage; ``False`` if it is invalid."""
         match report:
             case LinkReport():
-                return self._links.accept_report(report)
+                return self.links.accept_report(report)
             case SlowdownReport():
-                return self._slowdowns.accept_report(report)
+                return self.slowdowns.accept_report(report)
             case HostMemoryReport():
-                return self._hosts.accept_report(report)
+                return self.host_memories.accept_report(report)
 
     def should_forward(
         self, report: LinkReport | SlowdownReport | HostMemoryReport, now: float
     ) -> bool:
         """As :meth:`ReportForwarder.should_forward`."""
         rounds = {
-            LinkReport: self._links,
-            SlowdownReport: self._slowdowns,
-            HostMemoryReport: self._hosts,
+            LinkReport: self.links,
+            SlowdownReport: self.slowdowns,
+            HostMemoryReport: self.host_memories,
         }
         return rounds[type(report)].should_forward(report.stage, now)
 
     @property
     def host_memory(self) -> HostMemory:
         """Host memory that every stage has."""
-        return self._hosts.common_memory
+        return self.host_memories.common_memory
 
     @property
     def times(self) -> RingTimes:
         """The ring's known times."""
-        known = zip(self._profiles, self._slowdowns.slowdowns, strict=False)
+        known = zip(self._profiles, self.slowdowns.slowdowns, strict=False)
         profiles = tuple(slowdown.apply_to(profile) for profile, slowdown in known)
-        return RingTimes(profiles, self._links.links, self._row_bytes)
+        return RingTimes(profiles, self.links.links, self._row_bytes)

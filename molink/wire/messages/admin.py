@@ -64,13 +64,12 @@ MAX_MODELS = 8
 MAX_PINS = 64
 
 
-class ModelSpec(Message, frozen=True, kw_only=True):
-    """A model of :class:`ApplyModels` with its desired pipelines.
+class ServingOptions(Message, frozen=True, kw_only=True):
+    """How to serve a model.
 
     ``pins`` are PCs by id or name, each with its stage: ``auto`` or ``A:B``.
     """
 
-    model: ModelFacts
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1
     min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     objective: Objective = "latency"
@@ -78,6 +77,12 @@ class ModelSpec(Message, frozen=True, kw_only=True):
     quantize: Quantize = "none"
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     pins: Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=MAX_PINS)] = ()
+
+
+class ModelSpec(ServingOptions, frozen=True, kw_only=True):
+    """A model of :class:`ApplyModels` with its desired pipelines."""
+
+    model: ModelFacts
 
 
 class DesiredModels(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,17 +111,10 @@ class ApplyReply(Message, frozen=True, kw_only=True, tag="apply-reply"):
     payload: Payload
 
 
-class ModelEntry(Message, frozen=True, kw_only=True):
+class ModelEntry(ServingOptions, frozen=True, kw_only=True):
     """A model of an :class:`ApplyFile`: a folder or a name of the hub, and how to serve it."""
 
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
-    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1
-    min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
-    objective: Objective = "latency"
-    dtype: DTypeChoice = "auto"
-    quantize: Quantize = "none"
-    micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    pins: Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=MAX_PINS)] = ()
 
 
 class ApplyFile(Message, frozen=True, kw_only=True, tag="apply-file"):
