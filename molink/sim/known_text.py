@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from molink.bench.workload import HASH_BLOCK_TOKENS, PlannedRequest, TraceRow
+from molink.bench.workload import HASH_BLOCK_TOKENS, PlannedRequest
 from molink.scheduler.speculation.base import DraftProposal
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 
@@ -87,11 +87,3 @@ def tokens_of(planned: PlannedRequest, count: int) -> tuple[int, ...]:
 def token_of(last: int, position: int) -> int:
     """The token at ``position`` of an answer without content that ends at ``last``."""
     return END_TOKEN if position == last else 0
-
-
-def rows_of(texts: Sequence[KnownText]) -> tuple[TraceRow, ...]:
-    """A workload of these requests, one per second."""
-    return tuple(
-        TraceRow(float(index), len(text.prompt), len(text.answer))
-        for index, text in enumerate(texts)
-    )

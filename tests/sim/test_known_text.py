@@ -1,9 +1,11 @@
 """Simulated requests with content, so that drafts are right or wrong."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from molink.sim.known_text import KnownText, rows_of
+from molink.bench.workload import TraceRow
+from molink.sim.known_text import KnownText
 from molink.sim.scenario import Scenario
 from molink.sim.simulate import simulate_scenario
 from molink.sim.workload import Workload
@@ -17,8 +19,16 @@ TEXTS = (KnownText(COPY, COPY[5:40]), KnownText(tuple(range(9)), tuple(range(50,
 SMALL = str(Path(__file__).parents[2] / "configs" / "models" / "qwen2.5-0.5b.toml")
 
 
+def trace_of(texts: Sequence[KnownText]) -> tuple[TraceRow, ...]:
+    """A workload of these requests, one per second."""
+    return tuple(
+        TraceRow(float(index), len(text.prompt), len(text.answer))
+        for index, text in enumerate(texts)
+    )
+
+
 def scenario() -> Scenario:
-    workload = Workload(1.0, 4.0, trace_rows=rows_of(TEXTS), arrivals="trace")
+    workload = Workload(1.0, 4.0, trace_rows=trace_of(TEXTS), arrivals="trace")
     return Scenario(workload, texts=TEXTS)
 
 
@@ -47,7 +57,7 @@ def test_forced_tokens_are_drafted() -> None:
     text = KnownText(tuple(range(9)), answer, runs)
     assert text.forced_at(9 + 12) == answer[12:15]
     assert text.forced_at(9 + 7) == text.forced_at(4) == text.forced_at(99) == ()
-    workload = Workload(1.0, 2.0, trace_rows=rows_of([text, text]), arrivals="trace")
+    workload = Workload(1.0, 2.0, trace_rows=trace_of([text, text]), arrivals="trace")
     given = Scenario(workload, texts=(text, text))
     found = simulate_scenario(replace(given, num_speculative_tokens=-1))
     plain = replace(given, texts=(replace(text, forced_runs=()),) * 2, num_speculative_tokens=-1)
