@@ -4,4 +4,8 @@ This package is the library: deciders, computation, messages. The processes are 
 ``docs/architecture.md`` has a map of both.
 """
 
+from molink.cpu_isa import limit_libraries
+
 __version__ = "0.1.0"
+
+limit_libraries()

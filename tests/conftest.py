@@ -47,6 +47,8 @@ STARTING_PROCESSES = (
     "tests/molinkd/peer/agent/test_worker_supervisor.py",
     "tests/molinkd/worker/test_processes.py",
     "tests/stage/linear/test_bnb.py",
+    "tests/stage/test_without_avx512.py",
+    "tests/test_cpu_isa.py",
     "tests/test_repository.py",
     "tests/tools/test_wan.py",
 )

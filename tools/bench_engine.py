@@ -27,7 +27,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,10 @@ import torch
 from molink.checkpoint.gguf_import import GGUF_SUFFIX, import_gguf
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import NullCounter
+from molink.cpu_isa import AVX2_ONLY
 from molink.facts.dtypes import DTypeChoice
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.diagnostics.stage_bench import peak_read_rate
-from molink.stage.kernels import compiler
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from molinkd.platform import huge_pages
@@ -53,12 +52,6 @@ CHUNK, LONG_DECODE = 512, 32
 
 #: Marks the measuring process, which has a worker's environment.
 _MEASURES = "MOLINK_BENCH_ENGINE"
-#: Environment that limits torch, oneDNN and MKL to AVX2.
-AVX2_ONLY = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-}
 
 
 def main() -> int:
@@ -82,9 +75,6 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.avx2:
-        without = without_avx512()
-        compiler.host_features = cache(lambda: without)
     with tempfile.TemporaryDirectory() as made:
         result = _measure_all(options, Path(made))
     print(json.dumps(result, indent=2) if options.json else _format_table(result))
@@ -214,12 +204,6 @@ def _compare_rounds(ours: Sequence[float], theirs: Sequence[float]) -> dict[str,
         "ratio": statistics.median(ratios),
         "ratios": [round(ratio, 3) for ratio in ratios],
     }
-
-
-def without_avx512() -> dict[str, bool]:
-    """CPU features without AVX-512."""
-    known = compiler.host_features()
-    return {name: on and not name.startswith("avx512") for name, on in known.items()}
 
 
 def measure_decode(stage: Stage, batch: int, prompt: int, count: int) -> float:

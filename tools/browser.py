@@ -2,8 +2,8 @@
 
 import base64
 import json
+import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,6 +14,8 @@ from typing import Any
 PATIENCE_S = 60.0
 #: WebDriver's key of an element.
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+#: What the driver prints once it listens.
+_LISTENS = re.compile(r"successfully on port (\d+)")
 _DRIVERS = ("chromedriver", "chromium.chromedriver")
 #: WebDriver's special keys.
 ESCAPE, ENTER, SHIFT = "\ue00c", "\ue007", "\ue008"
@@ -25,14 +27,15 @@ def find_driver() -> str | None:
 
 
 class Browser:
-    """One window. What it does not find within :data:`TIMEOUT_S` is a :class:`TimeoutError`."""
+    """One window. What it does not find within :data:`PATIENCE_S` is a :class:`TimeoutError`."""
 
     def __init__(self, driver: str, width: int, height: int, scale: float = 1.0) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self._driver = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL)
-        self._root = f"http://127.0.0.1:{port}"
+        # It picks a port itself: another process could take one found free here.
+        self._driver = subprocess.Popen(
+            [driver, "--port=0"], stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
+        )
         arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+        arguments += ["--disable-dev-shm-usage"]  # it is small in a container
         arguments += ["--disable-background-networking", f"--force-device-scale-factor={scale}"]
         arguments += [f"--window-size={width},{height}"]
         wanted = {
@@ -41,7 +44,7 @@ class Browser:
             "goog:loggingPrefs": {"browser": "ALL"},
         }
         try:
-            self._until_listening()
+            self._root = f"http://127.0.0.1:{self._read_port()}"
             made = self._call_driver("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         except BaseException:
             self._end_driver()
@@ -111,18 +114,16 @@ class Browser:
     def _end_driver(self) -> None:
         self._driver.terminate()
         self._driver.wait()
+        assert self._driver.stdout is not None
+        self._driver.stdout.close()
 
-    def _until_listening(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                self._call_driver("GET", "/status")
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-            else:
-                return
+    def _read_port(self) -> int:
+        """Wait until the driver listens; returns its port."""
+        assert self._driver.stdout is not None
+        for line in self._driver.stdout:
+            if found := _LISTENS.search(line):
+                return int(found[1])
+        raise RuntimeError("ChromeDriver ended before it listened")
 
     def _call_driver(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -35,7 +35,7 @@ FALLBACKS: dict[str, str] = {
     "pinned-copies": "synchronous copies",
 }
 
-#: Kernels that are only needed if one of these is disabled.
+#: Kernels that are only needed if one of these is disabled or absent.
 USED_ONLY_FOR: dict[str, tuple[str, ...]] = {
     "plain-attention": ("gather-attention",),
     "unpacked": ("int8", "nf4"),

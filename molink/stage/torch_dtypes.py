@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from molink.cpu_isa import avx2_only
 from molink.facts.dtypes import DTypeChoice, WeightDType
 
 TORCH_DTYPES: dict[WeightDType, torch.dtype] = {
@@ -47,6 +48,8 @@ def supports_bf16(device: torch.device) -> bool:
 
 def cpu_supports_bf16() -> bool:
     """Whether this CPU multiplies bf16 natively (AVX512-BF16 or AMX)."""
+    if avx2_only():
+        return False
     # Older torch versions can't tell; fp32 always works.
     known: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
     capabilities = known()

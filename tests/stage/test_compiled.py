@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from molink.facts.dtypes import WeightDType
 from molink.facts.kernels import FALLBACKS
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.attention.gather import PlainAttention
@@ -14,6 +15,8 @@ from molink.stage.batch import SequenceRows
 from molink.stage.decoder.norm import CompiledRmsNorm
 from molink.stage.kernels.create import create_matmul
 from molink.stage.linear import CompiledLinear, PlainLinear, create
+from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype
+from tests.support.kernels import NOT_COMPILED
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
 
@@ -40,13 +43,18 @@ def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create, "_probe_cpu", create._probe_cpu.__wrapped__)
 
 
-def needs(dtype: torch.dtype) -> None:
-    if create_matmul(dtype, 1) is None:
-        pytest.skip(f"this CPU has no compiled products for {dtype}")
+@pytest.fixture
+def dtype() -> WeightDType:
+    """What this CPU computes in with weights of 16 bits; there has to be code for it."""
+    chosen = choose_dtype("auto", "bf16", torch.device("cpu"))
+    if create_matmul(TORCH_DTYPES[chosen], 1) is None:
+        pytest.skip(NOT_COMPILED[chosen])
+    return chosen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_models(
+    dtype: WeightDType,
     make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],
@@ -54,9 +62,8 @@ def test_bf16_models(
     random_tokens: Callable[..., list[int]],
     family: str,
 ) -> None:
-    needs(torch.bfloat16)
     folder = make_model(tmp_path, family, dtype="bfloat16", head_dim=32, **FAMILIES[family])
-    ring = make_ring(folder, (2,), dtype="bf16", block_size=16)
+    ring = make_ring(folder, (2,), dtype=dtype, block_size=16)
     block = ring.stages[0]._decoder.blocks[0]
     assert isinstance(block.qkv, CompiledLinear)
     assert any(
@@ -75,17 +82,17 @@ def test_bf16_models(
 
 
 def test_kernels_that_are_avoided(
+    dtype: WeightDType,
     make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],
     random_tokens: Callable[..., list[int]],
 ) -> None:
     """The next ones compute the same."""
-    needs(torch.bfloat16)
     folder = make_model(tmp_path, "llama", dtype="bfloat16", head_dim=32)
     tokens, rows = random_tokens(40), [SequenceRows(0, 40, [2, 0, 1])]
-    usual = make_ring(folder, (2,), dtype="bf16", block_size=16).run(tokens, rows)
-    ring = make_ring(folder, (2,), dtype="bf16", block_size=16, avoid=tuple(FALLBACKS))
+    usual = make_ring(folder, (2,), dtype=dtype, block_size=16).run(tokens, rows)
+    ring = make_ring(folder, (2,), dtype=dtype, block_size=16, avoid=tuple(FALLBACKS))
     block = ring.stages[0]._decoder.blocks[0]
     assert isinstance(block.qkv, PlainLinear)
     assert not isinstance(block.input_norm, CompiledRmsNorm)
@@ -113,7 +120,8 @@ def test_16_bit_weights_with_float32_rows(
     family: str,
     kept: str,
 ) -> None:
-    needs(torch.float32)
+    if create_matmul(torch.float32, 1) is None:
+        pytest.skip(NOT_COMPILED["f32"])
     folder = make_model(tmp_path, family, dtype=kept, **FAMILIES[family])
     ring = make_ring(folder, (2,), dtype="f32", block_size=16)
     projection = ring.stages[0]._decoder.blocks[0].qkv

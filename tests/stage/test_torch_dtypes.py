@@ -52,6 +52,7 @@ def test_rows_travel_alike_at_every_stage(stored: str) -> None:
 
 
 def test_a_torch_that_knows_no_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOLINK_CPU_ISA", raising=False)
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     assert cpu_supports_bf16() is False
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)

@@ -7,6 +7,12 @@ import pytest
 from molink.stage.kernels.compiler import host_features
 from molink.stage.kernels.openmp import OpenMp
 
+#: Why tests that need compiled products for rows of a type are skipped.
+NOT_COMPILED = {
+    "bf16": "this CPU has no AVX512-BF16: rows are float32",
+    "f32": "this CPU has neither AVX2 nor AVX-512",
+}
+
 
 def require(features: Collection[str], threads: int) -> OpenMp | None:
     """The OpenMP library for ``threads``, ``None`` for one; skips if something is missing."""

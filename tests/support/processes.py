@@ -18,6 +18,7 @@ import psutil
 
 import molink
 import molinkd
+from molink.cpu_isa import AVX2_ONLY
 from molink.errors import Unavailable
 from molinkd.cli import daemon_client as local_daemon
 from molinkd.peer.home import Home, copy_measurements
@@ -132,7 +133,7 @@ def save_measurements(home: Home) -> None:
 
 def environment(home: Path) -> dict[str, str]:
     """The environment of a molink process: a home, and molink itself if it isn't installed."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("MOLINK_")}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MOLINK_") or k in AVX2_ONLY}
     return {
         **kept,
         "MOLINK_HOME": str(home),

@@ -106,6 +106,13 @@ def describe_device(device: torch.device) -> str:
     return describe_cpu() if device.type == "cpu" else torch.cuda.get_device_name(device.index or 0)
 
 
+def describe_instructions(device: torch.device) -> str:
+    """Name a CPU's instruction set, which its name need not tell; empty for a GPU."""
+    if device.type != "cpu":
+        return ""
+    return f" ({torch.backends.cpu.get_cpu_capability()}{' with bf16' * supports_bf16(device)})"
+
+
 def driver_version() -> str:
     """Version of NVIDIA's driver; empty if unknown."""
     import pynvml

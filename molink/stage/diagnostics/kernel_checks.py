@@ -20,7 +20,7 @@ from molink.facts.dtypes import DTypeChoice
 from molink.facts.kernels import FALLBACKS
 from molink.facts.model import Quantize
 from molink.files import retry_while_busy
-from molink.stage.diagnostics.device import describe_device, driver_version
+from molink.stage.diagnostics.device import describe_device, describe_instructions, driver_version
 from molink.stage.diagnostics.kernel_trials import KernelChain, KernelTrial, kernel_chains
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.torch_dtypes import choose_dtype
@@ -116,7 +116,7 @@ def describe_environment(device: torch.device) -> str:
     return (
         f"format {_FORMAT_VERSION}; molink {molink.__version__}; torch "
         f"{torch.__version__}{driver}; "
-        f"{device.type} {describe_device(device)}, {threads} threads"
+        f"{device.type} {describe_device(device)}{describe_instructions(device)}, {threads} threads"
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 import molink
 from molink.facts.profile import Profile
-from molink.stage.diagnostics.device import describe_device
+from molink.stage.diagnostics.device import describe_device, describe_instructions
 from molink.stage.diagnostics.profile_cache import ProfileCache
 from molink.stage.diagnostics.stage_passes import StagePasses
 from molink.stage.diagnostics.timing import measure_profile
@@ -85,7 +85,8 @@ def _model_key(stage: Stage, block_size: int) -> str:
         f"format {_FORMAT_VERSION}",
         f"molink {molink.__version__}",
         f"torch {torch.__version__}",
-        f"{stage.device.type} {describe_device(stage.device)}, {threads} threads",
+        f"{stage.device.type} {describe_device(stage.device)}{describe_instructions(stage.device)}",
+        f"{threads} threads",
         f"{stage.dtype}, wire {stage.wire_dtype}, {stage.layer_bytes} bytes a layer",
         f"blocks of {block_size}",
         repr(stage.config),

@@ -7,11 +7,18 @@ from functools import cache
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from molink.cpu_isa import avx2_only
+
+#: Prefixes of LLVM's features that an AVX2-only CPU lacks.
+_BEYOND_AVX2 = ("avx512", "avx10", "avxvnni", "amx", "evex512")
+
 
 @cache
 def host_features() -> Mapping[str, bool]:
     """Features of this CPU by LLVM's names (``avx512bf16``, ``fma``, …)."""
     found: Mapping[str, bool] = llvm.get_host_cpu_features()
+    if avx2_only():
+        return {name: on and not name.startswith(_BEYOND_AVX2) for name, on in found.items()}
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.quantization import NF4_BLOCK
+from molink.cpu_isa import avx2_only
 from molink.errors import UsageError
 from molink.stage.linear.base import total_bytes
 
@@ -110,6 +111,8 @@ def supports_shape(shape: tuple[int, int]) -> bool:
 @torch.inference_mode()
 def has_nf4_kernel() -> bool:
     """Try whether bitsandbytes' undocumented CPU kernel works."""
+    if avx2_only():
+        return False  # bitsandbytes detects the CPU by itself
     load_library()
     shape = (2 * _ROW_GROUP, 2 * NF4_BLOCK)
     weight = torch.linspace(-1, 1, shape[0] * shape[1]).sin().view(shape)

@@ -18,11 +18,10 @@ from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
 from molink.stage.kernels.attention_kernel import AttentionKernel
-from molink.stage.kernels.compiler import host_features
 from molink.stage.kernels.kernel_shape import AttentionKernelShape
 from molink.stage.kv_pool import KVPool
 from tests.stage.attention.conftest import Requests
-from tests.support.kernels import require
+from tests.support.kernels import NOT_COMPILED, require
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MIXES = {
@@ -184,8 +183,7 @@ def test_what_a_stage_takes(shape_of: Callable[..., AttentionShape], dtype: torc
     scores: list[dict[str, Any]] = [{}, {"softcap": 50.0}, {"sinks": True}, {"windows": (0, 4096)}]
     shapes = [shape_of(head_dim=64, **options) for options in scores]
     _, wanted, _, _ = KINDS["AVX512-BF16" if dtype is BF16 else "AVX2"]
-    if not all(host_features().get(name) for name in wanted):
-        pytest.skip("this CPU has no compiled attention")
+    require(wanted, 1)
     for shape in shapes:
         assert isinstance(create_attention("auto", shape, 16, dtype, CPU), CompiledAttention)
 
@@ -209,7 +207,7 @@ def test_results_that_are_off_are_not_used(
 ) -> None:
     shape = shape_of(head_dim=64)
     if create_checked_compiled(shape, 16, torch.float32, CPU)[0] is None:
-        pytest.skip("this CPU has no compiled attention")
+        pytest.skip(NOT_COMPILED["f32"])
     wrong = "molink.stage.attention.compiled.CompiledLayers.__call__"
     for bad in (1.0, float("nan")):
         monkeypatch.setattr(

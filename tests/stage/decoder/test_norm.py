@@ -12,6 +12,7 @@ from molink.stage.decoder.norm import CompiledRmsNorm, Float32RmsNorm, RmsNorm
 from molink.stage.decoder.operators import create_operators
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.stage.weights.weight_reader import WeightReader
+from tests.support.kernels import NOT_COMPILED
 from tests.support.models import MakeModel
 
 NAME = "model.layers.0.input_layernorm.weight"
@@ -51,19 +52,21 @@ def test_weights_are_offset_in_full_precision(
     assert torch.equal(norm.weight.float(), stored.float() + (family == "gemma2"))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_norms_are_wide_ones(
-    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
 ) -> None:
     folder = make_model(tmp_path, family, head_dim=32)
-    compiled, _ = load(folder, "bf16")
+    compiled, _ = load(folder, dtype)
     if not isinstance(compiled, CompiledRmsNorm):
-        pytest.skip("this CPU has no compiled norms")
+        pytest.skip(NOT_COMPILED[dtype])
     monkeypatch.setattr(operators, "create_rowwise", lambda *_: None)
-    usual, stored = load(folder, "bf16")
+    usual, stored = load(folder, dtype)
     assert torch.equal(compiled.weight, stored.float() + (family == "gemma2"))
-    rows = torch.randn(5, len(stored)).bfloat16()
-    torch.testing.assert_close(compiled(rows), usual(rows), rtol=2**-6, atol=1e-5)
+    rows = torch.randn(5, len(stored)).to(TORCH_DTYPES[dtype])
+    within = 2**-6 if dtype == "bf16" else 1e-5
+    torch.testing.assert_close(compiled(rows), usual(rows), rtol=within, atol=1e-5)
 
 
 def test_16_bit_rows_are_rounded_once() -> None:

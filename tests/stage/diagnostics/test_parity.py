@@ -25,6 +25,8 @@ from molink.stage.linear import quantized
 from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.quantized import QuantizedKernels
 from molink.stage.linear.unpacked import UnpackedLinear
+from molink.stage.torch_dtypes import DTYPE_NAMES
+from tests.support.kernels import NOT_COMPILED
 from tests.support.models import MakeModel
 
 CPU = torch.device("cpu")
@@ -60,7 +62,7 @@ def test_all_kernels_of_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("torch", PlainLinear, "__call__"),
         ("compiled-linear", MatMul, "__call__"),
-        ("compiled-rows", RowwiseKernels, "gate"),
+        ("compiled-rows", RowwiseKernels, "apply_gate"),
         ("int8", UnpackedLinear, "__call__"),
     ],
 )
@@ -153,16 +155,16 @@ def test_a_gpus_products_are_tried_once_their_library_is_loaded(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("part", ["norm", "gate", "rotate"])
+@pytest.mark.parametrize("part", ["normalize_rows", "apply_gate", "rotate_heads"])
 def test_compiled_rows_that_are_wrong_are_not_used(
     monkeypatch: pytest.MonkeyPatch, part: str, dtype: torch.dtype
 ) -> None:
     if create_rowwise(dtype, 1e-5, "silu", 1) is None:
-        pytest.skip("this CPU has no compiled norms")
+        pytest.skip(NOT_COMPILED[DTYPE_NAMES[dtype]])
     wrong = {
-        "norm": lambda _, rows, __: rows,
-        "gate": lambda _, rows: rows[:, ::2],
-        "rotate": lambda *_: None,
+        "normalize_rows": lambda _, rows, __: rows,
+        "apply_gate": lambda _, rows: rows[:, ::2],
+        "rotate_heads": lambda *_: None,
     }
     monkeypatch.setattr(RowwiseKernels, part, wrong[part])
     assert create_rowwise.__wrapped__(dtype, 1e-5, "silu", 1) is None

@@ -13,6 +13,8 @@ from molink.stage.linear import (
     can_pack,
     create,
 )
+from molink.stage.torch_dtypes import DTYPE_NAMES
+from tests.support.kernels import NOT_COMPILED
 
 CPU = torch.device("cpu")
 
@@ -20,7 +22,7 @@ CPU = torch.device("cpu")
 def compiled(dtype: torch.dtype) -> ProjectionFactory:
     product = create_matmul(dtype, 1)
     if product is None:
-        pytest.skip(f"this CPU has no compiled products for {dtype}")
+        pytest.skip(NOT_COMPILED[DTYPE_NAMES[dtype]])
     return ProjectionFactory(dtype, product, can_pack(dtype, CPU))
 
 
@@ -46,9 +48,7 @@ def test_compiled_projections_multiply_as_others_do(
 
 @torch.inference_mode()
 def test_shapes_and_types_that_are_not_compiled() -> None:
-    narrow, wide = compiled(torch.bfloat16), compiled(torch.float32)
-    other = PackedLinear if narrow.packs_onednn else PlainLinear
-    assert isinstance(narrow.create_projection(torch.eye(33).bfloat16(), None), other)
+    wide = compiled(torch.float32)
     odd = wide.create_projection(torch.eye(33).bfloat16(), None)
     assert isinstance(odd, PlainLinear)
     assert odd.weight.dtype is torch.float32
@@ -58,6 +58,13 @@ def test_shapes_and_types_that_are_not_compiled() -> None:
     half = wide.create_projection(torch.eye(64).half(), None)
     assert isinstance(half, CompiledLinear)
     assert half.nbytes == 2 * 64 * 64 + 4 * 64
+
+
+@torch.inference_mode()
+def test_bf16_rows_of_odd_shapes_and_types_are_not_compiled() -> None:
+    narrow = compiled(torch.bfloat16)
+    other = PackedLinear if narrow.packs_onednn else PlainLinear
+    assert isinstance(narrow.create_projection(torch.eye(33).bfloat16(), None), other)
     assert isinstance(narrow.create_projection(torch.eye(64).half(), None), other)
 
 
@@ -75,7 +82,7 @@ def test_what_is_slower_is_not_used(
     monkeypatch: pytest.MonkeyPatch, few: float, many: float, chosen: bool
 ) -> None:
     if create_matmul(torch.float32, 1) is None:
-        pytest.skip("this CPU has no compiled products for float32")
+        pytest.skip(NOT_COMPILED["f32"])
     monkeypatch.setattr(create, "_relative_time", lambda *_: (few, many))
     found = create._probe_cpu.__wrapped__(torch.float32, 1)
     assert found.keeps_dtype(torch.bfloat16) is chosen

@@ -148,9 +148,13 @@ def _major_version(version: str | None) -> int:
 
 def _check_kernels(facts: DeviceFacts) -> Finding:
     test = facts.test
-    failed = {one.kernel for one in test.results if one.state == "wrong"}
-    idle = {name for name, of in USED_ONLY_FOR.items() if failed.isdisjoint(of)}
-    wrong = [one for one in test.results if one.state == "wrong" and one.kernel not in idle]
+    works = {(one.kernel, one.dtype) for one in test.results if one.state == "ok"}
+
+    def is_idle(spare: KernelResult) -> bool:
+        of = USED_ONLY_FOR.get(spare.kernel, ())
+        return bool(of) and all((name, spare.dtype) in works for name in of)
+
+    wrong = [one for one in test.results if one.state == "wrong" and not is_idle(one)]
     right = len({one.kernel for one in test.results if one.state == "ok"})
     if not wrong and test.failure:
         text = f"the self-test of {test.device or 'the device'} failed: {test.failure}"

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from molink.cpu_isa import avx2_only
 from molink.errors import WorkerError
 from molink.facts.device import Device
 from molink.facts.dtypes import DTypeChoice, NarrowDType
@@ -112,6 +113,7 @@ async def measure_device(
     threads = num_worker_threads(settings)
     mbytes = 256 if settings.stages_per_host == 1 else 32
     key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()} narrow"
+    key += " avx2" * avx2_only()
     probe = _read_cache(cache, key)
     if probe is None or probe.kind == "cuda":  # free GPU memory changes
         arguments = ["--device", settings.device, "--threads", str(threads)]

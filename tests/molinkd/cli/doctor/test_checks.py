@@ -212,8 +212,19 @@ def test_a_gpu_that_computes_wrongly_leaves_the_cpu() -> None:
 
 
 def test_unused_faulty_kernels_are_no_problem() -> None:
-    facts = device(WORKING, results=(failed("plain-attention"), failed("unpacked")), where="cuda:0")
+    right = [KernelResult(kernel=n, dtype="bf16", state="ok") for n in ("int8", "nf4")]
+    right.append(KernelResult(kernel="gather-attention", dtype="bf16", state="ok"))
+    results = (*right, failed("plain-attention"), failed("unpacked"))
+    facts = device(WORKING, results=results, where="cuda:0")
     expect(of(check_device(facts), "kernels"), "ok", "match plain torch")
+
+
+def test_a_faulty_replacement_of_absent_kernels_is_a_problem() -> None:
+    absent = [KernelResult(kernel=n, dtype="f32", state="absent") for n in ("int8", "nf4")]
+    right = [KernelResult(kernel=n, dtype="bf16", state="ok") for n in ("int8", "nf4")]
+    facts = device(results=(*absent, *right, failed("unpacked", dtype="f32")))
+    found = of(check_device(facts), "kernels")
+    expect(found, "problem", "unpacked has no replacement: unpacked (f32)", "--stage none")
 
 
 # --- the network ------------------------------------------------------------------------------
