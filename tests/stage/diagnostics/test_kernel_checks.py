@@ -174,7 +174,7 @@ def test_a_device_on_which_nothing_is_right_is_refused(
 ) -> None:
     exact = PlainLinear.__call__
     monkeypatch.setattr(PlainLinear, "__call__", lambda *given: exact(*given) + 1)
-    with pytest.raises(UsageError, match=r"computes wrongly, .* the place of torch \(f32\): it is"):
+    with pytest.raises(UsageError, match=r"computes wrongly, .* replace torch \(f32\): it is"):
         looked_at(model, tmp_path / "proofs.json", avoid=("compiled-linear",))
 
 
@@ -186,7 +186,7 @@ def test_wrong_unpacked_weights_are_refused(
     assert looked_at(model, tmp_path / "proofs.json", quantize="int8", avoid=avoid) == avoid
     exact = UnpackedLinear.__call__
     monkeypatch.setattr(UnpackedLinear, "__call__", lambda *given: exact(*given).roll(1, -1))
-    with pytest.raises(UsageError, match=r"the place of unpacked \(f32\): it is off by"):
+    with pytest.raises(UsageError, match=r"replace unpacked \(f32\): it is off by"):
         looked_at(model, tmp_path / "again.json", quantize="int8", avoid=avoid)
 
 

@@ -164,7 +164,9 @@ def test_a_key_tells_apart_what_takes_another_time(
     keys = [profile_key(stage, 16) for stage in stages] + [profile_key(stages[0], 8)]
     for name, value in (("describe_device", "another"), ("_FORMAT_VERSION", 99)):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, (lambda _: "another") if name == "describe_device" else value)
+            patch.setattr(
+                module, name, (lambda _: "another") if name == "describe_device" else value
+            )
             keys.append(profile_key(stages[0], 16))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 77)
