@@ -226,7 +226,7 @@ def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
         assert guest.process.wait(30) == 9, guest.output
         assert "was removed from swarm" in guest.output
         done = tools.run_molink(tmp_path / "new", "join", token, *options)
-        assert (done.returncode, "was ended" in done.stderr) == (3, True), done.stderr
+        assert (done.returncode, "was revoked" in done.stderr) == (3, True), done.stderr
         assert "fifth" not in tools.run_molink(first, "invite", "--list").stdout
         done = tools.run_molink(first, "un-revoke", "fifth")
         assert done.returncode == 0, done.stderr

@@ -77,7 +77,7 @@ def test_a_source_that_alters_weights(joiner: Process, tools: type[Tools], model
     assert (liar["name"], liar["banned_by"]) == ("liar", "this PC, as a source of models")
     assert "is not what the model's owner has there" in liar["reason"]
     log = (joiner.home.logs / "daemon.log").read_text(encoding="utf-8")
-    assert f"peer {liar['peer']} is no source of models any more" in log
+    assert f"peer {liar['peer']} is excluded as a source of models" in log
     (stored,) = (path for path in joiner.home.models.iterdir() if path.is_dir())
     assert tensors(stored) == tensors(model)
     client = tools.client(joiner.found().endpoints[0])

@@ -153,7 +153,7 @@ async def test_rejected_pc_is_told_why(scene: Scene) -> None:
     scene.failure = Unavailable("the swarm has 64 PCs")
     with pytest.raises(Unavailable, match="64 PCs"):
         scene.listener.decide_request(await scene.code(), "owner", refuse=False)
-    with pytest.raises(Unavailable, match="as many PCs"):
+    with pytest.raises(Unavailable, match="is full"):
         await pairing
     with pytest.raises(RequestError, match="no waiting PC"):
         scene.listener.decide_request("0000-0000", "owner", refuse=False)
@@ -163,8 +163,8 @@ async def test_rejected_pc_is_told_why(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("objection", "error", "text"),
     [
-        ("revoked", PeerBanned, "shut out"),
-        ("full", Unavailable, "as many PCs"),
+        ("revoked", PeerBanned, "removed from"),
+        ("full", Unavailable, "is full"),
         ("duplicate", UsageError, r"peer\.key"),
         ("refused", PairingRefused, "refused"),
     ],
