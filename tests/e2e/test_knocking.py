@@ -97,7 +97,7 @@ def test_a_doctor_beside_a_daemon(loopback: Loopback, tools: type[Tools]) -> Non
         assert found[check]["level"] == "ok", done.stdout
     assert "molink runs (process" in found["daemon"]["text"]
     assert "s of first" in found["clock"]["text"]
-    assert "as all 2 PCs of the swarm" in found["version"]["text"]
+    assert "like all 2 PCs of the swarm" in found["version"]["text"]
     assert done.returncode == any(one["level"] == "problem" for one in found.values())
 
 
