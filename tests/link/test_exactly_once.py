@@ -86,7 +86,7 @@ class Link(RuleBasedStateMachine):
         #: All volumes and their rows, by seq; and how many rows have been handed over.
         self.volumes: dict[int, tuple[Volume, bytes]] = {}
         self.given: dict[int, int] = {}
-        #: What has come of them: the buffer and how many rows of it are there.
+        #: Received rows: the buffer, and how many rows of it are valid.
         self.buffers: dict[int, bytearray] = {}
         self.rows: dict[int, int] = {}
         self.controls: list[Any] = []
@@ -266,7 +266,7 @@ class Link(RuleBasedStateMachine):
             assert len(buffer) == self.total(seq) * ROW
 
     def teardown(self) -> None:
-        """Once nothing breaks any more, everything has come, exactly once."""
+        """Everything has arrived exactly once after the last break."""
         for seq in self.given:
             if self.given[seq] < self.total(seq):
                 self.hand_over(seq, 99)

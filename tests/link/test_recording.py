@@ -45,7 +45,7 @@ EVENTS: list[LinkEvent] = [
 
 
 class Echo:
-    """Decides by what it was told last, so that nothing it is told may change."""
+    """Decides by the last event, so that every recorded detail matters."""
 
     name = "echo"
     single_channel = False

@@ -49,7 +49,7 @@ def connected(sender: LinkSender) -> LinkSender:
 
 
 class TwoLanes(FifoPolicy):
-    """First come, first served, with a channel for each kind."""
+    """First come, first served, with a channel per kind."""
 
     single_channel = False
 

@@ -1,7 +1,7 @@
-"""A long prompt among streams that decode, in virtual time.
+"""A long prompt among decoding streams, in virtual time.
 
-Each stage computes one step at a time, as a worker does: whatever of the next decode volume and the
-next prefill volume has arrived. Steps take as long as a profile says, messages a fixed latency.
+Each stage computes one step at a time, as a worker does: what has arrived of the next decode volume
+and the next prefill volume. Steps take as long as a profile says, messages a fixed latency.
 """
 
 import itertools
@@ -114,10 +114,10 @@ def p99(values: Sequence[float]) -> float:
 
 
 def long_prompt(ring: Ring) -> tuple[float, list[float], float]:
-    """Streams decode, then a long prompt comes.
+    """Run a long prompt among decoding streams.
 
-    Returns how long a token took before that, the times between tokens until the prompt's first
-    one, and how long it took to come.
+    Returns the time per token before it, the times between tokens until its first one, and its time
+    to first token.
     """
     for number in range(STREAMS):
         ring.submit_request(f"s{number}", 16, 4000)

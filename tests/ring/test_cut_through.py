@@ -156,7 +156,9 @@ def test_decode_waits_for_a_sub_chunk_only() -> None:
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_token_arrives_once(stages: int, chunk: int, cut_through: bool, seed: int) -> None:
-    """Cancels come while half a volume has run, or is still arriving, anywhere in the ring."""
+    """Requests are cancelled while half a volume has run or is still arriving, anywhere in the
+    ring.
+    """
     rng = random.Random(seed)
     swarm = Swarm(
         stages,

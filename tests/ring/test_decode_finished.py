@@ -1,4 +1,4 @@
-"""What the outgoing link's policy hears of decode steps, and when."""
+"""When the link policy is told of decode steps."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ PROFILE = Profile(decode=((64, STEP),), prefill=((64, STEP),))
 
 
 class Outlet:
-    """Keeps everything in the order in which it came."""
+    """Records everything in order."""
 
     is_full = False
 
@@ -41,7 +41,7 @@ class Outlet:
 
 
 class Steps:
-    """Runs a step when it is told to."""
+    """Runs a step on demand."""
 
     def submit_step(
         self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]

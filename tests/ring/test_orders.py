@@ -44,7 +44,7 @@ TOKENS = {
 }
 GREEDY = SamplingParams(temperature=0.0)
 
-#: What is to be sampled, whatever becomes of C.
+#: Expected samples, independent of C.
 WANTED = {
     *((A, position) for position in range(8, 14)),
     *((B, position) for position in range(10, 13)),
@@ -56,7 +56,7 @@ Logits = dict[tuple[int, int], torch.Tensor]
 
 
 class RecordingStage:
-    """A stage whose last output can be looked at."""
+    """A stage that records its last output."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -91,7 +91,7 @@ class More:
 class Hop:
     """One stage, its two incoming channels and its scoreboard.
 
-    With ``split``, it may be told of a part of the rows that are next on the bulk channel.
+    With ``split``, part of the next bulk rows may arrive on their own.
     """
 
     stage: Any
@@ -166,7 +166,7 @@ def script() -> list[tuple[Any, Any]]:
 
 
 def afterword() -> list[tuple[Any, Any]]:
-    """What follows once the release of C has gone round, and what E begins with has come back."""
+    """What follows the round of C's release and E's cached blocks."""
     return [
         (Admit(12, D, GREEDY, 8), None),
         volume(13, rows(D, 0, 7, 12, (6, 5)), prefill=True),
@@ -199,7 +199,7 @@ class Driver:
         return self.logits
 
     def settle(self) -> None:
-        """Let everything that is on its way come to its end."""
+        """Run until nothing is in flight."""
         self._drive(deque(), deque())
 
     def _drive(self, todo: deque[Any], later: deque[Any]) -> None:
@@ -300,7 +300,7 @@ def in_turn(moves: list[Any]) -> Any:
 
 
 def bulk_first(moves: list[Any]) -> Any:
-    """Prefill overtakes: whatever lies on a bulk channel or can be computed goes before control."""
+    """Prefill overtakes: bulk deliveries and steps go before control messages."""
     return moves[-1] if len(moves) == 1 else moves[-2]
 
 

@@ -117,7 +117,7 @@ class State:
 
 
 class Stage:
-    """A scoreboard and a KV pool that remembers who wrote what."""
+    """A scoreboard and a KV pool that records its writers."""
 
     def __init__(
         self,
@@ -131,11 +131,11 @@ class Stage:
             blocks=limits.num_blocks, block_size=limits.block_size, host_blocks=HOST_BLOCKS
         )
         self.scoreboard = Scoreboard(bounds, sub_chunk_policy)
-        #: Rows of volumes that have come in part.
+        #: Rows of volumes that have arrived in part.
         self.incoming: dict[int, list[Row]] = {}
         self.collector = SampleCollector()
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
-        #: The same of host blocks; and all orders to swap, as they came.
+        #: The same for host blocks; and all swaps in order.
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.swaps: list[tuple[type, bytes]] = []
         self.requests: dict[int, State] = {}
@@ -332,12 +332,12 @@ class Guesses:
 
 
 class SmallModel:
-    """A draft model: it checks what it is told, and guesses as the drafts above do."""
+    """A draft model that checks its input and drafts as above."""
 
     def __init__(self, guesses: Guesses) -> None:
         self._guesses = guesses
         self.orders: deque[DraftBatch] = deque()
-        #: What it was told of each request.
+        #: Tokens that it has of each request.
         self.known: dict[int, list[int]] = {}
 
     def answer(self) -> Answers:
@@ -639,7 +639,7 @@ def every_request_gets_its_own_tokens(
 ) -> None:
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text.
 
-    Whatever is drafted meanwhile, whose turn ever it is, and whose KV is kept elsewhere meanwhile.
+    Drafts, scheduling policy and swapping don't change it.
     """
     rng = random.Random(seed)
     limits = SchedulerConfig(
@@ -768,7 +768,7 @@ TestRingMachine.settings = settings(max_examples=25, stateful_step_count=60, dea
 
 
 def advance(ring: Ring) -> None:
-    """One undisturbed round: everything in the ring comes home, in order."""
+    """Deliver everything in the ring once, in order."""
     while events := ring.events():
         ring.do(events[-1])
 
@@ -819,7 +819,7 @@ def test_rejected_row_ends_only_its_request() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lookahead_does_not_change_answers(seed: int) -> None:
-    """Few requests and many guesses: passes go ahead, on paths that turn out right or wrong."""
+    """Few requests with many lookahead drafts, right and wrong ones."""
     rng = random.Random(seed)
     limits = SchedulerConfig(
         64, 4, 2, max_num_batched_tokens=16, num_speculative_tokens=3, lookahead_volumes=4

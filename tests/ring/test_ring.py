@@ -65,7 +65,7 @@ class ScriptedExecutor:
 
 
 class SamplingExecutor(ScriptedExecutor):
-    """A last stage's: token 7 for whoever samples, and no token for requests that have failed."""
+    """Samples token 7 for every sampled slice, except for failed requests."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How every stage comes to know every link of the ring."""
+"""Reports that go round the ring: links, slowdowns, host memory."""
 
 import math
 from array import array
@@ -145,7 +145,7 @@ class Outlet:
 
 
 class FakeHead:
-    """Has nothing to do but to hear of links."""
+    """A scheduler without batches that records the ring's links."""
 
     def __init__(self) -> None:
         self.links: tuple[LinkFacts, ...] = ()
@@ -276,7 +276,7 @@ def volume(rows: int, *, prefill: bool, start: int = 0) -> Volume:
 
 
 def steps(measure: StepSlowdown, slowdown: float, since: float, seconds: float) -> list[float]:
-    """Steps of 0.1 s; when each news came."""
+    """Run steps of 0.1 s; returns the times of reported changes."""
     times = [since + 0.1 * step for step in range(round(seconds / 0.1))]
     return [now for now in times if measure.add_step(0.1 * slowdown, 0.1, now)]
 

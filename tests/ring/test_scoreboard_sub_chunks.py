@@ -49,7 +49,7 @@ def scoreboard_with(*requests: int, **limits: int) -> Scoreboard:
 
 
 def arrive(scoreboard: Scoreboard, body: Release | Volume, arrived: int | None = None) -> list:
-    """A message comes; returns the bodies to be forwarded."""
+    """Deliver a message; returns the bodies to forward."""
     data = bytearray(range(body.payload.nbytes)) if isinstance(body, Volume) else None
     scoreboard.on_message(body, data, 0.0, arrived)
     scoreboard.validate()

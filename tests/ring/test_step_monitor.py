@@ -1,6 +1,5 @@
-"""Predictions of steps: never too short for a healthy stage, whatever came before.
-
-And when failing steps mean a broken device, and when only a batch that was too large.
+"""Step predictions are never too short for a healthy stage; failures tell broken devices from large
+batches.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Sizes of sub-chunks for a GPU, a CPU, and who knows what."""
+"""Sub-chunk sizes for a GPU, a CPU and an unknown device."""
 
 import pytest
 from hypothesis import given

@@ -18,7 +18,7 @@ ROW = 2 * HIDDEN
 
 
 class Always:
-    """Packs everything with the real codec; remembers what it was told."""
+    """Packs everything with the real codec and records the rates that it gets."""
 
     def __init__(self, coding: Coding = Coding.LOSSLESS) -> None:
         from molink.link.packing.compression import RowCodec

@@ -1,4 +1,4 @@
-"""Rows come out of the codec as they went in; what a stranger sends comes out as an error."""
+"""Rows survive the codec; foreign bytes raise errors."""
 
 from itertools import count
 from typing import Any
@@ -272,7 +272,7 @@ PLAIN = Payload("bf16", (16, 256))
 
 
 def make(setting: str = "lossless", seq: float = 1e-6) -> tuple[RowPacker, Compressor]:
-    """A packer whose clock continues by ``seq`` seconds each time it is read."""
+    """A packer whose clock advances by ``seq`` seconds per reading."""
     compressor = Compressor(setting)
     seqs = count()
     return RowPacker(compressor, lambda: next(seqs) * seq), compressor

@@ -291,7 +291,7 @@ def test_empty_window_fills_gradually() -> None:
 
 
 def late(window: CreditWindow, now: float) -> float:
-    """A window's worth of chunks comes back 100 ms late; its size then."""
+    """The window's size after a window of chunks was acknowledged 100 ms late."""
     for _ in range(8):
         window.handle(MessageAcknowledgedEvent(Channel.BULK, 62_500, 0.135), now)
     return window.size

@@ -1,4 +1,4 @@
-"""What holds for every policy, whatever is produced, acknowledged, ready or predicted."""
+"""Properties of every policy under any sequence of events."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field

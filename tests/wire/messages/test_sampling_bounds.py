@@ -1,4 +1,4 @@
-"""What a member may ask a sampler for: numbers that float32 can compute with, and no others."""
+"""Sampling parameters are bounded to what float32 can compute."""
 
 import math
 from typing import Any

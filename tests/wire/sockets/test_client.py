@@ -291,7 +291,7 @@ async def test_failing_callback_does_not_end_the_client(net: Any) -> None:
 
 @pytest.fixture
 def blocked_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sender and reader share a loop here: who is far ahead of its reader is not cut for it."""
+    """Sender and reader share a loop here, so a sender far ahead must not be cut."""
     limits = BacklogLimits(party_bytes=1 << 30, total_bytes=1 << 30)
     monkeypatch.setattr(server_module, "UnreadBytes", partial(UnreadBytes, limits))
 
@@ -322,7 +322,7 @@ async def test_a_slow_server_never_blocks_the_loop(net: Any) -> None:
 
 @pytest.mark.usefixtures("blocked_reader")
 async def test_new_connection_starts_with_an_empty_queue(net: Any) -> None:
-    """The break may come before what waits for the socket has begun to wait."""
+    """The break may come before messages begin to queue."""
     got: list[int] = []
     server = net.server(data_codec(), lambda _, message, __: got.append(message.first))
     client = net.client(data_codec(), net.member(), server.port)

@@ -1,4 +1,4 @@
-"""What strangers and members that misbehave can do to a server: nothing that lasts."""
+"""Attacks on a server by strangers and peers have no lasting effect."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + 
 
 
 class Victim:
-    """A server and a member that goes on being served."""
+    """A server and a peer that must remain served."""
 
     def __init__(self, net: Any) -> None:
         self.net = net
@@ -39,7 +39,7 @@ class Victim:
         self.server.send(sender.identity, DoneReply(ref=message.ref))
 
     async def serves(self) -> None:
-        """Passes if the member still gets its answer."""
+        """Assert that the peer is still answered."""
         reply, _ = await self.client.send_request(StatusRequest(ref=0))
         assert isinstance(reply, DoneReply)
 

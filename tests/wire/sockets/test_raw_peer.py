@@ -1,4 +1,4 @@
-"""What a member can do that libzmq itself never does, to a process of its own."""
+"""Attacks of a peer that libzmq's own sockets can't perform, on a separate process."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ BOUND = 100 * MB
 
 
 class Victim:
-    """A process with a server, or a client, and the keys of a member."""
+    """A process with a server or a client, and the keys of a peer."""
 
     def __init__(self, *role: str) -> None:
         self.process = subprocess.Popen(
@@ -64,9 +64,9 @@ class Victim:
         return self._wires.enter_context(wire)
 
     def serves(self) -> None:
-        """Passes if a member that behaves is answered, on a connection of its own.
+        """Assert that a well-behaved peer is answered on its own connection.
 
-        It may be cut at first, for what others at its address have sent, and dials again.
+        It may first be cut because of others at its address, and redial.
         """
         for left in (2, 1, 0):
             assert self.process.poll() is None
@@ -97,7 +97,7 @@ def server() -> Iterator[Victim]:
         victim.serves()
 
 
-#: A message that a member may send as often as it likes.
+#: A message that a peer may send without limit.
 HARMLESS = control_codec().encode(StatusRequest(ref=7))
 
 
@@ -161,7 +161,7 @@ def test_endless_messages_on_many_connections_are_bounded(server: Victim) -> Non
 
 
 def test_endless_connections_are_bounded(server: Victim) -> None:
-    """A member may have many connections, but not all that the process can."""
+    """A peer may open many connections, but not exhaust the process."""
     wires: list[RawClient] = []
     for _ in range(200):
         with suppress(Refused, OSError):
@@ -268,7 +268,7 @@ def test_invalid_handshakes_are_rejected(server: Victim) -> None:
 
 @counted
 def test_endless_message_of_a_server_is_bounded() -> None:
-    """Who dials has to bear what a member that is dialed sends."""
+    """A client must withstand the server that it dials."""
     keys = KeyPair.generate()
     listener = RawServer(keys.secret)
     with (

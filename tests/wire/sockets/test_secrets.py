@@ -52,7 +52,7 @@ def test_folder_open_to_others_is_rejected(tmp_path: Path, monkeypatch: pytest.M
 def test_windows_programs_have_absolute_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of the current folder, and who the user is is asked but once."""
+    """Programs in the current folder are ignored, and the user is looked up once."""
     run, commands = subprocess.run, []
 
     def note(command: list[str], **options: Any) -> Any:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 class Echo:
-    """A control server that answers every request and keeps who sent what."""
+    """A control server that answers every request and records senders."""
 
     def __init__(self, net: Any, **options: Any) -> None:
         self.seen: list[tuple[MessageSender, Any]] = []

@@ -1,4 +1,4 @@
-"""Traffic on plain sockets: nothing is overlooked, whatever uses up what the descriptor says."""
+"""No message is missed on plain sockets, even if other uses consume the descriptor's signal."""
 
 import asyncio
 from collections.abc import Iterator

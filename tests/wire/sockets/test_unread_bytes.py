@@ -24,7 +24,7 @@ def identity(number: int) -> bytes:
 
 
 class Book:
-    """A backlog whose connections are told by a letter."""
+    """A backlog whose connections are named by letters."""
 
     def __init__(self) -> None:
         self.backlog = UnreadBytes(LIMITS)
@@ -36,7 +36,7 @@ class Book:
     def look(
         self, *counts: tuple[OpenConnection, int], drained: bool = False
     ) -> OpenConnection | None:
-        """Connections have sent so many bytes beside their handshake."""
+        """Count received bytes per connection beside the handshake."""
         if drained:
             self.backlog.on_drained()
         self.backlog.on_counted([(one, HANDSHAKE_BYTES + count) for one, count in counts])
@@ -74,7 +74,7 @@ def test_excess_unread_bytes_cut_the_connection() -> None:
 
 
 def test_endless_message_is_bounded() -> None:
-    """Nobody could have read what came before a moment in which nothing waited."""
+    """Bytes received before a moment without whole messages can't be read."""
     book = Book()
     one = book.open(3)
     assert book.look((one, 3000)) is None
