@@ -27,7 +27,7 @@ def main() -> None:
         browser.wait_for("#model option")
         browser.click("#open-swarm")
         browser.type("#text", options.question + "\n")
-        browser.until("/tokens, .* per second/.test(document.querySelector('.note')?.textContent)")
+        browser.until("/tokens, .* tokens.s/.test(document.querySelector('.note')?.textContent)")
         browser.wait_for(".ring .stage")
         options.file.write_bytes(browser.picture())
     finally:
