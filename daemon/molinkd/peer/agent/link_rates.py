@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 
+from molink.util.change_detector import differs
 from molink.wire.messages.peer_reports import MAX_RATE, MIN_RATE
 from molinkd.tasks import cancel_tasks
 
@@ -35,9 +36,7 @@ class LinkRateReporter:
         """Report rates that changed noticeably."""
         for peer, rate in self._read_rates().items():
             reported = self._reported.get(peer, 0.0)
-            if MIN_RATE <= rate <= MAX_RATE and abs(rate - reported) > _CHANGE_FRACTION * max(
-                rate, reported
-            ):
+            if MIN_RATE <= rate <= MAX_RATE and differs(rate, reported, _CHANGE_FRACTION):
                 self._reported[peer] = rate
                 self._report(peer, rate)
 

@@ -10,6 +10,7 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, NotAuthorized
 from molink.swarm.running_time import MAX_STEP
+from molink.util.change_detector import differs
 from molink.wire.messages.codec import Codec, control_codec
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.client import Client
@@ -263,6 +264,4 @@ def pause_after(duration: float, num_peers: int) -> float:
 
 
 def _is_changed(latency: float, reported: float | None) -> bool:
-    if reported is None:
-        return True
-    return abs(latency - reported) > max(_MIN_CHANGE_S, _MIN_CHANGE * max(latency, reported))
+    return reported is None or differs(latency, reported, _MIN_CHANGE, _MIN_CHANGE_S)
