@@ -177,12 +177,12 @@ def refuse_unknown_tensors(
     Raises:
         BrokenModel: such tensors exist; the first is named.
     """
-    known = _expected_names(config, stage_tensors(config, 0, config.layers), tensors)
-    files = {span.file for name, span in tensors.items() if name in known}
+    expected = _expected_names(config, stage_tensors(config, 0, config.layers), tensors)
+    files = {span.file for name, span in tensors.items() if name in expected}
     strays = [
         name
         for name, span in tensors.items()
-        if name not in known
+        if name not in expected
         and (name.startswith(_MODEL_PREFIXES) or span.file in files)
         and not name.endswith(_CONSTANT_SUFFIXES)
     ]
@@ -198,21 +198,21 @@ def refuse_unknown_tensors(
 def _expected_names(
     config: ModelConfig, shapes: TensorShapes, tensors: Mapping[str, TensorSpan]
 ) -> set[str]:
-    known = {*shapes, OUTPUT_HEAD_NAME} if config.tied_embeddings else {*shapes}
+    expected = {*shapes, OUTPUT_HEAD_NAME} if config.tied_embeddings else {*shapes}
     scheme = config.low_bit
     if scheme is not None:
         held = [
             n for n, s in shapes.items() if can_be_low_bit(n, s) and scheme.is_stored(n, tensors)
         ]
-        known -= {*held}
-        known.update(required_tensors(shapes, "none", tensors, scheme))
-        known.update(unused for name in held for unused in scheme.unused_names(name))
+        expected -= {*held}
+        expected.update(required_tensors(shapes, "none", tensors, scheme))
+        expected.update(unused for name in held for unused in scheme.unused_names(name))
     elif config.quantized == "none":
-        for name in (*known,):
-            place = find_stack(name, tensors)
-            known.update(packed_names(name) if place is None else place.names)
+        for name in (*expected,):
+            stack = find_stack(name, tensors)
+            expected.update(packed_names(name) if stack is None else stack.names)
     else:
         for name, shape in shapes.items():
             if is_quantizable(name, shape):
-                known.update(companion_names(name))
-    return known
+                expected.update(companion_names(name))
+    return expected

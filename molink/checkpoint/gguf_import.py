@@ -68,8 +68,8 @@ def read_gguf_model(path: Path) -> tuple[ModelConfig, dict[str, MappedTensor]]:
     """
     file = read_split_gguf(path)
     config = build_config(file, lambda tensor: _read_numbers(file, tensor), ())
-    pieces = {piece.name: piece for piece in _check_tensors(file, config)}
-    return ModelConfig.parse_config(config, str(path)), pieces
+    entries = {entry.name: entry for entry in _check_tensors(file, config)}
+    return ModelConfig.parse_config(config, str(path)), entries
 
 
 def import_gguf(path: Path, into: Path, counter: ByteCounter, stop: threading.Event) -> Path:
@@ -88,14 +88,14 @@ def import_gguf(path: Path, into: Path, counter: ByteCounter, stop: threading.Ev
     )
     if target.is_dir():
         return target
-    draft = into / f".{target.name}.part"
+    partial = into / f".{target.name}.part"
     try:
-        _write_folder(path, draft, counter, stop)
-        retry_while_busy(lambda: draft.rename(target))
+        _write_folder(path, partial, counter, stop)
+        retry_while_busy(lambda: partial.rename(target))
     except OSError as error:
         raise ModelError(f"{path} can't be unpacked into {target}: {error}") from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
@@ -111,23 +111,23 @@ def _files_key(parts: Sequence[Path]) -> str:
     return hashlib.sha256(" ".join(about).encode()).hexdigest()[:16]
 
 
-def _write_folder(path: Path, draft: Path, counter: ByteCounter, stop: threading.Event) -> None:
+def _write_folder(path: Path, partial: Path, counter: ByteCounter, stop: threading.Event) -> None:
     file = read_split_gguf(path)
     tokens = build_tokenizer_files(file.metadata, read_vocab_size(file))
     config = build_config(file, lambda tensor: _read_numbers(file, tensor), tokens.eos_ids)
     sampling = read_sampling_defaults(file.metadata)
     found = _check_tensors(file, config)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    _write_metadata(draft, config, tokens, sampling)
-    total = sum(piece.nbytes for piece in found)
-    check_free_space(draft.parent, total, path.name, OTHER_HOME_HINT)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_metadata(partial, config, tokens, sampling)
+    total = sum(entry.nbytes for entry in found)
+    check_free_space(partial.parent, total, path.name, OTHER_HOME_HINT)
     counter.total += total
-    with (draft / "model.safetensors").open("wb") as target, ExitStack() as opened:
+    with (partial / "model.safetensors").open("wb") as target, ExitStack() as opened:
         data = [opened.enter_context(_map_file(part)) for part in file.split_paths]
         target.write(_build_header(found))
-        for piece in found:
-            for part in _read_bytes(piece, data[piece.split]):
+        for entry in found:
+            for part in _read_bytes(entry, data[entry.split]):
                 if stop.is_set():
                     raise Unavailable(f"unpacking of {path.name} was interrupted")
                 target.write(part)
@@ -143,16 +143,16 @@ def _map_file(path: Path) -> Iterator[mmap.mmap]:
 def _check_tensors(file: GgufFile, config: dict[str, Any]) -> list[MappedTensor]:
     """Return the model's tensors; checks that none is missing and all fit the metadata."""
     parsed = ModelConfig.parse_config(config, str(file.path))
-    found = {piece.name: piece for piece in map_tensors(file, config)}
+    found = {entry.name: entry for entry in map_tensors(file, config)}
     shapes = stage_tensors(parsed, 0, parsed.layers)
     wanted = required_tensors(shapes, "none", found)
     for name, stored in wanted.items():
-        piece = found.get(name)
-        if piece is None:
+        entry = found.get(name)
+        if entry is None:
             raise BrokenModel(f"{file.path}: the tensor for {name} is missing")
-        if not stored.accepts_shape(piece.shape) or piece.dtype not in stored.dtypes:
+        if not stored.accepts_shape(entry.shape) or entry.dtype not in stored.dtypes:
             raise BrokenModel(
-                f"{file.path}: the tensor for {name} is {piece.dtype} {list(piece.shape)}, but its "
+                f"{file.path}: the tensor for {name} is {entry.dtype} {list(entry.shape)}, but its "
                 f"metadata demand {list(stored.shape)} in {' or '.join(stored.dtypes)}"
             )
     strays = sorted(found.keys() - wanted.keys())
@@ -171,29 +171,29 @@ def _read_numbers(file: GgufFile, tensor: GgufTensor) -> list[float]:
 
 
 def _write_metadata(
-    draft: Path, config: dict[str, Any], tokens: TokenizerFiles, sampling: dict[str, float]
+    partial: Path, config: dict[str, Any], tokens: TokenizerFiles, sampling: dict[str, float]
 ) -> None:
-    (draft / "tokenizer.json").write_text(tokens.tokenizer, encoding="utf-8")
+    (partial / "tokenizer.json").write_text(tokens.tokenizer, encoding="utf-8")
     contents = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": list(tokens.eos_ids), **sampling},
         "tokenizer_config.json": tokens.config,
     }
     for name, content in contents.items():
-        (draft / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def _build_header(found: list[MappedTensor]) -> bytes:
     entries: dict[str, Any] = {}
     end = 0
-    for piece in found:
-        offsets = [end, end + piece.nbytes]
-        entries[piece.name] = {
-            "dtype": piece.dtype,
-            "shape": list(piece.shape),
+    for entry in found:
+        offsets = [end, end + entry.nbytes]
+        entries[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
             "data_offsets": offsets,
         }
-        end += piece.nbytes
+        end += entry.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
@@ -201,20 +201,20 @@ def _build_header(found: list[MappedTensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _read_bytes(piece: MappedTensor, data: mmap.mmap) -> Iterator[bytes]:
+def _read_bytes(entry: MappedTensor, data: mmap.mmap) -> Iterator[bytes]:
     # Imported late: a daemon needs numpy for nothing else.
     import numpy as np
 
-    end = piece.offset + piece.nbytes
-    if piece.subtract:
-        norm = np.frombuffer(data[piece.offset : end], "<f4")
-        yield (norm - np.float32(piece.subtract)).astype("<f4").tobytes()
-    elif piece.permuted_heads:
+    end = entry.offset + entry.nbytes
+    if entry.subtract:
+        norm = np.frombuffer(data[entry.offset : end], "<f4")
+        yield (norm - np.float32(entry.subtract)).astype("<f4").tobytes()
+    elif entry.permuted_heads:
         # GGUF interleaves the halves of a head: row 2i is the i-th of the first half, 2i + 1 of the
         # second.
-        rows = np.frombuffer(data[piece.offset : end], np.uint8).reshape(piece.shape[0], -1)
-        pairs = rows.reshape(piece.permuted_heads, -1, 2, rows.shape[1])
+        rows = np.frombuffer(data[entry.offset : end], np.uint8).reshape(entry.shape[0], -1)
+        pairs = rows.reshape(entry.permuted_heads, -1, 2, rows.shape[1])
         yield pairs.swapaxes(1, 2).tobytes()
     else:
-        for begin in range(piece.offset, end, _WRITE_BYTES):
+        for begin in range(entry.offset, end, _WRITE_BYTES):
             yield data[begin : min(begin + _WRITE_BYTES, end)]

@@ -359,14 +359,14 @@ def _fetch_file(
             if is_refusal(error):
                 raise
             reason = first_line(error)
-        here = _file_size(partial_path)
-        fruitless = 0 if here > before else fruitless + 1
+        received = _file_size(partial_path)
+        fruitless = 0 if received > before else fruitless + 1
         if fruitless > len(RETRY_DELAYS_S):
             raise Unavailable(
-                f"the hub broke off at {here / 1e6:.0f} of {file.nbytes / 1e6:.0f} MB of "
+                f"the hub broke off at {received / 1e6:.0f} of {file.nbytes / 1e6:.0f} MB of "
                 f"{file.name}: {reason}. The partial download is kept: run it again to resume"
             )
-        if here < file.nbytes:
+        if received < file.nbytes:
             stop.wait(RETRY_DELAYS_S[max(0, fruitless - 1)])
             raise_if_stopped(found.id, stop)
 
@@ -397,11 +397,11 @@ def _fetch_range(
                 begin = 0
             out.truncate(begin)
             out.seek(begin)
-            for piece in response.iter_bytes():
+            for data in response.iter_bytes():
                 raise_if_stopped(found.id, stop)
-                out.write(piece[: file.nbytes - begin])
-                begin += len(piece)
-                counter.add_bytes(len(piece))
+                out.write(data[: file.nbytes - begin])
+                begin += len(data)
+                counter.add_bytes(len(data))
 
 
 def network_errors() -> Any:

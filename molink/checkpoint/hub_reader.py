@@ -140,8 +140,8 @@ class HubReader:
                 hf_raise_for_status(response)
             if response.status_code != 206:
                 return None
-            for piece in response.iter_bytes():
-                found += piece
+            for data in response.iter_bytes():
+                found += data
                 if len(found) > length:
                     return None
             went = str(response.url)

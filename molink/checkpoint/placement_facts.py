@@ -85,8 +85,8 @@ def _stored_dtype(name: str, config: ModelConfig, tensors: Mapping[str, TensorSp
     of_layer = name not in (EMBEDDING_NAME, OUTPUT_HEAD_NAME)
     if find_packed(name, tensors) or (of_layer and config.low_bit is not None):
         return "U8"
-    place = find_stack(name, tensors)
-    found = tensors.get(name if place is None else place.names[0])
+    stack = find_stack(name, tensors)
+    found = tensors.get(name if stack is None else stack.names[0])
     return config.dtype.upper() if found is None else found.dtype
 
 

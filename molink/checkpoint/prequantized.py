@@ -92,10 +92,10 @@ def required_tensors(
         if packed is not None:
             wanted[packed_name(name, packed)] = _block_tensors(name, shape, packed)
             continue
-        place = find_stack(name, found)
-        if place is not None:
+        stack = find_stack(name, found)
+        if stack is not None:
             # All experts share a stack; the last one determines its shape.
-            wanted |= _stack_tensors(name, shape, place)
+            wanted |= _stack_tensors(name, shape, stack)
             continue
         if low_bit is not None and can_be_low_bit(name, shape) and low_bit.is_stored(name, found):
             wanted |= low_bit.required_tensors(name, (shape[0], shape[1]), found)
@@ -128,13 +128,13 @@ def _block_tensors(name: str, shape: tuple[int, ...], kind: GgmlType) -> TensorR
 
 
 def _stack_tensors(
-    name: str, shape: tuple[int, ...], place: StackedExpert
+    name: str, shape: tuple[int, ...], stack: StackedExpert
 ) -> dict[str, TensorRequirement]:
-    found = place.stack_shapes(shape)
+    found = stack.stack_shapes(shape)
     if not found:
         raise BrokenModel(f"tensor {name}: shape {list(shape)} is not a multiple of MXFP4 blocks")
-    dtypes = ("U8",) if place.is_mxfp4 else FLOAT_DTYPES
-    return {stack: TensorRequirement(dtypes, full) for stack, full in found.items()}
+    dtypes = ("U8",) if stack.is_mxfp4 else FLOAT_DTYPES
+    return {stored: TensorRequirement(dtypes, full) for stored, full in found.items()}
 
 
 def _int8_tensors(

@@ -222,7 +222,7 @@ def _build_merges(
     metadata: GgufMetadata, tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Build merges equivalent to SentencePiece scores: the best possible merge comes first."""
-    pieces = {
+    token_scores = {
         text: score
         for text, kind, score in zip(tokens, kinds, scores, strict=True)
         if kind in (_NORMAL, _USER_DEFINED, _BYTE)
@@ -230,10 +230,10 @@ def _build_merges(
     order = {text: index for index, text in enumerate(tokens)}
     room = _MERGES_ROOM * sum(len(text) + _OWN for text in tokens)
     found: list[tuple[float, str, str]] = []
-    for text, score in pieces.items():
+    for text, score in token_scores.items():
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
-            if left in pieces and right in pieces:
+            if left in token_scores and right in token_scores:
                 # Copy the tokens: concatenations of untrusted ones may be long.
                 found.append((score, tokens[order[left]], tokens[order[right]]))
                 room -= len(text) + _OWN

@@ -51,13 +51,13 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        spare: bool = False,
+        with_padding: bool = False,
     ) -> None:
         self.blocks, self.block_size = blocks, block_size
-        self.padding_block = blocks if spare else None
+        self.padding_block = blocks if with_padding else None
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self._heads_first = device.type == "cpu" and dtype != torch.float16
-        heads, count, row = self.kv_heads, blocks + spare, block_size * self.head_dim
+        heads, count, row = self.kv_heads, blocks + with_padding, block_size * self.head_dim
         # Not zeroed, so that on a CPU only used blocks take physical memory (see `zero_blocks`).
         memory = _allocate_memory(2 * layers * count * heads * row, dtype, device)
         if self._heads_first:
@@ -69,7 +69,7 @@ class KVPool:
             self._blocks = memory.view(layers, 2, count, heads * row).unbind(0)
         #: Views ``[2, slots, kv_heads, head_dim]``, by layer.
         self._slots = self._storage.view(layers, 2, -1, heads, self.head_dim).unbind(0)
-        if spare:
+        if with_padding:
             self.zero_blocks((blocks,))
 
     def write_rows(self, layer: int, slots: Tensor, rows: Tensor) -> None:

@@ -18,9 +18,9 @@ def limit_memory(device: str, nbytes: int) -> None:
     On Windows an over-allocated GPU silently spills to RAM, many times slower; a limit gives an
     error instead.
     """
-    place = torch.device(device)
-    index = place.index or 0
-    if place.type != "cuda" or not nbytes or index >= torch.cuda.device_count():
+    torch_device = torch.device(device)
+    index = torch_device.index or 0
+    if torch_device.type != "cuda" or not nbytes or index >= torch.cuda.device_count():
         return  # loading reports missing devices
     total = torch.cuda.get_device_properties(index).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), index)

@@ -102,18 +102,18 @@ class Stage:
             BrokenModel: a tensor can't be read, or has NaN or infinity.
             UnsupportedModel: a quantization is not implemented.
         """
-        place, config = find_device(device), folder.config
-        computed = choose_dtype(dtype, config.dtype, place)
-        operators = create_operators(config, TORCH_DTYPES[computed], place, disabled_kernels)
+        torch_device, config = find_device(device), folder.config
+        computed = choose_dtype(dtype, config.dtype, torch_device)
+        operators = create_operators(config, TORCH_DTYPES[computed], torch_device, disabled_kernels)
         with WeightReader(
-            folder, TORCH_DTYPES[computed], place, quantize, disabled_kernels
+            folder, TORCH_DTYPES[computed], torch_device, quantize, disabled_kernels
         ) as reader:
             decoder = load_decoder(
                 reader, config, operators, layers, held or HeldWeights(), on_layer
             )
-        travel = choose_wire_dtype(dtype, config.dtype)
+        wire = choose_wire_dtype(dtype, config.dtype)
         return cls(
-            config, layers, decoder, place, computed, travel, disabled_kernels=disabled_kernels
+            config, layers, decoder, torch_device, computed, wire, disabled_kernels=disabled_kernels
         )
 
     @property
@@ -270,8 +270,8 @@ class Stage:
     @torch.inference_mode()
     def _create_pool(self, blocks: int, block_size: int) -> KVPool:
         layers = len(self._decoder.blocks)
-        spare = self._may_have_graphs
-        return KVPool(self.config, layers, blocks, block_size, self._dtype, self.device, spare)
+        padding = self._may_have_graphs
+        return KVPool(self.config, layers, blocks, block_size, self._dtype, self.device, padding)
 
     @property
     def _may_have_graphs(self) -> bool:

@@ -112,11 +112,11 @@ class DraftProposer:
             return False
         lacking = -(-upto // self._block_size) - len(sequence.blocks)
         if lacking > len(self._free_blocks):
-            kept = {id(each.sequence) for each in beside}
+            in_use = {id(each.sequence) for each in beside}
             for other in self._sequences.values():
                 if lacking <= len(self._free_blocks):
                     break
-                if id(other) not in kept:
+                if id(other) not in in_use:
                     self._free_blocks += other.blocks
                     other.blocks, other.num_computed = [], 0
         if lacking > len(self._free_blocks):

@@ -226,10 +226,10 @@ class Worker:
             self._on_peer_blocked(before, self._block_reasons[before])
 
     async def _leave_ring(self) -> None:
-        place, self._runtime = self._runtime, None
-        if place is not None:
-            await place.close()
-            self._past_counters.update(place.collect_stats()[0])
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            await runtime.close()
+            self._past_counters.update(runtime.collect_stats()[0])
 
     def _on_fatal_error(self, reason: str) -> None:
         """Report that this process can't continue; the daemon starts another."""
@@ -241,13 +241,13 @@ class Worker:
     def _on_peer_blocked(self, user: str, reason: str) -> None:
         """Report a blocked peer; otherwise this stage would be taken for dead."""
         self._block_reasons[user] = reason
-        place = self._runtime
+        runtime = self._runtime
         self._pipe.send(
             PeerBlocked(
-                epoch=0 if place is None else place.epoch,
+                epoch=0 if runtime is None else runtime.epoch,
                 peer=user,
                 reason=reason[:1024],
-                is_previous_stage=place is not None and place.previous_peer == user,
+                is_previous_stage=runtime is not None and runtime.previous_peer == user,
             )
         )
 
@@ -273,24 +273,24 @@ class Worker:
         swept = time.perf_counter()
         while True:
             await asyncio.sleep(STATS_INTERVAL_S)
-            now, place = time.perf_counter(), self._runtime
-            if place is None:
+            now, runtime = time.perf_counter(), self._runtime
+            if runtime is None:
                 continue
-            if place.receiver is not None:
-                place.receiver.expire_requests(now)
-            if now - swept >= SWEEP_INTERVAL_S and place.receiver is not None:
+            if runtime.receiver is not None:
+                runtime.receiver.expire_requests(now)
+            if now - swept >= SWEEP_INTERVAL_S and runtime.receiver is not None:
                 swept = now
-                place.receiver.sweep_connections(now)
-                place.ring.run_pending()
-            stats = self._collect_stats(place)
+                runtime.receiver.sweep_connections(now)
+                runtime.ring.run_pending()
+            stats = self._collect_stats(runtime)
             if (text := self._swap_shortage.check_stats(stats, now)) is not None:
                 log.warning("%s", text)
             if stats != last:
                 last = stats
                 self._pipe.send(stats)
 
-    def _collect_stats(self, place: StageRuntime) -> WorkerStats:
-        counters, gauges = place.collect_stats()
+    def _collect_stats(self, runtime: StageRuntime) -> WorkerStats:
+        counters, gauges = runtime.collect_stats()
         for name, value in self._past_counters.items():
             counters[name] = counters.get(name, 0.0) + value
         counters["strangers_refused_total"] = float(self._authenticator.refused)
@@ -299,11 +299,11 @@ class Worker:
         # Rounded so that an idle worker sends no reports.
         gauges["loop_busy_share"] = round(self._loop_meter.measure_busy_share(), 2)
         return WorkerStats(
-            epoch=place.epoch,
+            epoch=runtime.epoch,
             counters=counters,
             gauges=gauges,
-            load=place.report_load(),
-            scheduler=place.report_scheduler_load(),
+            load=runtime.report_load(),
+            scheduler=runtime.report_scheduler_load(),
         )
 
 

@@ -165,9 +165,9 @@ def bucket_spans(decode: Sequence[Span], block_size: int, max_positions: int) ->
     for index in range(1, len(rest) + 1):
         longest = len(rest[begin].blocks) * block_size
         if index < len(rest):
-            here = len(rest[index].blocks) * block_size
-            padding = (longest - here) * (len(rest) - index)
-            sparse = here < longest // 2 and padding > FREE_PADDING
+            positions = len(rest[index].blocks) * block_size
+            padding = (longest - positions) * (len(rest) - index)
+            sparse = positions < longest // 2 and padding > FREE_PADDING
             if not sparse and longest * (index - begin + 1) <= max_positions:
                 continue
         found.append(sorted(rest[begin:index], key=lambda span: span.row))

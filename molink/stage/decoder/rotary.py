@@ -116,10 +116,10 @@ class Rope:
         self._tables = torch.stack(tables).to(self._device)
 
     def _angles_at(self, positions: Tensor, per_row: Tensor) -> Tensor:
-        turns = positions[:, None].float() * per_row
-        cos, sin = turns.cos() * self._scale, turns.sin() * self._scale
+        radians = positions[:, None].float() * per_row
+        cos, sin = radians.cos() * self._scale, radians.sin() * self._scale
         # Sines carry the sign, so that rotation is a plain swap of each pair.
-        both = torch.stack((cos, cos, -sin, sin)).view(2, 2, *turns.shape).permute(self._order)
+        both = torch.stack((cos, cos, -sin, sin)).view(2, 2, *radians.shape).permute(self._order)
         return both.reshape(len(positions), 1, 2, self._dim).to(self._dtype)
 
     def _dynamic_frequencies(self, length: int) -> Tensor:

@@ -71,9 +71,9 @@ class KernelChecks:
             return _CheckResult("wrong", "it crashes the process")
         # Recorded first, to detect crashes.
         self._store_result(key, _CheckResult(num_starts=known.num_starts + 1))
-        told = trial.run_trial()
-        off = "" if told["error"] is None else f"it is off by {told['error']:.2g}"
-        found = _CheckResult(told["state"], told["reason"] or off)
+        outcome = trial.run_trial()
+        off = "" if outcome["error"] is None else f"it is off by {outcome['error']:.2g}"
+        found = _CheckResult(outcome["state"], outcome["reason"] or off)
         self._store_result(key, found)
         return found
 

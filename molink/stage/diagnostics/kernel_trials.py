@@ -77,28 +77,28 @@ class KernelTrial:
 
     def run_trial(self) -> dict[str, Any]:
         """Run the trial; ``state`` is ``ok``, ``absent`` or ``wrong``."""
-        told: dict[str, Any] = {"kernel": self.kernel, "dtype": self.dtype, "error": None}
-        told |= {"tolerance": self.tolerance, "state": "wrong", "reason": ""}
+        result: dict[str, Any] = {"kernel": self.kernel, "dtype": self.dtype, "error": None}
+        result |= {"tolerance": self.tolerance, "state": "wrong", "reason": ""}
         try:
             with torch.inference_mode():
                 error = self.run()
         except _KernelAbsent as absent:
-            return told | {"state": "absent", "reason": str(absent)}
+            return result | {"state": "absent", "reason": str(absent)}
         except NotImplementedError as missing:  # operator missing in this build of torch
-            return told | {"state": "absent", "reason": str(missing)[:300]}
+            return result | {"state": "absent", "reason": str(missing)[:300]}
         except Exception as error_of_kernel:  # kernels may raise anything
             reason = f"{type(error_of_kernel).__name__}: {error_of_kernel}"[:300]
             if is_out_of_memory(error_of_kernel):
                 empty_device_cache()
-                return told | {
+                return result | {
                     "state": "absent",
                     "reason": f"not enough memory to test it: {reason}",
                 }
-            return told | {"reason": reason}
+            return result | {"reason": reason}
         if math.isnan(error):
-            return told | {"reason": "it gives NaN"}
+            return result | {"reason": "it gives NaN"}
         # Infinity is wrong, too.
-        return told | {"error": error, "state": "ok" if error <= self.tolerance else "wrong"}
+        return result | {"error": error, "state": "ok" if error <= self.tolerance else "wrong"}
 
 
 #: Kernels for one purpose, in order of preference.
@@ -115,16 +115,16 @@ def kernel_chains(
     shapes: TrialShapes, dtype: WeightDType, quantize: Quantize, device: torch.device
 ) -> tuple[KernelChain, ...]:
     """Kernels that a stage may use on ``device``, by purpose."""
-    rounding, place = _PRODUCT_TOLERANCES[dtype], TORCH_DTYPES[dtype]
+    rounding, computed = _PRODUCT_TOLERANCES[dtype], TORCH_DTYPES[dtype]
 
     def product(create: _CreateLinear) -> Callable[[], float]:
-        return partial(_linear_error, create, shapes.products, place, device)
+        return partial(_linear_error, create, shapes.products, computed, device)
 
     last = _LENIENT_FACTOR * rounding
     made: list[KernelChain] = []
     if quantize != "none":
-        fast = partial(_quantized_error, quantize, shapes, place, device)
-        slow = partial(_unpacked_error, quantize, shapes, place, device)
+        fast = partial(_quantized_error, quantize, shapes, computed, device)
+        slow = partial(_unpacked_error, quantize, shapes, computed, device)
         loose = _LENIENT_FACTOR * TOLERANCE
         made.append(
             (
@@ -133,7 +133,7 @@ def kernel_chains(
             )
         )
     torch_rows = KernelTrial(
-        "torch-rows", dtype, last, partial(_torch_rows_error, shapes, place, device)
+        "torch-rows", dtype, last, partial(_torch_rows_error, shapes, computed, device)
     )
     plain = KernelTrial("torch", dtype, last, product(_create_plain))
     if device.type == "cuda":
@@ -141,14 +141,20 @@ def kernel_chains(
     threads = torch.get_num_threads()
     packed = (KernelTrial("packed-linear", dtype, rounding, product(_create_packed)),)
     rows = KernelTrial(
-        "compiled-rows", dtype, rounding, partial(_compiled_rows_error, shapes, place, threads)
+        "compiled-rows",
+        dtype,
+        rounding,
+        partial(_compiled_rows_error, shapes, computed, threads),
     )
     narrow = dtype == "bf16"
     return (
         *made,
         (
             KernelTrial(
-                "compiled-linear", dtype, rounding, partial(_compiled_error, shapes, place, threads)
+                "compiled-linear",
+                dtype,
+                rounding,
+                partial(_compiled_error, shapes, computed, threads),
             ),
             *(packed if narrow else ()),
             plain,
@@ -160,19 +166,19 @@ def kernel_chains(
 
 def extra_trials(dtype: WeightDType, device: torch.device) -> tuple[KernelTrial, ...]:
     """Trials that are independent of shapes."""
-    place = TORCH_DTYPES[dtype]
+    computed = TORCH_DTYPES[dtype]
     if device.type != "cuda":
-        run = partial(_blocks_error, place, torch.get_num_threads())
+        run = partial(_blocks_error, computed, torch.get_num_threads())
         return (KernelTrial("gguf-blocks", dtype, _PRODUCT_TOLERANCES[dtype], run),)
     return (
         KernelTrial("pinned-copies", dtype, 0.0, partial(pinned_error, device)),
-        KernelTrial("graphs", dtype, 0.0, partial(_graphs_error, place, device)),
+        KernelTrial("graphs", dtype, 0.0, partial(_graphs_error, computed, device)),
     )
 
 
 def _attention_chain(shapes: TrialShapes, dtype: WeightDType, device: torch.device) -> KernelChain:
-    place, tolerance = TORCH_DTYPES[dtype], _ATTENTION_TOLERANCES[dtype]
-    error = partial(attention_error, page=shapes.block_size, dtype=place, device=device)
+    computed, tolerance = TORCH_DTYPES[dtype], _ATTENTION_TOLERANCES[dtype]
+    error = partial(attention_error, page=shapes.block_size, dtype=computed, device=device)
     gather = partial(error, GatherAttention, shapes.attention)
     plain = partial(error, PlainAttention, shapes.attention)
     common = (
@@ -180,9 +186,9 @@ def _attention_chain(shapes: TrialShapes, dtype: WeightDType, device: torch.devi
         KernelTrial("plain-attention", dtype, _LENIENT_FACTOR * tolerance, plain),
     )
     if device.type == "cuda":
-        run = partial(_flash_error, shapes, place, device)
+        run = partial(_flash_error, shapes, computed, device)
         return (KernelTrial("flash-attention", dtype, tolerance, run), *common)
-    run = partial(_compiled_attention_error, shapes, place)
+    run = partial(_compiled_attention_error, shapes, computed)
     return (KernelTrial("compiled-attention", dtype, tolerance, run), *common)
 
 

@@ -47,19 +47,19 @@ def run_trials(
 
 def describe_torch() -> dict[str, Any]:
     """Describe torch and its usable GPUs; ``reason`` tells why there are none."""
-    told: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
-    told |= {"reason": "", "kernels_for": []}
+    report: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
+    report |= {"reason": "", "kernels_for": []}
     try:
         if torch.version.cuda is not None:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-            told["kernels_for"] = torch.cuda.get_arch_list()
+            report["kernels_for"] = torch.cuda.get_arch_list()
     except (RuntimeError, AssertionError) as error:
-        return told | {"reason": str(error).strip()[:300]}
+        return report | {"reason": str(error).strip()[:300]}
     for index in range(torch.cuda.device_count() if torch.version.cuda is not None else 0):
         major, minor = torch.cuda.get_device_capability(index)
         card = {"name": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
-        told["gpus"].append(card)
-    return told
+        report["gpus"].append(card)
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -97,8 +97,8 @@ def _load_shapes(model: Path | None, device: torch.device) -> TrialShapes:
     return TrialShapes.from_config(config, usual.block_size, device)
 
 
-def _print_line(**told: Any) -> None:
-    print(json.dumps(told), flush=True)
+def _print_line(**report: Any) -> None:
+    print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

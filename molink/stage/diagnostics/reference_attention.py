@@ -80,7 +80,7 @@ def _backend_error(
         size = (before + count, split + 2 * shape.kv_heads, shape.head_dim)
         every = torch.randn(size, generator=generator).to(dtype)
         both = every[:, split:].view(len(every), 2, shape.kv_heads, shape.head_dim)
-        slots = [table[place // page] * page + place % page for place in range(len(every))]
+        slots = [table[position // page] * page + position % page for position in range(len(every))]
         pool.write_rows(0, torch.tensor(slots, device=device), both.to(device))
         rows.append(every[before:])
         exact.append(dense_attention(every[before:, :split], both, shape, shape.windows[0], sinks))

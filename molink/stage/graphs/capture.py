@@ -52,8 +52,8 @@ class CudaGraphCapturer:
         """See :class:`GraphCapturer`; it is run twice before, so that libraries are ready."""
         self._nbytes = 0
         with torch.cuda.device(self._device):
-            here = torch.cuda.current_stream(self._device)
-            self._stream.wait_stream(here)
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self._stream):
                     work()
@@ -64,7 +64,7 @@ class CudaGraphCapturer:
                 needed = None
             finally:
                 # After a failure, its memory may be reused at once.
-                here.wait_stream(self._stream)
+                current.wait_stream(self._stream)
                 torch.cuda.synchronize(self._device)
                 # The capture empties the cache, too; that must not count.
                 torch.cuda.empty_cache()
@@ -75,7 +75,7 @@ class CudaGraphCapturer:
             graph = torch.cuda.CUDAGraph()
             # Other threads may use CUDA meanwhile. A failed capture would leave its stream current.
             with (
-                torch.cuda.stream(here),
+                torch.cuda.stream(current),
                 torch.cuda.graph(
                     graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
                 ),

@@ -113,15 +113,15 @@ class DecodeGraphs:
         Rows that write to the same slot are equal, so their order doesn't matter.
         """
         size = self._pool.block_size
-        places = [size - 1 - row % size for row in range(bucket.rows)]
+        offsets = [size - 1 - row % size for row in range(bucket.rows)]
         before, table = (bucket.blocks - 1) * size, (self._spare,) * bucket.blocks
-        sequences = [SequenceRows(before + place, 1, table) for place in places]
+        sequences = [SequenceRows(before + offset, 1, table) for offset in offsets]
         hidden = self._rows.shape[1]
         noise = torch.randn(size, hidden, generator=torch.Generator().manual_seed(0))
         return LocatedRows(
-            noise[places].to(self._device, self._rows.dtype),
-            array("q", (before + place for place in places)),
-            array("q", (self._spare * size + place for place in places)),
+            noise[offsets].to(self._device, self._rows.dtype),
+            array("q", (before + offset for offset in offsets)),
+            array("q", (self._spare * size + offset for offset in offsets)),
             sequences,
         )
 
@@ -196,8 +196,8 @@ class DecodeGraphs:
 
         def work() -> None:
             angles = tuple(
-                table.angles.index_select(0, places)
-                for table, places in zip(tables, numbers[1:], strict=True)
+                table.angles.index_select(0, offsets)
+                for table, offsets in zip(tables, numbers[1:], strict=True)
             )
             fixed.derive_masks()
             context = ForwardContext(self._pool, numbers[0], angles, fixed)

@@ -184,8 +184,8 @@ class _AttentionEmitter:
         source = self._head_pointer(self._heads, query, (shape.groups + 2) * shape.kv_heads)
         for at in range(0, self._head, _VECTOR_BYTES):
             vector = builder.load(emit_offset(builder, source, I64(at)), typ=INTEGERS, align=2)
-            place = self._scratch_pointer(self.scratch.queries + at, query, self._head)
-            builder.store(vector, place, align=4)
+            address = self._scratch_pointer(self.scratch.queries + at, query, self._head)
+            builder.store(vector, address, align=4)
         self._softmax.init_query(self._query_state(query))
         return ()
 
@@ -231,8 +231,8 @@ class _AttentionEmitter:
             at = builder.mul(strip, I64(self._strip * F32))
             scores = [emit_offset(builder, self._query_state(row).scores, at) for row in rows]
             places = emit_result_pointers(builder, scores, arithmetic, F32)
-            for total, place in zip(totals, places, strict=True):
-                builder.store(total, place, align=4)
+            for total, address in zip(totals, places, strict=True):
+                builder.store(total, address, align=4)
 
         emit_few_tiles(builder, self._queries, self._tiles, emit_tile)
         return ()
@@ -274,10 +274,10 @@ class _AttentionEmitter:
                     for row in rows
                 ]
                 places = emit_result_pointers(builder, totals, arithmetic, F32)
-                begun = [builder.load(place, typ=self._floats, align=4) for place in places]
+                begun = [builder.load(address, typ=self._floats, align=4) for address in places]
                 sums = emit_dots(builder, arithmetic, columns, weights, pairs, begun)
-                for each, place in zip(sums, places, strict=True):
-                    builder.store(each, place, align=4)
+                for each, address in zip(sums, places, strict=True):
+                    builder.store(each, address, align=4)
 
             emit_few_tiles(builder, self._queries, self._tiles, emit_tile)
             return ()
@@ -289,8 +289,8 @@ class _AttentionEmitter:
         builder, shape = self._builder, self._shape
         sink = None
         if shape.sinks:
-            place = emit_element_pointer(builder, self._sinks, self._head_index(query), F32)
-            sink = builder.load(place, typ=FLOAT, align=4)
+            address = emit_element_pointer(builder, self._sinks, self._head_index(query), F32)
+            sink = builder.load(address, typ=FLOAT, align=4)
         result = self._head_pointer(self._result, query, shape.groups * shape.kv_heads)
         self._softmax.store_result(self._query_state(query), sink, result)
         return ()
@@ -304,8 +304,8 @@ class _AttentionEmitter:
                 rows = []
                 for position in range(start, start + lanes):
                     key = emit_element_pointer(builder, page, I64(position), self._position_bytes)
-                    place = emit_offset(builder, key, I64(first * PAIR_BYTES))
-                    rows.append(builder.load(place, typ=kind, align=2))
+                    address = emit_offset(builder, key, I64(first * PAIR_BYTES))
+                    rows.append(builder.load(address, typ=kind, align=2))
                 for pair, vector in enumerate(emit_transpose(builder, rows), first):
                     at = (pair * self._strip + begin + start) * PAIR_BYTES
                     builder.store(vector, emit_offset(builder, self._memory, I64(at)), align=4)

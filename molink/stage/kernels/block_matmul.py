@@ -150,8 +150,8 @@ class _BlockProduct:
             added = emit_element_pointer(builder, bias, column, 4)
 
             def emit_tile(first: ir.Value, size: int) -> None:
-                places = emit_result_pointers(builder, [added], self._arithmetic, 4)
-                begun = [builder.load(place, typ=floats, align=4) for place in places] * size
+                addresses = emit_result_pointers(builder, [added], self._arithmetic, 4)
+                begun = [builder.load(address, typ=floats, align=4) for address in addresses] * size
                 given = emit_rows(rows, first, size, row_bytes)
                 beside = emit_rows(sums, first, size, sum_bytes) if self.reader.needs_sums else []
                 totals = self._emit_groups(weights, given, beside, blocks, begun)
@@ -159,8 +159,8 @@ class _BlockProduct:
                 found = emit_result_pointers(
                     builder, taken, self._arithmetic, self._arithmetic.element
                 )
-                for total, place in zip(totals, found, strict=True):
-                    self._arithmetic.store_sum(builder, total, place)
+                for total, address in zip(totals, found, strict=True):
+                    self._arithmetic.store_sum(builder, total, address)
 
             emit_few_tiles(builder, count, tiles, emit_tile)
             return ()
@@ -190,8 +190,8 @@ class _BlockProduct:
                     emit_element_pointer(builder, row, run, RUN_CODES * arithmetic.element)
                     for row in given
                 )
-                places = (emit_offset(builder, row, offset) for row in below)
-                found = [arithmetic.load_pair(builder, place) for place in places]
+                addresses = (emit_offset(builder, row, offset) for row in below)
+                found = [arithmetic.load_pair(builder, address) for address in addresses]
                 return [
                     arithmetic.add_product(builder, next(before), one, column)
                     for one in found
@@ -217,15 +217,15 @@ def _emit_sums(module: ir.Module, element: int, group: int, excess: int) -> ir.F
     reduce = declare_function(module, f"llvm.vector.reduce.fadd.v{half}f32", kind)
 
     def emit_sum(index: ir.Value, _: Values) -> Values:
-        here = emit_element_pointer(builder, rows, index, group * element)
+        values = emit_element_pointer(builder, rows, index, group * element)
         if element == 2:  # bf16 is the upper half of float32
-            pairs = builder.load(here, typ=whole, align=2)
+            pairs = builder.load(values, typ=whole, align=2)
             upper = builder.and_(pairs, ir.Constant(whole, [0xFFFF0000] * half))
             parts = [builder.shl(pairs, ir.Constant(whole, [16] * half)), upper]
             first, second = (builder.bitcast(part, floats) for part in parts)
         else:
-            places = (here, emit_offset(builder, here, I64(half * element)))
-            first, second = (builder.load(place, typ=floats, align=4) for place in places)
+            addresses = (values, emit_offset(builder, values, I64(half * element)))
+            first, second = (builder.load(address, typ=floats, align=4) for address in addresses)
         both = builder.fadd(first, second)
         total = builder.call(reduce, [FLOAT(-0.0), both], fastmath=("reassoc",))
         if excess:

@@ -144,19 +144,19 @@ class PanelProduct:
         def emit_group(
             group: ir.Value, codes: ir.Value, read_numbers: ReadNumbers, _: Values
         ) -> Values:
-            here = builder.sub(group, begin)
-            self._store_floats(read_numbers(), self._group_numbers(here))
-            panel = emit_element_pointer(builder, self._memory, here, self._code_bytes)
+            local = builder.sub(group, begin)
+            self._store_floats(read_numbers(), self._group_numbers(local))
+            panel = emit_element_pointer(builder, self._memory, local, self._code_bytes)
 
             def emit_pair(run: ir.Value, index: int, found: list[Values], _: Values) -> Values:
                 at = builder.mul(run, I64(RUN_CODES // 2 * pair_bytes))
-                place = emit_offset(builder, panel, builder.add(at, I64(index * pair_bytes)))
+                address = emit_offset(builder, panel, builder.add(at, I64(index * pair_bytes)))
                 # bf16 pairs share a vector; float32 neighbours follow each other.
                 for vectors in zip(*found, strict=True):
                     for vector in vectors:
-                        builder.store(vector, place, align=4)
+                        builder.store(vector, address, align=4)
                         width = self._arithmetic.lanes * PAIR_BYTES
-                        place = emit_offset(builder, place, I64(width))
+                        address = emit_offset(builder, address, I64(width))
                 return ()
 
             self._reader.emit_pairs(codes, emit_pair)
@@ -183,9 +183,11 @@ class PanelProduct:
             return ()
 
         def emit_tile(row: ir.Value, size: int) -> None:
-            asked = builder.mul(row, share)
-            enough = builder.add(asked, builder.add(builder.mul(share, I64(size)), I64(_LINE - 1)))
-            emit_loop(builder, asked, enough, _LINE, emit_ask)
+            begun_at = builder.mul(row, share)
+            enough = builder.add(
+                begun_at, builder.add(builder.mul(share, I64(size)), I64(_LINE - 1))
+            )
+            emit_loop(builder, begun_at, enough, _LINE, emit_ask)
             each = [emit_minimum(builder, builder.add(row, I64(at)), behind) for at in range(size)]
             rows = [emit_element_pointer(builder, self._rows, one, self._row_bytes) for one in each]
             sums = []
@@ -196,15 +198,15 @@ class PanelProduct:
             at = emit_element_pointer(builder, self._totals, row, self._columns * _F32)
 
             def emit_group(group: ir.Value, totals: Values) -> Values:
-                here = builder.sub(group, begin)
-                codes = emit_element_pointer(builder, self._memory, here, self._code_bytes)
+                local = builder.sub(group, begin)
+                codes = emit_element_pointer(builder, self._memory, local, self._code_bytes)
                 given = [
                     emit_element_pointer(builder, one, group, form.group * arithmetic.element)
                     for one in rows
                 ]
                 begun = self._reader.initial_dots(sums, group, size)
                 dots = emit_dots(builder, arithmetic, codes, given, pairs, begun)
-                numbers = self._load_floats(self._group_numbers(here), form.numbers_per_group)
+                numbers = self._load_floats(self._group_numbers(local), form.numbers_per_group)
                 before = totals or self._load_floats(at, size)
                 found = self._reader.add_group(before, dots, numbers, sums, group)
                 if totals:
@@ -227,8 +229,8 @@ class PanelProduct:
             )
             below = emit_element_pointer(builder, result, row, result_bytes)
             places = emit_result_pointers(builder, [below], arithmetic, arithmetic.element)
-            for total, place in zip(totals, places, strict=True):
-                arithmetic.store_sum(builder, total, place)
+            for total, address in zip(totals, places, strict=True):
+                arithmetic.store_sum(builder, total, address)
             return ()
 
         emit_loop(builder, I64(0), self._count, 1, emit_row)
@@ -237,14 +239,16 @@ class PanelProduct:
         at = emit_offset(self._builder, self._memory, I64(self._numbers_at))
         return emit_element_pointer(self._builder, at, group, self._number_bytes)
 
-    def _load_floats(self, place: ir.Value, count: int = 1) -> Values:
+    def _load_floats(self, address: ir.Value, count: int = 1) -> Values:
         """Load ``count`` times ``columns`` float32."""
         vectors = count * self._arithmetic.vectors
         width = self._arithmetic.lanes * _F32
-        places = (emit_offset(self._builder, place, I64(at * width)) for at in range(vectors))
+        places = (emit_offset(self._builder, address, I64(at * width)) for at in range(vectors))
         return [self._builder.load(each, typ=self._floats, align=4) for each in places]
 
-    def _store_floats(self, values: Values, place: ir.Value) -> None:
+    def _store_floats(self, values: Values, address: ir.Value) -> None:
         width = self._arithmetic.lanes * _F32
         for at, value in enumerate(values):
-            self._builder.store(value, emit_offset(self._builder, place, I64(at * width)), align=4)
+            self._builder.store(
+                value, emit_offset(self._builder, address, I64(at * width)), align=4
+            )

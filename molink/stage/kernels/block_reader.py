@@ -74,11 +74,11 @@ class Bf16Decoder:
         if self.form.bits == 6:
             found = ir.Constant(halves, [_BASE_BITS] * count)
         parts = locate_pair(self.form.bits, index)
-        for piece in reversed(parts):
-            word = builder.bitcast(words(piece.word), halves)
+        for bit_range in reversed(parts):
+            word = builder.bitcast(words(bit_range.word), halves)
             # A lookup uses five bits of the index and ignores the rest.
             loose = self.form.bits == 4 and len(parts) == 1
-            part = _extract_bits(builder, word, piece, 0, HALF_BITS, loose)
+            part = _extract_bits(builder, word, bit_range, 0, HALF_BITS, loose)
             found = part if found is None else builder.or_(part, found)
         if self.form.bits < 6:
             found = self._look_up_codes(builder, found)
@@ -131,9 +131,9 @@ class Float32Decoder:
         self, builder: ir.IRBuilder, words: LoadWord, index: int, parity: int
     ) -> ir.Value:
         found: ir.Value | None = None
-        for piece in locate_pair(self.form.bits, index):
+        for bit_range in locate_pair(self.form.bits, index):
             part = _extract_bits(
-                builder, words(piece.word), piece, HALF_BITS * parity, 2 * HALF_BITS
+                builder, words(bit_range.word), bit_range, HALF_BITS * parity, 2 * HALF_BITS
             )
             found = part if found is None else builder.or_(found, part)
         if not self.form.offset:
@@ -145,7 +145,7 @@ class Float32Decoder:
 def _extract_bits(
     builder: ir.IRBuilder,
     words: ir.Value,
-    piece: BitRange,
+    bit_range: BitRange,
     begin: int,
     width: int,
     loose: bool = False,
@@ -154,13 +154,13 @@ def _extract_bits(
 
     If ``loose``, other codes' bits may remain. Words have ``width`` bits.
     """
-    count, by = words.type.count, piece.source_bit + begin - piece.target_bit
+    count, by = words.type.count, bit_range.source_bit + begin - bit_range.target_bit
     if by:
         shift = ir.Constant(words.type, [abs(by)] * count)
         words = builder.lshr(words, shift) if by > 0 else builder.shl(words, shift)
-    if loose or (piece.target_bit == 0 and by + piece.bits == width):
+    if loose or (bit_range.target_bit == 0 and by + bit_range.bits == width):
         return words
-    mask = ((1 << piece.bits) - 1) << piece.target_bit
+    mask = ((1 << bit_range.bits) - 1) << bit_range.target_bit
     return builder.and_(words, ir.Constant(words.type, [mask] * count))
 
 
@@ -260,8 +260,8 @@ class PackedBlockReader:
         words_bytes = self._columns * form.words_per_group * form.word_bytes // runs
 
         def emit_run(run: ir.Value, carried: Values) -> Values:
-            here = emit_element_pointer(builder, codes, run, words_bytes)
-            words = [self._load_words(here, vector) for vector in range(self._vectors)]
+            base = emit_element_pointer(builder, codes, run, words_bytes)
+            words = [self._load_words(base, vector) for vector in range(self._vectors)]
             for index in range(form.group // runs // 2):
                 weights = [self._decoder.emit_pair(builder, each, index) for each in words]
                 carried = body(run, index, weights, carried)
@@ -308,7 +308,7 @@ class PackedBlockReader:
     def _broadcast_sums(self, sums: Values, group: ir.Value) -> Values:
         """Broadcast each row's sum of a ``group``."""
         places = (emit_element_pointer(self._builder, row, group, _F32) for row in sums)
-        found = (self._builder.load(place, typ=FLOAT, align=_F32) for place in places)
+        found = (self._builder.load(address, typ=FLOAT, align=_F32) for address in places)
         return [emit_broadcast(self._builder, value, self._lanes) for value in found]
 
     def _load_words(self, codes: ir.Value, vector: int) -> LoadWord:
@@ -319,8 +319,8 @@ class PackedBlockReader:
         @cache
         def load(number: int) -> ir.Value:
             offset = (number * self._columns + vector * self._lanes) * form.word_bytes
-            place = emit_offset(self._builder, codes, I64(offset))
-            return self._builder.load(place, typ=kind, align=form.word_bytes)
+            address = emit_offset(self._builder, codes, I64(offset))
+            return self._builder.load(address, typ=kind, align=form.word_bytes)
 
         return load
 
@@ -331,27 +331,29 @@ class PackedBlockReader:
             declare_function(self._builder.module, name, kind), [one, other, total]
         )
 
-    def _read_numbers(self, here: ir.Value, load: Callable[[ir.Value, int], ir.Value]) -> Values:
+    def _read_numbers(self, base: ir.Value, load: Callable[[ir.Value, int], ir.Value]) -> Values:
         """Read scales of all columns, then the other numbers, if any."""
         return [
-            load(here, at * self._lanes)
+            load(base, at * self._lanes)
             for at in range(self._vectors * self._form.numbers_per_group)
         ]
 
-    def _read_half(self, here: ir.Value, index: int) -> ir.Value:
+    def _read_half(self, base: ir.Value, index: int) -> ir.Value:
         builder, lanes = self._builder, self._lanes
-        place = emit_offset(builder, here, I64(_HALF_BYTES * index))
+        address = emit_offset(builder, base, I64(_HALF_BYTES * index))
         if self._form.number_dtype == "f16":
-            halves = builder.load(place, typ=ir.VectorType(ir.HalfType(), lanes), align=_HALF_BYTES)
+            halves = builder.load(
+                address, typ=ir.VectorType(ir.HalfType(), lanes), align=_HALF_BYTES
+            )
             return builder.fpext(halves, self._floats)
-        upper = builder.load(place, typ=ir.VectorType(I16, lanes), align=_HALF_BYTES)
+        upper = builder.load(address, typ=ir.VectorType(I16, lanes), align=_HALF_BYTES)
         whole = ir.VectorType(I32, lanes)
         bits = builder.shl(builder.zext(upper, whole), ir.Constant(whole, [HALF_BITS] * lanes))
         return builder.bitcast(bits, self._floats)
 
-    def _read_byte(self, here: ir.Value, index: int) -> ir.Value:
+    def _read_byte(self, base: ir.Value, index: int) -> ir.Value:
         builder = self._builder
-        place = emit_offset(builder, here, I64(index))
-        loaded = builder.load(place, typ=ir.VectorType(I8, self._lanes), align=1)
+        address = emit_offset(builder, base, I64(index))
+        loaded = builder.load(address, typ=ir.VectorType(I8, self._lanes), align=1)
         widen = builder.zext if self._form.has_minimum else builder.sext
         return builder.sitofp(widen(loaded, ir.VectorType(I32, self._lanes)), self._floats)

@@ -78,15 +78,15 @@ def emit_dots(
     asks = arithmetic.prefetch_min_rows is not None and len(rows) >= arithmetic.prefetch_min_rows
 
     def emit_pair(pair: ir.Value, totals: Values) -> Values:
-        here = emit_offset(
+        columns_at = emit_offset(
             builder, weights, builder.mul(pair, I64(arithmetic.vectors * vector_bytes))
         )
         columns = []
         for vector in range(arithmetic.vectors):
-            columns.append(arithmetic.load_weights(builder, here, vector))
+            columns.append(arithmetic.load_weights(builder, columns_at, vector))
             if asks:
                 ahead = vector * vector_bytes + _PREFETCH_BYTES
-                emit_prefetch(builder, emit_offset(builder, here, I64(ahead)))
+                emit_prefetch(builder, emit_offset(builder, columns_at, I64(ahead)))
         offset = builder.mul(pair, I64(arithmetic.pair_bytes))
         given = [arithmetic.load_pair(builder, emit_offset(builder, row, offset)) for row in rows]
         sums = iter(totals)
@@ -111,10 +111,10 @@ def emit_result_pointers(
     ]
 
 
-def emit_prefetch(builder: ir.IRBuilder, place: ir.Value) -> None:
+def emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Prefetch the cache line at ``place``."""
     kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
     read, keep, data = I32(0), I32(3), I32(1)
     builder.call(
-        declare_function(builder.module, "llvm.prefetch.p0", kind), [place, read, keep, data]
+        declare_function(builder.module, "llvm.prefetch.p0", kind), [address, read, keep, data]
     )

@@ -125,13 +125,13 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
 
         def emit_tile(first: ir.Value, size: int) -> None:
             places = emit_result_pointers(builder, [added], arithmetic, 4)
-            begun = [builder.load(place, typ=vector, align=4) for place in places] * size
+            begun = [builder.load(address, typ=vector, align=4) for address in places] * size
             given = emit_rows(rows, first, size, row_bytes)
             totals = emit_dots(builder, arithmetic, weights, given, pairs, begun)
             taken = emit_rows(below, first, size, result_bytes)
             places = emit_result_pointers(builder, taken, arithmetic, arithmetic.element)
-            for total, place in zip(totals, places, strict=True):
-                arithmetic.store_sum(builder, total, place)
+            for total, address in zip(totals, places, strict=True):
+                arithmetic.store_sum(builder, total, address)
 
         emit_tiles(builder, count, arithmetic.tile, emit_tile)
         return ()

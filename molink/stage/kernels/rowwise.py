@@ -139,8 +139,8 @@ def _emit_norm(module: ir.Module, element: int, eps: float) -> ir.Function:
             value = emit_load(
                 builder, emit_element_pointer(builder, source, column, element), element
             )
-            place = emit_element_pointer(builder, weight, column, F32)
-            factor = builder.load(place, typ=FLOATS, align=4)
+            address = emit_element_pointer(builder, weight, column, F32)
+            factor = builder.load(address, typ=FLOATS, align=4)
             scaled = builder.fmul(builder.fmul(value, scale), factor)
             emit_store(
                 builder, scaled, emit_element_pointer(builder, target, column, element), element
@@ -184,8 +184,8 @@ def _emit_gate(module: ir.Module, element: int, activation: Activation) -> ir.Fu
             )
             power = emit_power_of_two(builder, emit_exponent(given))
             active = builder.fdiv(given, builder.fadd(power, emit_constant(1.0)))
-            place = emit_element_pointer(builder, target, column, element)
-            emit_store(builder, builder.fmul(active, factor), place, element)
+            address = emit_element_pointer(builder, target, column, element)
+            emit_store(builder, builder.fmul(active, factor), address, element)
             return ()
 
         emit_loop(builder, I64(0), width, LANES, emit_vector)
@@ -236,15 +236,15 @@ def _emit_rotate(module: ir.Module, element: int) -> ir.Function:
 
 
 def _emit_rotated(
-    builder: ir.IRBuilder, element: int, places: Values, tables: Values, ats: Values
+    builder: ir.IRBuilder, element: int, addresses: Values, tables: Values, ats: Values
 ) -> None:
     """Rotate a vector of pairs at two ``places`` by their cosines and sines."""
-    low, high = (emit_load(builder, place, element) for place in places)
-    for place, own, other, at in zip(places, (low, high), (high, low), ats, strict=True):
+    low, high = (emit_load(builder, address, element) for address in addresses)
+    for address, own, other, at in zip(addresses, (low, high), (high, low), ats, strict=True):
         cosine, sine = (
             emit_load(builder, emit_element_pointer(builder, table, at, element), element)
             for table in tables
         )
         turned = builder.fmul(other, sine)
         turned = emit_call(builder, "llvm.fma.v16f32", own, cosine, turned)
-        emit_store(builder, turned, place, element)
+        emit_store(builder, turned, address, element)

@@ -94,10 +94,10 @@ class SoftmaxEmitter:
 
         def emit_weight(vector: ir.Value, carried: Values) -> Values:
             weight = emit_power(self._load_vector(query.scores, vector))
-            place = emit_element_pointer(
+            address = emit_element_pointer(
                 builder, query.scores, vector, LANES * self._arithmetic.element
             )
-            self._store_vector(weight, place)
+            self._store_vector(weight, address)
             return (builder.fadd(carried[0], weight),)
 
         _, (sums,) = emit_loop(builder, I64(0), vectors, 1, emit_weight, (emit_constant(0.0),))
@@ -107,9 +107,9 @@ class SoftmaxEmitter:
         total = builder.fadd(kept, emit_reduction(builder, "fadd", sums))
         builder.store(total, query.sums, align=4)
         for column in range(0, self._shape.head_dim, LANES):
-            place = emit_element_pointer(builder, query.totals, I64(column), F32)
-            before = builder.load(place, typ=FLOATS, align=4)
-            builder.store(builder.fmul(before, smaller), place, align=4)
+            address = emit_element_pointer(builder, query.totals, I64(column), F32)
+            before = builder.load(address, typ=FLOATS, align=4)
+            builder.store(builder.fmul(before, smaller), address, align=4)
 
     def store_result(self, query: QueryState, sink: ir.Value | None, result: ir.Value) -> None:
         """Divide by the sum of weights, including ``sink``."""
@@ -124,8 +124,8 @@ class SoftmaxEmitter:
             given = builder.load(
                 emit_element_pointer(builder, query.totals, I64(column), F32), typ=FLOATS, align=4
             )
-            place = emit_element_pointer(builder, result, I64(column), self._arithmetic.element)
-            self._store_vector(builder.fmul(given, share), place)
+            address = emit_element_pointer(builder, result, I64(column), self._arithmetic.element)
+            self._store_vector(builder.fmul(given, share), address)
 
     def _bound_scores(
         self, query: QueryState, vectors: ir.Value, old: ir.Value, seen: VisibleRange | None
@@ -165,16 +165,16 @@ class SoftmaxEmitter:
         )
         return builder.fadd(share, emit_constant(shape.softcap))
 
-    def _store_vector(self, vector: ir.Value, place: ir.Value) -> None:
+    def _store_vector(self, vector: ir.Value, address: ir.Value) -> None:
         """Store 16 numbers as row elements."""
         if self._arithmetic.element == BF16:
-            emit_store_bf16(self._builder, vector, place)
+            emit_store_bf16(self._builder, vector, address)
         else:
-            self._builder.store(vector, place, align=4)
+            self._builder.store(vector, address, align=4)
 
     def _load_vector(self, scores: ir.Value, vector: ir.Value) -> ir.Value:
-        place = emit_element_pointer(self._builder, scores, vector, LANES * F32)
-        return self._builder.load(place, typ=FLOATS, align=4)
+        address = emit_element_pointer(self._builder, scores, vector, LANES * F32)
+        return self._builder.load(address, typ=FLOATS, align=4)
 
-    def _broadcast_value(self, place: ir.Value) -> ir.Value:
-        return emit_broadcast(self._builder, self._builder.load(place, typ=FLOAT, align=4), LANES)
+    def _broadcast_value(self, address: ir.Value) -> ir.Value:
+        return emit_broadcast(self._builder, self._builder.load(address, typ=FLOAT, align=4), LANES)

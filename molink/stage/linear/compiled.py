@@ -48,8 +48,8 @@ class CompiledLinear:
     def put_rows(self, first: int, part: Tensor) -> None:
         """Store rows from ``first`` on, both multiples of :data:`PART_ROWS`."""
         packed = self.product.pack_weight(part)
-        place = first * len(packed) // len(part)
-        self.weight[place : place + len(packed)] = packed
+        start = first * len(packed) // len(part)
+        self.weight[start : start + len(packed)] = packed
 
     @classmethod
     def pack_weight(

@@ -78,10 +78,10 @@ class QuantizedWeight:
     def quantize_rows(self, first: int, rows: Tensor) -> None:
         """Quantize ``rows`` and store them from row ``first`` on."""
         quantize = quantize_int8 if self.mode == "int8" else quantize_nf4
-        for place, made in zip(
+        for target, made in zip(
             self.row_slices(first, first + len(rows)), quantize(rows), strict=True
         ):
-            place.copy_(made)
+            target.copy_(made)
 
 
 @dataclass(frozen=True, slots=True)

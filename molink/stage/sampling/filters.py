@@ -100,8 +100,8 @@ def find_cutoff(
     greatest, edge = likeliest[:, :1], likeliest[:, -1:]
     weights = weigh_logits(likeliest, greatest, filters)
     limited = filters.top_k > 0
-    place = (filters.top_k.long() - 1).clamp(0, likeliest.shape[1] - 1)
-    kth = likeliest.gather(1, place).where(limited, -math.inf)
+    last_index = (filters.top_k.long() - 1).clamp(0, likeliest.shape[1] - 1)
+    kth = likeliest.gather(1, last_index).where(limited, -math.inf)
     stays = likeliest >= kth
     total = (weights * stays).sum(dim=-1, keepdim=True).where(limited, totals)
     inside = weights.cumsum(dim=-1) - weights < filters.top_p * total

@@ -46,17 +46,17 @@ def sample_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToke
     final = apply_masks(apply_penalties(logits, rows), rows)
     greatest, tokens = _greedy_tokens(final)
     finite = greatest.isfinite() & logits.amin(dim=-1).isfinite()
-    told = [tokens, finite.to(tokens.dtype)]
+    reported = [tokens, finite.to(tokens.dtype)]
     random = [i for i, row in enumerate(rows) if row.sampling_params.temperature > 0]
     draws: TokenDraws | None = None
     if random:
         draws = _draw_tokens(final, finite, rows, random)
         drawn, settled = draws.draw_candidates()
-        told[0] = scatter_rows(tokens, random, drawn)
-        told.append(scatter_rows(torch.ones_like(tokens), random, settled))
-    reports = _LogprobReports.from_tokens(logits, rows, told[0])
+        reported[0] = scatter_rows(tokens, random, drawn)
+        reported.append(scatter_rows(torch.ones_like(tokens), random, settled))
+    reports = _LogprobReports.from_tokens(logits, rows, reported[0])
     asked = () if reports is None else (reports.token_logprobs, reports.values, reports.ids)
-    numbers, *parts = download_tensors([torch.stack(told, dim=1), *asked])
+    numbers, *parts = download_tensors([torch.stack(reported, dim=1), *asked])
     picked, usable, *certain = numbers.t().tolist()
     late: dict[int, int] = {}
     if draws is not None:
@@ -128,17 +128,20 @@ class _LogprobReports:
         Rows sampled ``late`` need another read.
         """
         own, values, ids = (part.tolist() for part in parts)
-        places = [place for place, index in enumerate(self.rows) if index in late]
-        if places:
-            tokens = [[picked[self.rows[place]]] for place in places]
+        late_rows = [slot for slot, index in enumerate(self.rows) if index in late]
+        if late_rows:
+            tokens = [[picked[self.rows[slot]]] for slot in late_rows]
             chosen = upload_tensor(torch.tensor(tokens), self.token_logprobs.device)
-            again = download_tensors([gather_rows(self.logprobs, places).gather(1, chosen)])[
+            again = download_tensors([gather_rows(self.logprobs, late_rows).gather(1, chosen)])[
                 0
             ].tolist()
-            for place, logprob in zip(places, again, strict=True):
-                own[place] = logprob
+            for slot, logprob in zip(late_rows, again, strict=True):
+                own[slot] = logprob
         reports: dict[int, SampledToken] = {}
-        for place, (index, count) in enumerate(zip(self.rows, self.counts, strict=True)):
-            pairs = sorted(zip(ids[place], values[place], strict=True), key=lambda p: (-p[1], p[0]))
-            reports[index] = SampledToken(picked[index], own[place][0], tuple(pairs[:count]))
+        for slot, (index, count) in enumerate(zip(self.rows, self.counts, strict=True)):
+            pairs = sorted(
+                zip(ids[slot], values[slot], strict=True),
+                key=lambda p: (-p[1], p[0]),
+            )
+            reports[index] = SampledToken(picked[index], own[slot][0], tuple(pairs[:count]))
         return reports

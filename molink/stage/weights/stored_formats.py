@@ -234,11 +234,11 @@ _SCALE_BIAS = 127
 
 
 def read_expert_rows(
-    place: StackedExpert, mapped: Callable[[str], Tensor], step: int
+    stack: StackedExpert, mapped: Callable[[str], Tensor], step: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Read rows of an expert's tensor, about ``step`` at a time, each slice with its first row."""
-    parts = [mapped(name)[place.index] for name in place.names]
-    if place.is_mxfp4:
+    parts = [mapped(name)[stack.index] for name in stack.names]
+    if stack.is_mxfp4:
         width = parts[1].shape[1] * MXFP4_BLOCK
         step = min(step, rows_per_unpack(width))
         for begin in range(0, len(parts[0]), step):

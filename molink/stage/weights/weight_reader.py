@@ -125,9 +125,9 @@ class WeightReader:
 
     def _read_rows(self, name: str, step: int) -> Iterator[tuple[int, Tensor]]:
         """Read rows of a tensor as numbers in slices of about ``step``, each with its first row."""
-        place, scheme = self._find_stack(name), self._low_bit_scheme(name)
-        if place is not None:
-            yield from read_expert_rows(place, self._map_tensor, step)
+        stack, scheme = self._find_stack(name), self._low_bit_scheme(name)
+        if stack is not None:
+            yield from read_expert_rows(stack, self._map_tensor, step)
             return
         if scheme is not None:
             scales = scheme.scales_name(name, self._folder.tensors)
@@ -297,8 +297,8 @@ class WeightReader:
 
     def _stored_dtype(self, name: str) -> str:
         """Stored type of a tensor that is not in GGUF blocks."""
-        place = self._find_stack(name)
-        return self._folder.tensors[name if place is None else place.names[0]].dtype
+        stack = self._find_stack(name)
+        return self._folder.tensors[name if stack is None else stack.names[0]].dtype
 
     def _becomes_quantized(self, names: Sequence[str]) -> bool:
         if self._mode == "none" or not names[0].startswith("model.layers."):
@@ -359,13 +359,13 @@ class WeightReader:
         raise self._not_finite(name, str(tensor.dtype))
 
     def _not_finite(self, name: str, dtype: str) -> BrokenModel:
-        kind, place, scheme = (
+        kind, stack, scheme = (
             self._find_packed(name),
             self._find_stack(name),
             self._low_bit_scheme(name),
         )
         stored = name if kind is None else packed_name(name, kind)
-        stored = stored if place is None else place.names[0]
+        stored = stored if stack is None else stack.names[0]
         stored = stored if scheme is None else scheme.numbers_name(name)
         file = self._folder.path / self._folder.tensors[stored].file
         return BrokenModel(

@@ -144,16 +144,16 @@ class MarkerFinder:
     def find_marker(self, text: str, start: int) -> tuple[str, str | None, int]:
         """Return the text before the first marker, the marker, and the position after it."""
         buffer = self._held + text[start:]
-        places = ((buffer.find(marker), marker) for marker in self._markers)
-        found = min(((place, marker) for place, marker in places if place >= 0), default=None)
+        begins = ((buffer.find(marker), marker) for marker in self._markers)
+        found = min(((begin, marker) for begin, marker in begins if begin >= 0), default=None)
         if found is None:
             keep = self._marker_start(buffer)
             self._held = buffer[keep:]
             return buffer[:keep], None, len(text)
-        place, marker = found
-        end = start + place + len(marker) - len(self._held)
+        begin, marker = found
+        end = start + begin + len(marker) - len(self._held)
         self._held = ""
-        return buffer[:place], marker, end
+        return buffer[:begin], marker, end
 
     def flush_text(self) -> str:
         """Return the held text."""
@@ -163,7 +163,7 @@ class MarkerFinder:
     def _marker_start(self, buffer: str) -> int:
         """Start of a possible marker prefix in ``buffer``; its length if there is none."""
         for first in self._firsts:
-            place = buffer.rfind(first)
-            if place >= 0 and any(marker.startswith(buffer[place:]) for marker in self._markers):
-                return place
+            begin = buffer.rfind(first)
+            if begin >= 0 and any(marker.startswith(buffer[begin:]) for marker in self._markers):
+                return begin
         return len(buffer)
