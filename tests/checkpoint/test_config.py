@@ -114,7 +114,7 @@ def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path: Path) -> Non
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ],
 )
-def test_what_is_not_implemented_is_named(
+def test_unsupported_variants_are_named(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
@@ -164,7 +164,7 @@ def test_impossible_fields_are_named(tmp_path: Path, fields: dict[str, Any], mes
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, '{"a": NaN'])
-def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
+def test_a_config_that_is_not_an_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(BrokenModel, match=r"config\.json"):
         ModelConfig.load_folder(tmp_path)
@@ -172,7 +172,7 @@ def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 @pytest.mark.parametrize("kind", ["endless", "pipe"])
-def test_a_config_that_is_no_file(tmp_path: Path, kind: str) -> None:
+def test_a_config_that_is_not_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "config.json"
     if kind == "pipe":
         os.mkfifo(path)
@@ -182,7 +182,7 @@ def test_a_config_that_is_no_file(tmp_path: Path, kind: str) -> None:
         ModelConfig.load_folder(tmp_path)
 
 
-def test_a_config_that_is_longer_than_it_says(
+def test_a_config_longer_than_its_size_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fields, "MAX_JSON_BYTES", 100)

@@ -69,7 +69,7 @@ def test_granite_has_factors(load: Callable[..., Any]) -> None:
     assert (silent.attention_scale, silent.residual_scale, silent.logit_scale) == (1.0, 1.0, 1.0)
 
 
-def test_smollm3_turns_nothing_in_some_layers(load: Callable[..., Any]) -> None:
+def test_smollm3_has_layers_without_rope(load: Callable[..., Any]) -> None:
     config = load("smollm3", num_hidden_layers=8)
     assert [config.rope_index(layer) for layer in range(8)] == [0, 0, 0, None] * 2
     assert (config.rope.theta, config.tied_embeddings) == (2e6, True)
@@ -373,7 +373,7 @@ def test_impossible_fields_are_named(
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_what_is_not_implemented_is_named(
+def test_unsupported_variants_are_named(
     load: Callable[..., Any], family: str, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):

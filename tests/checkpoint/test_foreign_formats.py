@@ -86,7 +86,7 @@ def test_weights_of_other_kinds(folder: Path, name: str, hint: str) -> None:
         ModelFolder.open(folder)
 
 
-def test_what_auto_gptq_left(folder: Path) -> None:
+def test_biases_of_old_autogptq(folder: Path) -> None:
     (folder / "quantize_config.json").write_text('{"bits": 4}', encoding="utf-8")
     with pytest.raises(UnsupportedModel, match=r'old layout.*"quant_method": "gptq", or take'):
         ModelFolder.open(folder)

@@ -83,7 +83,7 @@ def test_the_tokenizer_and_the_template_are_those_of_the_file(
     )
 
 
-def test_it_is_made_once_and_anew_for_another_file(
+def test_a_folder_is_reused_until_the_file_changes(
     folder: Path, whole: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "tiny.gguf"
@@ -188,7 +188,7 @@ def test_refused(folder: Path, tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "into").exists()
 
 
-def test_a_tensor_that_no_such_model_has(folder: Path, tmp_path: Path) -> None:
+def test_a_tensor_of_another_architecture_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     write_gguf(folder, path)
     data = path.read_bytes()

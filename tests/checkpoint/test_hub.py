@@ -120,7 +120,7 @@ def test_a_repository_of_gguf_files_alone_has_them_named(served: FakeHub, tmp_pa
             find_model(asked, unpack_into=tmp_path)
 
 
-def test_what_has_come_is_kept_when_the_connection_is_cut(served: FakeHub) -> None:
+def test_partial_downloads_survive_a_cut_connection(served: FakeHub) -> None:
     first = weights(served)[0]
     size = first.stat().st_size
     served.cuts = [size // 2, 0]
@@ -131,7 +131,7 @@ def test_what_has_come_is_kept_when_the_connection_is_cut(served: FakeHub) -> No
     assert count.added == count.total
 
 
-def test_a_later_run_goes_on_where_the_first_was_cut_off(served: FakeHub) -> None:
+def test_an_interrupted_download_resumes(served: FakeHub) -> None:
     first = weights(served)[0]
     size = first.stat().st_size
     served.cuts = [size // 2, 0, 0, 0]
@@ -155,7 +155,7 @@ def test_a_file_of_the_cache_that_is_cut_off(served: FakeHub) -> None:
     ModelFolder.open(folder)
 
 
-def test_a_hub_that_knows_no_ranges(served: FakeHub) -> None:
+def test_a_hub_without_range_requests(served: FakeHub) -> None:
     served.ranges = False
     served.cuts = [100]
     folder, count = pull()
@@ -206,13 +206,13 @@ def test_errors_say_what_to_do(served: FakeHub) -> None:
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_hub_that_is_out_of_order(served: FakeHub, status: int) -> None:
+def test_a_failing_hub(served: FakeHub, status: int) -> None:
     served.status = status
     with pytest.raises(Unavailable, match=r"can't reach owner/some-model.*Try again"):
         pull()
 
 
-def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with in_place(write_plain_model(tmp_path / "model"), tmp_path / "cache", monkeypatch):
         pass
     with pytest.raises(Unavailable, match="can't reach owner/some-model") as down:
@@ -220,7 +220,9 @@ def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert down.value.exit_code == 6
 
 
-def test_a_full_disk_is_said_before(served: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_writing(
+    served: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, DISK_RESERVE_BYTES))
     with pytest.raises(ModelError, match=r"needs .* GB more on the disk of .*0\.3 GB .*HF_HOME"):

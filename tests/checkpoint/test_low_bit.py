@@ -163,7 +163,7 @@ WRONG: list[tuple[dict[str, Any], Wrong, str]] = [
 
 
 @pytest.mark.parametrize("index", range(len(WRONG)))
-def test_what_contradicts_is_named(stored: Callable[[dict[str, Any]], Path], index: int) -> None:
+def test_contradictions_are_named(stored: Callable[[dict[str, Any]], Path], index: int) -> None:
     section, changes, message = WRONG[index]
     folder = stored(section)
     ModelFolder.open(folder)

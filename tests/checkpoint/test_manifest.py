@@ -77,7 +77,7 @@ def test_another_manifest_is_refused() -> None:
         msgspec.structs.replace(FILE, nbytes=2**50),
     ],
 )
-def test_what_contradicts_itself_is_refused(part: HashedEntry) -> None:
+def test_inconsistent_input_is_refused(part: HashedEntry) -> None:
     with pytest.raises(BrokenModel, match="contradicts itself"):
         Manifest.build_hashed([], [part])
 
@@ -91,7 +91,7 @@ def test_two_parts_of_one_name() -> None:
     "content",
     [b"", [2, [], []], [1, []], [1, [["x", -1, b""]], []], [1, [["", 0, b""]], []], {"a": 1}],
 )
-def test_nonsense_under_its_own_root(content: object) -> None:
+def test_invalid_content_with_a_valid_root_is_refused(content: object) -> None:
     raw = msgspec.msgpack.encode(content)
     with pytest.raises(BrokenModel, match="can't be read"):
         Manifest.open(raw, manifest_root(raw))

@@ -39,7 +39,7 @@ def test_a_folder_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["nothing", "../a/b", "a/b/c", "", "owner/", "https://x.y/z"])
-def test_what_is_neither_folder_nor_repository(
+def test_names_that_are_neither_folder_nor_repository(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

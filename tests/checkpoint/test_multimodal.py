@@ -42,7 +42,7 @@ def seeing(make_model: MakeModel, tmp_path: Path) -> Path:
     return make_model(tmp_path / "model", "mistral3")
 
 
-def test_a_config_of_the_hub() -> None:
+def test_hub_configs_are_parsed() -> None:
     config = ModelConfig.parse_config(GEMMA3_4B, "config.json")
     assert (config.family, config.has_vision, config.layers) == ("gemma3_text", True, 34)
     assert (config.heads, config.kv_heads, config.head_dim) == (8, 4, 256)
@@ -69,7 +69,9 @@ def test_a_config_of_the_hub() -> None:
         ),
     ],
 )
-def test_what_is_refused(change: dict[str, object], error: type[Exception], message: str) -> None:
+def test_unsupported_models_are_refused(
+    change: dict[str, object], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         ModelConfig.parse_config(GEMMA3_4B | change, "config.json")
 
@@ -103,14 +105,14 @@ def test_two_spellings_at_once_are_refused() -> None:
         extract_text_tensors(dict.fromkeys(names, 0), "f")
 
 
-def test_a_tensor_without_a_place_is_still_named(seeing: Path) -> None:
+def test_an_unknown_tensor_is_named_among_multimodal_ones(seeing: Path) -> None:
     extra = {"language_model.model.layers.0.mlp.extra.weight": torch.zeros(4)}
     save_file(extra, seeing / "more.safetensors")
     with pytest.raises(BrokenModel, match=r"model\.layers\.0\.mlp\.extra\.weight does not fit"):
         ModelFolder.open(seeing)
 
 
-def test_others_are_sent_the_text_model_only(seeing: Path, tmp_path: Path) -> None:
+def test_the_manifest_has_the_text_model_only(seeing: Path, tmp_path: Path) -> None:
     holding = ModelRepository().add_model("m", seeing)
     config = ModelConfig.load_folder(seeing)
     copy = tmp_path / "copy"

@@ -116,9 +116,7 @@ def test_a_router_is_no_projection_and_experts_are(make_model: Any, tmp_path: Pa
     assert facts.widest == 64 * max(2 * 48, 64 + 2 * 32)
 
 
-def test_a_pc_that_computes_in_f32_counts_what_stays_in_16_bits(
-    make_model: Any, tmp_path: Path
-) -> None:
+def test_narrow_weights_are_counted_when_computing_in_f32(make_model: Any, tmp_path: Path) -> None:
     """An AVX2 PC: nothing but projections and the head stays."""
     made = make_model(tmp_path, "llama", dtype="bfloat16", vocab_size=300)
     facts = ModelFolder.open(made).placement_facts("m")

@@ -117,7 +117,7 @@ def test_blocks_that_are_not_whole() -> None:
         required_tensors({NAME: (3, 5)}, "nf4", {NAME: span("U8")})
 
 
-def test_what_the_state_may_take_is_bounded() -> None:
+def test_parser_state_is_bounded() -> None:
     stored = TensorRequirement(("U8",), (-1,))
     assert stored.accepts_shape((1,))
     assert stored.accepts_shape((MAX_STATE_BYTES,))
@@ -132,7 +132,7 @@ def state(**changes: object) -> bytes:
     return json.dumps(fields | changes).encode()
 
 
-def test_states() -> None:
+def test_harmony_states() -> None:
     assert parse_quant_state(state(), SHAPE, "t") == 0
     nested = state(nested_blocksize=256, nested_dtype="float32", nested_offset=0.0625)
     assert parse_quant_state(nested, SHAPE, "t") == 0.0625

@@ -26,7 +26,7 @@ def test_bytes_of_a_projection() -> None:
         ("lm_head.weight", (320, 64), False),
     ],
 )
-def test_what_is_quantized(name: str, shape: tuple[int, ...], quantized: bool) -> None:
+def test_quantizable_weights(name: str, shape: tuple[int, ...], quantized: bool) -> None:
     assert is_quantizable(name, shape) == quantized
 
 

@@ -65,7 +65,7 @@ def test_empty_tensors_and_scalars(tmp_path: Path, write_safetensors: Callable[.
         ({"v": entry(), "w": entry(offsets=(8, 24))}, 24, "tensors v and w overlap"),
     ],
 )
-def test_lies_are_named(
+def test_contradictory_manifests_are_refused(
     tmp_path: Path,
     write_safetensors: Callable[..., Path],
     header: bytes | dict[str, Any] | list[int],

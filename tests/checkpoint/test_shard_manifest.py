@@ -152,7 +152,7 @@ def test_a_shard_takes_no_other_files_place(name: str) -> None:
         ({"files": [["config.json", 2, b""]]}, "contradicts itself at config.json"),
     ],
 )
-def test_what_contradicts_itself_is_refused(changed: dict[str, Any], why: str) -> None:
+def test_inconsistent_input_is_refused(changed: dict[str, Any], why: str) -> None:
     assert opened(content()).placed["b"].nbytes == 40
     with pytest.raises(BrokenModel, match=why):
         opened(content(**changed))
@@ -171,7 +171,7 @@ def test_nonsense_is_refused(made: object) -> None:
         opened([2, made, PLACE, made, made])
 
 
-def test_a_chunk_of_a_shard_is_known_by_its_length_alone() -> None:
+def test_chunks_of_a_shard_are_checked_by_length_only() -> None:
     ONE.verify_chunk(0, bytes(100))
     with pytest.raises(WireError, match=r"chunk 1 of model-1\.safetensors came as 99 bytes"):
         ONE.verify_chunk(0, bytes(99))

@@ -27,7 +27,7 @@ def add(folder: Path, file: str, *names: str) -> None:
         "lm_head.bias",
     ],
 )
-def test_a_tensor_without_a_place_is_named(folder: Path, name: str) -> None:
+def test_an_unknown_tensor_is_named(folder: Path, name: str) -> None:
     add(folder, "more.safetensors", name)
     with pytest.raises(BrokenModel, match=rf"more\.safetensors: tensor {name} does not fit"):
         ModelFolder.open(folder)
@@ -61,14 +61,14 @@ def test_biases_that_the_config_has_not(
         ("base_model.model.layers.0.self_attn.q_proj.lora_A.weight",),
     ],
 )
-def test_leftovers_and_files_of_other_kinds_are_let_be(
+def test_known_leftovers_and_foreign_files_are_accepted(
     folder: Path, names: tuple[str, ...]
 ) -> None:
     add(folder, "consolidated.safetensors", *names)
     assert ModelFolder.open(folder).config.layers == 3
 
 
-def test_something_foreign_among_the_models_own_tensors(folder: Path) -> None:
+def test_foreign_tensors_are_refused(folder: Path) -> None:
     (folder / INDEX_FILE).unlink()
     add(folder, "zz.safetensors", "score.weight")
     ModelFolder.open(folder)

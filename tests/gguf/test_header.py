@@ -155,7 +155,7 @@ def test_a_header_without_end_is_not_read_to_it(
         read(file(keys=(long,)))
 
 
-def test_a_folder_and_nothing_at_all(tmp_path: Path) -> None:
+def test_folders_and_unknown_names(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.gguf"):
         with pytest.raises(BrokenModel):
             read_gguf(path)

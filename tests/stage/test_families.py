@@ -227,7 +227,7 @@ def test_16_bit_weights_stay_close(
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 40, 100])
-def test_longrope_suits_what_a_request_may_become(
+def test_longrope_depends_on_the_maximum_length(
     make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],

@@ -107,7 +107,7 @@ def test_every_code_and_scale() -> None:
     assert ones[2].isnan()
 
 
-def test_others_are_sent_what_is_stored(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_manifest_has_stored_tensors(folders: tuple[Path, Path], tmp_path: Path) -> None:
     holding, config = (
         ModelRepository().add_model("m", folders[0]),
         ModelConfig.load_folder(folders[0]),
@@ -147,7 +147,7 @@ def test_the_hubs_files_of_some_layers(folders: tuple[Path, Path], tmp_path: Pat
         (f"{DOWN}_extra", torch.zeros(1), "does not fit"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_misfits_are_named(
     damaged: Callable[..., Path], name: str, tensor: Tensor | None, message: str
 ) -> None:
     with pytest.raises(BrokenModel, match=message):
@@ -160,7 +160,7 @@ def test_other_types_are_named(damaged: Callable[..., Path]) -> None:
         ModelFolder.open(damaged({f"{DOWN}_blocks": wrong}))
 
 
-def test_a_scale_that_is_none(damaged: Callable[..., Path], make_ring: type[Ring]) -> None:
+def test_a_missing_mxfp4_scale_is_nan(damaged: Callable[..., Path], make_ring: type[Ring]) -> None:
     scales = torch.full((6, 64, 1), 255, dtype=torch.uint8)
     folder = damaged({f"{DOWN}_scales": scales})
     with pytest.raises(BrokenModel, match=r"experts\.0\.down_proj\.weight holds NaN"):

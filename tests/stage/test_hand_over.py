@@ -31,7 +31,7 @@ def load(folder: Path, layers: tuple[int, int], **options: Any) -> Stage:
         ([], [1]),
     ],
 )
-def test_what_is_taken_over_computes_the_same(
+def test_reused_layers_compute_the_same(
     make_model: MakeModel, tmp_path: Path, before: list[int], after: list[int], tied: bool
 ) -> None:
     folder = make_model(tmp_path, tie_word_embeddings=tied)

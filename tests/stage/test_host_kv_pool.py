@@ -23,7 +23,9 @@ def pool(request: pytest.FixtureRequest) -> KVPool:
     return found
 
 
-def test_what_goes_out_comes_back_elsewhere(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_blocks_return_to_other_blocks(
+    pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("molink.stage.host_kv_pool._SLAB_BYTES", 2 * pool.block_view(0).nbytes)
     host = HostKVPool(pool, 5, torch.device("cpu"))
     before = [pool.block_view(block).clone() for block in range(6)]
@@ -79,7 +81,7 @@ def test_blocks_that_do_not_exist_are_not_copied(
         host.copy_out(blocks, hosts)
 
 
-def test_nothing_comes_back_that_was_not_sent(pool: KVPool) -> None:
+def test_blocks_must_be_swapped_out_before_in(pool: KVPool) -> None:
     host = HostKVPool(pool, 5, torch.device("cpu"))
     host.copy_out((0, 1), (0, 1))
     host.copy_in((0,), (0,))

@@ -32,14 +32,12 @@ def test_the_budget_is_enforced_as_a_fraction(
 
 
 @pytest.mark.parametrize(("device", "nbytes"), [("cpu", GIB), ("cuda:0", 0), ("cuda:1", GIB)])
-def test_where_there_is_nothing_to_bound(
-    limits: list[tuple[float, int]], device: str, nbytes: int
-) -> None:
+def test_no_limit_without_a_gpu(limits: list[tuple[float, int]], device: str, nbytes: int) -> None:
     limit_memory(device, nbytes)
     assert limits == []
 
 
-def test_what_is_no_want_of_memory() -> None:
+def test_other_errors_are_not_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     # What a GPU without room for a library's own memory answers.

@@ -28,7 +28,7 @@ def write(pool: KVPool, *slots: int) -> None:
 
 
 @pytest.mark.parametrize("with_scratch", [False, True])
-def test_what_is_written_is_read(pool: KVPool, with_scratch: bool) -> None:
+def test_stored_profiles_are_found(pool: KVPool, with_scratch: bool) -> None:
     write(pool, 6, 7, 8, 12, 13, 14)
     scratch = torch.empty(2 * 4 * PAGE * 8, dtype=pool._storage.dtype) if with_scratch else None
     keys, values = pool.read_blocks(1, torch.tensor([2, 4, 4, 2]), 2, scratch)

@@ -15,7 +15,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 
 @pytest.mark.parametrize("wanted", ["f32", "bf16", "f16"])
-def test_a_wish_is_granted(wanted: str) -> None:
+def test_a_requested_dtype_is_used(wanted: str) -> None:
     assert choose_dtype(wanted, "bf16", CPU) == wanted
     assert choose_wire_dtype(wanted, "bf16") == wanted
 
@@ -30,7 +30,7 @@ def test_cuda_computes_in_the_models_own_type_if_it_can(
     assert choose_dtype("auto", stored, CUDA) == ("f16" if emulated else stored)
 
 
-def test_what_is_computed_in_float16_is_summed_in_float32() -> None:
+def test_float16_models_sum_in_float32() -> None:
     assert residual_dtype(torch.float16) == torch.float32
     assert residual_dtype(torch.bfloat16) == torch.bfloat16
     assert residual_dtype(torch.float32) == torch.float32

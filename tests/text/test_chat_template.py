@@ -221,7 +221,7 @@ def test_a_value_is_not_too_deep() -> None:
         + "{{ {n.t: 1} }}",
     ],
 )
-def test_ways_around_that(source: str) -> None:
+def test_size_limits_can_not_be_bypassed(source: str) -> None:
     with pytest.raises(RequestError, match="is unusable"):
         render_deep(source)
 

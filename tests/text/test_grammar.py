@@ -85,7 +85,7 @@ def test_an_answer_is_held_to_it(
     assert not said or not ends & tokens_of(other.compute_masks()[0])
 
 
-def test_when_it_is_complete_only_an_end_may_come(
+def test_a_complete_answer_allows_only_its_end(
     tokenizer: Tokenizer, grammars: GrammarCompiler
 ) -> None:
     constraint = grammars.start_matcher(schema(COLOUR))
@@ -94,7 +94,7 @@ def test_when_it_is_complete_only_an_end_may_come(
     assert tokens_of(constraint.compute_masks()[0]) == set(tokenizer.eos_ids)
 
 
-def test_tokens_that_are_gone_through_again_lead_to_the_same_place(
+def test_replayed_tokens_reach_the_same_state(
     tokenizer: Tokenizer, grammars: GrammarCompiler
 ) -> None:
     tokens = tokenizer.encode('{"c": "green"}', special=False)[:-2]
@@ -137,7 +137,7 @@ def test_hostile_bytes_fail_their_own_answer_only(
     assert grammars.start_matcher(schema(COLOUR)).compute_masks()
 
 
-def test_an_answer_that_went_another_way_fails(
+def test_an_answer_outside_its_grammar_fails(
     grammars: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     constraint = grammars.start_matcher(schema(COLOUR))
@@ -200,7 +200,7 @@ def test_after_drafts_it_is_where_it_was(tokenizer: Tokenizer, grammars: Grammar
     assert ahead.compute_masks() == masks[:1]
 
 
-def test_a_compilation_that_takes_long_is_not_waited_for(
+def test_a_slow_compilation_fails_the_request(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next attempt finds it done."""
@@ -221,7 +221,7 @@ def test_a_compilation_that_takes_long_is_not_waited_for(
     assert grammars.start_matcher(schema(COLOUR)).compute_masks()
 
 
-def test_what_nobody_waits_for_is_not_compiled(
+def test_cancelled_compilations_do_not_start(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, compiled = threading.Event(), []
@@ -271,7 +271,7 @@ def test_forced_tokens_are_those_that_masks_leave(
     ("layout", "text"),
     [("line", '{"a": 1, "c": ["x"]}'), ("compact", '{"a":1,"c":["x"]}')],
 )
-def test_layouts(
+def test_gptq_and_awq_layouts(
     tokenizer: Tokenizer, grammars: GrammarCompiler, layout: JsonLayout, text: str
 ) -> None:
     shape = {"properties": {"a": {"type": "integer"}, "c": {"items": {"enum": ["x"]}}}}

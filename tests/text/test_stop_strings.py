@@ -56,7 +56,7 @@ def test_holds_back_only_what_may_begin_a_stop(chunks: list[str], stops: list[st
         assert len(held) == longest
 
 
-def test_across_borders() -> None:
+def test_stop_strings_across_token_borders() -> None:
     matcher = StopStringFinder(["\n\nUser:"])
     assert matcher.push_text("Hi\n") == "Hi"
     assert matcher.push_text("\nUs") == ""

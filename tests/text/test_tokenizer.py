@@ -167,7 +167,7 @@ def test_a_panic_while_encoding_is_the_requests_failure(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
-def test_what_is_no_failure_passes(error: type[BaseException]) -> None:
+def test_valid_results_pass(error: type[BaseException]) -> None:
     with pytest.raises(error), raise_as(BrokenModel):
         raise error
 

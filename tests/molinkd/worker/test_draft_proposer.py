@@ -134,7 +134,7 @@ def test_requests_that_end_leave_nothing(stage: Stage) -> None:
     assert sorted(made._free_blocks) == list(range(40))
 
 
-def test_who_was_asked_about_longest_ago_gives_its_blocks(stage: Stage, other: Stage) -> None:
+def test_the_least_recently_used_sequence_is_evicted(stage: Stage, other: Stage) -> None:
     made = drafter(stage, blocks=8)
     ask(made, DraftRequest(0, 0, TEXT, 1))
     ask(made, DraftRequest(1, 0, TEXT[1:], 1))
@@ -148,7 +148,7 @@ def test_who_was_asked_about_longest_ago_gives_its_blocks(stage: Stage, other: S
     assert [len(guess.tokens) for guess in ask(made, *asks)] == [1, 1, 0]
 
 
-def test_nothing_of_what_is_too_long_or_has_other_tokens(stage: Stage) -> None:
+def test_no_drafts_beyond_context_or_vocabulary(stage: Stage) -> None:
     made = drafter(stage)
     assert ask(made, DraftRequest(0, 0, TEXT * 4, 5)) == [DraftTokens(0)]
     assert ask(made, DraftRequest(1, 0, (1, stage.config.vocab_size), 5)) == [DraftTokens(1)]
@@ -160,7 +160,7 @@ def test_it_guesses_only_tokens_of_the_model_that_is_served(stage: Stage) -> Non
     assert max(found.tokens) < 9
 
 
-def test_a_model_that_fails_says_so() -> None:
+def test_a_failing_draft_model_reports_it() -> None:
     tasks, told = list[Any](), list[DraftResults]()
 
     def broken() -> DraftProposer:

@@ -83,7 +83,7 @@ class PreparingStage:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_idle_stage_makes_graphs_one_at_a_time_and_goes_on(
+def test_an_idle_stage_captures_graphs_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     monkeypatch.setattr(module, "IDLE_BEFORE_CAPTURE_S", 0.01)
@@ -97,7 +97,7 @@ def test_an_idle_stage_makes_graphs_one_at_a_time_and_goes_on(
     assert stage.made in ((1, 2) if fails else (3, 4))  # once more after the step
 
 
-def test_a_stage_that_has_steps_to_run_makes_none() -> None:
+def test_a_busy_stage_captures_no_graphs() -> None:
     stage: Any = PreparingStage(3, False)
     executor = StageExecutor(stage, table(), lambda function, result: function(result))
     done: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
@@ -131,7 +131,7 @@ def rows_of(done: StepResult) -> torch.Tensor:
         (ValueError("can't allocate memory"), False),
     ],
 )
-def test_a_failed_step_fails_its_rows_and_says_whether_it_was_memory(
+def test_a_failed_step_fails_its_rows_and_reports_out_of_memory(
     folder: ModelFolder, freed: list[int], error: Exception, memory: bool
 ) -> None:
     stage = load(folder, (0, 1))
@@ -143,9 +143,7 @@ def test_a_failed_step_fails_its_rows_and_says_whether_it_was_memory(
     assert rows_of(done).isnan().all()
 
 
-def test_at_the_tail_the_request_is_reported_as_failed(
-    folder: ModelFolder, freed: list[int]
-) -> None:
+def test_the_last_stage_reports_failed_requests(folder: ModelFolder, freed: list[int]) -> None:
     stage = load(folder, (1, 3))
     stage.error = NO_MEMORY
     done = step(stage, bytearray(2 * 64 * 4), table())
@@ -155,7 +153,7 @@ def test_at_the_tail_the_request_is_reported_as_failed(
     assert result.sampled.sampled == ()
 
 
-def test_a_failed_step_makes_nothing_on_the_device(
+def test_a_failed_step_allocates_nothing_on_the_device(
     folder: ModelFolder, freed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a device that is full, only the PC's own memory is left to report with."""

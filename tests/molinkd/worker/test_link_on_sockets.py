@@ -115,7 +115,7 @@ async def test_a_link_survives_broken_connections(net: Any) -> None:
     assert pair.deaths == []
 
 
-async def test_a_link_survives_connections_that_are_made_anew(net: Any) -> None:
+async def test_a_link_survives_reconnects(net: Any) -> None:
     """The old ones live on, and what still comes on them counts no more."""
     pair = Pair(net)
     pair.outgoing.start()

@@ -387,7 +387,7 @@ def spare_of(folder: Path) -> Iterator[Stage]:
         end(spare)
 
 
-async def test_a_spare_serves_as_any_worker(
+async def test_a_standby_worker_serves_as_any_worker(
     make_model: Any, tmp_path: Path, client_keys: KeyPair
 ) -> None:
     folder = make_model(tmp_path / "model")
@@ -403,7 +403,7 @@ async def test_a_spare_serves_as_any_worker(
             assert await daemon.finished("r") == reference(folder, PROMPT)
 
 
-async def test_a_spare_for_a_model_that_is_gone_is_a_spare_and_ends_with_its_pipe(
+async def test_a_standby_worker_for_a_removed_model_stays_and_ends_with_its_pipe(
     tmp_path: Path,
 ) -> None:
     with spare_of(tmp_path / "none") as spare:

@@ -114,9 +114,7 @@ def test_logprobs_of_forced_tokens_are_the_models(folder: ModelFolder) -> None:
     assert all(choice.logprob < 0 for choice in drafted.sampled)
 
 
-def test_what_was_prepared_is_not_asked_again(
-    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precomputed_masks_are_reused(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     tail = Tail(folder, SamplingParams(temperature=0.0))
     sampled = tail.step(PROMPT, 0)
     precompute_masks(tail.requests, tail.last)
@@ -136,7 +134,7 @@ def test_what_was_prepared_is_not_asked_again(
     assert constraint.compute_masks() == masks[1:2]
 
 
-def test_a_request_that_is_over_is_not_prepared_for(folder: ModelFolder) -> None:
+def test_masks_are_not_precomputed_for_finished_requests(folder: ModelFolder) -> None:
     tail = Tail(folder, SamplingParams(temperature=0.0))
     tail.step(PROMPT, 0)
     tail.requests.release_request(0)

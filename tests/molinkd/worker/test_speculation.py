@@ -200,7 +200,7 @@ def test_drafts_that_are_often_right_change_no_answer(
         assert counters["scheduler_volumes_total"] < 0.8 * before["scheduler_volumes_total"]
 
 
-def test_a_stream_is_done_in_fewer_turns_where_drafts_go_ahead(stages: Sequence[Stage]) -> None:
+def test_lookahead_drafts_save_round_trips(stages: Sequence[Stage]) -> None:
     # A turn takes 45 ms.
     only: Any = {"samplings": ["penalties"], "asked": [0]}
     without, alone = answers(stages, 0, **only)
@@ -241,7 +241,7 @@ def draft_model(
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [2, AUTO_DRAFTS])
-def test_a_draft_model_that_is_right_changes_no_answer(
+def test_correct_drafts_change_no_answer(
     folder: ModelFolder, stages: Sequence[Stage], num_speculative_tokens: int
 ) -> None:
     without, _ = answers(stages, 0)
@@ -255,9 +255,7 @@ def test_a_draft_model_that_is_right_changes_no_answer(
         assert counters[accepted] > 1.5 * lookups[accepted]
 
 
-def test_one_stream_is_done_in_fewer_turns_with_a_draft_model(
-    folder: ModelFolder, stages: Sequence[Stage]
-) -> None:
+def test_a_draft_model_saves_round_trips(folder: ModelFolder, stages: Sequence[Stage]) -> None:
     only: Any = {"samplings": ["greedy"], "asked": [2]}
     without, before = answers(stages, 0, **only)
     found, counters = draft_model(folder, stages, num_speculative_tokens=AUTO_DRAFTS, **only)
@@ -266,7 +264,7 @@ def test_one_stream_is_done_in_fewer_turns_with_a_draft_model(
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [2, AUTO_DRAFTS])
-def test_a_draft_model_that_knows_nothing_changes_no_answer(
+def test_wrong_drafts_change_no_answer(
     make_model: Any, tmp_path: Any, stages: Sequence[Stage], num_speculative_tokens: int
 ) -> None:
     without, before = answers(stages, 0)

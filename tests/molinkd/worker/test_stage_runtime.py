@@ -142,7 +142,7 @@ async def test_only_keys_that_do_not_depend_on_their_request_are_shared(
         await own.close()
 
 
-async def test_a_head_knows_from_where_on_keys_are_others() -> None:
+async def test_the_scheduler_knows_the_longrope_boundary() -> None:
     lists = {"short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4}
     for given, bound in ((lists, 32), (dict.fromkeys(lists, (2.0,) * 4), 0)):
         own = place(RopeConfig(kind="longrope", factor=2.0, original_context=32, **given))
@@ -154,7 +154,7 @@ async def test_a_head_knows_from_where_on_keys_are_others() -> None:
 
 
 @pytest.mark.parametrize(("mode", "blocks"), [("proactive-swap", 5), ("recompute", 0)])
-async def test_a_head_knows_of_host_memory_where_it_is_to_be_used(mode: str, blocks: int) -> None:
+async def test_the_scheduler_knows_of_host_memory_if_enabled(mode: str, blocks: int) -> None:
     own = place(RopeConfig(), host=HostMemory(5, 0.001), preemption_mode=mode)
     try:
         own.open()
@@ -172,7 +172,7 @@ async def test_a_head_knows_of_host_memory_where_it_is_to_be_used(mode: str, blo
         await own.close()
 
 
-async def test_what_others_are_told() -> None:
+async def test_load_reports() -> None:
     own = place(RopeConfig())
     try:
         assert own.report_load() == StageLoad("p1", 0, weight_bytes=1000, kv_bytes=16 * 10 * 4)
@@ -207,7 +207,7 @@ async def test_a_token_that_does_not_exist_fails_its_own_request_only() -> None:
         await own.close()
 
 
-async def test_the_heads_policy_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_scheduling_policy_is_the_configured_one(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
 
     class Listening(Fcfs):
@@ -226,7 +226,7 @@ async def test_the_heads_policy_is_the_one_that_is_set(monkeypatch: pytest.Monke
         await own.close()
 
 
-async def test_the_next_head_knows_how_long_answers_were() -> None:
+async def test_answer_lengths_outlive_an_epoch() -> None:
     answers = AnswerLengths()
     own = place(RopeConfig(), answers=answers, scheduling_policy="gittins")
     try:
@@ -259,7 +259,7 @@ def contents(folder: Path) -> dict[str, list[bytes]]:
     return {path.name: path.read_bytes().splitlines() for path in folder.rglob("*.*")}
 
 
-async def test_what_is_measured_of_the_link_is_told_and_remembered(net: Any) -> None:
+async def test_link_measurements_are_reported_and_stored(net: Any) -> None:
     memory = LinkMemory(None)
     memory.remember_link("me", LinkFacts(0.02, 1e6), 0.0)
     own = place(RopeConfig(), 2, net.context, memory=memory)

@@ -51,7 +51,7 @@ def pass_on(results: list[StepOutput]) -> list[StepInput]:
     return [StepInput(result.volume, result.rows) for result in results]
 
 
-def test_failed_rows_travel_as_nan_and_fail_at_the_tail(
+def test_failed_rows_travel_as_nan_to_the_last_stage(
     folder: ModelFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, last = load(folder, 0, 1), load(folder, 1, 3)
@@ -68,7 +68,7 @@ def test_failed_rows_travel_as_nan_and_fail_at_the_tail(
     assert result.sampled.sampled == expected.sampled.sampled[1:]
 
 
-def test_a_step_that_could_not_run_fails_all_of_its_requests(folder: ModelFolder) -> None:
+def test_a_failed_step_fails_all_of_its_requests(folder: ModelFolder) -> None:
     first, middle, last = (load(folder, index, index + 1) for index in range(3))
     step_inputs = pass_on(fail_step(first, table(0, 1), two_requests()))
     step_inputs = pass_on(run_step(middle, table(0, 1), step_inputs))

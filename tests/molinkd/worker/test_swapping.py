@@ -163,7 +163,7 @@ def test_swaps_change_no_answer(
     )
 
 
-def test_what_finds_no_host_memory_is_computed_anew(
+def test_preemption_without_host_memory_recomputes(
     stages: Sequence[Stage], plenty: dict[str, list[int]]
 ) -> None:
     few: Any = {"num_blocks": FEW, "preemption_mode": "reactive-swap", "host_blocks": 2}
@@ -188,7 +188,7 @@ def test_stages_of_one_pc_share_the_memory_that_is_free(
     assert blocks == [12, 4, 1]
 
 
-def test_what_could_not_be_copied_back_fails_its_request(stages: Sequence[Stage]) -> None:
+def test_a_failed_swap_in_fails_its_request(stages: Sequence[Stage]) -> None:
     stage, table = stages[0], RequestTable()
     stage.allocate_kv_pool(4, BLOCK_SIZE)
     stage.open_host_pool(4 * stage.block_bytes(BLOCK_SIZE))
@@ -199,7 +199,7 @@ def test_what_could_not_be_copied_back_fails_its_request(stages: Sequence[Stage]
     assert table[0].failed
 
 
-def test_who_is_swapped_when_a_stage_is_lost_is_replayed(
+def test_swapped_requests_are_replayed_after_a_lost_stage(
     stages: Sequence[Stage], plenty: dict[str, list[int]]
 ) -> None:
     """A new ring knows nothing of host memory: all are submitted anew, as their daemons do."""

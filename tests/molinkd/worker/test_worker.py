@@ -194,7 +194,7 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_how_far_loading_is_is_told(make_model: MakeModel, tmp_path: Path) -> None:
+def test_loading_progress_is_reported(make_model: MakeModel, tmp_path: Path) -> None:
     model = ModelFolder.open(make_model(tmp_path / "model"))
     told: list[tuple[int, int]] = []
     command = msgspec.structs.replace(start(), model_dir=str(model.path), layers=(0, 2))
@@ -240,7 +240,7 @@ async def test_running_out_of_memory_for_blocks_is_reported(
     assert pipe.said(RingFormed) == []
 
 
-async def test_a_repeated_order_is_answered_again(
+async def test_a_repeated_command_is_answered_again(
     monkeypatch: pytest.MonkeyPatch, net: Any
 ) -> None:
     stage, learned = FakeStage(), list[object]()
@@ -263,7 +263,7 @@ async def test_a_repeated_order_is_answered_again(
     assert first is second
 
 
-async def test_a_previous_stage_that_was_cut_off_is_reported_with_every_ring(
+async def test_a_blocked_previous_stage_is_reported_with_every_ring(
     monkeypatch: pytest.MonkeyPatch, net: Any
 ) -> None:
     async with running(monkeypatch, lambda *_: FakeStage()) as (pipe, worker, _):

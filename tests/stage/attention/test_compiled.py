@@ -137,7 +137,7 @@ def test_random_forwards(
 
 
 @kinds
-def test_a_row_gives_the_same_whatever_is_beside_it(
+def test_results_do_not_depend_on_other_rows(
     shape_of: Callable[..., AttentionShape], kind: str
 ) -> None:
     shape = shape_of(head_dim=32, groups=3, windows=(0, 70))
@@ -179,7 +179,7 @@ def test_scores_far_apart(checked: Callable[..., Backend], kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_what_a_stage_takes(shape_of: Callable[..., AttentionShape], dtype: torch.dtype) -> None:
+def test_memory_of_a_stage(shape_of: Callable[..., AttentionShape], dtype: torch.dtype) -> None:
     scores: list[dict[str, Any]] = [{}, {"softcap": 50.0}, {"sinks": True}, {"windows": (0, 4096)}]
     shapes = [shape_of(head_dim=64, **options) for options in scores]
     _, wanted, _, _ = KINDS["AVX512-BF16" if dtype is BF16 else "AVX2"]
@@ -188,7 +188,7 @@ def test_what_a_stage_takes(shape_of: Callable[..., AttentionShape], dtype: torc
         assert isinstance(create_attention("auto", shape, 16, dtype, CPU), CompiledAttention)
 
 
-def test_what_there_is_no_code_for(shape_of: Callable[..., AttentionShape]) -> None:
+def test_unsupported_shapes(shape_of: Callable[..., AttentionShape]) -> None:
     fine = shape_of(head_dim=64)
     assert isinstance(create_attention("gather", fine, 16, BF16, CPU), GatherAttention)
     others = [

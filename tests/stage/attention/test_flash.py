@@ -69,7 +69,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Any] | None
     return torch.device("cuda:0")
 
 
-def test_a_kernel_that_is_right_is_taken(
+def test_a_correct_kernel_is_used(
     monkeypatch: pytest.MonkeyPatch,
     shape_of: Callable[..., AttentionShape],
     paged: Callable[..., Tensor],
@@ -142,7 +142,7 @@ def test_gathering_never_runs_cudnn(
     assert told == [False, False]
 
 
-def test_what_flash_is_not_made_for(
+def test_flash_is_not_used_for_unsupported_shapes(
     monkeypatch: pytest.MonkeyPatch,
     shape_of: Callable[..., AttentionShape],
     paged: Callable[..., Tensor],

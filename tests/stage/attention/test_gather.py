@@ -134,7 +134,7 @@ requests = st.lists(
     softcap=st.sampled_from([0.0, 3.0]),
     consecutive=st.booleans(),
 )
-def test_any_mix(
+def test_random_mixes_of_rows(
     check: Callable[..., None],
     shape_of: Callable[..., AttentionShape],
     mix: list[tuple[int, int]],

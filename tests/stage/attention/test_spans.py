@@ -49,7 +49,7 @@ def test_rows_that_suit_each_other_run_together() -> None:
     assert bucket_spans([], 4, 24) == []
 
 
-def test_runs() -> None:
+def test_consecutive_numbers_become_slices() -> None:
     assert as_slice([4]) == slice(4, 5)
     assert as_slice([4, 5, 6]) == slice(4, 7)
     assert as_slice([4, 6, 5]) is None

@@ -25,7 +25,7 @@ def angles(rope: Rope, *rows: tuple[int, ...]) -> Tensor:
     )
 
 
-def test_rotation_turns_pairs_by_position_times_frequency() -> None:
+def test_pairs_rotate_by_position_times_frequency() -> None:
     rows = torch.randn(3, 2, 16)
     turned = rows.clone()
     rotate_half(turned, angles(make(), (5, 3)))
@@ -44,7 +44,7 @@ def test_a_grown_table_gives_the_same_angles() -> None:
 
 
 @pytest.mark.parametrize("others", [(), ((0, 10),), ((70, 2), (0, 3))])
-def test_dynamic_scaling_is_a_requests_own_affair(others: tuple[tuple[int, int], ...]) -> None:
+def test_dynamic_scaling_is_per_request(others: tuple[tuple[int, int], ...]) -> None:
     rope = make("dynamic", factor=2.0, original_context=32)
     alone = angles(rope, (40, 5))
     assert torch.equal(angles(rope, (40, 5), *others)[:5], alone)

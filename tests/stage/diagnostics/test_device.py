@@ -24,7 +24,7 @@ def test_it_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["block_size"] == 1
 
 
-def test_the_daemon_understands_it() -> None:
+def test_the_daemon_parses_the_probe() -> None:
     import msgspec
 
     from molinkd.peer.agent.device_probe import DeviceProbe
@@ -34,7 +34,7 @@ def test_the_daemon_understands_it() -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_it_says_of_bf16_what_stages_go_by(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+def test_bf16_support_is_reported(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     monkeypatch.setattr(dtypes, "cpu_supports_bf16", lambda: native)
     found = probe.probe_device("cpu", 1 << 20)
     computed = dtypes.choose_dtype("auto", "bf16", torch.device("cpu"))

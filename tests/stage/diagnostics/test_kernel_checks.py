@@ -102,7 +102,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("int8", "f32"),
     ],
 )
-def test_the_next_one_is_used_in_the_place_of_one_that_is_wrong(
+def test_a_failing_kernel_is_replaced_by_the_next(
     model: Path,
     tmp_path: Path,
     make_ring: type[Ring],
@@ -252,7 +252,7 @@ def test_a_damaged_file_loses_nothing(
         assert json.loads(path.read_bytes())["environment"] == describe_environment(CPU)
 
 
-def test_a_trial_that_never_ended_is_begun_once_more(
+def test_a_crashed_trial_is_retried_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: list[str]
 ) -> None:
     path = tmp_path / "proofs.json"
@@ -310,7 +310,7 @@ def test_shapes_are_those_of_the_model(model: Path, make_model: MakeModel, tmp_p
     ).products
 
 
-def test_a_gpus_chains_end_in_what_works_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_kernel_chains_end_in_a_universal_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = TrialShapes(
         (), 64, (64,), (32,), 1e-5, ("silu",), trials.AttentionShape(1, 1, 32, 1, ()), 256
     )
@@ -327,7 +327,7 @@ def test_a_gpus_chains_end_in_what_works_everywhere(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4", "gemma2", "mixtral"])
-def test_models_of_all_kinds_prove_themselves(
+def test_models_of_all_kinds_pass_kernel_checks(
     make_model: MakeModel, tmp_path: Path, family: str
 ) -> None:
     folder = make_model(tmp_path, family, 4, dtype="bfloat16")

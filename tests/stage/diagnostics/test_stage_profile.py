@@ -130,7 +130,7 @@ def test_a_stage_is_measured_once(
     assert next(measured) == 4
 
 
-def test_in_a_hurry_other_layers_tell_how_long_it_takes(
+def test_a_hurried_profile_is_scaled_from_other_layers(
     folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "measure_profile", lambda *_: PROFILE)
@@ -152,7 +152,7 @@ def test_in_a_hurry_other_layers_tell_how_long_it_takes(
     assert profile_stage(one, KV_BYTES, 16, tmp_path) == PROFILE, "measured once there is time"
 
 
-def test_a_key_tells_apart_what_takes_another_time(
+def test_profile_keys_differ_where_times_do(
     folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = [
@@ -184,7 +184,7 @@ def only_file(folder: Path) -> Path:
     "damage",
     [b"", b"{", b"\xff" * 99, b"[]", b'{"key": "a", "profile": {"decode": [[1, -1]]}}'],
 )
-def test_a_damaged_cache_is_ignored_and_mended(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_cache_is_ignored_and_replaced(tmp_path: Path, damage: bytes) -> None:
     cache = ProfileCache(tmp_path / "new" / "folder")
     assert cache.find_profile("a") is None
     cache.store_profile("a", PROFILE)
@@ -195,7 +195,7 @@ def test_a_damaged_cache_is_ignored_and_mended(tmp_path: Path, damage: bytes) ->
     assert cache.find_profile("a") == PROFILE
 
 
-def test_anothers_profile_is_none_of_ours(tmp_path: Path) -> None:
+def test_a_foreign_profile_is_ignored(tmp_path: Path) -> None:
     cache = ProfileCache(tmp_path)
     cache.store_profile("a", PROFILE)
     path = only_file(tmp_path)
@@ -228,7 +228,7 @@ def test_an_old_profile_that_somebody_reads_may_stay(
     assert not caplog.records
 
 
-def test_a_cache_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     cache = ProfileCache(tmp_path / "file")
     cache.store_profile("a", PROFILE)

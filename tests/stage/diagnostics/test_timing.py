@@ -122,7 +122,7 @@ def test_steps_are_looked_for_at_smaller_chunks_where_time_is_short() -> None:
     assert set(tried) == {64}
 
 
-def test_what_does_not_fit_the_memory_is_left_out() -> None:
+def test_points_beyond_memory_are_left_out() -> None:
     machine = Machine(max_rows=300)
     profile = measure_profile(machine, machine.clock, 30.0)
     assert [rows for rows, _ in profile.prefill] == [8, 16, 32, 64, 128, 256]
@@ -138,7 +138,7 @@ def test_no_position_beyond_the_models_context(max_context: int) -> None:
     assert max(rows for rows, _ in profile.prefill) <= max_context
 
 
-def test_a_process_that_is_only_starting_is_measured_as_it_is_later() -> None:
+def test_the_baseline_is_measured_again_after_start() -> None:
     times = iter([0.9, 0.5, 0.3])
     machine = Machine(decode=lambda rows, _: next(times, 0.012))
     profile = measure_profile(machine, machine.clock, 10.0)

@@ -55,7 +55,7 @@ def nothing_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "_EXPECTED_SHAPES", ())
 
 
-def test_a_bucket_that_came_again_is_wanted_and_run_without_a_graph_until_then(
+def test_a_repeated_bucket_runs_eagerly_until_it_is_captured(
     nothing_expected: None,
 ) -> None:
     plan, one, other = GraphPlan(16, 1 << 30), GraphBucket(1, 16), GraphBucket(2, 16)
@@ -77,13 +77,13 @@ def test_a_bucket_that_came_again_is_wanted_and_run_without_a_graph_until_then(
     assert plan.nbytes == 9 << 20
 
 
-def test_a_stage_that_never_rests_gets_its_graph_in_the_end() -> None:
+def test_a_busy_stage_captures_overdue_graphs() -> None:
     plan, one = GraphPlan(16, 1 << 30), GraphBucket(1, 16)
     uses = [plan.choose_action(one) for _ in range(MAX_RUNS_BEFORE_CAPTURE + 1)]
     assert uses == ["eager"] * MAX_RUNS_BEFORE_CAPTURE + ["capture"]
 
 
-def test_a_stage_that_begins_expects_a_request_that_grows() -> None:
+def test_a_new_stage_captures_expected_shapes() -> None:
     plan, found = GraphPlan(16, 1 << 30), []
     while (bucket := plan.next_bucket()) is not None:
         found.append(bucket)

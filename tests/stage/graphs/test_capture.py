@@ -119,7 +119,7 @@ def test_work_that_needs_too_much_is_not_captured(cuda: FakeCuda) -> None:
     assert captures.capture_work(lambda: cuda.take(64 * MIB), 64 * MIB) is not None
 
 
-def test_what_earlier_graphs_compute_in_is_there_for_the_next(cuda: FakeCuda) -> None:
+def test_graphs_share_their_memory_pool(cuda: FakeCuda) -> None:
     captures = CudaGraphCapturer(DEVICE)
     assert captures.capture_work(lambda: cuda.take(6 * MIB), 6 * MIB) is not None
     assert captures.capture_work(lambda: cuda.take(9 * MIB), 2 * MIB) is None
@@ -136,7 +136,7 @@ def test_what_earlier_graphs_compute_in_is_there_for_the_next(cuda: FakeCuda) ->
         RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"),
     ],
 )
-def test_nor_is_work_for_which_there_is_no_memory(cuda: FakeCuda, error: Exception) -> None:
+def test_work_without_memory_is_not_captured(cuda: FakeCuda, error: Exception) -> None:
     def work() -> Never:
         raise error
 

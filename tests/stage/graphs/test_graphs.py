@@ -277,7 +277,7 @@ def test_graphs_that_give_other_rows_are_not_used(
     assert len(warnings) == len(ring.stages)
 
 
-def test_a_row_without_numbers_is_no_fault_of_a_graph() -> None:
+def test_nan_rows_do_not_disable_graphs() -> None:
     before, plain = torch.zeros(2, 3), torch.ones(2, 3)
     plain[0] = torch.nan
     assert graphs._relative_error(plain, plain, before) == 0
@@ -294,7 +294,7 @@ def test_graphs_are_avoided(make_model: MakeModel, tmp_path: Path) -> None:
         assert stage._may_have_graphs is may
 
 
-def test_a_graph_that_would_take_too_much_stops_no_other(
+def test_a_too_large_graph_does_not_disable_others(
     make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],
@@ -343,7 +343,7 @@ def test_no_graph_is_made_while_steps_come(
     assert [each.replayed for each in made] == [count + 1 for count in before]
 
 
-def test_but_once_where_a_stage_never_rests(
+def test_an_overdue_graph_is_captured_once(
     make_model: MakeModel, tmp_path: Path, make_ring: type[Ring], captures: Callable[..., Any]
 ) -> None:
     made = captures()
@@ -355,7 +355,7 @@ def test_but_once_where_a_stage_never_rests(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_what_is_made_in_idle_time_touches_no_request(
+def test_idle_captures_touch_no_request(
     make_model: MakeModel,
     tmp_path: Path,
     make_ring: type[Ring],

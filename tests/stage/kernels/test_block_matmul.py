@@ -86,7 +86,7 @@ def test_no_bit_of_a_word_belongs_to_two_codes(bits: int) -> None:
 
 @cpus
 @names
-def test_it_gives_what_a_wide_product_gives(cpu: str, name: str) -> None:
+def test_results_equal_a_float32_product(cpu: str, name: str) -> None:
     multiply = product(cpu, BLOCK_FORMATS[name])
     for blocks in (1, 3):
         rows, exact = stored(name, blocks)
@@ -148,7 +148,7 @@ def test_groups_of_other_checkpoints(cpu: str, form: BlockFormat) -> None:
 
 @cpus
 @pytest.mark.parametrize(("name", "blocks"), [("q4_k", 2), ("q6_k", 3), ("q5_1", 19), ("q8_0", 64)])
-def test_a_row_gives_the_same_whatever_is_beside_it(cpu: str, name: str, blocks: int) -> None:
+def test_results_do_not_depend_on_other_rows(cpu: str, name: str, blocks: int) -> None:
     alone, shared = product(cpu, BLOCK_FORMATS[name]), product(cpu, BLOCK_FORMATS[name], 3)
     stored_rows, exact = stored(name, blocks)
     weight = pack_blocks(alone.form, parse_blocks(name, stored_rows), alone.columns)

@@ -46,7 +46,7 @@ teams = pytest.mark.parametrize("threads", [1, 3])
     pairs=st.integers(1, 70),
     seed=st.integers(0, 9),
 )
-def test_it_gives_what_a_wide_product_gives(
+def test_results_equal_a_float32_product(
     kind: str, threads: int, rows: int, blocks: int, pairs: int, seed: int
 ) -> None:
     multiply, generator = product(kind, threads), torch.Generator().manual_seed(seed)
@@ -64,7 +64,7 @@ def test_it_gives_what_a_wide_product_gives(
 @kinds
 @teams
 @pytest.mark.parametrize("depth", [96, 2048])  # many rows of the latter are laid apart
-def test_a_row_gives_the_same_whatever_is_beside_it(kind: str, threads: int, depth: int) -> None:
+def test_results_do_not_depend_on_other_rows(kind: str, threads: int, depth: int) -> None:
     multiply = product(kind, threads)
     weight = multiply.pack_weight(torch.randn(128, depth).to(multiply.weight_dtype))
     rows, bias = torch.randn(30, depth).to(multiply.dtype), torch.randn(128)
@@ -111,7 +111,7 @@ def test_shapes_that_do_not_fit() -> None:
     assert not multiply.supports_weight(torch.empty(64, 5))
 
 
-def test_a_type_that_nothing_multiplies() -> None:
+def test_an_unsupported_dtype_is_refused() -> None:
     assert create_matmul(torch.float16, 1) is None
     assert create_matmul(torch.bfloat16, 1, torch.float16) is None
     assert create_matmul(torch.float32, 1, torch.float32) is None

@@ -60,7 +60,7 @@ def test_the_package_can_still_be_used_by_others_and_what_was_fetched_before_is_
     assert (done.returncode, done.stdout, done.stderr) == (0, "FETCHED\n", "")
 
 
-def test_a_pc_without_bitsandbytes_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bitsandbytes_is_reported_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UsageError, match="pip install bitsandbytes"):
         load_library()

@@ -68,7 +68,7 @@ def test_bf16_rows_of_odd_shapes_and_types_are_not_compiled() -> None:
     assert isinstance(narrow.create_projection(torch.eye(64).half(), None), other)
 
 
-def test_a_gpu_has_projections_of_its_own() -> None:
+def test_gpus_use_their_own_projections() -> None:
     assert ProjectionFactory.probe_device(
         torch.bfloat16, torch.device("cuda", 0)
     ) == ProjectionFactory(torch.bfloat16)
@@ -78,7 +78,7 @@ def test_a_gpu_has_projections_of_its_own() -> None:
     ("few", "many", "chosen"),
     [(0.5, 0.9, True), (0.5, 1.05, True), (0.5, 8.0, False), (1.2, 0.9, False)],
 )
-def test_what_is_slower_is_not_used(
+def test_slower_kernels_are_not_used(
     monkeypatch: pytest.MonkeyPatch, few: float, many: float, chosen: bool
 ) -> None:
     if create_matmul(torch.float32, 1) is None:

@@ -54,7 +54,7 @@ def kept(logits: Tensor, settings: list[SamplingParams]) -> Tensor:
 
 @pytest.mark.parametrize("vocabulary", [30, 64, 65, 3000])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
-def test_all_together_keep_what_each_keeps_alone(vocabulary: int, scale: float) -> None:
+def test_batched_filters_equal_single_ones(vocabulary: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(len(SETTINGS), vocabulary, generator=generator) * scale
     found = kept(logits, SETTINGS)
@@ -66,7 +66,7 @@ def test_all_together_keep_what_each_keeps_alone(vocabulary: int, scale: float) 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 2999])
 @pytest.mark.parametrize("step", [0.0, 0.25])
-def test_a_cut_among_the_likeliest_is_that_of_the_whole_row(size: int, step: float) -> None:
+def test_cutoff_among_candidates_equals_that_of_the_whole_row(size: int, step: float) -> None:
     logits = torch.randn(len(SETTINGS), 3000, generator=torch.Generator().manual_seed(size)) * 4
     if step:  # with many ties, as logits in bf16 have
         logits = (logits / step).round() * step

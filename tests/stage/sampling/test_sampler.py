@@ -237,7 +237,7 @@ def test_logprobs_are_the_models_own() -> None:
     assert math.isnan(third.logprob)
 
 
-def test_a_token_that_is_found_late_has_its_own_logprob() -> None:
+def test_a_token_drawn_late_has_its_own_logprob() -> None:
     logits = logits_of(3, 9000, scale=0.1)  # so flat that the likeliest 64 are not enough
     wide = SamplingParams(temperature=1.0, top_p=0.99, logprobs=2, seed=4)
     rows = [SampleRow(wide, 3), SampleRow(GREEDY, 3), SampleRow(wide, 4)]
@@ -251,7 +251,7 @@ def test_a_token_that_is_found_late_has_its_own_logprob() -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 40, 500])
-def test_a_gpu_is_asked_once_for_all(monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
+def test_a_gpu_is_synchronized_once(monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
     asked: list[int] = []
 
     def fetch(parts: list[Tensor]) -> list[Tensor]:
@@ -266,7 +266,7 @@ def test_a_gpu_is_asked_once_for_all(monkeypatch: pytest.MonkeyPatch, top_k: int
     assert asked == [4]
 
 
-def test_what_does_not_come_is_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_copy_is_not_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(parts: list[Tensor]) -> list[Tensor]:
         parts[0][1] = torch.tensor([-1, 9])  # as in memory that a copy has not reached
         return parts

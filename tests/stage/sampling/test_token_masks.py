@@ -72,12 +72,12 @@ def test_logprobs_stay_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, top_k=4)])
-def test_where_nothing_is_allowed_there_is_no_token(sampling: SamplingParams) -> None:
+def test_no_allowed_token_means_no_token(sampling: SamplingParams) -> None:
     rows = [SampleRow(sampling, 0, None, bits(vocabulary=300)), SampleRow(sampling, 0)]
     assert [token is None for token in sample_tokens(logits_of(2, 300), rows)] == [True, False]
 
 
-def test_a_mask_says_no_to_tokens_that_it_does_not_have() -> None:
+def test_tokens_beyond_a_mask_are_forbidden() -> None:
     logits = torch.zeros(1, 300)
     logits[0, 299] = 9.0
     (found,) = sample_tokens(logits, [SampleRow(GREEDY, 0, None, b"\x10")])
@@ -85,7 +85,7 @@ def test_a_mask_says_no_to_tokens_that_it_does_not_have() -> None:
     assert found.token == 4
 
 
-def test_few_allowed_tokens_are_not_looked_for_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_allowed_tokens_need_no_full_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
         raise AssertionError("all logits of a row were looked at again")
 

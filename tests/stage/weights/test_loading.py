@@ -88,7 +88,7 @@ def test_quantizing_takes_less_than_the_stage_and_two_layers(
     assert stage.weight_bytes < allocations.peak < stage.weight_bytes + 2 * LAYER_BYTES
 
 
-def test_the_measure_sees_what_is_not_quantized(folder: ModelFolder) -> None:
+def test_the_error_measure_includes_unquantized_parts(folder: ModelFolder) -> None:
     with counted() as allocations:
         stage = Stage.load_layers(folder, (0, LAYERS), dtype="f32")
     assert LAYERS * LAYER_BYTES < stage.weight_bytes <= allocations.peak

@@ -122,7 +122,7 @@ def test_several_calls(calls: Any, special: tuple[str, ...], answer: str) -> Non
 
 
 @pytest.mark.parametrize("special", [(), ("</think>",)])
-def test_a_thought_may_come_first(special: tuple[str, ...]) -> None:
+def test_reasoning_may_come_first(special: tuple[str, ...]) -> None:
     call = ANSWERS[2][2]
     grammar = grammar_for("llama", special, thinks=True)
     assert allows(grammar, call, special)

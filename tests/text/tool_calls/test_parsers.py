@@ -125,7 +125,7 @@ def test_calls(form: str, answer: str, text: str, calls: Any) -> None:
 
 
 @pytest.mark.parametrize(("form", "answer"), NO_CALLS)
-def test_what_only_looks_like_a_call_is_text(form: str, answer: str) -> None:
+def test_malformed_calls_are_text(form: str, answer: str) -> None:
     found = read_text(form, answer)
     assert found.text == answer
     assert not found.calls
@@ -140,7 +140,7 @@ def test_the_name_comes_before_the_arguments_are_there(form: str) -> None:
     assert not found.ended
 
 
-def test_a_second_call_that_is_none_is_text() -> None:
+def test_an_invalid_second_call_is_text() -> None:
     bad = '{"name": "launch", "arguments": {}}'
     for form, answer, text in (
         ("hermes", f"<tool_call>{NOW}</tool_call><tool_call>{bad}", f"<tool_call>{bad}"),
@@ -177,7 +177,7 @@ THOUGHTS = [
 
 
 @pytest.mark.parametrize(("answer", "tail", "thought", "text"), THOUGHTS)
-def test_thoughts(answer: str, tail: str, thought: str, text: str) -> None:
+def test_reasoning_is_split_off(answer: str, tail: str, thought: str, text: str) -> None:
     found = read_text(None, answer, tail, thinks=True)
     assert (found.thought, found.text) == (thought, text)
 

@@ -79,7 +79,7 @@ def test_a_conversation_with_calls_renders(name: str) -> None:
     assert template.takes_tools
 
 
-def test_without_it_most_templates_refuse_or_garble(name: str) -> None:
+def test_unadapted_calls_are_refused_or_garbled(name: str) -> None:
     template = ChatTemplate(ALL[name], SPECIAL, "x")
     try:
         text = template.render_prompt(MESSAGES, {}, [TOOL])
