@@ -15,13 +15,7 @@ from molink.checkpoint.experts import (
     mixtral_experts,
     qwen_experts,
 )
-from molink.checkpoint.rope import (
-    RopeConfig,
-    RopeDefaults,
-    RopeKind,
-    parse_rope,
-    parse_two_ropes,
-)
+from molink.checkpoint.rope import RopeConfig, RopeDefaults, RopeKind, parse_rope, parse_two_ropes
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation, FamilyTraits, LayerNorms
 from molink.errors import BrokenModel, UnsupportedModel
 

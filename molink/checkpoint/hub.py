@@ -165,10 +165,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def pull_model(
-    repository: str,
-    counter: ByteCounter,
-    stop: threading.Event,
-    layers: LayerRange | None = None,
+    repository: str, counter: ByteCounter, stop: threading.Event, layers: LayerRange | None = None
 ) -> Path:
     """Download a model, or only the shards with ``layers``, into the cache; return its folder.
 

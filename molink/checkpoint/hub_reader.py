@@ -17,12 +17,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from molink.checkpoint import hub
-from molink.checkpoint.hub import (
-    is_refusal,
-    network_errors,
-    raise_if_stopped,
-    translate_hub_errors,
-)
+from molink.checkpoint.hub import is_refusal, network_errors, raise_if_stopped, translate_hub_errors
 from molink.checkpoint.manifest import (
     CHUNK_BYTES,
     DIGEST_BYTES,

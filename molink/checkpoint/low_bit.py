@@ -14,11 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.quantization import is_quantizable
-from molink.checkpoint.safetensors_header import (
-    FLOAT_DTYPES,
-    TensorRequirement,
-    TensorSpec,
-)
+from molink.checkpoint.safetensors_header import FLOAT_DTYPES, TensorRequirement, TensorSpec
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.dtypes import NarrowDType
 from molink.gguf.block_formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat

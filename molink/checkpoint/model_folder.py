@@ -21,11 +21,7 @@ from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
 from molink.checkpoint.multimodal import extract_text_tensors
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import required_tensors
-from molink.checkpoint.safetensors_header import (
-    TensorRequirement,
-    TensorSpan,
-    read_header,
-)
+from molink.checkpoint.safetensors_header import TensorRequirement, TensorSpan, read_header
 from molink.checkpoint.tensor_layout import TensorShapes, stage_tensors
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.facts.dtypes import WeightDType

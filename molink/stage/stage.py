@@ -13,11 +13,7 @@ from molink.errors import InvariantError, UsageError
 from molink.facts.dtypes import DTypeChoice, WeightDType
 from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES
 from molink.facts.model import LayerRange, Quantize
-from molink.stage.attention.base import (
-    AttentionBackend,
-    AttentionShape,
-    BackendName,
-)
+from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.create import create_attention
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
@@ -30,12 +26,7 @@ from molink.stage.graphs.decode_graphs import DecodeGraphs
 from molink.stage.host_kv_pool import HostKVPool
 from molink.stage.kv_pool import KVPool, block_bytes
 from molink.stage.layer_pass import LayerPass, LocatedRows
-from molink.stage.torch_dtypes import (
-    TORCH_DTYPES,
-    choose_dtype,
-    choose_wire_dtype,
-    residual_dtype,
-)
+from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, choose_wire_dtype, residual_dtype
 from molink.stage.weights.weight_reader import WeightReader
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,7 @@ _PROMPT_ROWS = 8
 
 
 def warm_up(
-    folder: ModelFolder,
-    layers: LayerRange,
-    dtype: DTypeChoice,
-    quantize: Quantize,
-    block_size: int,
+    folder: ModelFolder, layers: LayerRange, dtype: DTypeChoice, quantize: Quantize, block_size: int
 ) -> None:
     """Load one inner layer of ``layers`` on the CPU, run a few passes and free it.
 

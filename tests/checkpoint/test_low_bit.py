@@ -182,9 +182,7 @@ def test_only_a_stage_s_own_layers_have_to_be_right(
         ModelFolder.open(folder, (0, 1))
 
 
-def test_an_awq_folder_whose_config_names_nothing(
-    stored: Callable[[dict[str, Any]], Path],
-) -> None:
+def test_an_awq_folder_whose_config_names_nothing(stored: Callable[[dict[str, Any]], Path]) -> None:
     folder = stored(AWQ)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del config["quantization_config"]

@@ -143,10 +143,7 @@ def test_a_shard_takes_no_other_files_place(name: str) -> None:
         ({"tensors": [["a", 0, "F32", [26]]]}, r"take 104 bytes of 100"),
         ({"tensors": [["a", 0, "F32", [20]], ["b", 0, "F32", [6]]]}, "take 104 bytes of 100"),
         ({"tensors": [["a", 0, "F32", [2**53] * 8]]}, "take .* bytes of 100"),
-        (
-            {"tensors": [["a", 0, "F32", [1]], ["a", 0, "F32", [1]]]},
-            "tensors of the same name",
-        ),
+        ({"tensors": [["a", 0, "F32", [1]], ["a", 0, "F32", [1]]]}, "tensors of the same name"),
         ({"tensors": [["config.json", 0, "F32", [1]]]}, "tensors of the same name"),
         ({"tensors": [[ONE.name, 0, "F32", [1]]]}, "tensors of the same name"),
         ({"files": [["config.json", 2, b""]]}, "contradicts itself at config.json"),

@@ -97,11 +97,7 @@ REFUSED: dict[str, tuple[bytes, type[ModelError], str]] = {
         BrokenModel,
         "'k': lists in lists",
     ),
-    "unknown type": (
-        file(keys=(text("k") + struct.pack("<I", 77),)),
-        BrokenModel,
-        "'k': type 77",
-    ),
+    "unknown type": (file(keys=(text("k") + struct.pack("<I", 77),)), BrokenModel, "'k': type 77"),
     "key twice": (file(keys=(number("k", 1), number("k", 2))), BrokenModel, "'k' appears twice"),
     "alignment": (
         file(tensor("x"), keys=(number("general.alignment", 24),)),

@@ -22,14 +22,7 @@ def load(folder: Path, layers: tuple[int, int], **options: Any) -> Stage:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ([1, 2], [2]),
-        ([1], [2]),
-        ([2], [1]),
-        ([1], []),
-        ([], [1]),
-    ],
+    ("before", "after"), [([1, 2], [2]), ([1], [2]), ([2], [1]), ([1], []), ([], [1])]
 )
 def test_reused_layers_compute_the_same(
     make_model: MakeModel, tmp_path: Path, before: list[int], after: list[int], tied: bool

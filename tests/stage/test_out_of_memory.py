@@ -23,9 +23,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
     return asked
 
 
-def test_the_budget_is_enforced_as_a_fraction(
-    limits: list[tuple[float, int]],
-) -> None:
+def test_the_budget_is_enforced_as_a_fraction(limits: list[tuple[float, int]]) -> None:
     limit_memory("cuda:0", 6 * GIB)
     limit_memory("cuda", 12 * GIB)
     assert limits == [(0.75, 0), (1.0, 0)]

@@ -30,10 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "llama dynamic": (
         "llama",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
-            "max_position_embeddings": 32,
-        },
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 32},
     ),
     "llama yarn": (
         "llama",

@@ -268,8 +268,7 @@ def test_forced_tokens_are_those_that_masks_leave(
 
 
 @pytest.mark.parametrize(
-    ("layout", "text"),
-    [("line", '{"a": 1, "c": ["x"]}'), ("compact", '{"a":1,"c":["x"]}')],
+    ("layout", "text"), [("line", '{"a": 1, "c": ["x"]}'), ("compact", '{"a":1,"c":["x"]}')]
 )
 def test_gptq_and_awq_layouts(
     tokenizer: Tokenizer, grammars: GrammarCompiler, layout: JsonLayout, text: str

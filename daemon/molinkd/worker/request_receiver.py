@@ -291,9 +291,7 @@ class RequestReceiver:
 def _make_state(peer: str, entry: _IncompleteRequest) -> RequestState:
     submit, ids = entry.submit, tuple(entry.ids)
     request = msgspec.structs.replace(
-        submit.request,
-        prompt_token_ids=ids[: submit.num_prompt_tokens],
-        grammar=entry.grammar,
+        submit.request, prompt_token_ids=ids[: submit.num_prompt_tokens], grammar=entry.grammar
     )
     return RequestState.from_request(
         request,

@@ -267,11 +267,7 @@ class StageConnector:
     """
 
     def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        keys: KeyPair,
-        server_key: str,
-        addresses: Sequence[str],
+        self, context: zmq.asyncio.Context, keys: KeyPair, server_key: str, addresses: Sequence[str]
     ) -> None:
         self._context = context
         self._keys = keys

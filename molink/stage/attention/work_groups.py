@@ -31,12 +31,7 @@ class DecodeBucket:
     mask: Tensor | None
 
     def attend_rows(
-        self,
-        layer: int,
-        heads: Tensor,
-        pool: KVPool,
-        shape: AttentionShape,
-        sinks: Tensor | None,
+        self, layer: int, heads: Tensor, pool: KVPool, shape: AttentionShape, sinks: Tensor | None
     ) -> Tensor:
         queries = heads[self.rows, : shape.groups * shape.kv_heads]
         folded = queries.view(self.count, shape.kv_heads, shape.groups, shape.head_dim)
@@ -68,12 +63,7 @@ class PrefillChunk:
     folds_groups: bool = False
 
     def attend_rows(
-        self,
-        layer: int,
-        heads: Tensor,
-        pool: KVPool,
-        shape: AttentionShape,
-        sinks: Tensor | None,
+        self, layer: int, heads: Tensor, pool: KVPool, shape: AttentionShape, sinks: Tensor | None
     ) -> Tensor:
         groups, kv_heads = shape.groups, shape.kv_heads
         rows = heads[self.rows]

@@ -141,10 +141,7 @@ def kernel_chains(
     threads = torch.get_num_threads()
     packed = (KernelTrial("packed-linear", dtype, rounding, product(_create_packed)),)
     rows = KernelTrial(
-        "compiled-rows",
-        dtype,
-        rounding,
-        partial(_compiled_rows_error, shapes, computed, threads),
+        "compiled-rows", dtype, rounding, partial(_compiled_rows_error, shapes, computed, threads)
     )
     narrow = dtype == "bf16"
     return (

@@ -5,11 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.tensor_layout import (
-    attention_projections,
-    layer_tensors,
-    mlp_projections,
-)
+from molink.checkpoint.tensor_layout import attention_projections, layer_tensors, mlp_projections
 from molink.checkpoint.traits import Activation
 from molink.stage.attention.base import AttentionShape
 

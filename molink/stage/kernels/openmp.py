@@ -87,9 +87,7 @@ class OpenMp:
             module, "__kmpc_push_num_threads", ir.FunctionType(VOID, [POINTER, I32, I32])
         )
         fork = declare_function(
-            module,
-            "__kmpc_fork_call",
-            ir.FunctionType(VOID, [POINTER, I32, POINTER], var_arg=True),
+            module, "__kmpc_fork_call", ir.FunctionType(VOID, [POINTER, I32, POINTER], var_arg=True)
         )
         builder.call(push, [caller, builder.call(number, [caller]), count])
         builder.call(fork, [caller, I32(1), task, shared])

@@ -139,9 +139,6 @@ class _LogprobReports:
                 own[slot] = logprob
         reports: dict[int, SampledToken] = {}
         for slot, (index, count) in enumerate(zip(self.rows, self.counts, strict=True)):
-            pairs = sorted(
-                zip(ids[slot], values[slot], strict=True),
-                key=lambda p: (-p[1], p[0]),
-            )
+            pairs = sorted(zip(ids[slot], values[slot], strict=True), key=lambda p: (-p[1], p[0]))
             reports[index] = SampledToken(picked[index], own[slot][0], tuple(pairs[:count]))
         return reports

@@ -101,11 +101,7 @@ def send_ids(
 
 
 def ask(
-    receiver: RequestReceiver,
-    key: str,
-    ids: list[int],
-    sender: MessageSender = HERE,
-    **fields: Any,
+    receiver: RequestReceiver, key: str, ids: list[int], sender: MessageSender = HERE, **fields: Any
 ) -> None:
     receiver.handle_message(sender, make_submit(key, len(ids), **fields), None, 0.0)
     send_ids(receiver, 0, ids, key, sender)

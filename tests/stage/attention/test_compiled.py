@@ -191,11 +191,7 @@ def test_memory_of_a_stage(shape_of: Callable[..., AttentionShape], dtype: torch
 def test_unsupported_shapes(shape_of: Callable[..., AttentionShape]) -> None:
     fine = shape_of(head_dim=64)
     assert isinstance(create_attention("gather", fine, 16, BF16, CPU), GatherAttention)
-    others = [
-        (fine, 16, torch.float16),
-        (fine, 8, BF16),
-        (shape_of(head_dim=48), 16, BF16),
-    ]
+    others = [(fine, 16, torch.float16), (fine, 8, BF16), (shape_of(head_dim=48), 16, BF16)]
     for shape, block_size, dtype in others:
         assert isinstance(create_attention("auto", shape, block_size, dtype, CPU), GatherAttention)
         with pytest.raises(UsageError, match="compiled attention can't run on cpu"):

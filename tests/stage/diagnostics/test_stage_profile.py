@@ -181,8 +181,7 @@ def only_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [b"", b"{", b"\xff" * 99, b"[]", b'{"key": "a", "profile": {"decode": [[1, -1]]}}'],
+    "damage", [b"", b"{", b"\xff" * 99, b"[]", b'{"key": "a", "profile": {"decode": [[1, -1]]}}']
 )
 def test_a_damaged_cache_is_ignored_and_replaced(tmp_path: Path, damage: bytes) -> None:
     cache = ProfileCache(tmp_path / "new" / "folder")

@@ -55,9 +55,7 @@ def nothing_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "_EXPECTED_SHAPES", ())
 
 
-def test_a_repeated_bucket_runs_eagerly_until_it_is_captured(
-    nothing_expected: None,
-) -> None:
+def test_a_repeated_bucket_runs_eagerly_until_it_is_captured(nothing_expected: None) -> None:
     plan, one, other = GraphPlan(16, 1 << 30), GraphBucket(1, 16), GraphBucket(2, 16)
     assert plan.choose_action(one) == "eager"
     assert plan.next_bucket() is None

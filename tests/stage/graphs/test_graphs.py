@@ -264,11 +264,7 @@ def test_graphs_that_give_other_rows_are_not_used(
     folder = make_model(tmp_path, "qwen2", 3)
     made = []
     plain, other, ring = run_both(
-        make_ring,
-        folder,
-        random_tokens,
-        [9, 4],
-        lambda: made.append(captures(stale_after=right)),
+        make_ring, folder, random_tokens, [9, 4], lambda: made.append(captures(stale_after=right))
     )
     torch.testing.assert_close(other, plain, atol=1e-4, rtol=0)
     assert [each.captured for each in made[0]] == [1 + right] * 2

@@ -95,10 +95,7 @@ def test_the_error_measure_includes_unquantized_parts(folder: ModelFolder) -> No
 
 
 def test_weights_that_stay_in_16_bits_are_packed_in_parts(
-    make_model: MakeModel,
-    tmp_path: Path,
-    make_ring: type[Ring],
-    monkeypatch: pytest.MonkeyPatch,
+    make_model: MakeModel, tmp_path: Path, make_ring: type[Ring], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     projections = ProjectionFactory.probe_device(torch.float32, torch.device("cpu"))
     if not projections.keeps_dtype(torch.bfloat16):
