@@ -267,7 +267,7 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], type[Model
     "no scales": ("int8", "SCB", lambda _: None, BrokenModel, "SCB is in none"),
     "scales of another shape": ("int8", "SCB", lambda t: t[:-1], BrokenModel, "SCB has shape"),
     "scales of another type": ("int8", "SCB", lambda t: t.half(), UnsupportedModel, "SCB is F16"),
-    "a scale that is NaN": ("int8", "SCB", lambda t: t * math.nan, BrokenModel, "scale of it"),
+    "a scale that is NaN": ("int8", "SCB", lambda t: t * math.nan, BrokenModel, "a scale is NaN"),
     "rows of an old GPU": (
         "int8", "weight_format", lambda t: t + 1, UnsupportedModel, "weight_format 1",
     ),
@@ -275,8 +275,8 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], type[Model
     "an endless state": (
         "single", STATE, lambda t: t.repeat(100), BrokenModel, "nf4 has shape",
     ),
-    "not (a|valid) JSON": ("single", STATE, lambda t: t[:-3], BrokenModel, "is no JSON"),
-    "no text": ("single", STATE, lambda t: t.fill_(255), BrokenModel, "is no JSON"),
+    "not (a|valid) JSON": ("single", STATE, lambda t: t[:-3], BrokenModel, "is not valid JSON"),
+    "no text": ("single", STATE, lambda t: t.fill_(255), BrokenModel, "is not valid JSON"),
     "deep JSON": (
         "single", STATE, lambda _: torch.full((4000,), 91, dtype=torch.uint8), BrokenModel, "JSON",
     ),
@@ -291,11 +291,11 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], type[Model
     ),
     "other values": ("single", "quant_map", lambda t: t * 0.9, UnsupportedModel, "quant_map"),
     "values that are NaN": (
-        "double", "nested_quant_map", lambda t: t * math.nan, BrokenModel, "scale of it",
+        "double", "nested_quant_map", lambda t: t * math.nan, BrokenModel, "a scale is NaN",
     ),
     "no nested scales": ("double", "nested_absmax", lambda _: None, BrokenModel, "in none"),
     "a NaN among nested scales": (
-        "double", "nested_absmax", lambda t: t * math.nan, BrokenModel, "scale of it",
+        "double", "nested_absmax", lambda t: t * math.nan, BrokenModel, "a scale is NaN",
     ),
     "a packed weight that is too short": (
         "single", "q_proj.weight", lambda t: t[:-1], BrokenModel, "q_proj.weight has shape",
