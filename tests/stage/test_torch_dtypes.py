@@ -51,7 +51,7 @@ def test_rows_travel_alike_at_every_stage(stored: str) -> None:
     assert choose_wire_dtype("auto", stored) == stored
 
 
-def test_a_torch_that_knows_no_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_cpu_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOLINK_CPU_ISA", raising=False)
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     assert cpu_supports_bf16() is False

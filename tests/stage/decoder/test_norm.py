@@ -54,7 +54,7 @@ def test_weights_are_offset_in_full_precision(
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_compiled_norms_are_wide_ones(
+def test_compiled_norms_equal_float32_norms(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
 ) -> None:
     folder = make_model(tmp_path, family, head_dim=32)
