@@ -239,7 +239,7 @@ class Client(Generic[M]):
             raise Unavailable(f"not connected to {self._name}")
         parts: list[object] = [*self._codec.encode(message, payload)]
         try:
-            if not self._outbox and self._pump.send(parts):
+            if not self._outbox and self._pump.send_parts(parts):
                 return
         except zmq.ZMQError as error:
             raise Unavailable(f"can't send to {self._name}: {error}") from error
@@ -257,12 +257,12 @@ class Client(Generic[M]):
         assert self._pump is not None
         try:
             while self._outbox:
-                if not self._pump.send(self._outbox.peek_message()):
+                if not self._pump.send_parts(self._outbox.peek_message()):
                     return
                 self._outbox.pop_message()
         except zmq.ZMQError as error:
             logger.warning("can't send to %s: %s", self._name, error)
-            self._outbox.clear()
+            self._outbox.drop_messages()
         self._call_back(self._events.on_drained)
 
     # --- requests --------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ class Client(Generic[M]):
                 self._pump.check_unread()
 
     def _drop(self, reason: str) -> None:
-        self._outbox.clear()
+        self._outbox.drop_messages()
         for reply in self._pending.values():
             if not reply.done():
                 reply.set_result(ConnectionBroken(reason))

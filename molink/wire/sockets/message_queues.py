@@ -88,7 +88,7 @@ class Outbox:
         """Remove the oldest message."""
         self.nbytes -= self._waiting.popleft()[1]
 
-    def clear(self) -> None:
+    def drop_messages(self) -> None:
         """Drop all messages."""
         self._waiting.clear()
         self.nbytes = 0

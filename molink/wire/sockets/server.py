@@ -219,7 +219,7 @@ class Server(Generic[M]):
         """Send now; returns success, or ``None`` if the connection is full."""
         try:
             if self._pump is not None:
-                if not self._pump.send(parts):
+                if not self._pump.send_parts(parts):
                     return None
                 self.counters.sent += 1
                 return True
@@ -244,7 +244,7 @@ class Server(Generic[M]):
                 if sent:
                     waiting.pop_message()
                 else:
-                    waiting.clear()
+                    waiting.drop_messages()
             if not waiting:
                 del self._outboxes[identity]
         self._flush_soon()

@@ -80,7 +80,7 @@ class SocketPump:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
 
-    def send(self, parts: Sequence[Any]) -> bool:
+    def send_parts(self, parts: Sequence[Any]) -> bool:
         """Send a message now; ``False`` if the socket can't take it.
 
         Raises:

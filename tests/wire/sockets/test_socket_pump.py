@@ -20,14 +20,14 @@ class End:
         self.rooms = 0
         self.errors: list[Exception] = []
         self._answers = answers
-        self.traffic = SocketPump(socket, 2, self._take, self._room, self.errors.append)
+        self.pump = SocketPump(socket, 2, self._take, self._room, self.errors.append)
 
     def _take(self, frames: list[zmq.Frame], parts: int) -> None:
         if frames[0].bytes == b"bad":
             raise ValueError("bad")
         self.got.append(([frame.bytes for frame in frames], parts))
         if self._answers:
-            self.traffic.send([frames[0].bytes])
+            self.pump.send_parts([frames[0].bytes])
 
     def _room(self) -> None:
         self.rooms += 1
@@ -49,61 +49,61 @@ def sockets() -> Iterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]]:
 async def test_all_arrives_while_both_sides_send(net: Any, sockets: Any) -> None:
     one, other = End(sockets[0]), End(sockets[1], answers=True)
     for number in range(300):
-        await net.until(partial(one.traffic.send, [b"%d" % number]))
+        await net.until(partial(one.pump.send_parts, [b"%d" % number]))
     want = [([b"%d" % number], 1) for number in range(300)]
     await net.until(lambda: one.got == want)
     assert other.got == want
-    one.traffic.close()
-    other.traffic.close()
+    one.pump.close()
+    other.pump.close()
 
 
 async def test_earlier_messages_are_read(net: Any, sockets: Any) -> None:
     sender = End(sockets[1])
-    assert sender.traffic.send([b"early"])
+    assert sender.pump.send_parts([b"early"])
     reader = End(sockets[0])
     await net.until(lambda: reader.got == [([b"early"], 1)])
-    sender.traffic.close()
-    reader.traffic.close()
+    sender.pump.close()
+    reader.pump.close()
 
 
 async def test_unread_since_tracks_the_backlog(net: Any, sockets: Any) -> None:
     sender, reader = End(sockets[1]), End(sockets[0])
-    await net.until(lambda: reader.traffic.unread_since is None)
-    assert sender.traffic.send([b"x"])
-    await net.until(lambda: bool(reader.got) or reader.traffic.unread_since is not None)
-    await net.until(lambda: reader.got == [([b"x"], 1)] and reader.traffic.unread_since is None)
-    sender.traffic.close()
-    reader.traffic.close()
+    await net.until(lambda: reader.pump.unread_since is None)
+    assert sender.pump.send_parts([b"x"])
+    await net.until(lambda: bool(reader.got) or reader.pump.unread_since is not None)
+    await net.until(lambda: reader.got == [([b"x"], 1)] and reader.pump.unread_since is None)
+    sender.pump.close()
+    reader.pump.close()
 
 
 async def test_surplus_frames_are_counted(net: Any, sockets: Any) -> None:
     sender, reader = End(sockets[1]), End(sockets[0])
-    assert sender.traffic.send([b"x"] * 1000)
-    assert sender.traffic.send([b"after"])
+    assert sender.pump.send_parts([b"x"] * 1000)
+    assert sender.pump.send_parts([b"after"])
     await net.until(lambda: reader.got == [([b"x", b"x"], 1000), ([b"after"], 1)])
-    sender.traffic.close()
-    reader.traffic.close()
+    sender.pump.close()
+    reader.pump.close()
 
 
 async def test_room_is_reported_once(net: Any, sockets: Any) -> None:
     sender = End(sockets[1])
-    while sender.traffic.send([b"x"]):
+    while sender.pump.send_parts([b"x"]):
         pass
     await asyncio.sleep(0)
     assert not sender.rooms
     reader = End(sockets[0])
     await net.until(lambda: sender.rooms)
-    assert sender.traffic.send([b"x"])
-    sender.traffic.close()
-    reader.traffic.close()
+    assert sender.pump.send_parts([b"x"])
+    sender.pump.close()
+    reader.pump.close()
 
 
 async def test_error_stops_the_pump(net: Any, sockets: Any) -> None:
     sender, reader = End(sockets[1]), End(sockets[0])
-    assert sender.traffic.send([b"bad"])
-    assert sender.traffic.send([b"good"])
+    assert sender.pump.send_parts([b"bad"])
+    assert sender.pump.send_parts([b"good"])
     await net.until(lambda: reader.errors)
     await asyncio.sleep(0)
     assert isinstance(reader.errors[0], ValueError)
     assert not reader.got
-    sender.traffic.close()
+    sender.pump.close()
