@@ -106,7 +106,7 @@ def ring_of(
         for stage in stages:
             stage.tell(PeerKeys(peers=members))
             loaded = stage.hear(WorkerLoaded)
-            assert loaded.profile.known
+            assert loaded.profile.is_known
             stage.port = loaded.port
             blocks.append(loaded.max_blocks)
         form(stages, 1, min(blocks))
