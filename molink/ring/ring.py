@@ -11,7 +11,7 @@ from molink.facts.profile import Profile
 from molink.facts.ring_times import LinkFacts
 from molink.link.heartbeat import StageProgress, timeout_for
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
-from molink.ring.control_applier import ControlApplier
+from molink.ring.control_executor import ControlExecutor
 from molink.ring.ring_measurements import (
     NO_HOST_MEMORY,
     HostMemory,
@@ -143,7 +143,7 @@ class Ring:
         self._slowdown_meter = SlowdownMeter(config.profile)
         self._round_trips = RoundTripClock(self._measurements.times)
         self._host_memory = config.host_memory
-        self._controls = ControlApplier(
+        self._controls = ControlExecutor(
             shape, requests, executor, self._round_trips.on_request_finished, self._forward
         )
         #: Maximum seconds that the running step should take; 0 between steps.

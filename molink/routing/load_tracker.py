@@ -45,7 +45,7 @@ class PipelineWork:
         return self.live_s - done_s
 
     def expire_before(self, since: float) -> None:
-        """Drop requests sent before ``since``."""
+        """Drop requests sent before ``since`` (monotonic seconds)."""
         while self.recent and self.recent[0][0] < since:
             _, prefill_s, answer_s = self.recent.popleft()
             self.prefill_s -= prefill_s

@@ -104,7 +104,7 @@ class AdmissionController:
         return hopeless or now - state.arrived_at >= self.max_queue_s(state)
 
     def late_error(self, state: RequestState, wait: float | None, now: float) -> Overloaded:
-        """The error for an expired request; ``wait`` is the estimated wait of a new one."""
+        """The error for an expired request; ``wait`` seconds is what a new one would wait."""
         most = self.max_queue_s(state)
         if now - state.arrived_at < most:
             return Overloaded(

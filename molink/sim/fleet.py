@@ -221,7 +221,7 @@ class _FleetSimulation:
         self._random = random.Random(f"churn {ring.workload.seed}")
 
     def run(self, until: float) -> None:
-        """Serve the workload to its end, or until that time."""
+        """Serve the workload to its end, or until that time in virtual seconds."""
         for slot in self.pipelines:
             slot.form_ring()
         self.clients.start()

@@ -43,7 +43,7 @@ class SimPipeline:
         )
 
     def run(self, until: float) -> None:
-        """Serve the plan to its end, or until that time."""
+        """Serve the plan to its end, or until that time in virtual seconds."""
         self.ring.start()
         self.clients.start()
         self._check_progress()

@@ -123,8 +123,8 @@ def _bars(bars: Sequence[Bar], timeline: Timeline, top: int) -> list[str]:
 
 def _axis(timeline: Timeline, top: int) -> list[str]:
     parts = []
-    for tick in range(11):
-        x = _LEFT + _WIDTH * tick / 10
-        at = timeline.begin + (timeline.end - timeline.begin) * tick / 10
+    for mark in range(11):
+        x = _LEFT + _WIDTH * mark / 10
+        at = timeline.begin + (timeline.end - timeline.begin) * mark / 10
         parts.append(f'<text x="{x:.1f}" y="{top + 12}" text-anchor="middle">{at:.2f} s</text>')
     return parts

@@ -21,7 +21,7 @@ _TRIED, _TOGETHER = (1, 7, 4096, 1 << 18), 16
 
 
 def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to ``device`` unless it is there."""
+    """Copy a tensor of any shape to ``device`` unless it is there."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     if not has_pinned(device):

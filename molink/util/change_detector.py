@@ -24,13 +24,14 @@ class ChangeDetector:
         self.reported = reported
 
     def has_changed(self, value: float) -> bool:
-        """Whether ``value`` is worth a report. The first value always is."""
+        """Whether the number ``value`` is worth a report. The first one always is."""
         if self.reported is None:
             return True
         return differs(value, self.reported, self.relative, self.absolute)
 
     def update(self, value: float) -> bool:
-        """Record ``value`` as reported if it is worth a report; returns whether it is."""
+        """Record the number ``value`` as reported if it is worth a report; returns whether it
+        is."""
         changed = self.has_changed(value)
         if changed:
             self.reported = value

@@ -164,7 +164,7 @@ class DaemonOptions:
         bool, _option("Common", "Return once it runs; `molink down` stops it.", "--background")
     ] = False
 
-    def given(self) -> dict[str, Any]:
+    def given_settings(self) -> dict[str, Any]:
         """Return the given settings."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {

@@ -105,7 +105,7 @@ def _start_daemon(options: UpOptions | JoinOptions, home: Path | None) -> None:
     start_daemon(
         "join" if isinstance(options, JoinOptions) else "up",
         Home.find_home(home),
-        options.given(),
+        options.given_settings(),
         model=options.model,
         token=options.token if isinstance(options, JoinOptions) else None,
         swarm=options.swarm if isinstance(options, JoinOptions) else None,

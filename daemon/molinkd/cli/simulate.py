@@ -33,7 +33,9 @@ def fleet_options(
     departures_per_hour: float | None,
     away_s: float | None,
 ) -> dict[str, Any] | None:
-    """Return the given options by field of :class:`FleetScenario`; ``None`` for a single ring.
+    """Return the given options (numbers, seconds) by field of :class:`FleetScenario`.
+
+    ``None`` stands for a single ring.
 
     Raises:
         UsageError: an option needs ``--pipelines``.
@@ -106,7 +108,7 @@ def _total(pipelines: Sequence[Any], name: str) -> int:
 
 
 def format_seconds(value: float | None, places: int) -> str:
-    """Format a time for a table."""
+    """Format seconds for a table."""
     return "–" if value is None else f"{value:.{places}f}"
 
 

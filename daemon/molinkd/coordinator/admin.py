@@ -188,8 +188,8 @@ class AdminHandler:
         """Serve exactly the models of a file, or reject it; replies with the changes."""
         if not self._membership.records[peer].is_owner:
             raise NotAuthorized("only the swarm's first PC may apply a file")
-        wishes = decode_desired_models(payload)
-        models = resolve_desired_models(wishes, peer, self._fleet.registry)
+        desired = decode_desired_models(payload)
+        models = resolve_desired_models(desired, peer, self._fleet.registry)
         lines = describe_changes(self._fleet.models, models)
         if lines and not request.dry_run:
             self._set_models(models)

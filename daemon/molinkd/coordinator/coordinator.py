@@ -210,7 +210,7 @@ class Coordinator:
         self._state.save_port(port)
         self._pairing.open(port, self.addresses)
         self._timer_task = asyncio.get_running_loop().create_task(
-            self._run_timer(), name="molink-tick"
+            self._run_timer(), name="molink-timer"
         )
         return port
 

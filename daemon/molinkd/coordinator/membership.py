@@ -93,7 +93,7 @@ class Membership:
     def create_invitation(
         self, creator: str, ttl: float, uses: int
     ) -> tuple[str, InvitationRecord]:
-        """Create an invitation for ``uses`` PCs; returns its secret key and record.
+        """Create an invitation for ``uses`` PCs, valid for ``ttl`` seconds; returns key and record.
 
         Raises:
             UsageError: ``ttl`` or ``uses`` is out of range.

@@ -48,7 +48,7 @@ class _GittinsState:
     counted_until: float = 0.0
 
     def mark_idle(self, since: float) -> None:
-        """Record that it is idle since then; infinity means that it runs."""
+        """Record that it is idle since ``since`` (seconds); infinity means that it runs."""
         self.idle_since = since
         self.promotion_due_at = since + max(ALPHA, PROMOTION_QUANTA * self.wall_s)
 

@@ -32,7 +32,7 @@ class HyStart:
         self._min_of_round = inf
 
     def is_full(self, acked: SegmentsAcked, window: float) -> bool:
-        """Whether slow start should end; call it with every acknowledgement in slow start."""
+        """Whether slow start should end, by an acknowledgement and the ``window`` in bytes."""
         now = acked.now
         self._minimum = min(self._minimum, acked.round_trip)
         if acked.delivered > self._round_end:

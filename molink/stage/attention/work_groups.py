@@ -205,7 +205,8 @@ def attend_dot_product(
     """Attention of ``queries [a, b, m, d]`` to ``keys`` and ``values [a, b, n, d]``.
 
     ``mask`` is additive and broadcasts to ``[a, b, m, n]``; ``causal`` requires a square without
-    softcap and sinks. ``sinks`` broadcast to ``[a, b, m, 1]``.
+    softcap and sinks. Scores are multiplied by the factor ``scale``. ``sinks`` broadcast to ``[a,
+    b, m, 1]``.
     """
     if softcap or sinks is not None:
         return _attend_float32(queries, keys, values, mask, scale, softcap, sinks)

@@ -30,7 +30,8 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def create_gate(activation: Activation, limit: float = 0.0) -> GateFunction:
-    """Create a gate of torch operators; ``limit`` is for ``clamped_swiglu``."""
+    """Create a gate of torch operators; ``limit`` is the number that ``clamped_swiglu`` clamps
+    to."""
     if activation == "clamped_swiglu":
         return partial(_clamped_swiglu, limit=limit)
     activate = _ACTIVATIONS[activation]

@@ -108,7 +108,7 @@ class QueryKeyNorm:
 
 
 def create_norm(config: ModelConfig, weight: Tensor) -> Norm:
-    """Create a norm of torch operators from a weight as read.
+    """Create a norm of torch operators from a weight ``[hidden]`` as read.
 
     A norm offset would vanish in a 16-bit sum, so such weights are float32. Float16 models keep
     float32 residuals, which are normed in float32.

@@ -151,7 +151,7 @@ def rotate_half(heads: Tensor, angles: Tensor) -> None:
 
 
 def rotate_pairs(heads: Tensor, angles: Tensor) -> None:
-    """As :func:`rotate_half`, for interleaved pairs."""
+    """As :func:`rotate_half` (same shapes), for interleaved pairs."""
     heads = heads[..., : angles.shape[-1]]
     cos, sin = angles.unbind(2)
     swapped = torch.stack((heads[..., 1::2], heads[..., 0::2]), dim=-1).flatten(-2)

@@ -122,7 +122,7 @@ _EXP2_SERIES = [math.log(2) ** term / math.factorial(term) for term in range(7)]
 
 
 def emit_constant(value: float) -> ir.Constant:
-    """A constant in all lanes."""
+    """A number in all lanes."""
     return ir.Constant(FLOATS, [value] * LANES)
 
 

@@ -63,6 +63,7 @@ class CompiledLinear:
         return self.product(self.weight, rows, self.bias)
 
     def look_up(self, tokens: Tensor) -> Tensor:
+        """Rows ``[tokens, hidden]`` of an embedding."""
         return self.product.gather_columns(self.weight, tokens)
 
     @property

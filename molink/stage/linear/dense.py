@@ -22,6 +22,7 @@ class PlainLinear:
         return linear(rows, self.weight, self.bias)
 
     def look_up(self, tokens: Tensor) -> Tensor:
+        """Rows ``[tokens, hidden]`` of an embedding."""
         return embedding(tokens, self.weight)
 
     @property

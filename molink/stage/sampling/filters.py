@@ -115,5 +115,5 @@ def find_cutoff(
 
 
 def weigh_logits(logits: Tensor, greatest: Tensor, filters: SamplingFilters) -> Tensor:
-    """Weights (float64) of logits relative to the greatest, which avoids overflow."""
+    """Weights (float64) of logits ``[rows, vocab]`` relative to the greatest ``[rows, 1]``."""
     return (logits.double() - greatest).div_(filters.temperatures).exp_()

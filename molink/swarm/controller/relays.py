@@ -217,7 +217,7 @@ class RelayPlanner:
         by, to = pair
         addresses = self._peers[relay.relay_peer].addresses
 
-        def detour(peer: str, dials: bool) -> RelayedRoute:
+        def make_route(peer: str, dials: bool) -> RelayedRoute:
             return RelayedRoute(
                 id=relay.id,
                 secret=relay.secret,
@@ -227,7 +227,10 @@ class RelayPlanner:
                 port=relay.port,
             )
 
-        return [SendMessageAction(to, detour(by, False)), SendMessageAction(by, detour(to, True))]
+        return [
+            SendMessageAction(to, make_route(by, False)),
+            SendMessageAction(by, make_route(to, True)),
+        ]
 
     def _give_up_relay(self, pair: Pair) -> list[RelayAction]:
         self._exhausted.add((pair, self._relays[pair].relay_peer))

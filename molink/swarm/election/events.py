@@ -25,7 +25,8 @@ class ConnectionLostEvent:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChangedEvent:
-    """All members in order of succession, and the version of the replica held here."""
+    """All members in the order in which they become leader, and the version of the replica held
+    here."""
 
     order: tuple[str, ...]
     replica: tuple[int, int]

@@ -59,7 +59,7 @@ class Replica:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Members in order of succession, which is the order of joining."""
+        """Members in the order in which they become leader: that of joining."""
         return tuple(one.peer for one in self.members if one.standing == "member")
 
     def encode(self) -> bytes:

@@ -128,7 +128,8 @@ def split_gaps(
 ) -> list[Split] | None:
     """Assign *all* ``hosts`` to ``gaps`` and split each: the best of all assignments.
 
-    With more than :data:`MAX_ASSIGNMENTS` of them, only a greedy one is tried.
+    ``floor`` (seconds) is as in :func:`split_gap`. With more than :data:`MAX_ASSIGNMENTS`, only a
+    greedy one is tried.
     """
     best: tuple[float, float] | None = None
     result: list[Split] | None = None

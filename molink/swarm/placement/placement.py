@@ -376,7 +376,8 @@ class _Placer:
         return gaps
 
     def fill_gaps(self, gaps: Sequence[Gap], floor: float) -> list[Split]:
-        """Split the gaps over as many auto peers as possible."""
+        """Split the gaps over as many auto peers as possible; see :func:`split_gaps` for
+        seconds."""
         if len(self.auto_hosts) < len(gaps):
             missing = ", ".join(f"{gap.first}:{gap.last}" for gap in gaps)
             raise _NoPlacementError(

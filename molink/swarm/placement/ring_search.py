@@ -39,7 +39,8 @@ def search_ring(
 ) -> RatedRing | None:
     """The best ring of at least ``min_stages`` stages, or of as many as possible.
 
-    ``slack``: see :data:`EVENNESS_SLACK`. ``None``: the peers cannot hold the model or form a ring.
+    ``slack`` is a share of the cost: see :data:`EVENNESS_SLACK`. ``None``: the peers cannot hold
+    the model or form a ring.
     """
     able = [i for i, one in enumerate(task.hosts) if one.max_layers() >= 1]
     if len(able) <= MAX_EXACT_PEERS:

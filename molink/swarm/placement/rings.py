@@ -171,7 +171,7 @@ def _level_counts(lines: Sequence[LinearTime], counts: list[int]) -> list[int]:
 
 
 def even_ring(task: RingTask, ring: RatedRing, slack: float) -> RatedRing:
-    """The most even split of the same ring within ``slack`` of its cost."""
+    """The most even split of the same ring within the share ``slack`` of its cost."""
     way, lines = _path_time(task, ring.order), linear_times(task, ring.order)
     assert way is not None
     best, low = ring, min_slowest_time(task.layers, lines)

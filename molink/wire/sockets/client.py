@@ -323,7 +323,7 @@ class Client(Generic[M]):
             logger.exception("%s failed on the connection to %s", callback, self._name)
 
     def _report_misbehaviour(self, reason: str) -> None:
-        if self._misbehaviour.add_offence(self._server_key, asyncio.get_running_loop().time()):
+        if self._misbehaviour.add_violation(self._server_key, asyncio.get_running_loop().time()):
             logger.warning("%s sent an invalid message: %s", self._name, reason)
             self._call_back(self._events.on_refused, f"{self._name} misbehaves: {reason}")
 

@@ -10,19 +10,19 @@ import threading
 import time
 
 if sys.platform == "win32":
-    #: Milliseconds between ticks of the system clock, which bound the precision of ``select``.
-    _TICK_MS = 1
+    #: Milliseconds between updates of the system clock, which bound the precision of ``select``.
+    _RESOLUTION_MS = 1
     #: ``ProcessPowerThrottling``, and its ``IGNORE_TIMER_RESOLUTION``.
     _POWER_THROTTLING, _IGNORE_TIMER_RESOLUTION = 4, 4
 
     @functools.cache
-    def tick_finely() -> None:
+    def set_timer_resolution() -> None:
         """Set a timer resolution of 1 ms instead of 15.6, also without a visible window.
 
         Acknowledgements and chunks are timed to 5 ms. Windows 11 resets the resolution of processes
         without visible windows unless they opt out.
         """
-        ctypes.windll.winmm.timeBeginPeriod(_TICK_MS)
+        ctypes.windll.winmm.timeBeginPeriod(_RESOLUTION_MS)
         kernel = ctypes.windll.kernel32
         kernel.GetCurrentProcess.restype = ctypes.c_void_p
         never = (ctypes.c_ulong * 3)(1, _IGNORE_TIMER_RESOLUTION, 0)
@@ -46,7 +46,7 @@ if sys.platform == "win32":
 
         def __init__(self) -> None:
             super().__init__()
-            tick_finely()
+            set_timer_resolution()
             self._clock_resolution = time.get_clock_info("perf_counter").resolution
             self._wakes = threading.current_thread() is threading.main_thread()
             if self._wakes:

@@ -1,21 +1,22 @@
 """Misbehaviour scores of peers."""
 
-#: Consecutive offences that block a peer. Another version may commit a few, an attacker thousands.
+#: Consecutive violations that block a peer. Another version may commit a few, an attacker
+#: thousands.
 _LIMIT = 16
-#: Seconds without an offence that reset the score.
+#: Seconds without a violation that reset the score.
 _FORGIVE_AFTER = 60.0
 
 
 class MisbehaviourScore:
-    """Counts offences by peer."""
+    """Counts violations by peer."""
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
-        #: Peer to consecutive offences and the time of the last one.
+        #: Peer to consecutive violations and the time of the last one.
         self._counts: dict[str, tuple[int, float]] = {}
 
-    def add_offence(self, peer_id: str, now: float) -> bool:
-        """Count an offence; ``True`` if the peer has reached the limit."""
+    def add_violation(self, peer_id: str, now: float) -> bool:
+        """Count a violation; ``True`` if the peer has reached the limit."""
         count, last = self._counts.get(peer_id, (0, now))
         count = 1 if now - last > _FORGIVE_AFTER else count + 1
         if count >= self._limit:

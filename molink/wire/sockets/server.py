@@ -319,8 +319,8 @@ class Server(Generic[M]):
     # --- misbehaviour and revocation -------------------------------------------------------------
 
     def report_misbehaviour(self, peer_id: str, reason: str) -> None:
-        """Count an offence of ``peer_id``, and block it at the limit."""
-        if not self._misbehaviour.add_offence(peer_id, asyncio.get_running_loop().time()):
+        """Count a violation of ``peer_id``, and block it at the limit."""
+        if not self._misbehaviour.add_violation(peer_id, asyncio.get_running_loop().time()):
             return
         self._authenticator.block_peer(peer_id)
         self.counters.blocked += 1

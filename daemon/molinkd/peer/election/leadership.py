@@ -128,7 +128,7 @@ class ReplicaFile:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Peers in the order of succession."""
+        """Peers in the order in which they become leader."""
         return () if self.replica is None else self.replica.order
 
     def save_replica(self, data: bytes | memoryview, swarm: str) -> bool:
@@ -246,7 +246,7 @@ class Leadership:
             can_lead=self._can_lead,
         )
         self._spawn(self._run_actions(), "molink-lead")
-        self._spawn(self._run_timer(), "molink-succession")
+        self._spawn(self._run_timer(), "molink-election")
 
     def resign(self) -> None:
         """Announce that this daemon stops, so that another peer takes over without a timeout."""

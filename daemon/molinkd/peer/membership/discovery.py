@@ -142,7 +142,9 @@ class DiscoveryScanner:
     def start(self) -> None:
         """Start, unless discovery is off or the host is loopback only."""
         if self._settings.discovery and multicast_addresses(self._settings.host):
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="molink-lookout")
+            self._task = asyncio.get_running_loop().create_task(
+                self._run(), name="molink-discovery"
+            )
 
     async def close(self) -> None:
         """Stop scanning."""
@@ -223,6 +225,7 @@ class _Scan:
         self._changed = threading.Event()
 
     def run_scan(self, seconds: float, more: float) -> list[DiscoveredSwarm]:
+        """Scan for ``seconds``, and for ``more`` seconds if none is found."""
         from zeroconf import ServiceBrowser
 
         zeroconf = _open_zeroconf(self._interfaces)

@@ -46,7 +46,7 @@ RECONNECT_INTERVAL_S = 30.0
 #: Retry interval for an unreachable relay, in seconds, and retries until it is given up.
 _AGAIN_S, _TRIES = 2.0, 60
 #: Maximum number of routes, and of connections per route.
-MAX_DETOURS, MAX_CONNECTIONS = 64, 16
+MAX_ROUTES, MAX_CONNECTIONS = 64, 16
 #: Virtual port that echoes, to measure latency.
 ECHO_PORT = 0
 _NUM_ROUND_TRIPS = 5
@@ -81,8 +81,8 @@ class RelayedRoutes:
             return
         for old in [one for one in self._routes.values() if _is_same_end(one, message)]:
             self._drop_route(old.id)
-        if len(self._routes) >= MAX_DETOURS:
-            log.warning("no relayed route to %s: %d exist already", message.peer, MAX_DETOURS)
+        if len(self._routes) >= MAX_ROUTES:
+            log.warning("no relayed route to %s: %d exist already", message.peer, MAX_ROUTES)
             return
         self._routes[message.id] = message
         self._tasks[message.id] = set()

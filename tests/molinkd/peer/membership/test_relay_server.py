@@ -328,7 +328,7 @@ async def test_an_unreachable_relay_is_retried_slowly(
 
 
 async def test_relayed_routes_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ends, "MAX_DETOURS", 1)
+    monkeypatch.setattr(ends, "MAX_ROUTES", 1)
     bench.open()
     reported = {"id": 9, "secret": SECRET, "addresses": ("127.0.0.1",), "port": bench.port}
     bench.dialling.on_message(RelayedRoute(peer="c", role="dials", **reported))

@@ -20,7 +20,7 @@ from molink.wire.messages.data_plane import (
 ForwardControl = Callable[[ControlMessage, Buffer | None], None]
 
 
-class ControlApplier:
+class ControlExecutor:
     """Applies completed control messages of one stage in order."""
 
     def __init__(

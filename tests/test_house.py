@@ -1,0 +1,185 @@
+"""The rules of names, sizes and docstrings that keep the code searchable."""
+
+import ast
+import collections
+import functools
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (ROOT / "molink", ROOT / "daemon" / "molinkd")
+SOURCES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+TOOLS = sorted((ROOT / "tools").rglob("*.py"))
+#: Texts that the bundled model was trained on.
+CORPUS = ROOT / "tools" / "demo_model"
+
+MAX_MODULE_LINES = 800
+MAX_FUNCTION_LINES = 60
+#: Names that say nothing to a reader who searches for them.
+BARE_NAMES = {"take", "told", "over", "look", "arrived", "goes", "given", "forget", "gone", "heard"}
+#: Part of the public methods whose names have a verb and an object.
+MIN_COMPOUND_SHARE = 0.6
+#: Words that the glossary of docs/architecture.md replaces, with their replacements.
+RETIRED_WORDS = {
+    "agenda": "event queue",
+    "allotment": "allocation",
+    "applier": "apply handler",
+    "bringer": "model loader",
+    "commons": "controller context",
+    "copier": "replicator",
+    "detour": "relayed route",
+    "doorbell": "pairing prompt",
+    "gatekeeper": "authenticator",
+    "hygiene": "sanitizing",
+    "knock": "pairing request",
+    "lane": "channel",
+    "lookout": "discovery scanner",
+    "offence": "misbehaviour",
+    "offender": "banned peer",
+    "pauser": "pause controller",
+    "porch": "pairing listener",
+    "roster": "request queues",
+    "succession": "leader election",
+    "supplier": "source",
+    "tick": "seq",
+    "unpaired": "prefill-only",
+    "victim": "preemption candidate",
+    "wishes": "desired state",
+}
+
+_UNIT_NAME = re.compile(
+    r"(?:_s|_ms|_gb|_mb|_at|now|seconds|time|timeout|rate|share|factor|bytes|mbps|probability"
+    r"|temperature|ratio|percent|latency|interval|deadline|weight|penalty|slowdown|delay|duration)$"
+)
+_UNIT = re.compile(
+    r"second|byte|token|row|layer|percent|share|factor|ratio|\bper\b|/s\b|0 to 1|\b[MG]B|Mbps|times"
+    r"|probabilit|weight|number|count|\bms\b|\bs\b",
+    re.IGNORECASE,
+)
+_SHAPE = re.compile(r"\[|shape|row|×|column|vector")
+_TENSORS = {"torch.Tensor", "Tensor", "np.ndarray"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def where(path: Path, node: ast.stmt) -> str:
+    return f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
+
+
+def public_classes() -> Iterator[tuple[Path, ast.ClassDef]]:
+    for path in SOURCES:
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield path, node
+
+
+def public_functions() -> Iterator[tuple[Path, Function, ast.ClassDef | None]]:
+    """Functions of modules, and methods of all classes, whose names have no underscore in front."""
+    for path in SOURCES:
+        for node in parse(path).body:
+            owner = node if isinstance(node, ast.ClassDef) else None
+            for one in owner.body if owner else [node]:
+                if isinstance(one, Function) and not one.name.startswith("_"):
+                    yield path, one, owner
+
+
+def is_property(function: Function) -> bool:
+    return any("property" in ast.unparse(one) for one in function.decorator_list)
+
+
+def test_a_class_name_exists_once() -> None:
+    found = collections.defaultdict(list)
+    for path, node in public_classes():
+        # A second definition in one file is the other branch of a platform check.
+        found[node.name].append(path)
+    assert {name: set(paths) for name, paths in found.items() if len(set(paths)) > 1} == {}
+
+
+def test_no_public_method_has_a_bare_name() -> None:
+    assert [
+        f"{where(path, one)} {one.name}"
+        for path, one, _ in public_functions()
+        if one.name in BARE_NAMES
+    ] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_method_names_have_a_verb_and_an_object(package: Path) -> None:
+    names = [
+        one.name
+        for path, one, owner in public_functions()
+        if owner is not None and not is_property(one) and path.is_relative_to(package)
+    ]
+    assert sum("_" in name for name in names) >= MIN_COMPOUND_SHARE * len(names)
+
+
+def test_modules_and_functions_stay_small() -> None:
+    large = []
+    for path in [*SOURCES, *TOOLS]:
+        lines = path.read_text(encoding="utf-8").count("\n")
+        if lines > MAX_MODULE_LINES:
+            large.append(f"{path.relative_to(ROOT).as_posix()}: {lines} lines")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, Function):
+                # Command-line options and documentation are no logic.
+                logic = node.body[1 if ast.get_docstring(node) and node.body[1:] else 0]
+                length = (node.end_lineno or node.lineno) - logic.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    large.append(f"{where(path, node)} {node.name}: {length} lines")
+    assert large == []
+
+
+def test_public_functions_say_units_and_shapes() -> None:
+    """A number of unclear unit, and each tensor, is described where the function is."""
+    unclear = []
+    for path, one, owner in public_functions():
+        text = f"{ast.get_docstring(one) or ''} {(owner and ast.get_docstring(owner)) or ''}"
+        for argument in (*one.args.args, *one.args.kwonlyargs):
+            kind = ast.unparse(argument.annotation) if argument.annotation else ""
+            if kind in ("float", "float | None"):
+                clear = _UNIT_NAME.search(argument.arg) or _UNIT.search(text)
+            elif kind in _TENSORS:
+                clear = _SHAPE.search(text)
+            else:
+                continue
+            if not clear:
+                unclear.append(f"{where(path, one)} {one.name}({argument.arg})")
+    assert unclear == []
+
+
+def words_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Words of identifiers, comments and strings, in lower case and singular, with their lines."""
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type in (tokenize.NAME, tokenize.COMMENT, tokenize.STRING):
+                text = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", token.string)
+                for word in re.findall(r"[A-Za-z]+", text):
+                    lower = word.lower()
+                    yield token.start[0], lower
+                    yield token.start[0], lower.removesuffix("s")
+
+
+def test_retired_words_do_not_come_back() -> None:
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}:{line}: {word} is {RETIRED_WORDS[word]}"
+        for path in [*SOURCES, *TOOLS]
+        if not path.is_relative_to(CORPUS)
+        for line, word in words_of(path)
+        if word in RETIRED_WORDS and not (word == "lane" and "stage" in path.parts)  # of vectors
+    }
+    assert sorted(found) == []
+
+
+def test_words_of_names_and_prose_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text("class LaneQueue:\n    '''Two porches.'''\n    last_ticks = 3  # a knock\n")
+    assert {"lane", "queue", "porche", "tick", "knock"} <= {word for _, word in words_of(path)}
