@@ -108,8 +108,8 @@ def olmo2(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 def olmo3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """OLMo 2 with windows; RoPE scaling applies only to layers without one."""
-    habits = RopeDefaults(theta=fields.get_number("rope_theta", 500_000.0))
-    rope, local_rope = parse_two_ropes(fields, habits, habits)
+    defaults = RopeDefaults(theta=fields.get_number("rope_theta", 500_000.0))
+    rope, local_rope = parse_two_ropes(fields, defaults, defaults)
     return replace(
         _olmo_traits(fields, layers, rope),
         windows=parse_typed_windows(fields, layers, full_every=4),
@@ -156,9 +156,9 @@ def qwen3(fields: ConfigFields, layers: int) -> FamilyTraits:
 def phi3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Phi-3 to Phi-4-mini: merged projections, partial RoPE, LongRoPE."""
     aliases: dict[str, RopeKind] = {"su": "longrope", "yarn": "longrope"}
-    habits = RopeDefaults(aliases=aliases, allows_partial=True, original_context=4096)
+    defaults = RopeDefaults(aliases=aliases, allows_partial=True, original_context=4096)
     return replace(
-        _base_traits(fields, layers, rope=parse_rope(fields, habits)),
+        _base_traits(fields, layers, rope=parse_rope(fields, defaults)),
         windows=parse_uniform_windows(fields, layers, None),
         merged_qkv=True,
         merged_gate_up=True,

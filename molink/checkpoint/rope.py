@@ -65,9 +65,9 @@ class RopeConfig:
 class RopeDefaults:
     """A family's defaults for absent fields.
 
-    ``aliases`` are further names of kinds. ``allows_partial`` permits partial rotation.
-    ``original_context`` replaces an absent ``original_max_position_embeddings``, which then is a
-    field beside the RoPE settings.
+    ``aliases`` maps other names of RoPE kinds to known ones. ``allows_partial`` permits partial
+    rotation. ``original_context`` is the default of ``original_max_position_embeddings``; if set,
+    that field is read from the config itself and not from its RoPE settings.
     """
 
     theta: float = DEFAULT_THETA
@@ -76,7 +76,7 @@ class RopeDefaults:
     original_context: int | None = None
 
 
-def parse_rope(config: ConfigFields, habits: RopeDefaults | None = None) -> RopeConfig:
+def parse_rope(config: ConfigFields, defaults: RopeDefaults | None = None) -> RopeConfig:
     """Parse the RoPE settings of a config.
 
     Raises:
@@ -84,7 +84,7 @@ def parse_rope(config: ConfigFields, habits: RopeDefaults | None = None) -> Rope
         BrokenModel: a field is missing or invalid.
     """
     found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
-    return _parse_scaling(found, config, habits or RopeDefaults())
+    return _parse_scaling(found, config, defaults or RopeDefaults())
 
 
 def parse_two_ropes(
@@ -107,12 +107,12 @@ def parse_two_ropes(
 
 
 def _parse_scaling(
-    found: Mapping[str, Any], outer: ConfigFields, habits: RopeDefaults
+    found: Mapping[str, Any], outer: ConfigFields, defaults: RopeDefaults
 ) -> RopeConfig:
     where = outer.where
     fields = ConfigFields(found, f"{where}: rope settings")
     named = fields.get_string("rope_type", fields.get_string("type", "default"))
-    kind = habits.aliases.get(named, named)
+    kind = defaults.aliases.get(named, named)
     if kind not in get_args(RopeKind):
         known = ", ".join(get_args(RopeKind))
         raise UnsupportedModel(f"{where}: rope scaling {kind!r} is not supported (only {known})")
@@ -121,27 +121,27 @@ def _parse_scaling(
     )
     if not 0 < partial <= 1:
         raise BrokenModel(f"{where}: partial_rotary_factor {partial} is not in 0 … 1")
-    if partial != 1.0 and not habits.allows_partial:
+    if partial != 1.0 and not defaults.allows_partial:
         raise UnsupportedModel(f"{where}: partial_rotary_factor {partial} is not supported")
-    theta = fields.get_number("rope_theta", outer.get_number("rope_theta", habits.theta))
+    theta = fields.get_number("rope_theta", outer.get_number("rope_theta", defaults.theta))
     if theta <= 1.0:
         raise BrokenModel(f"{where}: rope_theta must be above 1, not {theta}")
     if kind == "default":
         return RopeConfig(theta=theta, partial_rotary_factor=partial)
     plain = RopeConfig(theta, cast(RopeKind, kind), partial_rotary_factor=partial)
     positions = outer.get_integer("max_position_embeddings", 2048, MAX_MODEL_LEN)
-    original = _original_context(kind, positions, fields, outer, habits)
+    original = _original_context(kind, positions, fields, outer, defaults)
     if kind == "longrope":
         return _parse_longrope(plain, positions, original, fields)
     return _scale_rope(plain, positions, original, fields)
 
 
 def _original_context(
-    kind: str, positions: int, fields: ConfigFields, outer: ConfigFields, habits: RopeDefaults
+    kind: str, positions: int, fields: ConfigFields, outer: ConfigFields, defaults: RopeDefaults
 ) -> int:
     if kind == "dynamic":
         return positions
-    name, inner = "original_max_position_embeddings", habits.original_context
+    name, inner = "original_max_position_embeddings", defaults.original_context
     if inner is None:
         inner = fields.get_integer(name, positions, MAX_MODEL_LEN)
     return outer.get_integer(name, inner, MAX_MODEL_LEN)

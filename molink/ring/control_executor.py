@@ -31,7 +31,7 @@ class ControlExecutor:
         on_released: Callable[[int], None],
         forward: ForwardControl,
     ) -> None:
-        """``on_released`` gets the id of each evicted request."""
+        """``on_released`` gets the id of each released request."""
         self._shape = shape
         self._requests = requests
         self._executor = executor

@@ -1,4 +1,4 @@
-"""The scoreboard decides what a stage runs, drops, forwards and evicts.
+"""The scoreboard decides what a stage runs, drops, forwards and releases.
 
 One instance per stage and epoch, without I/O. The messages of the two channels arrive in any
 interleaving; each channel keeps its order. Sequence numbers (``seq``) say which messages come
@@ -26,13 +26,14 @@ completes and is replaced by a ``Tombstone`` on the decode channel, and further 
 ignored. A volume that loses some rows runs with the rest. Later stages need not know which rows
 were dropped; the ``seq`` completes there either way.
 
-**Eviction.** The scheduler's ``Release`` lists every ``seq`` with rows of the request that had not
+**Releasing.** The scheduler's ``Release`` lists every ``seq`` with rows of the request that had not
 come back; earlier ones are complete at every stage. Once all of them are complete here, no row of
-the request can arrive, so the stage evicts the request and forwards the ``Release``. (``after_seq``
-alone would not suffice: the last volume can be dropped upstream and overtake an earlier volume of
-the same request, since the two travel on different channels.) When the ``Release`` has gone round
-the ring, no stage uses the request's blocks. Evicted requests leave no state behind: request ids
-rise with admission, so an id at or below the highest one that is not live is finished.
+the request can arrive, so the stage releases the request and forwards the ``Release``.
+(``after_seq`` alone would not suffice: the last volume can be dropped upstream and overtake an
+earlier volume of the same request, since the two travel on different channels.) When the
+``Release`` has gone round the ring, no stage uses the request's blocks. Released requests leave no
+state behind: request ids rise with admission, so an id at or below the highest one that is not live
+is finished.
 
 **Sharing.** Rows may read or copy blocks that another request writes if their ``after_seq`` covers
 those writes and the writer is not released before they have come back, since dropped rows write
@@ -41,7 +42,7 @@ nothing. The prefix cache only holds blocks that had come back when it admits th
 
 **Misbehaviour** of other stages is counted and logged and never blocks this stage. An invalid
 message becomes a tombstone: its ``seq`` completes here and downstream, and the scheduler, which
-knows what it sent, fails the requests concerned. Invalid are
+knows what it sent, fails the requests concerned. These are invalid:
 
 - volumes with an ``after_seq`` not below their own ``seq``, with a request twice, or with drafts
   that can't be sampled or reported;
@@ -138,7 +139,7 @@ class PendingReleases:
 class ScoreboardLimits:
     """What a well-behaved ring never exceeds; beyond it a step would fail or memory run out.
 
-    ``max_requests`` counts requests that are admitted and not evicted, ``waiting_bytes`` rows of
+    ``max_requests`` counts requests that are admitted and not released, ``waiting_bytes`` rows of
     volumes that have arrived at least in part and are not fully taken. ``max_model_len`` (tokens)
     and ``max_table_blocks`` are per request. The KV pool has ``blocks`` of ``block_size`` tokens,
     host memory ``host_blocks``.
@@ -274,7 +275,7 @@ class TrackedRequests:
         self._live[request] = TrackedRequest()
 
     def release_request(self, request: int) -> None:
-        """Stop tracking a request. It can't be admitted afterwards, which would evict it too
+        """Stop tracking a request. It can't be admitted afterwards, which would release it too
         early."""
         self._highest_id = max(self._highest_id, request)
         self._live.pop(request, None)
@@ -330,7 +331,7 @@ def are_distinct(blocks: Sequence[int], total: int) -> bool:
 
 #: A ``seq`` further above the watermark is invalid; the scheduler keeps to half of it.
 MAX_SEQ_SPAN = 1 << 16
-#: Counters that are no misbehaviour: of cancelled requests and resent messages.
+#: Counters of cancelled requests and resent messages, which are not misbehaviour.
 _HARMLESS = ("dropped_slices", "dropped_volumes", "duplicates")
 #: Volumes that may wait; the scheduler has at most 128 in flight.
 MAX_WAITING_VOLUMES = 1024
@@ -587,12 +588,12 @@ class Scoreboard:
             return
         for release in self._releases.pop_complete():
             self._complete_control(release, None)
-            self._story.add_entry(now, "evict", release.request)
+            self._story.add_entry(now, "release", release.request)
 
     # --- running ---------------------------------------------------------------------------------
 
     def _next_input(self, now: float, *, prefill: bool, piggybacked: int = 0) -> StepInput | None:
-        """The next sub-chunk of that kind, beside ``piggybacked`` decode rows."""
+        """The next sub-chunk of that kind, together with ``piggybacked`` decode rows."""
         for waiting in self._volumes:
             if waiting.volume.prefill is not prefill:
                 continue

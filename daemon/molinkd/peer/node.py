@@ -134,15 +134,7 @@ class Node:
             self._on_scheduler_message,
             relayed_routes.localize_stage,
         )
-        limits = StreamLimits(pipeline_wait_timeout=settings.pipeline_wait_timeout)
-        self.backend = SwarmBackend(
-            self._schedulers,
-            limits,
-            self._collect_metrics,
-            self._clock,
-            self.query_status,
-            settings.router,
-        )
+        self.backend = self._make_backend(resources)
         self._served = ServedModels(self._store, self._on_models_changed, self._announce_problem)
         self._readiness = ReadinessMonitor(
             resources.announce, self.session, self._stages, self.backend
@@ -179,6 +171,17 @@ class Node:
             self._on_stages_changed,
             resources.banned_peers.record_ban,
             self._can_reach,
+        )
+
+    def _make_backend(self, resources: Resources) -> SwarmBackend:
+        settings = resources.settings
+        return SwarmBackend(
+            self._schedulers,
+            StreamLimits(pipeline_wait_timeout=settings.pipeline_wait_timeout),
+            self._collect_metrics,
+            self._clock,
+            self.query_status,
+            settings.router,
         )
 
     def start(self, measured: MeasuredDevice) -> None:

@@ -18,7 +18,7 @@ from molink.wire.messages.instructions import (
 from molink.wire.messages.peer_reports import PeerReport
 
 #: A peer without a report for this long, in seconds, is gone until it reports again.
-SESSION_TIMEOUT = TIMEOUTS.peer
+PEER_TIMEOUT = TIMEOUTS.peer
 #: Unread messages excuse silence for at most this long, in seconds: an overloaded coordinator must
 #: also notice losses.
 MAX_READ_LAG = 10.0
@@ -27,9 +27,9 @@ RECONNECT_TIMEOUT = 0.5
 #: Devices of one PC are lost together: those silent for this long, in seconds, when another is
 #: lost.
 CO_LOCATED_TIMEOUT = 1.0
-#: Reports in a row with other routes than the peer was told before they are sent again.
+#: The routes are sent to a peer again after this many reports in a row that list other ones.
 MAX_ROUTE_MISMATCHES = 6
-#: Reports in a row with an ended pipeline before the peer is told again.
+#: A peer is told again that a pipeline has ended after this many reports in a row that list it.
 MAX_STALE_REPORTS = 4
 #: Addresses of a peer that are passed on: a header must hold those of sixteen stages.
 MAX_ADDRESSES = 3
@@ -168,7 +168,7 @@ class Registry:
         return [
             peer
             for peer, session in self.sessions.items()
-            if self.silence_of(session, now) > SESSION_TIMEOUT
+            if self.silence_of(session, now) > PEER_TIMEOUT
         ]
 
     def mark_disconnected(self, peer: str, now: float) -> None:

@@ -20,7 +20,7 @@ MAX_ASSIGNMENTS = 256
 class StageCosts:
     """A stage's memory as a linear function of its layers, in bytes."""
 
-    #: Weights of a layer, and what it needs beside: minimum KV, CUDA graphs.
+    #: Weights of a layer, and what else it needs: minimum KV, CUDA graphs.
     layer_weights: int
     layer_room: int
     #: Extra bytes of the first stage (with a draft model) and of the last one, and those both
@@ -37,7 +37,7 @@ class StageCosts:
         """Costs as :meth:`~molink.facts.footprint.Footprint.needs` sums them up.
 
         Includes KV for ``tokens`` tokens, if that exceeds the minimum, and ``draft`` bytes of a
-        draft model beside the first stage.
+        draft model in addition to the first stage.
         """
         tokens = max(tokens, need.min_tokens)
         return cls(
@@ -71,7 +71,7 @@ class StageCosts:
 class StageHost:
     """A peer that can hold any layers: usable bytes, and bytes/s at which it reads weights.
 
-    ``costs`` are the model's on its kind of device. ``step_overhead`` is the part of a step beside
+    ``costs`` are the model's on its kind of device. ``step_overhead`` is the part of a step besides
     reading weights, in seconds.
     """
 

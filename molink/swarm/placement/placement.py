@@ -28,14 +28,14 @@ from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.partition import Gap, Split, StageCosts, StageHost, split_gaps
 from molink.swarm.placement.ring_search import search_ring
-from molink.swarm.placement.rings import Hops, HopTimes, RatedRing, RingTask, rate_ring
+from molink.swarm.placement.rings import Hops, HopTimes, RingCandidate, RingTask, evaluate_ring
 
 #: Bound of the ring in :class:`molink.wire.messages.instructions.FormPipeline`.
 MAX_STAGES = 16
 #: Bytes/s assumed while no peer has measured its own: about one CPU core. Equal for all, it only
 #: affects displayed times.
 ASSUMED_RATE = 10e9
-#: Default part of a step beside reading weights, in seconds.
+#: Default part of a step besides reading weights, in seconds.
 STEP_OVERHEAD_S = 0.0005
 #: A serving ring is replaced if another costs less by this fraction and this many seconds.
 MIN_GAIN = 0.1
@@ -62,9 +62,9 @@ class Candidate:
     ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). With dtype ``auto``, a CPU
     without ``bf16`` takes four bytes per weight, except for those that stay ``narrow``; one with
     ``blocks`` multiplies GGUF blocks directly. ``unreachable`` are peers it cannot connect to.
-    ``step_overhead`` is the part of a step beside reading weights, in seconds. ``primary_peer`` is
+    ``step_overhead`` is the part of a step besides reading weights, in seconds. ``primary_peer`` is
     set for a further device of a PC. ``device`` is the product name. ``draft_bytes`` are needed
-    beside the first stage.
+    in addition to the first stage.
     """
 
     peer: str
@@ -105,7 +105,7 @@ class Placement:
     """Stages in ring order; ``spare_peers`` are auto peers without layers.
 
     ``kv_tokens`` is the number of tokens whose KV fits at least. ``round_trip_time`` and ``cost``
-    are those of :class:`~molink.swarm.placement.rings.RatedRing`, in seconds; 0 if peers named
+    are those of :class:`~molink.swarm.placement.rings.RingCandidate`, in seconds; 0 if peers named
     their layers.
     """
 
@@ -281,7 +281,7 @@ class _Placer:
     def find_ring(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         """The best ring, or the serving one if it is nearly as good."""
         hops = self.build_hops()
-        found: RatedRing | None = None
+        found: RingCandidate | None = None
         for tokens in kv_room_steps(self.facts, self.goal.objective):
             hosts = [self.build_host(c, tokens) for c in self.auto_candidates]
             task = RingTask(self.facts.layers, hosts, hops, self.goal.objective, MAX_STAGES)
@@ -296,14 +296,14 @@ class _Placer:
         return self.build_placement(task, self.prefer_serving(needed, found, serving), room)
 
     def prefer_serving(
-        self, task: RingTask, found: RatedRing, serving: Sequence[tuple[str, LayerRange]]
-    ) -> RatedRing:
+        self, task: RingTask, found: RingCandidate, serving: Sequence[tuple[str, LayerRange]]
+    ) -> RingCandidate:
         """The serving ring, unless ``found`` is worth a change."""
         index = {one.peer: i for i, one in enumerate(task.hosts)}
         if not serving or not all(peer in index for peer, _ in serving):
             return found
         counts = [last - first for _, (first, last) in serving]
-        old = rate_ring(task, [index[peer] for peer, _ in serving], counts)
+        old = evaluate_ring(task, [index[peer] for peer, _ in serving], counts)
         if old is None or len(old.order) < min(self.goal.min_stages, len(found.order)):
             return found
         gain = old.cost - found.cost
@@ -324,7 +324,7 @@ class _Placer:
 
         return [[hop(one, other) for other in self.auto_candidates] for one in self.auto_candidates]
 
-    def build_placement(self, task: RingTask, ring: RatedRing, tokens: int) -> Placement:
+    def build_placement(self, task: RingTask, ring: RingCandidate, tokens: int) -> Placement:
         """The placement of a ring."""
         stages: list[PlacedStage] = []
         at = 0
@@ -438,8 +438,8 @@ class _Placer:
         ends = format_size(costs.first), format_size(costs.last + costs.logits)
         return (
             f"{name} needs {need} and the swarm offers {offer} on {peers}, but no split fits: a "
-            f"layer takes {layer}, a stage {format_size(costs.stage)} beside its layers, the first "
-            f"{ends[0]} and the last {ends[1]} more; {helps}{self.hint}"
+            f"layer takes {layer}, a stage {format_size(costs.stage)} besides its layers, the "
+            f"first {ends[0]} and the last {ends[1]} more; {helps}{self.hint}"
         )
 
     def fits_if_connected(self) -> bool:

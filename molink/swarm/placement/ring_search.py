@@ -2,8 +2,9 @@
 
 All layers weigh the same. So a set of peers with a given opener and closer poses two independent
 problems: the path through the others (shortest path, Held and Karp), and the split of the layers
-(the fastest readers take as many as fit). Up to :data:`MAX_EXACT_PEERS` peers all sets, openers and
-closers are tried, which is optimal. Among more a local search grows a ring.
+(the fastest readers take as many as fit). With up to :data:`MAX_EXACT_PEERS` peers, all sets,
+openers and closers are tried, so the result is optimal. With more peers, a local search grows a
+ring.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from molink.facts.model import Objective
 from molink.swarm.placement.rings import (
     MICRO_BATCHES_PER_STAGE,
     TOLERANCE,
-    RatedRing,
+    RingCandidate,
     RingTask,
     estimate_cost,
     even_ring,
@@ -36,7 +37,7 @@ _RingCost = tuple[float, float, float]
 
 def search_ring(
     task: RingTask, min_stages: int = 1, slack: float = EVENNESS_SLACK
-) -> RatedRing | None:
+) -> RingCandidate | None:
     """The best ring of at least ``min_stages`` stages, or of as many as possible.
 
     ``slack`` is a share of the cost: see :data:`EVENNESS_SLACK`. ``None``: the peers cannot hold
@@ -50,10 +51,10 @@ def search_ring(
     return found and even_ring(task, found, slack)
 
 
-def _choose_ring(rings: dict[int, RatedRing], min_stages: int) -> RatedRing | None:
+def _choose_ring(rings: dict[int, RingCandidate], min_stages: int) -> RingCandidate | None:
     """The best ring of at least that many stages, or of the most there are."""
     enough = [count for count in rings if count >= min_stages] or sorted(rings)[-1:]
-    best: RatedRing | None = None
+    best: RingCandidate | None = None
     for count in sorted(enough):
         if rings[count].is_better(best):
             best = rings[count]
@@ -64,9 +65,9 @@ def _choose_ring(rings: dict[int, RatedRing], min_stages: int) -> RatedRing | No
 _Path = tuple[float, float, tuple[int, ...]]
 
 
-def _exact_rings(task: RingTask, able: Sequence[int]) -> dict[int, RatedRing]:
+def _exact_rings(task: RingTask, able: Sequence[int]) -> dict[int, RingCandidate]:
     """The best ring of each size."""
-    best: dict[int, RatedRing] = {}
+    best: dict[int, RingCandidate] = {}
     by_speed = sorted(able, key=lambda i: (task.linear_times[i][0].per_layer, i))
     for order_of in _paths(task, able):
         ring = _best_ring(task, order_of, by_speed, best.get(len(order_of[2])))
@@ -119,8 +120,8 @@ def _best_ring(
     task: RingTask,
     way: _Path,
     by_speed: Sequence[int],
-    best: RatedRing | None,
-) -> RatedRing | None:
+    best: RingCandidate | None,
+) -> RingCandidate | None:
     """The best ring of that path if it beats ``best``; a quick sum dismisses most."""
     length, busy, order = way
     total = _total_time(task, order, by_speed, inf)
@@ -199,23 +200,23 @@ class _RingGrowth:
         self._max_stages = min(task.max_stages, task.layers, len(able))
         self._min_stages = min(min_stages, self._max_stages)
 
-    def find_best(self, starts: Iterable[tuple[int, ...]]) -> RatedRing | None:
+    def find_best(self, starts: Iterable[tuple[int, ...]]) -> RingCandidate | None:
         """The best ring found from any of ``starts``."""
-        found: RatedRing | None = None
+        found: RingCandidate | None = None
         for start in starts:
             ring = self._improve(start)
             if ring is not None and self._is_better(ring, found):
                 found = ring
         return found
 
-    def _is_better(self, ring: RatedRing, found: RatedRing | None) -> bool:
+    def _is_better(self, ring: RingCandidate, found: RingCandidate | None) -> bool:
         if found is not None:
             stages, others = (min(len(one.order), self._min_stages) for one in (ring, found))
             if stages != others:
                 return stages > others
         return ring.is_better(found)
 
-    def _improve(self, order: tuple[int, ...]) -> RatedRing | None:
+    def _improve(self, order: tuple[int, ...]) -> RingCandidate | None:
         worth, left = self._ring_cost(order), _MAX_TRIES
         changes = self._neighbours(order, worth)
         while left and (changed := next(changes, None)) is not None:

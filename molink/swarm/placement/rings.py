@@ -55,7 +55,7 @@ class RingTask:
 
 
 @dataclass(frozen=True, slots=True)
-class RatedRing:
+class RingCandidate:
     """Indices of hosts in ring order, and the layers of each.
 
     ``round_trip_time`` and ``slowest_time`` (of a stage) are in seconds. ``cost`` is minimized: the
@@ -68,7 +68,7 @@ class RatedRing:
     round_trip_time: float
     slowest_time: float
 
-    def is_better(self, other: "RatedRing | None") -> bool:
+    def is_better(self, other: "RingCandidate | None") -> bool:
         """Whether it costs less, or the same with a shorter round trip."""
         if other is None or self.cost < other.cost * (1 - TOLERANCE):
             return True
@@ -77,8 +77,10 @@ class RatedRing:
         ) and self.round_trip_time < other.round_trip_time * (1 - TOLERANCE)
 
 
-def rate_ring(task: RingTask, order: Sequence[int], counts: Sequence[int]) -> RatedRing | None:
-    """Rate an existing ring; ``None`` if it is impossible."""
+def evaluate_ring(
+    task: RingTask, order: Sequence[int], counts: Sequence[int]
+) -> RingCandidate | None:
+    """Evaluate an existing ring; ``None`` if it is impossible."""
     way = _path_time(task, order)
     lines = linear_times(task, order)
     if way is None or any(
@@ -119,16 +121,16 @@ def _build_ring(
     lines: Sequence[LinearTime],
     counts: Sequence[int],
     way: tuple[float, float],
-) -> RatedRing:
+) -> RingCandidate:
     times = [line.time_of(count) for line, count in zip(lines, counts, strict=True)]
     round_trip_time, slowest = way[0] + sum(times), max(times)
     cost = round_trip_time
     if task.objective == "throughput":
         cost = max(slowest, way[1], round_trip_time / (MICRO_BATCHES_PER_STAGE * len(order)))
-    return RatedRing(tuple(order), tuple(counts), cost, round_trip_time, slowest)
+    return RingCandidate(tuple(order), tuple(counts), cost, round_trip_time, slowest)
 
 
-def fill_ring(task: RingTask, order: Sequence[int]) -> RatedRing | None:
+def fill_ring(task: RingTask, order: Sequence[int]) -> RingCandidate | None:
     """The best ring of that order."""
     way = _path_time(task, order)
     lines = linear_times(task, order)
@@ -170,7 +172,7 @@ def _level_counts(lines: Sequence[LinearTime], counts: list[int]) -> list[int]:
     return counts
 
 
-def even_ring(task: RingTask, ring: RatedRing, slack: float) -> RatedRing:
+def even_ring(task: RingTask, ring: RingCandidate, slack: float) -> RingCandidate:
     """The most even split of the same ring within the share ``slack`` of its cost."""
     way, lines = _path_time(task, ring.order), linear_times(task, ring.order)
     assert way is not None

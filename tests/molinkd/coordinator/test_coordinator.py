@@ -374,7 +374,7 @@ async def test_single_use_token_admits_one_of_250_peers(scene: Scene) -> None:
 async def test_vanished_pc_is_lost_with_its_connection(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "SESSION_TIMEOUT", 1000.0)
+    monkeypatch.setattr(registry, "PEER_TIMEOUT", 1000.0)
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
     guest.report()

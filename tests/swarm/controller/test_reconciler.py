@@ -23,7 +23,7 @@ from molink.swarm.controller.events import (
 from molink.swarm.controller.formation import LOAD_RATE, LOAD_TIMEOUT
 from molink.swarm.controller.planner import REVIEW_INTERVAL
 from molink.swarm.controller.records import PipelineRecord, StageRecord
-from molink.swarm.controller.registry import MAX_READ_LAG, MAX_ROUTE_MISMATCHES, SESSION_TIMEOUT
+from molink.swarm.controller.registry import MAX_READ_LAG, MAX_ROUTE_MISMATCHES, PEER_TIMEOUT
 from molink.swarm.placement.read_rates import SLOWDOWN_HOLD, SLOWDOWN_TTL
 from molink.swarm.terms import next_term, term_of
 from molink.wire.messages.instructions import (
@@ -1051,7 +1051,7 @@ def test_unread_messages_are_no_silence(running: FakeFleet) -> None:
 
 
 def test_read_lag_is_bounded(running: FakeFleet) -> None:
-    for quarter in range(1, 4 * round(MAX_READ_LAG + SESSION_TIMEOUT) + 4):
+    for quarter in range(1, 4 * round(MAX_READ_LAG + PEER_TIMEOUT) + 4):
         running.now += 0.25
         running.handle_event(TimePassedEvent(read_lag=quarter / 4))
     assert not running.fleet.registry.sessions

@@ -13,9 +13,9 @@ from molink.swarm.placement.ring_search import MAX_EXACT_PEERS, search_ring
 from molink.swarm.placement.rings import (
     MICRO_BATCHES_PER_STAGE,
     HopTimes,
-    RatedRing,
+    RingCandidate,
     RingTask,
-    rate_ring,
+    evaluate_ring,
 )
 
 GB = 10**9
@@ -113,7 +113,7 @@ def test_ring_is_optimal(task: RingTask, least: int) -> None:
     assert cost == pytest.approx(min(everything[m][0] for m in enough), rel=1e-6)
     assert found.cost == pytest.approx(cost)
     assert len(found.order) in enough
-    again = rate_ring(task, found.order, found.counts)
+    again = evaluate_ring(task, found.order, found.counts)
     assert again is not None
     assert again.cost == pytest.approx(cost)
     even = search_ring(task, least)
@@ -189,7 +189,7 @@ def test_ring_growth_is_nearly_optimal() -> None:
 def least_of_all(task: RingTask) -> float | None:
     """The best ring among too many peers for an exact search: omit one after another."""
     n = len(task.hosts)
-    found: list[RatedRing] = []
+    found: list[RingCandidate] = []
     for out in range(n):
         kept = [i for i in range(n) if i != out]
         hops = [[task.hops[i][j] for j in kept] for i in kept]
@@ -242,7 +242,7 @@ def test_search_over_equal_peers_is_fast(monkeypatch: pytest.MonkeyPatch) -> Non
     asked: list[list[int]] = []
     exact = ring_search._exact_rings
 
-    def counted(task: RingTask, able: list[int]) -> dict[int, RatedRing]:
+    def counted(task: RingTask, able: list[int]) -> dict[int, RingCandidate]:
         asked.append(able)
         return exact(task, able)
 
