@@ -73,7 +73,7 @@ is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/
 
 find_python() {
   local candidate version found='' hint
-  hint="install one (Debian, Ubuntu: sudo apt install python3 python3-venv; macOS: python.org),"
+  hint="install one (Debian, Ubuntu: sudo apt install python3 python3-venv; macOS is not supported),"
   if [ -n "$python" ]; then
     version=$(version_of "$python")
     [ -n "$version" ] || die "--python $python: that is no Python"

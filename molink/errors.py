@@ -20,7 +20,7 @@
     │   ├── ConnectionBroken     the connection ended before the reply
     │   ├── FilesMissing         no connected PC has some of a model's files
     │   └── PairingUnanswered    nobody approved this PC in time (exit code 11)
-    ├── WireError                bytes that are no valid message
+    ├── WireError                bytes that are not a valid message
     │   └── MessageTooLarge      a header or payload over its bound
     ├── NotAuthorized            a peer may not do this (exit code 7)
     │   ├── PeerBanned           this PC was revoked (exit code 9)
@@ -136,7 +136,7 @@ class PairingUnanswered(Unavailable):
 
 
 class WireError(MolinkError):
-    """Bytes from the network that are no valid message."""
+    """Bytes from the network that are not a valid message."""
 
 
 class MessageTooLarge(WireError):

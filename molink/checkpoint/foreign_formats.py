@@ -162,7 +162,7 @@ def _explain_adapter(folder: Path) -> str:
 
 #: Prefixes of a decoder's tensors; names with other prefixes are ignored.
 _MODEL_PREFIXES = ("model.", "lm_head.")
-#: Constants that old checkpoints store beside weights; they follow from the config.
+#: Constants that old checkpoints store with the weights; they follow from the config.
 _CONSTANT_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 

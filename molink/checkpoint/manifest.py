@@ -248,7 +248,7 @@ class Manifest:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes to transfer beside weights."""
+        """Bytes to transfer besides weights."""
         return len(self.raw) + sum(entry.nbytes for entry in self.files.values())
 
     def encode_bitfield(self, held: Collection[str]) -> bytes:
@@ -330,7 +330,7 @@ def _refuse_duplicates(found: Manifest, content: _HashedContent | _ShardedConten
 
 
 def _check_shards(content: _ShardedContent) -> None:
-    """Shards become local files beside ``files``, on any file system."""
+    """Shards become local files next to ``files``, on any file system."""
     names = {name.lower() for name in (shard.name for shard in content.shards)}
     if len(names) != len(content.shards):
         raise BrokenModel("the model has two shards whose names differ only in case")

@@ -148,7 +148,7 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
     """Peak number of activation elements per row in a layer.
 
     The residual (twice: the caller keeps its own), its norm and the result, and the rotations;
-    beside either gate, up and their product (and each chosen expert's output), or q, k, v twice
+    besides, either gate, up and their product (and each chosen expert's output), or q, k, v twice
     (rotated), the attended rows and their merged copy.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim

@@ -85,12 +85,12 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:
 
 
 def first_stage_tensors(config: ModelConfig) -> TensorShapes:
-    """Tensors that the first stage needs beside its layers."""
+    """Tensors that the first stage needs besides its layers."""
     return {EMBEDDING_NAME: (config.vocab_size, config.hidden_size)}
 
 
 def last_stage_tensors(config: ModelConfig) -> TensorShapes:
-    """Tensors that the last stage needs beside its layers; the embedding again if tied."""
+    """Tensors that the last stage needs besides its layers; the embedding again if tied."""
     head = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
     return {FINAL_NORM_NAME: (config.hidden_size,), head: (config.vocab_size, config.hidden_size)}
 

@@ -29,5 +29,5 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     has_block_kernels: bool = False
     #: KV blocks must be a multiple of this many positions.
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
-    #: Bytes of ``memory`` that a draft model takes beside the first stage.
+    #: Bytes of ``memory`` that a draft model takes in addition to the first stage.
     draft_bytes: Count = 0

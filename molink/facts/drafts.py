@@ -16,7 +16,7 @@ AUTO_DRAFTS = -1
 
 @dataclass(frozen=True, slots=True)
 class DraftModelFacts:
-    """A draft model beside the scheduler.
+    """A draft model that runs on the scheduler's PC.
 
     ``max_model_len`` is in tokens; ``profile`` is that of a stage of all its layers.
     """

@@ -78,7 +78,7 @@ class Footprint:
 
     #: Weights of one layer.
     layer_bytes: int
-    #: Weights of the first and the last stage beside their layers, and what both share.
+    #: Weights of the first and the last stage besides their layers, and what both share.
     first_bytes: int
     last_bytes: int
     shared_bytes: int

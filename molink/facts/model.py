@@ -39,7 +39,7 @@ class BlockWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NarrowWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes (in the model's dtype) of weights that may stay in 16 bits beside f32 rows.
+    """Bytes (in the model's dtype) of weights that may stay in 16 bits although rows are f32.
 
     Of the largest layer, and of the output head.
     """
@@ -88,7 +88,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     root: Root = ""
     #: Where else it is available: ``OWNER/NAME@COMMIT`` of the Hugging Face hub.
     hub: HubRevision = ""
-    #: Files beside the weights: tokenizer, config, list of hashes.
+    #: Files besides the weights: tokenizer, config, list of hashes.
     extra_bytes: Count = 0
     #: All shards of a model whose shards are fetched as they are.
     files_bytes: Count = 0

@@ -16,7 +16,7 @@ import msgspec
 MAX_CHUNK_ROWS = 512
 #: Bounded by a message's header.
 MAX_POINTS = 32
-#: Upper bound of a time in seconds; larger values are no measurement.
+#: Upper bound of a time in seconds; larger values are not measurements.
 MAX_SECONDS = 3600.0
 
 #: Rows of a forward pass and its seconds.
@@ -137,7 +137,7 @@ def smallest_near_best(sizes: Sequence[int], costs: Sequence[float], factor: flo
     return next(size for size, cost in zip(sizes, costs, strict=True) if cost <= good)
 
 
-#: Bounds of a slowdown, up and down; other values are no measurement.
+#: Bounds of a slowdown, up and down; other values are not measurements.
 MAX_SLOWDOWN = 100.0
 
 

@@ -10,7 +10,7 @@ from molink.facts.profile import MAX_CHUNK_ROWS, Profile
 
 #: Bytes per token of a micro-batch on the last link: the sampled id and its header.
 TOKEN_BYTES = 64
-#: Seconds between a stage's step and the next stage's, beside link and step: event loops, threads,
+#: Seconds that each hop takes in addition to the link and the step: event loops, threads,
 #: encryption, scheduler. Measured (``docs/performance.md``).
 HANDLING_S = 0.0015
 
@@ -91,7 +91,7 @@ def _chunked_s(profile: Profile, rows: int) -> float:
     return whole * profile.prefill_s(MAX_CHUNK_ROWS) + profile.prefill_s(rest)
 
 
-#: Upper bound of a time per token; larger values are no measurement.
+#: Upper bound of a time per token; larger values are not measurements.
 MAX_SECONDS = 1e6
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 

@@ -4,7 +4,7 @@ Files are untrusted: every length is checked against the file's size before it i
 header's memory is bounded. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 Of a split model, ``name-00001-of-00003.gguf`` has the metadata; the others only say which part they
-are (``split.*``). They are found by name, beside the given one.
+are (``split.*``). They are found by name, in the folder of the given one.
 """
 
 import mmap
@@ -307,7 +307,7 @@ def find_splits(path: Path) -> tuple[Path, ...]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BrokenModel(
             f"{path.name} is one of {len(found)} parts of a model, but {missing[0].name}{more} "
-            f"isn't beside it in {path.parent}: put all parts into one folder"
+            f"isn't in its folder {path.parent}: put all parts into one folder"
         )
     return found
 

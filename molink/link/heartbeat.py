@@ -28,7 +28,7 @@ IDLE_STALL_TIMEOUT = 2.0
 TIMEOUT_FACTOR = 5.0
 #: Timeout in seconds before the first heartbeat of a stage, which may still finish a step.
 CONNECT_TIMEOUT = TIMEOUTS.new_stage
-#: Seconds; longer round trips are no measurement, since the stage counts as dead by then.
+#: Seconds; longer round trips are not measured, since the stage counts as dead by then.
 _MAX_ROUND_TRIP = 60.0
 #: Seconds over which the minimum round trip is taken, a dozen heartbeats. Link changes are known
 #: within 2 s.
@@ -37,8 +37,8 @@ _MIN_WINDOW = 1.25
 _CONSENSUS_WINDOW = 1.6
 #: Bound of remembered heartbeats and round trips; several times the usual number.
 _MAX_HEARTBEATS = 64
-#: Bytes in flight beside a heartbeat as a share of the link's capacity per round trip. With little
-#: beside it, a heartbeat measures the link itself; with much, the link was full.
+#: Bytes in flight with a heartbeat as a share of the link's capacity per round trip. If few bytes
+#: travel with it, a heartbeat measures the link itself; if many do, the link was full.
 _LOW_LOAD = 0.05
 _FULL_LOAD = 0.75
 #: A sample moves the smoothed round trip by 1/8 of the difference (RFC 6298).
@@ -168,7 +168,7 @@ class RoundTripEstimator:
 
 
 def _load_share(trip: _HeartbeatTrip, rate: float | None) -> float:
-    """Bytes in flight beside a heartbeat as a share of the link's capacity meanwhile.
+    """Bytes in flight with a heartbeat as a share of the link's capacity meanwhile.
 
     Above :data:`_FULL_LOAD`, or if it waited longer than it travelled, the link was full.
     """

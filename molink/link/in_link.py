@@ -16,7 +16,7 @@ from molink.wire.protocol import is_later
 
 @dataclass(slots=True)
 class InLinkStats:
-    """Counters of a link beside its receiver's."""
+    """Counters of a link that its receiver doesn't keep."""
 
     #: Hellos of another peer, pipeline, epoch or stage.
     foreign_hellos: int = 0
@@ -94,7 +94,7 @@ class InLink:
     def handle_message(
         self, sender: InConnection, message: DataMessage, payload: memoryview | None
     ) -> bool:
-        """Handle a server's message; ``False`` if it is no link message."""
+        """Handle a server's message; ``False`` if it is not a link message."""
         match message:
             case LinkHello():
                 self._on_hello(sender, message)

@@ -128,7 +128,7 @@ def replay_recording(
     """Replay a recording with a new policy of the same name and compare its decisions.
 
     Raises:
-        UsageError: a line is invalid; tells which.
+        UsageError: a line is invalid; the message has its number.
     """
     differences: list[ReplayDifference] = []
     policy: ChannelPolicy | None = None

@@ -7,7 +7,7 @@ import msgspec
 from molink.wire.messages.codec import MAX_HEADER, Buffer
 from molink.wire.messages.data_plane import Ack, Channel, Frame, RingMessage
 
-#: Assumed bytes of a message beside its payload.
+#: Assumed bytes of a message besides its payload.
 HEADER_COST = 128
 #: Bytes that a header may grow by when the packed size is added.
 _CODING_COST = 4

@@ -25,12 +25,12 @@ class _Expected:
 
     @property
     def overdue_at(self) -> float:
-        """When they are no longer waited for."""
+        """The time from which the rows are no longer awaited."""
         return self.due_at + OVERDUE * (self.due_at - self.finished_at)
 
     @property
     def expires_at(self) -> float:
-        """When they are dropped. Until then their return still measures a round trip."""
+        """The time at which the rows are dropped; until then their return measures a round trip."""
         return self.finished_at + (1 + OVERDUE) * MAX_SLOWDOWN * self.floor
 
 

@@ -61,7 +61,7 @@ class SchedulerBridge:
     def feed_batch(self, scoreboard: Scoreboard, now: float) -> bool:
         """Give stage 0 the next micro-batch if it is idle; returns whether there was one.
 
-        While only started prefill volumes are queued, decode rows are fed too and run beside each
+        While only started prefill volumes are queued, decode rows are fed too and run with each
         sub-chunk.
         """
         if scoreboard.num_queued == 0:
@@ -165,7 +165,7 @@ class SampleCollector:
 def _fit_forced(
     forced: Sequence[ForcedTokens], sampled: int, failed: int
 ) -> tuple[ForcedTokens, ...]:
-    """The first forced tokens that fit the header beside ``sampled`` and ``failed`` entries.
+    """The first forced tokens that fit the header along with ``sampled`` and ``failed`` entries.
 
     They must also fit a volume, with one row before each.
     """

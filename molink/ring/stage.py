@@ -77,7 +77,7 @@ class StepExecutor(Protocol):
 
 
 class DraftRunner(Protocol):
-    """Runs a draft model beside the scheduler
+    """Runs a draft model on the scheduler's PC
     (:class:`molinkd.worker.draft_proposer.DraftModelThread`).
     """
 

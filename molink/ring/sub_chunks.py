@@ -6,19 +6,20 @@ transfer is paid about once instead of M - 1 times. The cost is efficiency, sinc
 all weights.
 
 Small sub-chunks minimize the time to first token while the stage keeps up with the link: a hop adds
-the transfer and pass of one sub-chunk rather than of the volume. They also suit decoding streams,
-which wait for half a foreign pass on average, unless such passes fill the stage's time. Hence:
+the transfer and pass of one sub-chunk rather than of the volume. They also suit decoding streams:
+a decode row waits for half of another request's pass on average, unless such passes fill the
+stage's time. Hence:
 
 - While more rows are arriving, rows of a sub-chunk cost at most :data:`MAX_ROW_COST` times their
   minimum. If rows pile up during a pass, the next sub-chunk is larger and cheaper.
 - If rows arrive so slowly that smaller sub-chunks use at most :data:`MAX_BUSY_SHARE` of the time,
   smaller ones run.
-- A few rows suffice beside decode rows, which read the weights anyway.
+- Together with decode rows, which read the weights anyway, a few rows suffice.
 - A remainder too small for a pass waits for more rows.
 - A large volume that is complete, such as a whole prompt at the first stage, is split into
   sub-chunks whose rows cost at most :data:`EFFICIENT_ROW_COST` times the minimum, or up to twice as
-  large ones. A home link needs longer for one than its pass takes and stays busy. The last stage
-  forwards no rows and doesn't split.
+  large ones. Sending such a sub-chunk over a home link takes longer than computing it, so the link
+  stays busy. The last stage forwards no rows and doesn't split.
 - A sub-chunk and its decode rows fill whole tiles (:mod:`molink.scheduler.chunk_size`) while more
   rows remain.
 """

@@ -245,7 +245,7 @@ class VolumeQueue:
     # --- queries ---------------------------------------------------------------------------------
 
     def next_rows(self, waiting: WaitingVolume, piggybacked: int = 0) -> int:
-        """Rows of its next sub-chunk beside ``piggybacked`` decode rows; 0 if none can run now."""
+        """Rows of its next sub-chunk, with ``piggybacked`` decode rows; 0 if none can run now."""
         if waiting.is_running or not self.is_ready(waiting):
             return 0
         available = waiting.num_available

@@ -74,7 +74,7 @@ def unpack_report(news: CacheUpdate, payload: memoryview) -> CacheReport:
     """
     count, rest = divmod(payload.nbytes, DIGEST_BYTES)
     if rest or count > MAX_DIGESTS or news.num_added > count:
-        raise WireError(f"{payload.nbytes} bytes are no report with {news.num_added} new digests")
+        raise WireError(f"{payload.nbytes} bytes are not a report of {news.num_added} new digests")
     digests = array("Q")
     digests.frombytes(payload)
     spans = tuple(_to_little_endian(digests))

@@ -1,1 +1,1 @@
-"""The scheduler beside stage 0: admission, batching, KV blocks. Plain objects without I/O."""
+"""The scheduler in stage 0's worker: admission, batching, KV blocks. Plain objects without I/O."""

@@ -255,7 +255,7 @@ class Batcher:
         """Rows of the next prefill volume; 0 for none.
 
         ``streams`` requests decode, with ``context`` tokens each on average. Each of the ``K``
-        micro-batches carries one chunk, beside its decode rows if it has any (``piggyback``:
+        micro-batches carries one chunk, with its decode rows if it has any (``piggyback``:
         SARATHI's decode-maximal batches). Sending chunks whenever stage 0 is idle would make decode
         volumes wait behind them and read the weights twice. Prefill-only chunks fit into the round
         trip's idle time instead (:mod:`molink.scheduler.micro_batches`).

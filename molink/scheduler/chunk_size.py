@@ -14,7 +14,7 @@ no stream stalls while a long prompt is computed. The chunk size follows from th
   the pipeline sooner and admits new requests sooner.
 - If prompts queue for longer than :data:`QUEUED_S`, or :data:`MORE_QUEUED_S` if more prompts wait
   than streams decode, throughput is scarce: chunks are then large enough for the slowest stage to
-  work near its best rate. A single prompt is never a queue.
+  work near its best rate. One prompt alone doesn't count as a queue.
 
 The paper's rule ``P:D = C / (B - 1)`` does not apply, since decodes never wait for a prompt here.
 """
@@ -26,26 +26,28 @@ from functools import partial
 from molink.facts.profile import MAX_CHUNK_ROWS, Profile, smallest_near_best
 from molink.facts.ring_times import HANDLING_S
 
-#: How much longer a chunk may make an iteration; below 2, since predictions are inexact.
+#: A chunk may make an iteration longer by this factor; below 2, since predictions are inexact.
 MAX_STRETCH = 1.7
-#: Without decodes, how much slower than the best chunk a chunk may be.
+#: Without decodes, a prompt may take longer than with the best chunk by this factor.
 NEAR_BEST = 1.08
-#: If nothing meets the bound, how much costlier than the smallest chunk a chunk may be.
+#: If no chunk meets the bound, an iteration may be longer than one with the smallest chunk by this
+#: factor.
 NEAR_MIN = 1.1
-#: Seconds of queued prefill on the slowest stage that make a queue; the second applies if more
-#: prompts wait than streams decode. Then a row may cost ``NEAR_QUEUED`` times the minimum.
+#: Prompts count as a queue if the slowest stage needs longer than this for them, in seconds; the
+#: second value applies if more prompts wait than streams decode. A row may then cost
+#: ``NEAR_QUEUED`` times the minimum.
 QUEUED_S, MORE_QUEUED_S = 2.0, 0.5
 NEAR_QUEUED = 1.05
 #: Rows of a chunk if no stage has a profile.
 DEFAULT_ROWS = 512
 #: Minimum step between candidate sizes, in rows.
 _MIN_STEP = 16
-#: Rows that a chunk may have even if no profile reaches that far.
+#: Candidate sizes reach at least this many rows, even if the profiles only measured fewer.
 _MIN_MAX = 128
 #: Minimum rows without decodes, against noisy measurements.
 _MIN_ALONE = 64
-#: Minimum rows, and step, beside decodes: small chunks pay where reading the weights or attention
-#: to a long prefix dominates.
+#: Minimum rows, and step, of a chunk that runs with decodes: small chunks pay where reading the
+#: weights or attention to a long prefix dominates.
 _MIN_PIGGYBACKED = 4
 _MEMO_SIZE = 1024
 #: Steps of rows left that count as a long prompt.

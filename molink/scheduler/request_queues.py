@@ -187,7 +187,7 @@ class RequestQueues:
         select = self.policy.choose_preempted
         while (state := select(preemptor, requests, num_running, now)) is not None:
             if state not in requests:
-                raise InvariantError(f"the policy preempts {state.key}, which is no candidate")
+                raise InvariantError(f"the policy preempts {state.key}, which is not a candidate")
             requests.remove(state)
             if preemptor.phase != "waiting" or not (
                 state.is_fresh or self._would_be_readmitted(state, preemptor, now)

@@ -79,7 +79,7 @@ class SimExecutor:
 
     Rows are views of ``zeros``, which must hold the largest volume. ``token`` is sampled for a
     request at a position; ``forced`` tokens follow. Copies to and from host memory run one after
-    another beside the steps, ``block_s`` seconds per block; a step waits for copies of its blocks.
+    another while steps run, ``block_s`` seconds per block; a step waits for copies of its blocks.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class RingForecast:
     ``layers`` are half-open ranges by stage. ``floor_s`` is the minimum time per token. ``curve``
     has estimates for each number of micro-batches with ``streams`` streams; the scheduler uses
     ``micro_batches``. ``ttft_s`` and ``tpot_s`` are simulated for a single request of
-    ``prompt_tokens``; ``token_s`` is the time per token beside ``streams - 1`` others.
+    ``prompt_tokens``; ``token_s`` is the time per token while ``streams - 1`` others decode.
     """
 
     layers: tuple[tuple[int, int], ...]

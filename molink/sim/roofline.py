@@ -91,7 +91,7 @@ class Roofline:
         return self._layers * self._model.kv_bytes
 
     def kv_tokens(self, device: DeviceProfile) -> int:
-        """Tokens whose KV fits beside the weights; 0 if the weights don't fit."""
+        """Tokens whose KV fits in addition to the weights; 0 if the weights don't fit."""
         room = memory_for_stages(device) - self.weight_bytes
         return max(0, int(room / self.kv_token_bytes))
 

@@ -151,7 +151,7 @@ class SwarmPlan:
     forecast: RingForecast
 
     def as_json(self) -> dict[str, object]:
-        """Plain values, with the forecast's beside the others."""
+        """Plain values, the forecast's among them."""
         values = asdict(self)
         return {**values.pop("forecast"), **values}
 

@@ -1,6 +1,6 @@
 """Host memory for KV blocks of preempted requests.
 
-On a GPU it is pinned, and copies run on a separate stream beside the steps; only a step that uses a
+On a GPU it is pinned, and copies run on a separate stream while steps run; only a step that uses a
 block in flight waits for it, on the device. On a CPU blocks are copied synchronously between steps.
 """
 

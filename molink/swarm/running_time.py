@@ -5,8 +5,8 @@ but its timers fire first. Timeouts on peers' silence, or on its own waiting, us
 instead.
 """
 
-#: A longer step between two readings, in seconds, is a standstill; read the clock several times a
-#: second.
+#: If two readings are further apart than this, in seconds, the process did not run in between. So
+#: the clock must be read several times a second.
 MAX_STEP = 1.0
 
 

@@ -121,7 +121,7 @@ REFUSED = (
     (
         "".join(f'[[models]]\nmodel = "{name}"\n' for name in ("alpha", "beta", "gamma", "delta")),
         None,
-        "the connected PCs have room for it, but not beside",
+        "the connected PCs have room for it, but not together with",
     ),
 )
 

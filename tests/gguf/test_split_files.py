@@ -86,7 +86,7 @@ def refused(path: Path, tmp_path: Path) -> str:
 def test_a_part_is_missing(parts: list[Path], tmp_path: Path, gone: int) -> None:
     parts[gone].unlink()
     reason = refused(parts[1 if gone == 0 else 0], tmp_path)
-    assert f"one of 3 parts of a model, but {parts[gone].name} isn't beside it" in reason
+    assert f"one of 3 parts of a model, but {parts[gone].name} isn't in its folder" in reason
 
 
 def test_parts_in_each_others_place(parts: list[Path], tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_reports_round_trip(added: tuple[int, ...], evicted: tuple[int, ...], wh
     ("added", "size"), [(0, 7), (3, 16), (2**30, 8), (0, 8 * (MAX_DIGESTS + 1))]
 )
 def test_invalid_reports_are_rejected(added: int, size: int) -> None:
-    with pytest.raises(WireError, match="no report"):
+    with pytest.raises(WireError, match="not a report"):
         unpack_report(CacheUpdate(1, True, added), memoryview(bytes(size)))
 
 

@@ -40,7 +40,7 @@ class ContentBlock:
 
     @property
     def arguments(self) -> dict[str, Any] | None:
-        """The arguments of a call; ``None`` if they are no complete JSON object."""
+        """The arguments of a call; ``None`` if they are not a complete JSON object."""
         try:
             return msgspec.json.decode(self.text, type=dict[str, Any])
         except (ValueError, RecursionError):

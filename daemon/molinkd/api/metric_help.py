@@ -160,7 +160,7 @@ _LINK = {
     "link_received_old_epochs": "Messages of another epoch, dropped.",
     "link_received_garbage": "Messages whose rows could not be unpacked or assembled.",
     "link_received_strangers": "Attempts of other peers to act as the previous stage.",
-    "link_received_unbound": "Messages on connections that are no channel of the link, dropped.",
+    "link_received_unbound": "Messages on connections that are not a channel of the link, dropped.",
     "link_unfinished_volumes": "Volumes received in part.",
     "link_unfinished_bytes": "Bytes held for volumes received in part.",
 }

@@ -95,7 +95,7 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
     documents: Any = None
 
 
-#: Neutral values beside null, false, 0, "", [] and {}.
+#: Neutral values besides null, false, 0, "", [] and {}.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),

@@ -19,7 +19,7 @@ def choose_answer_format(loaded_model: LoadedModel, *, tools: bool) -> AnswerFor
 
 
 def model_capabilities(loaded_model: LoadedModel) -> list[str]:
-    """List the model's capabilities beside completion, by Ollama's names."""
+    """List the model's capabilities besides completion, by Ollama's names."""
     template = loaded_model.tokenizer.chat_templates.select_template(tools=True)
     if template is None:
         return []

@@ -57,7 +57,10 @@ class PeerConnections:
         self._server.drop_peer(peer)
 
     def on_disconnect(self) -> None:
-        """Find out whose connection ended, soon: strangers' connections end in numbers."""
+        """Schedule a check of whose connection ended.
+
+        It runs a little later, since strangers' connections may end in large numbers.
+        """
         if self._probe_timer is None:
             loop = asyncio.get_running_loop()
             self._probe_timer = loop.call_later(_PROBE_DELAY, self._probe_connections)

@@ -40,7 +40,7 @@ from molinkd.coordinator.state_store import StateStore
 REVOKED_PREFIX = "revoked:"
 #: Contact points in a token, which people have to paste.
 MAX_CONTACT_POINTS = 2
-#: Seconds between two connections in which a revoked PC is told so.
+#: After a revoked PC was told so, its connections are refused for this many seconds.
 NOTIFY_INTERVAL = 30.0
 #: Bucket of the join rate for paired PCs, and seconds for which their invitation is stored.
 _PAIRING_BUCKET = "pairing"

@@ -114,7 +114,7 @@ def load_or_create_swarm(
         swarm = replace(swarm, public_key=keys.public)
     if swarm.public_key != keys.public:
         raise StateError(
-            f"{state.path} belongs to a coordinator with another key: restore the key file beside "
+            f"{state.path} belongs to a coordinator with another key: restore the key file next to "
             "it, or delete both to begin a new swarm"
         )
     return swarm

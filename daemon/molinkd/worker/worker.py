@@ -201,7 +201,7 @@ class Worker:
         nbytes = command.blocks * stage.block_bytes(size)
         with _convert_errors(
             f"no memory on {self._start.device} for {command.blocks} KV blocks ({nbytes >> 20} MiB)"
-            f" beside {stage.weight_bytes >> 20} MiB of weights; give this peer less to use"
+            f" besides {stage.weight_bytes >> 20} MiB of weights; let this peer use less memory"
         ):
             await asyncio.to_thread(stage.allocate_kv_pool, command.blocks, size)
         host = await asyncio.to_thread(_open_host_pool, stage, self._start)

@@ -39,7 +39,7 @@ class RowCodec:
         """
         view = memoryview(data).cast("B")
         if payload.coding is not Coding.PLAIN or view.nbytes != payload.nbytes:
-            raise WireError(f"{view.nbytes} bytes are no rows of {payload}")
+            raise WireError(f"{view.nbytes} bytes are not rows of {payload}")
         if coding is Coding.PLAIN or not view.nbytes:
             return payload, data
         _check(payload)
@@ -73,7 +73,9 @@ class RowCodec:
             rows = self._decompress(view, payload)
         else:
             if payload.coded != packed_bytes(payload):
-                raise WireError(f"{payload.coded} bytes are no rows of {payload.shape[1]} elements")
+                raise WireError(
+                    f"{payload.coded} bytes are not rows of {payload.shape[1]} elements"
+                )
             rows = to_rows(view, payload)
         return Payload(payload.dtype, payload.shape), rows
 

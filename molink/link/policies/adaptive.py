@@ -40,7 +40,7 @@ _ROW_EPSILON = 1e-6
 
 
 class AdaptivePolicy:
-    """Sends decode volumes at once on their own connection, and prefill rows in chunks beside them.
+    """Sends decode volumes at once on one connection, and prefill rows in chunks on the other.
 
     A chunk is about 5 ms of the link's rate (16 to 256 KB, at least one row). It is sent if it fits
     the :class:`~.credit.CreditWindow`, which bounds the queue in front of a decode volume to about

@@ -14,8 +14,8 @@ brings ``T_d`` (cases 1 and 2), a finish the sum of case 3. All in seconds.
 
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent, LinkEvent
 
-#: Decode rows are given up after this many seconds past their due time, or after as long as they
-#: were predicted to take if that is more.
+#: Decode rows that are late by more than this many seconds, and by more than their predicted
+#: round trip, are no longer expected.
 OVERDUE = 0.1
 
 

@@ -35,7 +35,7 @@ class SchedulingPolicy(Protocol):
     max_preemptors: int = 1
 
     def set_times(self, times: RingTimes) -> None:
-        """Update measured stage and link times; unknown profiles count as nothing."""
+        """Update measured stage and link times. Stages without a profile add no time."""
         return
 
     def set_capacity(self, tokens: int, max_num_seqs: int) -> None:
@@ -82,8 +82,7 @@ class SchedulingPolicy(Protocol):
 
         ``waiting`` is not empty. It is sorted by fair shares (:mod:`molink.scheduler.fair_shares`),
         then by priority within a client: preempted requests, the latest first, then the others in
-        order of arrival. Called again
-        after each admission.
+        order of arrival. Called again after each admission.
         """
         ...
 
@@ -114,10 +113,9 @@ class SchedulingPolicy(Protocol):
         """The idle request to preempt for ``preemptor``; ``None`` makes it wait.
 
         ``preemptor`` decodes and lacks a block, or is the next waiting request (see its ``phase``)
-        and lacks a slot or blocks. ``idle`` are other running requests without rows in
-        flight; if they don't suffice, it is called again with requests whose rows are still in
-        flight. ``num_running`` excludes requests already
-        selected.
+        and lacks a slot or blocks. ``idle`` are other running requests without rows in flight; if
+        they don't suffice, it is called again with requests whose rows are still in flight.
+        ``num_running`` excludes requests already selected.
 
         Preemption must follow a total order, so that the first request always makes progress. While
         a request lacks a block, none is admitted, and requests that it could preempt issue no

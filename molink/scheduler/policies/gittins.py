@@ -230,7 +230,7 @@ class Gittins(RankedPolicy):
     def estimate_next_scheduled(
         self, requests: Collection[RequestState], batch: int, now: float
     ) -> Mapping[RequestState, float]:
-        """Until the requests before it that don't fit beside it are done, or it is promoted."""
+        """Seconds until a request is promoted, or until those ranked before it leave it room."""
         tokens, slots, work_s, scheduled = self._kv_tokens, self._max_num_seqs, 0.0, {}
         asked = set(requests)
         for state in sorted(self._states, key=lambda state: self.rank_request(state, now)):

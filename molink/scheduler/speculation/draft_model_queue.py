@@ -18,7 +18,7 @@ from molink.scheduler.speculation.round_trip_costs import RingLoad, RoundTripCos
 
 #: Expected gains of drafts are divided by this, since profiles and probabilities are estimates.
 MARGIN = 1.2
-#: The same for draft model requests, which delay other requests too.
+#: The divisor for requests to the draft model; larger, since each also delays other requests.
 _REQUEST_MARGIN = 1.8
 #: Maximum drafts per request to the model.
 MAX_MODEL_DRAFTS = 8

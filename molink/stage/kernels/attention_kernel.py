@@ -179,7 +179,7 @@ class _AttentionEmitter:
         return ()
 
     def _load_query(self, query: ir.Value, _: Values) -> Values:
-        """Copy a query beside the others of the pass."""
+        """Copy a query next to the others of the pass."""
         builder, shape = self._builder, self._shape
         source = self._head_pointer(self._heads, query, (shape.groups + 2) * shape.kv_heads)
         for at in range(0, self._head, _VECTOR_BYTES):

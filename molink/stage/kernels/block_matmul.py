@@ -40,7 +40,7 @@ from molink.stage.kernels.emit import (
 from molink.stage.kernels.matmul import pad_row_stride
 from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
 
-#: Rows multiplied at once; decoding needs registers beside their sums.
+#: Rows multiplied at once; decoding needs registers besides their sums.
 _TILES = (6, 4, 2, 1)
 #: Rows from which dequantizing once into a panel is faster: float32 rows, bf16 rows, and bf16 rows
 #: with 8-bit codes.

@@ -65,7 +65,7 @@ class PanelProduct:
         self._arithmetic = panel_arithmetic(arithmetic)
         self._columns = arithmetic.vectors * arithmetic.lanes
         self._floats = ir.VectorType(FLOAT, arithmetic.lanes)
-        #: Whether 32 registers allow a tile's totals beside its sums.
+        #: Whether 32 registers allow a tile's totals in addition to its sums.
         self._keeps_totals = arithmetic.lanes == LANES
         #: Blocks of a panel.
         self._panel_blocks = max(1, _PANEL_DEPTH // form.block)

@@ -143,7 +143,7 @@ def _emit_product(module: ir.Module, arithmetic: Arithmetic) -> ir.Function:
 
 #: Rows this many bytes apart share L1 cache sets.
 _CACHE_SET_STRIDE = 4096
-#: Rows that the L1 cache holds beside weights.
+#: Rows that the L1 cache holds besides weights.
 _MAX_CACHED_ROWS = 8
 _CACHE_LINE_BYTES = 64
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 DRAINED_REASON = "drained"
 CONTENTION_REASON = "paused while another program uses its GPU"
-#: Shares of the GPU's time above which other programs count as using it, and below which not.
+#: Other programs count as using the GPU above the first share of its time, and no longer below the
+#: second.
 BUSY_SHARE = 0.3
 FREE_SHARE = 0.15
-#: Seconds of such use after which this PC pauses, and without it after which it resumes.
+#: This PC pauses after this many seconds of such use, and resumes after that many without it.
 PAUSE_DELAY_S = 15.0
 RESUME_DELAY_S = 120.0
 #: Time constant of the averaged share, in seconds: a loading screen doesn't end a game.

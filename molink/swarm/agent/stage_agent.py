@@ -245,8 +245,8 @@ class StageAgent:
     ) -> list[AgentAction]:
         """The files are unavailable, or the worker failed to start, exited or must be killed.
 
-        ``out_of_memory``: too little device memory beside another stage. ``files_missing``: no
-        online PC has some of the files.
+        ``out_of_memory``: too little device memory while another stage is loaded.
+        ``files_missing``: no online PC has some of the files.
         """
         stage = self._find_stage(generation)
         if stage is None or stage.phase == "failed":

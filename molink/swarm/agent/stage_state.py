@@ -32,7 +32,7 @@ class StageState:
     unverified: bool = False
     #: Epoch of the last ring that the worker was told to form.
     forming_epoch: int = -1
-    #: Why the stage failed: for lack of memory beside another stage, of files, or else.
+    #: Why the stage failed: for lack of memory with another stage loaded, of files, or else.
     reason: str = ""
     out_of_memory: bool = False
     files_missing: bool = False

@@ -14,7 +14,7 @@ REST_FACTOR = 4.0
 MAX_REST = 0.25
 #: First and longest pause after a failure, in seconds; each is twice the one before.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
-#: Fraction of a disk that replication leaves free, beside as much as it takes itself.
+#: Replication leaves this fraction of a disk free, and at least as many bytes as it uses.
 FREE_SHARE = 0.05
 
 

@@ -11,7 +11,7 @@ from molink.facts.model import LayerRange, ModelFacts
 MIN_RATE = 128 * 1024
 #: Time without progress after which a transfer is stalled, in seconds.
 STALL_TIMEOUT = 30.0
-#: Allowance beside the bytes, in seconds: finding a source, checking the disk.
+#: Allowance in addition to the time for the bytes, in seconds: finding a source, checking the disk.
 GRACE_PERIOD = 60.0
 #: Margin for tensors of wider types, and for file headers (bytes).
 _DTYPE_MARGIN = 1.5

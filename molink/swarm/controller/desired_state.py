@@ -230,7 +230,7 @@ def _resolve_pin(pin: Pin, spec: ModelSpec, registry: Registry) -> Pin:
 
 
 def _check_room(models: Sequence[DesiredModel], registry: Registry) -> None:
-    """Check that each model has room for one pipeline on the live PCs, beside the others."""
+    """Check that each model has room for one pipeline on the live PCs, with the others in place."""
     offers = [
         offer
         for peer, session in registry.sessions.items()
@@ -259,6 +259,6 @@ def _explain_no_room(
         return found.reason
     others = ", ".join(one.facts.name for one in models if one.facts.name != name)
     return (
-        f"the connected PCs have room for it, but not beside {others}: each PC holds layers of one "
-        "model. Start more PCs or remove a model"
+        f"the connected PCs have room for it, but not together with {others}: each PC holds layers "
+        "of one model. Start more PCs or remove a model"
     )

@@ -30,7 +30,7 @@ FormationState = Literal["adopting", "loading", "linking", "ready"]
 #: ``decided``: stages are assigned. ``loaded``: all have their weights. ``formed``: the ring is up.
 Phase = Literal["decided", "loaded", "formed"]
 
-#: Allowance for loading weights once the files are there, in seconds, beside the time for their
+#: Allowance for loading weights once the files are there, in seconds, besides the time for their
 #: bytes.
 LOAD_TIMEOUT = 120.0
 #: Slowest loading that is accepted, in bytes per second: an old disk.

@@ -210,7 +210,7 @@ class Planner:
     def is_outdated(self, candidates: Candidates, peers: Collection[str]) -> bool:
         """Whether a placement on ``peers`` has become impossible: one is gone or offers less.
 
-        New peers are no reason to abort a formation.
+        New peers are not a reason to abort a formation.
         """
         if self._placed_candidates is None:
             return True

@@ -32,7 +32,7 @@ _PROBE_TOOL: TemplateValue = {
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStyle:
-    """How a template takes calls: arguments as objects or strings; omitted or empty content beside
+    """How a template takes calls: arguments as objects or strings; omitted or empty content with
     calls; one call per message; ids of nine alphanumeric characters; reasoning.
     """
 

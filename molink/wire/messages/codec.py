@@ -57,7 +57,7 @@ class Codec(Generic[M]):
 
         Raises:
             MessageTooLarge: a frame is too large.
-            WireError: the frames are no message of this codec.
+            WireError: the frames are not a message of this codec.
         """
         if not 1 <= len(frames) <= MAX_FRAMES:
             raise WireError(f"a message has one or two frames, not {len(frames)}")

@@ -75,7 +75,7 @@ MAX_LAYER_RANGES = 8
 class PartialModel(Message, frozen=True, kw_only=True):
     """The layers of a model whose files are all on a peer's disk.
 
-    Empty: only files beside the layers, or too many ranges for a report.
+    Empty: only files besides the layers, or too many ranges for a report.
     """
 
     root: Root
@@ -168,8 +168,8 @@ class StageFailed(Message, frozen=True, kw_only=True, tag="stage-failed"):
     """A worker failed or died, or its next stage made no progress.
 
     ``next_lost``: the next stage is to blame. ``previous_blocked``: this stage had to block the
-    previous one, which is to blame. ``out_of_memory``: the device lacks memory beside another
-    pipeline's stage. ``files_missing``: no connected PC has some of its files.
+    previous one, which is to blame. ``out_of_memory``: the device lacks memory while it also
+    holds another pipeline's stage. ``files_missing``: no connected PC has some of its files.
     """
 
     pipeline: Text

@@ -47,7 +47,7 @@ class WarmedUp(Message, frozen=True, kw_only=True, tag="warmed-up"):
 
 
 class DraftModelSpec(Message, frozen=True, kw_only=True):
-    """A draft model to hold beside the first stage, with ``kv_bytes`` for its pool."""
+    """A draft model to hold with the first stage, with ``kv_bytes`` for its pool."""
 
     model_dir: Annotated[str, msgspec.Meta(max_length=4096)]
     kv_bytes: Count

@@ -95,7 +95,7 @@ def _nothing(*_: object) -> None:
 class ClientEvents(Generic[M]):
     """Callbacks of a client; their errors are only logged."""
 
-    #: A message that is no reply, and its payload.
+    #: A message that is not a reply, and its payload.
     on_message: Callable[[M, memoryview | None], None] = _nothing
     #: Connected; messages sent from here go first.
     on_connect: Callable[[], None] = _nothing

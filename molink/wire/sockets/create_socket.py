@@ -99,7 +99,7 @@ def bind_socket(
 
     Raises:
         PortInUse: none is free; names ``option``.
-        UsageError: ``host`` is no address of this PC.
+        UsageError: ``host`` is not an address of this PC.
     """
     first, stop = ports
     literal = f"[{host}]" if ":" in host else host

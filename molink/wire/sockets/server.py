@@ -143,7 +143,7 @@ class Server(Generic[M]):
 
         Raises:
             PortInUse: none is free; names ``option``.
-            UsageError: ``host`` is no address of this PC.
+            UsageError: ``host`` is not an address of this PC.
             zmq.ZMQError: for example, the process has no descriptor left.
         """
         socket = create_server(self._context, self._keys, ipv6=":" in host)

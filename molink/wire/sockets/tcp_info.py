@@ -142,7 +142,7 @@ def duplicate_socket(descriptor: int) -> Iterator[socket.socket]:
     """A socket object for the same connection within a ``with`` block.
 
     Raises:
-        OSError: the descriptor is no socket (any more).
+        OSError: the descriptor is not, or no longer, a socket.
     """
     if sys.platform == "win32":
         # A duplicate would make both blocking on Windows, so the descriptor itself is borrowed.

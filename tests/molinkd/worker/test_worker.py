@@ -236,7 +236,7 @@ async def test_running_out_of_memory_for_blocks_is_reported(
         with pytest.raises(MolinkError):
             await task
     (failed,) = pipe.said(WorkerFailed)
-    assert "no memory on cpu for 7 KV blocks (7 MiB) beside 3 MiB of weights" in failed.message
+    assert "no memory on cpu for 7 KV blocks (7 MiB) besides 3 MiB of weights" in failed.message
     assert pipe.said(RingFormed) == []
 
 

@@ -224,5 +224,5 @@ def test_requests_with_rows_in_a_volume_cannot_be_preempted() -> None:
     scheduler = make_scheduler(Careless(), max_num_seqs=1)
     submit(scheduler, "a", "b")
     scheduler.next_batch(0.0)
-    with pytest.raises(InvariantError, match="the policy preempts b, which is no candidate"):
+    with pytest.raises(InvariantError, match="the policy preempts b, which is not a candidate"):
         scheduler.next_batch(0.0)

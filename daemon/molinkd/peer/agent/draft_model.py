@@ -1,4 +1,4 @@
-"""Finds, checks and plans the draft model that runs beside the first stage."""
+"""Finds, checks and plans the draft model that runs with the first stage."""
 
 import hashlib
 import threading

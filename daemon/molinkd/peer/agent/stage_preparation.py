@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class NoRoomBesideError(UsageError):
-    """The stage fits on its own, but not beside the running ones."""
+    """The stage fits on its own, but not together with the running ones."""
 
 
 class StagePreparation:
@@ -116,7 +116,7 @@ class StagePreparation:
     async def _plan_draft(
         self, folder: Path, opened: ModelFolder, assign: Assign, measured: MeasuredDevice
     ) -> DraftPlan | None:
-        """The draft model beside the first stage, if one is configured and both fit."""
+        """The draft model of the first stage, if one is configured and both fit."""
         name = self._settings.draft_model
         if not name or assign.stage:
             return None
@@ -153,7 +153,7 @@ class StagePreparation:
         measured: MeasuredDevice,
         draft: int,
     ) -> MemoryPlan:
-        """The plan of a stage beside the running ones and ``draft_bytes`` of a draft model.
+        """The plan of a stage next to the running ones and ``draft_bytes`` of a draft model.
 
         A CPU commits KV memory only as it is used. The pool is therefore sized as for a stage
         ``alone``, which it soon is; until then it holds the same requests as the stage that it

@@ -235,7 +235,8 @@ class WorkerSupervisor:
         if worker.is_stopping:
             return
         worker.is_stopping = True
-        kill |= not worker.has_spoken  # it would keep loading for seconds beside its replacement
+        # A silent one would keep loading for seconds while its replacement loads too.
+        kill |= not worker.has_spoken
         task = asyncio.get_running_loop().create_task(worker.child.stop(GRACE_S, kill=kill))
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)

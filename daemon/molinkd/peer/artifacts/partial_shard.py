@@ -43,7 +43,7 @@ def remove_partials(path: Path) -> None:
 
 
 class PartialShard:
-    """The runs of a shard that have arrived, in a file beside ``path``. Blocks.
+    """The runs of a shard that have arrived, in a file next to ``path``. Blocks.
 
     Runs arrive in any order from several threads. The contiguous prefix is hashed incrementally.
     """

@@ -144,7 +144,7 @@ def not_ready() -> dict[str, Any]:
     reason = "waiting for peers: 1 of 3 with a stage are there"
     pipeline = {"id": "p1", "epoch": 0, "ready": False, "reason": reason, "stages": []}
     why = "left out: its stage failed 3 times, the last time with: no memory on cuda:0 for 120 KV "
-    why += "blocks (3840 MiB) beside 7000 MiB of weights; give this peer less to use"
+    why += "blocks (3840 MiB) besides 7000 MiB of weights; let this peer use less memory"
     peers = [peer(0, "alice"), peer(1, "bob", reason=why)]
     return {**ring(["alice"]), "peers": peers, "pipelines": [pipeline]}
 
