@@ -317,7 +317,7 @@ def member(swarm: Swarm) -> KeyPair:
             protocol=PROTOCOL,
         )
         wire.send(wire.message(*map(bytes, control_codec().encode(request))))
-        assert b"joined" in wire.receive()[0]
+        assert b"join-reply" in wire.receive()[0]
     return keys
 
 

@@ -192,7 +192,7 @@ def test_preempted_answers_still_match_their_schema() -> None:
         tokens = [event.token for event in backend.tokens(key)]
         text = backend.tokenizer.decode(tokens)
         jsonschema.validate(json.loads(text), PERSON)
-    assert backend.ring.head.collect_stats()[0]["scheduler_preemptions_total"] > 0
+    assert backend.ring.scheduler.collect_stats()[0]["scheduler_preemptions_total"] > 0
 
 
 def test_an_invalid_grammar_from_a_peer_fails_only_its_answer(backend: RingBackend) -> None:

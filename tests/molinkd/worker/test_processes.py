@@ -22,7 +22,14 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.instructions import StageAddress
-from molink.wire.messages.serving import Cancel, OutputTokens, PromptFragment, Rejected, Submit
+from molink.wire.messages.serving import (
+    Cancel,
+    OutputTokens,
+    PromptFragment,
+    Rejected,
+    Request,
+    Submit,
+)
 from molink.wire.messages.worker_pipe import (
     DraftModelSpec,
     FormRing,
@@ -190,7 +197,8 @@ class Daemon:
         count = len(prompt)
         self.tokens[key] = list(prompt)
         self._over[key] = asyncio.Event()
-        self._client.send(Submit("p1", epoch, key, count, count, TOKENS, sampling))
+        request = Request("m", (), TOKENS, sampling)
+        self._client.send(Submit("p1", epoch, key, request, count, count))
         part = PromptFragment(key, 0, Payload("i32", (count,)))
         self._client.send(part, array("i", prompt).tobytes())
 
