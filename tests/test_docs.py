@@ -1,5 +1,7 @@
-"""Documents name only existing paths, ``tools`` modules and link targets."""
+"""Documents name only existing paths, classes, ``tools`` modules and link targets."""
 
+import ast
+import functools
 import re
 from pathlib import Path
 
@@ -22,6 +24,12 @@ _PATH = re.compile(r"(?<![\w./-])(?:molink|daemon|configs|tools|tests|docs)/[\w.
 _TOOL = re.compile(r"\btools\.(\w+)")
 _AT_COMMIT = re.compile(r"\bat\s+[0-9a-f]{8}\b")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+#: Documents whose class names are checked, and names in them that are not molink's.
+_CODE_DOCUMENTS = [ROOT / "docs" / name for name in ("architecture.md", "development.md")]
+_FOREIGN_CLASSES = {"ProcessPoolExecutor", "ProcessPrng"}
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`([^`]+)`")
+_CLASS_NAME = re.compile(r"(?<!\w)(?:[A-Z][a-z0-9]+){2,}(?!\w)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -31,6 +39,26 @@ def headings(text: str) -> set[str]:
         re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
         for title in _HEADING.findall(text)
     }
+
+
+@functools.cache
+def defined_types() -> frozenset[str]:
+    """Names of classes and type aliases of the packages."""
+    found = set()
+    for path in [*(ROOT / "molink").rglob("*.py"), *(ROOT / "daemon").rglob("*.py")]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Assign):
+                found.update(one.id for one in node.targets if isinstance(one, ast.Name))
+    return frozenset(found)
+
+
+def missing_classes(document: Path) -> list[str]:
+    """Class names in code spans of ``document`` that don't exist."""
+    spans = _CODE.findall(_FENCED.sub("", document.read_text(encoding="utf-8")))
+    names = {name for span in spans for name in _CLASS_NAME.findall(span)}
+    return sorted(names - defined_types() - _FOREIGN_CLASSES)
 
 
 def missing(document: Path) -> list[str]:
@@ -65,6 +93,21 @@ def test_missing_names_are_found(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     assert missing(document) == ["molink/nowhere.py", "tools.nothing", "b.md", "#d"]
+
+
+@pytest.mark.parametrize("document", _CODE_DOCUMENTS, ids=lambda path: path.name)
+def test_document_names_existing_classes(document: Path) -> None:
+    assert missing_classes(document) == []
+
+
+def test_missing_classes_are_found(tmp_path: Path) -> None:
+    document = tmp_path / "wrong.md"
+    document.write_text(
+        "`FormerPolicy`, `FormerQueue.take`, `RequestQueues`, `LowBitLayout`, `Scheduler`, "
+        "FormerText, `ProcessPrng`\n\n```bash\nFormerCommand `FormerFence`\n```\n",
+        encoding="utf-8",
+    )
+    assert missing_classes(document) == ["FormerPolicy", "FormerQueue"]
 
 
 def test_every_setting_is_documented() -> None:
