@@ -15,7 +15,7 @@ def test_a_model_of_other_tokens_is_refused_before_anything_starts(
     options = [*local_options(), "--coordinator-port", "0", "--model", str(folder)]
     ended = run_molink(tmp_path / "home", "up", *options, "--draft-model", "molink-demo")
     assert ended.returncode == 2
-    assert "--draft-model molink-demo has another vocabulary" in ended.stderr
+    assert "--draft-model molink-demo has a different vocabulary" in ended.stderr
     assert "join molink-" not in ended.stdout
 
 
