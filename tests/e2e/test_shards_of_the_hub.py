@@ -99,7 +99,7 @@ def test_each_takes_its_shards(
     d.wait_ready()
     (liar,) = d.status()["banned_peers"]
     assert (liar["name"], liar["banned_by"]) == ("b", "this PC, as a source of models")
-    assert f"its bytes of {OF_LAYERS[2]} are not what the hub says" in liar["reason"]
+    assert f"{OF_LAYERS[2]} has a wrong SHA-256" in liar["reason"]
     assert took("d") == {OF_LAYERS[2]: size[OF_LAYERS[2]]}
     (stored,) = d.home.models.rglob("*.safetensors")
     assert stored.read_bytes() == (hub.folder / stored.name).read_bytes()
