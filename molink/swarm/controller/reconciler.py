@@ -1,6 +1,6 @@
 """Drives a deployment to its desired state: one ready pipeline.
 
-One pipeline serves or is being formed. A successor may be formed beside it and takes over once
+One pipeline serves or is being formed. A successor may be formed meanwhile and takes over once
 ready; a predecessor may still be ending. :mod:`molink.swarm.controller.fleet` passes on events and
 carries out the actions in order, so an epoch is committed before it is announced.
 """
@@ -95,7 +95,7 @@ class Reconciler:
         self.formation: Formation | None = None
         #: Where the serving pipeline moves once the files are there.
         self.migration: Migration | None = None
-        #: A formation beside the serving pipeline; it takes over once ready.
+        #: A formation while the pipeline serves; it takes over once ready.
         self.successor: Formation | None = None
         #: The pipeline that a successor has replaced, and when it ends.
         self.predecessor: tuple[Formation, float] | None = None

@@ -170,7 +170,7 @@ class StagePreparation:
             settings = self._settings.pipeline
             draft_bytes = plan_stage(opened, assign, measured, settings, taken=taken + draft)
         except UsageError as error:
-            raise NoRoomBesideError(f"beside another stage: {error}") from error
+            raise NoRoomBesideError(f"with another stage loaded: {error}") from error
         return alone if on_cpu else draft_bytes
 
 

@@ -229,7 +229,7 @@ async def test_a_stage_that_fits_only_alone_is_out_of_memory(bench: Bench, kind:
     await asyncio.wait([*bench.assignments._fetches.values()])
     (failed,) = bench.told
     assert failed.out_of_memory
-    assert "beside another stage: layers 0:3 of m need at least" in failed.reason
+    assert "with another stage loaded: layers 0:3 of m need at least" in failed.reason
     # Once the first is gone there is room.
     bench.assignments.handle_order(Unassign(pipeline="p1"))
     bench.assignments.handle_order(msgspec.structs.replace(other, epoch=3))
