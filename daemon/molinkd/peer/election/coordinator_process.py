@@ -140,7 +140,9 @@ class CoordinatorProcess:
         child.start()
         self._child = child
         try:
-            return await asyncio.wait_for(announced, START_TIMEOUT_S)
+            # `wait_for` of Python 3.11 may swallow the cancellation of this task.
+            async with asyncio.timeout(START_TIMEOUT_S):
+                return await announced
         except TimeoutError:
             await child.stop(0.0)
             raise WorkerError(f"the coordinator did not start; see {self._log_file}") from None
