@@ -393,6 +393,7 @@ def test_a_log_that_cannot_be_rotated_keeps_growing(
 async def test_a_child_gets_no_secrets_and_its_log_is_plain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("MOLINK_CPU_ISA", raising=False)
     for name in ("MOLINK_API_KEY", "MOLINK_TOKEN", "MOLINK_OTHER"):
         monkeypatch.setenv(name, "s3cret")
     code = (
