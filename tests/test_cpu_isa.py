@@ -14,7 +14,7 @@ LIBRARIES = {"ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIO
 #: The product's questions about the CPU, asked in a child: libraries read their variables once.
 ASKS = """
 import json, torch
-from molink.stage.kernels.compiler import host_features
+from molink.stage.cpu_kernels.compiler import host_features
 from molink.stage.linear import can_pack
 from molink.stage.linear.int8 import has_onednn_int8
 from molink.stage.linear.nf4 import has_nf4_kernel

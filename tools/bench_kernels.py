@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.kernels.arithmetic import WidenedBf16, WidenedF16
-from molink.stage.kernels.create import create_matmul
-from molink.stage.kernels.matmul import MatMul
+from molink.stage.cpu_kernels.arithmetic import WidenedBf16, WidenedF16
+from molink.stage.cpu_kernels.create import create_matmul
+from molink.stage.cpu_kernels.matmul import MatMul
 from molink.stage.linear import PackedLinear, PlainLinear, can_pack
 
 _ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)

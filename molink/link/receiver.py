@@ -12,7 +12,7 @@ import msgspec
 from molink.errors import InvariantError, WireError
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.link.send_window import header_fits
-from molink.util.story import Story
+from molink.util.transition_log import Story
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.data_plane import (
     Ack,

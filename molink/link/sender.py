@@ -19,7 +19,7 @@ from molink.link.policies.base import (
     SendRowsAction,
 )
 from molink.link.send_window import Packet, SendWindow, header_fits
-from molink.util.story import Story
+from molink.util.transition_log import Story
 from molink.wire.messages.codec import MAX_HEADER, Buffer
 from molink.wire.messages.data_plane import Ack, Channel, RingMessage, Volume
 

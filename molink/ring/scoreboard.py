@@ -76,7 +76,7 @@ from molink.ring.step import (
 )
 from molink.ring.sub_chunks import SubChunkPolicy, WholeVolumePolicy
 from molink.ring.volume_queue import SeqSet, VolumeQueue, WaitingVolume
-from molink.util.story import Story
+from molink.util.transition_log import Story
 from molink.wire.messages.data_plane import (
     MAX_GRAMMAR_BYTES,
     MAX_SLICES,

@@ -28,7 +28,7 @@ from molink.scheduler.speculation.speculation import (
 )
 from molink.scheduler.stats import SchedulerStats
 from molink.scheduler.swap_manager import SwapManager
-from molink.util.story import Story
+from molink.util.transition_log import Story
 from molink.wire.messages.data_plane import (
     Admit,
     RequestSlice,

@@ -30,8 +30,8 @@ from molink.swarm.election.replica import (
     merge_replicas,
     next_lineage,
 )
+from molink.swarm.election.terms import first_term
 from molink.swarm.membership.duplicate_peers import DuplicatePeers
-from molink.swarm.terms import first_term
 from molink.wire.messages.base import Payload
 from molink.wire.messages.election import LeaderHeartbeat, StateReplica, StateRequest
 from molink.wire.messages.instructions import KeepAlive

@@ -12,8 +12,8 @@ from molink.facts.kernels import FALLBACKS
 from molink.stage.attention.compiled import CompiledAttention
 from molink.stage.attention.gather import PlainAttention
 from molink.stage.batch import SequenceRows
+from molink.stage.cpu_kernels.create import create_matmul
 from molink.stage.decoder.norm import CompiledRmsNorm
-from molink.stage.kernels.create import create_matmul
 from molink.stage.linear import CompiledLinear, PlainLinear, create
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype
 from tests.support.kernels import NOT_COMPILED

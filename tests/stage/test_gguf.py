@@ -17,7 +17,7 @@ from molink.errors import BrokenModel
 from molink.facts.footprint import Footprint, StageSetup
 from molink.gguf.block_formats import BLOCK_FORMATS
 from molink.stage.batch import SequenceRows
-from molink.stage.kernels.create import supports_block_weights
+from molink.stage.cpu_kernels.create import supports_block_weights
 from molink.stage.stage import Stage
 from tests.support.gguf_models import write_gguf
 from tests.support.models import MakeModel

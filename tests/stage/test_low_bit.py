@@ -10,7 +10,7 @@ import torch
 from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.footprint import Footprint, StageSetup
 from molink.stage.batch import SequenceRows
-from molink.stage.kernels.create import supports_block_weights
+from molink.stage.cpu_kernels.create import supports_block_weights
 from molink.stage.stage import Stage
 from tests.support.low_bit_models import write_low_bit
 from tests.support.models import MakeModel

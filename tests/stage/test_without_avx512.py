@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from molink.cpu_isa import AVX2_ONLY, avx2_only
-from molink.stage.kernels.compiler import host_features
+from molink.stage.cpu_kernels.compiler import host_features
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Tests that depend on the CPU beyond the kernels that other tests compile for AVX2.

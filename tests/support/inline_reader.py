@@ -3,7 +3,7 @@
 import asyncio
 
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import GenerationBody
+from molinkd.api.openai.schema import GenerationBody
 from molinkd.api.prompt_worker import tokenize_prompts
 from molinkd.api.prompt_worker_messages import TokenizedPrompts, TokenizePrompts
 

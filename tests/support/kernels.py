@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 import pytest
 
-from molink.stage.kernels.compiler import host_features
-from molink.stage.kernels.openmp import OpenMp
+from molink.stage.cpu_kernels.compiler import host_features
+from molink.stage.cpu_kernels.openmp import OpenMp
 
 #: Why tests that need compiled products for rows of a type are skipped.
 NOT_COMPILED = {

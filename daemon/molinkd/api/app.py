@@ -8,19 +8,19 @@ from aiohttp import web
 from msgspec import json
 
 from molinkd.api.access_guard import OLLAMA_PREFIX, AccessGuard, client_name
+from molinkd.api.anthropic.encoder import encode_envelope as message_envelope
+from molinkd.api.anthropic.routes import MESSAGES_PREFIX, MessageRoutes
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import Backend
 from molinkd.api.body_reader import BodyReader
 from molinkd.api.chat_page import ChatPage
 from molinkd.api.connections import PROBE_PATHS, EndpointProtocol, assign_request_id, get_request_id
 from molinkd.api.generation_handler import GenerationHandler, RunningAnswers
-from molinkd.api.messages.encoder import encode_envelope as message_envelope
-from molinkd.api.messages.routes import MESSAGES_PREFIX, MessageRoutes
 from molinkd.api.metrics import RequestRecorder, create_registry, render_metrics
 from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.ollama.encoder import encode_envelope as ollama_envelope
 from molinkd.api.ollama.routes import OllamaRoutes
-from molinkd.api.openai_routes import EmbeddingRoutes, OpenAIRoutes
+from molinkd.api.openai.routes import EmbeddingRoutes, OpenAIRoutes
 from molinkd.api.openapi import OpenAPIRoute
 from molinkd.api.problem import Envelope, Problem, internal_problem, problem_of
 from molinkd.api.prompt_worker_pool import PromptTokenizer

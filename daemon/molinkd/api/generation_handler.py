@@ -1,7 +1,7 @@
 """Handles generation requests of all protocols.
 
 A protocol's routes convert its body to an OpenAI body (:class:`ClientRequest`) and choose the
-encoder of the answer (:class:`molinkd.api.openai_encoders.ResponseEncoder`).
+encoder of the answer (:class:`molinkd.api.openai.encoder.ResponseEncoder`).
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from molinkd.api.event_stream import EventStream
 from molinkd.api.generation_runner import Usage, generate_all
 from molinkd.api.metrics import RequestRecorder
 from molinkd.api.model_catalog import ModelCatalog
-from molinkd.api.openai_encoders import ResponseEncoder
-from molinkd.api.openai_schema import GenerationBody
+from molinkd.api.openai.encoder import ResponseEncoder
+from molinkd.api.openai.schema import GenerationBody
 from molinkd.api.output_processor import TextPiece
 from molinkd.api.problem import internal_problem, problem_of
 from molinkd.api.prompt_worker_pool import PromptTokenizer

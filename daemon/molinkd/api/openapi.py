@@ -9,10 +9,10 @@ from msgspec import json
 
 import molink
 from molinkd.api.access_guard import PAGE_PREFIX
-from molinkd.api.messages.schema import CountTokensRequest, MessageRequest
+from molinkd.api.anthropic.schema import CountTokensRequest, MessageRequest
 from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, ModelReference
-from molinkd.api.openai_routes import EmbeddingRequest
-from molinkd.api.openai_schema import ChatBody, CompletionBody
+from molinkd.api.openai.routes import EmbeddingRequest
+from molinkd.api.openai.schema import ChatBody, CompletionBody
 from molinkd.api.responses.schema import ResponseRequest
 
 #: The body of each route that has one.

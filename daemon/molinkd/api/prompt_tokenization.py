@@ -13,7 +13,7 @@ from molink.errors import ContextTooLong, RequestError
 from molink.text.tokenizer import build_fim_prompt
 from molink.text.tool_calls.template_style import apply_call_style
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import ChatBody, ChatMessage, CompletionBody
+from molinkd.api.openai.schema import ChatBody, ChatMessage, CompletionBody
 from molinkd.api.prompt_worker_messages import PromptTokens
 from molinkd.api.tool_validation import check_tool_support, tools_for_template
 

@@ -19,7 +19,7 @@ from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.worker_pipe import read_pipe, write_pipe
 from molinkd.api.backend import ServedModel
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import ChatBody, CompletionBody, unpack_body
+from molinkd.api.openai.schema import ChatBody, CompletionBody, unpack_body
 from molinkd.api.prompt_tokenization import tokenize_chat, tokenize_completion
 from molinkd.api.prompt_worker_messages import (
     MAX_MESSAGE_BYTES,

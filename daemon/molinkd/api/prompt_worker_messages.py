@@ -6,7 +6,7 @@ from molink.errors import BrokenModel, ContextTooLong, MolinkError, RequestError
 from molink.text.tool_calls.create import ToolCallParserChoice
 from molink.wire.messages.base import Message
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import ChatBody, GenerationBody, pack_body
+from molinkd.api.openai.schema import ChatBody, GenerationBody, pack_body
 
 #: Maximum message size in bytes; the parts have their own limits.
 MAX_MESSAGE_BYTES = 1 << 28
@@ -27,7 +27,7 @@ class TokenizePrompts(Message, frozen=True, tag="read"):
     """Tokenize the prompts of a request with a loaded tokenizer.
 
     ``body`` is a :class:`ChatBody` (``is_chat``) or a :class:`CompletionBody`, packed by
-    :func:`~molinkd.api.openai_schema.pack_body`.
+    :func:`~molinkd.api.openai.schema.pack_body`.
     """
 
     folder: str

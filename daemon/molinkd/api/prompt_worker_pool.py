@@ -16,7 +16,7 @@ from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.worker_pipe import read_pipe, write_pipe
 from molinkd.api.fair_queue import FairQueue, queue_full_error
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import GenerationBody
+from molinkd.api.openai.schema import GenerationBody
 from molinkd.api.prompt_worker_messages import (
     MAX_MESSAGE_BYTES,
     LoadTokenizer,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, cast, get_args
 
 from molink.errors import RequestError
-from molinkd.api.openai_schema import (
+from molinkd.api.openai.schema import (
     ChatMessage,
     ContentPart,
     FunctionDefinition,

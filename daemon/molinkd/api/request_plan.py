@@ -15,7 +15,7 @@ from molink.text.tool_calls.create import AnswerFormat, create_answer_parser
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import MAX_STOP_IDS, Request
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import ChatBody, CompletionBody, GenerationBody
+from molinkd.api.openai.schema import ChatBody, CompletionBody, GenerationBody
 from molinkd.api.prompt_worker_messages import TokenizedPrompts
 from molinkd.api.tool_validation import callable_names, choose_answer_format, required_tools
 

@@ -10,7 +10,7 @@ from molink.text.grammar import GrammarKind, JsonLayout, build_grammar, check_gr
 from molink.text.tokenizer import Tokenizer
 from molink.text.tool_calls.grammar import build_call_grammar
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import ChatBody, GenerationBody
+from molinkd.api.openai.schema import ChatBody, GenerationBody
 from molinkd.api.tool_validation import choose_answer_format, required_tools
 
 #: The field, grammar kind and source of a constraint.

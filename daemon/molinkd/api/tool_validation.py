@@ -7,7 +7,7 @@ from molink.text.chat_template import ChatTemplate
 from molink.text.tool_calls.create import TOOL_CALL_FORMATS, AnswerFormat, detect_answer_format
 from molink.text.tool_calls.schema import find_schema_problem
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import ChatBody, NamedChoice
+from molinkd.api.openai.schema import ChatBody, NamedChoice
 
 
 def choose_answer_format(loaded_model: LoadedModel, *, tools: bool) -> AnswerFormat:

@@ -17,7 +17,7 @@ from molink.swarm.controller.status_schema import (
     duplicate_names,
     short_device_name,
 )
-from molink.swarm.terms import epoch_text
+from molink.swarm.election.terms import epoch_text
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli.daemon_console import transfer_text
 from molinkd.cli.units import format_size

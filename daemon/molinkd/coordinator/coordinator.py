@@ -49,10 +49,10 @@ from molink.swarm.controller.relays import (
 )
 from molink.swarm.controller.status import build_status, encode_status
 from molink.swarm.controller.status_schema import PairingStatus, RevokedPeerStatus
+from molink.swarm.election.terms import first_term
 from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.membership.sanitize import sanitize_failure, sanitize_report
 from molink.swarm.membership.versions import IncompatiblePeers, PeerVersion, own_version
-from molink.swarm.terms import first_term
 from molink.wire.messages.admin import (
     LeaveRequest,
     StatusReply,

@@ -11,12 +11,12 @@ from molink.errors import InvariantError
 from molink.stage.attention.base import AttentionShape, StaticAttention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
-from molink.stage.kernels.create import create_attention_kernel
-from molink.stage.kernels.kernel_shape import AttentionKernelShape
+from molink.stage.cpu_kernels.create import create_attention_kernel
+from molink.stage.cpu_kernels.kernel_shape import AttentionKernelShape
 from molink.stage.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.attention_kernel import AttentionKernel
+    from molink.stage.cpu_kernels.attention_kernel import AttentionKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class CompiledLayers:
     """Attention of one forward.
 
     ``passes``, ``tables`` and ``scratch`` are inputs of
-    :class:`~molink.stage.kernels.attention_kernel.AttentionKernel`, which checks no bounds:
+    :class:`~molink.stage.cpu_kernels.attention_kernel.AttentionKernel`, which checks no bounds:
     ``first_block`` and ``last_block`` are those in the tables.
     """
 

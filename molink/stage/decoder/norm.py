@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm
 from molink.checkpoint.config import ModelConfig
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.rowwise import RowwiseKernels
+    from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 
 
 class Norm(Protocol):

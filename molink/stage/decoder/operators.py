@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
+from molink.stage.cpu_kernels.create import create_rowwise
+from molink.stage.cpu_kernels.kernel_shape import supports_gate, supports_rowwise
 from molink.stage.decoder.mlp import GateFunction, create_gate
 from molink.stage.decoder.norm import CompiledRmsNorm, Norm, create_norm
 from molink.stage.decoder.rotary import Rotate, rotate_half, rotate_pairs
-from molink.stage.kernels.create import create_rowwise
-from molink.stage.kernels.kernel_shape import supports_gate, supports_rowwise
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.rowwise import RowwiseKernels
+    from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 
 
 @dataclass(frozen=True, slots=True)

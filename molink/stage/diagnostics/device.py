@@ -23,7 +23,7 @@ import torch
 
 from molink.facts.dtypes import NarrowDType
 from molink.stage.attention.backend_check import preferred_block_size
-from molink.stage.kernels.create import supports_block_weights
+from molink.stage.cpu_kernels.create import supports_block_weights
 from molink.stage.linear import ProjectionFactory
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 

@@ -23,15 +23,15 @@ from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.attention.compiled import CompiledAttention, compile_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention, PlainAttention
+from molink.stage.cpu_kernels.create import create_block_matmul, create_matmul, create_rowwise
+from molink.stage.cpu_kernels.kernel_shape import supports_rowwise
+from molink.stage.cpu_kernels.repack import packed_scales, unpack_rows
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate_half
 from molink.stage.device_copy import pinned_error
 from molink.stage.diagnostics.reference_attention import attention_error
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.graphs.capture import CudaGraphCapturer
-from molink.stage.kernels.create import create_block_matmul, create_matmul, create_rowwise
-from molink.stage.kernels.kernel_shape import supports_rowwise
-from molink.stage.kernels.repack import packed_scales, unpack_rows
 from molink.stage.linear import PackedLinear, PlainLinear, Projection, ProjectionFactory
 from molink.stage.linear.base import make_random_weight
 from molink.stage.linear.nf4 import load_library

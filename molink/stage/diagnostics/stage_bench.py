@@ -21,9 +21,9 @@ from molink.errors import MolinkError
 from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import BLOCK_SIZE
 from molink.facts.profile import Profile
+from molink.stage.cpu_kernels.create import supports_block_weights
 from molink.stage.diagnostics.device import describe_cpu, narrow_weight_dtypes, pick_device
 from molink.stage.diagnostics.stage_profile import profile_stage
-from molink.stage.kernels.create import supports_block_weights
 from molink.stage.linear import ProjectionFactory
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES, cpu_supports_bf16

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from molink.stage.kernels.repack import BlockCodes, pack_blocks, packed_scales, unpack_rows
+from molink.stage.cpu_kernels.repack import BlockCodes, pack_blocks, packed_scales, unpack_rows
 from molink.stage.linear.base import Projection, total_bytes
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.block_matmul import BlockMatMul
-    from molink.stage.kernels.matmul import MatMul
+    from molink.stage.cpu_kernels.block_matmul import BlockMatMul
+    from molink.stage.cpu_kernels.matmul import MatMul
 
 #: Weights are packed in multiples of this many rows.
 PART_ROWS = 128
@@ -20,7 +20,7 @@ PART_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class CompiledLinear:
-    """A projection with a packed 16-bit weight; see :mod:`molink.stage.kernels.matmul`.
+    """A projection with a packed 16-bit weight; see :mod:`molink.stage.cpu_kernels.matmul`.
 
     ``bias`` is float32, zeros if there is none.
     """
@@ -73,7 +73,7 @@ class CompiledLinear:
 
 @dataclass(frozen=True, slots=True)
 class BlockLinear:
-    """A projection with a quantized weight; see :mod:`molink.stage.kernels.block_matmul`.
+    """A projection with a quantized weight; see :mod:`molink.stage.cpu_kernels.block_matmul`.
 
     ``weight`` is uint8 ``[out / C, bytes]``; ``bias`` float32, zeros if there is none.
     """

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from molink.gguf.block_formats import BlockFormat
-from molink.stage.kernels.create import create_block_matmul, create_matmul, supports_block_weights
+from molink.stage.cpu_kernels.create import (
+    create_block_matmul,
+    create_matmul,
+    supports_block_weights,
+)
 from molink.stage.linear.base import Projection
 from molink.stage.linear.compiled import PART_ROWS, CompiledLinear
 from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.block_matmul import BlockMatMul
-    from molink.stage.kernels.matmul import MatMul
+    from molink.stage.cpu_kernels.block_matmul import BlockMatMul
+    from molink.stage.cpu_kernels.matmul import MatMul
 
 #: Acceptable slowdown of compiled products with many rows (CPUs with AMX beat them).
 _MAX_SLOWDOWN = 1.1

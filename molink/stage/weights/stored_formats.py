@@ -20,8 +20,8 @@ from molink.checkpoint.prequantized import (
 from molink.checkpoint.stacked_experts import MXFP4_BLOCK, StackedExpert
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.gguf.block_formats import BlockFormat
-from molink.stage.kernels.repack import BlockCodes
-from molink.stage.kernels.repack import rows_per_repack as packed_rows
+from molink.stage.cpu_kernels.repack import BlockCodes
+from molink.stage.cpu_kernels.repack import rows_per_repack as packed_rows
 from molink.stage.linear.nf4 import NF4_VALUES
 from molink.stage.linear.quantized import QuantizedWeight
 from molink.stage.linear.unpacked import rows_per_unpack

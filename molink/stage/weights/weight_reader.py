@@ -22,7 +22,7 @@ from molink.facts.dtypes import NarrowDType, narrow_dtype, weight_dtype
 from molink.facts.model import Quantize
 from molink.gguf.block_formats import BlockFormat
 from molink.gguf.ggml_types import GgmlType, dequantize_rows, find_packed, packed_name
-from molink.stage.kernels.repack import BlockCodes, read_blocks
+from molink.stage.cpu_kernels.repack import BlockCodes, read_blocks
 from molink.stage.linear import (
     BlockLinear,
     CompiledLinear,

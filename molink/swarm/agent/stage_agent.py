@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from molink.errors import InvariantError
 from molink.facts.profile import UNKNOWN_PROFILE, Profile
-from molink.swarm.agent.liveness import PROBE_TIMEOUT, VERIFY_TIMEOUT, LivenessProbe
 from molink.swarm.agent.stage_state import PHASES_WITH_WORKER, StageState
+from molink.swarm.agent.worker_liveness import PROBE_TIMEOUT, VERIFY_TIMEOUT, LivenessProbe
 from molink.swarm.running_time import RunningTime
 from molink.wire.messages.instructions import Assign, FormPipeline, StageProfile
 from molink.wire.messages.peer_reports import StageFailed, StageLoaded, StageReady, WorkerState

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from molink.facts.profile import Profile
-from molink.swarm.agent.liveness import LivenessProbe
+from molink.swarm.agent.worker_liveness import LivenessProbe
 from molink.wire.messages.instructions import Assign
 from molink.wire.messages.peer_reports import StageFailed, StageLoaded, StageReady
 from molink.wire.messages.worker_pipe import WorkerLoaded

@@ -8,9 +8,9 @@ from molink.swarm.controller.events import ControllerAction, SendMessageAction
 from molink.swarm.controller.reachability import Reachability
 from molink.swarm.controller.records import MemberRecord
 from molink.swarm.controller.registry import Registry
+from molink.swarm.election.terms import next_epoch
 from molink.swarm.placement.links import Links
-from molink.swarm.terms import next_epoch
-from molink.util.story import Story
+from molink.util.transition_log import Story
 from molink.wire.messages.instructions import Instruction
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from molink.swarm.controller.migration import RETRY_DELAY, Migration
 from molink.swarm.controller.planner import DEBOUNCE, LOSS_DEBOUNCE, Planner
 from molink.swarm.controller.reachability import describe_unreachable
 from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
+from molink.swarm.election.terms import epoch_text
 from molink.swarm.placement.placement import Candidate, Placement, Unplaceable, explain_misfit
-from molink.swarm.terms import epoch_text
 from molink.wire.messages.instructions import Unassign
 from molink.wire.messages.peer_reports import StageFailed, StageLoaded
 

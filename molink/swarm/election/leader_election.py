@@ -36,7 +36,7 @@ from molink.swarm.election.events import (
     StartCoordinatorAction,
     StepDownAction,
 )
-from molink.swarm.terms import MAX_ROUND, next_term, round_of
+from molink.swarm.election.terms import MAX_ROUND, next_term, round_of
 from molink.util.timeouts import TIMEOUTS
 from molink.wire.messages.election import LeaderView
 

@@ -16,7 +16,7 @@ from molink.text.tokenizer import Tokenizer
 from molinkd.api import prompt_worker_pool
 from molinkd.api.backend import ServedModel
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import ChatBody, ChatMessage, CompletionBody
+from molinkd.api.openai.schema import ChatBody, ChatMessage, CompletionBody
 from molinkd.api.prompt_worker_pool import PromptWorkers
 from tests.support.fake_backend import build_model
 from tests.support.inline_reader import InlineReader
@@ -245,7 +245,7 @@ from pathlib import Path
 from molink.text.tokenizer import Tokenizer
 from molinkd.api.backend import ServedModel
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai_schema import ChatBody, ChatMessage
+from molinkd.api.openai.schema import ChatBody, ChatMessage
 from molinkd.api.prompt_worker_pool import PromptWorkers
 
 def chat(text):

@@ -19,7 +19,7 @@ from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import Rejected, Request
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.openai_schema import ChatBody, decode_body
+from molinkd.api.openai.schema import ChatBody, decode_body
 from molinkd.api.structured_output import compile_grammar
 from tests.support.inline_reader import InlineReader
 from tests.support.ring_backend import RingBackend

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from molink.swarm.controller.status_schema import decode_status
-from molink.swarm.terms import next_epoch, next_term
+from molink.swarm.election.terms import next_epoch, next_term
 from molinkd.cli.status_table import show_status
 from tests.molinkd.cli.top import swarms
 

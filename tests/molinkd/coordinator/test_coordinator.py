@@ -38,11 +38,11 @@ from molink.facts.profile import Profile
 from molink.swarm.controller import registry
 from molink.swarm.controller.records import MemberRecord, PipelineRecord
 from molink.swarm.election.replica import Replica, decode_replica
+from molink.swarm.election.terms import next_term
 from molink.swarm.membership import duplicate_peers as duplicates
 from molink.swarm.membership.discovery import DiscoveredSwarm
 from molink.swarm.membership.invitations import MAX_INVITATIONS, JoinRateLimiter
 from molink.swarm.membership.join_token import JoinToken
-from molink.swarm.terms import next_term
 from molink.util.token_bucket import RateLimit
 from molink.wire.messages.admin import (
     ApplyModels,

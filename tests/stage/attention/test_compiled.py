@@ -16,9 +16,9 @@ from molink.stage.attention.compiled import CompiledAttention, kernel_shape
 from molink.stage.attention.create import create_attention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
-from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
-from molink.stage.kernels.attention_kernel import AttentionKernel
-from molink.stage.kernels.kernel_shape import AttentionKernelShape
+from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16, Float32
+from molink.stage.cpu_kernels.attention_kernel import AttentionKernel
+from molink.stage.cpu_kernels.kernel_shape import AttentionKernelShape
 from molink.stage.kv_pool import KVPool
 from tests.stage.attention.conftest import Requests
 from tests.support.kernels import NOT_COMPILED, require

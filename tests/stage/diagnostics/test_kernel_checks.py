@@ -16,16 +16,16 @@ from molink.facts.dtypes import WeightDType
 from molink.stage.attention import work_groups as scores
 from molink.stage.attention.gather import GatherAttention, PlainAttention
 from molink.stage.batch import SequenceRows
+from molink.stage.cpu_kernels.attention_kernel import AttentionKernel
+from molink.stage.cpu_kernels.create import create_matmul, create_rowwise
+from molink.stage.cpu_kernels.matmul import MatMul
+from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 from molink.stage.decoder.norm import CompiledRmsNorm
 from molink.stage.diagnostics import kernel_checks as proof
 from molink.stage.diagnostics import kernel_trials as trials
 from molink.stage.diagnostics.kernel_checks import check_kernels, describe_environment
 from molink.stage.diagnostics.kernel_trials import KernelTrial, kernel_chains
 from molink.stage.diagnostics.trial_shapes import TrialShapes
-from molink.stage.kernels.attention_kernel import AttentionKernel
-from molink.stage.kernels.create import create_matmul, create_rowwise
-from molink.stage.kernels.matmul import MatMul
-from molink.stage.kernels.rowwise import RowwiseKernels
 from molink.stage.linear import CompiledLinear, create
 from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.int8 import Int8Linear, has_onednn_int8

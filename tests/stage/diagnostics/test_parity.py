@@ -13,14 +13,14 @@ from torch import Tensor
 from molink.facts.dtypes import WeightDType
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.gather import GatherAttention
+from molink.stage.cpu_kernels.create import create_rowwise
+from molink.stage.cpu_kernels.matmul import MatMul
+from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 from molink.stage.diagnostics import kernel_trials as trials
 from molink.stage.diagnostics import parity
 from molink.stage.diagnostics.kernel_trials import kernel_chains, supported_dtypes
 from molink.stage.diagnostics.reference_attention import dense_attention
 from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES
-from molink.stage.kernels.create import create_rowwise
-from molink.stage.kernels.matmul import MatMul
-from molink.stage.kernels.rowwise import RowwiseKernels
 from molink.stage.linear import quantized
 from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.quantized import QuantizedKernels

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from molink.stage.kernels.create import create_matmul
+from molink.stage.cpu_kernels.create import create_matmul
 from molink.stage.linear import (
     CompiledLinear,
     PackedLinear,

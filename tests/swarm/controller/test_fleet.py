@@ -16,7 +16,7 @@ from molink.swarm.controller.events import (
 )
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.records import DesiredModel, PipelineRecord
-from molink.swarm.terms import next_term
+from molink.swarm.election.terms import next_term
 from molink.wire.messages.instructions import Assign, FormPipeline, Route, RouteRemoved, Unassign
 from tests.support.fake_fleet import FACTS, GB, FakeFleet, Kit
 

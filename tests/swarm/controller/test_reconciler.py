@@ -24,8 +24,8 @@ from molink.swarm.controller.formation import LOAD_RATE, LOAD_TIMEOUT
 from molink.swarm.controller.planner import REVIEW_INTERVAL
 from molink.swarm.controller.records import PipelineRecord, StageRecord
 from molink.swarm.controller.registry import MAX_READ_LAG, MAX_ROUTE_MISMATCHES, PEER_TIMEOUT
+from molink.swarm.election.terms import next_term, term_of
 from molink.swarm.placement.read_rates import SLOWDOWN_HOLD, SLOWDOWN_TTL
-from molink.swarm.terms import next_term, term_of
 from molink.wire.messages.instructions import (
     Assign,
     FormPipeline,

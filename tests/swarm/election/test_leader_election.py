@@ -31,7 +31,7 @@ from molink.swarm.election.leader_election import (
     STARTUP_TIMEOUT,
     LeaderElection,
 )
-from molink.swarm.terms import first_term, next_term, round_of
+from molink.swarm.election.terms import first_term, next_term, round_of
 from molink.wire.messages.election import LeaderView
 
 KEY = "k" * 40

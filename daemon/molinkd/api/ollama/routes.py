@@ -15,8 +15,8 @@ from molinkd.api.generation_handler import ClientRequest, GenerationHandler, jso
 from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.ollama.encoder import OllamaEncoder, format_now
 from molinkd.api.ollama.schema import FIELD_NAMES, ChatRequest, GenerateRequest, ModelReference
-from molinkd.api.openai_encoders import ResponseEncoder
-from molinkd.api.openai_schema import ChatBody, decode_struct
+from molinkd.api.openai.encoder import ResponseEncoder
+from molinkd.api.openai.schema import ChatBody, decode_struct
 from molinkd.api.request_plan import RequestPlan
 from molinkd.api.tool_validation import model_capabilities
 

@@ -4,8 +4,8 @@ from aiohttp import web
 
 from molinkd.api.body_reader import BodyReader
 from molinkd.api.generation_handler import ClientRequest, GenerationHandler
-from molinkd.api.openai_encoders import ResponseEncoder
-from molinkd.api.openai_schema import decode_struct
+from molinkd.api.openai.encoder import ResponseEncoder
+from molinkd.api.openai.schema import decode_struct
 from molinkd.api.request_plan import RequestPlan
 from molinkd.api.responses.encoder import ResponsesEncoder
 from molinkd.api.responses.schema import FIELD_NAMES, ResponseRequest

@@ -10,7 +10,7 @@ from typing import Literal
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
 
-from molink.swarm.terms import epoch_text
+from molink.swarm.election.terms import epoch_text
 from molinkd.cli.top.view import (
     PairingView,
     PcView,

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.quantize_check import check_quantize
 from molink.errors import MolinkError, UsageError
 from molink.facts.kernels import FALLBACKS
 from molink.facts.memory_plan import MemoryPlan, plan_memory
@@ -22,7 +23,6 @@ from molinkd.peer.agent.kernel_self_test import load_disabled_kernels
 from molinkd.peer.artifacts.hashing import run_in_thread
 from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
-from molinkd.peer.quantize import check_quantize
 from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from molink.checkpoint.model_source import (
     is_repository,
     short_name,
 )
+from molink.checkpoint.quantize_check import check_quantize, check_quantize_files
 from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
 from molink.text.tokenizer import Tokenizer
@@ -39,7 +40,6 @@ from molinkd.peer.launch import (
 from molinkd.peer.membership.addresses import is_loopback
 from molinkd.peer.membership.membership_record import read_membership
 from molinkd.peer.membership.session import CoordinatorSession
-from molinkd.peer.quantize import check_quantize, check_quantize_files
 from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from molink.checkpoint import quantize_check as module
 from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.device import Device
 from molink.facts.settings import PipelineSettings
@@ -16,7 +17,6 @@ from molink.wire.messages.instructions import Assign, FormPipeline, StageAddress
 from molink.wire.messages.peer_reports import StageFailed
 from molink.wire.messages.worker_pipe import FormRing, LoadStage, Ping, RingFormed, WorkerLoaded
 from molink.wire.sockets.key_pair import KeyPair
-from molinkd.peer import quantize as module
 from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.agent.kernel_self_test import KernelResult, SelfTestResult, save_disabled_kernels
 from molinkd.peer.agent.stage_manager import StageManager

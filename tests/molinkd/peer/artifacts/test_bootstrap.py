@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from molink.checkpoint import quantize_check as module
 from molink.checkpoint.model_source import ModelSource
 from molink.errors import BrokenModel, UsageError
 from molink.wire.messages.admin import InviteReply, InviteRequest, ServeModel
 from molink.wire.messages.control_plane import DoneReply
-from molinkd.peer import quantize as module
 from molinkd.peer.artifacts import bootstrap as bootstrap_module
 from molinkd.peer.artifacts.bootstrap import Bootstrap
 from molinkd.peer.artifacts.model_repository import ModelRepository

@@ -16,11 +16,11 @@ from molink.gguf.block_formats import (
     resident_bytes,
 )
 from molink.gguf.ggml_types import PACKED_TYPES
-from molink.stage.kernels import compiler, create
-from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
-from molink.stage.kernels.block_matmul import BlockMatMul
-from molink.stage.kernels.create import create_block_matmul, supports_block_weights
-from molink.stage.kernels.repack import (
+from molink.stage.cpu_kernels import compiler, create
+from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
+from molink.stage.cpu_kernels.block_matmul import BlockMatMul
+from molink.stage.cpu_kernels.create import create_block_matmul, supports_block_weights
+from molink.stage.cpu_kernels.repack import (
     BlockCodes,
     pack_blocks,
     packed_scales,

@@ -8,7 +8,7 @@ layout of 16-bit weights, by which all rows are multiplied::
     totals    [rows, columns]                             float32
 
 Sums have the same terms in the same order as with few rows
-(:mod:`molink.stage.kernels.block_matmul`), so results are bit-identical.
+(:mod:`molink.stage.cpu_kernels.block_matmul`), so results are bit-identical.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from dataclasses import replace
 from llvmlite import ir
 
 from molink.gguf.block_formats import BlockFormat
-from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, Float32
-from molink.stage.kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
-from molink.stage.kernels.dots import (
+from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16, Float32
+from molink.stage.cpu_kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
+from molink.stage.cpu_kernels.dots import (
     PAIR_BYTES,
     emit_dots,
     emit_few_tiles,
     emit_prefetch,
     emit_result_pointers,
 )
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.emit import (
     FLOAT,
     I64,
     Values,
@@ -36,7 +36,7 @@ from molink.stage.kernels.emit import (
     emit_minimum,
     emit_offset,
 )
-from molink.stage.kernels.kernel_shape import LANES
+from molink.stage.cpu_kernels.kernel_shape import LANES
 
 _F32, _LINE = 4, 64
 #: Depth of a panel: its codes take 16 KB.

@@ -11,8 +11,8 @@ from llvmlite import ir
 from torch import Tensor
 
 from molink.checkpoint.traits import Activation
-from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.compiler import CompiledLibrary
+from molink.stage.cpu_kernels.emit import (
     FLOAT,
     FLOATS,
     I64,
@@ -29,8 +29,8 @@ from molink.stage.kernels.emit import (
     emit_reduction,
     emit_store,
 )
-from molink.stage.kernels.kernel_shape import F32, LANES
-from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
+from molink.stage.cpu_kernels.kernel_shape import F32, LANES
+from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
 
 #: Elements below which a second thread doesn't pay.
 _MIN_PARALLEL_NUMBERS = 1 << 16

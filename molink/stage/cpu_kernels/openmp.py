@@ -14,7 +14,7 @@ import llvmlite.binding as llvm
 import psutil
 from llvmlite import ir
 
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.emit import (
     I32,
     I64,
     POINTER,

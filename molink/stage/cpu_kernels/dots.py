@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from molink.stage.kernels.arithmetic import Arithmetic
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.arithmetic import Arithmetic
+from molink.stage.cpu_kernels.emit import (
     I32,
     I64,
     POINTER,

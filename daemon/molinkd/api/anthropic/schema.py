@@ -7,7 +7,7 @@ import msgspec
 
 from molink.errors import RequestError
 from molink.wire.messages.serving import Priority
-from molinkd.api.openai_schema import (
+from molinkd.api.openai.schema import (
     MAX_STOPS,
     MAX_TOOLS,
     CallId,

@@ -3,7 +3,7 @@
 A *pass* is some neighbouring rows of one sequence; a unit of work is one KV head of a pass, with
 all query heads that share it. Positions are processed in *spans*, a span's keys in *strips*. A
 strip of keys is transposed in registers into columns for
-:func:`~molink.stage.kernels.dots.emit_dots`; so are a span's values::
+:func:`~molink.stage.cpu_kernels.dots.emit_dots`; so are a span's values::
 
     scores  [queries, span]      = Q · Kᵀ       float32
     weights [queries, span]      = softmax      type of the rows, in place of the scores
@@ -14,16 +14,16 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from molink.stage.kernels.arithmetic import Arithmetic
-from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.dots import (
+from molink.stage.cpu_kernels.arithmetic import Arithmetic
+from molink.stage.cpu_kernels.compiler import CompiledLibrary
+from molink.stage.cpu_kernels.dots import (
     PAIR_BYTES,
     emit_dots,
     emit_few_tiles,
     emit_prefetch,
     emit_result_pointers,
 )
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.emit import (
     FLOAT,
     I32,
     I64,
@@ -37,7 +37,7 @@ from molink.stage.kernels.emit import (
     emit_offset,
     emit_transpose,
 )
-from molink.stage.kernels.kernel_shape import (
+from molink.stage.cpu_kernels.kernel_shape import (
     BF16,
     F32,
     HALF_PAGE,
@@ -45,8 +45,8 @@ from molink.stage.kernels.kernel_shape import (
     AttentionKernelShape,
     ScratchLayout,
 )
-from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
-from molink.stage.kernels.softmax import QueryState, SoftmaxEmitter
+from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
+from molink.stage.cpu_kernels.softmax import QueryState, SoftmaxEmitter
 
 #: Integers of a pass: first row, number of rows, position of the first, start of its page table.
 PASS_WORDS = 4

@@ -10,16 +10,16 @@ from torch.nn.functional import gelu, rms_norm, silu
 
 from molink.checkpoint.traits import Activation
 from molink.gguf.block_formats import BlockFormat
-from molink.stage.kernels.kernel_shape import AttentionKernelShape
-from molink.stage.kernels.repack import packed_scales, unpack_rows
+from molink.stage.cpu_kernels.kernel_shape import AttentionKernelShape
+from molink.stage.cpu_kernels.repack import packed_scales, unpack_rows
 
 if TYPE_CHECKING:
-    from molink.stage.kernels.arithmetic import Arithmetic
-    from molink.stage.kernels.attention_kernel import AttentionKernel
-    from molink.stage.kernels.block_matmul import BlockMatMul
-    from molink.stage.kernels.matmul import MatMul
-    from molink.stage.kernels.openmp import OpenMp
-    from molink.stage.kernels.rowwise import RowwiseKernels
+    from molink.stage.cpu_kernels.arithmetic import Arithmetic
+    from molink.stage.cpu_kernels.attention_kernel import AttentionKernel
+    from molink.stage.cpu_kernels.block_matmul import BlockMatMul
+    from molink.stage.cpu_kernels.matmul import MatMul
+    from molink.stage.cpu_kernels.openmp import OpenMp
+    from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def create_matmul(
     """
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "MatMul | None":
-        from molink.stage.kernels.matmul import MatMul
+        from molink.stage.cpu_kernels.matmul import MatMul
 
         arithmetic = _choose_arithmetic(dtype, features, weight_dtype)
         return None if arithmetic is None else MatMul(arithmetic, openmp, threads)
@@ -55,7 +55,7 @@ def create_block_matmul(
     """Create a product with quantized weights, for rows of ``dtype`` or float32."""
 
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "BlockMatMul | None":
-        from molink.stage.kernels.block_matmul import BlockMatMul
+        from molink.stage.cpu_kernels.block_matmul import BlockMatMul
 
         arithmetic = _choose_arithmetic(dtype, features) or _choose_arithmetic(
             torch.float32, features
@@ -70,7 +70,7 @@ def create_block_matmul(
 def supports_block_weights() -> bool:
     """Whether this CPU supports products with quantized weights."""
     try:
-        from molink.stage.kernels.compiler import host_features
+        from molink.stage.cpu_kernels.compiler import host_features
     except (ImportError, OSError, RuntimeError):
         return False
     features = host_features()
@@ -86,7 +86,7 @@ def create_attention_kernel(
     def compile_it(
         features: Mapping[str, bool], openmp: "OpenMp | None"
     ) -> "AttentionKernel | None":
-        from molink.stage.kernels.attention_kernel import AttentionKernel
+        from molink.stage.cpu_kernels.attention_kernel import AttentionKernel
 
         arithmetic = _choose_same_dtype(dtype, features) if shape.is_supported else None
         return None if arithmetic is None else AttentionKernel(shape, arithmetic, openmp, threads)
@@ -103,7 +103,7 @@ def create_rowwise(
     def compile_it(
         features: Mapping[str, bool], openmp: "OpenMp | None"
     ) -> "RowwiseKernels | None":
-        from molink.stage.kernels.rowwise import RowwiseKernels
+        from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 
         fits = _choose_arithmetic(dtype, features) is not None
         return RowwiseKernels(dtype, eps, activation, openmp, threads) if fits else None
@@ -125,8 +125,8 @@ def _try_compile(
 ) -> T | None:
     """Compile for this CPU's features and torch's threads."""
     try:
-        from molink.stage.kernels.compiler import host_features
-        from molink.stage.kernels.openmp import OpenMp
+        from molink.stage.cpu_kernels.compiler import host_features
+        from molink.stage.cpu_kernels.openmp import OpenMp
 
         openmp = OpenMp.find_loaded() if threads > 1 else None
         if threads > 1 and openmp is None:
@@ -150,7 +150,7 @@ def _choose_arithmetic(
     dtype: torch.dtype, features: Mapping[str, bool], weight_dtype: torch.dtype = torch.bfloat16
 ) -> "Arithmetic | None":
     """Choose the fastest arithmetic for rows and weights of given types."""
-    from molink.stage.kernels.arithmetic import DotBf16, WidenedBf16, WidenedF16
+    from molink.stage.cpu_kernels.arithmetic import DotBf16, WidenedBf16, WidenedF16
 
     if weight_dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -167,7 +167,7 @@ def _choose_arithmetic(
 
 def _choose_same_dtype(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
     """The same for operands of one type."""
-    from molink.stage.kernels.arithmetic import DotBf16, Float32
+    from molink.stage.cpu_kernels.arithmetic import DotBf16, Float32
 
     if dtype is torch.bfloat16 and _has_bf16_products(features):
         return DotBf16()

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import rms_norm
 
 from molink.checkpoint.traits import Activation
+from molink.stage.cpu_kernels import compiler
+from molink.stage.cpu_kernels.create import create_rowwise
+from molink.stage.cpu_kernels.kernel_shape import supports_rowwise
+from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate_half
-from molink.stage.kernels import compiler
-from molink.stage.kernels.create import create_rowwise
-from molink.stage.kernels.kernel_shape import supports_rowwise
-from molink.stage.kernels.rowwise import RowwiseKernels
 from tests.support.kernels import require
 
 _KINDS: dict[str, tuple[torch.dtype, tuple[str, ...], str | None]] = {

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molink.stage.kernels import compiler
-from molink.stage.kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16, WidenedF16
-from molink.stage.kernels.create import create_matmul
-from molink.stage.kernels.matmul import MatMul
-from molink.stage.kernels.openmp import OpenMp
+from molink.stage.cpu_kernels import compiler
+from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16, WidenedF16
+from molink.stage.cpu_kernels.create import create_matmul
+from molink.stage.cpu_kernels.matmul import MatMul
+from molink.stage.cpu_kernels.openmp import OpenMp
 from tests.support.kernels import require
 
 _AVX2 = ("avx2", "fma")
@@ -118,7 +118,7 @@ def test_an_unsupported_dtype_is_refused() -> None:
 
 
 def test_without_llvm_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "molink.stage.kernels.compiler", None)
+    monkeypatch.setitem(sys.modules, "molink.stage.cpu_kernels.compiler", None)
     assert create_matmul.__wrapped__(torch.float32, 1) is None
 
 

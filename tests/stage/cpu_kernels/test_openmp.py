@@ -4,8 +4,8 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from molink.stage.kernels.emit import I64, POINTER, VOID
-from molink.stage.kernels.openmp import ForkSymbol, OpenMp, emit_parallel_for
+from molink.stage.cpu_kernels.emit import I64, POINTER, VOID
+from molink.stage.cpu_kernels.openmp import ForkSymbol, OpenMp, emit_parallel_for
 
 
 @pytest.mark.parametrize("entry", ["gnu", "llvm"])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from molink.stage.kernels.kernel_shape import BF16, LANES
+from molink.stage.cpu_kernels.kernel_shape import BF16, LANES
 
 Values = Sequence[ir.Value]
 

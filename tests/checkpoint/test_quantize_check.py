@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from molink.checkpoint import quantize_check as module
+from molink.checkpoint.quantize_check import check_quantize, check_quantize_files
 from molink.errors import UsageError
-from molinkd.peer import quantize as module
-from molinkd.peer.quantize import check_quantize, check_quantize_files
 
 
 def config(stored: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from llvmlite import ir
 
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.emit import (
     FLOAT,
     I32,
     I64,

@@ -17,7 +17,7 @@ from molinkd.api.content_blocks import (
     read_blocks,
 )
 from molinkd.api.generation_runner import Usage
-from molinkd.api.openai_encoders import EVENT_STREAM
+from molinkd.api.openai.encoder import EVENT_STREAM
 from molinkd.api.output_processor import TextPiece
 from molinkd.api.problem import Problem
 from molinkd.api.request_plan import RequestPlan

@@ -1,7 +1,7 @@
 """Repacks quantized blocks into the kernels' order, and back.
 
 GGUF blocks are defined by llama.cpp (``ggml-common.h``), the packed order in
-:mod:`molink.stage.kernels.block_matmul`. Values stay exact.
+:mod:`molink.stage.cpu_kernels.block_matmul`. Values stay exact.
 """
 
 from collections.abc import Iterator

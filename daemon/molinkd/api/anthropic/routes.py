@@ -3,11 +3,11 @@
 from aiohttp import web
 from msgspec import json
 
+from molinkd.api.anthropic.encoder import MessagesEncoder
+from molinkd.api.anthropic.schema import FIELD_NAMES, CountTokensRequest, MessageRequest
 from molinkd.api.body_reader import BodyReader
 from molinkd.api.generation_handler import ClientRequest, GenerationHandler, json_response
-from molinkd.api.messages.encoder import MessagesEncoder
-from molinkd.api.messages.schema import FIELD_NAMES, CountTokensRequest, MessageRequest
-from molinkd.api.openai_schema import decode_struct
+from molinkd.api.openai.schema import decode_struct
 
 #: Prefix of the routes.
 MESSAGES_PREFIX = "/v1/messages"

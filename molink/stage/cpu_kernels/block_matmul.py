@@ -12,8 +12,8 @@ were read at half the rate. Codes are integers that bf16 holds exactly; products
 float32 over a group, then scaled. Minimum or shift are multiplied by the sum of the row's values,
 which also removes a decoder's excess.
 
-Many rows use :mod:`molink.stage.kernels.block_panel`, with bit-identical results: as in
-:mod:`molink.stage.kernels.matmul`, a row's result doesn't depend on other rows or on threads.
+Many rows use :mod:`molink.stage.cpu_kernels.block_panel`, with bit-identical results: as in
+:mod:`molink.stage.cpu_kernels.matmul`, a row's result doesn't depend on other rows or on threads.
 """
 
 import torch
@@ -21,12 +21,12 @@ from llvmlite import ir
 from torch import Tensor
 
 from molink.gguf.block_formats import BlockFormat
-from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
-from molink.stage.kernels.block_panel import PanelProduct
-from molink.stage.kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
-from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.dots import emit_few_tiles, emit_result_pointers
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16
+from molink.stage.cpu_kernels.block_panel import PanelProduct
+from molink.stage.cpu_kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
+from molink.stage.cpu_kernels.compiler import CompiledLibrary
+from molink.stage.cpu_kernels.dots import emit_few_tiles, emit_result_pointers
+from molink.stage.cpu_kernels.emit import (
     FLOAT,
     I32,
     I64,
@@ -37,8 +37,8 @@ from molink.stage.kernels.emit import (
     emit_loop,
     emit_offset,
 )
-from molink.stage.kernels.matmul import pad_row_stride
-from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
+from molink.stage.cpu_kernels.matmul import pad_row_stride
+from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
 
 #: Rows multiplied at once; decoding needs registers besides their sums.
 _TILES = (6, 4, 2, 1)

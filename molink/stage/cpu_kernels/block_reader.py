@@ -1,6 +1,6 @@
 """Reads numbers and codes of quantized weights, and decodes codes in registers.
 
-Memory order is described in :mod:`molink.stage.kernels.block_matmul`, bit positions of codes in
+Memory order is described in :mod:`molink.stage.cpu_kernels.block_matmul`, bit positions of codes in
 :func:`molink.gguf.block_formats.locate_pair`.
 """
 
@@ -13,8 +13,8 @@ import torch
 from llvmlite import ir
 
 from molink.gguf.block_formats import HALF_BITS, BitRange, BlockFormat, locate_pair
-from molink.stage.kernels.arithmetic import Arithmetic, DotBf16
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16
+from molink.stage.cpu_kernels.emit import (
     FLOAT,
     I32,
     I64,

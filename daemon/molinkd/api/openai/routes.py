@@ -13,8 +13,8 @@ from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.body_reader import BodyReader
 from molinkd.api.generation_handler import ClientRequest, GenerationHandler, json_response
 from molinkd.api.model_catalog import ModelCatalog
-from molinkd.api.openai_encoders import ChatEncoder, CompletionEncoder, ResponseEncoder
-from molinkd.api.openai_schema import (
+from molinkd.api.openai.encoder import ChatEncoder, CompletionEncoder, ResponseEncoder
+from molinkd.api.openai.schema import (
     ChatBody,
     CompletionBody,
     GenerationBody,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from molink.stage.kernels.arithmetic import Arithmetic
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.arithmetic import Arithmetic
+from molink.stage.cpu_kernels.emit import (
     FLOAT,
     FLOATS,
     I32,
@@ -27,7 +27,7 @@ from molink.stage.kernels.emit import (
     emit_reduction,
     emit_store_bf16,
 )
-from molink.stage.kernels.kernel_shape import BF16, F32, LANES, AttentionKernelShape
+from molink.stage.cpu_kernels.kernel_shape import BF16, F32, LANES, AttentionKernelShape
 
 #: Below all scores, and still finite after scaling.
 MIN_SCORE = -1.0e30

@@ -15,10 +15,10 @@ import torch
 from llvmlite import ir
 from torch import Tensor, unflatten
 
-from molink.stage.kernels.arithmetic import Arithmetic
-from molink.stage.kernels.compiler import CompiledLibrary
-from molink.stage.kernels.dots import PAIR_BYTES, emit_dots, emit_result_pointers, emit_tiles
-from molink.stage.kernels.emit import (
+from molink.stage.cpu_kernels.arithmetic import Arithmetic
+from molink.stage.cpu_kernels.compiler import CompiledLibrary
+from molink.stage.cpu_kernels.dots import PAIR_BYTES, emit_dots, emit_result_pointers, emit_tiles
+from molink.stage.cpu_kernels.emit import (
     FLOAT,
     I64,
     Values,
@@ -27,7 +27,7 @@ from molink.stage.kernels.emit import (
     emit_loop,
     emit_offset,
 )
-from molink.stage.kernels.openmp import OpenMp, emit_parallel_for
+from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
 
 
 class MatMul:

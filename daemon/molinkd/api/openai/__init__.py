@@ -1,0 +1,1 @@
+"""``/v1/chat/completions``, ``/v1/completions`` and the other routes of OpenAI's API."""
