@@ -12,7 +12,7 @@ import msgspec
 from molink.errors import InvariantError, WireError
 from molink.facts.dtypes import DTYPE_SIZES, DType
 from molink.link.send_window import header_fits
-from molink.util.transition_log import Story
+from molink.util.transition_log import TransitionLog
 from molink.wire.messages.base import Coding, Payload
 from molink.wire.messages.data_plane import (
     Ack,
@@ -211,7 +211,7 @@ class LinkReceiver:
         self._channels = {channel: _ReceiveChannel() for channel in Channel}
         self._assembly = VolumeAssembly(hidden, dtype, self._limits.assembly_bytes)
         self._codec: RowCodec | None = None
-        self._story = Story(64)
+        self._transitions = TransitionLog(64)
         self.counters = ReceiverCounters()
         #: Why the last invalid frame was dropped.
         self.last_fault = ""
@@ -241,7 +241,7 @@ class LinkReceiver:
         except WireError as error:
             self.counters.garbage += 1
             self.last_fault = str(error)
-            self._story.add_entry(now, f"{frame.channel.name} {frame.frame_number}: {error}")
+            self._transitions.add_entry(now, f"{frame.channel.name} {frame.frame_number}: {error}")
             return []
 
     def _deliver(self, body: RingMessage, payload: memoryview | None) -> list[Arrival]:
@@ -294,7 +294,7 @@ class LinkReceiver:
             self._ack_by(channel, now + self._limits.ack_delay)
         else:
             self.counters.gaps += 1
-            self._story.add_entry(
+            self._transitions.add_entry(
                 now,
                 f"{frame.channel.name} {frame.frame_number}, expected {channel.next_frame}",
             )
@@ -345,9 +345,12 @@ class LinkReceiver:
             InvariantError: one is broken.
         """
         if not self._assembly.is_valid():
-            raise InvariantError("sizes of incomplete volumes disagree", self._story.format_lines())
+            raise InvariantError(
+                "sizes of incomplete volumes disagree", self._transitions.format_lines()
+            )
         for name, channel in self._channels.items():
             if channel.unacknowledged and channel.ack_at is None:
                 raise InvariantError(
-                    f"{name.name} has no acknowledgement scheduled", self._story.format_lines()
+                    f"{name.name} has no acknowledgement scheduled",
+                    self._transitions.format_lines(),
                 )

@@ -19,7 +19,7 @@ from molink.link.policies.base import (
     SendRowsAction,
 )
 from molink.link.send_window import Packet, SendWindow, header_fits
-from molink.util.transition_log import Story
+from molink.util.transition_log import TransitionLog
 from molink.wire.messages.codec import MAX_HEADER, Buffer
 from molink.wire.messages.data_plane import Ack, Channel, RingMessage, Volume
 
@@ -65,7 +65,7 @@ class LinkSender:
         self._channels = {channel: SendWindow(epoch, channel) for channel in BOTH_CHANNELS}
         self._both = self._channels[Channel.DECODE], self._channels[Channel.BULK]
         self._queues = LinkQueues()
-        self._story = Story(64)
+        self._transitions = TransitionLog(64)
         #: When to poll again without an event; ``None`` if only an event can change anything.
         self.wake_at: float | None = None
         #: Earliest time at which a channel may have stalled.
@@ -143,14 +143,14 @@ class LinkSender:
         again = out.next_frame > 0
         out.is_connected = True
         out.rewind_unacknowledged()
-        self._story.add_entry(now, f"{channel.name} connected, from {out.oldest_frame}")
+        self._transitions.add_entry(now, f"{channel.name} connected, from {out.oldest_frame}")
         if again:
             self._dispatch_event(ChannelReconnectedEvent(channel), now)
 
     def on_disconnected(self, channel: Channel, now: float) -> None:
         """Stop sending on the channel until it is connected again."""
         self._channels[channel].is_connected = False
-        self._story.add_entry(now, f"{channel.name} disconnected")
+        self._transitions.add_entry(now, f"{channel.name} disconnected")
 
     def on_ack(self, ack: Ack, now: float) -> None:
         """Handle an acknowledgement. Invalid ones and those of another epoch are counted."""
@@ -241,7 +241,7 @@ class LinkSender:
             waiting = out.is_connected and out.num_unacknowledged
             if waiting and now - out.progress_at >= self._limits.resend_after:
                 out.rewind_unacknowledged()
-                self._story.add_entry(
+                self._transitions.add_entry(
                     now, f"{out.channel.name} stalled: resending from {out.oldest_frame}"
                 )
                 self._dispatch_event(ChannelReconnectedEvent(out.channel), now)
@@ -311,4 +311,4 @@ class LinkSender:
 
     def _require(self, holds: bool, message: str) -> None:
         if not holds:
-            raise InvariantError(message, self._story.format_lines())
+            raise InvariantError(message, self._transitions.format_lines())

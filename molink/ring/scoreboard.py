@@ -76,7 +76,7 @@ from molink.ring.step import (
 )
 from molink.ring.sub_chunks import SubChunkPolicy, WholeVolumePolicy
 from molink.ring.volume_queue import SeqSet, VolumeQueue, WaitingVolume
-from molink.util.transition_log import Story
+from molink.util.transition_log import TransitionLog
 from molink.wire.messages.data_plane import (
     MAX_GRAMMAR_BYTES,
     MAX_SLICES,
@@ -355,7 +355,7 @@ class Scoreboard:
         self._volumes = VolumeQueue(self._complete, sub_chunk_policy or WholeVolumePolicy())
         self._releases = PendingReleases(self._complete)
         self._completed: list[CompletedControl] = []
-        self._story = Story()
+        self._transitions = TransitionLog()
 
     def on_message(
         self, body: ControlMessage | Volume, data: object, now: float, rows: int | None = None
@@ -367,7 +367,7 @@ class Scoreboard:
         """
         if not self._is_new(body.seq, now):
             return
-        self._story.add_entry(now, "arrive", type(body).__name__, body.seq)
+        self._transitions.add_entry(now, "arrive", type(body).__name__, body.seq)
         match body:
             case Volume():
                 self._on_volume(body, data, rows, now)
@@ -394,7 +394,7 @@ class Scoreboard:
         waiting = self._volumes.get_volume(seq)
         if waiting is not None and waiting.num_arrived < rows <= waiting.num_rows:
             waiting.extend_rows(rows, now)
-            self._story.add_entry(now, "extend", seq, rows)
+            self._transitions.add_entry(now, "extend", seq, rows)
         elif waiting is not None or seq not in self._complete:
             self._count_event("bad_parts", seq, now)
 
@@ -412,7 +412,7 @@ class Scoreboard:
         if decode is None and prefill is None:
             return None
         work = Step(decode, prefill)
-        self._story.add_entry(now, "take", *work.seqs)
+        self._transitions.add_entry(now, "take", *work.seqs)
         return work
 
     def complete_volumes(self, seqs: Sequence[int], now: float) -> list[CompletedControl]:
@@ -457,7 +457,7 @@ class Scoreboard:
             InvariantError: one is broken; carries the last transitions.
         """
         for problem in self._find_problems():
-            raise InvariantError(problem, self._story.format_lines())
+            raise InvariantError(problem, self._transitions.format_lines())
 
     # --- arrivals --------------------------------------------------------------------------------
 
@@ -588,7 +588,7 @@ class Scoreboard:
             return
         for release in self._releases.pop_complete():
             self._complete_control(release, None)
-            self._story.add_entry(now, "release", release.request)
+            self._transitions.add_entry(now, "release", release.request)
 
     # --- running ---------------------------------------------------------------------------------
 
@@ -613,12 +613,14 @@ class Scoreboard:
     def _complete_sub_chunk(self, seq: int, now: float) -> None:
         waiting = self._volumes.get_volume(seq)
         if waiting is None or not waiting.is_running:
-            raise InvariantError(f"seq {seq} completed but not taken", self._story.format_lines())
+            raise InvariantError(
+                f"seq {seq} completed but not taken", self._transitions.format_lines()
+            )
         self.last_completed_seq += 1
         if self._volumes.complete_sub_chunk(waiting):
             self._complete.add_seq(seq)
             self.last_completed_seq = max(seq, self.last_completed_seq)
-        self._story.add_entry(now, "complete", seq, waiting.num_taken)
+        self._transitions.add_entry(now, "complete", seq, waiting.num_taken)
 
     # --- dropping --------------------------------------------------------------------------------
 
@@ -639,7 +641,7 @@ class Scoreboard:
             index for index in waiting.slice_indices if self._requests.can_run(rows[index])
         ]
         if len(kept_indices) < len(waiting.slice_indices):
-            self._story.add_entry(now, "invalid", waiting.volume.seq)
+            self._transitions.add_entry(now, "invalid", waiting.volume.seq)
         self._keep_slices(waiting, kept_indices, "invalid_slices")
 
     def _keep_slices(self, waiting: WaitingVolume, kept_indices: list[int], what: str) -> None:
@@ -656,7 +658,7 @@ class Scoreboard:
 
     def _count_event(self, what: str, seq: int, now: float) -> None:
         self.counters[what] += 1
-        self._story.add_entry(now, what, seq)
+        self._transitions.add_entry(now, what, seq)
 
     def _find_problems(self) -> Iterator[str]:
         yield from self._volumes.find_problems()

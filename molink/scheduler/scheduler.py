@@ -28,7 +28,7 @@ from molink.scheduler.speculation.speculation import (
 )
 from molink.scheduler.stats import SchedulerStats
 from molink.scheduler.swap_manager import SwapManager
-from molink.util.transition_log import Story
+from molink.util.transition_log import TransitionLog
 from molink.wire.messages.data_plane import (
     Admit,
     RequestSlice,
@@ -82,7 +82,7 @@ class Scheduler:
         )
         self._admission = AdmissionController(config)
         self._wait_estimator = WaitEstimator(config, self._queues)
-        self._transitions = Story()
+        self._transitions = TransitionLog()
         self._stats = SchedulerStats(self._batcher)
         self._counts = self._stats.counts
 

@@ -1,9 +1,9 @@
-"""A bounded transition log for the errors of stateful deciders (dask calls it a story)."""
+"""A bounded log of a decider's transitions, for its errors (dask calls it a story)."""
 
 from collections import deque
 
 
-class Story:
+class TransitionLog:
     """The last transitions of a decider, oldest first.
 
     An entry is formatted only when it is read, which keeps logging cheap.

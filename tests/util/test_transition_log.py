@@ -1,8 +1,8 @@
-from molink.util.transition_log import Story
+from molink.util.transition_log import TransitionLog
 
 
 def test_keeps_the_last_transitions() -> None:
-    log = Story(length=2)
+    log = TransitionLog(length=2)
     for number in range(3):
         log.add_entry(float(number), "step", number, "x")
     log.add_entry(3.0, "end")

@@ -87,7 +87,7 @@ class StageAgent:
         self._running_time = RunningTime(0.0)
         #: Time of the last :meth:`check_liveness`.
         self._now = 0.0
-        self._story: deque[str] = deque(maxlen=64)
+        self._transitions: deque[str] = deque(maxlen=64)
 
     # --- from the coordinator ---
 
@@ -347,12 +347,14 @@ class StageAgent:
         """
         generations = [stage.generation for stage in self._stages.values()]
         if len(set(generations)) != len(generations):
-            raise InvariantError("two pipelines share a worker", self._story)
+            raise InvariantError("two pipelines share a worker", self._transitions)
         for pipeline, stage in self._stages.items():
             if (stage.loaded is None) == (stage.phase in ("loaded", "ready")):
-                raise InvariantError(f"{pipeline} is {stage.phase}, loaded or not", self._story)
+                raise InvariantError(
+                    f"{pipeline} is {stage.phase}, loaded or not", self._transitions
+                )
             if stage.phase == "ready" and stage.forming_epoch != stage.assignment.epoch:
-                raise InvariantError(f"{pipeline} is ready in another epoch", self._story)
+                raise InvariantError(f"{pipeline} is ready in another epoch", self._transitions)
 
     def _find_stage(self, generation: int) -> StageState | None:
         for stage in self._stages.values():
@@ -361,7 +363,7 @@ class StageAgent:
         return None
 
     def _log_transition(self, text: str) -> None:
-        self._story.append(text)
+        self._transitions.append(text)
 
 
 def _profiles_by_stage(profiles: Mapping[int, Profile], stages: int) -> tuple[Profile, ...]:

@@ -10,13 +10,13 @@ from molink.swarm.controller.records import MemberRecord
 from molink.swarm.controller.registry import Registry
 from molink.swarm.election.terms import next_epoch
 from molink.swarm.placement.links import Links
-from molink.util.transition_log import Story
+from molink.util.transition_log import TransitionLog
 from molink.wire.messages.instructions import Instruction
 
 log = logging.getLogger(__name__)
 
 #: Transitions kept: those of about an hour with failures.
-STORY_LENGTH = 200
+NUM_TRANSITIONS = 200
 
 
 class ControllerContext:
@@ -43,17 +43,17 @@ class ControllerContext:
         #: log.
         self.clock = now
         self._migrations = 0
-        self._story = Story(STORY_LENGTH, decimals=1)
+        self._transitions = TransitionLog(NUM_TRANSITIONS, decimals=1)
         self._actions: list[ControllerAction] = []
 
     @property
     def story(self) -> tuple[str, ...]:
         """The last transitions, oldest first."""
-        return self._story.format_lines()
+        return self._transitions.format_lines()
 
     def log_transition(self, now: float, text: str) -> None:
         """Log a transition."""
-        self._story.add_entry(now, text)
+        self._transitions.add_entry(now, text)
         log.info("%s", text)
 
     # --- numbers -----------------------------------------------------------------------------

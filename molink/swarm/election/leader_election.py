@@ -127,7 +127,7 @@ class LeaderElection:
         self._pending_term = (term, now)
         self._own_coordinator: CoordinatorStartedEvent | None = None
         self._has_heard_leader = False
-        self._story: deque[str] = deque(maxlen=64)
+        self._transitions: deque[str] = deque(maxlen=64)
         self._actions: list[ElectionAction] = []
 
     def build_view(self, now: float) -> LeaderView:
@@ -153,7 +153,7 @@ class LeaderElection:
     @property
     def story(self) -> tuple[str, ...]:
         """The last transitions, oldest first."""
-        return tuple(self._story)
+        return tuple(self._transitions)
 
     @property
     def _other_peers(self) -> tuple[str, ...]:
@@ -446,4 +446,4 @@ class LeaderElection:
             self._actions.append(RaiseTermAction(self.term))
 
     def _log_transition(self, now: float, text: str) -> None:
-        self._story.append(f"{now:.1f} {text}")
+        self._transitions.append(f"{now:.1f} {text}")

@@ -138,7 +138,7 @@ class RequestStream:
         #: First such loss since the last token.
         self._lost_at: float | None = None
         self._last_reason = "no pipeline serves this model"
-        self._story: deque[str] = deque(maxlen=32)
+        self._transitions: deque[str] = deque(maxlen=32)
 
     @property
     def attempt_key(self) -> str:
@@ -293,10 +293,10 @@ class RequestStream:
             InvariantError: one doesn't hold.
         """
         if self.state == "running" and self._submitted != self._target:
-            raise InvariantError("running on an unavailable target", self._story)
+            raise InvariantError("running on an unavailable target", self._transitions)
         if not self._num_consumed <= len(self._emitted) <= self.request.max_tokens:
             raise InvariantError(
-                f"{self._num_consumed} taken, {len(self._emitted)} emitted", self._story
+                f"{self._num_consumed} taken, {len(self._emitted)} emitted", self._transitions
             )
 
     def _submit(self, target: PipelineEpoch, now: float) -> list[StreamAction]:
@@ -371,7 +371,7 @@ class RequestStream:
         return [*actions, FailStreamAction(error)]
 
     def _log_transition(self, text: str) -> None:
-        self._story.append(text)
+        self._transitions.append(text)
 
 
 def _to_generated_token(
