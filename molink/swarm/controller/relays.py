@@ -205,7 +205,8 @@ class RelayPlanner:
         secret = self._make_secret()
         # By chance, too: what an earlier coordinator has opened may still be there.
         relay = self._relays[pair] = _Relay(int.from_bytes(secret[:6], "big"), through, secret[6:])
-        return [SendMessageAction(through, OpenRelay(id=relay.id, secret=relay.secret))]
+        ends = tuple(dict.fromkeys(one for end in pair for one in self._peers[end].addresses))
+        return [SendMessageAction(through, OpenRelay(id=relay.id, secret=relay.secret, ends=ends))]
 
     def _path_latency(self, pair: Pair, through: str) -> float:
         return sum(self._peers[end].latencies.get(through, 0.0) for end in pair)

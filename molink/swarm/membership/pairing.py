@@ -20,6 +20,7 @@ from molink.errors import WireError
 from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.sanitize import sanitize_name
 from molink.swarm.membership.versions import own_version
+from molink.util.connection_slots import ConnectionSlots
 from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.pairing import (
     Challenge,
@@ -33,7 +34,7 @@ from molink.wire.messages.pairing import (
 from molink.wire.protocol import PROTOCOL
 
 CODE_DIGITS = 8
-#: Open connections, in all and from one address.
+#: Connections without a request yet, in all and from one address.
 MAX_JOINERS = 32
 MAX_JOINERS_PER_ADDRESS = 4
 #: Requests that await a decision, in all and from one address.
@@ -189,6 +190,8 @@ class PairingResponder:
         """``swarm`` is its id, ``public_key`` its coordinator's."""
         self._swarm, self._name, self._key = swarm, name, public_key
         self._joiners: dict[int, _Joiner] = {}
+        #: Joiners that are not pending yet.
+        self._handshakes = ConnectionSlots[int](MAX_JOINERS, MAX_JOINERS_PER_ADDRESS)
         self._bucket = TokenBucket(OVERALL_RATE_LIMIT, now)
         self._address_buckets: dict[str, TokenBucket] = {}
 
@@ -217,11 +220,12 @@ class PairingResponder:
 
     def validate(self) -> None:
         """Check the bounds; for tests."""
-        assert len(self._joiners) <= MAX_JOINERS
+        self._handshakes.validate()
+        assert len(self._joiners) == len(self._handshakes) + len(self.pending_requests)
         assert len(self.pending_requests) <= MAX_PENDING
         assert len(self._address_buckets) <= _MAX_ADDRESS_BUCKETS
         for address in {one.address for one in self._joiners.values()}:
-            assert len(self._joiners_of(address)) <= MAX_JOINERS_PER_ADDRESS
+            assert len(self._pending_of(address)) <= MAX_PENDING_PER_ADDRESS
         for one in self._joiners.values():
             assert bool(one.code) == (one.state == "pending")
             assert one.wrong_codes < MAX_WRONG_CODES
@@ -229,12 +233,12 @@ class PairingResponder:
     # --- joiners -----------------------------------------------------------------------------
 
     def _on_connected(self, event: JoinerConnectedEvent, now: float) -> list[PairingAction]:
-        full = len(self._joiners) >= MAX_JOINERS
-        if full or len(self._joiners_of(event.address)) >= MAX_JOINERS_PER_ADDRESS:
-            return [DisconnectJoinerAction(event.joiner)]
         expires_at = now + HANDSHAKE_TIMEOUT_S
         self._joiners[event.joiner] = _Joiner(event.address, event.nonce, expires_at)
-        return []
+        replaced = self._handshakes.admit(event.joiner, event.address)
+        if replaced is None:
+            return []
+        return [*self._remove_joiner(replaced), DisconnectJoinerAction(replaced)]
 
     def _on_message(self, event: JoinerMessageReceivedEvent, now: float) -> list[PairingAction]:
         joiner, message = self._joiners[event.joiner], event.message
@@ -266,10 +270,10 @@ class PairingResponder:
         assert committed is not None
         if make_commitment(committed.public_key, message.nonce) != committed.commitment:
             return [*self._remove_joiner(number), DisconnectJoinerAction(number)]
-        of_address = [one for one in self._joiners_of(joiner.address) if one.state == "pending"]
         full = len(self.pending_requests) >= MAX_PENDING
-        if full or len(of_address) >= MAX_PENDING_PER_ADDRESS:
+        if full or len(self._pending_of(joiner.address)) >= MAX_PENDING_PER_ADDRESS:
             return self._reject_joiner(number, "busy")
+        self._handshakes.release(number)
         joiner.state, joiner.expires_at = "pending", now + DECISION_TIMEOUT_S
         joiner.code = short_code(committed, self._make_challenge(joiner), message.nonce)
         return [PublishPendingAction()]
@@ -298,10 +302,12 @@ class PairingResponder:
         return [*self._remove_joiner(number), SendToJoinerAction(number, result)]
 
     def _remove_joiner(self, number: int) -> list[PairingAction]:
+        self._handshakes.release(number)
         return [PublishPendingAction()] if self._joiners.pop(number).state == "pending" else []
 
-    def _joiners_of(self, address: str) -> list[_Joiner]:
-        return [one for one in self._joiners.values() if one.address == address]
+    def _pending_of(self, address: str) -> list[_Joiner]:
+        joiners = self._joiners.values()
+        return [one for one in joiners if one.address == address and one.state == "pending"]
 
     def _check_rate(self, address: str, now: float) -> PairingOutcome | None:
         """Count an attempt; ``"busy"`` if the address, or all together, make too many."""

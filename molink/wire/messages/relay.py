@@ -30,10 +30,14 @@ _ROLES: dict[Role, bytes] = {"dials": b"d", "waits": b"w"}
 
 
 class OpenRelay(Message, frozen=True, kw_only=True, tag="open-relay"):
-    """Forward bytes between two ends that know ``secret``, until told to stop."""
+    """Forward bytes between two ends that know ``secret``, until told to stop.
+
+    ``ends`` are addresses that the two report; behind a router they may connect from another one.
+    """
 
     id: Count
     secret: Secret
+    ends: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class RelayOpened(Message, frozen=True, kw_only=True, tag="relay-opened"):

@@ -53,7 +53,8 @@ def apart(latency: float = 0.01) -> tuple[Swarm, list[RelayAction]]:
 def test_relay_is_opened_then_both_ends_are_told() -> None:
     swarm, decisions = apart()
     secret = bytes(32)
-    assert decisions == [SendMessageAction("hub", OpenRelay(id=1, secret=secret))]
+    order = OpenRelay(id=1, secret=secret, ends=("a.lan", "b.lan"))
+    assert decisions == [SendMessageAction("hub", order)]
     assert swarm.relays.relay_peers == {("a", "b"): "hub"}
     told = {"id": 1, "secret": secret, "addresses": ("hub.lan",), "port": 5479}
     assert swarm.opened("hub", 1) == [

@@ -248,17 +248,19 @@ def test_duplicate_code_admits_nobody() -> None:
 
 
 def test_joiners_are_bounded() -> None:
+    """A new connection replaces the oldest silent one; pending requests stay."""
     scene = Scene()
-    for _ in range(MAX_JOINERS_PER_ADDRESS):
-        scene.arrive("10.9.9.9")
+    scene.wait(address="10.9.9.9")
+    silent = [scene.arrive("10.9.9.9") for _ in range(MAX_JOINERS_PER_ADDRESS)]
     assert scene.handle(JoinerConnectedEvent(99, "10.9.9.9", nonce(99))) == [
-        DisconnectJoinerAction(99)
+        DisconnectJoinerAction(silent[0])
     ]
     for _ in range(MAX_JOINERS - MAX_JOINERS_PER_ADDRESS):
         scene.arrive()
-    assert scene.handle(JoinerConnectedEvent(99, "10.0.1.1", nonce(99))) == [
-        DisconnectJoinerAction(99)
+    assert scene.handle(JoinerConnectedEvent(100, "10.0.1.1", nonce(100))) == [
+        DisconnectJoinerAction(silent[1])
     ]
+    assert len(scene.responder.pending_requests) == 1
 
 
 def test_pairing_attempts_of_one_address_are_rate_limited() -> None:

@@ -3,19 +3,23 @@
 Both ends connect here and prove that they know the relay's secret from the coordinator
 (:mod:`molink.wire.messages.relay`). One end waits; when the other connects, the two are joined.
 Everything is bounded: relays, connections, unauthenticated connections, the accept rate, the total
-byte rate, and buffered bytes (one chunk per direction).
+byte rate, and buffered bytes (one chunk per direction). Addresses of the ends have slots of their
+own, so that strangers elsewhere can't take them.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
+from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from molink.errors import WireError
 from molink.swarm.controller.relays import MAX_OF_PEER
+from molink.util.connection_slots import ConnectionSlots
 from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.relay import (
     NONCE_BYTES,
@@ -30,13 +34,19 @@ from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of connections in total, per relay, and unauthenticated.
-MAX_CONNECTIONS, MAX_OF_RELAY, MAX_STRANGERS = 128, 24, 32
+#: Maximum number of connections in total and per relay.
+MAX_CONNECTIONS, MAX_OF_RELAY = 128, 24
+#: Maximum number of unauthenticated connections: from addresses of the ends, and from others, in
+#: all and per address.
+MAX_FROM_ENDS, MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS = 32, 32, 16
+#: Addresses of a relay's ends: those reported, and the latest that authenticated.
+_MAX_END_ADDRESSES = 32
 #: Timeouts of authentication, and of waiting for the other end, in seconds.
 TALK_S, MEET_S = 5.0, 10.0
-#: Accept rate; further connections wait in the system's short backlog.
-ACCEPT_RATE = RateLimit(64, 40.0)
-_BACKLOG = 16
+#: Accept rate; further connections wait in the system's backlog. An end that has connected gets
+#: ``MAX_FROM_ENDS / 200`` s to authenticate even if strangers share its address.
+ACCEPT_RATE = RateLimit(64, 200.0)
+_BACKLOG = 128
 _NUM_PORTS = 12
 #: Total byte rate in bytes/s: suits a home network and takes little CPU.
 RATE_LIMIT = 64e6
@@ -51,6 +61,7 @@ class _RelaySession:
 
     secret: bytes
     last_used: float
+    ends: deque[str]
     waiting: list[Stream] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -63,6 +74,10 @@ class RelayServer:
         self._host, self._first_port, self._rate_limit = host, first_port, rate
         self._sessions: dict[int, _RelaySession] = {}
         self._unauthenticated: set[asyncio.Task[Any]] = set()
+        self._from_ends = ConnectionSlots[asyncio.StreamWriter](MAX_FROM_ENDS, MAX_FROM_ENDS)
+        self._strangers = ConnectionSlots[asyncio.StreamWriter](
+            MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS
+        )
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         #: Time at which the bytes so far conform to the rate limit.
@@ -89,7 +104,8 @@ class RelayServer:
                 self._accept_connections(self._listener)
             )
             close_after(self._accepting, self._listener)
-        self._sessions.setdefault(order.id, _RelaySession(order.secret, self._now()))
+        ends = deque(order.ends, maxlen=_MAX_END_ADDRESSES)
+        self._sessions.setdefault(order.id, _RelaySession(order.secret, self._now(), ends))
         log.info("relaying for two other PCs on port %d", self.port)
         return self.port
 
@@ -126,27 +142,33 @@ class RelayServer:
         while True:
             await asyncio.sleep(bucket.wait_time(loop.time()))
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection, address = await loop.sock_accept(listener)
             except OSError as error:
                 log.warning("can't accept a relay connection: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             bucket.take_token()
-            if len(self._unauthenticated) >= MAX_STRANGERS:
-                connection.close()
-            else:
-                self._spawn(self._handle_connection(connection), self._unauthenticated)
+            with contextlib.suppress(OSError):  # the other side has closed
+                stream = await open_stream(connection)
+                self._spawn(self._handle_connection(stream, str(address[0])), self._unauthenticated)
 
-    async def _handle_connection(self, connection: socket.socket) -> None:
-        stream = await open_stream(connection)
-        kept = False
+    async def _handle_connection(self, stream: Stream, address: str) -> None:
+        writer, kept = stream[1], False
+        is_end = any(address in session.ends for session in self._sessions.values())
+        slots = self._from_ends if is_end else self._strangers
         try:
+            replaced = slots.admit(writer, address)
+            if replaced is not None:
+                replaced.transport.abort()
             async with asyncio.timeout(TALK_S):
                 id, role = await self._authenticate(stream)
             kept = self._admit_end(stream, id, role)
+            if kept and address not in self._sessions[id].ends:
+                self._sessions[id].ends.append(address)
         finally:
+            slots.release(writer)
             if not kept:
-                stream[1].transport.abort()
+                writer.transport.abort()
 
     async def _authenticate(self, stream: Stream) -> tuple[int, str]:
         """The relay id and role of a new connection.

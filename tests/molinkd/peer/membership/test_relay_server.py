@@ -1,8 +1,10 @@
 """A relay and its ends on loopback, against strangers and slow readers."""
 
 import asyncio
+import itertools
 import secrets
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -19,7 +21,13 @@ from molink.wire.messages.relay import (
 )
 from molinkd.peer.membership import relay_server as module
 from molinkd.peer.membership import relayed_routes as ends
-from molinkd.peer.membership.relay_server import MAX_STRANGERS, RelayServer, authenticate_end
+from molinkd.peer.membership.relay_server import (
+    MAX_FROM_ENDS,
+    MAX_STRANGERS,
+    MAX_STRANGERS_PER_ADDRESS,
+    RelayServer,
+    authenticate_end,
+)
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.splice import CHUNK_BYTES, Stream
 from tests.support.net import until
@@ -231,22 +239,86 @@ async def test_silent_connections_time_out(bench: Bench, monkeypatch: pytest.Mon
     assert len(await ended(stream)) == NONCE_BYTES
 
 
-async def test_a_flood_of_strangers_does_not_lock_out_peers(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+class Flood:
+    """Silent connections to a port, ``per_second`` of them, from ``addresses`` in turn."""
+
+    def __init__(self, port: int, addresses: tuple[str, ...], per_second: float) -> None:
+        self._port, self._addresses, self._per_second = port, addresses, per_second
+        self._sockets: list[socket.socket] = []
+        self._task = asyncio.create_task(self._connect_forever(), name="flood")
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    async def _connect_forever(self) -> None:
+        for address in itertools.cycle(self._addresses):
+            one = socket.socket()
+            self._sockets.append(one)
+            one.setblocking(False)
+            one.bind((address, 0))
+            with suppress(OSError):
+                one.connect(("127.0.0.1", self._port))
+            await asyncio.sleep(1 / self._per_second)
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for one in self._sockets:
+            one.close()
+
+
+needs_addresses = pytest.mark.skipif(sys.platform == "darwin", reason="127.0.0.2 is not there")
+#: Addresses that flood, and whether an end shares one of them.
+FLOODS = [
+    pytest.param(("127.0.0.2",), id="another address"),
+    pytest.param(("127.0.0.1",), id="the address of the ends, as behind one router"),
+    pytest.param(tuple(f"127.0.0.{n}" for n in range(2, 100)), id="many addresses"),
+    pytest.param(tuple(f"127.0.0.{n}" for n in range(1, 5)), id="some, the ends' among them"),
+]
+
+
+@needs_addresses
+@pytest.mark.parametrize("addresses", FLOODS)
+@pytest.mark.parametrize("told", [(), ("127.0.0.1",)], ids=["unknown ends", "told ends"])
+async def test_a_flood_of_strangers_does_not_lock_out_the_ends(
+    bench: Bench, addresses: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(module, "TALK_S", 1.0)
     port = await bench.serve()
+    bench.port = bench.relay.open_relay(OpenRelay(id=ID, secret=SECRET, ends=told))
+    flood = Flood(bench.port, addresses, per_second=100)
+    await until(lambda: len(flood) > 2 * MAX_STRANGERS)
     bench.open()
+    for _ in range(6):
+        good = await bench.dial(port)
+        good[1].write(b"a")
+        async with asyncio.timeout(30):
+            assert await good[0].readexactly(1) == b"A"
+        good[1].transport.abort()
+    assert len(bench.relay._unauthenticated) <= MAX_STRANGERS + MAX_FROM_ENDS
+    await flood.end()
+
+
+@needs_addresses
+async def test_slots_are_bounded_by_address(bench: Bench) -> None:
+    bench.port = bench.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
+    flood = Flood(bench.port, ("127.0.0.2",), per_second=200)
+    await until(lambda: len(flood) > 2 * MAX_STRANGERS_PER_ADDRESS)
+    await until(lambda: len(bench.relay._strangers) == MAX_STRANGERS_PER_ADDRESS)
+    await flood.end()
+    await until(lambda: not bench.relay._strangers)
+
+
+async def test_an_end_that_has_authenticated_has_a_slot_kept(bench: Bench) -> None:
+    """An end behind a router connects from another address than it reports."""
+    bench.port = bench.relay.open_relay(OpenRelay(id=ID, secret=SECRET, ends=("10.0.0.7",)))
+    await bench.visit()
+    await until(lambda: len(bench.relay._strangers) == 1)
+    end = await bench.visit()
+    await authenticate_end(end, ID, "waits", SECRET)
     await until(lambda: bench.relay.num_connections == 1)
-    flood = [socket.create_connection(("127.0.0.1", bench.port)) for _ in range(16)]
-    await until(lambda: len(bench.relay._unauthenticated) >= 16)
-    assert len(bench.relay._unauthenticated) <= MAX_STRANGERS
-    good = await bench.dial(port)
-    good[1].write(b"a")
-    async with asyncio.timeout(30):
-        assert await good[0].readexactly(1) == b"A"
-    for one in flood:
-        one.close()
+    await bench.visit()
+    await until(lambda: len(bench.relay._from_ends) == 1)
+    assert len(bench.relay._strangers) == 1
 
 
 async def test_connections_per_relay_are_bounded(
