@@ -1,4 +1,4 @@
-"""Documents name only existing paths, classes, ``tools`` modules and link targets."""
+"""Documents name only existing paths, classes, functions, ``tools`` modules and link targets."""
 
 import ast
 import functools
@@ -24,12 +24,18 @@ _PATH = re.compile(r"(?<![\w./-])(?:molink|daemon|configs|tools|tests|docs)/[\w.
 _TOOL = re.compile(r"\btools\.(\w+)")
 _AT_COMMIT = re.compile(r"\bat\s+[0-9a-f]{8}\b")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-#: Documents whose class names are checked, and names in them that are not molink's.
+#: Documents whose names of classes, functions and constants are checked, and names in them that
+#: are not molink's.
 _CODE_DOCUMENTS = [ROOT / "docs" / name for name in ("architecture.md", "development.md")]
-_FOREIGN_CLASSES = {"ProcessPoolExecutor", "ProcessPrng"}
+_FOREIGN_NAMES = {"EFBIG", "ENOSPC", "ProcessPoolExecutor", "ProcessPrng", "quantization_config"}
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`]+)`")
 _CLASS_NAME = re.compile(r"(?<!\w)(?:[A-Z][a-z0-9]+){2,}(?!\w)")
+#: A class, constant, function, method or field: ``Name``, ``a_name``, ``Class.name``.
+_NAME = re.compile(r"_?[A-Z]\w+(?:\.(?!md)\w+)?|\w*[a-zA-Z]_\w+")
+#: A module without its folder, and names that stand behind a module's path.
+_MODULE = re.compile(r"\w+\.py")
+_NAMES_OF_MODULE = re.compile(r"`([\w/]+/\w+\.py)`((?:,?\s`(?!\w+\.py`)[\w.]+`)+)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -42,23 +48,50 @@ def headings(text: str) -> set[str]:
 
 
 @functools.cache
-def defined_types() -> frozenset[str]:
-    """Names of classes and type aliases of the packages."""
+def defined_names(path: Path) -> frozenset[str]:
+    """Names of a module's classes, functions, constants, methods (``Class.name``) and fields."""
     found = set()
-    for path in [*(ROOT / "molink").rglob("*.py"), *(ROOT / "daemon").rglob("*.py")]:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                found.add(node.name)
-            elif isinstance(node, ast.Assign):
-                found.update(one.id for one in node.targets if isinstance(one, ast.Name))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for scope in ast.walk(tree):
+        if isinstance(scope, ast.Module | ast.ClassDef):
+            names = set()
+            for node in scope.body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    names.add(node.name)
+                elif isinstance(node, ast.Assign | ast.AnnAssign):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    names.update(one.id for one in targets if isinstance(one, ast.Name))
+            found |= names
+            if isinstance(scope, ast.ClassDef):
+                found.update(f"{scope.name}.{name}" for name in names)
     return frozenset(found)
 
 
-def missing_classes(document: Path) -> list[str]:
-    """Class names in code spans of ``document`` that don't exist."""
-    spans = _CODE.findall(_FENCED.sub("", document.read_text(encoding="utf-8")))
-    names = {name for span in spans for name in _CLASS_NAME.findall(span)}
-    return sorted(names - defined_types() - _FOREIGN_CLASSES)
+@functools.cache
+def all_names() -> frozenset[str]:
+    """Defined names of the packages and of the tests, and their modules' file names."""
+    modules = [path for place in ("molink", "daemon", "tests") for path in python_files(place)]
+    return frozenset(path.name for path in modules).union(*map(defined_names, modules))
+
+
+def python_files(place: str) -> list[Path]:
+    return sorted((ROOT / place).rglob("*.py"))
+
+
+def missing_names(document: Path) -> list[str]:
+    """Names of code in code spans of ``document`` that don't exist, or not in their module."""
+    text = _FENCED.sub("", document.read_text(encoding="utf-8"))
+    found = set()
+    for span in _CODE.findall(text):
+        found.update(_CLASS_NAME.findall(span))
+        if _NAME.fullmatch(span) or _MODULE.fullmatch(span):
+            found.add(span)
+    wrong = found - all_names() - _FOREIGN_NAMES
+    for path, names in _NAMES_OF_MODULE.findall(text):
+        if (ROOT / path).exists():
+            listed = set(_CODE.findall(names))
+            wrong.update(f"{path} {name}" for name in listed - defined_names(ROOT / path))
+    return sorted(name for name in wrong if "NAME" not in name)
 
 
 def missing(document: Path) -> list[str]:
@@ -96,18 +129,29 @@ def test_missing_names_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", _CODE_DOCUMENTS, ids=lambda path: path.name)
-def test_document_names_existing_classes(document: Path) -> None:
-    assert missing_classes(document) == []
+def test_document_names_existing_code(document: Path) -> None:
+    assert missing_names(document) == []
 
 
-def test_missing_classes_are_found(tmp_path: Path) -> None:
+def test_missing_names_of_code_are_found(tmp_path: Path) -> None:
     document = tmp_path / "wrong.md"
     document.write_text(
         "`FormerPolicy`, `FormerQueue.take`, `RequestQueues`, `LowBitLayout`, `Scheduler`, "
-        "FormerText, `ProcessPrng`\n\n```bash\nFormerCommand `FormerFence`\n```\n",
+        "FormerText, `ProcessPrng`, `former_function`, `next_waiting`, `Scheduler.former`, "
+        "`Scheduler.next_batch`, `former.py`, `low_bit.py`\n\n"
+        "`molink/scheduler/scheduler.py` `Scheduler`, `RequestQueues`\n\n"
+        "```bash\nFormerCommand `FormerFence`\n```\n",
         encoding="utf-8",
     )
-    assert missing_classes(document) == ["FormerPolicy", "FormerQueue"]
+    assert missing_names(document) == [
+        "FormerPolicy",
+        "FormerQueue",
+        "FormerQueue.take",
+        "Scheduler.former",
+        "former.py",
+        "former_function",
+        "molink/scheduler/scheduler.py RequestQueues",
+    ]
 
 
 def test_every_setting_is_documented() -> None:

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,14 @@ def test_descriptors_up_to_the_hard_limit() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True)
 
 
-def test_again_changes_nothing() -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")
+def test_a_second_call_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
     raise_descriptor_limit()
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    changes: list[Any] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *given: changes.append(given))
     raise_descriptor_limit()
+    assert changes == []
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised

@@ -37,8 +37,13 @@ def test_start_and_stop(backend: Any) -> None:
         get(port)
 
 
-def test_stop_without_start(backend: Any) -> None:
-    EndpointServer(backend, ApiSettings(), InlineReader()).stop()
+def test_stop_before_the_start_has_no_effect(backend: Any) -> None:
+    server = EndpointServer(backend, ApiSettings(), InlineReader())
+    server.stop()
+    assert (server.port, server.loop) == (0, None)
+    port = server.start(0)
+    assert b"200 OK" in get(port)
+    server.stop()
 
 
 def test_the_next_free_port(backend: Any) -> None:

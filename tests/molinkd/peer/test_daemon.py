@@ -60,10 +60,15 @@ async def test_a_banned_member_does_not_continue(
 def test_an_output_error_is_ignored(tmp_path: Path) -> None:
     """A terminal that is a file on a full disk, say: who leads must still be able to give way."""
 
-    def full(_: AnyDaemonEvent) -> None:
+    tried: list[AnyDaemonEvent] = []
+
+    def full(event: AnyDaemonEvent) -> None:
+        tried.append(event)
         raise OSError(28, "No space left on device")
 
     launch = Launch(home=str(tmp_path), settings=Settings(name="pc"), role="join")
-    Daemon(launch, full)._announce(
-        ProblemReportedEvent(text="the coordinator ends again and again here")
-    )
+    daemon = Daemon(launch, full)
+    events = [ProblemReportedEvent(text=text) for text in ("the coordinator has ended", "again")]
+    for event in events:
+        daemon._announce(event)
+    assert tried == events

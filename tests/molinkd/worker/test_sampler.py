@@ -134,8 +134,17 @@ def test_precomputed_masks_are_reused(folder: ModelFolder, monkeypatch: pytest.M
     assert constraint.compute_masks() == masks[1:2]
 
 
-def test_masks_are_not_precomputed_for_finished_requests(folder: ModelFolder) -> None:
-    tail = Tail(folder, SamplingParams(temperature=0.0))
-    tail.step(PROMPT, 0)
-    tail.requests.release_request(0)
-    precompute_masks(tail.requests, tail.last)
+def test_masks_are_not_precomputed_for_finished_requests(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished, running = (Tail(folder, SamplingParams(temperature=0.0)) for _ in range(2))
+    for tail in (finished, running):
+        tail.step(PROMPT, 0)
+    computed = []
+    real = matcher._compute_mask
+    monkeypatch.setattr(matcher, "_compute_mask", lambda it: computed.append(it) or real(it))
+    finished.requests.release_request(0)
+    precompute_masks(finished.requests, finished.last)
+    assert not computed
+    precompute_masks(running.requests, running.last)
+    assert computed

@@ -1,7 +1,9 @@
 """Parsing announcements of strangers on the local network."""
 
+import re
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from molink.swarm.membership.discovery import (
@@ -55,15 +57,43 @@ def test_unusable_addresses_are_ignored() -> None:
     assert len(many.addresses) == 6
 
 
+def valid_or_any(valid: bytes) -> st.SearchStrategy[bytes | None]:
+    return st.one_of(st.just(valid), st.just(valid), st.none(), st.binary(max_size=300))
+
+
 @given(
-    st.dictionaries(
-        st.sampled_from([b"v", b"swarm", b"name", b"key", b"x"]),
-        st.one_of(st.none(), st.binary(max_size=300), st.just(b"1"), st.just(KEY.encode())),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            b"v": valid_or_any(b"1"),
+            b"swarm": valid_or_any(SWARM.swarm.encode()),
+            b"name": st.binary(max_size=300),
+            b"key": valid_or_any(KEY.encode()),
+            b"x": st.binary(max_size=300),
+        },
     ),
-    st.lists(st.text(max_size=20)),
-    st.one_of(st.none(), st.integers()),
+    st.lists(st.one_of(st.sampled_from(["10.0.0.1", "192.168.1.7"]), st.text(max_size=20))),
+    st.one_of(st.sampled_from([0, 1, 5479, 65535, 65536]), st.none(), st.integers()),
 )
-def test_parsing_never_fails(
+@example(announced(SWARM, name="\x1b"), ["10.0.0.1"], 5479)
+@example(announced(SWARM), ["10.0.0.1"], 65536)
+@example(announced(SWARM, key="k"), ["10.0.0.1"], 5479)
+def test_any_announcement_is_ignored_or_valid(
     properties: dict[bytes, bytes | None], addresses: list[str], port: int | None
 ) -> None:
-    parse_announcement(properties, addresses, port)
+    found = parse_announcement(properties, addresses, port)
+    if found is None:
+        return
+    assert properties[b"v"] == b"1"
+    assert found.swarm.encode() == properties[b"swarm"]
+    assert re.fullmatch("[0-9a-f]{16}", found.swarm)
+    assert found.public_key.encode() == properties[b"key"]
+    assert len(found.public_key) == 40
+    assert found.name.isprintable()
+    assert 0 < len(found.name) <= 64
+    assert set(found.addresses) <= set(addresses)
+    assert found.addresses
+    assert all(map(is_dialable, found.addresses))
+    assert found.port == port
+    assert 0 < found.port < 65536
+    assert parse_announcement(announced(found), found.addresses, found.port) == found

@@ -149,13 +149,20 @@ async def test_vanished_host_is_detected(net: Any, monkeypatch: pytest.MonkeyPat
             assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a socket is no file there")
 @pytest.mark.parametrize("change", [avoid_bbr, enable_pacing])
-def test_other_descriptors_are_ignored(change: Callable[[int], None]) -> None:
+def test_other_descriptors_are_left_open_and_unchanged(change: Callable[[int], None]) -> None:
+    before = psutil.Process().num_fds()
     ours, theirs = os.pipe()
     change(ours)
+    assert psutil.Process().num_fds() == before + 2
+    os.write(theirs, b"x")
+    assert os.read(ours, 1) == b"x"
+    assert os.get_blocking(ours)
     os.close(ours)
     os.close(theirs)
     change(ours)
+    assert psutil.Process().num_fds() == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SO_MAX_PACING_RATE is Linux's")

@@ -35,7 +35,20 @@ def renamed(folder: Path, old: str, new: str) -> None:
 
 def test_a_model_with_the_same_vocabulary_is_accepted(make_model: Any, tmp_path: Path) -> None:
     served = make_model(tmp_path / "served", "llama")
-    find(make_model(tmp_path / "draft", seed=3)).check_vocabulary(served)
+    draft = find(make_model(tmp_path / "draft", seed=3))
+
+    def is_accepted() -> bool:
+        try:
+            draft.check_vocabulary(served)
+        except UsageError:
+            return False
+        return True
+
+    assert is_accepted()
+    renamed(tmp_path / "draft", "a", "aa")
+    assert not is_accepted()
+    renamed(tmp_path / "draft", "aa", "a")
+    assert is_accepted(), "now the file lists this token last"
 
 
 def test_a_model_with_another_vocabulary_is_rejected_by_name(

@@ -1,8 +1,10 @@
 """Inhibiting sleep."""
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,8 +38,24 @@ def test_the_lock_is_held_while_needed(tmp_path: Path, monkeypatch: pytest.Monke
     assert model_files() == before
 
 
-def test_a_missing_command_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_command_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **_: started.append(given))
     monkeypatch.setattr(shutil, "which", lambda _: None)
     awake = SleepInhibitor()
-    awake.inhibit_sleep(True)
+    for needed in (True, False, True):
+        awake.inhibit_sleep(needed)
+    awake.close()
+    assert started == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows is told by a call, not by a process")
+def test_a_command_that_fails_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: str(tmp_path / "nothing"))
+    awake = SleepInhibitor()
+    with caplog.at_level("INFO"):
+        awake.inhibit_sleep(True)
+    assert "can't inhibit sleep" in caplog.text
     awake.close()

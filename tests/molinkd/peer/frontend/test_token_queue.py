@@ -3,6 +3,8 @@
 import asyncio
 import threading
 
+import pytest
+
 from molink.swarm.frontend.generated_token import GeneratedToken
 from molinkd.peer.frontend.swarm_backend import TokenQueue
 
@@ -39,9 +41,19 @@ async def test_a_batch_of_tokens_costs_one_wake_up() -> None:
     assert len(await waiting) == 1
 
 
-def test_a_closed_reader_loop_is_ignored() -> None:
-    async def open_feed() -> TokenQueue:
-        return TokenQueue()
+def test_a_closed_reader_loop_does_not_disturb_other_readers() -> None:
+    async def open_queue() -> tuple[TokenQueue, asyncio.AbstractEventLoop]:
+        return TokenQueue(), asyncio.get_running_loop()
 
-    queue = asyncio.run(open_feed())
-    queue.put(make(0))
+    closed, loop = asyncio.run(open_queue())
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.call_soon_threadsafe(print)
+
+    async def read_other() -> list[int]:
+        other = TokenQueue()
+        for position in range(2):
+            closed.put(make(position))
+            other.put(make(position))
+        return [token.position for token in await other.get_all()]
+
+    assert asyncio.run(read_other()) == [0, 1]

@@ -5,6 +5,7 @@ runs tests has multicast.
 """
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -75,10 +76,40 @@ async def test_announcements_follow_coordinator_and_addresses(air: Air) -> None:
     await announcer.close()
 
 
-async def test_closing_during_the_start(air: Air) -> None:
+async def test_closing_during_the_start_withdraws_the_announcement(
+    air: Air, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registering, proceed = threading.Event(), threading.Event()
+    registered: list[DiscoveredSwarm] = []
+
+    def register_slowly(nearby: DiscoveredSwarm, interfaces: Sequence[str]) -> Air.Sign:
+        registering.set()
+        assert proceed.wait(60)
+        registered.append(nearby)
+        return air.announce(nearby, interfaces)
+
+    def is_running() -> bool:
+        return any(task.get_name() == "molink-announce" for task in asyncio.all_tasks())
+
+    monkeypatch.setattr(discovery, "_register_service", register_slowly)
+    announcer = SwarmAnnouncer(Settings(name="pc"), lambda: SAID)
+    announcer.start()
+    await until(registering.is_set)
+    closing = asyncio.create_task(announcer.close())
+    await until(lambda: not is_running())
+    proceed.set()
+    await closing
+    assert len(registered) == 1
+    assert air.announced == []
+
+
+async def test_closing_at_once_announces_nothing(air: Air, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[DiscoveredSwarm] = []
+    monkeypatch.setattr(discovery, "_register_service", lambda one, _: registered.append(one))
     announcer = SwarmAnnouncer(Settings(name="pc"), lambda: SAID)
     announcer.start()
     await announcer.close()
+    assert registered == []
 
 
 async def test_a_failed_announcement_is_ignored(
