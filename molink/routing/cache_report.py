@@ -18,10 +18,13 @@ DIGEST_BYTES = 8
 ROOT_DIGEST = bytes(DIGEST_BYTES)
 
 
-def span_digests(tokens: Sequence[int], after: bytes = ROOT_DIGEST) -> tuple[int, ...]:
+def span_digests(
+    tokens: Sequence[int], after: bytes = ROOT_DIGEST, cache_salt: bytes = b""
+) -> tuple[int, ...]:
     """A digest for each whole span of ``tokens`` and everything before it.
 
-    ``after`` is the digest of what precedes ``tokens`` (little-endian).
+    ``after`` is the digest of what precedes ``tokens`` (little-endian). ``cache_salt`` keys every
+    span's digest, not only the first one's: a report shows the preceding digests, too.
     """
     ids = array("i", tokens)
     if sys.byteorder == "big":
@@ -29,7 +32,9 @@ def span_digests(tokens: Sequence[int], after: bytes = ROOT_DIGEST) -> tuple[int
     data, size = ids.tobytes(), SPAN_TOKENS * ids.itemsize
     found, digest = [], after
     for end in range(size, len(data) + 1, size):
-        digest = blake2b(data[end - size : end], digest_size=DIGEST_BYTES, salt=digest).digest()
+        digest = blake2b(
+            data[end - size : end], digest_size=DIGEST_BYTES, key=cache_salt, salt=digest
+        ).digest()
         found.append(int.from_bytes(digest, "little"))
     return tuple(found)
 

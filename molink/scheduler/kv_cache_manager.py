@@ -7,7 +7,7 @@ from dataclasses import replace
 from molink.errors import InvariantError
 from molink.scheduler.blocks import BlockAllocator, ReleasingBlocks
 from molink.scheduler.config import SchedulerConfig
-from molink.scheduler.prefix_tree import OTHER_ROOT, ROOT, PrefixMatch, PrefixTree, SpanLog
+from molink.scheduler.prefix_tree import PrefixMatch, PrefixTree, SpanLog, find_root
 from molink.scheduler.request_state import PendingRelease, RequestState
 
 
@@ -22,7 +22,9 @@ class KVCacheManager:
     block are therefore cached, and every cached block can be evicted, in LRU order and leaves
     first.
 
-    If keys depend on the maximum length (LongRoPE), long requests have a root of their own.
+    Requests find only what others with the same ``cache_salt`` left, and if keys depend on the
+    maximum length (LongRoPE), only others as long: each has a root of its own in the tree. Eviction
+    is common to all.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -57,7 +59,8 @@ class KVCacheManager:
         if self._last_lookup is not None and self._last_lookup[:2] == (state, tree.version):
             return self._last_lookup[2]
         long = 0 < self._short_context < state.kv_end
-        found = tree.match_prefix(state.tokens[:-1], OTHER_ROOT if long else ROOT)
+        root = find_root(state.request.cache_salt, is_other=long)
+        found = tree.match_prefix(state.tokens[:-1], root)
         self._last_lookup = state, tree.version, found
         return found
 
@@ -119,7 +122,7 @@ class KVCacheManager:
             key = tuple(state.tokens[index * self._block_size : (index + 1) * self._block_size])
             if self._tree.find_child(state.tree_node, key) is not None:
                 return
-            state.tree_node = self._cache_block(state.tree_node, key, state.blocks[index])
+            state.tree_node = self._cache_block(state, state.tree_node, key, state.blocks[index])
             state.tree_depth = index + 1
 
     def release_request(self, seq: int, pending: PendingRelease) -> None:
@@ -156,21 +159,25 @@ class KVCacheManager:
         for index in range(state.tree_depth, full):
             key = tuple(tokens[index * size : (index + 1) * size])
             child = self._tree.find_child(node, key)
-            node = self._cache_block(node, key, state.blocks[index]) if child is None else child
+            if child is None:
+                child = self._cache_block(state, node, key, state.blocks[index])
+            node = child
         rest = tuple(tokens[full * size : end])
         if rest and full >= state.tree_depth and not self._tree.has_extension(node, rest):
-            node = self._cache_block(node, rest, state.blocks[full])
+            node = self._cache_block(state, node, rest, state.blocks[full])
         return node
 
-    def _cache_block(self, parent: int, key: tuple[int, ...], block: int) -> int:
-        """Insert a block and evict the partial block that it supersedes."""
+    def _cache_block(
+        self, state: RequestState, parent: int, key: tuple[int, ...], block: int
+    ) -> int:
+        """Insert a block of ``state`` and evict the partial block that it supersedes."""
         before = self._tree.find_shorter(parent, key)
         if before is not None and self.allocator.is_cached(before):
             self._evict_block(before)
         self.allocator.mark_cached(block)
         self._tree.insert_block(parent, key, block)
         if len(key) == self._block_size:
-            self.span_log.add_block(block, parent, key)
+            self.span_log.add_block(block, parent, key, state.request.cache_salt)
         return block
 
     def _evict_invalid(self, leaf: int) -> None:

@@ -17,8 +17,18 @@ from molink.routing.cache_report import (
 
 #: The token ids of a block.
 BlockTokens = tuple[int, ...]
-#: Parents of first blocks; the second is for sequences whose keys differ for the same tokens.
+#: Parents of first blocks without a salt; the second is for sequences whose keys differ for the
+#: same tokens. :func:`find_root` has those of salts.
 ROOT, OTHER_ROOT = -1, -2
+
+
+def find_root(cache_salt: bytes, *, is_other: bool = False) -> int:
+    """The parent of first blocks of sequences with ``cache_salt``: a negative number of its own.
+
+    The number spells the salt, so roots need no table. ``is_other`` as in :data:`OTHER_ROOT`.
+    """
+    number = int.from_bytes(b"\x01" + cache_salt, "big") if cache_salt else 0
+    return (OTHER_ROOT if is_other else ROOT) - 2 * number
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,10 @@ class PrefixTree:
         return iter(self._locations)
 
     def match_prefix(self, tokens: Sequence[int], root: int = ROOT) -> PrefixMatch:
-        """The longest cached prefix of ``tokens`` below ``root``, to the token."""
+        """The longest cached prefix of ``tokens`` below ``root``, to the token.
+
+        Nothing below another root is seen or told.
+        """
         size, end, blocks = self._block_size, root, list[int]()
         for last in range(size, len(tokens) + 1, size):
             block = self._children.get((end, tuple(tokens[last - size : last])))
@@ -155,8 +168,9 @@ class PrefixTree:
                 raise InvariantError(f"block {parent} is not full but others follow it")
         if {parent: sorted(found) for parent, found in keys.items()} != self._sorted_keys:
             raise InvariantError("the keys below a block are not in order")
-        led = {*self.list_subtree(ROOT), *self.list_subtree(OTHER_ROOT)}
-        if led != {ROOT, OTHER_ROOT, *self._locations}:
+        roots = [parent for parent in keys if parent < 0]
+        led = {block for root in roots for block in self.list_subtree(root)}
+        if led != {*roots, *self._locations}:
             raise InvariantError("a block does not lead to a root")
 
     def _closest_child(self, parent: int, tokens: BlockTokens) -> tuple[int, int]:
@@ -186,29 +200,30 @@ MAX_CHANGES = MAX_DIGESTS
 class SpanLog:
     """Spans of the cached blocks and their latest changes, for reports to routers.
 
-    A span is cached with the block that it ends in. Sequences below :data:`OTHER_ROOT` are left
-    out.
+    A span is cached with the block that it ends in. Sequences below :data:`OTHER_ROOT`, or its like
+    with a salt, are left out.
     """
 
     def __init__(self) -> None:
         #: For each full block: the digest of its last whole span, the tokens after it, and the
         #: spans that end in it.
-        self._blocks: dict[int, tuple[bytes, BlockTokens, tuple[int, ...]]] = {
-            ROOT: (ROOT_DIGEST, (), ())
-        }
+        self._blocks: dict[int, tuple[bytes, BlockTokens, tuple[int, ...]]] = {}
         #: Blocks that each span ends in; several if long blocks differ behind it.
         self._span_counts: Counter[int] = Counter()
         self._changed_spans: deque[int] = deque(maxlen=MAX_CHANGES)
         #: Number of changes.
         self.version = 0
 
-    def add_block(self, block: int, parent: int, key: BlockTokens) -> None:
-        """Record a full block that was inserted."""
-        if parent == OTHER_ROOT or parent not in self._blocks:
+    def add_block(self, block: int, parent: int, key: BlockTokens, cache_salt: bytes = b"") -> None:
+        """Record a full block of a sequence with ``cache_salt`` that was inserted."""
+        if parent == find_root(cache_salt):
+            digest, before = ROOT_DIGEST, BlockTokens()
+        elif parent in self._blocks:
+            digest, before, _ = self._blocks[parent]
+        else:
             return
-        digest, before, _ = self._blocks[parent]
         rest = before + key
-        spans = span_digests(rest, digest)
+        spans = span_digests(rest, digest, cache_salt)
         if spans:
             digest = spans[-1].to_bytes(DIGEST_BYTES, "little")
             rest = rest[len(spans) * SPAN_TOKENS :]

@@ -42,9 +42,13 @@ class Player:
         given = {"max_num_batched_tokens": 512, **changes}
         return cls(Scheduler(SchedulerConfig(blocks, size, 2, **given), 1))
 
-    def submit(self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0) -> None:
-        prompt = prompt or len(tokens)
-        self.scheduler.submit_request(make_state("peer", key, tokens, prompt, answer, PLAIN), 0.0)
+    def submit(
+        self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0, salt: bytes = b""
+    ) -> None:
+        state = make_state(
+            "peer", key, tokens, prompt or len(tokens), answer, PLAIN, cache_salt=salt
+        )
+        self.scheduler.submit_request(state, 0.0)
 
     def next(self) -> MicroBatch | None:
         batch = self.scheduler.next_batch(0.0)
@@ -78,9 +82,11 @@ class Player:
         while (batch := self.next()) is not None:
             self.finish(batch)
 
-    def serve(self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0) -> MicroBatch:
+    def serve(
+        self, key: str, tokens: tuple[int, ...], answer: int, prompt: int = 0, salt: bytes = b""
+    ) -> MicroBatch:
         """Serve a request to its end; returns its first micro-batch."""
-        self.submit(key, tokens, answer, prompt)
+        self.submit(key, tokens, answer, prompt, salt)
         first = self.next()
         self.finish(first)
         self.drain()
@@ -126,6 +132,37 @@ def test_partial_blocks_are_copied() -> None:
     player.finish(batch)
     player.drain()
     assert [token.cached_tokens for token in player.told] == [0, 37]
+
+
+def test_salts_share_no_prefix() -> None:
+    """Neither full blocks nor tokens of a partial one, also while the other request runs."""
+    player = Player.of()
+    player.serve("a", PROMPT, 1, salt=b"one")
+    for salt in (b"two", b"", b"\0", b"one\0"):
+        assert table(player.serve(f"b{salt!r}", PROMPT, 1, salt=salt)) == ()
+    for salt in (b"one", b"two", b"", b"\0", b"one\0"):
+        player.serve(f"c{salt!r}", PROMPT, 1, salt=salt)
+    cached = [token.cached_tokens for token in player.told]
+    assert cached == [0] * 5 + [39] * 5
+    player.submit("d", (*PROMPT, 1), 9, salt=b"three")
+    player.finish(player.next())
+    player.submit("e", (*PROMPT, 2), 9, salt=b"four")
+    player.submit("f", (*PROMPT, 3), 9, salt=b"three")
+    player.drain()
+    firsts = {
+        token.key: token.cached_tokens for token in player.told if token.position == len(PROMPT) + 1
+    }
+    assert (firsts["d"], firsts["e"]) == (0, 0)
+    assert firsts["f"] > 0
+
+
+def test_salted_blocks_are_evicted_like_others() -> None:
+    player = Player.of(blocks=8)
+    for number in range(20):
+        player.serve(str(number), tuple(range(number, number + 60)), 1, salt=bytes([number]))
+    assert player.counter("prefix_evictions") > 0
+    player.serve("last", tuple(range(19, 79)), 1, salt=bytes([19]))
+    assert player.told[-1].cached_tokens == 59
 
 
 def test_the_next_message_finds_prompt_and_answer() -> None:

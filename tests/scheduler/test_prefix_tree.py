@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import InvariantError
-from molink.routing.cache_report import MAX_DIGESTS, SPAN_TOKENS, span_digests
+from molink.routing.cache_report import DIGEST_BYTES, MAX_DIGESTS, SPAN_TOKENS, span_digests
 from molink.scheduler.prefix_tree import (
     MAX_CHANGES,
     OTHER_ROOT,
@@ -15,6 +15,7 @@ from molink.scheduler.prefix_tree import (
     PrefixMatch,
     PrefixTree,
     SpanLog,
+    find_root,
 )
 
 SIZE = 4
@@ -55,6 +56,22 @@ def test_the_best_partial_match_is_copied() -> None:
     assert tree.match_prefix([1, 9, 9, 9]).num_tokens == 2
     assert tree.match_prefix([1, 8, 3, 4]).num_tokens == 1
     assert tree.match_prefix([3]).copy_source == -1
+
+
+@given(st.sets(st.binary(max_size=16), min_size=2, max_size=8))
+def test_each_salt_has_roots_of_its_own(salts: set[bytes]) -> None:
+    roots = [find_root(salt, is_other=other) for salt in sorted(salts) for other in (False, True)]
+    assert len(set(roots)) == 2 * len(salts)
+    assert max(roots) < 0
+    assert (find_root(b""), find_root(b"", is_other=True)) == (ROOT, OTHER_ROOT)
+    tree = PrefixTree(SIZE)
+    for block, root in enumerate(roots):
+        tree.insert_block(root, (1, 2, 3, 4), block)
+        tree.validate()
+    for block, root in enumerate(roots):
+        assert tree.match_prefix([1, 2, 3, 4, 5], root) == PrefixMatch(block, (block,), -1, 4)
+        tree.remove_block(block)
+        assert tree.match_prefix([1, 2, 3, 4, 5], root) == PrefixMatch(root)
 
 
 def test_longer_and_shorter_siblings() -> None:
@@ -172,6 +189,25 @@ def test_changes_since_a_version() -> None:
     assert log.changes_since(-1) == (True, spans[:1], ())
 
 
+def test_salted_spans_differ_also_where_the_preceding_digest_is_known() -> None:
+    log, tokens, salt = SpanLog(), list(range(3 * SPAN_TOKENS)), b"salt"
+    parent = find_root(salt)
+    for block in range(6):  # two blocks of each span
+        half = SPAN_TOKENS // 2
+        log.add_block(block, parent, tuple(tokens[block * half : (block + 1) * half]), salt)
+        parent = block
+    reported = log.changes_since(-1)[1]
+    assert reported == span_digests(tokens, cache_salt=salt)
+    assert not {*reported} & {*span_digests(tokens), *span_digests(tokens, cache_salt=b"other")}
+    for index, digest in enumerate(reported[:-1]):
+        known = digest.to_bytes(DIGEST_BYTES, "little")
+        (guess,) = span_digests(tokens[(index + 1) * SPAN_TOKENS :][:SPAN_TOKENS], known)
+        assert guess not in reported
+    for block in reversed(range(6)):
+        log.remove_block(block)
+    assert log.changes_since(-1)[1] == ()
+
+
 def test_blocks_may_share_a_span() -> None:
     log, shared = SpanLog(), list(range(SPAN_TOKENS))
     one = cached(log, 0, [*shared, *[1] * SPAN_TOKENS], 2 * SPAN_TOKENS)
@@ -185,6 +221,8 @@ def test_the_other_root_is_not_reported() -> None:
     log = SpanLog()
     log.add_block(0, OTHER_ROOT, tuple(range(SPAN_TOKENS)))
     log.add_block(1, 0, tuple(range(SPAN_TOKENS)))
+    log.add_block(2, find_root(b"s", is_other=True), tuple(range(SPAN_TOKENS)), b"s")
+    log.remove_block(2)
     log.remove_block(1)
     log.remove_block(0)
     assert log.changes_since(-1) == (True, (), ())

@@ -21,6 +21,7 @@ def make_state(
     priority: int = 0,
     max_queue_s: float = 0.0,
     deadline_s: float = 0.0,
+    cache_salt: bytes = b"",
 ) -> RequestState:
     """A submission: a prompt of ``prompt_tokens``, and tokens generated in earlier epochs.
 
@@ -37,6 +38,7 @@ def make_state(
         priority,
         max_queue_s,
         deadline_s,
+        cache_salt,
     )
     return RequestState.from_request(
         request, peer, key, tokens[prompt_tokens:], credit_window=credit_window

@@ -108,6 +108,11 @@ def client_name(request: web.BaseRequest) -> str:
     return request.get(_CLIENT_NAME) or request.remote or ""
 
 
+def key_name(request: web.BaseRequest) -> str | None:
+    """Return the name of the client's key, empty for ``api_key``; ``None`` without keys."""
+    return request.get(_CLIENT_NAME)
+
+
 def client_id(request: web.BaseRequest) -> str:
     """Return the id for fair scheduling: one per named key, empty for all others."""
     return request.get(_CLIENT_ID) or ""

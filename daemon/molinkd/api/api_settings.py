@@ -19,7 +19,8 @@ class ApiSettings:
     several in ``api_keys``, each with its name. ``allowed_hosts`` are additional names for the
     ``Host`` header, such as this PC's name or that of a reverse proxy; ``*`` allows all.
     ``cors_origins`` are other pages that may use the endpoint (see :class:`AllowedOrigins`).
-    ``max_choices`` limits prompts × ``n`` of one request.
+    ``share_prefix_cache`` lets clients with different keys share cached prompts (see
+    :mod:`molinkd.api.cache_salts`). ``max_choices`` limits prompts × ``n`` of one request.
 
     Raises:
         UsageError: the settings are invalid or would expose the endpoint without a key.
@@ -30,6 +31,7 @@ class ApiSettings:
     api_keys: Mapping[str, str] = field(default_factory=dict)
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    share_prefix_cache: bool = False
     max_body_bytes: int = 2 * MIB
     max_connections: int = 512
     #: Maximum number of bodies received at once.

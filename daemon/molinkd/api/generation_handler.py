@@ -17,6 +17,7 @@ from molink.errors import RequestError, Unavailable
 from molinkd.api.access_guard import client_id, client_name
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import Backend
+from molinkd.api.cache_salts import CacheSalts
 from molinkd.api.connections import get_request_id
 from molinkd.api.event_stream import EventStream
 from molinkd.api.generation_runner import Usage, generate_all
@@ -111,6 +112,7 @@ class GenerationHandler:
         self._recorder = recorder
         self._prompt_tokenizer = reader
         self._catalog = catalog
+        self._cache_salts = CacheSalts(is_shared=settings.share_prefix_cache)
         self.running_answers = RunningAnswers()
 
     async def handle_request(
@@ -158,9 +160,13 @@ class GenerationHandler:
             tokenized = await self._prompt_tokenizer.tokenize_prompts(
                 client_name(request), loaded_model, client_request.body
             )
-            elapsed_s = time.perf_counter() - started_at
             plan = make_plan(
-                client_request.body, loaded_model, tokenized, client_id(request), elapsed_s
+                client_request.body,
+                loaded_model,
+                tokenized,
+                client_id(request),
+                time.perf_counter() - started_at,
+                self._cache_salts.derive_salt(request, client_request.body.cache_salt),
             )
         except RequestError as error:
             raise rename_error_fields(error, client_request.field_names) from None

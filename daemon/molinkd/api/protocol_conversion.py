@@ -38,17 +38,18 @@ def refuse_fields(fields: Mapping[str, Any]) -> None:
 
 
 class _SchedulingFields(Protocol):
-    """Scheduling fields that every protocol's body has."""
+    """Fields for the scheduler that every protocol's body has."""
 
     priority: int | None
     max_queue_time: float | None
     timeout: float | None
+    cache_salt: str | None
 
 
 def copy_scheduling(body: GenerationBody, source: _SchedulingFields) -> None:
-    """Copy priority and time limits from ``source`` to ``body``."""
+    """Copy priority, time limits and cache salt from ``source`` to ``body``."""
     body.priority, body.max_queue_time = source.priority, source.max_queue_time
-    body.timeout = source.timeout
+    body.timeout, body.cache_salt = source.timeout, source.cache_salt
 
 
 def make_message(role: str, content: str | None, where: str) -> ChatMessage:

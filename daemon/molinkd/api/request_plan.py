@@ -116,10 +116,12 @@ def make_plan(
     tokenized: TokenizedPrompts,
     client: str = "",
     elapsed_s: float = 0.0,
+    cache_salt: bytes = b"",
 ) -> RequestPlan:
     """Plan the answers to ``body``; ``tokenized`` are its prompts.
 
-    Tokenization took ``elapsed_s`` seconds of the request's time.
+    Tokenization took ``elapsed_s`` seconds of the request's time. ``cache_salt`` goes with every
+    answer's request.
 
     Raises:
         RequestError: invalid token ids, or too much to echo.
@@ -154,6 +156,7 @@ def make_plan(
                 stop_token_ids=stop_ids,
                 grammar=tokenized.grammar,
                 client=client,
+                cache_salt=cache_salt,
                 priority=body.priority or 0,
                 max_queue_s=body.max_queue_time or 0.0,
                 deadline_s=deadline_s,

@@ -85,6 +85,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_hosts: tuple[str, ...] = ()
     #: CORS origins: origins, ``scheme://*`` or ``*``.
     cors_origins: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
+    #: Whether clients with different API keys share cached prompts; each can then tell from usage
+    #: and times whether a prompt was asked before.
+    share_prefix_cache: bool = False
     #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
     stage: str = "auto"
     #: ``cpu``, ``cuda:N``, a comma-separated list, or ``auto`` (all GPUs, otherwise the CPU).

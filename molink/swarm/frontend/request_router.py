@@ -10,6 +10,7 @@ from molink.routing.base import PipelineLoad, RoutedPrompt, Router
 from molink.routing.cache_report import CacheReport, span_digests
 from molink.routing.simple_routers import FallbackRouter
 from molink.swarm.frontend.stream import PipelineEpoch
+from molink.wire.messages.serving import Request
 
 
 class RequestRouter:
@@ -32,9 +33,10 @@ class RequestRouter:
         return self._router.decision_counts
 
     def choose_pipeline(
-        self, key: str, prompt: Sequence[int], targets: Sequence[PipelineEpoch], now: float
+        self, key: str, request: Request, targets: Sequence[PipelineEpoch], now: float
     ) -> PipelineEpoch | None:
         """Choose one of ``targets``; ``None`` if there are none. A lost request chooses again."""
+        prompt = request.prompt_token_ids
         self.on_request_finished(key, 0, now)
         if not targets:
             return None
@@ -43,7 +45,11 @@ class RequestRouter:
         ]
         chosen = candidates[0]
         if len(candidates) > 1:
-            spans = span_digests(prompt) if self._router.reads_spans else ()
+            spans = (
+                span_digests(prompt, cache_salt=request.cache_salt)
+                if self._router.reads_spans
+                else ()
+            )
             chosen = self._router.choose_pipeline(
                 RoutedPrompt(key, len(prompt), spans), candidates, now
             )

@@ -19,6 +19,8 @@ from molink.wire.messages.data_plane import (
 MAX_STOP_IDS = 64
 #: Characters of a client's name.
 MAX_CLIENT = 32
+#: Bytes of a cache salt.
+MAX_CACHE_SALT = 16
 
 #: As in vLLM's API: lower is served first.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -49,6 +51,8 @@ class Request(LeanMessage, frozen=True, tag=False):
     max_queue_s: QueueSeconds = 0.0
     #: Seconds within which its answer has to end; the endpoint cuts it off then. 0: no deadline.
     deadline_s: QueueSeconds = 0.0
+    #: Only requests with the same salt share cached prefixes; see :mod:`molinkd.api.cache_salts`.
+    cache_salt: Annotated[bytes, msgspec.Meta(max_length=MAX_CACHE_SALT)] = b""
 
     def without_payloads(self) -> "Request":
         """The request as a :class:`Submit` carries it; prompt and grammar travel as payloads."""

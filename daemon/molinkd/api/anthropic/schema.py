@@ -10,6 +10,7 @@ from molink.wire.messages.serving import Priority
 from molinkd.api.openai.schema import (
     MAX_STOPS,
     MAX_TOOLS,
+    CacheSalt,
     CallId,
     ChatBody,
     ChatMessage,
@@ -182,6 +183,7 @@ class MessageRequest(CountTokensRequest, kw_only=True):
     priority: Priority | None = None
     max_queue_time: Seconds | None = None
     timeout: Seconds | None = None
+    cache_salt: CacheSalt | None = None
 
     def as_openai(self) -> ChatBody:
         """See :class:`CountTokensRequest`."""

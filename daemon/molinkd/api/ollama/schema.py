@@ -18,6 +18,7 @@ from molinkd.api.openai.schema import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
     MAX_TOOLS,
+    CacheSalt,
     CallId,
     ChatBody,
     ChatMessage,
@@ -109,6 +110,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     max_queue_time: Seconds | None = None
     timeout: Seconds | None = None
+    cache_salt: CacheSalt | None = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None

@@ -22,6 +22,7 @@ MAX_STOPS = 16
 MAX_TOOLS = 128
 MAX_CALL_ID_LENGTH = 256
 MAX_STOP_LENGTH = 256
+MAX_CACHE_SALT_LENGTH = 256
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -30,6 +31,7 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CACHE_SALT_LENGTH)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID_LENGTH)]
@@ -137,6 +139,8 @@ class GenerationBody(UnsupportedFields, kw_only=True):
     max_queue_time: Seconds | None = None
     #: Maximum time of the whole answer in seconds, as in LiteLLM; it is then cut off.
     timeout: Seconds | None = None
+    #: Only requests of the same API key with the same salt share cached prompts, as in vLLM.
+    cache_salt: CacheSalt | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None

@@ -11,6 +11,7 @@ from molink.errors import RequestError
 from molink.wire.messages.serving import Priority
 from molinkd.api.openai.schema import (
     MAX_TOOLS,
+    CacheSalt,
     CallId,
     ChatBody,
     ChatMessage,
@@ -125,6 +126,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     max_queue_time: Seconds | None = None
     timeout: Seconds | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def text_format(self) -> TextFormat:

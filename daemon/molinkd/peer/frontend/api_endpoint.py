@@ -26,6 +26,7 @@ def api_settings(settings: Settings) -> ApiSettings:
         api_keys=settings.api_keys,
         allowed_hosts=settings.allowed_hosts,
         cors_origins=settings.cors_origins,
+        share_prefix_cache=settings.share_prefix_cache,
         max_body_bytes=settings.max_body,
         shutdown_grace_period_s=min(settings.shutdown_grace_period, MAX_GRACE_PERIOD_S),
         tool_call_parser=settings.tool_call_parser,

@@ -367,8 +367,8 @@ class SwarmBackend:
         """Keep the request's pipeline if it is usable, else let the router choose one."""
         now = self._clock.time()
         if active.target not in targets:
-            prompt = active.stream.request.prompt_token_ids
-            active.target = self._routing.choose_pipeline(active.stream.key, prompt, targets, now)
+            request = active.stream.request
+            active.target = self._routing.choose_pipeline(active.stream.key, request, targets, now)
             active.num_tokens, active.num_alternatives = 0, max(0, len(targets) - 1)
         reason = "" if targets else self._schedulers.unready_reason(active.stream.request.model)
         if reason:
