@@ -82,7 +82,7 @@ def test_a_pc_is_let_in_by_its_code(loopback: Loopback, tools: type[Tools]) -> N
     tools.wait_for(lambda: f"molink approve {code}" in loopback.up.output, loopback.up)
     assert code in tools.run_molink(loopback.first, "approve").stdout
     done = tools.run_molink(loopback.first, "approve", code)
-    assert (done.returncode, done.stdout) == (0, "second joined.\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, '"second" joined.\n'), done.stderr
     second.found()
     tools.wait_for(lambda: "second" in loopback.names(), second)
     assert loopback.up.status()["pairing_requests"] == []
@@ -122,7 +122,7 @@ def test_a_copied_state_folder(loopback: Loopback, tools: type[Tools]) -> None:
 def test_refused_or_given_up(loopback: Loopback, tools: type[Tools]) -> None:
     third = loopback.join("third")
     done = tools.run_molink(loopback.first, "approve", shown_code(third, tools), "--refuse")
-    assert done.stdout == "third was rejected.\n", done.stderr
+    assert done.stdout == '"third" was rejected.\n', done.stderr
     assert third.process.wait(60) == 10
     assert "the swarm refused this PC" in third.output
     if sys.platform == "win32":
@@ -212,7 +212,7 @@ def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
         tools.wait_for(lambda: f"molink approve {code}" in up.output, up)
         up.type(code)
         tools.wait_for(lambda: f"show the same code, {code}?" in join.output, join)
-        assert "second joined." in up.output
+        assert '"second" joined.' in up.output
         join.type("y")
         tools.wait_for(lambda: "is ready" in join.output, join)
         assert "at 10.77.0.1." in join.output

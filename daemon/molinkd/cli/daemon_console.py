@@ -10,6 +10,7 @@ from rich.segment import ControlType
 
 from molink.plaintext import printable
 from molink.swarm.artifacts.transfer import estimate_eta
+from molink.swarm.membership.sanitize import quote_name
 from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli.pairing_prompt import PairingPrompt, TypedLines
@@ -153,7 +154,7 @@ class DaemonConsole:
         """Announce new pairing requests."""
         for one in event.pairings:
             if one not in self._shown_pairings:
-                name, address = escape(one.name), escape(one.address)
+                name, address = escape(quote_name(one.name)), escape(one.address)
                 action = "type the code here, or run" if self._pairing_prompt is not None else "run"
                 self._print_markup(
                     f"\n[bold]{name}[/bold] ({address}) wants to join with code "

@@ -12,6 +12,7 @@ import typer
 from molink.errors import MolinkError, PairingRefused, TokenError, Unavailable, UsageError
 from molink.plaintext import printable
 from molink.swarm.membership.pairing import CODE_DIGITS, normalize_code
+from molink.swarm.membership.sanitize import quote_name
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def approve(
             return
         for one in pairings:
             ago = max(0, round(time.time() - one["since"]))
-            text = f"{one['code']}  {one['name']} ({one['address']}), for {ago} s"
+            text = f"{one['code']}  {quote_name(one['name'])} ({one['address']}), for {ago} s"
             print(printable(text))
         if pairings:
             command = place.format_command("approve CODE")
@@ -68,7 +69,7 @@ def approve(
     if as_json:
         print(json.dumps({"name": name, "admitted": not refuse}))
     else:
-        print(printable(f"{name} was rejected." if refuse else f"{name} joined."))
+        print(f"{quote_name(name)} {'was rejected' if refuse else 'joined'}.")
 
 
 def is_address(text: str) -> bool:

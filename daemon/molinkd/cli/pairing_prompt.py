@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from molink.errors import MolinkError
+from molink.swarm.membership.sanitize import quote_name
 
 #: Maximum length of a line.
 _MAX_CHARACTERS = 256
@@ -115,6 +116,6 @@ class PairingPrompt:
             if line is None or not line.strip():
                 continue
             try:
-                self._say(f"{self._approve(line.strip())} joined.")
+                self._say(f"{quote_name(self._approve(line.strip()))} joined.")
             except MolinkError as error:
                 self._say(f"molink: {error}")

@@ -18,6 +18,7 @@ from molink.swarm.controller.status_schema import (
     short_device_name,
 )
 from molink.swarm.election.terms import epoch_text
+from molink.swarm.membership.sanitize import quote_name
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli.daemon_console import transfer_text
 from molinkd.cli.units import format_size
@@ -52,7 +53,7 @@ def show_status(
         say(_pipeline_text(pipeline, of))
     for request in status.pairing_requests:
         approve = format_command(f"approve {request.code}")
-        text = f"{request.name} ({request.address}) wants to join: {approve}"
+        text = f"{quote_name(request.name)} ({request.address}) wants to join: {approve}"
         say(f"{text} if that PC shows the same code", "yellow")
     if status.revoked:
         revoked = ", ".join(f"{one.name} ({one.id})" for one in status.revoked)

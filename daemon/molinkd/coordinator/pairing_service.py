@@ -123,6 +123,6 @@ class PairingService:
 
     def _admit_joiner(self, public_key: str, name: str, approver: str) -> None:
         member = self._membership.admit_peer(public_key, name, approver)
-        log.info("%s (%s) was paired by %s", member.name, member.peer, approver)
+        log.info('"%s" (%s) was paired by %s', member.name, member.peer, approver)
         if member.peer not in self._fleet.registry.members:
             self._dispatch_event(MemberAddedEvent(member))

@@ -14,6 +14,7 @@ from msgspec import structs
 from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_demo_model
 from molink.errors import MolinkError
 from molink.swarm.frontend.stream import StreamLimits
+from molink.swarm.membership.sanitize import sanitize_pairings
 from molink.swarm.membership.versions import own_version
 from molink.wire.messages.admin import LeaveRequest, StatusRequest
 from molink.wire.messages.base import Payload
@@ -328,7 +329,9 @@ class Node:
                 if message.text:
                     self._announce_problem(message.text)
             case PendingPairings():
-                self._resources.announce(PairingsChangedEvent(pairings=message.pairings))
+                self._resources.announce(
+                    PairingsChangedEvent(pairings=sanitize_pairings(message.pairings))
+                )
             case Prefetch() | Assign() | StageProfile() | FormPipeline() | Unassign():
                 self._stages.handle_order(self._relay.routes.localize_order(message))
             case Route():

@@ -24,6 +24,7 @@ from molink.link.policies.create import POLICIES
 from molink.scheduler.policies.create import SCHEDULING_POLICIES
 from molink.swarm.agent.pause_policy import DailyWindow
 from molink.swarm.membership.discovery import PAIRING_PORT
+from molink.swarm.membership.sanitize import sanitize_name
 from molink.text.tool_calls.create import ToolCallParserChoice
 from molink.wire.sockets.secrets import write_secret
 from molinkd.peer.home import Home
@@ -149,6 +150,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
+        if self.name != sanitize_name(self.name, ""):
+            raise ValueError(
+                f"`name` has letters, digits, single spaces and - _ . ' only, not {self.name!r}"
+            )
         match = _STAGE.match(self.stage)
         if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
             raise ValueError(f"`stage` is auto, none or A:B with A < B, not {self.stage!r}")
@@ -398,7 +403,7 @@ def _parse_api_keys(parts: list[str], where: str) -> dict[str, str]:
 
 
 def _pc_name() -> str:
-    return (platform.node().split(".")[0] or "peer")[:64]
+    return sanitize_name(platform.node().split(".")[0], "peer")
 
 
 _Option = str | int | float | bool

@@ -20,6 +20,7 @@ from molink.swarm.controller.records import (
     MemberRecord,
     PipelineRecord,
 )
+from molink.swarm.membership.sanitize import sanitize_name
 
 #: Bytes of an encoded replica, the limit of a message's payload.
 MAX_REPLICA_BYTES = 256 << 10
@@ -78,7 +79,7 @@ class Replica:
 
 
 def decode_replica(data: bytes | memoryview) -> Replica:
-    """Decode a replica.
+    """Decode a replica, and sanitize its names.
 
     Raises:
         StateError: it is invalid, or a member's id doesn't match its key.
@@ -90,7 +91,16 @@ def decode_replica(data: bytes | memoryview) -> Replica:
     for member in found.members:
         if not member.public_key.isascii() or member.peer != derive_peer_id(member.public_key):
             raise StateError(f"the replica names {member.peer} with another peer's key")
-    return found
+    name = sanitize_name(found.name, found.swarm)
+    return replace(found, name=name, members=tuple(map(_sanitize_member, found.members)))
+
+
+def _sanitize_member(member: MemberRecord) -> MemberRecord:
+    announced = member.announced
+    if announced is not None:
+        name = sanitize_name(announced.name, member.peer)
+        announced = msgspec.structs.replace(announced, name=name)
+    return replace(member, name=sanitize_name(member.name, member.peer), announced=announced)
 
 
 def includes_version(

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from molink.facts.identity import derive_peer_id
+from molink.swarm.membership.sanitize import sanitize_name
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.messages.worker_pipe import PeerKey, PeerKeys
 
@@ -21,9 +24,10 @@ class AddressBook:
         self.on_peer_removed: Callable[[str], None] = lambda _: None
 
     def add_peer(self, info: PeerInfo) -> bool:
-        """Add an announced peer; ``False`` if its id doesn't match its key."""
+        """Add an announced peer under a sanitized name; ``False`` if its id isn't its key's."""
         if info.peer != derive_peer_id(info.public_key):
             return False
+        info = msgspec.structs.replace(info, name=sanitize_name(info.name, info.peer))
         self._unconfirmed.discard(info.peer)
         if info.peer != self._own_key.peer and self._peers.get(info.peer) != info:
             self._peers[info.peer] = info

@@ -2,24 +2,71 @@
 
 import math
 import re
+import unicodedata
 
 import msgspec
 
 from molink.facts.profile import MAX_SLOWDOWN
 from molink.plaintext import printable
 from molink.swarm.placement.placement import parse_layers
+from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.peer_reports import PeerReport, PrefetchState, StageFailed
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:%-]{1,64}\Z")
 #: Characters of a name; a column of ``molink status`` has room for them.
 _MAX_NAME_CHARS = 64
+#: What names of PCs consist of: letters of every language with their marks, digits, and these.
+_NAME_CATEGORIES = frozenset({"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Nd"})
+_NAME_PUNCTUATION = frozenset("-_.'\N{RIGHT SINGLE QUOTATION MARK} ")
+#: Letters that are invisible or look like quotes and colons.
+_UNUSUAL_LETTERS = re.compile(
+    "[\u02b0-\u02ff\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0"
+    "\U000e0100-\U000e01ef]"
+)
+#: Ends the name of a further device of a PC.
+_DEVICE = re.compile(r"/(?:cpu|cuda:[0-9]{1,2})(?:\.[0-9]{1,2})?\Z")
+_CODE = re.compile(r"[0-9]{4}-[0-9]{4}\Z")
 #: Characters of a reason; the header that carries it holds a ring's addresses too.
 MAX_REASON_CHARS = 512
 
 
 def sanitize_name(name: str, default: str) -> str:
-    """A name without control characters; ``default`` if nothing is left."""
-    return "".join(c for c in name if c.isprintable()).strip()[:_MAX_NAME_CHARS] or default
+    """The name of a PC or swarm; ``default`` if nothing is left.
+
+    It keeps only characters of names, so that a name can't imitate the text around it.
+    """
+    device = _DEVICE.search(name)
+    label = device[0] if device else ""
+    kept = "".join(c for c in _UNUSUAL_LETTERS.sub("", name.removesuffix(label)) if _is_of_name(c))
+    kept = " ".join(kept.split())[: _MAX_NAME_CHARS - len(label)].strip()
+    return f"{kept}{label}" if kept else default
+
+
+def _is_of_name(character: str) -> bool:
+    return character in _NAME_PUNCTUATION or unicodedata.category(character) in _NAME_CATEGORIES
+
+
+def quote_name(name: str) -> str:
+    """The name of a PC that is no member, for a sentence; it can't end the quotes."""
+    return f'"{sanitize_name(name, "?")}"'
+
+
+def sanitize_label(text: str, default: str) -> str:
+    """A short text without control characters; ``default`` if nothing is left."""
+    return "".join(c for c in text if c.isprintable()).strip()[:_MAX_NAME_CHARS] or default
+
+
+def sanitize_pairings(pairings: tuple[PendingPairing, ...]) -> tuple[PendingPairing, ...]:
+    """Pending requests as the leader reports them, without those that have no valid code."""
+    return tuple(
+        msgspec.structs.replace(
+            one,
+            name=sanitize_name(one.name, "?"),
+            address=one.address if _ADDRESS.match(one.address) else "?",
+        )
+        for one in pairings
+        if _CODE.match(one.code)
+    )
 
 
 def sanitize_report(report: PeerReport, peer: str) -> PeerReport:
@@ -28,30 +75,30 @@ def sanitize_report(report: PeerReport, peer: str) -> PeerReport:
     return msgspec.structs.replace(
         report,
         name=sanitize_name(report.name, peer),
-        version=sanitize_name(report.version, "?"),
-        platform=sanitize_name(report.platform, ""),
-        primary_peer="" if report.primary_peer == peer else sanitize_name(report.primary_peer, ""),
-        api_address=sanitize_name(report.api_address, ""),
+        version=sanitize_label(report.version, "?"),
+        platform=sanitize_label(report.platform, ""),
+        primary_peer="" if report.primary_peer == peer else sanitize_label(report.primary_peer, ""),
+        api_address=sanitize_label(report.api_address, ""),
         addresses=tuple(a for a in report.addresses if _ADDRESS.match(a)),
         stage=report.stage if _is_valid_stage(report.stage) else "none",
         models=tuple(model for model in report.models if is_valid_model_name(model)),
         workers=tuple(
             msgspec.structs.replace(
                 worker,
-                pipeline=sanitize_name(worker.pipeline, "?"),
+                pipeline=sanitize_label(worker.pipeline, "?"),
                 slowdown=_sanitize_slowdown(worker.slowdown),
             )
             for worker in report.workers
         ),
         prefetch=_sanitize_prefetch(report.prefetch),
         transfers=tuple(
-            msgspec.structs.replace(one, source=sanitize_name(one.source, ""))
+            msgspec.structs.replace(one, source=sanitize_label(one.source, ""))
             for one in report.transfers
             if is_valid_model_name(one.model)
         ),
         device=msgspec.structs.replace(
             device,
-            name=sanitize_name(device.name, device.kind),
+            name=sanitize_label(device.name, device.kind),
             read_rate=rate if math.isfinite(rate) and rate > 0 else 0.0,
         ),
     )

@@ -228,11 +228,11 @@ def test_approving(
     monkeypatch.setattr(daemon_client, "decide_pairing", judge)
     assert run(["approve"]) == 0
     out = capsys.readouterr().out
-    assert "4827-1931  p\\x1bc (10.0.0.1)" in out
+    assert '4827-1931  "pc" (10.0.0.1)' in out
     assert run(["approve", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == pairings
     assert run(["approve", "4827-1931"]) == 0
-    assert capsys.readouterr().out == "p\\x1bc joined.\n"
+    assert capsys.readouterr().out == '"pc" joined.\n'
     assert run(["approve", "4827-1931", "--refuse", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"name": "p\x1bc", "admitted": False}
     assert judged == [("4827-1931", False), ("4827-1931", True)]
@@ -274,7 +274,7 @@ def test_codes_are_read_while_requests_are_pending() -> None:
     assert not lines.read.is_set()
     bell.set_pending(pending=True)
     assert lines.read.wait(30)
-    assert said == ["molink: no PC that waits shows 1111-1111", "pc joined."]
+    assert said == ["molink: no PC that waits shows 1111-1111", '"pc" joined.']
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a console's keys can't be piped")
@@ -299,10 +299,11 @@ def test_a_demo_is_not_announced() -> None:
 
 def test_pairing_requests_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     console = DaemonConsole()
-    pc = PendingPairing(name="[bold]p\x1bc", code="4827-1931", address="10.0.0.1")
+    name = "x (10.0.0.1) wants to join with code 1111-2222\x1b[bold]"
+    pc = PendingPairing(name=name, code="4827-1931", address="10.0.0.7")
     console.show_event(PairingsChangedEvent(pairings=(pc,)))
     out = capsys.readouterr().out
-    assert "[bold]p\\x1bc (10.0.0.1) wants to join" in out
+    assert '"x 10.0.0.1 wants to join with code 1111-2222bold" (10.0.0.7) wants to join' in out
     assert "molink approve 4827-1931" in out
     other = PendingPairing(name="pc", code="0000-0001", address="10.0.0.1")
     console.show_event(PairingsChangedEvent(pairings=(pc, other)))

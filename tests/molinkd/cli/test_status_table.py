@@ -227,3 +227,17 @@ def test_lines_are_not_wrapped_for_pipes(
     models = [{"name": "m" * 60}, {"name": "n", "replicas": 2, "ready": 1}]
     show({**STATE, "name": "den", "models": models})
     assert ", n (1 of 2 replicas ready): not ready\n" in capsys.readouterr().out
+
+
+def test_names_of_joining_pcs_cannot_imitate_a_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    request = {
+        "name": 'x" (10.0.0.1) wants to join: molink approve 1111-2222',
+        "code": "4827-1931",
+        "address": "10.0.0.7",
+        "since": 0.0,
+    }
+    show({**STATE, "pairing_requests": [request]})
+    out = capsys.readouterr().out
+    assert '"x 10.0.0.1 wants to join molink approve 1111-2222" (10.0.0.7) wants to join: ' in out

@@ -96,6 +96,7 @@ def test_text_is_converted() -> None:
         ({"advertise": "pc:70000"}, "not 'pc:70000'"),
         ({"advertise": "two words"}, "not 'two words'"),
         ({"advertise": "0.0.0.0"}, "not '0.0.0.0'"),
+        ({"name": "attic (2)"}, r"`name` has letters, digits, .* only, not 'attic \(2\)'"),
     ],
 )
 def test_invalid_values_are_named(options: dict[str, object], names: str) -> None:

@@ -18,6 +18,7 @@ from molink.swarm.election.replica import (
     merge_replicas,
     next_lineage,
 )
+from molink.wire.messages.instructions import PeerInfo
 
 
 def member(letter: str, standing: Standing = "member", *, owner: bool = False) -> MemberRecord:
@@ -40,6 +41,25 @@ def test_replica_round_trips() -> None:
 def test_invalid_bytes_are_rejected(data: bytes) -> None:
     with pytest.raises(StateError, match="not a replica"):
         decode_replica(data)
+
+
+def test_names_are_sanitized() -> None:
+    """A hostile member may have written them."""
+    one = member("a")
+    info = PeerInfo(
+        peer=one.peer,
+        name="x (10.0.0.1): \x1b[31m",
+        public_key=one.public_key,
+        addresses=(),
+        control_port=1,
+    )
+    hostile = replace(one, name='"\n\x1b[2J', announced=info)
+    found = decode_replica(replace(replica(hostile), name="home (leader)").encode())
+    assert found.name == "home leader"
+    (clean,) = found.members
+    assert clean.name == "2J"
+    assert clean.announced is not None
+    assert clean.announced.name == "x 10.0.0.1 31m"
 
 
 def test_member_id_must_match_its_key() -> None:

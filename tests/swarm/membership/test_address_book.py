@@ -29,6 +29,15 @@ def make() -> tuple[AddressBook, list[str], list[str]]:
     return book, came, gone
 
 
+def test_names_are_sanitized() -> None:
+    book, came, _ = make()
+    other = member(KeyPair.generate(), name='x" (10.0.0.1): \x1b[31m')
+    assert book.add_peer(other)
+    assert book.add_peer(other)
+    assert came == [other.peer]
+    assert book.name_of(other.peer) == "x 10.0.0.1 31m"
+
+
 def test_peers_are_added_and_removed() -> None:
     book, came, gone = make()
     other = member(KeyPair.generate())

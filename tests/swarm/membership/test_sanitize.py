@@ -3,19 +3,79 @@ import pytest
 
 from molink.swarm.membership.sanitize import (
     is_valid_model_name,
+    quote_name,
     sanitize_failure,
     sanitize_name,
+    sanitize_pairings,
     sanitize_report,
 )
+from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.peer_reports import StageFailed, TransferState
 from tests.support.fake_fleet import Kit
 
 
 def test_names_are_sanitized() -> None:
-    assert sanitize_name("  my PC\x1b[31m\n\u202e ", "p") == "my PC[31m"
+    assert sanitize_name("  my PC\x1b[31m\n\u202e ", "p") == "my PC31m"
     assert sanitize_name("\0\n", "p") == "p"
     assert len(sanitize_name("x" * 200, "p")) == 64
-    assert sanitize_name("Jürgens Büro", "p") == "Jürgens Büro"
+    assert len(sanitize_name("x" * 200 + "/cuda:1", "p")) == 64
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Jürgens Büro",
+        "DESKTOP-4F2K_1",
+        "anna.lan",
+        "Anna’s PC",
+        "O'Neil",
+        "研究室サーバー",
+        "कार्यालय",
+        "Ju\N{COMBINING DIAERESIS}rgen",
+        "attic/cuda:1",
+        "attic/cpu.2",
+    ],
+)
+def test_names_of_pcs_are_kept(name: str) -> None:
+    assert sanitize_name(name, "p") == name
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        (
+            "x (10.0.0.1) wants to join: molink approve 1111-2222",
+            "x 10.0.0.1 wants to join molink approve 1111-2222",
+        ),
+        (
+            'x" (10.0.0.1), run\n\n  molink approve 1111-2222',
+            "x 10.0.0.1 run molink approve 1111-2222",
+        ),
+        ("x＂ （y）： ː ʺ “z” «»", "x y z"),
+        ("a\u3000\u00a0b   c", "ab c"),
+        ("\u3164\u2800\ufe0f", "p"),
+        ("a/b/cuda:1", "ab/cuda:1"),
+        ("/cuda:1", "p"),
+        ("[bold]a[/bold] <b>&", "boldabold b"),
+        ("\ud800a", "a"),
+    ],
+)
+def test_names_cannot_imitate_the_text_around_them(name: str, clean: str) -> None:
+    assert sanitize_name(name, "p") == clean
+    assert sanitize_name(clean, "p") == clean
+    assert quote_name(name).strip('"') == ("?" if clean == "p" else clean)
+    assert quote_name(name).count('"') == 2
+
+
+def test_pairings_are_sanitized() -> None:
+    """A hostile leader reports them."""
+    good = PendingPairing(name="pc", code="1111-2222", address="10.0.0.1")
+    strange = PendingPairing(name='x" (', code="3333-4444", address="10.0.0.1) joined (")
+    invalid = PendingPairing(name="pc", code="1; reboot", address="10.0.0.1")
+    assert sanitize_pairings((good, strange, invalid)) == (
+        good,
+        PendingPairing(name="x", code="3333-4444", address="?"),
+    )
 
 
 def test_reports_are_sanitized(kit: Kit) -> None:

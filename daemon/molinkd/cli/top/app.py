@@ -17,6 +17,7 @@ from textual.widgets import Input, Static
 from molink.errors import MolinkError
 from molink.plaintext import sanitize_text
 from molink.swarm.controller.status_schema import SwarmStatus
+from molink.swarm.membership.sanitize import quote_name
 from molink.wire.messages.admin import (
     DrainRequest,
     PairingDecisionReply,
@@ -318,7 +319,7 @@ def _outcome_text(message: UserAction, reply: ControlMessage) -> str:
         if message.drain:
             return "Draining this PC; its layers move as soon as other PCs can take them."
         return "This PC can hold layers again."
-    name = sanitize_text(reply.name) if isinstance(reply, PairingDecisionReply) else "The PC"
+    name = quote_name(reply.name) if isinstance(reply, PairingDecisionReply) else "The PC"
     return f"{name} was rejected." if message.refuse else f"{name} joined."
 
 

@@ -16,6 +16,7 @@ from molink.swarm.controller.status_schema import (
     format_percent,
     short_device_name,
 )
+from molink.swarm.membership.sanitize import quote_name
 
 #: Maximum number of notices, which leaves room for the rest.
 _MAX_NOTICES = 4
@@ -158,9 +159,7 @@ def make_view(status: SwarmStatus, *, demo: bool = False) -> SwarmView:
         offline=len(pcs) - online,
         notices=_limit_notices(list(_make_notices(status, names))),
         pairings=tuple(
-            PairingView(
-                sanitize_text(one.name), sanitize_text(one.code), sanitize_text(one.address)
-            )
+            PairingView(quote_name(one.name), sanitize_text(one.code), sanitize_text(one.address))
             for one in status.pairing_requests
         ),
         rings=tuple(
