@@ -276,6 +276,9 @@ class RequestStream:
         late = bool(self._max_queue_s) and now >= self._started_at + self._max_queue_s
         if self._target is not None and now >= self._retry_at and not late:
             return self._submit(self._target, now)
+        if late and self._target is not None:
+            text = f"the request was not started within {self._max_queue_s:g} s (`max_queue_time`)"
+            return self._fail_stream(Overloaded(text, self._limits.retry_delay_s))
         if now >= self._deadline:
             assert self._waiting_since is not None
             return self._fail_stream(

@@ -138,6 +138,35 @@ async def test_bad_fields_of_a_chat(client: TestClient, fields: dict[str, Any], 
     assert param.split(".")[0].split("[")[0] in error["message"]
 
 
+#: Numbers of a request that aren't integers, and whether 0 is one of their values.
+FLOATS = {
+    "temperature": True,
+    "top_p": True,
+    "min_p": True,
+    "presence_penalty": True,
+    "frequency_penalty": True,
+    "repetition_penalty": False,
+    "timeout": False,
+    "max_queue_time": False,
+}
+
+
+@pytest.mark.parametrize("field", FLOATS)
+async def test_extreme_numbers_are_valid_or_named(client: TestClient, field: str) -> None:
+    """A number too small to matter counts as 0."""
+    body = '{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "%s": %s}'
+    path = "/v1/chat/completions"
+    for number in ("5e-324", "1e-320", "-0.0"):
+        answer = await client.post(path, data=body % (field, number), headers=JSON)
+        if FLOATS[field]:
+            assert answer.status == 200, await answer.text()
+        else:
+            assert (await problem(answer, 400))["param"] == field
+    for number in ("-5", "1e300", "NaN", "Infinity", "-Infinity", "1e999"):
+        answer = await client.post(path, data=body % (field, number), headers=JSON)
+        assert (await problem(answer, 400))["param"] in (field, None)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

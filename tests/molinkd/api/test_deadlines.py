@@ -64,7 +64,17 @@ async def test_the_fields_are_in_every_protocol(
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("timeout", 0), ("timeout", 86401), ("timeout", "10s"), ("priority", 0.5)],
+    [
+        ("timeout", 0),
+        ("timeout", 86401),
+        ("timeout", "10s"),
+        ("timeout", 5e-324),
+        ("max_queue_time", 5e-324),
+        ("max_queue_time", -0.0),
+        ("max_queue_time", -1),
+        ("max_queue_time", 9.9e-4),
+        ("priority", 0.5),
+    ],
 )
 async def test_invalid_values_are_rejected(
     client: TestClient, path: str, field: str, value: object

@@ -96,7 +96,9 @@ def test_queue_time_bounds_the_wait_for_a_pipeline() -> None:
     assert stream.next_wake_at == 3.0
     assert isinstance(failure(stream.wake(3.0)), Unavailable)
     late = RequestStream("k", request, LIMITS, 0.0)
-    assert isinstance(failure(late.set_target(ONE, 3.0)), Unavailable)
+    error = failure(late.set_target(ONE, 3.0))
+    assert isinstance(error, Overloaded), "there is a pipeline"
+    assert str(error) == "the request was not started within 3 s (`max_queue_time`)"
 
 
 def test_new_epoch_resubmits_prompt_and_emitted_tokens() -> None:

@@ -32,7 +32,8 @@ MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CACHE_SALT_LENGTH)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+#: From a millisecond to a day; shorter limits pass before a request can start.
+Seconds = Annotated[float, msgspec.Meta(ge=1e-3, le=86400)]
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CALL_ID_LENGTH)]
 
