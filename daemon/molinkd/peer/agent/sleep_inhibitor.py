@@ -9,6 +9,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 
 from molinkd.platform import child_options
 
@@ -24,6 +25,8 @@ class SleepInhibitor:
     def __init__(self) -> None:
         self._needed = False
         self._inhibitor: subprocess.Popen[bytes] | None = None
+        #: Reaps the inhibitor whenever it ends.
+        self._reaper = threading.Thread()
 
     def inhibit_sleep(self, needed: bool) -> None:
         """Inhibit system sleep, or allow it. The display may turn off either way."""
@@ -45,7 +48,7 @@ class SleepInhibitor:
             assert self._inhibitor.stdin is not None
             with contextlib.suppress(OSError):
                 self._inhibitor.stdin.close()
-            self._inhibitor.wait()
+            self._reaper.join()
             self._inhibitor = None
 
     def _start_inhibitor(self) -> None:
@@ -64,6 +67,17 @@ class SleepInhibitor:
             )
         except OSError as error:
             log.info("can't inhibit sleep: %s", error)
+            return
+        self._reaper = threading.Thread(
+            target=_reap_inhibitor, args=(self._inhibitor,), name="molink-inhibitor", daemon=True
+        )
+        self._reaper.start()
+
+
+def _reap_inhibitor(inhibitor: "subprocess.Popen[bytes]") -> None:
+    status = inhibitor.wait()
+    if status:
+        log.info("can't inhibit sleep: systemd-inhibit ended with status %d", status)
 
 
 def _set_windows_sleep(needed: bool) -> None:

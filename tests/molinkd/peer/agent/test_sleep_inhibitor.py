@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,27 @@ def test_the_lock_is_held_while_needed(tmp_path: Path, monkeypatch: pytest.Monke
     awake.inhibit_sleep(True)
     awake.close()
     assert model_files() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has systemd-inhibit")
+def test_an_inhibitor_that_fails_is_reaped_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It leaves no zombie until sleep is allowed again."""
+    inhibit = tmp_path / "systemd-inhibit"
+    inhibit.write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
+    inhibit.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    before = psutil.Process().children()
+    awake = SleepInhibitor()
+    with caplog.at_level("INFO"):
+        awake.inhibit_sleep(True)
+        until = time.monotonic() + 30
+        while psutil.Process().children() != before:  # zombies are listed
+            assert time.monotonic() < until, "a zombie is left"
+            time.sleep(0.01)
+        awake.close()
+    assert "systemd-inhibit ended with status 3" in caplog.text
 
 
 def test_without_the_command_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
