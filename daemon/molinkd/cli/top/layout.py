@@ -59,10 +59,11 @@ def header_lines(view: SwarmView, width: int, *, stale: bool = False) -> list[Te
         state,
         f"  {epochs}",
     )
-    return [_crop_line(first, width), _crop_line(Text(_totals_text(view)), width)]
+    return [_crop_line(first, width), _crop_line(Text(_totals_text(view, width)), width)]
 
 
-def _totals_text(view: SwarmView) -> str:
+def _totals_text(view: SwarmView, width: int) -> str:
+    """Return the totals; what doesn't fit ``width`` columns is dropped from the end."""
     running = sum(ring.running for ring in view.rings)
     waiting = sum(ring.waiting for ring in view.rings)
     rate = sum(ring.tokens_per_s for ring in view.rings)
@@ -74,13 +75,18 @@ def _totals_text(view: SwarmView) -> str:
     ]
     if len(view.rings) == 1:
         parts += _kv_parts(view.rings[0])
-    return "   ".join(parts)
+    text = "   ".join(parts)
+    while cell_len(text) > width and parts:
+        text = "  ".join(parts)
+        parts.pop()
+    return text
 
 
 def _kv_parts(ring: RingView) -> Iterator[str]:
     if ring.blocks:
-        cached = f"  cached {ring.cached} %" if ring.cached else ""
-        yield f"KV {ring.used_blocks}/{ring.blocks}  K {ring.micro_batches}{cached}"
+        yield f"KV {ring.used_blocks}/{ring.blocks}  K {ring.micro_batches}"
+        if ring.cached:
+            yield f"cached {ring.cached} %"
 
 
 def _scheduler_parts(ring: RingView) -> Iterator[str]:

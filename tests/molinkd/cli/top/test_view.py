@@ -236,6 +236,9 @@ def test_the_totals_fit_a_narrow_screen() -> None:
     }
     status["pipelines"][0]["scheduler"]["requests"][0]["tokens_per_s"] = 2345.6
     assert header_lines(view_of(status), MIN_WIDTH)[1].plain.endswith("K 3")
+    status["pipelines"][0]["scheduler"] |= {"cached": 32}
+    assert header_lines(view_of(status), MIN_WIDTH)[1].plain.endswith("K 3")
+    assert header_lines(view_of(status), 120)[1].plain.endswith("K 3   cached 32 %")
 
 
 def test_units() -> None:
