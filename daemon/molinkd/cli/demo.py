@@ -102,7 +102,8 @@ class DemoConsole:
                 self._stages[number] = event.text
                 self._show_progress(f"peer {number}: {event.text}")
             case ModelReadinessChangedEvent(ready=True):
-                self._print_line(f"peer {number}: {self._stages.get(number, 'no stage')}: ready")
+                stage = self._stages.get(number, "no stage")
+                self._print_line(f"peer {number}: endpoint ready, {stage}")
             case ModelReadinessChangedEvent():
                 self._print_line(f"peer {number}: {event.model} is interrupted")
             case ModelUnavailableEvent() if number == 1:

@@ -410,6 +410,19 @@ def test_daemon_events_cannot_control_the_terminal(capsys: pytest.CaptureFixture
         assert not set("\x1b\x07") & set(text)
 
 
+def test_the_demo_says_whose_endpoint_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    from molinkd.cli.demo import DemoConsole
+    from molinkd.peer.launch import ModelReadinessChangedEvent, StageStatusChangedEvent
+
+    console = DemoConsole()
+    console.show_event(1, StageStatusChangedEvent(text="stage 0 (layers 0:3) ready"))
+    console.show_event(1, ModelReadinessChangedEvent(model="m", ready=True))
+    assert capsys.readouterr().err.splitlines() == [
+        "peer 1: stage 0 (layers 0:3) ready",
+        "peer 1: endpoint ready, stage 0 (layers 0:3) ready",
+    ]
+
+
 def test_pipes_get_utf8() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="cp1252")
