@@ -191,6 +191,15 @@ def test_unknown_system_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("left out: nobody's" in line for line in said)
 
 
+def test_a_system_without_requests_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, setting = SimPlan(TRACE, 0.0, 1e-6), Setting(rate=1, mbps=400)
+    monkeypatch.setattr(SimPlan, "tasks", property(lambda _: [(setting, FIFO)]))
+    monkeypatch.setattr("tools.paperbench.simulated.list_settings", lambda: [setting])
+    said: list[str] = []
+    assert Results(run_simulations(plan, said.append)).names(setting) == []
+    assert said[0].startswith(f"left out: {FIFO.name}")
+
+
 def test_render_writes_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "paper-simulated.json").write_text(json.dumps({"command": "x", **found()}))
     assert main(["--render", "--out", str(tmp_path)]) == 0

@@ -83,8 +83,8 @@ def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]
         for number, done in enumerate(as_completed(running), start=1):
             task = running[done]
             try:
-                runs = found[task.setting].setdefault(task.variant.name, [])
-                runs.append(done.result())
+                outcome = done.result()
+                found[task.setting].setdefault(task.variant.name, []).append(outcome)
             except UsageError as error:
                 say(f"left out: {task.variant.name} at {task.setting.name}: {error}")
             if number % 20 == 0 or number == len(tasks):
