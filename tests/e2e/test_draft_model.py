@@ -37,7 +37,7 @@ def test_the_bundled_model_drafts_for_itself(tmp_path: Path, tools: type[Tools])
             )
         assert answer.choices[0].message.content
         # A worker reports what it has counted a little later.
-        for name in ("guessed_tokens", "draft_tokens_accepted"):
+        for name in ("draft_tokens", "draft_tokens_accepted"):
             counted = f"molink_scheduler_{name}_total"
             tools.wait_for(lambda at=counted: tools.metrics(endpoint)[at] > 10, process)
     finally:

@@ -132,7 +132,7 @@ def test_invalid_reports_do_not_decode(wrong: list[float]) -> None:
 
 
 class Outlet:
-    """Leads to the next stage's :meth:`Ring.arrive`; what is on the way waits in ``wire``."""
+    """Leads to the next stage's :class:`Ring`; what is on the way waits in ``wire``."""
 
     is_full = False
 
@@ -144,7 +144,7 @@ class Outlet:
         self._wire.append((self._to, body))
 
 
-class FakeHead:
+class IdleScheduler:
     """A scheduler without batches that records the ring's links."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Circle:
 
     def __init__(self, stages: int) -> None:
         self.wire: deque[tuple[int, Any]] = deque()
-        self.scheduler = FakeHead()
+        self.scheduler = IdleScheduler()
         self.passed = 0
         receiver: Any = SimpleNamespace(deliver_emissions=lambda *_: None, close=lambda: None)
         executor: Any = None

@@ -25,7 +25,7 @@ class RingLoad:
     """
 
     rows: int
-    flying: int
+    volumes_in_flight: int
     context: int
     has_prefill: bool = False
 
@@ -91,7 +91,9 @@ class RoundTripCosts:
         steps = [_step_s(profile, drafts, load) for profile in times.profiles]
         steps[0] += drafting_s
         sends = [times.send_s(index, rows) for index in range(len(times.links))]
-        return max(sum(steps) + times.transfer_s(rows), load.flying * max([*steps, *sends]))
+        return max(
+            sum(steps) + times.transfer_s(rows), load.volumes_in_flight * max([*steps, *sends])
+        )
 
 
 def _step_s(profile: Profile, drafts: int, load: RingLoad) -> float:

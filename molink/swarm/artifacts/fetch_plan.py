@@ -55,7 +55,7 @@ class ChunkRun:
             yield replace(self, index=self.index + number, offset=offset, count=1)
 
     def check_data(self, data: bytes) -> None:
-        """Verify ``data`` against these chunks; raises like :meth:`Unit.check`."""
+        """Verify ``data`` against these chunks; raises like ``part.verify_chunk``."""
         for number in range(self.count):
             chunk = data[number * CHUNK_BYTES :]
             last = number == self.count - 1

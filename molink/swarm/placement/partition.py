@@ -34,7 +34,7 @@ class StageCosts:
 
     @classmethod
     def from_footprint(cls, need: Footprint, tokens: int = 0, draft: int = 0) -> "StageCosts":
-        """Costs as :meth:`~molink.facts.footprint.Footprint.needs` sums them up.
+        """Costs as :meth:`~molink.facts.footprint.Footprint.min_bytes` sums them up.
 
         Includes KV for ``tokens`` tokens, if that exceeds the minimum, and ``draft`` bytes of a
         draft model in addition to the first stage.

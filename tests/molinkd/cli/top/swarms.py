@@ -87,7 +87,14 @@ def ring(names: list[str], layers: int = 24, **pipeline: Any) -> dict[str, Any]:
         "model": "qwen3-8b",
         "peers": peers,
         "pipelines": [
-            {"id": "p1", "epoch": 3, "ready": True, "stages": stages, "scheduler": scheduler, **pipeline}
+            {
+                "id": "p1",
+                "epoch": 3,
+                "ready": True,
+                "stages": stages,
+                "scheduler": scheduler,
+                **pipeline,
+            }
         ],
         "story": ["100.0 epoch 3: alice 0:8, bob 8:16", "112.5 epoch 3 is ready"],
         "clock": 120.0,
