@@ -1,9 +1,10 @@
-"""Differences between file systems."""
+"""Differences between file systems, and names that are safe on all of them."""
 
 import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 #: Windows refuses to replace or delete a file while another process, such as a virus scanner, reads
@@ -12,8 +13,13 @@ _IS_WINDOWS = sys.platform == "win32"
 _PAUSE_S = 0.05
 #: Names that Windows reserves for devices, with any extension.
 _DEVICES = frozenset(
-    {"con", "prn", "aux", "nul"} | {f"{port}{n}" for port in ("com", "lpt") for n in range(10)}
+    {"con", "prn", "aux", "nul", "conin$", "conout$"}
+    | {f"{port}{n}" for port in ("com", "lpt") for n in "0123456789\u00b9\u00b2\u00b3"}
 )
+#: Characters that Windows forbids in names; ``:`` begins an alternate stream, ``\\`` a folder.
+_FORBIDDEN = frozenset('<>:"|?*\\')
+#: Maximum length of a name in bytes, and of a relative path.
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024
 
 T = TypeVar("T")
 
@@ -37,10 +43,58 @@ def retry_while_busy(act: Callable[[], T], seconds: float = 2.0) -> T:
 def make_plain_name(text: str, otherwise: str) -> str:
     """``text`` as (the start of) a file name that is valid on any file system."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:64].strip("._") or otherwise
-    return f"_{plain}" if plain.partition(".")[0].lower() in _DEVICES else plain
+    return f"_{plain}" if _is_device(plain) else plain
 
 
 def is_plain(name: str) -> bool:
     """Whether ``name`` is a valid, visible file name on any file system."""
     plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name) is not None
-    return plain and not name.endswith(".") and name.partition(".")[0].lower() not in _DEVICES
+    return plain and not name.endswith(".") and not _is_device(name)
+
+
+def find_path_fault(path: str) -> str:
+    """Why ``path`` is no relative path inside a folder on every file system; empty if it is one.
+
+    The parts of ``path`` are separated by ``/``. Windows' rules hold on all systems, so that no
+    path means something else on another PC.
+    """
+    if len(path.encode("utf-8", "surrogatepass")) > _MAX_PATH_BYTES:
+        return f"has more than {_MAX_PATH_BYTES} bytes"
+    return next(filter(None, map(_find_name_fault, path.split("/"))), "")
+
+
+def _find_name_fault(name: str) -> str:
+    if name == "..":
+        return "leads out of its folder"
+    if name in ("", "."):
+        return "is absolute or has an empty part"
+    if not name.isprintable():
+        return "has control characters"
+    if found := _FORBIDDEN.intersection(name):
+        return f"has a {min(found)}, which has a meaning of its own on Windows"
+    if name.endswith((".", " ")):
+        return "ends with a dot or a space"
+    if _is_device(name):
+        return "names a device of Windows"
+    if len(name.encode("utf-8")) > _MAX_NAME_BYTES:
+        return f"has a part of more than {_MAX_NAME_BYTES} bytes"
+    return ""
+
+
+def _is_device(name: str) -> bool:
+    return name.partition(".")[0].rstrip(" ").lower() in _DEVICES
+
+
+def resolve_inside(folder: Path, path: Path) -> Path:
+    """Return ``path`` with links resolved in its parents, checked to be below ``folder``.
+
+    The last part is not followed: replacing or deleting the result affects a link, not its target.
+    Defence in depth for every path that is written or deleted and has a part from the network.
+
+    Raises:
+        OSError: it is outside of ``folder``.
+    """
+    home, found = folder.resolve(), path.parent.resolve() / path.name
+    if found == home or not found.is_relative_to(home) or path.name == "..":
+        raise OSError(f"{found} is outside of {home}: molink neither writes nor deletes it")
+    return found

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.hub import NullCounter
 from molink.checkpoint.model_folder import ModelFolder
-from molink.checkpoint.model_source import NullCounter
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molink.stage.batch import SequenceRows, StageInput

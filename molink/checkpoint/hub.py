@@ -1,13 +1,19 @@
 """Downloads models from the Hugging Face hub into its shared cache.
 
-The hub's library creates the cache layout and fetches small files. Weights are fetched here, so
-that interrupted downloads resume; each is checked against the hub's SHA-256. The library is
-imported late, since that takes half a second and most commands never need it.
+The cache has the layout of the hub's library, which only sends requests and creates links: it would
+name files after the server's ETags. Here, interrupted downloads resume, and each file is checked
+against the hub's hash. The library is imported late, since that takes half a second and most
+commands never need it.
+
+A hub, or a mirror that ``HF_ENDPOINT`` names, may lie. Its names, hashes and commits are checked
+once, in :func:`query_repository`, before any of them becomes part of a path.
 """
 
 import hashlib
+import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -30,7 +36,7 @@ from molink.errors import (
     Unavailable,
 )
 from molink.facts.model import LayerRange
-from molink.files import retry_while_busy
+from molink.files import find_path_fault, resolve_inside, retry_while_busy
 from molink.gguf.gguf_file import find_first_splits
 
 #: Weights and metadata; no pickles.
@@ -41,7 +47,14 @@ DUPLICATE_PATTERNS = ("original/*", "consolidated*", "*/*.safetensors")
 PARTIAL_SUFFIX = ".molink"
 #: Delays between attempts that bring no bytes.
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0)
+#: A commit of a repository, as the hub names it.
+COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
+_SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 _READ_TIMEOUT_S = 30.0
+#: Small files that are fetched at once.
+_MAX_SMALL_FETCHES = 8
+#: Bytes per read when hashing a file.
+_HASHED_BYTES = 1 << 20
 
 
 class ByteCounter(Protocol):
@@ -56,13 +69,35 @@ class ByteCounter(Protocol):
         """Count bytes that are present already."""
 
 
+class NullCounter:
+    """Counts nothing."""
+
+    total = 0
+
+    def add_bytes(self, nbytes: int) -> None: ...
+
+    def add_existing(self, nbytes: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository; only large ones have a ``sha256``."""
+    """A file of a repository; large ones have a ``sha256``, small ones git's ``blob_id``."""
 
     name: str
     nbytes: int
     sha256: str
+    blob_id: str = ""
+
+    def hash_content(self, path: Path) -> str:
+        """Hash a downloaded file as the hub does."""
+        if self.sha256:
+            found = hashlib.sha256()
+        else:
+            found = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+        with path.open("rb") as stream:
+            while data := stream.read(_HASHED_BYTES):
+                found.update(data)
+        return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +111,22 @@ class HubRepository:
 
     @property
     def weight_files(self) -> tuple[HubFile, ...]:
-        """Weight files, which are fetched here."""
+        """Large files, whose progress is counted."""
         return tuple(file for file in self.files if file.sha256)
 
+    @property
+    def small_files(self) -> tuple[HubFile, ...]:
+        """All other files."""
+        return tuple(file for file in self.files if not file.sha256)
+
+    @property
+    def snapshot(self) -> Path:
+        """Folder with the files of this commit by name."""
+        return self.cache / "snapshots" / self.commit
+
     def blob_path(self, file: HubFile) -> Path:
-        """Path of a large file in the cache."""
-        return self.cache / "blobs" / file.sha256
+        """Path of a file in the cache."""
+        return self.cache / "blobs" / (file.sha256 or file.blob_id)
 
     def partial_path(self, file: HubFile) -> Path:
         """Path of its partial download."""
@@ -89,12 +134,29 @@ class HubRepository:
 
     def candidate_paths(self, file: HubFile) -> tuple[Path, Path]:
         """Paths where the complete file may be: by name, and as a blob."""
-        return self.cache / "snapshots" / self.commit / file.name, self.blob_path(file)
+        return self.snapshot / file.name, self.blob_path(file)
+
+    def is_cached(self, file: HubFile) -> bool:
+        """Whether the complete file is cached."""
+        paths = self.candidate_paths(file)
+        return any(one.is_file() and one.stat().st_size == file.nbytes for one in paths)
 
     def count_cached_bytes(self, file: HubFile) -> int:
         """Bytes of the file that are cached."""
         sizes = map(_file_size, (*self.candidate_paths(file), self.partial_path(file)))
         return max(size for size in (0, *sizes) if size <= file.nbytes)
+
+    def open_slot(self, path: Path) -> Path:
+        """Return ``path`` in this cache, ready to be written to: not a link, and in a folder.
+
+        Raises:
+            OSError: it is outside of the cache.
+        """
+        slot = resolve_inside(self.cache, path)
+        slot.parent.mkdir(parents=True, exist_ok=True)
+        if slot.is_symlink():
+            retry_while_busy(slot.unlink)
+        return slot
 
 
 def find_cached(repository: str) -> Path | None:
@@ -138,7 +200,7 @@ def find_only_gguf(repository: str) -> str | None:
     try:
         with translate_hub_errors(repository):
             info = HfApi(endpoint=constants.ENDPOINT).model_info(repository)
-            names = [one.rfilename for one in info.siblings or ()]
+            names = [str(one.rfilename) for one in info.siblings or ()]
     except Unavailable:
         names = _cached_names(repository)
         if not names:
@@ -146,6 +208,8 @@ def find_only_gguf(repository: str) -> str | None:
     if any(fnmatch(name, "*.safetensors") for name in names):
         return None
     found = find_first_splits(name for name in names if fnmatch(name, "*.gguf"))
+    for name in found:
+        _check_name(repository, name)
     return found[0] if len(found) == 1 else None
 
 
@@ -181,10 +245,10 @@ def pull_model(
     disable_progress_bars()
     with translate_hub_errors(repository):
         found = query_repository(repository)
-        small = {file.name for file in found.files} - {file.name for file in found.weight_files}
-        folder = _link_snapshot(found, small)
-        weights = found.weight_files if layers is None else _files_of_layers(found, folder, layers)
-        return fetch_files(found, weights, counter, stop)
+        if layers is None:
+            return fetch_files(found, found.weight_files, counter, stop)
+        folder = fetch_files(found, (), counter, stop)
+        return fetch_files(found, _files_of_layers(found, folder, layers), counter, stop)
 
 
 def fetch_files(
@@ -194,12 +258,14 @@ def fetch_files(
 
     Raises as :func:`pull_model`, and what the hub's library raises.
     """
-    check_disk_space(found, large)
+    small = found.small_files
+    check_disk_space(found, (*small, *large))
+    with ThreadPoolExecutor(_MAX_SMALL_FETCHES, "small-files") as pool:
+        list(pool.map(lambda file: _ensure_file(found, file, NullCounter(), stop), small))
     counter.total = sum(file.nbytes for file in large)
     for file in large:
         _ensure_file(found, file, counter, stop)
-    small = {file.name for file in found.files} - {file.name for file in found.weight_files}
-    return _link_snapshot(found, small | {file.name for file in large})
+    return _link_snapshot(found, (*small, *large))
 
 
 def pull_file(
@@ -211,39 +277,74 @@ def pull_file(
     with translate_hub_errors(repository):
         disable_progress_bars()
         found = query_repository(repository, files=files)
-        check_disk_space(found, found.weight_files)
-        counter.total = sum(one.nbytes for one in found.weight_files)
-        for one in found.weight_files:
-            _ensure_file(found, one, counter, stop)
-        return _link_snapshot(found, {*files}) / files[0]
+        return fetch_files(found, found.weight_files, counter, stop) / files[0]
 
 
 def query_repository(
     repository: str, commit: str | None = None, files: Sequence[str] = ()
 ) -> HubRepository:
-    """Ask the hub about a model, or some ``files`` of it. Raises what its library raises."""
+    """Ask the hub about a model, or some ``files`` of it.
+
+    Raises what the hub's library raises, and:
+        BrokenModel: a file is missing, or a name, hash or size is not what a hub may give.
+    """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
     info = HfApi(endpoint=constants.ENDPOINT).model_info(
         repository, revision=commit, files_metadata=True
     )
+    listed = [(str(one.rfilename), one) for one in info.siblings or ()]
     found = tuple(
-        HubFile(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs is not None else "")
-        for one in info.siblings or ()
-        if (one.rfilename in files if files else _is_wanted(one.rfilename))
+        _check_file(repository, name, one)
+        for name, one in listed
+        if (name in files if files else _is_wanted(name))
     )
     wanted = files or ("*.safetensors",)
     missing = [name for name in wanted if not any(fnmatch(one.name, name) for one in found)]
     if missing:
-        ggufs = [one.rfilename for one in info.siblings or () if fnmatch(one.rfilename, "*.gguf")]
+        ggufs = [name for name, _ in listed if fnmatch(name, "*.gguf")]
         raise BrokenModel(_missing_file_error(repository, missing[0] if files else "", ggufs))
+    if COMMIT_PATTERN.fullmatch(str(info.sha)) is None:
+        raise _refuse_listing(repository, f"gives its commit as {_quote(info.sha)}")
     cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
     return HubRepository(repository, str(info.sha), found, cache)
 
 
+def _check_file(repository: str, name: str, listed: Any) -> HubFile:
+    """Check an entry of the hub's list of files."""
+    _check_name(repository, name)
+    size, lfs = listed.size, listed.lfs
+    if not isinstance(size, int) or size < 0:
+        raise _refuse_listing(repository, f"gives the size of {name} as {_quote(size)}")
+    pattern, digest = (
+        (COMMIT_PATTERN, listed.blob_id) if lfs is None else (_SHA256_PATTERN, lfs.sha256)
+    )
+    if pattern.fullmatch(str(digest)) is None:
+        raise _refuse_listing(repository, f"gives the hash of {name} as {_quote(digest)}")
+    return HubFile(name, size, "", digest) if lfs is None else HubFile(name, size, digest)
+
+
+def _check_name(repository: str, name: str) -> None:
+    if fault := find_path_fault(name):
+        raise _refuse_listing(repository, f"has a file {_quote(name)}, a name that {fault}")
+
+
+def _refuse_listing(repository: str, reason: str) -> BrokenModel:
+    return BrokenModel(
+        f"{repository} on the hub {reason}. Nothing of it was fetched: this hub, or the mirror in "
+        "HF_ENDPOINT, can't be trusted"
+    )
+
+
+def _quote(value: object) -> str:
+    """The start of what a hub sent, without characters that change the terminal."""
+    return ascii(str(value)[:200])
+
+
 def _missing_file_error(repository: str, file: str, ggufs: list[str]) -> str:
-    named = ", ".join(f"{repository}/{name}" for name in find_first_splits(ggufs)[:8])
+    safe = [name for name in find_first_splits(ggufs) if not find_path_fault(name)]
+    named = ", ".join(f"{repository}/{name}" for name in safe[:8])
     hint = f". Name one of its GGUF files: {named}" if named else ""
     return f"{repository} on the hub has no {file or '*.safetensors, which molink reads'}{hint}"
 
@@ -283,25 +384,25 @@ def _files_of_layers(found: HubRepository, folder: Path, layers: LayerRange) -> 
     return tuple(file for file in found.weight_files if file.name in needed)
 
 
-def _link_snapshot(found: HubRepository, names: set[str]) -> Path:
-    """Fetch small files of ``names`` and link all of them into the snapshot folder."""
-    from huggingface_hub import constants, snapshot_download
-
-    # On Windows without developer mode the library copies; duplicates are removed below.
-    constants.HF_HUB_DISABLE_SYMLINKS_WARNING = True
-    folder = Path(
-        snapshot_download(
-            found.id,
-            allow_patterns=sorted(names),
-            cache_dir=constants.HF_HUB_CACHE,
-            endpoint=constants.ENDPOINT,
-        )
+def _link_snapshot(found: HubRepository, files: Iterable[HubFile]) -> Path:
+    """Link cached files into the snapshot folder, and make it the newest."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import (
+        _cache_commit_hash_for_specific_revision,
+        _create_symlink,
     )
-    for file in found.weight_files:  # without links, the library made a copy
-        laid_out, blob = folder / file.name, found.blob_path(file)
-        if file.name in names and not laid_out.is_symlink() and laid_out.is_file():
-            retry_while_busy(partial(blob.unlink, missing_ok=True))
-    return folder
+
+    # On Windows without developer mode the library moves large files, and copies small ones, which
+    # may have several names.
+    constants.HF_HUB_DISABLE_SYMLINKS_WARNING = True
+    for file in files:
+        laid_out, blob = found.candidate_paths(file)
+        if _file_size(laid_out) != file.nbytes or not laid_out.is_file():
+            slot = found.open_slot(laid_out)
+            _create_symlink(str(blob), str(slot), new_blob=bool(file.sha256))
+    found.open_slot(found.cache / "refs" / "main")
+    _cache_commit_hash_for_specific_revision(str(found.cache), "main", found.commit)
+    return found.snapshot
 
 
 # --- one file --------------------------------------------------------------------------------
@@ -310,43 +411,54 @@ def _link_snapshot(found: HubRepository, names: set[str]) -> Path:
 def _ensure_file(
     found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event
 ) -> None:
-    """Download a weight file into the cache unless it is there; check its hash."""
+    """Download a file into the cache unless it is there; check its hash."""
     from huggingface_hub.utils._fixes import WeakFileLock
 
-    blob, partial_path = found.blob_path(file), found.partial_path(file)
-    blob.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(partial_path.with_suffix(".lock")):
+    partial_path = found.open_slot(found.partial_path(file))
+    with WeakFileLock(found.open_slot(partial_path.with_suffix(".lock"))):
         counter.add_existing(found.count_cached_bytes(file))
-        if found.count_cached_bytes(file) == file.nbytes and not partial_path.is_file():
+        if found.is_cached(file) and not partial_path.is_file():
             return
-        _reopen_partial(found, file)
-        _fetch_file(found, file, counter, stop)
-        with partial_path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != file.sha256:
+        _reopen_partial(found, file, partial_path)
+        _fetch_file(found, file, partial_path, counter, stop)
+        digest, expected = file.hash_content(partial_path), file.sha256 or file.blob_id
+        if digest != expected:
             retry_while_busy(partial_path.unlink)
             raise BrokenModel(
-                f"{file.name} of {found.id} is not what the hub says it is (SHA-256 {digest[:16]}… "
-                f"instead of {file.sha256[:16]}…). It was deleted: pull it again"
+                f"{file.name} of {found.id} is not what the hub says it is (hash {digest[:16]}… "
+                f"instead of {expected[:16]}…). It was deleted: pull it again"
             )
+        blob = resolve_inside(found.cache, found.blob_path(file))
         retry_while_busy(lambda: partial_path.replace(blob))
 
 
-def _reopen_partial(found: HubRepository, file: HubFile) -> None:
-    """Reuse an incomplete file in the cache as the partial download if it is longer."""
-    partial_path = found.partial_path(file)
-    for path in (one.resolve() for one in found.candidate_paths(file) if one.is_file()):
-        if _file_size(partial_path) < _file_size(path) < file.nbytes:
-            retry_while_busy(partial(path.replace, partial_path))
-        elif _file_size(path) != file.nbytes:
-            retry_while_busy(partial(path.unlink, missing_ok=True))
+def _reopen_partial(found: HubRepository, file: HubFile, partial_path: Path) -> None:
+    """Reuse an incomplete file in the cache as the partial download if it is longer.
+
+    Links are deleted and never followed: they lead to the blob, or to a file that is not ours.
+    """
+    for path in found.candidate_paths(file):
+        entry, size = resolve_inside(found.cache, path), _file_size(path)
+        if entry.is_symlink():
+            if size != file.nbytes:
+                retry_while_busy(entry.unlink)
+        elif entry.is_file():
+            if _file_size(partial_path) < size < file.nbytes:
+                retry_while_busy(partial(entry.replace, partial_path))
+            elif size != file.nbytes:
+                retry_while_busy(partial(entry.unlink, missing_ok=True))
+    if not file.nbytes:
+        partial_path.touch()
 
 
 def _fetch_file(
-    found: HubRepository, file: HubFile, counter: ByteCounter, stop: threading.Event
+    found: HubRepository,
+    file: HubFile,
+    partial_path: Path,
+    counter: ByteCounter,
+    stop: threading.Event,
 ) -> None:
     """Fetch the rest of a file; retry while that makes progress."""
-    partial_path = found.partial_path(file)
     fruitless = 0
     while (before := _file_size(partial_path)) < file.nbytes:
         reason = "the response was too short"

@@ -20,7 +20,6 @@ from molink.checkpoint import hub
 from molink.checkpoint.hub import is_refusal, network_errors, raise_if_stopped, translate_hub_errors
 from molink.checkpoint.manifest import (
     CHUNK_BYTES,
-    DIGEST_BYTES,
     SHARD_SUFFIX,
     HashedEntry,
     Manifest,
@@ -208,12 +207,8 @@ def find_shards(
 
 
 def _make_shard(file: hub.HubFile) -> ShardEntry | None:
-    try:
-        digest = bytes.fromhex(file.sha256)
-    except ValueError:
-        return None
-    fits = len(digest) == DIGEST_BYTES and is_plain(file.name) and file.nbytes > 0
-    return ShardEntry(file.name, file.nbytes, digest) if fits else None
+    fits = file.sha256 and is_plain(file.name) and file.nbytes > 0
+    return ShardEntry(file.name, file.nbytes, bytes.fromhex(file.sha256)) if fits else None
 
 
 def _merge_tensors(

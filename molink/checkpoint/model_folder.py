@@ -26,6 +26,7 @@ from molink.checkpoint.tensor_layout import TensorShapes, stage_tensors
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.facts.dtypes import WeightDType
 from molink.facts.model import ModelFacts
+from molink.files import find_path_fault
 
 #: Reads a tensor's bytes, locally or remotely; fewer only at the end of its file.
 ReadTensor = Callable[[TensorSpan], bytes]
@@ -155,6 +156,9 @@ def read_weight_map(path: Path) -> dict[str, str]:
     found: Any = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise BrokenModel(f"{path / INDEX_FILE}: weight_map is not an object of file names")
+    for file in set(found.values()):
+        if fault := find_path_fault(file):
+            raise BrokenModel(f"{path / INDEX_FILE}: weight_map has {file[:200]!a}, which {fault}")
     return extract_text_tensors(found, str(path / INDEX_FILE))
 
 

@@ -10,6 +10,7 @@ from molink.checkpoint import hub
 from molink.checkpoint.gguf_import import GGUF_SUFFIX, find_gguf, import_gguf
 from molink.checkpoint.hub_reader import HubModel, find_shards
 from molink.errors import ModelNotFound
+from molink.files import find_path_fault
 from molink.gguf.gguf_file import model_name, split_names
 
 #: The bundled model, and the default.
@@ -18,7 +19,6 @@ _REPOSITORY_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,9
 _HUB_FILE_PATTERN = re.compile(
     rf"({_REPOSITORY_PATTERN.pattern})/([\w.-]+(?:/[\w.-]+)?\.gguf)", re.IGNORECASE
 )
-_COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,6 @@ def find_demo_model() -> ModelSource:
     return ModelSource(DEMO_MODEL_NAME, path)
 
 
-class NullCounter:
-    """Counts nothing."""
-
-    total = 0
-
-    def add_bytes(self, nbytes: int) -> None: ...
-
-    def add_existing(self, nbytes: int) -> None: ...
-
-
 def find_model(
     name_or_path: str | None = None,
     counter: hub.ByteCounter | None = None,
@@ -82,15 +72,14 @@ def find_model(
     """
     if name_or_path is None or name_or_path == DEMO_MODEL_NAME:
         return find_demo_model()
-    counter, stop = counter or NullCounter(), stop or threading.Event()
+    counter, stop = counter or hub.NullCounter(), stop or threading.Event()
     found = find_local_model(name_or_path)
     if found is not None:
         file = find_gguf(found) if found.is_dir() else found
         path = found if file is None else import_gguf(file, unpack_into, counter, stop)
         return ModelSource(name_local_model(found), path)
-    match = _HUB_FILE_PATTERN.fullmatch(name_or_path)
-    if match is not None:
-        asked = match[1], split_names(match[2])
+    asked = _split_hub_file(name_or_path)
+    if asked is not None:
         here = None if compare else hub.find_cached_file(*asked)
         file = here or hub.pull_file(*asked, counter, stop)
         return ModelSource(model_name(file.name), import_gguf(file, unpack_into, counter, stop))
@@ -106,7 +95,7 @@ def find_model(
         if shards is not None:
             return ModelSource(short_name(name_or_path), shards.folder, shards.place, shards)
         cached = hub.pull_model(name_or_path, counter, stop)
-    commit = cached.name if _COMMIT_PATTERN.fullmatch(cached.name) else ""
+    commit = cached.name if hub.COMMIT_PATTERN.fullmatch(cached.name) else ""
     place = f"{name_or_path}@{commit}" if commit else ""
     return ModelSource(short_name(name_or_path), cached, place)
 
@@ -144,18 +133,23 @@ def is_repository(name: str) -> bool:
 
 def is_hub_file(name: str) -> bool:
     """Whether it has the form ``OWNER/NAME/FILE.gguf``."""
-    return _HUB_FILE_PATTERN.fullmatch(name) is not None
+    return _split_hub_file(name) is not None
+
+
+def _split_hub_file(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """Repository and files, with all splits, of ``OWNER/NAME/FILE.gguf``."""
+    match = _HUB_FILE_PATTERN.fullmatch(name)
+    if match is None or find_path_fault(match[2]):
+        return None
+    return match[1], split_names(match[2])
 
 
 def is_local(name: str) -> bool:
     """Whether the model is complete on this PC."""
-    match = _HUB_FILE_PATTERN.fullmatch(name)
-    if match is not None:
-        files = split_names(match[2])
-        return (
-            find_local_model(name) is not None or hub.find_cached_file(match[1], files) is not None
-        )
-    return find_local_model(name) is not None or hub.find_cached(name) is not None
+    if find_local_model(name) is not None:
+        return True
+    asked = _split_hub_file(name)
+    return (hub.find_cached(name) if asked is None else hub.find_cached_file(*asked)) is not None
 
 
 def short_name(repository: str) -> str:

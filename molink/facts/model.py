@@ -10,12 +10,12 @@ from molink.facts.scalars import Count, Index, Text
 #: Layers of a stage, half-open.
 LayerRange = tuple[Index, Index]
 #: Hash of a model's bytes (:mod:`molink.checkpoint.manifest`); empty if unknown.
-Root = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64}:[0-9]{1,8})?$")]
+Root = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64}:[0-9]{1,8})?\Z")]
 #: A model of the Hugging Face hub at a commit, ``OWNER/NAME@COMMIT``; empty if from elsewhere.
 HubRevision = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40})?$"
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40})?\Z"
     ),
 ]
 #: How a stage quantizes its projections (:mod:`molink.checkpoint.quantization`).

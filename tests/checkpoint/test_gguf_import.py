@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.checkpoint.gguf_import import import_gguf, read_gguf_model
+from molink.checkpoint.hub import NullCounter
 from molink.checkpoint.model_folder import ModelFolder
-from molink.checkpoint.model_source import ModelSource, NullCounter, find_model
+from molink.checkpoint.model_source import ModelSource, find_model
 from molink.checkpoint.rope import RopeConfig
 from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
 from molink.text.tokenizer import Tokenizer

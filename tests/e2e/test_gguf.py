@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from molink.checkpoint.gguf_import import import_gguf
-from molink.checkpoint.model_source import NullCounter
+from molink.checkpoint.hub import NullCounter
 from tests.support.gguf_models import Kind, write_gguf
 from tests.support.models import MakeModel
 from tests.support.processes import Tools

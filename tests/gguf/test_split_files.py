@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from molink.checkpoint.gguf_import import import_gguf, read_gguf_model
-from molink.checkpoint.model_source import NullCounter, find_model
+from molink.checkpoint.hub import NullCounter
+from molink.checkpoint.model_source import find_model
 from molink.errors import BrokenModel, ModelError
 from molink.gguf.gguf_file import model_name, read_split_gguf, split_names
 from tests.support.gguf_models import Kind, write_gguf

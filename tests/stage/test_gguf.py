@@ -11,8 +11,8 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load, save_file
 
 from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.hub import NullCounter
 from molink.checkpoint.model_folder import ModelFolder
-from molink.checkpoint.model_source import NullCounter
 from molink.errors import BrokenModel
 from molink.facts.footprint import Footprint, StageSetup
 from molink.gguf.block_formats import BLOCK_FORMATS

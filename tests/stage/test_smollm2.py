@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from molink.checkpoint.gguf_import import import_gguf
-from molink.checkpoint.model_source import NullCounter
+from molink.checkpoint.hub import NullCounter
 from molink.stage.batch import SequenceRows
 from molink.text.tokenizer import Tokenizer
 from tests.support.stage import Ring

@@ -47,6 +47,25 @@ class FakeHub:
         #: Bytes of files of weights that were given, by who asked (the header) and the file.
         self.sent = Counter[tuple[str, str]]()
         self.url = ""
+        #: What the description of the model says otherwise of some files, by their real names.
+        self.lies: dict[str, dict[str, object]] = {}
+        #: The commit that it says it has, and the one in the headers of answers.
+        self.commit = self.header_commit = COMMIT
+        #: ETags that are not the file's hash, and files that are listed and missing.
+        self.etags: dict[str, str] = {}
+        self.missing: set[str] = set()
+
+    def listed(self) -> list[dict[str, object]]:
+        """The list of files in the description of the model, with lies."""
+        return [
+            {"rfilename": path.name, **self.described(path), **self.lies.get(path.name, {})}
+            for path in self.files()
+        ]
+
+    def find(self, name: str) -> Path:
+        """The file of a listed name."""
+        names = {str(told.get("rfilename")): file for file, told in self.lies.items()}
+        return self.folder / names.get(name, name.rpartition("/")[2])
 
     def files(self) -> list[Path]:
         return sorted(path for path in self.folder.iterdir() if path.is_file())
@@ -85,8 +104,7 @@ class Handler(BaseHTTPRequestHandler):
             files = [{"type": "file", "path": p.name, **hub.described(p)} for p in hub.files()]
             self._json(200, files, body=body)
         elif path.startswith(f"/api/models/{REPOSITORY}"):
-            files = [{"rfilename": p.name, **hub.described(p)} for p in hub.files()]
-            info = {"id": REPOSITORY, "sha": COMMIT, "siblings": files}
+            info = {"id": REPOSITORY, "sha": hub.commit, "siblings": hub.listed()}
             self._json(200, info, body=body)
         elif hub.expired and f"http://{self.headers['Host']}" == hub.expired:
             self._json(403, {}, body=body)
@@ -94,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
             self._json(302, {}, body=body, Location=hub.elsewhere + self.path)
         elif path.startswith(f"/{REPOSITORY}/resolve/"):
             hub.said.append(self.headers.get("Authorization", ""))
-            self._file(hub.folder / path.rpartition("/")[2], body=body)
+            self._file(hub.find(path.split("/", 5)[5]), body=body)
         else:
             self._json(404, {}, body=body, **{"X-Error-Code": "RepoNotFound"})
 
@@ -113,6 +131,10 @@ class Handler(BaseHTTPRequestHandler):
         if hub.gated:
             self._json(403, {}, body=body, **{"X-Error-Code": "GatedRepo"})
             return
+        if path.name in hub.missing:
+            said = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": hub.header_commit}
+            self._json(404, {}, body=body, **said)
+            return
         data, weights = path.read_bytes(), path.suffix in WEIGHTS
         asked = self.headers.get("Range", "") if hub.ranges else ""
         first, _, last = asked.removeprefix("bytes=").partition("-")
@@ -122,9 +144,10 @@ class Handler(BaseHTTPRequestHandler):
         described = hub.described(path)
         lfs = described.get("lfs")
         etag = lfs["sha256"] if isinstance(lfs, dict) else described["oid"]
+        etag = hub.etags.get(path.name, etag)
         self.send_response(206 if asked else 200)
         self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", hub.header_commit)
         self.send_header("Content-Length", str(end - begin))
         self.end_headers()
         if not body:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from molink.checkpoint.gguf_import import import_gguf
-from molink.checkpoint.model_source import NullCounter, find_demo_model
+from molink.checkpoint.hub import NullCounter
+from molink.checkpoint.model_source import find_demo_model
 from molink.errors import Unavailable
 from molinkd.cli.main import run
 from molinkd.cli.plan import explain_rings, print_plan

@@ -204,7 +204,7 @@ class ModelStore:
         Raises:
             MolinkError: No source could send it, or the disk is full.
         """
-        path, others = folder / plan.file, supply.without_peer(self._me, hub=False)
+        others = supply.without_peer(self._me, hub=False)
 
         def connect(supply: ModelSources) -> SourcePool:
             source = progress.set_source
@@ -224,13 +224,16 @@ class ModelStore:
                 throttle,
                 is_replica=True,
             )
-            await made.fetch_shard(path, plan.shard)
+            await made.fetch_shard(folder, plan.shard)
         else:
-            async with connect(others) as pool, create_file(path, REPLICA_SUFFIX) as file:
+            async with (
+                connect(others) as pool,
+                create_file(folder, plan.file, REPLICA_SUFFIX) as file,
+            ):
                 pool.set_manifest(manifest)
                 await asyncio.to_thread(file.write, plan.header)
                 await fetch_runs(pool, plan.chunk_runs(), write_into(file), count, 1, throttle)
-        await self.verified.mark_verified(path)
+        await self.verified.mark_verified(folder / plan.file)
 
     def check_replica_room(self, missing: int) -> None:
         """Check that a replica of ``missing`` more bytes fits.
@@ -387,7 +390,7 @@ class ModelStore:
     ) -> None:
         progress.total += part.nbytes
         count = partial(self._count_bytes, progress)
-        async with create_file(folder / part.name) as file:
+        async with create_file(folder, part.name) as file:
             await fetch_runs(pool, split_part(part), write_into(file), count)
 
     def _count_bytes(self, progress: Progress, nbytes: int) -> None:
@@ -436,7 +439,7 @@ class ModelStore:
     ) -> None:
         count = partial(self._count_bytes, request.progress)
         try:
-            async with create_file(folder / plan.file) as file:
+            async with create_file(folder, plan.file) as file:
                 await asyncio.to_thread(file.write, plan.header)
                 request.progress.add_bytes(len(plan.header))
                 await fetch_runs(pool, plan.chunk_runs(), write_into(file), count)
@@ -460,7 +463,7 @@ class ModelStore:
             partial(self._count_bytes, request.progress),
             nullcontext,
         )
-        await made.fetch_shard(folder / shard.name, shard)
+        await made.fetch_shard(folder, shard)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from molink.checkpoint.manifest import ShardEntry
-from molink.files import retry_while_busy
+from molink.files import resolve_inside, retry_while_busy
 from molink.swarm.artifacts.fetch_plan import ChunkRun, split_part
 from molinkd.peer.artifacts.hashing import FileStamp
 from molinkd.peer.artifacts.model_repository import file_stamp
@@ -43,14 +43,18 @@ def remove_partials(path: Path) -> None:
 
 
 class PartialShard:
-    """The runs of a shard that have arrived, in a file next to ``path``. Blocks.
+    """The runs of a shard that have arrived, in a file next to its place in ``folder``. Blocks.
 
     Runs arrive in any order from several threads. The contiguous prefix is hashed incrementally.
     """
 
-    def __init__(self, path: Path, shard: ShardEntry, *, copy: bool = False) -> None:
-        """``copy`` selects replication's file, which may coexist with an urgent transfer's."""
-        self._path = path
+    def __init__(self, folder: Path, shard: ShardEntry, *, copy: bool = False) -> None:
+        """``copy`` selects replication's file, which may coexist with an urgent transfer's.
+
+        Raises:
+            OSError: The shard's name leads out of ``folder``.
+        """
+        self._path = path = resolve_inside(folder, folder / shard.name)
         self._initial_stamp = file_stamp(path)
         self._data_path = path.with_name(f".{path.name}.{_SUFFIXES[copy]}")
         self._index_path = self._data_path.with_name(f"{self._data_path.name}{_INDEX_SUFFIX}")

@@ -49,8 +49,8 @@ class ShardFetch:
     throttle: Throttle
     is_replica: bool = False
 
-    async def fetch_shard(self, path: Path, shard: ShardEntry) -> None:
-        """Fetch and verify a shard at ``path``; received runs are kept on failure.
+    async def fetch_shard(self, folder: Path, shard: ShardEntry) -> None:
+        """Fetch and verify a shard into ``folder``; received runs are kept on failure.
 
         Raises:
             FilesMissing: No source has the shard.
@@ -58,7 +58,7 @@ class ShardFetch:
         """
         try:
             partial_shard = await asyncio.to_thread(
-                partial(PartialShard, path, shard, copy=self.is_replica)
+                partial(PartialShard, folder, shard, copy=self.is_replica)
             )
             try:
                 await self._count_existing(partial_shard)
@@ -71,7 +71,7 @@ class ShardFetch:
             finally:
                 await asyncio.to_thread(partial_shard.close)
         except OSError as error:
-            raise ModelError(f"can't write {path}: {error}") from error
+            raise ModelError(f"can't write {folder / shard.name}: {error}") from error
 
     async def _count_existing(self, partial_shard: PartialShard) -> None:
         """Count the runs of an earlier transfer while hashing them."""

@@ -18,7 +18,7 @@ from molink.checkpoint.manifest import HashedEntry, Manifest, ShardEntry, manife
 from molink.checkpoint.model_folder import METADATA_FILES, REQUIRED_FILES
 from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
 from molink.facts.model import LayerRange
-from molink.files import retry_while_busy
+from molink.files import resolve_inside, retry_while_busy
 from molink.swarm.artifacts.fetch_plan import GroupPlan, plan_files, split_part
 from molink.swarm.artifacts.replication import to_ranges
 from molink.swarm.controller.holdings import format_ranges
@@ -207,11 +207,19 @@ def _verify_shard(path: Path, shard: ShardEntry, progress: Progress, stop: threa
 
 
 @asynccontextmanager
-async def create_file(path: Path, suffix: str = "part") -> AsyncIterator[BinaryIO]:
+async def create_file(folder: Path, name: str, suffix: str = "part") -> AsyncIterator[BinaryIO]:
     """A file that gets its final name once it is complete; blocking calls run in threads.
 
     Of two files with different suffixes, the first to complete wins.
+
+    Raises:
+        ModelError: It is outside of ``folder``, or can't be written.
     """
+    path = folder / name
+    try:
+        path = resolve_inside(folder, path)
+    except OSError as error:
+        raise ModelError(f"can't write {path}: {error}") from error
     draft = path.with_name(f".{path.name}.{suffix}")
     before = file_stamp(path)
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from molink.checkpoint import hub as hub_module
@@ -376,12 +377,12 @@ def test_a_crash_loses_few_runs(tmp_path: Path, hub: FakeHub) -> None:
             run = runs[number]
             draft.write_run(run, data[run.offset :][: run.nbytes], "a")
 
-    before = PartialShard(tmp_path / shard.name, shard)
+    before = PartialShard(tmp_path, shard)
     write(before, 4, 1, 3)
-    after = PartialShard(tmp_path / shard.name, shard)  # nothing was closed
+    after = PartialShard(tmp_path, shard)  # nothing was closed
     assert [run.index // 2 for run in after.missing_runs()] == [0, 2, 3]
     before.close()
-    after = PartialShard(tmp_path / shard.name, shard)
+    after = PartialShard(tmp_path, shard)
     assert [run.index // 2 for run in after.missing_runs()] == [0, 2]
     write(after, 2)
     assert after.hash_next() == 0
@@ -395,11 +396,12 @@ def test_a_crash_loses_few_runs(tmp_path: Path, hub: FakeHub) -> None:
     write(after, 0)  # too late
     assert [path.name for path in tmp_path.glob(".m.*")] == []
     # What is noted and isn't there doesn't count.
-    before = PartialShard(tmp_path / "other", shard)
+    other = msgspec.structs.replace(shard, name="other")
+    before = PartialShard(tmp_path, other)
     write(before, 0, 1, 2)
     before.close()
     os.truncate(tmp_path / ".other.shard", 2 * CHUNK)
-    assert len(PartialShard(tmp_path / "other", shard).missing_runs()) == 4
+    assert len(PartialShard(tmp_path, other).missing_runs()) == 4
 
 
 async def test_a_locally_altered_shard_is_fetched_again(tmp_path: Path, hub: FakeHub) -> None:

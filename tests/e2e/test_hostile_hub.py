@@ -1,0 +1,123 @@
+"""A hub, or a mirror, that lies: `molink pull` changes no file outside of the hub's cache."""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_hub import REPOSITORY, FakeHub, serving
+from tests.support.models import write_plain_model
+from tests.support.processes import Tools
+
+#: From the folders of blobs and of a snapshot to the folder with the victims.
+FROM_BLOBS, FROM_SNAPSHOT = "../../..", "../../../.."
+WEIGHTS = "model-00001-of-00002.safetensors"
+TOKENIZER = "tokenizer_config.json"
+LARGE = {"lfs": {"sha256": "a" * 64, "size": 1, "pointerSize": 100}}
+
+Lie = Callable[[FakeHub, Path], str]
+
+
+def has_hash(template: str) -> Lie:
+    def lie(hub: FakeHub, outside: Path) -> str:
+        said = template.format(outside=outside)
+        hub.lies[WEIGHTS] = {"lfs": {"sha256": said, "size": 9**6, "pointerSize": 100}}
+        hub.lies[WEIGHTS]["size"] = 9**6
+        return said
+
+    return lie
+
+
+def has_name(template: str, file: str = WEIGHTS, **fields: object) -> Lie:
+    def lie(hub: FakeHub, outside: Path) -> str:
+        said = template.format(outside=outside)
+        hub.lies[file] = {"rfilename": said, **fields}
+        return said
+
+    return lie
+
+
+def has_blob_id(hub: FakeHub, outside: Path) -> str:
+    hub.lies[TOKENIZER] = {"blobId": f"{FROM_BLOBS}/new.json"}
+    return f"{FROM_BLOBS}/new.json"
+
+
+def has_commit(hub: FakeHub, outside: Path) -> str:
+    hub.commit = hub.header_commit = f"../{FROM_BLOBS}/new"
+    return hub.commit
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder of the user with the hub's cache and other files."""
+    folder = tmp_path / "user"
+    folder.mkdir()
+    for name in ("victim", "victim.json", "victim.safetensors"):
+        (folder / name).write_bytes(name.encode() * 100)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with serving(write_plain_model(tmp_path / "model")) as made:
+        (made.folder / WEIGHTS).write_bytes(next(made.folder.glob("*.safetensors")).read_bytes())
+        monkeypatch.setenv("HF_ENDPOINT", made.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(outside / "cache"))
+        monkeypatch.setenv("COLUMNS", "2000")
+        yield made
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    """All files except those of the cache."""
+    cache = folder / "cache"
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: path.read_bytes() for path in paths if not path.is_relative_to(cache)}
+
+
+def pull(tmp_path: Path, tools: type[Tools]) -> subprocess.CompletedProcess[str]:
+    return tools.run_molink(tmp_path / "home", "pull", REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        has_hash(f"{FROM_BLOBS}/victim"),
+        has_hash("{outside}/victim"),
+        has_hash("C:\\victim"),
+        has_name(f"sub/../{FROM_SNAPSHOT}/victim.json", TOKENIZER, size=9**6, **LARGE),
+        has_name(f"{FROM_SNAPSHOT}/victim.json", TOKENIZER, size=9**6, **LARGE),
+        has_name("{outside}/victim.json", TOKENIZER, size=9**6, **LARGE),
+        has_name("..\\..\\..\\..\\victim.json", TOKENIZER),
+        has_name("config.json:victim.json", TOKENIZER),
+        has_name("sub/NUL.json", TOKENIZER),
+        has_name("\x1b[2Jconfig.json", TOKENIZER),
+        has_blob_id,
+        has_commit,
+    ],
+)
+def test_a_lie_in_the_list_of_files(
+    tmp_path: Path, tools: type[Tools], hub: FakeHub, outside: Path, lie: Lie
+) -> None:
+    before, said = content(outside), lie(hub, outside)
+    made = pull(tmp_path, tools)
+    assert content(outside) == before
+    assert made.returncode == 5, made.stderr
+    assert f"{REPOSITORY} on the hub" in made.stderr
+    assert ascii(said) in made.stderr
+    assert "\x1b" not in made.stderr
+    assert "Traceback" not in made.stderr
+    assert not (outside / "cache").exists()
+
+
+def test_lies_in_headers(tmp_path: Path, tools: type[Tools], hub: FakeHub, outside: Path) -> None:
+    """The hub's library would name files after these; it is not asked to."""
+    before = content(outside)
+    hub.etags = {TOKENIZER: f"{FROM_BLOBS}/new.json"}
+    hub.header_commit = f"../{FROM_BLOBS}/new"
+    hub.missing = {"config.json"}
+    made = pull(tmp_path, tools)
+    assert content(outside) == before
+    assert made.returncode == 12, made.stderr
+    assert REPOSITORY in made.stderr
+    assert "Traceback" not in made.stderr
