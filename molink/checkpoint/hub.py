@@ -307,7 +307,8 @@ def query_repository(
         raise BrokenModel(_missing_file_error(repository, missing[0] if files else "", ggufs))
     if COMMIT_PATTERN.fullmatch(str(info.sha)) is None:
         raise _refuse_listing(repository, f"gives its commit as {_quote(info.sha)}")
-    cache = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    folder = repo_folder_name(repo_id=repository, repo_type="model")
+    cache = Path(constants.HF_HUB_CACHE).resolve() / folder
     return HubRepository(repository, str(info.sha), found, cache)
 
 

@@ -1,7 +1,10 @@
 """Models from the hub: whole, resumed, refused."""
 
+import hashlib
 import json
+import re
 import shutil
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
@@ -18,6 +21,8 @@ from molink.errors import BrokenModel, GatedModel, ModelError, ModelNotFound, Un
 from tests.support.fake_hub import COMMIT, REPOSITORY, FakeHub, in_place
 from tests.support.locked_files import lock_once
 from tests.support.models import write_plain_model
+
+links = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege on Windows")
 
 
 class Count:
@@ -235,3 +240,82 @@ def test_it_can_be_ended(served: FakeHub) -> None:
     stop.set()
     with pytest.raises(Unavailable, match="was stopped; partial downloads are kept"):
         hub.pull_model(REPOSITORY, Count(), stop)
+
+
+def blobs(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "models--owner--some-model" / "blobs"
+
+
+def blob_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@links
+@pytest.mark.parametrize("nbytes", [10, 10**6])
+@pytest.mark.parametrize("suffix", ["", hub.PARTIAL_SUFFIX])
+def test_links_out_of_the_cache_are_not_followed(
+    served: FakeHub, tmp_path: Path, suffix: str, nbytes: int
+) -> None:
+    """Of a blob and of a partial download, shorter or longer than the file."""
+    folder, _ = pull()
+    victim, first = tmp_path / "victim", weights(served)[0]
+    victim.write_bytes(bytes(nbytes))
+    blob = blobs(tmp_path) / blob_of(first)
+    blob.unlink()
+    blob.with_suffix(suffix).symlink_to(victim)
+    assert pull()[0] == folder
+    assert victim.read_bytes() == bytes(nbytes)
+    assert (folder / first.name).read_bytes() == first.read_bytes()
+    assert not any(path.is_symlink() for path in blobs(tmp_path).iterdir())
+
+
+@links
+@pytest.mark.parametrize("name", ["blobs", "snapshots", "refs"])
+def test_a_folder_that_links_out_of_the_cache(served: FakeHub, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    inside = blobs(tmp_path).with_name(name)
+    inside.parent.mkdir(parents=True)
+    inside.symlink_to(outside)
+    with pytest.raises(ModelError, match=r"can't write owner/some-model .* is outside of"):
+        pull()
+    assert list(outside.iterdir()) == []
+
+
+def test_small_files_are_checked_too(served: FakeHub) -> None:
+    served.lies["config.json"] = {"blobId": "a" * 40}
+    with pytest.raises(BrokenModel, match=r"config\.json of .* is not what the hub says it is"):
+        pull()
+    served.lies.clear()
+    (served.folder / "empty.json").write_bytes(b"")
+    assert (pull()[0] / "empty.json").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ({"blobId": None}, "gives the hash of config.json as 'None'"),
+        ({"size": None}, "gives the size of config.json as 'None'"),
+        ({"size": -1}, "gives the size of config.json as '-1'"),
+        ({"lfs": {"sha256": "A" * 64, "size": 1, "pointerSize": 1}}, "hash of config.json as 'AA"),
+        ({"rfilename": "\x1b]0;x/config.json"}, r"has a file '\x1b]0;x/config.json', a name that"),
+    ],
+)
+def test_a_list_that_no_hub_gives(served: FakeHub, lie: dict[str, object], message: str) -> None:
+    served.lies["config.json"] = lie
+    with pytest.raises(BrokenModel, match=re.escape(f"{REPOSITORY} on the hub")) as broken:
+        pull()
+    assert message in str(broken.value)
+
+
+def test_hostile_names_of_gguf_files(served: FakeHub, tmp_path: Path) -> None:
+    for path in weights(served):
+        path.unlink()
+    (served.folder / "m.gguf").write_bytes(b"GGUF")
+    served.lies["m.gguf"] = {"rfilename": "../../m.gguf"}
+    with pytest.raises(BrokenModel, match=r"has a file '\.\./\.\./m\.gguf', .* leads out"):
+        find_model(REPOSITORY, unpack_into=tmp_path)
+    with pytest.raises(ModelNotFound):
+        find_model(f"{REPOSITORY}/../m.gguf", unpack_into=tmp_path)
+    with pytest.raises(BrokenModel, match=r"on the hub has no x\.gguf$"):
+        find_model(f"{REPOSITORY}/x.gguf", unpack_into=tmp_path)

@@ -167,6 +167,9 @@ def test_an_unsupported_architecture_is_named(folder: Path, edit_json: Callable[
 
 
 def test_a_damaged_index_is_named(folder: Path, edit_json: Callable[..., None]) -> None:
+    edit_json(folder / INDEX_FILE, weight_map={"model.norm.weight": "../../x.safetensors"})
+    with pytest.raises(BrokenModel, match=r"weight_map has '\.\./\.\./x.*leads out of its folder"):
+        ModelFolder.open(folder)
     edit_json(folder / INDEX_FILE, weight_map=[1])
     with pytest.raises(BrokenModel, match="weight_map"):
         ModelFolder.open(folder)

@@ -132,6 +132,8 @@ def test_a_shard_takes_no_other_files_place(name: str) -> None:
         ({"version": 0}, "can't be read"),
         ({"hub": ""}, "can't be read"),
         ({"hub": "owner/name"}, "can't be read"),
+        ({"hub": f"{PLACE}\n"}, "can't be read"),
+        ({"hub": f"owner/../name@{'0' * 40}"}, "can't be read"),
         ({"shards": []}, "can't be read"),
         ({"shards": [["m.safetensors", 100, SHA[1:]]]}, "can't be read"),
         ({"shards": [["m.safetensors", -1, SHA]]}, "can't be read"),

@@ -110,14 +110,23 @@ def test_a_lie_in_the_list_of_files(
     assert not (outside / "cache").exists()
 
 
-def test_lies_in_headers(tmp_path: Path, tools: type[Tools], hub: FakeHub, outside: Path) -> None:
-    """The hub's library would name files after these; it is not asked to."""
+def test_a_lie_in_an_etag(tmp_path: Path, tools: type[Tools], hub: FakeHub, outside: Path) -> None:
+    """The hub's library would name the file after it; molink asks for no ETags."""
     before = content(outside)
     hub.etags = {TOKENIZER: f"{FROM_BLOBS}/new.json"}
-    hub.header_commit = f"../{FROM_BLOBS}/new"
-    hub.missing = {"config.json"}
+    made = pull(tmp_path, tools)
+    assert content(outside) == before
+    assert made.returncode == 0, made.stderr
+
+
+def test_a_lie_about_the_commit_of_a_missing_file(
+    tmp_path: Path, tools: type[Tools], hub: FakeHub, outside: Path
+) -> None:
+    """The hub's library would remember the missing file in a folder of that name."""
+    before = content(outside)
+    hub.missing = {TOKENIZER}
+    hub.header_commit = f"{FROM_BLOBS}/new"
     made = pull(tmp_path, tools)
     assert content(outside) == before
     assert made.returncode == 12, made.stderr
-    assert REPOSITORY in made.stderr
-    assert "Traceback" not in made.stderr
+    assert f"refuses {REPOSITORY}" in made.stderr

@@ -35,6 +35,7 @@ from molinkd.peer.artifacts.partial_shard import PartialShard
 from molinkd.peer.artifacts.replicator import ModelReplicator
 from molinkd.peer.artifacts.source_clients import HubSource
 from molinkd.peer.artifacts.sources import Source
+from molinkd.peer.artifacts.stored_model import create_file
 from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 from molinkd.peer.launch import Launch
@@ -402,6 +403,17 @@ def test_a_crash_loses_few_runs(tmp_path: Path, hub: FakeHub) -> None:
     before.close()
     os.truncate(tmp_path / ".other.shard", 2 * CHUNK)
     assert len(PartialShard(tmp_path, other).missing_runs()) == 4
+
+
+async def test_nothing_is_written_outside_of_the_folder(tmp_path: Path) -> None:
+    """Manifests refuse such names; this is the second line of defence."""
+    folder = tmp_path / "folder"
+    with pytest.raises(OSError, match="is outside of"):
+        PartialShard(folder, ShardEntry("../m.safetensors", 1, bytes(32)))
+    with pytest.raises(ModelError, match="is outside of"):
+        async with create_file(folder, "../config.json"):
+            pass
+    assert not any(os.scandir(tmp_path))
 
 
 async def test_a_locally_altered_shard_is_fetched_again(tmp_path: Path, hub: FakeHub) -> None:
