@@ -18,10 +18,10 @@ $LongestRoot = 60
 $Usage = @'
 Usage: powershell -ExecutionPolicy Bypass -File install.ps1 [options]
 
-Makes .venv in this clone and installs molink into it. Run it again at any time: what is in
-place is kept.
+Makes .venv in this clone and installs molink into it. Run it again at any time: what is
+installed is kept.
 
-  --demo          then start three peers on this PC with the bundled model (Ctrl-C ends them)
+  --demo          then start three peers on this PC with the bundled model (Ctrl-C stops them)
   --ask TEXT      with --demo: print the answer to TEXT and exit
   --test          then install what the checks need and run all of them
   --cpu, --cuda   which build of torch (default: CUDA where there is an NVIDIA driver)
@@ -96,7 +96,7 @@ function Find-Python([string] $Named) {
     $hint = 'install one from https://www.python.org/downloads/ (or: winget install Python.Python.3.13)'
     if ($Named) {
         $version = Get-PythonVersion @($Named)
-        if (-not $version) { Die "--python ${Named}: that is no Python" }
+        if (-not $version) { Die "--python ${Named}: not a Python interpreter" }
         if (-not (Test-NewEnough $version)) {
             Die "Python is too old: $Named is $version, molink needs 3.11 or newer", $hint
         }
@@ -175,7 +175,7 @@ function Stop-WithReason([string] $What) {
             ForEach-Object { Write-Host $_ }
     }
     Die "$What failed",
-        'is the network there, and HTTPS_PROXY set if it needs one? Run this again to go on.',
+        'is the network there, and HTTPS_PROXY set if it needs one? Run this again to continue.',
         "torch $Torch has builds for Python 3.11 to 3.14: name another with --python PATH."
 }
 
@@ -204,7 +204,7 @@ function Initialize-Venv([string] $Named, [string] $Flavour) {
         if ((Test-Path -LiteralPath $mark) -and (Get-Content -LiteralPath $mark -TotalCount 1 -Encoding UTF8) -ne $PSScriptRoot) { $usable = $false }
         if ($command -and (Get-PythonVersion $command) -ne $version) { $usable = $false }
         if ($usable) { return }
-        Say "The .venv here can't be used (moved, broken or of another Python): making it anew"
+        Say "The .venv here can't be used (moved, broken or of another Python): recreating it"
     }
     if (-not $command) { $command = Find-Python '' }
     if ($null -eq (Get-Output $command @('-c', 'import venv, ensurepip'))) {
@@ -221,7 +221,7 @@ function Install-Torch([string] $Flavour) {
     $have = Get-InstalledTorch
     # PyPI's build for Windows is a CPU build, although its version does not say so.
     if ($have -like "$Torch*" -and ($Flavour -eq 'cpu' -or $have -like '*+cu*')) { return }
-    Say "Installing torch $Torch ($Flavour build); this is the large one"
+    Say "Installing torch $Torch ($Flavour build); this is the large download"
     $index = $CpuIndex
     if ($Flavour -eq 'cuda') {
         $index = Invoke-Python @('requirements\cuda_index.py')
@@ -236,7 +236,7 @@ function Install-Torch([string] $Flavour) {
         Die "$index can't be reached, and only it has CUDA builds of torch for Windows",
             'check the network connection, or install the CPU build with --cpu'
     } else {
-        Write-Host "$index can't be reached: taking the build of the default index"
+        Write-Host "$index can't be reached: using the default index's build"
         Install-Package 'installing torch' @(
             '--require-hashes', '--no-deps', '-r', 'requirements/torch.txt')
     }

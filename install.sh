@@ -13,10 +13,10 @@ usage() {
   cat <<'TXT'
 Usage: ./install.sh [options]
 
-Makes .venv in this clone and installs molink into it. Run it again at any time: what is in
-place is kept.
+Makes .venv in this clone and installs molink into it. Run it again at any time: what is
+installed is kept.
 
-  --demo          then start three peers on this PC with the bundled model (Ctrl-C ends them)
+  --demo          then start three peers on this PC with the bundled model (Ctrl-C stops them)
   --ask TEXT      with --demo: print the answer to TEXT and exit
   --test          then install what the checks need and run all of them
   --cpu, --cuda   which build of torch (default: CUDA where there is an NVIDIA driver)
@@ -76,7 +76,7 @@ find_python() {
   hint="install one (Debian, Ubuntu: sudo apt install python3 python3-venv; macOS is not supported),"
   if [ -n "$python" ]; then
     version=$(version_of "$python")
-    [ -n "$version" ] || die "--python $python: that is no Python"
+    [ -n "$version" ] || die "--python $python: not a Python interpreter"
     is_new_enough "$python" || die "Python is too old: $python is $version, molink needs 3.11 or newer"
     return
   fi
@@ -129,7 +129,7 @@ make_venv() {
     [ "$(cat .venv/.molink-clone 2>/dev/null || pwd)" = "$(pwd)" ] || usable=''
     [ -z "$python" ] || [ "$(version_of "$python")" = "$(version_of .venv/bin/python)" ] || usable=''
     [ -z "$usable" ] || return 0
-    say "The .venv here can't be used (moved, broken or of another Python): making it anew"
+    say "The .venv here can't be used (moved, broken or of another Python): recreating it"
   fi
   [ -n "$python" ] || find_python
   "$python" -c 'import venv, ensurepip' 2>/dev/null ||
@@ -168,7 +168,7 @@ explain_failure() {
     grep -v -E '^[^ ]+  ' "$log" | tail -n 8 | cut -c 1-300 >&2
   fi
   die "$1 failed" \
-    "is the network there, and HTTPS_PROXY set if it needs one? Run this again to go on." \
+    "is the network there, and HTTPS_PROXY set if it needs one? Run this again to continue." \
     "torch $TORCH has builds for Python 3.11 to 3.14: name another with --python PATH."
 }
 
@@ -184,14 +184,14 @@ install_torch() {
     "cuda $TORCH+cpu") ;;
     "cuda $TORCH"* | "cpu $TORCH"*) return 0 ;;
   esac
-  say "Installing torch $TORCH ($flavour build); this is the large one"
+  say "Installing torch $TORCH ($flavour build); this is the large download"
   if [ "$flavour" = cuda ]; then
     local index
     index=$(.venv/bin/python requirements/cuda_index.py) || exit 1
     # A CPU build has the same version, so it would be kept.
     [ -z "$(installed_torch)" ] || source=(--force-reinstall)
     if [ "${index##*/}" != cu130 ]; then
-      echo "The NVIDIA driver is an older one: taking the build of $index"
+      echo "The NVIDIA driver is old: using the build from $index"
       pip_install "installing torch" ${source[@]+"${source[@]}"} --index-url "$index" "torch==$TORCH"
       return
     fi
@@ -203,7 +203,7 @@ install_torch() {
     if is_reachable "$CPU_INDEX/torch/"; then
       source=(--index-url "$CPU_INDEX")
     else
-      echo "$CPU_INDEX can't be reached: taking the default index's build (it may be the larger CUDA one)"
+      echo "$CPU_INDEX can't be reached: using the default index's build (it may be the larger CUDA one)"
     fi
   fi
   pip_install "installing torch" ${source[@]+"${source[@]}"} "torch==$TORCH"
@@ -251,11 +251,11 @@ offer_path() {
       case $answer in [yY] | [yY][eE][sS]) ;; *) return 0 ;; esac
     fi
     if [ -e "$folder/molink" ] && ! [ -L "$folder/molink" ]; then
-      die "$folder/molink is there, and is no link: take it away first, then run ./install.sh --path"
+      die "$folder/molink exists and is not a link: remove it, then run ./install.sh --path"
     fi
     mkdir -p "$folder"
     ln -sfn "$program" "$folder/molink"
-    echo "$folder/molink is a link to molink now; rm takes it away"
+    echo "$folder/molink is a link to molink now; rm removes it"
   fi
   case :$PATH: in
     *":$folder:"*) ;;

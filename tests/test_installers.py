@@ -187,5 +187,5 @@ def test_the_path_is_only_changed_where_that_is_wanted(tmp_path: Path) -> None:
     assert "is a link" not in offer("1"), "it is there"
     link.unlink()
     link.write_text("of somebody", encoding="utf-8")
-    assert "is no link" in offer("1")
+    assert "is not a link" in offer("1")
     assert link.read_text(encoding="utf-8") == "of somebody"
