@@ -159,7 +159,7 @@ def simulate_scenario(scenario: Scenario, timeline: Timeline | None = None) -> S
     with disable_gc():
         pipeline.run(2 * end + GRACE_S)
     if pipeline.failure:
-        raise InvariantError(f"the ring can't go on: {pipeline.failure}")
+        raise InvariantError(f"the ring stopped: {pipeline.failure}")
     samples = pipeline.clients.collect_samples(workload.warmup)
     last = max((sample.finished_at for sample in samples), default=end)
     first = min((sample.sent_at for sample in samples), default=workload.warmup)

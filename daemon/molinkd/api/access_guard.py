@@ -84,8 +84,8 @@ class AccessGuard:
             own = (f"http://{host}".lower(), f"https://{host}".lower())
             if origin.lower() not in own and origin not in self.origins:
                 raise _forbidden(
-                    "pages of other sites can't use this endpoint, unless its owner allows "
-                    "their origin in `cors_origins` (--cors-origin)",
+                    "pages of other sites can use this endpoint only if their origin is in "
+                    "`cors_origins` (--cors-origin)",
                     "invalid_origin",
                 )
 

@@ -408,7 +408,7 @@ class Coordinator:
         if isinstance(message, PeerReport):
             self._reply(sender, Revoked(swarm=self.swarm.id))
             return
-        raise PeerBanned(f"this PC was shut out of swarm {self.swarm.id}")
+        raise PeerBanned(f"this PC was removed from swarm {self.swarm.id}")
 
     def _send_status(self, sender: MessageSender, message: StatusRequest) -> None:
         status = build_status(

@@ -211,7 +211,7 @@ class Membership:
         known = self.records.get(peer)
         if known is not None and known.standing == "revoked":
             raise PeerBanned(
-                f"this PC was shut out of the swarm. `molink un-revoke {known.name}` on the "
+                f"this PC was removed from the swarm. `molink un-revoke {known.name}` on the "
                 "swarm's first PC readmits it"
             )
         return peer, known

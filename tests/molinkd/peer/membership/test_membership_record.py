@@ -215,7 +215,7 @@ async def test_a_peer_redirects_a_guest_to_the_coordinator(net: Net) -> None:
     assert joined.addresses == (f"127.0.0.1:{coordinator.port}",)
 
 
-@pytest.mark.parametrize("answer", [PeerBanned("this PC was shut out"), None])
+@pytest.mark.parametrize("answer", [PeerBanned("this PC was removed"), None])
 async def test_a_ban_is_checked_again(net: Net, answer: MolinkError | None) -> None:
     def handle(sender: MessageSender, message: StatusRequest, _payload: memoryview | None) -> None:
         if answer is not None:
@@ -235,7 +235,7 @@ async def test_a_ban_is_checked_again(net: Net, answer: MolinkError | None) -> N
     if answer is None:
         assert not (await renew_membership(net.context, mine, known)).is_banned
         return
-    with pytest.raises(PeerBanned, match="was shut out"):
+    with pytest.raises(PeerBanned, match="was removed"):
         await renew_membership(net.context, mine, known)
 
 
