@@ -11,7 +11,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.config_fields import read_json
 from molink.checkpoint.low_bit import can_be_low_bit, parse_low_bit
 from molink.checkpoint.prequantized import companion_names, required_tensors
-from molink.checkpoint.quantization import is_quantizable
+from molink.checkpoint.quantized_size import is_quantizable
 from molink.checkpoint.safetensors_header import TensorSpan
 from molink.checkpoint.stacked_experts import find_stack
 from molink.checkpoint.tensor_layout import OUTPUT_HEAD_NAME, TensorShapes, stage_tensors

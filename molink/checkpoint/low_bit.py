@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from molink.checkpoint.config_fields import ConfigFields
-from molink.checkpoint.quantization import is_quantizable
+from molink.checkpoint.quantized_size import is_quantizable
 from molink.checkpoint.safetensors_header import FLOAT_DTYPES, TensorRequirement, TensorSpec
 from molink.errors import BrokenModel, UnsupportedModel
 from molink.facts.dtypes import NarrowDType

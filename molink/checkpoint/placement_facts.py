@@ -5,7 +5,7 @@ from math import prod
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.low_bit import find_resident_format
-from molink.checkpoint.quantization import can_hold, is_quantizable, quantized_bytes
+from molink.checkpoint.quantized_size import can_hold, is_quantizable, quantized_bytes
 from molink.checkpoint.safetensors_header import TensorSpec
 from molink.checkpoint.stacked_experts import find_stack
 from molink.checkpoint.tensor_layout import (

@@ -19,7 +19,7 @@ from typing import Any
 
 from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.low_bit import LOW_BIT_METHODS, LowBitScheme, can_be_low_bit
-from molink.checkpoint.quantization import NF4_BLOCK, can_hold, is_quantizable
+from molink.checkpoint.quantized_size import NF4_BLOCK, can_hold, is_quantizable
 from molink.checkpoint.safetensors_header import (
     FLOAT_DTYPES,
     MAX_STATE_BYTES,

@@ -9,7 +9,7 @@ from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 #: The budget divided by this is left for fragmentation and libraries.
 MARGIN_DIVISOR = 20
 #: Quantization modes by ascending loss.
-MODES: tuple[Quantize, ...] = ("none", "int8", "nf4")
+QUANTIZE_MODES: tuple[Quantize, ...] = ("none", "int8", "nf4")
 
 
 def usable_bytes(budget: int) -> int:
@@ -141,7 +141,7 @@ def smaller_modes(facts: ModelFacts, target: StageSetup) -> tuple[Quantize, ...]
     """Modes with smaller projections than those of ``target``, by ascending loss."""
     if facts.quantized != "none" or not facts.projection_bytes:
         return ()
-    return MODES[MODES.index(target.quantize) + 1 :]
+    return QUANTIZE_MODES[QUANTIZE_MODES.index(target.quantize) + 1 :]
 
 
 def format_size(count: int) -> str:

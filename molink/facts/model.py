@@ -18,7 +18,7 @@ HubRevision = Annotated[
         pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40})?\Z"
     ),
 ]
-#: How a stage quantizes its projections (:mod:`molink.checkpoint.quantization`).
+#: How a stage quantizes its projections (:mod:`molink.checkpoint.quantized_size`).
 Quantize = Literal["none", "int8", "nf4"]
 #: What a placement optimizes: one stream's time per token, or the tokens of many streams.
 Objective = Literal["latency", "throughput"]

@@ -5,10 +5,10 @@ on the next link while later ones are still on the previous one, so over M stage
 transfer is paid about once instead of M - 1 times. The cost is efficiency, since each pass reads
 all weights.
 
-Small sub-chunks minimize the time to first token while the stage keeps up with the link: a hop adds
-the transfer and pass of one sub-chunk rather than of the volume. They also suit decoding streams:
-a decode row waits for half of another request's pass on average, unless such passes fill the
-stage's time. Hence:
+Small sub-chunks minimize the time to first token while the stage keeps up with the link: each
+further stage adds the transfer and pass of one sub-chunk rather than of the volume. They also suit
+decoding streams: a decode row waits for half of another request's pass on average, unless such
+passes fill the stage's time. Hence:
 
 - While more rows are arriving, rows of a sub-chunk cost at most :data:`MAX_ROW_COST` times their
   minimum. If rows pile up during a pass, the next sub-chunk is larger and cheaper.

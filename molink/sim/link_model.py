@@ -21,7 +21,7 @@ class LinkModel(Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the bottleneck transferred this hop's messages."""
+        """Seconds in which the bottleneck transferred this link's messages."""
 
     @property
     def reply_s(self) -> float:

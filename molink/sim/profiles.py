@@ -74,7 +74,7 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """A hop: bandwidth in Mbps, one-way latency in ms, and the payload's share of the bandwidth.
+    """A link: bandwidth in Mbps, one-way latency in ms, and the payload's share of the bandwidth.
 
     ``efficiency`` is what TCP, IP and CURVE leave: 1448 of 1500 bytes on the wire (0.965), less
     acknowledgements and ZeroMQ frames. ``queue_kb`` (kB) is what sockets and router buffer of each

@@ -14,7 +14,7 @@ from molink.checkpoint.gguf_import import GGUF_SUFFIX, find_gguf, read_gguf_mode
 from molink.checkpoint.model_folder import scan_tensors
 from molink.checkpoint.model_source import find_local_model, name_local_model
 from molink.checkpoint.placement_facts import model_facts
-from molink.checkpoint.quantization import quantized_bytes
+from molink.checkpoint.quantized_size import quantized_bytes
 from molink.errors import UsageError
 from molink.facts.memory_plan import MARGIN_DIVISOR
 from molink.facts.model import ModelFacts, Objective, Quantize

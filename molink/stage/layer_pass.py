@@ -39,7 +39,7 @@ class LayerPass:
     ropes: tuple[Rope, ...]
     dtype: torch.dtype
 
-    def run_step(self, step: LocatedRows) -> Tensor:
+    def run_layers(self, step: LocatedRows) -> Tensor:
         """Run rows ``[T, hidden]`` through all layers."""
         count, device = len(step.rows), step.rows.device
         both = upload_integers(step.positions + step.slots, device)

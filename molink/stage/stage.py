@@ -329,7 +329,7 @@ class Stage:
         layers.pool.zero_blocks(fresh)
         step = LocatedRows(rows, positions, slots, sequences)
         done = None if self._graphs is None else self._graphs.replay_step(step)
-        return layers.run_step(step) if done is None else done
+        return layers.run_layers(step) if done is None else done
 
 
 def find_device(name: str) -> torch.device:

@@ -61,21 +61,9 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptTokenizer)
     catalog = ModelCatalog(backend, settings.tool_call_parser)
     generator = GenerationHandler(backend, settings, recorder, reader, catalog)
     app[ANSWERS] = generator.running_answers
-    routes = OpenAIRoutes(backend, bodies, catalog, generator)
-    status = _StatusRoutes(backend, recorder)
-    app.add_routes(
-        [
-            web.get("/v1/models", routes.list_models),
-            web.get("/v1/models/{name:.+}", routes.get_model),
-            web.get("/props", routes.get_props),
-            web.post("/v1/chat/completions", routes.create_chat_completion),
-            web.post("/v1/completions", routes.create_completion),
-            web.get("/health", status.get_health),
-            web.get("/readyz", status.get_readiness),
-            web.get("/metrics", status.get_metrics),
-        ]
-    )
     for table in (
+        OpenAIRoutes(backend, bodies, catalog, generator).routes,
+        _StatusRoutes(backend, recorder).routes,
         EmbeddingRoutes(bodies).routes,
         OllamaRoutes(backend, bodies, catalog, generator).routes,
         ResponseRoutes(bodies, generator).routes,
@@ -188,6 +176,15 @@ class _StatusRoutes:
     def __init__(self, backend: Backend, recorder: RequestRecorder) -> None:
         self._backend = backend
         self._registry = create_registry(recorder, backend)
+
+    @property
+    def routes(self) -> list[web.RouteDef]:
+        """All routes."""
+        return [
+            web.get("/health", self.get_health),
+            web.get("/readyz", self.get_readiness),
+            web.get("/metrics", self.get_metrics),
+        ]
 
     async def get_health(self, request: web.Request) -> web.Response:
         """Report that the process is alive."""

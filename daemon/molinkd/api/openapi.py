@@ -11,8 +11,7 @@ import molink
 from molinkd.api.access_guard import PAGE_PREFIX
 from molinkd.api.anthropic.schema import CountTokensRequest, MessageRequest
 from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, ModelReference
-from molinkd.api.openai.routes import EmbeddingRequest
-from molinkd.api.openai.schema import ChatBody, CompletionBody
+from molinkd.api.openai.schema import ChatBody, CompletionBody, EmbeddingRequest
 from molinkd.api.responses.schema import ResponseRequest
 
 #: The body of each route that has one.

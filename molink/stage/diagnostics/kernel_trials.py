@@ -35,7 +35,7 @@ from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.linear import PackedLinear, PlainLinear, Projection, ProjectionFactory
 from molink.stage.linear.base import make_random_weight
 from molink.stage.linear.nf4 import load_library
-from molink.stage.linear.quantized import TOLERANCE, QuantizedKernels, relative_error
+from molink.stage.linear.quantized import TOLERANCE, QuantizedProjectionFactory, relative_error
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
@@ -265,18 +265,20 @@ def _quantized_error(
 ) -> float:
     if device.type == "cuda":
         load_library()  # registers its operators
-        return relative_error(QuantizedKernels(True, True), mode, dtype, device, shapes.products)
-    kernels = QuantizedKernels.probe_device(mode, dtype, device)
-    if not (kernels.int8 or kernels.nf4):
+        return relative_error(
+            QuantizedProjectionFactory(True, True), mode, dtype, device, shapes.products
+        )
+    factory = QuantizedProjectionFactory.probe_device(mode, dtype, device)
+    if not (factory.int8 or factory.nf4):
         raise _KernelAbsent("this CPU lacks the instructions")
-    return relative_error(kernels, mode, dtype, device, shapes.products)
+    return relative_error(factory, mode, dtype, device, shapes.products)
 
 
 def _unpacked_error(
     mode: Quantize, shapes: TrialShapes, dtype: torch.dtype, device: torch.device
 ) -> float:
-    kernels = QuantizedKernels(False, False)
-    return relative_error(kernels, mode, dtype, device, shapes.products)
+    factory = QuantizedProjectionFactory(False, False)
+    return relative_error(factory, mode, dtype, device, shapes.products)
 
 
 # --- rows and attention -----------------------------------------------------------------------

@@ -146,7 +146,7 @@ class DecodeGraphs:
             graph = replace(graph, replay=replay)
             plain: list[Tensor] = []
             given: list[Tensor] = []
-            eager = self._capturer.time_work(lambda: plain.append(self._layers.run_step(step)))
+            eager = self._capturer.time_work(lambda: plain.append(self._layers.run_layers(step)))
             replayed = self._capturer.time_work(
                 lambda: given.append(self._replay_graph(graph, step))
             )

@@ -1,4 +1,7 @@
-"""Chooses the fastest projection on a device by trial."""
+"""Chooses the fastest projection on a device by trial.
+
+Those of int8 and nf4 weights are made in :mod:`molink.stage.linear.quantized`.
+"""
 
 import time
 from collections.abc import Collection, Sequence

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from molink.checkpoint.quantization import NF4_BLOCK
+from molink.checkpoint.quantized_size import NF4_BLOCK
 from molink.cpu_isa import avx2_only
 from molink.errors import UsageError
 from molink.stage.linear.base import total_bytes

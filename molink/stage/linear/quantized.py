@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.checkpoint.quantization import NF4_BLOCK, can_hold
+from molink.checkpoint.quantized_size import NF4_BLOCK, can_hold
 from molink.facts.model import Quantize
 from molink.stage.linear.base import Projection, make_random_weight
 from molink.stage.linear.int8 import (
@@ -85,8 +85,11 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedKernels:
-    """Fast quantized products that work on a device for one row type."""
+class QuantizedProjectionFactory:
+    """Creates projections of quantized weights for one device and row type: fast, else unpacked.
+
+    ``int8`` and ``nf4``: whether its fast products work there.
+    """
 
     int8: bool
     nf4: bool
@@ -98,7 +101,7 @@ class QuantizedKernels:
         dtype: torch.dtype,
         device: torch.device,
         disabled_kernels: Collection[str] = (),
-    ) -> "QuantizedKernels":
+    ) -> "QuantizedProjectionFactory":
         """Try the kernels of ``mode``."""
         if mode == "none" or mode in disabled_kernels:
             return cls(False, False)
@@ -131,7 +134,7 @@ class QuantizedKernels:
 
 
 def relative_error(
-    kernels: QuantizedKernels,
+    factory: QuantizedProjectionFactory,
     mode: Quantize,
     dtype: torch.dtype,
     device: torch.device,
@@ -143,12 +146,12 @@ def relative_error(
     ``[out, in]``.
     """
     held = [shape for shape in shapes if can_hold(mode, [shape])]
-    errors = [_shape_error(kernels, mode, dtype, device, shape) for shape in held]
+    errors = [_shape_error(factory, mode, dtype, device, shape) for shape in held]
     return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
 def _shape_error(
-    kernels: QuantizedKernels,
+    factory: QuantizedProjectionFactory,
     mode: Quantize,
     dtype: torch.dtype,
     device: torch.device,
@@ -163,7 +166,7 @@ def _shape_error(
     some, stored = _sample_rows(weight)
     bias = torch.randn(shape[0], generator=generator).to(dtype)
     rows = torch.randn(21, shape[1], generator=generator).to(dtype)
-    projection = kernels.create_projection(weight, bias.to(device))
+    projection = factory.create_projection(weight, bias.to(device))
     exact = rows.double() @ stored.t() + bias[some].double()
     found = torch.cat([projection(rows[:count].to(device)).cpu()[:, some] for count in (1, 5, 21)])
     whole = torch.cat([exact[:count] for count in (1, 5, 21)])
@@ -195,7 +198,7 @@ def _sample_stride(out: int) -> int:
 def _is_correct(mode: Quantize, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a GPU's fast product is correct."""
     try:
-        error = relative_error(QuantizedKernels(True, True), mode, dtype, device)
+        error = relative_error(QuantizedProjectionFactory(True, True), mode, dtype, device)
     except Exception as error_of_kernel:  # kernels may raise anything
         log.warning("no fast %s products: %s", mode, error_of_kernel)
         return False

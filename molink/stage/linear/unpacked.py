@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from molink.checkpoint.quantization import NF4_BLOCK
+from molink.checkpoint.quantized_size import NF4_BLOCK
 from molink.facts.model import Quantize
 from molink.stage.linear.base import pad_rows, total_bytes
 from molink.stage.linear.nf4 import dequantize_nf4

@@ -13,7 +13,7 @@ from torch import Tensor
 from molink.checkpoint.low_bit import LowBitScheme, find_resident_format
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.prequantized import companion_names
-from molink.checkpoint.quantization import can_hold, is_quantizable
+from molink.checkpoint.quantized_size import can_hold, is_quantizable
 from molink.checkpoint.safetensors_header import FLOAT_DTYPES
 from molink.checkpoint.stacked_experts import StackedExpert, find_stack
 from molink.checkpoint.tensor_layout import TensorShapes, layer_tensors
@@ -33,7 +33,7 @@ from molink.stage.linear import (
     ProjectionFactory,
 )
 from molink.stage.linear.compiled import PART_ROWS
-from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
+from molink.stage.linear.quantized import QuantizedProjectionFactory, QuantizedWeight
 from molink.stage.linear.unpacked import rows_per_unpack
 from molink.stage.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
 from molink.stage.weights.stored_formats import (
@@ -74,7 +74,9 @@ class WeightReader:
         self._folder, self.dtype, self._device = folder, dtype, device
         self._projections = ProjectionFactory.probe_device(dtype, device, disabled_kernels)
         self._mode: Quantize = quantize if stored == "none" else stored
-        self._kernels = QuantizedKernels.probe_device(self._mode, dtype, device, disabled_kernels)
+        self._quantized_projections = QuantizedProjectionFactory.probe_device(
+            self._mode, dtype, device, disabled_kernels
+        )
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._layer: tuple[int, TensorShapes] = (-1, {})
@@ -172,7 +174,9 @@ class WeightReader:
         weights = [f"{name}.weight" for name in names]
         bias = self.read_tensors(*(f"{name}.bias" for name in names)) if biased else None
         if self._becomes_quantized(weights):
-            return self._kernels.create_projection(self._load_quantized(weights), bias)
+            return self._quantized_projections.create_projection(
+                self._load_quantized(weights), bias
+            )
         parts, first = [], 0
         for (form, order), found in groupby(weights, self._resident_layout):
             names = list(found)

@@ -17,6 +17,7 @@ from molink.swarm.artifacts.transfer import (
 from molink.swarm.controller.records import DesiredModel, PipelineRecord, StageRecord
 from molink.swarm.controller.registry import Registry
 from molink.swarm.placement.placement import PlacedStage
+from molink.util.timeouts import TIMEOUTS
 from molink.wire.messages.peer_reports import (
     PeerReport,
     StageFailed,
@@ -39,8 +40,8 @@ LOAD_RATE = 16 << 20
 LINK_TIMEOUT = 60.0
 #: How long a restarted coordinator waits for reports of a running pipeline's peers, in seconds.
 ADOPT_TIMEOUT = 8.0
-#: A worker missing from reports for this long, in seconds, is gone: reports may lag.
-MISSING_TIMEOUT = 3.0
+#: A worker missing from reports for this long, in seconds, is gone.
+MISSING_TIMEOUT = TIMEOUTS.unreported_worker
 
 
 class Formation:

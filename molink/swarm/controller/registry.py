@@ -22,11 +22,6 @@ PEER_TIMEOUT = TIMEOUTS.peer
 #: Unread messages excuse silence for at most this long, in seconds: an overloaded coordinator must
 #: also notice losses.
 MAX_READ_LAG = 10.0
-#: How long a peer may take to reconnect, in seconds.
-RECONNECT_TIMEOUT = 0.5
-#: Devices of one PC are lost together: those silent for this long, in seconds, when another is
-#: lost.
-CO_LOCATED_TIMEOUT = 1.0
 #: The routes are sent to a peer again after this many reports in a row that list other ones.
 MAX_ROUTE_MISMATCHES = 6
 #: A peer is told again that a pipeline has ended after this many reports in a row that list it.
@@ -185,7 +180,7 @@ class Registry:
             peer
             for peer, session in self.sessions.items()
             if session.disconnected_at is not None
-            and (now - session.disconnected_at >= RECONNECT_TIMEOUT or doubted(peer, session))
+            and (now - session.disconnected_at >= TIMEOUTS.peer_reconnect or doubted(peer, session))
         ]
 
     def primary_peer(self, peer: str) -> str:
@@ -205,7 +200,7 @@ class Registry:
             and self.primary_peer(peer) in pcs
             and (
                 session.disconnected_at is not None
-                or self.silence_of(session, now) > CO_LOCATED_TIMEOUT
+                or self.silence_of(session, now) > TIMEOUTS.co_located_peer
             )
         ]
 

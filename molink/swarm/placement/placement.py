@@ -2,11 +2,11 @@
 
 Every decode step reads all weights once, so a stage's time is its bytes over the peer's measured
 read rate plus a fixed overhead. :mod:`molink.swarm.placement.ring_search` finds the peers, their
-order and their layers for the objective; each further stage costs a hop. Two things take
+order and their layers for the objective; each further stage costs a link. Two things take
 precedence:
 
 - A ring has :attr:`PlacementGoal.min_stages` stages, or as many as possible.
-- It has room for KV: memory is worth a hop where that would be short.
+- It has room for KV: memory is worth a link where that would be short.
 
 The serving ring stays unless another one is better by :data:`MIN_GAIN`, or only the other one has
 room for a conversation.
@@ -28,7 +28,13 @@ from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
 from molink.swarm.placement.links import Links
 from molink.swarm.placement.partition import Gap, Split, StageCosts, StageHost, split_gaps
 from molink.swarm.placement.ring_search import search_ring
-from molink.swarm.placement.rings import Hops, HopTimes, RingCandidate, RingTask, evaluate_ring
+from molink.swarm.placement.rings import (
+    LinkTimes,
+    LinkTimeTable,
+    RingCandidate,
+    RingTask,
+    evaluate_ring,
+)
 
 #: Bound of the ring in :class:`molink.wire.messages.instructions.FormPipeline`.
 MAX_STAGES = 16
@@ -280,11 +286,11 @@ class _Placer:
 
     def find_ring(self, serving: Sequence[tuple[str, LayerRange]]) -> Placement:
         """The best ring, or the serving one if it is nearly as good."""
-        hops = self.build_hops()
+        link_times = self.estimate_link_times()
         found: RingCandidate | None = None
         for tokens in kv_room_steps(self.facts, self.goal.objective):
             hosts = [self.build_host(c, tokens) for c in self.auto_candidates]
-            task = RingTask(self.facts.layers, hosts, hops, self.goal.objective, MAX_STAGES)
+            task = RingTask(self.facts.layers, hosts, link_times, self.goal.objective, MAX_STAGES)
             ring = search_ring(task, self.goal.min_stages)
             if ring is None or not (found is None or is_room_worth(tokens, ring.cost, found.cost)):
                 break
@@ -309,20 +315,23 @@ class _Placer:
         gain = old.cost - found.cost
         return found if gain >= max(MIN_GAIN * old.cost, MIN_GAIN_S) else old
 
-    def build_hops(self) -> Hops:
-        """Links between all auto peers."""
+    def estimate_link_times(self) -> LinkTimeTable:
+        """What each link between auto peers takes for a micro-batch."""
         rows = MICRO_BATCH_ROWS[self.goal.objective]
         volume = rows * row_bytes(self.facts, self.setup.dtype)
 
-        def hop(one: Candidate, other: Candidate) -> HopTimes | None:
+        def link_times(one: Candidate, other: Candidate) -> LinkTimes | None:
             if one is other or other.peer in one.unreachable:
                 return None
             latency, rate = self.links.latency_and_rate(one.peer, other.peer)
             latency += HANDLING_S
             busy, tokens_busy = volume / rate, rows * TOKEN_BYTES / rate
-            return HopTimes(latency + busy, busy, latency + tokens_busy, tokens_busy)
+            return LinkTimes(latency + busy, busy, latency + tokens_busy, tokens_busy)
 
-        return [[hop(one, other) for other in self.auto_candidates] for one in self.auto_candidates]
+        return [
+            [link_times(one, other) for other in self.auto_candidates]
+            for one in self.auto_candidates
+        ]
 
     def build_placement(self, task: RingTask, ring: RingCandidate, tokens: int) -> Placement:
         """The placement of a ring."""

@@ -85,21 +85,21 @@ def _paths(task: RingTask, able: Sequence[int]) -> Iterator[_Path]:
             (1 << opener, opener): [(0.0, 0.0, (opener,))]
         }
         yield 0.0, 0.0, (opener,)
-        others = [i for i in able if i != opener and task.hops[i][opener] is not None]
+        others = [i for i in able if i != opener and task.link_times[i][opener] is not None]
         for _ in range(size - 1):
             longer: dict[tuple[int, int], list[_Path]] = {}
             for (members, at), ways in fronts.items():
                 for to in others:
-                    hop = task.hops[at][to]
-                    if members >> to & 1 or hop is None:
+                    link = task.link_times[at][to]
+                    if members >> to & 1 or link is None:
                         continue
                     front = longer.setdefault((members | 1 << to, to), [])
                     for length, busy, order in ways:
-                        further = (length + hop.rows, max(busy, hop.rows_busy), (*order, to))
+                        further = (length + link.rows, max(busy, link.rows_busy), (*order, to))
                         _add_path(front, further, task.objective)
             fronts = longer
             for (_, closer), ways in fronts.items():
-                back = task.hops[closer][opener]
+                back = task.link_times[closer][opener]
                 assert back is not None
                 for length, busy, order in ways:
                     yield length + back.tokens, max(busy, back.tokens_busy), order
@@ -234,9 +234,9 @@ class _RingGrowth:
         if cost is not None:
             return 0.0, missing, cost
         room = sum(max(0, line.max_layers) for line in linear_times(self._task, order))
-        hops = self._task.hops
-        closed = sum(hops[i][j] is None for i, j in pairwise((*order, order[0])))
-        closed += sum(hops[i][order[0]] is None for i in order[1:])
+        link_times = self._task.link_times
+        closed = sum(link_times[i][j] is None for i, j in pairwise((*order, order[0])))
+        closed += sum(link_times[i][order[0]] is None for i in order[1:])
         return 1.0 + max(0, self._task.layers - room) + closed, missing, inf
 
     def _neighbours(self, order: tuple[int, ...], worth: _RingCost) -> Iterator[tuple[int, ...]]:

@@ -16,7 +16,7 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class HopTimes:
+class LinkTimes:
     """A link between two hosts, in seconds.
 
     ``rows`` is the time until a micro-batch's rows have arrived, ``rows_busy`` the part that
@@ -30,8 +30,8 @@ class HopTimes:
     tokens_busy: float
 
 
-#: ``hops[i][j]`` leads from ``i`` to ``j``; ``None`` if ``i`` cannot connect to ``j``.
-Hops = Sequence[Sequence[HopTimes | None]]
+#: ``link_times[i][j]`` leads from ``i`` to ``j``; ``None`` if ``i`` cannot connect to ``j``.
+LinkTimeTable = Sequence[Sequence[LinkTimes | None]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RingTask:
 
     layers: int
     hosts: Sequence[StageHost]
-    hops: Hops
+    link_times: LinkTimeTable
     objective: Objective = "latency"
     max_stages: int = 16
 
@@ -97,16 +97,16 @@ def _path_time(task: RingTask, order: Sequence[int]) -> tuple[float, float] | No
     """
     if len(order) == 1:
         return 0.0, 0.0
-    hops = task.hops
-    last = hops[order[-1]][order[0]]
-    if last is None or any(hops[i][order[0]] is None for i in order[1:]):
+    link_times = task.link_times
+    last = link_times[order[-1]][order[0]]
+    if last is None or any(link_times[i][order[0]] is None for i in order[1:]):
         return None
     length, busy = last.tokens, last.tokens_busy
     for i, j in pairwise(order):
-        hop = hops[i][j]
-        if hop is None:
+        link = link_times[i][j]
+        if link is None:
             return None
-        length, busy = length + hop.rows, max(busy, hop.rows_busy)
+        length, busy = length + link.rows, max(busy, link.rows_busy)
     return length, busy
 
 

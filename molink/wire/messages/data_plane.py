@@ -1,7 +1,7 @@
 """The data plane between the stages of a pipeline.
 
 A *seq* is the sequence number that stage 0 assigns to each volume and control message; an *epoch*
-is a generation of the pipeline; a *channel* is one of a hop's two connections. Positions count a
+is a generation of the pipeline; a *channel* is one of a link's two connections. Positions count a
 request's tokens from 0, prompt included.
 """
 
@@ -74,7 +74,7 @@ Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
 class Channel(IntEnum):
-    """The two connections of a hop: decode rows and control messages, or prefill rows in bulk."""
+    """The two connections of a link: decode rows and control messages, or prefill rows in bulk."""
 
     DECODE = 0
     BULK = 1
@@ -352,7 +352,7 @@ RingMessage = (
 
 
 class LinkHello(LeanMessage, frozen=True, tag="hello"):
-    """The first message on a connection of a hop: its link and channel."""
+    """The first message on a connection between stages: its link and channel."""
 
     pipeline: Text
     epoch: Epoch

@@ -23,7 +23,7 @@ from molink.stage.diagnostics.reference_attention import dense_attention
 from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES
 from molink.stage.linear import quantized
 from molink.stage.linear.dense import PlainLinear
-from molink.stage.linear.quantized import QuantizedKernels
+from molink.stage.linear.quantized import QuantizedProjectionFactory
 from molink.stage.linear.unpacked import UnpackedLinear
 from molink.stage.torch_dtypes import DTYPE_NAMES
 from tests.support.kernels import NOT_COMPILED
@@ -71,9 +71,13 @@ def test_a_kernel_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch, kernel: str, where: type, name: str, bad: float
 ) -> None:
     exact: Callable[..., Tensor] = getattr(where, name)
-    monkeypatch.setattr(QuantizedKernels, "probe_device", lambda *_: QuantizedKernels(True, True))
     monkeypatch.setattr(
-        QuantizedKernels,
+        QuantizedProjectionFactory,
+        "probe_device",
+        lambda *_: QuantizedProjectionFactory(True, True),
+    )
+    monkeypatch.setattr(
+        QuantizedProjectionFactory,
         "create_projection",
         lambda self, weight, bias: UnpackedLinear(
             weight.mode, weight.data, weight.scales, weight.shape, bias
@@ -122,19 +126,19 @@ def test_products_of_a_gpu_that_are_wrong_are_not_used(
     cuda = torch.device("cuda", 0)
     for error in (float("nan"), 1.0, 0.001):
         monkeypatch.setattr(quantized, "relative_error", lambda *_, error=error: error)
-        made = QuantizedKernels.probe_device(mode, torch.float16, cuda)
+        made = QuantizedProjectionFactory.probe_device(mode, torch.float16, cuda)
         assert (made.int8, made.nf4) == ((mode == "int8", mode == "nf4") if error < 1 else (0, 0))
-        assert QuantizedKernels.probe_device(mode, torch.float16, cuda, {mode}) == QuantizedKernels(
-            False, False
-        )
+        assert QuantizedProjectionFactory.probe_device(
+            mode, torch.float16, cuda, {mode}
+        ) == QuantizedProjectionFactory(False, False)
 
     def missing(*_: object) -> float:
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr(quantized, "relative_error", missing)
-    assert QuantizedKernels.probe_device(mode, torch.float16, cuda) == QuantizedKernels(
-        False, False
-    )
+    assert QuantizedProjectionFactory.probe_device(
+        mode, torch.float16, cuda
+    ) == QuantizedProjectionFactory(False, False)
 
 
 def test_a_gpus_products_are_tried_once_their_library_is_loaded(

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from molink.checkpoint.quantization import quantized_bytes
+from molink.checkpoint.quantized_size import quantized_bytes
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.stage.linear import int8, nf4, quantized
 from molink.stage.linear.int8 import CudaProduct, Int8Linear, has_onednn_int8, quantize_int8
 from molink.stage.linear.nf4 import NF4_VALUES, CudaNf4Linear, PackedNf4Linear
-from molink.stage.linear.quantized import QuantizedKernels, QuantizedWeight
+from molink.stage.linear.quantized import QuantizedProjectionFactory, QuantizedWeight
 from molink.stage.linear.unpacked import UnpackedLinear, rows_per_unpack
 
 CPU = torch.device("cpu")
@@ -80,10 +80,12 @@ def test_a_projection_is_that_of_its_dequantized_weight(
 ) -> None:
     weight = torch.randn(shape) * 0.05
     bias = torch.randn(shape[0]).to(dtype)
-    kernels = (
-        QuantizedKernels.probe_device(mode, dtype, CPU) if fast else QuantizedKernels(False, False)
+    factory = (
+        QuantizedProjectionFactory.probe_device(mode, dtype, CPU)
+        if fast
+        else QuantizedProjectionFactory(False, False)
     )
-    projection = kernels.create_projection(fill(mode, weight), bias)
+    projection = factory.create_projection(fill(mode, weight), bias)
     rows = rows_with_outliers(shape[1], dtype)
     for count in (21, 5, 1):
         compare(projection(rows[:count]), rows[:count], dequantized(mode, weight), bias)
@@ -95,8 +97,8 @@ def test_a_projection_is_that_of_its_dequantized_weight(
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @torch.inference_mode()
 def test_a_layer_with_zeros_only(mode: str) -> None:
-    kernels = QuantizedKernels.probe_device(mode, torch.bfloat16, CPU)
-    projection = kernels.create_projection(fill(mode, torch.zeros(64, 128)), None)
+    factory = QuantizedProjectionFactory.probe_device(mode, torch.bfloat16, CPU)
+    projection = factory.create_projection(fill(mode, torch.zeros(64, 128)), None)
     assert not projection(torch.randn(3, 128).bfloat16()).any()
 
 
@@ -104,10 +106,10 @@ def test_a_layer_with_zeros_only(mode: str) -> None:
 @torch.inference_mode()
 def test_merged_projections_are_the_parts_side_by_side(mode: str) -> None:
     parts = [torch.randn(rows, 64) for rows in (96, 32, 32)]
-    kernels = QuantizedKernels.probe_device(mode, torch.float32, CPU)
+    factory = QuantizedProjectionFactory.probe_device(mode, torch.float32, CPU)
     rows = torch.randn(4, 64)
-    whole = kernels.create_projection(fill(mode, torch.cat(parts)), None)(rows)
-    each = [kernels.create_projection(fill(mode, part), None)(rows) for part in parts]
+    whole = factory.create_projection(fill(mode, torch.cat(parts)), None)(rows)
+    each = [factory.create_projection(fill(mode, part), None)(rows) for part in parts]
     torch.testing.assert_close(whole, torch.cat(each, 1), rtol=1e-6, atol=1e-5)
 
 
@@ -148,15 +150,15 @@ def test_products_that_saturate_are_not_used(monkeypatch: pytest.MonkeyPatch) ->
 @torch.inference_mode()
 def test_weights_too_wide_for_32_bit_sums_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "MAX_INT8_WIDTH", 64)
-    kernels = QuantizedKernels(True, True)
+    factory = QuantizedProjectionFactory(True, True)
     assert isinstance(
-        kernels.create_projection(fill("int8", torch.randn(8, 128)), None), UnpackedLinear
+        factory.create_projection(fill("int8", torch.randn(8, 128)), None), UnpackedLinear
     )
 
 
 @torch.inference_mode()
 def test_which_kind_is_chosen() -> None:
-    fast = QuantizedKernels(has_onednn_int8(), True)
+    fast = QuantizedProjectionFactory(has_onednn_int8(), True)
     if fast.int8:
         made = fast.create_projection(fill("int8", torch.randn(33, 64)), None)
         assert isinstance(made, Int8Linear)
@@ -206,7 +208,7 @@ def test_the_integer_product_of_a_gpu_takes_multiples_of_4(
 ) -> None:
     there = SimpleNamespace(device=torch.device("cuda:0"))  # its numbers don't matter
     weight = QuantizedWeight("int8", shape, there, torch.ones(shape[0]))
-    assert isinstance(QuantizedKernels(True, True).create_projection(weight, None), kind)
+    assert isinstance(QuantizedProjectionFactory(True, True).create_projection(weight, None), kind)
 
 
 @torch.inference_mode()
@@ -230,8 +232,8 @@ def test_on_a_gpu(mode: str, shape: tuple[int, int], dtype: torch.dtype) -> None
     # Wide rows of outliers times larger weights would not fit float16.
     weight = torch.randn(shape) * 0.4 / shape[1] ** 0.5
     bias = torch.randn(shape[0], device=device).to(dtype)
-    kernels = QuantizedKernels.probe_device(mode, dtype, device)
-    projection = kernels.create_projection(fill(mode, weight, device), bias)
+    factory = QuantizedProjectionFactory.probe_device(mode, dtype, device)
+    projection = factory.create_projection(fill(mode, weight, device), bias)
     rows = rows_with_outliers(shape[1], dtype).to(device)
     for count in (21, 5, 1):
         compare(projection(rows[:count]), rows[:count], dequantized(mode, weight), bias)

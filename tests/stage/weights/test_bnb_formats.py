@@ -13,7 +13,7 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from molink.checkpoint.model_folder import ModelFolder
-from molink.checkpoint.quantization import is_quantizable
+from molink.checkpoint.quantized_size import is_quantizable
 from molink.errors import BrokenModel, ModelError, UnsupportedModel, UsageError
 from molink.stage.batch import SequenceRows
 from molink.stage.linear.nf4 import NF4_VALUES, load_library

@@ -464,7 +464,7 @@ def test_unreachable_peer_gets_a_notice(running: FakeFleet, when: str) -> None:
     assert running.reconciler.explain_exclusion("d") == ""
 
 
-def test_extra_pc_stays_spare_if_a_hop_costs_more(kit: Kit) -> None:
+def test_extra_pc_stays_spare_if_a_link_costs_more(kit: Kit) -> None:
     fake = kit.FakeFleet("a")
     fake.serve(min_stages=1)
     fake.report("a")

@@ -447,7 +447,7 @@ def test_throughput_uses_more_stages() -> None:
     assert len(ring(far)) == 1
 
 
-def test_room_for_a_conversation_is_worth_a_hop() -> None:
+def test_room_for_a_conversation_is_worth_a_link() -> None:
     # 8.5 GB of weights, and 1 GB for each 1000 tokens.
     model = facts(kv=GB // 8000, context=32768)
     for memory, stages in ((20, 1), (14, 2)):

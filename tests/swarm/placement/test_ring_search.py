@@ -12,7 +12,7 @@ from molink.swarm.placement.partition import StageCosts, StageHost
 from molink.swarm.placement.ring_search import MAX_EXACT_PEERS, search_ring
 from molink.swarm.placement.rings import (
     MICRO_BATCHES_PER_STAGE,
-    HopTimes,
+    LinkTimes,
     RingCandidate,
     RingTask,
     evaluate_ring,
@@ -51,23 +51,23 @@ def cost_of(
             return None
         read = host.costs.step_time(count, host.rate, closes=closes)
         steps.append(host.step_overhead + read)
-        to_head = task.hops[i][order[0]]
+        to_head = task.link_times[i][order[0]]
         if at and to_head is None:
             return None
         if m > 1:
-            hop = task.hops[i][order[(at + 1) % m]]
-            if hop is None:
+            link = task.link_times[i][order[(at + 1) % m]]
+            if link is None:
                 return None
-            links.append(hop.tokens if closes else hop.rows)
-            busy.append(hop.tokens_busy if closes else hop.rows_busy)
+            links.append(link.tokens if closes else link.rows)
+            busy.append(link.tokens_busy if closes else link.rows_busy)
     turn = sum(steps) + sum(links)
     if task.objective == "latency":
         return turn, turn
     return max(*steps, *busy, turn / (MICRO_BATCHES_PER_STAGE * m)), turn
 
 
-def hop(latency: float, busy: float) -> HopTimes:
-    return HopTimes(latency + busy, busy, latency + busy / 8, busy / 8)
+def make_link(latency: float, busy: float) -> LinkTimes:
+    return LinkTimes(latency + busy, busy, latency + busy / 8, busy / 8)
 
 
 @st.composite
@@ -86,16 +86,16 @@ def tasks(draw: st.DrawFn) -> RingTask:
     link = st.one_of(
         st.none(),
         st.builds(
-            hop, st.sampled_from([0.0, 0.3, 1.0, 4.0]), st.sampled_from([0.0, 0.2, 2.0, 9.0])
+            make_link, st.sampled_from([0.0, 0.3, 1.0, 4.0]), st.sampled_from([0.0, 0.2, 2.0, 9.0])
         ),
         st.builds(
-            hop, st.sampled_from([0.0, 0.3, 1.0, 4.0]), st.sampled_from([0.0, 0.2, 2.0, 9.0])
+            make_link, st.sampled_from([0.0, 0.3, 1.0, 4.0]), st.sampled_from([0.0, 0.2, 2.0, 9.0])
         ),
     )
-    hops = [[draw(link) if i != j else None for j in range(n)] for i in range(n)]
+    link_times = [[draw(link) if i != j else None for j in range(n)] for i in range(n)]
     objective = draw(st.sampled_from(["latency", "throughput"]))
     return RingTask(
-        draw(st.integers(1, 7)), hosts, hops, objective, max_stages=draw(st.integers(1, 4))
+        draw(st.integers(1, 7)), hosts, link_times, objective, max_stages=draw(st.integers(1, 4))
     )
 
 
@@ -138,22 +138,22 @@ def swarm(seed: int, n: int, layers: int, objective: str = "latency") -> RingTas
     ]
     homes = [rng.randrange(max(2, n // 2)) for _ in range(n)]
 
-    def link(i: int, j: int) -> HopTimes | None:
+    def link(i: int, j: int) -> LinkTimes | None:
         if rng.random() < 0.08:
             return None
         far = homes[i] != homes[j]
         latency = rng.uniform(0.005, 0.06) if far else rng.uniform(0.0002, 0.002)
         rate = rng.uniform(1, 12) * 1e6 if far else 110e6
         rows = 1 if objective == "latency" else 16
-        return HopTimes(
+        return LinkTimes(
             latency + rows * 16384 / rate,
             rows * 16384 / rate,
             latency + rows * 64 / rate,
             rows * 64 / rate,
         )
 
-    hops = [[link(i, j) if i != j else None for j in range(n)] for i in range(n)]
-    return RingTask(layers, hosts, hops, objective)
+    link_times = [[link(i, j) if i != j else None for j in range(n)] for i in range(n)]
+    return RingTask(layers, hosts, link_times, objective)
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
@@ -192,8 +192,8 @@ def least_of_all(task: RingTask) -> float | None:
     found: list[RingCandidate] = []
     for out in range(n):
         kept = [i for i in range(n) if i != out]
-        hops = [[task.hops[i][j] for j in kept] for i in kept]
-        part = RingTask(task.layers, [task.hosts[i] for i in kept], hops, task.objective)
+        link_times = [[task.link_times[i][j] for j in kept] for i in kept]
+        part = RingTask(task.layers, [task.hosts[i] for i in kept], link_times, task.objective)
         ring = search_ring(part, slack=0.0)
         if ring is not None:
             found.append(ring)
@@ -203,11 +203,11 @@ def least_of_all(task: RingTask) -> float | None:
 def line_of(n: int, latency: float = 0.001, memory: int = 100 * GB) -> RingTask:
     costs = StageCosts(GB, 0, 0, 0)
     hosts = [StageHost(f"p{i}", memory, 1e12, costs) for i in range(n)]
-    hops = [[hop(latency, 0.0) if i != j else None for j in range(n)] for i in range(n)]
-    return RingTask(12, hosts, hops)
+    link_times = [[make_link(latency, 0.0) if i != j else None for j in range(n)] for i in range(n)]
+    return RingTask(12, hosts, link_times)
 
 
-def test_extra_stage_costs_a_hop() -> None:
+def test_extra_stage_costs_a_link() -> None:
     assert search_ring(line_of(3)).order == (0,)
     assert search_ring(line_of(3, memory=7 * GB)).order == (0, 1)
 
@@ -226,7 +226,7 @@ def test_one_sufficient_peer_beats_many() -> None:
 
 def test_ring_uses_the_direction_that_connects() -> None:
     task = line_of(3)
-    closed = [list(row) for row in task.hops]
+    closed = [list(row) for row in task.link_times]
     closed[1][2] = None
     ring = search_ring(RingTask(12, task.hosts, closed), 3)
     assert ring.order == (0, 2, 1)
@@ -250,7 +250,7 @@ def test_search_over_equal_peers_is_fast(monkeypatch: pytest.MonkeyPatch) -> Non
     n = MAX_EXACT_PEERS + 4
     costs = StageCosts(layer_weights=1, layer_room=0, first=0, last=0, stage=0)
     hosts = [StageHost(f"p{i}", 2, 1.0, costs, 0.0) for i in range(n)]
-    hops = [[None if i == j else hop(0.1, 0.1) for j in range(n)] for i in range(n)]
-    found = search_ring(RingTask(8, hosts, hops, "latency", 16))
+    link_times = [[None if i == j else make_link(0.1, 0.1) for j in range(n)] for i in range(n)]
+    found = search_ring(RingTask(8, hosts, link_times, "latency", 16))
     assert found is not None
     assert asked == [list(range(MAX_EXACT_PEERS))]

@@ -1,9 +1,7 @@
 """The handlers of the OpenAI routes."""
 
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
 from aiohttp import web
 from msgspec import json
 
@@ -17,19 +15,12 @@ from molinkd.api.openai.encoder import ChatEncoder, CompletionEncoder, ResponseE
 from molinkd.api.openai.schema import (
     ChatBody,
     CompletionBody,
+    EmbeddingRequest,
     GenerationBody,
     decode_body,
     decode_struct,
 )
 from molinkd.api.request_plan import RequestPlan
-
-
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    """``POST /v1/embeddings``, and Ollama's."""
-
-    model: str | None = None
-    input: Any = None
-    prompt: Any = None
 
 
 class EmbeddingRoutes:
@@ -68,6 +59,17 @@ class OpenAIRoutes:
         self._body_reader = bodies
         self._catalog = catalog
         self._handler = generator
+
+    @property
+    def routes(self) -> list[web.RouteDef]:
+        """All routes."""
+        return [
+            web.get("/v1/models", self.list_models),
+            web.get("/v1/models/{name:.+}", self.get_model),
+            web.get("/props", self.get_props),
+            web.post("/v1/chat/completions", self.create_chat_completion),
+            web.post("/v1/completions", self.create_completion),
+        ]
 
     async def list_models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``."""

@@ -247,6 +247,14 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: Count | None = None
 
 
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """The body of ``POST /v1/embeddings``, and of Ollama's."""
+
+    model: str | None = None
+    input: Any = None
+    prompt: Any = None
+
+
 BodyT = TypeVar("BodyT", bound=UnsupportedFields)
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from molink.checkpoint.quantization import can_hold, is_quantizable, quantized_bytes
+from molink.checkpoint.quantized_size import can_hold, is_quantizable, quantized_bytes
 
 
 def test_bytes_of_a_projection() -> None:
