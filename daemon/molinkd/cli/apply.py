@@ -15,9 +15,12 @@ from molink.wire.messages.admin import ApplyFile, ApplyReply, LoadModelReply
 from molinkd.cli import daemon_client
 from molinkd.cli.daemon_console import TransferLine
 from molinkd.cli.model_verbs import POLL_INTERVAL_S, show_progress
-from molinkd.cli.swarm_file import LineIndex, SwarmFile, model_entries, read_swarm_file, served_name
+from molinkd.cli.swarm_file import LineIndex, SwarmFile, model_entries, read_swarm_file
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.artifacts.transfers import Progress
+
+#: The model of the request that is at fault, or one of its PCs.
+_PARAM = re.compile(r"models\[([0-9]+)\](?:\.pins\[([0-9]+)\])?\Z")
 
 
 def apply(
@@ -68,17 +71,15 @@ def _apply_file(daemon: daemon_client.RunningDaemon, order: ApplyFile) -> str:
 
 def _locate_error(error: RequestError, file: SwarmFile, lines: LineIndex) -> MolinkError:
     """Add the line of the file to an error of the coordinator."""
-    text = str(error)
-    if file.molink and text.startswith(f"the file requires molink {file.molink}"):
-        return lines.error_at(text, key="molink")
-    for index, one in enumerate(file.models):
-        why = text.removeprefix(f"{served_name(one.model)}: ")
-        if why != text:
-            keys = [
-                key
-                for pc in (*one.layers, *one.pcs)
-                if re.search(rf"(?<![\w-]){re.escape(pc)}(?![\w-])", why)
-                for key in ((pc, "layers") if pc in one.layers else ("pcs",))
-            ]
-            return lines.error_at(text, index, lines.first_key(index, *keys))
-    return error
+    if error.param == "molink":
+        return lines.error_at(str(error), key="molink")
+    found = _PARAM.match(error.param or "")
+    if found is None or int(found[1]) >= len(file.models):
+        return error
+    keys: tuple[str, ...] = ()
+    index = int(found[1])
+    model = file.models[index]
+    if found[2] is not None and int(found[2]) < len(model.pinned_pcs):
+        pc = model.pinned_pcs[int(found[2])]
+        keys = (pc, "layers") if pc in model.layers else ("pcs",)
+    return lines.error_at(str(error), index, lines.first_key(index, *keys))

@@ -52,6 +52,11 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Layers ``A:B`` by name or id of the PC.
     layers: dict[Text, Text] = {}
 
+    @property
+    def pinned_pcs(self) -> tuple[str, ...]:
+        """The PCs that the section names, in the order of the request's pins."""
+        return self.pcs or tuple(self.layers)
+
 
 class SwarmFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
@@ -134,7 +139,7 @@ def model_entries(file: SwarmFile, lines: LineIndex, folder: Path) -> tuple[Mode
             dtype=one.dtype,
             quantize=one.quantize,
             micro_batches=one.micro_batches,
-            pins=tuple((pc, one.layers.get(pc, "auto")) for pc in one.pcs or one.layers),
+            pins=tuple((pc, one.layers.get(pc, "auto")) for pc in one.pinned_pcs),
         )
         for index, one in enumerate(file.models)
     )

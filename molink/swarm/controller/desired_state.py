@@ -3,6 +3,7 @@ ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -45,33 +46,36 @@ def resolve_desired_models(
     """The desired state that peer ``source`` requests; it holds the files.
 
     Raises:
-        RequestError: part of it is impossible, and nothing is done. If a model is at fault, the
-            text begins with its name and a colon.
+        RequestError: part of it is impossible, and nothing is done. ``param`` is ``molink``,
+            ``models[1]`` or ``models[1].pins[0]`` if that is at fault.
     """
     _check_version(desired_models.molink, registry)
-    names = [one.model.name for one in desired_models.models]
-    for name in names:
+    specs = desired_models.models
+    names = [one.model.name for one in specs]
+    for index, name in enumerate(names):
         if not is_valid_model_name(name):
             raise RequestError("a model name must be printable text")
         if names.count(name) > 1:
             raise _request_error(
-                name, "two models have this name; clients could not tell them apart"
+                index, name, "two models have this name; clients could not tell them apart"
             )
-    pipelines = sum(one.replicas for one in desired_models.models)
+    pipelines = sum(one.replicas for one in specs)
     if pipelines > MAX_PIPELINES:
         raise RequestError(
             f"{pipelines} pipelines requested; a swarm has at most {MAX_PIPELINES}: use fewer "
             "replicas"
         )
-    models = tuple(_resolve_model(one, source, registry) for one in desired_models.models)
+    models = tuple(_resolve_model(index, one, source, registry) for index, one in enumerate(specs))
     bound: dict[str, str] = {}
-    for one in models:
+    for index, one in enumerate(models):
         for peer, _ in one.pins:
             other = bound.setdefault(peer, one.facts.name)
             if other != one.facts.name:
                 name = registry.name_of(peer)
                 what = f"{name} is pinned to {other} too; a PC holds layers of one model"
-                raise _request_error(one.facts.name, what)
+                wanted = [pc for pc, _ in specs[index].pins]
+                pin = next((n for n, pc in enumerate(wanted) if pc in (peer, name)), None)
+                raise _request_error(index, one.facts.name, what, pin)
     _check_room(models, registry)
     return models
 
@@ -168,19 +172,22 @@ def _check_version(version: str, registry: Registry) -> None:
     if others:
         raise RequestError(
             f"the file requires molink {version}, but {', '.join(others)}: update molink there",
+            "molink",
         )
 
 
-def _request_error(model: str, why: str) -> RequestError:
-    return RequestError(f"{model}: {why}")
+def _request_error(index: int, model: str, why: str, pin: int | None = None) -> RequestError:
+    """The error of the model that is the ``index``-th of the request, and of its ``pin``."""
+    param = f"models[{index}]" + ("" if pin is None else f".pins[{pin}]")
+    return RequestError(f"{model}: {why}", param)
 
 
-def _resolve_model(spec: ModelSpec, source: str, registry: Registry) -> DesiredModel:
+def _resolve_model(index: int, spec: ModelSpec, source: str, registry: Registry) -> DesiredModel:
     name = spec.model.name
-    named = [_resolve_pin(pin, spec, registry) for pin in spec.pins]
+    named = [_resolve_pin(index, number, spec, registry) for number in range(len(spec.pins))]
     peers = [peer for peer, _ in named]
     if len(set(peers)) < len(peers):
-        raise _request_error(name, "a PC is pinned twice")
+        raise _request_error(index, name, "a PC is pinned twice")
     # With a PC go its further devices.
     whole = {peer for peer, stage in named if stage == "auto"}
     devices = [
@@ -188,7 +195,7 @@ def _resolve_model(spec: ModelSpec, source: str, registry: Registry) -> DesiredM
     ]
     pins = tuple(sorted([*named, *((one, "auto") for one in devices)]))
     if spec.replicas > 1 and any(stage != "auto" for _, stage in pins):
-        raise _request_error(name, f"pinned layers need one replica, not {spec.replicas}")
+        raise _request_error(index, name, f"pinned layers need one replica, not {spec.replicas}")
     return DesiredModel(
         facts=spec.model,
         source=source,
@@ -203,29 +210,27 @@ def _resolve_model(spec: ModelSpec, source: str, registry: Registry) -> DesiredM
     )
 
 
-def _resolve_pin(pin: Pin, spec: ModelSpec, registry: Registry) -> Pin:
+def _resolve_pin(index: int, pin: int, spec: ModelSpec, registry: Registry) -> Pin:
     """A PC's id for its name, and its stage, which it must be able to hold."""
-    wanted, stage = pin
-    name = spec.model.name
+    wanted, stage = spec.pins[pin]
+    refuse = partial(_request_error, index, spec.model.name, pin=pin)
     found = [peer for peer, member in registry.members.items() if wanted in (peer, member.name)]
     if len(found) != 1:
         what = f"no PC in this swarm is called {wanted}; see `molink status`"
         if found:
             what = f"{len(found)} PCs are called {wanted}; use an id ({', '.join(found)})"
-        raise _request_error(name, what)
+        raise refuse(what)
     if stage != "auto" and parse_layers(stage) is None:
-        raise _request_error(name, f"layers of {wanted} must be A:B with A < B, not {stage}")
+        raise refuse(f"layers of {wanted} must be A:B with A < B, not {stage}")
     why = explain_misfit(stage, spec.model)
     if why:
-        raise _request_error(name, f"{wanted} with layers {stage} {why}")
+        raise refuse(f"{wanted} with layers {stage} {why}")
     session = registry.sessions.get(found[0])
     own = session.report.stage if session is not None else "auto"
     if own == "none":
-        raise _request_error(name, f"{wanted} holds no layers now (`--stage none`, or drained)")
+        raise refuse(f"{wanted} holds no layers now (`--stage none`, or drained)")
     if stage != "auto" and own not in ("auto", stage):
-        raise _request_error(
-            name, f"{wanted} was started with `--stage {own}`; the file says {stage}"
-        )
+        raise refuse(f"{wanted} was started with `--stage {own}`; the file says {stage}")
     return found[0], stage
 
 
@@ -238,10 +243,11 @@ def _check_room(models: Sequence[DesiredModel], registry: Registry) -> None:
     ]
     demands = [PeerDemand((one.facts.name, 0), one) for one in models]
     owners = allocate_peers(demands, offers, {}, Links())
-    for demand in demands:
+    for index, demand in enumerate(demands):
         mine = [one for one in offers if owners.get(one.peer) == demand.key]
         if not fits_model(demand.desired, mine):
-            raise _request_error(demand.key[0], _explain_no_room(demand.desired, models, offers))
+            why = _explain_no_room(demand.desired, models, offers)
+            raise _request_error(index, demand.key[0], why)
 
 
 def _explain_no_room(

@@ -9,7 +9,7 @@ carry a ``ref`` that the reply repeats.
 """
 
 import molink.errors
-from molink.errors import MolinkError
+from molink.errors import MolinkError, RequestError
 from molink.facts.scalars import Addresses, Count, Sentence, Text
 from molink.wire.messages.admin import (
     ApplyFile,
@@ -85,11 +85,15 @@ class JoinReply(Message, frozen=True, kw_only=True, tag="join-reply"):
 
 
 class ErrorReply(Message, frozen=True, kw_only=True, tag="error-reply"):
-    """The reply to a failed request; ``code`` is the error's class name."""
+    """The reply to a failed request; ``code`` is the error's class name.
+
+    ``param`` is that of a :class:`~molink.errors.RequestError`.
+    """
 
     ref: Count
     code: Text
     message: Sentence
+    param: Text | None = None
 
     @property
     def error(self) -> MolinkError:
@@ -97,6 +101,8 @@ class ErrorReply(Message, frozen=True, kw_only=True, tag="error-reply"):
         kind = getattr(molink.errors, self.code, MolinkError)
         if not (isinstance(kind, type) and issubclass(kind, MolinkError)):
             kind = MolinkError
+        if issubclass(kind, RequestError):
+            return kind(self.message, self.param)
         error: MolinkError = kind(self.message)
         return error
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import zmq
 import zmq.asyncio
 
-from molink.errors import MolinkError, PortInUse, UsageError, WireError
+from molink.errors import MolinkError, PortInUse, RequestError, UsageError, WireError
 from molink.wire.messages.codec import MAX_FRAMES, Buffer, Codec
 from molink.wire.messages.control_plane import ErrorReply
 from molink.wire.sockets.create_socket import bind_socket, create_server
@@ -313,7 +313,8 @@ class Server(Generic[M]):
             name, text = MolinkError.__name__, f"internal error: {name}"
         ref = getattr(message, "ref", None)
         if ref is not None:
-            failure: Any = ErrorReply(ref=ref, code=name, message=text[:1024])
+            param = error.param if isinstance(error, RequestError) else None
+            failure: Any = ErrorReply(ref=ref, code=name, message=text[:1024], param=param)
             self.send(sender.identity, failure)
 
     # --- misbehaviour and revocation -------------------------------------------------------------

@@ -25,28 +25,29 @@ layers = { cellar = "0:9" }
 
 
 @pytest.mark.parametrize(
-    ("said", "line"),
+    ("param", "line"),
     [
-        ("the file requires molink 9.9, but attic runs 1.0: update molink there", 1),
-        ("one: it needs 9 GB", 2),
-        ("one: no PC of this swarm is called den; `molink status` shows them", 4),
-        ("one: den-2 is not there", 2),
-        ("two: den is named for one too: a PC holds layers of one", 8),
-        ("two: loft with layers 2:4 names layers that two doesn't have", 9),
-        ("three: cellar with layers 0:9 names layers that three doesn't have", 12),
+        ("molink", 1),
+        ("models[0]", 2),
+        ("models[0].pins[1]", 4),
+        ("models[1]", 5),
+        ("models[1].pins[0]", 8),
+        ("models[1].pins[1]", 9),
+        ("models[2].pins[0]", 12),
     ],
 )
-def test_an_error_names_its_line(tmp_path: Path, said: str, line: int) -> None:
+def test_an_error_names_its_line(tmp_path: Path, param: str, line: int) -> None:
     path = tmp_path / "swarm.toml"
     path.write_text(TEXT, encoding="utf-8")
     file, lines = read_swarm_file(path)
-    located = _locate_error(RequestError(said), file, lines)
+    located = _locate_error(RequestError("it needs 9 GB", param), file, lines)
     assert isinstance(located, UsageError)
-    assert str(located) == f"{path}, line {line}: {said}"
+    assert str(located) == f"{path}, line {line}: it needs 9 GB"
 
 
-def test_errors_without_a_model_are_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("param", [None, "models", "target", "models[3]"])
+def test_errors_without_a_model_are_unchanged(tmp_path: Path, param: str | None) -> None:
     path = tmp_path / "swarm.toml"
     path.write_text(TEXT, encoding="utf-8")
-    error = RequestError("only the swarm's first PC may apply a file")
+    error = RequestError("one: only the swarm's first PC may apply a file", param)
     assert _locate_error(error, *read_swarm_file(path)) is error

@@ -67,42 +67,63 @@ def test_pinning_a_pc_pins_its_other_devices(registry: Registry, kit: Kit) -> No
 
 
 @pytest.mark.parametrize(
-    ("models", "why"),
+    ("models", "why", "param"),
     [
-        ([wish("x\x1b")], "printable"),
-        ([wish("x"), wish("x")], "^x: two models have this name"),
+        ([wish("x\x1b")], "printable", None),
+        ([wish("x"), wish("x")], "^x: two models have this name", "models[0]"),
         (
             [wish("x", replicas=5), wish("y", replicas=4)],
             "9 pipelines requested; a swarm has at most 8",
+            None,
         ),
-        ([wish("x", pins=(("nobody", "auto"),))], "^x: no PC in this swarm is called nobody"),
-        ([wish("x", pins=(("a", "auto"), ("A", "auto")))], "^x: a PC is pinned twice"),
-        ([wish("x", pins=(("a", "4"),))], "^x: layers of a must be A:B"),
-        ([wish("x", pins=(("a", "4:9"),))], "^x: a with layers 4:9 names layers"),
-        ([wish("x", pins=(("c", "2:4"),))], "^x: c was started with `--stage 0:2`"),
-        ([wish("x", pins=(("d", "auto"),))], "^x: d holds no layers now"),
+        (
+            [wish("x", pins=(("nobody", "auto"),))],
+            "^x: no PC in this swarm is called nobody",
+            "models[0].pins[0]",
+        ),
+        ([wish("x", pins=(("a", "auto"), ("A", "auto")))], "^x: a PC is pinned twice", "models[0]"),
+        ([wish("x", pins=(("a", "4"),))], "^x: layers of a must be A:B", "models[0].pins[0]"),
+        (
+            [wish("x", pins=(("a", "4:9"),))],
+            "^x: a with layers 4:9 names layers",
+            "models[0].pins[0]",
+        ),
+        (
+            [wish("x", pins=(("c", "2:4"),))],
+            "^x: c was started with `--stage 0:2`",
+            "models[0].pins[0]",
+        ),
+        ([wish("x", pins=(("d", "auto"),))], "^x: d holds no layers now", "models[0].pins[0]"),
         (
             [wish("x", replicas=2, pins=(("a", "0:6"),))],
             "^x: pinned layers need one replica, not 2",
+            "models[0]",
         ),
         (
             [wish("x", pins=(("a", "auto"),)), wish("y", pins=(("a", "auto"),))],
             "^y: A is pinned to x too",
+            "models[1].pins[0]",
         ),
-        ([wish("x", pins=(("a", "0:2"), ("b", "4:6")))], "^x: no PC holds layers 2:4"),
-        ([wish("x", pins=(("a", "0:4"), ("b", "2:6")))], "^x: the layers of A .* overlap"),
-        ([wish("x", 60)], "^x: .*needs .* the swarm offers"),
+        ([wish("x", pins=(("a", "0:2"), ("b", "4:6")))], "^x: no PC holds layers 2:4", "models[0]"),
+        (
+            [wish("x", pins=(("a", "0:4"), ("b", "2:6")))],
+            "^x: the layers of A .* overlap",
+            "models[0]",
+        ),
+        ([wish("x", 60)], "^x: .*needs .* the swarm offers", "models[0]"),
         (
             [wish("x", 9), wish("y", 9), wish("z", 9)],
             "^z: the connected PCs have room",
+            "models[2]",
         ),
     ],
 )
 def test_impossible_state_is_refused_as_a_whole(
-    registry: Registry, models: list[ModelSpec], why: str
+    registry: Registry, models: list[ModelSpec], why: str, param: str | None
 ) -> None:
-    with pytest.raises(RequestError, match=why):
+    with pytest.raises(RequestError, match=why) as caught:
         served(registry, *models)
+    assert caught.value.param == param
 
 
 def test_surplus_replica_may_wait(registry: Registry) -> None:
@@ -110,8 +131,9 @@ def test_surplus_replica_may_wait(registry: Registry) -> None:
 
 
 def test_version_mismatch_names_both_versions(registry: Registry) -> None:
-    with pytest.raises(RequestError, match=r"requires molink 2, but A runs 1, B runs 1"):
+    with pytest.raises(RequestError, match=r"requires molink 2, but A runs 1, B runs 1") as caught:
         served(registry, wish("x"), molink="2")
+    assert caught.value.param == "molink"
 
 
 def test_malformed_payload_is_refused() -> None:

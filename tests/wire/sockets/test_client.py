@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from molink.errors import NotAuthorized, Overloaded, Unavailable, UsageError
+from molink.errors import NotAuthorized, Overloaded, RequestError, Unavailable, UsageError
 from molink.wire.messages.admin import StatusReply, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec, data_codec
@@ -260,6 +260,17 @@ async def test_the_first_reply_counts(net: Any) -> None:
         reply, _ = await client.send_request(StatusRequest(ref=0))
         assert isinstance(reply, DoneReply)
     assert client._pending == {}
+
+
+async def test_an_error_keeps_its_class_and_param(net: Any) -> None:
+    async def handle(sender: MessageSender, message: Any, payload: memoryview | None) -> None:
+        raise RequestError("too many", "models[1]")
+
+    server = net.server(control_codec(), handle)
+    client = net.client(control_codec(), net.member(), server.port)
+    with pytest.raises(RequestError, match="too many") as caught:
+        await client.send_request(StatusRequest(ref=0))
+    assert caught.value.param == "models[1]"
 
 
 async def test_an_unknown_failure_is_still_an_error(net: Any) -> None:
