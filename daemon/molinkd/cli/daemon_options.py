@@ -260,6 +260,6 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         options = kind(**{each.name: values.pop(each.name) for each in fields})
         command(options=options, **values)
 
-    expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    vars(expanded)["__signature__"] = signature.replace(parameters=parameters)
     expanded.__annotations__ = {each.name: each.annotation for each in parameters}
     return expanded

@@ -27,7 +27,13 @@ from molinkd.peer.launch import (
 )
 from molinkd.peer.main import DETACHED, log_to_file, run_daemon
 from molinkd.peer.membership.addresses import is_reachable_name
-from molinkd.peer.settings import format_options, load_settings, read_options, write_options
+from molinkd.peer.settings import (
+    Settings,
+    format_options,
+    load_settings,
+    read_options,
+    write_options,
+)
 from molinkd.platform import child_options
 
 
@@ -53,12 +59,7 @@ def start_daemon(
     """
     remembered = read_options(home.options)
     settings = load_settings(home, options, os.environ, remembered)
-    for address in settings.advertise:
-        if not is_reachable_name(address):
-            raise UsageError(
-                f"`advertise` takes addresses without ports, not {address!r}: other PCs use "
-                "several ports"
-            )
+    _check_advertised_addresses(settings)
 
     def approve(code: str) -> str:
         return daemon_client.decide_pairing(home, code, refuse=False)
@@ -95,6 +96,15 @@ def start_daemon(
             f"shows the swarm, {home.format_command('logs')} the logs; "
             f"{home.format_command('down')} stops it."
         )
+
+
+def _check_advertised_addresses(settings: Settings) -> None:
+    for address in settings.advertise:
+        if not is_reachable_name(address):
+            raise UsageError(
+                f"`advertise` takes addresses without ports, not {address!r}: other PCs use "
+                "several ports"
+            )
 
 
 def _run_daemon(launch: Launch, home: Home, show: Announce, *, background: bool) -> int:

@@ -261,18 +261,7 @@ def plan(
     if live:
         _explain_live(home, as_json=as_json)
         return
-    devices = [name.strip() for name in device.split(",")]
-    if len(devices) == 1 and "+" not in device:
-        devices *= stages or _DEFAULT_PCS
-        stages = len(devices)
-    if (
-        not all(part.strip() for one in devices for part in one.split("+"))
-        or len(devices) > _MAX_PCS
-    ):
-        raise UsageError(
-            f"--device takes 1 to {_MAX_PCS} PCs, separated by commas (rtx3090+rtx3060: a "
-            "PC with both)"
-        )
+    devices = _parse_devices(device, stages or _DEFAULT_PCS)
     link = LinkProfile(bandwidth, latency)
     planned = plan_swarm(
         ModelDescription.from_profile(model_profile)
@@ -280,7 +269,7 @@ def plan(
         else ModelDescription.from_folder(_find_folder(model)),
         devices,
         link,
-        PlacementGoal(objective, stages or 1),
+        PlacementGoal(objective, len(devices) if _is_single(device) else stages or 1),
         streams=streams,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -289,6 +278,29 @@ def plan(
         print(json.dumps(planned.as_json(), indent=2))
     else:
         _print_plan(planned, devices, link)
+
+
+def _is_single(device: str) -> bool:
+    """Whether one device stands for that of several equal PCs."""
+    return "," not in device and "+" not in device
+
+
+def _parse_devices(text: str, num_pcs: int) -> list[str]:
+    """Return the devices of each PC; a single device stands for ``num_pcs`` PCs.
+
+    Raises:
+        UsageError: a name is missing, or there are too many PCs.
+    """
+    devices = [name.strip() for name in text.split(",")]
+    if _is_single(text):
+        devices *= num_pcs
+    is_complete = all(part.strip() for one in devices for part in one.split("+"))
+    if not is_complete or len(devices) > _MAX_PCS:
+        raise UsageError(
+            f"--device takes 1 to {_MAX_PCS} PCs, separated by commas (rtx3090+rtx3060: a "
+            "PC with both)"
+        )
+    return devices
 
 
 def _find_folder(model: str) -> Path:

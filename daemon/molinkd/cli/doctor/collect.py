@@ -5,10 +5,9 @@ import getpass
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,13 @@ from molinkd.cli.doctor.facts import (
     PeerFact,
     SwarmFacts,
 )
+from molinkd.cli.doctor.run_program import run_program
 from molinkd.peer.agent.device_probe import num_worker_threads
 from molinkd.peer.agent.kernel_self_test import SelfTestResult, run_self_test, save_disabled_kernels
 from molinkd.peer.artifacts.installed_models import list_installed_models
 from molinkd.peer.home import Home
 from molinkd.peer.settings import Settings, load_settings, read_options
-from molinkd.platform import child_options
 
-#: Timeout of other programs, in seconds.
-_COMMAND_TIMEOUT_S = 10.0
 _NVIDIA_VENDOR = "0x10de"
 
 Say = Callable[[str], None]
@@ -56,7 +53,7 @@ def collect_facts(home: Home, say: Say) -> DoctorFacts:
         system=sys.platform,
         test=test,
         configured_device=settings.devices[0],
-        card=read_card(_run_command(["nvidia-smi"])),
+        card=read_card(run_program("nvidia-smi")),
         is_plugged_in=_is_plugged_in(),
     )
     return DoctorFacts(
@@ -212,26 +209,6 @@ def _is_on_battery() -> bool:
 
 
 # --- the GPU ----------------------------------------------------------------------------------
-
-
-def _run_command(command: Sequence[str]) -> tuple[int, str] | None:
-    """Return exit code and output of a program; ``None`` if it is not installed."""
-    program = shutil.which(command[0])
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(
-            [program, *command[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_COMMAND_TIMEOUT_S,
-            check=False,
-            **child_options(),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, str(error)
-    return done.returncode, done.stdout.decode("utf-8", "replace")
 
 
 def read_card(output: tuple[int, str] | None) -> NvidiaCard | None:

@@ -3,9 +3,7 @@
 import contextlib
 import errno
 import os
-import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,14 +11,13 @@ import psutil
 
 from molink.errors import MolinkError
 from molinkd.cli.doctor.facts import NetworkFacts, PortFact
+from molinkd.cli.doctor.run_program import run_program
 from molinkd.peer.membership.addresses import advertised_addresses, multicast_addresses
 from molinkd.peer.membership.discovery import scan_network
 from molinkd.peer.settings import Settings
-from molinkd.platform import child_options
 
 #: How long to listen for swarms, and how long after the first one, in seconds.
 _LISTEN_S, _MORE_S = 3.0, 0.5
-_COMMAND_TIMEOUT_S = 5.0
 #: Windows' error for a reserved port (``WSAEACCES``).
 _WSAEACCES = 10013
 
@@ -103,13 +100,16 @@ def _port_user(port: int) -> str:
 def _detect_firewall() -> tuple[str, bool | None]:
     """Return the active firewall, and whether it has a rule named molink (``None``: unknown)."""
     if sys.platform == "win32":
-        code = _run_command("netsh", "advfirewall", "firewall", "show", "rule", "name=molink")[0]
-        return "Windows Defender Firewall", None if code is None else code == 0
+        netsh = os.path.expandvars(r"%SystemRoot%\System32\netsh.exe")
+        shown = run_program(netsh, "advfirewall", "firewall", "show", "rule", "name=molink")
+        code = -1 if shown is None else shown[0]
+        return "Windows Defender Firewall", None if code < 0 else code == 0
     with contextlib.suppress(OSError):
         text = Path("/etc/ufw/ufw.conf").read_text(encoding="utf-8", errors="replace")
         if "ENABLED=yes" in text:
             return "ufw", None
-    if _run_command("firewall-cmd", "--state")[0] == 0:
+    state = run_program("firewall-cmd", "--state")
+    if state is not None and state[0] == 0:
         return "firewalld", None
     return "", None
 
@@ -121,27 +121,5 @@ def _wsl_network() -> str:
         release = Path("/proc/sys/kernel/osrelease").read_text(encoding="utf-8").lower()
     if sys.platform != "linux" or "microsoft" not in release or "wsl2" not in release:
         return ""
-    code, text = _run_command("wslinfo", "--networking-mode")
+    code, text = run_program("wslinfo", "--networking-mode") or (1, "")
     return text.strip() if code == 0 and text.strip() else "nat"
-
-
-def _run_command(program: str, *arguments: str) -> tuple[int | None, str]:
-    """Return exit code and output; ``None`` if the program is missing or hangs."""
-    found = shutil.which(program)
-    if sys.platform == "win32":
-        found = os.path.expandvars(rf"%SystemRoot%\System32\{program}.exe")
-    if found is None:
-        return None, ""
-    try:
-        done = subprocess.run(
-            [found, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_COMMAND_TIMEOUT_S,
-            check=False,
-            **child_options(),
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None, ""
-    return done.returncode, done.stdout.decode("utf-8", "replace")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from molink.checkpoint.model_source import find_demo_model
-from molinkd.cli.doctor import collect, collect_network
+from molinkd.cli.doctor import collect, collect_network, run_program
 from molinkd.cli.doctor.collect import read_card, read_swarm
 from molinkd.cli.doctor.facts import NvidiaCard
 from molinkd.peer.agent.kernel_self_test import KernelResult, SelfTestResult
@@ -147,8 +147,11 @@ def test_corrupt_options_are_reported_and_ignored(tmp_path: Path) -> None:
     assert settings.device == Settings(name="x").device
 
 
-def test_missing_programs() -> None:
-    assert collect._run_command(["molink-has-no-such-program"]) is None
-    assert collect_network._run_command("molink-has-no-such-program") == (None, "")
-    code, text = collect._run_command([sys.executable, "-c", "print('hello')"]) or (1, "")
+def test_programs_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_program.run_program("molink-has-no-such-program") is None
+    code, text = run_program.run_program(sys.executable, "-c", "print('hello')") or (1, "")
     assert (code, text.strip()) == (0, "hello")
+    monkeypatch.setattr(run_program, "_TIMEOUT_S", 0.0)
+    code, text = run_program.run_program(sys.executable, "-c", "input()") or (1, "")
+    assert code < 0
+    assert "timed out" in text
