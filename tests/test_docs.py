@@ -137,7 +137,7 @@ def test_missing_names_of_code_are_found(tmp_path: Path) -> None:
     document = tmp_path / "wrong.md"
     document.write_text(
         "`FormerPolicy`, `FormerQueue.take`, `RequestQueues`, `LowBitLayout`, `Scheduler`, "
-        "FormerText, `ProcessPrng`, `former_function`, `next_waiting`, `Scheduler.former`, "
+        "FormerText, `ProcessPrng`, `former_function`, `next_admitted`, `Scheduler.former`, "
         "`Scheduler.next_batch`, `former.py`, `low_bit.py`\n\n"
         "`molink/scheduler/scheduler.py` `Scheduler`, `RequestQueues`\n\n"
         "```bash\nFormerCommand `FormerFence`\n```\n",

@@ -81,7 +81,7 @@ class Batcher:
         """The next micro-batch, or ``None`` if there is nothing to send."""
         decode, chunk = VolumeBuilder(prefill=False), VolumeBuilder(prefill=True)
         self._newly_admitted = []
-        self.queues.clear_next_waiting()
+        self.queues.clear_next_admitted()
         if not self.in_flight.is_window_full:
             if prefill:
                 self._preempt_for_waiting(now)
@@ -235,7 +235,10 @@ class Batcher:
         return [state for state in self._starved if self.queues.get_by_id(state.id) is state]
 
     def _add_prefill(self, builder: VolumeBuilder, left: int, now: float) -> None:
-        """Add up to ``left`` prefill rows, admitting waiting requests in policy order."""
+        """Add up to ``left`` prefill rows.
+
+        Waiting requests are admitted in the order of fair shares, then of the policy.
+        """
         starved = self._still_starved()
         closed, seen = bool(starved), set[RequestState]()
         while left > 0 and builder.block_room >= 1:

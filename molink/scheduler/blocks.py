@@ -47,8 +47,8 @@ class BlockAllocator:
         return len(self._free)
 
     @property
-    def cached_blocks(self) -> Iterable[int]:
-        """Cached blocks, least recently used first."""
+    def eviction_order(self) -> Iterable[int]:
+        """Cached blocks in the order of their eviction: least recently used first."""
         return self._cached
 
     @property

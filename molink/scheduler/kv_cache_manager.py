@@ -100,8 +100,7 @@ class KVCacheManager:
         if count > self.num_available:
             return None
         while self.allocator.num_free < count:
-            self._evict_block(next(iter(self.allocator.cached_blocks)))
-            self.num_evictions += 1
+            self._evict_oldest()
         return self.allocator.allocate_blocks(count)
 
     def release_copy_source(self, state: RequestState) -> None:
@@ -188,6 +187,11 @@ class KVCacheManager:
         for block in reversed(self._tree.list_subtree(cached[-1]) if cached else []):
             self._evict_block(block)
 
+    def _evict_oldest(self) -> None:
+        """Evict the least recently used block to make room."""
+        self._evict_block(next(iter(self.allocator.eviction_order)))
+        self.num_evictions += 1
+
     def _evict_block(self, block: int) -> None:
         self._tree.remove_block(block)
         self.span_log.remove_block(block)
@@ -206,7 +210,7 @@ class KVCacheManager:
         del references[-1]
         self.allocator.validate(references, self._tree)
         self._tree.validate()
-        ages = {block: index for index, block in enumerate(self.allocator.cached_blocks)}
+        ages = {block: index for index, block in enumerate(self.allocator.eviction_order)}
         for block in self._tree:
             parent = self._tree.parent_of(block)
             if parent in ages and ages.get(block, len(ages)) > ages[parent]:

@@ -34,8 +34,8 @@ class RequestQueues:
         self._decode_ready: dict[int, RequestState] = {}
         self._pending_releases: list[PendingRelease] = []
         self._next_id = 0
-        #: The cached result of :meth:`next_waiting`.
-        self._next_waiting: tuple[RequestState | None] | None = None
+        #: The cached result of :meth:`next_admitted`.
+        self._next_admitted: tuple[RequestState | None] | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -91,7 +91,7 @@ class RequestQueues:
         The next request to admit is among them unless ``closed``.
         """
         requests = list(self._prefilling.values())
-        new = None if closed else self.next_waiting(now)
+        new = None if closed else self.next_admitted(now)
         if new is not None:
             requests.append(new)
         return self.policy.order_running(requests, now) if requests else requests
@@ -104,19 +104,19 @@ class RequestQueues:
             if state.phase == "decode" and state.awaited_seqs
         )
 
-    def next_waiting(self, now: float) -> RequestState | None:
+    def next_admitted(self, now: float) -> RequestState | None:
         """The request to admit next; stalled ones are skipped."""
-        if self._next_waiting is None:
+        if self._next_admitted is None:
             able = [state for state in self._waiting if not state.is_stalled]
             ordered = self.fair_shares.order_waiting(able)
-            self._next_waiting = (self.policy.choose_admitted(ordered, now) if able else None,)
-        return self._next_waiting[0]
+            self._next_admitted = (self.policy.choose_admitted(ordered, now) if able else None,)
+        return self._next_admitted[0]
 
     def next_preemptors(self, now: float) -> Iterator[RequestState]:
         """Requests of the next client for which others may be preempted, in order."""
         count = self.policy.max_preemptors
         if count == 1:
-            first = self.next_waiting(now)
+            first = self.next_admitted(now)
             yield from (first,) if first is not None else ()
             return
         able = self.fair_shares.order_waiting(
@@ -132,7 +132,7 @@ class RequestQueues:
         It does not swap in the request that the policy estimates to run soonest: a preempted
         request would displace its preemptor and be preempted again, forever.
         """
-        first = self.next_waiting(now)
+        first = self.next_admitted(now)
         return first if first is not None and first.host_copy is not None else None
 
     def latest_scheduled(self, now: float) -> list[RequestState]:
@@ -158,9 +158,9 @@ class RequestQueues:
     def num_swapped(self) -> int:
         return sum(1 for state in self._waiting if state.host_copy is not None)
 
-    def clear_next_waiting(self) -> None:
+    def clear_next_admitted(self) -> None:
         """Forget the policy's last choice, since time has passed or queues have changed."""
-        self._next_waiting = None
+        self._next_admitted = None
 
     def preemption_candidates(self, preemptor: RequestState, now: float) -> Iterator[RequestState]:
         """Requests to preempt for ``preemptor``, which lacks a block or waits for admission.
@@ -221,7 +221,7 @@ class RequestQueues:
     def enqueue_request(self, state: RequestState, now: float) -> None:
         """Queue a new request."""
         self._requests[state.peer, state.key] = state
-        self.clear_next_waiting()
+        self.clear_next_admitted()
         self._waiting[state] = None
         self.num_waiting_tokens += _tokens_to_compute(state)
         self.fair_shares.on_arrived(state)
@@ -282,12 +282,12 @@ class RequestQueues:
         return pending
 
     def _remove_waiting(self, state: RequestState) -> None:
-        self.clear_next_waiting()
+        self.clear_next_admitted()
         del self._waiting[state]
         self.num_waiting_tokens -= _tokens_to_compute(state)
 
     def _remove_running(self, state: RequestState, counter: RoundTripCounter | None) -> None:
-        self.clear_next_waiting()
+        self.clear_next_admitted()
         del self._running[state.id]
         self._prefilling.pop(state.id, None)
         self._decode_ready.pop(state.id, None)

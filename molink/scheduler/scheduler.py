@@ -7,7 +7,6 @@ from molink.errors import InvariantError, MolinkError, Overloaded, RequestError
 from molink.facts.drafts import DraftBatch, DraftResults
 from molink.facts.ring_times import RequestCosts, RingTimes
 from molink.routing.cache_report import CacheReport
-from molink.scheduler.admission import AdmissionController, WaitEstimator
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.batcher import Batcher
 from molink.scheduler.config import SchedulerConfig
@@ -16,6 +15,7 @@ from molink.scheduler.kv_cache_manager import KVCacheManager
 from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.policies.fcfs import Fcfs
 from molink.scheduler.prefix_tree import ROOT
+from molink.scheduler.queue_limits import QueueLimits, WaitEstimator
 from molink.scheduler.request_queues import RequestQueues
 from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.speculation.base import DraftSource
@@ -80,7 +80,7 @@ class Scheduler:
         self._batcher = Batcher(
             config, self._queues, self._cache, self._in_flight, self._speculation, self._swap
         )
-        self._admission = AdmissionController(config)
+        self._queue_limits = QueueLimits(config)
         self._wait_estimator = WaitEstimator(config, self._queues)
         self._transitions = TransitionLog()
         self._stats = SchedulerStats(self._batcher)
@@ -90,7 +90,7 @@ class Scheduler:
         """Queue a request; returns the rejection of the request that it displaced, if any.
 
         A peer with fewer queue slots may displace another's request from a full queue, see
-        :meth:`AdmissionController.choose_displaced`.
+        :meth:`QueueLimits.choose_displaced`.
 
         Raises:
             RequestError: a field is out of range, or the peer's key is in use.
@@ -100,7 +100,7 @@ class Scheduler:
         """
         if self._queues.find_request(state.peer, state.key) is not None:
             raise RequestError(f"a request {state.key!r} of this peer is already being served")
-        self._admission.check_request(state)
+        self._queue_limits.check_request(state)
         self._wait_estimator.observe_served(now)
         self._set_arrival(state, now)
         self._check_wait(state)
@@ -119,7 +119,9 @@ class Scheduler:
         """
         self._wait_estimator.observe_served(now)
         late = [
-            state for state in self._queues.waiting_requests if self._admission.is_late(state, now)
+            state
+            for state in self._queues.waiting_requests
+            if self._queue_limits.is_late(state, now)
         ]
         waits: dict[tuple[str, str], float | None] = {}
         emissions = []
@@ -131,7 +133,7 @@ class Scheduler:
                 retry = copy(state)
                 self._set_arrival(retry, now)
                 waits[client] = self._wait_estimator.estimate_wait(retry)
-            error = self._admission.late_error(state, waits[client], now)
+            error = self._queue_limits.late_error(state, waits[client], now)
             emissions.append(self._reject_overloaded(state, error))
         return emissions
 
@@ -302,12 +304,12 @@ class Scheduler:
 
     def _displace_waiting(self, new: RequestState, now: float) -> list[Emission]:
         waiting, running = self._queues.num_waiting, self._queues.num_running
-        if not self._admission.is_full(waiting, running):
+        if not self._queue_limits.is_full(waiting, running):
             return []
-        error = self._admission.overloaded_error(
+        error = self._queue_limits.overloaded_error(
             waiting, running, self._wait_estimator.estimate_next_slot()
         )
-        state = self._admission.choose_displaced(new, self._queues.waiting_requests, now)
+        state = self._queue_limits.choose_displaced(new, self._queues.waiting_requests, now)
         if state is None:
             self._counts["refused"] += 1
             raise error
@@ -322,10 +324,10 @@ class Scheduler:
         state.set_arrival(now, self._cache.find_prefix(state).num_tokens, costs)
 
     def _check_wait(self, state: RequestState) -> None:
-        if not self._admission.has_wait_bound(state):
+        if not self._queue_limits.has_wait_bound(state):
             return
         try:
-            self._admission.check_wait(state, self._wait_estimator.estimate_wait(state))
+            self._queue_limits.check_wait(state, self._wait_estimator.estimate_wait(state))
         except MolinkError:
             self._counts["late"] += 1
             raise

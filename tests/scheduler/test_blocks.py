@@ -47,9 +47,9 @@ def test_a_cached_block_is_settled_after_its_release() -> None:
         blocks.mark_cached(block)
     blocks.release_blocks(1, [1])
     blocks.release_blocks(2, [0])
-    assert list(blocks.cached_blocks) == [1, 0]
+    assert list(blocks.eviction_order) == [1, 0]
     blocks.touch_blocks([1])
-    assert list(blocks.cached_blocks) == [0, 1]
+    assert list(blocks.eviction_order) == [0, 1]
     assert (blocks.num_settled, blocks.num_releasing, blocks.num_held, blocks.num_free) == (
         0,
         2,
@@ -187,7 +187,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         held, cached = self.held(), self.kept - self.held().keys()
         self.blocks.validate(held, self.kept)
         assert self.blocks.num_held == len(held)
-        assert set(self.blocks.cached_blocks) == cached
+        assert set(self.blocks.eviction_order) == cached
         assert self.blocks.num_settled == len(cached - self.on_their_way())
         assert self.blocks.num_releasing == len(self.on_their_way() - held.keys())
 

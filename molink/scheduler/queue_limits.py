@@ -1,4 +1,4 @@
-"""Admission control: which requests may queue, and how long they will wait."""
+"""Limits of the queue: which requests may queue, and how long they will wait."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ from molink.util.ewma import Ewma
 RETRY_MIN, RETRY_MAX = 1.0, 60.0
 
 
-class AdmissionController:
+class QueueLimits:
     """Rejects requests that can never run, and requests that the queue has no room for."""
 
     def __init__(self, config: SchedulerConfig) -> None:

@@ -1,4 +1,4 @@
-"""Admission: estimated waits, limits and deadlines, on a ring with a fixed iteration time."""
+"""Limits of the queue: estimated waits, limits and deadlines, on a ring with a fixed iteration time."""
 
 from random import Random
 
@@ -7,8 +7,8 @@ import pytest
 from molink.errors import Overloaded, RequestError, UsageError
 from molink.facts.profile import Profile
 from molink.facts.ring_times import RingTimes
-from molink.scheduler.admission import ServingRate
 from molink.scheduler.config import SchedulerConfig
+from molink.scheduler.queue_limits import ServingRate
 from molink.scheduler.request_state import DEFAULT_START_S, Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
 from molink.wire.messages.data_plane import (
