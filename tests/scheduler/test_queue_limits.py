@@ -1,4 +1,4 @@
-"""Limits of the queue: estimated waits, limits and deadlines, on a ring with a fixed iteration time."""
+"""Limits of the queue: waits and deadlines, on a ring with a fixed iteration time."""
 
 from random import Random
 
