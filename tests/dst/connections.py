@@ -74,10 +74,10 @@ class Session:
 
     def _on_message(self, message: Any, payload: Any) -> None:
         match message:
-            case LeaderHeartbeat(term=term, leader=leader):
-                self._obeys = self._daemon.leadership.on_heartbeat(term, leader)
+            case LeaderHeartbeat():
+                self._obeys = self._daemon.leadership.on_heartbeat(message)
                 if self._obeys:
-                    self._daemon.world.monitor.obeys(self._daemon, term)
+                    self._daemon.world.monitor.obeys(self._daemon, message.term)
                     if self._unheeded:
                         self._unheeded = False
                         self.dial.reconnect_now()

@@ -22,6 +22,7 @@ from molink.swarm.controller.events import (
 )
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
+from molink.swarm.election.leases import LeaseIssuer
 from molink.swarm.election.replica import (
     Replica,
     ReplicaSync,
@@ -132,7 +133,7 @@ class Coordinator(Process):
         self.world = world
         self.disk = disk
         self.key = f"coordinator of {leader}"
-        self._leader = leader
+        self.leader = leader
         disk.begin_term(first_term(term, disk.version[0], leader))
         self.term = disk.version[0]
         world.monitor.leads(leader, self.term)
@@ -147,6 +148,8 @@ class Coordinator(Process):
             term=self.term,
             lost_peer=lost,
         )
+        secret = f"{self.key} {world.network.next_number()}"
+        self._leases = LeaseIssuer(leader, secret, self.time())
         self._replication = ReplicaSync()
         self._shared: tuple[Version, bytes] = ((-1, -1), b"")
         self._connections: dict[str, bytes] = {}
@@ -161,13 +164,14 @@ class Coordinator(Process):
         )
         self.listener.on_disconnect = self._probe_soon
         self.on_death.append(lambda: world.network.died(self))
+        self.on_death.append(lambda: world.monitor.stopped_leading(leader))
         self.later(STEP_INTERVAL, self._step)
 
     def raise_term(self, term: int) -> None:
         """Continue in a higher term."""
         self.disk.begin_term(term)
         self.term = term
-        self.world.monitor.leads(self._leader, term)
+        self.world.monitor.leads(self.leader, term)
         self._on_event(TermRaisedEvent(term))
 
     def _admits(self, user: str) -> bool:
@@ -228,7 +232,7 @@ class Coordinator(Process):
                 self._connections[peer] = sender.identity
                 if fresh:
                     self._replication.drop_peer(peer)
-                self._send(peer, LeaderHeartbeat(term=self.term, leader=self._leader))
+                self._send(peer, self._leader_heartbeat())
                 self._on_event(PeerReportedEvent(peer, message, fresh))
                 self._share(peer, message.replica)
             case StateReplica():
@@ -244,6 +248,16 @@ class Coordinator(Process):
             case Goodbye():
                 self._drop_peer(peer)
                 self._on_event(PeerStoppedEvent(peer))
+
+    def _leader_heartbeat(self) -> LeaderHeartbeat:
+        lease = self._leases.issue_lease(self.term, self.time())
+        self.world.liars.leases.append(lease)
+        return LeaderHeartbeat(
+            term=self.term,
+            leader=self.leader,
+            lease=lease,
+            verify_key=self._leases.verify_key,
+        )
 
     def _drop_peer(self, peer: str) -> None:
         self._connections.pop(peer, None)

@@ -54,6 +54,11 @@ class Faults:
             at = rng.uniform(*BEGIN)
             self.until = max(self.until, at)
             world.agenda.schedule_at(at, action)
+        if others and world.liars.known:
+            chance = Random(world.seed)  # the other random choices stay the same
+            at = chance.uniform(*BEGIN)
+            self.until = max(self.until, at)
+            world.agenda.schedule_at(at, self._lie, chance.choice((3.0, 8.0, 12.0, 25.0)))
 
     # --- helpers ---------------------------------------------------------------------------------
 
@@ -140,6 +145,13 @@ class Faults:
             self._say(f"{coordinator} reads {late:.1f} s late for {seconds:.1f} s")
             coordinator.read_late(late, seconds)
             self._for(late + seconds, lambda: None, may_cost=False)
+
+    def _lie(self, seconds: float) -> None:
+        """One or two PCs of one branch lie about the leader."""
+        liars = self._world.liars
+        self._say(f"{liars.known} lie for {seconds:g} s")
+        liars.start()
+        self._for(seconds, liars.stop)
 
     # --- PCs -------------------------------------------------------------------------------------
 

@@ -17,12 +17,13 @@ from molink.swarm.election.events import (
     PeerTimedOutEvent,
     QueryLeaderAction,
     RaiseTermAction,
+    ReportMisbehaviourAction,
     StartCoordinatorAction,
     StepDownAction,
 )
 from molink.swarm.election.leader_election import LeaderElection
 from molink.swarm.election.replica import decode_replica
-from molink.wire.messages.election import LeaderView
+from molink.wire.messages.election import LeaderHeartbeat, LeaderView
 from tests.dst.coordinator import Coordinator, Disk
 from tests.dst.network import Listener
 
@@ -62,8 +63,7 @@ class Leadership:
         self._raised = 0
         #: Number of the last decision about the local process.
         self._deed = 0
-        known = MembershipChangedEvent(peer.replica.order or (peer.id,), peer.replica.version)
-        member = peer.membership
+        member, known = peer.membership, self._membership()
         self.succession = LeaderElection(
             peer.id,
             daemon.time(),
@@ -90,10 +90,11 @@ class Leadership:
 
     # --- events ------------------------------------------------------------------------------
 
-    def on_heartbeat(self, term: int, leader: str) -> bool:
+    def on_heartbeat(self, message: LeaderHeartbeat) -> bool:
         """Process a coordinator's heartbeat; returns whether to obey it."""
-        self._on_event(CoordinatorHeardEvent(term, leader))
-        if term < self.succession.term:
+        term, leader = message.term, message.leader
+        self._on_event(CoordinatorHeardEvent(term, leader, message.lease, message.verify_key))
+        if not self.succession.obeys(term, leader):
             return False
         self._remember(term=self.succession.term, leader=self.succession.leader)
         return True
@@ -104,8 +105,17 @@ class Leadership:
 
     def on_replica(self, data: Any) -> None:
         """The coordinator has sent its state."""
-        self._peer.replica = found = decode_replica(data)
-        self._on_event(MembershipChangedEvent(found.order, found.version))
+        self._peer.replica = decode_replica(data)
+        self._on_event(self._membership())
+
+    def _membership(self) -> MembershipChangedEvent:
+        held, liars = self._peer.replica, self._daemon.world.liars
+        return MembershipChangedEvent(held.order or (self._peer.id,), held.version, liars.branches)
+
+    def on_view(self, event: PeerAnsweredEvent) -> None:
+        """A peer states whom it follows."""
+        if self.admits(event.peer):
+            self._on_event(event)
 
     def admits(self, user: str) -> bool:
         """Whether a peer may ask."""
@@ -131,7 +141,11 @@ class Leadership:
                         seconds = self._rng.choice(RAISING)
                         self.coordinator.later(seconds, self.coordinator.raise_term, term)
                     self._remember(term=term)
+                case ReportMisbehaviourAction(peer, reason):
+                    daemon.world.monitor.misbehaves(daemon, peer, reason)
                 case StartCoordinatorAction() | StepDownAction():
+                    if isinstance(decision, StepDownAction) and self.succession.role == "follower":
+                        daemon.world.monitor.steps_down(daemon, self.succession.leader)
                     self._deeds.append(decision)
                     self._act()
         if self.succession.role != role:
@@ -164,8 +178,11 @@ class Leadership:
                 other.run(answer, other)
 
         def answer(other: "Daemon") -> None:
-            other.leadership._on_event(PeerAnsweredEvent(self._peer.id, view))
+            liars = daemon.world.liars
+            asked = liars.view_of(daemon, other, view)
+            other.leadership.on_view(PeerAnsweredEvent(self._peer.id, asked))
             said: LeaderView = other.leadership.succession.build_view(other.time())
+            said = liars.view_of(other, daemon, said)
             if not network.broken(pc, daemon.pc):
                 delay = network.delay(pc, daemon.pc, self._rng)
                 daemon.later(delay, end, PeerAnsweredEvent(peer, said))

@@ -4,6 +4,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from molink.swarm.controller.records import PipelineRecord
+from molink.swarm.election.term_budget import FREE_ROUNDS
+from molink.swarm.election.terms import round_of
 from molink.wire.messages.data_plane import Frame, LinkHello
 from molink.wire.messages.serving import Rejected, Submit
 from tests.dst.network import Sender
@@ -15,6 +17,12 @@ if TYPE_CHECKING:
     from tests.dst.world import World
 
 
+#: A rival that ended so many seconds before may not be known to have ended.
+_ENDED_BEFORE = 5.0
+#: Two for each election of a seed, and what one lying branch may cause.
+_MAX_ROUNDS = 20 + 2 * FREE_ROUNDS
+
+
 class Monitor:
     """All invariants, and counts of the faults' effects."""
 
@@ -23,11 +31,38 @@ class Monitor:
         self.counts: Counter[str] = Counter()
         self._epochs: dict[Worker, int] = {}
         self._leaders: dict[int, str] = {}
+        #: When the last coordinator of each leader ended.
+        self._ended_at: dict[str, float] = {}
 
     def leads(self, leader: str, term: int) -> None:
         """A coordinator leads in a term."""
         if self._leaders.setdefault(term, leader) != leader:
             raise Failure(f"{leader} leads in term {term} of {self._leaders[term]}")
+
+    def stopped_leading(self, leader: str) -> None:
+        """A coordinator ended."""
+        self._ended_at[leader] = self._world.agenda.now
+
+    def steps_down(self, daemon: "Daemon", rival: str) -> None:
+        """A leader makes room for a rival, which must lead indeed, or have led just before."""
+        self.counts["steps_down"] += 1
+        leads = any(one.leader == rival for one in self._world.coordinators())
+        ended = self._ended_at.get(rival, -_ENDED_BEFORE)
+        if not leads and self._world.agenda.now - ended >= _ENDED_BEFORE:
+            raise Failure(f"{daemon} makes room for {rival}, which doesn't lead")
+
+    def misbehaves(self, daemon: "Daemon", peer: str, reason: str) -> None:
+        """A daemon reports a peer, which must be a liar."""
+        self.counts["reported"] += 1
+        if self._world.pc_of(peer) not in self._world.liars.known:
+            raise Failure(f"{daemon} takes {peer} for hostile: {reason}")
+
+    def check_terms(self) -> None:
+        """Lies burn few terms."""
+        highest = max(round_of(term) for term in self._leaders)
+        self.counts["rounds"] = highest
+        if highest > _MAX_ROUNDS:
+            raise Failure(f"there were {highest} rounds")
 
     def committed(self, coordinator: Process, record: PipelineRecord) -> None:
         """An epoch was committed."""

@@ -20,7 +20,7 @@ SEVERAL_SEEDS = 100
 @pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
 def test_no_request_is_lost(first: int) -> None:
     outcomes = run_all(range(first, first + SHARE))
-    assert all(len(outcome.faults) <= 5 for outcome in outcomes)
+    assert all(len(outcome.faults) <= 6 for outcome in outcomes)
     whole = sum(outcome.ends.count("whole") for outcome in outcomes)
     assert whole > 0.8 * SHARE * REQUESTS
     if first == 0:

@@ -23,6 +23,7 @@ from tests.dst.coordinator import Coordinator, Disk
 from tests.dst.daemon import Daemon, Peer
 from tests.dst.faults import Faults
 from tests.dst.leadership import CONTROL, Membership
+from tests.dst.liar import Liars
 from tests.dst.model import VOCABULARY, reference
 from tests.dst.monitor import Monitor
 from tests.dst.network import Network
@@ -118,6 +119,7 @@ class World:
             self.replicas["toy"] += seed % 2
             self.min_peers = 1
         self.peers = self._swarm()
+        self.liars = Liars(self)
         self.daemons: dict[Pc, Daemon] = {}
         #: PCs that will not come back.
         self.lost: set[Pc] = set()
@@ -347,6 +349,7 @@ class World:
         for worker in self.workers():
             if worker.epoch_state is not None:
                 self.monitor.on_epoch_ended(worker, worker.epoch_state)
+        self.monitor.check_terms()
         return Outcome(
             self.seed,
             tuple(client.end for client in self.clients),

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import sys
 import time
 from collections import deque
@@ -49,6 +50,7 @@ from molink.swarm.controller.relays import (
 )
 from molink.swarm.controller.status import build_status, encode_status
 from molink.swarm.controller.status_schema import PairingStatus, RevokedPeerStatus
+from molink.swarm.election.leases import LeaseIssuer
 from molink.swarm.election.terms import first_term
 from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.membership.sanitize import sanitize_failure, sanitize_report
@@ -141,6 +143,7 @@ class Coordinator:
         self.swarm = load_or_create_swarm(state, keys, options)
         state.begin_term(first_term(options.term, state.read_version()[0], options.leader))
         self.term = state.read_version()[0]
+        self._leases = LeaseIssuer(options.leader, secrets.token_hex(), time.monotonic())
         self._authenticator = ZapAuthenticator(context)
         if options.max_peers is not None:
             state.save_max_peers(options.max_peers)
@@ -389,6 +392,8 @@ class Coordinator:
             leader=self._options.leader,
             version=version.version,
             protocol=version.protocol,
+            lease=self._leases.issue_lease(self.term, time.monotonic()),
+            verify_key=self._leases.verify_key,
         )
 
     def _make_token(self, secret_key: str, expires: int) -> JoinToken:

@@ -146,7 +146,11 @@ class Daemon:
         swarm = membership.swarm if membership is not None else None
         replica = ReplicaFile(self._home.replica, swarm)
         leadership = self._leadership = Leadership(
-            resources, replica, membership, able=not self._launch.pc
+            resources,
+            replica,
+            membership,
+            able=not self._launch.pc,
+            on_misbehaviour=resources.server.report_misbehaviour,
         )
         stack.push_async_callback(leadership.close)
         if leadership.is_founder:

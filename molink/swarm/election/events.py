@@ -1,8 +1,9 @@
 """Events and actions of :mod:`molink.swarm.election.leader_election`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from molink.wire.messages.election import LeaderView
+from molink.wire.messages.election import LeaderView, Lease
 
 # --- events ----------------------------------------------------------------------------------
 
@@ -11,11 +12,14 @@ from molink.wire.messages.election import LeaderView
 class CoordinatorHeardEvent:
     """The coordinator that this peer is connected to sent a heartbeat in this term.
 
-    It runs on the PC of the peer ``leader``; empty for one without a daemon.
+    It runs on the PC of the peer ``leader``; empty for one without a daemon. The ``verify_key``
+    checks its leases.
     """
 
     term: int
     leader: str
+    lease: Lease | None = None
+    verify_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,14 @@ class ConnectionLostEvent:
 @dataclass(frozen=True, slots=True)
 class MembershipChangedEvent:
     """All members in the order in which they become leader, and the version of the replica held
-    here."""
+    here.
+
+    ``branches`` maps members to their branch, which has one vote; others are their own branch.
+    """
 
     order: tuple[str, ...]
     replica: tuple[int, int]
+    branches: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +135,19 @@ class StepDownAction:
     """Stop the coordinator here: another peer leads."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReportMisbehaviourAction:
+    """A peer goes on naming terms beyond what its branch may cause."""
+
+    peer: str
+    reason: str
+
+
 ElectionAction = (
     QueryLeaderAction
     | FollowLeaderAction
     | StartCoordinatorAction
     | RaiseTermAction
     | StepDownAction
+    | ReportMisbehaviourAction
 )

@@ -8,14 +8,17 @@ deposed leader are recognisably old.
 A swarm of two PCs has no majority, so this is not raft. Guaranteed instead: of peers that reach
 each other one leads and the others follow; each part of a partitioned swarm has a leader; when
 parts meet, the leader with more followers continues under a higher term, and the other steps down.
-A peer testifies only about itself: that it leads, and whom it follows.
+
+A member may lie. So followers count by branch, without the branch of the leader itself; hearing a
+leader counts only with its lease; words raise the term within a budget; and what a peer says only
+delays an election, by :data:`ELECTION_BOUND` at most.
 
 Sans-IO: events and ``now`` (monotonic seconds) in, actions out.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from molink.swarm.election.events import (
@@ -32,13 +35,16 @@ from molink.swarm.election.events import (
     PeerTimedOutEvent,
     QueryLeaderAction,
     RaiseTermAction,
+    ReportMisbehaviourAction,
     ResignedEvent,
     StartCoordinatorAction,
     StepDownAction,
 )
-from molink.swarm.election.terms import MAX_ROUND, next_term, round_of
+from molink.swarm.election.leases import LeaseChecker
+from molink.swarm.election.term_budget import LEADER_SHARE, TermBudget
+from molink.swarm.election.terms import next_term
 from molink.util.timeouts import TIMEOUTS
-from molink.wire.messages.election import LeaderView
+from molink.wire.messages.election import LeaderView, Lease
 
 # All times are in seconds.
 
@@ -58,14 +64,18 @@ FIRST_FANOUT = 1
 FIRST_BACKOFF = 1.0
 #: Longest delay before a peer far down the order queries everyone.
 MAX_RANK_DELAY = 3.0
-#: For the next peer in line to start leading.
-CLAIM_TIMEOUT = 5.0
+#: For the next peer in line to start leading, with all others of its branch; and for words without
+#: a proof that somebody leads.
+CLAIM_TIMEOUT = 4.0
 #: After its own start a peer gives the last leader this time to start too.
 RESTART_GRACE = 10.0
 #: The same in a running swarm, for a coordinator without a daemon, which cannot be queried.
 STANDALONE_GRACE = 10.0
-#: Rounds by which a term named by a single peer may exceed ours.
-MAX_TERM_ADVANCE = 64
+#: After the leader was lost, or last proved to live, one lying branch delays an election by this at
+#: most: it is next in line, then claims to lead and is silent; the rest is for query rounds.
+ELECTION_BOUND = CLAIM_TIMEOUT + LEADER_TIMEOUT + 3.0
+#: Longest time for which a branch that fails to lead is skipped; it doubles from RESTART_GRACE.
+MAX_UNFIT_TIME = 640.0
 #: Shortest time between two raises of a leader's term.
 RAISE_INTERVAL = 1.0
 #: A gap between timer events that means this process (or PC) was suspended.
@@ -93,15 +103,26 @@ class LeaderElection:
         term: int = 0,
         leader: str = "",
         can_lead: bool = True,
+        rest: float = 0.0,
     ) -> None:
-        """Start as a candidate; ``term`` and ``leader`` are the last ones known."""
+        """Start as a candidate; ``term`` and ``leader`` are the last ones known.
+
+        ``rest``: seconds since this PC last heard of its swarm.
+        """
         self._own_id = own_id
         self._order = membership.order
+        self._branches: Mapping[str, str] = membership.branches
         #: Version of the replica that this peer holds.
         self._replica = membership.replica
         self.term = term
+        self._budget = TermBudget(now, rest)
         #: The present or last leader; empty for a coordinator without a daemon.
         self.leader = leader
+        #: The last leader whose coordinator this peer has heard.
+        self._heard_leader = leader
+        self._leases = LeaseChecker()
+        #: Peers that just proved that they hear the leader, with their leases.
+        self._proofs: dict[str, Lease] = {}
         self.role: Role = "candidate"
         self._heard_at = self._timer_at = now
         #: When the next query round is due, and the pause before the one after it.
@@ -115,10 +136,16 @@ class LeaderElection:
         self._unanswered: set[str] = set()
         #: A leader of a higher term; a query round counts its followers.
         self._rival = ""
-        #: The peer next in line to lead, and since when.
-        self._candidate: tuple[str, float] = ("", now)
-        #: Peers that failed to lead when in line, and until when they are skipped.
+        #: Since when there is neither a leader nor a proof that it lives.
+        self._leaderless_since = now
+        #: The peer next in line to lead, and since when its branch has been next.
+        self._successor = ""
+        self._next_since: dict[str, float] = {}
+        #: Branches (and this peer) that failed to lead: until when they are skipped, how often.
         self._unfit_until: dict[str, float] = {} if can_lead else {own_id: math.inf}
+        self._failures: dict[str, int] = {}
+        #: When leaders that others named were queried.
+        self._named_at: dict[str, float] = {}
         self._raised_at = now - RAISE_INTERVAL
         self._probe_index = 0
         #: Whether this round queries everyone; only then may this peer lead.
@@ -133,16 +160,26 @@ class LeaderElection:
     def build_view(self, now: float) -> LeaderView:
         """The answer to a query: whom this peer follows."""
         own = self._own_coordinator if self.role == "leader" else None
+        hears_leader = self._has_leader(now)
+        is_heard = hears_leader and self.role == "follower" and self._leases.leader == self.leader
         return LeaderView(
             term=self.term,
             leader=self._own_id if self.role == "starting" else self.leader,
             is_leader=own is not None,
-            hears_leader=self._has_leader(now),
+            hears_leader=hears_leader,
             can_lead=self.role != "stopped" and not self._is_unfit(self._own_id, now),
             replica=self._replica,
             coordinator_key=own.coordinator_key if own is not None else "",
             addresses=own.addresses if own is not None else (),
+            lease=self._leases.lease if is_heard else None,
         )
+
+    def obeys(self, term: int, leader: str) -> bool:
+        """Whether to follow a coordinator, after its heartbeat was handled."""
+        if self.role in ("follower", "candidate"):
+            return self.role == "follower" and (term, leader) == (self.term, self.leader)
+        # A peer that is about to lead may still be connected to the last leader.
+        return term >= self.term and (leader == self._own_id or self.role == "stopped")
 
     def _has_leader(self, now: float) -> bool:
         """Whether this peer hears a coordinator, or is about to run one."""
@@ -187,7 +224,7 @@ class LeaderElection:
                 self._on_peer_answered(event.peer, event.view, now)
             case PeerTimedOutEvent(peer):
                 self._unanswered.discard(peer)
-                self._answers.pop(peer, None)
+                self._drop_answer(peer)
             case CoordinatorStartedEvent():
                 self._on_coordinator_started(event, now)
             case CoordinatorFailedEvent():
@@ -204,33 +241,69 @@ class LeaderElection:
     def _on_coordinator_heard(self, event: CoordinatorHeardEvent, now: float) -> None:
         if event.term < self.term:
             return  # a deposed leader
+        if self.role in ("follower", "candidate"):
+            if self.leader in self._other_peers and event.leader != self.leader:
+                return  # its coordinator names another one
+            # A PC that has just joined believes the coordinator of its invitation.
+            if self.leader and not self._admits_term(event.leader, event.term, now):
+                return
         self._heard_at, self._has_heard_leader = now, True
+        if event.lease is not None and event.lease.leader == event.leader:
+            self._leases.on_heartbeat(event.leader, event.lease, event.verify_key, now)
         if self.role in ("leader", "starting"):
             return
         if self.role == "candidate":
             leader = event.leader or "the coordinator"
             self._log_transition(now, f"hears {leader} in term {event.term}")
             self.role = "follower"
-        self.term, self.leader = event.term, event.leader
+        self._adopt_term(event.leader, event.term)
+        self.leader = self._heard_leader = event.leader
+        self._failures.pop(self._branch_of(event.leader), None)
 
     def _on_membership_changed(self, event: MembershipChangedEvent) -> None:
-        self._order, self._replica = event.order, event.replica
-        self._unanswered &= set(event.order)
-        for removed in self._answers.keys() - set(event.order):
-            del self._answers[removed]
+        for removed in set(self._order) - set(event.order):
+            self._unanswered.discard(removed)
+            self._drop_answer(removed)
+            self._leases.drop_peer(removed)
+            self._named_at.pop(removed, None)
+        self._order, self._replica, self._branches = event.order, event.replica, event.branches
 
     def _on_peer_answered(self, peer: str, view: LeaderView, now: float) -> None:
         self._unanswered.discard(peer)
         if peer not in self._other_peers:
             return
-        if round_of(view.term) > min(round_of(self.term) + MAX_TERM_ADVANCE, MAX_ROUND):
+        if not self._admits_term(peer, view.term, now):
             self._log_transition(now, f"ignores implausible term {view.term} of {peer}")
+            self._drop_answer(peer)
             return
         self._answers[peer] = view
         if self.role == "leader":
             self._check_for_rival(peer, view, now)
-        elif self.role == "candidate" and not self._asked_all:
-            self._query_named_leader(view)
+        elif self.role == "candidate":
+            self._check_proof(peer, view, now)
+            if not self._asked_all:
+                self._query_named_leader(view)
+
+    def _drop_answer(self, peer: str) -> None:
+        self._answers.pop(peer, None)
+        self._proofs.pop(peer, None)
+
+    def _branch_of(self, peer: str) -> str:
+        return self._branches.get(peer, peer)
+
+    def _admits_term(self, peer: str, term: int, now: float, share: float = 1.0) -> bool:
+        """Whether a peer's words may raise the term that far; reports one that goes on."""
+        branch = self._branch_of(peer)
+        if self._budget.allows_term(branch, term, self.term, now, share):
+            return True
+        if self._budget.refuse_term(branch, term):
+            reason = f"it names term {term}, far after {self.term}"
+            self._actions.append(ReportMisbehaviourAction(peer, reason))
+        return False
+
+    def _adopt_term(self, peer: str, term: int) -> None:
+        self._budget.spend_rounds(self._branch_of(peer), term, self.term)
+        self.term = term
 
     def _on_coordinator_started(self, event: CoordinatorStartedEvent, now: float) -> None:
         if self.role not in ("starting", "leader"):
@@ -257,7 +330,8 @@ class LeaderElection:
         silence = now - self._heard_at
         if suspended:
             # No message could arrive meanwhile, and another peer may lead by now.
-            self._heard_at, self._resumed_at, self._candidate = now, now + RESUME_GRACE, ("", now)
+            self._heard_at, self._resumed_at = now, now + RESUME_GRACE
+            self._restart_clocks(now)
             self._start_query_round(now)
         elif self.role == "leader":
             if silence > (2 * LEADER_TIMEOUT if self._has_heard_leader else STARTUP_TIMEOUT):
@@ -277,10 +351,19 @@ class LeaderElection:
 
     def _start_search(self, reason: str, now: float) -> None:
         self._log_transition(now, reason)
+        if self.role == "follower" and self.leader != self._heard_leader:
+            self._mark_unfit(self.leader, now)  # it claimed to lead, and was never heard
+        else:
+            self._wait_until = now + self._rank_delay if self.leader else now + STANDALONE_GRACE
+            self._query_backoff = FIRST_BACKOFF
+            self._restart_clocks(now)
         self.role = "candidate"
-        self._wait_until = now + self._rank_delay if self.leader else now + STANDALONE_GRACE
-        self._candidate, self._query_backoff = ("", now), FIRST_BACKOFF
         self._start_query_round(now, partial=True)
+
+    def _restart_clocks(self, now: float) -> None:
+        """Words of others may delay the election for a while from now."""
+        self._leaderless_since, self._successor = now, ""
+        self._next_since.clear()
 
     def _start_query_round(self, now: float, *, partial: bool = False) -> None:
         """Query everyone, or first a few.
@@ -289,6 +372,7 @@ class LeaderElection:
         each would keep a large swarm busy with nothing else.
         """
         self._answers.clear()
+        self._proofs.clear()
         if partial and len(self._other_peers) > PROBE_FANOUT:
             self._query_peers(self._next_probe_targets(FIRST_FANOUT), now)
             self._asked_all = False
@@ -328,35 +412,75 @@ class LeaderElection:
         """Whether an answer of a queried peer still matters."""
         return self.role == "leader" or peer in self._unanswered
 
+    def _check_proof(self, peer: str, view: LeaderView, now: float) -> None:
+        """Check whether a peer proves that it hears the last leader."""
+        self._proofs.pop(peer, None)
+        if not view.hears_leader or view.lease is None or view.leader != self.leader:
+            return
+        if self._leases.check_lease(peer, view.lease, self.term, now):
+            self._proofs[peer] = view.lease
+
     def _evaluate_answers(self, now: float) -> None:
         """Act on the answers, if enough have arrived."""
         if self.role == "leader" and self._rival and not self._unanswered:
             self._resolve_rival(now)
-        if self.role not in ("candidate", "follower"):
+        if self.role != "candidate":
             return
-        leaders = {peer: view for peer, view in self._answers.items() if view.is_leader}
-        found = max(leaders, key=lambda peer: leaders[peer].term, default="")
-        if found and self._is_preferable(found, leaders[found]):
-            self._follow_leader(found, leaders[found], now)
-        elif self.role == "candidate" and not found and not self._unanswered:
+        claims = {
+            peer: view
+            for peer, view in self._answers.items()
+            if view.is_leader and view.term >= self.term
+        }
+        found = self._choose_claim(claims, now)
+        if found:
+            self._follow_leader(found, claims[found], now)
+        elif not self._unanswered:
             if self._asked_all:
                 self._elect_leader(now)
-            elif now >= self._wait_until:
+            elif claims or now >= self._wait_until:
                 self._start_query_round(now)
 
-    def _is_preferable(self, leader: str, view: LeaderView) -> bool:
-        """Whether to follow a leader: never one of a lower term, nor another one than ours.
+    def _choose_claim(self, claims: Mapping[str, LeaderView], now: float) -> str:
+        """The leader to follow among those that claim to lead; empty if there is none."""
+        if self.leader in claims and self.leader == self._heard_leader:
+            return self.leader
+        if not claims or self.leader in self._unanswered:
+            return ""
+        if not self._unanswered:
+            votes = {peer: self._count_votes(peer, now) for peer in claims}
+            best = max(claims, key=lambda peer: (votes[peer], claims[peer].term))
+            if votes[best]:
+                return best
+        if self._is_leader_proven(now):
+            return ""
+        # Nobody follows it yet.
+        successor = self._successor
+        if self._asked_all and not self._unanswered:
+            successor = self._pick_successor(now)
+        since = self._next_since.get(self._branch_of(successor), now)
+        return successor if successor in claims and now - since <= CLAIM_TIMEOUT else ""
 
-        Two leaders settle between themselves which one steps down.
-        """
-        if self.role == "candidate":
-            return view.term >= self.term
-        return view.term > self.term and leader == self.leader
+    def _count_votes(self, leader: str, now: float) -> int:
+        """Branches other than its own with a peer that follows ``leader``."""
+        own = self._branch_of(leader)
+        voters = {peer for peer in self._answers if self._branch_of(peer) != own}
+        return len({self._branch_of(peer) for peer in voters if self._votes_for(leader, peer, now)})
+
+    def _votes_for(self, leader: str, peer: str, now: float) -> bool:
+        """Whether a peer follows ``leader``, with a lease if this peer can check it."""
+        view = self._answers[peer]
+        if not view.hears_leader or view.leader != leader or view.lease is None:
+            return False
+        if self._leases.leader != leader or peer in self._proofs:
+            return True
+        return self._leases.check_lease(peer, view.lease, 0, now)
 
     def _follow_leader(self, leader: str, view: LeaderView, now: float) -> None:
         self._log_transition(now, f"follows {leader}, which leads in term {view.term}")
-        self.role, self.term, self.leader, self._heard_at = "follower", view.term, leader, now
+        self._adopt_term(leader, view.term)
+        self.role, self.leader, self._heard_at = "follower", leader, now
         self._answers.clear()
+        self._proofs.clear()
         self._unanswered.clear()
         self._actions.append(
             FollowLeaderAction(leader, view.term, view.coordinator_key, view.addresses)
@@ -367,21 +491,55 @@ class LeaderElection:
         suspended = now - self._timer_at > SUSPEND_THRESHOLD
         if suspended or now < max(self._wait_until, self._resumed_at):
             return  # the last leader may still start
-        if any(view.hears_leader for view in self._answers.values()):
+        lived_at = max(map(self._leases.find_time, self._proofs.values()), default=-math.inf)
+        if lived_at > self._leaderless_since:
+            self._restart_clocks(lived_at)
+        self._successor = successor = self._pick_successor(now)
+        since = self._next_since.setdefault(self._branch_of(successor), now)
+        if self._is_leader_proven(now) or self._is_leader_named(now):
             return  # the leader runs, but out of our reach
-        successor = self._pick_successor(now)
         if successor == self._own_id:
-            newest = max([self.term, *(view.term for view in self._answers.values())])
-            ours = self.leader == self._own_id and newest == self.term
-            self._start_leading(self.term if ours else next_term(newest, self._own_id), now)
-        elif successor != self._candidate[0]:
-            self._candidate = (successor, now)
-        elif successor and now - self._candidate[1] > CLAIM_TIMEOUT:
-            self._unfit_until[successor] = now + RESTART_GRACE
+            self._start_leading(self._choose_term(now), now)
+        elif successor and now - since > CLAIM_TIMEOUT:
+            self._mark_unfit(successor, now)
+
+    def _choose_term(self, now: float) -> int:
+        """The term to lead in: after all that others know, within their budgets."""
+        known = {
+            view.term: peer
+            for peer, view in self._answers.items()
+            if view.term > self.term and self._admits_term(peer, view.term, now, LEADER_SHARE)
+        }
+        if known:
+            newest = max(known)
+            self._budget.spend_rounds(self._branch_of(known[newest]), newest, self.term)
+            return next_term(newest, self._own_id)
+        if self.leader == self._own_id:
+            return self.term  # it resumes
+        return next_term(self.term, self._own_id)
+
+    def _is_leader_proven(self, now: float) -> bool:
+        """Whether another peer hears the last leader."""
+        return any(self._leases.is_fresh(lease, now) for lease in self._proofs.values())
+
+    def _is_leader_named(self, now: float) -> bool:
+        """Whether others say that somebody leads, which this peer can't check yet."""
+        if now - self._leaderless_since >= CLAIM_TIMEOUT:
+            return False
+        return any(
+            not self._is_unfit(peer, now)
+            if view.is_leader
+            else view.hears_leader and view.leader != self._leases.leader
+            for peer, view in self._answers.items()
+        )
 
     def _pick_successor(self, now: float) -> str:
         """The first peer in the order that holds the newest replica; empty if none may lead."""
-        held = {peer: view.replica for peer, view in self._answers.items() if view.can_lead}
+        held = {
+            peer: view.replica
+            for peer, view in self._answers.items()
+            if view.can_lead and not (view.hears_leader and view.leader != peer)
+        }
         held[self._own_id] = self._replica
         eligible = [
             peer
@@ -393,7 +551,18 @@ class LeaderElection:
         return max(eligible, key=held.__getitem__, default="")
 
     def _is_unfit(self, peer: str, now: float) -> bool:
-        return now < self._unfit_until.get(peer, now)
+        key = peer if peer == self._own_id else self._branch_of(peer)
+        return now < self._unfit_until.get(key, now)
+
+    def _mark_unfit(self, peer: str, now: float) -> None:
+        """A peer did not lead in time: skip its branch, each time for longer."""
+        branch = self._branch_of(peer)
+        failures = self._failures[branch] = self._failures.get(branch, 0) + 1
+        seconds = min(RESTART_GRACE * 2.0 ** min(failures - 1, 16), MAX_UNFIT_TIME)
+        self._unfit_until[branch] = now + seconds
+        self._next_since.pop(branch, None)
+        if self._branch_of(self._successor) == branch:
+            self._successor = ""
 
     def _start_leading(self, term: int, now: float) -> None:
         lost = self.leader if self.leader != self._own_id else ""
@@ -412,13 +581,16 @@ class LeaderElection:
     def _check_for_rival(self, peer: str, view: LeaderView, now: float) -> None:
         """Check whether an answer comes from another part of the swarm."""
         if view.is_leader and view.term > self.term:
-            if not self._rival:
+            if not self._rival and not self._is_unfit(peer, now):
                 self._log_transition(now, f"{peer} leads in term {view.term}")
                 self._rival = peer
                 self._query_all(now)
         elif not view.is_leader and not view.hears_leader and view.term > self.term:
-            self._raise_term(view.term, now)  # so that the peer can follow
+            self._raise_term(peer, view.term, now)  # so that the peer can follow
         elif view.hears_leader and view.leader in self._other_peers and not self._rival:
+            if now - self._named_at.get(view.leader, -math.inf) < QUERY_INTERVAL:
+                return
+            self._named_at[view.leader] = now
             self._actions.append(QueryLeaderAction(view.leader))
 
     def _resolve_rival(self, now: float) -> None:
@@ -427,21 +599,24 @@ class LeaderElection:
         view = self._answers.get(rival)
         if view is None or not view.is_leader or view.term <= self.term:
             return
-        followed = [one.leader for one in self._answers.values() if one.hears_leader]
-        ours, theirs = followed.count(self._own_id), followed.count(rival)
+        ours, theirs = self._count_votes(self._own_id, now), self._count_votes(rival, now)
         first = self._order.index(self._own_id) < self._order.index(rival)
         if (ours, first) > (theirs, not first):
-            self._raise_term(view.term, now)
+            self._raise_term(rival, view.term, now)
             return
         self._log_transition(now, f"steps down: {theirs} follow {rival}, {ours} follow this peer")
         self._own_coordinator = None
         self._actions.append(StepDownAction())
         self._follow_leader(rival, view, now)
 
-    def _raise_term(self, above: int, now: float) -> None:
-        """Continue to lead in a term above another one."""
-        if now - self._raised_at >= RAISE_INTERVAL:
-            self._raised_at, self.term = now, next_term(above, self._own_id)
+    def _raise_term(self, peer: str, above: int, now: float) -> None:
+        """Continue to lead in a term above the one that ``peer`` knows."""
+        term = next_term(above, self._own_id)
+        if now - self._raised_at < RAISE_INTERVAL:
+            return
+        if self._admits_term(peer, term, now, LEADER_SHARE):
+            self._raised_at = now
+            self._adopt_term(peer, term)
             self._log_transition(now, f"raises its term to {self.term}")
             self._actions.append(RaiseTermAction(self.term))
 

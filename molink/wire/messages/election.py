@@ -11,12 +11,25 @@ from molink.facts.scalars import Addresses, Count, Text
 from molink.wire.messages.base import Message, Payload
 
 
+class Lease(Message, frozen=True, kw_only=True):
+    """A coordinator's proof that it lives (see :mod:`molink.swarm.election.leases`).
+
+    ``clock``: milliseconds since the coordinator's start.
+    """
+
+    term: Count
+    leader: Text
+    clock: Count
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
 class LeaderView(Message, frozen=True, kw_only=True):
     """The leader that a peer knows (see :mod:`molink.swarm.election.leader_election`).
 
     ``is_leader``: the coordinator runs at this peer, with that key and these addresses.
     ``hears_leader``: it runs elsewhere and this peer is connected to it. ``can_lead``: it could run
-    here. ``replica`` is the version of this peer's copy of the state: term and revision.
+    here. ``replica`` is the version of this peer's copy of the state: term and revision. ``lease``
+    is the last one of the leader that this peer hears.
     """
 
     term: Count
@@ -27,6 +40,7 @@ class LeaderView(Message, frozen=True, kw_only=True):
     replica: tuple[Count, Count]
     coordinator_key: Annotated[str, msgspec.Meta(max_length=40)] = ""
     addresses: Addresses = ()
+    lease: Lease | None = None
 
 
 class LeaderRequest(Message, frozen=True, kw_only=True, tag="leader-request"):
@@ -48,13 +62,15 @@ class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="leader-heartbeat"
     """The coordinator's reply to each report, and its first message of a session.
 
     It leads in ``term`` on the PC of peer ``leader`` (empty: without a daemon). A peer of another
-    ``protocol`` gets nothing else.
+    ``protocol`` gets nothing else. The ``verify_key`` (``u8 [32]``) checks the leases of this run.
     """
 
     term: Count
     leader: Text
     version: Text = ""
     protocol: Count = 1
+    lease: Lease | None = None
+    verify_key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 class StateReplica(Message, frozen=True, kw_only=True, tag="state-replica"):

@@ -37,6 +37,7 @@ from molink.facts.identity import derive_peer_id
 from molink.facts.profile import Profile
 from molink.swarm.controller import registry
 from molink.swarm.controller.records import MemberRecord, PipelineRecord
+from molink.swarm.election.leases import LeaseChecker
 from molink.swarm.election.replica import Replica, decode_replica
 from molink.swarm.election.terms import next_term
 from molink.swarm.membership import duplicate_peers as duplicates
@@ -873,22 +874,31 @@ async def test_stage_messages_are_sanitized(scene: Scene, kit: Kit) -> None:
 # --- replication ------------------------------------------------------------------------------
 
 
-def noted(term: int) -> LeaderHeartbeat:
-    return LeaderHeartbeat(term=term, leader="x", version=__version__, protocol=PROTOCOL)
-
-
 async def test_every_report_is_answered_with_the_term(scene: Scene) -> None:
     await scene.stop()
     term = next_term(0, "x")
     await scene.start(term=term, leader="x")
     owner = await scene.peer()
     await scene.until(lambda: owner.last(Welcome))
-    assert owner.told[0] == noted(term)
-    count = owner.told.count(noted(term))
+
+    def noted(term: int) -> list[LeaderHeartbeat]:
+        beats = [one for one in owner.told if isinstance(one, LeaderHeartbeat)]
+        return [one for one in beats if one.term == term]
+
+    (first, *_) = noted(term)
+    assert owner.told[0] == first
+    assert (first.leader, first.version, first.protocol) == ("x", __version__, PROTOCOL)
+    count = len(noted(term))
     owner.report()
-    await scene.until(lambda: owner.told.count(owner.told[0]) > count)
+    await scene.until(lambda: len(noted(term)) > count)
     scene.coordinator.raise_term(next_term(term, "x"))
-    await scene.until(lambda: noted(next_term(term, "x")) in owner.told, owner)
+    await scene.until(lambda: noted(next_term(term, "x")), owner)
+    checker = LeaseChecker()
+    now = time.monotonic()
+    assert first.lease is not None
+    checker.on_heartbeat("x", first.lease, first.verify_key, now)
+    later = noted(next_term(term, "x"))[-1]
+    assert checker.check_lease("another peer", later.lease, term, now)
 
 
 async def test_peers_are_sent_the_state_once(scene: Scene) -> None:

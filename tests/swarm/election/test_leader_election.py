@@ -1,7 +1,5 @@
 """Leader election: exact actions, then random networks with crashes, freezes and partitions."""
 
-import random
-
 import pytest
 
 from molink.swarm.election.events import (
@@ -17,6 +15,7 @@ from molink.swarm.election.events import (
     PeerTimedOutEvent,
     QueryLeaderAction,
     RaiseTermAction,
+    ReportMisbehaviourAction,
     ResignedEvent,
     StartCoordinatorAction,
     StepDownAction,
@@ -32,9 +31,9 @@ from molink.swarm.election.leader_election import (
     LeaderElection,
 )
 from molink.swarm.election.terms import first_term, next_term, round_of
-from molink.wire.messages.election import LeaderView
+from molink.wire.messages.election import LeaderView, Lease
+from tests.swarm.election.network import KEY, Postman
 
-KEY = "k" * 40
 ORDER = ("a", "b", "c")
 
 
@@ -79,6 +78,7 @@ def view(
         replica=replica,
         coordinator_key=KEY if leads else "",
         addresses=("h:1",) if leads else (),
+        lease=Lease(term=term, leader=leader, clock=0, signature=b"") if hears else None,
     )
 
 
@@ -308,8 +308,9 @@ def test_last_leader_resumes_at_once_in_its_term() -> None:
 def test_last_leader_follows_its_successor() -> None:
     one = LeaderElection("a", 0.0, membership=MembershipChangedEvent(ORDER, (0, 5)), leader="a")
     one.handle(ElectionTimePassedEvent(), 0.0)
-    found = view("b", next_term(0, "b"), leads=True)
-    assert one.handle(PeerAnsweredEvent("b", found), 0.1) == [
+    found = view("b", next_term(0, "b"), leads=True, replica=(1, 1))
+    assert one.handle(PeerAnsweredEvent("b", found), 0.1) == []
+    assert one.handle(PeerTimedOutEvent("c"), 0.1) == [
         FollowLeaderAction("b", found.term, KEY, ("h:1",))
     ]
 
@@ -332,11 +333,26 @@ def test_leader_raises_its_term_for_a_peer_that_knows_a_higher_one() -> None:
     assert round_of(one.term) == 3
 
 
+def test_a_peer_that_is_about_to_lead_obeys_only_itself() -> None:
+    """The last leader may come back in a later term than the one that begins here."""
+    one = peer("b")
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    one.handle(PeerTimedOutEvent("c"), 10.1)
+    assert one.role == "starting"
+    later = 9 << 16
+    one.handle(CoordinatorHeardEvent(later, "a"), 10.2)
+    assert not one.obeys(later, "a")
+    assert one.obeys(next_term(0, "b"), "b")
+
+
 def test_implausible_term_is_ignored() -> None:
     one = leading("a")
     far = 5000 << 16
-    assert one.handle(PeerAnsweredEvent("c", view("c", far, leads=True)), 5.0) == []
-    assert one.handle(PeerAnsweredEvent("c", view("c", far)), 5.0) == []
+    (told,) = one.handle(PeerAnsweredEvent("c", view("c", far, leads=True)), 5.0)
+    assert isinstance(told, ReportMisbehaviourAction)
+    assert told.peer == "c"
+    assert one.handle(PeerAnsweredEvent("c", view("c", far)), 5.0) == [], "the same one again"
     assert one.term == 0
 
 
@@ -413,7 +429,8 @@ def test_resumed_peer_queries_again_before_it_leads() -> None:
         QueryLeaderAction("a"),
         QueryLeaderAction("c"),
     ]
-    found = view("c", next_term(0, "c"), leads=True)
+    found = view("c", next_term(0, "c"), leads=True, replica=(1, 1))
+    assert one.handle(PeerTimedOutEvent("a"), 40.7) == []
     assert one.handle(PeerAnsweredEvent("c", found), 40.7) == [
         FollowLeaderAction("c", found.term, KEY, ("h:1",))
     ]
@@ -479,6 +496,7 @@ def test_leader_whose_coordinator_exits_steps_down() -> None:
     ]
     assert (one.build_view(5.0).is_leader, one.build_view(5.0).can_lead) == (False, False)
     found = view("b", next_term(0, "b"), leads=True)
+    assert one.handle(PeerTimedOutEvent("c"), 5.5) == []
     assert one.handle(PeerAnsweredEvent("b", found), 5.5) == [
         FollowLeaderAction("b", found.term, KEY, ("h:1",))
     ]
@@ -509,137 +527,6 @@ def test_leader_never_starts_in_another_peers_term() -> None:
 
 
 # --- random networks -------------------------------------------------------------------------
-
-STEP = 0.1
-
-
-class Network:
-    """Peers with coordinators; any peer may be dead, frozen or partitioned."""
-
-    def __init__(self, seed: int, peers: int) -> None:
-        self.random = random.Random(seed)
-        self.now = 0.0
-        self.order = tuple(f"p{n}" for n in range(peers))
-        self.peers = {me: self._start(me) for me in self.order}
-        self.dead: set[str] = set()
-        self.frozen: dict[str, float] = {}
-        self.part = dict.fromkeys(self.order, 0)
-        #: Messages in flight: (time, receiver, event).
-        self.mail: list[tuple[float, str, object]] = []
-        #: Coordinator of each peer's session, and term of each running coordinator.
-        self.session: dict[str, str] = {}
-        self.runs: dict[str, int] = {}
-        #: Leader of each term.
-        self.led: dict[int, str] = {}
-
-    def _start(self, me: str) -> LeaderElection:
-        return LeaderElection(
-            me,
-            self.now,
-            membership=MembershipChangedEvent(self.order, (0, 1)),
-            leader=self.order[0],
-        )
-
-    def reaches(self, one: str, other: str) -> bool:
-        return (
-            self.part[one] == self.part[other]
-            and other not in self.dead
-            and other not in self.frozen
-        )
-
-    def kill(self, who: str) -> None:
-        self.dead.add(who)
-        self.runs.pop(who, None)
-        self.session.pop(who, None)
-
-    def restart(self, who: str) -> None:
-        self.dead.discard(who)
-        before = self.peers[who]
-        known = MembershipChangedEvent(self.order, (0, 1))
-        leader, term = before.leader, before.term
-        self.peers[who] = LeaderElection(who, self.now, membership=known, term=term, leader=leader)
-
-    def run(self, seconds: float) -> None:
-        until = self.now + seconds
-        while self.now < until:
-            self.now += STEP
-            for who in [one for one, thaw in self.frozen.items() if thaw <= self.now]:
-                del self.frozen[who]
-            due = [letter for letter in self.mail if letter[0] <= self.now]
-            self.mail = [letter for letter in self.mail if letter[0] > self.now]
-            for _, who, event in due:
-                if who in self.frozen:
-                    self.mail.append((self.now + STEP, who, event))
-                elif who not in self.dead:
-                    self.tell(who, event)
-            for who in self.order:
-                if who not in self.dead and who not in self.frozen:
-                    self.listen(who)
-                    self.tell(who, ElectionTimePassedEvent())
-
-    def listen(self, who: str) -> None:
-        leader = self.session.get(who)
-        if leader is None:
-            return
-        if leader in self.runs and self.reaches(who, leader):
-            self.tell(who, CoordinatorHeardEvent(self.runs[leader], leader))
-        elif self.part[who] == self.part[leader] and leader not in self.frozen:
-            del self.session[who]
-            self.tell(who, ConnectionLostEvent())
-
-    def tell(self, who: str, event: object) -> None:
-        for decision in self.peers[who].handle(event, self.now):  # type: ignore[arg-type]
-            match decision:
-                case QueryLeaderAction(other):
-                    self.ask(who, other)
-                case FollowLeaderAction(leader):
-                    self.session[who] = leader
-                case StepDownAction():
-                    self.runs.pop(who, None)
-                case RaiseTermAction(term):
-                    assert self.led.setdefault(term, who) == who, "two lead in one term"
-                    self.runs[who] = term
-                case StartCoordinatorAction(term):
-                    assert self.led.setdefault(term, who) == who, "two lead in one term"
-                    self.runs.pop(who, None)
-                    self.mail.append((self.now + 0.5, who, ("run", term)))
-        if isinstance(event, tuple):
-            raise AssertionError
-
-    def ask(self, who: str, other: str) -> None:
-        view = self.peers[who].build_view(self.now)
-        delay = self.random.uniform(0.05, 0.4)
-        if self.reaches(who, other):
-            self.tell_later(delay / 2, other, PeerAnsweredEvent(who, view))
-            self.tell_later(delay, who, ("answer", other))
-        else:
-            self.tell_later(1.0, who, PeerTimedOutEvent(other))
-
-    def tell_later(self, delay: float, who: str, event: object) -> None:
-        self.mail.append((self.now + delay, who, event))
-
-    def leaders(self) -> set[str]:
-        return {
-            one.leader
-            for who, one in self.peers.items()
-            if who not in self.dead and one.role in ("follower", "leader")
-        }
-
-
-class Postman(Network):
-    """Network whose messages may be evaluated on arrival."""
-
-    def tell(self, who: str, event: object) -> None:
-        match event:
-            case ("run", int(term)):
-                self.runs[who] = term
-                event = CoordinatorStartedEvent(term, KEY, ("h:1",))
-            case ("answer", str(other)):
-                if self.reaches(who, other):
-                    event = PeerAnsweredEvent(other, self.peers[other].build_view(self.now))
-                else:
-                    event = PeerTimedOutEvent(other)
-        super().tell(who, event)
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -6,14 +6,23 @@ coordinator process, and reports the current coordinator.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import zmq.asyncio
 
-from molink.errors import MolinkError, NotAuthorized, StateError, Unavailable, UsageError, WireError
+from molink.errors import (
+    MolinkError,
+    NotAuthorized,
+    Overloaded,
+    StateError,
+    Unavailable,
+    UsageError,
+    WireError,
+)
 from molink.facts.identity import derive_peer_id
 from molink.swarm.election.events import (
     ConnectionLostEvent,
@@ -28,15 +37,22 @@ from molink.swarm.election.events import (
     PeerTimedOutEvent,
     QueryLeaderAction,
     RaiseTermAction,
+    ReportMisbehaviourAction,
     ResignedEvent,
     StartCoordinatorAction,
     StepDownAction,
 )
 from molink.swarm.election.leader_election import LeaderElection
 from molink.swarm.election.replica import Replica, Version, decode_replica
+from molink.util.token_bucket import KeyedTokenBuckets, RateLimit
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage
-from molink.wire.messages.election import LeaderReply, LeaderRequest, LeaderView
+from molink.wire.messages.election import (
+    LeaderHeartbeat,
+    LeaderReply,
+    LeaderRequest,
+    LeaderView,
+)
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.client import Client, is_refused
 from molink.wire.sockets.create_socket import endpoints
@@ -58,6 +74,8 @@ log = logging.getLogger(__name__)
 
 #: Reply timeout, in seconds.
 REPLY_TIMEOUT_S = 1.0
+#: Leader queries that a peer may send: four a second to each of eight addresses.
+REQUEST_LIMIT = RateLimit(burst=256, per_second=32.0)
 
 
 async def query_leader(
@@ -131,12 +149,32 @@ class ReplicaFile:
         """Peers in the order in which they become leader."""
         return () if self.replica is None else self.replica.order
 
-    def save_replica(self, data: bytes | memoryview, swarm: str) -> bool:
-        """Store a replica; returns whether it is valid and of ``swarm``."""
+    @property
+    def branches(self) -> Mapping[str, str]:
+        """The branch of each peer, which has one vote in an election; others have their own."""
+        return {}
+
+    @property
+    def known_membership(self) -> MembershipChangedEvent:
+        """The members for an election."""
+        return MembershipChangedEvent(self.order, self.version, self.branches)
+
+    @property
+    def age(self) -> float:
+        """Seconds since a coordinator last sent a replica; 0 without one."""
+        try:
+            return max(0.0, time.time() - self.path.stat().st_mtime)
+        except OSError:
+            return 0.0
+
+    def save_replica(self, data: bytes | memoryview, swarm: str, term: int) -> bool:
+        """Store a replica; returns whether it is valid, of ``swarm``, and not after ``term``."""
         try:
             replica = decode_replica(data)
             if replica.swarm != swarm:
                 raise StateError(f"it belongs to swarm {replica.swarm}")
+            if replica.term > term:
+                raise StateError(f"it is of term {replica.term}, after {term}")
         except StateError as error:
             log.warning("the coordinator sent an invalid replica of its state: %s", error)
             return False
@@ -173,16 +211,20 @@ class Leadership:
         on_follow: Callable[[MembershipRecord], None] = lambda _: None,
         *,
         able: bool = True,
+        on_misbehaviour: Callable[[str, str], None] = lambda _peer, _reason: None,
     ) -> None:
         """``membership`` is ``None`` to found a swarm. Without ``able`` this PC never leads.
 
-        ``on_follow`` is called whenever the coordinator's location changes.
+        ``on_follow`` is called whenever the coordinator's location changes,
+        ``on_misbehaviour(peer, reason)`` for each violation of a peer.
         """
         self._host = host
         self.replica = replica
         self.membership = membership
         self.on_follow = on_follow
         self._can_lead = able
+        self._report_misbehaviour = on_misbehaviour
+        self._requests = KeyedTokenBuckets(REQUEST_LIMIT)
         self._me = derive_peer_id(host.keys.public)
         self._process: CoordinatorProcess | None = None
         #: Addresses of this PC's coordinator, for other PCs.
@@ -236,14 +278,15 @@ class Leadership:
         if self._election is not None:
             return
         membership = self.membership
-        known = MembershipChangedEvent(self.replica.order or (self._me,), self.replica.version)
+        known = self.replica.known_membership
         self._election = LeaderElection(
             self._me,
             self._loop.time(),
-            membership=known,
+            membership=known if known.order else MembershipChangedEvent((self._me,), known.replica),
             term=0 if membership is None else max(membership.term, known.replica[0]),
             leader=self._me if self.is_founder or membership is None else membership.leader,
             can_lead=self._can_lead,
+            rest=self.replica.age,
         )
         self._spawn(self._run_actions(), "molink-lead")
         self._spawn(self._run_timer(), "molink-election")
@@ -302,10 +345,12 @@ class Leadership:
 
     # --- events ---
 
-    def on_heartbeat(self, term: int, leader: str) -> bool:
+    def on_heartbeat(self, message: LeaderHeartbeat) -> bool:
         """Handle the coordinator's heartbeat; returns whether to follow that coordinator."""
-        found = self._dispatch_event(CoordinatorHeardEvent(term, leader))
-        if found is None or term < found.term:
+        found = self._dispatch_event(
+            CoordinatorHeardEvent(message.term, message.leader, message.lease, message.verify_key)
+        )
+        if found is None or not found.obeys(message.term, message.leader):
             return False
         self._update_membership(term=found.term, leader=found.leader)
         return True
@@ -317,8 +362,12 @@ class Leadership:
     def on_shared_state(self, data: memoryview) -> None:
         """Store a replica of the coordinator's state."""
         assert self.membership is not None
-        if self.replica.save_replica(data, self.membership.swarm):
-            self._dispatch_event(MembershipChangedEvent(self.replica.order, self.replica.version))
+        before = self.replica.order
+        term = self.membership.term if self._election is None else self._election.term
+        if self.replica.save_replica(data, self.membership.swarm, term):
+            for removed in set(before) - set(self.replica.order):
+                self._requests.drop_key(removed)
+            self._dispatch_event(self.replica.known_membership)
 
     def answer_request(self, peer: str, request: LeaderRequest) -> LeaderReply:
         """Answer a peer's leader query, and take note of the peer's own view.
@@ -326,9 +375,13 @@ class Leadership:
         Raises:
             Unavailable: This daemon is still starting.
             NotAuthorized: The peer belongs to another swarm.
+            Overloaded: It asks too often.
         """
         if request.swarm != self.target.swarm:
             raise NotAuthorized(f"this PC does not belong to swarm {request.swarm}")
+        if not self._requests.try_take(peer, self._loop.time()):
+            self._report_misbehaviour(peer, "it asks for the leader too often")
+            raise Overloaded("this PC was asked for the leader too often")
         found = self._dispatch_event(PeerAnsweredEvent(peer, request.view))
         if found is None:
             raise Unavailable("this daemon is still starting")
@@ -350,6 +403,8 @@ class Leadership:
                     if self._process is not None:
                         self._process.raise_term(term)
                     self._update_membership(term=term)
+                case ReportMisbehaviourAction(peer, reason):
+                    self._report_misbehaviour(peer, reason)
                 case StartCoordinatorAction() | StepDownAction():
                     if self.is_leader:
                         log.warning("stopping this PC's coordinator: %s", election.story[-1])

@@ -44,13 +44,13 @@ class CoordinatorSession:
         on_message: Callable[[ControlMessage, memoryview | None], None],
         on_welcome: Callable[[], None],
         on_refused: Callable[[str], None],
-        on_noted: Callable[[int, str], bool] = lambda _term, _leader: True,
+        on_noted: Callable[[LeaderHeartbeat], bool] = lambda _: True,
         on_cut: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_refused(reason)`` is called once when the coordinator keeps refusing this peer.
 
-        ``on_noted(term, leader)`` is called for a heartbeat and returns whether to follow that
-        coordinator; ``on_cut`` is called when the connection is lost.
+        ``on_noted`` is called for a heartbeat and returns whether to follow that coordinator;
+        ``on_cut`` is called when the connection is lost.
         """
         self._context, self._keys = context, keys
         self._report = report
@@ -176,9 +176,9 @@ class CoordinatorSession:
 
     def _handle_message(self, message: ControlMessage, payload: memoryview | None) -> None:
         match message:
-            case LeaderHeartbeat(term=term, leader=leader):
+            case LeaderHeartbeat():
                 self._check_version(PeerVersion(message.version, message.protocol))
-                self._is_obeyed = self._on_heartbeat(term, leader) and not self._version_mismatch
+                self._is_obeyed = self._on_heartbeat(message) and not self._version_mismatch
                 if self._is_obeyed and self._missed_welcome:
                     # It leads after all, in a higher term. Its earlier messages were ignored, so
                     # reconnect.

@@ -1,22 +1,24 @@
 """The shell of leader election: its queries and its answers."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import zmq.asyncio
 
-from molink.errors import NotAuthorized
+from molink.errors import NotAuthorized, Overloaded
 from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.records import MemberRecord
 from molink.swarm.election.replica import Replica
+from molink.swarm.election.terms import MAX_ROUND
+from molink.util.token_bucket import KeyedTokenBuckets, RateLimit
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.election import LeaderReply, LeaderRequest, LeaderView
+from molink.wire.messages.election import LeaderHeartbeat, LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender
-from molinkd.peer.election.leadership import Leadership, ReplicaFile
+from molinkd.peer.election.leadership import REQUEST_LIMIT, Leadership, ReplicaFile
 from molinkd.peer.home import Home
 from molinkd.peer.launch import AnyDaemonEvent
 from molinkd.peer.membership.membership_record import MembershipRecord
@@ -146,4 +148,47 @@ async def test_a_query_of_another_swarm_is_rejected(net: Net, tmp_path: Path) ->
         leadership.answer_request("p", LeaderRequest(ref=1, swarm="x", view=VIEW))
     reply = leadership.answer_request("p", LeaderRequest(ref=1, swarm="s", view=VIEW))
     assert (reply.ref, reply.view.is_leader) == (1, False)
+    await leadership.close()
+
+
+async def test_a_peer_that_asks_endlessly_is_reported(net: Net, tmp_path: Path) -> None:
+    """What it says beyond the limit has no effect."""
+    leadership, reported = make(net, tmp_path, Other(net)), list[str]()
+    leadership._report_misbehaviour = lambda peer, _: reported.append(peer)
+    never = RateLimit(REQUEST_LIMIT.burst, 1e-9)  # the test may take long
+    leadership._requests = KeyedTokenBuckets(never)
+    for number in range(never.burst):
+        leadership.answer_request("p", LeaderRequest(ref=number, swarm="s", view=VIEW))
+    for number in range(16):
+        with pytest.raises(Overloaded, match="too often"):
+            leadership.answer_request("p", LeaderRequest(ref=number, swarm="s", view=VIEW))
+    assert reported == ["p"] * 16
+    leadership.answer_request("q", LeaderRequest(ref=1, swarm="s", view=VIEW))
+    await leadership.close()
+
+
+async def test_a_replica_of_a_later_term_than_the_leaders_is_refused(
+    net: Net, tmp_path: Path
+) -> None:
+    """Its term would become this PC's at the next start."""
+    leadership = make(net, tmp_path, Other(net))
+    held = leadership.replica.replica
+    assert held is not None
+    far = replace(held, term=MAX_ROUND << 16)
+    leadership.on_shared_state(memoryview(far.encode()))
+    assert leadership.replica.version == held.version
+    newer = replace(held, revision=held.revision + 1)
+    leadership.on_shared_state(memoryview(newer.encode()))
+    assert leadership.replica.version == newer.version
+    await leadership.close()
+
+
+async def test_a_heartbeat_of_a_far_term_is_not_obeyed(net: Net, tmp_path: Path) -> None:
+    leadership, reported = make(net, tmp_path, Other(net)), list[str]()
+    leadership._report_misbehaviour = lambda peer, _: reported.append(peer)
+    first = LeaderHeartbeat(term=1 << 16, leader="p")
+    assert leadership.on_heartbeat(first)
+    assert not leadership.on_heartbeat(LeaderHeartbeat(term=MAX_ROUND << 16, leader="p"))
+    assert (leadership.target.term, reported) == (1 << 16, ["p"])
+    assert leadership.on_heartbeat(first)
     await leadership.close()

@@ -77,7 +77,7 @@ def make_session(
         lambda message, _: recorder.append(message),
         lambda: recorder.append("welcome"),
         recorder.append,
-        lambda said, _: said >= term,
+        lambda said: said.term >= term,
         lambda: recorder.append("cut"),
     )
 

@@ -1,0 +1,90 @@
+"""A member that lies about the leader, in its answers and unasked."""
+
+from collections import deque
+from random import Random
+from typing import TYPE_CHECKING
+
+from molink.swarm.election.events import PeerAnsweredEvent
+from molink.swarm.election.terms import MAX_ROUND
+from molink.wire.messages.election import LeaderView, Lease
+
+if TYPE_CHECKING:
+    from tests.dst.daemon import Daemon
+    from tests.dst.world import World
+
+#: Seconds between two unasked lies.
+_INTERVAL = (0.02, 0.5)
+
+
+class Liars:
+    """The PCs that lie at times, all of one branch. What they compute is correct."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._rng = Random(world.seed * 9001)
+        #: All that ever lie: one or two PCs in a third of the seeds.
+        self.known = self._rng.sample(world.pcs, self._rng.choice((1, 1, 2)))
+        if world.seed % 3 != 2:
+            self.known = []
+        self._are_lying = False
+        #: Leases of all coordinators, which liars collect.
+        self.leases: deque[Lease] = deque(maxlen=300)
+
+    @property
+    def branches(self) -> dict[str, str]:
+        """The branch of the liars."""
+        return {one.id: "hostile" for one in self._world.peers if one.pc in self.known}
+
+    def start(self) -> None:
+        """Let them lie."""
+        self._are_lying = True
+        self._speak()
+
+    def stop(self) -> None:
+        """End all lies."""
+        self._are_lying = False
+
+    def view_of(self, daemon: "Daemon", to: "Daemon", honest: LeaderView) -> LeaderView:
+        """What a PC says: ``honest``, unless it lies."""
+        if self._are_lying and daemon.pc in self.known:
+            return self._lie(daemon, to)
+        return honest
+
+    def _speak(self) -> None:
+        world = self._world
+        if not self._are_lying:
+            return
+        daemons = [*world.daemons.values()]
+        liars = [one for one in daemons if one.pc in self.known]
+        for liar in liars:
+            other = self._rng.choice(daemons)
+            if other is not liar and not world.network.broken(liar.pc, other.pc):
+                lie = PeerAnsweredEvent(liar.peer.id, self._lie(liar, other))
+                other.run(other.leadership.on_view, lie)
+        agenda = world.agenda
+        agenda.schedule_at(agenda.now + self._rng.uniform(*_INTERVAL), self._speak)
+
+    def _lie(self, liar: "Daemon", to: "Daemon") -> LeaderView:
+        rng, peer = self._rng, liar.peer
+        known = to.leadership.succession
+        term = known.term
+        leader = rng.choice((peer.id, known.leader, rng.choice(self._world.peers).id))
+        leases: list[Lease | None] = [None]
+        leases.append(Lease(term=term, leader=leader, clock=1 << 20, signature=b"?" * 64))
+        if self.leases:
+            leases += [self.leases[-1], rng.choice(self.leases)]
+        lease = rng.choice(leases)
+        if lease is not None and rng.random() < 0.5:
+            leader = lease.leader
+        further = rng.randrange(1 << 19)
+        return LeaderView(
+            term=rng.choice((0, term, term, term + further, MAX_ROUND << 16)),
+            leader=leader,
+            is_leader=rng.random() < 0.4,
+            hears_leader=rng.random() < 0.7,
+            can_lead=rng.random() < 0.8,
+            replica=(rng.choice((0, term, MAX_ROUND << 16)), rng.randrange(100)),
+            coordinator_key=f"coordinator of {peer.id}",
+            addresses=(peer.pc.name,),
+            lease=lease,
+        )
