@@ -191,12 +191,13 @@ def test_unknown_system_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("left out: nobody's" in line for line in said)
 
 
-def test_a_system_without_requests_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_requests_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, setting = SimPlan(TRACE, 0.0, 1e-6), Setting(rate=1, mbps=400)
     monkeypatch.setattr(SimPlan, "tasks", property(lambda _: [(setting, FIFO)]))
     monkeypatch.setattr("tools.paperbench.simulated.list_settings", lambda: [setting])
     said: list[str] = []
-    assert Results(run_simulations(plan, said.append)).names(setting) == []
+    with pytest.raises(UsageError, match="raise --seconds"):
+        run_simulations(plan, said.append)
     assert said[0].startswith(f"left out: {FIFO.name}")
 
 

@@ -72,6 +72,9 @@ def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]
 
     Seeds are averaged, with each seed's own values beside. Systems that cannot be simulated are
     left out and reported to ``say``.
+
+    Raises:
+        UsageError: no system can be simulated at a setting.
     """
     began = time.monotonic()
     found: dict[Setting, dict[str, list[dict[str, Any]]]] = {each: {} for each in list_settings()}
@@ -89,6 +92,9 @@ def run_simulations(plan: SimPlan, say: Callable[[str], None]) -> dict[str, Any]
                 say(f"left out: {task.variant.name} at {task.setting.name}: {error}")
             if number % 20 == 0 or number == len(tasks):
                 say(f"{number} of {len(tasks)} simulations, {time.monotonic() - began:.0f} s")
+    for setting, systems in found.items():
+        if not systems:
+            raise UsageError(f"nothing to simulate at {setting.name}: raise --seconds")
     return {
         "seed": plan.seed,
         "seeds": plan.seeds,
