@@ -1,5 +1,6 @@
-"""How a stage's memory is shared out: exact numbers, and what holds for every budget."""
+"""How a stage's memory is shared out: what a plan must cover, and what holds for every budget."""
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -8,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
-from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES, Footprint, StageSetup, StepLimits
+from molink.facts.footprint import Footprint, StageSetup, StepLimits
 from molink.facts.memory_plan import MemoryPlan, explain_refusal, plan_memory, usable_bytes
-from molink.facts.model import ModelFacts
+from molink.facts.model import ModelFacts, Quantize
 
 GB, MB = 10**9, 10**6
 #: Llama 3.1 8B, by hand: 4096 hidden, 14336 inner, 32 + 2 × 8 heads of 128, 128256 tokens.
@@ -54,32 +55,45 @@ LOAD = StepLimits(max_chunk_rows=8, max_decode_rows=2)
 
 def test_memory_plan_adds_up() -> None:
     plan = plan_memory(TINY, (0, 4), StageSetup(step_limits=LOAD), 40_000, requests=4)
-    assert plan == MemoryPlan(
-        budget=40_000,
-        weights=4 * 1000 + 500 + 504 - 500,
-        # (8 + 2) rows × 10 elements; 3 × 50 logits; copies for 256 tokens, a mask for 64.
-        activations=10 * 10 * 2 + 3 * 50 * (2 + 8) + 256 * 2 * (8 + 2) + 64 * 8 * (2 + 1),
-        graphs=0,
-        margin=2000,
-        kv=256 * 4 * 8,
+    assert plan.weights == 4 * 1000 + 504, "tied: the embedding counts once"
+    # Rows of a step, float32 logits of its decode rows.
+    assert plan.activations >= (8 + 2) * 10 * 2 + 2 * 50 * 4
+    assert plan.kv == 4 * TINY.max_model_len * 4 * TINY.kv_bytes, "four requests of full length"
+    assert plan.total == plan.weights + plan.activations + plan.graphs + plan.margin + plan.kv
+    assert plan.margin > 0
+    parts = str(plan).split(" + ")
+    assert [part.split(" ")[-1] for part in parts] == ["weights", "activations", "margin", "KV"]
+    assert parts[0] == "4.5 kB weights"
+
+
+def test_larger_steps_leave_less_for_kv() -> None:
+    small, large = (
+        plan_memory(TINY, (0, 4), StageSetup(step_limits=StepLimits(rows, 2)), 40_000, requests=64)
+        for rows in (8, 64)
     )
-    assert str(plan) == "4.5 kB weights + 8.4 kB activations + 2.0 kB margin + 8.2 kB KV"
+    assert large.activations > small.activations
+    assert large.kv < small.kv
 
 
 def test_graphs_are_planned_on_a_gpu_only() -> None:
-    gpu = plan_memory(TINY, (1, 3), StageSetup(kind="cuda", step_limits=LOAD), GB)
-    assert gpu.graphs == GRAPH_POOL_BYTES + 2 * GRAPH_BYTES + 2 * 10 * 2
-    assert gpu.weights == 2000
+    one, two = (
+        plan_memory(TINY, (1, last), StageSetup(kind="cuda", step_limits=LOAD), GB)
+        for last in (2, 3)
+    )
+    assert 0 < one.graphs < two.graphs
+    assert two.weights == 2000
     assert plan_memory(TINY, (1, 3), StageSetup(step_limits=LOAD), GB).graphs == 0
 
 
 def test_quantized_projections_keep_their_size() -> None:
+    """In float32 everything else doubles."""
+    plain = Footprint.of_stage(TINY, StageSetup(step_limits=LOAD))
     for mode, packed in (("int8", 460), ("nf4", 250)):
         target = StageSetup(bf16=False, quantize=mode, step_limits=LOAD)  # type: ignore[arg-type]
         need = Footprint.of_stage(TINY, target)
-        assert need.layer_bytes == 2 * 100 + packed
-        assert need.token_bytes == 16
-        assert need.step_bytes == 10 * 10 * 4 + 200 * 4
+        assert need.layer_bytes == 2 * (1000 - 900) + packed
+        assert need.token_bytes == 2 * plain.token_bytes
+        assert need.step_bytes >= 2 * plain.step_bytes + 200 * 4, "room to unpack the widest weight"
     stored = Footprint.of_stage(replace_facts(quantized="nf4"), StageSetup(step_limits=LOAD))
     assert stored == Footprint.of_stage(TINY, StageSetup(quantize="nf4", step_limits=LOAD))
 
@@ -113,14 +127,33 @@ def test_refusal_tells_numbers_and_alternatives() -> None:
     gpu = StageSetup(kind="cuda")
     with pytest.raises(UsageError) as caught:
         plan_memory(LLAMA, (0, 24), gpu, 10 * GB)
-    assert str(caught.value) == (
-        "layers 0:24 of llama need at least 12.4 GB (11.5 GB weights + 107.8 MB activations + "
-        "85.3 MB CUDA graphs + 500.0 MB margin + 201.3 MB KV), the budget is 10.0 GB: 18 layers "
-        "would fit, or --quantize int8"
-    )
-    assert explain_refusal(LLAMA, (0, 32), gpu, 8 * GB).endswith(
-        "the budget is 8.0 GB: 14 layers would fit, or --quantize nf4"
-    )
+    said = str(caught.value)
+    assert said == explain_refusal(LLAMA, (0, 24), gpu, 10 * GB)
+    needs = re.search(r"layers 0:24 of llama need at least (.+) GB \(", said)
+    assert needs is not None
+    assert float(needs[1]) > 10
+    assert "the budget is 10.0 GB" in said
+
+
+@pytest.mark.parametrize(("last", "budget", "mode"), [(24, 10 * GB, "int8"), (32, 8 * GB, "nf4")])
+def test_alternatives_of_a_refusal_fit(last: int, budget: int, mode: Quantize) -> None:
+    gpu = StageSetup(kind="cuda")
+    said = explain_refusal(LLAMA, (0, last), gpu, budget)
+    advice = re.search(r"(\d+) layers would fit, or --quantize (\w+)$", said)
+    assert advice is not None
+    layers = int(advice[1])
+    plan_memory(LLAMA, (0, layers), gpu, budget)
+    with pytest.raises(UsageError):
+        plan_memory(LLAMA, (0, layers + 1), gpu, budget)
+    assert advice[2] == mode
+    plan_memory(LLAMA, (0, last), replace(gpu, quantize=mode), budget)
+    if mode == "nf4":
+        with pytest.raises(UsageError):
+            plan_memory(LLAMA, (0, last), replace(gpu, quantize="int8"), budget)
+
+
+def test_refusal_without_alternatives() -> None:
+    gpu = StageSetup(kind="cuda")
     assert explain_refusal(LLAMA, (3, 5), gpu, GB // 10).endswith("no layer would fit")
     assert ": 1 layer would fit, or" in explain_refusal(
         TINY, (1, 3), StageSetup(step_limits=LOAD), 6000

@@ -1,5 +1,6 @@
 """A fake swarm: peers that report, and a fleet that receives the events."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -102,6 +103,14 @@ def worker(
     return WorkerState(
         pid=1, pipeline=pipeline, stage=stage, layers=layers, state=state, epoch=epoch, done=done
     )
+
+
+def by_peer(sent: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
+    """Messages by receiver: only those of one connection have an order."""
+    found: dict[str, list[Any]] = {}
+    for peer, message in sent:
+        found.setdefault(peer, []).append(message)
+    return found
 
 
 class FakeFleet:

@@ -2,12 +2,7 @@ import itertools
 
 import pytest
 
-from molink.link.policies.adaptive import (
-    COMMITTED_SHARE,
-    LEAD_S,
-    MAX_CHUNK_INTERVAL,
-    AdaptivePolicy,
-)
+from molink.link.policies.adaptive import AdaptivePolicy
 from molink.link.policies.base import (
     ChannelReconnectedEvent,
     DecodeFinishedEvent,
@@ -19,19 +14,19 @@ from molink.link.policies.base import (
     SendRowsAction,
     WaitAction,
 )
-from molink.link.policies.credit import FIRST_CHUNK, TARGET_DELAY
 from molink.wire.messages.data_plane import Channel
 
 ROW = 8192
-RATE = 12.5e6
+#: Bytes per second, and seconds of a round trip, of the known link.
+RATE, ROUND_TRIP_S = 12.5e6, 0.03
+#: Rows of a chunk on it: 5 ms.
 CHUNK = int(0.005 * RATE) // ROW
-WINDOW = RATE * (0.03 + TARGET_DELAY + 0.005)
 BOTH = (Channel.DECODE, Channel.BULK)
 
 
 def known_link(predict: bool = True) -> AdaptivePolicy:
     policy = AdaptivePolicy(predict)
-    policy.handle(LinkEstimatedEvent(0.03, 0.03, RATE), 0.0)
+    policy.handle(LinkEstimatedEvent(ROUND_TRIP_S, ROUND_TRIP_S, RATE), 0.0)
     return policy
 
 
@@ -66,7 +61,9 @@ def test_decode_goes_first_then_chunks() -> None:
 def test_the_credit_window_bounds_what_is_in_flight() -> None:
     policy = known_link()
     policy.handle(RowsProducedEvent(0, Channel.BULK, 1000, ROW), 0.0)
-    assert send(policy, 0.0) == int(WINDOW // (CHUNK * ROW))
+    in_flight_s = send(policy, 0.0) * CHUNK * ROW / RATE
+    assert in_flight_s >= ROUND_TRIP_S, "the link never idles"
+    assert in_flight_s <= ROUND_TRIP_S + 0.02, "20 ms in queues at most"
     assert policy.choose_action(0.0, BOTH) == WaitAction(), "an acknowledgement will wake it"
     policy.handle(MessageAcknowledgedEvent(Channel.BULK, CHUNK * ROW, 0.035), 0.035)
     assert isinstance(policy.choose_action(0.035, BOTH), SendRowsAction)
@@ -75,13 +72,13 @@ def test_the_credit_window_bounds_what_is_in_flight() -> None:
 def test_unknown_link_gets_two_chunks() -> None:
     policy = AdaptivePolicy()
     policy.handle(RowsProducedEvent(0, Channel.BULK, 1000, ROW), 0.0)
-    assert policy.choose_action(0.0, BOTH) == SendRowsAction(0, FIRST_CHUNK // ROW)
-    policy.handle(MessageSentEvent(Channel.BULK, FIRST_CHUNK), 0.0)
-    assert policy.choose_action(0.0, BOTH) == SendRowsAction(0, FIRST_CHUNK // ROW)
-    policy.handle(MessageSentEvent(Channel.BULK, FIRST_CHUNK), 0.0)
-    assert policy.choose_action(0.0, BOTH) == WaitAction()
+    first = policy.choose_action(0.0, BOTH)
+    assert isinstance(first, SendRowsAction)
+    assert first.rows * ROW <= 64 * 1024, "half a second on a link of 1 Mbps"
+    policy.handle(MessageSentEvent(Channel.BULK, first.rows * ROW), 0.0)
+    assert send(policy, 0.0) == 1, "one more"
     policy.handle(ChannelReconnectedEvent(Channel.BULK), 1.0)
-    assert policy.choose_action(1.0, BOTH) == SendRowsAction(0, FIRST_CHUNK // ROW)
+    assert policy.choose_action(1.0, BOTH) == first
 
 
 def test_chunks_leave_before_expected_decode_rows() -> None:
@@ -98,10 +95,10 @@ def test_chunks_leave_before_expected_decode_rows() -> None:
             case WaitAction(float(until)):
                 assert until <= leaves_at + 1e-9, "the link never idles"
                 now = until
-    # 20 ms ahead of the decode rows 14 ms' worth may be under way, 2 ms ahead 1.4 ms' worth.
     assert ahead[0] == (pytest.approx(0.020), pytest.approx(CHUNK * ROW / RATE))
-    assert max(under_way for _, under_way in ahead) > 0.013
-    assert all(under_way <= max(COMMITTED_SHARE * left, LEAD_S) + 1e-9 for left, under_way in ahead)
+    assert max(under_way for _, under_way in ahead) > 0.010, "half of the time is used at least"
+    # Decode rows that come a fifth earlier than predicted still find the link idle.
+    assert all(under_way <= max(0.8 * left, 0.002) for left, under_way in ahead)
     policy.handle(DecodeFinishedEvent(8, 0.1), 0.02)
     policy.handle(RowsProducedEvent(1, Channel.DECODE, 8, ROW), 0.02)
     assert policy.choose_action(0.02, BOTH) == SendRowsAction(1, 8)
@@ -112,7 +109,9 @@ def test_without_prediction_only_the_window_counts() -> None:
     policy = known_link(predict=False)
     policy.handle(RowsProducedEvent(0, Channel.BULK, 1000, ROW), 0.0)
     policy.handle(DecodeStartedEvent(8, 0.013), 0.0)
-    assert send(policy, 0.0) == int(WINDOW // (CHUNK * ROW))
+    idle = known_link(predict=False)
+    idle.handle(RowsProducedEvent(0, Channel.BULK, 1000, ROW), 0.0)
+    assert send(policy, 0.0) == send(idle, 0.0)
 
 
 def test_overdue_decode_rows_allow_single_rows() -> None:
@@ -145,8 +144,7 @@ def test_late_timers_extend_the_lead() -> None:
     policy.handle(DecodeStartedEvent(8, 0.0), now)
     decision = policy.choose_action(now, BOTH)
     assert isinstance(decision, SendRowsAction)
-    # 1 ms and nearly all of the 4: 5 to 7 rows of 0.655 ms.
-    assert decision.rows in (6, 7)
+    assert 0.003 < decision.rows * ROW / RATE < 0.008, "about as long as a timer is late"
 
 
 def test_slow_link_gives_chunks_a_tenth_of_the_time() -> None:
@@ -161,9 +159,8 @@ def test_slow_link_gives_chunks_a_tenth_of_the_time() -> None:
         policy.handle(RowsProducedEvent(seq + 1, Channel.DECODE, 1, ROW), now)
         if policy.choose_action(now, BOTH) == SendRowsAction(0, 2):
             sent_at.append(now)
-    gaps = [after - before for before, after in itertools.pairwise(sent_at)]
-    assert gaps == pytest.approx([2 * ROW / 500e3 / 0.1] * len(gaps), abs=0.002)
-    assert len(gaps) == 5
+    busy_s = (len(sent_at) - 1) * 2 * ROW / 500e3
+    assert busy_s / (sent_at[-1] - sent_at[0]) == pytest.approx(0.1, rel=0.1)
 
 
 def test_stale_prediction_holds_nothing_back() -> None:
@@ -190,9 +187,8 @@ def test_bulk_is_not_starved_by_endless_decodes(predict: bool) -> None:
                 policy.handle(MessageSentEvent(Channel.BULK, CHUNK * ROW), now)
                 policy.handle(MessageAcknowledgedEvent(Channel.BULK, CHUNK * ROW, 0.035), now)
     gaps = [after - before for before, after in itertools.pairwise(sent_at)]
-    assert sent_at[0] <= MAX_CHUNK_INTERVAL + 0.001
-    assert max(gaps) <= MAX_CHUNK_INTERVAL + 0.0011
-    assert min(gaps) >= MAX_CHUNK_INTERVAL - 1e-9, "and no more than that"
+    assert max(sent_at[0], *gaps) < 0.1
+    assert len(sent_at) * CHUNK * ROW / RATE < 0.15 * 2.0, "most of the time is left to decode rows"
 
 
 def test_the_oldest_prefill_goes_first_even_if_it_grows_later() -> None:
@@ -220,4 +216,4 @@ def test_single_rows_do_not_reset_starvation() -> None:
     assert {rows for _, rows in sent} >= {1, CHUNK}
     chunks_at = [at for at, rows in sent if rows == CHUNK]
     gaps = [after - before for before, after in itertools.pairwise(chunks_at)]
-    assert max(gaps) <= MAX_CHUNK_INTERVAL + 0.0101
+    assert max(gaps) < 0.1
