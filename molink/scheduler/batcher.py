@@ -317,7 +317,7 @@ class Batcher:
         if has_single and releasing.count and running < config.max_num_seqs:
             return
         available, matched = self.cache.num_available + releasing.count, set[int]()
-        for preemptor in self.queues.next_preemptors(now):
+        for number, preemptor in enumerate(self.queues.next_preemptors(now)):
             cached = self.cache.find_prefix(preemptor).blocks
             tokens = min(len(preemptor.tokens) + 1, preemptor.kv_end)
             lacking = config.blocks_for(tokens) - len(cached)
@@ -325,7 +325,7 @@ class Batcher:
             lacking += self.cache.allocator.count_settled(set(cached) - matched)
             matched.update(cached)
             reserved = self.swap.reserved_blocks(now) if preemptor.host_copy is not None else 0
-            candidates = self.queues.preemption_candidates(preemptor, now)
+            candidates = self.queues.preemption_candidates(preemptor, now, number)
             selected = list[RequestState]()
             while running and (
                 running >= config.max_num_seqs

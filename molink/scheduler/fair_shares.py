@@ -1,4 +1,4 @@
-"""Fair shares at admission: between peers, and between the clients of each peer.
+"""Fair shares of tokens and slots: between peers, and between the clients of each peer.
 
 Virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language Models", 2024,
 algorithm 2) sum up the service of each peer and client; the one with the least is served next. A
@@ -10,6 +10,11 @@ longest prompt plus ``W_OUTPUT`` times the tokens that running requests of one c
 at most ``max_num_seqs`` answers. Of two peers that always have waiting requests, or two clients of
 one peer, neither is served more than ``2 U`` units more than the other, provided that the policy
 keeps this order; a multi-level policy keeps it within each level.
+
+*Slots.* Long answers would hold all slots whoever is served least. So the next request in the same
+order may preempt one of a peer, or of a client of its own peer, that holds at least two slots more
+(:meth:`FairShares.exceeds_slots`). Equal holders preempt nothing of each other, so nothing goes in
+circles.
 """
 
 from collections import OrderedDict
@@ -57,6 +62,11 @@ class VirtualTokenCounters:
     def units_of(self, name: str) -> int:
         """Units served to a name with requests."""
         return self._active[name].units
+
+    def running_of(self, name: str) -> int:
+        """Running requests of a name."""
+        account = self._active.get(name)
+        return 0 if account is None else account.running
 
     def units_on_arrival(self, name: str) -> int:
         """Units of a name once another request arrives; idle time earns no credit."""
@@ -149,6 +159,31 @@ class FairShares:
                 ordered += sorted(shared[peer][client], key=lambda state: state.queue_key)
         return ordered
 
+    def slot_surplus(self, holder: RequestState, other: RequestState) -> int:
+        """Slots that the peer of ``holder`` has more than that of ``other``; within a peer, that
+        its client has more."""
+        if holder.peer != other.peer:
+            return self._peers.running_of(holder.peer) - self._peers.running_of(other.peer)
+        counters = self._clients.get(holder.peer, VirtualTokenCounters())
+        held = counters.running_of(holder.request.client)
+        return held - counters.running_of(other.request.client)
+
+    def exceeds_slots(
+        self, holder: RequestState, other: RequestState, lost: int = 0, gained: int = 0
+    ) -> bool:
+        """Whether ``other`` may have the slot of the running ``holder``.
+
+        The peer or client of ``holder`` holds at least two slots more, if it has ``lost`` some and
+        that of ``other`` has ``gained`` some since. A client without any takes also the only slot
+        of another, once ``holder`` has been served since its admission what its preemption costs.
+        """
+        surplus = self.slot_surplus(holder, other) - lost - gained
+        if surplus != 1:
+            return surplus > 1
+        counters = self._clients.get(other.peer, VirtualTokenCounters())
+        has_none = not gained and not counters.running_of(other.request.client)
+        return has_none and W_OUTPUT * holder.num_since_admission >= W_INPUT * len(holder.tokens)
+
     def units_before(
         self, new: RequestState, backlog: Iterable[tuple[RequestState, float]]
     ) -> float:
@@ -182,6 +217,16 @@ class FairShares:
         """Record a generated token."""
         self.generated_tokens += 1
         self._add_units(state, W_OUTPUT)
+
+    def charge_idle_slot(self, state: RequestState, tokens: int) -> None:
+        """Count a stalled request's slot like ``tokens`` that another one would have generated.
+
+        A client that does not read would else remain the least served one, and no other client
+        would get a slot before its waiting requests.
+        """
+        units = W_OUTPUT * tokens
+        self._peers.add_units(state.peer, units)
+        self._clients[state.peer].add_units(state.request.client, units)
 
     def on_preempted(self, state: RequestState) -> None:
         """Record a preemption; recomputation is not counted."""

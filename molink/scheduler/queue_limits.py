@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from molink.errors import ContextTooLong, Overloaded, RequestError
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.fair_shares import W_INPUT, W_OUTPUT
-from molink.scheduler.request_queues import RequestQueues
+from molink.scheduler.request_queues import PREEMPT_AFTER_S, RequestQueues
 from molink.scheduler.request_state import RequestState
 from molink.util.ewma import Ewma
 
@@ -46,8 +46,9 @@ class QueueLimits:
         In this order: a request whose client has abandoned it; a request of the peer that holds
         most queue slots, if it holds at least two more than the new request's peer; a request of
         the same peer's client that holds at least two more than the new request's client. Of the
-        chosen client's requests, a stalled one goes first, then the last in queue order. Peers, and
-        the clients of each peer, thus converge to equal shares of the queue.
+        chosen client's requests, the last in queue order goes; preempted ones, whose answers have
+        begun, are first in it. Peers, and the clients of each peer, thus converge to equal shares
+        of the queue.
         """
         requests, peer = list(waiting), new.peer
         abandoned = next((state for state in requests if state.is_abandoned(now)), None)
@@ -61,8 +62,7 @@ class QueueLimits:
         if chosen == peer and clients[most] < clients[new.request.client] + 2:
             return None
         requests = [state for state in reversed(requests) if state.client_key == (chosen, most)]
-        stalled = next((state for state in requests if state.is_stalled), None)
-        return stalled or max(requests, key=lambda state: state.queue_key)
+        return max(requests, key=lambda state: state.queue_key)
 
     def overloaded_error(self, waiting: int, running: int, wait: float | None) -> Overloaded:
         """The error for a request that finds the queue full; ``wait`` is an estimate (s)."""
@@ -243,6 +243,8 @@ class WaitEstimator:
         rate, first = self._unit_rate.rate, self.estimate_next_slot()
         if rate is None or first is None:
             return None
+        if queues.is_owed_slot(state):
+            first = min(first, PREEMPT_AFTER_S)
         backlog = self._backlog_units(queues.waiting_requests)
         return first + queues.fair_shares.units_before(state, backlog) / rate
 

@@ -11,6 +11,10 @@ from molink.scheduler.policies.base import SchedulingPolicy
 from molink.scheduler.prefix_tree import ROOT, PrefixMatch
 from molink.scheduler.request_state import PendingRelease, RequestState
 
+#: Seconds that a request of a client with too few slots waits for one to become free before it
+#: preempts another client's. Most often one does, and no prompt is computed twice.
+PREEMPT_AFTER_S = 1.0
+
 
 class RequestQueues:
     """Keeps each request in one place and answers which can be admitted, run or preempted.
@@ -34,6 +38,8 @@ class RequestQueues:
         self._decode_ready: dict[int, RequestState] = {}
         self._pending_releases: list[PendingRelease] = []
         self._next_id = 0
+        #: Tokens of a stalled request's slot that are not charged yet, below 1.
+        self._idle_tokens = 0.0
         #: The cached result of :meth:`next_admitted`.
         self._next_admitted: tuple[RequestState | None] | None = None
 
@@ -162,24 +168,104 @@ class RequestQueues:
         """Forget the policy's last choice, since time has passed or queues have changed."""
         self._next_admitted = None
 
-    def preemption_candidates(self, preemptor: RequestState, now: float) -> Iterator[RequestState]:
+    def preemption_candidates(
+        self, preemptor: RequestState, now: float, num_admitted: int = 0
+    ) -> Iterator[RequestState]:
         """Requests to preempt for ``preemptor``, which lacks a block or waits for admission.
 
-        Idle requests come first, then those with rows in flight. For a waiting preemptor it skips
+        Idle requests come first, then those with rows in flight; among them those that the policy
+        selects, then those of clients with too many slots. For a waiting preemptor it skips
         requests that would be readmitted before it, and requests that have not run since their
-        admission, so that every admission makes progress.
+        admission, so that every admission makes progress. ``num_admitted`` requests of its client
+        have their slots, but are not admitted yet.
 
         Raises:
             InvariantError: the policy selects a request that can't be preempted.
         """
         num_running = len(self._running)
+        selected: list[RequestState] = []
         idle = [state for state in self._idle_requests() if state is not preemptor]
-        for state in self._select_candidates(preemptor, idle, num_running, now):
-            num_running -= 1
-            yield state
         busy = [state for state in self._running.values() if state is not preemptor]
         busy = [state for state in busy if state.in_flight]
-        yield from self._select_candidates(preemptor, busy, num_running, now)
+        for requests in (idle, busy):
+            for state in self._select_candidates(
+                preemptor, requests, num_running - len(selected), now
+            ):
+                selected.append(state)
+                yield state
+            while other := self._choose_by_share(preemptor, requests, now, selected, num_admitted):
+                requests.remove(other)
+                selected.append(other)
+                yield other
+
+    def charge_idle_slots(self, num_tokens: int) -> None:
+        """Charge stalled requests for their slots while others wait for one.
+
+        ``num_tokens`` have been sampled; each stalled request counts like the mean of the others.
+        """
+        if not self._waiting or not num_tokens:
+            return
+        stalled = [state for state in self._running.values() if state.is_stalled]
+        if stalled:
+            self._idle_tokens += num_tokens / max(1, len(self._running) - len(stalled))
+            whole = int(self._idle_tokens)
+            self._idle_tokens -= whole
+            for state in stalled:
+                self.fair_shares.charge_idle_slot(state, whole)
+
+    def is_owed_slot(self, new: RequestState) -> bool:
+        """Whether a new request will soon have a slot, by preemption if necessary."""
+        return any(self.fair_shares.exceeds_slots(state, new) for state in self._running.values())
+
+    def _choose_by_share(
+        self,
+        preemptor: RequestState,
+        requests: Collection[RequestState],
+        now: float,
+        selected: Sequence[RequestState],
+        num_admitted: int,
+    ) -> RequestState | None:
+        """The request of another client with too many slots that gives way to a waiting one.
+
+        Of the client with the most, one that is stalled, else the least urgent one that costs least
+        to resume; it has a token since its admission, or computing it again would never end.
+        ``selected`` give way already.
+        """
+        shares = self.fair_shares
+        if (
+            preemptor.phase != "waiting"
+            or now - preemptor.arrived_at < PREEMPT_AFTER_S
+            or shares.num_clients == 1
+        ):
+            return None
+
+        def has_too_many(state: RequestState) -> bool:
+            peer, client = state.client_key
+            crosses = peer != preemptor.peer
+            gone = sum(
+                each.peer == peer and (crosses or each.request.client == client)
+                for each in selected
+            )
+            return shares.exceeds_slots(state, preemptor, gone, num_admitted)
+
+        able = (
+            state
+            for state in requests
+            if state.num_since_admission > 0
+            and has_too_many(state)
+            and not self._would_be_readmitted(state, preemptor, now)
+        )
+        return max(
+            able,
+            key=lambda state: (
+                shares.slot_surplus(state, preemptor),
+                state.is_stalled,
+                state.request.priority,
+                -len(state.tokens),
+                state.id,
+            ),
+            default=None,
+        )
 
     def _select_candidates(
         self, preemptor: RequestState, requests: list[RequestState], num_running: int, now: float

@@ -93,6 +93,8 @@ class RequestState:
     tree_depth: int = 0
     #: Whether this admission's computed blocks have been inserted into the prefix tree.
     has_cached_blocks: bool = False
+    #: Tokens that it had at this admission.
+    num_admitted: int = 0
 
     @classmethod
     def from_request(
@@ -168,6 +170,11 @@ class RequestState:
         return len(self.tokens) - self.num_submitted
 
     @property
+    def num_since_admission(self) -> int:
+        """Tokens sampled since the latest admission, which a preemption does not lose."""
+        return len(self.tokens) - self.num_admitted
+
+    @property
     def is_stalled(self) -> bool:
         """Whether decoding pauses until the client takes tokens."""
         return len(self.tokens) - self.num_credited >= self.credit_window
@@ -213,6 +220,7 @@ class RequestState:
                 self.phase = "decode"
         self.tree_node, self.copy_source = found.end_node, found.copy_source
         self.has_cached_blocks = False
+        self.num_admitted = len(self.tokens)
 
     def clear_draft_path(self) -> None:
         """Stop awaiting tokens of rows in flight."""

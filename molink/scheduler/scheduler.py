@@ -213,6 +213,7 @@ class Scheduler:
                 emissions.append(
                     self._fail_request(state, "the last stage went on from wrong drafts", now)
                 )
+        self._queues.charge_idle_slots(len(message.sampled))
         self._wait_estimator.observe_served(now)
         return emissions
 

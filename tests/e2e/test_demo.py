@@ -195,6 +195,54 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(demo: Process, tools: ty
     assert 0 < tools.metrics(at_head)["molink_scheduler_prefix_hit_rate"] < 1
 
 
+def test_long_answers_of_one_pc_leave_a_slot_to_another(demo: Process, tools: type[Tools]) -> None:
+    """More than there are slots, half of which nobody reads.
+
+    Without processes: ``tests/scheduler/test_slots.py``.
+    """
+    status = demo.wait_ready()
+    head = status["pipelines"][0]["stages"][0]["peer"]
+    (at_head,) = [peer["endpoint"] for peer in status["peers"] if peer["id"] == head]
+    modest, greedy = [e for e in demo.found().endpoints if e != at_head]
+    over, ended = threading.Event(), threading.Event()
+
+    def hold(number: int) -> None:
+        with tools.client(greedy).completions.create(
+            model="molink-demo",
+            prompt=f"{number} once upon a time",
+            stream=True,
+            max_tokens=2000,
+            extra_body={"ignore_eos": True},
+        ) as stream:
+            if number % 2:
+                over.wait()
+            for _ in stream:
+                if over.is_set():
+                    return
+        ended.set()
+
+    def preemptions() -> float:
+        return tools.metrics(at_head)["molink_scheduler_preemptions_total"]
+
+    before = preemptions()
+    with ThreadPoolExecutor(66) as pool:
+        held = [pool.submit(hold, number) for number in range(66)]
+        try:
+            tools.wait_for(lambda: tools.metrics(at_head)["molink_scheduler_running"] == 64, demo)
+            for _ in range(2):
+                answer = tools.client(modest).completions.create(
+                    model="molink-demo", prompt="What is molink?", max_tokens=1
+                )
+                assert answer.usage is not None
+                assert answer.usage.completion_tokens == 1
+            assert not ended.is_set(), "it waited until an answer had ended"
+        finally:
+            over.set()
+    for each in held:
+        each.result()
+    tools.wait_for(lambda: preemptions() > before, demo)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stream_outlives_a_worker(demo: Process, tools: type[Tools], stage: int) -> None:
     """Stage 0's worker is the head, too. The client sees a pause, and the same text.

@@ -44,7 +44,12 @@ class RingBackend:
     """Implements :class:`molinkd.api.backend.Backend`; answers come one after the other."""
 
     def __init__(
-        self, folder: Path, blocks: int = 256, num_speculative_tokens: int = 0, parts: int = 1
+        self,
+        folder: Path,
+        blocks: int = 256,
+        num_speculative_tokens: int = 0,
+        parts: int = 1,
+        slots: int = 64,
     ) -> None:
         """A ring of ``parts`` stages; of several, volumes of drafts may go ahead."""
         opened = ModelFolder.open(folder)
@@ -63,6 +68,7 @@ class RingBackend:
             BLOCK_SIZE,
             1,
             max_num_batched_tokens=256,
+            max_num_seqs=slots,
             max_model_len=self.context,
             num_speculative_tokens=num_speculative_tokens,
             lookahead_volumes=4 * (parts > 1),

@@ -12,7 +12,8 @@ GROUPS = 10
 class CachedShare(Fcfs):
     """First come, first served within groups by the share of the prompt cached on arrival.
 
-    While requests wait in both, group ``g`` is admitted from ``g + 1`` times as often as group 0
+    The groups order the requests of one client; clients are admitted by fair shares. While requests
+    wait in both, group ``g`` is admitted from ``g + 1`` times as often as group 0
     (stride scheduling). With 63 % cached, a request is in group 6 of :data:`GROUPS`. Preempted
     requests go first.
     """
@@ -46,7 +47,8 @@ class CachedShare(Fcfs):
         self._admitted.discard(state)
 
     def choose_admitted(self, waiting: Sequence[RequestState], now: float) -> RequestState | None:
-        """The first request of the group with the lowest pass."""
+        """The first request of the first client's group with the lowest pass."""
+        waiting = [state for state in waiting if state.client_key == waiting[0].client_key]
         again = [state for state in waiting if state in self._admitted]
         if not again:
             groups = {self._groups[state] for state in waiting}
