@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from molink.facts.profile import Profile
@@ -121,6 +121,24 @@ class _Crowd:
     blocks=st.sampled_from([64, 128, 4096]),
     peers=st.sampled_from([("d", "d"), ("d", "e")]),
     cache=st.booleans(),
+)
+@example(  # the slots of who does not read
+    policy="fcfs",
+    mode="proactive-swap",
+    slots=4,
+    floods=[(49, False), (68, True)],
+    blocks=128,
+    peers=("d", "d"),
+    cache=False,
+)
+@example(  # its preempted requests are not admitted first
+    policy="cached-share",
+    mode="recompute",
+    slots=4,
+    floods=[(8, True)],
+    blocks=4096,
+    peers=("d", "d"),
+    cache=True,
 )
 @settings(max_examples=40)
 def test_a_short_request_starts_within_the_bound(

@@ -57,6 +57,17 @@ def test_a_group_is_first_come_first_served() -> None:
     assert queue.admit() is first
 
 
+def test_another_client_comes_by_its_share() -> None:
+    """Neither its cached prompts nor its preempted requests overtake the first client."""
+    queue = Queue()
+    preempted = queue.arrive(90, "other")
+    queue.policy.on_issued(preempted, 0.0)
+    first = queue.arrive(0)
+    queue.arrive(95, "other")
+    queue.waiting.sort(key=lambda state: state.peer)  # as fair shares may order them
+    assert queue.admit() is first
+
+
 def test_preempted_requests_go_first() -> None:
     queue = Queue()
     state = queue.arrive(0)
