@@ -27,6 +27,8 @@ class Liars:
         if world.seed % 3 != 2:
             self.known = []
         self._are_lying = False
+        #: Whether all say now that the first of them leads.
+        self._are_agreed = False
         #: Leases of all coordinators, which liars collect.
         self.leases: deque[Lease] = deque(maxlen=300)
 
@@ -55,6 +57,8 @@ class Liars:
         if not self._are_lying:
             return
         daemons = [*world.daemons.values()]
+        if self._rng.random() < 0.1:
+            self._are_agreed = not self._are_agreed
         liars = [one for one in daemons if one.pc in self.known]
         for liar in liars:
             other = self._rng.choice(daemons)
@@ -68,20 +72,26 @@ class Liars:
         rng, peer = self._rng, liar.peer
         known = to.leadership.succession
         term = known.term
-        leader = rng.choice((peer.id, known.leader, rng.choice(self._world.peers).id))
+        agreed = next(one.id for one in self._world.peers if one.pc is self.known[0])
+        leader = rng.choice((peer.id, known.leader, agreed, rng.choice(self._world.peers).id))
         leases: list[Lease | None] = [None]
         leases.append(Lease(term=term, leader=leader, clock=1 << 20, signature=b"?" * 64))
         if self.leases:
             leases += [self.leases[-1], rng.choice(self.leases)]
         lease = rng.choice(leases)
-        if lease is not None and rng.random() < 0.5:
+        if lease is not None and rng.random() < 0.3:
             leader = lease.leader
-        further = rng.randrange(1 << 19)
+        said = rng.choice((0, term, term, term + rng.randrange(1 << 19), MAX_ROUND << 16))
+        leads, hears = rng.random() < 0.4, rng.random() < 0.7
+        if self._are_agreed:
+            leader, said = agreed, term + (1 << 16)
+            leads, hears = peer.id == agreed, peer.id != agreed
+            lease = Lease(term=said, leader=agreed, clock=0, signature=b"?" * 64)
         return LeaderView(
-            term=rng.choice((0, term, term, term + further, MAX_ROUND << 16)),
+            term=said,
             leader=leader,
-            is_leader=rng.random() < 0.4,
-            hears_leader=rng.random() < 0.7,
+            is_leader=leads,
+            hears_leader=hears,
             can_lead=rng.random() < 0.8,
             replica=(rng.choice((0, term, MAX_ROUND << 16)), rng.randrange(100)),
             coordinator_key=f"coordinator of {peer.id}",

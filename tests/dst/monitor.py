@@ -44,10 +44,20 @@ class Monitor:
         self._ended_at[leader] = self._world.agenda.now
 
     def steps_down(self, daemon: "Daemon", rival: str) -> None:
-        """A leader makes room for a rival, which must lead indeed, or have led just before."""
+        """A leader that others hear makes room only for a rival that leads, or led just before."""
         self.counts["steps_down"] += 1
+        views = [
+            one.leadership.succession.build_view(one.time())
+            for one in self._world.daemons.values()
+            if one is not daemon and one.pc not in self._world.liars.known
+        ]
+        if not any(one.leader == daemon.peer.id and one.lease is not None for one in views):
+            return
         leads = any(one.leader == rival for one in self._world.coordinators())
         ended = self._ended_at.get(rival, -_ENDED_BEFORE)
+        own = daemon.leadership.coordinator
+        if daemon.pc in self._world.liars.known or own is None or own.frozen:
+            return  # nobody hears a frozen coordinator
         if not leads and self._world.agenda.now - ended >= _ENDED_BEFORE:
             raise Failure(f"{daemon} makes room for {rival}, which doesn't lead")
 

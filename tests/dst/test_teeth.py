@@ -11,6 +11,7 @@ from molink.link.send_window import SendWindow
 from molink.ring.volume_queue import VolumeQueue
 from molink.swarm.election.events import CoordinatorHeardEvent
 from molink.swarm.election.leader_election import LeaderElection
+from molink.swarm.election.term_budget import TermBudget
 from molink.swarm.frontend.stream import RequestStream
 from molink.wire.messages.data_plane import Frame, LinkHello
 from tests.dst.process import Failure
@@ -101,9 +102,25 @@ def without_terms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaderElection, "_on_coordinator_heard", any_term)
 
 
+def without_counting_votes_by_branch(patch: pytest.MonkeyPatch) -> None:
+    """A leader believes each that says whom it follows."""
+
+    def count_all(self: LeaderElection, leader: str, now: float) -> int:
+        return sum(one.hears_leader and one.leader == leader for one in self._answers.values())
+
+    patch.setattr(LeaderElection, "_count_votes", count_all)
+
+
+def without_term_budgets(patch: pytest.MonkeyPatch) -> None:
+    """A peer believes any term."""
+    patch.setattr(TermBudget, "allows_term", lambda *_: True)
+
+
 @pytest.mark.parametrize(
     ("without", "first"),
     [
+        (without_counting_votes_by_branch, 35),
+        (without_term_budgets, 8),
         (without_terms, 82),
         (without_epochs_of_links, 11),
         (without_numbers, 4),

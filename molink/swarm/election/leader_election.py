@@ -147,6 +147,7 @@ class LeaderElection:
         #: When leaders that others named were queried.
         self._named_at: dict[str, float] = {}
         self._raised_at = now - RAISE_INTERVAL
+        self._led_since = now
         self._probe_index = 0
         #: Whether this round queries everyone; only then may this peer lead.
         self._asked_all = False
@@ -310,6 +311,8 @@ class LeaderElection:
             return
         self.term = max(self.term, self._pending_term[0], event.term)
         self._log_transition(now, f"leads in term {self.term}")
+        if self.role != "leader":
+            self._led_since = now
         self.role, self.leader = "leader", self._own_id
         self._own_coordinator, self._heard_at = event, now
         self._actions.append(
@@ -601,6 +604,8 @@ class LeaderElection:
             return
         ours, theirs = self._count_votes(self._own_id, now), self._count_votes(rival, now)
         first = self._order.index(self._own_id) < self._order.index(rival)
+        if ours == theirs and now - self._led_since < CLAIM_TIMEOUT:
+            return  # nobody had time to follow; a probe meets the rival again
         if (ours, first) > (theirs, not first):
             self._raise_term(rival, view.term, now)
             return
