@@ -172,7 +172,7 @@ def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> N
     # One of them is stopped: the other goes on, and the file's wish is remembered.
     refused = place.molink("stop", "gamma")
     assert refused[0] != 0
-    assert "no model of the swarm is called gamma; its models are alpha, beta" in refused[2]
+    assert "the swarm has no model gamma; its models are alpha, beta" in refused[2]
     code, said, error = place.molink("stop", "beta")
     assert (code, "`molink apply`" in said) == (0, True), error
     place.until(lambda: not stages("beta"))

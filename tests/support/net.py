@@ -22,7 +22,7 @@ async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
 
 
 class Net:
-    """A ZeroMQ context with its gatekeeper on loopback; closes what it has made."""
+    """A ZeroMQ context with its ZAP authenticator on loopback; closes what it has made."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
