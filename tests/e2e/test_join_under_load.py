@@ -11,6 +11,7 @@ import pytest
 import molink
 from molink.errors import Unavailable
 from molink.swarm.agent.pause_policy import DRAINED_REASON
+from molink.swarm.membership.versions import own_version
 from tests.support.processes import Process, Tools
 
 STREAMS = 3
@@ -152,7 +153,7 @@ def test_a_pc_is_updated_under_load(duo: Duo, tools: type[Tools]) -> None:
     new.stop()
     # One that speaks otherwise is told so, and disturbs nobody.
     other = duo.again("tests.support.newer_protocol")
-    both = (f"molink {molink.__version__} (protocol 1)", "molink 99.0 (protocol 99)")
+    both = (str(own_version()), "molink 99.0 (protocol 99)")
     tools.wait_for(lambda: all(one in other.output for one in both), other)
     (second,) = [one for one in duo.up.status()["peers"] if one["name"] == "second"]
     assert (second["state"], second["version"]) == ("refused", "99.0")
