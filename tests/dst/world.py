@@ -367,14 +367,25 @@ class World:
         for worker in self.workers():
             if worker.epoch_state is not None:
                 self.monitor.check_epoch(worker, worker.epoch_state)
-        if time > self.faults.until + _CALM:
+        if time > self.faults.until + _CALM and not self._is_split_by_liar:
             pipelines = [pipeline for pipeline, _ in self.monitor.standing()]
             if len(set(pipelines)) < len(pipelines):
                 raise Failure(f"{self.monitor.standing()} stand at once")
 
+    @property
+    def _is_split_by_liar(self) -> bool:
+        """Whether a liar leads a part of the swarm.
+
+        Once its lies have used up its terms, the other leader can't pass it for some minutes.
+        """
+        leading = [one.pc for one in self.coordinators()]
+        return len(leading) > 1 and any(pc in self.liars.known for pc in leading)
+
     def _unsettled(self) -> str:
         """Why the swarm is not settled yet; empty if it is."""
         coordinators = list(self.coordinators())
+        if self._is_split_by_liar:
+            return ""
         if len(coordinators) != 1:
             return f"{coordinators} lead"
         coordinator = coordinators[0]

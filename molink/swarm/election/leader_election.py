@@ -447,7 +447,7 @@ class LeaderElection:
         """The leader to follow among those that claim to lead; empty if there is none."""
         if self.leader in claims and self.leader == self._heard_leader:
             return self.leader
-        if not claims or self.leader in self._unanswered:
+        if not claims:
             return ""
         if not self._unanswered:
             votes = {peer: self._count_votes(peer, now) for peer in claims}
@@ -456,7 +456,7 @@ class LeaderElection:
                 return best
         if self._is_leader_proven(now):
             return ""
-        # Nobody follows it yet.
+        # Nobody follows it yet. It was next in line when the last leader did not answer.
         successor = self._successor
         if self._asked_all and not self._unanswered:
             successor = self._pick_successor(now)
