@@ -1,46 +1,92 @@
-"""Signatures of peers (Ed25519), made with a key that is derived from their CURVE key.
+"""Signatures of peers (Ed25519), and the CURVE keys that belong to them.
+
+A peer's identity is one random seed. Its Ed25519 key signs; its CURVE key is the same point in
+Montgomery form (RFC 7748, section 4.1). So whoever knows the key that a peer signs with also knows
+the key that it connects with. Keys and seeds are text in Z85 (40 characters).
 
 A signature is bound to a purpose, so that one made for a lease is void for a membership entry.
 """
 
-import hashlib
+import base64
+from functools import lru_cache
 
-from nacl.exceptions import BadSignatureError
+from nacl.exceptions import CryptoError
 from nacl.signing import SigningKey, VerifyKey
 
-#: Bytes of a signature, and of a verify key.
+#: Bytes of a signature.
 SIGNATURE_BYTES = 64
-VERIFY_KEY_BYTES = 32
+
+_RFC_1924 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_TO_Z85 = str.maketrans(_RFC_1924, _Z85)
+_FROM_Z85 = str.maketrans(_Z85, _RFC_1924)
 
 
 class Signer:
-    """Signs for the holder of a CURVE secret key."""
+    """Signs for the holder of a seed."""
 
-    def __init__(self, secret: str) -> None:
-        """``secret``: the CURVE key, Z85."""
-        seed = hashlib.blake2b(secret.encode("ascii"), digest_size=32, person=b"molink-sign")
-        self._key = SigningKey(seed.digest())
-        #: The public half, ``u8 [32]``.
-        self.verify_key = bytes(self._key.verify_key)
+    def __init__(self, seed: str) -> None:
+        """Raises ValueError if ``seed`` is not 32 bytes in Z85."""
+        self._key = SigningKey(_decode_key(seed))
+        #: The public half, in Z85.
+        self.verify_key = _encode_key(bytes(self._key.verify_key))
 
     def sign(self, purpose: bytes, data: bytes) -> bytes:
         """Sign ``data`` for ``purpose``; returns ``u8 [64]``."""
         return self._key.sign(_bind_purpose(purpose, data)).signature
 
 
-def is_signed_by(verify_key: bytes, purpose: bytes, data: bytes, signature: bytes) -> bool:
+def is_signed_by(verify_key: str, purpose: bytes, data: bytes, signature: bytes) -> bool:
     """Whether ``signature`` was made for ``purpose`` by the holder of ``verify_key``.
 
-    A key or a signature of another length is never valid.
+    False for an invalid key, and for a signature of another length.
     """
-    if len(verify_key) != VERIFY_KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+    if len(signature) != SIGNATURE_BYTES:
         return False
     try:
-        VerifyKey(verify_key).verify(_bind_purpose(purpose, data), signature)
-    except BadSignatureError:
+        VerifyKey(_decode_key(verify_key)).verify(_bind_purpose(purpose, data), signature)
+    except (CryptoError, ValueError):
         return False
     return True
 
 
+def generate_seed() -> str:
+    """A new random seed."""
+    return _encode_key(bytes(SigningKey.generate()))
+
+
+def derive_curve_secret(seed: str) -> str:
+    """The CURVE secret key of a seed.
+
+    Raises:
+        ValueError: it is not 32 bytes in Z85.
+    """
+    return _encode_key(bytes(SigningKey(_decode_key(seed)).to_curve25519_private_key()))
+
+
+@lru_cache(maxsize=4096)
+def derive_public_key(verify_key: str) -> str:
+    """The CURVE public key that belongs to a verify key.
+
+    Raises:
+        ValueError: it is not a valid key.
+    """
+    try:
+        return _encode_key(bytes(VerifyKey(_decode_key(verify_key)).to_curve25519_public_key()))
+    except (CryptoError, RuntimeError) as error:
+        raise ValueError("not an Ed25519 key") from error
+
+
 def _bind_purpose(purpose: bytes, data: bytes) -> bytes:
     return b"molink\0" + purpose + b"\0" + data
+
+
+def _encode_key(raw: bytes) -> str:
+    return base64.b85encode(raw).decode("ascii").translate(_TO_Z85)
+
+
+def _decode_key(text: str) -> bytes:
+    # Characters of the other alphabet only must not pass through unchanged.
+    if len(text) != 40 or not set(text) <= set(_Z85):
+        raise ValueError("not a key of 32 bytes in Z85")
+    return base64.b85decode(text.translate(_FROM_Z85))

@@ -1,7 +1,8 @@
 """The coordinator's process, and the disk that outlives it."""
 
+import hashlib
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from molink.swarm.controller.events import (
@@ -28,14 +29,14 @@ from molink.swarm.election.replica import (
     ReplicaSync,
     Version,
     decode_replica,
-    merge_replicas,
     next_lineage,
 )
 from molink.swarm.election.terms import first_term
 from molink.swarm.membership.duplicate_peers import DuplicatePeers
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.wire.messages.base import Payload
 from molink.wire.messages.election import LeaderHeartbeat, StateReplica, StateRequest
-from molink.wire.messages.instructions import KeepAlive
+from molink.wire.messages.instructions import KeepAlive, PeerInfo
 from molink.wire.messages.peer_reports import (
     Goodbye,
     PeerReport,
@@ -64,7 +65,8 @@ def _number(pipeline: str) -> int:
 class Disk:
     """Committed state, like :mod:`molinkd.coordinator.state_store`."""
 
-    members: dict[str, MemberRecord] = field(default_factory=dict)
+    log: MembershipLog
+    announced: dict[str, PeerInfo] = field(default_factory=dict)
     models: tuple[DesiredModel, ...] = ()
     pipelines: dict[tuple[str, int], PipelineRecord] = field(default_factory=dict)
     last: tuple[int, int] = (0, 0)
@@ -74,24 +76,35 @@ class Disk:
     @classmethod
     def restored(cls, found: Replica) -> "Disk":
         """A disk with a replica's state."""
-        members = {one.peer: one for one in found.members}
+        announced = {one.peer: one for one in found.announced}
         pipelines = {(one.model, one.replica): one for one in found.pipelines}
         return cls(
-            members, found.models, pipelines, found.last_numbers, found.version, found.lineage
+            found.log,
+            announced,
+            found.models,
+            pipelines,
+            found.last_numbers,
+            found.version,
+            found.lineage,
         )
+
+    @property
+    def members(self) -> dict[str, MemberRecord]:
+        """All that are or were members, in order of joining."""
+        return {one.peer: one for one in self.log.list_members(self.announced)}
 
     def replica(self) -> Replica:
         """The state as a replica."""
         pipelines = tuple(self.pipelines.values())
         return Replica(
-            swarm="swarm",
+            swarm=self.log.swarm,
             name="",
             max_peers=64,
             term=self.version[0],
             revision=self.version[1],
             lineage=self.lineage,
-            members=tuple(self.members.values()),
-            invitations=(),
+            log=self.log,
+            announced=tuple(self.announced.values()),
             models=tuple(self.models),
             pipelines=tuple(pipelines),
             last_numbers=self.last,
@@ -109,8 +122,12 @@ class Disk:
             self.lineage = next_lineage(self.lineage, before, revision)
             self.version = term, revision + 1
 
-    def put(self, member: MemberRecord) -> None:
-        self.members[member.peer] = member
+    def put_log(self, log: MembershipLog) -> None:
+        self.log = log
+        self.touch()
+
+    def announce(self, info: PeerInfo) -> None:
+        self.announced[info.peer] = info
         self.touch()
 
     def commit(self, record: PipelineRecord) -> None:
@@ -139,7 +156,7 @@ class Coordinator(Process):
         world.monitor.leads(leader, self.term)
         world.note(f"{self} begins in term {self.term}")
         self.fleet = Fleet(
-            "swarm",
+            disk.log.swarm,
             disk.members.values(),
             self.time(),
             models=disk.models,
@@ -148,8 +165,9 @@ class Coordinator(Process):
             term=self.term,
             lost_peer=lost,
         )
-        secret = f"{self.key} {world.network.next_number()}"
-        self._leases = LeaseIssuer(leader, secret, self.time())
+        run = f"{self.key} {world.network.next_number()}".encode()
+        seed = hashlib.blake2b(run, digest_size=20).hexdigest()
+        self._leases = LeaseIssuer(leader, seed, self.time())
         self._replication = ReplicaSync()
         self._shared: tuple[Version, bytes] = ((-1, -1), b"")
         self._connections: dict[str, bytes] = {}
@@ -175,18 +193,22 @@ class Coordinator(Process):
         self._on_event(TermRaisedEvent(term))
 
     def _admits(self, user: str) -> bool:
-        member = self.disk.members.get(user)
-        return member is not None and member.standing == "member"
+        return self.disk.log.is_member(user)
 
     # --- administration --------------------------------------------------------------------------
 
-    def remove(self, peer: str, why: str) -> None:
-        """A peer leaves or is revoked."""
-        member = self.disk.members[peer]
-        self.disk.put(replace(member, standing="left" if why == "left" else "revoked"))
-        self._drop_peer(peer)
-        self._on_event(MemberRemovedEvent(peer, why))
-        self.listener.expel(peer)
+    def change_log(self, log: MembershipLog) -> None:
+        """Store a changed log, tell everybody, and let go of those that are no members any more."""
+        before, present = self.disk.log.branches, log.branches
+        self.disk.put_log(log)
+        self._send_state(*self._connections)
+        for peer in [one for one in present if one not in before]:
+            self._on_event(MemberAddedEvent(self.disk.members[peer]))
+        for peer in [one for one in before if one not in present]:
+            self._drop_peer(peer)
+            why = "was revoked" if log.members[peer].standing == "revoked" else "left"
+            self._on_event(MemberRemovedEvent(peer, why))
+            self.listener.expel(peer)
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -234,9 +256,11 @@ class Coordinator(Process):
                     self._replication.drop_peer(peer)
                 self._send(peer, self._leader_heartbeat())
                 self._on_event(PeerReportedEvent(peer, message, fresh))
-                self._share(peer, message.replica)
+                self._share(peer, message.replica, message.log_digest)
             case StateReplica():
-                self._merge(peer, decode_replica(payload))
+                # One that was asked over an earlier connection too is refused.
+                if self._replication.accept_answer(peer):
+                    self._merge(decode_replica(payload, self.disk.log))
             case ReachReport():
                 self._on_event(
                     ConnectionTriedEvent(
@@ -268,28 +292,27 @@ class Coordinator(Process):
         if identity is not None:
             self.listener.send(identity, message, payload)
 
-    def _share(self, peer: str, held: Version) -> None:
-        ours = self.disk.version
-        due = self._replication.plan_sync(peer, held, ours, self.disk.lineage, self.time())
+    def _share(self, peer: str, held: Version, digest: str) -> None:
+        ours = self.disk.version, self.disk.log.digest
+        lineage = self.disk.lineage
+        due = self._replication.plan_sync(peer, (held, digest), ours, lineage, self.time())
         if due == "ask":
             self._send(peer, StateRequest())
         elif due == "send":
-            if self._shared[0] != ours:
-                self._shared = ours, self.disk.replica().encode()
-            data = self._shared[1]
+            self._send_state(peer)
+
+    def _send_state(self, *peers: str) -> None:
+        if self._shared[0] != self.disk.version:
+            self._shared = self.disk.version, self.disk.replica().encode()
+        data = self._shared[1]
+        for peer in peers:
             self._send(peer, StateReplica(payload=Payload("u8", (len(data),))), data)
 
-    def _merge(self, peer: str, theirs: Replica) -> None:
+    def _merge(self, theirs: Replica) -> None:
         """Merge what a peer recorded while another coordinator led its part."""
-        by_owner = self.disk.members[peer].is_owner
-        for member in merge_replicas(self.disk.replica(), theirs, by_owner=by_owner):
-            self.disk.put(member)
-            if member.standing == "member":
-                self._on_event(MemberAddedEvent(member))
-            else:
-                self._connections.pop(member.peer, None)
-                self._on_event(MemberRemovedEvent(member.peer, "was revoked in another part"))
-                self.listener.expel(member.peer)
+        log = self.disk.log.merge_log(theirs.log)
+        if log.digest != self.disk.log.digest:
+            self.change_log(log)
         self.disk.touch()
 
     def _on_event(self, event: ControllerEvent) -> None:
@@ -301,8 +324,7 @@ class Coordinator(Process):
                 case ReserveEpochAction(pipeline, epoch):
                     self.disk.reserve(pipeline, epoch)
                 case AnnouncePeerAction(member):
-                    known = self.disk.members[member.peer]
-                    self.disk.put(replace(known, announced=member, name=member.name))
+                    self.disk.announce(member)
                 case SendMessageAction(peer, message):
                     self._send(peer, message)
         if not isinstance(event, PeerReportedEvent):

@@ -126,6 +126,8 @@ class Daemon(Process):
         self._running = RunningTime(self.time())
         self._keys = 0
         self._sweep: ScheduledCallback | None = None
+        #: Announced peers that are no members by this PC's log.
+        self._unproven: dict[str, PeerInfo] = {}
         #: Newest assigned epoch by pipeline.
         self._epochs: dict[str, int] = {}
         self._forming: dict[str, FormPipeline] = {}
@@ -162,6 +164,7 @@ class Daemon(Process):
             workers=self.keeper.worker_states({}, {}),
             prefetch=self.prefetched,
             replica=peer.replica.version,
+            log_digest=peer.replica.log.digest,
             routes=self.schedulers.known_routes,
         )
 
@@ -181,11 +184,8 @@ class Daemon(Process):
         match message:
             case StateReplica() | StateRequest():
                 self._share(payload)
-            case PeerInfo():
-                if not self.book.add_peer(message):
-                    raise Failure(f"{self} takes {message} for false")
-            case PeerRemoved():
-                self.book.remove_peer(message.peer)
+            case PeerInfo() | PeerRemoved():
+                self._on_peer(message)
             case Prefetch():
                 self._prefetch(message)
             case Assign():
@@ -205,6 +205,15 @@ class Daemon(Process):
             case RouteRemoved():
                 self.schedulers.remove_route(message.pipeline)
 
+    def _on_peer(self, message: PeerInfo | PeerRemoved) -> None:
+        if isinstance(message, PeerRemoved):
+            self._unproven.pop(message.peer, None)
+            self.book.remove_peer(message.peer)
+        elif not self.peer.replica.log.is_member(message.peer):
+            self._unproven[message.peer] = message
+        elif not self.book.add_peer(message):
+            raise Failure(f"{self} takes {message} for false")
+
     def _share(self, payload: Any) -> None:
         if payload is None:
             data = self.peer.replica.encode()
@@ -214,6 +223,12 @@ class Daemon(Process):
             self._remember_members()
 
     def _remember_members(self) -> None:
+        log = self.peer.replica.log
+        for peer in sorted(self.book.peers - {self.peer.id}):
+            if not log.is_member(peer):
+                self.book.remove_peer(peer)
+        for peer in [one for one in self._unproven if log.is_member(one)]:
+            self.book.add_peer(self._unproven.pop(peer))
         for member in self.peer.replica.members:
             known = self.book.get_peer(member.peer) is not None
             if member.standing == "member" and member.announced is not None and not known:

@@ -6,6 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tests.dst.coordinator import Coordinator
+from tests.dst.membership import leave, peer_of, revoke
 from tests.dst.process import Pc, Process
 from tests.dst.worker import Worker
 
@@ -194,24 +195,34 @@ class Faults:
         coordinator = self._coordinator()
         if coordinator is None or coordinator.frozen:
             return
-        known = coordinator.disk.members
+        log = coordinator.disk.log
         members = [
             peer
             for peer in world.peers
-            if known[peer.id].standing == "member"
+            if log.is_member(peer.id)
+            and peer.id not in log.owners
             and peer.pc in world.daemons
             and peer.pc is not coordinator.pc
         ]
-        # The swarm may wait for this many live PCs.
-        left = len(world.pcs) - len(world.lost) - 1
-        if len(members) < 3 or left < world.min_peers:
+        if len(members) < 2:
             return
         peer = self._rng.choice(members)
         why = self._rng.choice(("left", "was revoked"))
+        leaver = peer_of(peer.pc.name)
+        after = leave(log, leaver) if why == "left" else revoke(log, leaver, world.agenda.now)
+        gone = [one for one in world.peers if log.is_member(one.id) and not after.is_member(one.id)]
+        # The swarm may wait for this many live PCs.
+        left = len(world.pcs) - len({*world.lost, *(one.pc for one in gone)})
+        if left < world.min_peers:
+            return
         self._say(f"{peer.pc} {why}")
-        coordinator.remove(peer.id, why)
-        world.lost.add(peer.pc)
-        world.daemons[peer.pc].later(0.5, world.daemons[peer.pc].die)
+        coordinator.change_log(after)
+        for one in gone:
+            world.lost.add(one.pc)
+            world.removed.add(one.id)
+            daemon = world.daemons.get(one.pc)
+            if daemon is not None:
+                daemon.later(0.5, daemon.die)
 
     # --- the network -----------------------------------------------------------------------------
 

@@ -104,13 +104,18 @@ class Leadership:
         self._on_event(ConnectionLostEvent())
 
     def on_replica(self, data: Any) -> None:
-        """The coordinator has sent its state."""
-        self._peer.replica = decode_replica(data)
+        """The coordinator has sent its state. Known entries of the log stay."""
+        known = self._peer.replica.log
+        found = decode_replica(data, known)
+        if found.term > self.succession.term:
+            return  # its heartbeat comes first
+        self._peer.replica = replace(found, log=known.merge_log(found.log))
         self._on_event(self._membership())
 
     def _membership(self) -> MembershipChangedEvent:
-        held, liars = self._peer.replica, self._daemon.world.liars
-        return MembershipChangedEvent(held.order or (self._peer.id,), held.version, liars.branches)
+        held = self._peer.replica
+        order = held.order or (self._peer.id,)
+        return MembershipChangedEvent(order, held.version, held.log.branches)
 
     def on_view(self, event: PeerAnsweredEvent) -> None:
         """A peer states whom it follows."""
@@ -229,8 +234,14 @@ class Leadership:
 
     def _start(self, term: int, lost: str) -> Coordinator:
         peer = self._peer
-        if peer.disk is None or peer.disk.version < peer.replica.version:
+        if peer.disk is None:
             peer.disk = Disk.restored(peer.replica)
+        else:
+            log = peer.disk.log.merge_log(peer.replica.log)
+            if peer.disk.version < peer.replica.version:
+                peer.disk = Disk.restored(replace(peer.replica, log=log))
+            elif log.digest != peer.disk.log.digest:
+                peer.disk.put_log(log)
         daemon = self._daemon
         coordinator = Coordinator(daemon.world, daemon.pc, peer.id, peer.disk, term, lost)
         self.coordinator = coordinator

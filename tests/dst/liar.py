@@ -32,11 +32,6 @@ class Liars:
         #: Leases of all coordinators, which liars collect.
         self.leases: deque[Lease] = deque(maxlen=300)
 
-    @property
-    def branches(self) -> dict[str, str]:
-        """The branch of the liars."""
-        return {one.id: "hostile" for one in self._world.peers if one.pc in self.known}
-
     def start(self) -> None:
         """Let them lie."""
         self._are_lying = True

@@ -13,6 +13,7 @@ from molink.swarm.election.events import CoordinatorHeardEvent
 from molink.swarm.election.leader_election import LeaderElection
 from molink.swarm.election.term_budget import TermBudget
 from molink.swarm.frontend.stream import RequestStream
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.wire.messages.data_plane import Frame, LinkHello
 from tests.dst.process import Failure
 from tests.dst.world import run_all
@@ -116,6 +117,11 @@ def without_term_budgets(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TermBudget, "allows_term", lambda *_: True)
 
 
+def without_merging(patch: pytest.MonkeyPatch) -> None:
+    """A PC forgets entries that another coordinator's log lacks."""
+    patch.setattr(MembershipLog, "merge_log", lambda self, other: other)
+
+
 @pytest.mark.parametrize(
     ("without", "first"),
     [
@@ -128,6 +134,7 @@ def without_term_budgets(patch: pytest.MonkeyPatch) -> None:
         (without_after, 2),
         (without_positions, 66),
         (without_what_was_emitted, 0),
+        (without_merging, 185),
     ],
 )
 def test_removing_a_safeguard_is_detected(

@@ -8,12 +8,11 @@ from random import Random
 from unittest.mock import patch
 
 from molink.errors import MolinkError
-from molink.facts.identity import derive_peer_id
 from molink.facts.model import ModelFacts
 from molink.link import heartbeat
 from molink.ring import ring_measurements as linkround
 from molink.sim.event_queue import EventQueue
-from molink.swarm.controller.records import DesiredModel, MemberRecord
+from molink.swarm.controller.records import DesiredModel
 from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.swarm.frontend.stream import StreamLimits
 from molink.wire.messages.data_plane import SamplingParams
@@ -24,6 +23,7 @@ from tests.dst.daemon import Daemon, Peer
 from tests.dst.faults import Faults
 from tests.dst.leadership import CONTROL, Membership
 from tests.dst.liar import Liars
+from tests.dst.membership import found_swarm, peer_of
 from tests.dst.model import VOCABULARY, reference
 from tests.dst.monitor import Monitor
 from tests.dst.network import Network
@@ -118,11 +118,13 @@ class World:
             self.models["other"] = self.layers + 1
             self.replicas["toy"] += seed % 2
             self.min_peers = 1
-        self.peers = self._swarm()
         self.liars = Liars(self)
+        self.peers = self._swarm()
         self.daemons: dict[Pc, Daemon] = {}
         #: PCs that will not come back.
         self.lost: set[Pc] = set()
+        #: Peers that left or were revoked.
+        self.removed: set[str] = set()
         for pc in self.pcs:
             self.start_daemon(pc)
         self.clients = [self._client(number) for number in range(REQUESTS)]
@@ -179,29 +181,24 @@ class World:
     # --- setup -----------------------------------------------------------------------------------
 
     def _swarm(self) -> list[Peer]:
-        """Make all PCs members that know the founder's coordinator and its state."""
-        keys = {pc: (pc.name * 40)[:40] for pc in self.pcs}
-        ids = {pc: derive_peer_id(key) for pc, key in keys.items()}
-        members = {
-            ids[pc]: MemberRecord(
-                ids[pc],
-                keys[pc],
-                pc.name,
-                is_owner=pc is self.pcs[0],
-                announced=PeerInfo(
-                    peer=ids[pc],
-                    name=pc.name,
-                    public_key=keys[pc],
-                    addresses=(pc.name,),
-                    control_port=CONTROL,
-                    models=tuple(self.models),
-                ),
+        """Make all PCs members that know the first one's coordinator and its state."""
+        keys = {pc: peer_of(pc.name).keys.public for pc in self.pcs}
+        ids = {pc: peer_of(pc.name).peer for pc in self.pcs}
+        announced = {
+            ids[pc]: PeerInfo(
+                peer=ids[pc],
+                name=pc.name,
+                public_key=keys[pc],
+                addresses=(pc.name,),
+                control_port=CONTROL,
+                models=tuple(self.models),
             )
             for pc in self.pcs
         }
-        founder = ids[self.pcs[0]]
-        disk = Disk(members, tuple(self._desired(founder, model) for model in self.models))
-        follows = Membership(0, founder, f"coordinator of {founder}", self.pcs[0].name)
+        first = ids[self.pcs[0]]
+        models = tuple(self._desired(first, model) for model in self.models)
+        disk = Disk(found_swarm(self.pcs, self.liars.known), announced, models)
+        follows = Membership(0, first, f"coordinator of {first}", self.pcs[0].name)
         return [
             Peer(pc, keys[pc], ids[pc], follows, disk.replica(), None if pc.number else disk)
             for pc in self.pcs
@@ -412,6 +409,8 @@ class World:
     def _unknown(self, coordinator: Coordinator, standing: dict[str, int]) -> str:
         """Which daemon does not know the members, the leader or the routes."""
         members = frozenset(coordinator.fleet.registry.members)
+        if returned := members & self.removed:
+            return f"{sorted(returned)} are members again"
         for daemon in self.daemons.values():
             if daemon.peer.id not in members:
                 continue  # it has left, and is about to end

@@ -26,6 +26,7 @@ from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec, data_codec
 from molink.wire.messages.control_plane import JoinRequest
 from molink.wire.messages.data_plane import Heartbeat
+from molink.wire.messages.membership import JoinEntry, sign_entry
 from molink.wire.messages.serving import Cancel
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.key_pair import KeyPair
@@ -298,23 +299,26 @@ def stranger() -> KeyPair:
 @pytest.fixture
 def guest(swarm: Swarm) -> KeyPair:
     """The holder of a token."""
-    return KeyPair.from_secret(swarm.invite().secret_key)
+    return KeyPair.from_seed(swarm.invite().secret_key)
 
 
 @pytest.fixture
 def member(swarm: Swarm) -> KeyPair:
     """A member that has no daemon."""
     keys, token = KeyPair.generate(), swarm.invite()
-    invitation = KeyPair.from_secret(token.secret_key)
+    invitation = KeyPair.from_seed(token.secret_key)
     port = int(token.addresses[0].rpartition(":")[2])
     with RawClient(port, invitation.secret, invitation.public, token.coordinator_key) as wire:
         wire.handshake()
+        key = invitation.signer.verify_key
+        entry = JoinEntry(key, keys.signer.verify_key, "hostile", time.time())
         request = JoinRequest(
             ref=1,
             public_key=keys.public,
             name="hostile",
             version=molink.__version__,
             protocol=PROTOCOL,
+            entry=sign_entry(token.swarm, invitation.signer, entry),
         )
         wire.send(wire.message(*map(bytes, control_codec().encode(request))))
         assert b"join-reply" in wire.receive()[0]

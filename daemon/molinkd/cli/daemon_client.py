@@ -11,8 +11,8 @@ from typing import Any, Literal
 from molink.errors import ConnectionBroken, Unavailable, UsageError
 from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.status_schema import decode_status
-from molink.swarm.membership.invitations import INVITATION_PREFIX
 from molink.wire.messages.admin import (
+    AddOwnerRequest,
     DrainRequest,
     InvitationsReply,
     InvitationsRequest,
@@ -27,6 +27,7 @@ from molink.wire.messages.admin import (
     UnrevokeRequest,
 )
 from molink.wire.messages.control_plane import ControlMessage, DoneReply
+from molink.wire.messages.membership import INVITATION_PREFIX
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.event_loop import EventLoop
 from molinkd.peer.demo import demo_homes, first_peer
@@ -211,6 +212,20 @@ def unrevoke_peer(home: Home, name_or_id: str) -> str:
     return peer
 
 
+def add_owner(home: Home, name_or_id: str) -> str:
+    """Make another peer an owner, by id or name; returns its id.
+
+    Raises:
+        UsageError: no such peer, or the name is ambiguous.
+        NotAuthorized: this PC is no owner of the swarm.
+    """
+    _, payload = _request_swarm(home, StatusRequest(ref=0))
+    peer = find_peer(home, json.loads(payload), name_or_id)
+    reply, _ = _request_swarm(home, AddOwnerRequest(ref=0, target=peer))
+    assert isinstance(reply, DoneReply)
+    return peer
+
+
 def decide_pairing(home: Home, code: str, *, refuse: bool) -> str:
     """Approve or reject the PC that shows ``code``; returns its name.
 
@@ -313,7 +328,13 @@ def request_coordinator(
     """Send one request to the coordinator, if no daemon runs."""
     name = "the coordinator"
     return send_control_request(
-        home, member.coordinator_key, member.endpoints, message, name, REPLY_TIMEOUT_S
+        home,
+        member.coordinator_key,
+        member.endpoints,
+        message,
+        name,
+        REPLY_TIMEOUT_S,
+        swarm=member.swarm,
     )
 
 
@@ -328,8 +349,11 @@ def send_control_request(
     message: ControlMessage,
     name: str,
     connect_s: float,
+    swarm: str = "",
 ) -> tuple[ControlMessage, bytes]:
     """Send one request to the server with key ``server_key``, authenticated as ``home``.
+
+    A request about members to the coordinator of ``swarm`` is signed here.
 
     Raises:
         DaemonNotResponding: no connection within ``connect_s`` seconds.
@@ -339,20 +363,33 @@ def send_control_request(
 
     from molink.wire.messages.codec import control_codec
     from molink.wire.sockets.client import Client
+    from molinkd.peer.election.leadership import ReplicaFile
+    from molinkd.peer.membership.membership_requests import (
+        MembershipRequest,
+        send_membership_request,
+    )
 
     async def exchange() -> tuple[ControlMessage, bytes]:
-        context = zmq.asyncio.Context()
+        context, keys = zmq.asyncio.Context(), home.load_keys()
         client: Client[ControlMessage] = Client(
-            context, home.load_keys(), control_codec(), server_key, addresses, name=name
+            context, keys, control_codec(), server_key, addresses, name=name
         )
         client.start()
+
+        async def ask(one: ControlMessage) -> tuple[ControlMessage, bytes]:
+            reply, payload = await client.send_request(one, timeout=REPLY_TIMEOUT_S)
+            return reply, b"" if payload is None else bytes(payload)
+
         try:
             try:
                 await client.wait_connected(connect_s)
             except Unavailable as error:
                 raise DaemonNotResponding(str(error)) from None
-            reply, payload = await client.send_request(message, timeout=REPLY_TIMEOUT_S)
-            return reply, b"" if payload is None else bytes(payload)
+            if swarm and isinstance(message, MembershipRequest):
+                known = ReplicaFile(home.replica, swarm).log
+                reply = await send_membership_request(message, keys, swarm, server_key, ask, known)
+                return reply, b""
+            return await ask(message)
         finally:
             await client.close()
             context.destroy(linger=0)

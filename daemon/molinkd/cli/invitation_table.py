@@ -11,6 +11,9 @@ from rich.text import Text
 from molink.plaintext import printable
 from molink.wire.messages.admin import RevokeReply
 
+#: Names in a sentence.
+_MAX_NAMED = 8
+
 
 def show_invitations(
     invitations: Sequence[dict[str, Any]],
@@ -41,14 +44,18 @@ def show_invitations(
 
 
 def remaining_text(ended: RevokeReply) -> str:
-    """Return a sentence about members that joined by a revoked invitation; empty if none."""
-    stayed = remaining_peers(ended)
-    return f" PCs that joined with it stay: {', '.join(stayed)}." if stayed else ""
+    """Return sentences about members that a revocation concerns too; empty if none."""
+    text = (
+        f" PCs that it let in are out too: {_join(ended.ended_peers)}." if ended.ended_peers else ""
+    )
+    if ended.kept_peers:
+        text += f" PCs that joined with the same invitation stay: {_join(ended.kept_peers)}."
+    return text
 
 
-def remaining_peers(ended: RevokeReply) -> list[str]:
-    """Return their names; the last entry counts those left out."""
-    return [*ended.kept_peers, *([f"{ended.num_others} more"] if ended.num_others else [])]
+def _join(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMED
+    return ", ".join([*names[:_MAX_NAMED], *([f"{rest} more"] if rest > 0 else [])])
 
 
 def _format_time(unix: float) -> str:

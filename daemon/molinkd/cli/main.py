@@ -86,6 +86,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         join_verbs.approve,
         swarm_verbs.revoke,
         swarm_verbs.un_revoke,
+        swarm_verbs.add_owner,
         drain_verbs.drain,
         drain_verbs.resume,
         drain_verbs.rebalance,

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from molink.errors import MolinkError, Unavailable, UsageError
+from molink.facts.identity import derive_peer_id
 from molink.files import retry_while_busy
 from molink.plaintext import printable
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
+    from molink.swarm.controller.records import MemberRecord
     from molinkd.peer.home import Home, RunFile
     from molinkd.peer.membership.membership_record import MembershipRecord
 
@@ -106,20 +108,20 @@ def _dissolve_swarm(home: "Home", member: "MembershipRecord", *, runs: bool) -> 
 
 def _other_members(home: "Home", member: "MembershipRecord") -> list[str]:
     """Return the names of the other members, from the local state replica."""
-    from molink.facts.identity import derive_peer_id
-    from molinkd.peer.election.leadership import ReplicaFile
-
-    held, me = (
-        ReplicaFile(home.replica, member.swarm).replica,
-        derive_peer_id(home.load_keys().public),
-    )
-    members = () if held is None else held.members
+    me = derive_peer_id(home.load_keys().public)
     return [
         one.name
-        for one in members
-        if one.standing == "member"
-        and me not in (one.peer, one.announced.primary_peer if one.announced is not None else "")
+        for one in _read_members(home, member)
+        if me not in (one.peer, one.announced.primary_peer if one.announced is not None else "")
     ]
+
+
+def _read_members(home: "Home", member: "MembershipRecord") -> "list[MemberRecord]":
+    from molinkd.peer.election.leadership import ReplicaFile
+
+    held = ReplicaFile(home.replica, member.swarm).replica
+    members = [] if held is None else held.members
+    return [one for one in members if one.standing == "member"]
 
 
 def _notify_coordinator(home: "Home", member: "MembershipRecord") -> None:
@@ -127,8 +129,14 @@ def _notify_coordinator(home: "Home", member: "MembershipRecord") -> None:
     from molink.wire.messages.admin import LeaveRequest
     from molinkd.cli import daemon_client
 
+    me = derive_peer_id(home.load_keys().public)
+    devices = tuple(
+        one.peer
+        for one in _read_members(home, member)
+        if one.announced is not None and one.announced.primary_peer == me
+    )
     try:
-        daemon_client.request_coordinator(home, member, LeaveRequest(ref=0))
+        daemon_client.request_coordinator(home, member, LeaveRequest(ref=0, devices=devices))
     except MolinkError as error:
         print(
             printable(

@@ -106,10 +106,10 @@ def invite(
     home: HomeOption = None,
 ) -> None:
     """Create a join token for another PC, or manage invitations."""
-    from molink.swarm.membership.invitations import INVITATION_PREFIX, MAX_USES
+    from molink.wire.messages.membership import INVITATION_PREFIX, MAX_USES
     from molinkd.cli import daemon_client
     from molinkd.cli.daemon_console import invitation_text
-    from molinkd.cli.invitation_table import remaining_peers, remaining_text, show_invitations
+    from molinkd.cli.invitation_table import remaining_text, show_invitations
     from molinkd.peer.home import Home
 
     if ttl < 0:
@@ -122,7 +122,7 @@ def invite(
     if end is not None:
         ended = daemon_client.revoke_invitation(place, end)
         if as_json:
-            print(json.dumps({"id": end, "stayed": remaining_peers(ended)}))
+            print(json.dumps({"id": end, "stayed": ended.kept_peers}))
         else:
             print(printable(f"Revoked invitation {end}.{remaining_text(ended)}"))
     elif list_all:
@@ -171,3 +171,18 @@ def un_revoke(
 
     id = daemon_client.unrevoke_peer(Home.find_home(home), peer)
     print(f"{id} may rejoin. Run `molink join` there; it needs no token.")
+
+
+def add_owner(
+    peer: Annotated[str, typer.Argument(help="Name or id of a peer.")],
+    home: HomeOption = None,
+) -> None:
+    """Make another PC an owner, which may remove PCs too. Run it on the swarm's first PC.
+
+    Without a second owner nobody can remove a PC once the first one is gone for good.
+    """
+    from molinkd.cli import daemon_client
+    from molinkd.peer.home import Home
+
+    id = daemon_client.add_owner(Home.find_home(home), peer)
+    print(f"{id} is an owner now. Only `molink revoke` takes that back.")

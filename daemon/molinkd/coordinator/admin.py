@@ -1,7 +1,9 @@
 """Requests that users make through their daemons: models, invitations, members, pairing."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import msgspec
 
 from molink.errors import NotAuthorized, RequestError
 from molink.swarm.controller.desired_state import (
@@ -18,32 +20,30 @@ from molink.swarm.controller.events import (
     RebalanceRequestedEvent,
 )
 from molink.swarm.controller.fleet import Fleet
-from molink.swarm.controller.records import DesiredModel, MemberRecord, Standing
+from molink.swarm.controller.records import DesiredModel
 from molink.swarm.membership.invitations import encode_invitations
-from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.membership.sanitize import is_valid_model_name
 from molink.wire.messages.admin import (
+    AppendEntries,
     ApplyModels,
     ApplyReply,
     InvitationsReply,
     InvitationsRequest,
-    InviteReply,
-    InviteRequest,
+    LogReply,
+    LogRequest,
     PairingDecisionReply,
     PairingDecisionRequest,
     Rebalance,
-    RevokeReply,
-    RevokeRequest,
     ServeModel,
     StopServing,
     SwitchModel,
-    UnrevokeRequest,
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.instructions import Revoked
+from molink.wire.messages.membership import AdmissionEntry, peer_of_key
 from molinkd.coordinator.connections import PeerConnections
-from molinkd.coordinator.membership import Membership, is_invitation_id
+from molinkd.coordinator.membership import Membership, MembershipChange
 from molinkd.coordinator.pairing_service import PairingService
 from molinkd.coordinator.state_store import StateStore
 
@@ -54,20 +54,17 @@ AdminRequest = (
     | StopServing
     | SwitchModel
     | Rebalance
-    | InviteRequest
+    | LogRequest
+    | AppendEntries
     | InvitationsRequest
-    | RevokeRequest
-    | UnrevokeRequest
     | PairingDecisionRequest
 )
-AdminReply = (
-    DoneReply | ApplyReply | InviteReply | InvitationsReply | RevokeReply | PairingDecisionReply
-)
+AdminReply = DoneReply | ApplyReply | LogReply | InvitationsReply | PairingDecisionReply
 
 #: Seconds to deliver a reply before connections are closed.
 _DISCONNECT_DELAY = 0.2
-#: Members named in a reply.
-_MAX_NAMED = 8
+#: Members in a join token, which people have to paste.
+_MAX_CONTACTS = 2
 
 
 class AdminHandler:
@@ -81,18 +78,20 @@ class AdminHandler:
         fleet: Fleet,
         connections: PeerConnections,
         dispatch_event: Callable[[ControllerEvent], None],
-        token: Callable[[str, int], JoinToken],
+        send_state: Callable[[Iterable[str]], None],
+        addresses: Callable[[], tuple[str, ...]],
+        leader: str,
         pairing: PairingService,
     ) -> None:
-        """``token`` makes a token from an invitation's secret key and expiry."""
+        """``send_state`` sends the state to peers by id.
+
+        ``addresses`` are this coordinator's, and ``leader`` the peer on whose PC it runs.
+        """
         self._swarm = swarm
         self._state, self._membership, self._fleet = state, membership, fleet
-        self._connections, self._dispatch_event, self._make_token = (
-            connections,
-            dispatch_event,
-            token,
-        )
-        self._pairing = pairing
+        self._connections, self._dispatch_event = connections, dispatch_event
+        self._send_state, self._pairing = send_state, pairing
+        self._addresses, self._leader = addresses, leader
 
     def handle_request(
         self, peer: str, request: AdminRequest, payload: memoryview | None
@@ -114,50 +113,71 @@ class AdminHandler:
                 return self._switch_model(peer, request), None
             case Rebalance():
                 return self._rebalance(peer, request), None
-            case InviteRequest():
-                return self._create_invitation(peer, request), None
+            case LogRequest():
+                return self._send_log(request)
+            case AppendEntries():
+                self._append_entries(peer, request)
+                return DoneReply(ref=request.ref), None
             case InvitationsRequest():
                 text = encode_invitations(self._membership.list_invitations(peer), self._name_of)
                 return InvitationsReply(ref=request.ref, payload=Payload("u8", (len(text),))), text
-            case RevokeRequest():
-                return self._revoke_target(peer, request), None
-            case UnrevokeRequest():
-                self._check_owner(peer)
-                self._readmit_member(request.target)
-                return DoneReply(ref=request.ref), None
             case PairingDecisionRequest():
-                return self._decide_pairing(peer, request), None
+                return self._decide_pairing(request), None
 
-    def _decide_pairing(self, peer: str, request: PairingDecisionRequest) -> PairingDecisionReply:
-        name = self._pairing.decide_request(request.code, peer, refuse=request.refuse)
-        return PairingDecisionReply(ref=request.ref, name=name)
+    def _decide_pairing(self, request: PairingDecisionRequest) -> PairingDecisionReply:
+        listener = self._pairing.require_listener()
+        if request.refuse:
+            return PairingDecisionReply(ref=request.ref, name=listener.refuse_joiner(request.code))
+        found = listener.find_joiner(request.code)
+        return PairingDecisionReply(ref=request.ref, name=found.name, verify_key=found.verify_key)
 
-    def remove_member(self, peer: str, standing: Standing) -> list[MemberRecord]:
-        """Remove a PC with its further devices.
+    def _send_log(self, request: LogRequest) -> tuple[LogReply, bytes]:
+        registry = self._fleet.registry
+        pcs = [peer for peer in registry.sessions if registry.primary_peer(peer) == peer]
+        contacts = [registry.members[peer].announced for peer in pcs if peer != self._leader]
+        text = msgspec.msgpack.encode(self._membership.log.entries)
+        reply = LogReply(
+            ref=request.ref,
+            payload=Payload("u8", (len(text),)),
+            addresses=self._addresses(),
+            contacts=tuple(one for one in contacts if one is not None and one.addresses)[
+                :_MAX_CONTACTS
+            ],
+        )
+        return reply, text
 
-        Returns the members that joined by an ended invitation, and stay.
-        """
-        kept_peers: list[MemberRecord] = []
-        for one in (peer, *self._membership.list_devices(peer)):
-            if self._membership.records[one].standing != "member":
-                continue
-            if standing == "revoked":
-                self._connections.send_to_peer(one, Revoked(swarm=self._swarm))
-            kept_peers += self._membership.remove_member(one, standing)
-            self._connections.drop_peer(one)
-            self._dispatch_event(
-                MemberRemovedEvent(one, "left" if standing == "left" else "was revoked")
-            )
-        return [
-            one for one in kept_peers if self._membership.records[one.peer].standing == "member"
-        ]
+    def _append_entries(self, peer: str, request: AppendEntries) -> None:
+        def append() -> None:
+            # A PC that has lost its record of the swarm may be a member already.
+            if not (key and self._membership.log.is_member(peer_of_key(key))):
+                self.apply_change(self._membership.append_entries(request.entries, peer))
 
-    def _readmit_member(self, peer: str) -> None:
-        """Readmit a revoked PC with its further devices."""
-        self._dispatch_event(MemberAddedEvent(self._membership.readmit_member(peer)))
-        for one in self._membership.list_devices(peer):
-            if self._membership.records[one].standing == "revoked":
-                self._dispatch_event(MemberAddedEvent(self._membership.readmit_member(one)))
+        entry = request.entries[0].decode()
+        key = entry.verify_key if request.code and isinstance(entry, AdmissionEntry) else ""
+        if request.code:
+            self._pairing.require_listener().admit_joiner(request.code, key, append)
+        else:
+            append()
+
+    def apply_change(self, change: MembershipChange) -> None:
+        """Tell everybody of a changed log, and let go of those that are no members any more."""
+        if not change.is_new:
+            return
+        self._send_state(self._fleet.registry.sessions)
+        for one in change.added:
+            self._dispatch_event(MemberAddedEvent(one))
+        proof = msgspec.msgpack.encode(self._membership.log.entries)
+        for one in change.removed:
+            was_revoked = one.standing == "revoked"
+            if was_revoked:
+                message = Revoked(swarm=self._swarm, payload=Payload("u8", (len(proof),)))
+                self._connections.send_to_peer(one.peer, message, proof)
+                # Its messages are ignored from now on; its connection is closed after the reply.
+                loop = asyncio.get_running_loop()
+                loop.call_later(_DISCONNECT_DELAY, self._disconnect, one.peer)
+            self._connections.drop_peer(one.peer)
+            reason = "was revoked" if was_revoked else "left"
+            self._dispatch_event(MemberRemovedEvent(one.peer, reason))
 
     def _serve_model(self, peer: str, request: ServeModel) -> DoneReply:
         applied = any(one.applied for one in self._fleet.models)
@@ -244,34 +264,10 @@ class AdminHandler:
                 "run MODEL` there)"
             )
 
-    def _create_invitation(self, peer: str, request: InviteRequest) -> InviteReply:
-        secret, invitation = self._membership.create_invitation(peer, request.ttl, request.uses)
-        token = self._make_token(secret, invitation.expires_at)
-        return InviteReply(ref=request.ref, token=str(token), id=invitation.id)
-
-    def _revoke_target(self, peer: str, request: RevokeRequest) -> RevokeReply:
-        target = request.target
-        if is_invitation_id(target):
-            kept_peers = self._membership.end_invitation(target, peer)
-        else:
-            self._check_owner(peer)
-            if target == peer or target not in self._fleet.registry.members:
-                raise RequestError(f"{target} is not another member", param="target")
-            kept_peers = self.remove_member(target, "revoked")
-            # Its messages are ignored from now on; its connection is closed after the reply.
-            for one in (target, *self._membership.list_devices(target)):
-                asyncio.get_running_loop().call_later(_DISCONNECT_DELAY, self._disconnect, one)
-        names = tuple(self._name_of(one.peer) for one in kept_peers)
-        others = len(names[_MAX_NAMED:])
-        return RevokeReply(ref=request.ref, kept_peers=names[:_MAX_NAMED], num_others=others)
-
     def _disconnect(self, peer: str) -> None:
-        if self._membership.records[peer].standing != "member":
+        record = self._membership.records.get(peer)
+        if record is None or record.standing != "member":
             self._connections.disconnect_peer(peer)
-
-    def _check_owner(self, peer: str) -> None:
-        if not self._membership.records[peer].is_owner:
-            raise NotAuthorized("only the swarm's first PC may revoke")
 
     def _name_of(self, peer: str) -> str:
         """The name of a present or former member."""

@@ -9,14 +9,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import sys
 import time
-from collections import deque
 from dataclasses import asdict
 
 import zmq.asyncio
-from msgspec import UNSET, structs
+from msgspec import UNSET, msgpack, structs
 
 from molink.errors import (
     InvariantError,
@@ -31,7 +29,6 @@ from molink.swarm.controller.events import (
     CommitPipelineAction,
     ConnectionTriedEvent,
     ControllerEvent,
-    MemberAddedEvent,
     PeerDisconnectedEvent,
     PeerReportedEvent,
     PeerStoppedEvent,
@@ -52,14 +49,9 @@ from molink.swarm.controller.status import build_status, encode_status
 from molink.swarm.controller.status_schema import PairingStatus, RevokedPeerStatus
 from molink.swarm.election.leases import LeaseIssuer
 from molink.swarm.election.terms import first_term
-from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.membership.sanitize import sanitize_failure, sanitize_report
 from molink.swarm.membership.versions import IncompatiblePeers, PeerVersion, own_version
-from molink.wire.messages.admin import (
-    LeaveRequest,
-    StatusReply,
-    StatusRequest,
-)
+from molink.wire.messages.admin import StatusReply, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage, DoneReply, JoinReply, JoinRequest
@@ -74,6 +66,7 @@ from molink.wire.messages.peer_reports import (
     StageReady,
 )
 from molink.wire.messages.relay import RelayOpened
+from molink.wire.signing import generate_seed
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
 from molink.wire.sockets.zap import ZapAuthenticator
@@ -83,7 +76,6 @@ from molinkd.coordinator.membership import (
     Membership,
     is_invitation_id,
     is_revoked_id,
-    list_contact_points,
 )
 from molinkd.coordinator.options import (
     DEFAULT_PORT,
@@ -109,7 +101,6 @@ MEMBER_MESSAGES = (
     | StageLoaded
     | StageReady
     | StageFailed
-    | LeaveRequest
     | Goodbye
     | StatusRequest
     | AdminRequest
@@ -143,14 +134,12 @@ class Coordinator:
         self.swarm = load_or_create_swarm(state, keys, options)
         state.begin_term(first_term(options.term, state.read_version()[0], options.leader))
         self.term = state.read_version()[0]
-        self._leases = LeaseIssuer(options.leader, secrets.token_hex(), time.monotonic())
+        self._leases = LeaseIssuer(options.leader, generate_seed(), time.monotonic())
         self._authenticator = ZapAuthenticator(context)
         if options.max_peers is not None:
             state.save_max_peers(options.max_peers)
         max_peers = self.swarm.max_peers if options.max_peers is None else options.max_peers
-        self.membership = Membership(
-            state, self._authenticator, keys.public, options.members, max_peers
-        )
+        self.membership = Membership(state, self._authenticator, max_peers)
         self.fleet = Fleet(
             self.swarm.id,
             self.membership.records.values(),
@@ -181,7 +170,6 @@ class Coordinator:
             self.membership,
             self.fleet,
             self._connections,
-            self._dispatch_event,
         )
         self._admin = AdminHandler(
             self.swarm.id,
@@ -190,7 +178,9 @@ class Coordinator:
             self.fleet,
             self._connections,
             self._dispatch_event,
-            self._make_token,
+            self._replicator.send_state,
+            lambda: self.addresses,
+            options.leader,
             self._pairing,
         )
         self._incompatible = IncompatiblePeers()
@@ -324,9 +314,7 @@ class Coordinator:
             case PeerReport():
                 self._on_report(sender, message)
             case StateReplica():
-                deque(
-                    map(self._dispatch_event, self._replicator.merge_state(peer, payload)), maxlen=0
-                )
+                self._admin.apply_change(self._replicator.merge_state(peer, payload))
             case ReachReport():
                 self._on_reach_report(peer, message)
             case RelayOpened():
@@ -334,9 +322,6 @@ class Coordinator:
             case StageFailed() | StageLoaded() | StageReady():
                 said = sanitize_failure(message) if isinstance(message, StageFailed) else message
                 self._dispatch_event(StageReportedEvent(peer, said))
-            case LeaveRequest():
-                self._reply(sender, DoneReply(ref=message.ref))
-                self._admin.remove_member(peer, "left")
             case Goodbye():
                 self._reply(sender, DoneReply(ref=message.ref))
                 self._connections.drop_peer(peer)
@@ -363,9 +348,8 @@ class Coordinator:
         self._server.send(sender.identity, message, payload)
 
     def _on_join(self, sender: MessageSender, message: JoinRequest) -> None:
-        member = self.membership.join_by_invitation(sender.peer_id, message)
-        if member.peer not in self.fleet.registry.members:
-            self._dispatch_event(MemberAddedEvent(member))
+        member, change = self.membership.join_by_invitation(sender.peer_id, message)
+        self._admin.apply_change(change)
         self._reply(sender, JoinReply(ref=message.ref, swarm=self.swarm.id, peer=member.peer))
 
     def _on_report(self, sender: MessageSender, message: PeerReport) -> None:
@@ -381,7 +365,7 @@ class Coordinator:
         self._connections.send_to_peer(peer, self._leader_heartbeat())
         self._dispatch_event(PeerReportedEvent(peer, sanitize_report(message, peer), is_new))
         self._relays.handle(RelayOfferedEvent(peer, message.addresses, message.can_relay))
-        self._replicator.on_peer_report(peer, message.replica, is_new=is_new)
+        self._replicator.on_peer_report(peer, message.replica, message.log_digest, is_new=is_new)
         if is_new:
             self._pairing.notify_peer(peer)
 
@@ -396,22 +380,13 @@ class Coordinator:
             verify_key=self._leases.verify_key,
         )
 
-    def _make_token(self, secret_key: str, expires: int) -> JoinToken:
-        """A join token for an invitation."""
-        return JoinToken(
-            swarm=self.swarm.id,
-            addresses=self.addresses,
-            coordinator_key=self._keys.public,
-            secret_key=secret_key,
-            expires=expires,
-            contact_points=list_contact_points(self.fleet.registry, self._options.leader),
-        )
-
     def _refuse_revoked(self, sender: MessageSender, message: ControlMessage) -> None:
         """Tell a revoked peer so, and nothing else."""
         self.membership.mark_notified(sender.peer_id)
         if isinstance(message, PeerReport):
-            self._reply(sender, Revoked(swarm=self.swarm.id))
+            proof = msgpack.encode(self.membership.log.entries)
+            payload = Payload("u8", (len(proof),))
+            self._reply(sender, Revoked(swarm=self.swarm.id, payload=payload), proof)
             return
         raise PeerBanned(f"this PC was removed from swarm {self.swarm.id}")
 

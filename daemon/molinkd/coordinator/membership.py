@@ -1,13 +1,14 @@
-"""Membership: members, invitations, and the keys that may connect.
+"""Membership: the log, and the keys that may connect by it.
 
 Members connect under their own keys, and holders of an invitation for a single message. A revoked
-PC may connect for one reply, which tells it so. Every change of members and invitations is made
-here and stored before the ZAP authenticator, which checks handshakes, learns of it.
+PC may connect for one reply, which tells it so. Every change is a signed entry that is stored
+before the ZAP authenticator, which checks handshakes, learns of it.
 """
 
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from molink.errors import (
     NotAuthorized,
@@ -18,148 +19,212 @@ from molink.errors import (
     VersionMismatch,
 )
 from molink.facts.identity import derive_peer_id
-from molink.swarm.controller.records import MAX_PEERS, InvitationRecord, MemberRecord, Standing
-from molink.swarm.controller.registry import Registry
+from molink.swarm.controller.records import MAX_PEERS, InvitationRecord, MemberRecord
 from molink.swarm.membership.invitations import (
-    INVITATION_PREFIX,
-    Invitations,
     JoinRateLimiter,
+    check_lifetime,
+    check_use,
+    find_excess,
 )
-from molink.swarm.membership.join_token import ContactPoint
-from molink.swarm.membership.sanitize import sanitize_name
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
 from molink.wire.messages.control_plane import JoinRequest
 from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.membership import (
+    INVITATION_PREFIX,
+    AdmissionEntry,
+    DepartureEntry,
+    FoundingEntry,
+    InvitationEndEntry,
+    InvitationEntry,
+    JoinEntry,
+    SignedEntry,
+    Statement,
+    peer_of_key,
+)
 from molink.wire.messages.pairing import PairingOutcome
-from molink.wire.sockets.key_pair import KeyPair, is_public_key
+from molink.wire.signing import derive_public_key
 from molink.wire.sockets.zap import ZapAuthenticator
-from molinkd.coordinator.options import format_address
 from molinkd.coordinator.state_store import StateStore
 
 #: Prefix of the ZAP user id of connections under a revoked member's key.
 REVOKED_PREFIX = "revoked:"
-#: Contact points in a token, which people have to paste.
-MAX_CONTACT_POINTS = 2
 #: After a revoked PC was told so, its connections are refused for this many seconds.
 NOTIFY_INTERVAL = 30.0
-#: Bucket of the join rate for paired PCs, and seconds for which their invitation is stored.
-_PAIRING_BUCKET = "pairing"
-_PAIRED_TTL = 30 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """What a change of the log did: records of peers that became members, and of those that were.
+
+    ``is_new``: whether there were new entries at all.
+    """
+
+    added: tuple[MemberRecord, ...] = ()
+    removed: tuple[MemberRecord, ...] = ()
+    is_new: bool = False
 
 
 class Membership:
     """Members and invitations, in step with the state and the authenticator."""
 
     def __init__(
-        self,
-        state: StateStore,
-        authenticator: ZapAuthenticator,
-        own_key: str,
-        trusted: Iterable[tuple[str, str]] = (),
-        max_peers: int = MAX_PEERS,
+        self, state: StateStore, authenticator: ZapAuthenticator, max_peers: int = MAX_PEERS
     ) -> None:
-        """``trusted`` are owners, by key and name.
-
-        Raises:
-            RequestError: a key is invalid.
-        """
-        self._state, self._authenticator, self._own_key = state, authenticator, own_key
+        self._state, self._authenticator = state, authenticator
         self._max_peers = max_peers
-        for public_key, name in trusted:
-            peer = derive_peer_id(_validate_key(public_key))
-            state.save_member(
-                MemberRecord(peer, public_key, sanitize_name(name, peer), is_owner=True)
-            )
+        self.log: MembershipLog = state.read_log()
         #: Everyone who ever joined, in order of joining.
-        self.records = {member.peer: member for member in state.read_members()}
-        self.invitations = Invitations(state.read_invitations())
+        self.records: dict[str, MemberRecord] = {}
+        #: Invitations that were not ended, by id.
+        self.invitations: dict[str, InvitationRecord] = {}
         self._join_limiter = JoinRateLimiter(time.monotonic())
         #: When a notified revoked peer may connect again, by its id.
         self._notify_at: dict[str, float] = {}
+        #: Keys that the authenticator knows, by user id.
+        self._allowed: dict[str, str] = {}
+        self._read_log()
 
     def authorize_all(self) -> None:
         """Tell the authenticator all keys that may connect."""
-        self.purge_expired()
-        for member in self.records.values():
-            if member.standing == "member":
-                self._authenticator.allow_peer(member.public_key, member.peer)
-            elif member.standing == "revoked":
-                self._allow_notice(member.peer)
-        for invitation in self.invitations:
-            self._authenticator.allow_peer(invitation.public_key, invitation.id)
+        self._allowed.clear()
+        self._save_log(self.log.without_expired(time.time()))
+
+    # --- the log -----------------------------------------------------------------------------
+
+    def append_entries(self, entries: Sequence[SignedEntry], sender: str) -> MembershipChange:
+        """Append entries that the member ``sender`` has signed, all or none.
+
+        Raises:
+            NotAuthorized: it signed none of them, or may not say this.
+            RequestError: they have no effect.
+            StateError: one is invalid.
+            Unavailable: the swarm or the log is full.
+            Overloaded: too many PCs join at this moment.
+        """
+        log = self.log.with_entries(entries)
+        for one in entries:
+            entry = one.decode()
+            if isinstance(entry, (FoundingEntry, JoinEntry)) or (
+                peer_of_key(entry.signer) != sender
+            ):
+                raise NotAuthorized(f"a {type(entry).__name__} of another PC")
+            self._check_entry(entry, sender, log)
+        if log.members == self.log.members and log.invitations == self.log.invitations:
+            if log.owners != self.log.owners:
+                return self._save_log(log)
+            raise RequestError("this changes nothing: it was done before, or isn't this PC's to do")
+        self._check_capacity(log)
+        return self._save_log(log)
+
+    def merge_log(self, other: MembershipLog) -> MembershipChange:
+        """Add the entries of another part of the swarm.
+
+        New members count against the rate at which PCs may join, by whoever let them in. Beyond it,
+        or if the swarm is full, nobody is let in for now.
+        """
+        merged = self.log.merge_log(other).without_expired(time.time())
+        joined = merged.branches.keys() - self.log.branches.keys()
+        try:
+            self._check_capacity(merged)
+            for branch, number in Counter(merged.branches[peer] for peer in joined).items():
+                for _ in range(number):
+                    self._check_rate(branch)
+        except (Overloaded, Unavailable):
+            merged = self.log.merge_log(other.without_admissions())
+        return self._save_log(merged)
+
+    def _check_entry(self, entry: Statement, sender: str, log: MembershipLog) -> None:
+        owner, now = sender in self.log.owners, time.time()
+        match entry:
+            case InvitationEntry():
+                check_lifetime(entry, now, owner=owner)
+                if len(find_excess(log, sender, now)) > 1:
+                    raise Unavailable("this PC has too many unused invitations")
+            case InvitationEndEntry(of=invitation):
+                found = [one for one in self.log.invitations if one.hash == invitation]
+                if not owner and (not found or found[0].creator != sender):
+                    raise NotAuthorized(
+                        "only the swarm's first PC may revoke another PC's invitation"
+                    )
+            case AdmissionEntry():
+                self._check_rate(sender)
+            case DepartureEntry():
+                pass
+            case _ if not owner:
+                raise NotAuthorized("only the swarm's first PC may do this")
+
+    def _save_log(self, log: MembershipLog) -> MembershipChange:
+        """Store a log, then let the authenticator and the records follow."""
+        is_new = log.digest != self.log.digest or log.invitations != self.log.invitations
+        if log is not self.log:
+            self._state.save_log(log)
+        self.log, before = log, self.records
+        self._read_log()
+        self._update_authenticator()
+        were = {peer for peer, one in before.items() if one.standing == "member"}
+        present = {peer for peer, one in self.records.items() if one.standing == "member"}
+        return MembershipChange(
+            tuple(one for peer, one in self.records.items() if peer in present - were),
+            tuple(
+                self.records.get(peer, replace(one, standing="left"))
+                for peer, one in before.items()
+                if peer in were - present
+            ),
+            is_new,
+        )
+
+    def _read_log(self) -> None:
+        announced = self._state.read_announced()
+        self.records = {one.peer: one for one in self.log.list_members(announced)}
+        self.invitations = {one.id: one for one in self.log.list_invitations()}
+
+    def _update_authenticator(self) -> None:
+        now, wanted = time.monotonic(), dict[str, str]()
+        for one in self.records.values():
+            if one.standing == "member":
+                wanted[one.peer] = one.public_key
+            elif one.standing == "revoked" and self._notify_at.get(one.peer, now) <= now:
+                self._notify_at.pop(one.peer, None)
+                wanted[REVOKED_PREFIX + one.peer] = one.public_key
+        wanted |= {one.id: one.public_key for one in self.invitations.values()}
+        for user in self._allowed.keys() - wanted.keys():
+            self._authenticator.deny_peer(user)
+            self._join_limiter.drop_invitation(user)
+        for user in wanted.keys() - self._allowed.keys():
+            self._authenticator.allow_peer(wanted[user], user)
+        self._allowed = wanted
 
     # --- invitations -------------------------------------------------------------------------
 
-    def create_invitation(
-        self, creator: str, ttl: float, uses: int
-    ) -> tuple[str, InvitationRecord]:
-        """Create an invitation for ``uses`` PCs, valid for ``ttl`` seconds; returns key and record.
-
-        Raises:
-            UsageError: ``ttl`` or ``uses`` is out of range.
-            NotAuthorized: ``creator`` may not create one that is valid for so long.
-        """
-        owner = self.records[creator].is_owner
-        keys, now = KeyPair.generate(), time.time()
-        invitation = self.invitations.create_invitation(
-            creator, keys.public, ttl, now, owner=owner, uses=uses
-        )
-        self._state.add_invitation(invitation)
-        self._authenticator.allow_peer(invitation.public_key, invitation.id)
-        self.purge_expired()
-        return keys.secret, invitation
-
     def list_invitations(self, peer: str) -> list[InvitationRecord]:
-        """The invitations that ``peer`` may see: all for an owner, else its own."""
+        """The invitations and admissions that ``peer`` may see: all for an owner, else its own."""
         owner = self.records[peer].is_owner
-        return [one for one in self.invitations if owner or one.creator == peer]
-
-    def end_invitation(self, id: str, requester: str) -> list[MemberRecord]:
-        """Revoke an invitation; returns the members that joined by it, and stay.
-
-        Raises:
-            RequestError: there is no such invitation.
-            NotAuthorized: ``requester`` is neither an owner nor its creator.
-        """
-        record, owner = self.invitations.get_invitation(id), self.records[requester].is_owner
-        if not owner and (record is None or record.creator != requester):
-            raise NotAuthorized("only the swarm's first PC may revoke another PC's invitation")
-        if record is None:
-            raise RequestError(f"there is no invitation {id}", param="target")
-        return self._end_invitations([id])
+        found = sorted(
+            (*self.invitations.values(), *self.log.list_admissions()),
+            key=lambda one: one.created_at,
+        )
+        return [one for one in found if owner or one.creator == peer]
 
     def purge_expired(self) -> None:
-        """Remove expired and excess invitations; let revoked peers be notified again."""
-        for id in self.invitations.purge_expired(time.time()):
-            self._delete_invitation(id)
-        now = time.monotonic()
-        for peer in [peer for peer, at in self._notify_at.items() if at <= now]:
-            self._allow_notice(peer)
-
-    def _end_invitations(self, ids: Iterable[str]) -> list[MemberRecord]:
-        ended = [id for id in dict.fromkeys(ids) if self.invitations.revoke_invitation(id)]
-        for id in ended:
-            self._delete_invitation(id)
-        return [
-            one
-            for one in self.records.values()
-            if one.standing == "member" and one.invitation in ended
-        ]
-
-    def _delete_invitation(self, id: str) -> None:
-        self._state.delete_invitation(id)
-        self._authenticator.deny_peer(id)
-        self._join_limiter.drop_invitation(id)
+        """Remove expired invitations; let revoked peers be notified again."""
+        log = self.log.without_expired(time.time())
+        if log is not self.log:
+            self._save_log(log)
+        elif self._notify_at:
+            self._update_authenticator()
 
     # --- members -----------------------------------------------------------------------------
 
-    def join_by_invitation(self, invitation: str, message: JoinRequest) -> MemberRecord:
+    def join_by_invitation(
+        self, invitation: str, message: JoinRequest
+    ) -> tuple[MemberRecord, MembershipChange]:
         """Make the holder of an invitation a member, unless it is one.
 
         Raises:
             TokenError: the invitation has expired or is used up.
             PeerBanned: the peer was revoked.
-            RequestError: the key can't be a peer's.
+            RequestError: the request isn't signed for this peer by this invitation.
             Unavailable: the swarm is full.
             Overloaded: too many PCs join at this moment.
             VersionMismatch: its molink is incompatible.
@@ -167,148 +232,71 @@ class Membership:
         unlike = explain_mismatch(PeerVersion(message.version, message.protocol), own_version())
         if unlike:
             raise VersionMismatch(unlike)
-        peer, known = self._find_joiner(message.public_key)
+        record = self.invitations.get(invitation)
+        signed, peer = self._decode_join(message, record)
+        self._check_revoked(peer)
+        known = self.records.get(peer)
         if known is not None and known.standing == "member":
-            return known
-        redeemed = self.invitations.redeem_invitation(invitation, peer, time.time())
-        self._check_capacity()
+            return known, MembershipChange()
+        check_use(record, peer, time.time())
+        log = self.log.with_entries([signed])
+        self._check_capacity(log)
         self._check_rate(invitation)
-        return self._add_joiner(message.public_key, message.name, redeemed)
+        if not log.is_member(peer):
+            raise RequestError("this PC has left by this invitation before; ask for another")
+        change = self._save_log(log)
+        return self.records[peer], change
 
-    def admit_peer(self, public_key: str, name: str, requester: str) -> MemberRecord:
-        """Make the holder of a key a member on behalf of ``requester``, unless it is one.
-
-        It is stored as a used invitation of ``requester`` whose secret nobody has, so it is listed
-        and revoked like others.
-
-        Raises:
-            PeerBanned: the peer was revoked.
-            RequestError: the key can't be a peer's.
-            Unavailable: the swarm is full.
-            Overloaded: too many PCs join at this moment.
-        """
-        peer, known = self._find_joiner(public_key)
-        if known is not None and known.standing == "member":
-            return known
-        self._check_capacity()
-        self._check_rate(_PAIRING_BUCKET)
-        owner, now = self.records[requester].is_owner, time.time()
-        unused_key = KeyPair.generate().public
-        invitation = self.invitations.create_invitation(
-            requester, unused_key, _PAIRED_TTL, now, owner=owner
-        )
-        self._state.add_invitation(invitation)
-        redeemed = self.invitations.redeem_invitation(invitation.id, peer, now)
-        return self._add_joiner(public_key, name, redeemed)
-
-    def _find_joiner(self, public_key: str) -> tuple[str, MemberRecord | None]:
-        """The id and record of the peer that wants to join with that key."""
-        if _validate_key(public_key) == self._own_key or any(
-            one.public_key == public_key for one in self.invitations
+    def _decode_join(
+        self, message: JoinRequest, invitation: InvitationRecord | None
+    ) -> tuple[SignedEntry, str]:
+        entry = None if message.entry is None else message.entry.decode()
+        if message.entry is None or not isinstance(entry, JoinEntry):
+            raise RequestError("the request to join holds no signed entry")
+        try:
+            key, invited = derive_public_key(entry.verify_key), derive_public_key(entry.signer)
+        except ValueError as error:
+            raise RequestError(f"the request to join holds an invalid key: {error}") from None
+        if key != message.public_key or (
+            invitation is not None and invited != invitation.public_key
         ):
-            raise RequestError("this key is not a peer's", param="public_key")
-        peer = derive_peer_id(public_key)
+            raise RequestError("this key is not the joining PC's", param="public_key")
+        return message.entry, derive_peer_id(key)
+
+    def _check_revoked(self, peer: str) -> None:
         known = self.records.get(peer)
         if known is not None and known.standing == "revoked":
             raise PeerBanned(
                 f"this PC was removed from the swarm. `molink un-revoke {known.name}` on the "
                 "swarm's first PC readmits it"
             )
-        return peer, known
 
     def find_objection(self, public_key: str) -> PairingOutcome | None:
         """Why the holder of a key can't be admitted now; ``None`` if it can."""
+        if any(one.public_key == public_key for one in self.invitations.values()):
+            return "refused"
+        peer = derive_peer_id(public_key)
         try:
-            _, known = self._find_joiner(public_key)
-            if known is None or known.standing != "member":
-                self._check_capacity()
+            self._check_revoked(peer)
         except PeerBanned:
             return "revoked"
-        except Unavailable:
-            return "full"
-        except RequestError:
-            return "refused"
-        return None
+        known = self.records.get(peer)
+        is_member = known is not None and known.standing == "member"
+        return "full" if not is_member and len(self.log.branches) >= self._max_peers else None
 
-    def _check_rate(self, invitation: str) -> None:
-        wait = self._join_limiter.admit_join(invitation, time.monotonic())
+    def _check_rate(self, source: str) -> None:
+        wait = self._join_limiter.admit_join(source, time.monotonic())
         if wait:
             raise Overloaded("too many PCs join at this moment; try again in a few seconds", wait)
 
-    def _add_joiner(self, public_key: str, name: str, redeemed: InvitationRecord) -> MemberRecord:
-        peer = derive_peer_id(public_key)
-        known = self.records.get(peer)
-        member = MemberRecord(
-            peer,
-            public_key,
-            sanitize_name(name, peer),
-            is_owner=known is not None and known.is_owner,
-            invitation=redeemed.id,
-        )
-        self._state.admit_member(member, redeemed)
-        self.invitations.put_record(redeemed)
-        self._add_member(member)
-        return member
-
-    def remove_member(self, peer: str, standing: Standing) -> list[MemberRecord]:
-        """Remove a member that left or is revoked, with its invitations.
-
-        Revocation also ends the invitation by which it joined. Returns the members that joined by
-        an ended invitation, and stay.
-        """
-        self._state.save_standing(peer, standing)
-        self.records[peer] = replace(self.records[peer], standing=standing)
-        self._authenticator.deny_peer(peer)
-        ids = self.invitations.created_by(peer)
-        if standing == "revoked":
-            ids += self.invitations.redeemed_by(peer)
-            self._allow_notice(peer)
-        return self._end_invitations(ids)
-
-    def list_devices(self, peer: str) -> list[str]:
-        """The further devices of a PC, given its primary peer."""
-        return [
-            one.peer
-            for one in self.records.values()
-            if one.announced is not None and one.announced.primary_peer == peer and not one.is_owner
-        ]
-
-    def import_member(self, member: MemberRecord) -> None:
-        """Store a member record of another part of the swarm.
-
-        Raises:
-            Unavailable: the swarm is full.
-        """
-        known = self.records.get(member.peer)
-        if member.standing == "member":
-            self._check_capacity()
-        if member.standing == "revoked" and known is not None:
-            self.remove_member(member.peer, "revoked")
-            return
-        self._state.save_member(member)
-        if member.standing == "member":
-            self._add_member(member)
-        else:
-            self.records[member.peer] = member
-            self._allow_notice(member.peer)
-
-    def readmit_member(self, peer: str) -> MemberRecord:
-        """Readmit a revoked peer.
-
-        Raises:
-            RequestError: the peer is unknown or was not revoked.
-            Unavailable: the swarm is full.
-        """
-        known = self.records.get(peer)
-        if known is None or known.standing != "revoked":
-            raise RequestError(f"{peer} was not revoked", param="target")
-        self._check_capacity()
-        self._state.save_standing(peer, "member")
-        self._notify_at.pop(peer, None)
-        self._authenticator.deny_peer(REVOKED_PREFIX + peer)
-        member = replace(known, standing="member")
-        self._add_member(member)
-        return member
+    def _check_capacity(self, log: MembershipLog) -> None:
+        """Check that a changed log has no more members than there may be, or than there are."""
+        members = len(self.log.branches)
+        if len(log.branches) > max(members, self._max_peers):
+            raise Unavailable(
+                f"the swarm is full with {members} PCs. On its first PC, `molink revoke` an unused "
+                "one, or start molink with a higher `max_peers`"
+            )
 
     def record_announcement(self, member: PeerInfo) -> None:
         """Store what other peers are told about a member."""
@@ -318,37 +306,8 @@ class Membership:
 
     def mark_notified(self, user: str) -> None:
         """Refuse a revoked peer, by its user id, for a while after it has been told."""
-        self._authenticator.deny_peer(user)
         self._notify_at[user.removeprefix(REVOKED_PREFIX)] = time.monotonic() + NOTIFY_INTERVAL
-
-    def _check_capacity(self) -> None:
-        members = sum(one.standing == "member" for one in self.records.values())
-        if members >= self._max_peers:
-            raise Unavailable(
-                f"the swarm is full with {members} PCs. On its first PC, `molink revoke` an unused "
-                "one, or start molink with a higher `max_peers`"
-            )
-
-    def _add_member(self, member: MemberRecord) -> None:
-        self.records[member.peer] = member
-        self._authenticator.allow_peer(member.public_key, member.peer)
-
-    def _allow_notice(self, peer: str) -> None:
-        self._notify_at.pop(peer, None)
-        self._authenticator.allow_peer(self.records[peer].public_key, REVOKED_PREFIX + peer)
-
-
-def list_contact_points(registry: Registry, leader: str) -> tuple[ContactPoint, ...]:
-    """A few members that will know where the coordinator runs, besides the present leader."""
-    pcs = [peer for peer in registry.sessions if registry.primary_peer(peer) == peer != leader]
-    infos = [registry.members[peer].announced for peer in pcs]
-    return tuple(
-        ContactPoint(
-            one.public_key, tuple(format_address(host, one.control_port) for host in one.addresses)
-        )
-        for one in infos
-        if one is not None and one.addresses
-    )[:MAX_CONTACT_POINTS]
+        self._update_authenticator()
 
 
 def is_invitation_id(user: str) -> bool:
@@ -359,9 +318,3 @@ def is_invitation_id(user: str) -> bool:
 def is_revoked_id(user: str) -> bool:
     """Whether a user id belongs to a revoked peer."""
     return user.startswith(REVOKED_PREFIX)
-
-
-def _validate_key(public_key: str) -> str:
-    if not is_public_key(public_key):
-        raise RequestError("not a CURVE public key", param="public_key")
-    return public_key

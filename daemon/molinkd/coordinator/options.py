@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from molink.wire.messages.membership import peer_of_key
+
 DEFAULT_PORT = 5466
 #: End (exclusive) of the port range that the firewall rule opens.
 LAST_PORT = 5480
@@ -26,7 +28,7 @@ class CoordinatorOptions:
     port: int | None = None
     name: str = ""
     addresses: tuple[str, ...] = ()
-    #: Public keys and names of peers that are trusted from the start.
+    #: Verify keys and names of the owners that found a new swarm.
     members: tuple[tuple[str, str], ...] = ()
     standalone: bool = False
     term: int = 0
@@ -69,7 +71,7 @@ def parse_options(arguments: Sequence[str]) -> CoordinatorOptions:
         action="append",
         default=[],
         type=_parse_member,
-        help="KEY:NAME of a trusted peer",
+        help="KEY:NAME of an owner, by the key that it signs with",
     )
     add("--max-peers", type=_parse_max_peers, help="maximum number of member PCs")
     add("--standalone", action="store_true", help="keep running when standard input ends")
@@ -120,6 +122,10 @@ def _parse_member(text: str) -> tuple[str, str]:
     key, colon, name = text[:_KEY_LENGTH], text[_KEY_LENGTH : _KEY_LENGTH + 1], text[41:]
     if len(key) != _KEY_LENGTH or colon != ":" or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY:NAME with a key of 40 characters")
+    try:
+        peer_of_key(key)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY:NAME: {error}") from None
     return key, name
 
 

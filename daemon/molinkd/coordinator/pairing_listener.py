@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from molink.errors import MolinkError, Overloaded, PeerBanned, RequestError, Unavailable, WireError
+from molink.errors import Overloaded, RequestError, Unavailable, WireError
 from molink.swarm.membership.pairing import (
     AdmitJoinerAction,
     ConfirmRefusalAction,
@@ -23,6 +23,7 @@ from molink.swarm.membership.pairing import (
     JoinerConnectedEvent,
     JoinerDisconnectedEvent,
     JoinerMessageReceivedEvent,
+    NameJoinerAction,
     PairingAction,
     PairingDecidedEvent,
     PairingEvent,
@@ -68,8 +69,6 @@ class PairingConfig:
     public_key: str
     #: Why a key is inadmissible; ``None`` if a person may admit it.
     find_objection: Callable[[str], PairingOutcome | None]
-    #: Makes a key with that name a member for an approver; may raise ``MolinkError``.
-    admit_joiner: Callable[[str, str, str], object]
     #: The coordinator's port, and its addresses without port.
     locate_coordinator: Callable[[], tuple[int, tuple[str, ...]]]
     #: Called when the pending requests have changed.
@@ -128,42 +127,58 @@ class PairingListener:
             for one in self._responder.pending_requests
         ]
 
-    def decide_request(self, code: str, approver: str, *, refuse: bool) -> str:
-        """Admit or refuse the PC that shows ``code``; returns its name.
+    def refuse_joiner(self, code: str) -> str:
+        """Refuse the PC that shows ``code``; returns its name.
 
         Raises:
             RequestError: there is no such PC, or several show the code.
-            Unavailable: the swarm is full.
-            Overloaded: too many PCs join at this moment.
         """
-        name = ""
-        for action in self._dispatch_event(PairingDecidedEvent(code, approver, refuse)):
-            match action:
-                case ReportPairingErrorAction(reason):
-                    raise RequestError(reason, param="code")
-                case ConfirmRefusalAction():
-                    name = action.name
-                case AdmitJoinerAction():
-                    name = action.name
-                    self._admit_joiner(action)
-        return name
+        return self._decide(PairingDecidedEvent(code, refuse=True)).name
 
-    def _admit_joiner(self, action: AdmitJoinerAction) -> None:
-        port, addresses = self._config.locate_coordinator()
-        result = PairingResult(outcome="admitted", port=port, addresses=addresses)
+    def find_joiner(self, code: str) -> NameJoinerAction:
+        """The name and the verify key of the PC that shows ``code``.
+
+        Raises:
+            RequestError: there is no such PC, or several show the code.
+        """
+        action = self._decide(PairingDecidedEvent(code))
+        assert isinstance(action, NameJoinerAction)
+        return action
+
+    def admit_joiner(self, code: str, verify_key: str, admit: Callable[[], object]) -> None:
+        """Admit the PC that shows ``code``, for whose key a member has signed, by ``admit``.
+
+        Raises:
+            RequestError: there is no such PC, or it has another key.
+            MolinkError: it can't be admitted.
+        """
+        action = self._decide(PairingDecidedEvent(code, verify_key))
+        if not isinstance(action, AdmitJoinerAction):
+            raise RequestError("the PC that shows this code has another key", param="code")
+        result = PairingResult(outcome="refused")
         try:
-            self._config.admit_joiner(action.public_key, action.name, action.approver)
-        except PeerBanned:
-            result = PairingResult(outcome="revoked")
+            admit()
+            port, addresses = self._config.locate_coordinator()
+            result = PairingResult(outcome="admitted", port=port, addresses=addresses)
+        except Overloaded:
+            result = PairingResult(outcome="busy")
             raise
         except Unavailable:
             result = PairingResult(outcome="full")
             raise
-        except MolinkError as error:
-            result = PairingResult(outcome="busy" if isinstance(error, Overloaded) else "refused")
-            raise
         finally:
             self._send_to_joiner(SendToJoinerAction(action.joiner, result))
+
+    def _decide(
+        self, event: PairingDecidedEvent
+    ) -> AdmitJoinerAction | NameJoinerAction | ConfirmRefusalAction:
+        for action in self._dispatch_event(event):
+            match action:
+                case ReportPairingErrorAction(reason):
+                    raise RequestError(reason, param="code")
+                case AdmitJoinerAction() | NameJoinerAction() | ConfirmRefusalAction():
+                    return action
+        raise RequestError("there is no such PC", param="code")
 
     # --- joiners -----------------------------------------------------------------------------
 

@@ -1,11 +1,9 @@
 """Pairing at the coordinator: the listener, the membership, and the notified owners."""
 
 import logging
-from collections.abc import Callable
 
 from molink.errors import RequestError
 from molink.facts.identity import derive_peer_id
-from molink.swarm.controller.events import ControllerEvent, MemberAddedEvent
 from molink.swarm.controller.fleet import Fleet
 from molink.swarm.controller.records import SwarmRecord
 from molink.swarm.membership.pairing import PairingRequest
@@ -32,11 +30,9 @@ class PairingService:
         membership: Membership,
         fleet: Fleet,
         connections: PeerConnections,
-        dispatch_event: Callable[[ControllerEvent], None],
     ) -> None:
         self._options, self._swarm = options, swarm
-        self._membership, self._fleet = membership, fleet
-        self._connections, self._dispatch_event = connections, dispatch_event
+        self._membership, self._fleet, self._connections = membership, fleet, connections
         self._listener: PairingListener | None = None
 
     def open(self, coordinator_port: int, addresses: tuple[str, ...]) -> None:
@@ -50,7 +46,6 @@ class PairingService:
             swarm.name,
             swarm.public_key,
             self._find_objection,
-            self._admit_joiner,
             lambda: (coordinator_port, advertised),
             self._publish_pending,
         )
@@ -83,20 +78,18 @@ class PairingService:
         """Requests that await a decision."""
         return [] if self._listener is None else self._listener.pending_requests
 
-    def decide_request(self, code: str, approver: str, *, refuse: bool) -> str:
-        """Admit or refuse the PC that shows ``code``; returns its name.
+    def require_listener(self) -> PairingListener:
+        """The listener.
 
         Raises:
-            RequestError: pairing is disabled, or there is no such PC.
-            Unavailable: the swarm is full.
-            Overloaded: too many PCs join at this moment.
+            RequestError: pairing is disabled.
         """
         if self._listener is None:
             raise RequestError(
                 "pairing is disabled: the leading PC has `discovery = false`, runs only `molink "
                 "coordinator`, or had no free port. `molink invite` prints a token instead"
             )
-        return self._listener.decide_request(code, approver, refuse=refuse)
+        return self._listener
 
     def notify_peer(self, peer: str) -> None:
         """Send pending requests to an owner or the leader; others see them in the status."""
@@ -120,9 +113,3 @@ class PairingService:
         if objection is None and self._fleet.registry.is_live(derive_peer_id(public_key)):
             return "duplicate"
         return objection
-
-    def _admit_joiner(self, public_key: str, name: str, approver: str) -> None:
-        member = self._membership.admit_peer(public_key, name, approver)
-        log.info('"%s" (%s) was paired by %s', member.name, member.peer, approver)
-        if member.peer not in self._fleet.registry.members:
-            self._dispatch_event(MemberAddedEvent(member))

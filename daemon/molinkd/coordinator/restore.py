@@ -11,7 +11,9 @@ from molink.errors import DamagedState, StateError
 from molink.files import retry_while_busy
 from molink.swarm.controller.records import SwarmRecord
 from molink.swarm.election.replica import MAX_REPLICA_BYTES, Replica, decode_replica
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.swarm.membership.sanitize import sanitize_name
+from molink.wire.messages.membership import Founder, peer_of_key
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.coordinator.options import CoordinatorOptions
 from molinkd.coordinator.state_store import STATE_FILE, StateStore
@@ -63,8 +65,13 @@ def _restore_newer(
                 f"{options.state.parent}. To start another swarm, run `molink leave --dissolve`."
             )
         return ""
-    if swarm is not None and swarm.id == replica.swarm and state.read_version() >= replica.version:
-        return ""
+    if swarm is not None and swarm.id == replica.swarm:
+        merged = state.read_log().merge_log(replica.log)
+        if state.read_version() >= replica.version:
+            if merged.digest != state.read_log().digest:
+                state.save_log(merged)
+            return ""
+        replica = replace(replica, log=merged)
     state.restore_replica(replica, keys.public)
     if not damage:
         if swarm is not None or not options.members:
@@ -107,8 +114,18 @@ def load_or_create_swarm(
     swarm = state.read_swarm()
     if swarm is None:
         name = sanitize_name(options.name, "molink")
-        swarm = SwarmRecord(os.urandom(8).hex(), name, keys.public)
-        state.create_swarm(swarm)
+        members = options.members or ((keys.signer.verify_key, name),)
+        founders = [Founder(key, sanitize_name(title, "?")) for key, title in members]
+        log = MembershipLog.found_swarm(founders, os.urandom(16))
+        swarm = SwarmRecord(log.swarm, name, keys.public)
+        state.create_swarm(swarm, log)
+    owners = state.read_log().owners
+    for key, title in options.members:
+        if peer_of_key(key) not in owners:
+            raise StateError(
+                f"{title} is no owner of this swarm: its peer.key is not the one that founded it. "
+                "Restore that file, or run `molink leave --dissolve` and found another swarm"
+            )
     if swarm.public_key != keys.public and options.leader:
         state.save_public_key(keys.public)  # its daemon tells the others
         swarm = replace(swarm, public_key=keys.public)

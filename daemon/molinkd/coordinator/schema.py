@@ -5,7 +5,7 @@ from pathlib import Path
 
 from molink.errors import DamagedState, StateError
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 #: ``profile`` is msgpack of :class:`molink.facts.profile.Profile`.
 _STAGES = """CREATE TABLE stages (
@@ -13,13 +13,6 @@ _STAGES = """CREATE TABLE stages (
     peer TEXT NOT NULL REFERENCES members (peer), first INTEGER NOT NULL, last INTEGER NOT NULL,
     port INTEGER NOT NULL, max_blocks INTEGER NOT NULL, profile BLOB NOT NULL,
     PRIMARY KEY (pipeline, stage)
-)
-"""
-#: Members that joined by each invitation.
-_USES = """CREATE TABLE invitation_uses (
-    invitation TEXT NOT NULL REFERENCES invitations (id) ON DELETE CASCADE,
-    peer TEXT NOT NULL REFERENCES members (peer), used REAL NOT NULL,
-    PRIMARY KEY (invitation, peer)
 )
 """
 _SCHEMA = """
@@ -31,17 +24,11 @@ CREATE TABLE swarm (
     max_peers INTEGER NOT NULL DEFAULT 64, term INTEGER NOT NULL DEFAULT 0,
     revision INTEGER NOT NULL DEFAULT 0, lineage BLOB NOT NULL DEFAULT X'90'
 );
-CREATE TABLE members (
-    ordinal INTEGER PRIMARY KEY AUTOINCREMENT, peer TEXT NOT NULL UNIQUE,
-    public_key TEXT NOT NULL UNIQUE, name TEXT NOT NULL, owner INTEGER NOT NULL,
-    standing TEXT NOT NULL CHECK (standing IN ('member', 'left', 'revoked')),
-    joined REAL NOT NULL, announced BLOB, invitation TEXT NOT NULL DEFAULT ''
+CREATE TABLE log (
+    ordinal INTEGER PRIMARY KEY AUTOINCREMENT, hash TEXT NOT NULL UNIQUE, body BLOB NOT NULL,
+    signature BLOB NOT NULL
 );
-CREATE TABLE invitations (
-    id TEXT PRIMARY KEY, public_key TEXT NOT NULL UNIQUE, created REAL NOT NULL,
-    expires INTEGER NOT NULL, creator TEXT NOT NULL REFERENCES members (peer),
-    uses INTEGER NOT NULL DEFAULT 1
-);
+CREATE TABLE members (peer TEXT PRIMARY KEY, announced BLOB);
 CREATE TABLE models (
     name TEXT PRIMARY KEY, facts BLOB NOT NULL, source TEXT NOT NULL REFERENCES members (peer),
     min_peers INTEGER NOT NULL, dtype TEXT NOT NULL, micro_batches INTEGER NOT NULL,
@@ -71,7 +58,7 @@ def prepare_database(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("BEGIN IMMEDIATE")
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if tables == 0:
-        for statement in (*_SCHEMA.split(";"), _STAGES, _USES):
+        for statement in (*_SCHEMA.split(";"), _STAGES):
             connection.execute(statement)
         connection.execute("INSERT INTO schema VALUES (?)", (SCHEMA_VERSION,))
     connection.execute("COMMIT")

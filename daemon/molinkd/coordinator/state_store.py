@@ -1,15 +1,13 @@
 """The coordinator's state: one SQLite file, committed before anything is announced.
 
-Only one process can open it. It holds no secrets: the coordinator's key has its own file, and of
-invitations only public keys are stored.
+Only one process can open it. It holds no secrets: the coordinator's key has its own file, and the
+membership log only public keys.
 """
 
 import sqlite3
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,15 @@ from molink.facts.model import ModelFacts
 from molink.facts.profile import Profile
 from molink.swarm.controller.records import (
     DesiredModel,
-    InvitationRecord,
-    InvitationUse,
-    MemberRecord,
     Pin,
     PipelineRecord,
     StageRecord,
-    Standing,
     SwarmRecord,
 )
 from molink.swarm.election.replica import Replica, Version, next_lineage
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.membership import SignedEntry
 from molink.wire.sockets.secrets import private_folder
 from molinkd.coordinator.schema import prepare_database, translate_error
 
@@ -99,9 +95,10 @@ class StateStore:
         row = self._db.execute("SELECT id, name, public_key, port, max_peers FROM swarm").fetchone()
         return SwarmRecord(*row) if row else None
 
-    def create_swarm(self, swarm: SwarmRecord) -> None:
-        """Create a swarm."""
+    def create_swarm(self, swarm: SwarmRecord, log: MembershipLog) -> None:
+        """Create a swarm with the log of its founding."""
         with self._transaction():
+            self._put_log(log)
             self._insert(
                 "swarm",
                 id=swarm.id,
@@ -148,8 +145,8 @@ class StateStore:
             term=term,
             revision=revision,
             lineage=self.read_lineage(),
-            members=tuple(self.read_members()),
-            invitations=tuple(self.read_invitations()),
+            log=self.read_log(),
+            announced=tuple(self.read_announced().values()),
             models=self.read_models(),
             pipelines=self.read_pipelines(),
             last_numbers=self.last_numbers(),
@@ -157,13 +154,10 @@ class StateStore:
 
     def restore_replica(self, replica: Replica, public_key: str) -> None:
         """Replace the state by a replica; ``public_key`` is this coordinator's own."""
-        known = {member.peer for member in replica.members}
         last_pipeline, last_epoch = replica.last_numbers
         with self._transaction():
-            for table in ("invitation_uses", "stages", "pipelines", "models", "invitations"):
+            for table in ("stages", "pipelines", "models", "log", "members", "swarm"):
                 self._db.execute(f"DELETE FROM {table}")
-            self._db.execute("DELETE FROM members")
-            self._db.execute("DELETE FROM swarm")
             self._insert(
                 "swarm",
                 id=replica.swarm,
@@ -177,13 +171,9 @@ class StateStore:
                 last_pipeline=last_pipeline,
                 last_epoch=last_epoch,
             )
-            for member in replica.members:
-                self._put_member(member)
-                if member.announced is not None:
-                    self._set_announced(member.announced)
-            for invitation in replica.invitations:
-                used_by = tuple(use for use in invitation.used_by if use.peer in known)
-                self._insert_invitation(replace(invitation, used_by=used_by))
+            self._put_log(replica.log)
+            for info in replica.announced:
+                self._set_announced(info)
             for desired in replica.models:
                 self._put_model(desired)
             for pipeline in replica.pipelines:
@@ -208,110 +198,45 @@ class StateStore:
 
     # --- members -----------------------------------------------------------------------------
 
-    def read_members(self) -> list[MemberRecord]:
-        """Everyone who ever joined, in order of joining."""
-        rows = self._db.execute(
-            "SELECT peer, public_key, name, owner, standing, announced, invitation FROM members "
-            "ORDER BY ordinal"
-        )
-        return [
-            MemberRecord(
-                peer,
-                public_key,
-                name,
-                bool(owner),
-                standing,
-                None if announced is None else msgspec.msgpack.decode(announced, type=PeerInfo),
-                invitation,
-            )
-            for peer, public_key, name, owner, standing, announced, invitation in rows
-        ]
+    def read_log(self) -> MembershipLog:
+        """The membership log."""
+        row = self._db.execute("SELECT id FROM swarm").fetchone()
+        rows = self._db.execute("SELECT hash, body, signature FROM log ORDER BY ordinal")
+        entries = {entry_hash: SignedEntry(body, signed) for entry_hash, body, signed in rows}
+        return MembershipLog(row[0] if row else "", entries)
 
-    def save_member(self, member: MemberRecord) -> None:
-        """Add or readmit a member; owners stay owners."""
+    def save_log(self, log: MembershipLog) -> None:
+        """Store a changed log; stored entries keep their order."""
         with self._transaction():
-            self._put_member(member)
+            self._put_log(log)
 
-    def admit_member(self, member: MemberRecord, invitation: InvitationRecord) -> None:
-        """Add or readmit a member, and store its use of the invitation."""
-        with self._transaction():
-            self._put_member(member)
-            self._insert_uses(invitation)
-
-    def save_standing(self, peer: str, standing: Standing) -> None:
-        """Set a member's standing."""
-        self._write("UPDATE members SET standing = ? WHERE peer = ?", standing, peer)
+    def read_announced(self) -> dict[str, PeerInfo]:
+        """What other peers were told about members, by peer id."""
+        rows = self._db.execute("SELECT peer, announced FROM members WHERE announced IS NOT NULL")
+        return {peer: msgspec.msgpack.decode(info, type=PeerInfo) for peer, info in rows}
 
     def save_announced(self, info: PeerInfo) -> None:
         """Store what other peers are told about a member."""
         with self._transaction():
             self._set_announced(info)
 
-    def _put_member(self, member: MemberRecord) -> None:
-        self._insert(
-            "members",
-            "ON CONFLICT (peer) DO UPDATE SET name = excluded.name, "
-            "owner = max(owner, excluded.owner), standing = excluded.standing, "
-            "invitation = coalesce(nullif(excluded.invitation, ''), invitation)",
-            peer=member.peer,
-            public_key=member.public_key,
-            name=member.name,
-            owner=member.is_owner,
-            standing=member.standing,
-            invitation=member.invitation,
-            joined=time.time(),
+    def _put_log(self, log: MembershipLog) -> None:
+        rows = [(one.hash, one.body, one.signature) for one in log.entries]
+        kept = {row[0] for row in rows}
+        for (entry_hash,) in self._db.execute("SELECT hash FROM log").fetchall():
+            if entry_hash not in kept:
+                self._db.execute("DELETE FROM log WHERE hash = ?", (entry_hash,))
+        self._db.executemany(
+            "INSERT OR IGNORE INTO log (hash, body, signature) VALUES (?, ?, ?)", rows
+        )
+        self._db.executemany(
+            "INSERT OR IGNORE INTO members (peer) VALUES (?)", [(peer,) for peer in log.members]
         )
 
     def _set_announced(self, info: PeerInfo) -> None:
         self._db.execute(
-            "UPDATE members SET announced = ?, name = ? WHERE peer = ?",
-            (msgspec.msgpack.encode(info), info.name, info.peer),
-        )
-
-    # --- invitations -------------------------------------------------------------------------
-
-    def read_invitations(self) -> list[InvitationRecord]:
-        """All invitations, oldest first."""
-        used_by: defaultdict[str, list[InvitationUse]] = defaultdict(list)
-        for id, peer, used_at in self._db.execute(
-            "SELECT invitation, peer, used FROM invitation_uses ORDER BY used, peer"
-        ):
-            used_by[id].append(InvitationUse(peer, used_at))
-        rows = self._db.execute(
-            "SELECT id, public_key, expires, creator, created, uses FROM invitations "
-            "ORDER BY created, id"
-        )
-        return [
-            InvitationRecord(id, key, expires, creator, created, uses, tuple(used_by[id]))
-            for id, key, expires, creator, created, uses in rows
-        ]
-
-    def add_invitation(self, invitation: InvitationRecord) -> None:
-        """Add an invitation."""
-        with self._transaction():
-            self._insert_invitation(invitation)
-
-    def delete_invitation(self, id: str) -> None:
-        """Delete an expired or revoked invitation."""
-        self._write("DELETE FROM invitations WHERE id = ?", id)
-
-    def _insert_invitation(self, invitation: InvitationRecord) -> None:
-        self._insert(
-            "invitations",
-            id=invitation.id,
-            public_key=invitation.public_key,
-            expires=invitation.expires_at,
-            creator=invitation.creator,
-            created=invitation.created_at,
-            uses=invitation.max_uses,
-        )
-        self._insert_uses(invitation)
-
-    def _insert_uses(self, invitation: InvitationRecord) -> None:
-        """Add new uses; stored ones stay."""
-        self._db.executemany(
-            "INSERT OR IGNORE INTO invitation_uses (invitation, peer, used) VALUES (?, ?, ?)",
-            [(invitation.id, use.peer, use.used_at) for use in invitation.used_by],
+            "UPDATE members SET announced = ? WHERE peer = ?",
+            (msgspec.msgpack.encode(info), info.peer),
         )
 
     # --- models ------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from molink.checkpoint.manifest import CHUNK_BYTES
-from molink.swarm.membership.invitations import INVITATION_PREFIX as INVITATION
 from molink.wire.messages.admin import (
+    AddOwnerRequest,
     ApplyFile,
     ApplyReply,
     DrainRequest,
@@ -33,6 +33,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
 from molink.wire.messages.control_plane import ControlMessage, DoneReply, JoinRedirect, JoinRequest
 from molink.wire.messages.election import LeaderReply, LeaderRequest
+from molink.wire.messages.membership import INVITATION_PREFIX as INVITATION
 from molink.wire.messages.transfer import (
     ManifestChunk,
     ManifestRequest,
@@ -90,6 +91,7 @@ USER_MESSAGES = (
     InvitationsRequest,
     RevokeRequest,
     UnrevokeRequest,
+    AddOwnerRequest,
     PairingDecisionRequest,
     StopServing,
     SwitchModel,
@@ -186,6 +188,7 @@ class ControlService:
                 | InvitationsRequest()
                 | RevokeRequest()
                 | UnrevokeRequest()
+                | AddOwnerRequest()
                 | PairingDecisionRequest()
                 | StopServing()
                 | SwitchModel()

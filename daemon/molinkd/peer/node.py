@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec import structs
 
 from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_demo_model
-from molink.errors import MolinkError
+from molink.errors import MolinkError, StateError
 from molink.swarm.frontend.stream import StreamLimits
 from molink.swarm.membership.sanitize import sanitize_pairings
 from molink.swarm.membership.versions import own_version
@@ -65,6 +65,7 @@ from molinkd.peer.launch import (
 )
 from molinkd.peer.local_status import local_status
 from molinkd.peer.membership.addresses import advertised_addresses
+from molinkd.peer.membership.membership_requests import decode_log
 from molinkd.peer.membership.peer_directory import PeerDirectory
 from molinkd.peer.membership.peer_prober import can_connect
 from molinkd.peer.membership.relayed_routes import RelayController, RelayedRoutes
@@ -73,6 +74,9 @@ from molinkd.peer.resources import Resources
 from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
+
+#: Routes and rings that wait for the membership log.
+_MAX_UNPROVEN = 32
 
 
 class Node:
@@ -95,6 +99,8 @@ class Node:
         self._resources, self._leadership = resources, leadership
         self._api_url, self._on_banned = endpoint, on_revoked
         self._stage_text = ""
+        #: Last routes and rings through peers that are no members by this PC's log.
+        self._unproven: dict[tuple[type, str], FormPipeline | Route] = {}
         self._has_left = False
         self._sleep_inhibitor = SleepInhibitor()
         self._relay = RelayController(
@@ -159,6 +165,7 @@ class Node:
             leadership.on_connection_lost,
         )
         leadership.on_follow = session.follow_coordinator
+        session.find_log = lambda: leadership.replica.log
         return session
 
     def _make_assignments(self, resources: Resources) -> StageManager:
@@ -257,7 +264,8 @@ class Node:
     async def leave_swarm(self) -> None:
         """Tell the coordinator that this peer leaves, if it is reachable."""
         try:
-            await self.session.request(LeaveRequest(ref=0), timeout=5.0)
+            devices = self._peers.list_devices()
+            await self.session.request(LeaveRequest(ref=0, devices=devices), timeout=5.0)
             self._has_left = True
         except MolinkError as error:
             self._announce_problem(f"can't notify the coordinator: {error}")
@@ -294,6 +302,7 @@ class Node:
             workers=self._stages.stage_states(),
             prefetch=self._stages.prefetch_state,
             replica=self._leadership.replica.version,
+            log_digest=self._leadership.replica.log_digest,
             platform=sys.platform,
             worker_ports=settings.worker_ports,
             replicated_percent=self._replicator.percent,
@@ -315,16 +324,10 @@ class Node:
 
     def _on_message(self, message: ControlMessage, payload: memoryview | None) -> None:
         match message:
-            case StateReplica() | StateRequest():
-                self._exchange_state(payload)
+            case StateReplica() | StateRequest() | Revoked() | DuplicatePeer():
+                self._on_membership_message(message, payload)
             case PeerInfo() | PeerRemoved():
                 self._peers.on_message(message)
-            case Revoked():
-                self._has_left = True
-                self._on_banned()
-            case DuplicatePeer():
-                self._has_left = True  # the other peer stays
-                self._on_duplicate()
             case Notice():
                 if message.text:
                     self._announce_problem(message.text)
@@ -332,6 +335,11 @@ class Node:
                 self._resources.announce(
                     PairingsChangedEvent(pairings=sanitize_pairings(message.pairings))
                 )
+            case FormPipeline() | Route() if not self._is_of_members(message):
+                # The log that proves them may be on its way.
+                self._unproven[type(message), message.pipeline] = message
+                if len(self._unproven) > _MAX_UNPROVEN:
+                    del self._unproven[next(iter(self._unproven))]
             case Prefetch() | Assign() | StageProfile() | FormPipeline() | Unassign():
                 self._stages.handle_order(self._relay.routes.localize_order(message))
             case Route():
@@ -340,10 +348,30 @@ class Node:
                 self._replicator.update_route(message)
                 self._readiness.on_route(message)
             case RouteRemoved():
+                self._unproven.pop((Route, message.pipeline), None)
                 self._schedulers.remove_pipeline(message.pipeline)
                 self._drop_pipelines([message.pipeline])
             case _ if not self._relay.on_message(message):
                 log.debug("unexpected %s of the coordinator", type(message).__name__)
+
+    def _on_membership_message(
+        self,
+        message: StateReplica | StateRequest | Revoked | DuplicatePeer,
+        payload: memoryview | None,
+    ) -> None:
+        match message:
+            case Revoked():
+                self._on_revoked(payload)
+            case DuplicatePeer():
+                self._has_left = True  # the other peer stays
+                self._on_duplicate()
+            case _:
+                self._exchange_state(payload)
+
+    def _is_of_members(self, message: FormPipeline | Route) -> bool:
+        """Whether requests and rows go to members only, whatever a hostile leader says."""
+        ring = (message.scheduler,) if isinstance(message, Route) else message.ring
+        return all(self._peers.is_member_stage(one) for one in ring if one is not None)
 
     def _drop_pipelines(self, pipelines: Sequence[str]) -> None:
         self._readiness.drop_pipelines(pipelines)
@@ -357,9 +385,29 @@ class Node:
         if payload is not None:
             self._leadership.on_shared_state(payload)
             self._peers.load_replica()
+            waiting, self._unproven = self._unproven, {}
+            for message in waiting.values():
+                self._on_message(message, None)
         elif held is not None:
             data = held.encode()
             self.session.send_message(StateReplica(payload=Payload("u8", (len(data),))), data)
+
+    def _on_revoked(self, proof: memoryview | None) -> None:
+        """Stop if an owner has shut this PC out; a coordinator can't."""
+        try:
+            claimed = decode_log(self._leadership.target.swarm, proof or b"")
+        except StateError as error:
+            log.warning("the coordinator claims that this PC was shut out: %s", error)
+            return
+        known = self._leadership.replica.log
+        if known is not None:  # it may know of a readmission
+            claimed = known.merge_log(claimed)
+        member = claimed.members.get(self._resources.me)
+        if member is None or member.standing != "revoked":
+            log.warning("the coordinator claims that this PC was shut out, which no owner signed")
+            return
+        self._has_left = True
+        self._on_banned()
 
     def _on_peers_changed(self) -> None:
         self._stages.update_peer_keys()

@@ -19,7 +19,7 @@ class CoordinatorHeardEvent:
     term: int
     leader: str
     lease: Lease | None = None
-    verify_key: bytes = b""
+    verify_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

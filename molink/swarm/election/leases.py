@@ -27,12 +27,12 @@ def _encode_lease(term: int, leader: str, clock: int) -> bytes:
 class LeaseIssuer:
     """Signs the leases of one run of a coordinator."""
 
-    def __init__(self, leader: str, secret: str, now: float) -> None:
-        """``secret``: ASCII, drawn for this run. ``now``: monotonic seconds."""
+    def __init__(self, leader: str, seed: str, now: float) -> None:
+        """``seed``: drawn for this run. ``now``: monotonic seconds."""
         self._leader = leader
-        self._signer = Signer(secret)
+        self._signer = Signer(seed)
         self._started_at = now
-        #: Checks its leases, ``u8 [32]``.
+        #: Checks its leases.
         self.verify_key = self._signer.verify_key
 
     def issue_lease(self, term: int, now: float) -> Lease:
@@ -50,12 +50,12 @@ class LeaseChecker:
         self.leader = ""
         #: Its last lease that it sent to this peer.
         self.lease: Lease | None = None
-        self._verify_key = b""
+        self._verify_key = ""
         #: The coordinator's clock at a time of this peer's own clock.
         self._clock, self._clock_at = 0.0, 0.0
         self._checks = KeyedTokenBuckets(_CHECK_LIMIT)
 
-    def on_heartbeat(self, leader: str, lease: Lease, verify_key: bytes, now: float) -> None:
+    def on_heartbeat(self, leader: str, lease: Lease, verify_key: str, now: float) -> None:
         """Handle a lease that the leader's coordinator itself has sent."""
         if verify_key != self._verify_key:
             self._clock, self._clock_at = 0.0, now

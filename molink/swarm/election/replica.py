@@ -3,31 +3,27 @@
 A *replica* is the whole state in one message; it is small and seldom changes. A change raises the
 revision, a new leader the term. The *lineage* names the last revision of each earlier term. So a
 peer's replica is either part of our history, or contains changes that ours lacks: then another peer
-led a part of the swarm during a partition.
+led a part of the swarm during a partition. Only its membership log is merged.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import msgspec
 
 from molink.errors import StateError
-from molink.facts.identity import derive_peer_id
-from molink.swarm.controller.records import (
-    DesiredModel,
-    InvitationRecord,
-    MemberRecord,
-    PipelineRecord,
-)
+from molink.facts.scalars import Count, Text
+from molink.swarm.controller.records import DesiredModel, MemberRecord, PipelineRecord
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.swarm.membership.sanitize import sanitize_name
+from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.membership import MAX_ENTRIES, Entries
 
 #: Bytes of an encoded replica, the limit of a message's payload.
 MAX_REPLICA_BYTES = 256 << 10
 #: Earlier terms in the lineage.
 MAX_LINEAGE = 64
-#: Former members in an encoded replica; beyond these only the revoked ones.
-MAX_FORMER_MEMBERS = 128
 #: Seconds until a request for a replica, or an unconfirmed replica, is sent again.
 RESEND_TIMEOUT = 5.0
 
@@ -46,8 +42,10 @@ class Replica:
     revision: int
     #: Earlier terms, oldest first, with the last revision of each.
     lineage: tuple[Version, ...]
-    members: tuple[MemberRecord, ...]
-    invitations: tuple[InvitationRecord, ...]
+    #: Who belongs to the swarm. All else is the word of the coordinator that sent it.
+    log: MembershipLog
+    #: What peers were last told about each other.
+    announced: tuple[PeerInfo, ...]
     models: tuple[DesiredModel, ...]
     pipelines: tuple[PipelineRecord, ...]
     #: The highest pipeline number and epoch ever used.
@@ -61,7 +59,12 @@ class Replica:
     @property
     def order(self) -> tuple[str, ...]:
         """Members in the order in which they become leader: that of joining."""
-        return tuple(one.peer for one in self.members if one.standing == "member")
+        return tuple(self.log.branches)
+
+    @property
+    def members(self) -> list[MemberRecord]:
+        """All peers that are or were members, in order of joining."""
+        return self.log.list_members({one.peer: one for one in self.announced})
 
     def encode(self) -> bytes:
         """Encode as msgpack.
@@ -69,38 +72,54 @@ class Replica:
         Raises:
             StateError: it exceeds :data:`MAX_REPLICA_BYTES`.
         """
-        past = [one.peer for one in self.members if one.standing == "left"]
-        dropped = set(past[:-MAX_FORMER_MEMBERS])
-        kept = tuple(one for one in self.members if one.peer not in dropped)
-        data = msgspec.msgpack.encode(replace(self, members=kept))
+        present = self.log.branches
+        body = _EncodedReplica(
+            swarm=self.swarm,
+            name=self.name,
+            max_peers=self.max_peers,
+            term=self.term,
+            revision=self.revision,
+            lineage=self.lineage,
+            log=self.log.entries,
+            announced=tuple(one for one in self.announced if one.peer in present),
+            models=self.models,
+            pipelines=self.pipelines,
+            last_numbers=self.last_numbers,
+        )
+        data = msgspec.msgpack.encode(body)
         if len(data) > MAX_REPLICA_BYTES:
             raise StateError(f"the swarm's state has {len(data)} bytes, too many to replicate")
         return data
 
 
-def decode_replica(data: bytes | memoryview) -> Replica:
-    """Decode a replica, and sanitize its names.
+class _EncodedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    swarm: Text
+    name: Text
+    max_peers: Count
+    term: Count
+    revision: Count
+    lineage: Annotated[tuple[Version, ...], msgspec.Meta(max_length=MAX_LINEAGE)]
+    log: Entries
+    announced: Annotated[tuple[PeerInfo, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
+    models: tuple[DesiredModel, ...]
+    pipelines: tuple[PipelineRecord, ...]
+    last_numbers: tuple[Count, Count]
+
+
+def decode_replica(data: bytes | memoryview, known: MembershipLog | None = None) -> Replica:
+    """Decode a replica and check its membership log. Entries of ``known`` need no check.
 
     Raises:
-        StateError: it is invalid, or a member's id doesn't match its key.
+        StateError: it is invalid.
     """
     try:
-        found = msgspec.msgpack.decode(data, type=Replica)
+        found = msgspec.msgpack.decode(data, type=_EncodedReplica)
     except (msgspec.MsgspecError, ValueError) as error:
         raise StateError(f"not a replica of a swarm's state: {error}") from None
-    for member in found.members:
-        if not member.public_key.isascii() or member.peer != derive_peer_id(member.public_key):
-            raise StateError(f"the replica names {member.peer} with another peer's key")
-    name = sanitize_name(found.name, found.swarm)
-    return replace(found, name=name, members=tuple(map(_sanitize_member, found.members)))
-
-
-def _sanitize_member(member: MemberRecord) -> MemberRecord:
-    announced = member.announced
-    if announced is not None:
-        name = sanitize_name(announced.name, member.peer)
-        announced = msgspec.structs.replace(announced, name=name)
-    return replace(member, name=sanitize_name(member.name, member.peer), announced=announced)
+    fields = {name: getattr(found, name) for name in found.__struct_fields__}
+    fields["name"] = sanitize_name(found.name, found.swarm)
+    fields["log"] = MembershipLog.check_entries(found.swarm, found.log, known)
+    return Replica(**fields)
 
 
 def includes_version(
@@ -119,60 +138,49 @@ def next_lineage(lineage: Sequence[Version], term: int, revision: int) -> tuple[
     return (*lineage, (term, revision))[-MAX_LINEAGE:]
 
 
-def merge_replicas(ours: Replica, theirs: Replica, *, by_owner: bool) -> list[MemberRecord]:
-    """Member records to change after a partition heals.
-
-    New members of the other part become members here. Its revocations count only if an owner
-    reports them (``by_owner``), since only owners revoke. Its invitations end, as one that was
-    revoked here may be among them. The desired models stay ours.
-    """
-    known = {one.peer: one for one in ours.members}
-    changed: list[MemberRecord] = []
-    for other in theirs.members:
-        mine = known.get(other.peer)
-        if other.standing == "revoked":
-            if by_owner and not (
-                mine is not None and (mine.is_owner or mine.standing == "revoked")
-            ):
-                changed.append(replace(mine or other, standing="revoked", is_owner=False))
-        elif other.standing == "member" and (mine is None or mine.standing == "left"):
-            changed.append(replace(mine or other, standing="member", is_owner=False))
-    return changed
-
-
 class ReplicaSync:
-    """Plans the replication to each peer, by the version in its reports."""
+    """Plans the replication to each peer, by the version and the log digest in its reports."""
 
     def __init__(self) -> None:
-        #: When peers were asked for their replica.
+        #: When peers were asked for their replica, and those whose answer is due.
         self._asked_at: dict[str, float] = {}
+        self._awaited: set[str] = set()
         #: Version last sent to each peer, and when.
         self._sent: dict[str, tuple[Version, float]] = {}
 
     def drop_peer(self, peer: str) -> None:
         """Start over with a peer that reconnected."""
         self._asked_at.pop(peer, None)
+        self._awaited.discard(peer)
         self._sent.pop(peer, None)
 
-    def has_asked(self, peer: str) -> bool:
-        """Whether a peer was asked for its replica."""
-        return peer in self._asked_at
+    def accept_answer(self, peer: str) -> bool:
+        """Whether a replica of ``peer`` is the answer to a request; there is one per request."""
+        awaited = peer in self._awaited
+        self._awaited.discard(peer)
+        return awaited
 
     def plan_sync(
-        self, peer: str, held: Version, ours: Version, lineage: Sequence[Version], now: float
+        self,
+        peer: str,
+        held: tuple[Version, str],
+        ours: tuple[Version, str],
+        lineage: Sequence[Version],
+        now: float,
     ) -> Literal["send", "ask"] | None:
-        """What to do for a peer that holds version ``held`` while the state is at ``ours``."""
+        """What to do for a peer that holds a replica of that version and log digest."""
         if held == ours:
-            self._asked_at.pop(peer, None)
             return None
-        if not includes_version(held, *ours, lineage):
+        same_version = held[0] == ours[0]  # and other entries
+        if same_version or not includes_version(held[0], *ours[0], lineage):
             asked = self._asked_at.setdefault(peer, now)
             if asked == now:
+                self._awaited.add(peer)
                 return "ask"
-            if now - asked < RESEND_TIMEOUT:
+            if same_version or (peer in self._awaited and now - asked < RESEND_TIMEOUT):
                 return None
         sent = self._sent.get(peer)
-        if sent is not None and sent[0] == ours and now - sent[1] < RESEND_TIMEOUT:
+        if sent is not None and sent[0] == ours[0] and now - sent[1] < RESEND_TIMEOUT:
             return None
-        self._sent[peer] = ours, now
+        self._sent[peer] = ours[0], now
         return "send"

@@ -2,26 +2,28 @@
 
 import json
 import math
-import secrets
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from molink.errors import NotAuthorized, TokenError, UsageError
-from molink.swarm.controller.records import InvitationRecord, InvitationUse
+from molink.errors import NotAuthorized, RequestError, TokenError, UsageError
+from molink.swarm.controller.records import InvitationRecord
+from molink.swarm.membership.membership_log import MembershipLog
+from molink.swarm.membership.membership_rules import LoggedInvitation
 from molink.util.token_bucket import KeyedTokenBuckets, RateLimit, TokenBucket
+from molink.wire.messages.membership import (
+    INVITATION_PREFIX,
+    MAX_USES,
+    InvitationEntry,
+    SignedEntry,
+    sign_entry,
+)
+from molink.wire.signing import Signer
 
-#: Prefix of the ZAP user id of connections under an invitation's key.
-INVITATION_PREFIX = "invite:"
-#: Invitations of one member; the oldest end first, since each `molink up` creates one. Used-up ones
-#: count separately: a PC whose reply was lost joins again with its own.
+#: Unused invitations of one member; the oldest end first, since each `molink up` creates one.
 MAX_INVITATIONS = 16
 #: Longest validity in seconds: of an owner's that expires at all, and of another member's.
 _MAX_TTL = 10 * 365 * 86400
 _MAX_NON_OWNER_TTL = 30 * 86400
-#: Most PCs that one invitation can admit.
-MAX_USES = 255
 #: Bytes of an encoded listing.
 _MAX_LISTING_BYTES = 192 * 1024
 _PRINT_ANOTHER = "`molink invite` on a PC of the swarm prints another"
@@ -31,91 +33,64 @@ PER_INVITATION_LIMIT = RateLimit(8, 2.0)
 OVERALL_LIMIT = RateLimit(16, 4.0)
 
 
-class Invitations:
-    """Invitations by id, oldest first. Times are unix time, in seconds."""
+def sign_invitation(
+    swarm: str, signer: Signer, invited: Signer, ttl: float, uses: int, now: float
+) -> SignedEntry:
+    """Sign an invitation for ``uses`` PCs, valid for ``ttl`` seconds (0: forever).
 
-    def __init__(self, records: Iterable[InvitationRecord] = ()) -> None:
-        self._records = {record.id: record for record in records}
+    ``invited`` signs for whoever holds the invitation.
 
-    def __iter__(self) -> Iterator[InvitationRecord]:
-        return iter(self._records.values())
+    Raises:
+        UsageError: ``ttl`` or ``uses`` is out of range.
+    """
+    if not (math.isfinite(ttl) and 0 <= ttl <= _MAX_TTL):
+        raise UsageError(f"an invitation can't be valid for {ttl} seconds")
+    if not 1 <= uses <= MAX_USES:
+        raise UsageError(f"an invitation is for 1 to {MAX_USES} PCs, not for {uses}")
+    expires = math.ceil(now + ttl) if ttl else 0
+    entry = InvitationEntry(signer.verify_key, invited.verify_key, now, expires, uses)
+    return sign_entry(swarm, signer, entry)
 
-    def get_invitation(self, id: str) -> InvitationRecord | None:
-        """The invitation with that id."""
-        return self._records.get(id)
 
-    def create_invitation(
-        self, creator: str, public_key: str, ttl: float, now: float, *, owner: bool, uses: int = 1
-    ) -> InvitationRecord:
-        """Create an invitation for ``uses`` PCs, valid for ``ttl`` seconds (0: forever).
+def check_lifetime(entry: InvitationEntry, now: float, *, owner: bool) -> None:
+    """Check that a member, or an owner, may create an invitation that is valid for so long.
 
-        Raises:
-            UsageError: ``ttl`` or ``uses`` is out of range.
-            NotAuthorized: only an owner may create one that is valid for so long.
-        """
-        if not (math.isfinite(ttl) and 0 <= ttl <= _MAX_TTL):
-            raise UsageError(f"an invitation can't be valid for {ttl} seconds")
-        if not 1 <= uses <= MAX_USES:
-            raise UsageError(f"an invitation is for 1 to {MAX_USES} PCs, not for {uses}")
-        if not owner and not 0 < ttl <= _MAX_NON_OWNER_TTL:
-            raise NotAuthorized(
-                "only the swarm's first PC can create an invitation for more than "
-                f"{_MAX_NON_OWNER_TTL // 86400} days"
-            )
-        expires = math.ceil(now + ttl) if ttl else 0
-        id = f"{INVITATION_PREFIX}{secrets.token_hex(6)}"
-        record = InvitationRecord(id, public_key, expires, creator, now, uses)
-        self.put_record(record)
-        return record
+    Raises:
+        NotAuthorized: only an owner may.
+        RequestError: it has expired.
+    """
+    if entry.expires_at and entry.expires_at <= now:
+        raise RequestError("this invitation has expired already")
+    if not owner and not 0 < entry.expires_at <= now + _MAX_NON_OWNER_TTL + 60.0:
+        raise NotAuthorized(
+            "only the swarm's first PC can create an invitation for more than "
+            f"{_MAX_NON_OWNER_TTL // 86400} days"
+        )
 
-    def put_record(self, record: InvitationRecord) -> None:
-        """Store a record, replacing an earlier one of the same id."""
-        self._records[record.id] = record
 
-    def redeem_invitation(self, id: str, peer: str, now: float) -> InvitationRecord:
-        """The record after ``peer`` has joined by it; the caller stores it.
+def check_use(record: InvitationRecord | None, peer: str, now: float) -> None:
+    """Check that ``peer`` may join by an invitation. It may join again by one that it has used.
 
-        A peer may join again by an invitation that it used before.
+    Raises:
+        TokenError: the invitation has expired or is used up.
+    """
+    if record is None or _is_expired(record, now):
+        raise TokenError(f"this join token has expired. {_PRINT_ANOTHER}")
+    if record.uses_left < 1 and all(use.peer != peer for use in record.used_by):
+        uses = record.max_uses
+        pcs = "1 PC, which has" if uses == 1 else f"{uses} PCs, which have"
+        raise TokenError(f"this join token was for {pcs} joined. {_PRINT_ANOTHER}")
 
-        Raises:
-            TokenError: it has expired or is used up.
-        """
-        record = self._records.get(id)
-        if record is None or _is_expired(record, now):
-            raise TokenError(f"this join token has expired. {_PRINT_ANOTHER}")
-        if any(use.peer == peer for use in record.used_by):
-            return record
-        if record.uses_left < 1:
-            uses = record.max_uses
-            pcs = "1 PC, which has" if uses == 1 else f"{uses} PCs, which have"
-            raise TokenError(f"this join token was for {pcs} joined. {_PRINT_ANOTHER}")
-        return replace(record, used_by=(*record.used_by, InvitationUse(peer, now)))
 
-    def purge_expired(self, now: float) -> list[str]:
-        """Remove expired and excess invitations; returns their ids."""
-        expired: list[str] = []
-        counts: Counter[tuple[str, bool]] = Counter()
-        for id, record in reversed(self._records.items()):
-            kind = (record.creator, record.uses_left > 0)
-            if not _is_expired(record, now) and counts[kind] < MAX_INVITATIONS:
-                counts[kind] += 1
-            else:
-                expired.append(id)
-        for id in expired:
-            del self._records[id]
-        return expired
-
-    def created_by(self, peer: str) -> list[str]:
-        """Ids of the invitations that ``peer`` created."""
-        return [record.id for record in self if record.creator == peer]
-
-    def redeemed_by(self, peer: str) -> list[str]:
-        """Ids of the invitations by which ``peer`` joined."""
-        return [record.id for record in self if any(use.peer == peer for use in record.used_by)]
-
-    def revoke_invitation(self, id: str) -> bool:
-        """Remove an invitation; returns whether it existed."""
-        return self._records.pop(id, None) is not None
+def find_excess(log: MembershipLog, creator: str, now: float) -> list[LoggedInvitation]:
+    """The oldest of a member's open invitations, if it has :data:`MAX_INVITATIONS` or more."""
+    open_ones = [
+        one
+        for one in log.invitations
+        if one.creator == creator and not one.is_ended and not one.joins
+        if not 0 < one.entry.expires_at <= now
+    ]
+    return open_ones[: max(0, len(open_ones) - MAX_INVITATIONS + 1)]
 
 
 class JoinRateLimiter:

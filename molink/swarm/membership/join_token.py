@@ -18,9 +18,10 @@ import msgspec
 from molink.errors import TokenError
 from molink.facts.scalars import Addresses, Count, Text
 from molink.wire.messages.base import PublicKey
+from molink.wire.signing import Signer
 
 TOKEN_PREFIX = "molink-"
-_VERSION = 1
+_VERSION = 2
 #: Detects incomplete copies.
 _CHECKSUM_BYTES = 4
 #: Characters; several times the longest valid token.
@@ -36,7 +37,10 @@ class ContactPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JoinToken(msgspec.Struct, frozen=True, array_like=True, repr_omit_defaults=True):
-    """A parsed join token. ``addresses`` are ``host:port``; ``expires`` is unix time, 0 = never."""
+    """A parsed join token. ``addresses`` are ``host:port``; ``expires`` is unix time, 0 = never.
+
+    ``secret_key`` is the seed of the invitation's keys.
+    """
 
     swarm: Text
     addresses: Annotated[Addresses, msgspec.Meta(min_length=1)]
@@ -92,9 +96,11 @@ def _decode(raw: bytes) -> JoinToken:
     if body[0] != _VERSION:
         raise _malformed_token(f"it is of version {body[0]}, this molink knows version {_VERSION}")
     try:
-        return msgspec.msgpack.decode(body[1:], type=JoinToken)
-    except ValueError as error:  # msgspec's own, and text that is no UTF-8
+        token = msgspec.msgpack.decode(body[1:], type=JoinToken)
+        Signer(token.secret_key)
+    except ValueError as error:  # msgspec's own, text that is no UTF-8, and a seed that is no key
         raise _malformed_token(str(error)) from None
+    return token
 
 
 def _checksum(body: bytes) -> bytes:

@@ -32,6 +32,7 @@ from molink.wire.messages.pairing import (
     Reveal,
 )
 from molink.wire.protocol import PROTOCOL
+from molink.wire.signing import derive_public_key
 
 CODE_DIGITS = 8
 #: Connections without a request yet, in all and from one address.
@@ -82,10 +83,13 @@ class JoinerDisconnectedEvent:
 
 @dataclass(frozen=True, slots=True)
 class PairingDecidedEvent:
-    """The member ``approver`` admitted or refused the PC that shows ``code``."""
+    """A member admitted or refused the PC that shows ``code``.
+
+    ``verify_key`` is the key that the member has signed for; without one it only asks for the key.
+    """
 
     code: str
-    approver: str
+    verify_key: str = ""
     refuse: bool = False
 
 
@@ -123,12 +127,18 @@ class DisconnectJoinerAction:
 
 @dataclass(frozen=True, slots=True)
 class AdmitJoinerAction:
-    """Make this key a member on behalf of ``approver``, then send the joiner the result."""
+    """The PC may become a member; then send it the result."""
 
     joiner: int
-    public_key: str
     name: str
-    approver: str
+
+
+@dataclass(frozen=True, slots=True)
+class NameJoinerAction:
+    """Tell the member which key to sign for."""
+
+    name: str
+    verify_key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +164,7 @@ PairingAction = (
     SendToJoinerAction
     | DisconnectJoinerAction
     | AdmitJoinerAction
+    | NameJoinerAction
     | ConfirmRefusalAction
     | ReportPairingErrorAction
     | PublishPendingAction
@@ -259,6 +270,8 @@ class PairingResponder:
         outcome = objection or self._check_rate(joiner.address, now)
         if outcome is not None:
             return self._reject_joiner(number, outcome)
+        if not _is_own_key(message):
+            return [*self._remove_joiner(number), DisconnectJoinerAction(number)]
         joiner.state, joiner.commitment = "challenged", message
         joiner.name = sanitize_name(message.name, derive_peer_id(message.public_key))
         return [SendToJoinerAction(number, self._make_challenge(joiner))]
@@ -343,9 +356,10 @@ class PairingResponder:
         if event.refuse:
             return [*self._reject_joiner(number, "refused"), ConfirmRefusalAction(joiner.name)]
         assert joiner.commitment is not None
-        key = joiner.commitment.public_key
-        admit = AdmitJoinerAction(number, key, joiner.name, event.approver)
-        return [*self._remove_joiner(number), admit]
+        key = joiner.commitment.verify_key
+        if event.verify_key != key:
+            return [NameJoinerAction(joiner.name, key)]
+        return [*self._remove_joiner(number), AdmitJoinerAction(number, joiner.name)]
 
     def _count_wrong_code(self, code: str) -> list[PairingAction]:
         pending = [number for number, one in self._joiners.items() if one.state == "pending"]
@@ -366,11 +380,13 @@ class PairingResponder:
 class PairingInitiator:
     """The joining PC's side."""
 
-    def __init__(self, public_key: str, name: str, version: str, nonce: bytes) -> None:
+    def __init__(self, verify_key: str, name: str, version: str, nonce: bytes) -> None:
         """``nonce`` is 32 fresh random bytes."""
         self._nonce = nonce
+        public_key = derive_public_key(verify_key)
         self.commitment = Commitment(
             public_key=public_key,
+            verify_key=verify_key,
             name=name[:64],
             version=version[:64],
             commitment=make_commitment(public_key, nonce),
@@ -386,6 +402,14 @@ class PairingInitiator:
         if challenge.public_key == self.commitment.public_key:
             raise WireError("the other side presents this PC's own key")
         return Reveal(nonce=self._nonce), short_code(self.commitment, challenge, self._nonce)
+
+
+def _is_own_key(message: Commitment) -> bool:
+    """Whether a PC signs with the key of which it shows the public half."""
+    try:
+        return derive_public_key(message.verify_key) == message.public_key
+    except ValueError:
+        return False
 
 
 def make_commitment(public_key: str, nonce: bytes) -> bytes:

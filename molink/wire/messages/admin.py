@@ -11,9 +11,10 @@ import msgspec
 
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import ModelFacts, Objective, Quantize
-from molink.facts.scalars import Count, Text
+from molink.facts.scalars import Addresses, Count, Text
 from molink.wire.messages.base import Message, Payload
-from molink.wire.messages.instructions import MAX_PIPELINES
+from molink.wire.messages.instructions import MAX_PIPELINES, PeerInfo
+from molink.wire.messages.membership import MAX_USES, SignedEntry
 
 
 class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
@@ -154,6 +155,35 @@ class LoadModelReply(Message, frozen=True, kw_only=True, tag="load-model-reply")
     total: Count = 0
 
 
+class LogRequest(Message, frozen=True, kw_only=True, tag="log-request"):
+    """Ask the coordinator for the membership log; replied to by :class:`LogReply`."""
+
+    ref: Count
+
+
+class LogReply(Message, frozen=True, kw_only=True, tag="log-reply"):
+    """The membership log: msgpack of its signed entries (payload ``u8 [n]``).
+
+    For join tokens it also has the coordinator's addresses, and members that will know the next.
+    """
+
+    ref: Count
+    payload: Payload
+    addresses: Addresses = ()
+    contacts: Annotated[tuple[PeerInfo, ...], msgspec.Meta(max_length=2)] = ()
+
+
+class AppendEntries(Message, frozen=True, kw_only=True, tag="append-entries"):
+    """Append entries that the sender has signed to the membership log: all or none.
+
+    With ``code`` they admit the PC that shows it.
+    """
+
+    ref: Count
+    entries: Annotated[tuple[SignedEntry, ...], msgspec.Meta(min_length=1, max_length=32)]
+    code: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
 class InviteRequest(Message, frozen=True, kw_only=True, tag="invite-request"):
     """Request a join token for ``uses`` PCs, valid for ``ttl`` seconds (0: forever)."""
 
@@ -184,9 +214,13 @@ class InvitationsReply(Message, frozen=True, kw_only=True, tag="invitations-repl
 
 
 class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave-request"):
-    """The sender leaves the swarm for good."""
+    """The command line, or the daemon, leaves the swarm for good.
+
+    ``devices``: the further devices of its PC, which leave too.
+    """
 
     ref: Count
+    devices: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke-request"):
@@ -202,17 +236,24 @@ class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke-request"):
 class RevokeReply(Message, frozen=True, kw_only=True, tag="revoke-reply"):
     """Reply to :class:`RevokeRequest`.
 
-    ``kept_peers`` names peers that joined by the ended invitation, ``num_others`` counts further
-    ones.
+    ``kept_peers`` names peers that joined by the same invitation and stay, ``ended_peers`` those
+    that were shut out since the revoked one admitted them.
     """
 
     ref: Count
-    kept_peers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
-    num_others: Count = 0
+    kept_peers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_USES)] = ()
+    ended_peers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_USES)] = ()
 
 
 class UnrevokeRequest(Message, frozen=True, kw_only=True, tag="unrevoke-request"):
     """Lift the ban of a peer. Only for owners."""
+
+    ref: Count
+    target: Text
+
+
+class AddOwnerRequest(Message, frozen=True, kw_only=True, tag="add-owner-request"):
+    """Make another member an owner. Only for owners."""
 
     ref: Count
     target: Text
@@ -227,10 +268,14 @@ class PairingDecisionRequest(Message, frozen=True, kw_only=True, tag="pairing-de
 
 
 class PairingDecisionReply(Message, frozen=True, kw_only=True, tag="pairing-decision-reply"):
-    """The name of the approved or refused PC."""
+    """The name of the approved or refused PC.
+
+    The coordinator's reply to an approval has the key for which the approver has to sign.
+    """
 
     ref: Count
     name: Text
+    verify_key: Annotated[str, msgspec.Meta(max_length=40)] = ""
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status-request"):

@@ -12,6 +12,8 @@ import molink.errors
 from molink.errors import MolinkError, RequestError
 from molink.facts.scalars import Addresses, Count, Sentence, Text
 from molink.wire.messages.admin import (
+    AddOwnerRequest,
+    AppendEntries,
     ApplyFile,
     ApplyModels,
     ApplyReply,
@@ -23,6 +25,8 @@ from molink.wire.messages.admin import (
     LeaveRequest,
     LoadModel,
     LoadModelReply,
+    LogReply,
+    LogRequest,
     PairingDecisionReply,
     PairingDecisionRequest,
     Rebalance,
@@ -39,6 +43,7 @@ from molink.wire.messages.admin import (
 from molink.wire.messages.base import Message, PublicKey
 from molink.wire.messages.election import LeaderReply, LeaderRequest
 from molink.wire.messages.instructions import Instruction
+from molink.wire.messages.membership import SignedEntry
 from molink.wire.messages.peer_reports import (
     Goodbye,
     PeerReport,
@@ -59,13 +64,17 @@ from molink.wire.messages.transfer import (
 
 
 class JoinRequest(Message, frozen=True, kw_only=True, tag="join-request"):
-    """A PC with an invitation asks to join under its own key."""
+    """A PC with an invitation asks to join under its own key.
+
+    ``entry``: a ``JoinEntry`` for that key; PCs of older protocols send none.
+    """
 
     ref: Count
     public_key: PublicKey
     name: Text
     version: Text
     protocol: Count = 1
+    entry: SignedEntry | None = None
 
 
 class JoinRedirect(Message, frozen=True, kw_only=True, tag="join-redirect"):
@@ -134,6 +143,9 @@ ControlMessage = (
     | ApplyFile
     | LoadModel
     | LoadModelReply
+    | LogRequest
+    | LogReply
+    | AppendEntries
     | InviteRequest
     | InviteReply
     | InvitationsRequest
@@ -143,6 +155,7 @@ ControlMessage = (
     | RevokeRequest
     | RevokeReply
     | UnrevokeRequest
+    | AddOwnerRequest
     | PairingDecisionRequest
     | PairingDecisionReply
     | Instruction

@@ -62,7 +62,7 @@ class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="leader-heartbeat"
     """The coordinator's reply to each report, and its first message of a session.
 
     It leads in ``term`` on the PC of peer ``leader`` (empty: without a daemon). A peer of another
-    ``protocol`` gets nothing else. The ``verify_key`` (``u8 [32]``) checks the leases of this run.
+    ``protocol`` gets nothing else. The ``verify_key`` checks the leases of this run.
     """
 
     term: Count
@@ -70,7 +70,7 @@ class LeaderHeartbeat(Message, frozen=True, kw_only=True, tag="leader-heartbeat"
     version: Text = ""
     protocol: Count = 1
     lease: Lease | None = None
-    verify_key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    verify_key: Annotated[str, msgspec.Meta(max_length=40)] = ""
 
 
 class StateReplica(Message, frozen=True, kw_only=True, tag="state-replica"):

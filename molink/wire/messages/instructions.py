@@ -8,7 +8,7 @@ from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import BLOCK_SIZE, HubRevision, LayerRange, Quantize, Root
 from molink.facts.profile import Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
-from molink.wire.messages.base import Message, Port, PublicKey
+from molink.wire.messages.base import Message, Payload, Port, PublicKey
 from molink.wire.messages.election import LeaderHeartbeat, StateReplica, StateRequest
 from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute
 
@@ -45,9 +45,14 @@ class PeerInfo(Message, frozen=True, kw_only=True, tag="peer-info"):
 
 
 class Revoked(Message, frozen=True, kw_only=True, tag="revoked"):
-    """The receiver was removed from the swarm. The last message that it gets."""
+    """The receiver was shut out of the swarm. The last message that it gets.
+
+    Payload: the membership log as in :class:`~molink.wire.messages.admin.LogReply`, which proves
+    it.
+    """
 
     swarm: Text
+    payload: Payload
 
 
 class DuplicatePeer(Message, frozen=True, kw_only=True, tag="duplicate-peer"):

@@ -30,13 +30,17 @@ PairingOutcome = Literal[
 
 
 class Commitment(Message, frozen=True, kw_only=True, tag="commitment"):
-    """A PC asks to join under its own key; ``commitment`` binds it to a nonce."""
+    """A PC asks to join under its own key; ``commitment`` binds it to a nonce.
+
+    It signs with ``verify_key``; PCs of older protocols send none.
+    """
 
     public_key: PublicKey
     name: ShortText
     version: ShortText
     commitment: Hash
     protocol: Count = 1
+    verify_key: Annotated[str, msgspec.Meta(max_length=40)] = ""
 
 
 class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):

@@ -102,6 +102,8 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="peer-report"):
     prefetch: PrefetchState | None = None
     #: Version of this peer's copy of the coordinator's state: term and revision.
     replica: tuple[Count, Count] = (0, 0)
+    #: Digest of the membership log in it.
+    log_digest: Annotated[str, msgspec.Meta(max_length=16)] = ""
     #: ``sys.platform``; and the port range of stages (0: any).
     platform: Text = ""
     worker_ports: tuple[Port, Port] = (0, 0)

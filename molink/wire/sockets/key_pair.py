@@ -4,24 +4,38 @@ from dataclasses import dataclass
 
 import zmq
 
+from molink.wire.signing import Signer, derive_curve_secret, derive_public_key, generate_seed
+
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A CURVE key pair in Z85 (40 characters each). ``secret`` never leaves its PC."""
+    """A CURVE key pair in Z85 (40 characters each). ``secret`` and ``seed`` never leave their PC.
+
+    ``seed`` is what both derive from; empty for a worker, which signs nothing.
+    """
 
     public: str
     secret: str
+    seed: str = ""
 
     @classmethod
     def generate(cls) -> "KeyPair":
         """Generate a new pair."""
-        public, secret = zmq.curve_keypair()
-        return cls(public.decode("ascii"), secret.decode("ascii"))
+        return cls.from_seed(generate_seed())
 
     @classmethod
-    def from_secret(cls, secret: str) -> "KeyPair":
-        """The pair of a secret key."""
-        return cls(zmq.curve_public(secret.encode("ascii")).decode("ascii"), secret)
+    def from_seed(cls, seed: str) -> "KeyPair":
+        """The pair of a seed.
+
+        Raises:
+            ValueError: it is not 32 bytes in Z85.
+        """
+        return cls(derive_public_key(Signer(seed).verify_key), derive_curve_secret(seed), seed)
+
+    @property
+    def signer(self) -> Signer:
+        """Signs for this identity."""
+        return Signer(self.seed)
 
     def __repr__(self) -> str:
         return f"KeyPair(public={self.public!r})"

@@ -11,8 +11,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import zmq
-
 from molink.errors import UsageError
 from molink.files import retry_while_busy
 from molink.wire.sockets.key_pair import KeyPair
@@ -21,7 +19,7 @@ from molink.wire.sockets.key_pair import KeyPair
 _BINARY = getattr(os, "O_BINARY", 0)
 #: Windows' own programs; a bare name would be searched in the current folder first.
 _SYSTEM = Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32")
-#: Characters of a CURVE key in Z85.
+#: Characters of a seed in Z85.
 _KEY_LENGTH = 40
 
 
@@ -77,20 +75,20 @@ def load_keys(path: Path) -> KeyPair:
         secret = read_secret(path).strip()
         if len(secret) != _KEY_LENGTH:
             raise ValueError
-        return KeyPair.from_secret(secret)
+        return KeyPair.from_seed(secret)
     except FileNotFoundError:
         private_folder(path.parent)
         keys = KeyPair.generate()
-        write_secret(path, keys.secret + "\n")
+        write_secret(path, keys.seed + "\n")
         return keys
     except OSError as error:
         raise UsageError(
             f"{path} can't be read: {error.strerror or error}. Restore it from a copy, or move it "
             "away to get a new identity (which has to join the swarm again)."
         ) from None
-    except (ValueError, zmq.ZMQError):
+    except ValueError:
         raise UsageError(
-            f"{path} holds no CURVE secret key. Restore it from a copy, or delete it to get a new "
+            f"{path} holds no key. Restore it from a copy, or delete it to get a new "
             "identity (which has to join the swarm again)."
         ) from None
 

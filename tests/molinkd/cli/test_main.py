@@ -201,8 +201,13 @@ def test_invitations_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in out
     assert "\x1b" not in out
     assert remaining_text(RevokeReply(ref=0)) == ""
-    ended = RevokeReply(ref=0, kept_peers=("a", "b"), num_others=3)
-    assert remaining_text(ended) == " PCs that joined with it stay: a, b, 3 more."
+    ended = RevokeReply(ref=0, kept_peers=("a", "b"))
+    assert remaining_text(ended) == " PCs that joined with the same invitation stay: a, b."
+    ended = RevokeReply(ref=0, kept_peers=("a",), ended_peers=tuple("bcdefghijkl"))
+    assert remaining_text(ended) == (
+        " PCs that it let in are out too: b, c, d, e, f, g, h, i, 3 more. "
+        "PCs that joined with the same invitation stay: a."
+    )
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["up", "--bogus"], ["demo", "--peers", "0"]])

@@ -6,39 +6,44 @@ from typing import Any
 import pytest
 
 from molink.errors import Unavailable
-from molink.facts.identity import derive_peer_id
-from molink.swarm.controller.records import MemberRecord
 from molink.swarm.election.replica import Replica
 from molink.wire.messages.admin import LeaveRequest
-from molink.wire.sockets.key_pair import KeyPair
+from molink.wire.messages.instructions import PeerInfo
 from molinkd.cli import daemon_client, stop_verbs
 from molinkd.cli.main import run
 from molinkd.peer.home import Home, RunFile
 from molinkd.peer.membership.membership_record import MembershipRecord
-
-SWARM = "ab" * 8
+from tests.support.membership import LogBuilder, TestPeer
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
     """The home of the PC that created a swarm."""
     home = Home(tmp_path / "my home").create_folders()
-    mine = MembershipRecord(
-        swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",), is_founder=True
-    )
-    mine.save(home.membership)
+    _save_membership(home, LogBuilder(TestPeer(home.load_keys(), "me")), is_founder=True)
     home.coordinator.mkdir()
     return home
 
 
-def _member(public_key: str, name: str) -> MemberRecord:
-    return MemberRecord(derive_peer_id(public_key), public_key, name)
+def _save_membership(home: Home, members: LogBuilder, *, is_founder: bool) -> None:
+    MembershipRecord(
+        swarm=members.log.swarm,
+        coordinator_key="k" * 40,
+        addresses=("10.0.0.1:5466",),
+        is_founder=is_founder,
+    ).save(home.membership)
 
 
 def _copy_of_the_state(home: Home, *others: str) -> None:
-    members = [_member(home.load_keys().public, "me")]
-    members += [_member(KeyPair.generate().public, name) for name in others]
-    replica = Replica(SWARM, "s", 64, 0, 1, (), tuple(members), (), (), (), (0, 0))
+    members = LogBuilder(TestPeer(home.load_keys(), "me"))
+    for name in others:
+        members.admit(members.founder, TestPeer(name=name))
+    _save_replica(home, members)
+
+
+def _save_replica(home: Home, members: LogBuilder, *announced: PeerInfo) -> None:
+    log = members.log
+    replica = Replica(log.swarm, "s", 64, 0, 1, (), log, announced, (), (), (0, 0))
     home.replica.write_bytes(replica.encode())
 
 
@@ -115,10 +120,27 @@ def test_a_member_can_leave_offline(
         raise Unavailable("nobody is there")
 
     monkeypatch.setattr(daemon_client, "request_coordinator", ask)
-    MembershipRecord(swarm=SWARM, coordinator_key="k" * 40, addresses=("10.0.0.1:5466",)).save(
-        home.membership
-    )
+    me, device, past, other = TestPeer(home.load_keys()), TestPeer(), TestPeer(), TestPeer()
+    members = LogBuilder()
+    members.admit(members.founder, me, other)
+    keys, _ = members.invite(me, uses=2)
+    for one in (device, past):
+        members.join(keys, one)
+    members.leave(past)
+    infos = [
+        PeerInfo(
+            peer=one.peer,
+            name="",
+            public_key=one.keys.public,
+            addresses=(),
+            control_port=0,
+            primary_peer=pc,
+        )
+        for one, pc in ((me, ""), (device, me.peer), (past, me.peer), (other, ""))
+    ]
+    _save_replica(home, members, *infos)
+    _save_membership(home, members, is_founder=False)
     assert run(["leave", "--home", str(home.root)]) == 0
     assert "could not be notified (nobody is there)" in capsys.readouterr().out
-    assert asked == [LeaveRequest(ref=0)]
+    assert asked == [LeaveRequest(ref=0, devices=(device.peer,))], "its further device leaves too"
     assert not home.membership.exists()

@@ -14,12 +14,14 @@ from zmq.asyncio import Context
 from molink.errors import NotAuthorized, TokenError
 from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.join_token import JoinToken
-from molink.wire.messages.admin import InviteReply, InviteRequest, StatusReply, StatusRequest
+from molink.wire.messages.admin import InviteReply, InviteRequest, StatusRequest
 from molink.wire.messages.codec import control_codec
-from molink.wire.messages.control_plane import JoinReply, JoinRequest
+from molink.wire.messages.control_plane import ControlMessage, JoinReply, JoinRequest
+from molink.wire.messages.membership import JoinEntry, sign_entry
 from molink.wire.protocol import PROTOCOL
 from molink.wire.sockets.client import Client
 from molink.wire.sockets.key_pair import KeyPair
+from molinkd.peer.membership.membership_requests import send_membership_request
 
 
 class Process:
@@ -29,7 +31,8 @@ class Process:
         self.child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "molinkd.coordinator", "--state", str(folder)),
-                *("--host", "127.0.0.1", "--member", f"{owner.public}:owner", *more),
+                *("--host", "127.0.0.1"),
+                *("--member", f"{owner.signer.verify_key}:owner", *more),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -75,14 +78,15 @@ async def ask(
     keys: KeyPair,
     server_key: str,
     addresses: list[str],
-    message: InviteRequest | JoinRequest | StatusRequest,
+    message: ControlMessage,
     timeout: float = 60.0,
-) -> tuple[InviteReply | JoinReply | StatusReply, memoryview | None]:
+) -> tuple[ControlMessage, bytes]:
     """Send one request over a new connection."""
     client = Client(context, keys, control_codec(), server_key, addresses)
     client.start()
     try:
-        return await client.send_request(message, timeout=timeout)
+        reply, payload = await client.send_request(message, timeout=timeout)
+        return reply, b"" if payload is None else bytes(payload)
     finally:
         await client.close()
 
@@ -96,7 +100,12 @@ async def test_process_lifecycle(launch: Launch, context: Context) -> None:
     assert said["pairing_port"] == 0, "pairing is off by default"
     where = (said["public_key"], [f"tcp://127.0.0.1:{said['port']}"])
 
-    reply, _ = await ask(context, owner, *where, InviteRequest(ref=0))
+    async def ask_as_owner(message: ControlMessage) -> tuple[ControlMessage, bytes]:
+        return await ask(context, owner, *where, message)
+
+    reply = await send_membership_request(
+        InviteRequest(ref=0), owner, said["swarm"], said["public_key"], ask_as_owner
+    )
     assert isinstance(reply, InviteReply)
     token = JoinToken.parse(reply.token, time.time())
     assert (token.swarm, token.coordinator_key) == (said["swarm"], said["public_key"])
@@ -108,10 +117,16 @@ async def test_process_lifecycle(launch: Launch, context: Context) -> None:
 
     with pytest.raises(NotAuthorized):
         await ask(context, joiner, *where, StatusRequest(ref=0))
+    invited = KeyPair.from_seed(token.secret_key)
+    entry = JoinEntry(invited.signer.verify_key, joiner.signer.verify_key, "joiner", 1.0)
     request = JoinRequest(
-        ref=0, public_key=joiner.public, name="joiner", version="1", protocol=PROTOCOL
+        ref=0,
+        public_key=joiner.public,
+        name="joiner",
+        version="1",
+        protocol=PROTOCOL,
+        entry=sign_entry(token.swarm, invited.signer, entry),
     )
-    invited = KeyPair.from_secret(token.secret_key)
     joined, _ = await ask(context, invited, *where, request)
     assert isinstance(joined, JoinReply)
     assert joined.peer == derive_peer_id(joiner.public)
@@ -121,7 +136,7 @@ async def test_process_lifecycle(launch: Launch, context: Context) -> None:
     again = launch("swarm", owner)
     assert again.announcement() == said
     _, payload = await ask(context, joiner, *where, StatusRequest(ref=0))
-    status = json.loads(bytes(payload))
+    status = json.loads(payload)
     assert [(peer["name"], peer["state"]) for peer in status["peers"]] == [
         ("owner", "offline"),
         ("joiner", "offline"),
@@ -146,7 +161,7 @@ def test_second_process_fails_with_a_one_line_error(launch: Launch, tmp_path: Pa
     code, log = launch("broken", owner).end()
     assert code == 2
     assert log.splitlines()[-1].startswith("molink: ")
-    assert "holds no CURVE secret key" in log
+    assert "holds no key" in log
     assert "Traceback" not in log
 
 

@@ -4,7 +4,9 @@ import pytest
 
 from molinkd.coordinator.options import CoordinatorOptions, advertised_addresses, parse_options
 
-KEY = "-:@3456789012345678901234567890123456789"
+#: A verify key; and a text of that form, which no seed has as its verify key.
+KEY = "-:@3456789012345678901234567890123400013"
+NO_KEY = "-:@3456789012345678901234567890123456789"
 
 
 def test_default_options(tmp_path: Path) -> None:
@@ -61,7 +63,14 @@ def test_all_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["--port 70000", "--max-peers 0", "--member short:name", f"--member {KEY}"]
+    "wrong",
+    [
+        "--port 70000",
+        "--max-peers 0",
+        "--member short:name",
+        f"--member {KEY}",
+        f"--member {NO_KEY}:name",
+    ],
 )
 def test_invalid_options_are_named(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -14,6 +14,8 @@ import pytest
 
 from molink.errors import (
     MolinkError,
+    NotAuthorized,
+    Overloaded,
     PairingRefused,
     PairingUnanswered,
     PeerBanned,
@@ -49,13 +51,14 @@ from tests.support.net import until
 
 SWARM = "ab" * 8
 SWARM_KEYS, PC_KEYS = KeyPair.generate(), KeyPair.generate()
+PC_KEY = PC_KEYS.signer.verify_key
 
 
 class Scene:
-    """A listener, the admitted keys, and joining PCs."""
+    """A listener, the admitted verify keys, and joining PCs."""
 
     def __init__(self) -> None:
-        self.members: dict[str, tuple[str, str]] = {}
+        self.members: list[str] = []
         self.objection: PairingOutcome | None = None
         self.failure: MolinkError | None = None
         self.changes = 0
@@ -65,16 +68,22 @@ class Scene:
                 "attic",
                 SWARM_KEYS.public,
                 lambda _: self.objection,
-                self.admit,
                 lambda: (5466, ("10.0.0.7:5466", "no address")),
                 self.changed,
             )
         )
 
-    def admit(self, key: str, name: str, by: str) -> None:
+    def approve(self, code: str, signed: str | None = None) -> str:
+        """As a member does: sign for the key of the PC that shows the code (or for another)."""
+        found = self.listener.find_joiner(code)
+        key = found.verify_key if signed is None else signed
+        self.listener.admit_joiner(code, key, lambda: self.admit(key))
+        return found.name
+
+    def admit(self, verify_key: str) -> None:
         if self.failure is not None:
             raise self.failure
-        self.members[key] = (name, by)
+        self.members.append(verify_key)
 
     def changed(self) -> None:
         self.changes += 1
@@ -134,8 +143,8 @@ async def test_approved_pc_is_admitted(scene: Scene) -> None:
     assert len(scene.listener.pending_requests) == 1
     await until(lambda: shown)
     assert shown == [PairingCode(SWARM, "attic", code)]
-    assert scene.listener.decide_request(code, "owner", refuse=False) == "pc"
-    assert scene.members == {PC_KEYS.public: ("pc", "owner")}
+    assert scene.approve(code) == "pc"
+    assert scene.members == [PC_KEY]
     assert await pairing == MembershipRecord(
         swarm=SWARM,
         coordinator_key=SWARM_KEYS.public,
@@ -144,20 +153,53 @@ async def test_approved_pc_is_admitted(scene: Scene) -> None:
     assert scene.listener.pending_requests == []
 
 
+@pytest.mark.parametrize(
+    "signed",
+    ["", PC_KEYS.public, KeyPair.generate().signer.verify_key],
+    ids=["nothing", "the CURVE key", "another key"],
+)
+async def test_signature_for_another_key_admits_nobody(scene: Scene, signed: str) -> None:
+    """The PC goes on waiting for one who signs for its own."""
+    pairing = scene.pair()
+    code = await scene.code()
+    with pytest.raises(RequestError, match="has another key"):
+        scene.approve(code, signed)
+    assert scene.members == []
+    assert not pairing.done()
+    assert scene.approve(code) == "pc"
+    assert (await pairing).swarm == SWARM
+    assert scene.members == [PC_KEY]
+
+
 async def test_rejected_pc_is_told_why(scene: Scene) -> None:
     pairing = scene.pair()
-    assert scene.listener.decide_request(await scene.code(), "owner", refuse=True) == "pc"
+    assert scene.listener.refuse_joiner(await scene.code()) == "pc"
     with pytest.raises(PairingRefused):
         await pairing
+    for decide in (scene.approve, scene.listener.refuse_joiner):
+        with pytest.raises(RequestError, match="no waiting PC"):
+            decide("0000-0000")
+    assert scene.members == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "text"),
+    [
+        (Unavailable("the swarm has 64 PCs"), Unavailable, "is full"),
+        (Overloaded("too many at once"), Unavailable, "too many PCs are joining"),
+        (NotAuthorized("an entry of another PC"), PairingRefused, "refused"),
+    ],
+)
+async def test_pc_that_can_not_be_admitted_is_told_why(
+    scene: Scene, failure: MolinkError, error: type[MolinkError], text: str
+) -> None:
     pairing = scene.pair()
-    scene.failure = Unavailable("the swarm has 64 PCs")
-    with pytest.raises(Unavailable, match="64 PCs"):
-        scene.listener.decide_request(await scene.code(), "owner", refuse=False)
-    with pytest.raises(Unavailable, match="is full"):
+    scene.failure = failure
+    with pytest.raises(type(failure), match=str(failure)):
+        scene.approve(await scene.code())
+    with pytest.raises(error, match=text):
         await pairing
-    with pytest.raises(RequestError, match="no waiting PC"):
-        scene.listener.decide_request("0000-0000", "owner", refuse=False)
-    assert scene.members == {}
+    assert scene.members == []
 
 
 @pytest.mark.parametrize(
@@ -193,7 +235,7 @@ async def test_disconnected_pc_is_dropped(scene: Scene) -> None:
     pairing.cancel()
     await until(lambda: not scene.listener.pending_requests)
     with pytest.raises(RequestError, match="no waiting PC"):
-        scene.listener.decide_request(code, "owner", refuse=False)
+        scene.approve(code)
 
 
 async def test_closed_listener_ends_pairing(scene: Scene) -> None:
@@ -238,7 +280,7 @@ async def test_unreachable_swarm_is_reported(scene: Scene) -> None:
 
 async def test_replayed_pairing_gets_another_code(scene: Scene) -> None:
     """A full replay admits nobody unless its own code is approved."""
-    initiator = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
+    initiator = PairingInitiator(PC_KEY, "pc", "1", secrets.token_bytes(32))
     codes, raws = [], []
     for _ in range(2):
         raw = await Raw.dial(scene)
@@ -251,7 +293,7 @@ async def test_replayed_pairing_gets_another_code(scene: Scene) -> None:
         raws.append(raw)
     await until(lambda: len(scene.listener.pending_requests) == 2)
     assert len(set(codes)) == 2
-    scene.listener.decide_request(codes[0], "owner", refuse=False)
+    scene.approve(codes[0])
     assert (await raws[0].hear()) is not None
     assert [one.code for one in scene.listener.pending_requests] == codes[1:]
     for raw in raws:
@@ -268,7 +310,7 @@ async def test_man_in_the_middle_is_exposed(scene: Scene) -> None:
         pc, swarm = Raw(reader, writer), await Raw.dial(scene)
         length = parse_frame_length(await reader.readexactly(LENGTH_BYTES))
         await reader.readexactly(length)  # what the PC commits to
-        mine = PairingInitiator(evil.public, "pc", "1", secrets.token_bytes(32))
+        mine = PairingInitiator(evil.signer.verify_key, "pc", "1", secrets.token_bytes(32))
         swarm.writer.write(encode_frame(mine.commitment))
         challenge = await swarm.hear()
         assert isinstance(challenge, Challenge)
@@ -288,11 +330,11 @@ async def test_man_in_the_middle_is_exposed(scene: Scene) -> None:
         await until(lambda: shown and scene.listener.pending_requests)
         assert scene.listener.pending_requests[0].code != shown[0].code
         with pytest.raises(RequestError, match="no waiting PC"):
-            scene.listener.decide_request(shown[0].code, "owner", refuse=False)
+            scene.approve(shown[0].code)
         done.set()
         with pytest.raises(Unavailable):
             await pairing
-    assert scene.members == {}
+    assert scene.members == []
 
 
 async def test_pairing_with_a_foreign_key_admits_only_that_key(scene: Scene) -> None:
@@ -300,20 +342,20 @@ async def test_pairing_with_a_foreign_key_admits_only_that_key(scene: Scene) -> 
     pairing = scene.pair()
     own = await scene.code()
     raw = await Raw.dial(scene)
-    initiator = PairingInitiator(PC_KEYS.public, "pc", "1", secrets.token_bytes(32))
+    initiator = PairingInitiator(PC_KEY, "pc", "1", secrets.token_bytes(32))
     raw.writer.write(encode_frame(initiator.commitment))
     challenge = await raw.hear()
     assert isinstance(challenge, Challenge)
     raw.writer.write(encode_frame(initiator.answer_challenge(challenge)[0]))
     await until(lambda: len(scene.listener.pending_requests) == 2)
-    scene.listener.decide_request(own, "owner", refuse=False)
+    scene.approve(own)
     assert (await pairing).swarm == SWARM
     await raw.close()
 
 
 async def test_invalid_message_ends_the_connection(scene: Scene) -> None:
     chance = random.Random(1)
-    asked = PairingInitiator(PC_KEYS.public, "pc", "1", bytes(32)).commitment
+    asked = PairingInitiator(PC_KEY, "pc", "1", bytes(32)).commitment
     giant = b"\xff\xff" + bytes(1 << 20)
     for data in (
         b"GET / HTTP/1.1\r\n\r\n",
@@ -345,7 +387,7 @@ async def test_half_open_connections_do_not_block_others(
     code = await scene.code()
     closed = [asyncio.create_task(raw.hear()) for raw in begun]
     await until(lambda: sum(one.done() for one in closed) == 1)
-    scene.listener.decide_request(code, "owner", refuse=False)
+    scene.approve(code)
     await pairing
     with monkeypatch.context() as later:
         later.setattr(time, "monotonic", lambda: 1e9)
@@ -374,7 +416,7 @@ async def test_flood_is_rate_limited(scene: Scene) -> None:
         tracemalloc.stop()
     assert grown < 10 << 20
     assert len(scene.listener._writers) <= 1 + MAX_JOINERS_PER_ADDRESS
-    scene.listener.decide_request(code, "owner", refuse=False)
+    scene.approve(code)
     assert (await pairing).swarm == SWARM
 
 

@@ -1,50 +1,57 @@
 """The state that a coordinator starts from."""
 
 import contextlib
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from molink.errors import DamagedState, StateError
-from molink.facts.identity import derive_peer_id
-from molink.swarm.controller.records import MemberRecord, SwarmRecord
+from molink.swarm.controller.records import SwarmRecord
 from molink.swarm.election.replica import Replica
-from molink.wire.sockets.key_pair import KeyPair
+from molink.swarm.membership.membership_log import MembershipLog
 from molinkd.coordinator.options import CoordinatorOptions
-from molinkd.coordinator.restore import open_state, read_replica
+from molinkd.coordinator.restore import load_or_create_swarm, open_state, read_replica
 from molinkd.coordinator.state_store import STATE_FILE, StateStore
+from tests.support.membership import LogBuilder, TestPeer
 
-KEYS = KeyPair.generate()
-OTHER = KeyPair.generate()
-ME = MemberRecord(derive_peer_id(KEYS.public), KEYS.public, "me", is_owner=True)
+ME = TestPeer(name="me")
+KEYS = ME.keys
+BUILT = LogBuilder(ME)
+SWARM = BUILT.log.swarm
 
 
-def make_state(folder: Path, swarm: str = "s1") -> Replica:
+def make_state(folder: Path, log: MembershipLog = BUILT.log) -> Replica:
     """Create a state with one member; returns its replica."""
     with contextlib.closing(StateStore.open(folder)) as state:
-        state.create_swarm(SwarmRecord(swarm, "home", KEYS.public))
-        state.save_member(ME)
+        state.create_swarm(SwarmRecord(log.swarm, "home", KEYS.public), log)
         return state.to_replica()
 
 
 def options(root: Path, **more: object) -> CoordinatorOptions:
-    values = {"swarm": "s1", "leader": ME.peer, "members": ((KEYS.public, "me"),), **more}
+    values = {
+        "swarm": SWARM,
+        "leader": ME.peer,
+        "members": ((KEYS.signer.verify_key, "me"),),
+        **more,
+    }
     return CoordinatorOptions(root / "state", replica=root / "replica.msgpack", **values)  # type: ignore[arg-type]
 
 
-def opened(options: CoordinatorOptions) -> tuple[Replica, str]:
+def opened(options: CoordinatorOptions) -> tuple[bytes, str]:
     state, said = open_state(options, KEYS)
     with contextlib.closing(state):
-        return state.to_replica(), said
+        return state.to_replica().encode(), said
 
 
 def test_own_state_is_used_without_a_replica(tmp_path: Path) -> None:
     made = make_state(tmp_path / "state")
-    assert opened(options(tmp_path)) == (made, "")
+    assert opened(options(tmp_path)) == (made.encode(), "")
 
 
 def test_lost_state_without_a_replica_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"the state of swarm s1 is gone: .*replica\.msgpack"):
+    with pytest.raises(StateError, match=r"the state of swarm \w+ is gone: .*replica\.msgpack"):
         open_state(options(tmp_path), KEYS)
     assert not list((tmp_path / "state").glob("*.damaged*"))
 
@@ -53,7 +60,7 @@ def test_lost_state_is_restored_from_the_replica(tmp_path: Path) -> None:
     made = make_state(tmp_path / "elsewhere")
     (tmp_path / "replica.msgpack").write_bytes(made.encode())
     found, said = opened(options(tmp_path))
-    assert found == made
+    assert found == made.encode()
     assert said.endswith(
         f"{STATE_FILE} was missing. The swarm was restored from this PC's replica (term 0, "
         f"revision {made.revision})."
@@ -66,7 +73,7 @@ def test_damaged_state_is_moved_aside(tmp_path: Path) -> None:
     file = tmp_path / "state" / STATE_FILE
     file.write_bytes(b"SQLite format 3\0" + b"smashed" * 1000)
     found, said = opened(options(tmp_path))
-    assert found == made
+    assert found == made.encode()
     (aside,) = file.parent.glob(f"{STATE_FILE}.damaged-*")
     assert aside.name in said
     assert "restored from this PC's replica" in said
@@ -87,17 +94,18 @@ def test_newer_of_state_and_replica_wins(tmp_path: Path, newer: str) -> None:
             state.begin_term(1 << 16)
         later = state.to_replica()
         if newer == "state":
-            state.save_standing(ME.peer, "left")
+            state.save_max_peers(7)
             made = state.to_replica()
     (tmp_path / "replica.msgpack").write_bytes(later.encode())
     if newer == "copy":
         (tmp_path / "state" / STATE_FILE).unlink()
         make_state(tmp_path / "state")
-    assert opened(options(tmp_path)) == (made if newer == "state" else later, "")
+    wanted = made if newer == "state" else later
+    assert opened(options(tmp_path)) == (wanted.encode(), "")
 
 
 def test_replica_of_another_swarm_is_ignored(tmp_path: Path) -> None:
-    made = make_state(tmp_path / "elsewhere", "s2")
+    made = make_state(tmp_path / "elsewhere", LogBuilder().log)
     (tmp_path / "replica.msgpack").write_bytes(made.encode())
     with pytest.raises(StateError, match="is gone"):
         open_state(options(tmp_path), KEYS)
@@ -109,3 +117,26 @@ def test_invalid_replica_is_ignored(tmp_path: Path, data: bytes) -> None:
     assert read_replica(path) is None
     path.write_bytes(data)
     assert read_replica(path) is None
+
+
+@pytest.mark.parametrize("newer", ["state", "replica"])
+def test_no_entry_of_either_log_is_lost(tmp_path: Path, newer: str) -> None:
+    made = make_state(tmp_path / "state")
+    other = copy.copy(BUILT)
+    other.admit(ME, TestPeer(name="late"))
+    revision = 0 if newer == "state" else 99
+    replica = replace(made, log=other.log, revision=revision)
+    (tmp_path / "replica.msgpack").write_bytes(replica.encode())
+    state, _ = open_state(options(tmp_path), KEYS)
+    with contextlib.closing(state):
+        assert state.read_log().digest == other.log.digest
+
+
+def test_a_swarm_is_named_by_its_founding_and_owned_by_its_founder(tmp_path: Path) -> None:
+    with contextlib.closing(StateStore.open(tmp_path)) as state:
+        swarm = load_or_create_swarm(state, KEYS, options(tmp_path))
+        log = MembershipLog.check_entries(swarm.id, state.read_log().entries)
+        assert log.owners == {ME.peer}
+        other = ((TestPeer().verify_key, "somebody"),)
+        with pytest.raises(StateError, match="somebody is no owner"):
+            load_or_create_swarm(state, KEYS, options(tmp_path, members=other))

@@ -3,33 +3,42 @@
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import structs
+from msgspec import msgpack, structs
 
 from molink.facts.device import Device
 from molink.facts.identity import derive_peer_id
+from molink.swarm.election.replica import Replica
 from molink.swarm.membership.banned_peers import BannedPeers
-from molink.wire.messages.admin import RevokeRequest, StatusReply, StatusRequest
+from molink.wire.messages.admin import (
+    AppendEntries,
+    LogReply,
+    LogRequest,
+    RevokeReply,
+    RevokeRequest,
+    StatusReply,
+    StatusRequest,
+)
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage, DoneReply
-from molink.wire.messages.election import LeaderHeartbeat
+from molink.wire.messages.election import LeaderHeartbeat, StateReplica
 from molink.wire.messages.instructions import (
     Notice,
     PeerInfo,
     PeerRemoved,
     Revoked,
     Route,
+    StageAddress,
     Welcome,
 )
 from molink.wire.messages.peer_reports import PeerReport
 from molink.wire.messages.worker_pipe import PeerBlocked
 from molink.wire.protocol import PROTOCOL
-from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
 from molinkd.peer.agent import readiness
 from molinkd.peer.agent.device_probe import MeasuredDevice
@@ -47,24 +56,29 @@ from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.node import Node
 from molinkd.peer.resources import Resources
 from molinkd.peer.settings import Settings
+from tests.support.membership import LogBuilder, TestPeer
 from tests.support.models import MakeModel
 from tests.support.net import Net
 
-OTHER = KeyPair.generate()
+OTHER = TestPeer(name="tv")
 STATUS = {
-    "peers": [{"id": derive_peer_id(OTHER.public), "name": "tv"}],
+    "peers": [{"id": OTHER.peer, "name": "tv"}],
     "trouble": "1 of 2 are there",
 }
 
 
 class Scene:
-    """A node, its coordinator, and what was asked of that."""
+    """A node, whose PC the founder has made an owner, and its coordinator with the log."""
 
     def __init__(self, net: Net, folder: Path) -> None:
-        self.revoked: list[str] = []
         self.coordinator = net.server(control_codec(), self._handle)
         self.events: list[AnyDaemonEvent] = []
         keys = net.member()
+        self.founder, self.me = TestPeer(name="founder"), TestPeer(keys)
+        self.members, self.revision = LogBuilder(self.founder), 0
+        self.members.admit(self.founder, self.me)
+        self.members.own(self.founder, self.me)
+        self.swarm = self.members.log.swarm
         self.control = net.server(control_codec(), lambda *_: None)
         resources = Resources(
             settings=Settings(name="pc", stage="none"),
@@ -79,10 +93,10 @@ class Scene:
         )
         address = f"127.0.0.1:{self.coordinator.port}"
         membership = MembershipRecord(
-            swarm="s", coordinator_key=net.keys.public, addresses=(address,)
+            swarm=self.swarm, coordinator_key=net.keys.public, addresses=(address,)
         )
         self.shut_out = 0
-        replica = ReplicaFile(resources.home.replica, "s")
+        replica = ReplicaFile(resources.home.replica, self.swarm)
         self.leadership = Leadership(resources, replica, membership)
         self.node = Node(resources, self.leadership, lambda: "http://e", self._revoked)
         self.node.start(MeasuredDevice(Device(kind="cpu", name="x", memory=0), bf16=False))
@@ -94,7 +108,7 @@ class Scene:
     def _handle(
         self,
         sender: MessageSender,
-        message: PeerReport | RevokeRequest | StatusRequest,
+        message: PeerReport | LogRequest | AppendEntries | StatusRequest,
         _payload: memoryview | None,
     ) -> None:
         send = self.coordinator.send
@@ -102,14 +116,39 @@ class Scene:
             case PeerReport() if sender.identity != self.identity:
                 self.identity = sender.identity
                 send(sender.identity, LeaderHeartbeat(term=0, leader="first", protocol=PROTOCOL))
-                send(sender.identity, Welcome(swarm="s", peer=sender.peer_id))
+                send(sender.identity, Welcome(swarm=self.swarm, peer=sender.peer_id))
+                self.send_state()
             case StatusRequest():
                 text = json.dumps(STATUS).encode()
                 payload = Payload("u8", (len(text),))
                 send(sender.identity, StatusReply(ref=message.ref, payload=payload), text)
-            case RevokeRequest():
-                self.revoked.append(message.target)
+            case LogRequest():
+                text = msgpack.encode(self.members.log.entries)
+                payload = Payload("u8", (len(text),))
+                send(sender.identity, LogReply(ref=message.ref, payload=payload), text)
+            case AppendEntries():
+                self.members.log = self.members.log.with_entries(message.entries)
                 send(sender.identity, DoneReply(ref=message.ref))
+
+    def send_state(self) -> None:
+        """Send a replica with the log as it is now."""
+        self.revision += 1
+        log = self.members.log
+        replica = Replica(self.swarm, "s", 8, 0, self.revision, (), log, (), (), (), (0, 0))
+        data = replica.encode()
+        payload = Payload("u8", (len(data),))
+        self.coordinator.send(self.identity, StateReplica(payload=payload), data)
+
+    def introduce(self, peer: TestPeer, info: PeerInfo) -> None:
+        """Admit a peer, and announce it."""
+        self.members.admit(self.founder, peer)
+        self.send_state()
+        self.coordinator.send(self.identity, info)
+
+    def claim_revoked(self, proof: bytes) -> None:
+        """Tell the node that it was shut out."""
+        message = Revoked(swarm=self.swarm, payload=Payload("u8", (len(proof),)))
+        self.coordinator.send(self.identity, message, proof)
 
 
 @pytest.fixture
@@ -124,8 +163,7 @@ async def scene(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As
 
 async def test_the_status_shows_banned_peers(scene: Scene, net: Net) -> None:
     assert json.loads(await scene.node.query_status()) == STATUS
-    peer = derive_peer_id(OTHER.public)
-    told = PeerBlocked(epoch=1, peer=peer, reason="nonsense", is_previous_stage=False)
+    told = PeerBlocked(epoch=1, peer=OTHER.peer, reason="nonsense", is_previous_stage=False)
     scene.node._stages.supervisor._on_message(1, told)
     (shown,) = json.loads(await scene.node.query_status())["banned_peers"]
     assert (shown["name"], shown["banned_by"], shown["reason"]) == (
@@ -159,6 +197,31 @@ async def test_an_unavailable_model_is_reported_once(scene: Scene, net: Net) -> 
     assert scene.node._schedulers.unready_reason("m") == "two"
 
 
+async def test_requests_go_to_members_only(scene: Scene, net: Net) -> None:
+    """A coordinator names a PC that nobody has let in, or a member with another PC's key."""
+    planted, member = TestPeer(), TestPeer()
+    scene.members.admit(scene.founder, member)
+    scene.send_state()
+
+    def send_route(pipeline: str, peer: TestPeer, key: str) -> None:
+        stage = StageAddress(peer=peer.peer, public_key=key, addresses=("127.0.0.1",), port=1)
+        route = Route(
+            pipeline=pipeline, epoch=1, model="m", is_ready=True, scheduler=stage, max_model_len=8
+        )
+        scene.coordinator.send(scene.identity, route)
+
+    send_route("p1", planted, planted.keys.public)
+    send_route("p2", member, planted.keys.public)
+    send_route("p3", member, member.keys.public)
+    await net.until(lambda: scene.node._schedulers.routes)
+    assert [route.pipeline for route in scene.node._schedulers.routes] == ["p3"]
+    # The entry was only late.
+    scene.members.admit(scene.founder, planted)
+    scene.send_state()
+    await net.until(lambda: len(scene.node._schedulers.routes) == 2)
+    assert {route.pipeline for route in scene.node._schedulers.routes} == {"p1", "p3"}
+
+
 async def test_a_pipeline_missing_in_a_new_session_is_removed(scene: Scene, net: Net) -> None:
     """A coordinator that restarted doesn't know what ended meanwhile."""
 
@@ -171,20 +234,20 @@ async def test_a_pipeline_missing_in_a_new_session_is_removed(scene: Scene, net:
         )
         scene.coordinator.send(scene.identity, route)
     await net.until(lambda: pipelines() == {"p1", "p2"})
-    scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
+    scene.coordinator.send(scene.identity, Welcome(swarm=scene.swarm, peer="x"))
     scene.coordinator.send(scene.identity, structs.replace(route, is_ready=True))
     await net.until(lambda: pipelines() == {"p2"})
 
 
 async def test_revoking_leaves_time_for_the_reply(scene: Scene, net: Net) -> None:
     """The one who is shut out counts for nothing at once; connections are cut a little later."""
-    reply, _ = await scene.node.forward_request(RevokeRequest(ref=0, target="x"))
-    assert isinstance(reply, DoneReply)
-    assert scene.revoked == ["x"]
-    peer = derive_peer_id(OTHER.public)
-    member = PeerInfo(peer=peer, name="tv", public_key=OTHER.public, addresses=(), control_port=0)
-    scene.coordinator.send(scene.identity, member)
+    peer, key = OTHER.peer, OTHER.keys.public
+    member = PeerInfo(peer=peer, name="tv", public_key=key, addresses=(), control_port=0)
+    scene.introduce(OTHER, member)
     await net.until(lambda: net.gatekeeper.is_allowed(peer))
+    reply, _ = await scene.node.forward_request(RevokeRequest(ref=0, target=peer))
+    assert isinstance(reply, RevokeReply)
+    assert scene.members.standing(OTHER) == ["revoked"]
     scene.coordinator.send(scene.identity, PeerRemoved(peer=peer))
     await net.until(lambda: not net.gatekeeper.is_allowed(peer))
     assert scene.control.counters.rebuilds == 0
@@ -194,16 +257,129 @@ async def test_revoking_leaves_time_for_the_reply(scene: Scene, net: Net) -> Non
 async def test_notices_of_the_coordinator_are_reported(scene: Scene, net: Net) -> None:
     for text in ("--stage 6:99 is odd", ""):
         scene.coordinator.send(scene.identity, Notice(text=text))
-    scene.coordinator.send(scene.identity, Revoked(swarm="s"))
+    scene.members.revoke(scene.founder, scene.me)
+    scene.claim_revoked(msgpack.encode(scene.members.log.entries))
     await net.until(lambda: scene.shut_out == 1)
     told = [event.text for event in scene.events if isinstance(event, ProblemReportedEvent)]
     assert told == ["--stage 6:99 is odd"]
 
 
+def proof_of(members: LogBuilder) -> bytes:
+    return msgpack.encode(members.log.entries)
+
+
+def _no_log(_: Scene) -> bytes:
+    return b""
+
+
+def _no_entries(_: Scene) -> bytes:
+    return msgpack.encode(())
+
+
+def _nobody_revoked(scene: Scene) -> bytes:
+    return proof_of(scene.members)
+
+
+def _another_revoked(scene: Scene) -> bytes:
+    scene.members.admit(scene.founder, OTHER)
+    scene.members.revoke(scene.founder, OTHER)
+    return proof_of(scene.members)
+
+
+def _by_a_member(scene: Scene) -> bytes:
+    scene.members.admit(scene.founder, OTHER)
+    scene.members.revoke(OTHER, scene.me)
+    return proof_of(scene.members)
+
+
+def _by_an_owner_below(scene: Scene) -> bytes:
+    scene.members.admit(scene.founder, OTHER)
+    scene.members.own(scene.me, OTHER)
+    scene.members.revoke(OTHER, scene.me)
+    return proof_of(scene.members)
+
+
+def _in_another_swarm(scene: Scene) -> bytes:
+    other = LogBuilder(OTHER)
+    other.admit(OTHER, scene.me)
+    other.revoke(OTHER, scene.me)
+    return proof_of(other)
+
+
+def _without_a_signature(scene: Scene) -> bytes:
+    said = scene.members.revoke(scene.founder, scene.me)
+    entries = [one for one in scene.members.log.entries if one != said]
+    return msgpack.encode([*entries, structs.replace(said, signature=bytes(64))])
+
+
+def _without_the_readmission(scene: Scene) -> bytes:
+    """It was shut out once, and is a member again."""
+    said = scene.members.revoke(scene.founder, scene.me)
+    before = proof_of(scene.members)
+    scene.members.readmit(scene.founder, said)
+    scene.send_state()
+    return before
+
+
+@pytest.mark.parametrize(
+    "make_proof",
+    [
+        _no_log,
+        _no_entries,
+        _nobody_revoked,
+        _another_revoked,
+        _by_a_member,
+        _by_an_owner_below,
+        _in_another_swarm,
+        _without_a_signature,
+        _without_the_readmission,
+    ],
+)
+async def test_a_coordinator_shuts_nobody_out(
+    scene: Scene, net: Net, make_proof: Callable[[Scene], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the log that shows an owner's revocation of this PC does."""
+    scene.claim_revoked(make_proof(scene))
+    scene.coordinator.send(scene.identity, Notice(text="read by now"))
+    await net.until(lambda: ProblemReportedEvent(text="read by now") in scene.events)
+    assert scene.shut_out == 0
+    assert "the coordinator claims that this PC was shut out" in caplog.text
+    assert scene.node.session.is_welcomed
+
+
+async def test_whoever_a_revoked_pc_let_in_is_shut_out_too(scene: Scene, net: Net) -> None:
+    parent = TestPeer(name="parent")
+    swarm = LogBuilder(scene.founder)
+    swarm.admit(scene.founder, parent)
+    swarm.admit(parent, scene.me)
+    swarm.revoke(scene.founder, parent)
+    scene.leadership.replica.replica = None  # where the founder itself let it in
+    scene.claim_revoked(proof_of(swarm))
+    await net.until(lambda: scene.shut_out == 1)
+
+
+async def test_a_join_that_the_coordinator_hides_does_not_end(scene: Scene, net: Net) -> None:
+    """Whoever ends an invitation names those that stay; the PC itself knows who joined."""
+    guest = TestPeer(name="guest")
+    invited, _ = scene.members.invite(scene.me, uses=2)
+    hiding = scene.members.log
+    scene.members.join(invited, guest)
+    whole = scene.members.log
+    scene.send_state()
+    held = scene.leadership.replica
+    await net.until(lambda: held.replica is not None and held.replica.log.is_member(guest.peer))
+    scene.members.log = hiding
+    (invitation,) = hiding.invitations
+    await scene.node.forward_request(RevokeRequest(ref=0, target=invitation.id))
+    after = whole.merge_log(scene.members.log)
+    assert [one.is_ended for one in after.invitations] == [True]
+    assert after.is_member(guest.peer)
+
+
 async def test_the_sweep_restarts_with_each_session(scene: Scene, net: Net) -> None:
     first = scene.node._peers._sweep
     assert first is not None
-    scene.coordinator.send(scene.identity, Welcome(swarm="s", peer="x"))
+    scene.coordinator.send(scene.identity, Welcome(swarm=scene.swarm, peer="x"))
     await net.until(lambda: scene.node._peers._sweep is not first)
     assert first.cancelled()
 
@@ -216,8 +392,10 @@ class AlteredFiles(ModelFiles):
         return data.replace(b"im_start", b"im_evil_")
 
 
-def serve_files(net: Net, folder: Path, kind: type[ModelFiles]) -> tuple[PeerInfo, ModelFiles]:
-    """A peer with the model in ``folder``, on a control socket of its own."""
+def serve_files(
+    scene: Scene, net: Net, folder: Path, kind: type[ModelFiles]
+) -> tuple[PeerInfo, ModelFiles]:
+    """A member with the model in ``folder``, on a control socket of its own."""
     repository = ModelRepository()
     made = repository.add_model("m", folder)
     model_files = kind(made.folder, made.manifest, made.ranges, made.stamps)
@@ -245,6 +423,7 @@ def serve_files(net: Net, folder: Path, kind: type[ModelFiles]) -> tuple[PeerInf
         addresses=("127.0.0.1",),
         control_port=server.port,
     )
+    scene.introduce(TestPeer(keys), member)
     return member, model_files
 
 
@@ -252,10 +431,8 @@ async def test_a_source_that_alters_the_chat_template_is_banned(
     scene: Scene, net: Net, tmp_path: Path, make_model: MakeModel
 ) -> None:
     folder = make_model(tmp_path / "model")
-    liar, model_files = serve_files(net, folder, AlteredFiles)
-    honest, _ = serve_files(net, folder, ModelFiles)
-    for member in (liar, honest):
-        scene.coordinator.send(scene.identity, member)
+    liar, model_files = serve_files(scene, net, folder, AlteredFiles)
+    honest, _ = serve_files(scene, net, folder, ModelFiles)
     route = Route(
         pipeline="p1",
         epoch=1,
@@ -293,8 +470,7 @@ class SlowFiles(ModelFiles):
 async def test_transfers_are_announced_and_reported(
     scene: Scene, net: Net, tmp_path: Path, make_model: MakeModel
 ) -> None:
-    slow, model_files = serve_files(net, make_model(tmp_path / "model"), SlowFiles)
-    scene.coordinator.send(scene.identity, slow)
+    slow, model_files = serve_files(scene, net, make_model(tmp_path / "model"), SlowFiles)
     route = Route(
         pipeline="p1",
         epoch=1,

@@ -41,6 +41,11 @@ BRANCHES = dict.fromkeys(PLANTED, "m")
 HIGH = MAX_ROUND << 16
 
 
+def seed_of(text: str) -> str:
+    """A seed that is the same each time."""
+    return text.encode().hex().ljust(40, "0")[:40]
+
+
 def membership(order: Iterable[str] = ORDER) -> MembershipChangedEvent:
     return MembershipChangedEvent(tuple(order), (0, 5), BRANCHES)
 
@@ -80,7 +85,7 @@ def leading(order: Iterable[str] = ORDER) -> tuple[LeaderElection, LeaseIssuer]:
     one.handle(CoordinatorStartedEvent(0, KEY, ("h:1",)), 0.2)
     for other in order:
         one.handle(PeerTimedOutEvent(other), 0.3)
-    issuer = LeaseIssuer("a", "run", 0.2)
+    issuer = LeaseIssuer("a", seed_of("run"), 0.2)
     one.handle(CoordinatorHeardEvent(0, "a", issuer.issue_lease(0, 1.0), issuer.verify_key), 1.0)
     assert one.role == "leader"
     return one, issuer
@@ -89,7 +94,7 @@ def leading(order: Iterable[str] = ORDER) -> tuple[LeaderElection, LeaseIssuer]:
 def following(me: str = "b", order: Iterable[str] = ORDER) -> tuple[LeaderElection, LeaseIssuer]:
     """A follower of ``a`` at 10 s."""
     one = LeaderElection(me, 0.0, membership=membership(order), leader="a")
-    issuer = LeaseIssuer("a", "run", 0.0)
+    issuer = LeaseIssuer("a", seed_of("run"), 0.0)
     beat = CoordinatorHeardEvent(0, "a", issuer.issue_lease(0, 9.9), issuer.verify_key)
     one.handle(ElectionTimePassedEvent(), 9.9)
     one.handle(beat, 9.9)
@@ -225,7 +230,7 @@ def test_hearing_a_leader_counts_only_with_its_lease() -> None:
     one, issuer = following()
     assert 10.0 < elect(one, [(10.0, issuer.issue_lease(0, 2.0))], 30.0) <= 11.0, "a stale one"
     one, issuer = following()
-    forged = LeaseIssuer("a", "another run", 0.0)
+    forged = LeaseIssuer("a", seed_of("another run"), 0.0)
     lies = [(at, forged.issue_lease(0, at)) for at in range(10, 30)]
     assert 10.0 < elect(one, lies, 30.0) <= 11.0, "forged ones"
     one, issuer = following()
@@ -376,7 +381,7 @@ class LyingNetwork(Postman):
         return [peer for peer in self.order if peer not in self.dead]
 
     def heartbeat(self, leader: str) -> CoordinatorHeardEvent:
-        issuer = self.issuers.setdefault(leader, LeaseIssuer(leader, leader, self.now))
+        issuer = self.issuers.setdefault(leader, LeaseIssuer(leader, seed_of(leader), self.now))
         lease = issuer.issue_lease(self.runs[leader], self.now)
         self.known = [*self.known[-200:], lease]
         return CoordinatorHeardEvent(self.runs[leader], leader, lease, issuer.verify_key)

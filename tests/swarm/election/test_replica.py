@@ -5,36 +5,49 @@ from dataclasses import replace
 import pytest
 
 from molink.errors import StateError
-from molink.facts.identity import derive_peer_id
-from molink.swarm.controller.records import MemberRecord, Standing
 from molink.swarm.election.replica import (
-    MAX_FORMER_MEMBERS,
     MAX_LINEAGE,
     RESEND_TIMEOUT,
     Replica,
     ReplicaSync,
     decode_replica,
     includes_version,
-    merge_replicas,
     next_lineage,
 )
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.membership import SignedEntry
+from tests.support.membership import LogBuilder, TestPeer
 
 
-def member(letter: str, standing: Standing = "member", *, owner: bool = False) -> MemberRecord:
-    key = letter * 40
-    return MemberRecord(derive_peer_id(key), key, letter, owner, standing)
+def replica(built: LogBuilder, *announced: PeerInfo) -> Replica:
+    return Replica(built.log.swarm, "home", 64, 0, 1, (), built.log, announced, (), (), (1, 7))
 
 
-def replica(*members: MemberRecord, term: int = 0, revision: int = 1) -> Replica:
-    return Replica("s", "home", 64, term, revision, (), members, (), (), (), (1, 7))
+def info(peer: TestPeer, name: str = "x", key: str = "") -> PeerInfo:
+    return PeerInfo(
+        peer=peer.peer,
+        name=name,
+        public_key=key or peer.keys.public,
+        addresses=("10.0.0.1",),
+        control_port=1,
+    )
 
 
 def test_replica_round_trips() -> None:
-    one = replica(member("a", owner=True), member("b", "revoked"))
-    assert decode_replica(one.encode()) == one
-    assert one.order == (member("a").peer,)
-    assert one.version == (0, 1)
+    built, a, out = LogBuilder(), TestPeer(name="a"), TestPeer(name="out")
+    built.admit(built.founder, a, out)
+    built.revoke(built.founder, out)
+    one = replica(built, info(a))
+    again = decode_replica(one.encode())
+    assert again.encode() == one.encode()
+    assert again.order == (built.founder.peer, a.peer)
+    assert again.version == (0, 1)
+    assert [(m.name, m.standing, m.is_owner) for m in again.members] == [
+        ("founder", "member", True),
+        ("x", "member", False),
+        ("out", "revoked", False),
+    ]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"\xff" * 50, b"\x93\x01\x02\x03"])
@@ -43,40 +56,28 @@ def test_invalid_bytes_are_rejected(data: bytes) -> None:
         decode_replica(data)
 
 
-def test_names_are_sanitized() -> None:
-    """A hostile member may have written them."""
-    one = member("a")
-    info = PeerInfo(
-        peer=one.peer,
-        name="x (10.0.0.1): \x1b[31m",
-        public_key=one.public_key,
-        addresses=(),
-        control_port=1,
-    )
-    hostile = replace(one, name='"\n\x1b[2J', announced=info)
-    found = decode_replica(replace(replica(hostile), name="home (leader)").encode())
-    assert found.name == "home leader"
-    (clean,) = found.members
-    assert clean.name == "2J"
-    assert clean.announced is not None
-    assert clean.announced.name == "x 10.0.0.1 31m"
-
-
-def test_member_id_must_match_its_key() -> None:
-    false = replica(replace(member("a"), peer=member("b").peer))
-    with pytest.raises(StateError, match="another peer's key"):
+def test_a_replica_of_unsigned_members_is_rejected() -> None:
+    built, planted = LogBuilder(), TestPeer(name="planted")
+    signed = built.admit(built.founder, planted)
+    forged = SignedEntry(signed.body, b"\0" * 64)
+    entries = {one.hash: one for one in (built.log.entries[0], forged)}
+    false = replace(replica(built), log=MembershipLog(built.log.swarm, entries))
+    with pytest.raises(StateError, match="false"):
         decode_replica(false.encode())
+    with pytest.raises(StateError, match="false"):
+        decode_replica(false.encode(), known=built.log)
 
 
-def test_former_members_are_trimmed_but_revoked_ones_stay() -> None:
-    past: list[MemberRecord] = []
-    for n in range(MAX_FORMER_MEMBERS + 10):
-        key = f"{n:040d}"
-        past.append(MemberRecord(derive_peer_id(key), key, "x", False, "left"))
-    one = replica(member("r", "revoked"), *past, member("a"))
-    kept = decode_replica(one.encode()).members
-    assert [m.name for m in kept].count("x") == MAX_FORMER_MEMBERS
-    assert {m.name for m in kept} == {"r", "x", "a"}
+def test_names_are_cleaned_and_keys_are_the_logs() -> None:
+    built, a = LogBuilder(TestPeer(name="f\x1b[2J")), TestPeer(name="a")
+    built.admit(built.founder, a)
+    other = TestPeer()
+    one = replica(built, info(built.founder, "x\x1b[31m"), info(a, "b", other.keys.public))
+    founder, member = decode_replica(one.encode()).members
+    assert founder.announced is not None
+    assert "\x1b" not in founder.name + founder.announced.name
+    assert (member.name, member.announced) == ("a", None), "announced with another PC's key"
+    assert member.public_key == a.keys.public
 
 
 def test_lineage_tells_which_versions_are_included() -> None:
@@ -97,44 +98,35 @@ def test_lineage_is_bounded() -> None:
     assert lineage[-1] == (199, 199)
 
 
-def test_merge_takes_members_and_owners_revocations_but_no_ownership() -> None:
-    first, out = member("a", owner=True), member("c", "revoked")
-    ours = replica(first, member("b"), out, member("d", "left"))
-    theirs = replica(
-        member("a", "revoked"),
-        member("b", "revoked"),
-        member("c"),
-        member("d"),
-        member("e", owner=True),
-        member("f", "revoked"),
-        member("g", "left"),
-    )
-    new = [member("d"), member("e")]
-    assert merge_replicas(ours, theirs, by_owner=False) == new
-    revoked = [member("b", "revoked"), member("f", "revoked")]
-    merged = merge_replicas(ours, theirs, by_owner=True)
-    assert sorted(merged, key=lambda one: one.name) == [revoked[0], *new, revoked[1]]
-    after = replace(ours, members=(first, out, *merged))
-    assert merge_replicas(after, theirs, by_owner=True) == []
+def plan(sync: ReplicaSync, held: tuple[int, int], now: float, digest: str = "d") -> str | None:
+    return sync.plan_sync("a", (held, digest), ((20, 12), "d"), ((10, 9),), now)
 
 
-def test_outdated_peer_is_sent_the_state_once() -> None:
-    one = ReplicaSync()
-    assert one.plan_sync("p", (0, 5), (0, 5), (), 0.0) is None
-    assert one.plan_sync("p", (0, 4), (0, 5), (), 0.0) == "send"
-    assert one.plan_sync("p", (0, 4), (0, 5), (), 1.0) is None
-    assert one.plan_sync("p", (0, 4), (0, 6), (), 1.0) == "send"
-    assert one.plan_sync("p", (0, 4), (0, 6), (), 1.1 + RESEND_TIMEOUT) == "send", (
-        "it must have got lost"
-    )
-    one.drop_peer("p")
-    assert one.plan_sync("p", (0, 4), (0, 6), (), 1.2 + RESEND_TIMEOUT) == "send"
+def test_a_peer_gets_each_version_once_in_a_while() -> None:
+    sync = ReplicaSync()
+    assert plan(sync, (20, 12), 0.0) is None
+    assert plan(sync, (20, 11), 0.0) == "send"
+    assert plan(sync, (20, 11), RESEND_TIMEOUT - 0.1) is None
+    assert plan(sync, (20, 11), RESEND_TIMEOUT) == "send"
+    sync.drop_peer("a")
+    assert plan(sync, (20, 11), RESEND_TIMEOUT + 0.1) == "send"
 
 
-def test_peer_of_another_part_is_asked_for_its_state_first() -> None:
-    one = ReplicaSync()
-    assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), 0.0) == "ask"
-    assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), 1.0) is None
-    assert one.plan_sync("p", (7, 3), (9, 5), ((0, 2),), RESEND_TIMEOUT) == "send", (
-        "it doesn't answer"
-    )
+def test_a_peer_with_changes_that_we_lack_is_asked_once() -> None:
+    sync = ReplicaSync()
+    assert not sync.accept_answer("a")
+    assert plan(sync, (15, 3), 0.0) == "ask"
+    assert plan(sync, (15, 3), 1.0) is None
+    assert sync.accept_answer("a")
+    assert not sync.accept_answer("a"), "one answer per request"
+    assert plan(sync, (15, 3), 1.1) == "send"
+    sync.drop_peer("a")
+    assert plan(sync, (15, 3), 2.0) == "ask"
+    assert plan(sync, (15, 3), 2.0 + RESEND_TIMEOUT) == "send", "it doesn't answer"
+
+
+def test_a_peer_with_other_entries_is_asked() -> None:
+    sync = ReplicaSync()
+    assert plan(sync, (20, 12), 0.0, "other") == "ask"
+    for now in (0.1, RESEND_TIMEOUT, 2 * RESEND_TIMEOUT):
+        assert plan(sync, (20, 12), now, "other") is None, "and not again while it is connected"

@@ -7,119 +7,110 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molink.errors import NotAuthorized, TokenError, UsageError
-from molink.swarm.controller.records import InvitationUse
+from molink.errors import NotAuthorized, RequestError, TokenError, UsageError
+from molink.swarm.controller.records import InvitationRecord, InvitationUse
 from molink.swarm.membership.invitations import (
     MAX_INVITATIONS,
-    Invitations,
     JoinRateLimiter,
+    check_lifetime,
+    check_use,
     encode_invitations,
+    find_excess,
+    sign_invitation,
 )
 from molink.util.token_bucket import RateLimit
+from molink.wire.messages.membership import InvitationEntry, SignedEntry
+from molink.wire.sockets.key_pair import KeyPair
+from tests.support.membership import LogBuilder, TestPeer
 
 DAY = 86400
-KEY = "k" * 40
+KEYS = KeyPair.generate()
+RECORD = InvitationRecord("invite:1", KEYS.public, 111, "a", 1.0, 2)
 
 
-def test_invitation_is_valid_until_it_expires() -> None:
-    invitations = Invitations()
-    record = invitations.create_invitation("a", KEY, 10, now=100.5, owner=True)
-    forever = invitations.create_invitation("a", KEY, 0, now=100.5, owner=True)
-    assert (record.public_key, record.creator) == (KEY, "a")
-    assert (record.expires_at, forever.expires_at) == (111, 0)
-    assert invitations.redeem_invitation(record.id, "b", now=110.9)
-    for id, now in ((record.id, 111), ("invite:other", 0)):
-        with pytest.raises(TokenError, match="expired"):
-            invitations.redeem_invitation(id, "b", now=now)
-    assert invitations.purge_expired(now=110) == []
-    assert invitations.purge_expired(now=111) == [record.id]
-    assert [one.id for one in invitations] == [forever.id]
-    assert invitations.revoke_invitation(forever.id)
-    assert not invitations.revoke_invitation(forever.id)
+def invite(ttl: float, uses: int = 1, now: float = 100.5) -> SignedEntry:
+    return sign_invitation("s", KEYS.signer, KeyPair.generate().signer, ttl, uses, now)
 
 
-def test_number_of_uses_is_enforced() -> None:
-    invitations = Invitations()
-    id = invitations.create_invitation("a", KEY, 0, now=1, owner=True, uses=2).id
-    assert invitations.redeem_invitation(id, "b", now=2).used_by == (InvitationUse("b", 2),)
-    assert invitations.redeem_invitation(id, "c", now=2).used_by == (InvitationUse("c", 2),), (
-        "nothing was kept yet"
-    )
-    invitations.put_record(invitations.redeem_invitation(id, "b", now=2))
-    again = invitations.redeem_invitation(id, "b", now=3)
-    assert (again.used_by, again.uses_left) == ((InvitationUse("b", 2),), 1), (
-        "coming again counts once"
-    )
-    invitations.put_record(invitations.redeem_invitation(id, "c", now=4))
-    with pytest.raises(TokenError, match="was for 2 PCs, which have joined"):
-        invitations.redeem_invitation(id, "d", now=5)
-    assert invitations.redeem_invitation(id, "b", now=6).uses_left == 0
-    assert invitations.redeemed_by("c") == [id]
-    assert invitations.redeemed_by("d") == []
-    one = invitations.create_invitation("a", KEY, 0, now=1, owner=True).id
-    invitations.put_record(invitations.redeem_invitation(one, "b", now=2))
-    with pytest.raises(TokenError, match="was for 1 PC, which has joined"):
-        invitations.redeem_invitation(one, "c", now=2)
+def entry_of(signed: SignedEntry) -> InvitationEntry:
+    entry = signed.decode()
+    assert isinstance(entry, InvitationEntry)
+    return entry
+
+
+def test_an_invitation_says_how_long_and_for_how_many() -> None:
+    entry = entry_of(invite(10, uses=3))
+    assert (entry.created_at, entry.expires_at, entry.max_uses) == (100.5, 111, 3)
+    assert entry_of(invite(0)).expires_at == 0, "forever"
 
 
 @pytest.mark.parametrize("uses", [0, -1, 256])
 def test_invalid_number_of_uses_is_rejected(uses: int) -> None:
     with pytest.raises(UsageError, match="for 1 to 255 PCs"):
-        Invitations().create_invitation("a", KEY, 1, now=0, owner=True, uses=uses)
-
-
-def test_used_up_invitations_do_not_displace_others() -> None:
-    invitations = Invitations()
-    fresh = invitations.create_invitation("a", KEY, 0, now=0, owner=True)
-    for number in range(MAX_INVITATIONS):
-        id = invitations.create_invitation("a", KEY, 0, now=1, owner=True).id
-        invitations.put_record(invitations.redeem_invitation(id, f"b{number}", now=1))
-    assert invitations.purge_expired(now=2) == []
-    assert invitations.get_invitation(fresh.id) == fresh
-
-
-def test_invitations_are_listed() -> None:
-    invitations = Invitations()
-    id = invitations.create_invitation("a", KEY, 10, now=1, owner=True, uses=2).id
-    invitations.put_record(invitations.redeem_invitation(id, "b", now=2))
-    (shown,) = json.loads(encode_invitations(list(invitations), str.upper))
-    assert shown == {
-        "id": id.removeprefix("invite:"),
-        "created": 1,
-        "expires": 11,
-        "uses": 2,
-        "left": 1,
-        "creator": {"peer": "a", "name": "A"},
-        "used": [{"peer": "b", "name": "B", "at": 2}],
-    }
-    many = [replace(record, max_uses=9) for record in invitations] * 5000
-    text = encode_invitations(many, str.upper)
-    assert 0 < len(json.loads(text)) < 5000
-    assert len(text) < 200_000
-
-
-def test_flood_ends_only_the_creators_own_invitations() -> None:
-    invitations = Invitations()
-    owners = invitations.create_invitation("owner", KEY, 0, now=0, owner=True)
-    first = invitations.create_invitation("b", KEY, DAY, now=0, owner=False)
-    for _ in range(MAX_INVITATIONS):
-        invitations.create_invitation("b", KEY, DAY, now=0, owner=False)
-    assert invitations.purge_expired(now=0) == [first.id]
-    assert invitations.created_by("owner") == [owners.id]
-    assert len(invitations.created_by("b")) == MAX_INVITATIONS
+        invite(1, uses)
 
 
 @pytest.mark.parametrize("ttl", [-1, float("nan"), float("inf"), 1e18])
 def test_invalid_duration_is_rejected(ttl: float) -> None:
     with pytest.raises(UsageError, match="can't be valid for"):
-        Invitations().create_invitation("a", KEY, ttl, now=0, owner=True)
+        invite(ttl)
 
 
 @pytest.mark.parametrize("ttl", [0, 31 * DAY])
 def test_only_owners_invitations_never_expire(ttl: int) -> None:
+    entry = entry_of(invite(ttl, now=0))
     with pytest.raises(NotAuthorized, match="more than 30 days"):
-        Invitations().create_invitation("b", KEY, ttl, now=0, owner=False)
-    assert Invitations().create_invitation("a", KEY, ttl, now=0, owner=True)
+        check_lifetime(entry, 0.0, owner=False)
+    check_lifetime(entry, 0.0, owner=True)
+    check_lifetime(entry_of(invite(DAY, now=0)), 0.0, owner=False)
+    with pytest.raises(RequestError, match="expired"):
+        check_lifetime(entry_of(invite(DAY, now=0)), DAY, owner=True)
+
+
+def test_an_invitation_may_be_used_until_it_expires_or_is_used_up() -> None:
+    check_use(RECORD, "b", 110.9)
+    for record in (RECORD, None):
+        with pytest.raises(TokenError, match="expired"):
+            check_use(record, "b", 111.0)
+    used = replace(RECORD, used_by=(InvitationUse("b", 2), InvitationUse("c", 3)))
+    with pytest.raises(TokenError, match="was for 2 PCs, which have joined"):
+        check_use(used, "d", 5.0)
+    check_use(used, "b", 5.0)  # coming again counts once
+    with pytest.raises(TokenError, match="was for 1 PC, which has joined"):
+        check_use(replace(used, max_uses=1, used_by=used.used_by[:1]), "c", 5.0)
+
+
+def test_invitations_are_listed() -> None:
+    record = replace(RECORD, used_by=(InvitationUse("b", 2),))
+    (shown,) = json.loads(encode_invitations([record], str.upper))
+    assert shown == {
+        "id": "1",
+        "created": 1.0,
+        "expires": 111,
+        "uses": 2,
+        "left": 1,
+        "creator": {"peer": "a", "name": "A"},
+        "used": [{"peer": "b", "name": "B", "at": 2}],
+    }
+    text = encode_invitations([record] * 5000, str.upper)
+    assert 0 < len(json.loads(text)) < 5000
+    assert len(text) < 200_000
+
+
+def test_only_the_creators_own_oldest_unused_invitations_are_too_many() -> None:
+    built, a, joined = LogBuilder(), TestPeer(), TestPeer()
+    built.admit(built.founder, a)
+    built.invite(built.founder)
+    _, first = built.invite(a)
+    used, _ = built.invite(a)
+    built.join(used, joined)
+    built.invite(a, expires_at=5)
+    for _ in range(MAX_INVITATIONS - 2):
+        built.invite(a)
+    assert find_excess(built.log, a.peer, 10.0) == []
+    built.invite(a)
+    assert [one.hash for one in find_excess(built.log, a.peer, 10.0)] == [first.hash]
+    assert find_excess(built.log, built.founder.peer, 10.0) == []
 
 
 def test_burst_then_steady_rate() -> None:

@@ -22,6 +22,7 @@ from molink.swarm.membership.pairing import (
     JoinerConnectedEvent,
     JoinerDisconnectedEvent,
     JoinerMessageReceivedEvent,
+    NameJoinerAction,
     PairingDecidedEvent,
     PairingEvent,
     PairingInitiator,
@@ -35,8 +36,11 @@ from molink.swarm.membership.pairing import (
     short_code,
 )
 from molink.wire.messages.pairing import Challenge, Commitment, PairingResult, Reveal
+from molink.wire.sockets.key_pair import KeyPair
 
-SWARM_KEY, PC_KEY, EVIL_KEY = "s" * 40, "p" * 40, "e" * 40
+PC, EVIL = KeyPair.from_seed("p" * 40), KeyPair.from_seed("e" * 40)
+PC_KEY, EVIL_KEY = PC.signer.verify_key, EVIL.signer.verify_key
+SWARM_KEY = "s" * 40
 
 
 def nonce(number: int) -> bytes:
@@ -78,20 +82,47 @@ class Scene:
         assert self.handle(JoinerMessageReceivedEvent(joiner, reveal)) == [PublishPendingAction()]
         return joiner, code
 
+    def admit(self, code: str, name: str = "pc", key: str = PC_KEY) -> list[object]:
+        """A member asks for the key, signs for it, and admits the PC."""
+        assert self.handle(PairingDecidedEvent(code)) == [NameJoinerAction(name, key)]
+        return self.handle(PairingDecidedEvent(code, key))
+
 
 def test_both_sides_show_one_code_that_admits_the_key() -> None:
     scene = Scene()
     joiner, code = scene.wait("attic\x1b[31m PC")
     (waiting,) = scene.responder.pending_requests
     assert (waiting.name, waiting.code, waiting.address) == ("attic31m PC", code, "10.0.0.1")
-    assert scene.handle(PairingDecidedEvent(code.replace("-", " "), "owner")) == [
+    assert scene.admit(code.replace("-", " "), "attic31m PC") == [
         PublishPendingAction(),
-        AdmitJoinerAction(joiner, PC_KEY, "attic31m PC", "owner"),
+        AdmitJoinerAction(joiner, "attic31m PC"),
     ]
     assert scene.responder.pending_requests == []
     assert isinstance(
-        scene.handle(PairingDecidedEvent(code, "owner"))[-1], ReportPairingErrorAction
+        scene.handle(PairingDecidedEvent(code, PC_KEY))[-1], ReportPairingErrorAction
     ), "a code admits once"
+
+
+@pytest.mark.parametrize("signed", ["", EVIL_KEY, PC.public])
+def test_a_pc_is_admitted_only_by_the_key_that_a_member_signed_for(signed: str) -> None:
+    scene = Scene()
+    joiner, code = scene.wait()
+    assert scene.handle(PairingDecidedEvent(code, signed)) == [NameJoinerAction("pc", PC_KEY)]
+    assert [one.code for one in scene.responder.pending_requests] == [code]
+    assert scene.admit(code) == [PublishPendingAction(), AdmitJoinerAction(joiner, "pc")]
+
+
+@pytest.mark.parametrize("shown", ["", EVIL_KEY, PC.public, "\xff" * 40, "0" * 40])
+def test_the_key_that_a_pc_signs_with_is_the_one_that_it_connects_with(shown: str) -> None:
+    """Otherwise a member would sign for another PC than the one that shows the code."""
+    scene = Scene()
+    joiner = scene.arrive()
+    asked = PairingInitiator(PC_KEY, "pc", "1", nonce(1)).commitment
+    message = msgspec.structs.replace(asked, verify_key=shown)
+    assert scene.handle(JoinerMessageReceivedEvent(joiner, message)) == [
+        DisconnectJoinerAction(joiner)
+    ]
+    assert scene.handle(JoinerDisconnectedEvent(joiner)) == []
 
 
 def test_pcs_of_one_name_have_different_codes() -> None:
@@ -100,16 +131,14 @@ def test_pcs_of_one_name_have_different_codes() -> None:
     _, other = scene.wait("pc", EVIL_KEY)
     assert code != other
     assert [one.name for one in scene.responder.pending_requests] == ["pc", "pc"]
-    assert scene.handle(PairingDecidedEvent(code, "owner"))[-1] == AdmitJoinerAction(
-        first, PC_KEY, "pc", "owner"
-    )
+    assert scene.admit(code)[-1] == AdmitJoinerAction(first, "pc")
     assert [one.code for one in scene.responder.pending_requests] == [other]
 
 
 def test_refused_joiner_is_told() -> None:
     scene = Scene()
     joiner, code = scene.wait()
-    assert scene.handle(PairingDecidedEvent(code, "owner", refuse=True)) == [
+    assert scene.handle(PairingDecidedEvent(code, refuse=True)) == [
         PublishPendingAction(),
         SendToJoinerAction(joiner, PairingResult(outcome="refused")),
         ConfirmRefusalAction("pc"),
@@ -121,18 +150,18 @@ def test_three_wrong_codes_reject_all_pending_joiners() -> None:
     joiner, code = scene.wait()
     wrong = "0000-0000" if code != "0000-0000" else "1111-1111"
     for _ in range(MAX_WRONG_CODES - 1):
-        (denied,) = scene.handle(PairingDecidedEvent(wrong, "owner"))
+        (denied,) = scene.handle(PairingDecidedEvent(wrong))
         assert isinstance(denied, ReportPairingErrorAction)
-    (malformed,) = scene.handle(PairingDecidedEvent("4827", "owner"))
+    (malformed,) = scene.handle(PairingDecidedEvent("4827"))
     assert isinstance(malformed, ReportPairingErrorAction), "malformed codes are not counted"
     assert scene.responder.pending_requests
-    decisions = scene.handle(PairingDecidedEvent(wrong, "owner"))
+    decisions = scene.handle(PairingDecidedEvent(wrong))
     assert decisions[:2] == [
         PublishPendingAction(),
         SendToJoinerAction(joiner, PairingResult(outcome="refused")),
     ]
     assert isinstance(decisions[2], ReportPairingErrorAction)
-    (nobody,) = scene.handle(PairingDecidedEvent(code, "owner"))
+    (nobody,) = scene.handle(PairingDecidedEvent(code))
     assert isinstance(nobody, ReportPairingErrorAction)
 
 
@@ -156,7 +185,7 @@ def test_disconnected_joiner_is_not_pending() -> None:
     scene = Scene()
     joiner, code = scene.wait()
     assert scene.handle(JoinerDisconnectedEvent(joiner)) == [PublishPendingAction()]
-    (denied,) = scene.handle(PairingDecidedEvent(code, "owner"))
+    (denied,) = scene.handle(PairingDecidedEvent(code))
     assert isinstance(denied, ReportPairingErrorAction)
 
 
@@ -177,7 +206,9 @@ def test_out_of_order_messages_disconnect() -> None:
     ]
     # A commitment binds the key too.
     stolen = scene.arrive()
-    scene.challenge(stolen, msgspec.structs.replace(asked, public_key=EVIL_KEY))
+    scene.challenge(
+        stolen, msgspec.structs.replace(asked, public_key=EVIL.public, verify_key=EVIL_KEY)
+    )
     assert scene.handle(JoinerMessageReceivedEvent(stolen, Reveal(nonce=nonce(1)))) == [
         DisconnectJoinerAction(stolen)
     ]
@@ -213,7 +244,7 @@ def test_replayed_messages_give_another_code() -> None:
 
 def test_man_in_the_middle_gets_other_codes() -> None:
     """The attacker has to commit to keys and nonces before either code is known."""
-    swarm, evil = Scene(), Scene(EVIL_KEY)
+    swarm, evil = Scene(), Scene(EVIL.public)
     pc = PairingInitiator(PC_KEY, "pc", "1", nonce(7))
     # The attacker plays the swarm to the PC, and the PC to the swarm.
     to_pc = evil.challenge(evil.arrive(), pc.commitment)
@@ -224,7 +255,8 @@ def test_man_in_the_middle_gets_other_codes() -> None:
     challenge = to_pc
     code = short_code(pc.commitment, challenge, nonce(7))
     for asked, other in (
-        (msgspec.structs.replace(pc.commitment, public_key=EVIL_KEY), challenge),
+        (msgspec.structs.replace(pc.commitment, public_key=EVIL.public), challenge),
+        (msgspec.structs.replace(pc.commitment, verify_key=EVIL_KEY), challenge),
         (msgspec.structs.replace(pc.commitment, name="another"), challenge),
         (pc.commitment, msgspec.structs.replace(challenge, public_key=SWARM_KEY)),
         (pc.commitment, msgspec.structs.replace(challenge, name="another")),
@@ -232,7 +264,7 @@ def test_man_in_the_middle_gets_other_codes() -> None:
     ):
         assert short_code(asked, other, nonce(7)) != code
     with pytest.raises(WireError, match="own key"):
-        pc.answer_challenge(msgspec.structs.replace(challenge, public_key=PC_KEY))
+        pc.answer_challenge(msgspec.structs.replace(challenge, public_key=PC.public))
 
 
 def test_duplicate_code_admits_nobody() -> None:
@@ -240,7 +272,7 @@ def test_duplicate_code_admits_nobody() -> None:
     joiner, code = scene.wait()
     other, _ = scene.wait("pc", EVIL_KEY)
     scene.responder._joiners[other].code = code
-    decisions = scene.handle(PairingDecidedEvent(code, "owner"))
+    decisions = scene.handle(PairingDecidedEvent(code))
     assert SendToJoinerAction(joiner, PairingResult(outcome="refused")) in decisions
     assert SendToJoinerAction(other, PairingResult(outcome="refused")) in decisions
     assert isinstance(decisions[-1], ReportPairingErrorAction)
@@ -321,7 +353,7 @@ def test_code_has_eight_digits(own: bytes, theirs: bytes) -> None:
     challenge = Challenge(swarm="ab" * 8, name="attic", public_key=SWARM_KEY, nonce=theirs)
     reveal, code = initiator.answer_challenge(challenge)
     assert normalize_code(code) == code
-    assert make_commitment(PC_KEY, reveal.nonce) == initiator.commitment.commitment
+    assert make_commitment(PC.public, reveal.nonce) == initiator.commitment.commitment
 
 
 joiners = st.integers(1, 6)
@@ -343,7 +375,7 @@ events = st.one_of(
         st.sampled_from([None, None, None, "full"]),
     ),
     st.builds(JoinerDisconnectedEvent, joiners),
-    st.builds(PairingDecidedEvent, st.sampled_from(["", "0000-0000", "of one"]), st.just("owner")),
+    st.builds(PairingDecidedEvent, st.sampled_from(["", "0000-0000", "of one"]), keys),
     st.just(PairingTimePassedEvent()),
 )
 
@@ -353,7 +385,7 @@ events = st.one_of(
 def test_only_a_shown_code_admits(
     steps: list[tuple[PairingEvent, float]],
 ) -> None:
-    """Bounds hold, and joiners with a result are dropped."""
+    """With its own key. Bounds hold, and joiners with a result are dropped."""
     scene = Scene()
     arrived: set[int] = set()
     for event, pause in steps:
@@ -363,6 +395,7 @@ def test_only_a_shown_code_admits(
                 continue
             arrived.add(event.joiner)
         shown = [one.code for one in scene.responder.pending_requests]
+        committed = {joiner: one.commitment for joiner, one in scene.responder._joiners.items()}
         if isinstance(event, PairingDecidedEvent) and event.code == "of one" and shown:
             event = replace(event, code=shown[0])
         decisions = scene.handle(event)
@@ -370,6 +403,9 @@ def test_only_a_shown_code_admits(
             if isinstance(decision, AdmitJoinerAction):
                 assert isinstance(event, PairingDecidedEvent)
                 assert event.code in shown
+                admitted = committed[decision.joiner]
+                assert admitted is not None
+                assert admitted.verify_key == event.verify_key
             if isinstance(decision, SendToJoinerAction) and isinstance(
                 decision.message, PairingResult
             ):

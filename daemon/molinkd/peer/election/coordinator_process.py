@@ -210,7 +210,7 @@ def create_coordinator_process(
         if replica is not None:
             options += ["--replica", str(replica)]
         if membership is None or membership.is_founder:
-            options += ["--member", f"{host.keys.public}:{settings.name}"]
+            options += ["--member", f"{host.keys.signer.verify_key}:{settings.name}"]
             options += ["--max-peers", str(settings.max_peers)]
         if membership is None:
             options.append(f"--name={settings.name}")  # may start with a dash

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -44,6 +45,7 @@ from molink.swarm.election.events import (
 )
 from molink.swarm.election.leader_election import LeaderElection
 from molink.swarm.election.replica import Replica, Version, decode_replica
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.util.token_bucket import KeyedTokenBuckets, RateLimit
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage
@@ -145,6 +147,16 @@ class ReplicaFile:
         return (0, 0) if self.replica is None else self.replica.version
 
     @property
+    def log(self) -> MembershipLog | None:
+        """The membership log; ``None`` without a replica."""
+        return None if self.replica is None else self.replica.log
+
+    @property
+    def log_digest(self) -> str:
+        """Digest of the membership log; empty without one."""
+        return "" if self.replica is None else self.replica.log.digest
+
+    @property
     def order(self) -> tuple[str, ...]:
         """Peers in the order in which they become leader."""
         return () if self.replica is None else self.replica.order
@@ -152,7 +164,7 @@ class ReplicaFile:
     @property
     def branches(self) -> Mapping[str, str]:
         """The branch of each peer, which has one vote in an election; others have their own."""
-        return {}
+        return {} if self.replica is None else self.replica.log.branches
 
     @property
     def known_membership(self) -> MembershipChangedEvent:
@@ -168,13 +180,21 @@ class ReplicaFile:
             return 0.0
 
     def save_replica(self, data: bytes | memoryview, swarm: str, term: int) -> bool:
-        """Store a replica; returns whether it is valid, of ``swarm``, and not after ``term``."""
+        """Store a replica; returns whether it is valid, of ``swarm``, and not after ``term``.
+
+        Entries of the membership log that were known before stay.
+        """
+        known = self.log
         try:
-            replica = decode_replica(data)
+            replica = decode_replica(data, known)
             if replica.swarm != swarm:
                 raise StateError(f"it belongs to swarm {replica.swarm}")
             if replica.term > term:
                 raise StateError(f"it is of term {replica.term}, after {term}")
+            if known is not None:
+                merged = known.merge_log(replica.log).without_expired(time.time())
+                replica = replace(replica, log=merged)
+                data = replica.encode()
         except StateError as error:
             log.warning("the coordinator sent an invalid replica of its state: %s", error)
             return False

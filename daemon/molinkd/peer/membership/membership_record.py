@@ -25,6 +25,7 @@ from molink.swarm.membership.versions import own_version
 from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage, JoinRedirect, JoinReply, JoinRequest
+from molink.wire.messages.membership import JoinEntry, sign_entry
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.secrets import write_secret
@@ -172,13 +173,15 @@ async def join_swarm(
     targets += [(guide.public_key, guide.addresses) for guide in token.contact_points]
     timeout = _JOIN_TIMEOUT_S if len(targets) == 1 else _GUIDE_TIMEOUT_S
     failure: MolinkError | None = None
-    speaks = own_version()
+    speaks, invited = own_version(), KeyPair.from_seed(token.secret_key).signer
+    entry = JoinEntry(invited.verify_key, keys.signer.verify_key, name[:64], time.time())
     request = JoinRequest(
         ref=0,
         public_key=keys.public,
         name=name,
         version=speaks.version,
         protocol=speaks.protocol,
+        entry=sign_entry(token.swarm, invited, entry),
     )
     for key, addresses in targets:
         try:
@@ -193,6 +196,8 @@ async def join_swarm(
             continue
         if not isinstance(reply, JoinReply):
             raise WireError(f"unexpected reply {type(reply).__name__} to a join request")
+        if reply.swarm != token.swarm:
+            raise WireError(f"swarm {reply.swarm} replied to a token of swarm {token.swarm}")
         log.info("joined swarm %s", reply.swarm)
         return MembershipRecord(swarm=reply.swarm, coordinator_key=key, addresses=addresses)
     assert failure is not None
@@ -211,7 +216,7 @@ async def _join_at(
     refusals: asyncio.Queue[str] = asyncio.Queue()
     client: Client[ControlMessage] = Client(
         context,
-        KeyPair.from_secret(token.secret_key),
+        KeyPair.from_seed(token.secret_key),
         control_codec(),
         key,
         tuple(f"tcp://{address}" for address in addresses),

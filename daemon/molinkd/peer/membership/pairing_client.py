@@ -78,7 +78,9 @@ async def request_pairing(
     """
     reader, writer, address = await _connect(nearby)
     try:
-        knocker = PairingInitiator(keys.public, name, molink.__version__, secrets.token_bytes(32))
+        knocker = PairingInitiator(
+            keys.signer.verify_key, name, molink.__version__, secrets.token_bytes(32)
+        )
         challenge = await _request_challenge(reader, writer, knocker.commitment, join)
         if not _matches_announcement(challenge, nearby):
             raise WireError(

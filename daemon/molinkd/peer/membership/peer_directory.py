@@ -4,8 +4,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.address_book import AddressBook
-from molink.wire.messages.instructions import PeerInfo, PeerRemoved
+from molink.wire.messages.instructions import PeerInfo, PeerRemoved, StageAddress
 from molink.wire.messages.worker_pipe import PeerKey
 from molinkd.peer.election.leadership import ReplicaFile
 from molinkd.peer.membership.peer_prober import PeerProber
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 
 #: Time for a new session to list all peers, in seconds.
 SWEEP_S = 5.0
+#: Announced peers that wait for their entry in the membership log.
+_MAX_UNPROVEN = 64
 #: Delay of disconnecting, so that a pending reply is sent, in seconds.
 _DISCONNECT_DELAY_S = 0.2
 #: Maximum one-way latency within a local network, Wi-Fi included, in seconds.
@@ -47,6 +50,8 @@ class PeerDirectory:
         self._sweep: asyncio.TimerHandle | None = None
         #: Invitations whose holders are redirected to the coordinator.
         self._invitations: frozenset[str] = frozenset()
+        #: Announced peers that are no members by the log of this PC, which may be late.
+        self._unproven: dict[str, PeerInfo] = {}
 
     def retry_peer(self, peer: str) -> None:
         """Probe a peer again, whose route has changed."""
@@ -63,20 +68,49 @@ class PeerDirectory:
     def on_message(self, message: PeerInfo | PeerRemoved) -> None:
         """Handle the coordinator's message about a peer."""
         if isinstance(message, PeerRemoved):
+            self._unproven.pop(message.peer, None)
             self.book.remove_peer(message.peer)
+        elif not self._is_member(message.peer):
+            self._unproven[message.peer] = message
+            if len(self._unproven) > _MAX_UNPROVEN:
+                del self._unproven[next(iter(self._unproven))]
         elif not self.book.add_peer(message):
             log.warning("the coordinator announced a peer with a mismatched id")
 
+    def _is_member(self, peer: str) -> bool:
+        held = self._replica.replica
+        return held is not None and held.log.is_member(peer)
+
+    def is_member_stage(self, stage: StageAddress) -> bool:
+        """Whether a stage is of this PC or of a member, under that member's own key."""
+        return stage.peer == derive_peer_id(stage.public_key) and (
+            stage.peer == self._resources.me or self._is_member(stage.peer)
+        )
+
+    def list_devices(self) -> tuple[str, ...]:
+        """The further devices of this PC, which are peers too."""
+        others = self.book.peers - {self._resources.me}
+        infos = (self.book.get_peer(peer) for peer in sorted(others))
+        return tuple(
+            one.peer for one in infos if one is not None and one.primary_peer == self._resources.me
+        )
+
     def load_replica(self) -> None:
-        """Add the replica's peers and invitations."""
+        """Follow the replica: its members and invitations may connect, nobody else."""
         held = self._replica.replica
         if held is None:
             return
-        for info in held.members:
-            known = self.book.get_peer(info.peer) is not None
-            if info.standing == "member" and info.announced is not None and not known:
-                self.book.add_peer(info.announced)
-        invitations = {one.id: one.public_key for one in held.invitations}
+        for peer in self.book.peers - {self._resources.me}:
+            if not held.log.is_member(peer):
+                self.book.remove_peer(peer)
+        for peer in list(self._unproven):
+            if held.log.is_member(peer):
+                self.book.add_peer(self._unproven.pop(peer))
+        for member in held.members:
+            known = self.book.get_peer(member.peer) is not None
+            if member.standing == "member" and member.announced is not None and not known:
+                self.book.add_peer(member.announced)
+        invitations = {one.id: one.public_key for one in held.log.list_invitations()}
         for id in self._invitations - invitations.keys():
             self._resources.authenticator.deny_peer(id)
         for id in invitations.keys() - self._invitations:

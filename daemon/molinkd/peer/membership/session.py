@@ -11,6 +11,7 @@ import msgspec
 import zmq.asyncio
 
 from molink.errors import MessageTooLarge, MolinkError
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage
@@ -20,6 +21,7 @@ from molink.wire.messages.peer_reports import Goodbye, PeerReport
 from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.membership.membership_record import MembershipRecord
+from molinkd.peer.membership.membership_requests import MembershipRequest, send_membership_request
 from molinkd.tasks import cancel_tasks
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class CoordinatorSession:
         ``on_noted`` is called for a heartbeat and returns whether to follow that coordinator;
         ``on_cut`` is called when the connection is lost.
         """
-        self._context, self._keys = context, keys
+        self._context, self._keys, self._swarm = context, keys, membership.swarm
         self._report = report
         self._on_message = on_message
         self._on_welcome = on_welcome
@@ -66,6 +68,8 @@ class CoordinatorSession:
         #: Consecutive refused handshakes.
         self._refusals = 0
         self._is_ending = False
+        #: This PC's own membership log.
+        self.find_log: Callable[[], MembershipLog | None] = lambda: None
         #: Whether the coordinator has welcomed this connection.
         self.is_welcomed = False
         #: Whether to follow the connected coordinator.
@@ -145,15 +149,26 @@ class CoordinatorSession:
             log.info("can't send to the coordinator: %s", error)
 
     async def request(self, message: ControlMessage, timeout: float = 10.0) -> ControlMessage:
-        """Send a request; an error reply is raised as the error that it names."""
+        """Send a request; an error reply is raised as the error that it names.
+
+        Requests about members are signed here.
+        """
         return (await self.request_payload(message, timeout))[0]
 
     async def request_payload(
         self, message: ControlMessage, timeout: float = 10.0, payload: bytes | None = None
     ) -> tuple[ControlMessage, bytes]:
         """:meth:`request` with payloads."""
-        reply, answer = await self._client.send_request(message, payload, timeout=timeout)
-        return reply, b"" if answer is None else bytes(answer)
+
+        async def ask(one: ControlMessage) -> tuple[ControlMessage, bytes]:
+            reply, answer = await self._client.send_request(one, payload, timeout=timeout)
+            return reply, b"" if answer is None else bytes(answer)
+
+        if isinstance(message, MembershipRequest):
+            keys, key, known = self._keys, self._target[0], self.find_log()
+            reply = await send_membership_request(message, keys, self._swarm, key, ask, known)
+            return reply, b""
+        return await ask(message)
 
     def _on_connected(self) -> None:
         self._last_refusal = ""

@@ -4,18 +4,24 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq.asyncio
 
 from molink.errors import NotAuthorized, Overloaded
-from molink.facts.identity import derive_peer_id
-from molink.swarm.controller.records import MemberRecord
 from molink.swarm.election.replica import Replica
 from molink.swarm.election.terms import MAX_ROUND
+from molink.swarm.membership.membership_log import MAX_SIGNED, MembershipLog
 from molink.util.token_bucket import KeyedTokenBuckets, RateLimit
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.election import LeaderHeartbeat, LeaderReply, LeaderRequest, LeaderView
 from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.membership import (
+    DepartureEntry,
+    OwnershipEntry,
+    SignedEntry,
+    sign_entry,
+)
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender
 from molinkd.peer.election.leadership import REQUEST_LIMIT, Leadership, ReplicaFile
@@ -23,6 +29,7 @@ from molinkd.peer.home import Home
 from molinkd.peer.launch import AnyDaemonEvent
 from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.settings import Settings
+from tests.support.membership import LogBuilder, TestPeer
 from tests.support.net import Net
 
 VIEW = LeaderView(
@@ -51,7 +58,7 @@ class Other:
         self.asked = 0
         self.may_answer = asyncio.Event()
         self.server = net.server(control_codec(), self._handle)
-        self.key = net.keys.public
+        self.member = TestPeer(net.keys, "other")
 
     async def _handle(
         self, sender: MessageSender, message: LeaderRequest, _payload: memoryview | None
@@ -60,26 +67,37 @@ class Other:
         await self.may_answer.wait()
         self.server.send(sender.identity, LeaderReply(ref=message.ref, view=VIEW))
 
-    def record(self, addresses: tuple[str, ...] = ("127.0.0.1",)) -> MemberRecord:
+    def info(self, addresses: tuple[str, ...] = ("127.0.0.1",)) -> PeerInfo:
         """As the replica has it."""
-        peer = derive_peer_id(self.key)
-        told = PeerInfo(
-            peer=peer,
+        return PeerInfo(
+            peer=self.member.peer,
             name="other",
-            public_key=self.key,
+            public_key=self.member.keys.public,
             addresses=addresses,
             control_port=self.server.port,
         )
-        return MemberRecord(peer, self.key, "other", announced=told)
+
+
+def replica_of(
+    members: LogBuilder, revision: int = 1, announced: tuple[PeerInfo, ...] = ()
+) -> Replica:
+    return Replica(
+        members.log.swarm, "s", 8, 0, revision, (), members.log, announced, (), (), (0, 0)
+    )
 
 
 def make(net: Net, folder: Path, other: Other, **told: tuple[str, ...]) -> Leadership:
     host = Host(Home(folder).create_folders(), net.member(), net.context)
-    me = MemberRecord(derive_peer_id(host.keys.public), host.keys.public, "pc")
-    replica = Replica("s", "s", 8, 0, 1, (), (other.record(**told), me), (), (), (), (0, 0))
+    members = LogBuilder(other.member)
+    members.admit(other.member, TestPeer(host.keys))
+    replica = replica_of(members, announced=(other.info(**told),))
     host.home.replica.write_bytes(replica.encode())
-    membership = MembershipRecord(swarm="s", coordinator_key=other.key, addresses=("127.0.0.1:1",))
-    leadership = Leadership(host, ReplicaFile(host.home.replica, "s"), membership)
+    membership = MembershipRecord(
+        swarm=replica.swarm,
+        coordinator_key=other.member.keys.public,
+        addresses=("127.0.0.1:1",),
+    )
+    leadership = Leadership(host, ReplicaFile(host.home.replica, replica.swarm), membership)
     leadership.start()
     return leadership
 
@@ -88,7 +106,7 @@ async def test_a_peer_has_one_query_at_a_time(net: Net, tmp_path: Path) -> None:
     """However often others name it: their questions make no flood of ours."""
     other = Other(net)
     leadership = make(net, tmp_path, other)
-    election, peer = leadership._election, other.record().peer
+    election, peer = leadership._election, other.member.peer
     assert election is not None
     for _ in range(100):
         leadership._query_once(peer, election)
@@ -146,7 +164,8 @@ async def test_a_query_of_another_swarm_is_rejected(net: Net, tmp_path: Path) ->
     leadership = make(net, tmp_path, Other(net))
     with pytest.raises(NotAuthorized, match="not belong to swarm x"):
         leadership.answer_request("p", LeaderRequest(ref=1, swarm="x", view=VIEW))
-    reply = leadership.answer_request("p", LeaderRequest(ref=1, swarm="s", view=VIEW))
+    swarm = leadership.target.swarm
+    reply = leadership.answer_request("p", LeaderRequest(ref=1, swarm=swarm, view=VIEW))
     assert (reply.ref, reply.view.is_leader) == (1, False)
     await leadership.close()
 
@@ -158,12 +177,16 @@ async def test_a_peer_that_asks_endlessly_is_reported(net: Net, tmp_path: Path) 
     never = RateLimit(REQUEST_LIMIT.burst, 1e-9)  # the test may take long
     leadership._requests = KeyedTokenBuckets(never)
     for number in range(never.burst):
-        leadership.answer_request("p", LeaderRequest(ref=number, swarm="s", view=VIEW))
+        leadership.answer_request(
+            "p", LeaderRequest(ref=number, swarm=leadership.target.swarm, view=VIEW)
+        )
     for number in range(16):
         with pytest.raises(Overloaded, match="too often"):
-            leadership.answer_request("p", LeaderRequest(ref=number, swarm="s", view=VIEW))
+            leadership.answer_request(
+                "p", LeaderRequest(ref=number, swarm=leadership.target.swarm, view=VIEW)
+            )
     assert reported == ["p"] * 16
-    leadership.answer_request("q", LeaderRequest(ref=1, swarm="s", view=VIEW))
+    leadership.answer_request("q", LeaderRequest(ref=1, swarm=leadership.target.swarm, view=VIEW))
     await leadership.close()
 
 
@@ -192,3 +215,117 @@ async def test_a_heartbeat_of_a_far_term_is_not_obeyed(net: Net, tmp_path: Path)
     assert (leadership.target.term, reported) == (1 << 16, ["p"])
     assert leadership.on_heartbeat(first)
     await leadership.close()
+
+
+# --- the replica ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Copy:
+    """What a PC has stored of a swarm with a founder and a member."""
+
+    path: Path
+    founder: TestPeer = field(default_factory=lambda: TestPeer(name="founder"))
+    member: TestPeer = field(default_factory=lambda: TestPeer(name="member"))
+
+    def __post_init__(self) -> None:
+        self.members = LogBuilder(self.founder)
+        self.members.admit(self.founder, self.member)
+        self.swarm = self.members.log.swarm
+        self.file = ReplicaFile(self.path, self.swarm)
+        assert self.save(self.members, 1)
+
+    def save(self, members: LogBuilder, revision: int) -> bool:
+        """A coordinator sends a state with that log."""
+        return self.file.save_replica(replica_of(members, revision).encode(), self.swarm, 0)
+
+    def fork(self) -> LogBuilder:
+        """The log before whatever follows."""
+        fork = LogBuilder(self.founder)
+        fork.log = self.members.log
+        return fork
+
+    @property
+    def stored(self) -> Replica:
+        """As the PC has it, and as it reads it after a restart."""
+        held, again = self.file.replica, ReplicaFile(self.path, self.swarm).replica
+        assert held is not None
+        assert again is not None
+        assert held.log.entries == again.log.entries
+        assert (held.version, held.announced) == (again.version, again.announced)
+        return held
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    return Copy(tmp_path / "replica.msgpack")
+
+
+def test_a_coordinator_can_not_unsay_a_revocation(copy: Copy) -> None:
+    before = copy.fork()
+    copy.members.revoke(copy.founder, copy.member)
+    assert copy.save(copy.members, 2)
+    before.admit(copy.founder, newcomer := TestPeer(name="newcomer"))
+    assert copy.save(before, 3)
+    log = copy.stored.log
+    assert log.members[copy.member.peer].standing == "revoked"
+    assert log.is_member(newcomer.peer), "what is new there counts"
+    assert copy.stored.revision == 3
+    assert copy.file.log_digest == log.digest != before.log.digest
+    assert copy.file.order == (copy.founder.peer, newcomer.peer)
+
+
+def test_a_coordinator_can_not_unsay_an_end_or_a_departure(copy: Copy) -> None:
+    before = copy.fork()
+    guest, other = TestPeer(), TestPeer()
+    keys, invitation = before.invite(copy.member, uses=2)
+    before.join(keys, guest)
+    before.join(keys, other)
+    copy.members.log = before.log
+    copy.members.end(copy.member, invitation, other)
+    copy.members.leave(copy.member)
+    assert copy.save(copy.members, 2)
+    assert copy.save(before, 3)
+    log = copy.stored.log
+    assert [log.is_member(one.peer) for one in (guest, other, copy.member)] == [False, True, False]
+
+
+def test_nobody_becomes_owner_but_by_an_owner(copy: Copy) -> None:
+    """The leader is a member, and makes itself owner; then it admits and revokes as one."""
+    leader = copy.member
+    forged = copy.fork()
+    forged.own(leader, leader)
+    forged.revoke(leader, copy.founder)
+    assert copy.save(forged, 2)
+    log = copy.stored.log
+    assert log.owners == {copy.founder.peer}
+    assert log.is_member(copy.founder.peer)
+    assert not log.members[leader.peer].is_owner
+    # Its own founding is of another swarm, and in the founder's name it can't sign.
+    foreign = LogBuilder(leader)
+    assert not copy.file.save_replica(replica_of(foreign, 3).encode(), copy.swarm, 0)
+    entry = OwnershipEntry(copy.founder.verify_key, leader.peer)
+    body = msgspec.msgpack.encode(entry)
+    signature = sign_entry(copy.swarm, leader.keys.signer, _as_signed_by(leader, entry)).signature
+    for signed in (b"", bytes(64), signature):
+        entries = {one.hash: one for one in (*forged.log.entries, SignedEntry(body, signed))}
+        forged.log = MembershipLog(copy.swarm, entries)
+        assert not copy.save(forged, 4)
+    assert copy.stored.log.owners == {copy.founder.peer}
+    assert copy.stored.revision == 2
+
+
+def _as_signed_by(peer: TestPeer, entry: OwnershipEntry) -> OwnershipEntry:
+    return msgspec.structs.replace(entry, signer=peer.verify_key)
+
+
+def test_a_member_that_signs_too_much_keeps_no_revocation_away(copy: Copy) -> None:
+    """It says some to one part of the swarm, and some to another."""
+    elsewhere, many = copy.fork(), MAX_SIGNED * 3 // 4 // 190
+    for there, first in ((copy.members, 0), (elsewhere, many)):
+        for number in range(first, first + many):
+            there.append(copy.member.keys, DepartureEntry(copy.member.verify_key, f"{number:032x}"))
+    assert copy.save(copy.members, 2)
+    elsewhere.revoke(copy.founder, copy.member)
+    copy.save(elsewhere, 3)
+    assert copy.stored.log.members[copy.member.peer].standing == "revoked"

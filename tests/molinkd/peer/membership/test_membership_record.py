@@ -13,12 +13,14 @@ from molink.errors import (
     TokenError,
     Unavailable,
     UsageError,
+    WireError,
 )
 from molink.swarm.membership.join_token import ContactPoint, JoinToken
 from molink.wire.messages.admin import StatusReply, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import JoinRedirect, JoinReply, JoinRequest
+from molink.wire.messages.membership import JoinEntry, check_signature
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender
 from molinkd.peer.home import Home
@@ -40,7 +42,7 @@ KNOWN = MembershipRecord(
 
 
 def make_token(address: str = "10.0.0.9:5466", key: str = COORDINATOR.public) -> JoinToken:
-    return JoinToken("s", (address,), key, INVITATION.secret, int(time.time()) + 60)
+    return JoinToken("s", (address,), key, INVITATION.seed, int(time.time()) + 60)
 
 
 def test_the_record_is_stored(tmp_path: Path) -> None:
@@ -92,16 +94,37 @@ async def test_joining(net: Net) -> None:
 
     def handle(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
         seen.append(message)
-        server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
+        server.send(sender.identity, JoinReply(ref=message.ref, swarm="s", peer="p"))
 
     net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
     server = net.server(control_codec(), handle)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
     mine = KeyPair.generate()
-    membership = await join_swarm(net.context, mine, token, "pc")
-    assert membership.swarm == "s2"
+    membership = await join_swarm(net.context, mine, token, "pc" * 50)
+    assert membership.swarm == "s"
     assert membership.coordinator_key == net.keys.public
-    assert (seen[0].public_key, seen[0].name) == (mine.public, "pc")
+    assert (seen[0].public_key, seen[0].name) == (mine.public, "pc" * 50)
+    signed = seen[0].entry
+    assert signed is not None
+    check_signature("s", signed)
+    entry = signed.decode()
+    assert isinstance(entry, JoinEntry)
+    assert entry.signer == INVITATION.signer.verify_key
+    assert (entry.verify_key, entry.name) == (mine.signer.verify_key, "pc" * 32)
+    assert abs(entry.at - time.time()) < 60.0
+
+
+async def test_another_swarm_replies(net: Net) -> None:
+    """One that got hold of the coordinator's key has no members of the token's swarm."""
+
+    def handle(sender: MessageSender, message: JoinRequest, _payload: memoryview | None) -> None:
+        server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
+
+    net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
+    server = net.server(control_codec(), handle)
+    token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
+    with pytest.raises(WireError, match="swarm s2 replied to a token of swarm s"):
+        await join_swarm(net.context, KeyPair.generate(), token, "pc")
 
 
 async def test_an_unknown_invitation(net: Net) -> None:
@@ -125,7 +148,7 @@ class Refusing:
     ) -> None:
         if self.errors:
             raise self.errors.pop(0)
-        self.server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
+        self.server.send(sender.identity, JoinReply(ref=message.ref, swarm="s", peer="p"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +172,7 @@ async def test_an_overloaded_coordinator_is_retried(
 ) -> None:
     monkeypatch.setattr("molinkd.peer.membership.membership_record._RETRY_S", 0.01)
     refusing = Refusing(net, Overloaded("too many"), Overloaded("too many"))
-    assert (await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")).swarm == "s2"
+    assert (await join_swarm(net.context, KeyPair.generate(), refusing.token, "pc")).swarm == "s"
     assert refusing.errors == []
     monkeypatch.setattr("molinkd.peer.membership.membership_record._JOIN_TIMEOUT_S", 0.0)
     refusing.errors = [Overloaded("too many")] * 9
@@ -167,14 +190,14 @@ async def test_a_connection_that_breaks_before_the_reply(
         if len(seen) == 1:
             server.drop_peer("another")
         else:
-            server.send(sender.identity, JoinReply(ref=message.ref, swarm="s2", peer="p"))
+            server.send(sender.identity, JoinReply(ref=message.ref, swarm="s", peer="p"))
 
     monkeypatch.setattr("molinkd.peer.membership.membership_record._RETRY_S", 0.01)
     seen: list[JoinRequest] = []
     net.gatekeeper.allow_peer(INVITATION.public, "invite:1")
     server = net.server(control_codec(), handle)
     token = make_token(f"127.0.0.1:{server.port}", net.keys.public)
-    assert (await join_swarm(net.context, KeyPair.generate(), token, "pc")).swarm == "s2"
+    assert (await join_swarm(net.context, KeyPair.generate(), token, "pc")).swarm == "s"
     assert len(seen) == 2
 
 

@@ -6,9 +6,19 @@ import msgspec
 import pytest
 
 from molink import __version__
-from molink.errors import PortInUse, RequestError
+from molink.errors import PortInUse, RequestError, StateError, Unavailable, UsageError
 from molink.facts.device import Device
-from molink.wire.messages.admin import InviteReply, InviteRequest
+from molink.swarm.membership.join_token import JoinToken
+from molink.wire.messages.admin import (
+    AppendEntries,
+    InviteReply,
+    InviteRequest,
+    LogReply,
+    LogRequest,
+    RevokeRequest,
+    SwitchModel,
+)
+from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.election import LeaderHeartbeat
@@ -21,6 +31,7 @@ from molink.wire.sockets.server import MessageSender, Server
 from molinkd.peer.membership import session as session_module
 from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.membership.session import CoordinatorSession
+from tests.support.membership import LogBuilder, TestPeer
 from tests.support.net import Net
 
 REPORT = PeerReport(
@@ -43,6 +54,8 @@ class FakeCoordinator:
     def __init__(self, net: Net) -> None:
         self.got: list[object] = []
         self.identity, self.term, self.protocol = b"", 0, PROTOCOL
+        #: The membership log, and why it takes no entries.
+        self.members, self.failure = LogBuilder(), ""
         self.server = net.server(control_codec(), self._handle)
 
     def _handle(self, sender: MessageSender, message: Any, _payload: memoryview | None) -> None:
@@ -56,18 +69,29 @@ class FakeCoordinator:
             self.server.send(sender.identity, Welcome(swarm="s", peer=sender.peer_id))
         elif isinstance(message, Goodbye):
             self.server.send(sender.identity, DoneReply(ref=message.ref))
-        elif isinstance(message, InviteRequest):
-            if message.ttl < 0:
-                raise RequestError("a negative time", "ttl")
-            self.server.send(sender.identity, InviteReply(ref=message.ref, token="t"))
+        elif isinstance(message, LogRequest):
+            text = msgspec.msgpack.encode(self.members.log.entries)
+            reply = LogReply(
+                ref=message.ref, payload=Payload("u8", (len(text),)), addresses=("10.0.0.1:5466",)
+            )
+            self.server.send(sender.identity, reply, text)
+        elif isinstance(message, AppendEntries):
+            if self.failure:
+                raise Unavailable(self.failure)
+            self.members.log = self.members.log.with_entries(message.entries)
+            self.server.send(sender.identity, DoneReply(ref=message.ref))
+        elif isinstance(message, SwitchModel):
+            if not message.model:
+                raise RequestError("no model has that name", "model")
+            self.server.send(sender.identity, DoneReply(ref=message.ref))
 
 
 def make_session(
-    net: Net, keys: KeyPair, port: int, recorder: list[object], term: int = 0
+    net: Net, keys: KeyPair, port: int, recorder: list[object], term: int = 0, swarm: str = "s"
 ) -> CoordinatorSession:
     """A session that obeys no coordinator of a term before ``term``."""
     membership = MembershipRecord(
-        swarm="s", coordinator_key=net.keys.public, addresses=(f"127.0.0.1:{port}",)
+        swarm=swarm, coordinator_key=net.keys.public, addresses=(f"127.0.0.1:{port}",)
     )
     return CoordinatorSession(
         net.context,
@@ -144,10 +168,56 @@ async def test_messages_and_requests(net: Net) -> None:
     member = PeerInfo(peer="p", name="n", public_key=net.keys.public, addresses=(), control_port=0)
     coordinator.server.send(coordinator.identity, member)
     await net.until(lambda: recorder == ["welcome", member])
-    reply = await session.request(InviteRequest(ref=0))
+    reply = await session.request(SwitchModel(ref=0, model="m"))
+    assert isinstance(reply, DoneReply)
+    with pytest.raises(RequestError, match="no model"):
+        await session.request(SwitchModel(ref=0, model=""))
+    await session.close()
+
+
+async def test_requests_about_members_are_signed(net: Net) -> None:
+    """The coordinator only stores what this PC says; it never sees the user's request."""
+    coordinator, owner = FakeCoordinator(net), TestPeer(net.member())
+    coordinator.members = LogBuilder(owner)
+    log = coordinator.members.log
+    session = make_session(net, owner.keys, coordinator.server.port, [], swarm=log.swarm)
+    session.start()
+    await net.until(lambda: session.is_welcomed)
+    reply, payload = await session.request_payload(InviteRequest(ref=0, ttl=60.0, uses=2))
     assert isinstance(reply, InviteReply)
-    with pytest.raises(RequestError, match="negative"):
+    assert payload == b""
+    (invitation,) = coordinator.members.log.invitations
+    assert (invitation.creator, invitation.entry.max_uses) == (owner.peer, 2)
+    token = JoinToken.parse(reply.token, 0.0)
+    assert (token.swarm, token.coordinator_key) == (log.swarm, net.keys.public)
+    assert token.addresses == ("10.0.0.1:5466",)
+    assert KeyPair.from_seed(token.secret_key).signer.verify_key == invitation.entry.verify_key
+    guest = TestPeer()
+    coordinator.members.join(KeyPair.from_seed(token.secret_key), guest)
+    await session.request(RevokeRequest(ref=0, target=guest.peer))
+    assert coordinator.members.standing(guest) == ["revoked"]
+    asked = {type(one) for one in coordinator.got} - {PeerReport}
+    assert asked == {LogRequest, AppendEntries}
+    # Errors reach the user, be they found here or there.
+    with pytest.raises(UsageError, match="-1"):
         await session.request(InviteRequest(ref=0, ttl=-1.0))
+    coordinator.failure = "the log is full"
+    with pytest.raises(Unavailable, match="the log is full"):
+        await session.request(InviteRequest(ref=0))
+    await session.close()
+
+
+async def test_the_log_of_another_swarm_is_not_signed_for(net: Net) -> None:
+    """A coordinator that shows other entries gets no signature for its own swarm."""
+    coordinator, owner = FakeCoordinator(net), TestPeer(net.member())
+    coordinator.members = LogBuilder(owner, TestPeer(name="another"))
+    mine = LogBuilder(owner).log
+    session = make_session(net, owner.keys, coordinator.server.port, [], swarm=mine.swarm)
+    session.start()
+    await net.until(lambda: session.is_welcomed)
+    with pytest.raises(StateError, match="founding of another swarm"):
+        await session.request(InviteRequest(ref=0))
+    assert not any(isinstance(one, AppendEntries) for one in coordinator.got)
     await session.close()
 
 
@@ -161,7 +231,7 @@ async def test_nothing_is_sent_after_the_goodbye(net: Net) -> None:
     said = len(coordinator.got)
     session.report_now()
     session.send_message(READY)
-    await session.request(InviteRequest(ref=0))
+    await session.request(SwitchModel(ref=0, model="m"))
     assert not {type(one) for one in coordinator.got[said:]} & {PeerReport, StageReady}
     await session.close()
 

@@ -1,0 +1,321 @@
+"""The membership log: signed entries that say who belongs to the swarm.
+
+Every PC keeps all entries and checks them itself, so nobody is believed for who sent them. Entries
+name earlier ones by hash and are never changed. The log of two PCs is the union of their entries,
+also after a split. See ``docs/decisions/0030-hostile-members.md``.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+
+from molink.errors import StateError, Unavailable
+from molink.swarm.controller.records import InvitationRecord, InvitationUse, MemberRecord
+from molink.swarm.membership.membership_rules import (
+    LoggedInvitation,
+    LoggedMember,
+    ResolvedMembership,
+    resolve_membership,
+)
+from molink.swarm.membership.sanitize import sanitize_name
+from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.membership import (
+    INVITATION_PREFIX,
+    MAX_ENTRIES,
+    SWARM_ID_DIGITS,
+    AdmissionEntry,
+    Founder,
+    FoundingEntry,
+    InvitationEndEntry,
+    InvitationEntry,
+    JoinEntry,
+    OwnershipEntry,
+    SignedEntry,
+    Statement,
+    check_signature,
+    peer_of_key,
+)
+from molink.wire.signing import derive_public_key
+
+#: Bytes of a log, of what no owner has signed in it, of what one such member has signed, and of the
+#: joins by one invitation. A replica has room for the log and the rest.
+MAX_BYTES = 192 << 10
+MAX_UNOWNED = 144 << 10
+MAX_SIGNED = 16 << 10
+MAX_JOINS = 64 << 10
+
+
+class MembershipLog:
+    """The entries that one PC knows, each checked. Immutable: a change makes another log."""
+
+    def __init__(self, swarm: str, entries: Mapping[str, SignedEntry] | None = None) -> None:
+        """``entries``: checked ones, by hash."""
+        self.swarm = swarm
+        self._entries = dict(entries or {})
+
+    @classmethod
+    def found_swarm(cls, founders: Sequence[Founder], nonce: bytes) -> "MembershipLog":
+        """The log of a new swarm; ``nonce`` is ``u8 [16]``, random."""
+        body = msgspec.msgpack.encode(FoundingEntry(nonce, tuple(founders)))
+        entry = SignedEntry(body, b"")
+        return cls(entry.hash[:SWARM_ID_DIGITS], {entry.hash: entry})
+
+    @classmethod
+    def check_entries(
+        cls, swarm: str, entries: Iterable[SignedEntry], known: "MembershipLog | None" = None
+    ) -> "MembershipLog":
+        """The log of these entries alone. Those of ``known`` need no check.
+
+        Entries of keys that nobody has let in are left out.
+
+        Raises:
+            StateError: one is invalid, or the founding of ``swarm`` is missing.
+        """
+        checked = cls(swarm)._check_new(entries, {} if known is None else known._entries)
+        log = cls(swarm, checked)
+        if not any(isinstance(one, FoundingEntry) for one in log._decoded.values()):
+            raise StateError(f"the log lacks the founding of swarm {swarm}")
+        return cls(swarm, {key: one for key, one in checked.items() if key in log._signed_by_known})
+
+    def with_entries(self, entries: Iterable[SignedEntry]) -> "MembershipLog":
+        """This log, followed by the entries that it lacks.
+
+        Raises:
+            StateError: one is invalid.
+            Unavailable: the log is full.
+        """
+        added = self._check_new(entries, {})
+        if not added:
+            return self
+        log = MembershipLog(self.swarm, self._entries | added)
+        signed = log._sum_signed(log._entries)
+        for one in map(log._decoded.__getitem__, added):
+            if isinstance(one, FoundingEntry):
+                continue
+            if signed[peer_of_key(one.signer)] > _limit_of(one):
+                raise Unavailable("this PC has signed too much for the membership log")
+        if signed.total() > MAX_UNOWNED or not log._fits():
+            raise Unavailable("the swarm's membership log is full. Revoke PCs that are not needed")
+        return log
+
+    def merge_log(self, other: "MembershipLog") -> "MembershipLog":
+        """This log, followed by the entries of another one of the same swarm that it lacks.
+
+        Left out are entries of keys that nobody has let in, and, where the bounds leave no room for
+        all, those that no owner has signed.
+        """
+        assert other.swarm == self.swarm
+        missing = {key: one for key, one in other._entries.items() if key not in self._entries}
+        if not missing:
+            return self
+        merged = MembershipLog(self.swarm, self._entries | missing)
+        signed, kept = merged._sum_signed(self._entries), dict(self._entries)
+        # Owners' entries come first where there is little room.
+        by_owners = [key for key in missing if merged._is_signed_by_owner(key)]
+        for key in dict.fromkeys((*by_owners, *missing)):
+            entry, size = other._decoded[key], missing[key].size
+            if isinstance(entry, FoundingEntry) or key not in merged._signed_by_known:
+                continue
+            if key not in by_owners:
+                signer = peer_of_key(entry.signer)
+                own, total = signed[signer] + size, signed.total() + size
+                if own > _limit_of(entry) or total > MAX_UNOWNED:
+                    continue
+                signed[signer] = own
+            kept[key] = missing[key]
+            if not MembershipLog(self.swarm, kept)._fits():
+                del kept[key]
+                break
+        order = [*self._entries, *(key for key in missing if key in kept)]
+        return MembershipLog(self.swarm, {key: kept[key] for key in order})
+
+    def without_expired(self, now: float) -> "MembershipLog":
+        """This log without invitations that have expired unused, and their ends."""
+        expired = {
+            one.hash
+            for one in self.invitations
+            if not one.joins and 0 < one.entry.expires_at <= now
+        }
+        if not expired:
+            return self
+        ends = {
+            entry_hash
+            for entry_hash, one in self._decoded.items()
+            if isinstance(one, InvitationEndEntry) and one.of in expired
+        }
+        dropped = expired | ends
+        kept = {key: one for key, one in self._entries.items() if key not in dropped}
+        return MembershipLog(self.swarm, kept)
+
+    def without_admissions(self) -> "MembershipLog":
+        """This log without the entries that let PCs in."""
+        kept = {
+            key: self._entries[key]
+            for key, one in self._decoded.items()
+            if not isinstance(one, (InvitationEntry, JoinEntry, AdmissionEntry))
+        }
+        return MembershipLog(self.swarm, kept)
+
+    def _check_new(
+        self, entries: Iterable[SignedEntry], known: Mapping[str, SignedEntry]
+    ) -> dict[str, SignedEntry]:
+        """The entries that this log lacks, by hash."""
+        added: dict[str, SignedEntry] = {}
+        for one in entries:
+            entry_hash = one.hash
+            if entry_hash not in self._entries and entry_hash not in added:
+                if known.get(entry_hash) != one:
+                    check_signature(self.swarm, one)
+                added[entry_hash] = one
+        return added
+
+    def _fits(self) -> bool:
+        size = sum(one.size for one in self._entries.values())
+        return len(self._entries) <= MAX_ENTRIES and size <= MAX_BYTES
+
+    def _sum_signed(self, entries: Mapping[str, SignedEntry]) -> Counter[str]:
+        """Bytes of these entries by the peer or invitation that signed, apart from owners."""
+        sums = Counter[str]()
+        for key, one in entries.items():
+            entry = self._decoded[key]
+            if not isinstance(entry, FoundingEntry) and not self._is_signed_by_owner(key):
+                sums[peer_of_key(entry.signer)] += one.size
+        return sums
+
+    def _is_signed_by_owner(self, entry_hash: str) -> bool:
+        entry = self._decoded[entry_hash]
+        return isinstance(entry, FoundingEntry) or peer_of_key(entry.signer) in self.owners
+
+    @cached_property
+    def _signed_by_known(self) -> frozenset[str]:
+        """Hashes of entries whose key was let in, or is that of an invitation, by whomever."""
+        known: set[str] = set()
+        found: set[str] = set()
+        before = -1
+        while len(found) > before:  # whatever their order
+            before = len(found)
+            for key, one in self._decoded.items():
+                if isinstance(one, FoundingEntry):
+                    known.update(peer_of_key(founder.verify_key) for founder in one.founders)
+                elif peer_of_key(one.signer) not in known:
+                    continue
+                elif isinstance(one, (InvitationEntry, JoinEntry, AdmissionEntry)):
+                    known.add(peer_of_key(one.verify_key))
+                elif isinstance(one, OwnershipEntry):
+                    known.add(one.peer)
+                found.add(key)
+        return frozenset(found)
+
+    # --- contents ----------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> tuple[SignedEntry, ...]:
+        """All entries in order."""
+        return tuple(self._entries.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for two logs that differ at most in invitations: 16 hexadecimal digits."""
+        compared = (
+            key for key, one in self._decoded.items() if not isinstance(one, InvitationEntry)
+        )
+        joined = "".join(sorted(compared)).encode("ascii")
+        return hashlib.blake2b(joined, digest_size=8).hexdigest()
+
+    @cached_property
+    def _decoded(self) -> dict[str, FoundingEntry | Statement]:
+        return {entry_hash: one.decode() for entry_hash, one in self._entries.items()}
+
+    @cached_property
+    def _resolved(self) -> ResolvedMembership:
+        return resolve_membership(self._decoded)
+
+    @property
+    def members(self) -> Mapping[str, LoggedMember]:
+        """All peers that are or were members, in the order in which they joined."""
+        return self._resolved.members
+
+    @property
+    def invitations(self) -> tuple[LoggedInvitation, ...]:
+        """Invitations of present members, in order; ended and expired ones too."""
+        return self._resolved.invitations
+
+    @property
+    def owners(self) -> frozenset[str]:
+        """Ids of the present owners."""
+        return self._resolved.owners
+
+    def revocations_of(self, peer: str) -> tuple[str, ...]:
+        """Hashes of the revocations of ``peer`` that count."""
+        return self._resolved.revocations.get(peer, ())
+
+    def is_member(self, peer: str) -> bool:
+        """Whether a peer belongs to the swarm now."""
+        found = self.members.get(peer)
+        return found is not None and found.standing == "member"
+
+    @property
+    def branches(self) -> dict[str, str]:
+        """The vote group of each present member."""
+        return {one.peer: one.branch for one in self.members.values() if one.standing == "member"}
+
+    # --- records -----------------------------------------------------------------------------
+
+    def list_members(self, announced: Mapping[str, PeerInfo]) -> list[MemberRecord]:
+        """All peers that are or were members, with what others were told of them, by peer id."""
+        return [
+            _make_record(one, announced.get(one.peer)) for one in self._resolved.members.values()
+        ]
+
+    def list_invitations(self) -> list[InvitationRecord]:
+        """Invitations that nobody has ended; expired and used-up ones too."""
+        found: list[InvitationRecord] = []
+        for one in self.invitations:
+            if one.is_ended:
+                continue
+            used_by: dict[str, InvitationUse] = {}
+            for _, join in one.joins:
+                peer = peer_of_key(join.verify_key)
+                used_by.setdefault(peer, InvitationUse(peer, join.at))
+            found.append(
+                InvitationRecord(
+                    one.id,
+                    derive_public_key(one.entry.verify_key),
+                    one.entry.expires_at,
+                    one.creator,
+                    one.entry.created_at,
+                    one.entry.max_uses,
+                    tuple(used_by.values()),
+                )
+            )
+        return found
+
+    def list_admissions(self) -> list[InvitationRecord]:
+        """Admissions of members without an invitation, in the form of a used one."""
+        found: list[InvitationRecord] = []
+        for one in self.members.values():
+            entry = self._decoded.get(one.admission)
+            if one.standing == "member" and isinstance(entry, AdmissionEntry):
+                use = InvitationUse(one.peer, entry.at)
+                id = INVITATION_PREFIX + one.admission[:16]
+                found.append(InvitationRecord(id, "", 0, one.admitted_by, entry.at, used_by=(use,)))
+        return found
+
+
+def _make_record(member: LoggedMember, announced: PeerInfo | None) -> MemberRecord:
+    key = derive_public_key(member.verify_key)
+    if announced is not None and announced.public_key != key:
+        announced = None
+    name = sanitize_name(member.name if announced is None else announced.name, member.peer)
+    if announced is not None:
+        announced = msgspec.structs.replace(announced, name=name)
+    return MemberRecord(
+        member.peer, key, name, member.is_owner, member.standing, announced, member.invitation
+    )
+
+
+def _limit_of(entry: Statement) -> int:
+    return MAX_JOINS if isinstance(entry, JoinEntry) else MAX_SIGNED
