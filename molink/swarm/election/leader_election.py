@@ -125,6 +125,8 @@ class LeaderElection:
         self._proofs: dict[str, Lease] = {}
         self.role: Role = "candidate"
         self._heard_at = self._timer_at = now
+        #: When a coordinator was last heard; following one doesn't count.
+        self._beat_at = now
         #: When the next query round is due, and the pause before the one after it.
         self._query_at = now
         self._query_backoff = FIRST_BACKOFF
@@ -248,7 +250,8 @@ class LeaderElection:
             # A PC that has just joined believes the coordinator of its invitation.
             if self.leader and not self._admits_term(event.leader, event.term, now):
                 return
-        self._heard_at, self._has_heard_leader = now, True
+        self._heard_at = self._beat_at = now
+        self._has_heard_leader = True
         if event.lease is not None and event.lease.leader == event.leader:
             self._leases.on_heartbeat(event.leader, event.lease, event.verify_key, now)
         if self.role in ("leader", "starting"):
@@ -333,7 +336,8 @@ class LeaderElection:
         silence = now - self._heard_at
         if suspended:
             # No message could arrive meanwhile, and another peer may lead by now.
-            self._heard_at, self._resumed_at = now, now + RESUME_GRACE
+            self._heard_at = self._beat_at = now
+            self._resumed_at = now + RESUME_GRACE
             self._restart_clocks(now)
             self._start_query_round(now)
         elif self.role == "leader":
@@ -354,8 +358,9 @@ class LeaderElection:
 
     def _start_search(self, reason: str, now: float) -> None:
         self._log_transition(now, reason)
-        if self.role == "follower" and self.leader != self._heard_leader:
-            self._mark_unfit(self.leader, now)  # it claimed to lead, and was never heard
+        unheard = self.leader != self._heard_leader or now - self._beat_at > ELECTION_BOUND
+        if self.role == "follower" and unheard:
+            self._mark_unfit(self.leader, now)  # it claims to lead, and isn't heard
         else:
             self._wait_until = now + self._rank_delay if self.leader else now + STANDALONE_GRACE
             self._query_backoff = FIRST_BACKOFF
@@ -445,7 +450,8 @@ class LeaderElection:
 
     def _choose_claim(self, claims: Mapping[str, LeaderView], now: float) -> str:
         """The leader to follow among those that claim to lead; empty if there is none."""
-        if self.leader in claims and self.leader == self._heard_leader:
+        returns = self.leader in claims and self.leader == self._heard_leader
+        if returns and not self._is_unfit(self.leader, now):
             return self.leader
         if not claims:
             return ""

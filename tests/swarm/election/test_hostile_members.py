@@ -202,6 +202,20 @@ def test_a_claim_that_leads_to_nothing_is_skipped_for_longer_and_longer() -> Non
     assert 0.0 < led < 10.0 + ELECTION_BOUND
 
 
+def test_a_leader_that_only_claims_to_lead_is_replaced() -> None:
+    """Its daemon answers, while its coordinator has fallen silent."""
+    one, _ = following("b", ("a", "b", "c"))
+    now, led = 10.0, 0.0
+    while now < 10.0 + 3 * ELECTION_BOUND and not led:
+        now += 0.25
+        actions = one.handle(ElectionTimePassedEvent(), now)
+        if one.role == "candidate":
+            told = {"a": view("a", leads=True), "c": view("a", hears=True)}
+            actions += answer(one, told, now, ("a", "b", "c"))
+        led = now if any(isinstance(it, StartCoordinatorAction) for it in actions) else 0.0
+    assert 0.0 < led < 10.0 + ELECTION_BOUND + 3 * LEADER_TIMEOUT
+
+
 # --- leases ---------------------------------------------------------------------------------------
 
 
