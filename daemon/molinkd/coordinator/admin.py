@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from molink.errors import NotAuthorized, RequestError
 from molink.swarm.controller.desired_state import (
     decode_desired_models,
@@ -40,7 +38,6 @@ from molink.wire.messages.admin import (
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.control_plane import DoneReply
-from molink.wire.messages.instructions import Revoked
 from molink.wire.messages.membership import AdmissionEntry, peer_of_key
 from molinkd.coordinator.connections import PeerConnections
 from molinkd.coordinator.membership import Membership, MembershipChange
@@ -72,7 +69,6 @@ class AdminHandler:
 
     def __init__(
         self,
-        swarm: str,
         state: StateStore,
         membership: Membership,
         fleet: Fleet,
@@ -87,7 +83,6 @@ class AdminHandler:
 
         ``addresses`` are this coordinator's, and ``leader`` the peer on whose PC it runs.
         """
-        self._swarm = swarm
         self._state, self._membership, self._fleet = state, membership, fleet
         self._connections, self._dispatch_event = connections, dispatch_event
         self._send_state, self._pairing = send_state, pairing
@@ -135,7 +130,7 @@ class AdminHandler:
         registry = self._fleet.registry
         pcs = [peer for peer in registry.sessions if registry.primary_peer(peer) == peer]
         contacts = [registry.members[peer].announced for peer in pcs if peer != self._leader]
-        text = msgspec.msgpack.encode(self._membership.log.entries)
+        text = self._membership.log.encode()
         reply = LogReply(
             ref=request.ref,
             payload=Payload("u8", (len(text),)),
@@ -148,16 +143,22 @@ class AdminHandler:
 
     def _append_entries(self, peer: str, request: AppendEntries) -> None:
         def append() -> None:
-            # A PC that has lost its record of the swarm may be a member already.
-            if not (key and self._membership.log.is_member(peer_of_key(key))):
-                self.apply_change(self._membership.append_entries(request.entries, peer))
+            self.apply_change(self._membership.append_entries(request.entries, peer))
 
-        entry = request.entries[0].decode()
-        key = entry.verify_key if request.code and isinstance(entry, AdmissionEntry) else ""
-        if request.code:
-            self._pairing.require_listener().admit_joiner(request.code, key, append)
-        else:
+        if not request.code:
             append()
+            return
+        entry = request.entries[0].decode()
+        if not isinstance(entry, AdmissionEntry):
+            raise RequestError("only an admission goes with a code", param="code")
+        key = entry.verify_key
+
+        def admit() -> None:
+            # A PC that has lost its record of the swarm may be a member already.
+            if not self._membership.log.is_member(peer_of_key(key)):
+                append()
+
+        self._pairing.require_listener().admit_joiner(request.code, key, admit)
 
     def apply_change(self, change: MembershipChange) -> None:
         """Tell everybody of a changed log, and let go of those that are no members any more."""
@@ -166,12 +167,10 @@ class AdminHandler:
         self._send_state(self._fleet.registry.sessions)
         for one in change.added:
             self._dispatch_event(MemberAddedEvent(one))
-        proof = msgspec.msgpack.encode(self._membership.log.entries)
         for one in change.removed:
             was_revoked = one.standing == "revoked"
             if was_revoked:
-                message = Revoked(swarm=self._swarm, payload=Payload("u8", (len(proof),)))
-                self._connections.send_to_peer(one.peer, message, proof)
+                self._connections.send_to_peer(one.peer, *self._membership.prove_revoked())
                 # Its messages are ignored from now on; its connection is closed after the reply.
                 loop = asyncio.get_running_loop()
                 loop.call_later(_DISCONNECT_DELAY, self._disconnect, one.peer)

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict
 
 import zmq.asyncio
-from msgspec import UNSET, msgpack, structs
+from msgspec import UNSET, structs
 
 from molink.errors import (
     InvariantError,
@@ -56,7 +56,7 @@ from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import ControlMessage, DoneReply, JoinReply, JoinRequest
 from molink.wire.messages.election import LeaderHeartbeat, StateReplica
-from molink.wire.messages.instructions import DuplicatePeer, Revoked
+from molink.wire.messages.instructions import DuplicatePeer
 from molink.wire.messages.peer_reports import (
     Goodbye,
     PeerReport,
@@ -172,7 +172,6 @@ class Coordinator:
             self._connections,
         )
         self._admin = AdminHandler(
-            self.swarm.id,
             state,
             self.membership,
             self.fleet,
@@ -384,9 +383,7 @@ class Coordinator:
         """Tell a revoked peer so, and nothing else."""
         self.membership.mark_notified(sender.peer_id)
         if isinstance(message, PeerReport):
-            proof = msgpack.encode(self.membership.log.entries)
-            payload = Payload("u8", (len(proof),))
-            self._reply(sender, Revoked(swarm=self.swarm.id, payload=payload), proof)
+            self._reply(sender, *self.membership.prove_revoked())
             return
         raise PeerBanned(f"this PC was removed from swarm {self.swarm.id}")
 

@@ -28,8 +28,9 @@ from molink.swarm.membership.invitations import (
 )
 from molink.swarm.membership.membership_log import MembershipLog
 from molink.swarm.membership.versions import PeerVersion, explain_mismatch, own_version
+from molink.wire.messages.base import Payload
 from molink.wire.messages.control_plane import JoinRequest
-from molink.wire.messages.instructions import PeerInfo
+from molink.wire.messages.instructions import PeerInfo, Revoked
 from molink.wire.messages.membership import (
     INVITATION_PREFIX,
     AdmissionEntry,
@@ -303,6 +304,11 @@ class Membership:
         self._state.save_announced(member)
         known = self.records[member.peer]
         self.records[member.peer] = replace(known, name=member.name, announced=member)
+
+    def prove_revoked(self) -> tuple[Revoked, bytes]:
+        """The message for a revoked peer, with the log that proves it."""
+        log = self.log.encode()
+        return Revoked(swarm=self.log.swarm, payload=Payload("u8", (len(log),))), log
 
     def mark_notified(self, user: str) -> None:
         """Refuse a revoked peer, by its user id, for a while after it has been told."""

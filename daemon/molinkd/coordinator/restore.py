@@ -66,9 +66,10 @@ def _restore_newer(
             )
         return ""
     if swarm is not None and swarm.id == replica.swarm:
-        merged = state.read_log().merge_log(replica.log)
+        own = state.read_log()
+        merged = own.merge_log(replica.log)
         if state.read_version() >= replica.version:
-            if merged.digest != state.read_log().digest:
+            if merged.digest != own.digest:
                 state.save_log(merged)
             return ""
         replica = replace(replica, log=merged)

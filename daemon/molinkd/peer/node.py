@@ -14,6 +14,7 @@ from msgspec import structs
 from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_demo_model
 from molink.errors import MolinkError, StateError
 from molink.swarm.frontend.stream import StreamLimits
+from molink.swarm.membership.membership_log import MembershipLog
 from molink.swarm.membership.sanitize import sanitize_pairings
 from molink.swarm.membership.versions import own_version
 from molink.wire.messages.admin import LeaveRequest, StatusRequest
@@ -65,7 +66,6 @@ from molinkd.peer.launch import (
 )
 from molinkd.peer.local_status import local_status
 from molinkd.peer.membership.addresses import advertised_addresses
-from molinkd.peer.membership.membership_requests import decode_log
 from molinkd.peer.membership.peer_directory import PeerDirectory
 from molinkd.peer.membership.peer_prober import can_connect
 from molinkd.peer.membership.relayed_routes import RelayController, RelayedRoutes
@@ -395,7 +395,7 @@ class Node:
     def _on_revoked(self, proof: memoryview | None) -> None:
         """Stop if an owner has shut this PC out; a coordinator can't."""
         try:
-            claimed = decode_log(self._leadership.target.swarm, proof or b"")
+            claimed = MembershipLog.decode(self._leadership.target.swarm, proof or b"")
         except StateError as error:
             log.warning("the coordinator claims that this PC was shut out: %s", error)
             return

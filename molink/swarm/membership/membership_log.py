@@ -27,6 +27,7 @@ from molink.wire.messages.membership import (
     MAX_ENTRIES,
     SWARM_ID_DIGITS,
     AdmissionEntry,
+    Entries,
     Founder,
     FoundingEntry,
     InvitationEndEntry,
@@ -80,6 +81,23 @@ class MembershipLog:
             raise StateError(f"the log lacks the founding of swarm {swarm}")
         return cls(swarm, {key: one for key, one in checked.items() if key in log._signed_by_known})
 
+    @classmethod
+    def decode(cls, swarm: str, data: bytes | memoryview) -> "MembershipLog":
+        """The log that :meth:`encode` made.
+
+        Raises:
+            StateError: it is invalid.
+        """
+        try:
+            entries = msgspec.msgpack.decode(data, type=Entries)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StateError(f"not a membership log: {error}") from None
+        return cls.check_entries(swarm, entries)
+
+    def encode(self) -> bytes:
+        """The entries as msgpack."""
+        return msgspec.msgpack.encode(self.entries)
+
     def with_entries(self, entries: Iterable[SignedEntry]) -> "MembershipLog":
         """This log, followed by the entries that it lacks.
 
@@ -97,7 +115,8 @@ class MembershipLog:
                 continue
             if signed[peer_of_key(one.signer)] > _limit_of(one):
                 raise Unavailable("this PC has signed too much for the membership log")
-        if signed.total() > MAX_UNOWNED or not log._fits():
+        is_full = len(log._entries) > MAX_ENTRIES or log._size > MAX_BYTES
+        if is_full or signed.total() > MAX_UNOWNED:
             raise Unavailable("the swarm's membership log is full. Revoke PCs that are not needed")
         return log
 
@@ -112,7 +131,8 @@ class MembershipLog:
         if not missing:
             return self
         merged = MembershipLog(self.swarm, self._entries | missing)
-        signed, kept = merged._sum_signed(self._entries), dict(self._entries)
+        signed, kept = merged._sum_signed(self._entries), set[str]()
+        number, taken = len(self._entries), self._size
         # Owners' entries come first where there is little room.
         by_owners = [key for key in missing if merged._is_signed_by_owner(key)]
         for key in dict.fromkeys((*by_owners, *missing)):
@@ -125,12 +145,12 @@ class MembershipLog:
                 if own > _limit_of(entry) or total > MAX_UNOWNED:
                     continue
                 signed[signer] = own
-            kept[key] = missing[key]
-            if not MembershipLog(self.swarm, kept)._fits():
-                del kept[key]
+            number, taken = number + 1, taken + size
+            if number > MAX_ENTRIES or taken > MAX_BYTES:
                 break
-        order = [*self._entries, *(key for key in missing if key in kept)]
-        return MembershipLog(self.swarm, {key: kept[key] for key in order})
+            kept.add(key)
+        added = {key: one for key, one in missing.items() if key in kept}
+        return MembershipLog(self.swarm, self._entries | added)
 
     def without_expired(self, now: float) -> "MembershipLog":
         """This log without invitations that have expired unused, and their ends."""
@@ -172,9 +192,9 @@ class MembershipLog:
                 added[entry_hash] = one
         return added
 
-    def _fits(self) -> bool:
-        size = sum(one.size for one in self._entries.values())
-        return len(self._entries) <= MAX_ENTRIES and size <= MAX_BYTES
+    @property
+    def _size(self) -> int:
+        return sum(one.size for one in self._entries.values())
 
     def _sum_signed(self, entries: Mapping[str, SignedEntry]) -> Counter[str]:
         """Bytes of these entries by the peer or invitation that signed, apart from owners."""

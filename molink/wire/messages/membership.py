@@ -119,8 +119,6 @@ Statement = (
     | InvitationEndEntry
     | OwnershipEntry
 )
-#: Entries without which a log would say more than was meant; they are never dropped.
-RESTRICTIONS = (DepartureEntry, RevocationEntry, InvitationEndEntry)
 
 
 class SignedEntry(msgspec.Struct, frozen=True, array_like=True):

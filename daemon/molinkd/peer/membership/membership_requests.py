@@ -6,9 +6,7 @@ The coordinator stores and distributes entries of the membership log, but can't 
 import time
 from collections.abc import Awaitable, Callable
 
-import msgspec
-
-from molink.errors import NotAuthorized, RequestError, StateError, WireError
+from molink.errors import NotAuthorized, RequestError, WireError
 from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.invitations import find_excess, sign_invitation
 from molink.swarm.membership.join_token import ContactPoint, JoinToken
@@ -33,7 +31,6 @@ from molink.wire.messages.membership import (
     INVITATION_PREFIX,
     AdmissionEntry,
     DepartureEntry,
-    Entries,
     InvitationEndEntry,
     OwnershipEntry,
     ReadmissionEntry,
@@ -56,19 +53,6 @@ MembershipRequest = (
     | PairingDecisionRequest
     | LeaveRequest
 )
-
-
-def decode_log(swarm: str, payload: bytes | memoryview) -> MembershipLog:
-    """The checked membership log in a payload.
-
-    Raises:
-        StateError: it is invalid.
-    """
-    try:
-        entries = msgspec.msgpack.decode(payload, type=Entries)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise StateError(f"not a membership log: {error}") from None
-    return MembershipLog.check_entries(swarm, entries)
 
 
 async def send_membership_request(
@@ -108,7 +92,7 @@ class _Requester:
         location, payload = await self._ask(LogRequest(ref=0))
         if not isinstance(location, LogReply):
             raise WireError(f"unexpected reply {type(location).__name__} instead of the log")
-        log = decode_log(self._swarm, payload)
+        log = MembershipLog.decode(self._swarm, payload)
         if self._known is not None:
             log = log.merge_log(self._known)
         match request:
