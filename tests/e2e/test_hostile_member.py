@@ -62,6 +62,8 @@ from tests.support.processes import Process, Tools
 ALONE_S, UNSEAT_S, TERMS_S = 3.0, 10.0, 5.0
 #: Seconds in which a forged state would have spread.
 SPREAD_S = 2.0
+#: Before each status: a daemon admits ten handshakes a second under one key, its user's too.
+POLL_S = 0.12
 #: Seconds after which another PC has taken over, whatever a hostile one says.
 TAKEOVER_S = 20.0
 #: Rounds by which all that one branch says may raise a term.
@@ -161,6 +163,7 @@ class HonestPCs:
 
     def status(self, name: str = "first") -> dict[str, Any]:
         """``molink status --json`` of a PC."""
+        time.sleep(POLL_S)
         return self.running[name].status()
 
     def members(self, name: str = "first") -> dict[str, str]:
