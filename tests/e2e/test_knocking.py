@@ -50,7 +50,7 @@ class Loopback:
         found = self.up.found()
         self.tools.wait_for(lambda: found.home.membership.exists(), self.up)
         self.tools.wait_for(lambda: self.up.status().get("pairing_port"), self.up)
-        self.where = f"127.0.0.1:{self.up.status()['pairing_port']}"
+        self.where = f"localhost:{self.up.status()['pairing_port']}"
 
     def join(self, name: str, home: str = "") -> Process:
         joining = ["join", self.where, "--name", name, *self.options]

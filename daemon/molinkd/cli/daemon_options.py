@@ -220,8 +220,9 @@ class JoinOptions(DaemonOptions):
         str | None,
         typer.Argument(
             envvar="MOLINK_TOKEN",
-            help="Token from `molink invite` (- reads standard input), or HOST[:PORT] of the first "
-            "PC. Without it, rejoins the last swarm or finds one on this network.",
+            help="Token from `molink invite` (- reads standard input), or HOST[:PORT] of the PC "
+            "that leads the swarm. Without it, rejoins the last swarm or finds one on this "
+            "network.",
         ),
     ] = None
     swarm: Annotated[

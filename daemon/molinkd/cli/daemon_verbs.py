@@ -13,7 +13,7 @@ from molink.facts.dtypes import DTypeChoice
 from molink.facts.model import Quantize
 from molinkd.cli.daemon_options import JoinOptions, UpOptions, expand_options
 from molinkd.cli.hide_token import hide_token
-from molinkd.cli.join_verbs import is_address
+from molinkd.cli.join_verbs import parse_address
 from molinkd.cli.swarm_verbs import HomeOption
 
 
@@ -34,7 +34,7 @@ def join(options: JoinOptions, home: HomeOption = None) -> None:
     """
     if options.token == "-":
         options = replace(options, token=sys.stdin.readline().strip())
-    elif options.token is not None and not is_address(options.token):
+    elif options.token is not None and parse_address(options.token) is None:
         hide_token(options.token)
     if options.token is not None and not options.token.strip():
         raise UsageError("the token is empty: paste a token from `molink invite`")

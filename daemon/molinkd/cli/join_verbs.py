@@ -1,6 +1,8 @@
 """Pairing without a token: ``approve`` on a PC of the swarm, and ``join`` on the new PC."""
 
 import asyncio
+import contextlib
+import ipaddress
 import json
 import re
 import sys
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from molink.errors import MolinkError, PairingRefused, TokenError, Unavailable, UsageError
+from molink.errors import MolinkError, PairingRefused, Unavailable, UsageError
 from molink.plaintext import printable
 from molink.swarm.membership.pairing import CODE_DIGITS, normalize_code
 from molink.swarm.membership.sanitize import quote_name
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
     from molinkd.peer.membership.pairing_client import PairingCode
     from molinkd.peer.settings import Settings
 
-#: A host with a dot or a port: a single word is probably an incomplete token.
+#: A host and a pairing port; an IPv6 address with a port needs brackets.
 _HOST = re.compile(
-    r"(?P<host>[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>\d{1,5}))?\Z"
+    r"(?P<host>[\w.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]+)?\])(?::(?P<port>\d+))?\Z"
 )
-#: A plausible PC name; a longer word is probably an incomplete token.
-_NAME = re.compile(r"[A-Za-z0-9-]{1,32}\Z")
+#: Longest host name without a dot; a longer word is probably an incomplete token.
+_MAX_LABEL = 63
 
 
 def approve(
@@ -72,27 +74,27 @@ def approve(
         print(f"{quote_name(name)} {'was rejected' if refuse else 'joined'}.")
 
 
-def is_address(text: str) -> bool:
-    """Whether the argument of ``join`` is an address, not a token."""
-    match = _HOST.match(text)
-    return match is not None and ("." in text or match["port"] is not None or text[0] == "[")
-
-
-def _check_token(given: str) -> None:
-    """Reject a PC name given in place of a token.
+def parse_address(text: str) -> "tuple[str, int] | None":
+    """The host and the pairing port that the argument of ``join`` names; ``None`` for a token.
 
     Raises:
-        TokenError: it is a name.
+        UsageError: it names an impossible port.
     """
     from molink.swarm.membership.discovery import PAIRING_PORT
     from molink.swarm.membership.join_token import TOKEN_PREFIX
 
-    if _NAME.match(given) and not given.startswith(TOKEN_PREFIX):
-        raise TokenError(
-            f"{given} is not a join token: tokens start with `{TOKEN_PREFIX}`. If it is a PC's "
-            f"name, use `molink join {given}:{PAIRING_PORT}`; `molink join` alone looks for "
-            "swarms on this network"
-        )
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(text)), PAIRING_PORT
+    match = _HOST.match(text)
+    if match is None:
+        return None
+    host, port = match["host"], match["port"]
+    is_word = port is None and "." not in host
+    if is_word and (host.startswith(TOKEN_PREFIX) or len(host) > _MAX_LABEL):
+        return None
+    if port is not None and not 0 < int(port) < 65536:
+        raise UsageError(f"{port} is not a valid port")
+    return host.strip("[]"), int(port or PAIRING_PORT)
 
 
 def resolve_token(
@@ -105,8 +107,8 @@ def resolve_token(
     Raises:
         MolinkError: it can't join.
     """
-    if given is not None and not is_address(given):
-        _check_token(given)
+    address = None if given is None else parse_address(given)
+    if given is not None and address is None:
         return given
     if place.membership.exists():
         if given is not None or swarm is not None:
@@ -116,7 +118,9 @@ def resolve_token(
                 "first, or use another state folder with --home."
             )
         return None
-    if (given is not None or settings.discovery) and pair_with_swarm(place, settings, given, swarm):
+    if (address is not None or settings.discovery) and pair_with_swarm(
+        place, settings, address, swarm
+    ):
         return None
     nothing = (
         "no swarm found on this network. Is `molink up` running, and do the firewalls of "
@@ -135,11 +139,12 @@ def resolve_token(
 
 
 def pair_with_swarm(
-    place: "Home", settings: "Settings", address: str | None, swarm: str | None
+    place: "Home", settings: "Settings", address: tuple[str, int] | None, swarm: str | None
 ) -> bool:
     """Pair this PC with a swarm by a code that a person approves, and save the membership.
 
-    Returns ``False`` if no swarm was found; ``address`` and ``swarm`` (a name or an id) select one.
+    Returns ``False`` if no swarm was found; ``address`` (host and pairing port) and ``swarm`` (a
+    name or an id) select one.
 
     Raises:
         MolinkError: pairing failed.
@@ -152,7 +157,11 @@ def pair_with_swarm(
     lock.acquire()
     try:
         keys = place.load_keys()
-        nearby = _parse_address(address) if address is not None else _choose_swarm(settings, swarm)
+        nearby = (
+            _find_host(settings, *address)
+            if address is not None
+            else _choose_swarm(settings, swarm)
+        )
         if nearby is None:
             return False
         shown: list[PairingCode] = []
@@ -177,15 +186,20 @@ def pair_with_swarm(
     return True
 
 
-def _parse_address(address: str) -> "DiscoveredSwarm":
-    from molink.swarm.membership.discovery import PAIRING_PORT, DiscoveredSwarm
+def _find_host(settings: "Settings", host: str, port: int) -> "DiscoveredSwarm":
+    from molink.swarm.membership.discovery import DiscoveredSwarm
+    from molink.swarm.membership.join_token import TOKEN_PREFIX
+    from molinkd.peer.membership.host_lookup import lookup_host
 
-    match = _HOST.match(address)
-    assert match is not None
-    port = int(match["port"] or PAIRING_PORT)
-    if not 0 < port < 65536:
-        raise UsageError(f"{port} is not a valid port")
-    return DiscoveredSwarm("", "", "", (match["host"].strip("[]"),), port)
+    try:
+        addresses = lookup_host(host, settings.host)
+    except Unavailable as error:
+        raise Unavailable(
+            f"{error}. Give the address that `molink status` shows there, as in `molink join "
+            f"192.168.1.7`; `molink join` alone looks for swarms on this network. A token starts "
+            f"with `{TOKEN_PREFIX}`"
+        ) from None
+    return DiscoveredSwarm("", "", "", addresses, port)
 
 
 def _choose_swarm(settings: "Settings", name_or_id: str | None) -> "DiscoveredSwarm | None":

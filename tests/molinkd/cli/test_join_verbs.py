@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -11,18 +12,19 @@ from typing import Any
 
 import pytest
 
-from molink.errors import PairingRefused, RequestError
+from molink.errors import PairingRefused, RequestError, Unavailable
 from molink.swarm.membership.discovery import PAIRING_PORT, DiscoveredSwarm
 from molink.wire.messages.admin import LeaveRequest
 from molink.wire.messages.instructions import PendingPairing
-from molinkd.cli import daemon_client, main
+from molinkd.cli import daemon_client
 from molinkd.cli.daemon_console import DaemonConsole
-from molinkd.cli.join_verbs import is_address
+from molinkd.cli.join_verbs import parse_address
 from molinkd.cli.main import run
 from molinkd.cli.pairing_prompt import PairingPrompt, TypedLines
 from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
 from molinkd.peer.launch import InvitationCreatedEvent, Launch, PairingsChangedEvent
+from molinkd.peer.membership import host_lookup
 from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
 from molinkd.peer.membership.pairing_client import PairingCode
 
@@ -91,31 +93,70 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 @pytest.mark.parametrize(
     ("text", "address"),
     [
-        ("192.168.1.7", True),
-        ("192.168.1.7:99", True),
-        ("attic.local", True),
-        ("attic:5479", True),
-        ("[fe80::1]", True),
-        ("[fe80::1]:5479", True),
-        ("hello", False),
-        ("molink-AAAA", False),
-        ("molink-pc.local", True),
-        ("", False),
-        ("a b.c", False),
-        ("-x.y\n", False),
+        ("192.168.1.7", ("192.168.1.7", PAIRING_PORT)),
+        ("192.168.1.7:99", ("192.168.1.7", 99)),
+        ("localhost", ("localhost", PAIRING_PORT)),
+        ("attic", ("attic", PAIRING_PORT)),
+        ("attic.local", ("attic.local", PAIRING_PORT)),
+        ("attic:99", ("attic", 99)),
+        ("::1", ("::1", PAIRING_PORT)),
+        ("fe80::1%eth0", ("fe80::1%eth0", PAIRING_PORT)),
+        ("[fe80::1]", ("fe80::1", PAIRING_PORT)),
+        ("[fe80::1%eth0]:99", ("fe80::1%eth0", 99)),
+        ("molink-pc.local", ("molink-pc.local", PAIRING_PORT)),
+        ("molink-pc:5479", ("molink-pc", PAIRING_PORT)),
+        ("molink-AAAA", None),
+        ("x" * 64, None),
+        ("", None),
+        ("a b.c", None),
+        ("x.y\n", None),
     ],
 )
-def test_addresses_are_not_tokens(text: str, address: bool) -> None:
-    assert is_address(text) is address
+def test_addresses_are_not_tokens(text: str, address: tuple[str, int] | None) -> None:
+    assert parse_address(text) == address
 
 
-def test_a_word_like_a_name_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["join", "mypc", "--home", str(tmp_path)]) == 3
+def test_an_unknown_host_name(
+    network: Network, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> list[object]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    monkeypatch.setattr(host_lookup, "multicast_addresses", lambda _: ())
+    assert run(["join", "attic"]) == 6
     errors = capsys.readouterr().err
-    assert "mypc is not a join token" in errors
-    assert "molink join mypc:5479" in errors
-    assert main.run(["join", "x" * 60, "--home", str(tmp_path)]) == 3
-    assert "PC's name" not in capsys.readouterr().err
+    assert "there is no PC named attic here: Name or service not known" in errors
+    assert "A token starts with `molink-`" in errors
+    assert network.asked == []
+
+
+def test_a_host_name_has_several_addresses(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ["::1", "127.0.0.1", "127.0.0.1"]
+
+    def resolve(host: str, *_: object, **__: object) -> list[object]:
+        assert host == "localhost"
+        return [(None, None, None, "", (one, 0)) for one in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert run(["join", "localhost:7"]) == 0
+    assert network.asked == [DiscoveredSwarm("", "", "", ("127.0.0.1", "::1"), 7)]
+
+
+def test_a_lookup_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+
+    def hang(*_: object, **__: object) -> list[object]:
+        assert hangs.wait(60)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(host_lookup, "_LOOKUP_S", 0.05)
+    with pytest.raises(Unavailable, match=r"no answer within 0\.05 s"):
+        host_lookup.lookup_host("attic.example", "0.0.0.0")
+    hangs.set()
 
 
 def test_the_only_swarm_is_joined(

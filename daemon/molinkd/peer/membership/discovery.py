@@ -186,7 +186,7 @@ def _register_service(nearby: DiscoveredSwarm, interfaces: Sequence[str]) -> "Ze
         addresses=[socket.inet_pton(families[":" in one], one) for one in nearby.addresses],
         server=f"{name.partition('.')[0]}.local.",
     )
-    zeroconf = _open_zeroconf(interfaces)
+    zeroconf = open_zeroconf(interfaces)
     try:
         # A number is appended if another PC has this name.
         zeroconf.register_service(info, allow_name_change=True)
@@ -228,7 +228,7 @@ class _Scan:
         """Scan for ``seconds``, and for ``more`` seconds if none is found."""
         from zeroconf import ServiceBrowser
 
-        zeroconf = _open_zeroconf(self._interfaces)
+        zeroconf = open_zeroconf(self._interfaces)
         until = time.monotonic() + seconds
         try:
             browser = ServiceBrowser(zeroconf, SERVICE_TYPE, handlers=[self._on_service])
@@ -268,7 +268,8 @@ class _Scan:
         return False
 
 
-def _open_zeroconf(interfaces: Sequence[str]) -> "Zeroconf":
+def open_zeroconf(interfaces: Sequence[str]) -> "Zeroconf":
+    """Open multicast DNS on the IPv4 addresses of ``interfaces``."""
     from zeroconf import IPVersion, Zeroconf
 
     usable = [one for one in interfaces if ":" not in one]
