@@ -33,7 +33,7 @@ import msgspec
 
 from molink.bench.report import Sample
 from tools.serving.client import make_prompt, send_completion
-from tools.serving.process import ENDPOINT, START_S, TOKEN, wait_for
+from tools.serving.process import ENDPOINT, INVITE, OPENED, START_S, wait_for
 from tools.wan import Node, Rig, RigError, unavailable
 
 #: Ports of llama.cpp's RPC servers and of its server.
@@ -131,10 +131,13 @@ def run_molink(
             # A random model repeats itself, so drafts would be right too often.
             own = {"MOLINK_NUM_SPECULATIVE_TOKENS": "off", **environment}
             own |= {"MOLINK_HOME": str(home), "MOLINK_REPLICATE_MODELS": "false"}
-            own |= {"MOLINK_STANDBY_WORKER": "false", "MOLINK_TOKEN_USES": "255"}
+            own |= {"MOLINK_STANDBY_WORKER": "false"}
             process = side.run(index, command, log, own)
             if index == 0:
-                token = wait_for(log, TOKEN, process)
+                wait_for(log, OPENED, process)
+                invited = folder / f"{name} invite.log"
+                side.run(0, INVITE, invited, own).wait(START_S)
+                token = invited.read_text(encoding="utf-8").strip()
                 side.url = f"http://127.0.0.1:{wait_for(log, ENDPOINT, process)}"
         _wait_ready(side, f"{side.url}/readyz")
         _wait_for_stages(side, nodes, folder / f"{name} 0")

@@ -205,7 +205,7 @@ def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
         halves = ("--min-stages", "2")
         up = Seated(pair, 0, tmp_path / "first", "up", "--name", "first", *halves, *CPU)
         stack.callback(up.stop)
-        tools.wait_for(lambda: "they join by a code" in up.output, up)
+        tools.wait_for(lambda: "the PCs compare a code" in up.output, up)
         join = Seated(pair, 1, tmp_path / "second", "join", "--name", "second", *CPU)
         stack.callback(join.stop)
         code = shown_code(join, tools)
@@ -230,7 +230,7 @@ def test_a_new_router_gives_all_pcs_other_addresses(tools: type[Tools], tmp_path
         with ExitStack() as stack:
             up = Seated(pair, 0, homes[0], "up", "--name", "first", *CPU)
             stack.callback(up.stop)
-            tools.wait_for(lambda: "they join by a code" in up.output, up)
+            tools.wait_for(lambda: "the PCs compare a code" in up.output, up)
             join = Seated(pair, 1, homes[1], "join", "--name", "second", *CPU)
             stack.callback(join.stop)
             code = shown_code(join, tools)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 START_S = 300.0
-#: Endpoint port and join token in the output of `molink up`.
+#: Endpoint port, and what says that the swarm is open, in the output of `molink up`.
 ENDPOINT = re.compile(r"http://127\.0\.0\.1:(\d+)")
-TOKEN = re.compile(r"molink join (molink-\S+)")
+OPENED = re.compile(r"(To add a PC)")
+INVITE = (sys.executable, "-m", "molinkd", "invite", "--uses", "255")
 
 
 @contextlib.contextmanager
@@ -68,17 +69,12 @@ def molink_swarm(
         for index in range(stages):
             home, log = root / str(index), root / f"{index}.log"
             command = first if index == 0 else [sys.executable, "-m", "molinkd", "join", token]
-            process = stack.enter_context(
-                run_process(
-                    command + common * (index > 0),
-                    log,
-                    {**(settings or {}), "MOLINK_HOME": str(home)},
-                )
-            )
+            own = {**(settings or {}), "MOLINK_HOME": str(home)}
+            process = stack.enter_context(run_process(command + common * (index > 0), log, own))
             if index == 0:
-                wanted = (ENDPOINT, TOKEN)
-                url, token = (wait_for(log, pattern, process) for pattern in wanted)
-                url = f"http://127.0.0.1:{url}"
+                url = f"http://127.0.0.1:{wait_for(log, ENDPOINT, process)}"
+                wait_for(log, OPENED, process)
+                token = subprocess.check_output(INVITE, env={**os.environ, **own}, text=True)
         _wait_ready(f"{url}/readyz", process)
         yield url
 

@@ -31,9 +31,9 @@ import psutil
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
     DaemonStartedEvent,
-    InvitationCreatedEvent,
     Launch,
     ModelReadinessChangedEvent,
+    SwarmOpenedEvent,
 )
 from molinkd.peer.settings import Settings
 from tools.emulation.model import Emulation
@@ -145,7 +145,7 @@ class Bench:
             token = ""
             while not token:
                 event = self._next_event().event
-                token = event.token if isinstance(event, InvitationCreatedEvent) else ""
+                token = event.token if isinstance(event, SwarmOpenedEvent) else ""
             shares = list(self._share_homes(homes))
             for number, home in enumerate(homes[1:], 1):
                 Home(home).create_folders()
@@ -183,11 +183,12 @@ class Bench:
             device="cpu",
             min_peers=len(homes),
             min_stages=16,
-            token_uses=255,
             log_level="warning",
         )
         name = str(home)
-        return Launch(home=name, settings=settings, role="up" if first else "join", token=token)
+        if first:
+            return Launch(home=name, settings=settings, role="up", invite=255)
+        return Launch(home=name, settings=settings, role="join", token=token)
 
     def _next_event(self) -> HostEvent:
         report = self._events.get(timeout=_START_S)

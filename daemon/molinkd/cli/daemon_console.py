@@ -15,34 +15,21 @@ from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli.pairing_prompt import PairingPrompt, TypedLines
 from molinkd.cli.units import format_duration
-from molinkd.peer.command_line import join_instructions
 from molinkd.peer.launch import (
     AnyDaemonEvent,
     DaemonStartedEvent,
-    InvitationCreatedEvent,
     ModelFoundEvent,
     ModelReadinessChangedEvent,
     ModelUnavailableEvent,
     PairingsChangedEvent,
     ProblemReportedEvent,
     StageStatusChangedEvent,
+    SwarmOpenedEvent,
     TransfersChangedEvent,
 )
 
 #: Interval of progress lines where lines can't be rewritten, in seconds.
 PRINT_INTERVAL_S = 5.0
-
-
-def invitation_text(token: str, uses: int, format_command: Callable[[str], str]) -> str:
-    """Return instructions to add ``uses`` PCs by ``token``."""
-    begin, more = f"To add up to {uses} PCs", ""
-    if uses == 1:
-        begin, more = (
-            "To add a PC",
-            f" ({format_command('invite')} prints a token for another PC)",
-        )
-    command = join_instructions(token)
-    return f"{begin}, install molink there and run this in its folder{more}:\n\n{command}"
 
 
 def transfer_text(one: TransferState) -> str:
@@ -119,14 +106,8 @@ class DaemonConsole:
                 self._print_markup(f"Serving {named} from {escape(event.path)}")
             case DaemonStartedEvent():
                 self._show_listening(event)
-            case InvitationCreatedEvent():
-                self._print_markup(
-                    f"\n{escape(invitation_text(event.token, event.uses, self._format_command))}\n"
-                )
-                if event.discovery:
-                    self._print_markup(
-                        "PCs on this network don't need the token: they join by a code.\n"
-                    )
+            case SwarmOpenedEvent():
+                self._show_opened(event)
             case PairingsChangedEvent():
                 self._show_pairings(event)
             case StageStatusChangedEvent():
@@ -172,6 +153,16 @@ class DaemonConsole:
         self._print_markup(
             f"Chat endpoint: [bold]{event.endpoint}/v1[/bold] (page: {event.endpoint}/)"
         )
+
+    def _show_opened(self, event: SwarmOpenedEvent) -> None:
+        """Say how to add a PC, without a token: it would stay on the screen."""
+        invite = f"{self._format_command('invite')} prints a token"
+        if event.discovery:
+            text = "install molink there and run `molink join`: the PCs compare a code"
+            text += f". {invite} for a PC of another network"
+        else:
+            text = f"{invite} for it"
+        self._print_markup(f"\nTo add a PC, {escape(text)}.\n")
 
     def _print_markup(self, text: str) -> None:
         self._transfers.clear_line()

@@ -21,9 +21,9 @@ from molinkd.peer.launch import (
     AnyDaemonEvent,
     DaemonEndedEvent,
     DaemonStartedEvent,
-    InvitationCreatedEvent,
     Launch,
     ProblemReportedEvent,
+    SwarmOpenedEvent,
 )
 from molinkd.peer.main import DETACHED, log_to_file, run_daemon
 from molinkd.peer.membership.addresses import is_reachable_name
@@ -45,7 +45,6 @@ def start_daemon(
     model: str | None = None,
     token: str | None = None,
     swarm: str | None = None,
-    invite: bool = True,
     background: bool = False,
 ) -> None:
     """Run the daemon until it ends; in the ``background``, return once it has started.
@@ -78,9 +77,7 @@ def start_daemon(
             write_options(home.options, remembered | dict(options))
         console.show_event(event)
 
-    launch = Launch(
-        home=str(home.root), settings=settings, role=role, model=model, token=token, invite=invite
-    )
+    launch = Launch(home=str(home.root), settings=settings, role=role, model=model, token=token)
     try:
         api_settings(settings)  # before pairing or creating a swarm
         if role == "join":
@@ -169,10 +166,7 @@ def _follow_events(launch: Launch, events: IO[bytes], show: Announce) -> None:
             raise error
         show(event)
         up = up or isinstance(event, DaemonStartedEvent)
-        last = (
-            isinstance(event, (InvitationCreatedEvent, ProblemReportedEvent))
-            or launch.role == "join"
-        )
-        if up and (last or not launch.invite):
+        last = isinstance(event, (SwarmOpenedEvent, ProblemReportedEvent)) or launch.role == "join"
+        if up and last:
             return
     raise EOFError

@@ -1,4 +1,4 @@
-"""Output of ``molink invite --list`` and of revoked invitations."""
+"""Output of ``molink invite`` and of revoked invitations."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +10,22 @@ from rich.text import Text
 
 from molink.plaintext import printable
 from molink.wire.messages.admin import RevokeReply
+from molinkd.peer.command_line import join_instructions
 
 #: Names in a sentence.
 _MAX_NAMED = 8
+
+
+def invitation_text(token: str, uses: int, format_command: Callable[[str], str]) -> str:
+    """Return instructions to add ``uses`` PCs by ``token``."""
+    begin, more = f"To add up to {uses} PCs", ""
+    if uses == 1:
+        begin, more = (
+            "To add a PC",
+            f" ({format_command('invite')} prints a token for another PC)",
+        )
+    command = join_instructions(token)
+    return f"{begin}, install molink there and run this in its folder{more}:\n\n{command}"
 
 
 def show_invitations(

@@ -9,8 +9,6 @@ from molink.plaintext import printable
 from molink.swarm.election.events import StartCoordinatorAction
 from molink.wire.sockets.event_loop import EventLoop
 from molink.wire.sockets.key_pair import KeyPair
-from molinkd.cli import daemon_client
-from molinkd.cli.daemon_console import invitation_text
 from molinkd.peer.election.coordinator_process import create_coordinator_process
 from molinkd.peer.home import Home, HomeLock
 from molinkd.peer.membership.addresses import local_dial_host
@@ -65,16 +63,13 @@ async def _run(home: Home, settings: Settings, known: MembershipRecord | None) -
                 model=known.model if known is not None else None,
             )
             membership.save(home.membership)
-            ttl, uses = settings.token_ttl, settings.token_uses
-            invite = await asyncio.to_thread(daemon_client.create_invitation, home, ttl, uses)
-            print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.\n")
+            invite = home.format_command("invite")
+            print(f"Swarm {membership.swarm} listens at {membership.addresses[0]}.")
             print(
-                printable(invitation_text(invite.token, uses, home.format_command), keep="\n")
-                + "\n",
-                flush=True,
-            )
-            print(
-                "Add --model on the first PC to choose the model. Ctrl-C stops the coordinator.",
+                printable(
+                    f"To add a PC, run {invite} here and `molink join TOKEN` there, with --model "
+                    "on the first PC to choose the model. Ctrl-C stops the coordinator."
+                ),
                 flush=True,
             )
             await stopped.wait()

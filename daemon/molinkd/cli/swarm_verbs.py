@@ -108,8 +108,11 @@ def invite(
     """Create a join token for another PC, or manage invitations."""
     from molink.wire.messages.membership import INVITATION_PREFIX, MAX_USES
     from molinkd.cli import daemon_client
-    from molinkd.cli.daemon_console import invitation_text
-    from molinkd.cli.invitation_table import remaining_text, show_invitations
+    from molinkd.cli.invitation_table import (
+        invitation_text,
+        remaining_text,
+        show_invitations,
+    )
     from molinkd.peer.home import Home
 
     if ttl < 0:

@@ -22,9 +22,9 @@ from molinkd.peer.launch import (
     AnyDaemonEvent,
     DaemonEndedEvent,
     DaemonStartedEvent,
-    InvitationCreatedEvent,
     Launch,
     ModelReadinessChangedEvent,
+    SwarmOpenedEvent,
     read_event,
 )
 from molinkd.peer.settings import Settings
@@ -84,7 +84,7 @@ class DemoSwarm:
         """
         self.home, self._lock = acquire_demo_home(self._parent_home)
         first = await self._launch_peer(1, None)
-        await self._wait_for(first, lambda: bool(first.token))
+        await self._wait_for(first, lambda: bool(first.token or self._count == 1))
         copy_measurements(first_peer(self.home), self.home)
         others = [await self._launch_peer(n, first.token) for n in range(2, self._count + 1)]
         for peer in (first, *others):
@@ -115,6 +115,7 @@ class DemoSwarm:
             role="up" if token is None else "join",
             model=self._model if token is None else None,
             token=token,
+            invite=self._count - 1 if token is None else 0,
         )
         peer = DemoPeer(number, self._make_child(number))
         peer.child.start()
@@ -134,7 +135,6 @@ class DemoSwarm:
             stages_per_host=self._count,
             discovery=False,
             min_peers=self._count,
-            token_uses=max(1, self._count - 1),
             dtype=self._dtype,
             quantize=self._quantize,
         )
@@ -169,7 +169,7 @@ class DemoSwarm:
         match event:
             case DaemonStartedEvent():
                 peer.endpoint, peer.control_port = event.endpoint, event.control_port
-            case InvitationCreatedEvent():
+            case SwarmOpenedEvent():
                 peer.token = event.token
             case ModelReadinessChangedEvent():
                 peer.is_ready = event.ready

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal
 
 import msgspec
 
@@ -25,8 +25,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     #: Model name or folder. ``None`` means the last or the demo model for ``up``, and no model for
     #: ``join``.
     model: str | None = None
-    #: Whether ``up`` creates a join token.
-    invite: bool = True
+    #: How many PCs may join with the token that ``up`` announces; 0: none is created.
+    invite: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: Token of ``join``; ``None`` returns to the stored swarm.
     token: str | None = None
     #: For an additional device: id of the PC's primary peer, which has the API.
@@ -56,13 +56,13 @@ class DaemonStartedEvent(DaemonEvent, frozen=True, kw_only=True, tag="listening"
     pid: int
 
 
-class InvitationCreatedEvent(DaemonEvent, frozen=True, kw_only=True, tag="invitation"):
-    """A join token for ``uses`` PCs."""
+class SwarmOpenedEvent(DaemonEvent, frozen=True, kw_only=True, tag="opened"):
+    """``up`` has asked the swarm to serve its model; other PCs can join."""
 
-    token: str
-    uses: int = 1
-    #: Whether PCs on this network can join without it.
+    #: Whether PCs on this network find the swarm and can pair with it by a code.
     discovery: bool = False
+    #: A token for ``Launch.invite`` PCs.
+    token: str = ""
 
 
 class PairingsChangedEvent(DaemonEvent, frozen=True, kw_only=True, tag="pairings"):
@@ -113,7 +113,7 @@ class DaemonEndedEvent(DaemonEvent, frozen=True, kw_only=True, tag="ended"):
 AnyDaemonEvent = (
     ModelFoundEvent
     | DaemonStartedEvent
-    | InvitationCreatedEvent
+    | SwarmOpenedEvent
     | PairingsChangedEvent
     | StageStatusChangedEvent
     | TransfersChangedEvent

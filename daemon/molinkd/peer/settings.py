@@ -135,10 +135,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pipeline_wait_timeout: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     #: How long running answers may continue at shutdown, in seconds.
     shutdown_grace_period: Annotated[float, msgspec.Meta(ge=0, le=20)] = 10.0
-    #: Lifetime of the join token of ``molink up``, in seconds; 0 means unlimited.
-    token_ttl: Annotated[float, msgspec.Meta(ge=0)] = 86400.0
-    #: How many PCs may use the join token of ``molink up``.
-    token_uses: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
     #: Maximum number of PCs in the swarm.
     max_peers: Annotated[int, msgspec.Meta(ge=1, le=255)] = 64
     #: Router among several pipelines of a model.

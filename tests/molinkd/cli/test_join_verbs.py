@@ -18,12 +18,13 @@ from molink.wire.messages.admin import LeaveRequest
 from molink.wire.messages.instructions import PendingPairing
 from molinkd.cli import daemon_client
 from molinkd.cli.daemon_console import DaemonConsole
+from molinkd.cli.invitation_table import invitation_text
 from molinkd.cli.join_verbs import parse_address
 from molinkd.cli.main import run
 from molinkd.cli.pairing_prompt import PairingPrompt, TypedLines
 from molinkd.peer.demo import DemoSwarm
 from molinkd.peer.home import Home
-from molinkd.peer.launch import InvitationCreatedEvent, Launch, PairingsChangedEvent
+from molinkd.peer.launch import Launch, PairingsChangedEvent, SwarmOpenedEvent
 from molinkd.peer.membership import host_lookup
 from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
 from molinkd.peer.membership.pairing_client import PairingCode
@@ -352,12 +353,20 @@ def test_pairing_requests_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert ("4827-1931" in out, "0000-0001" in out) == (False, True), "each is announced once"
 
 
-def test_invitations_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_to_add_a_pc_is_printed_without_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     console = DaemonConsole()
-    console.show_event(InvitationCreatedEvent(token="molink-x", discovery=True))
-    lines = capsys.readouterr().out.splitlines()
+    console.show_event(SwarmOpenedEvent(discovery=True, token="molink-x"))
+    out = capsys.readouterr().out
+    assert "install molink there and run `molink join`: the PCs compare a code" in out
+    assert "`molink invite` prints a token for a PC of another network" in out
+    console.show_event(SwarmOpenedEvent(token="molink-x"))
+    alone = capsys.readouterr().out
+    assert "To add a PC, `molink invite` prints a token for it." in alone
+    assert "molink-x" not in out + alone
+
+
+def test_tokens_are_printed_for_each_system() -> None:
+    lines = invitation_text("molink-x", 1, "`molink {}`".format).splitlines()
     assert "  .venv/bin/molink join molink-x" in lines
     assert r"  .venv\Scripts\molink join molink-x" in lines
-    assert "they join by a code" in lines[-2]
-    console.show_event(InvitationCreatedEvent(token="molink-x", uses=3))
-    assert "To add up to 3 PCs" in capsys.readouterr().out
+    assert "To add up to 3 PCs" in invitation_text("molink-x", 3, "`molink {}`".format)

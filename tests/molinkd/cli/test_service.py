@@ -159,4 +159,4 @@ def test_the_service_starts_the_previous_role(
         home.membership
     )
     assert run(["service", "run", "--home", str(tmp_path)]) == 0
-    assert started == [(role, home, {}, {"invite": False})]
+    assert started == [(role, home, {}, {})]

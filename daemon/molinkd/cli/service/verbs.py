@@ -75,7 +75,7 @@ def status(
 def run(home: HomeOption = None) -> None:
     """Run the daemon with its saved options; started by the service."""
     place = Home.find_home(home)
-    start_daemon("up" if _require_membership(place).is_founder else "join", place, {}, invite=False)
+    start_daemon("up" if _require_membership(place).is_founder else "join", place, {})
 
 
 def service_command(home: Home) -> list[str]:

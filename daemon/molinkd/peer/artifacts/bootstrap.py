@@ -31,11 +31,11 @@ from molinkd.peer.artifacts.transfers import Progress, Transfers
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (
     Announce,
-    InvitationCreatedEvent,
     Launch,
     ModelFoundEvent,
     ProblemReportedEvent,
     StageStatusChangedEvent,
+    SwarmOpenedEvent,
 )
 from molinkd.peer.membership.addresses import is_loopback
 from molinkd.peer.membership.membership_record import read_membership
@@ -45,6 +45,8 @@ from molinkd.tasks import cancel_tasks
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+#: Lifetime of the token of ``Launch.invite``, in seconds.
+_TOKEN_S = 3600.0
 #: Interval of hashing progress events, in seconds.
 _PROGRESS_INTERVAL_S = 2.0
 #: Interval of checking the model's files for changes, in seconds.
@@ -249,14 +251,14 @@ class Bootstrap:
         )
 
     async def request_serving(self, session: CoordinatorSession) -> None:
-        """Ask the coordinator to serve the model and, for ``up``, for a join token."""
+        """Ask the coordinator to serve the model and, if the launch wants one, for a join token."""
         order, settings = self.build_order(is_resumed=self.is_resumed), self._settings
         if order is None:
             return
         requests: list[ControlMessage] = [order]
-        if self._launch.role == "up" and self._launch.invite:
-            invite = InviteRequest(ref=0, ttl=settings.token_ttl, uses=settings.token_uses)
-            requests.append(invite)
+        if self._launch.invite:
+            requests.append(InviteRequest(ref=0, ttl=_TOKEN_S, uses=self._launch.invite))
+        token = ""
         for request in requests:
             while True:
                 try:
@@ -268,11 +270,7 @@ class Bootstrap:
                 except MolinkError as error:
                     self._announce(ProblemReportedEvent(text=str(error)))
                     return
-            if isinstance(reply, InviteReply):
-                self._announce(
-                    InvitationCreatedEvent(
-                        token=reply.token,
-                        uses=settings.token_uses,
-                        discovery=settings.discovery and not is_loopback(settings.host),
-                    )
-                )
+            token = reply.token if isinstance(reply, InviteReply) else token
+        if self._launch.role == "up":
+            discovery = settings.discovery and not is_loopback(settings.host)
+            self._announce(SwarmOpenedEvent(discovery=discovery, token=token))

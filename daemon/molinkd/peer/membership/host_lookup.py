@@ -56,7 +56,7 @@ def _ask_system(host: str) -> tuple[list[str], str]:
 
 
 def _ask_multicast(name: str, bound_to: str) -> list[str]:
-    from zeroconf import AddressResolver
+    from zeroconf import AddressResolver  # type: ignore[attr-defined]  # not in its __all__
 
     interfaces = multicast_addresses(bound_to)
     if not interfaces:

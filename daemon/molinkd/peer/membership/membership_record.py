@@ -111,7 +111,7 @@ def choose_membership(
     token = None if text is None else parse_token(text)
     if record is None and token is None:
         raise UsageError(
-            "this PC is in no swarm: paste the token of `molink up`, as in "
+            "this PC is in no swarm: paste a token of `molink invite`, as in "
             f"{home.format_command('join molink-…')}, or run {home.format_command('join')} in a "
             "terminal, which asks "
             "for it"

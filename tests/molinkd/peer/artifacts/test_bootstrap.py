@@ -76,6 +76,7 @@ async def test_the_request_has_the_user_s_settings(
     assert (order.quantize, order.dtype, order.min_peers) == ("nf4", "f32", 2)
     assert (order.objective, order.min_stages) == ("latency", 3)
     assert order.model.root == ModelRepository().add_model("m", model).manifest.root
+    assert len(session.asked) == 1, "an invitation is made when somebody asks for one"
     assert 0 < order.model.nf4_bytes < order.model.int8_bytes < order.model.projection_bytes
 
 
