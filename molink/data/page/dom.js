@@ -12,7 +12,6 @@ const ICONS = {
   edit: "M4 20h4L19 9l-4-4L4 16zM13 7l4 4",
   retry: "M20 11a8 8 0 1 0-2 6M20 5v6h-6",
   trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
-  save: "M12 4v11M7 11l5 5 5-5M5 20h14",
   back: "M15 5l-7 7 7 7",
   forward: "M9 5l7 7-7 7",
 };
@@ -59,6 +58,14 @@ export function textButton(text, act, className = "plain") {
 // Set the text only if it changed, so that screen readers do not repeat it.
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
+}
+
+// Set a sentence with its `commands` as code, only if it changed.
+export function setSentence(node, text) {
+  if (node.dataset.sentence === text) return;
+  node.dataset.sentence = text;
+  const parts = text.split("`");
+  node.replaceChildren(...(parts.length % 2 ? parts.map((part, at) => (at % 2 ? make("code", "", part) : part)) : [text]));
 }
 
 // Announce a text to screen readers without interrupting them.

@@ -15,9 +15,23 @@ try { key = sessionStorage.getItem(KEY) ?? ""; } catch { /* storage is blocked *
 
 export const apiKey = () => key;
 
-export function setApiKey(text) {
+function setApiKey(text) {
   key = text.trim();
   try { sessionStorage.setItem(KEY, key); } catch { /* storage is blocked: keep the key in memory */ }
+}
+
+// Use `text` as the key from now on, unless the endpoint refuses it; returns false then.
+export async function tryApiKey(text) {
+  const before = key;
+  setApiKey(text);
+  try {
+    await call("/v1/models");
+  } catch (error) {
+    if (error.status !== 401) return true;
+    setApiKey(before);
+    return false;
+  }
+  return true;
 }
 
 // Send a request and return its successful response; throws EndpointError.
@@ -63,7 +77,8 @@ export function sentence(status, told, after = 0) {
   const begin = PREFIXES[status] ?? (told ? "" : `The endpoint returned status ${status}`);
   const rest = told && begin ? `: ${told}` : told;
   const text = ended(begin + rest);
-  return after > 0 ? `${text} Try again in ${after} s.` : text;
+  // Only an overloaded swarm knows when it has room again.
+  return status === 429 && after > 0 ? `${text} Try again in ${after} s.` : text;
 }
 
 function ended(text) {

@@ -17,7 +17,7 @@ const SAVE_INTERVAL_S = 2;
 const store = new Store(browserStorage());
 const answers = new Map();
 const text = byId("text"), send = byId("send"), scroll = byId("scroll");
-let conversation = store.create();
+let conversation = addressed();
 
 for (const [id, name] of [["open-list", "list"], ["fresh", "plus"], ["open-settings", "gear"]]) byId(id).append(icon(name));
 const sendIcon = icon("send"), stopIcon = icon("stop");
@@ -50,7 +50,17 @@ function draftName() {
   return conversation.leaf ? conversation.id : NEW;
 }
 
+// Each chat has an address, so that a reload shows it again and Back returns to the one before.
+function address(one) {
+  return one.leaf ? `#chat/${one.id}` : "";
+}
+
+function addressed() {
+  return [...store.conversations.values()].find((one) => address(one) === location.hash) ?? store.create();
+}
+
 function open(wanted) {
+  if (address(wanted) !== location.hash) history.pushState(null, "", address(wanted) || location.pathname);
   conversation = wanted;
   text.value = store.draft(draftName());
   show();
@@ -59,6 +69,8 @@ function open(wanted) {
 }
 
 function show() {
+  if (address(conversation) !== location.hash) history.replaceState(null, "", address(conversation) || location.pathname);
+  document.title = conversation.title ? `${conversation.title} · molink` : "molink";
   const follow = atEnd();
   messageList.show(conversation, answers.get(conversation.id));
   sidebar.show(conversation.id);
@@ -249,6 +261,9 @@ for (const kind of ["beforeunload", "pagehide"]) {
     }
   });
 }
+
+window.addEventListener("popstate", () => open(addressed()));
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); text.focus(); });
 
 const panels = store.settings.panels ?? { list: false, swarm: false };
 open(conversation);

@@ -1,7 +1,7 @@
 // Renders the messages of a conversation. A message keeps its DOM node while it is shown, so that
 // streaming never disturbs focus, selection or typing.
 
-import { arrange, copyButton, iconButton, make, setText, textButton } from "./dom.js";
+import { arrange, copyButton, iconButton, make, setSentence, setText, textButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 import { path, splitThoughts, versions } from "./tree.js";
 
@@ -121,7 +121,9 @@ class Answer {
     this.state = make("p", "note");
     this.problem = make("div", "problem");
     this.problem.setAttribute("role", "alert");
+    this.sentence = make("span", "");
     this.retry = textButton("Try again", () => act.retry(node));
+    this.problem.append(this.sentence, this.retry);
     this.regenerate = iconButton("retry", "Regenerate", () => act.retry(node));
     this.versions = new Versions(act);
     const copy = copyButton("Copy this answer", () => splitThoughts(node.content).content);
@@ -140,9 +142,7 @@ class Answer {
     setText(this.state, mine ? "" : this.node.note ?? "");
     const text = mine ? "" : this.node.problem ?? "";
     this.problem.hidden = !text;
-    if (this.problem.firstChild?.textContent !== text) {
-      this.problem.replaceChildren(...(text ? [make("span", "", text), this.retry] : []));
-    }
+    setSentence(this.sentence, text);
   }
 
   // Long answers are parsed less often.

@@ -3,7 +3,7 @@
 // Token positions are not reported. The dot is animated from the measured time of each stage and link,
 // slowed down enough to follow; the caption names the factor.
 
-import { make, setText, svg } from "./dom.js";
+import { make, setSentence, setText, svg } from "./dom.js";
 
 const SIZE = 300, MIDDLE = SIZE / 2, RADIUS = 92, STAGE_RADIUS = 21;
 // Minimum seconds per animated pass.
@@ -26,7 +26,7 @@ export class Ring {
   update(ring) {
     this.ring = ring;
     setText(this.title, ring.model);
-    setText(this.state, stateOf(ring));
+    setSentence(this.state, stateOf(ring));
     const shape = JSON.stringify(ring.stages.map((stage) => [stage.pc, stage.layers]));
     if (shape !== this.shape) this.#draw(ring);
     this.shape = shape;
@@ -64,9 +64,11 @@ export class Ring {
 
   #mark(stage, at) {
     const { group, busy } = this.circles[at];
-    busy.setAttribute("stroke-dasharray", `${Math.min(100, stage.busy ?? 0)} 100`);
+    // The share is of the last seconds: beside "Idle" it would say the opposite.
+    const share = this.ring.running ? stage.busy : null;
+    busy.setAttribute("stroke-dasharray", `${Math.min(100, share ?? 0)} 100`);
     group.classList.toggle("absent", Boolean(stage.doing));
-    setText(this.rows[at], describe(stage, this.ring.stages.length > 1));
+    setText(this.rows[at], describe(stage, share, this.ring.stages.length > 1));
     if (at === 0) {
       const rate = this.ring.tokens_per_s;
       setText(this.rate, rate ? rate.toFixed(1) : "");
@@ -145,17 +147,17 @@ function stateOf(ring) {
   return `${run}${wait}.${ring.reason ? ` ${ring.reason}.` : ""}`;
 }
 
-function describe(stage, several) {
+function describe(stage, share, several) {
   const parts = [stage.pc, layersOf(stage), stage.device];
   if (stage.doing) parts.push(stage.doing);
-  else if (stage.busy !== null) parts.push(`busy ${stage.busy} %`);
+  else if (share !== null) parts.push(`busy ${share} %`);
   if (several && stage.link_s) parts.push(`${duration(stage.link_s)} to next stage`);
   return parts.filter(Boolean).join(" · ");
 }
 
 // Layers are counted from 1 here.
 function layersOf({ layers: [first, last] }) {
-  return last - first === 1 ? `layer ${last}` : `layers ${first + 1} to ${last}`;
+  return last - first === 1 ? `layer ${last}` : `layers ${first + 1}–${last}`;
 }
 
 export function duration(seconds) {

@@ -1,7 +1,7 @@
-// The settings dialog: changes apply at once and are saved.
+// The settings dialog: changes apply at once and are saved; the API key is tried on Done.
 
 import { byId, confirmed, setText } from "./dom.js";
-import { apiKey, setApiKey } from "./endpoint.js";
+import { apiKey, tryApiKey } from "./endpoint.js";
 
 const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "theme"];
 
@@ -17,39 +17,54 @@ export class SettingsDialog {
     this.dialog = byId("settings");
     this.fields = FIELDS.map(byId);
     for (const field of this.fields) {
-      field.value = store.settings[field.id];
       field.addEventListener("input", () => this.#take(field));
     }
     byId("keep").checked = store.settings.keep;
     byId("keep").addEventListener("change", () => store.set({ keep: byId("keep").checked }));
-    byId("settings-done").addEventListener("click", () => this.dialog.close());
+    byId("settings-done").addEventListener("click", () => this.#finish(unlocked));
     byId("delete-all").addEventListener("click", async () => {
       if (!await confirmed("Delete all conversations in this browser?", "Delete all")) return;
       store.removeAll();
       emptied();
     });
-    this.dialog.addEventListener("close", () => {
-      if (byId("key").value.trim() === apiKey()) return;
-      setApiKey(byId("key").value);
-      unlocked();
-    });
     applyTheme(store.settings.theme);
   }
 
   open() {
+    for (const field of this.fields) field.value = this.store.settings[field.id];
     byId("key").value = apiKey();
+    this.#showInvalid();
     this.dialog.showModal();
   }
 
+  async #finish(unlocked) {
+    const invalid = this.#showInvalid();
+    if (invalid) return invalid.focus();
+    const key = byId("key");
+    if (key.value.trim() !== apiKey()) {
+      if (!await tryApiKey(key.value)) {
+        setText(byId("settings-wrong"), "API key: the endpoint refuses it.");
+        return key.focus();
+      }
+      unlocked();
+    }
+    this.dialog.close();
+  }
+
   #take(field) {
-    const valid = field.checkValidity();
-    field.setAttribute("aria-invalid", String(!valid));
-    const wrong = this.fields.find((one) => !one.checkValidity());
-    const name = wrong?.labels[0].firstChild.textContent.trim();
-    setText(byId("settings-wrong"), wrong ? `${name}: ${wrong.validationMessage}` : "");
-    if (!valid) return;
+    this.#showInvalid();
+    if (!field.checkValidity()) return;
     this.store.set({ [field.id]: field.value });
     if (field.id === "theme") applyTheme(field.value);
+  }
+
+  // Mark the invalid fields and name the first, which is returned.
+  #showInvalid() {
+    for (const field of this.fields) field.setAttribute("aria-invalid", String(!field.checkValidity()));
+    const invalid = this.fields.find((field) => !field.checkValidity());
+    const name = invalid?.labels[0].firstChild.textContent.trim();
+    setText(byId("settings-wrong"), invalid ? `${name}: ${invalid.validationMessage}` : "");
+    return invalid;
   }
 }
 
@@ -58,8 +73,10 @@ export class KeyDialog {
   constructor(unlocked) {
     this.dialog = byId("ask");
     this.field = byId("ask-key");
-    const unlock = () => {
-      setApiKey(this.field.value);
+    const unlock = async () => {
+      const accepted = await tryApiKey(this.field.value);
+      setText(byId("ask-wrong"), accepted ? "" : "The endpoint refuses this key.");
+      if (!accepted) return this.field.select();
       this.dialog.close();
       unlocked();
     };
@@ -74,6 +91,7 @@ export class KeyDialog {
   open(insist = false) {
     if (this.dialog.open || (this.refused && !insist) || document.querySelector("dialog[open]")) return;
     this.field.value = "";
+    setText(byId("ask-wrong"), "");
     this.dialog.showModal();
   }
 }

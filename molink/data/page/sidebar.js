@@ -1,6 +1,6 @@
 // The list of conversations and their actions.
 
-import { arrange, byId, confirmed, download, iconButton, make, setText } from "./dom.js";
+import { arrange, byId, confirmed, download, iconButton, make, setText, textButton } from "./dom.js";
 import { asJson, asMarkdown } from "./tree.js";
 
 export class Sidebar {
@@ -10,6 +10,12 @@ export class Sidebar {
     this.act = act;
     this.rows = new Map();
     this.list = byId("conversations");
+    const save = (kind, ending, type, write) => textButton(kind, () => {
+      const one = store.conversations.get(this.current);
+      const name = (one.title || "chat").replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40);
+      download(`${name}.${ending}`, type, write(one));
+    });
+    byId("save-as").append(save("Markdown", "md", "text/markdown", asMarkdown), save("JSON", "json", "application/json", asJson));
     store.addEventListener("change", () => this.show(this.current));
   }
 
@@ -19,6 +25,7 @@ export class Sidebar {
     for (const one of this.store.sorted()) {
       const row = this.rows.get(one.id) ?? this.#make(one.id);
       setText(row.title, one.title || "New chat");
+      row.title.title = one.title;
       row.title.classList.toggle("busy", this.act.answers(one.id));
       if (one.id === current) row.title.setAttribute("aria-current", "true");
       else row.title.removeAttribute("aria-current");
@@ -26,6 +33,7 @@ export class Sidebar {
     }
     this.rows = rows;
     arrange(this.list, [...rows.values()].map((row) => row.element));
+    byId("save-as").hidden = !this.store.conversations.has(current);
     const { keep } = this.store.settings;
     const words = rows.size ? "" : "No conversations yet.";
     const lost = this.store.full ? "Browser storage is full: save this conversation before you close the page." : "";
@@ -37,18 +45,11 @@ export class Sidebar {
     const title = make("button", "title");
     title.type = "button";
     title.addEventListener("click", () => this.act.open(id));
-    const name = () => (find().title || "conversation").replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40);
-    const markdown = iconButton("save", "Save as Markdown", () => download(`${name()}.md`, "text/markdown", asMarkdown(find())));
-    const json = make("button", "icon words", "{ }");
-    json.type = "button";
-    json.title = "Save as JSON";
-    json.setAttribute("aria-label", "Save as JSON");
-    json.addEventListener("click", () => download(`${name()}.json`, "application/json", asJson(find())));
     const remove = iconButton("trash", "Delete", async () => {
       if (!await confirmed(`Delete “${find().title || "New chat"}”?`, "Delete")) return;
       this.store.remove(id);
       this.act.removed(id);
     });
-    return { title, element: make("li", "", title, make("span", "tools", markdown, json, remove)) };
+    return { title, element: make("li", "", title, make("span", "tools", remove)) };
   }
 }

@@ -1,6 +1,6 @@
 // Polls the swarm summary, draws the panel, and explains why an answer waits.
 
-import { arrange, byId, copyButton, make, setText } from "./dom.js";
+import { arrange, byId, copyButton, make, setSentence, setText } from "./dom.js";
 import { call } from "./endpoint.js";
 import { Ring } from "./ring.js";
 
@@ -60,7 +60,7 @@ export class Swarm extends EventTarget {
     const word = failure ? "Swarm" : pcs(this.summary.online);
     setText(byId("swarm-word"), word);
     pill.setAttribute("aria-label", `Swarm: ${failure ? "unknown" : `${word}, ${this.summary.ready ? "ready" : "not ready"}`}`);
-    setText(byId("swarm-state"), failure ? failure.message : stateOf(this.summary));
+    setSentence(byId("swarm-state"), failure ? failure.message : stateOf(this.summary));
     if (failure || !this.watched) return this.rings.forEach((ring) => ring.stop());
     const { rings, others, join, pairings } = this.summary;
     while (this.rings.length < rings.length) this.rings.push(new Ring());
@@ -69,7 +69,7 @@ export class Swarm extends EventTarget {
     rings.forEach((ring, at) => this.rings[at].update(ring));
     this.#list(others);
     this.#showJoin(join);
-    setText(byId("pairings"), pairings ? `${pcs(pairings)} waiting to join: run molink approve in a terminal.` : "");
+    setSentence(byId("pairings"), pairings ? `${pcs(pairings)} waiting to join: run \`molink approve\` in a terminal.` : "");
   }
 
   #list(others) {

@@ -165,8 +165,12 @@ def test_errors_are_sentences(backend: FakeBackend, page: Callable[..., Browser]
     browser = wait_until_ready(page())
     ask_question(browser, "Hello")
     assert browser.text(".problem span") == (
-        "The swarm is unavailable: no PC holds layers. Try again in 1 s."
+        "The swarm is unavailable: no PC holds layers."
     )
+    backend.error = Unavailable("all models are stopped; start one with `molink run MODEL`")
+    browser.click(".problem button")
+    browser.until("document.querySelector('.problem code')?.textContent === 'molink run MODEL'")
+    assert "`" not in browser.text(".problem span")
     assert browser.text(".bubble") == "Hello"
     backend.error = Overloaded("64 requests wait", 5.0)
     browser.click(".problem button")

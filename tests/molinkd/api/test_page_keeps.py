@@ -14,7 +14,7 @@ from tests.support.chat_page import (
     wait_until_ready,
 )
 from tests.support.fake_backend import FakeBackend
-from tools.browser import ENTER, Browser
+from tools.browser import ENTER, ESCAPE, Browser
 
 pytestmark = needs_chromium
 
@@ -39,7 +39,7 @@ def test_conversations_and_drafts_survive_a_reload(
     browser.type(".editor textarea", " More")
     browser.run("location.reload()")
     wait_until_ready(browser)
-    browser.click("#conversations .title")
+    browser.wait_for(".editor textarea")
     edited = browser.run("return document.querySelector('.editor textarea').value")
     assert edited == "First talk. More"
     browser.run("document.querySelector('#conversations [aria-label=Delete]').click()")
@@ -48,6 +48,26 @@ def test_conversations_and_drafts_survive_a_reload(
     assert browser.run("return Object.keys(localStorage).filter(k => /conv|draft/.test(k))") == [
         "molink.draft.new"
     ]
+
+
+def test_each_chat_has_an_address(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+    browser = wait_until_ready(page())
+    ask_question(browser, "First talk.")
+    browser.click("#fresh")
+    assert browser.text(".bubble") == ""
+    ask_question(browser, "Second talk.")
+    second = browser.run("return location.href")
+    browser.run("history.back()")
+    browser.until("document.querySelector('.bubble')?.textContent === 'First talk.'")
+    assert browser.run("return document.title") == "First talk. · molink"
+    browser.open(second)
+    browser.until("document.querySelector('.bubble')?.textContent === 'Second talk.'")
+    browser.run("location.reload()")
+    wait_until_ready(browser)
+    browser.until("document.querySelector('.bubble')?.textContent === 'Second talk.'")
+    browser.run("location.hash = '#chat/unknown'")
+    browser.until("document.querySelector('.bubble') === null")
+    assert browser.run("return location.hash") == ""
 
 
 def test_an_answer_interrupted_by_a_reload_is_kept(
@@ -59,16 +79,19 @@ def test_an_answer_interrupted_by_a_reload_is_kept(
     browser.until("document.querySelector('.live .body')?.textContent.startsWith('Hello')")
     browser.run("location.reload()")
     wait_until_ready(browser)
-    browser.click("#open-list")
-    browser.click("#conversations .title")
-    assert browser.text(".theirs .body").startswith("Hello")
+    browser.until("document.querySelector('.theirs .body')?.textContent.startsWith('Hello')")
     assert browser.text(".note").endswith("incomplete: the page was closed")
-    assert browser.text(".problem") == ""
+    assert browser.text(".problem span") == ""
 
 
 def test_conversations_are_saved_as_files(page: Callable[..., Browser]) -> None:
     browser = wait_until_ready(page())
     ask_question(browser, "What is it?")
+    browser.click("#open-list")
+    assert browser.text("#save-as button") == "Markdown,JSON"
+    browser.run("URL.createObjectURL = (blob) => { window.saved = blob; return '#'; }")
+    browser.run("document.querySelector('#save-as button').click()")
+    assert "## You" in browser.run("return window.saved.text()")
     saved = browser.run(
         """
         const tree = await import("/page/tree.js");
@@ -137,21 +160,43 @@ def test_settings_are_sent_and_kept(backend: FakeBackend, page: Callable[..., Br
     assert "stopped at the length limit" in browser.text(".note")
 
 
-def test_an_invalid_setting_is_not_sent(backend: FakeBackend, page: Callable[..., Browser]) -> None:
+def test_an_invalid_setting_is_named_and_not_sent(page: Callable[..., Browser]) -> None:
     browser = wait_until_ready(page())
     browser.click("#open-settings")
     browser.type("#temperature", "7")
     assert "Temperature" in browser.text("#settings-wrong")
     browser.click("#settings-done")
+    assert browser.run("return document.querySelector('#settings').open") is True
+    assert browser.run("return document.activeElement.id") == "temperature"
+    browser.type("#temperature", ESCAPE)
     ask_question(browser, "Hello")
-    assert browser.text(".problem") == ""
+    assert browser.text(".problem span") == ""
+    browser.click("#open-settings")
+    assert browser.run("return document.querySelector('#temperature').value") == ""
+    assert browser.text("#settings-wrong") == ""
+    browser.click("#settings-done")
+
+
+def test_a_wrong_key_is_refused_in_the_settings(page: Callable[..., Browser]) -> None:
+    browser = page(api_key="right")
+    browser.until("document.querySelector('#ask').open")
+    browser.click("#ask-later")
+    browser.click("#open-settings")
+    browser.type("#key", "wrong")
+    browser.click("#settings-done")
+    browser.until("/refuses/.test(document.querySelector('#settings-wrong').textContent)")
+    browser.run("document.querySelector('#key').value = 'right'")
+    browser.click("#settings-done")
+    browser.until("!document.querySelector('#settings').open")
+    wait_until_ready(browser)
 
 
 def test_the_key_is_asked_for(backend: FakeBackend, page: Callable[..., Browser]) -> None:
     browser = page(api_key="sécret")
     browser.until("document.querySelector('#ask').open")
     browser.type("#ask-key", "wrong" + ENTER)
-    browser.until("document.querySelector('#ask').open")
+    browser.until("/refuses/.test(document.querySelector('#ask-wrong').textContent)")
+    assert browser.run("return document.querySelector('#ask').open") is True
     browser.type("#ask-key", "sécret" + ENTER)
     ask_question(wait_until_ready(browser), "Hello")
     assert browser.text(".theirs .body") == backend.answer
@@ -165,14 +210,19 @@ def test_the_swarm_is_drawn(backend: FakeBackend, page: Callable[..., Browser]) 
     browser = wait_until_ready(page())
     browser.click("#open-swarm")
     browser.until("document.querySelectorAll('.ring .stage').length === 2")
-    assert "attic · layers 1 to 12" in browser.text("#rings .stages")
+    assert "attic · layers 1–12" in browser.text("#rings .stages")
     assert browser.run("return document.querySelector('.ring .rate').textContent") == "21.4"
     assert "2 running, 1 waiting" in browser.text("#rings")
     assert "molink join 192.168.1.7" in browser.text("#join-commands code")
-    assert "molink approve" in browser.text("#pairings")
+    assert "molink approve" in browser.text("#pairings code")
+    assert "busy" in browser.text("#rings .stages")
     backend.swarm = swarms.ring(["attic"], model="tiny", ready=False, reason="cellar is offline")
     browser.until("document.querySelectorAll('.ring .stage').length === 1")
     assert "cellar is offline" in browser.text("#rings")
+    backend.swarm = swarms.ring(["attic"], model="tiny")
+    backend.swarm["pipelines"][0]["scheduler"]["running"] = 0
+    browser.until("/^Idle/.test(document.querySelector('#rings p').textContent)")
+    assert "busy" not in browser.text("#rings .stages")
 
 
 def test_waiting_is_explained(backend: FakeBackend, page: Callable[..., Browser]) -> None:
