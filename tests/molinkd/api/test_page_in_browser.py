@@ -164,9 +164,7 @@ def test_errors_are_sentences(backend: FakeBackend, page: Callable[..., Browser]
     backend.error = Unavailable("no PC holds layers")
     browser = wait_until_ready(page())
     ask_question(browser, "Hello")
-    assert browser.text(".problem span") == (
-        "The swarm is unavailable: no PC holds layers."
-    )
+    assert browser.text(".problem span") == ("The swarm is unavailable: no PC holds layers.")
     backend.error = Unavailable("all models are stopped; start one with `molink run MODEL`")
     browser.click(".problem button")
     browser.until("document.querySelector('.problem code')?.textContent === 'molink run MODEL'")
