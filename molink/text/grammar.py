@@ -5,12 +5,14 @@ computes the allowed tokens. It is untrusted, so the length of the text and the 
 bound every compilation.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from molink.errors import RequestError
 from molink.native import raise_as
+from molink.text.closed_schemas import forbid_extra_keys
 from molink.wire.messages.data_plane import MAX_GRAMMAR_BYTES
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ def build_grammar(
 ) -> bytes:
     """Build a grammar from a JSON schema, regular expression, list of choices, Lark or GBNF.
 
-    ``layout`` applies to JSON answers.
+    ``layout`` applies to JSON answers. Keys that a schema does not name are forbidden, see
+    :func:`~molink.text.closed_schemas.forbid_extra_keys`.
 
     Raises:
         RequestError: invalid or too long.
@@ -73,8 +76,9 @@ def build_grammar(
     with raise_as(refused):
         if kind == "json_schema":
             assert isinstance(source, str)
+            schema = json.dumps(forbid_extra_keys(json.loads(source)), ensure_ascii=False)
             options: Any = _LAYOUT_OPTIONS[layout]
-            text = llguidance.LLMatcher.grammar_from_json_schema(source, overrides=options)
+            text = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
         else:
             # The annotation lacks lists, which are accepted.
             text = llguidance.grammar_from(kind, source)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Grammars that force tool calls: ``tool_choice`` ``required``, or a named function.
 
 They use llguidance's Lark dialect (https://github.com/guidance-ai/llguidance). Schemas are embedded
-unchanged, so that their internal references stay valid.
+whole, so that their internal references stay valid.
 """
 
 import json
@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from molink.errors import RequestError
+from molink.text.closed_schemas import forbid_extra_keys
 from molink.text.tool_calls.create import AnswerFormat
 from molink.text.tool_calls.reasoning import is_tag_open
 
 #: JSON as models write it; with flexible white space some never stop.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 _ANY_TEXT_RULE = r"/(.|\n)*/"
 _LINE_RULE = r"/\n{0,2}/"
 
@@ -47,7 +48,7 @@ def build_call_grammar(
     rules.append(f"answer: {_answer_rule(form, quote, named=named, parallel=parallel)}")
     rules.append("call: " + " | ".join(f"call{number}" for number in range(len(tools))))
     for number, (name, schema) in enumerate(tools.items()):
-        shape = json.dumps({**(schema or _NO_PARAMETERS), "x-guidance": _LAYOUT})
+        shape = json.dumps({**forbid_extra_keys(schema or _NO_PARAMETERS), "x-guidance": _LAYOUT})
         call = _call_rule(form, quote, name, f"arguments{number}", named=named)
         rules += [f"call{number}: {call}", f"arguments{number}: %json {shape}"]
     return "\n".join(rules) + "\n"

@@ -10,10 +10,13 @@ import openai
 import pydantic
 import pytest
 import torch
+from aiohttp.test_utils import TestClient
 from msgspec.structs import replace
 
 from molink.checkpoint.model_source import find_demo_model
 from molink.text.grammar import build_grammar
+from molink.text.grammar import compile_grammar as compile_text_grammar
+from molink.text.grammar_matcher import load_grammar_tokenizer
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import Rejected, Request
@@ -164,6 +167,42 @@ def test_any_object(ask: openai.OpenAI) -> None:
     assert (choice.message.content or "").startswith("{")
     if choice.finish_reason == "stop":
         assert isinstance(json.loads(choice.message.content or ""), dict)
+
+
+NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+SAID: Any = {"model": "tiny", "messages": HI, "max_tokens": 5, "stream": False}
+OPENAI_FORM = {"type": "json_schema", "json_schema": {"name": "it", "schema": NAME}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", SAID | {"response_format": OPENAI_FORM}),
+        ("/v1/chat/completions", SAID | {"guided_json": json.dumps(NAME)}),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": NAME}}),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": NAME}}},
+        ),
+        (
+            "/v1/messages",
+            SAID | {"output_config": {"format": {"type": "json_schema", "schema": NAME}}},
+        ),
+        ("/api/chat", SAID | {"format": NAME}),
+        ("/api/generate", {"prompt": "x", "format": NAME, "stream": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_extra_keys_are_forbidden_in_every_protocol(
+    client: TestClient, backend: RingBackend, path: str, body: dict[str, Any]
+) -> None:
+    answer = await client.post(path, json=body)
+    assert answer.status == 200, await answer.text()
+    grammar = backend.asked[-1].grammar
+    for text, fits in (('{"name": "Ada"}', True), ('{"name": "Ada", "job": "poet"}', False)):
+        matcher = compile_text_grammar(load_grammar_tokenizer(find_demo_model().path, 0), grammar)
+        ids = backend.tokenizer.encode(text, special=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == fits
 
 
 def request(backend: RingBackend, seed: int) -> Request:

@@ -27,6 +27,8 @@ GRAMMARS = GrammarCompiler(FOLDER, VOCABULARY)
 MOST_TOKENS = 4000
 KEYS = st.sampled_from(["a", "b", "name", 'quo"te', "ключ", "x y", "🦊"])
 LENGTHS = st.integers(0, 12)
+#: What these schemas mean here without saying it.
+NAMED_ONLY = {"unevaluatedProperties": False}
 
 
 def strings() -> st.SearchStrategy[dict[str, Any]]:
@@ -48,15 +50,33 @@ def leaves() -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def objects(of: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+def objects(
+    of: st.SearchStrategy[dict[str, Any]], suffix: str = ""
+) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects whose keys end in ``suffix``."""
+
     @st.composite
     def build(draw: st.DrawFn) -> dict[str, Any]:
-        fields = draw(st.dictionaries(KEYS, of, max_size=4))
+        keys = KEYS.map(lambda key: key + suffix)
+        fields = draw(st.dictionaries(keys, of, max_size=4))
         required = [name for name in fields if draw(st.booleans())]
-        schema = {"type": "object", "properties": fields, "required": required}
-        return schema | {"additionalProperties": False}
+        return {"type": "object", "properties": fields, "required": required}
 
     return build()
+
+
+def combined(of: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects of several schemas, which have no keys in common."""
+    parts = st.tuples(*(objects(of, suffix) for suffix in ("", "2", "3")))
+    return parts.flatmap(
+        lambda parts: st.sampled_from(
+            [
+                {"allOf": [*parts]},
+                {**parts[0], "anyOf": [*parts[1:]]},
+                {**parts[0], "allOf": [{"anyOf": [*parts[1:]]}]},
+            ]
+        )
+    )
 
 
 def wider(of: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
@@ -69,7 +89,8 @@ def wider(of: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, 
             "maxItems": sum(pair[1]),
         }
     )
-    return arrays | objects(of) | st.lists(of, min_size=1, max_size=3).map(lambda o: {"anyOf": o})
+    closed = (objects(of) | combined(of)).map(lambda schema: schema | NAMED_ONLY)
+    return arrays | closed | st.lists(of, min_size=1, max_size=3).map(lambda o: {"anyOf": o})
 
 
 SCHEMAS = st.recursive(leaves(), wider, max_leaves=6)
@@ -97,9 +118,17 @@ def answer(schema: dict[str, Any], seed: int, temperature: float) -> str:
     raise AssertionError(f"no end: {TOKENIZER.decode(tokens)[:200]}")
 
 
+def without_closing(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [without_closing(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: without_closing(each) for key, each in schema.items() if key not in NAMED_ONLY}
+
+
 def check(schema: dict[str, Any], seed: int) -> None:
-    said = answer(schema, seed, 1.5)
-    jsonschema.validate(json.loads(said), schema)
+    said = answer(without_closing(schema), seed, 1.5)
+    jsonschema.Draft202012Validator(schema).validate(json.loads(said))
 
 
 @settings(max_examples=40)
