@@ -2,8 +2,8 @@
 
     python -m tools.bench_card FOLDER --json           # for example of tools.make_bench_model
 
-``steps``: a decode step (forward, argmax, copy to the host) with and without a graph, and the time
-of the graph's capture. ``waits``: how often sampling waits for the device, and its time.
+``steps``: a decode step, as ``molink bench stage`` measures it, with and without a graph, and the
+time of the graph's capture. ``waits``: how often sampling waits for the device, and its time.
 ``memory``: the plan for a budget beside the use of a largest step with a full pool. KV blocks are
 shuffled. Needs about 14 GB of GPU memory.
 """
@@ -28,6 +28,7 @@ from molink.facts.footprint import StageSetup, StepLimits
 from molink.facts.memory_plan import plan_memory
 from molink.facts.model import BLOCK_SIZE, Quantize
 from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.diagnostics.stage_passes import StagePasses
 from molink.stage.sampling.logits_processors import SampleRow
 from molink.stage.sampling.sampler import sample_tokens
 from molink.stage.stage import Stage
@@ -35,7 +36,7 @@ from molink.wire.messages.data_plane import SamplingParams
 
 #: Rows of a decode step, and context tokens per row.
 _STEPS = ((1, 128), (1, 2000), (4, 128), (8, 128), (8, 1000), (16, 128), (32, 500), (64, 128))
-_BLOCKS = 64 * 1024 // BLOCK_SIZE
+_KV_BYTES = 1 << 30
 _BUDGET = 12 * 10**9
 _FIRST, _REPEATS = 5, 20
 _SAMPLINGS = {
@@ -98,31 +99,28 @@ def _draw_tokens(count: int, vocabulary: int) -> Tensor:
 
 def measure_steps(card: Card, quantize: Quantize) -> list[dict[str, Any]]:
     """Measure decode steps of several sizes."""
-    found, tables, vocabulary = [], Tables(_BLOCKS), card.folder.config.vocab_size
-    with_graphs, without = card.load(quantize), card.load(quantize)
-    with_graphs.allocate_kv_pool(_BLOCKS, BLOCK_SIZE)
-    without.allocate_kv_pool(_BLOCKS, BLOCK_SIZE)
-    without._graphs = None
-    for rows, context in _STEPS:
-        batch = tables.decode(rows, context, vocabulary)
-
-        def step(stage: Stage, batch: StageInput = batch) -> object:
-            return stage.forward(batch).argmax(-1).tolist()
-
-        before, positions = with_graphs.graph_bytes, context + 1
-        step(with_graphs)
-        captured = card.seconds(partial(with_graphs.capture_graph, rows, positions))
-        step(without)
-        found.append(
-            {
-                "rows": rows,
-                "context": context,
-                "ms": card.milliseconds(lambda: step(with_graphs)),
-                "eager_ms": card.milliseconds(lambda: step(without)),
-                "capture_ms": 1e3 * captured,
-                "graph_bytes": with_graphs.graph_bytes - before,
-            }
-        )
+    found = []
+    stages = card.load(quantize), card.load(quantize)
+    passes = [StagePasses(stage, _KV_BYTES, BLOCK_SIZE) for stage in stages]
+    with passes[0] as with_graphs, passes[1] as eager:
+        stages[1]._graphs = None
+        for rows, context in _STEPS:
+            step = partial(with_graphs.run_decode, rows, context)
+            eager_step = partial(eager.run_decode, rows, context)
+            before = stages[0].graph_bytes
+            step()
+            captured = card.seconds(partial(stages[0].capture_graph, rows, context + 1))
+            eager_step()
+            found.append(
+                {
+                    "rows": rows,
+                    "context": context,
+                    "ms": card.milliseconds(step),
+                    "eager_ms": card.milliseconds(eager_step),
+                    "capture_ms": 1e3 * captured,
+                    "graph_bytes": stages[0].graph_bytes - before,
+                }
+            )
     return found
 
 

@@ -28,7 +28,7 @@ Points = Annotated[tuple[Point, ...], msgspec.Meta(max_length=MAX_POINTS)]
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a stage's forward passes over its layers; at the last stage with the logits.
+    """Seconds of a stage's forward passes over its layers; at the last stage with sampling.
 
     ``decode`` has points of ``T_d(x)``: ``x`` streams decode a token each after ``context`` tokens.
     ``prefill`` has points of ``T_p(x)``: a chunk of ``x`` rows at the start of a prompt. Points

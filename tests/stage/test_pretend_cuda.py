@@ -43,6 +43,10 @@ def test_stages_and_trials_on_a_pretend_card(make_model: MakeModel, tmp_path: Pa
         assert all(told["same"] and told["failed"] for told in kinds.values()), kinds
         # The last one looks among 64 tokens, 4096, all that there are, and for its logprob.
         assert [told["waits"] for told in kinds.values()] == [1, 1, 1, 1, 4], kinds
+    # A benchmark's pass reads what a worker does: rows to send, or tokens, never logits.
+    for read in (line["read"] for line in lines if "read" in line):
+        assert read["inner"] >= 4 * read["rows"] * read["hidden"], read
+        assert read["last"] < read["rows"] * read["vocabulary"] / 8, read
     for line in (line for line in lines if "experts" in line):
         assert not line["experts"]["graphs"]
         assert line["experts"]["error"] < 1e-3, line

@@ -30,13 +30,14 @@ from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.device_copy import has_pinned
 from molink.stage.diagnostics import kernel_trials as trials
 from molink.stage.diagnostics.parity import run_trials as all_trials
+from molink.stage.diagnostics.stage_passes import StagePasses
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.sampling.sampler import SampleRow, sample_tokens
 from molink.stage.stage import Stage
 from molink.wire.messages.data_plane import SamplingParams
 from tests.support.stage import varlen_attn
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_name("pretend_cuda.cpp")
 CUDA = torch.device("cuda", 0)
 #: Prompts, prompts beside decode rows, and decode rows alone, often enough for graphs.
 MIXES = (
@@ -94,6 +95,10 @@ class Host:
         waited, self.excused, self.synchronized = self.synchronized - self.excused, 0, 0
         return int(self._counts.fc_scalars()) + int(self._counts.fc_d2h()) + waited
 
+    def read_bytes(self) -> int:
+        """Bytes of tensors that the host has read from the device since it was last asked."""
+        return int(self._counts.fc_bytes())
+
 
 class InlineWorker:
     """Stands in for ``CudaGraphCapturer``: each graph is the work, and faster."""
@@ -137,10 +142,11 @@ def install_fake(stack: ExitStack, host: Host, capability: tuple[int, int]) -> N
         (torch.cuda, "get_device_capability", lambda _: capability),
         (torch.cuda, "get_device_name", lambda _: "pretend"),
         (torch.cuda, "current_stream", lambda _: stream),
+        (torch.cuda, "synchronize", lambda _: None),
         (torch.Tensor, "pin_memory", lambda tensor: tensor.clone()),
         (torch, "empty", lambda *given, pin_memory=False, **named: empty(*given, **named)),
-        (stages, "CudaCaptures", InlineWorker),
-        (trials, "CudaCaptures", InlineWorker),
+        (stages, "CudaGraphCapturer", InlineWorker),
+        (trials, "CudaGraphCapturer", InlineWorker),
         (trial, "find_kernel", lambda: partial(kernel, host)),
         (trials, "find_kernel", lambda: partial(kernel, host)),
     ):
@@ -207,6 +213,19 @@ def compare_sampling(host: Host) -> dict[str, Any]:
     return told
 
 
+def read_by_passes(folder: ModelFolder, host: Host) -> dict[str, Any]:
+    """Bytes that a benchmark's decode pass reads, at the last stage and at the one before."""
+    half, layers = folder.config.layers // 2, folder.config.layers
+    told = {"rows": 64, "vocabulary": folder.config.vocab_size, "hidden": folder.config.hidden_size}
+    for name, part in (("inner", (0, half)), ("last", (half, layers))):
+        stage = Stage.load_layers(folder, part, "cuda:0", "f32")
+        with StagePasses(stage, 1 << 30, 16) as passes:
+            host.read_bytes()
+            passes.run_decode(told["rows"], 128)
+            told[name] = host.read_bytes()
+    return told
+
+
 def main() -> None:
     """Print how it went, a JSON object for each case."""
     host = Host(Path(sys.argv[1]))
@@ -219,6 +238,7 @@ def main() -> None:
             told = compare(experts, host, "f32", "none", ("flash-attention",))
             print(json.dumps({"experts": told, "layers": experts.config.layers}), flush=True)
             print(json.dumps({"sampling": compare_sampling(host)}), flush=True)
+            print(json.dumps({"read": read_by_passes(folder, host)}), flush=True)
             shapes = TrialShapes.from_config(folder.config, flash.PAGE_MULTIPLE, CUDA)
             for one in all_trials(CUDA, ("graphs",), shapes):
                 print(json.dumps({"trial": one.run_trial()}), flush=True)

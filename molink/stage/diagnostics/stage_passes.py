@@ -1,5 +1,6 @@
 """Runs a stage's forward passes for timing, on dummy rows."""
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -14,21 +15,25 @@ from molink.stage.diagnostics.timing import (
 )
 from molink.stage.graphs.buckets import MAX_GRAPH_ROWS
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
+from molink.stage.sampling.logits_processors import SampleRow
+from molink.stage.sampling.sampler import sample_tokens
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
+from molink.wire.messages.data_plane import SamplingParams
 
 _MAX_ROWS = max(*PREFILL_ROWS, *DECODE_ROWS)
 #: Spreads token ids over the vocabulary, since equal ones would use the same experts.
 _TOKEN_STRIDE = 7919
 #: Maximum size of the KV pool.
 _MAX_POOL_BYTES = 1 << 30
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class StagePasses:
-    """Runs passes on a loaded stage as a worker would.
+    """Runs passes on a loaded stage as a worker would: the last stage samples, greedily.
 
-    Within ``with`` the stage has a KV pool of at most ``kv_bytes``; if it is small, dummy requests
-    share blocks.
+    Within ``with`` the stage has a KV pool of at most ``kv_bytes``. Requests have scattered blocks,
+    as after some time of serving; if the pool is small, they share blocks.
     """
 
     def __init__(self, stage: Stage, kv_bytes: int, block_size: int) -> None:
@@ -37,7 +42,8 @@ class StagePasses:
         each = -(-(SHORT_CONTEXT + 1) // block_size)
         wanted = max(DEEP_CONTEXT // block_size, max(DECODE_ROWS) * each)
         room = min(kv_bytes, _MAX_POOL_BYTES) // stage.block_bytes(block_size)
-        self._blocks = max(1, min(wanted, room))
+        self._blocks = list(range(max(1, min(wanted, room))))
+        random.Random(0).shuffle(self._blocks)
         config = stage.config
         self._tokens = torch.arange(_MAX_ROWS) * _TOKEN_STRIDE % config.vocab_size
         generator = torch.Generator().manual_seed(0)
@@ -46,9 +52,7 @@ class StagePasses:
         self._hidden = hidden.to(TORCH_DTYPES[stage.wire_dtype])
 
     def __enter__(self) -> "StagePasses":
-        self._stage.allocate_kv_pool(self._blocks, self._block_size)
-        if self._stage.has_graphs:
-            self._capture_graphs()
+        self._stage.allocate_kv_pool(len(self._blocks), self._block_size)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,8 +76,8 @@ class StagePasses:
             [SequenceRows(before, rows, self._block_table(before + rows, 0))], (rows - 1,)
         )
 
-    def _capture_graphs(self) -> None:
-        """Capture CUDA graphs first, which takes far longer than timed passes."""
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graphs of a profile's passes; one takes far longer than a pass."""
         context = min(SHORT_CONTEXT, self.max_context - 1)
         deep = min(DEEP_CONTEXT, self.max_context - DEEP_ROWS)
         shapes = [(rows, context) for rows in DECODE_ROWS if rows <= MAX_GRAPH_ROWS]
@@ -85,7 +89,8 @@ class StagePasses:
     def _block_table(self, tokens: int, request: int) -> Sequence[int]:
         """Block table of a request."""
         count = -(-tokens // self._block_size)
-        return [(request * count + index) % self._blocks for index in range(count)]
+        places = range(request * count, (request + 1) * count)
+        return [self._blocks[place % len(self._blocks)] for place in places]
 
     def _run_pass(self, sequences: Sequence[SequenceRows], wanted: Sequence[int]) -> None:
         stage = self._stage
@@ -97,8 +102,11 @@ class StagePasses:
             logit_rows=tuple(wanted) if stage.is_last else (),
         )
         try:
-            # Copied to the CPU, as for sending.
-            stage.forward(batch).cpu()
+            output = stage.forward(batch)
+            if stage.is_last:
+                sample_tokens(output, [SampleRow(_GREEDY, position) for position in wanted])
+            else:
+                output.cpu()  # as for sending
             if stage.device.type == "cuda":
                 torch.cuda.synchronize(stage.device)
         except Exception as error:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 #: Maximum seconds of measuring; a very slow stage measures the smallest passes only.
 MAX_PROFILING_S = 3.0
 #: Rises with every change of measuring.
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 
 
 def profile_stage(
@@ -54,6 +54,7 @@ def profile_stage(
             return predicted
     begin = time.perf_counter()
     with StagePasses(stage, kv_bytes, block_size) as passes:
+        passes.capture_graphs()
         profile = measure_profile(passes, time.perf_counter, seconds)
     log.info(
         "measured in %.1f s: one decode row takes %.1f ms, a chunk of %d rows %.1f ms, tile %d",
