@@ -1,4 +1,7 @@
-"""Two pipelines of a model: prompts that begin alike go to one of them, until it is killed."""
+"""Two pipelines of a model: prompts of a key that begin alike go to one, until it is killed.
+
+Another key finds none of them, whichever pipeline it is sent to.
+"""
 
 from collections.abc import Iterator
 
@@ -16,6 +19,7 @@ dtype = "f32"
 replicas = 2
 """
 FAMILIES, ROUNDS = 4, 3
+KEYS = '[api_keys]\nphone = "p1"\nattic = "a1"\n'
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,8 @@ def swarm(
     tmp_path_factory: pytest.TempPathFactory, tools: type[Tools], make_model: MakeModel
 ) -> Iterator[LocalSwarm]:
     root = tmp_path_factory.mktemp("routing")
+    (root / "first").mkdir()
+    (root / "first" / "config.toml").write_text(KEYS, encoding="utf-8")
     make_model(root / "beta", "qwen2", 2, max_position_embeddings=4096)
     swarm = LocalSwarm(root, tools, ("--model", str(root / "beta")))
     try:
@@ -31,6 +37,10 @@ def swarm(
         yield swarm
     finally:
         swarm.stop()
+
+
+def client_of(endpoint: str, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{endpoint}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 def ask(client: openai.OpenAI, family: int, question: str) -> tuple[str, int, int]:
@@ -60,9 +70,9 @@ def test_prompts_that_begin_alike_go_to_one_pipeline(swarm: LocalSwarm, tools: t
     endpoint = swarm.running["first"].found().endpoints[0]
 
     def counted(name: str) -> float:
-        return tools.metrics(endpoint).get(f"molink_daemon_routes_{name}_total", 0.0)
+        return tools.metrics(endpoint, "p1").get(f"molink_daemon_routes_{name}_total", 0.0)
 
-    with tools.client(endpoint) as client:
+    with client_of(endpoint, "p1") as client, client_of(endpoint, "a1") as other:
         tools.wait_for(lambda: ask(client, 99, "!") and counted("explored"), swarm.running["first"])
         before = counted("explored"), counted("exploited")
         answers = [ask(client, family, "?")[0] for family in range(FAMILIES)]
@@ -73,8 +83,16 @@ def test_prompts_that_begin_alike_go_to_one_pipeline(swarm: LocalSwarm, tools: t
         after = counted("explored"), counted("exploited")
         assert after == (before[0] + FAMILIES, before[1] + FAMILIES * (ROUNDS - 1))
 
+        # The other key tries the same prompts, and finds them once they are its own.
+        assert [ask(other, family, "?")[2] for family in range(FAMILIES)] == [0] * FAMILIES
+        assert counted("explored") == after[0] + FAMILIES
+        assert all(ask(other, family, "?")[2] for family in range(FAMILIES))
+        assert counted("exploited") == after[1] + FAMILIES
+
         # Whichever of them it is: the other one serves what it had.
         names = {one["id"]: one["name"] for one in swarm.status("first")["peers"]}
         lost = next(name for ring in pipelines() for name in [names[ring[0]]] if name != "first")
         swarm.kill(lost)
         assert [ask(client, family, "?")[0] for family in range(FAMILIES)] == answers
+        assert ask(client, 5, "?")[2] == ask(other, 5, "?")[2] == 0
+        assert min(ask(each, 5, "?")[2] for each in (client, other)) > 0
