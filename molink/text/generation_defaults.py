@@ -13,7 +13,7 @@ TokenIds = int | list[int] | None
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """Defaults for requests that set no value, as in vLLM; ``None`` = not set.
+    """Defaults for requests that set no value; ``None`` = not set.
 
     ``max_new_tokens`` caps answers without a limit.
     """
@@ -25,6 +25,12 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     repetition_penalty: RepetitionPenalty | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     eos_token_id: TokenIds = None
+
+    @property
+    def says_sampling(self) -> bool:
+        """Whether the model's authors chose how to sample; what they left out is then neutral."""
+        chosen = (self.temperature, self.top_p, self.top_k, self.min_p)
+        return any(value is not None for value in chosen)
 
     @classmethod
     def load_folder(cls, folder: Path) -> "GenerationDefaults":

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from molink.errors import ContextTooLong, DeadlineExceeded, RequestError
+from molink.text.generation_defaults import GenerationDefaults
 from molink.text.tokenizer import Tokenizer
 from molink.text.tool_calls.base import AnswerParser
 from molink.text.tool_calls.create import AnswerFormat, create_answer_parser
@@ -30,6 +31,9 @@ _SEED_BITS = 52
 _SEED_MASK = (1 << _SEED_BITS) - 1
 #: ``top_p`` 0 selects the most likely token only.
 _MIN_TOP_P = 1e-6
+#: For models whose authors chose nothing, as in llama.cpp: small ones write gibberish at
+#: temperature 1 with nothing cut off.
+_FALLBACK_SAMPLING = GenerationDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +233,9 @@ def _make_parser_settings(
 
 
 def _sampling(body: GenerationBody, tokenizer: Tokenizer) -> SamplingParams:
-    """Merge the client's parameters with the model's generation config."""
-    defaults = tokenizer.defaults
+    """Merge the client's parameters with the model's defaults, each for itself."""
+    chosen = tokenizer.defaults
+    defaults = chosen if chosen.says_sampling else _FALLBACK_SAMPLING
     top_k = body.top_k if body.top_k is not None else defaults.top_k or 0
     return SamplingParams(
         temperature=_first_given(body.temperature, defaults.temperature, 1.0),
@@ -238,7 +243,7 @@ def _sampling(body: GenerationBody, tokenizer: Tokenizer) -> SamplingParams:
         top_k=max(top_k, 0),
         min_p=_first_given(body.min_p, defaults.min_p, 0.0),
         seed=secrets.randbits(_SEED_BITS) if body.seed is None else body.seed & _SEED_MASK,
-        repetition_penalty=_first_given(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        repetition_penalty=_first_given(body.repetition_penalty, chosen.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logprobs=_num_logprobs(body),

@@ -339,8 +339,49 @@ async def test_nulls_and_neutral_values_are_ignored(
         client, temperature=None, top_p=0, top_k=-1, stop=None, n=None, seed=None, max_tokens=None
     )
     sampling = backend.requests[0].sampling_params
-    assert (sampling.temperature, sampling.top_k) == (1.0, 0)
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.8, 0, 0.05)
     assert 0 < sampling.top_p < 1e-3
+
+
+#: Bodies of every protocol; Ollama's sampling parameters are in ``options``.
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 4},
+    "/api/chat": {"messages": HI},
+    "/api/generate": {"prompt": "hi"},
+}
+OFF = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0}
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED.items(), ids=ASKED)
+async def test_a_model_without_defaults_is_sampled_as_in_llama_cpp(
+    client: TestClient, backend: FakeBackend, path: str, body: dict[str, Any]
+) -> None:
+    """Each value is a default for itself, and can be turned off."""
+    for given in ({}, {"temperature": 0.5}, {"top_k": 7}, OFF):
+        more = {"options": given} if path.startswith("/api/") else given
+        answer = await client.post(path, json=body | more)
+        assert answer.status == 200, await answer.text()
+    found = [
+        (one.temperature, one.top_p, one.top_k, one.min_p)
+        for one in (request.sampling_params for request in backend.requests)
+    ]
+    cut = (0.95, 40, 0.05)
+    assert found == [(0.8, *cut), (0.5, *cut), (0.8, 0.95, 7, 0.05), (1, 1, 0, 0)]
+
+
+async def test_what_a_model_with_defaults_leaves_out_is_neutral(
+    model_folder: Path, tmp_path: Path, serve: Callable[..., Any]
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "tiny")
+    (folder / "generation_config.json").write_text('{"top_p": 0.9}', encoding="utf-8")
+    backend = FakeBackend(folder)
+    async with serve(backend) as client:
+        await chat(client)
+    one = backend.requests[0].sampling_params
+    assert (one.temperature, one.top_p, one.top_k, one.min_p) == (1.0, 0.9, 0, 0.0)
 
 
 async def test_ignore_eos(client: TestClient, backend: FakeBackend) -> None:

@@ -17,6 +17,7 @@ from molinkd.api.openai.schema import (
     ContentPart,
     FunctionCall,
     MaxTokens,
+    MinP,
     Seconds,
     StopString,
     ToolCall,
@@ -179,6 +180,7 @@ class MessageRequest(CountTokensRequest, kw_only=True):
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    min_p: MinP | None = None
     stop_sequences: Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     priority: Priority | None = None
     max_queue_time: Seconds | None = None
@@ -189,7 +191,8 @@ class MessageRequest(CountTokensRequest, kw_only=True):
         """See :class:`CountTokensRequest`."""
         body = super().as_openai()
         body.max_tokens, body.temperature = self.max_tokens, self.temperature
-        body.top_k, body.top_p, body.stop = self.top_k, self.top_p, self.stop_sequences
+        body.top_k, body.top_p, body.min_p = self.top_k, self.top_p, self.min_p
+        body.stop = self.stop_sequences
         copy_scheduling(body, self)
         return body
 

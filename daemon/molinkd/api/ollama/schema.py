@@ -26,10 +26,12 @@ from molinkd.api.openai.schema import (
     FunctionCall,
     FunctionDefinition,
     GenerationBody,
+    MinP,
     Penalty,
     Seconds,
     StopString,
     ToolCall,
+    TopK,
     TopLogprobs,
 )
 from molinkd.api.protocol_conversion import (
@@ -103,9 +105,9 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     num_predict: Annotated[int, msgspec.Meta(ge=-2, le=2**53)] | None = None
     num_ctx: Context | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    top_k: TopK | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    min_p: MinP | None = None
     seed: int | None = None
     priority: Priority | None = None
     max_queue_time: Seconds | None = None

@@ -27,6 +27,9 @@ MAX_CACHE_SALT_LENGTH = 256
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+#: 0 and -1: off.
+TopK = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
+MinP = Annotated[float, msgspec.Meta(ge=0, le=1)]
 #: -1 or a value above the limit: as many as fit.
 MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
@@ -120,8 +123,8 @@ class GenerationBody(UnsupportedFields, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     seed: int | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None

@@ -18,9 +18,11 @@ from molinkd.api.openai.schema import (
     ContentPart,
     FunctionCall,
     MaxTokens,
+    MinP,
     Seconds,
     ToolCall,
     ToolName,
+    TopK,
     TopLogprobs,
 )
 from molinkd.api.protocol_conversion import (
@@ -110,6 +112,8 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
     max_output_tokens: MaxTokens | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     top_logprobs: TopLogprobs | None = None
     include: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
     stream: bool | None = None
@@ -152,6 +156,8 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
             logprobs=logprobs or None,
             top_logprobs=self.top_logprobs if logprobs else None,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
