@@ -16,6 +16,7 @@ from molinkd.api.body_reader import BodyReader
 from molinkd.api.chat_page import ChatPage
 from molinkd.api.connections import PROBE_PATHS, EndpointProtocol, assign_request_id, get_request_id
 from molinkd.api.generation_handler import GenerationHandler, RunningAnswers
+from molinkd.api.ignored_fields import add_ignored_fields
 from molinkd.api.metrics import RequestRecorder, create_registry, render_metrics
 from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.ollama.encoder import encode_envelope as ollama_envelope
@@ -117,6 +118,7 @@ class _Middleware:
             headers["Request-Id"] = own  # Anthropic's clients read this name
         for name, value in headers.items():
             response.headers.setdefault(name, value)
+        add_ignored_fields(request, response)
         self._guard.origins.add_headers(request, response)
 
     async def _call_handler(self, request: web.Request, handler: Handler) -> web.StreamResponse:

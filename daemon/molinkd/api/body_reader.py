@@ -1,12 +1,18 @@
 """Reads request bodies within limits of size, rate and concurrency."""
 
 import asyncio
+from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from molink.errors import RequestError
 from molinkd.api.api_settings import ApiSettings
+from molinkd.api.ignored_fields import IgnoredFieldsReporter
+from molinkd.api.openai.schema import decode_body
 from molinkd.api.problem import Problem, ProblemError
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class BodyReader:
@@ -20,6 +26,19 @@ class BodyReader:
         self._settings = settings
         #: One timeout for each incomplete body; it expires when the body is too late.
         self._deadlines: set[asyncio.Timeout] = set()
+        self._ignored_fields = IgnoredFieldsReporter()
+
+    async def decode_request(self, request: web.Request, kind: type[BodyT]) -> BodyT:
+        """Read the body of ``request``, decode it into ``kind`` and report ignored fields.
+
+        Raises:
+            RequestError: as :func:`~molinkd.api.openai.schema.decode_body`.
+            ProblemError, ConnectionError: as :meth:`read_body`.
+        """
+        data = await self.read_body(request)
+        body = decode_body(data, kind)
+        self._ignored_fields.report_fields(request, data, body)
+        return body
 
     async def read_body(self, request: web.Request) -> bytes:
         """Read the body of ``request``.

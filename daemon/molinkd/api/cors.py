@@ -13,7 +13,7 @@ _SCHEME = re.compile(r"(?!https?:)([a-z][a-z0-9+.-]*://)\*")
 #: Maximum length of a preflight's header list.
 _MAX_HEADERS = 1024
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]*")
-_EXPOSED = "x-request-id, request-id, retry-after"
+_EXPOSED = "x-request-id, request-id, retry-after, x-molink-ignored-fields"
 
 
 class AllowedOrigins:

@@ -1,5 +1,7 @@
 """The handlers of ``/v1/messages``."""
 
+from dataclasses import dataclass
+
 from aiohttp import web
 from msgspec import json
 
@@ -7,18 +9,17 @@ from molinkd.api.anthropic.encoder import MessagesEncoder
 from molinkd.api.anthropic.schema import FIELD_NAMES, CountTokensRequest, MessageRequest
 from molinkd.api.body_reader import BodyReader
 from molinkd.api.generation_handler import ClientRequest, GenerationHandler, json_response
-from molinkd.api.openai.schema import decode_struct
 
 #: Prefix of the routes.
 MESSAGES_PREFIX = "/v1/messages"
 
 
+@dataclass(frozen=True, slots=True)
 class MessageRoutes:
     """``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
 
-    def __init__(self, bodies: BodyReader, generator: GenerationHandler) -> None:
-        self._body_reader = bodies
-        self._handler = generator
+    body_reader: BodyReader
+    handler: GenerationHandler
 
     @property
     def routes(self) -> list[web.RouteDef]:
@@ -30,17 +31,17 @@ class MessageRoutes:
 
     async def create_message(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/messages``."""
-        body = decode_struct(await self._body_reader.read_body(request), MessageRequest)
+        body = await self.body_reader.decode_request(request, MessageRequest)
         client_request = ClientRequest(
             body.as_openai(), MessagesEncoder, bool(body.stream), field_names=FIELD_NAMES
         )
-        return await self._handler.handle_request(request, client_request)
+        return await self.handler.handle_request(request, client_request)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """``POST /v1/messages/count_tokens``."""
-        body = decode_struct(await self._body_reader.read_body(request), CountTokensRequest)
+        body = await self.body_reader.decode_request(request, CountTokensRequest)
         client_request = ClientRequest(
             body.as_openai(), MessagesEncoder, False, field_names=FIELD_NAMES
         )
-        tokens = await self._handler.count_prompt_tokens(request, client_request)
+        tokens = await self.handler.count_prompt_tokens(request, client_request)
         return json_response(json.encode({"input_tokens": tokens}))

@@ -1,6 +1,7 @@
 """The handlers of Ollama's routes."""
 
 import asyncio
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +17,7 @@ from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.ollama.encoder import OllamaEncoder, format_now
 from molinkd.api.ollama.schema import FIELD_NAMES, ChatRequest, GenerateRequest, ModelReference
 from molinkd.api.openai.encoder import ResponseEncoder
-from molinkd.api.openai.schema import ChatBody, decode_struct
+from molinkd.api.openai.schema import ChatBody
 from molinkd.api.request_plan import RequestPlan
 from molinkd.api.tool_validation import model_capabilities
 
@@ -26,21 +27,14 @@ OLLAMA_VERSION = "0.12.0"
 _NEVER_EXPIRES = "2318-01-01T00:00:00Z"
 
 
+@dataclass(frozen=True, slots=True)
 class OllamaRoutes:
-    """``/api/chat``, ``generate_text``, ``list_models``, ``show_model``, ``ps``,
-    ``get_version``."""
+    """``/api/chat``, ``generate``, ``tags``, ``show``, ``ps`` and ``version``."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        bodies: BodyReader,
-        catalog: ModelCatalog,
-        generator: GenerationHandler,
-    ) -> None:
-        self._backend = backend
-        self._body_reader = bodies
-        self._catalog = catalog
-        self._handler = generator
+    backend: Backend
+    body_reader: BodyReader
+    catalog: ModelCatalog
+    handler: GenerationHandler
 
     @property
     def routes(self) -> list[web.RouteDef]:
@@ -56,7 +50,7 @@ class OllamaRoutes:
 
     async def create_chat(self, request: web.Request) -> web.StreamResponse:
         """``POST /api/chat``."""
-        body = decode_struct(await self._body_reader.read_body(request), ChatRequest)
+        body = await self.body_reader.decode_request(request, ChatRequest)
 
         def form(plan: RequestPlan) -> ResponseEncoder:
             return OllamaEncoder(plan, chat=True)
@@ -69,11 +63,11 @@ class OllamaRoutes:
         client_request = ClientRequest(
             openai_body, form, body.stream is not False, field_names=FIELD_NAMES
         )
-        return await self._handler.handle_request(request, client_request)
+        return await self.handler.handle_request(request, client_request)
 
     async def generate_text(self, request: web.Request) -> web.StreamResponse:
         """``POST /api/generate``."""
-        body = decode_struct(await self._body_reader.read_body(request), GenerateRequest)
+        body = await self.body_reader.decode_request(request, GenerateRequest)
         openai_body = body.as_openai()
 
         def form(plan: RequestPlan) -> ResponseEncoder:
@@ -85,18 +79,16 @@ class OllamaRoutes:
         client_request = ClientRequest(
             openai_body, form, body.stream is not False, field_names=names
         )
-        return await self._handler.handle_request(request, client_request)
+        return await self.handler.handle_request(request, client_request)
 
     async def list_models(self, request: web.Request) -> web.Response:
         """``GET /api/tags``: all models."""
-        models = [await _model_json(model) for model in self._backend.list_models()]
+        models = [await _model_json(model) for model in self.backend.list_models()]
         return json_response(json.encode({"models": models}))
 
     async def list_running(self, request: web.Request) -> web.Response:
         """``GET /api/ps``: models that are ready."""
-        ready = [
-            model for model in self._backend.list_models() if self._backend.is_ready(model.name)
-        ]
+        ready = [model for model in self.backend.list_models() if self.backend.is_ready(model.name)]
         models = [
             {
                 **await _model_json(model),
@@ -109,10 +101,10 @@ class OllamaRoutes:
 
     async def show_model(self, request: web.Request) -> web.Response:
         """``POST /api/show``."""
-        body = decode_struct(await self._body_reader.read_body(request), ModelReference)
+        body = await self.body_reader.decode_request(request, ModelReference)
         if body.served_name is None:
             raise RequestError("`model`: required", "model")
-        loaded_model = await self._catalog.load_model(body.served_name)
+        loaded_model = await self.catalog.load_model(body.served_name)
         model, template = loaded_model.model, loaded_model.tokenizer.chat_template
         model_json = await _model_json(model)
         family = model_json["details"]["family"]
@@ -138,7 +130,7 @@ class OllamaRoutes:
         self, body: ChatRequest | GenerateRequest, fields: dict[str, Any]
     ) -> web.Response:
         """Answer a request that only loads or unloads a model, which has no effect."""
-        loaded_model = await self._catalog.load_model(body.served_name)
+        loaded_model = await self.catalog.load_model(body.served_name)
         reason = "unload" if body.keep_alive in (0, "0", "0s", "0m", "0h") else "load"
         found = {"model": loaded_model.model.name, "created_at": format_now(), **fields}
         return json_response(json.encode({**found, "done": True, "done_reason": reason}))

@@ -1,6 +1,7 @@
 """The handlers of the OpenAI routes."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 from msgspec import json
@@ -17,17 +18,15 @@ from molinkd.api.openai.schema import (
     CompletionBody,
     EmbeddingRequest,
     GenerationBody,
-    decode_body,
-    decode_struct,
 )
 from molinkd.api.request_plan import RequestPlan
 
 
+@dataclass(frozen=True, slots=True)
 class EmbeddingRoutes:
     """``/v1/embeddings``, ``/api/embed``, ``/api/embeddings``."""
 
-    def __init__(self, bodies: BodyReader) -> None:
-        self._body_reader = bodies
+    body_reader: BodyReader
 
     @property
     def routes(self) -> list[web.RouteDef]:
@@ -37,7 +36,7 @@ class EmbeddingRoutes:
 
     async def refuse_embeddings(self, request: web.Request) -> web.Response:
         """Embeddings; not supported."""
-        body = decode_struct(await self._body_reader.read_body(request), EmbeddingRequest)
+        body = await self.body_reader.decode_request(request, EmbeddingRequest)
         raise RequestError(
             f"`model`: {(body.model or 'this model')[:128]} does not support embeddings; "
             "molink serves text generation only",
@@ -45,20 +44,14 @@ class EmbeddingRoutes:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class OpenAIRoutes:
     """``/v1/models``, ``/props``, ``/v1/chat/completions`` and ``/v1/completions``."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        bodies: BodyReader,
-        catalog: ModelCatalog,
-        generator: GenerationHandler,
-    ) -> None:
-        self._backend = backend
-        self._body_reader = bodies
-        self._catalog = catalog
-        self._handler = generator
+    backend: Backend
+    body_reader: BodyReader
+    catalog: ModelCatalog
+    handler: GenerationHandler
 
     @property
     def routes(self) -> list[web.RouteDef]:
@@ -73,17 +66,17 @@ class OpenAIRoutes:
 
     async def list_models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``."""
-        models = [_model_json(model) for model in self._backend.list_models()]
+        models = [_model_json(model) for model in self.backend.list_models()]
         return json_response(json.encode({"object": "list", "data": models}))
 
     async def get_model(self, request: web.Request) -> web.Response:
         """``GET /v1/models/{name}``."""
-        model = self._catalog.find_model(request.match_info["name"])
+        model = self.catalog.find_model(request.match_info["name"])
         return json_response(json.encode(_model_json(model)))
 
     async def get_props(self, request: web.Request) -> web.Response:
         """``GET /props`` of llama-server, with the context length (``?model=``)."""
-        loaded_model = await self._catalog.load_model(request.query.get("model"))
+        loaded_model = await self.catalog.load_model(request.query.get("model"))
         model, template = loaded_model.model, loaded_model.tokenizer.chat_template
         found = {
             "default_generation_settings": {"n_ctx": model.max_model_len},
@@ -108,13 +101,13 @@ class OpenAIRoutes:
         kind: type[GenerationBody],
         encoder: Callable[[RequestPlan, bool], ResponseEncoder],
     ) -> web.StreamResponse:
-        body = decode_body(await self._body_reader.read_body(request), kind)
+        body = await self.body_reader.decode_request(request, kind)
         stream = bool(body.stream)
 
         def form_of(plan: RequestPlan) -> ResponseEncoder:
             return encoder(plan, stream and body.includes_usage)
 
-        return await self._handler.handle_request(request, ClientRequest(body, form_of, stream))
+        return await self.handler.handle_request(request, ClientRequest(body, form_of, stream))
 
 
 def _model_json(model: ServedModel) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI routes, with vLLM's extensions.
 
-Unknown fields are ignored. Fields that would change the answer but are not supported are declared
-in :class:`UnsupportedFields`, so that they are rejected by name.
+Unknown fields are ignored and reported (``ignored_fields.py``). Fields that would change the answer
+but are not supported are declared in :class:`UnsupportedFields`, so that they are rejected by name.
 """
 
 import re
@@ -258,36 +258,27 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     prompt: Any = None
 
 
-BodyT = TypeVar("BodyT", bound=UnsupportedFields)
-StructT = TypeVar("StructT", bound=msgspec.Struct)
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def decode_body(data: bytes, kind: type[BodyT]) -> BodyT:
-    """Decode JSON into ``kind`` and reject unsupported fields.
+    """Decode JSON into ``kind``.
 
     Raises:
         RequestError: invalid JSON, or a missing, invalid or unsupported field.
     """
-    body = decode_struct(data, kind)
-    _refuse_unsupported(body, kind)
-    return body
-
-
-def decode_struct(data: bytes, kind: type[StructT]) -> StructT:
-    """Decode JSON into ``kind``.
-
-    Raises:
-        RequestError: invalid JSON, or a missing or invalid field.
-    """
     try:
-        return msgspec.json.decode(data, type=kind)
+        body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
+    if isinstance(body, UnsupportedFields):
+        _refuse_unsupported(body)
+    return body
 
 
 def pack_body(body: GenerationBody) -> bytes:
@@ -318,9 +309,9 @@ def unpack_body(data: bytes, kind: type[BodyT]) -> BodyT:
         raise _validation_error(str(error)) from None
 
 
-def _refuse_unsupported(body: UnsupportedFields, kind: type[UnsupportedFields]) -> None:
+def _refuse_unsupported(body: UnsupportedFields) -> None:
     for name in UnsupportedFields.__struct_fields__:
-        if name in kind.__annotations__:
+        if name in type(body).__annotations__:
             continue  # this route redeclares the field, so it is supported
         value = getattr(body, name)
         if value is None or (
