@@ -1,8 +1,9 @@
 """Keys that a schema does not name are forbidden, unless it says otherwise."""
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
 import pytest
 
 from molink.errors import RequestError
@@ -127,6 +128,34 @@ def test_arguments_of_a_forced_call() -> None:
     for arguments, allowed in (('{"a": 1}', True), ('{"a": 1, "b": 2}', False)):
         call = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
         assert allows(text.encode(), call) == allowed
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"]
+    tricks: list[str] = []
+
+
+class Zoo(pydantic.BaseModel):
+    animals: list[Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]]
+    boss: Cat | Dog | None = None
+    visitors: dict[str, int] = {}
+
+
+def test_models_of_pydantic() -> None:
+    """Its schemas never forbid keys; ``oneOf`` of a discriminated union needs that."""
+    schema = Zoo.model_json_schema()
+    cat, dog = '{"kind": "cat", "lives": 9}', '{"kind": "dog", "tricks": ["sit"]}'
+    good = f'{{"animals": [{cat}, {dog}], "boss": {cat}, "visitors": {{"any": 1}}}}'
+    assert accepted(schema, good)
+    for told, other in (("9}", '9, "x": 1}'), ('"lives": 9', '"tricks": []'), ("]}]", "]}, {}]")):
+        assert told in good
+        assert not accepted(schema, good.replace(told, other))
+    assert not accepted(schema, good[:-1] + ', "weather": "fine"}')
 
 
 def test_a_schema_that_names_all_keys_is_unchanged() -> None:
