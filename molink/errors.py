@@ -12,7 +12,7 @@
     │   ├── UnsupportedModel     architecture or feature that is not implemented
     │   ├── BrokenModel          a file is missing, truncated or inconsistent; names it
     │   └── AlteredModel         bytes that don't match the hash of the model's owner
-    ├── RequestError             a client's request that can't be served; names the field
+    ├── RequestError             a request that can't be served; names the field (exit code 14)
     │   └── ContextTooLong       prompt or prompt + max_tokens beyond the context (HTTP 400)
     ├── Overloaded               queues are full; carries ``retry_after`` (HTTP 429)
     ├── DeadlineExceeded         no output before the request's deadline (HTTP 504)
@@ -93,6 +93,8 @@ class RequestError(MolinkError):
 
     ``param`` names the offending field of the request, as OpenAI's error envelope does.
     """
+
+    exit_code = 14
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -143,7 +143,7 @@ def test_a_token_that_was_tampered_with(trio: Trio, tools: type[Tools], tmp_path
     broken = trio.token[:-3] + "xyz"
     done = tools.run_molink(tmp_path, "join", broken, *tools.local_options())
     assert done.returncode == 3
-    assert done.stderr.startswith("molink: ")
+    assert done.stderr.startswith("error: ")
     assert "not a valid join token" in done.stderr
 
 

@@ -23,10 +23,10 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_model
 from molink.errors import Unavailable, UsageError
 from molink.facts.dtypes import DTypeChoice
+from molink.facts.layer_range import parse_layers
 from molink.facts.memory_plan import format_size
 from molink.facts.model import LayerRange, Quantize
 from molink.plaintext import printable
-from molink.swarm.placement.placement import parse_layers
 from molinkd.peer.agent.stage_bench import BenchPoint, StageBench, StageBenchResult, measure_stage
 from molinkd.peer.home import Home
 

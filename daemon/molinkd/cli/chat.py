@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from molink.errors import ModelNotFound, MolinkError, RequestError, Unavailable
+from molink.errors import ModelNotFound, MolinkError, RequestError, Unavailable, UsageError
 
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
 #: Paths and questions that start with a slash are not commands.
@@ -102,7 +102,7 @@ def run_chat(
 
 def _one_shot(runner: asyncio.Runner, conversation: Conversation, text: str) -> int:
     if not text:
-        raise RequestError("nothing to ask: pass a text, or run it in a terminal", "text")
+        raise UsageError("nothing to ask: pass a text, or run it in a terminal")
     conversation.messages.append({"role": "user", "content": text})
     runner.run(_print_answer(conversation, Console(highlight=False)))
     return 0

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from molink.errors import ConnectionBroken, Unavailable, UsageError
+from molink.errors import ConnectionBroken, RequestError, Unavailable
 from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.status_schema import decode_status
 from molink.wire.messages.admin import (
@@ -30,9 +30,10 @@ from molink.wire.messages.control_plane import ControlMessage, DoneReply
 from molink.wire.messages.membership import INVITATION_PREFIX
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.event_loop import EventLoop
-from molinkd.peer.demo import demo_homes, first_peer
 from molinkd.peer.home import Home, RunFile, read_run_file
-from molinkd.peer.membership.membership_record import MembershipRecord, read_membership
+
+if TYPE_CHECKING:
+    from molinkd.peer.membership.membership_record import MembershipRecord
 
 #: Connect timeout for the daemon on this PC, in seconds.
 CONNECT_TIMEOUT_S = 3.0
@@ -61,10 +62,10 @@ def find_daemon(home: Home) -> RunningDaemon | None:
     run_file = read_run_file(home.run_file)
     if run_file is not None:
         return RunningDaemon(home, run_file)
-    for demo in demo_homes(home):
+    for demo in home.demo_homes():
         run_file = read_run_file(demo.run_file)
         if run_file is not None:
-            return RunningDaemon(first_peer(demo), run_file, is_demo=True)
+            return RunningDaemon(demo.demo_peer(1), run_file, is_demo=True)
     return None
 
 
@@ -169,7 +170,7 @@ def revoke_peer(home: Home, name_or_id: str) -> tuple[str, RevokeReply]:
     """Revoke a peer by id or name; returns its id and the revoked invitations.
 
     Raises:
-        UsageError: no such peer, or the name is ambiguous.
+        RequestError: no such peer, or the name is ambiguous.
         NotAuthorized: this PC does not own the swarm.
     """
     _, payload = _request_swarm(home, StatusRequest(ref=0))
@@ -202,7 +203,7 @@ def unrevoke_peer(home: Home, name_or_id: str) -> str:
     """Readmit a revoked peer by id or name; returns its id.
 
     Raises:
-        UsageError: no such revoked peer, or the name is ambiguous.
+        RequestError: no such revoked peer, or the name is ambiguous.
         NotAuthorized: this PC does not own the swarm.
     """
     _, payload = _request_swarm(home, StatusRequest(ref=0))
@@ -216,7 +217,7 @@ def add_owner(home: Home, name_or_id: str) -> str:
     """Make another peer an owner, by id or name; returns its id.
 
     Raises:
-        UsageError: no such peer, or the name is ambiguous.
+        RequestError: no such peer, or the name is ambiguous.
         NotAuthorized: this PC is no owner of the swarm.
     """
     _, payload = _request_swarm(home, StatusRequest(ref=0))
@@ -260,7 +261,7 @@ def find_peer(
     """Return the id of a member, or revoked peer, by id or name.
 
     Raises:
-        UsageError: no match, or several.
+        RequestError: no match, or several.
         Unavailable: the coordinator is unavailable.
     """
     if status["coordinator"]["state"] != "running":
@@ -270,11 +271,11 @@ def find_peer(
     found = [peer["id"] for peer in peers if peer["id"] == name_or_id] or named
     if not found:
         kind = "peer of the swarm" if among == "peers" else "revoked peer"
-        raise UsageError(
+        raise RequestError(
             f"no {kind} named {name_or_id}; {home.format_command('status')} lists them"
         )
     if len(found) > 1:
-        raise UsageError(
+        raise RequestError(
             f"{len(found)} peers are named {name_or_id}: use an id ({', '.join(found)})"
         )
     return str(found[0])
@@ -282,9 +283,12 @@ def find_peer(
 
 def _request_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage, bytes]:
     """Send a request to the daemon here, or to a standalone coordinator."""
-    found, member = find_daemon(home), read_membership(home.membership)
+    from molinkd.peer.membership.membership_record import read_membership
+
+    found = find_daemon(home)
     if found is not None:
         return send_request(found, message)
+    member = read_membership(home.membership)
     if member is not None:
         return request_coordinator(home, member, message)
     raise _not_running(home)
@@ -323,7 +327,7 @@ def send_request(found: RunningDaemon, message: ControlMessage) -> tuple[Control
 
 
 def request_coordinator(
-    home: Home, member: MembershipRecord, message: ControlMessage
+    home: Home, member: "MembershipRecord", message: ControlMessage
 ) -> tuple[ControlMessage, bytes]:
     """Send one request to the coordinator, if no daemon runs."""
     name = "the coordinator"
@@ -363,11 +367,6 @@ def send_control_request(
 
     from molink.wire.messages.codec import control_codec
     from molink.wire.sockets.client import Client
-    from molinkd.peer.election.leadership import ReplicaFile
-    from molinkd.peer.membership.membership_requests import (
-        MembershipRequest,
-        send_membership_request,
-    )
 
     async def exchange() -> tuple[ControlMessage, bytes]:
         context, keys = zmq.asyncio.Context(), home.load_keys()
@@ -385,11 +384,19 @@ def send_control_request(
                 await client.wait_connected(connect_s)
             except Unavailable as error:
                 raise DaemonNotResponding(str(error)) from None
-            if swarm and isinstance(message, MembershipRequest):
-                known = ReplicaFile(home.replica, swarm).log
-                reply = await send_membership_request(message, keys, swarm, server_key, ask, known)
-                return reply, b""
-            return await ask(message)
+            if not swarm:
+                return await ask(message)
+            from molinkd.peer.election.leadership import ReplicaFile
+            from molinkd.peer.membership.membership_requests import (
+                MembershipRequest,
+                send_membership_request,
+            )
+
+            if not isinstance(message, MembershipRequest):
+                return await ask(message)
+            known = ReplicaFile(home.replica, swarm).log
+            reply = await send_membership_request(message, keys, swarm, server_key, ask, known)
+            return reply, b""
         finally:
             await client.close()
             context.destroy(linger=0)

@@ -1,20 +1,15 @@
 """Terminal output of a daemon in the foreground."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rich.console import Console
-from rich.control import Control
 from rich.markup import escape
-from rich.segment import ControlType
 
 from molink.plaintext import printable
-from molink.swarm.artifacts.transfer import estimate_eta
 from molink.swarm.membership.sanitize import quote_name
 from molink.wire.messages.instructions import PendingPairing
-from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli.pairing_prompt import PairingPrompt, TypedLines
-from molinkd.cli.units import format_duration
+from molinkd.cli.transfer_line import TransferLine
 from molinkd.peer.launch import (
     AnyDaemonEvent,
     DaemonStartedEvent,
@@ -27,51 +22,6 @@ from molinkd.peer.launch import (
     SwarmOpenedEvent,
     TransfersChangedEvent,
 )
-
-#: Interval of progress lines where lines can't be rewritten, in seconds.
-PRINT_INTERVAL_S = 5.0
-
-
-def transfer_text(one: TransferState) -> str:
-    """Format the progress of a transfer: bytes, rate and remaining time."""
-    source = f" from {one.source}" if one.source else ""
-    text = f"{one.model}{source}: {one.done / 1e6:.0f} of {one.total / 1e6:.0f} MB"
-    seconds = estimate_eta(one.total - one.done, one.rate)
-    if seconds is None:
-        return text
-    return f"{text}, {one.rate / 1e6:.1f} MB/s, {format_duration(seconds)} left"
-
-
-class TransferLine:
-    """Shows transfer progress: one rewritten line on a terminal, else lines at intervals."""
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
-        self._is_drawn = False
-        self._printed_at = float("-inf")
-
-    def show_transfers(self, transfers: Sequence[TransferState]) -> None:
-        """Show the progress of ``transfers``; nothing if empty."""
-        self.clear_line()
-        waited_for = [one for one in transfers if not one.is_replica]
-        if not waited_for:
-            return
-        text = printable("Fetching " + "; ".join(map(transfer_text, waited_for)))
-        if self._console.is_terminal:
-            self._console.print(text[: self._console.width - 1], end="", markup=False)
-            self._is_drawn = True
-        elif self._clock() - self._printed_at >= PRINT_INTERVAL_S:
-            self._console.print(text, markup=False)
-            self._printed_at = self._clock()
-
-    def clear_line(self) -> None:
-        """Erase the progress line before other output."""
-        if self._is_drawn:
-            self._console.control(_ERASE_LINE)
-            self._is_drawn = False
-
-
-_ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 class DaemonConsole:
@@ -125,7 +75,7 @@ class DaemonConsole:
                 model, reason = escape(event.model), escape(event.reason)
                 self._print_markup(f"[yellow]{model} is not available yet: {reason}[/yellow]")
             case ProblemReportedEvent():
-                self._print_markup(f"[red]molink: {escape(event.text)}[/red]")
+                self._print_markup(f"[red]error: {escape(event.text)}[/red]")
 
     def print_text(self, text: str) -> None:
         """Print a line."""

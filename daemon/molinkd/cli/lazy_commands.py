@@ -1,6 +1,6 @@
 """Commands and groups that are imported only when used, to keep the command line fast."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -8,87 +8,71 @@ import typer
 
 Command = Callable[..., None]
 
-#: Name, import path and help line of each command.
+#: Name, module and function, and help line of each command, in the order of the help.
 _COMMANDS = (
+    ("up", "daemon_verbs:up", "Start a swarm on this PC, with a chat endpoint."),
+    ("join", "daemon_verbs:join", "Add this PC to a swarm, by token or by approval."),
+    ("demo", "daemon_verbs:demo", "Try a whole swarm on this PC with a small model."),
+    ("chat", "swarm_verbs:chat", "Chat with a model, or ask one question."),
     (
-        "top",
-        "molinkd.cli.top.command:top",
-        "Live view of the swarm: stages, links, requests, events.",
+        "status",
+        "swarm_verbs:status",
+        "Show the swarm's PCs, their layers, and whether it is ready.",
     ),
+    ("invite", "swarm_verbs:invite", "Create a join token for another PC, or manage invitations."),
+    ("approve", "join_verbs:approve", "Approve a PC that shows this code, or list waiting PCs."),
+    ("revoke", "swarm_verbs:revoke", "Remove a PC from the swarm."),
+    ("un-revoke", "swarm_verbs:un_revoke", "Readmit a removed PC."),
+    ("add-owner", "swarm_verbs:add_owner", "Make another PC an owner, which may remove PCs too."),
+    ("drain", "drain_verbs:drain", "Move this PC's layers to other PCs and free its memory."),
+    ("resume", "drain_verbs:resume", "Let this PC hold layers again."),
+    ("rebalance", "drain_verbs:rebalance", "Reassign all layers across the connected PCs."),
+    ("down", "stop_verbs:down", "Stop molink on this PC; it stays in the swarm."),
+    ("leave", "stop_verbs:leave", "Leave the swarm permanently and stop molink on this PC."),
     (
-        "run",
-        "molinkd.cli.model_verbs:run_model",
-        "Serve a model, wait until it is ready, and chat.",
+        "coordinator",
+        "daemon_verbs:coordinator",
+        "Run only a coordinator, without layers or an endpoint.",
     ),
-    (
-        "apply",
-        "molinkd.cli.apply:apply",
-        "Serve exactly the models in a file; safe to repeat.",
-    ),
-    (
-        "pull",
-        "molinkd.cli.model_verbs:pull",
-        "Download a model from the Hugging Face hub.",
-    ),
-    (
-        "list",
-        "molinkd.cli.model_verbs:list_models",
-        "List the models on this PC.",
-    ),
-    (
-        "rm",
-        "molinkd.cli.model_verbs:rm",
-        "Delete a model from this PC.",
-    ),
-    (
-        "stop",
-        "molinkd.cli.model_verbs:stop",
-        "Unload one model, or all.",
-    ),
-    (
-        "plan",
-        "molinkd.cli.plan:plan",
-        "Predict placement and speed; starts nothing.",
-    ),
-    (
-        "doctor",
-        "molinkd.cli.doctor.command:doctor",
-        "Check this PC and suggest fixes.",
-    ),
-    ("logs", "molinkd.cli.logs:logs", "Show this PC's logs."),
-    (
-        "simulate",
-        "molinkd.cli.simulate:simulate_command",
-        "Simulate a trace in virtual time.",
-    ),
+    ("top", "top.command:top", "Live view of the swarm: stages, links, requests, events."),
+    ("run", "model_verbs:run_model", "Serve a model, wait until it is ready, and chat."),
+    ("apply", "apply:apply", "Serve exactly the models in a file; safe to repeat."),
+    ("pull", "model_verbs:pull", "Download a model from the Hugging Face hub."),
+    ("list", "model_verbs:list_models", "List the models on this PC."),
+    ("rm", "model_verbs:rm", "Delete a model from this PC."),
+    ("stop", "model_verbs:stop", "Unload one model, or all."),
+    ("plan", "plan:plan", "Predict placement and speed; starts nothing."),
+    ("doctor", "doctor.command:doctor", "Check this PC and suggest fixes."),
+    ("logs", "logs:logs", "Show this PC's logs."),
+    ("simulate", "simulate:simulate_command", "Simulate a trace in virtual time."),
 )
 
-#: Name, import path and help line of each group.
+#: Name, module and object, and help line of each group.
 _GROUPS = (
     (
         "config",
-        "molinkd.cli.config:config_app",
+        "config:config_app",
         "Show settings and their sources.",
     ),
     (
         "service",
-        "molinkd.cli.service.verbs:service_app",
+        "service.verbs:service_app",
         "Run molink automatically at startup.",
     ),
-    ("bench", "molinkd.cli.bench:bench_app", "Benchmark a server, or this PC."),
+    ("bench", "bench:bench_app", "Benchmark a server, or this PC."),
 )
 
 COMMAND_NAMES = tuple(name for name, _, _ in _COMMANDS)
 GROUP_NAMES = tuple(name for name, _, _ in _GROUPS)
 
 
-def add_lazy_commands(
-    app: typer.Typer, arguments: Sequence[str], wrap: Callable[[Command], Command]
-) -> None:
-    """Add the commands; those not in ``arguments`` get a placeholder with their help line."""
+def load_commands(arguments: Sequence[str]) -> Iterator[tuple[str, Command, str]]:
+    """Yield name, function and help line of each command.
+
+    Those not in ``arguments`` get a placeholder as their function.
+    """
     for name, where, text in _COMMANDS:
-        command = _import_object(where) if name in arguments else _placeholder
-        app.command(name, short_help=text)(wrap(command))
+        yield name, _import_object(where) if name in arguments else _placeholder, text
 
 
 def add_lazy_groups(app: typer.Typer, arguments: Sequence[str]) -> None:
@@ -103,9 +87,9 @@ def add_lazy_groups(app: typer.Typer, arguments: Sequence[str]) -> None:
 
 
 def _import_object(where: str) -> Any:
-    """Import ``module:name``."""
+    """Import ``module:name`` of this package."""
     module, name = where.split(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module(f"molinkd.cli.{module}"), name)
 
 
 def _placeholder() -> None:

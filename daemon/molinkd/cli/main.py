@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TextIO
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 import molink
 from molink.errors import MolinkError
 from molink.plaintext import printable
-from molinkd.cli import daemon_verbs, drain_verbs, join_verbs, stop_verbs, swarm_verbs
-from molinkd.cli.lazy_commands import add_lazy_commands, add_lazy_groups
+from molinkd.cli.lazy_commands import add_lazy_groups, load_commands
 
 #: Exit code after Ctrl-C, as in shells.
 INTERRUPTED = 130
@@ -51,53 +50,19 @@ class _Command(TyperCommand):
                 formatter.write_dl(sections[panel])
 
 
-class _Commands(TyperGroup):
-    """All commands; option errors are shown without the name of a Python exception."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the selected command. The type of ``ctx`` is private to typer."""
-        try:
-            return super().invoke(ctx)
-        except typer.BadParameter as error:
-            error.message = error.message.removeprefix(
-                "Value error, "
-            )  # prefix added by pydantic for typer 0.29
-            raise
-
-
 def build_app(arguments: Sequence[str]) -> typer.Typer:
     """Build the command line; slow imports only if ``arguments`` need them."""
     app = typer.Typer(
         name="molink",
-        cls=_Commands,
         help=_HELP,
         pretty_exceptions_enable=False,
         # Rich markup would interpret brackets, and its panels need more than 80 columns.
         rich_markup_mode=None,
     )
     app.callback(invoke_without_command=True)(_root_command)
-    commands: list[Callable[..., None]] = [
-        daemon_verbs.up,
-        daemon_verbs.join,
-        daemon_verbs.demo,
-        swarm_verbs.chat,
-        swarm_verbs.status,
-        swarm_verbs.invite,
-        join_verbs.approve,
-        swarm_verbs.revoke,
-        swarm_verbs.un_revoke,
-        swarm_verbs.add_owner,
-        drain_verbs.drain,
-        drain_verbs.resume,
-        drain_verbs.rebalance,
-        stop_verbs.down,
-        stop_verbs.leave,
-        daemon_verbs.coordinator,
-    ]
-    for command in commands:
-        app.command(cls=_Command)(_interruptible(command))
+    for name, command, text in load_commands(arguments):
+        app.command(name, cls=_Command, short_help=text)(_interruptible(command))
     add_lazy_groups(app, arguments)
-    add_lazy_commands(app, arguments, _interruptible)
     return app
 
 
@@ -136,13 +101,24 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     try:
         app = build_app([*arguments, *_completion_words(os.environ)])
-        app(args=list(arguments), prog_name="molink")
+        code = app(args=list(arguments), prog_name="molink", standalone_mode=False)
     except MolinkError as error:
-        print(printable(f"molink: {error}", keep="\n"), file=sys.stderr)
-        return error.exit_code
+        return _print_error(str(error), error.exit_code)
+    except typer.TyperException as error:  # an unknown command or option, or a malformed value
+        text = error.format_message().replace(": Value error, ", ": ")  # pydantic's prefix
+        context = getattr(error, "ctx", None)
+        hint = "" if context is None else f" (see `{context.command_path} --help`)"
+        return _print_error(f"{text.removesuffix('.')}{hint}", error.exit_code)
+    except typer.Abort:
+        return INTERRUPTED
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
+        code = end.code
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def _print_error(text: str, code: int) -> int:
+    print(printable(f"error: {text}", keep="\n"), file=sys.stderr)
+    return code
 
 
 def _completion_words(environment: Mapping[str, str]) -> list[str]:

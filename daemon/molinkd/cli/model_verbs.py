@@ -26,15 +26,15 @@ from molink.checkpoint.model_source import (
     short_name,
 )
 from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
+from molink.facts.layer_range import parse_layers
 from molink.plaintext import printable
 from molink.swarm.artifacts.transfer import TransferRate
-from molink.swarm.placement.placement import parse_layers
 from molink.wire.messages.admin import LoadModel, LoadModelReply, StopServing, SwitchModel
 from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli import daemon_client
-from molinkd.cli.daemon_console import TransferLine
 from molinkd.cli.swarm_verbs import HomeOption
+from molinkd.cli.transfer_line import TransferLine
 from molinkd.peer.artifacts.installed_models import (
     InstalledModel,
     choose_deletable,

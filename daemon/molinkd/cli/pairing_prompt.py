@@ -118,4 +118,4 @@ class PairingPrompt:
             try:
                 self._say(f"{quote_name(self._approve(line.strip()))} joined.")
             except MolinkError as error:
-                self._say(f"molink: {error}")
+                self._say(f"error: {error}")

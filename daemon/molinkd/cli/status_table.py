@@ -20,7 +20,7 @@ from molink.swarm.controller.status_schema import (
 from molink.swarm.election.terms import epoch_text
 from molink.swarm.membership.sanitize import quote_name
 from molink.wire.messages.peer_reports import TransferState
-from molinkd.cli.daemon_console import transfer_text
+from molinkd.cli.transfer_line import transfer_text
 from molinkd.cli.units import format_size
 
 

@@ -16,9 +16,9 @@ from molink.checkpoint.model_source import (
 )
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
+from molink.facts.layer_range import parse_layers
 from molink.facts.model import Objective, Quantize
 from molink.facts.scalars import Text
-from molink.swarm.placement.placement import parse_layers
 from molink.wire.messages.admin import MAX_MODELS, MAX_PINS, ModelEntry
 from molink.wire.messages.instructions import MAX_PIPELINES
 

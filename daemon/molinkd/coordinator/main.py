@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=EventLoop) as runner:
             runner.run(serve(options))
     except MolinkError as error:
-        print(f"molink: {printable(str(error))}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

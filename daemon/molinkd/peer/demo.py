@@ -16,7 +16,7 @@ from molink.files import retry_while_busy
 from molink.stage.diagnostics.profile_cache import prune_profiles
 from molink.wire.sockets.secrets import private_folder
 from molinkd.child_process import ChildProcess, exit_text
-from molinkd.peer.home import Home, HomeLock, RunFile, copy_measurements
+from molinkd.peer.home import MAX_DEMOS, Home, HomeLock, RunFile, copy_measurements
 from molinkd.peer.launch import (
     DAEMON_COMMAND,
     AnyDaemonEvent,
@@ -31,8 +31,6 @@ from molinkd.peer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of concurrent demos per home.
-MAX_DEMOS = 8
 GRACE_S = 15.0
 #: How long an earlier demo's daemon may keep files open, in seconds.
 _DELETE_TIMEOUT_S = 20.0
@@ -85,7 +83,7 @@ class DemoSwarm:
         self.home, self._lock = acquire_demo_home(self._parent_home)
         first = await self._launch_peer(1, None)
         await self._wait_for(first, lambda: bool(first.token or self._count == 1))
-        copy_measurements(first_peer(self.home), self.home)
+        copy_measurements(self.home.demo_peer(1), self.home)
         others = [await self._launch_peer(n, first.token) for n in range(2, self._count + 1)]
         for peer in (first, *others):
             await self._wait_for(peer, partial(getattr, peer, "is_ready"))
@@ -104,7 +102,7 @@ class DemoSwarm:
             self._lock.release()
 
     async def _launch_peer(self, number: int, token: str | None) -> DemoPeer:
-        home = Home(self.home.root / f"peer-{number}")
+        home = self.home.demo_peer(number)
         if home.root.exists():
             await asyncio.to_thread(_delete, home)
         private_folder(home.root)
@@ -152,7 +150,7 @@ class DemoSwarm:
     def _save_measurements(self) -> None:
         """Keep the device measurements for the next demo."""
         for peer in self.peers:
-            copy_measurements(Home(self.home.root / f"peer-{peer.number}"), self.home)
+            copy_measurements(self.home.demo_peer(peer.number), self.home)
         prune_profiles(self.home.profiles)
 
     async def _wait_for(self, peer: DemoPeer, met: Callable[[], bool]) -> None:
@@ -201,23 +199,13 @@ def acquire_demo_home(under: Home) -> tuple[Home, HomeLock]:
         UsageError: Too many demos run.
     """
     private_folder(under.root)  # may contain a swarm's keys later
-    for home in demo_homes(under):
+    for home in under.demo_homes():
         private_folder(home.root)
         lock = HomeLock(home)
         if lock.try_acquire():
             retry_while_busy(partial(home.run_file.unlink, missing_ok=True))
             return home, lock
     raise UsageError(f"{MAX_DEMOS} demos are running under {under.root}: stop one with Ctrl-C")
-
-
-def demo_homes(under: Home) -> list[Home]:
-    """All possible homes of demos."""
-    return [under.demo_home(number) for number in range(1, MAX_DEMOS + 1)]
-
-
-def first_peer(demo: Home) -> Home:
-    """Home of the daemon that founded the demo's swarm."""
-    return Home(demo.root / "peer-1")
 
 
 def _delete(home: Home) -> None:

@@ -17,6 +17,9 @@ from molink.wire.sockets.secrets import load_keys, private_folder, write_secret
 from molinkd.peer.command_line import molink_command, quote_word
 from molinkd.platform import lock_file, unlock_file
 
+#: Maximum number of concurrent demos per home.
+MAX_DEMOS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Home:
@@ -63,6 +66,14 @@ class Home:
     def demo_home(self, number: int) -> "Home":
         """Home of the demo with that number."""
         return Home(self.root / ("demo" if number == 1 else f"demo-{number}"))
+
+    def demo_homes(self) -> list["Home"]:
+        """Homes of all demos that may run at once."""
+        return [self.demo_home(number) for number in range(1, MAX_DEMOS + 1)]
+
+    def demo_peer(self, number: int) -> "Home":
+        """Home of a demo's daemon; the first one founds its swarm."""
+        return Home(self.root / f"peer-{number}")
 
     @property
     def config(self) -> Path:

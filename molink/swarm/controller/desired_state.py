@@ -7,7 +7,8 @@ from functools import partial
 
 import msgspec
 
-from molink.errors import NotAuthorized, RequestError
+from molink.errors import ModelNotFound, NotAuthorized, RequestError
+from molink.facts.layer_range import parse_layers
 from molink.swarm.controller.planner import candidate_from_report
 from molink.swarm.controller.records import DesiredModel, Pin
 from molink.swarm.controller.registry import Registry
@@ -18,7 +19,6 @@ from molink.swarm.placement.placement import (
     Candidate,
     Placement,
     explain_misfit,
-    parse_layers,
     place_model,
 )
 from molink.wire.messages.admin import DesiredModels, ModelSpec
@@ -137,14 +137,15 @@ def switch_model(
     that peer has loaded.
 
     Raises:
-        RequestError: there is no such model, or it is in that state already; lists the models.
+        ModelNotFound: there is no such model; lists the models.
+        RequestError: it is in that state already.
         NotAuthorized: another peer has loaded it.
     """
     found = next((one for one in models if one.facts.name == name), None)
     if found is None:
         names = ", ".join(one.facts.name for one in models)
         what = f"its models are {names}" if names else "it has no models"
-        raise RequestError(f"the swarm has no model {name}; {what}")
+        raise ModelNotFound(f"the swarm has no model {name}; {what}")
     if requester not in ("", found.source):
         what = "start" if served else "stop"
         raise NotAuthorized(

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from molink.facts.footprint import StageSetup
+from molink.facts.layer_range import parse_layers
 from molink.swarm.controller.backoff import Backoff
 from molink.swarm.controller.formation import Formation
 from molink.swarm.controller.reachability import Reachability, UnreachablePeer
@@ -22,7 +23,6 @@ from molink.swarm.placement.placement import (
     Placement,
     PlacementGoal,
     Unplaceable,
-    parse_layers,
     place_model,
 )
 from molink.swarm.placement.read_rates import ReadRates, is_significant, measured_rate

@@ -6,9 +6,9 @@ import unicodedata
 
 import msgspec
 
+from molink.facts.layer_range import parse_layers
 from molink.facts.profile import MAX_SLOWDOWN
 from molink.plaintext import printable
-from molink.swarm.placement.placement import parse_layers
 from molink.wire.messages.instructions import PendingPairing
 from molink.wire.messages.peer_reports import PeerReport, PrefetchState, StageFailed
 

@@ -22,6 +22,7 @@ from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES, NarrowDType
 from molink.facts.footprint import MIN_TOKENS, Footprint, StageSetup
+from molink.facts.layer_range import parse_layers
 from molink.facts.memory_plan import explain_refusal, format_size, smaller_modes, usable_bytes
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
 from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
@@ -202,14 +203,6 @@ def build_host(
 def row_bytes(facts: ModelFacts, dtype: str) -> int:
     """Bytes of an unpacked row between stages."""
     return facts.hidden * DTYPE_SIZES.get(dtype, facts.element_bytes)
-
-
-def parse_layers(stage: str) -> LayerRange | None:
-    """The half-open range of ``A:B``; ``None`` for ``auto``, ``none`` and malformed text."""
-    first, colon, last = stage.partition(":")
-    if not (colon and first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
-        return None
-    return int(first), int(last)
 
 
 def explain_misfit(stage: str, facts: ModelFacts) -> str:

@@ -179,7 +179,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_text(
 
 @pytest.mark.parametrize(
     ("status", "message", "code"),
-    [(404, "no such model", 5), (503, "nobody is there", 6), (400, "bad field", 1)],
+    [(404, "no such model", 5), (503, "nobody is there", 6), (400, "bad field", 14)],
 )
 def test_errors(
     endpoint: Endpoint,
@@ -195,7 +195,7 @@ def test_errors(
 
 def test_a_missing_key(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     endpoint.error = (401, "a valid API key is needed")
-    assert run_chat(endpoint.url, "hi") == 1
+    assert run_chat(endpoint.url, "hi") == 14
     assert "--api-key" in capsys.readouterr().err
 
 
@@ -221,7 +221,7 @@ def test_a_dropped_stream(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
 
 
 def test_nothing_to_ask(endpoint: Endpoint) -> None:
-    assert run_chat(endpoint.url, "") == 1
+    assert run_chat(endpoint.url, "") == 2
 
 
 def test_event_parser_at_any_boundary() -> None:

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from molink.wire.messages.peer_reports import TransferState
-from molinkd.cli.daemon_console import PRINT_INTERVAL_S, DaemonConsole, TransferLine
+from molinkd.cli.daemon_console import DaemonConsole
+from molinkd.cli.transfer_line import PRINT_INTERVAL_S, TransferLine
 from molinkd.peer.launch import ModelFoundEvent
 
 STATE = TransferState(model="m", done=1_000_000, total=9_000_000, rate=4_000_000, source="nas")

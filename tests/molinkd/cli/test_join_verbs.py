@@ -316,7 +316,7 @@ def test_codes_are_read_while_requests_are_pending() -> None:
     assert not lines.read.is_set()
     bell.set_pending(pending=True)
     assert lines.read.wait(30)
-    assert said == ["molink: no PC that waits shows 1111-1111", '"pc" joined.']
+    assert said == ["error: no PC that waits shows 1111-1111", '"pc" joined.']
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a console's keys can't be piped")

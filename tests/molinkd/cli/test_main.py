@@ -12,13 +12,12 @@ import pytest
 
 import molink
 from molink import errors
-from molink.errors import ConnectionBroken, Unavailable, UsageError
+from molink.errors import ConnectionBroken, RequestError, Unavailable
 from molink.wire.messages.admin import InviteReply, RevokeReply, StatusRequest
 from molinkd.cli import daemon_client
 from molinkd.cli.demo import sample_command
 from molinkd.cli.invitation_table import remaining_text, show_invitations
 from molinkd.cli.main import run, use_utf8
-from molinkd.peer.demo import first_peer
 from molinkd.peer.home import Home, RunFile
 from molinkd.peer.launch import Launch
 from molinkd.peer.settings import MemoryShare
@@ -117,7 +116,7 @@ def test_errors_are_one_clear_line(
 ) -> None:
     assert run(arguments) == code
     captured = capsys.readouterr()
-    assert captured.err.startswith("molink: ")
+    assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert text in captured.err
 
@@ -210,10 +209,24 @@ def test_invitations_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["up", "--bogus"], ["demo", "--peers", "0"]])
-def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nonsense"], "No such command 'nonsense' (see `molink --help`)"),
+        (["lst"], "No such command 'lst'. Did you mean 'list'? (see `molink --help`)"),
+        (["up", "--bogus"], "No such option: --bogus"),
+        (["approve", "1", "2"], "(see `molink approve --help`)"),
+        (["demo", "--peers", "0"], "Invalid value for '--peers'"),
+    ],
+)
+def test_usage_errors_are_one_line_too(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(arguments) == 2
-    assert "Usage" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert text in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("verb", ["simulate", "up"])
@@ -246,7 +259,7 @@ def test_a_daemon_takes_precedence_over_a_demo(home: Path) -> None:
     note.save_file(demo.run_file)
     found = daemon_client.require_daemon(home)
     assert found.is_demo
-    assert found.home == first_peer(demo)
+    assert found.home == demo.demo_peer(1)
     assert found.endpoints == ("http://a", "http://b")
     RunFile.of_this_process(2, "http://live").save_file(place.run_file)
     found = daemon_client.require_daemon(home)
@@ -315,15 +328,56 @@ def test_status_exit_code_is_readiness(
     assert json.loads(capsys.readouterr().out) == state
 
 
-def test_commands_start_without_heavy_imports() -> None:
+READY = {
+    "swarm": "s",
+    "coordinator": {"state": "running"},
+    "pipelines": [{"id": "p1", "model": "m", "ready": True}],
+}
+#: Packages and modules that only the daemon, or a few commands, need.
+HEAVY = {
+    "aiohttp",
+    "huggingface_hub",
+    "jinja2",
+    "molink.checkpoint",
+    "molink.link",
+    "molink.scheduler",
+    "molink.swarm.placement",
+    "molinkd.api",
+    "molinkd.peer.launch",
+    "molinkd.peer.settings",
+    "textual",
+    "tokenizers",
+    "torch",
+    "transformers",
+}
+
+
+@pytest.mark.parametrize(
+    ("commands", "excluded"),
+    [
+        ([["--help"], ["--version"]], {"asyncio", "msgspec", "pydantic", "rich", "zmq"}),
+        ([["status"]], set()),
+    ],
+)
+def test_commands_start_without_heavy_imports(
+    commands: list[list[str]], excluded: set[str], home: Path
+) -> None:
+    RunFile.of_this_process(1, "http://a").save_file(Home(home).create_folders().run_file)
     code = (
-        "import sys; from molinkd.cli.main import run; run(['--help']);"
-        "heavy = {'torch', 'transformers', 'aiohttp', 'zmq', 'textual'} & set(sys.modules);"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
+        "import json, sys; from molinkd.cli.main import run; commands = json.loads(sys.argv[1])\n"
+        "if '--help' not in commands[0]:\n"
+        "    from molinkd.cli import daemon_client\n"
+        "    daemon_client.CONNECT_TIMEOUT_S = 0.1\n"
+        "    assert [run(one) for one in commands] == [6] * len(commands), 'nothing listens'\n"
+        "    daemon_client.send_request = lambda *_: (None, sys.argv[2].encode())\n"
+        "assert [run(one) for one in commands] == [0] * len(commands)\n"
+        "found = sorted(set(json.loads(sys.argv[3])) & set(sys.modules))\n"
+        "sys.exit(f'imported {found}' if found else 0)"
     )
+    given = [json.dumps(commands), json.dumps(READY), json.dumps([*HEAVY, *excluded])]
     root = str(Path(molink.__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *given], cwd=root, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -369,7 +423,7 @@ def test_errors_cannot_control_the_terminal(
 
     monkeypatch.setattr(daemon_client, "require_daemon", fail)
     assert run(["status"]) == 6
-    assert capsys.readouterr().err == "molink: \\x1b[2J\n"
+    assert capsys.readouterr().err == "error: \\x1b[2J\n"
 
 
 def test_a_peer_is_found_by_name_or_id() -> None:
@@ -379,13 +433,13 @@ def test_a_peer_is_found_by_name_or_id() -> None:
     assert daemon_client.find_peer(Home.find_home(), status, "3") == "3"
     # Ids are unique, names are not.
     assert daemon_client.find_peer(Home.find_home(), status, "tv") == "tv"
-    with pytest.raises(UsageError, match="2 peers are named tv"):
+    with pytest.raises(RequestError, match="2 peers are named tv"):
         daemon_client.find_peer(Home.find_home(), {**status, "peers": peers[:3]}, "tv")
-    with pytest.raises(UsageError, match="no peer"):
+    with pytest.raises(RequestError, match="no peer"):
         daemon_client.find_peer(Home.find_home(), status, "nobody")
     revoked = {**status, "revoked": [{"id": "9", "name": "old"}]}
     assert daemon_client.find_peer(Home.find_home(), revoked, "old", "revoked") == "9"
-    with pytest.raises(UsageError, match="no revoked peer named pc"):
+    with pytest.raises(RequestError, match="no revoked peer named pc"):
         daemon_client.find_peer(Home.find_home(), revoked, "pc", "revoked")
     unreachable = {**status, "coordinator": {"state": "unreachable"}}
     with pytest.raises(Unavailable, match="gone"):

@@ -160,7 +160,7 @@ def test_second_process_fails_with_a_one_line_error(launch: Launch, tmp_path: Pa
     (tmp_path / "broken" / "coordinator.key").write_text("nonsense", encoding="utf-8")
     code, log = launch("broken", owner).end()
     assert code == 2
-    assert log.splitlines()[-1].startswith("molink: ")
+    assert log.splitlines()[-1].startswith("error: ")
     assert "holds no key" in log
     assert "Traceback" not in log
 

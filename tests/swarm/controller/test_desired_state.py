@@ -3,7 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from molink.errors import NotAuthorized, RequestError
+from molink.errors import ModelNotFound, NotAuthorized, RequestError
 from molink.swarm.controller.desired_state import (
     decode_desired_models,
     describe_changes,
@@ -178,9 +178,9 @@ def test_one_of_several_models_stops_and_restarts(registry: Registry) -> None:
     assert describe_changes(without, models) == ["~ y: served again"]
     with pytest.raises(RequestError, match="x is already served"):
         switch_model(models, "x", served=True)
-    with pytest.raises(RequestError, match="the swarm has no model z; its models are x, y"):
+    with pytest.raises(ModelNotFound, match="the swarm has no model z; its models are x, y"):
         switch_model(models, "z", served=False)
-    with pytest.raises(RequestError, match="no model z; it has no models"):
+    with pytest.raises(ModelNotFound, match="no model z; it has no models"):
         switch_model((), "z", served=False)
     with pytest.raises(NotAuthorized, match="or the one that loaded y can stop it"):
         switch_model(models, "y", served=False, requester="b")

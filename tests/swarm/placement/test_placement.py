@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.layer_range import parse_layers
 from molink.facts.memory_plan import MARGIN_DIVISOR, plan_memory
 from molink.facts.model import ModelFacts
 from molink.swarm.placement.links import Links
@@ -19,7 +20,6 @@ from molink.swarm.placement.placement import (
     PlacementGoal,
     Unplaceable,
     explain_misfit,
-    parse_layers,
     place_model,
 )
 

@@ -157,7 +157,7 @@ class CoordinatorProcess:
         self._exited.set()
         self.announcement = None
         if self._announced is not None and not self._announced.done() and self._child is not None:
-            last = (self._child.tail.splitlines() or [""])[-1].removeprefix("molink: ")
+            last = (self._child.tail.splitlines() or [""])[-1].removeprefix("error: ")
             kind = PortInUse if code == PortInUse.exit_code else UsageError
             self._announced.set_exception(
                 kind(f"the coordinator can't start: {last or exit_text(code)}")

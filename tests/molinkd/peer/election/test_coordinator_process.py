@@ -24,7 +24,7 @@ port = int(sys.argv[sys.argv.index("--port") + 1]) or 4321
 print(json.dumps({"port": port, "public_key": "k", "swarm": "s"}), flush=True)
 sys.stdin.read()
 """
-BAD = "import sys; print('molink: the state is damaged', file=sys.stderr); sys.exit(1)"
+BAD = "import sys; print('error: the state is damaged', file=sys.stderr); sys.exit(1)"
 
 
 def make(tmp_path: Path, code: str) -> CoordinatorProcess:
