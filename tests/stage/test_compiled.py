@@ -14,7 +14,7 @@ from molink.stage.attention.gather import PlainAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.cpu_kernels.create import create_matmul
 from molink.stage.decoder.norm import CompiledRmsNorm
-from molink.stage.linear import CompiledLinear, PlainLinear, create
+from molink.stage.linear import CompiledLinear, PlainLinear
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype
 from tests.support.kernels import NOT_COMPILED
 from tests.support.models import MakeModel
@@ -34,13 +34,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "gpt_oss": {},
 }
-
-
-@pytest.fixture(autouse=True)
-def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast the other products are."""
-    monkeypatch.setattr(create, "_relative_time", lambda *_: (0.5, 0.5))
-    monkeypatch.setattr(create, "_probe_cpu", create._probe_cpu.__wrapped__)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import MolinkError, UsageError
 from molink.facts.drafts import DraftModelFacts
+from molink.facts.model import Quantize
 from molink.facts.profile import Profile
 from molink.stage.decoder.decoder import HeldWeights
 from molink.stage.diagnostics.kernel_checks import check_kernels
@@ -96,9 +97,7 @@ def _load_stage(
             f"{folder.config.max_model_len}"
         )
     limit_memory(start.device, start.memory_limit)
-    disabled_kernels = (
-        _check_kernels(start, folder.config) if start.kernel_checks_path else start.disabled_kernels
-    )
+    disabled_kernels = _check_kernels(start, folder.config, start.quantize)
 
     def on_layer(layers: int) -> None:
         first, last = start.layers
@@ -126,7 +125,11 @@ def _load_draft_model(start: LoadStage) -> DraftEngine | None:
         folder = ModelFolder.open(Path(draft.model_dir))
         layers = (0, folder.config.layers)
         stage = Stage.load_layers(
-            folder, layers, start.device, start.dtype, disabled_kernels=start.disabled_kernels
+            folder,
+            layers,
+            start.device,
+            start.dtype,
+            disabled_kernels=_check_kernels(start, folder.config),
         )
         profile = _profile_stage(stage, start, draft.kv_bytes)
     except (MolinkError, MemoryError, RuntimeError) as error:
@@ -141,15 +144,19 @@ def _load_draft_model(start: LoadStage) -> DraftEngine | None:
     return DraftEngine(facts, partial(DraftModelThread, make))
 
 
-def _check_kernels(start: LoadStage, config: ModelConfig) -> tuple[str, ...]:
-    """Try the stage's kernels; return those to avoid."""
+def _check_kernels(
+    start: LoadStage, config: ModelConfig, quantize: Quantize = "none"
+) -> tuple[str, ...]:
+    """Test the kernels for a model; return those to avoid."""
+    if not start.kernel_checks_path:
+        return start.disabled_kernels
     began = time.perf_counter()
     disabled_kernels = check_kernels(
         Path(start.kernel_checks_path),
         config,
         find_device(start.device),
         start.dtype,
-        start.quantize,
+        quantize,
         start.block_size,
         start.disabled_kernels,
     )

@@ -24,7 +24,7 @@ import torch
 from molink.facts.dtypes import NarrowDType
 from molink.stage.attention.backend_check import preferred_block_size
 from molink.stage.cpu_kernels.create import supports_block_weights
-from molink.stage.linear import ProjectionFactory
+from molink.stage.linear import ProjectionFactory, slow_kernels
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
 _WEIGHT_ROWS = 4096
@@ -52,7 +52,7 @@ def measure_read_rate(device: torch.device, nbytes: int) -> float:
     itemsize = torch.empty((), dtype=dtype).element_size()
     columns = max(64, nbytes // (itemsize * _WEIGHT_ROWS))
     weight = torch.ones(_WEIGHT_ROWS, columns, dtype=dtype, device=device)
-    projection = ProjectionFactory.probe_device(dtype, device).create_projection(weight, None)
+    projection = _probe_projections(dtype, device).create_projection(weight, None)
     row = torch.ones(1, columns, dtype=dtype, device=device)
     synchronize = _make_synchronizer(device)
     times: list[float] = []
@@ -95,10 +95,15 @@ def probe_device(wanted: str, nbytes: int) -> dict[str, object]:
 
 def narrow_weight_dtypes(device: torch.device) -> tuple[NarrowDType, ...]:
     """Types of weights that stay 16-bit with float32 rows."""
-    projections = ProjectionFactory.probe_device(torch.float32, device)
+    projections = _probe_projections(torch.float32, device)
     return tuple(
         kept for kept in get_args(NarrowDType) if projections.keeps_dtype(TORCH_DTYPES[kept])
     )
+
+
+def _probe_projections(dtype: torch.dtype, device: torch.device) -> ProjectionFactory:
+    """The projections of a stage, whose slow kernels are disabled."""
+    return ProjectionFactory.probe_device(dtype, device, slow_kernels(dtype, device))
 
 
 def describe_device(device: torch.device) -> str:

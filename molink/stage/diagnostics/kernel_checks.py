@@ -1,4 +1,4 @@
-"""Tests a stage's kernels on its device, and disables wrong ones.
+"""Tests a stage's kernels on its device, and disables wrong and slow ones.
 
 Results are cached in a file, valid for one device, driver, torch and molink version.
 """
@@ -28,12 +28,12 @@ from molink.stage.torch_dtypes import choose_dtype
 log = logging.getLogger(__name__)
 
 #: Rises with every change of the trials.
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: Starts without a result after which a trial is taken to crash the process.
 _MAX_STARTS = 2
 
-_CheckState = Literal["ok", "absent", "wrong"]
+_CheckState = Literal["ok", "absent", "wrong", "slow"]
 
 
 class _CheckResult(msgspec.Struct, frozen=True):
@@ -76,6 +76,19 @@ class KernelChecks:
         found = _CheckResult(outcome["state"], outcome["reason"] or off)
         self._store_result(key, found)
         return found
+
+    def is_slow(self, trial: KernelTrial) -> bool:
+        """Whether a correct kernel is slower than its fallback; timed unless cached.
+
+        Cached, because a busy CPU takes seconds, and because all stages of a PC must agree: weights
+        of a disabled kernel may take twice the memory.
+        """
+        if trial.is_slow is None:
+            return False
+        key = f"{trial.kernel} {trial.dtype} speed"
+        if key not in self._results:
+            self._store_result(key, _CheckResult("slow" if trial.is_slow() else "ok"))
+        return self._results[key].state == "slow"
 
     def _store_result(self, key: str, result: _CheckResult) -> None:
         self._results.pop(key, None)
@@ -129,7 +142,7 @@ def check_kernels(
     block_size: int,
     disabled_kernels: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """Test a stage's kernels; return ``disabled_kernels`` and those that fail.
+    """Test a stage's kernels; return ``disabled_kernels`` and those that fail or are slow.
 
     Raises:
         UsageError: no correct kernel is left for some purpose.
@@ -152,7 +165,7 @@ def _find_failing(
     disabled_kernels: Collection[str],
     device: torch.device,
 ) -> list[str]:
-    """Return failing kernels of a chain up to the first that works; logs them.
+    """Return failing and slow kernels of a chain up to the first that works; logs them.
 
     Raises:
         UsageError: all fail.
@@ -163,7 +176,16 @@ def _find_failing(
             continue
         result = checks.check_kernel(trial, shapes)
         if result.state == "ok":
-            return failing
+            if not checks.is_slow(trial):
+                return failing
+            log.info(
+                "%s (%s) is slower here: using %s",
+                trial.kernel,
+                trial.dtype,
+                FALLBACKS[trial.kernel],
+            )
+            failing.append(trial.kernel)
+            continue
         if result.state == "absent":
             log.info("no %s on %s: %s", trial.kernel, device, result.reason)
             continue

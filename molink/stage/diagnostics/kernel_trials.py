@@ -32,7 +32,13 @@ from molink.stage.device_copy import pinned_error
 from molink.stage.diagnostics.reference_attention import attention_error
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.graphs.capture import CudaGraphCapturer
-from molink.stage.linear import PackedLinear, PlainLinear, Projection, ProjectionFactory
+from molink.stage.linear import (
+    PackedLinear,
+    PlainLinear,
+    Projection,
+    ProjectionFactory,
+    slow_kernels,
+)
 from molink.stage.linear.base import make_random_weight
 from molink.stage.linear.nf4 import load_library
 from molink.stage.linear.quantized import TOLERANCE, QuantizedProjectionFactory, relative_error
@@ -68,12 +74,16 @@ class _KernelAbsent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KernelTrial:
-    """One kernel in one type; ``run`` returns its error, possibly NaN."""
+    """One kernel in one type; ``run`` returns its error, possibly NaN.
+
+    ``is_slow`` times it against its fallback, if that may be faster.
+    """
 
     kernel: KernelName
     dtype: WeightDType
     tolerance: float
     run: Callable[[], float]
+    is_slow: Callable[[], bool] | None = None
 
     def run_trial(self) -> dict[str, Any]:
         """Run the trial; ``state`` is ``ok``, ``absent`` or ``wrong``."""
@@ -152,6 +162,7 @@ def kernel_chains(
                 dtype,
                 rounding,
                 partial(_compiled_error, shapes, computed, threads),
+                lambda: "compiled-linear" in slow_kernels(computed, device),
             ),
             *(packed if narrow else ()),
             plain,

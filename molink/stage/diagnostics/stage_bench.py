@@ -24,9 +24,9 @@ from molink.facts.profile import Profile
 from molink.stage.cpu_kernels.create import supports_block_weights
 from molink.stage.diagnostics.device import describe_cpu, narrow_weight_dtypes, pick_device
 from molink.stage.diagnostics.stage_profile import profile_stage
-from molink.stage.linear import ProjectionFactory
+from molink.stage.linear import ProjectionFactory, slow_kernels
 from molink.stage.stage import Stage
-from molink.stage.torch_dtypes import TORCH_DTYPES, cpu_supports_bf16
+from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, cpu_supports_bf16
 
 _MAX_KV_BYTES = 1 << 30
 
@@ -47,7 +47,15 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
         narrow_dtypes=narrow_weight_dtypes(device),
     )
     facts, free = folder.placement_facts(options.model_dir), _free_bytes(device)
-    stage = Stage.load_layers(folder, layers, str(device), options.dtype, quantize=options.quantize)
+    computed = TORCH_DTYPES[choose_dtype(options.dtype, folder.config.dtype, device)]
+    stage = Stage.load_layers(
+        folder,
+        layers,
+        str(device),
+        options.dtype,
+        quantize=options.quantize,
+        disabled_kernels=slow_kernels(computed, device),
+    )
     profile = profile_stage(
         stage, min(_MAX_KV_BYTES, free // 4), BLOCK_SIZE, seconds=options.seconds
     )

@@ -2,7 +2,7 @@
 
 from molink.stage.linear.base import EmbeddingTable, Projection
 from molink.stage.linear.compiled import BlockLinear, CompiledLinear, ConcatenatedLinear
-from molink.stage.linear.create import ProjectionFactory
+from molink.stage.linear.create import ProjectionFactory, slow_kernels
 from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "Projection",
     "ProjectionFactory",
     "can_pack",
+    "slow_kernels",
 ]

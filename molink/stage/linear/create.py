@@ -1,4 +1,4 @@
-"""Chooses the fastest projection on a device by trial.
+"""Chooses the projection on a device, and times it.
 
 Those of int8 and nf4 weights are made in :mod:`molink.stage.linear.quantized`.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from molink.facts.kernels import KernelName
 from molink.gguf.block_formats import BlockFormat
 from molink.stage.cpu_kernels.create import (
     create_block_matmul,
@@ -31,6 +32,8 @@ _MAX_SLOWDOWN = 1.1
 #: Trial matrices: with one row enough to exceed caches; with many rows compute dominates.
 _TRIED, _TRIED_MANY, _REPEATED = 8, 2, 5
 _COLUMNS, _DEPTH, _MANY = 4096, 1024, 64
+#: Trials that a kernel must lose to count as slow.
+_TRIALS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +51,16 @@ class ProjectionFactory:
     def probe_device(
         cls, dtype: torch.dtype, device: torch.device, disabled_kernels: Collection[str] = ()
     ) -> "ProjectionFactory":
-        """Find the fastest implementation; a CPU is probed once per number of threads."""
+        """Find the preferred implementations; nothing is timed (see :func:`slow_kernels`)."""
         if device.type != "cpu":
             return cls(dtype)
-        packs, compiles = (
-            "packed-linear" not in disabled_kernels,
-            "compiled-linear" not in disabled_kernels,
-        )
-        probed = _probe_cpu(dtype, torch.get_num_threads(), packs, compiles)
-        return replace(
-            probed, keeps_blocks="gguf-blocks" not in disabled_kernels and supports_block_weights()
+        return cls(
+            dtype,
+            product=None
+            if "compiled-linear" in disabled_kernels
+            else create_matmul(dtype, torch.get_num_threads()),
+            packs_onednn="packed-linear" not in disabled_kernels and can_pack(dtype, device),
+            keeps_blocks="gguf-blocks" not in disabled_kernels and supports_block_weights(),
         )
 
     def keeps_dtype(self, weight_dtype: torch.dtype) -> bool:
@@ -114,15 +117,20 @@ class ProjectionFactory:
 
 @cache
 @torch.inference_mode()
-def _probe_cpu(
-    dtype: torch.dtype, threads: int, packs: bool = True, compiles: bool = True
-) -> ProjectionFactory:
-    usual = ProjectionFactory(dtype, packs_onednn=packs and can_pack(dtype, torch.device("cpu")))
-    compiled = replace(usual, product=create_matmul(dtype, threads) if compiles else None)
+def slow_kernels(dtype: torch.dtype, device: torch.device) -> tuple[KernelName, ...]:
+    """Time kernels on ``device``; return those to disable because their fallback is faster.
+
+    One trial is not enough: on a busy CPU noise would decide.
+    """
+    compiled = ProjectionFactory.probe_device(dtype, device)
     if compiled.product is None:
-        return usual
-    few, many = _relative_time(compiled, usual)
-    return compiled if few < 1 and many < _MAX_SLOWDOWN else usual
+        return ()
+    usual = replace(compiled, product=None)
+    for _ in range(_TRIALS):
+        few, many = _relative_time(compiled, usual)
+        if few < 1 and many < _MAX_SLOWDOWN:
+            return ()
+    return ("compiled-linear",)
 
 
 def _relative_time(one: ProjectionFactory, other: ProjectionFactory) -> tuple[float, float]:

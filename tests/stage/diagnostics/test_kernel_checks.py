@@ -26,7 +26,7 @@ from molink.stage.diagnostics import kernel_trials as trials
 from molink.stage.diagnostics.kernel_checks import check_kernels, describe_environment
 from molink.stage.diagnostics.kernel_trials import KernelTrial, kernel_chains
 from molink.stage.diagnostics.trial_shapes import TrialShapes
-from molink.stage.linear import CompiledLinear, create
+from molink.stage.linear import CompiledLinear, create, slow_kernels
 from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.int8 import Int8Linear, has_onednn_int8
 from molink.stage.linear.unpacked import UnpackedLinear
@@ -65,8 +65,9 @@ def looked_at(folder: Path, path: Path, **options: Any) -> tuple[str, ...]:
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However fast the other products are; nothing that was found wrong here is remembered."""
     monkeypatch.setattr(create, "_relative_time", lambda *_: (0.5, 0.5))
-    monkeypatch.setattr(create, "_probe_cpu", create._probe_cpu.__wrapped__)
+    slow_kernels.cache_clear()
     yield
+    slow_kernels.cache_clear()
     create_matmul.cache_clear()
     create_rowwise.cache_clear()
 
@@ -204,6 +205,27 @@ def test_passed_trials_are_not_repeated(
     avoid = ("compiled-attention", "compiled-linear")
     assert looked_at(model, path, quantize="int8", avoid=avoid) == (*avoid, "gather-attention")
     assert tried == ["torch"]
+
+
+@pytest.mark.parametrize(("ratio", "slow"), [(0.5, ()), (2.0, ("compiled-linear",))])
+def test_kernels_are_timed_once(
+    model: Path,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    monkeypatch: pytest.MonkeyPatch,
+    ratio: float,
+    slow: tuple[str, ...],
+) -> None:
+    if create_matmul(torch.float32, 1) is None:
+        pytest.skip(NOT_COMPILED["f32"])
+    path = tmp_path / "proofs.json"
+    monkeypatch.setattr(create, "_relative_time", lambda *_: (ratio, ratio))
+    assert looked_at(model, path) == slow
+    slow_kernels.cache_clear()  # as in another process
+    monkeypatch.delattr(create, "_relative_time")
+    assert looked_at(model, path) == slow
+    ring = make_ring(model, (1,), avoid=slow)
+    assert instead(ring)["compiled-linear"] is bool(slow)
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,19 @@ def test_slower_kernels_are_not_used(
     if create_matmul(torch.float32, 1) is None:
         pytest.skip(NOT_COMPILED["f32"])
     monkeypatch.setattr(create, "_relative_time", lambda *_: (few, many))
-    found = create._probe_cpu.__wrapped__(torch.float32, 1)
+    disabled = create.slow_kernels.__wrapped__(torch.float32, CPU)
+    found = ProjectionFactory.probe_device(torch.float32, CPU, disabled)
     assert found.keeps_dtype(torch.bfloat16) is chosen
     assert found.keeps_dtype(torch.float16) is chosen
     assert not found.keeps_dtype(torch.float32)
+
+
+def test_one_lost_trial_disables_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    if create_matmul(torch.float32, 1) is None:
+        pytest.skip(NOT_COMPILED["f32"])
+    times = iter([(3.0, 3.0), (0.5, 0.5)])
+    monkeypatch.setattr(create, "_relative_time", lambda *_: next(times))
+    assert create.slow_kernels.__wrapped__(torch.float32, CPU) == ()
 
 
 def test_both_are_timed() -> None:
