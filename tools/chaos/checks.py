@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import aiohttp
 
 from molinkd.child_process import exit_text
+from molinkd.peer.agent.worker_supervisor import MAX_STANDBYS
 from tools.chaos.pc import Pc
 from tools.chaos.swarm import Swarm
 from tools.chaos.usage import Usage, measure_usage_by_role
@@ -88,11 +89,11 @@ def find_aborts(pc: Pc) -> Iterator[str]:
 
 
 async def wait_for_standby_workers(pcs: Sequence[Pc], timeout: float) -> None:
-    """Wait until each PC has a worker and a standby worker, so that memory is steady."""
+    """Wait until each PC has a worker and all standby workers, so that memory is steady."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         shown = [await fetch_gauges(pc.url) for pc in pcs]
-        if all(figures.get(SPARES) == 1 == figures.get(WORKERS) for figures in shown):
+        if all((one.get(WORKERS), one.get(SPARES)) == (1, MAX_STANDBYS) for one in shown):
             return
         await asyncio.sleep(_LOOK_S)
 

@@ -26,6 +26,8 @@ SLOW_S, SLOW_RATE = 0.1, 1.25e6
 CLOCK_JUMP_S = 3 * 3600.0
 #: Seconds of sampling to find the computing thread.
 _LOOK_S = 0.5
+#: Longest wait for a killed worker's replacement to serve, in seconds.
+_REPLACED_S = 60.0
 
 
 class CannotHarm(Exception):
@@ -98,6 +100,20 @@ def kill_process(role: Role) -> Harm:
         yield Target(pc.name, f"{role} of {pc.name}")
 
     return harm
+
+
+@contextmanager
+def kill_worker_twice(scene: Scene) -> Iterator[Target]:
+    """Kill a worker, and its replacement as soon as that serves."""
+    pc, process = scene.process("worker")
+    process.kill()
+    deadline = time.monotonic() + _REPLACED_S
+    while (pid := scene.swarm.stages().get(pc.name, process.pid)) == process.pid:
+        if time.monotonic() > deadline:
+            raise CannotHarm(f"no worker of {pc.name} serves again")
+        time.sleep(0.05)
+    psutil.Process(pid).kill()
+    yield Target(pc.name, f"worker of {pc.name}, twice")
 
 
 def kill_pc(choose: Callable[[Scene], Pc], *, at_once: bool = False) -> Harm:
@@ -262,6 +278,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "kill-worker": Kind(kill_process("worker"), "itself"),
+    "kill-worker-twice": Kind(kill_worker_twice, "itself"),
     "kill-coordinator": Kind(kill_process("coordinator"), "itself"),
     "kill-leader": Kind(kill_pc(Scene.leader), "streams"),
     "kill-other": Kind(kill_pc(Scene.other), "streams"),

@@ -14,6 +14,8 @@ from typing import Literal
 
 import psutil
 
+from molink.cpu_isa import AVX2_ONLY
+
 Role = Literal["daemon", "coordinator", "worker", "other"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +126,9 @@ class Pc:
 
     def environment(self) -> dict[str, str]:
         """Environment of its processes."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("MOLINK_")}
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith("MOLINK_") or k in AVX2_ONLY
+        }
         return {
             **kept,
             "MOLINK_HOME": str(self.home),
