@@ -7,7 +7,7 @@ UNDESCRIBED = "Not described."
 
 _DAEMON = {
     "workers": "Worker processes of this PC; each holds one stage.",
-    "standby_workers": "1 if a standby worker process is ready (imported and compiled).",
+    "standby_workers": "Standby worker processes that are ready (imported and compiled).",
     "daemon_bytes_fetched": "Bytes of model files that this PC fetched from other PCs.",
     "daemon_requests_active": "Active requests of this PC's endpoint.",
     "daemon_requests_started": "Requests that this PC's endpoint accepted.",

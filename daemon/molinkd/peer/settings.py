@@ -99,7 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     #: Stages of all daemons on this PC, which share its memory and cores.
     stages_per_host: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    #: Whether to keep a standby worker, which replaces a lost one without importing torch first.
+    #: Whether to keep standby workers, which replace lost ones without importing torch first.
     standby_worker: bool = True
     #: Whether to replicate the other stages' layers to this PC's disk in the background.
     replicate_models: bool = True

@@ -13,7 +13,7 @@ from molink.errors import MolinkError, WireError
 from molink.plaintext import LOG_FORMAT
 from molink.wire.messages.worker_pipe import LoadStage, WarmedUp, WarmUp
 from molinkd.imports import permanent_imports
-from molinkd.platform import lower_priority, raise_descriptor_limit
+from molinkd.platform import raise_descriptor_limit
 from molinkd.worker.daemon_pipe import DaemonPipe, exit_process
 
 log = logging.getLogger("molinkd.worker")
@@ -44,7 +44,10 @@ def _await_load_stage(pipe: DaemonPipe) -> LoadStage | None:
     first = pipe.read_first()
     if not isinstance(first, WarmUp):
         return first
-    thread = threading.Thread(target=_warm_up, args=(first, pipe), name="warm-up", daemon=True)
+    is_needed = threading.Event()
+    thread = threading.Thread(
+        target=_warm_up, args=(first, pipe, is_needed), name="warm-up", daemon=True
+    )
     thread.start()
     if sys.platform == "win32":
         # A thread that reads a pipe blocks any other thread that stats the same file, and numpy's
@@ -54,18 +57,19 @@ def _await_load_stage(pipe: DaemonPipe) -> LoadStage | None:
     if isinstance(start, WarmUp):
         raise WireError("a standby worker was warmed up twice")
     if start is not None:
+        is_needed.set()
         thread.join()
     return start
 
 
-def _warm_up(warm: WarmUp, pipe: DaemonPipe) -> None:
-    if warm.model_dir:
-        lower_priority()
+def _warm_up(warm: WarmUp, pipe: DaemonPipe, is_needed: threading.Event) -> None:
+    """Prepare for a stage; once it ``is_needed``, only import."""
     with permanent_imports():
         from molinkd.worker.startup import warm_up_worker
 
     try:
-        warm_up_worker(warm)
+        if not is_needed.is_set():
+            warm_up_worker(warm)
     except Exception:
         log.warning("warm-up failed; kernels are compiled when the stage is loaded", exc_info=True)
     pipe.send(WarmedUp())

@@ -29,8 +29,7 @@ class WarmUp(Message, frozen=True, kw_only=True, tag="warm-up"):
     """First message to a standby worker: prepare for a similar :class:`LoadStage`.
 
     ``layers`` are in ``model_dir``; the rest is as in :class:`LoadStage`. The worker uses no GPU
-    memory and runs at low priority until :class:`WarmedUp`. Without a ``model_dir`` the model is
-    unknown and a stage will come soon: the worker imports what all need, at normal priority.
+    memory. Without a ``model_dir`` the model is unknown, and the worker imports what all need.
     """
 
     layers: LayerRange = (0, 1)

@@ -378,8 +378,8 @@ async def test_workers_hold_other_layers_without_another_process(
 
 
 @contextmanager
-def spare_of(folder: Path) -> Iterator[Stage]:
-    """A worker process that is ready for a stage of ``folder``."""
+def spare_of(folder: Path, *, ready: bool = True) -> Iterator[Stage]:
+    """A standby worker for a stage of ``folder``; ``ready`` waits until it is prepared."""
     process = subprocess.Popen(
         [sys.executable, "-m", "molinkd.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -389,17 +389,19 @@ def spare_of(folder: Path) -> Iterator[Stage]:
     )
     spare.tell(warm)
     try:
-        spare.hear(WarmedUp)
+        if ready:
+            spare.hear(WarmedUp)
         yield spare
     finally:
         end(spare)
 
 
+@pytest.mark.parametrize("ready", [True, False])
 async def test_a_standby_worker_serves_as_any_worker(
-    make_model: Any, tmp_path: Path, client_keys: KeyPair
+    make_model: Any, tmp_path: Path, client_keys: KeyPair, ready: bool
 ) -> None:
     folder = make_model(tmp_path / "model")
-    with spare_of(folder) as spare:
+    with spare_of(folder, ready=ready) as spare:
         spare.tell(_start(folder, 0, 1, (0, 3), spare.keys))
         key = client_keys.public
         spare.tell(PeerKeys(peers=(PeerKey(peer=derive_peer_id(key), public_key=key),)))

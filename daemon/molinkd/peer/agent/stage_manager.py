@@ -113,10 +113,10 @@ class StageManager:
             self.supervisor.start_standby()
 
     def set_paused(self, paused: bool) -> None:
-        """Stop or resume keeping a standby worker."""
+        """Stop or resume keeping standby workers."""
         self._paused = paused
         if paused:
-            self.supervisor.drop_standby()
+            self.supervisor.drop_standbys()
         elif self._wants_standby and self._preparation.is_measured:
             self.supervisor.start_standby()
 

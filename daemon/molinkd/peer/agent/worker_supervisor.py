@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import psutil
 
 from molink.files import make_plain_name
 from molink.swarm.agent.stage_agent import WorkerMessage
@@ -46,21 +47,26 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "molinkd.worker")
 STANDBY_DELAY_S = 2.0
 #: Longest wait for a standby worker to become ready, in seconds.
 STANDBY_WAIT_S = 15.0
+#: Standby workers of a PC with free memory. The second one serves while the first is replaced,
+#: which takes 2 CPU seconds and so a multiple on a busy PC.
+MAX_STANDBYS = 2
+#: Bytes of free memory from which on a PC keeps more than one.
+MANY_STANDBYS_BYTES = 4 << 30
 #: Stages whose counters are kept after their workers have exited.
 MAX_RETIRED_STAGES = 32
 #: A log record in the format :data:`molink.plaintext.LOG_FORMAT`.
 _LOG_RECORD = re.compile(r"\d{4}-\d\d-\d\d \S+ (?P<level>[A-Z]+) \S+: (?P<text>.*)")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _WorkerProcess:
     child: ChildProcess = field(init=False)
     #: ``None`` for a standby worker.
     start: LoadStage | None = None
     generation: int = 0
+    #: What a standby worker was told to prepare for, and whether it has finished that.
+    warm_up: WarmUp | None = None
     is_warm: bool = False
-    #: A standby worker without a model, which is used even before it is ready.
-    preloaded: bool = False
     stats: WorkerStats | None = None
     #: Progress and rate of loading weights.
     load_progress: WeightLoadProgress | None = None
@@ -71,10 +77,10 @@ class _WorkerProcess:
 
 
 class WorkerSupervisor:
-    """Worker processes by generation, and a standby worker.
+    """Worker processes by generation, and standby workers.
 
-    See :mod:`molink.swarm.agent.stage_agent` for generations. The standby worker has imported torch
-    and compiled kernels before a stage needs it.
+    See :mod:`molink.swarm.agent.stage_agent` for generations. A standby worker imports torch and
+    compiles kernels before a stage needs it.
     """
 
     def __init__(
@@ -90,9 +96,10 @@ class WorkerSupervisor:
         self._on_exit = on_exit
         self._command = command
         self._workers: dict[int, _WorkerProcess] = {}
-        self._standby: _WorkerProcess | None = None
+        #: The oldest first.
+        self._standbys: list[_WorkerProcess] = []
         self._standby_timer: asyncio.TimerHandle | None = None
-        #: Set when the standby worker becomes ready or is gone.
+        #: Set when a standby worker becomes ready or is gone.
         self._standby_changed = asyncio.Event()
         self._stopping: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -100,21 +107,24 @@ class WorkerSupervisor:
         self._retired_counters: dict[StageLabels, Counter[str]] = {}
 
     def start_worker(self, generation: int, start: LoadStage, peer_keys: PeerKeys) -> int:
-        """Start a stage's worker, or assign the standby worker; returns the process id.
+        """Start a stage's worker, or assign a standby worker; returns the process id.
+
+        A standby worker that is still preparing is ahead of a new process.
 
         Raises:
             OSError: The process can't be started.
         """
-        worker = self._standby
-        if worker is not None and (worker.is_warm or worker.preloaded):
-            self._standby = None
+        standbys = [one for one in self._standbys if one.is_warm] or self._standbys
+        if standbys:
+            worker = standbys[0]
+            self._standbys.remove(worker)
         else:
             worker = self._launch_process(*self._worker_names(start))
         worker.generation = generation
         self._workers[generation] = worker
         self.send_to_worker(generation, start)
         self.send_to_worker(generation, peer_keys)
-        pid, was = worker.child.pid, " (standby)" if worker.is_warm or worker.preloaded else ""
+        pid, was = worker.child.pid, " (standby)" if worker.warm_up is not None else ""
         log.info("worker %d%s: stage %d, layers %d:%d", pid, was, start.stage, *start.layers)
         return pid
 
@@ -125,7 +135,7 @@ class WorkerSupervisor:
 
     def start_standby(self) -> None:
         """Start a standby worker before the first stage is assigned."""
-        if self._standby is None and self._standby_timer is None and not self._closed:
+        if not self._standbys and self._standby_timer is None and not self._closed:
             self._launch_standby(WarmUp())
 
     async def wait_until_ready(self) -> None:
@@ -136,32 +146,36 @@ class WorkerSupervisor:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STANDBY_WAIT_S):
-                while self._standby is not None and not self._standby.is_warm and not self._workers:
+                while (
+                    self._standbys
+                    and not any(one.is_warm for one in self._standbys)
+                    and not self._workers
+                ):
                     self._standby_changed.clear()
                     await self._standby_changed.wait()
 
-    def drop_standby(self) -> None:
-        """Stop the standby worker to free its device memory."""
+    def drop_standbys(self) -> None:
+        """Stop the standby workers to free their memory."""
         if self._standby_timer is not None:
             self._standby_timer.cancel()
             self._standby_timer = None
-        standby, self._standby = self._standby, None
-        if standby is not None:
-            self._stop_process(standby)
+        standbys, self._standbys = self._standbys, []
+        for worker in standbys:
+            self._stop_process(worker)
 
     @property
     def own_gpu_usage(self) -> OwnGpuUsage:
         """GPU use of the worker processes; counts as full while one is still loading."""
         busy = sum(one.busy for one in self.measure_load().stages) / 100
-        workers, standbys = [*self._workers.values()], [self._standby] if self._standby else []
+        workers = [*self._workers.values()]
         stages = [one.stats.load if one.stats is not None else None for one in workers]
-        if None in stages or not all(one.is_warm for one in standbys):
+        if None in stages or not all(one.is_warm for one in self._standbys):
             busy = 1.0  # loading, profiling and compiling are not measured
-        return OwnGpuUsage([one.child.pid for one in (*workers, *standbys)], min(1.0, busy))
+        return OwnGpuUsage([one.child.pid for one in (*workers, *self._standbys)], min(1.0, busy))
 
     def schedule_standby(self, generation: int) -> None:
         """Start a standby worker soon, warmed up for the stage of ``generation``."""
-        if self._standby is not None or self._standby_timer is not None or self._closed:
+        if self._standby_timer is not None or self._closed:
             return
         worker = self._workers.get(generation)
         if worker is None or worker.start is None:
@@ -171,17 +185,20 @@ class WorkerSupervisor:
             STANDBY_DELAY_S, self._launch_standby, _warm_up_of(worker.start)
         )
 
-    def _launch_standby(self, warm: WarmUp) -> None:
+    def _launch_standby(self, warm_up: WarmUp) -> None:
+        """Start a standby worker unless there are enough; once it is ready, another may follow."""
         self._standby_timer = None
+        has_memory = psutil.virtual_memory().available >= MANY_STANDBYS_BYTES
+        if len(self._standbys) >= (MAX_STANDBYS if has_memory else 1):
+            return
         try:
-            self._standby = self._launch_process(
-                "worker-standby", self._logs / "worker-standby.log"
-            )
-            self._standby.preloaded = not warm.model_dir
+            worker = self._launch_process("worker-standby", self._logs / "worker-standby.log")
         except OSError as error:
             log.warning("no standby worker: %s", error)
-        else:
-            self._write_message(self._standby, warm)
+            return
+        worker.warm_up = warm_up
+        self._standbys.append(worker)
+        self._write_message(worker, warm_up)
 
     def _launch_process(self, name: str, log_file: Path) -> _WorkerProcess:
         decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -246,17 +263,15 @@ class WorkerSupervisor:
         self._closed = True
         if self._standby_timer is not None:
             self._standby_timer.cancel()
-        for worker in (*self._workers.values(), self._standby):
-            if worker is not None:
-                self._stop_process(worker)
+        for worker in (*self._workers.values(), *self._standbys):
+            self._stop_process(worker)
         await asyncio.gather(*self._stopping)
 
     def collect_metrics(self) -> MetricValues:
         """Counters of all workers, including exited ones, and gauges of running ones, by stage."""
-        standby = self._standby
         gauges = {
             "workers": float(len(self._workers)),
-            "standby_workers": float(standby is not None and standby.is_warm),
+            "standby_workers": float(sum(one.is_warm for one in list(self._standbys))),
         }
         stages = {
             name: StageMetricValues(dict(past))
@@ -330,14 +345,16 @@ class WorkerSupervisor:
         if isinstance(message, WarmedUp):
             worker.is_warm = True
             self._standby_changed.set()
+            if worker in self._standbys and worker.warm_up is not None and worker.warm_up.model_dir:
+                self._launch_standby(worker.warm_up)
         elif isinstance(message, WorkerStats):
             worker.stats = message
         elif isinstance(message, WorkerMessage) and worker.start is not None:
             self._on_message(worker.generation, message)
 
     def _on_worker_exit(self, worker: _WorkerProcess, code: int) -> None:
-        if worker is self._standby:
-            self._standby = None
+        if worker in self._standbys:
+            self._standbys.remove(worker)
             self._standby_changed.set()
         if worker.start is not None:
             del self._workers[worker.generation]

@@ -67,7 +67,7 @@ class FakeSupervisor:
     def start_standby(self) -> None:
         self.prepared = True
 
-    def drop_standby(self) -> None:
+    def drop_standbys(self) -> None:
         self.prepared = False
         self.spares.clear()
 

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -164,27 +165,34 @@ async def test_load_of_the_workers(heard: Heard) -> None:
     assert heard.supervisor.own_gpu_usage.share == pytest.approx(0.34)
 
 
-async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
-    """Start worker 1 and a spare beside it."""
+async def _start_with_spares(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch, *, free_bytes: int
+) -> None:
+    """Start worker 1 and spares beside it, on a PC with that much free memory."""
     monkeypatch.setattr(supervisor_module, "STANDBY_DELAY_S", 0.0)
-    first = heard.supervisor.start_worker(1, START, MEMBERS)
+    memory = SimpleNamespace(available=free_bytes)
+    monkeypatch.setattr(supervisor_module.psutil, "virtual_memory", lambda: memory)
+    heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: len(heard.messages) == 1)
     heard.supervisor.schedule_standby(1)
 
-    def others() -> list[psutil.Process]:
-        children = psutil.Process().children()  # those of other tests of this process too
-        return [each for each in children if each.pid != first and FAKE.name in _line(each)]
 
-    await until(others)
-    (spare,) = others()
-    return spare
+async def _spare(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
+    """Start worker 1 and a spare beside it."""
+    await _start_with_spares(heard, monkeypatch, free_bytes=1 << 30)
+    await until(lambda: len(heard.supervisor.own_gpu_usage.pids) == 2)
+    return psutil.Process(heard.supervisor.own_gpu_usage.pids[1])
+
+
+def _ready_spares(heard: Heard) -> float:
+    return heard.supervisor.collect_metrics().gauges["standby_workers"]
 
 
 async def test_the_standby_worker_becomes_the_next_worker(
     heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
-    await until(lambda: heard.supervisor.collect_metrics().gauges["standby_workers"] == 1.0)
+    await until(lambda: _ready_spares(heard) == 1.0)
     heard.supervisor.schedule_standby(1)  # one is enough
     other = msgspec.structs.replace(START, pipeline="p2", stage=3)
     assert heard.supervisor.start_worker(2, other, MEMBERS) == spare.pid
@@ -206,12 +214,32 @@ async def test_loading_progress_is_known_while_loading(heard: Heard) -> None:
     assert heard.messages == []
 
 
+async def test_two_losses_in_a_row_find_standby_workers_where_memory_is_free(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _start_with_spares(heard, monkeypatch, free_bytes=64 << 30)
+    await until(lambda: _ready_spares(heard) == 2.0)
+    _, *spares = heard.supervisor.own_gpu_usage.pids
+    found = [heard.supervisor.start_worker(number, START, MEMBERS) for number in (2, 3)]
+    assert found == spares
+
+
+async def test_little_memory_holds_one_standby_worker(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _start_with_spares(heard, monkeypatch, free_bytes=1 << 30)
+    await until(lambda: _ready_spares(heard) == 1.0)
+    heard.supervisor.schedule_standby(1)
+    await until(lambda: heard.supervisor._standby_timer is None)
+    assert len(heard.supervisor.own_gpu_usage.pids) == 2
+
+
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
-async def test_an_unready_standby_worker_is_not_waited_for(
+async def test_an_unready_standby_worker_is_ahead_of_a_new_process(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
-    assert heard.supervisor.start_worker(2, START, MEMBERS) != spare.pid
+    assert heard.supervisor.start_worker(2, START, MEMBERS) == spare.pid
     await heard.until(lambda: len(heard.messages) == 2)
 
 
@@ -230,7 +258,7 @@ async def test_a_first_stage_can_wait_for_the_starting_standby_worker(
     await heard.supervisor.wait_until_ready()  # there is none
     heard.supervisor.start_standby()
     await heard.supervisor.wait_until_ready()
-    assert heard.supervisor.collect_metrics().gauges["standby_workers"] == 1.0
+    assert _ready_spares(heard) == 1.0
 
 
 @pytest.mark.parametrize("heard", ["cold"], indirect=True)
@@ -253,11 +281,11 @@ async def test_the_standby_worker_can_be_dropped(
     spare = await _spare(heard, monkeypatch)
     own = heard.supervisor.own_gpu_usage
     assert (len(own.pids), spare.pid in own.pids) == (2, True)
-    heard.supervisor.drop_standby()
+    heard.supervisor.drop_standbys()
     await until(lambda: not psutil.pid_exists(spare.pid))
     assert heard.supervisor.collect_metrics().gauges == {"workers": 1.0, "standby_workers": 0.0}
     assert heard.exits == []
-    heard.supervisor.drop_standby()
+    heard.supervisor.drop_standbys()
     heard.supervisor.start_standby()
     heard.supervisor.start_standby()
     assert len(heard.supervisor.own_gpu_usage.pids) == 2, "one spare, not two"
@@ -270,7 +298,7 @@ async def test_a_scheduled_standby_worker_can_be_cancelled(
     heard.supervisor.start_worker(1, START, MEMBERS)
     await heard.until(lambda: len(heard.messages) == 1)
     heard.supervisor.schedule_standby(1)
-    heard.supervisor.drop_standby()
+    heard.supervisor.drop_standbys()
     assert heard.supervisor._standby_timer is None
 
 
@@ -300,9 +328,9 @@ async def test_the_exit_of_a_standby_worker_is_no_stage_failure(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = await _spare(heard, monkeypatch)
-    await until(lambda: heard.supervisor.collect_metrics().gauges["standby_workers"] == 1.0)
+    await until(lambda: _ready_spares(heard) == 1.0)
     spare.kill()
-    await until(lambda: heard.supervisor.collect_metrics().gauges["standby_workers"] == 0.0)
+    await until(lambda: _ready_spares(heard) == 0.0)
     assert heard.exits == []
     assert heard.supervisor.start_worker(2, START, MEMBERS) != spare.pid
 
