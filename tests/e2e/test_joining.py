@@ -192,46 +192,54 @@ def test_a_member_of_one_swarm_cannot_join_another(trio: Trio, tools: type[Tools
 def test_leaving(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
     home = tmp_path / "leaver"
     leaver = tools.Process(
-        home, ["join", trio.token, "--name", "fourth", *tools.local_options("--stage", "none")]
+        home, ["join", trio.token, "--name", "second", *tools.local_options("--stage", "none")]
     )
     try:
         leaver.found()
-        tools.wait_for(lambda: "fourth" in _names(trio), leaver)
+        tools.wait_for(lambda: "second-2" in _names(trio), leaver)
+        assert [one["name"] for one in leaver.status()["peers"]] == _names(trio)
         done = tools.run_molink(home, "leave")
         assert done.returncode == 0, done.stderr
         assert leaver.process.wait(20) == 0, leaver.output
-        assert "fourth" not in _names(trio)
+        assert sorted(_names(trio)) == ["first", "second", "third"]
         assert tools.run_molink(home, "leave").returncode == 2
     finally:
         leaver.stop()
 
 
 def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
+    """It has a member's name, and another one had it before."""
     home, first = tmp_path / "guest", trio.root / "up"
     token = tools.run_molink(first, "invite").stdout.strip()
-    options = ["--name", "fifth", *tools.local_options("--stage", "none")]
+    options = ["--name", "second", *tools.local_options("--stage", "none")]
     guest = tools.Process(home, ["join", token, *options])
     again = None
     try:
         guest.found()
-        tools.wait_for(lambda: "fifth" in _names(trio), guest)
+        tools.wait_for(lambda: "second-3" in _names(trio), guest)
         done = tools.run_molink(home, "revoke", "second")
         assert (done.returncode, "only the swarm's first PC" in done.stderr) == (7, True)
-        assert "fifth" in tools.run_molink(first, "invite", "--list").stdout
-        done = tools.run_molink(first, "revoke", "fifth")
+        assert "second-3" in tools.run_molink(first, "invite", "--list").stdout
+        done = tools.run_molink(first, "revoke", "second-3")
         assert done.returncode == 0, done.stderr
-        assert "fifth" not in _names(trio)
-        assert tools.run_molink(first, "revoke", "fifth").returncode == 2
+        assert sorted(_names(trio)) == ["first", "second", "third"]
+        done = tools.run_molink(first, "revoke", "second-3")
+        assert "no other member second-3" in done.stderr
         # It is told so, ends, and gets in neither by its own key nor by a new one.
         assert guest.process.wait(30) == 9, guest.output
         assert "was removed from swarm" in guest.output
         done = tools.run_molink(tmp_path / "new", "join", token, *options)
         assert (done.returncode, "was revoked" in done.stderr) == (3, True), done.stderr
-        assert "fifth" not in tools.run_molink(first, "invite", "--list").stdout
-        done = tools.run_molink(first, "un-revoke", "fifth")
+        assert "second-3" not in tools.run_molink(first, "invite", "--list").stdout
+        done = tools.run_molink(first, "un-revoke", "second-3")
         assert done.returncode == 0, done.stderr
         again = tools.Process(home, ["join", *options])
-        tools.wait_for(lambda: "online" in _states(trio, "fifth"), again)
+        tools.wait_for(lambda: "online" in _states(trio, "second-3"), again)
+        assert "second-3 is in swarm" in again.output
+        again.stop()
+        options[1] = "renamed"
+        again = tools.Process(home, ["join", *options])
+        tools.wait_for(lambda: "online" in _states(trio, "renamed"), again)
     finally:
         guest.stop()
         if again is not None:

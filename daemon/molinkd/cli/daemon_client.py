@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from molink.errors import ConnectionBroken, RequestError, Unavailable
+from molink.errors import ConnectionBroken, Unavailable
 from molink.facts.identity import derive_peer_id
 from molink.swarm.controller.status_schema import decode_status
 from molink.wire.messages.admin import (
@@ -166,18 +166,16 @@ def revoke_invitation(home: Home, id: str) -> RevokeReply:
     return reply
 
 
-def revoke_peer(home: Home, name_or_id: str) -> tuple[str, RevokeReply]:
-    """Revoke a peer by id or name; returns its id and the revoked invitations.
+def revoke_peer(home: Home, name_or_id: str) -> RevokeReply:
+    """Revoke a peer by id or name; returns the other members that this concerns.
 
     Raises:
-        RequestError: no such peer, or the name is ambiguous.
+        RequestError: no such peer.
         NotAuthorized: this PC does not own the swarm.
     """
-    _, payload = _request_swarm(home, StatusRequest(ref=0))
-    peer = find_peer(home, json.loads(payload), name_or_id)
-    reply, _ = _request_swarm(home, RevokeRequest(ref=0, target=peer))
+    reply, _ = _request_swarm(home, RevokeRequest(ref=0, target=name_or_id))
     assert isinstance(reply, RevokeReply)
-    return peer, reply
+    return reply
 
 
 def revoke_all_peers(home: Home) -> list[str]:
@@ -199,32 +197,26 @@ def revoke_all_peers(home: Home) -> list[str]:
     return [peer["name"] for peer in others if peer["state"] == "offline"]
 
 
-def unrevoke_peer(home: Home, name_or_id: str) -> str:
-    """Readmit a revoked peer by id or name; returns its id.
+def unrevoke_peer(home: Home, name_or_id: str) -> None:
+    """Readmit a revoked peer by id or name.
 
     Raises:
-        RequestError: no such revoked peer, or the name is ambiguous.
+        RequestError: no such revoked peer.
         NotAuthorized: this PC does not own the swarm.
     """
-    _, payload = _request_swarm(home, StatusRequest(ref=0))
-    peer = find_peer(home, json.loads(payload), name_or_id, "revoked")
-    reply, _ = _request_swarm(home, UnrevokeRequest(ref=0, target=peer))
+    reply, _ = _request_swarm(home, UnrevokeRequest(ref=0, target=name_or_id))
     assert isinstance(reply, DoneReply)
-    return peer
 
 
-def add_owner(home: Home, name_or_id: str) -> str:
-    """Make another peer an owner, by id or name; returns its id.
+def add_owner(home: Home, name_or_id: str) -> None:
+    """Make another peer an owner, by id or name.
 
     Raises:
-        RequestError: no such peer, or the name is ambiguous.
+        RequestError: no such peer.
         NotAuthorized: this PC is no owner of the swarm.
     """
-    _, payload = _request_swarm(home, StatusRequest(ref=0))
-    peer = find_peer(home, json.loads(payload), name_or_id)
-    reply, _ = _request_swarm(home, AddOwnerRequest(ref=0, target=peer))
+    reply, _ = _request_swarm(home, AddOwnerRequest(ref=0, target=name_or_id))
     assert isinstance(reply, DoneReply)
-    return peer
 
 
 def decide_pairing(home: Home, code: str, *, refuse: bool) -> str:
@@ -250,35 +242,6 @@ def fetch_pairings(home: Home) -> list[dict[str, Any]]:
         raise Unavailable(f"the coordinator is unavailable: {status['trouble']}")
     pairings: list[dict[str, Any]] = status.get("pairing_requests", [])
     return pairings
-
-
-def find_peer(
-    home: Home,
-    status: dict[str, Any],
-    name_or_id: str,
-    among: Literal["peers", "revoked"] = "peers",
-) -> str:
-    """Return the id of a member, or revoked peer, by id or name.
-
-    Raises:
-        RequestError: no match, or several.
-        Unavailable: the coordinator is unavailable.
-    """
-    if status["coordinator"]["state"] != "running":
-        raise Unavailable(f"the coordinator is unavailable: {status['trouble']}")
-    peers = status.get(among, [])
-    named = [peer["id"] for peer in peers if peer["name"] == name_or_id]
-    found = [peer["id"] for peer in peers if peer["id"] == name_or_id] or named
-    if not found:
-        kind = "peer of the swarm" if among == "peers" else "revoked peer"
-        raise RequestError(
-            f"no {kind} named {name_or_id}; {home.format_command('status')} lists them"
-        )
-    if len(found) > 1:
-        raise RequestError(
-            f"{len(found)} peers are named {name_or_id}: use an id ({', '.join(found)})"
-        )
-    return str(found[0])
 
 
 def _request_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage, bytes]:

@@ -14,7 +14,6 @@ from molink.swarm.controller.status_schema import (
     SwarmStatus,
     TransferStatus,
     WorkerStatus,
-    duplicate_names,
     short_device_name,
 )
 from molink.swarm.election.terms import epoch_text
@@ -46,8 +45,8 @@ def show_status(
             say(f"{peer.name} {line}")
         for transfer in peer.transfers:
             say(f"{peer.name} {_transfer_line(transfer)}")
-    for warning in filter(None, (*duplicate_names(status), status.files)):
-        say(warning, "yellow")
+    if status.files:
+        say(status.files, "yellow")
     for pipeline in status.pipelines:
         of = f" of {pipeline.model}" if len(status.pipelines) > 1 else ""
         say(_pipeline_text(pipeline, of))

@@ -1,6 +1,7 @@
 """Commands for a running swarm: ``status``, ``chat``, ``invite``, ``revoke`` …"""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -155,11 +156,11 @@ def revoke(
     from molinkd.peer.home import Home
 
     place = Home.find_home(home)
-    id, ended = daemon_client.revoke_peer(place, peer)
+    ended = daemon_client.revoke_peer(place, peer)
     print(
         printable(
-            f"Removed {id} and revoked its invitations.{remaining_text(ended)} Undo: "
-            f"{place.format_command(f'un-revoke {id}')}."
+            f"Removed {peer} and revoked its invitations.{remaining_text(ended)} Undo: "
+            f"{place.format_command(f'un-revoke {shlex.quote(peer)}')}."
         )
     )
 
@@ -172,8 +173,8 @@ def un_revoke(
     from molinkd.cli import daemon_client
     from molinkd.peer.home import Home
 
-    id = daemon_client.unrevoke_peer(Home.find_home(home), peer)
-    print(f"{id} may rejoin. Run `molink join` there; it needs no token.")
+    daemon_client.unrevoke_peer(Home.find_home(home), peer)
+    print(f"{printable(peer)} may rejoin. Run `molink join` there; it needs no token.")
 
 
 def add_owner(
@@ -187,5 +188,5 @@ def add_owner(
     from molinkd.cli import daemon_client
     from molinkd.peer.home import Home
 
-    id = daemon_client.add_owner(Home.find_home(home), peer)
-    print(f"{id} is an owner now. Only `molink revoke` takes that back.")
+    daemon_client.add_owner(Home.find_home(home), peer)
+    print(f"{printable(peer)} is an owner now. Only `molink revoke` takes that back.")

@@ -362,7 +362,8 @@ class Coordinator:
             return
         is_new = self._connections.update_connection(peer, sender.identity)
         self._connections.send_to_peer(peer, self._leader_heartbeat())
-        self._dispatch_event(PeerReportedEvent(peer, sanitize_report(message, peer), is_new))
+        report = sanitize_report(message, peer, self.membership.records[peer].name)
+        self._dispatch_event(PeerReportedEvent(peer, report, is_new))
         self._relays.handle(RelayOfferedEvent(peer, message.addresses, message.can_relay))
         self._replicator.on_peer_report(peer, message.replica, message.log_digest, is_new=is_new)
         if is_new:

@@ -39,6 +39,7 @@ from molink.wire.messages.membership import (
     InvitationEndEntry,
     InvitationEntry,
     JoinEntry,
+    NameEntry,
     SignedEntry,
     Statement,
     peer_of_key,
@@ -50,6 +51,8 @@ from molinkd.coordinator.state_store import StateStore
 
 #: Prefix of the ZAP user id of connections under a revoked member's key.
 REVOKED_PREFIX = "revoked:"
+#: Names that one PC may give itself after it has joined: they stay in the log.
+MAX_NAMES = 8
 #: After a revoked PC was told so, its connections are refused for this many seconds.
 NOTIFY_INTERVAL = 30.0
 
@@ -150,10 +153,29 @@ class Membership:
                     )
             case AdmissionEntry():
                 self._check_rate(sender)
+                self._check_names(log)
+            case NameEntry():
+                if log.count_names(sender) > MAX_NAMES:
+                    raise Unavailable("this PC has had too many names")
+                self._check_names(log)
             case DepartureEntry():
                 pass
             case _ if not owner:
                 raise NotAuthorized("only the swarm's first PC may do this")
+
+    def _check_names(self, log: MembershipLog) -> None:
+        """Check that a changed log leaves all members their names.
+
+        Raises:
+            RequestError: a wrong clock made the newcomer look as if it was here first.
+        """
+        for peer, known in self.log.members.items():
+            after = log.members.get(peer, known)
+            if after.name != known.name and after.own_name == known.own_name:
+                raise RequestError(
+                    f"{known.name} has this name, and the clocks of these PCs differ: set them, or "
+                    "take another `--name`"
+                )
 
     def _save_log(self, log: MembershipLog) -> MembershipChange:
         """Store a log, then let the authenticator and the records follow."""
@@ -225,7 +247,8 @@ class Membership:
         Raises:
             TokenError: the invitation has expired or is used up.
             PeerBanned: the peer was revoked.
-            RequestError: the request isn't signed for this peer by this invitation.
+            RequestError: the request isn't signed for this peer by this invitation, or takes
+                another PC's name.
             Unavailable: the swarm is full.
             Overloaded: too many PCs join at this moment.
             VersionMismatch: its molink is incompatible.
@@ -241,6 +264,7 @@ class Membership:
             return known, MembershipChange()
         check_use(record, peer, time.time())
         log = self.log.with_entries([signed])
+        self._check_names(log)
         self._check_capacity(log)
         self._check_rate(invitation)
         if not log.is_member(peer):

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, PeerBanned, TokenError, Unavailable, UsageError
 from molink.facts.device import Device
+from molink.facts.identity import derive_peer_id
 from molink.files import retry_while_busy
 from molink.swarm.membership.banned_peers import BannedPeers
 from molink.swarm.membership.join_token import JoinToken
@@ -363,7 +364,12 @@ class Daemon:
         )
         stack.push_async_callback(node.close)
         devices = self._device_daemons = DeviceDaemons(
-            self._all_settings, self._home, resources.me, resources.context, self._announce
+            self._all_settings,
+            self._home,
+            resources.me,
+            lambda: leadership.replica.name_of(resources.me, self._settings.name),
+            resources.context,
+            self._announce,
         )
         # All say goodbye together, so that the ring is re-formed once.
         stack.push_async_callback(lambda: asyncio.gather(node.send_goodbye(), devices.close()))
@@ -380,7 +386,7 @@ class Daemon:
         stack.callback(retry_while_busy, partial(self._home.run_file.unlink, missing_ok=True))
         self._announce(
             DaemonStartedEvent(
-                name=self._settings.name,
+                name=leadership.replica.name_of(resources.me, self._settings.name),
                 swarm=swarm,
                 endpoint=url,
                 control_port=resources.server.port,
@@ -441,8 +447,10 @@ class Daemon:
         self._stop.set()
 
     def _banned_text(self, swarm: str) -> str:
+        name, me = self._settings.name, derive_peer_id(self._home.load_keys().public)
+        name = name if self._leadership is None else self._leadership.replica.name_of(me, name)
         return (
-            f"this PC was removed from swarm {swarm}. `molink un-revoke {self._settings.name}` on "
+            f"this PC was removed from swarm {swarm}. `molink un-revoke {name}` on "
             f"the swarm's first PC readmits it; then start it with "
             f"{self._home.format_command('join')}; {self._home.format_command('leave')} here "
             "forgets the swarm"

@@ -17,7 +17,7 @@ from molink.swarm.frontend.stream import StreamLimits
 from molink.swarm.membership.membership_log import MembershipLog
 from molink.swarm.membership.sanitize import sanitize_pairings
 from molink.swarm.membership.versions import own_version
-from molink.wire.messages.admin import LeaveRequest, StatusRequest
+from molink.wire.messages.admin import LeaveRequest, RenameRequest, StatusRequest
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import DataMessage, data_codec
 from molink.wire.messages.control_plane import ControlMessage
@@ -147,6 +147,7 @@ class Node:
             resources.announce, self.session, self._stages, self.backend
         )
         self._peers.load_replica()
+        self._renaming: asyncio.Task[None] | None = None
         self._transfer_watcher = loop.create_task(
             self._store.transfers.watch_transfers(self._announce_transfers)
         )
@@ -213,7 +214,7 @@ class Node:
         """Close the session, requests, transfers and workers."""
         await self._pause_controller.close()
         await self._link_rates.close()
-        await cancel_tasks(self._transfer_watcher)
+        await cancel_tasks(self._transfer_watcher, self._renaming)
         await self._readiness.close()
         await self.session.close()
         await self._peers.close()
@@ -321,6 +322,16 @@ class Node:
         self._link_rates.report_all()
         self._schedulers.on_welcome()
         self._stages.resend_reports()
+        log, name = self._leadership.replica.log, self._resources.settings.name
+        member = None if log is None else log.members.get(self._resources.me)
+        if member is not None and member.own_name != name and self._renaming is None:
+            self._renaming = asyncio.get_running_loop().create_task(self._rename_peer(name))
+
+    async def _rename_peer(self, name: str) -> None:
+        try:
+            await self.session.request(RenameRequest(ref=0, name=name))
+        except MolinkError as error:
+            self._announce_problem(f"this PC keeps its former name: {error}")
 
     def _on_message(self, message: ControlMessage, payload: memoryview | None) -> None:
         match message:

@@ -215,24 +215,22 @@ def _resolve_pin(index: int, pin: int, spec: ModelSpec, registry: Registry) -> P
     """A PC's id for its name, and its stage, which it must be able to hold."""
     wanted, stage = spec.pins[pin]
     refuse = partial(_request_error, index, spec.model.name, pin=pin)
-    found = [peer for peer, member in registry.members.items() if wanted in (peer, member.name)]
-    if len(found) != 1:
-        what = f"no PC in this swarm is called {wanted}; see `molink status`"
-        if found:
-            what = f"{len(found)} PCs are called {wanted}; use an id ({', '.join(found)})"
-        raise refuse(what)
+    named = (peer for peer, member in registry.members.items() if member.name == wanted)
+    peer = wanted if wanted in registry.members else next(named, None)
+    if peer is None:
+        raise refuse(f"no PC in this swarm is called {wanted}; see `molink status`")
     if stage != "auto" and parse_layers(stage) is None:
         raise refuse(f"layers of {wanted} must be A:B with A < B, not {stage}")
     why = explain_misfit(stage, spec.model)
     if why:
         raise refuse(f"{wanted} with layers {stage} {why}")
-    session = registry.sessions.get(found[0])
+    session = registry.sessions.get(peer)
     own = session.report.stage if session is not None else "auto"
     if own == "none":
         raise refuse(f"{wanted} holds no layers now (`--stage none`, or drained)")
     if stage != "auto" and own not in ("auto", stage):
         raise refuse(f"{wanted} was started with `--stage {own}`; the file says {stage}")
-    return found[0], stage
+    return peer, stage
 
 
 def _check_room(models: Sequence[DesiredModel], registry: Registry) -> None:

@@ -3,8 +3,6 @@
 Missing fields (an older daemon, a swarm without a model) have defaults; unknown ones are ignored.
 """
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -304,17 +302,6 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         for one in self.pipelines:
             ready[one.model] = ready.get(one.model, False) or one.ready
         return bool(ready) and all(ready.values())
-
-
-def duplicate_names(status: SwarmStatus) -> Iterator[str]:
-    """Warnings about PCs that share a name, for the user."""
-    counts = Counter(peer.name for peer in status.peers if not peer.pc)
-    for name, count in counts.items():
-        if count > 1:
-            yield (
-                f"{count} PCs are called {name}: use their ids in commands, or rename one with "
-                "`--name` at its next start"
-            )
 
 
 def format_percent(done: int, total: int) -> str:

@@ -20,7 +20,6 @@ from molink.swarm.membership.membership_rules import (
     ResolvedMembership,
     resolve_membership,
 )
-from molink.swarm.membership.sanitize import sanitize_name
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.messages.membership import (
     INVITATION_PREFIX,
@@ -33,6 +32,7 @@ from molink.wire.messages.membership import (
     InvitationEndEntry,
     InvitationEntry,
     JoinEntry,
+    NameEntry,
     OwnershipEntry,
     SignedEntry,
     Statement,
@@ -277,6 +277,16 @@ class MembershipLog:
         found = self.members.get(peer)
         return found is not None and found.standing == "member"
 
+    def find_named(self, name_or_id: str) -> LoggedMember | None:
+        """The present or former member of that id or name."""
+        named = (one for one in self.members.values() if one.name == name_or_id)
+        return self.members.get(name_or_id) or next(named, None)
+
+    def count_names(self, peer: str) -> int:
+        """How many names a peer has given itself after its admission."""
+        named = (one for one in self._decoded.values() if isinstance(one, NameEntry))
+        return sum(peer_of_key(one.signer) == peer for one in named)
+
     @property
     def branches(self) -> dict[str, str]:
         """The vote group of each present member."""
@@ -329,11 +339,16 @@ def _make_record(member: LoggedMember, announced: PeerInfo | None) -> MemberReco
     key = derive_public_key(member.verify_key)
     if announced is not None and announced.public_key != key:
         announced = None
-    name = sanitize_name(member.name if announced is None else announced.name, member.peer)
     if announced is not None:
-        announced = msgspec.structs.replace(announced, name=name)
+        announced = msgspec.structs.replace(announced, name=member.name)
     return MemberRecord(
-        member.peer, key, name, member.is_owner, member.standing, announced, member.invitation
+        member.peer,
+        key,
+        member.name,
+        member.is_owner,
+        member.standing,
+        announced,
+        member.invitation,
     )
 
 

@@ -1,16 +1,17 @@
 """Decides by the entries of a membership log who is a member, an owner, or shut out.
 
-The order of entries matters only where an invitation is used more often than allowed: the first
-uses count. See ``docs/decisions/0030-hostile-members.md``.
+The order of entries matters only where an invitation is used more often than allowed, or a peer
+was admitted several times: the first ones count. See ``docs/decisions/0030-hostile-members.md``.
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from molink.swarm.membership.sanitize import sanitize_name
+from molink.swarm.membership.sanitize import add_number, sanitize_name
 from molink.wire.messages.membership import (
     INVITATION_PREFIX,
     AdmissionEntry,
@@ -19,6 +20,7 @@ from molink.wire.messages.membership import (
     InvitationEndEntry,
     InvitationEntry,
     JoinEntry,
+    NameEntry,
     OwnershipEntry,
     ReadmissionEntry,
     RevocationEntry,
@@ -37,7 +39,10 @@ class LoggedMember:
 
     peer: str
     verify_key: str
+    #: The name for people, which no other member has or had: ``own_name``, or with a number added.
     name: str
+    #: What it calls itself.
+    own_name: str
     #: ``revoked``: itself, or whoever admitted it.
     standing: Literal["member", "left", "revoked"]
     is_owner: bool
@@ -48,6 +53,8 @@ class LoggedMember:
     invitation: str = ""
     #: Who made that invitation, or admitted it; empty for a founder.
     admitted_by: str = ""
+    #: When it joined, in unix time; not before whoever admitted it.
+    since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,10 @@ class _Resolver:
     #: Every peer that has ever been an owner, by its distance from a founder.
     depths: dict[str, int] = field(default_factory=dict)
     owners: set[str] = field(default_factory=set)
+    #: By peer: time, hash and name of its own statements about its name.
+    renamings: dict[str, list[tuple[float, str, str]]] = field(default_factory=dict)
+    #: Since when peers have called themselves by a name.
+    claims: dict[tuple[str, str], float] = field(default_factory=dict)
     found: dict[str, LoggedMember] = field(default_factory=dict)
 
     def resolve(self) -> ResolvedMembership:
@@ -118,6 +129,7 @@ class _Resolver:
         self._find_owners()
         invitations = self._find_members()
         self._find_descendants_of_revoked()
+        self._assign_names()
         members = sorted(self.found.values(), key=lambda one: self.rank.get(one.admission, -1))
         invitations.sort(key=lambda one: self.rank[one.hash])
         return ResolvedMembership(
@@ -131,8 +143,9 @@ class _Resolver:
         if isinstance(entry, FoundingEntry):
             for one in entry.founders:
                 peer = peer_of_key(one.verify_key)
+                name = sanitize_name(one.name, peer)
                 self.founders[peer] = LoggedMember(
-                    peer, one.verify_key, sanitize_name(one.name, peer), "member", True, peer
+                    peer, one.verify_key, name, name, "member", True, peer
                 )
             return
         signer = entry.signer if isinstance(entry, JoinEntry) else peer_of_key(entry.signer)
@@ -143,6 +156,10 @@ class _Resolver:
                 self.joins.setdefault(signer, []).append((entry_hash, entry))
             case AdmissionEntry():
                 self.admissions.setdefault(signer, []).append((entry_hash, entry))
+            case NameEntry():
+                name = sanitize_name(entry.name, signer)
+                said = _order_time(entry.at), entry_hash, name
+                self.renamings.setdefault(signer, []).append(said)
             case DepartureEntry():
                 self.departures.add((signer, entry.of))
             case RevocationEntry():
@@ -197,6 +214,7 @@ class _Resolver:
         queue = [(-1, one.peer, one) for one in self.founders.values()]
         while queue:
             _, peer, found = heapq.heappop(queue)
+            self._claim_name(found, found.own_name, found.since)
             known = self.found.get(peer)
             if found is not known and known is not None:
                 if (known.standing, found.standing) == ("left", "member"):
@@ -218,9 +236,37 @@ class _Resolver:
         while queue:
             parent = queue.popleft()
             for child in self._list_children(parent, self._resolve_invitations(parent.peer)):
+                self._claim_name(child, child.own_name, child.since)
                 if child.peer not in self.found:
                     self.found[child.peer] = child
                     queue.append(child)
+
+    def _claim_name(self, member: LoggedMember, name: str, since: float) -> None:
+        claim = member.peer, name
+        self.claims[claim] = min(since, self.claims.get(claim, since))
+
+    def _assign_names(self) -> None:
+        """Give each claim a name of its own, earlier ones first.
+
+        A name stays when other members come, leave or are revoked, since their claims remain.
+        """
+        for peer, renamings in self.renamings.items():
+            if (member := self.found.get(peer)) is not None:
+                for at, _, name in renamings:
+                    self._claim_name(member, name, max(at, member.since))
+                self.found[peer] = replace(member, own_name=max(renamings)[2])
+        given: dict[tuple[str, str], str] = {}
+        numbers: dict[str, int] = {}
+        taken: set[str] = set()
+        for _, peer, name in sorted((since, *claim) for claim, since in self.claims.items()):
+            unique = name
+            while unique in taken:
+                numbers[name] = numbers.get(name, 1) + 1
+                unique = add_number(name, numbers[name])
+            taken.add(unique)
+            given[peer, name] = unique
+        for peer, member in self.found.items():
+            self.found[peer] = replace(member, name=given[peer, member.own_name])
 
     def _resolve_invitations(self, creator: str) -> list[LoggedInvitation]:
         found: list[LoggedInvitation] = []
@@ -252,14 +298,21 @@ class _Resolver:
     ) -> Iterator[LoggedMember]:
         for invitation in invitations:
             for entry_hash, join in invitation.joins:
-                yield self._make_child(parent, entry_hash, join, invitation.id)
+                yield self._make_child(parent, entry_hash, join, invitation)
         for entry_hash, admission in self.admissions.get(parent.peer, ()):
-            yield self._make_child(parent, entry_hash, admission, "")
+            yield self._make_child(parent, entry_hash, admission, None)
 
     def _make_child(
-        self, parent: LoggedMember, entry_hash: str, entry: JoinEntry | AdmissionEntry, by: str
+        self,
+        parent: LoggedMember,
+        entry_hash: str,
+        entry: JoinEntry | AdmissionEntry,
+        invitation: LoggedInvitation | None,
     ) -> LoggedMember:
         peer = peer_of_key(entry.verify_key)
+        name = sanitize_name(entry.name, peer)
+        by = "" if invitation is None else invitation.id
+        invited_at = parent.since if invitation is None else invitation.entry.created_at
         standing: Literal["member", "left", "revoked"] = "member"
         if parent.standing == "revoked" or self._live_revocations(peer):
             standing = "revoked"
@@ -274,11 +327,18 @@ class _Resolver:
         return LoggedMember(
             peer,
             entry.verify_key,
-            sanitize_name(entry.name, peer),
+            name,
+            name,
             standing,
             is_owner,
             branch,
             entry_hash,
             by,
             parent.peer,
+            max(parent.since, _order_time(invited_at), _order_time(entry.at)),
         )
+
+
+def _order_time(at: float) -> float:
+    """A stated time for comparison; what is no time counts as the latest."""
+    return at if math.isfinite(at) else math.inf

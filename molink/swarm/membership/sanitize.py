@@ -42,6 +42,13 @@ def sanitize_name(name: str, default: str) -> str:
     return f"{kept}{label}" if kept else default
 
 
+def add_number(name: str, number: int) -> str:
+    """A sanitized name with a number, which tells PCs of one name apart."""
+    device = _DEVICE.search(name)
+    end = f"-{number}{device[0] if device else ''}"
+    return f"{name.removesuffix(device[0] if device else '')[: _MAX_NAME_CHARS - len(end)]}{end}"
+
+
 def _is_of_name(character: str) -> bool:
     return character in _NAME_PUNCTUATION or unicodedata.category(character) in _NAME_CATEGORIES
 
@@ -69,12 +76,12 @@ def sanitize_pairings(pairings: tuple[PendingPairing, ...]) -> tuple[PendingPair
     )
 
 
-def sanitize_report(report: PeerReport, peer: str) -> PeerReport:
-    """A report with printable texts and finite measurements."""
+def sanitize_report(report: PeerReport, peer: str, name: str) -> PeerReport:
+    """A report with printable texts and finite measurements, under the peer's unique name."""
     device, rate = report.device, report.device.read_rate
     return msgspec.structs.replace(
         report,
-        name=sanitize_name(report.name, peer),
+        name=name,
         version=sanitize_label(report.version, "?"),
         platform=sanitize_label(report.platform, ""),
         primary_peer="" if report.primary_peer == peer else sanitize_label(report.primary_peer, ""),

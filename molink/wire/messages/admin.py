@@ -223,8 +223,15 @@ class LeaveRequest(Message, frozen=True, kw_only=True, tag="leave-request"):
     devices: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
 
 
+class RenameRequest(Message, frozen=True, kw_only=True, tag="rename-request"):
+    """The daemon calls its PC by another name from now on."""
+
+    ref: Count
+    name: Text
+
+
 class RevokeRequest(Message, frozen=True, kw_only=True, tag="revoke-request"):
-    """Ban a peer, or end an invitation (``invite:…``).
+    """Ban a peer, by name or id, or end an invitation (``invite:…``).
 
     Only for owners; the creator of an invitation may end it too.
     """
@@ -246,14 +253,14 @@ class RevokeReply(Message, frozen=True, kw_only=True, tag="revoke-reply"):
 
 
 class UnrevokeRequest(Message, frozen=True, kw_only=True, tag="unrevoke-request"):
-    """Lift the ban of a peer. Only for owners."""
+    """Lift the ban of a peer, by name or id. Only for owners."""
 
     ref: Count
     target: Text
 
 
 class AddOwnerRequest(Message, frozen=True, kw_only=True, tag="add-owner-request"):
-    """Make another member an owner. Only for owners."""
+    """Make another member an owner, by name or id. Only for owners."""
 
     ref: Count
     target: Text

@@ -30,6 +30,7 @@ from molink.wire.messages.admin import (
     PairingDecisionReply,
     PairingDecisionRequest,
     Rebalance,
+    RenameRequest,
     RevokeReply,
     RevokeRequest,
     ServeModel,
@@ -152,6 +153,7 @@ ControlMessage = (
     | InvitationsReply
     | LeaveRequest
     | Goodbye
+    | RenameRequest
     | RevokeRequest
     | RevokeReply
     | UnrevokeRequest

@@ -77,6 +77,13 @@ class AdmissionEntry(Entry, frozen=True, array_like=True, tag="admission"):
     at: float
 
 
+class NameEntry(Entry, frozen=True, array_like=True, tag="name"):
+    """A PC calls itself by another name than at its admission."""
+
+    name: Name
+    at: float
+
+
 class DepartureEntry(Entry, frozen=True, array_like=True, tag="departure"):
     """A PC leaves: its join or admission of that hash has ended."""
 
@@ -113,6 +120,7 @@ Statement = (
     InvitationEntry
     | JoinEntry
     | AdmissionEntry
+    | NameEntry
     | DepartureEntry
     | RevocationEntry
     | ReadmissionEntry

@@ -12,7 +12,7 @@ import pytest
 
 import molink
 from molink import errors
-from molink.errors import ConnectionBroken, RequestError, Unavailable
+from molink.errors import ConnectionBroken, Unavailable
 from molink.wire.messages.admin import InviteReply, RevokeReply, StatusRequest
 from molinkd.cli import daemon_client
 from molinkd.cli.demo import sample_command
@@ -424,26 +424,6 @@ def test_errors_cannot_control_the_terminal(
     monkeypatch.setattr(daemon_client, "require_daemon", fail)
     assert run(["status"]) == 6
     assert capsys.readouterr().err == "error: \\x1b[2J\n"
-
-
-def test_a_peer_is_found_by_name_or_id() -> None:
-    peers = [{"id": i, "name": n} for i, n in (("1", "pc"), ("2", "tv"), ("3", "tv"), ("tv", "x"))]
-    status = {"coordinator": {"state": "running"}, "peers": peers, "trouble": "gone"}
-    assert daemon_client.find_peer(Home.find_home(), status, "pc") == "1"
-    assert daemon_client.find_peer(Home.find_home(), status, "3") == "3"
-    # Ids are unique, names are not.
-    assert daemon_client.find_peer(Home.find_home(), status, "tv") == "tv"
-    with pytest.raises(RequestError, match="2 peers are named tv"):
-        daemon_client.find_peer(Home.find_home(), {**status, "peers": peers[:3]}, "tv")
-    with pytest.raises(RequestError, match="no peer"):
-        daemon_client.find_peer(Home.find_home(), status, "nobody")
-    revoked = {**status, "revoked": [{"id": "9", "name": "old"}]}
-    assert daemon_client.find_peer(Home.find_home(), revoked, "old", "revoked") == "9"
-    with pytest.raises(RequestError, match="no revoked peer named pc"):
-        daemon_client.find_peer(Home.find_home(), revoked, "pc", "revoked")
-    unreachable = {**status, "coordinator": {"state": "unreachable"}}
-    with pytest.raises(Unavailable, match="gone"):
-        daemon_client.find_peer(Home.find_home(), unreachable, "pc")
 
 
 def test_daemon_events_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

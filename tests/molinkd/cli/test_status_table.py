@@ -201,15 +201,6 @@ def test_roles_fit_80_columns(
     assert "Pipeline p1 (epoch 3) is ready: 2 requests, 1 waiting, 21.4 tokens/s" in lines
 
 
-def test_duplicate_names(capsys: pytest.CaptureFixture[str]) -> None:
-    first = {**STATE["peers"][0], "name": "attic"}
-    device = {**first, "id": "f01", "pc": "f00"}
-    show({**STATE, "peers": [first, device]})
-    assert "called attic" not in capsys.readouterr().out
-    show({**STATE, "peers": [first, device, {**first, "id": "f02"}]})
-    assert "2 PCs" in capsys.readouterr().out
-
-
 def test_readiness_of_pipelines() -> None:
     ready, other = ({"id": one, "model": one, "ready": one == "a"} for one in "ab")
     for pipelines, expected in (([], False), ([ready], True), ([ready, other], False)):

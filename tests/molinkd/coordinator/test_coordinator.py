@@ -47,6 +47,7 @@ from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.membership.membership_log import MembershipLog
 from molink.util.token_bucket import RateLimit
 from molink.wire.messages.admin import (
+    AddOwnerRequest,
     AppendEntries,
     ApplyModels,
     DesiredModels,
@@ -59,6 +60,7 @@ from molink.wire.messages.admin import (
     ModelSpec,
     PairingDecisionRequest,
     Rebalance,
+    RenameRequest,
     RevokeReply,
     RevokeRequest,
     ServeModel,
@@ -105,6 +107,7 @@ from molink.wire.sockets.client import Client, ClientEvents
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.coordinator import coordinator as module
 from molinkd.coordinator.coordinator import Coordinator
+from molinkd.coordinator.membership import MAX_NAMES
 from molinkd.coordinator.options import CoordinatorOptions
 from molinkd.coordinator.state_store import StateStore
 from molinkd.peer.membership.membership_requests import MembershipRequest, send_membership_request
@@ -312,9 +315,9 @@ class Scene:
                 await asyncio.sleep(0.02)
 
 
-def wish(keys: KeyPair, token: JoinToken) -> JoinRequest:
-    signer = KeyPair.from_seed(token.secret_key).signer
-    entry = JoinEntry(signer.verify_key, keys.signer.verify_key, "guest\x1b", time.time())
+def wish(keys: KeyPair, token: JoinToken, at: float | None = None) -> JoinRequest:
+    signer, at = KeyPair.from_seed(token.secret_key).signer, time.time() if at is None else at
+    entry = JoinEntry(signer.verify_key, keys.signer.verify_key, "guest\x1b", at)
     return JoinRequest(
         ref=0,
         public_key=keys.public,
@@ -565,7 +568,7 @@ async def test_revoked_peer_stays_disconnected(scene: Scene) -> None:
     guest, other = await scene.join(token), await scene.join(token)
     await scene.until(lambda: other.last(PeerInfo), owner, guest, other)
     ended = await owner.ask(RevokeRequest(ref=0, target=guest.id))
-    assert ended.kept_peers == ("guest",)
+    assert ended.kept_peers == ("guest-2",)
     await scene.until(lambda: guest.last(Revoked))
     await scene.until(lambda: not guest.client.is_connected)
     await scene.until(lambda: owner.client.is_connected)
@@ -577,9 +580,44 @@ async def test_revoked_peer_stays_disconnected(scene: Scene) -> None:
     with pytest.raises(PeerBanned, match="un-revoke"):
         await scene.join(await scene.token(owner), guest.keys)
     for target in (owner.id, guest.id, "nobody"):
-        with pytest.raises(RequestError, match="is not another member"):
+        with pytest.raises(RequestError, match="has no other member"):
             await owner.ask(RevokeRequest(ref=0, target=target))
     assert other.id in scene.coordinator.fleet.registry.members
+
+
+async def test_pcs_of_one_name_are_told_apart_for_good(scene: Scene) -> None:
+    owner = await scene.peer()
+    token = await scene.token(owner, uses=3)
+    guests = [await scene.join(token) for _ in range(2)]
+
+    async def names() -> list[str]:
+        shown = {one["id"]: one["name"] for one in (await scene.status(owner))["peers"]}
+        return [shown.get(one.id, "gone") for one in guests]
+
+    await scene.until(lambda: all(one.last(Welcome) for one in guests), *guests)
+    assert await names() == ["guest", "guest-2"]
+    assert {one.name for one in owner.told if isinstance(one, PeerInfo)} == {"guest", "guest-2"}
+    # A PC whose clock is late may not look as if it was here before the first guest.
+    async with scene.guest(token) as late:
+        with pytest.raises(RequestError, match="guest has this name, and the clocks"):
+            await late.send_request(wish(KeyPair.generate(), token, 0.0), timeout=30)
+    await scene.stop()
+    await scene.start()
+    owner, *guests = [await scene.peer(one.keys) for one in (owner, *guests)]
+    assert await names() == ["guest", "guest-2"]
+    await guests[0].ask(LeaveRequest(ref=0))
+    assert await names() == ["gone", "guest-2"]
+    await owner.ask(AddOwnerRequest(ref=0, target="guest-2"))
+    assert guests[1].id in scene.coordinator.membership.log.owners
+    await guests[1].ask(RenameRequest(ref=0, name="desk"))
+    await scene.until(lambda: owner.last(PeerInfo).name == "desk", owner, guests[1])
+    assert await names() == ["gone", "desk"]
+    for number in range(MAX_NAMES - 1):
+        await guests[1].ask(RenameRequest(ref=0, name=f"pc {number}"))
+    with pytest.raises(Unavailable, match="too many names"):
+        await guests[1].ask(RenameRequest(ref=0, name="one more"))
+    await owner.ask(RevokeRequest(ref=0, target=f"pc {MAX_NAMES - 2}"))
+    assert await names() == ["gone", "gone"]
 
 
 @pytest.mark.parametrize("how", ["revoked", "left"])

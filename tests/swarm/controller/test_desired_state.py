@@ -188,10 +188,9 @@ def test_one_of_several_models_stops_and_restarts(registry: Registry) -> None:
     assert switch_model((DesiredModel(facts("x"), "b"),), "x", served=False, requester="b") == ()
 
 
-def test_pcs_with_one_name_are_pinned_by_id(registry: Registry, kit: Kit) -> None:
-    report = msgspec.structs.replace(kit.report("e", memory=10 * GB), name="B")
+def test_a_pc_is_pinned_by_its_id_before_another_of_that_name(registry: Registry, kit: Kit) -> None:
+    report = msgspec.structs.replace(kit.report("e", memory=10 * GB), name="b")
     registry.add_member(kit.member("e"))
     registry.record_report("e", report, True, 1.0)
-    with pytest.raises(RequestError, match=r"2 PCs are called B; use an id \(b, e\)"):
-        served(registry, wish("x", pins=(("B", "auto"),)))
+    assert served(registry, wish("x", pins=(("b", "auto"),)))[0].pins == (("b", "auto"),)
     assert served(registry, wish("x", pins=(("e", "auto"),)))[0].pins == (("e", "auto"),)

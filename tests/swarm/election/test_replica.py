@@ -45,7 +45,7 @@ def test_replica_round_trips() -> None:
     assert again.version == (0, 1)
     assert [(m.name, m.standing, m.is_owner) for m in again.members] == [
         ("founder", "member", True),
-        ("x", "member", False),
+        ("a", "member", False),
         ("out", "revoked", False),
     ]
 

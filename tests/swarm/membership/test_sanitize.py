@@ -93,14 +93,14 @@ def test_reports_are_sanitized(kit: Kit) -> None:
         ),
     )
     device = msgspec.structs.replace(report.device, read_rate=float("nan"), name="\x07")
-    clean = sanitize_report(msgspec.structs.replace(report, device=device), "peer")
-    assert clean.name == "peer"
+    clean = sanitize_report(msgspec.structs.replace(report, device=device), "peer", "vm-2")
+    assert clean.name == "vm-2"
     assert clean.addresses == ("10.0.0.1", "pc.lan", "fe80::1%eth0")
     assert (clean.stage, clean.models) == ("none", ("toy",))
     assert [worker.pipeline for worker in clean.workers] == ["p1"]
     assert [(one.model, one.source) for one in clean.transfers] == [("toy", "nas")]
     assert (clean.device.name, clean.device.read_rate) == ("cpu", 0.0)
-    assert sanitize_report(kit.report("a"), "a") == kit.report("a")
+    assert sanitize_report(kit.report("a"), "a", "A") == kit.report("a")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_reports_are_sanitized(kit: Kit) -> None:
 )
 def test_slowdowns_are_bounded(kit: Kit, told: float, believed: float) -> None:
     worker = msgspec.structs.replace(kit.worker("ready", 1, 0, (0, 6)), slowdown=told)
-    (clean,) = sanitize_report(kit.report("a", worker), "a").workers
+    (clean,) = sanitize_report(kit.report("a", worker), "a", "A").workers
     assert clean.slowdown == believed
 
 

@@ -12,7 +12,6 @@ from molink.swarm.controller.status_schema import (
     SchedulerStatus,
     SwarmStatus,
     WorkerStatus,
-    duplicate_names,
     format_percent,
     short_device_name,
 )
@@ -194,7 +193,6 @@ def _make_notices(status: SwarmStatus, names: dict[str, str]) -> Iterator[str]:
     for peer in status.peers:
         if peer.reason:
             yield f"{names[peer.id]} is {sanitize_text(peer.reason)}"
-    yield from map(sanitize_text, duplicate_names(status))
     if status.files:
         yield sanitize_text(status.files)
     for one in status.banned_peers:

@@ -73,11 +73,10 @@ def additional_devices(settings: Settings, measured: MeasuredDevice) -> tuple[st
     return tuple(f"cuda:{i}" for i in range(measured.gpus) if i != measured.device.index)
 
 
-def device_settings(settings: Settings, device: str, name: str) -> Settings:
-    """Settings of the daemon for an additional ``device``, with the peer name ``name``."""
+def device_settings(settings: Settings, device: str) -> Settings:
+    """Settings of the daemon for an additional ``device``."""
     return msgspec.structs.replace(
         _with_device(settings, device),
-        name=name,
         stage="auto",
         api_port=0,
         chosen_ports=(),
@@ -131,11 +130,14 @@ class DeviceDaemons:
         settings: Settings,
         home: Home,
         me: str,
+        name: Callable[[], str],
         context: zmq.asyncio.Context,
         announce: Announce,
     ) -> None:
-        """``settings`` belong to the whole PC, whose primary peer is ``me``."""
-        self._settings, self._home, self._me = settings, home, me
+        """``settings`` belong to the whole PC, whose primary peer is ``me``; ``name()`` is its name
+        in the swarm.
+        """
+        self._settings, self._home, self._me, self._name = settings, home, me, name
         self._context, self._announce = context, announce
         self._daemons: list[_DeviceDaemon] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -155,8 +157,7 @@ class DeviceDaemons:
         for device, label in zip(devices, device_labels(measured.name, devices), strict=True):
             # The folder contains this PC's id, so a copied state folder does not reuse its devices.
             home = Home(self._home.devices / self._me / make_plain_name(label, "device"))
-            name = f"{self._settings.name[:48]}/{label}"
-            one = _DeviceDaemon(label, home, device_settings(self._settings, device, name))
+            one = _DeviceDaemon(label, home, device_settings(self._settings, device))
             self._daemons.append(one)
             task = asyncio.create_task(self._keep_running(one, swarm, ask), name=f"molink-{label}")
             self._runners.append(task)
@@ -243,8 +244,9 @@ class DeviceDaemons:
         private_folder(one.home.root.parent)
         private_folder(one.home.root)
         self._copy_measurements(one)
+        settings = msgspec.structs.replace(one.settings, name=f"{self._name()[:48]}/{one.label}")
         launch = Launch(
-            home=str(one.home.root), settings=one.settings, role="join", token=token, pc=self._me
+            home=str(one.home.root), settings=settings, role="join", token=token, pc=self._me
         )
         one.ended, one.port = None, 0
         one.child = child = ChildProcess(

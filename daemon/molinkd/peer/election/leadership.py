@@ -151,6 +151,11 @@ class ReplicaFile:
         """The membership log; ``None`` without a replica."""
         return None if self.replica is None else self.replica.log
 
+    def name_of(self, peer: str, default: str) -> str:
+        """A member's unique name; ``default`` if the log isn't known yet."""
+        member = None if self.log is None else self.log.members.get(peer)
+        return default if member is None else member.name
+
     @property
     def log_digest(self) -> str:
         """Digest of the membership log; empty without one."""

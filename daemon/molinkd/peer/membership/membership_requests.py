@@ -6,6 +6,8 @@ The coordinator stores and distributes entries of the membership log, but can't 
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from molink.errors import NotAuthorized, RequestError, WireError
 from molink.facts.identity import derive_peer_id
 from molink.swarm.membership.invitations import find_excess, sign_invitation
@@ -22,6 +24,7 @@ from molink.wire.messages.admin import (
     LogRequest,
     PairingDecisionReply,
     PairingDecisionRequest,
+    RenameRequest,
     RevokeReply,
     RevokeRequest,
     UnrevokeRequest,
@@ -32,6 +35,7 @@ from molink.wire.messages.membership import (
     AdmissionEntry,
     DepartureEntry,
     InvitationEndEntry,
+    NameEntry,
     OwnershipEntry,
     ReadmissionEntry,
     RevocationEntry,
@@ -51,6 +55,7 @@ MembershipRequest = (
     | UnrevokeRequest
     | AddOwnerRequest
     | PairingDecisionRequest
+    | RenameRequest
     | LeaveRequest
 )
 
@@ -89,12 +94,12 @@ class _Requester:
     async def carry_out(self, request: MembershipRequest) -> ControlMessage:
         if isinstance(request, PairingDecisionRequest):
             return await self._decide_pairing(request)
-        location, payload = await self._ask(LogRequest(ref=0))
-        if not isinstance(location, LogReply):
-            raise WireError(f"unexpected reply {type(location).__name__} instead of the log")
-        log = MembershipLog.decode(self._swarm, payload)
-        if self._known is not None:
-            log = log.merge_log(self._known)
+        if isinstance(request, RenameRequest):
+            await self._append(
+                self._sign(NameEntry(self._signer.verify_key, request.name[:64], time.time()))
+            )
+            return DoneReply(ref=request.ref)
+        log, location = await self._fetch_log()
         match request:
             case InviteRequest():
                 return await self._invite(request, log, location)
@@ -108,6 +113,13 @@ class _Requester:
                 return await self._add_owner(request, log)
             case LeaveRequest():
                 return await self._leave(request, log)
+
+    async def _fetch_log(self) -> tuple[MembershipLog, LogReply]:
+        location, payload = await self._ask(LogRequest(ref=0))
+        if not isinstance(location, LogReply):
+            raise WireError(f"unexpected reply {type(location).__name__} instead of the log")
+        log = MembershipLog.decode(self._swarm, payload)
+        return (log if self._known is None else log.merge_log(self._known)), location
 
     async def _append(self, *entries: SignedEntry, code: str = "") -> None:
         await self._ask(AppendEntries(ref=0, entries=entries, code=code))
@@ -158,18 +170,20 @@ class _Requester:
         return RevokeReply(ref=request.ref, kept_peers=_names_by(log, found[0]))
 
     async def _revoke_peer(self, request: RevokeRequest, log: MembershipLog) -> RevokeReply:
-        peer = request.target
         if self._me not in log.owners:
             raise NotAuthorized("only the swarm's first PC may revoke")
-        if peer == self._me or not log.is_member(peer):
-            raise RequestError(f"{peer} is not another member", param="target")
+        member = log.find_named(request.target)
+        if member is None or member.peer == self._me or member.standing != "member":
+            raise RequestError(
+                f"the swarm has no other member {request.target}; `molink status` lists them",
+                param="target",
+            )
+        peer = member.peer
         entry = RevocationEntry(self._signer.verify_key, peer, time.time())
         entries = [self._sign(entry)]
         # It may still hold the token by which it joined.
         joined_by = [
-            one
-            for one in log.invitations
-            if one.id == log.members[peer].invitation and not one.is_ended
+            one for one in log.invitations if one.id == member.invitation and not one.is_ended
         ]
         entries += [self._end(one) for one in joined_by]
         await self._append(*entries)
@@ -185,16 +199,15 @@ class _Requester:
         )
 
     async def _readmit_peer(self, request: UnrevokeRequest, log: MembershipLog) -> DoneReply:
-        peer = request.target
         if self._me not in log.owners:
             raise NotAuthorized("only the swarm's first PC may readmit a PC")
-        member = log.members.get(peer)
+        member = log.find_named(request.target)
         if member is None or member.standing != "revoked":
-            raise RequestError(f"{peer} was not revoked", param="target")
-        key = self._signer.verify_key
-        entries = [self._sign(ReadmissionEntry(key, one)) for one in log.revocations_of(peer)]
-        if not log.with_entries(entries).is_member(peer):
-            adopted = AdmissionEntry(key, member.verify_key, member.name, time.time())
+            raise RequestError(f"{request.target} was not revoked", param="target")
+        key, revocations = self._signer.verify_key, log.revocations_of(member.peer)
+        entries = [self._sign(ReadmissionEntry(key, one)) for one in revocations]
+        if not log.with_entries(entries).is_member(member.peer):
+            adopted = AdmissionEntry(key, member.verify_key, member.own_name, time.time())
             entries.append(self._sign(adopted))
         await self._append(*entries)
         return DoneReply(ref=request.ref)
@@ -202,11 +215,12 @@ class _Requester:
     async def _add_owner(self, request: AddOwnerRequest, log: MembershipLog) -> DoneReply:
         if self._me not in log.owners:
             raise NotAuthorized("only an owner of the swarm can make another PC an owner")
-        if not log.is_member(request.target) or request.target in log.owners:
+        member = log.find_named(request.target)
+        if member is None or member.standing != "member" or member.is_owner:
             raise RequestError(
                 f"{request.target} is no other member, or an owner already", param="target"
             )
-        await self._append(self._sign(OwnershipEntry(self._signer.verify_key, request.target)))
+        await self._append(self._sign(OwnershipEntry(self._signer.verify_key, member.peer)))
         return DoneReply(ref=request.ref)
 
     async def _decide_pairing(self, request: PairingDecisionRequest) -> PairingDecisionReply:
@@ -218,6 +232,9 @@ class _Requester:
                 self._signer.verify_key, reply.verify_key, reply.name[:64], time.time()
             )
             await self._append(self._sign(entry), code=request.code)
+            log, _ = await self._fetch_log()
+            if (member := log.members.get(peer_of_key(reply.verify_key))) is not None:
+                reply = msgspec.structs.replace(reply, name=member.name)
         return reply
 
     async def _leave(self, request: LeaveRequest, log: MembershipLog) -> DoneReply:

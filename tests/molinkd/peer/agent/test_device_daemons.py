@@ -62,11 +62,8 @@ def test_a_repeated_device_is_shared_and_gets_its_own_label() -> None:
     own = primary_device_settings(whole)
     assert (own.device, own.memory, own.stages_per_host) == ("cpu", 4 << 30, 2)
     assert own.replicate_models
-    card = device_settings(whole, "cuda:0", "pc/cuda:0")
-    assert (card.name, card.device, card.memory, card.stages_per_host) == (
-        *("pc/cuda:0", "cuda:0"),
-        *(8 << 30, 1),
-    )
+    card = device_settings(whole, "cuda:0")
+    assert (card.device, card.memory, card.stages_per_host) == ("cuda:0", 8 << 30, 1)
     # What it would copy, pass on or announce is lost with the PC.
     assert [card.replicate_models, card.relay, card.discovery] == [False] * 3
     half = primary_device_settings(msgspec.structs.replace(whole, memory=MemoryShare(50.0)))
@@ -100,7 +97,9 @@ class Pc:
         self.asked = 0
         settings = Settings(name="pc", host="127.0.0.1", device="cpu,cpu")
         self.context = zmq.asyncio.Context()
-        self.devices = DeviceDaemons(settings, self.home, "me", self.context, self.said.append)
+        self.devices = DeviceDaemons(
+            settings, self.home, "me", lambda: "pc-2", self.context, self.said.append
+        )
         self.place = Home(self.home.devices / "me" / "cpu.2")
 
     async def ask(self, message: Any) -> Any:
@@ -148,7 +147,7 @@ async def test_a_daemon_that_exits_is_restarted_and_reported(pc: Pc) -> None:
         # To the coordinator as this PC reaches it.
         assert first.token is not None
         assert JoinToken.parse(first.token, 0).addresses == SWARM.addresses
-        assert first.settings.name == "pc/cpu.2"
+        assert first.settings.name == "pc-2/cpu.2"
         reported = next(one.text for one in pc.said if isinstance(one, ProblemReportedEvent))
         assert reported.startswith("cpu.2 holds no layers: no luck; restarting in")
         with pytest.raises(RequestError, match=r"no device cuda:1; it has cpu\.2"):
