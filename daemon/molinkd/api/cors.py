@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterable
-
-from aiohttp import hdrs, web
+from typing import TYPE_CHECKING
 
 from molink.errors import UsageError
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")
 #: ``scheme://*``: extensions and webviews have ids that are not known in advance.
@@ -42,13 +44,15 @@ class AllowedOrigins:
         origin = origin.lower()
         return self.allows_any or origin in self._origins or origin.startswith(self._schemes)
 
-    def match_origin(self, request: web.BaseRequest) -> str | None:
+    def match_origin(self, request: "web.BaseRequest") -> str | None:
         """Return the origin of ``request`` if it is allowed, else ``None``."""
-        origins = request.headers.getall(hdrs.ORIGIN, [])
+        origins = request.headers.getall("Origin", [])
         return origins[0] if len(origins) == 1 and origins[0] in self else None
 
-    def preflight_response(self, request: web.Request) -> web.Response | None:
+    def preflight_response(self, request: "web.Request") -> "web.Response | None":
         """Answer a CORS preflight; ``None`` if ``request`` is not one."""
+        from aiohttp import hdrs, web
+
         method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
         if request.method != hdrs.METH_OPTIONS or method is None or not self.match_origin(request):
             return None
@@ -63,11 +67,11 @@ class AllowedOrigins:
             headers["Access-Control-Allow-Private-Network"] = "true"
         return web.Response(status=204, headers=headers)
 
-    def add_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+    def add_headers(self, request: "web.BaseRequest", response: "web.StreamResponse") -> None:
         """Add CORS headers to ``response`` if the origin is allowed."""
         origin = self.match_origin(request)
         if origin is None:
             return
-        response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
-        response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _EXPOSED
-        response.headers.add(hdrs.VARY, hdrs.ORIGIN)
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+        response.headers.add("Vary", "Origin")

@@ -50,7 +50,7 @@ async def client(backend: FakeBackend) -> AsyncIterator[TestClient]:
 
 @pytest.fixture
 def endpoint(backend: FakeBackend) -> Iterator[EndpointServer]:
-    server = EndpointServer(backend, ApiSettings(), InlineReader())
+    server = EndpointServer(backend, ApiSettings(), InlineReader)
     server.start(0)
     yield server
     server.stop()
@@ -77,7 +77,7 @@ def page(backend: FakeBackend, window: Browser) -> Iterator[Callable[..., Browse
     servers = []
 
     def open_page(served: FakeBackend = backend, **settings: Any) -> Browser:
-        server = EndpointServer(served, ApiSettings(**settings), InlineReader())
+        server = EndpointServer(served, ApiSettings(**settings), InlineReader)
         server.start(0)
         servers.append(server)
         window.open(server.url.removesuffix("/v1") + "/")

@@ -284,7 +284,7 @@ async def test_the_log_names_key_and_request(
     backend: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "molinkd.api.access")
-    endpoint = EndpointServer(backend, ApiSettings(api_keys={"phone": "p1"}), InlineReader())
+    endpoint = EndpointServer(backend, ApiSettings(api_keys={"phone": "p1"}), InlineReader)
     endpoint.start(0)
     headers = {"Authorization": "Bearer p1", "X-Request-Id": "mine-1"}
     async with aiohttp.ClientSession(headers=headers) as session:

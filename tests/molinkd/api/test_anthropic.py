@@ -93,7 +93,7 @@ def test_errors(ask: anthropic.Anthropic, backend: FakeBackend) -> None:
 
 
 def test_keys(backend: FakeBackend) -> None:
-    endpoint = EndpointServer(backend, ApiSettings(api_key="k"), InlineReader())
+    endpoint = EndpointServer(backend, ApiSettings(api_key="k"), InlineReader)
     endpoint.start(0)
     try:
         with client_of(endpoint, "k") as ask:

@@ -31,7 +31,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def ask(family: FakeBackend) -> Iterator[anthropic.Anthropic]:
-    server = EndpointServer(family, ApiSettings(), InlineReader())
+    server = EndpointServer(family, ApiSettings(), InlineReader)
     server.start(0)
     url = server.url.removesuffix("/v1")
     with anthropic.Anthropic(base_url=url, api_key="-", max_retries=0) as client:

@@ -38,7 +38,7 @@ class Attacked:
         raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
         path.write_text(json.dumps(raw), encoding="utf-8")
         backend = FakeBackend(folder, answer="ok", context=131072)
-        self.server = EndpointServer(backend, ApiSettings(), PromptWorkers({}))
+        self.server = EndpointServer(backend, ApiSettings(), lambda: PromptWorkers({}))
         self.server.start(0)
 
     def ask(self, route: str, body: bytes | None, **headers: str) -> tuple[int, float]:

@@ -56,7 +56,7 @@ class _Asked:
     def __init__(self, **settings: Any) -> None:
         torch.set_num_threads(1)
         self.backend = RingBackend(find_demo_model().path)
-        self.server = EndpointServer(self.backend, ApiSettings(**settings), InlineReader())
+        self.server = EndpointServer(self.backend, ApiSettings(**settings), InlineReader)
         self.server.start(0)
 
     def cached(self, path: str, text: str, key: str = "", salt: str | None = None) -> int:

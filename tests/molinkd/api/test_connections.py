@@ -32,7 +32,7 @@ Dial = Callable[[bytes], socket.socket]
 @contextmanager
 def serving(backend: FakeBackend, **settings: Any) -> Iterator[tuple[EndpointServer, Dial]]:
     """An endpoint, and a function that opens a connection and sends."""
-    server = EndpointServer(backend, ApiSettings(**settings), InlineReader())
+    server = EndpointServer(backend, ApiSettings(**settings), InlineReader)
     server.start(0)
     with ExitStack() as stack:
         stack.callback(server.stop)

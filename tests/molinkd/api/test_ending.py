@@ -72,7 +72,7 @@ def test_clients_do_not_retry_after_a_long_wait(
 
 @pytest.fixture
 def ending(backend: FakeBackend) -> Iterator[EndpointServer]:
-    endpoint = EndpointServer(backend, ApiSettings(shutdown_grace_period_s=60.0), InlineReader())
+    endpoint = EndpointServer(backend, ApiSettings(shutdown_grace_period_s=60.0), InlineReader)
     endpoint.start(0)
     yield endpoint
     endpoint.stop()
@@ -110,7 +110,7 @@ async def test_streams_are_finished(ending: EndpointServer, backend: FakeBackend
 async def test_answers_beyond_the_grace_period_get_a_reason(
     backend: FakeBackend, stream: bool
 ) -> None:
-    endpoint = EndpointServer(backend, ApiSettings(shutdown_grace_period_s=0.05), InlineReader())
+    endpoint = EndpointServer(backend, ApiSettings(shutdown_grace_period_s=0.05), InlineReader)
     endpoint.start(0)
     backend.gate = asyncio.Semaphore(1)
     async with aiohttp.ClientSession() as session:

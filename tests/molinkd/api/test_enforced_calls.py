@@ -43,7 +43,7 @@ def toy(folder: Path, template: str) -> Iterator[openai.OpenAI]:
     torch.set_num_threads(1)
     shutil.copytree(find_demo_model().path, folder)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    server = EndpointServer(RingBackend(folder), ApiSettings(), InlineReader())
+    server = EndpointServer(RingBackend(folder), ApiSettings(), InlineReader)
     server.start(0)
     try:
         with openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client:

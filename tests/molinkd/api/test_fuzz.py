@@ -43,7 +43,7 @@ def backend(tmp_path: Path) -> FakeBackend:
 @pytest.fixture
 def fuzzed(backend: FakeBackend, request: pytest.FixtureRequest) -> Iterator[EndpointServer]:
     settings = getattr(request, "param", ApiSettings())
-    server = EndpointServer(backend, settings, PromptWorkers({}))
+    server = EndpointServer(backend, settings, lambda: PromptWorkers({}))
     server.start(0)
     yield server
     server.stop()

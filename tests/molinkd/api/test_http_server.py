@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -23,7 +25,7 @@ def get(port: int, path: str = "/health") -> bytes:
 
 
 def test_start_and_stop(backend: Any) -> None:
-    server = EndpointServer(backend, ApiSettings(), InlineReader())
+    server = EndpointServer(backend, ApiSettings(), InlineReader)
     port = server.start(0)
     assert server.port == port
     assert server.url == f"http://127.0.0.1:{port}/v1"
@@ -38,7 +40,7 @@ def test_start_and_stop(backend: Any) -> None:
 
 
 def test_stop_before_the_start_has_no_effect(backend: Any) -> None:
-    server = EndpointServer(backend, ApiSettings(), InlineReader())
+    server = EndpointServer(backend, ApiSettings(), InlineReader)
     server.stop()
     assert (server.port, server.loop) == (0, None)
     port = server.start(0)
@@ -47,7 +49,7 @@ def test_stop_before_the_start_has_no_effect(backend: Any) -> None:
 
 
 def test_the_next_free_port(backend: Any) -> None:
-    first, second = (EndpointServer(backend, ApiSettings(), InlineReader()) for _ in range(2))
+    first, second = (EndpointServer(backend, ApiSettings(), InlineReader) for _ in range(2))
     port = first.start(0)
     try:
         assert port < second.start(port) < port + server_module.PORT_TRIES
@@ -60,7 +62,7 @@ def test_a_chosen_port_is_used_or_fails(backend: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match=f"port {port} is in use"):
-            EndpointServer(backend, ApiSettings(), InlineReader()).start(port, port + 1)
+            EndpointServer(backend, ApiSettings(), InlineReader).start(port, port + 1)
 
 
 def test_no_free_port(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,17 +70,17 @@ def test_no_free_port(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match="--api-port"):
-            EndpointServer(backend, ApiSettings(), InlineReader()).start(port)
+            EndpointServer(backend, ApiSettings(), InlineReader).start(port)
 
 
 def test_an_address_of_another_pc(backend: Any) -> None:
-    server = EndpointServer(backend, ApiSettings(host="192.0.2.1", api_key="k"), InlineReader())
+    server = EndpointServer(backend, ApiSettings(host="192.0.2.1", api_key="k"), InlineReader)
     with pytest.raises(UsageError, match=r"192\.0\.2\.1"):
         server.start(0)
 
 
 def test_running_answers_end_with_the_endpoint(backend: Any) -> None:
-    endpoint = EndpointServer(backend, ApiSettings(close_timeout_s=0.05), InlineReader())
+    endpoint = EndpointServer(backend, ApiSettings(close_timeout_s=0.05), InlineReader)
     endpoint.start(0)
     backend.gate = asyncio.Semaphore(0)
     body = b'{"model":"tiny","prompt":"x"}'
@@ -108,7 +110,7 @@ def test_invalid_http_gets_an_envelope(endpoint: EndpointServer, junk: bytes) ->
 
 @pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\nHost: lo"])
 def test_a_silent_connection_is_closed(backend: Any, start: bytes) -> None:
-    server = EndpointServer(backend, ApiSettings(header_timeout_s=0.05), InlineReader())
+    server = EndpointServer(backend, ApiSettings(header_timeout_s=0.05), InlineReader)
     port = server.start(0)
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
@@ -116,3 +118,28 @@ def test_a_silent_connection_is_closed(backend: Any, start: bytes) -> None:
             assert connection.recv(4096) == b""
     finally:
         server.stop()
+
+
+def test_the_routes_are_loaded_by_the_first_connection(backend: Any) -> None:
+    loaded: list[InlineReader] = []
+
+    def load() -> InlineReader:
+        loaded.append(InlineReader())
+        return loaded[-1]
+
+    server = EndpointServer(backend, ApiSettings(), load)
+    port = server.start(0)
+    assert not loaded
+    assert b"200 OK" in get(port)
+    assert b"200 OK" in get(port)
+    assert len(loaded) == 1
+    server.stop()
+
+
+def test_a_starting_daemon_imports_no_routes() -> None:
+    check = "import molinkd.peer.main, sys; print(*sys.modules)"
+    started = subprocess.run(
+        [sys.executable, "-c", check], check=True, capture_output=True, text=True
+    )
+    heavy = {"aiohttp", "jinja2", "tokenizers", "prometheus_client", "molinkd.api.app"}
+    assert not heavy & set(started.stdout.split())

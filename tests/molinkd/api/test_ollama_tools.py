@@ -26,7 +26,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def ask(family: FakeBackend) -> Iterator[ollama.Client]:
-    server = EndpointServer(family, ApiSettings(), InlineReader())
+    server = EndpointServer(family, ApiSettings(), InlineReader)
     server.start(0)
     client = ollama.Client(host=server.url.removesuffix("/v1"))
     yield client

@@ -32,7 +32,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def ask(family: FakeBackend) -> Iterator[openai.OpenAI]:
-    server = EndpointServer(family, ApiSettings(), InlineReader())
+    server = EndpointServer(family, ApiSettings(), InlineReader)
     server.start(0)
     with openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client:
         yield client

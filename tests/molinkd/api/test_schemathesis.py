@@ -25,7 +25,7 @@ SECONDS = "150"
 def url(tmp_path: Path) -> Iterator[str]:
     """An endpoint whose model accepts tools and calls one."""
     backend = backend_of(tmp_path / "tiny", HERMES, f"ok<tool_call>{CALL}</tool_call>")
-    server = EndpointServer(backend, ApiSettings(), PromptWorkers({}))
+    server = EndpointServer(backend, ApiSettings(), lambda: PromptWorkers({}))
     server.start(0)
     yield f"http://127.0.0.1:{server.port}"
     server.stop()

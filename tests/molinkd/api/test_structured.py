@@ -48,7 +48,7 @@ def backend() -> RingBackend:
 
 @pytest.fixture(scope="module")
 def ask(backend: RingBackend) -> Iterator[openai.OpenAI]:
-    server = EndpointServer(backend, ApiSettings(), InlineReader())
+    server = EndpointServer(backend, ApiSettings(), InlineReader)
     server.start(0)
     with openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client:
         yield client

@@ -37,7 +37,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @contextmanager
 def clients(backend: FakeBackend, settings: ApiSettings | None = None) -> Iterator[openai.OpenAI]:
-    server = EndpointServer(backend, settings or ApiSettings(), InlineReader())
+    server = EndpointServer(backend, settings or ApiSettings(), InlineReader)
     server.start(0)
     try:
         with openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client:

@@ -13,7 +13,6 @@ from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
 from molink.facts.memory_plan import plan_memory
 from molink.facts.model import BLOCK_SIZE
-from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.worker_pipe import DraftModelSpec
 from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.artifacts.transfers import Progress
@@ -52,6 +51,8 @@ class DraftModelFolder:
         Raises:
             UsageError: The vocabularies differ.
         """
+        from molink.text.tokenizer import Tokenizer
+
         mine, others = (Tokenizer.open(path).token_texts for path in (self.path, served))
         if _digest(mine) == _digest(others):
             return

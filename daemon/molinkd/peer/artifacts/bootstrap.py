@@ -20,7 +20,6 @@ from molink.checkpoint.model_source import (
 from molink.checkpoint.quantize_check import check_quantize, check_quantize_files
 from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
-from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.admin import InviteReply, InviteRequest, ServeModel
 from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.sockets.key_pair import KeyPair
@@ -108,6 +107,8 @@ class Bootstrap:
             self.extra_models = known.extra_models if known is not None and self.is_resumed else ()
         elif self.model is None:
             return
+        from molink.text.tokenizer import Tokenizer
+
         source = await self._find_source(self.model)
         folder = await asyncio.to_thread(self._open_folder, source)
         await asyncio.to_thread(Tokenizer.open, source.path)

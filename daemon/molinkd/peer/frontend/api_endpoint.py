@@ -2,13 +2,16 @@
 
 import asyncio
 import sys
+from typing import TYPE_CHECKING
 
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.backend import Backend
 from molinkd.api.http_server import EndpointServer
-from molinkd.api.prompt_worker_pool import PromptWorkers
 from molinkd.peer.settings import Settings
 from molinkd.platform import child_options
+
+if TYPE_CHECKING:
+    from molinkd.api.prompt_worker_pool import PromptWorkers
 
 #: Maximum grace period in seconds: Windows kills a program soon after its console closes.
 MAX_GRACE_PERIOD_S = 3.0 if sys.platform == "win32" else 20.0
@@ -40,7 +43,7 @@ class ApiEndpoint:
         """Raises :class:`UsageError` if the settings are insecure."""
         api = api_settings(settings)
         self._ports = settings.ports_to_try("api_port")
-        self._server = EndpointServer(backend, api, PromptWorkers(child_options()))
+        self._server = EndpointServer(backend, api, _create_prompt_workers)
 
     async def start(self) -> None:
         """Listen on the configured port, or on the next free one if it is the default.
@@ -59,3 +62,9 @@ class ApiEndpoint:
     def url(self) -> str:
         """Root URL from this PC: ``http://127.0.0.1:5465``."""
         return self._server.url.removesuffix("/v1")
+
+
+def _create_prompt_workers() -> "PromptWorkers":
+    from molinkd.api.prompt_worker_pool import PromptWorkers
+
+    return PromptWorkers(child_options())
