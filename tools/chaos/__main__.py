@@ -15,9 +15,12 @@ import itertools
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tools.chaos.drill import Result, Verdict, run_drill
@@ -35,7 +38,10 @@ def main() -> int:
         return 0
     # Clean up on SIGTERM too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+    with (
+        _compute_beside(options.busy),
+        tempfile.TemporaryDirectory(prefix="chaos-") as folder,
+    ):
         root = options.keep or Path(folder)
         verdict = asyncio.run(run(root, options))
         if not verdict.good and not options.keep:
@@ -70,6 +76,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
     parser.add_argument("--device", default="cpu", help="of all stages: cpu or cuda:N")
+    parser.add_argument("--busy", type=int, default=0, help="other computing processes")
     parser.add_argument("--keep", type=Path, help="folder for the homes, which stays")
     options = parser.parse_args()
     unknown = set(options.kinds) - KINDS.keys()
@@ -97,6 +104,20 @@ async def run(root: Path, options: argparse.Namespace) -> Verdict:
         )
     verdict.troubles += swarm.left_behind
     return verdict
+
+
+@contextmanager
+def _compute_beside(count: int) -> Iterator[None]:
+    """Run ``count`` processes that compute, as on a busy PC."""
+    command = [sys.executable, "-c", "while True: pass"]
+    # A scheduler that shares CPUs among sessions must count each one.
+    started = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def _print_fault(result: Result) -> None:
