@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
+import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from typing import Any, ClassVar
 
 import zmq
 import zmq.asyncio
@@ -79,8 +83,8 @@ _CHANGES: dict[int, SocketChange] = {
 class SocketMonitor:
     """Reports a socket's connection events and bounds its unread data.
 
-    A separate thread reads events and checks connections, so that neither waits for a busy event
-    loop. Close it before the socket.
+    The context's :class:`MonitorThread` reads events and checks connections, so that neither waits
+    for a busy event loop. Close it before the socket.
     """
 
     def __init__(
@@ -110,16 +114,20 @@ class SocketMonitor:
         # Unique, since libzmq may release an address after its object is gone.
         address = f"inproc://molink.monitor.{secrets.token_hex(8)}"
         self._socket.monitor(address, _EVENTS)
-        self._events = self._pair(address)
-        self._thread = threading.Thread(target=self._run, name="molink-monitor", daemon=True)
-        self._thread.start()
+        #: Where libzmq reports events; only the thread reads it.
+        self.events = self._pair(address)
+        #: Set once the thread no longer uses this object.
+        self.ended = threading.Event()
+        self._interval, self._checked_at = _QUIET_INTERVAL, 0.0
+        self._thread = MonitorThread.of_context(socket.context)
+        self._thread.add_monitor(self)
 
     def close(self) -> None:
         """Stop watching and reporting."""
         self._closed = True
         if not self._socket.closed:
             self._socket.disable_monitor()
-        self._thread.join()
+        self._thread.remove_monitor(self)
 
     def _pair(self, address: str) -> "zmq.Socket[bytes]":
         events: zmq.Socket[bytes] = zmq.Context.shadow(self._socket.context).socket(zmq.PAIR)
@@ -143,40 +151,34 @@ class SocketMonitor:
 
     # --- the thread ------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        with self._events:
-            while not self._watched_out():
-                # With nobody reading events, libzmq's I/O thread would wait forever.
-                time.sleep(_RESTART_PAUSE)
-
-    def _watched_out(self) -> bool:
-        """Watch until closed; ``False`` if it failed before."""
-        try:
-            self._watch()
-        except zmq.ContextTerminated:
-            pass
-        except Exception:
-            logger.exception("a socket monitor failed; restarting it")
-            return False
+    def read_events(self) -> bool:
+        """Handle waiting events; ``False`` after the last one."""
+        for _ in range(_CHANGE_BATCH):
+            try:
+                frames = self.events.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            number, value = _EVENT.unpack(frames[0])
+            if number == zmq.EVENT_MONITOR_STOPPED:
+                return False
+            self._on_event(number, value)
         return True
 
-    def _watch(self) -> None:
-        looked_at, interval, timeout = time.monotonic(), _QUIET_INTERVAL, 0
-        while True:
-            watched = self._backlog.connections
-            wanted = int(interval * 1000) if watched or self._ending else -1
-            if wanted != timeout:
-                timeout = wanted
-                self._events.set(zmq.RCVTIMEO, timeout)
-            with contextlib.suppress(zmq.Again):
-                frames = self._events.recv_multipart()
-                number, value = _EVENT.unpack(frames[0])
-                if number == zmq.EVENT_MONITOR_STOPPED:
-                    return
-                self._on_event(number, value)
-            if time.monotonic() - looked_at >= interval:
-                interval = self._check_unread(watched)
-                looked_at = time.monotonic()
+    def end(self) -> None:
+        """Release what the thread used."""
+        self.events.close()
+        self.ended.set()
+
+    def check_connections(self, now: float) -> float | None:
+        """Check connections if that is due; returns seconds until the next time, if there are
+        any."""
+        watched = self._backlog.connections
+        if not watched and not self._ending:
+            return None
+        if now - self._checked_at >= self._interval:
+            self._checked_at = now
+            self._interval = self._check_unread(watched)
+        return max(0.0, self._checked_at + self._interval - now)
 
     def _on_event(self, number: int, value: int) -> None:
         if number in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
@@ -226,3 +228,101 @@ class SocketMonitor:
             # The loop may have ended without closing this object.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._report_changes)
+
+
+class MonitorThread:
+    """Serves all socket monitors of a ZeroMQ context; runs while there are any."""
+
+    #: By context; there is one, as libzmq has one authenticator per context.
+    _of_context: ClassVar["weakref.WeakKeyDictionary[zmq.Context[Any], MonitorThread]"] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._added: list[SocketMonitor] = []
+        self._count = 0
+        self._thread: threading.Thread | None = None
+        self._wake_socket: socket.socket | None = None
+
+    @classmethod
+    def of_context(cls, context: "zmq.Context[Any]") -> "MonitorThread":
+        """The thread of a context."""
+        return cls._of_context.setdefault(context, cls())
+
+    def add_monitor(self, monitor: SocketMonitor) -> None:
+        """Serve ``monitor`` until its socket's events end."""
+        with self._lock:
+            self._count += 1
+            self._added.append(monitor)
+            if self._wake_socket is not None:
+                self._wake_socket.send(b"+")
+                return
+            self._wake_socket, heard = socket.socketpair()
+            self._wake_socket.send(b"+")
+            self._thread = threading.Thread(
+                target=self._run, args=(heard,), name="molink-monitor", daemon=True
+            )
+            self._thread.start()
+
+    def remove_monitor(self, monitor: SocketMonitor) -> None:
+        """Wait until ``monitor`` is no longer used; the last one ends the thread."""
+        monitor.ended.wait()
+        with self._lock:
+            self._count -= 1
+            if self._count or self._thread is None or self._wake_socket is None:
+                return
+            thread, wake_socket = self._thread, self._wake_socket
+            self._thread = self._wake_socket = None
+        wake_socket.close()
+        thread.join()
+
+    def _run(self, heard: socket.socket) -> None:
+        served: dict[zmq.Socket[bytes], SocketMonitor] = {}
+        with heard:
+            while not self._served_until_closed(heard, served):
+                # With nobody reading events, libzmq's I/O thread would wait forever.
+                time.sleep(_RESTART_PAUSE)
+
+    def _served_until_closed(
+        self, heard: socket.socket, served: "dict[zmq.Socket[bytes], SocketMonitor]"
+    ) -> bool:
+        """Serve until the last monitor is removed; ``False`` if it failed before."""
+        try:
+            self._serve(heard, served)
+        except zmq.ContextTerminated:
+            for monitor in (*served.values(), *self._pop_added()):
+                monitor.end()
+        except Exception:
+            logger.exception("the socket monitors failed; restarting them")
+            return False
+        return True
+
+    def _serve(
+        self, heard: socket.socket, served: "dict[zmq.Socket[bytes], SocketMonitor]"
+    ) -> None:
+        poller = zmq.Poller()
+        poller.register(heard, zmq.POLLIN)
+        for events in served:
+            poller.register(events, zmq.POLLIN)
+        pause: float | None = None
+        while True:
+            for ready, _ in poller.poll(None if pause is None else math.ceil(pause * 1000)):
+                monitor = served.get(ready)
+                if monitor is None:
+                    if not heard.recv(_CHANGE_BATCH):
+                        return
+                    for added in self._pop_added():
+                        served[added.events] = added
+                        poller.register(added.events, zmq.POLLIN)
+                elif not monitor.read_events():
+                    poller.unregister(ready)
+                    served.pop(ready).end()
+            now = time.monotonic()
+            pauses = [monitor.check_connections(now) for monitor in served.values()]
+            pause = min((one for one in pauses if one is not None), default=None)
+
+    def _pop_added(self) -> list[SocketMonitor]:
+        with self._lock:
+            added, self._added = self._added, []
+        return added

@@ -144,6 +144,26 @@ def test_connections_per_party_are_bounded() -> None:
     assert other in book.backlog.connections
 
 
+def test_many_peers_of_one_address_outlast_a_flood_from_it() -> None:
+    limits = BacklogLimits()
+    backlog, peers = UnreadBytes(), 64
+    descriptors = iter(range(1000))
+    for number in range(2 * peers):
+        descriptor = next(descriptors)
+        backlog.on_opened(descriptor, ("127.0.0.1", number))
+        backlog.on_delivered(descriptor, 100, identity(number), f"pc{number % peers}")
+        assert backlog.find_excess() is None
+    ours = backlog.connections
+    for number in range(200):  # never say who they are
+        backlog.on_opened(next(descriptors), ("127.0.0.1", 10_000 + number))
+        excess = backlog.find_excess()
+        if excess is not None:
+            assert excess not in ours
+            backlog.on_closed(excess.descriptor)
+    assert set(map(id, ours)) <= set(map(id, backlog.connections))
+    assert len(backlog.connections) == len(ours) + limits.party_connections
+
+
 def test_total_connections_are_bounded() -> None:
     book = Book()
     for number in range(10):

@@ -1,8 +1,10 @@
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
+from zmq.utils import z85
 
 from molink.errors import UsageError
 from molink.facts.identity import derive_peer_id
@@ -10,6 +12,8 @@ from molink.util.token_bucket import KeyedTokenBuckets, RateLimit
 from molink.wire.messages.admin import StatusRequest
 from molink.wire.messages.codec import control_codec
 from molink.wire.messages.control_plane import DoneReply
+from molink.wire.sockets import zap
+from molink.wire.sockets.create_socket import DOMAIN
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender, Server
 from molink.wire.sockets.zap import RefusedHandshake, ZapAuthenticator
@@ -129,3 +133,24 @@ async def test_frequent_handshakes_are_deferred(net: Any, echo: Server[Any]) -> 
     for client in clients:
         await client.send_request(StatusRequest(ref=0), timeout=30)
     assert net.gatekeeper.refused == 0
+
+
+def test_many_peers_of_one_address_are_admitted_beside_a_flood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zap, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    keys = [KeyPair.generate() for _ in range(64)]
+    stranger = KeyPair.generate()
+    with zmq.Context() as context:
+        authenticator = ZapAuthenticator(context)
+        for one in keys:
+            authenticator.allow_peer(one.public)
+
+        def answer(key: KeyPair) -> bytes:
+            request = [b"1.0", b"1", DOMAIN.encode(), b"127.0.0.1", b"", b"CURVE"]
+            return authenticator._answer([b"", b"", *request, z85.decode(key.public)])[4]
+
+        flood = [answer(keys[0]) for _ in range(500)]
+        assert [flood.count(status) for status in (b"200", b"300")] == [100, 400]
+        assert {answer(stranger) for _ in range(500)} == {b"400"}
+        assert {answer(one) for one in keys[1:] for _ in range(5)} == {b"200"}
