@@ -20,6 +20,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: Text
     memory: Count
     read_rate: float = 0.0
+    #: Instruction set and threads of a CPU.
+    instructions: Text = ""
+    threads: Count = 0
     #: Whether it computes in bf16. A CPU without bf16 computes 16-bit models in f32.
     bf16: bool = True
     #: 16-bit weight types that it keeps while computing in f32.

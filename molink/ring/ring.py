@@ -411,7 +411,7 @@ class Ring:
             "stage_busy_share": round(self.bubbles.busy_share, 4),
             "stage_queued_volumes": self.scoreboard.num_queued,
             "stage_completed_seq": self.scoreboard.last_completed_seq,
-            "stage_decode_slowdown": round(self._slowdown_meter.decode_slowdown, 3),
+            "stage_decode_slowdown": round(self._slowdown_meter.decode_slowdown(self._clock()), 3),
         }
         return (
             {name: float(value) for name, value in counters.items()},

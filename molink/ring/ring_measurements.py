@@ -159,6 +159,8 @@ def _relative_change(one: float, other: float) -> float:
 LOT_SECONDS = 0.5
 #: The median of this many lots counts, so that spikes of up to two seconds are ignored.
 NUM_LOTS = 9
+#: A slowdown that was last measured this long ago, in seconds, may have ended.
+SLOWDOWN_VALIDITY = NUM_LOTS * LOT_SECONDS
 #: A relative change of this size is reported.
 REPORT_THRESHOLD = 0.2
 
@@ -178,6 +180,14 @@ class StepSlowdown:
     def is_known(self) -> bool:
         """Whether enough steps were measured."""
         return len(self._lots) == NUM_LOTS
+
+    def valid_slowdown(self, now: float) -> float:
+        """The reported slowdown; 0 if unknown, or above 1 and not measured lately.
+
+        Below 1 the profile was measured on a busy PC, and stays wrong.
+        """
+        is_valid = self.reported < 1 or now - self._began <= SLOWDOWN_VALIDITY
+        return self.reported if self.is_known and is_valid else 0.0
 
     def add_step(self, seconds: float, expected: float, now: float) -> bool:
         """Record a step; returns whether the slowdown changed noticeably. Times in seconds."""
@@ -237,10 +247,9 @@ class SlowdownMeter:
         """The last reported slowdown."""
         return Slowdown(self._decode.reported, self._prefill.reported)
 
-    @property
-    def decode_slowdown(self) -> float:
-        """The slowdown of decode steps; 0 before enough were measured."""
-        return self._decode.reported if self._decode.is_known else 0.0
+    def decode_slowdown(self, now: float) -> float:
+        """The slowdown of decode steps; 0 if unknown (see :meth:`StepSlowdown.valid_slowdown`)."""
+        return self._decode.valid_slowdown(now)
 
 
 def _covers(points: Sequence[Point], rows: int) -> bool:

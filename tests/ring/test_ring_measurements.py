@@ -332,14 +332,21 @@ def run(meter: SlowdownMeter, volumes: list[Volume], seconds: float, since: floa
     return changed
 
 
+def test_a_profile_of_a_busy_pc_stays_corrected() -> None:
+    meter = SlowdownMeter(PROFILE)
+    assert run(meter, [volume(8, prefill=False)], 0.01, 0.0)
+    assert meter.decode_slowdown(20.0) == meter.decode_slowdown(9999.0) == 0.5
+
+
 def test_decode_and_prefill_slowdowns_are_separate() -> None:
     meter = SlowdownMeter(PROFILE)
-    assert meter.decode_slowdown == 0.0, "nothing is measured"
+    assert meter.decode_slowdown(0.0) == 0.0, "nothing is measured"
     assert run(meter, [volume(8, prefill=False)], 0.04, 0.0)
     # 33 rows are two tiles.
     assert not run(meter, [volume(33, prefill=True, start=1000)], 0.08 + 0.064, 100.0)
     assert meter.slowdown == Slowdown(2.0, 1.0)
-    assert meter.decode_slowdown == 2.0
+    assert meter.decode_slowdown(20.0) == 2.0
+    assert meter.decode_slowdown(100.0) == 0.0, "it may have ended"
     assert run(meter, [volume(64, prefill=True)], 0.16, 200.0)
     assert meter.slowdown == Slowdown(2.0, 2.0)
 

@@ -6,7 +6,8 @@ Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``t
 memory in bytes (available without swapping on a CPU), ``read_rate`` (bytes/s at which decode steps
 stream weights), ``bf16`` (native support), ``blocks`` (products with GGUF blocks), ``narrow``
 (types of weights that stay 16-bit with f32 rows), ``block_size`` (multiple that the attention
-backend wants), ``threads``, ``torch`` (version), ``gpus`` (number of CUDA devices).
+backend wants), ``instructions`` and ``threads`` (of a CPU), ``torch`` (version), ``gpus``
+(number of CUDA devices).
 """
 
 import argparse
@@ -87,6 +88,7 @@ def probe_device(wanted: str, nbytes: int) -> dict[str, object]:
         "narrow": narrow_weight_dtypes(device),
         "blocks": kind == "cpu" and supports_block_weights(),
         "block_size": preferred_block_size(device),
+        "instructions": describe_instructions(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "gpus": torch.cuda.device_count(),

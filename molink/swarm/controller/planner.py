@@ -348,7 +348,7 @@ def candidate_from_report(peer: str, report: PeerReport, pin: str = "") -> Candi
         narrow=device.narrow_dtypes,
         cuda=device.kind == "cuda",
         primary_peer=report.primary_peer,
-        device=device.name,
+        device=f"{device.name}{device.instructions}, {device.threads} threads",
         draft_bytes=device.draft_bytes,
     )
 

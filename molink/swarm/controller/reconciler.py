@@ -201,7 +201,7 @@ class Reconciler:
         """Update the stages of a peer from its report."""
         peer = event.peer
         for worker in event.report.workers:
-            if worker.slowdown > 0 and self.is_ready and worker.pipeline == self.pipeline:
+            if self.is_ready and worker.pipeline == self.pipeline:
                 self.planner.read_rates.record_slowdown(peer, worker.slowdown, now)
         for formation in self._formations():
             stage = formation.stage_of(peer)

@@ -585,7 +585,9 @@ def test_intermittent_slowdown_changes_nothing(pair: FakeFleet) -> None:
     assert pair.reconciler.migration is None
 
 
-def test_measured_rate_counts_from_the_next_placement(kit: Kit) -> None:
+@pytest.fixture
+def unlike(kit: Kit) -> FakeFleet:
+    """Two equal devices, of which B's stage was three times as slow when it was measured."""
     fake = kit.FakeFleet("a", "b")
     fake.serve(min_stages=2)
     for name in "ab":
@@ -596,11 +598,46 @@ def test_measured_rate_counts_from_the_next_placement(kit: Kit) -> None:
             slow = Profile(decode=((1, 0.9 if peer == "b" else 0.3),))
             fake.loaded(message, peer, profile=slow)
     fake.obey()
-    fake.wait(3 * REVIEW_INTERVAL, *"ab")
-    assert fake.reconciler.formation.record.epoch == 1, "no placement was due yet"
-    fake.join("c")
-    fake.wait(2.5, *"abc")
-    assert set(fake.reconciler.migration.peers) == {"a", "c"}
+    return fake
+
+
+def shares(fake: FakeFleet) -> dict[str, int]:
+    stages = fake.reconciler.formation.record.stages
+    return {one.peer: one.layers[1] - one.layers[0] for one in stages}
+
+
+def test_one_measurement_makes_no_shares(unlike: FakeFleet) -> None:
+    before = shares(unlike)
+    assert before == {"a": 3, "b": 3}
+    unlike.wait(3 * REVIEW_INTERVAL, *"ab")
+    unlike.join("c")
+    unlike.wait(2.5, *"abc")
+    assert (shares(unlike), unlike.reconciler.migration) == (before, None), "C is as fast as B"
+    report_slowdown(unlike, "a", 1.0)
+    report_slowdown(unlike, "b", 1 / 3)
+    unlike.wait(5 * REVIEW_INTERVAL, *"abc")
+    assert (shares(unlike), unlike.reconciler.formation.record.epoch) == (before, 1)
+
+
+def test_a_peer_that_is_slower_again_and_again_gets_a_smaller_share_once(
+    unlike: FakeFleet,
+) -> None:
+    report_slowdown(unlike, "a", 1.0)
+    report_slowdown(unlike, "b", 1.0)
+    unlike.wait(SLOWDOWN_HOLD - 1, *"ab")
+    assert unlike.reconciler.migration is None
+    unlike.wait(4, *"ab")
+    unlike.obey()
+    unlike.wait(2.5, *"ab")
+    unlike.obey()
+    after = shares(unlike)
+    assert after["a"] > after["b"]
+    epoch = unlike.reconciler.formation.record.epoch
+    for slowdown in (1.0, 0.8, 1.3, 0.0, 1.1) * 4:
+        for peer in "ab":
+            report_slowdown(unlike, peer, slowdown)
+        unlike.wait(REVIEW_INTERVAL / 2, *"ab")
+    assert (shares(unlike), unlike.reconciler.formation.record.epoch) == (after, epoch)
 
 
 def test_serving_peer_survives_a_failed_attempt(running: FakeFleet) -> None:

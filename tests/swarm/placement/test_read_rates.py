@@ -58,33 +58,45 @@ def test_unmeasured_peers_are_scaled_like_their_kind() -> None:
     assert rates(paces, pc("a"), pc("b", 200e9)) == [100e9, 200e9]
 
 
-def test_devices_of_one_name_are_equal_until_measured() -> None:
+def test_devices_of_one_kind_are_equal() -> None:
     paces = ReadRates()
     slow, fast = (
         replace(pc("a", 30e9), device="RTX 3060"),
         replace(pc("b", 90e9), device="RTX 3060"),
     )
-    other, few = (
+    other, busy = (
         replace(pc("c", 40e9), device="RTX 2060"),
-        replace(pc("d", 20e9), device="RTX 3060"),
+        replace(pc("d", 2e9), device="RTX 3060"),
     )
     cpu, unknown = replace(pc("e", 30e9, cuda=False), device="RTX 3060"), pc("f", 30e9)
-    found = rates(paces, slow, fast, other, few, cpu, unknown)
-    assert found == [90e9, 90e9, 40e9, 20e9, 30e9, 30e9]
-    paces.record_profile("a", "profile", 30e9)
-    paces.record_profile("b", "profile", 90e9)
-    assert rates(paces, slow, fast) == [30e9, 90e9]
+    found = rates(paces, slow, fast, other, busy, cpu, unknown)
+    assert found == [90e9, 90e9, 40e9, 90e9, 30e9, 30e9]
 
 
-def test_stages_of_one_device_name_are_equal_until_slowed() -> None:
+def test_stages_of_one_kind_are_equal_until_confirmed() -> None:
     paces = ReadRates()
     one, other, third = (replace(pc(name), device="RTX 3060") for name in "abc")
     paces.record_profile("a", "profile", 60e9)
     paces.record_profile("b", "profile", 85e9)
     assert rates(paces, one, other, third) == [85e9, 85e9, 85e9], "a median of those measured: 72.5"
     assert rates(paces, pc("a"), pc("b")) == [60e9, 85e9], "unknown devices"
-    tell(paces, 1.3, 0.0, 2 * SLOWDOWN_HOLD)
-    assert rates(paces, one, other)[0] == pytest.approx(60e9 / 1.3)
+    paces.record_profile("a", "on a busy PC", 85e9 / 3)
+    assert rates(paces, one, other) == [85e9, 85e9], "it was measured once"
+    tell(paces, 1.0, 0.0, SLOWDOWN_HOLD)
+    assert rates(paces, one, other) == [85e9, 85e9], "it may be so for a moment"
+    tell(paces, 1.0, SLOWDOWN_HOLD, 1)
+    assert rates(paces, one, other, third) == [85e9 / 3, 85e9, 85e9]
+    tell(paces, 1 / 3, 2 * SLOWDOWN_HOLD, SLOWDOWN_HOLD + 1)
+    assert rates(paces, one, other) == [85e9, 85e9]
+
+
+def test_a_stage_that_is_a_little_slower_is_equal() -> None:
+    paces = ReadRates()
+    one, other = (replace(pc(name), device="RTX 3060") for name in "ab")
+    paces.record_profile("a", "profile", 60e9)
+    paces.record_profile("b", "profile", 85e9)
+    tell(paces, 1.0, 0.0, 2 * SLOWDOWN_HOLD)
+    assert rates(paces, one, other) == [85e9, 85e9]
 
 
 def test_tiny_step_does_not_reveal_the_rate() -> None:
@@ -145,18 +157,23 @@ def test_unreported_slowdown_expires() -> None:
     paces.mark_placed(paces.apply_rates([pc("a")]))
     paces.expire_slowdowns(SLOWDOWN_HOLD + SLOWDOWN_TTL)
     assert not paces.has_changed
+    tell(paces, 0.0, 3 * SLOWDOWN_HOLD, 1)
     paces.expire_slowdowns(2 * SLOWDOWN_HOLD + SLOWDOWN_TTL + 1)
+    assert not paces.has_changed, "it still serves"
+    paces.expire_slowdowns(3 * SLOWDOWN_HOLD + SLOWDOWN_TTL + 1)
     assert (paces.rate_of("a"), paces.has_changed) == (100e9, True)
 
 
-def test_new_profile_ends_the_slowdown() -> None:
+def test_a_new_profile_replaces_no_confirmed_rate() -> None:
     paces = ReadRates()
     ready(paces)
     tell(paces, 2.0, 0.0, 2 * SLOWDOWN_HOLD)
-    paces.record_profile("a", "profile", 100e9)
-    assert paces.rate_of("a") == 50e9
-    paces.record_profile("a", "another", 40e9)
-    assert paces.rate_of("a") == 40e9
+    paces.record_profile("a", "another", 10e9)
+    assert paces.rate_of("a") == 50e9, "the new one was measured once"
+    tell(paces, 0.5, 2 * SLOWDOWN_HOLD, SLOWDOWN_HOLD + 1)
+    assert paces.rate_of("a") == 20e9
+    paces.expire_slowdowns(4 * SLOWDOWN_HOLD + SLOWDOWN_TTL)
+    assert paces.rate_of("a") == 20e9, "it is no slower than its profile"
 
 
 def test_unknown_peers_are_not_recorded() -> None:

@@ -56,6 +56,7 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     narrow: tuple[NarrowDType, ...] = ()
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: int
+    instructions: str
     torch: str
     #: Number of CUDA devices of this PC.
     gpus: int = 0
@@ -112,7 +113,7 @@ async def measure_device(
     """
     threads = num_worker_threads(settings)
     mbytes = 256 if settings.stages_per_host == 1 else 32
-    key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()} narrow"
+    key = f"{settings.device} {threads} threads {mbytes} MB torch {torch_version()} instructions"
     key += " avx2" * avx2_only()
     probe = _read_cache(cache, key)
     if probe is None or probe.kind == "cuda":  # free GPU memory changes
@@ -127,6 +128,8 @@ async def measure_device(
         name=probe.name[:256],
         memory=stage_memory_budget(settings, probe),
         read_rate=probe.read_rate,
+        instructions=probe.instructions[:256],
+        threads=probe.threads if probe.kind == "cpu" else 0,
         bf16=probe.bf16,
         has_block_kernels=probe.blocks,
         narrow_dtypes=probe.narrow,

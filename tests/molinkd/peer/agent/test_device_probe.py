@@ -27,6 +27,7 @@ RESULT = {
     "read_rate": 1e9,
     "bf16": False,
     "threads": 1,
+    "instructions": " (AVX2)",
     "torch": "2",
 }
 PROBE = DeviceProbe(**RESULT)
