@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import heapq
 import socket
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import zmq.asyncio
@@ -27,12 +30,11 @@ RETRY_S = 5.0
 MEASURE_S = 600.0
 #: The same over a relay, which may disappear.
 RELAYED_MEASURE_S = 30.0
-#: Maximum number of concurrent probes: when a swarm starts, every PC probes all others.
-_MAX_CONCURRENT = 4
-#: With more peers than this, each successful probe is followed by a pause of a multiple of its
-#: duration, which throttles probing on busy PCs; the maximum is in seconds.
-_MANY_PEERS = 8
-_PAUSE_FACTOR, _MAX_PAUSE_S = 9, 3.0
+#: Maximum number of concurrent probes.
+_MAX_CONCURRENT = 2
+#: With more peers than this, probes start at this interval in seconds: when a swarm starts, every
+#: PC probes all others, and what that costs a PC each second must not grow with the swarm.
+_MANY_PEERS, _INTERVAL_S = 8, 1.0
 #: Relative and absolute (seconds) change of latency that is reported.
 _MIN_CHANGE, _MIN_CHANGE_S = 0.2, 0.001
 #: The minimum of several round trips excludes the PCs' own delays. Measuring stops at a round trip
@@ -131,6 +133,59 @@ async def _time_connects(host: str, port: int) -> list[float]:
     return trips
 
 
+class ProbeTurns:
+    """Lets a few probes of this PC run at a time, and limits how many start each second.
+
+    First probes come before repeated ones. Each PC has its own order, so that a new peer is not
+    probed by all others at once.
+    """
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        #: First or repeated probe, rank, peer, and the future that starts it.
+        self._waiting: list[tuple[bool, int, str, asyncio.Future[None]]] = []
+        self._num_running = 0
+        self._next_start = self._interval = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextlib.asynccontextmanager
+    async def take_turn(self, peer: str, num_peers: int, *, again: bool) -> AsyncIterator[None]:
+        """Wait for a turn to probe one of ``num_peers``, and end it on leaving the context."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        rank = zlib.crc32(f"{self._me}{peer}".encode())
+        heapq.heappush(self._waiting, (again, rank, peer, turn))
+        self._interval = _INTERVAL_S if num_peers > _MANY_PEERS else 0.0
+        loop.call_soon(self._start_next)  # once all peers that are added now wait
+        try:
+            await turn
+            yield
+        finally:
+            self._num_running -= turn.done() and not turn.cancelled()
+            self._start_next()
+
+    def _start_next(self) -> None:
+        """Start what may start now, and set the timer for the rest."""
+        loop = asyncio.get_running_loop()
+        while self._waiting and self._num_running < _MAX_CONCURRENT:
+            if self._waiting[0][-1].cancelled():
+                heapq.heappop(self._waiting)
+            elif (now := loop.time()) >= self._next_start:
+                heapq.heappop(self._waiting)[-1].set_result(None)
+                self._num_running += 1
+                self._next_start = now + self._interval
+            else:
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = loop.call_at(self._next_start, self._start_next)
+                return
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class PeerProber:
     """Probes every peer's control port until it answers, then measures its latency periodically."""
 
@@ -158,7 +213,7 @@ class PeerProber:
         self._probes: dict[str, asyncio.Task[None]] = {}
         #: All running tasks, cancelled ones included.
         self._tasks: set[asyncio.Task[None]] = set()
-        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
+        self._turns = ProbeTurns(keys.public)
 
     def add_peer(self, info: PeerInfo) -> None:
         """Probe a peer, again if its addresses have changed."""
@@ -197,23 +252,23 @@ class PeerProber:
     async def close(self) -> None:
         """Stop probing."""
         await cancel_tasks(*self._tasks)
+        self._turns.close()
 
     async def _probe_peer(self, info: PeerInfo, targets: Sequence[str]) -> None:
+        again = False
         while True:
-            async with self._slots:
-                started = self._now()
+            async with self._take_turn(info.peer, again=again):
                 reached, relayed = await self._try_routes(info, targets)
-                duration = self._now() - started
                 self._record_result(info.peer, reached, None, relayed)
-                if reached:
-                    await asyncio.sleep(pause_after(duration, len(self._peers)))
+                measured = await self._measure_once(info) if reached and not relayed else None
             if reached:
-                await self._measure_periodically(info, relayed)
+                await self._measure_periodically(info, relayed, measured)
             else:
                 await asyncio.sleep(RETRY_S)
+            again = True
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+    def _take_turn(self, peer: str, *, again: bool) -> AbstractAsyncContextManager[None]:
+        return self._turns.take_turn(peer, len(self._peers), again=again)
 
     async def _try_routes(self, info: PeerInfo, targets: Sequence[str]) -> tuple[bool, bool]:
         """Whether the peer is reachable, and whether only by a relayed route."""
@@ -230,22 +285,35 @@ class PeerProber:
             return False, False
         return await can_connect(context, keys, codec, key, [endpoint]), True
 
-    async def _measure_periodically(self, info: PeerInfo, relayed: bool) -> None:
+    async def _measure_once(self, info: PeerInfo, reported: float | None = None) -> float | None:
+        """Measure a direct peer's latency; returns what was last reported, now or before."""
+        latency = await measure_latency(info.addresses, info.control_port)
+        return self._report_change(info.peer, latency, reported, relayed=False)
+
+    def _report_change(
+        self, peer: str, latency: float | None, reported: float | None, *, relayed: bool
+    ) -> float | None:
+        if latency is None or not _is_changed(latency, reported):
+            return reported
+        self._record_result(peer, True, latency, relayed)
+        return latency
+
+    async def _measure_periodically(
+        self, info: PeerInfo, relayed: bool, reported: float | None
+    ) -> None:
         """Report the latency whenever it changes, until a relayed route is gone."""
-        reported: float | None = None
         while True:
             if relayed:
                 assert self._routes is not None
                 latency = await self._routes.measure_latency(info.peer)
                 if latency is None:
                     return
+                reported = self._report_change(info.peer, latency, reported, relayed=True)
+                await asyncio.sleep(RELAYED_MEASURE_S)
             else:
-                async with self._slots:
-                    latency = await measure_latency(info.addresses, info.control_port)
-            if latency is not None and _is_changed(latency, reported):
-                reported = latency
-                self._record_result(info.peer, True, latency, relayed)
-            await asyncio.sleep(RELAYED_MEASURE_S if relayed else MEASURE_S)
+                await asyncio.sleep(MEASURE_S)
+                async with self._take_turn(info.peer, again=True):
+                    reported = await self._measure_once(info, reported)
 
     def known_latency(self, peer: str) -> float | None:
         """One-way latency of a peer in seconds; ``None`` if unknown."""
@@ -256,11 +324,6 @@ class PeerProber:
     ) -> None:
         self._results[peer] = reached, latency, relayed
         self._report(peer, reached, latency, relayed)
-
-
-def pause_after(duration: float, num_peers: int) -> float:
-    """Pause in seconds after a probe that ``duration`` seconds, with this many ``num_peers``."""
-    return min(_PAUSE_FACTOR * duration, _MAX_PAUSE_S) if num_peers > _MANY_PEERS else 0.0
 
 
 def _is_changed(latency: float, reported: float | None) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 import pytest
 
@@ -10,8 +11,38 @@ from molink.wire.messages.codec import control_codec
 from molink.wire.messages.instructions import PeerInfo
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.membership import peer_prober as module
-from molinkd.peer.membership.peer_prober import PeerProber
+from molinkd.peer.membership.peer_prober import PeerProber, ProbeTurns
 from tests.support.net import Net
+
+
+class SteppedLoop:
+    """The running loop with a clock that jumps to the next timer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self._timers: list[tuple[float, asyncio.Handle]] = []
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda: self.now)
+
+        def call_at(when: float, work: Callable[..., None], *args: object) -> asyncio.Handle:
+            handle = asyncio.Handle(work, args, loop)
+            self._timers.append((when, handle))
+            return handle
+
+        monkeypatch.setattr(loop, "call_at", call_at)
+
+    async def run_until_done(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Run until all tasks are done."""
+        while not all(task.done() for task in tasks):
+            for _ in range(20):
+                await asyncio.sleep(0)
+            due = sorted(
+                (one for one in self._timers if not one[1].cancelled()), key=lambda one: one[0]
+            )
+            if due:
+                self.now, handle = due[0]
+                self._timers = due[1:]
+                handle._run()
 
 
 def member(public_key: str, port: int, *addresses: str) -> PeerInfo:
@@ -88,6 +119,7 @@ async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.Monke
         under_way -= 1
         return True
 
+    monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "can_connect", can_connect)
     monkeypatch.setattr(module, "measure_latency", lambda *_: asyncio.sleep(0, 0.001))
     reported: asyncio.Queue[str] = asyncio.Queue()
@@ -98,13 +130,64 @@ async def test_concurrent_probes_are_limited(net: Net, monkeypatch: pytest.Monke
     reached = {await reported.get() for _ in range(2 * len(targets))}
     await prober.close()
     assert reached == {target.peer for target in targets}
-    assert most == 4
+    assert most == 2
 
 
-def test_probing_many_peers_is_throttled() -> None:
-    assert module.pause_after(0.02, 8) == 0.0, "a few are tried at once"
-    assert module.pause_after(0.02, 9) == pytest.approx(0.18)
-    assert module.pause_after(0.5, 50) == 3.0, "PCs are busy, or far away"
+@pytest.mark.parametrize("num_peers", [9, 25, 64])
+async def test_probes_a_second_do_not_grow_with_the_swarm(
+    num_peers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = SteppedLoop(monkeypatch)
+    turns, started = ProbeTurns("me"), []
+
+    async def probe(peer: str, again: bool) -> None:
+        async with turns.take_turn(peer, num_peers, again=again):
+            started.append((peer, again, loop.now))
+
+    tasks = [
+        asyncio.create_task(probe(f"pc{number}", again))
+        for number in range(num_peers)
+        for again in (True, False)
+    ]
+    await loop.run_until_done(tasks)
+    times = [at for _, _, at in started]
+    assert times == [float(second) for second in range(2 * num_peers)]
+    order = [peer for peer, again, _ in started if not again]
+    assert [again for _, again, _ in started] == [False] * num_peers + [True] * num_peers
+    assert sorted(order) == sorted(f"pc{number}" for number in range(num_peers))
+    turns.close()
+
+
+async def test_each_pc_probes_in_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
+    orders = []
+    for me in ("pc1", "pc2", "pc3"):
+        turns, order = ProbeTurns(me), list[str]()
+
+        async def probe(peer: str, turns: ProbeTurns = turns, order: list[str] = order) -> None:
+            async with turns.take_turn(peer, 20, again=False):
+                order.append(peer)
+
+        await asyncio.gather(*(probe(f"peer{number}") for number in range(20)))
+        orders.append(order[0])
+    assert len(set(orders)) > 1
+
+
+async def test_a_cancelled_probe_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_INTERVAL_S", 0.0)
+    turns, ended = ProbeTurns("me"), asyncio.Event()
+
+    async def probe(peer: str) -> None:
+        async with turns.take_turn(peer, 20, again=False):
+            await ended.wait()
+
+    tasks = [asyncio.create_task(probe(f"pc{number}")) for number in range(6)]
+    await asyncio.sleep(0)
+    for task in tasks[:5]:
+        task.cancel()
+    await asyncio.gather(*tasks[:5], return_exceptions=True)
+    ended.set()
+    await asyncio.wait_for(tasks[5], 30)
 
 
 async def test_a_very_short_round_trip_is_measured_once(
