@@ -129,6 +129,7 @@ class Ring:
         self._requests = requests
         self._computing = False
         self._closed = False
+        self._sub_chunk_policy = config.sub_chunk_policy
         self.scoreboard = Scoreboard(config.limits, config.sub_chunk_policy)
         #: Inputs of the running step, by ``seq``.
         self._running: dict[int, StepInput] = {}
@@ -420,3 +421,4 @@ class Ring:
 
     def _update_bubbles(self, now: float) -> None:
         self.bubbles.update_state(now, live=len(self._requests) > 0, computing=self._computing)
+        self._sub_chunk_policy.busy_share = self.bubbles.busy_share

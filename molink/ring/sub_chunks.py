@@ -14,6 +14,9 @@ passes fill the stage's time. Hence:
   minimum. If rows pile up during a pass, the next sub-chunk is larger and cheaper.
 - If rows arrive so slowly that smaller sub-chunks use at most :data:`MAX_BUSY_SHARE` of the time,
   smaller ones run.
+- Where the stage computes for more than that share of the time, its throughput is scarce and its
+  queue keeps the next stages busy: a sub-chunk that runs alone is as efficient as one of a complete
+  volume.
 - Together with decode rows, which read the weights anyway, a few rows suffice.
 - A remainder too small for a pass waits for more rows.
 - A large volume that is complete, such as a whole prompt at the first stage, is split into
@@ -32,7 +35,8 @@ from molink.facts.profile import MAX_CHUNK_ROWS, Profile, smallest_near_best
 MAX_ROW_COST = 2.0
 #: The same for sub-chunks of a complete volume.
 EFFICIENT_ROW_COST = 1.25
-#: More expensive sub-chunks may use this share of the time in which rows arrive.
+#: More expensive sub-chunks may use this share of the time in which rows arrive, and of the stage's
+#: time.
 MAX_BUSY_SHARE = 0.5
 #: Minimum rows of a sub-chunk, which bounds the number of messages.
 MIN_ROWS = 16
@@ -42,6 +46,9 @@ MIN_EFFICIENT_ROWS = 64
 
 class SubChunkPolicy(Protocol):
     """Decides the sizes of sub-chunks."""
+
+    #: Share of the last seconds in which the stage computed (:class:`.step_monitor.BubbleMeter`).
+    busy_share: float
 
     def next_rows(self, available: int, pending: int, piggybacked: int, row_rate: float) -> int:
         """How many of the ``available`` rows to run now; 0 to wait for more.
@@ -56,6 +63,8 @@ class SubChunkPolicy(Protocol):
 class WholeVolumePolicy:
     """Store and forward: a volume runs at once when all of it has arrived."""
 
+    busy_share = 0.0
+
     def next_rows(self, available: int, pending: int, piggybacked: int, row_rate: float) -> int:
         """As :meth:`SubChunkPolicy.next_rows`."""
         return 0 if pending else available
@@ -63,6 +72,8 @@ class WholeVolumePolicy:
 
 class EfficientSubChunks:
     """Sub-chunks that are worth a pass by the stage's profile."""
+
+    busy_share = 0.0
 
     def __init__(self, profile: Profile, *, forwards: bool = True) -> None:
         """``profile`` has prefill points; ``forwards`` tells whether another stage follows."""
@@ -87,7 +98,8 @@ class EfficientSubChunks:
             return min(available, -(-(even + piggybacked) // self._tile) * self._tile - piggybacked)
         if not pending:
             return available
-        minimum = self._min_rows_at(row_rate)
+        is_busy = self.busy_share > MAX_BUSY_SHARE
+        minimum = self.efficient_rows if is_busy else self._min_rows_at(row_rate)
         # The remainder must be worth another pass.
         spare = min(available, available + pending - minimum)
         tiled = (spare + piggybacked) // self._tile * self._tile - piggybacked

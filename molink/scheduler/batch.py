@@ -28,6 +28,8 @@ _SLICE_BYTES_MAX = 4000
 #: array, sample, copy source, array. Each block id or draft takes at most ``_ID_BYTES``.
 _SLICE_BYTES = 1 + 5 + 5 + 5 + 9 + 3 + 1 + 1 + 1
 _ID_BYTES = 5
+#: Decode rows without drafts that fit a volume in any case.
+MIN_DECODE_ROOM = _SLICE_BYTES_MAX // (_SLICE_BYTES + 2 * _ID_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

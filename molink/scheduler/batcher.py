@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from itertools import islice
 
 from molink.facts.ring_times import RingTimes
-from molink.scheduler.batch import ControlIssuer, MicroBatch, VolumeBuilder, VolumeWithTokens
+from molink.scheduler.batch import (
+    MIN_DECODE_ROOM,
+    ControlIssuer,
+    MicroBatch,
+    VolumeBuilder,
+    VolumeWithTokens,
+)
 from molink.scheduler.blocks import HostCopy
 from molink.scheduler.chunk_size import ChunkSize
 from molink.scheduler.config import SchedulerConfig
@@ -61,6 +67,8 @@ class Batcher:
         )
         #: Prefill volumes in flight without piggybacked decode rows.
         self._prefill_only_seqs: set[int] = set()
+        #: Whether chunks leave alone since prompts queue, see :meth:`_next_prefill_rows`.
+        self._chunks_leave_alone = False
         #: Requests admitted for this micro-batch, with the host copies that they resume from.
         self._newly_admitted: list[tuple[RequestState, HostCopy | None]] = []
         #: Requests that lacked a block when decode rows were last composed.
@@ -92,7 +100,7 @@ class Batcher:
             context = sum(len(state.tokens) for state in running) // max(1, streams)
             count = self.micro_batches.update_count(streams, context)
             self._chunk_size.set_micro_batches(count)
-            if self.in_flight.count_volumes(prefill=False) < count:
+            if self._has_decode_slot:
                 self._ask_draft_model(running, streams, context)
                 self._add_decode_rows(decode, running, now)
                 self._add_drafts(decode, streams, context)
@@ -100,7 +108,7 @@ class Batcher:
                 rows = self._next_prefill_rows(streams, context, now, piggyback=len(decode) > 0)
                 self._add_prefill(chunk, rows, now)
             resumed = self._admit_swapped(now)
-            if not self.swap.resumes_early and self.in_flight.count_volumes(prefill=False) < count:
+            if not self.swap.resumes_early and self._has_decode_slot:
                 for state in resumed:
                     if state.phase == "decode" and decode.block_room >= 1:
                         self._add_rows(decode, state, 1, now)
@@ -126,7 +134,17 @@ class Batcher:
 
     def _decode_quota(self, streams: int) -> int:
         """Decode rows per volume, for ``streams`` spread over all micro-batches."""
-        return max(1, math.ceil(streams / self.micro_batches.count))
+        return max(1, math.ceil(streams / self._num_decode_volumes))
+
+    @property
+    def _has_decode_slot(self) -> bool:
+        return self.in_flight.count_volumes(prefill=False) < self._num_decode_volumes
+
+    @property
+    def _num_decode_volumes(self) -> int:
+        """Decode volumes in flight: ``K``, or one beside chunks that leave alone."""
+        alone = self._chunks_leave_alone and self.in_flight.count_volumes(prefill=True)
+        return 1 if alone else self.micro_batches.count
 
     def _ask_draft_model(self, running: Sequence[RequestState], streams: int, context: int) -> None:
         """Request drafts for the requests of the next volume; some then wait for them."""
@@ -262,7 +280,11 @@ class Batcher:
         SARATHI's decode-maximal batches). Sending chunks whenever stage 0 is idle would make decode
         volumes wait behind them and read the weights twice. Prefill-only chunks fit into the round
         trip's idle time instead (:mod:`molink.scheduler.micro_batches`).
+
+        Where prompts queue and decode rows cost little (:meth:`.ChunkSize.leaves_alone`), chunks
+        leave alone: ``K`` of them keep the stages busy, and all decode rows share one volume.
         """
+        self._chunks_leave_alone = False
         requests = self.queues.prefill_order(now, closed=self.queues.has_prefills)
         if not requests:
             return 0
@@ -272,13 +294,19 @@ class Batcher:
         self._prefill_only_seqs = set(filter(in_flight.has_volume, self._prefill_only_seqs))
         volumes = in_flight.count_volumes(prefill=True)
         standalone = in_flight.count_volumes(prefill=False) + len(self._prefill_only_seqs) < count
-        is_regular = volumes < count and (piggyback or standalone)
-        if not is_regular and not self.micro_batches.allows_prefill_only:
-            return 0
-        before = requests[0].num_issued if admitted else 0
         queued, prompts = self.queues.num_waiting_tokens, self.queues.num_waiting
         if admitted:
             queued, prompts = queued + left, prompts + len(requests)
+        if self.micro_batches.allows_prefill_only and streams <= MIN_DECODE_ROOM:
+            self._chunks_leave_alone = self._chunk_size.leaves_alone(
+                streams, context, queued, prompts
+            )
+        if self._chunks_leave_alone and piggyback and volumes:
+            return 0
+        is_regular = volumes < count and (piggyback or standalone or self._chunks_leave_alone)
+        if not is_regular and not self.micro_batches.allows_prefill_only:
+            return 0
+        before = requests[0].num_issued if admitted else 0
         rows = self._chunk_size.choose_rows(streams, left, before, context, queued, prompts)
         if not self._config.max_num_batched_tokens:
             rows = min(rows, self.micro_batches.link_chunk_rows or rows)

@@ -15,6 +15,9 @@ no stream stalls while a long prompt is computed. The chunk size follows from th
 - If prompts queue for longer than :data:`QUEUED_S`, or :data:`MORE_QUEUED_S` if more prompts wait
   than streams decode, throughput is scarce: chunks are then large enough for the slowest stage to
   work near its best rate. One prompt alone doesn't count as a queue.
+- Such chunks leave without decode rows where these rows' own pass, one for all streams per round
+  trip, costs little beside the chunks (:data:`NEAR_QUEUED`): a stream then waits for half a chunk
+  per stage, not for half a chunk and a whole one.
 
 The paper's rule ``P:D = C / (B - 1)`` does not apply, since decodes never wait for a prompt here.
 """
@@ -116,6 +119,37 @@ class ChunkSize:
             return self._fixed_rows
         if not self._profiles:
             return DEFAULT_ROWS
+        rows = self._usual_rows(decoding, left, before, context)
+        if not self._is_queue(decoding, queued, prompts):
+            return rows
+        return max(rows, self._queued_rows - -(-decoding // self._micro_batches))
+
+    def leaves_alone(
+        self, decoding: int, context: int = 0, queued: int = 0, prompts: int = 0
+    ) -> bool:
+        """Whether the next chunk should leave without decode rows.
+
+        Arguments as in :meth:`choose_rows`.
+        """
+        if self._fixed_rows or not self._profiles or not decoding:
+            return False
+        if not self._is_queue(decoding, queued, prompts):
+            return False
+        context = context // _MIN_MAX * _MIN_MAX
+        return all(self._is_cheap(profile, decoding, context) for profile in self._profiles)
+
+    def _is_cheap(self, profile: Profile, decoding: int, context: int) -> bool:
+        """Whether the ``decoding`` rows' own pass costs little beside ``K`` large chunks."""
+        extra = profile.decode_s(decoding, context) - decoding * self._row_s
+        chunks = self._micro_batches * self._max_rows * self._row_s
+        return extra <= (NEAR_QUEUED - 1) * chunks
+
+    def _is_queue(self, decoding: int, queued: int, prompts: int) -> bool:
+        patience_s = MORE_QUEUED_S if 0 < decoding < prompts else QUEUED_S
+        return prompts > 1 and queued * self._row_s > patience_s
+
+    def _usual_rows(self, decoding: int, left: int, before: int, context: int) -> int:
+        """Rows of the next chunk if no prompts queue."""
         piggybacked = -(-decoding // self._micro_batches)
         # Rounded for the memo.
         before = before // _MIN_MAX * _MIN_MAX
@@ -130,10 +164,7 @@ class ChunkSize:
                 if piggybacked
                 else self._efficient_rows(steps * self._step, before)
             )
-        rows = self._memo[key]
-        patience_s = MORE_QUEUED_S if 0 < decoding < prompts else QUEUED_S
-        is_queue = prompts > 1 and queued * self._row_s > patience_s
-        return max(rows, self._queued_rows - piggybacked) if is_queue else rows
+        return self._memo[key]
 
     def _efficient_rows(self, left: int, before: int) -> int:
         """The smallest chunk that computes ``left`` rows in nearly minimal time."""

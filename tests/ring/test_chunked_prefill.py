@@ -274,3 +274,41 @@ def test_short_ring_uses_smaller_chunks() -> None:
         return ring.queue.now
 
     assert first() < 0.8 * first(max_num_batched_tokens=1024)
+
+
+#: Measured: eight layers on a core with AVX512-BF16 (`molink bench stage`).
+CORE = Profile(
+    decode=((1, 0.0069), (8, 0.0089), (64, 0.062)),
+    prefill=((8, 0.0081), (16, 0.0153), (64, 0.055), (128, 0.109), (512, 0.451), (1024, 0.95)),
+)
+
+
+class Core(Executor):
+    def seconds(self, decodes: int, rows: int) -> float:
+        if not rows:
+            return CORE.decode_s(decodes)
+        return max(CORE.prefill_s(decodes + rows), CORE.decode_s(decodes))
+
+
+def test_queued_chunks_leave_alone_beside_one_decode_volume() -> None:
+    times = RingTimes((CORE,) * 3, [LinkFacts(0.015, 1e12)] * 3, 0)
+    ring = Ring([1.0] * 3, 0.015, Core, profiles=times.profiles, micro_batches=0)
+    ring.scheduler.set_times(times)
+    for number in range(8):
+        ring.submit_request(f"p{number}", 800 + 100 * number, 24)
+    ring.run_until(lambda: bool(ring.tokens["p1"]))
+    ring.steps.clear()
+    beside = []
+
+    def watch() -> bool:
+        gauges = ring.scheduler.collect_stats()[1]
+        if gauges["scheduler_prefill_in_flight"]:
+            beside.append(gauges["scheduler_decode_in_flight"])
+        return bool(ring.tokens["p4"])
+
+    ring.run_until(watch)
+    assert max(beside) == 1
+    steps = [(decodes, rows) for stage, decodes, rows, _ in ring.steps if stage == 0]
+    alone = sum(rows for decodes, rows in steps if not decodes)
+    assert alone > 0.95 * sum(rows for _, rows in steps)
+    ring.run_until(lambda: all(len(tokens) == 24 for tokens in ring.tokens.values()))

@@ -159,6 +159,22 @@ async def bench() -> Bench:
     return Bench()
 
 
+async def test_sub_chunks_follow_the_busy_share() -> None:
+    now, executor = [0.0], ScriptedExecutor()
+    policy = create_sub_chunk_policy(PROFILE, cut_through=True, forwards=True)
+    config = RingConfig(MIDDLE_STAGE, PROFILE, sub_chunk_policy=policy)
+    ring = Ring(config, RequestTable(), executor, None, lambda: now[0], print)
+    ring.open(RecordingOutlet())
+    ring.on_message(Admit(1, 0, SamplingParams(), 4), None)
+    rows = RequestSlice(0, 4, 1, 1, (2,))
+    ring.on_message(Volume(2, False, (rows,), Payload("f32", (1, 2))), bytearray(8))
+    assert policy.busy_share == 0.0
+    now[0] = 6.0
+    executor.end()
+    await asyncio.sleep(0)
+    assert policy.busy_share == 1.0
+
+
 async def test_volume_runs_and_the_policy_is_told(bench: Bench) -> None:
     bench.arrive(2, 1)
     (((step_input,), _),) = bench.executor.steps

@@ -52,6 +52,16 @@ def test_remainders_are_worth_a_pass() -> None:
     assert sub_chunks.next_rows(1, 0, 0, 0.0) == 1
 
 
+def test_a_busy_stage_runs_efficient_sub_chunks() -> None:
+    sub_chunks = EfficientSubChunks(CPU)
+    assert sub_chunks.next_rows(16, 112, 0, 900.0) == 16
+    sub_chunks.busy_share = 0.6
+    assert [sub_chunks.next_rows(here, 128 - here, 0, 900.0) for here in (16, 63, 64)] == [0, 0, 64]
+    assert sub_chunks.next_rows(47, 1, 0, 900.0) == 0, "neither part would be worth a pass"
+    assert sub_chunks.next_rows(48, 0, 0, 900.0) == 48
+    assert sub_chunks.next_rows(16, 112, 1, 900.0) == 16, "the decode row reads the weights anyway"
+
+
 def test_piggybacked_sub_chunks_fill_a_tile() -> None:
     sub_chunks = EfficientSubChunks(GPU)
     assert sub_chunks.next_rows(70, 400, 8, 0.0) == 56

@@ -108,6 +108,27 @@ def test_slow_decodes_allow_larger_chunks() -> None:
     assert chunks.choose_rows(0, left=4096, context=8192) == chunks.choose_rows(0, left=4096)
 
 
+#: Measured: eight layers on a core with AVX512-BF16, where a few rows cost as much as many.
+CORE = Profile(
+    decode=((1, 0.0069), (8, 0.0089), (64, 0.062)),
+    prefill=((8, 0.0081), (16, 0.0153), (64, 0.055), (128, 0.109), (512, 0.451)),
+)
+
+
+def test_queued_chunks_leave_alone_where_decode_rows_cost_little() -> None:
+    chunks = ChunkSize(0, [CORE] * 3, 3)
+    assert chunks.leaves_alone(3, queued=8192, prompts=4)
+    assert not chunks.leaves_alone(3, queued=64, prompts=4), "no queue"
+    assert not chunks.leaves_alone(3, queued=8192, prompts=1), "no queue"
+    assert not chunks.leaves_alone(0, queued=8192, prompts=4), "nothing decodes"
+    assert not ChunkSize(64, [CORE], 3).leaves_alone(3, queued=8192, prompts=4)
+    assert not ChunkSize(0, [], 3).leaves_alone(3, queued=8192, prompts=4)
+
+
+def test_queued_chunks_share_an_expensive_read_with_decode_rows() -> None:
+    assert not ChunkSize(0, [GPU] * 3, 3).leaves_alone(8, queued=1 << 16, prompts=64)
+
+
 def test_sizes_follow_new_profiles() -> None:
     chunks = ChunkSize(0, [GPU, GPU], 2)
     before = chunks.choose_rows(8, left=4096)
