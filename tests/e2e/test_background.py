@@ -17,7 +17,7 @@ def test_up_in_the_background_and_down_again(tmp_path: Path) -> None:
         begun = run_molink(tmp_path, "up", "--background", "--stage", "none", *options)
         assert begun.returncode == 0, begun.stderr
         assert "To add a PC" in begun.stdout
-        assert "molink-" not in begun.stdout, "a token is a password"
+        assert "join molink-" not in begun.stdout, "a token is a password"
         note = read_run_file(home.run_file)
         assert note is not None
         processes.append(psutil.Process(note.pid))
