@@ -150,6 +150,14 @@ class NotAuthorized(MolinkError):
 
     exit_code = 7
 
+    @classmethod
+    def owner_only(cls, action: str) -> "NotAuthorized":
+        """The error for a peer that is no owner of its swarm."""
+        return cls(
+            "only an owner of the swarm (its first PC, or one that `molink add-owner` named) may "
+            + action
+        )
+
 
 class PeerBanned(NotAuthorized):
     """This PC was a member of the swarm and was revoked."""

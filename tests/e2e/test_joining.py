@@ -217,13 +217,18 @@ def test_revoking(trio: Trio, tools: type[Tools], tmp_path: Path) -> None:
     try:
         guest.found()
         tools.wait_for(lambda: "second-3" in _names(trio), guest)
-        done = tools.run_molink(home, "revoke", "second")
-        assert (done.returncode, "only the swarm's first PC" in done.stderr) == (7, True)
+        done = tools.run_molink(home, "revoke", "second", "--yes")
+        assert (done.returncode, "only an owner of the swarm" in done.stderr) == (7, True)
         assert "second-3" in tools.run_molink(first, "invite", "--list").stdout
         done = tools.run_molink(first, "revoke", "second-3")
-        assert done.returncode == 0, done.stderr
+        assert (done.returncode, "--yes" in done.stderr) == (2, True), "not by mistake"
+        # The first PC makes the second one an owner, which removes the other one of its name.
+        done = tools.run_molink(first, "add-owner", "second")
+        assert (done.returncode, "is an owner now" in done.stdout) == (0, True), done.stderr
+        revoke = (trio.root / "worker", "revoke", "second-3", "--yes")
+        tools.wait_for(lambda: tools.run_molink(*revoke).returncode == 0, trio.up)
         assert sorted(_names(trio)) == ["first", "second", "third"]
-        done = tools.run_molink(first, "revoke", "second-3")
+        done = tools.run_molink(first, "revoke", "second-3", "--yes")
         assert "no other member second-3" in done.stderr
         # It is told so, ends, and gets in neither by its own key nor by a new one.
         assert guest.process.wait(30) == 9, guest.output
@@ -261,8 +266,8 @@ def test_dissolving(tools: type[Tools], tmp_path: Path) -> None:
         done = tools.run_molink(second, "leave", "--dissolve")
         assert (done.returncode, "only the PC that created" in done.stderr) == (2, True)
         tools.wait_for(lambda: len(up.status()["peers"]) == 2, guest)
-        done = tools.run_molink(first, "leave", "--dissolve")
-        assert (done.returncode, "not notified" in done.stdout) == (0, False), done.stdout
+        done = tools.run_molink(first, "leave", "--dissolve", "--yes")
+        assert (done.returncode, "Not told" in done.stdout) == (0, False), done.stdout
         assert up.process.wait(30) == 0, up.output
         assert guest.process.wait(30) == 9, guest.output
         assert "was removed from swarm" in guest.output

@@ -80,6 +80,6 @@ def test_the_founders_pc_dies_and_comes_back(swarm: LocalSwarm, tools: type[Tool
     swarm.up()
     swarm.wait_led_by("first", "second", 4)
     assert "".join(stream(swarm, "third")) == expected
-    swarm.molink("first", "revoke", "fourth")
+    swarm.molink("first", "revoke", "fourth", "--yes")
     tools.wait_for(lambda: fourth.process.poll() is not None, swarm.running["first"])
     assert fourth.process.returncode == PeerBanned.exit_code

@@ -186,10 +186,7 @@ def revoke_all_peers(home: Home) -> list[str]:
     Raises:
         MolinkError: not all peers were revoked.
     """
-    _, payload = _request_swarm(home, StatusRequest(ref=0))
-    status = json.loads(payload)
-    if status["coordinator"]["state"] != "running":
-        raise Unavailable(f"the coordinator is unavailable: {status['trouble']}")
+    status = _fetch_swarm_status(home)
     me = derive_peer_id(home.load_keys().public)
     others = [peer for peer in status["peers"] if peer["id"] != me]
     for peer in sorted(others, key=lambda peer: bool(peer["id"] == status.get("leader"))):
@@ -236,12 +233,26 @@ def fetch_pairings(home: Home) -> list[dict[str, Any]]:
     Raises:
         Unavailable: the coordinator is unavailable.
     """
+    pairings: list[dict[str, Any]] = _fetch_swarm_status(home).get("pairing_requests", [])
+    return pairings
+
+
+def fetch_members(home: Home) -> list[dict[str, Any]]:
+    """Return all members, as in ``molink status --json``.
+
+    Raises:
+        Unavailable: the coordinator is unavailable.
+    """
+    members: list[dict[str, Any]] = _fetch_swarm_status(home)["peers"]
+    return members
+
+
+def _fetch_swarm_status(home: Home) -> dict[str, Any]:
     _, payload = _request_swarm(home, StatusRequest(ref=0))
-    status = json.loads(payload)
+    status: dict[str, Any] = json.loads(payload)
     if status["coordinator"]["state"] != "running":
         raise Unavailable(f"the coordinator is unavailable: {status['trouble']}")
-    pairings: list[dict[str, Any]] = status.get("pairing_requests", [])
-    return pairings
+    return status
 
 
 def _request_swarm(home: Home, message: ControlMessage) -> tuple[ControlMessage, bytes]:

@@ -11,8 +11,9 @@ import msgspec
 from molink.errors import MolinkError, UsageError
 from molinkd.child_process import exit_text
 from molinkd.cli import daemon_client
+from molinkd.cli.confirmation import is_terminal
 from molinkd.cli.daemon_console import DaemonConsole
-from molinkd.cli.join_verbs import is_terminal, resolve_token
+from molinkd.cli.join_verbs import resolve_token
 from molinkd.peer.frontend.api_endpoint import api_settings
 from molinkd.peer.home import Home
 from molinkd.peer.launch import (

@@ -5,7 +5,6 @@ import contextlib
 import ipaddress
 import json
 import re
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ from molink.errors import MolinkError, PairingRefused, Unavailable, UsageError
 from molink.plaintext import printable
 from molink.swarm.membership.pairing import CODE_DIGITS, normalize_code
 from molink.swarm.membership.sanitize import quote_name
+from molinkd.cli.confirmation import is_terminal
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
@@ -107,16 +107,15 @@ def resolve_token(
     Raises:
         MolinkError: it can't join.
     """
+    from molinkd.peer.membership.membership_record import explain_membership, read_membership
+
     address = None if given is None else parse_address(given)
     if given is not None and address is None:
         return given
-    if place.membership.exists():
-        if given is not None or swarm is not None:
-            raise UsageError(
-                f"this PC is already in a swarm: {place.format_command('join')} alone "
-                f"reconnects to it. To switch swarms, run {place.format_command('leave')} "
-                "first, or use another state folder with --home."
-            )
+    member = read_membership(place.membership)
+    if member is not None:
+        if given is not None or swarm is not None or member.is_founder:
+            raise UsageError(explain_membership(place, member))
         return None
     if (address is not None or settings.discovery) and pair_with_swarm(
         place, settings, address, swarm
@@ -125,8 +124,8 @@ def resolve_token(
     nothing = (
         "no swarm found on this network. Is `molink up` running, and do the firewalls of "
         "both PCs allow UDP port 5353 and TCP ports 5466 to 5479? Otherwise run "
-        f"{place.format_command('join HOST')} with the first PC's address, or paste a token "
-        "from `molink invite`"
+        f"{place.format_command('join HOST')} with the address of the PC that leads it, or paste a "
+        "token from `molink invite`"
     )
     if is_terminal():
         if settings.discovery:
@@ -272,8 +271,3 @@ def _confirm_code(code: "PairingCode", place: "Home") -> None:
             f"{place.format_command('join')} again and compare the codes, or join with a "
             "token (`molink invite` prints one)"
         )
-
-
-def is_terminal() -> bool:
-    """Whether a person can be prompted."""
-    return sys.stdin is not None and sys.stdin.isatty()

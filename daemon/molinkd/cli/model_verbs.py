@@ -33,6 +33,7 @@ from molink.wire.messages.admin import LoadModel, LoadModelReply, StopServing, S
 from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli import daemon_client
+from molinkd.cli.confirmation import YesOption, confirm_action
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.transfer_line import TransferLine
 from molinkd.peer.artifacts.installed_models import (
@@ -171,6 +172,7 @@ def stop(
     model: Annotated[
         str | None, typer.Argument(help="Unload only this model.  [default: all]")
     ] = None,
+    yes: YesOption = False,
     home: HomeOption = None,
 ) -> None:
     """Unload one model, or all, and free its memory; PCs stay in the swarm."""
@@ -178,12 +180,15 @@ def stop(
     status, format_command = daemon_client.fetch_status(found), Home.find_home(home).format_command
     if model is not None:
         name = _served_name(model)
+        confirm_action(f"Unload {name} on all PCs of the swarm?", yes=yes)
         daemon_client.send_request(found, SwitchModel(ref=0, model=name))
         print(printable(f"Unloaded {name}. Undo: {format_command(f'run {model}')}."))
         if any(one.get("applied") for one in status["models"] if one["name"] == name):
             print("The swarm's file still lists it; `molink apply` would load it again.")
         return
     served = daemon_client.served_models(status)
+    if served:
+        confirm_action(f"Unload {', '.join(served)} on all PCs of the swarm?", yes=yes)
     reply, _ = daemon_client.send_request(found, StopServing(ref=0))
     assert isinstance(reply, DoneReply)
     again = f"{format_command('run MODEL')} loads a model."

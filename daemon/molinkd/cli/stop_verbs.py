@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from molink.errors import MolinkError, Unavailable, UsageError
 from molink.facts.identity import derive_peer_id
 from molink.files import retry_while_busy
 from molink.plaintext import printable
+from molinkd.cli.confirmation import YesOption, confirm_action
 from molinkd.cli.swarm_verbs import HomeOption
 
 if TYPE_CHECKING:
@@ -37,11 +39,15 @@ def down(home: HomeOption = None) -> None:
 def leave(
     dissolve: Annotated[
         bool,
-        typer.Option("--dissolve", help="On the swarm's first PC: end the swarm for all PCs."),
+        typer.Option("--dissolve", help="On the PC that created the swarm: remove all others."),
     ] = False,
+    yes: YesOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Leave the swarm permanently and stop molink on this PC."""
+    """Leave the swarm permanently and stop molink on this PC.
+
+    Without a terminal, --dissolve needs --yes.
+    """
     from molinkd.peer.home import Home, read_run_file
     from molinkd.peer.membership.membership_record import read_membership
 
@@ -54,16 +60,21 @@ def leave(
             "only the PC that created the swarm can dissolve it; "
             f"{place.format_command('leave')} removes this PC"
         )
-    if member.is_founder and not dissolve:
-        raise UsageError(
-            "this PC created the swarm; only it can remove PCs. To end the swarm for all "
-            f"PCs, run {place.format_command('leave --dissolve')}; to stop only this PC, "
-            f"run {place.format_command('down')}."
-        )
     run_file = read_run_file(place.run_file)
-    if member.is_founder:
-        _dissolve_swarm(place, member, runs=run_file is not None)
-    elif run_file is None:
+    others = _list_others(place, member, runs=run_file is not None) if member.is_founder else []
+    if others and not dissolve:
+        raise UsageError(
+            f"this PC created the swarm and remains its owner. To end the swarm for "
+            f"{', '.join(one.name for one in others)} too, run "
+            f"{place.format_command('leave --dissolve')}; to stop only this PC, run "
+            f"{place.format_command('down')}."
+        )
+    question = _leave_question(place, member, others, runs=run_file is not None)
+    confirm_action(question, yes=yes, is_final=dissolve)
+    lost = [one.name for one in others]
+    if others and run_file is not None:
+        lost = _remove_others(place)
+    elif not member.is_founder and run_file is None:
         _notify_coordinator(place, member)
     if run_file is not None:
         stop_daemon(place, run_file, leave=True)
@@ -72,48 +83,72 @@ def leave(
     for folder in (place.devices, *([place.coordinator] if member.is_founder else ())):
         if not wait_until(partial(_try_remove, folder)):
             raise UsageError(f"can't delete {folder}: delete it by hand")
+    if lost:
+        print(printable(f"Not told: {', '.join(lost)}. Run `molink leave` on each of them."))
     print(printable(f"This PC left swarm {member.swarm}."))
 
 
-def _dissolve_swarm(home: "Home", member: "MembershipRecord", *, runs: bool) -> None:
-    """Remove all other peers from the swarm that this PC created.
+@dataclass(frozen=True, slots=True)
+class _OtherPc:
+    """Another PC of the swarm; ``is_reachable``: it can be told that the swarm ends."""
+
+    name: str
+    is_reachable: bool
+
+
+def _list_others(home: "Home", member: "MembershipRecord", *, runs: bool) -> list[_OtherPc]:
+    """Return the other PCs of the swarm, as the coordinator or else the local replica has them."""
+    from molinkd.cli import daemon_client
+
+    me = derive_peer_id(home.load_keys().public)
+    if runs:
+        found = daemon_client.fetch_members(home)
+        return [
+            _OtherPc(one["name"], one["state"] != "offline")
+            for one in found
+            if me not in (one["id"], one.get("pc"))
+        ]
+    return [
+        _OtherPc(one.name, False)
+        for one in _read_members(home, member)
+        if me not in (one.peer, one.announced.primary_peer if one.announced is not None else "")
+    ]
+
+
+def _leave_question(
+    home: "Home", member: "MembershipRecord", others: list[_OtherPc], *, runs: bool
+) -> str:
+    """Say what leaving means to whom."""
+    if not others:
+        more = "" if member.is_founder else " Joining again needs a token or an approval."
+        return f"Leave swarm {member.swarm} for good?{more}"
+    text = f"End swarm {member.swarm} for {', '.join(one.name for one in others)} too?"
+    lost = ", ".join(one.name for one in others if not one.is_reachable)
+    if lost and not runs:
+        up = home.format_command("up --background")
+        text += f" molink is not running here ({up} starts it)."
+    if lost:
+        text += (
+            f" {lost} can't be told and will serve without an owner: run `molink leave` on each."
+        )
+    return text
+
+
+def _remove_others(home: "Home") -> list[str]:
+    """Remove all other peers from the swarm that this PC created; returns those not told.
 
     Raises:
         MolinkError: not all can be removed; they would continue as a swarm without an owner.
     """
     from molinkd.cli import daemon_client
 
-    again = home.format_command("leave --dissolve")
-    if runs:
-        try:
-            offline = daemon_client.revoke_all_peers(home)
-        except MolinkError as error:
-            raise Unavailable(
-                "the swarm was not dissolved, since not all of its PCs could be notified: "
-                f"{error}. Fix that and run {again} again"
-            ) from error
-        if offline:
-            names = ", ".join(offline)
-            text = f"Offline and not notified: {names}. Run `molink leave` on each of them."
-            print(printable(text))
-        return
-    others = _other_members(home, member)
-    if others:
+    try:
+        return daemon_client.revoke_all_peers(home)
+    except MolinkError as error:
         raise Unavailable(
-            f"molink is not running here, so {', '.join(others)} can't be notified and "
-            "would continue without an owner. Run "
-            f"{home.format_command('up --background')}, then {again}"
-        )
-
-
-def _other_members(home: "Home", member: "MembershipRecord") -> list[str]:
-    """Return the names of the other members, from the local state replica."""
-    me = derive_peer_id(home.load_keys().public)
-    return [
-        one.name
-        for one in _read_members(home, member)
-        if me not in (one.peer, one.announced.primary_peer if one.announced is not None else "")
-    ]
+            "the swarm was not dissolved, since not all of its PCs could be notified: "
+            f"{error}. Fix that and run {home.format_command('leave --dissolve')} again"
+        ) from error
 
 
 def _read_members(home: "Home", member: "MembershipRecord") -> "list[MemberRecord]":

@@ -10,6 +10,7 @@ import typer
 
 from molink.errors import Unavailable, UsageError
 from molink.plaintext import printable
+from molinkd.cli.confirmation import YesOption, confirm_action
 
 HomeOption = Annotated[
     Path | None,
@@ -148,14 +149,20 @@ def invite(
 
 def revoke(
     peer: Annotated[str, typer.Argument(help="Name or id of a peer.")],
+    yes: YesOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Remove a PC from the swarm. Run it on the swarm's first PC."""
+    """Remove a PC from the swarm. Run it on an owner's PC.
+
+    Without a terminal it needs --yes.
+    """
     from molinkd.cli import daemon_client
     from molinkd.cli.invitation_table import remaining_text
     from molinkd.peer.home import Home
 
     place = Home.find_home(home)
+    question = f"Remove {peer} from the swarm, and the PCs that it let in?"
+    confirm_action(question, yes=yes, is_final=True)
     ended = daemon_client.revoke_peer(place, peer)
     print(
         printable(
@@ -169,7 +176,7 @@ def un_revoke(
     peer: Annotated[str, typer.Argument(help="Name or id of a revoked peer.")],
     home: HomeOption = None,
 ) -> None:
-    """Readmit a removed PC. Run it on the swarm's first PC."""
+    """Readmit a removed PC. Run it on an owner's PC."""
     from molinkd.cli import daemon_client
     from molinkd.peer.home import Home
 
@@ -181,9 +188,9 @@ def add_owner(
     peer: Annotated[str, typer.Argument(help="Name or id of a peer.")],
     home: HomeOption = None,
 ) -> None:
-    """Make another PC an owner, which may remove PCs too. Run it on the swarm's first PC.
+    """Make another PC an owner, which may remove PCs too. Run it on an owner's PC.
 
-    Without a second owner nobody can remove a PC once the first one is gone for good.
+    The swarm's first PC is an owner. Without a second one nobody can remove a PC once it is gone.
     """
     from molinkd.cli import daemon_client
     from molinkd.peer.home import Home

@@ -206,7 +206,7 @@ class AdminHandler:
     ) -> tuple[ApplyReply, bytes]:
         """Serve exactly the models of a file, or reject it; replies with the changes."""
         if not self._membership.records[peer].is_owner:
-            raise NotAuthorized("only the swarm's first PC may apply a file")
+            raise NotAuthorized.owner_only("apply a file")
         desired = decode_desired_models(payload)
         models = resolve_desired_models(desired, peer, self._fleet.registry)
         lines = describe_changes(self._fleet.models, models)
@@ -223,9 +223,7 @@ class AdminHandler:
             one.source != peer for one in served
         ):
             names = ", ".join(one.facts.name for one in served)
-            raise NotAuthorized(
-                f"only the swarm's first PC, or the one that loaded {names}, can unload models"
-            )
+            raise NotAuthorized.owner_only(f"unload {names}, or the PC that loaded it")
         self._set_models(())
         return DoneReply(ref=request.ref)
 
@@ -239,7 +237,7 @@ class AdminHandler:
 
     def _rebalance(self, peer: str, request: Rebalance) -> DoneReply:
         if not self._membership.records[peer].is_owner:
-            raise NotAuthorized("only the swarm's first PC may rebalance it")
+            raise NotAuthorized.owner_only("rebalance it")
         if not self._fleet.models:
             raise RequestError("the swarm serves no model")
         self._dispatch_event(RebalanceRequestedEvent())
@@ -258,9 +256,8 @@ class AdminHandler:
             return
         if [(one.source, one.facts.name) for one in served] != [(peer, model)]:
             names = ", ".join(one.facts.name for one in served)
-            raise NotAuthorized(
-                f"the swarm serves {names}; only its first PC can switch to another model (`molink "
-                "run MODEL` there)"
+            raise NotAuthorized.owner_only(
+                f"serve another model than {names} (`molink run MODEL` there)"
             )
 
     def _disconnect(self, peer: str) -> None:

@@ -148,9 +148,7 @@ class Membership:
             case InvitationEndEntry(of=invitation):
                 found = [one for one in self.log.invitations if one.hash == invitation]
                 if not owner and (not found or found[0].creator != sender):
-                    raise NotAuthorized(
-                        "only the swarm's first PC may revoke another PC's invitation"
-                    )
+                    raise NotAuthorized.owner_only("revoke another PC's invitation")
             case AdmissionEntry():
                 self._check_rate(sender)
                 self._check_names(log)
@@ -161,7 +159,7 @@ class Membership:
             case DepartureEntry():
                 pass
             case _ if not owner:
-                raise NotAuthorized("only the swarm's first PC may do this")
+                raise NotAuthorized.owner_only("do this")
 
     def _check_names(self, log: MembershipLog) -> None:
         """Check that a changed log leaves all members their names.
@@ -292,8 +290,8 @@ class Membership:
         known = self.records.get(peer)
         if known is not None and known.standing == "revoked":
             raise PeerBanned(
-                f"this PC was removed from the swarm. `molink un-revoke {known.name}` on the "
-                "swarm's first PC readmits it"
+                f"this PC was removed from the swarm. `molink un-revoke {known.name}` on an "
+                "owner's PC readmits it"
             )
 
     def find_objection(self, public_key: str) -> PairingOutcome | None:
@@ -319,8 +317,8 @@ class Membership:
         members = len(self.log.branches)
         if len(log.branches) > max(members, self._max_peers):
             raise Unavailable(
-                f"the swarm is full with {members} PCs. On its first PC, `molink revoke` an unused "
-                "one, or start molink with a higher `max_peers`"
+                f"the swarm is full with {members} PCs. On an owner's PC, `molink revoke` an "
+                "unused one, or start molink with a higher `max_peers`"
             )
 
     def record_announcement(self, member: PeerInfo) -> None:

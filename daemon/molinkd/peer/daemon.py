@@ -451,7 +451,7 @@ class Daemon:
         name = name if self._leadership is None else self._leadership.replica.name_of(me, name)
         return (
             f"this PC was removed from swarm {swarm}. `molink un-revoke {name}` on "
-            f"the swarm's first PC readmits it; then start it with "
+            f"an owner's PC readmits it; then start it with "
             f"{self._home.format_command('join')}; {self._home.format_command('leave')} here "
             "forgets the swarm"
         )

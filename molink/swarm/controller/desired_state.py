@@ -148,9 +148,7 @@ def switch_model(
         raise ModelNotFound(f"the swarm has no model {name}; {what}")
     if requester not in ("", found.source):
         what = "start" if served else "stop"
-        raise NotAuthorized(
-            f"only the swarm's first PC or the one that loaded {name} can {what} it"
-        )
+        raise NotAuthorized.owner_only(f"{what} {name}, or the PC that loaded it")
     if found.stopped is not served:
         how = "already served" if served else f"already stopped; start it with `molink run {name}`"
         raise RequestError(f"{name} is {how}")

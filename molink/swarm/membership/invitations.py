@@ -62,9 +62,8 @@ def check_lifetime(entry: InvitationEntry, now: float, *, owner: bool) -> None:
     if entry.expires_at and entry.expires_at <= now:
         raise RequestError("this invitation has expired already")
     if not owner and not 0 < entry.expires_at <= now + _MAX_NON_OWNER_TTL + 60.0:
-        raise NotAuthorized(
-            "only the swarm's first PC can create an invitation for more than "
-            f"{_MAX_NON_OWNER_TTL // 86400} days"
+        raise NotAuthorized.owner_only(
+            f"create an invitation for more than {_MAX_NON_OWNER_TTL // 86400} days"
         )
 
 

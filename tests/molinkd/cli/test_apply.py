@@ -49,5 +49,5 @@ def test_an_error_names_its_line(tmp_path: Path, param: str, line: int) -> None:
 def test_errors_without_a_model_are_unchanged(tmp_path: Path, param: str | None) -> None:
     path = tmp_path / "swarm.toml"
     path.write_text(TEXT, encoding="utf-8")
-    error = RequestError("one: only the swarm's first PC may apply a file", param)
+    error = RequestError("one: only an owner may apply a file", param)
     assert _locate_error(error, *read_swarm_file(path)) is error

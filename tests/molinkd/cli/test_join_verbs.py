@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from molink.errors import PairingRefused, RequestError, Unavailable
@@ -178,6 +179,18 @@ def test_the_only_swarm_is_joined(
     assert run(["join", "192.168.1.7"]) == 2
     assert run(["join", "--swarm", "attic"]) == 2
     assert len(network.asked) == 1
+
+
+def test_a_pc_with_its_own_swarm_is_told_how_to_join_another(
+    network: Network, home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    msgspec.structs.replace(MEMBER, is_founder=True).save(home.create_folders().membership)
+    for arguments in (["join"], ["join", "192.168.1.7"]):
+        assert run(arguments) == 2
+        error = capsys.readouterr().err
+        assert "this PC has its own swarm: `molink up` starts it" in error
+        assert "To join another swarm, run `molink leave` first" in error
+    assert network.asked == []
 
 
 def test_pairing_with_an_address(network: Network) -> None:

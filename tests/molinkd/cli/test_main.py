@@ -20,6 +20,7 @@ from molinkd.cli.invitation_table import remaining_text, show_invitations
 from molinkd.cli.main import run, use_utf8
 from molinkd.peer.home import Home, RunFile
 from molinkd.peer.launch import Launch
+from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.settings import MemoryShare
 
 
@@ -143,7 +144,7 @@ def test_a_token_may_be_typed_or_piped(
     monkeypatch.setattr(sys, "stdin", Terminal(" molink-piped \n"))
     assert run(["join", "-"]) == 0
     assert run(["join"]) == 0
-    (home / "swarm.json").touch()
+    MembershipRecord(swarm="s", coordinator_key="k", addresses=()).save(home / "swarm.json")
     assert run(["join"]) == 0, "a member needs none"
     assert [launch.token for launch in launches] == ["molink-piped", "Join token True", None]
 

@@ -1,5 +1,7 @@
 """``molink leave``: no swarm without an owner, and no absent members."""
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +9,19 @@ import pytest
 
 from molink.errors import Unavailable
 from molink.swarm.election.replica import Replica
-from molink.wire.messages.admin import LeaveRequest
+from molink.wire.messages.admin import LeaveRequest, RevokeReply, RevokeRequest, StatusRequest
+from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.instructions import PeerInfo
 from molinkd.cli import daemon_client, stop_verbs
 from molinkd.cli.main import run
 from molinkd.peer.home import Home, RunFile
 from molinkd.peer.membership.membership_record import MembershipRecord
 from tests.support.membership import LogBuilder, TestPeer
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -49,18 +57,41 @@ def _save_replica(home: Home, members: LogBuilder, *announced: PeerInfo) -> None
 
 def test_leaving_does_not_orphan_the_swarm(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     _copy_of_the_state(home, "attic")
-    assert run(["leave", "--dissolve", "--home", str(home.root)]) == 6
+    assert run(["leave", "--home", str(home.root)]) == 2
+    assert "To end the swarm for attic too" in capsys.readouterr().err
+    assert run(["leave", "--dissolve", "--home", str(home.root)]) == 2
     error = capsys.readouterr().err
-    assert "attic" in error
+    assert "attic can't be told" in error
     assert "molink up --background" in error
-    assert error.count("--home") == 2, "as it is to be typed"
+    assert "--yes" in error
+    assert error.count("--home") == 1, "as it is to be typed"
     assert home.membership.exists()
     assert home.coordinator.exists()
+    # Also where molink can't start any more.
+    assert run(["leave", "--dissolve", "--yes", "--home", str(home.root)]) == 0
+    assert "Not told: attic. Run `molink leave` on each" in capsys.readouterr().out
+    assert not home.membership.exists()
 
 
-def test_an_owner_alone_may_dissolve(home: Home) -> None:
+@pytest.mark.parametrize(("answer", "code"), [("n\n", 1), ("\n", 1), ("y\n", 0)])
+def test_leaving_is_confirmed_in_a_terminal(
+    home: Home,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
+    code: int,
+) -> None:
     _copy_of_the_state(home)
-    assert run(["leave", "--dissolve", "--home", str(home.root)]) == 0
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    assert run(["leave", "--home", str(home.root)]) == code
+    assert "for good? [y/N]" in capsys.readouterr().out
+    assert home.membership.exists() is (code == 1)
+
+
+@pytest.mark.parametrize("arguments", [["leave"], ["leave", "--dissolve", "--yes"]])
+def test_an_owner_alone_may_leave(home: Home, arguments: list[str]) -> None:
+    _copy_of_the_state(home)
+    assert run([*arguments, "--home", str(home.root)]) == 0
     assert not home.membership.exists()
     assert not home.coordinator.exists()
 
@@ -75,6 +106,38 @@ def ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[Home]:
     return ended
 
 
+@pytest.mark.parametrize("arguments", [["revoke", "attic"], ["stop"], ["stop", "toy"]])
+def test_what_others_would_notice_is_confirmed_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    asked: list[object] = []
+    status = {"coordinator": {"state": "running"}, "model": "toy", "models": []}
+    status["peers"] = [{"id": "1", "name": "attic"}]
+
+    def request(_: object, message: object) -> tuple[object, bytes]:
+        if not isinstance(message, StatusRequest):
+            asked.append(message)
+        reply = RevokeReply(ref=0) if isinstance(message, RevokeRequest) else DoneReply(ref=0)
+        return reply, json.dumps(status).encode()
+
+    monkeypatch.setattr(daemon_client, "_request_swarm", request)
+    monkeypatch.setattr(daemon_client, "send_request", request)
+    monkeypatch.setattr(daemon_client, "require_daemon", lambda _: None)
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    assert run(arguments) == 1
+    out = capsys.readouterr().out
+    assert "? [y/N]" in out
+    assert "Nothing was changed." in out
+    assert asked == []
+    assert run([*arguments, "--yes"]) == 0
+    assert len(asked) == 1
+    # Scripts have to say so where it is hard to undo.
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    is_final = arguments[0] == "revoke"
+    assert run(arguments) == (2 if is_final else 0)
+    assert len(asked) == (1 if is_final else 2)
+
+
 def _swarm(monkeypatch: pytest.MonkeyPatch, **status: Any) -> None:
     def revoke_all(_: Home) -> list[str]:
         if "failure" in status:
@@ -83,6 +146,9 @@ def _swarm(monkeypatch: pytest.MonkeyPatch, **status: Any) -> None:
         return away
 
     monkeypatch.setattr(daemon_client, "revoke_all_peers", revoke_all)
+    states = {"attic": "offline" if status.get("away") else "online"}
+    members = [{"id": name, "name": name, "state": states[name]} for name in states]
+    monkeypatch.setattr(daemon_client, "fetch_members", lambda _: members)
 
 
 def test_an_unavailable_coordinator_blocks_dissolving(
@@ -92,7 +158,7 @@ def test_an_unavailable_coordinator_blocks_dissolving(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _swarm(monkeypatch, failure="it can't be asked")
-    assert run(["leave", "--dissolve", "--home", str(home.root)]) == 6
+    assert run(["leave", "--dissolve", "--yes", "--home", str(home.root)]) == 6
     assert "the swarm was not dissolved" in capsys.readouterr().err
     assert ended == []
     assert home.membership.exists()
@@ -105,8 +171,11 @@ def test_offline_peers_are_listed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _swarm(monkeypatch, away=["attic"])
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
     assert run(["leave", "--dissolve", "--home", str(home.root)]) == 0
-    assert "Offline and not notified: attic" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "for attic too? attic can't be told and will serve without an owner" in out
+    assert "Not told: attic." in out
     assert ended == [home]
 
 

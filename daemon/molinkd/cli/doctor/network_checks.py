@@ -226,7 +226,7 @@ def _check_wsl(facts: NetworkFacts) -> Finding:
 
 
 def _check_discovery(facts: NetworkFacts, swarm: SwarmFacts | None) -> Finding:
-    by_hand = "use `molink join ADDRESS` with the first PC's address instead"
+    by_hand = "use `molink join ADDRESS` with the address of the PC that leads the swarm instead"
     if not facts.discovery:
         return Finding("discovery", "ok", "disabled (`discovery = false`)")
     if facts.multicast_error:

@@ -210,7 +210,7 @@ def scan_network(host: str, seconds: float = LOOK_S, more: float = MORE_S) -> li
         return _Scan(interfaces).run_scan(seconds, more) if interfaces else []
     except (OSError, Error) as error:
         raise Unavailable(
-            f"can't scan this network for swarms: {error!r}. Name the first PC instead, as in "
+            f"can't scan this network for swarms: {error!r}. Name the PC that leads it, as in "
             "`molink join 192.168.1.7`, or join with a token"
         ) from None
 

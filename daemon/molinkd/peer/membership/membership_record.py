@@ -116,17 +116,23 @@ def choose_membership(
             "terminal, which asks "
             "for it"
         )
-    if record is not None and token is not None and record.swarm != token.swarm:
-        raise UsageError(
-            f"this PC is a member of swarm {record.swarm}. Run {home.format_command('leave')} "
-            "first, or give "
-            "another state folder with --home."
-        )
-    if record is not None and record.is_founder:
-        raise UsageError(f"this PC runs its own swarm: start it with {home.format_command('up')}")
+    is_elsewhere = record is not None and token is not None and record.swarm != token.swarm
+    if record is not None and (record.is_founder or is_elsewhere):
+        raise UsageError(explain_membership(home, record))
     chosen = token or record
     assert chosen is not None
     return chosen
+
+
+def explain_membership(home: Home, record: MembershipRecord) -> str:
+    """Say which swarm this PC belongs to, how to start it, and how to join another one."""
+    own = record.is_founder
+    what = "has its own swarm" if own else f"is a member of swarm {record.swarm}"
+    return (
+        f"this PC {what}: {home.format_command('up' if own else 'join')} starts it. To join "
+        f"another swarm, run {home.format_command('leave')} first, or use another state folder "
+        "with --home"
+    )
 
 
 async def renew_membership(

@@ -163,7 +163,7 @@ class _Requester:
     async def _end_invitation(self, request: RevokeRequest, log: MembershipLog) -> RevokeReply:
         found = [one for one in log.invitations if one.id == request.target and not one.is_ended]
         if self._me not in log.owners and (not found or found[0].creator != self._me):
-            raise NotAuthorized("only the swarm's first PC may revoke another PC's invitation")
+            raise NotAuthorized.owner_only("revoke another PC's invitation")
         if not found:
             raise RequestError(f"there is no invitation {request.target}", param="target")
         await self._append(self._end(found[0]))
@@ -171,7 +171,7 @@ class _Requester:
 
     async def _revoke_peer(self, request: RevokeRequest, log: MembershipLog) -> RevokeReply:
         if self._me not in log.owners:
-            raise NotAuthorized("only the swarm's first PC may revoke")
+            raise NotAuthorized.owner_only("revoke a PC")
         member = log.find_named(request.target)
         if member is None or member.peer == self._me or member.standing != "member":
             raise RequestError(
@@ -200,7 +200,7 @@ class _Requester:
 
     async def _readmit_peer(self, request: UnrevokeRequest, log: MembershipLog) -> DoneReply:
         if self._me not in log.owners:
-            raise NotAuthorized("only the swarm's first PC may readmit a PC")
+            raise NotAuthorized.owner_only("readmit a PC")
         member = log.find_named(request.target)
         if member is None or member.standing != "revoked":
             raise RequestError(f"{request.target} was not revoked", param="target")
@@ -214,7 +214,7 @@ class _Requester:
 
     async def _add_owner(self, request: AddOwnerRequest, log: MembershipLog) -> DoneReply:
         if self._me not in log.owners:
-            raise NotAuthorized("only an owner of the swarm can make another PC an owner")
+            raise NotAuthorized.owner_only("make another PC an owner")
         member = log.find_named(request.target)
         if member is None or member.standing != "member" or member.is_owner:
             raise RequestError(

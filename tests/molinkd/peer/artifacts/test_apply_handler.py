@@ -129,8 +129,8 @@ async def test_a_failure_applies_nothing(
 
 async def test_a_rejected_order_fetches_nothing() -> None:
     scene = Scene()
-    scene.forbidden = NotAuthorized("only the swarm's first PC may apply a file")
-    with pytest.raises(NotAuthorized, match="first PC"):
+    scene.forbidden = NotAuthorized.owner_only("apply a file")
+    with pytest.raises(NotAuthorized, match="may apply a file"):
         await scene.end(order("m"))
     assert scene.begun == []
 

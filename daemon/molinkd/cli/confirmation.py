@@ -1,0 +1,36 @@
+"""Asks before a command that others would notice, where a person can answer."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from molink.errors import UsageError
+from molink.plaintext import printable
+
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def is_terminal() -> bool:
+    """Whether a person can be prompted."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def confirm_action(question: str, *, yes: bool, is_final: bool = False) -> None:
+    """Ask ``question`` in a terminal, unless ``yes`` answers it; the default answer is no.
+
+    Without a terminal the command goes on, as scripts expect, unless it ``is_final``: hard to undo.
+
+    Raises:
+        UsageError: only ``yes`` could answer.
+        typer.Exit: the answer is no.
+    """
+    if yes:
+        return
+    if not is_terminal():
+        if is_final:
+            raise UsageError(f"{question} Without a terminal, --yes says so")
+        return
+    if not typer.confirm(printable(question)):
+        print("Nothing was changed.")
+        raise typer.Exit(1)
