@@ -1,6 +1,7 @@
 """Profiles of devices, models and links: TOML files in ``configs/``."""
 
 import math
+import re
 import tomllib
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -138,7 +139,7 @@ _MAX_VALUE = 1e9
 
 
 def load_device(name: str) -> DeviceProfile:
-    """Load a device by profile name or ``.toml`` file.
+    """Load a device by ``.toml`` file, or by profile name: "RTX 4090" means ``rtx4090``.
 
     Raises:
         UsageError: there is no such profile (names the known ones), or it is invalid.
@@ -175,9 +176,7 @@ def _load(shape: type[_Profile], kind: ProfileKind, name: str) -> _Profile:
             raise UsageError(f"can't read the profile {name}: it is not UTF-8 text") from error
         name = Path(name).stem
     else:
-        if name not in list_profiles(kind):
-            choices = ", ".join(list_profiles(kind))
-            raise UsageError(f"there is no profile {name!r} among the {kind}: {choices}")
+        name = _find_name(kind, name)
         file = resources.files("molink.configs") / kind / f"{name}.toml"
         where, text = f"{name}.toml", file.read_text(encoding="utf-8")
     try:
@@ -185,6 +184,29 @@ def _load(shape: type[_Profile], kind: ProfileKind, name: str) -> _Profile:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{where}: {error}") from error
     return _parse(shape, name, values, where)
+
+
+def _find_name(kind: ProfileKind, name: str) -> str:
+    """The bundled profile that a person means by ``name``, as in "NVIDIA GeForce RTX 4090".
+
+    Raises:
+        UsageError: there is none.
+    """
+    known = list_profiles(kind)
+    by_plain = {_plain_name(one): one for one in known}
+    plain = _plain_name(name)
+    found = by_plain.get(plain) or by_plain.get(f"rtx{plain}")
+    if found is None:
+        raise UsageError(
+            f"there is no profile {name!r} among the {kind}: {', '.join(known)}. A .toml file of "
+            "your own works too"
+        )
+    return found
+
+
+def _plain_name(name: str) -> str:
+    """A name in lower case without brand, spaces and hyphens."""
+    return re.sub(r"nvidia|geforce|gpu|[^a-z0-9.+]", "", name.lower())
 
 
 def _parse(shape: type[_Profile], name: str, values: dict[str, Any], where: str) -> _Profile:

@@ -20,8 +20,8 @@ from molink.facts.settings import PreemptionMode
 _NOT_SETTINGS = frozenset({"background", "model", "token", "swarm"})
 
 
-def _option(panel: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
+def _option(panel: str, text: str, *names: str, min: int | None = None) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, min=min)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,11 @@ class UpOptions(DaemonOptions):
     ] = None
     max_model_len: Annotated[
         int | None,
-        _option("Model", "Context length: prompt plus answer, in tokens.  [default: the model's]"),
+        _option(
+            "Model",
+            "Context length: prompt plus answer, in tokens.  [default: the model's]",
+            min=1,
+        ),
     ] = None
     min_peers: Annotated[
         int | None,

@@ -159,36 +159,44 @@ def print_plan(plan: LivePlan) -> None:
         row = (str(index), one.peer, one.device, f"{first}:{last}", memory, step, link)
         table.add_row(*(row if len(plan.stages) > 1 else (*row[:-1], "-")))
     console.print(table)
-    console.print(f"Minimum time per token: {1e3 * plan.round_trip_s:.1f} ms")
-    if plan.first_token_s:
-        console.print(
-            f"Single request, {plan.prompt_tokens} prompt tokens: first token in about "
-            f"{1e3 * plan.first_token_s:.0f} ms, then one every "
-            f"{1e3 * plan.round_trip_s:.1f} ms"
-        )
+    first = f"first token in about {1e3 * plan.first_token_s:.0f} ms, then "
+    console.print(
+        f"One request alone{f', {plan.prompt_tokens} prompt tokens' if plan.first_token_s else ''}:"
+        f" {first if plan.first_token_s else ''}one token every {1e3 * plan.round_trip_s:.1f} ms"
+    )
     console.print(f"Bottleneck: {plan.bottleneck}", markup=False)
     if plan.current is not None:
-        for line in describe_prospects(plan.current, plan.prospects, plan.objective):
-            # Estimated from the bytes read per step, not from the steps above.
+        for line in describe_prospects(
+            plan.current, plan.prospects, plan.objective, plan.round_trip_s
+        ):
             console.print(f"{line} (estimated)", markup=False)
     for name, why in plan.idle_peers.items():
         console.print(f"No stage: {name}{f' ({why})' if why else ''}", markup=False)
 
 
 def describe_prospects(
-    current: RingEstimate, prospects: Iterable[RingEstimate], objective: str
+    current: RingEstimate, prospects: Iterable[RingEstimate], objective: str, round_trip_s: float
 ) -> Iterator[str]:
-    """Describe the effect of one more PC of each kind."""
+    """Describe the effect of one more PC of each kind.
+
+    ``round_trip_s`` is the time per token of the present ring. Estimates of placement read only the
+    bytes of each step, so they change it by their ratio.
+    """
+    scale = round_trip_s / current.round_trip_s if current.round_trip_s else 0.0
 
     def text(one: RingEstimate) -> str:
         if objective == "latency":
-            return f"{1e3 * one.round_trip_s:.1f} ms per token"
+            return f"{1e3 * scale * one.round_trip_s:.1f} ms per token"
         return f"{one.tokens_per_s:.0f} tokens/s in total"
 
     for one in prospects:
         stages = "1 stage" if one.stages == 1 else f"{one.stages} stages"
-        if text(one) == text(current):
-            yield f"Another {one.device} would not help: {text(one)} either way"
+        if objective == "latency":
+            helps = one.round_trip_s < current.round_trip_s
+        else:
+            helps = one.tokens_per_s > current.tokens_per_s
+        if not helps or text(one) == text(current):
+            yield f"Another {one.device} would not help"
         else:
             yield f"Another {one.device}: {stages}, {text(one)} instead of {text(current)}"
 
@@ -339,13 +347,12 @@ def _print_plan(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> No
     console.print(_stage_table(planned))
     if planned.spares:
         console.print(f"No stage, only the endpoint: {', '.join(planned.spares)}")
-    console.print(f"Least time per token of such a ring: {1e3 * forecast.floor_s:.1f} ms")
     console.print(f"Bottleneck: {planned.bottleneck}")
     console.print(
         f"One request alone, {forecast.prompt_tokens} prompt tokens (simulated): first token after"
         f" {1e3 * forecast.ttft_s:.0f} ms, then one every {1e3 * forecast.tpot_s:.1f} ms"
     )
-    for line in describe_prospects(planned.now, planned.more, planned.objective):
+    for line in describe_prospects(planned.now, planned.more, planned.objective, forecast.tpot_s):
         console.print(line)
     console.print(f"With {forecast.streams} streams (< marks the scheduler's choice):")
     console.print(_micro_batch_table(planned))

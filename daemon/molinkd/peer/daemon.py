@@ -35,6 +35,7 @@ from molinkd.peer.artifacts.model_loader import ModelLoader
 from molinkd.peer.artifacts.model_repository import ModelRepository
 from molinkd.peer.artifacts.sharded_model import find_stored_model
 from molinkd.peer.artifacts.transfers import Progress, Transfers
+from molinkd.peer.chosen_ports import check_chosen_ports
 from molinkd.peer.control_service import ControlService, LeaderQueries, UserCommands
 from molinkd.peer.election.leadership import Leadership, ReplicaFile
 from molinkd.peer.frontend.api_endpoint import ApiEndpoint
@@ -121,6 +122,7 @@ class Daemon:
             raise self._fatal
 
     async def _start_parts(self, stack: AsyncExitStack) -> None:
+        check_chosen_ports(self._settings)
         record = read_membership(self._home.membership)
         chosen = (
             choose_membership(self._home, record, self._launch.token)

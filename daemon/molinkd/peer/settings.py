@@ -38,6 +38,8 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE)
 _COMPLAINT = re.compile(r"(?P<what>.*) - at `\$\.(?P<field>\w+)[^`]*`$", re.DOTALL)
 _BOUND = re.compile(r"Expected `\w+` (?P<side>[<>]=?) (?P<limit>\S+)$")
 _QUOTED_NAME = re.compile(r"[`']([a-z_]+)[`']")
+#: Smallest number of bytes that may be given without a unit; a smaller one means gigabytes.
+_LEAST_BARE_SIZE = 1 << 20
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 #: Keywords that some numeric settings accept.
 _KEYWORDS = {
@@ -313,7 +315,7 @@ def read_environment(environment: Mapping[str, str]) -> SettingsLayer:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``8GB``, ``512 MiB`` or ``1073741824``.
+    """Bytes of ``8GB``, ``512 MiB`` or ``1073741824``; only large numbers need no unit.
 
     Raises:
         UsageError: ``text`` is not a size.
@@ -322,6 +324,8 @@ def parse_size(text: str) -> int:
     if match is None:
         raise UsageError(f"not a size: {text!r}. Write for example 8GB, 512MB or 6GiB.")
     number, unit, suffix = match.groups()
+    if not unit and not suffix and 0 < float(number) < _LEAST_BARE_SIZE:
+        raise UsageError(f"{number} bytes? Write {number}GiB or {number}MiB")
     factor = _UNITS[unit.lower()]
     if suffix and suffix.lower() == "ib":
         factor = 1 << (10 * list(_UNITS).index(unit.lower()))
@@ -355,13 +359,13 @@ _AMOUNT_PARSERS: Mapping[str, Callable[[str], int | MemoryShare]] = {
 
 def _parse_value(name: str, value: object, where: str) -> object:
     """A value in the form that the field expects."""
-    if not isinstance(value, str):
-        return value
-    if name in _AMOUNT_PARSERS:
+    if name in _AMOUNT_PARSERS and (isinstance(value, str) or (type(value) is int and value > 0)):
         try:
-            return _AMOUNT_PARSERS[name](value)
+            return _AMOUNT_PARSERS[name](str(value))
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
+    if not isinstance(value, str):
+        return value
     if name == "device":
         return ",".join(part.strip() for part in value.split(","))
     if name in ("advertise", "allowed_hosts", "api_keys", "cors_origins", "pause_times"):

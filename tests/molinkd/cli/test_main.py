@@ -64,6 +64,7 @@ def test_quantize_and_memory_reach_the_daemon(
     assert launch.settings.memory == MemoryShare(80.0)
     assert launch.settings.max_model_len == 4096
     assert run(["up", "--quantize", "int4"]) == 2
+    assert run(["up", "--max-model-len", "0"]) == 2
 
 
 @pytest.mark.parametrize("verb", ["up", "join"])
@@ -103,6 +104,7 @@ def test_a_public_endpoint_without_a_key_is_rejected_first(
         (["join", "molink-AAAA"], 3, "not a valid join token"),
         (["up", "--stage", "4:2"], 2, "stage"),
         (["up", "--memory", "much"], 2, "size"),
+        (["up", "--memory", "12"], 2, "memory: 12 bytes? Write 12GiB"),
         (["up", "--memory", "150%"], 2, "the command line: memory: a share of memory is above 0%"),
         (["chat", "--url", "foo", "hi"], 2, "--url must be a URL"),
         (["up", "--model", "no such model!"], 5, "no such model!"),

@@ -80,6 +80,8 @@ def test_text_is_converted() -> None:
         ({"memory": "lots"}, "the command line: memory: not a size: 'lots'"),
         ({"memory": "12XB"}, "not a size: '12XB'. Write for example 8GB"),
         ({"memory": "-1GB"}, "not a size"),
+        ({"memory": "12"}, r"memory: 12 bytes\? Write 12GiB or 12MiB"),
+        ({"swap_space": 4}, r"swap_space: 4 bytes\? Write 4GiB"),
         ({"memory": "0%"}, "above 0% and at most 100%, not 0%"),
         ({"memory": "150%"}, "above 0% and at most 100%, not 150%"),
         ({"memory": "100.01%"}, "at most 100%"),
@@ -111,7 +113,7 @@ def test_invalid_values_are_named(options: dict[str, object], names: str) -> Non
         (" 12.5 % ", MemoryShare(12.5)),
         ("12GB", 12 * 10**9),
         ("0", 0),
-        (5000, 5000),
+        (5 << 20, 5 << 20),
     ],
 )
 def test_memory_is_a_size_or_a_share(text: object, memory: object) -> None:
@@ -147,7 +149,7 @@ def test_unknown_key_of_a_file_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1024", 1024),
+        ("1048576", 1 << 20),
         ("8GB", 8 * 10**9),
         ("1.5 GiB", 3 << 29),
         ("512mb", 512 * 10**6),
