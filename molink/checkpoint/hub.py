@@ -11,6 +11,7 @@ once, in :func:`query_repository`, before any of them becomes part of a path.
 
 import hashlib
 import re
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.disk_space import check_free_space
@@ -51,6 +54,8 @@ RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0)
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 _READ_TIMEOUT_S = 30.0
+#: Timeout of finding and connecting to the hub, in seconds.
+_CONNECT_TIMEOUT_S = 5.0
 #: Small files that are fetched at once.
 _MAX_SMALL_FETCHES = 8
 #: Bytes per read when hashing a file.
@@ -199,6 +204,7 @@ def find_only_gguf(repository: str) -> str | None:
 
     try:
         with translate_hub_errors(repository):
+            _check_reachable()
             info = HfApi(endpoint=constants.ENDPOINT).model_info(repository)
             names = [str(one.rfilename) for one in info.siblings or ()]
     except Unavailable:
@@ -211,6 +217,38 @@ def find_only_gguf(repository: str) -> str | None:
     for name in found:
         _check_name(repository, name)
     return found[0] if len(found) == 1 else None
+
+
+def _check_reachable() -> None:
+    """Check within seconds that the hub accepts connections.
+
+    The library retries for long, and nothing else bounds the system's DNS resolver.
+
+    Raises:
+        Unavailable: it does not.
+    """
+    from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or hub.scheme in getproxies() or not hub.hostname:
+        return
+    where = hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)
+    failures = [f"no answer within {_CONNECT_TIMEOUT_S:g} s"]
+
+    def connect() -> None:
+        try:
+            socket.create_connection(where, timeout=_CONNECT_TIMEOUT_S).close()
+            failures.clear()
+        except OSError as error:
+            failures[:] = [str(error)]
+
+    thread = threading.Thread(target=connect, name="hub-check", daemon=True)
+    thread.start()
+    thread.join(_CONNECT_TIMEOUT_S)
+    if failures:
+        raise Unavailable(
+            f"can't reach the hub at {constants.ENDPOINT}: {failures[0]}. Is this PC online?"
+        )
 
 
 def _cached_names(repository: str) -> list[str]:
@@ -291,6 +329,7 @@ def query_repository(
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
+    _check_reachable()
     info = HfApi(endpoint=constants.ENDPOINT).model_info(
         repository, revision=commit, files_metadata=True
     )
@@ -565,8 +604,8 @@ def translate_hub_errors(repository: str) -> Iterator[None]:
         if is_refusal(error):
             raise GatedModel(f"{hub} refuses {repository}: {first_line(error)}") from error
         raise Unavailable(
-            f"can't reach {repository} on the hub at {hub}: {first_line(error)}. Partial downloads "
-            "are kept. Try again later, or use a local model folder (`--model FOLDER`)"
+            f"can't reach {repository} on the hub at {hub}: {first_line(error)}. Try again "
+            "later (it resumes), or name a folder or GGUF file of this PC"
         ) from error
     except OSError as error:
         raise ModelError(f"can't write {repository} to the cache: {error}") from error

@@ -15,6 +15,8 @@ from molink.gguf.gguf_file import model_name, split_names
 
 #: The bundled model, and the default.
 DEMO_MODEL_NAME = "molink-demo"
+#: A small real model that commands fetch by this name.
+SMALL_MODEL_NAME = "smollm2"
 _REPOSITORY_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _HUB_FILE_PATTERN = re.compile(
     rf"({_REPOSITORY_PATTERN.pattern})/([\w.-]+(?:/[\w.-]+)?\.gguf)", re.IGNORECASE
@@ -100,6 +102,17 @@ def find_model(
     return ModelSource(short_name(name_or_path), cached, place)
 
 
+def check_model_name(name: str) -> None:
+    """Check that ``name`` has the form of a model's name, or is a model on this PC.
+
+    Raises:
+        ModelNotFound: it is neither; says how models are named.
+    """
+    known = name in (DEMO_MODEL_NAME, SMALL_MODEL_NAME) or is_repository(name) or is_hub_file(name)
+    if not known and find_local_model(name) is None:
+        raise _explain_not_found(name)
+
+
 def _explain_not_found(name: str) -> ModelNotFound:
     path = Path(name).expanduser()
     if name and path.is_file():
@@ -107,8 +120,9 @@ def _explain_not_found(name: str) -> ModelNotFound:
             f"{name} is not a GGUF file: name the model's folder, {path.resolve().parent}"
         )
     return ModelNotFound(
-        f"no model {name!r}: not a folder, a GGUF file, {DEMO_MODEL_NAME!r}, or a Hugging Face "
-        "repository (OWNER/NAME, or OWNER/NAME/FILE.gguf)"
+        f"no model {name!r}. Name a model of the Hugging Face hub with its owner (OWNER/NAME, or "
+        f"OWNER/NAME/FILE.gguf), a folder or a GGUF file on this PC, {DEMO_MODEL_NAME} or "
+        f"{SMALL_MODEL_NAME}"
     )
 
 

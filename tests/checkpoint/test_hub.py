@@ -217,10 +217,27 @@ def test_a_failing_hub(served: FakeHub, status: int) -> None:
         pull()
 
 
+def test_a_hub_that_cannot_be_found_is_given_up_soon(
+    served: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network the system's resolver may block for long."""
+    ended = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        assert ended.wait(60)
+        raise OSError("no such host")
+
+    monkeypatch.setattr("molink.checkpoint.hub.socket.create_connection", hang)
+    monkeypatch.setattr("molink.checkpoint.hub._CONNECT_TIMEOUT_S", 0.05)
+    with pytest.raises(Unavailable, match=r"no answer within 0.05 s. Is this PC online"):
+        pull()
+    ended.set()
+
+
 def test_an_unreachable_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with in_place(write_plain_model(tmp_path / "model"), tmp_path / "cache", monkeypatch):
         pass
-    with pytest.raises(Unavailable, match="can't reach owner/some-model") as down:
+    with pytest.raises(Unavailable, match=r"can.t reach the hub at http.*online") as down:
         pull()
     assert down.value.exit_code == 6
 

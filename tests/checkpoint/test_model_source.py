@@ -43,7 +43,7 @@ def test_names_that_are_neither_folder_nor_repository(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFound, match="not a folder, a GGUF file, 'molink-demo'"):
+    with pytest.raises(ModelNotFound, match="a folder or a GGUF file on this PC, molink-demo"):
         find_model(name, unpack_into=tmp_path)
 
 

@@ -13,10 +13,10 @@ from molink.plaintext import printable
 from molink.swarm.artifacts.transfer import TransferRate
 from molink.wire.messages.admin import ApplyFile, ApplyReply, LoadModelReply
 from molinkd.cli import daemon_client
-from molinkd.cli.model_verbs import POLL_INTERVAL_S, show_progress
 from molinkd.cli.swarm_file import LineIndex, SwarmFile, model_entries, read_swarm_file
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.transfer_line import TransferLine
+from molinkd.cli.transfer_progress import POLL_INTERVAL_S, show_progress
 from molinkd.peer.artifacts.transfers import Progress
 
 #: The model of the request that is at fault, or one of its PCs.

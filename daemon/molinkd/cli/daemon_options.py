@@ -181,7 +181,8 @@ class UpOptions(DaemonOptions):
     model: Annotated[
         str | None,
         _option(
-            "Common", "Folder, GGUF file, OWNER/NAME or molink-demo.  [default: last one served]"
+            "Common",
+            "Folder, GGUF file, OWNER/NAME, smollm2 or molink-demo.  [default: last one served]",
         ),
     ] = None
     quantize: Annotated[

@@ -59,13 +59,12 @@ def demo(
     home: HomeOption = None,
 ) -> None:
     """Try a whole swarm on this PC with a small model."""
-    from molink.checkpoint.model_source import find_local_model
-    from molinkd.cli.demo import fetch_small_model, run_demo
-    from molinkd.peer.artifacts.smollm2 import NAME as SMOLLM2
+    from molinkd.cli.demo import run_demo
+    from molinkd.cli.small_model import resolve_model_name
     from molinkd.peer.home import Home
 
-    if model == SMOLLM2 and find_local_model(model) is None:
-        model = fetch_small_model()
+    if model is not None:
+        model = resolve_model_name(model)
     raise typer.Exit(run_demo(Home.find_home(home), peers, dtype, model, ask, quantize))
 
 
@@ -100,13 +99,14 @@ def _start_daemon(options: UpOptions | JoinOptions, home: Path | None) -> None:
 
     with permanent_imports():
         from molinkd.cli.daemon_start import start_daemon
+        from molinkd.cli.small_model import resolve_model_name
     from molinkd.peer.home import Home
 
     start_daemon(
         "join" if isinstance(options, JoinOptions) else "up",
         Home.find_home(home),
         options.given_settings(),
-        model=options.model,
+        model=None if options.model is None else resolve_model_name(options.model),
         token=options.token if isinstance(options, JoinOptions) else None,
         swarm=options.swarm if isinstance(options, JoinOptions) else None,
         background=options.background,

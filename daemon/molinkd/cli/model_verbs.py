@@ -5,10 +5,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -19,6 +17,7 @@ from molink.checkpoint import hub
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import (
     DEMO_MODEL_NAME,
+    check_model_name,
     find_local_model,
     find_model,
     is_repository,
@@ -34,8 +33,10 @@ from molink.wire.messages.control_plane import DoneReply
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli import daemon_client
 from molinkd.cli.confirmation import YesOption, confirm_action
+from molinkd.cli.small_model import resolve_model_name
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.transfer_line import TransferLine
+from molinkd.cli.transfer_progress import POLL_INTERVAL_S, run_with_progress, show_progress
 from molinkd.peer.artifacts.installed_models import (
     InstalledModel,
     choose_deletable,
@@ -45,13 +46,10 @@ from molinkd.peer.artifacts.installed_models import (
 from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 
-#: Poll interval, in seconds.
-POLL_INTERVAL_S = 0.5
-
 ModelArgument = Annotated[
-    str, typer.Argument(help="Hugging Face name (OWNER/NAME), folder, GGUF file or molink-demo.")
+    str,
+    typer.Argument(help="Hugging Face name (OWNER/NAME), folder, GGUF file, smollm2, molink-demo."),
 ]
-T = TypeVar("T")
 
 
 def pull(
@@ -65,6 +63,7 @@ def pull(
     part = parse_layers(layers) if layers is not None else None
     if layers is not None and (part is None or part[0] >= part[1]):
         raise UsageError(f"--layers must be A:B with A < B, not {layers!r}")
+    model = resolve_model_name(model)
     from_hub = is_repository(model) and find_local_model(model) is None
     stop, progress = threading.Event(), Progress(source="the hub")
 
@@ -149,6 +148,7 @@ def run_model(
     from molinkd.cli.chat import run_chat
 
     place = Home.find_home(home)
+    check_model_name(model)
     found = daemon_client.find_daemon(place)
     if found is None:
         raise Unavailable(
@@ -156,6 +156,7 @@ def run_model(
             f"{place.format_command(f'up --model {model}')}, or join a swarm with "
             f"{place.format_command('join')}"
         )
+    model = resolve_model_name(model)
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
     name, status = _served_name(model), daemon_client.fetch_status(found)
     if name in daemon_client.stopped_models(status):
@@ -222,43 +223,6 @@ def _model_json(model: InstalledModel, served: list[str]) -> dict[str, Any]:
         "whole": model.is_complete,
         "served": any(map(model.has_name, served)),
     }
-
-
-# --- waiting ---------------------------------------------------------------------------------
-
-
-def run_with_progress(
-    get: Callable[[], T], model: str, progress: Progress, stop: threading.Event
-) -> T:
-    """Run ``get()`` in a thread and show its progress in one line."""
-    line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
-    speed = TransferRate(time.monotonic())
-    done = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(get)
-        future.add_done_callback(lambda _: done.set())
-        try:
-            while not done.wait(POLL_INTERVAL_S):
-                show_progress(line, model, progress, speed)
-        finally:
-            stop.set()
-            line.clear_line()
-        return future.result()
-
-
-def show_progress(line: TransferLine, model: str, progress: Progress, speed: TransferRate) -> None:
-    """Show the progress of a transfer in one line."""
-    speed.observe_bytes(progress.done - progress.existing, time.monotonic())
-    if not progress.total:
-        return
-    state = TransferState(
-        model=model[:256],
-        done=max(0, progress.done),
-        total=progress.total,
-        rate=round(speed.rate),
-        source=progress.source,
-    )
-    line.show_transfers([state])
 
 
 def _request_model(found: daemon_client.RunningDaemon, model: str, line: TransferLine) -> str:

@@ -159,10 +159,12 @@ def print_plan(plan: LivePlan) -> None:
         row = (str(index), one.peer, one.device, f"{first}:{last}", memory, step, link)
         table.add_row(*(row if len(plan.stages) > 1 else (*row[:-1], "-")))
     console.print(table)
-    first = f"first token in about {1e3 * plan.first_token_s:.0f} ms, then "
+    asked = start = ""
+    if plan.first_token_s:
+        asked = f", {plan.prompt_tokens} prompt tokens"
+        start = f"first token in about {1e3 * plan.first_token_s:.0f} ms, then "
     console.print(
-        f"One request alone{f', {plan.prompt_tokens} prompt tokens' if plan.first_token_s else ''}:"
-        f" {first if plan.first_token_s else ''}one token every {1e3 * plan.round_trip_s:.1f} ms"
+        f"One request alone{asked}: {start}one token every {1e3 * plan.round_trip_s:.1f} ms"
     )
     console.print(f"Bottleneck: {plan.bottleneck}", markup=False)
     if plan.current is not None:

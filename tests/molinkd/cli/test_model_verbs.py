@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from molink.checkpoint import hub
-from molinkd.cli import model_verbs
+from molinkd.cli import model_verbs, small_model, transfer_progress
 from molinkd.cli.main import run
+from molinkd.peer.artifacts.smollm2 import HubOrigin
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
 from tests.support.models import MakeModel
 
@@ -92,7 +93,7 @@ def test_a_model_that_is_served_is_not_deleted(
 def test_progress_is_shown_and_errors_have_their_codes(
     served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_verbs, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(transfer_progress, "POLL_INTERVAL_S", 0.0)
     assert run(["pull", REPOSITORY]) == 0
     assert run(["pull", str(served.folder)]) == 0
     assert run(["pull", "owner/none"]) == 5
@@ -107,6 +108,22 @@ def test_progress_is_shown_and_errors_have_their_codes(
     for text in ("no model 'owner/none'", "is gated", "can't reach", "--layers must be A:B"):
         assert text in err
     assert f"Fetching {REPOSITORY} from the hub: " in err
+
+
+@pytest.mark.parametrize("command", [["run"], ["pull"], ["up", "--model"]])
+def test_a_short_name_is_explained(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "llama3.2"]) == 5
+    error = capsys.readouterr().err
+    assert "no model 'llama3.2'. Name a model of the Hugging Face hub with its owner" in error
+    assert "molink-demo or smollm2" in error
+
+
+def test_the_small_model_is_fetched_by_its_name(
+    served: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(small_model, "create_origins", lambda: (HubOrigin(REPOSITORY),))
+    assert run(["pull", "smollm2"]) == 0
+    assert f"{REPOSITORY} is available at" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["run", "owner/m", "hi"], ["stop"]])

