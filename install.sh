@@ -293,7 +293,10 @@ run_checks() {
 main() {
   parse "$@"
   cd "$(dirname "$0")"
-  case $(uname -s) in MINGW* | MSYS* | CYGWIN*) die "on Windows run install.ps1 in PowerShell" ;; esac
+  case $(uname -s) in
+    MINGW* | MSYS* | CYGWIN*) die "on Windows run install.ps1 in PowerShell" ;;
+    Darwin) die "macOS is not supported: the packages are locked for Linux and Windows" ;;
+  esac
   local explicit=$flavour
   log=.venv/install.log
   pick_flavour

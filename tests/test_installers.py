@@ -156,6 +156,27 @@ def test_what_nvidia_smi_says_is_read() -> None:
     assert cuda_index.ask((sys.executable, "-c", "import sys; sys.exit(9)")) == ""
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+@pytest.mark.parametrize(
+    ("system", "says"),
+    [("Darwin", "macOS is not supported"), ("MINGW64_NT", "run install.ps1 in PowerShell")],
+)
+def test_other_systems_are_refused_at_once(tmp_path: Path, system: str, says: str) -> None:
+    (tmp_path / "uname").write_text(f"#!/bin/sh\necho {system}\n", encoding="utf-8")
+    (tmp_path / "uname").chmod(0o755)
+    (tmp_path / "install.sh").write_text(SHELL, encoding="utf-8")
+    done = subprocess.run(
+        ["bash", str(tmp_path / "install.sh")],
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no bash; install.ps1 isn't run")
 def test_the_path_is_only_changed_where_that_is_wanted(tmp_path: Path) -> None:
     """The function of the shell script, beside a stand-in for molink."""

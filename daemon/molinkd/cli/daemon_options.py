@@ -245,7 +245,9 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     kind = signature.parameters["options"].annotation
     hints = get_type_hints(kind, include_extras=True)
-    fields = dataclasses.fields(kind)
+    shared = {each.name for each in dataclasses.fields(DaemonOptions)}
+    # The help lists the command's own options first.
+    fields = sorted(dataclasses.fields(kind), key=lambda each: each.name in shared)
     parameters = [
         inspect.Parameter(
             each.name,

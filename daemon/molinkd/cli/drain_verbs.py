@@ -1,5 +1,6 @@
 """``molink drain``, ``resume`` and ``rebalance``: move layers between PCs."""
 
+import sys
 import time
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ DeviceOption = Annotated[
 
 #: Poll interval, in seconds.
 _POLL_INTERVAL_S = 0.5
+#: Seconds after which ``drain`` says what it waits for.
+_TELL_AFTER_S = 2.0
 
 
 def drain(
@@ -33,7 +36,8 @@ def drain(
 
     place, found = Home.find_home(home), daemon_client.require_daemon(home)
     daemon_client.set_drain(found, device or "", on=True)
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    deadline, is_told = began + timeout, False
     trouble = "other PCs have not taken over yet"
     while True:
         status = daemon_client.fetch_status(found)
@@ -44,8 +48,17 @@ def drain(
             print(printable(f"{what} holds no layers now; its endpoint still works. {ends}"))
             return
         trouble = status.get("trouble") or trouble
-        if time.monotonic() >= deadline or _is_stuck(status, own):
+        now = time.monotonic()
+        if now >= deadline or _is_stuck(status, own):
             break
+        if not is_told and now - began >= _TELL_AFTER_S:
+            is_told = True
+            print(
+                "Other PCs load the layers; running answers continue here until then. Ctrl-C stops "
+                "waiting, not the move …",
+                file=sys.stderr,
+                flush=True,
+            )
         time.sleep(_POLL_INTERVAL_S)
     raise Unavailable(
         printable(

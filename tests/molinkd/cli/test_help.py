@@ -40,6 +40,17 @@ def test_every_option_has_a_text_and_shows_its_default() -> None:
     assert lacking == []
 
 
+@pytest.mark.parametrize(("command", "first"), [("up", "--model"), ("join", "--swarm")])
+def test_options_are_grouped_with_the_most_used_first(
+    command: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    panels = [line for line in lines if line in ("Common:", "Network:", "Device:", "Advanced:")]
+    assert panels == ["Common:", "Network:", "Device:", "Advanced:"]
+    assert lines[lines.index("Common:") + 1].split()[0] == first
+
+
 @pytest.mark.parametrize("words", NAMES, ids=" ".join)
 def test_help_fits_80_columns_without_truncation(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -95,7 +95,7 @@ def test_a_public_endpoint_without_a_key_is_rejected_first(
         (["invite", "--list"], 6, "molink is not running here"),
         (["invite", "--end", "x"], 6, "molink is not running here"),
         (["invite", "--list", "--end", "x"], 2, "--list and --end"),
-        (["revoke", "pc"], 6, "molink is not running here"),
+        (["revoke", "pc", "--yes"], 6, "molink is not running here"),
         (["un-revoke", "pc"], 6, "molink is not running here"),
         (["leave"], 2, "not in a swarm"),
         (["join"], 2, "in no swarm"),

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,12 @@ def collect_facts(home: Home, say: Say) -> DoctorFacts:
     found = daemon_client.find_daemon(home)
     if found is not None and found.is_demo:
         found = None
-    say("Checking this PC and its network …")
+    say("Checking this PC, its network and the kernels of its device …")
     swarm, trouble = (None, "") if found is None else _collect_swarm(found)
-    network = collect_network(settings, found is not None)
-    say("Testing the kernels of its device …")
-    test = _run_self_test(home, settings, "" if swarm is None else swarm.model)
+    with ThreadPoolExecutor(1) as pool:  # scanning the network is only waiting
+        scan = pool.submit(collect_network, settings, found is not None)
+        test = _run_self_test(home, settings, "" if swarm is None else swarm.model)
+        network = scan.result()
     device = DeviceFacts(
         system=sys.platform,
         test=test,

@@ -108,7 +108,7 @@ def test_this_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.network.addresses
     assert len(facts.network.ports) == 15
     assert not (tmp_path / "new").exists()
-    assert len(said) == 2
+    assert len(said) == 1
 
 
 def test_kernels_are_tested_with_the_served_models_shapes(
