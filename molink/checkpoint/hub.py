@@ -11,7 +11,6 @@ once, in :func:`query_repository`, before any of them becomes part of a path.
 
 import hashlib
 import re
-import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.disk_space import check_free_space
@@ -220,27 +217,23 @@ def find_only_gguf(repository: str) -> str | None:
 
 
 def _check_reachable() -> None:
-    """Check within seconds that the hub accepts connections.
+    """Check within seconds that the hub answers at all.
 
     The library retries for long, and nothing else bounds the system's DNS resolver.
 
     Raises:
         Unavailable: it does not.
     """
-    from huggingface_hub import constants
+    from huggingface_hub import constants, get_session
 
-    hub = urlsplit(constants.ENDPOINT)
-    if constants.HF_HUB_OFFLINE or hub.scheme in getproxies() or not hub.hostname:
-        return
-    where = hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)
     failures = [f"no answer within {_CONNECT_TIMEOUT_S:g} s"]
 
     def connect() -> None:
         try:
-            socket.create_connection(where, timeout=_CONNECT_TIMEOUT_S).close()
+            get_session().head(f"{constants.ENDPOINT}/robots.txt", timeout=_CONNECT_TIMEOUT_S)
             failures.clear()
-        except OSError as error:
-            failures[:] = [str(error)]
+        except network_errors() as error:
+            failures[:] = [first_line(error)]
 
     thread = threading.Thread(target=connect, name="hub-check", daemon=True)
     thread.start()
