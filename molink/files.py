@@ -20,6 +20,8 @@ _DEVICES = frozenset(
 _FORBIDDEN = frozenset('<>:"|?*\\')
 #: Maximum length of a name in bytes, and of a relative path.
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024
+#: Begins a Windows path that is used as it stands; a network share's continues with ``UNC\``.
+_VERBATIM = "\\\\?\\"
 
 T = TypeVar("T")
 
@@ -94,7 +96,18 @@ def resolve_inside(folder: Path, path: Path) -> Path:
     Raises:
         OSError: it is outside of ``folder``.
     """
-    home, found = folder.resolve(), path.parent.resolve() / path.name
+    home, found = _resolve_links(folder), _resolve_links(path.parent) / path.name
     if found == home or not found.is_relative_to(home) or path.name == "..":
         raise OSError(f"{found} is outside of {home}: molink neither writes nor deletes it")
     return found
+
+
+def _resolve_links(path: Path) -> Path:
+    """``path`` without links.
+
+    On Windows ``Path.resolve`` adds a prefix if another thread creates the folder meanwhile.
+    """
+    found = str(path.resolve())
+    if found.startswith(_VERBATIM) and not str(path).startswith(_VERBATIM):
+        found = re.sub(r"^UNC\\", r"\\\\", found.removeprefix(_VERBATIM))
+    return Path(found)

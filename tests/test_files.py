@@ -134,6 +134,21 @@ def test_paths_outside_are_refused(tmp_path: Path) -> None:
             resolve_inside(folder, path)
 
 
+def test_folders_that_appear_meanwhile_keep_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Windows ``Path.resolve`` returns ``\\\\?\\C:\\…`` if another thread creates the folder."""
+    folder, resolve = tmp_path / "folder", Path.resolve
+
+    def resolve_in_a_race(path: Path) -> Path:
+        found = str(resolve(path))
+        return Path(found if path != folder else "\\\\?\\" + found)
+
+    monkeypatch.setattr(Path, "resolve", resolve_in_a_race)
+    found = resolve_inside(folder, folder / "new" / "x")
+    assert found == resolve(tmp_path) / "folder" / "new" / "x"
+
+
 @links
 def test_links_are_resolved_before_a_path_is_checked(tmp_path: Path) -> None:
     folder, outside = tmp_path / "folder", tmp_path / "outside"
