@@ -268,7 +268,7 @@ def test_only_a_default_port_moves_on(tmp_path: Path) -> None:
     assert chosen.chosen_ports == ("api_port", "control_port", "coordinator_port")
     environment = load_settings(home, {}, {"MOLINK_API_PORT": "0"})
     assert environment.ports_to_try("api_port") == (0, 1)
-    assert device_settings(chosen, "cuda:1", "pc/cuda:1").ports_to_try("control_port")[1] == 65536
+    assert device_settings(chosen, "cuda:1").ports_to_try("control_port")[1] == 65536
     with pytest.raises(UsageError, match="unknown setting 'chosen_ports'"):
         load_settings(home, {}, {}, {"chosen_ports": "x"})
 
