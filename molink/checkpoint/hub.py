@@ -90,6 +90,10 @@ class HubFile:
     sha256: str
     blob_id: str = ""
 
+    def is_complete(self, path: Path) -> bool:
+        """Whether ``path`` has the size of this file."""
+        return path.is_file() and path.stat().st_size == self.nbytes
+
     def hash_content(self, path: Path) -> str:
         """Hash a downloaded file as the hub does."""
         if self.sha256:
@@ -140,8 +144,7 @@ class HubRepository:
 
     def is_cached(self, file: HubFile) -> bool:
         """Whether the complete file is cached."""
-        paths = self.candidate_paths(file)
-        return any(one.is_file() and one.stat().st_size == file.nbytes for one in paths)
+        return any(map(file.is_complete, self.candidate_paths(file)))
 
     def count_cached_bytes(self, file: HubFile) -> int:
         """Bytes of the file that are cached."""
@@ -425,14 +428,15 @@ def _link_snapshot(found: HubRepository, files: Iterable[HubFile]) -> Path:
         _create_symlink,
     )
 
-    # On Windows without developer mode the library moves large files, and copies small ones, which
-    # may have several names.
+    # On Windows without developer mode the library copies a file, or moves it as a ``new_blob``: a
+    # large one under the last of its names.
     constants.HF_HUB_DISABLE_SYMLINKS_WARNING = True
-    for file in files:
+    missing = [file for file in files if not file.is_complete(found.snapshot / file.name)]
+    last_names = {file.sha256: file.name for file in missing if file.sha256}
+    for file in missing:
         laid_out, blob = found.candidate_paths(file)
-        if _file_size(laid_out) != file.nbytes or not laid_out.is_file():
-            slot = found.open_slot(laid_out)
-            _create_symlink(str(blob), str(slot), new_blob=bool(file.sha256))
+        is_last = last_names.get(file.sha256) == file.name
+        _create_symlink(str(blob), str(found.open_slot(laid_out)), new_blob=is_last)
     found.open_slot(found.cache / "refs" / "main")
     _cache_commit_hash_for_specific_revision(str(found.cache), "main", found.commit)
     return found.snapshot

@@ -56,8 +56,10 @@ def test_pull_without_symlinks(
         raise OSError("a required privilege is not held by the client")
 
     monkeypatch.setattr(os, "symlink", refuse)
-    same = (served.folder / "config.json").read_bytes()
-    (served.folder / "config_of_the_draft.json").write_bytes(same)  # one blob, two names
+    weights = min(served.folder.glob("*.safetensors")).name
+    for name, copy in (("config.json", "draft.json"), (weights, "draft.safetensors")):
+        same = (served.folder / name).read_bytes()
+        (served.folder / copy).write_bytes(same)  # one blob, two names
     monkeypatch.setattr("huggingface_hub.file_download._are_symlinks_supported_in_dir", {})
     assert run(["pull", REPOSITORY]) == 0
     assert f"{REPOSITORY} is available at " in capsys.readouterr().out
