@@ -60,6 +60,8 @@ def test_prompts_that_begin_alike_go_to_one_pipeline(swarm: LocalSwarm, tools: t
     file = swarm.root / "swarm.toml"
     file.write_text(FILE, encoding="utf-8")
     swarm.molink("first", "apply", str(file))
+    note = swarm.running["first"].found().run_file
+    assert note.api_key == "p1", "this user's commands find it"
 
     def pipelines() -> list[list[str]]:
         """The peers of each that is ready."""

@@ -27,6 +27,8 @@ from molink.facts.layer_range import parse_layers
 from molink.facts.memory_plan import format_size
 from molink.facts.model import LayerRange, Quantize
 from molink.plaintext import printable
+from molinkd.cli.daemon_client import own_api_key
+from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.peer.agent.stage_bench import BenchPoint, StageBench, StageBenchResult, measure_stage
 from molinkd.peer.home import Home
 
@@ -146,7 +148,10 @@ RateOption = Annotated[
 ModelOption = Annotated[str | None, typer.Option(help="Model name.  [default: first listed]")]
 KeyOption = Annotated[
     str | None,
-    typer.Option(envvar="MOLINK_API_KEY", help="API key of the server.  [default: none]"),
+    typer.Option(
+        envvar="MOLINK_API_KEY",
+        help="API key of the server.  [default: this PC's, for its own endpoint]",
+    ),
 ]
 EosOption = Annotated[
     bool, typer.Option(help="Request full-length answers (an extension of vLLM and molink).")
@@ -178,13 +183,15 @@ def serve(
     policy: PolicyOption = "unknown",
     seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    home: HomeOption = None,
 ) -> None:
     """Benchmark an OpenAI-compatible endpoint.
 
     Reports TTFT, TPOT, ITL, latency and throughput.
     """
     plan = _make_plan(trace, input_tokens, output_tokens, rate, requests, seed)
-    endpoint = BenchTarget(url, api, model, api_key, ignore_eos)
+    key = api_key or own_api_key(Home.find_home(home), url)
+    endpoint = BenchTarget(url, api, model, key, ignore_eos)
     notes = Console(stderr=True)
     with _progress_bar(notes, hidden=as_json and not notes.is_terminal) as progress:
         measurement = asyncio.run(_measure(endpoint, plan, warmup, concurrency, seed, progress))

@@ -69,6 +69,17 @@ def find_daemon(home: Home) -> RunningDaemon | None:
     return None
 
 
+def own_api_key(home: Home, url: str) -> str | None:
+    """Return an API key of ``url`` if it is the endpoint of the daemon of ``home``.
+
+    ``None`` if it needs no key, and for other URLs: no other server may learn the key.
+    """
+    found = find_daemon(home)
+    if found is None or url.rstrip("/").removesuffix("/v1") not in found.endpoints:
+        return None
+    return found.run_file.api_key or None
+
+
 def require_daemon(home: Path | None) -> RunningDaemon:
     """Return the daemon as :func:`find_daemon` does.
 

@@ -140,7 +140,9 @@ def run_model(
     ] = 600.0,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="MOLINK_API_KEY", help="API key of the endpoint.  [default: none]"),
+        typer.Option(
+            envvar="MOLINK_API_KEY", help="API key of the endpoint.  [default: this PC's]"
+        ),
     ] = None,
     home: HomeOption = None,
 ) -> None:
@@ -166,7 +168,8 @@ def run_model(
     endpoint = found.endpoints[0]
     _wait_until_ready(found, endpoint, name, timeout, line)
     format_command = found.home.format_command
-    raise typer.Exit(run_chat(f"{endpoint}/v1", text, name, api_key, format_command=format_command))
+    key = api_key or daemon_client.own_api_key(place, endpoint)
+    raise typer.Exit(run_chat(f"{endpoint}/v1", text, name, key, format_command=format_command))
 
 
 def stop(

@@ -55,7 +55,9 @@ def chat(
     model: Annotated[str | None, typer.Option(help="Model name.  [default: first served]")] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="MOLINK_API_KEY", help="API key of the endpoint.  [default: none]"),
+        typer.Option(
+            envvar="MOLINK_API_KEY", help="API key of the endpoint.  [default: this PC's]"
+        ),
     ] = None,
     system: Annotated[
         str | None, typer.Option(help="System prompt.  [default: the model's]")
@@ -79,15 +81,16 @@ def chat(
     if url is not None and not url.lower().startswith(("http://", "https://")):
         raise UsageError(f"--url must be a URL such as http://127.0.0.1:5465, not {url!r}")
     root = (url or daemon_client.require_daemon(home).endpoints[0]).rstrip("/").removesuffix("/v1")
+    place = Home.find_home(home)
     code = run_chat(
         f"{root}/v1",
         text,
         model,
-        api_key,
+        api_key or daemon_client.own_api_key(place, root),
         system=system,
         max_tokens=max_tokens,
         temperature=temperature,
-        format_command=Home.find_home(home).format_command,
+        format_command=place.format_command,
     )
     raise typer.Exit(code)
 

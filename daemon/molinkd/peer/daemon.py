@@ -375,15 +375,18 @@ class Daemon:
         )
         # All say goodbye together, so that the ring is re-formed once.
         stack.push_async_callback(lambda: asyncio.gather(node.send_goodbye(), devices.close()))
+        api_key = ""
         if not self._launch.pc:
             endpoint = ApiEndpoint(self._settings, node.backend)
             await endpoint.start()
             stack.push_async_callback(endpoint.close)  # answers finish before the goodbye
-            url = endpoint.url
+            url, api_key = endpoint.url, endpoint.api_key
         node.start(measured)
         self._node = node
         here = local_dial_host(self._settings.host)
-        note = RunFile.of_this_process(resources.server.port, url, control_host=here)
+        note = RunFile.of_this_process(
+            resources.server.port, url, control_host=here, api_key=api_key
+        )
         note.save_file(self._home.run_file)
         stack.callback(retry_while_busy, partial(self._home.run_file.unlink, missing_ok=True))
         self._announce(

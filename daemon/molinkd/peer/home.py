@@ -214,6 +214,8 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     control_host: str = "127.0.0.1"
     #: API endpoints of all peers of a demo.
     demo: tuple[str, ...] = ()
+    #: An API key of the endpoint, for this user's commands; empty if it needs none.
+    api_key: str = ""
 
     @classmethod
     def of_this_process(
@@ -222,6 +224,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
         endpoint: str,
         demo: tuple[str, ...] = (),
         control_host: str = "127.0.0.1",
+        api_key: str = "",
     ) -> "RunFile":
         """The run file of the calling process."""
         process = psutil.Process()
@@ -232,6 +235,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
             endpoint=endpoint,
             control_host=control_host,
             demo=demo,
+            api_key=api_key,
         )
 
     def save_file(self, path: Path) -> None:

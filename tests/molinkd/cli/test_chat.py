@@ -5,13 +5,17 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from molinkd.cli import chat
 from molinkd.cli.chat import EventParser, run_chat
+from molinkd.cli.main import run
+from molinkd.peer.home import Home, RunFile
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -65,14 +69,20 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
+@contextmanager
+def serving() -> Iterator[Endpoint]:
     with Endpoint() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with serving() as server:
+        yield server
 
 
 class Terminal(io.StringIO):
@@ -197,6 +207,29 @@ def test_a_missing_key(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -
     endpoint.error = (401, "a valid API key is needed")
     assert run_chat(endpoint.url, "hi") == 14
     assert "--api-key" in capsys.readouterr().err
+
+
+def test_only_the_daemon_of_this_home_gets_its_key(
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOLINK_HOME", str(tmp_path))
+    own = endpoint.url.removesuffix("/v1")
+    note = RunFile.of_this_process(1, own, api_key="own")
+    note.save_file(Home(tmp_path).create_folders().run_file)
+    bench = ["bench", "serve", "--requests", "1", "--output-tokens", "1", "--url"]
+    assert run(["chat", "hi"]) == 0
+    assert run(["chat", "hi", "--url", endpoint.url]) == 0
+    run([*bench, own])  # fails: this endpoint only streams
+    assert endpoint.keys == 3 * ["Bearer own"]
+    with serving() as other:
+        assert run(["chat", "hi", "--url", other.url]) == 0
+        run([*bench, other.url])
+        assert other.keys == [None, None]
+    endpoint.keys.clear()
+    assert run(["chat", "hi", "--api-key", "given"]) == 0
+    monkeypatch.setenv("MOLINK_API_KEY", "variable")
+    assert run(["chat", "hi"]) == 0
+    assert endpoint.keys == ["Bearer given", "Bearer variable"]
 
 
 def test_an_unreachable_endpoint(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,8 @@ class ApiEndpoint:
     def __init__(self, settings: Settings, backend: Backend) -> None:
         """Raises :class:`UsageError` if the settings are insecure."""
         api = api_settings(settings)
+        #: The first of its API keys; empty if it needs none.
+        self.api_key = next((key for _, key in api.keys), "")
         self._ports = settings.ports_to_try("api_port")
         self._server = EndpointServer(backend, api, _create_prompt_workers)
 
