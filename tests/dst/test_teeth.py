@@ -106,7 +106,7 @@ def without_terms(patch: pytest.MonkeyPatch) -> None:
 def without_counting_votes_by_branch(patch: pytest.MonkeyPatch) -> None:
     """A leader believes each that says whom it follows."""
 
-    def count_all(self: LeaderElection, leader: str, now: float) -> int:
+    def count_all(self: LeaderElection, leader: str, *_: object) -> int:
         return sum(one.hears_leader and one.leader == leader for one in self._answers.values())
 
     patch.setattr(LeaderElection, "_count_votes", count_all)

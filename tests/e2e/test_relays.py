@@ -1,124 +1,18 @@
 """PCs behind routers: neither can connect to the other, and a third passes their bytes on."""
 
-import json
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from molinkd.peer.home import Home
 from tests.support.models import MakeModel
-from tests.support.processes import Process, Tools, environment, restore_measurements
-from tools.wan import Node, Rig, unavailable
+from tests.support.processes import Tools
+from tests.support.rig_swarm import Behind, House, ask
+from tools.wan import Node, unavailable
 
 pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"no namespaces here: {unavailable()}"
 )
-CPU = ["--threads", "1", "--device", "cpu"]
-#: Where each look is a command of its own.
-EVERY_S = 0.5
-
-
-class Behind(Process):
-    """A molink process on a node of the rig."""
-
-    def __init__(self, rig: Rig, index: int, home: Path, *arguments: str) -> None:
-        home.mkdir(parents=True)
-        self.rig, self.index, self.home = rig, index, Home(home)
-        self._statuses: subprocess.Popen[bytes] | None = None
-        restore_measurements(self.home)
-        self._output = (home / "terminal.log").open("ab+")
-        self.process = rig.run(
-            index,
-            [sys.executable, "-m", "molinkd", *arguments, *CPU],
-            env=environment(home),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
-
-    def run(self, *arguments: str) -> str:
-        """The output of a command there."""
-        process = self.rig.run(
-            self.index,
-            [sys.executable, "-m", "molinkd", *arguments],
-            env=environment(self.home.root),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        return str(process.communicate(timeout=60)[0].decode())
-
-    def status(self) -> dict[str, Any]:
-        if self._statuses is None:
-            self._statuses = self.rig.run(
-                self.index,
-                [sys.executable, "-m", "tests.support.status_stream"],
-                env=environment(self.home.root),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-        assert self._statuses.stdin is not None
-        assert self._statuses.stdout is not None
-        self._statuses.stdin.write(b"\n")
-        self._statuses.stdin.flush()
-        found: dict[str, Any] = json.loads(self._statuses.stdout.readline())
-        return found
-
-    def stop(self) -> None:
-        if self._statuses is not None:
-            self._statuses.communicate(timeout=60)
-        super().stop()
-
-    def wait_ready(self) -> dict[str, Any]:
-        status: dict[str, Any] = {}
-
-        def ready() -> bool:
-            status.update(self.status())
-            return any(one["ready"] for one in status.get("pipelines", ()))
-
-        Tools.wait_for(lambda: "is ready" in self.output, self)
-        Tools.wait_for(ready, self)
-        return status
-
-
-class House:
-    """PCs on the nodes of a rig, for the life of a ``with`` block."""
-
-    def __init__(self, folder: Path, *nodes: Node) -> None:
-        self._folder, self._names = folder, [node.name for node in nodes]
-        self._stack = ExitStack()
-        self._rig = Rig(nodes)
-
-    def __enter__(self) -> "House":
-        self._stack.enter_context(self._rig)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def start(self, name: str, *arguments: str) -> Behind:
-        index = self._names.index(name)
-        process = Behind(self._rig, index, self._folder / name, *arguments, "--name", name)
-        self._stack.callback(process.stop)
-        return process
-
-    def first(self, name: str, *arguments: str) -> tuple[Behind, str]:
-        """One that founds a swarm, and a token of it."""
-        process = self.start(name, "up", *arguments)
-        tokens: list[str] = []
-
-        def invited() -> bool:
-            tokens.append(process.run("invite", "--uses", "2").strip())
-            return bool(tokens[-1])
-
-        Tools.wait_for(lambda: "Chat endpoint" in process.output, process)
-        Tools.wait_for(invited, process, every=EVERY_S)
-        return process, tokens[-1]
 
 
 def ways(status: dict[str, Any]) -> dict[tuple[str, str], str]:
@@ -163,6 +57,55 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
         hub.run("resume")
         hub.wait_ready()
         assert couch.run("chat", "What is molink?").strip(), couch.output
+
+
+def choices(hub: Behind) -> list[dict[tuple[str, str], str]]:
+    """Through whom which PCs were connected, after each change, by the coordinator's log."""
+    names = {one["id"]: one["name"] for one in hub.status()["peers"]}
+    log = (hub.home.logs / "coordinator.log").read_text(encoding="utf-8", errors="replace")
+    found = []
+    for line in log.splitlines():
+        _, is_told, routes = line.partition("relays: ")
+        words = [route.split() for route in routes.split(", ") if route]
+        if is_told:
+            found.append({(names[a], names[b]): names[c] for a, _, b, _, c in words})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lie", ["hold"])
+def test_a_member_that_seems_the_best_relay_passes_nothing_on(tmp_path: Path, lie: str) -> None:
+    """Streams go on by way of another one, and the liar is not chosen again.
+
+    Without processes: tests/molinkd/peer/membership/test_relay_server.py,
+    tests/swarm/controller/test_relays.py.
+    """
+    nodes = (
+        Node("hub", delay_ms=10),
+        Node("liar"),
+        Node("attic", closed=1),
+        Node("couch", closed=1),
+    )
+    with House(tmp_path, *nodes) as house:
+        hub, token = house.first("hub", "--stage", "none")
+        liar = house.start("liar", "join", token, "--stage", "none", lie=lie)
+        Tools.wait_for(lambda: len(hub.status().get("peers", ())) == 2, liar)
+        attic = house.start("attic", "join", token, "--stage", "0:4")
+        couch = house.start("couch", "join", token, "--stage", "4:8")
+        hub.wait_ready()
+        for one in (attic, couch):
+            Tools.wait_for(lambda one=one: "is ready" in one.output, one)
+        answers = [ask(one) for one in (attic, couch, attic, couch)]
+        assert len(set(answers)) == 1, answers
+        ends = ("attic", "couch"), ("couch", "attic")
+        Tools.wait_for(lambda: [ways(hub.status()).get(pair) for pair in ends] == ["hub"] * 2, hub)
+        assert ask(couch) == answers[0]
+        told = choices(hub)
+        for pair in ends:
+            by = [one.get(pair, "") for one in told]
+            chosen = [now for before, now in zip(["", *by], by, strict=False) if now != before]
+            assert chosen.count("liar") == 1, chosen
 
 
 @pytest.mark.slow

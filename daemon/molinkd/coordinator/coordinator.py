@@ -239,8 +239,16 @@ class Coordinator:
         return self._pairing.port
 
     def raise_term(self, term: int) -> None:
-        """Continue in a higher term; connections and pipelines stay."""
-        self._state.begin_term(term)
+        """Continue in a higher term; connections and pipelines stay.
+
+        A term that can't be stored ends this run: its heartbeats would be of a term that is over.
+        """
+        try:
+            self._state.begin_term(term)
+        except StateError as error:
+            if self._failure is not None and not self._failure.done():
+                self._failure.set_exception(error)
+            return
         self.term = term
         self._dispatch_event(TermRaisedEvent(term))
 
@@ -337,9 +345,10 @@ class Coordinator:
         tried = ConnectionTriedEvent(
             peer, message.peer, message.is_reachable, message.latency, message.rate
         )
-        self._dispatch_event(tried)
+        if not message.failed_relay:  # it counts once the relay is given up
+            self._dispatch_event(tried)
         if message.rate is None:  # a rate says nothing about the route
-            self._relays.handle(RouteTriedEvent(tried, message.is_relayed))
+            self._relays.handle(RouteTriedEvent(tried, message.is_relayed, message.failed_relay))
 
     def _reply(
         self, sender: MessageSender, message: ControlMessage, payload: bytes | None = None
@@ -415,7 +424,7 @@ class Coordinator:
             time=round(time.time(), 3),
             relays=tuple(self._relays.routes),
             pairing_requests=tuple(
-                PairingStatus(one.name, one.code, one.address, time.time() - now + one.since)
+                PairingStatus(one.name, one.code, one.address, one.since)
                 for one in self._pairing.pending_requests
             ),
             scale_out=self._estimates.estimate_at(now) if message.scale_out else UNSET,

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Callable
 
 from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageAction
@@ -21,12 +22,12 @@ class RelayService:
     ) -> None:
         """``dispatch_event`` receives the routes that are closed."""
         self._send_to_peer, self._dispatch_event = send_to_peer, dispatch_event
-        self._relays = RelayPlanner(lambda: secrets.token_bytes(38))
+        self._relays = RelayPlanner(lambda: secrets.token_bytes(70))
 
     def handle(self, event: RelayEvent) -> None:
         """Handle an event and carry out the actions."""
         before = self._relays.relay_peers
-        for decision in self._relays.handle(event):
+        for decision in self._relays.handle(event, time.monotonic()):
             if isinstance(decision, SendMessageAction):
                 self._send_to_peer(decision.peer, decision.message)
             else:

@@ -2,7 +2,8 @@
 
 If the target can connect to the source, the source is its own relay: bytes travel over the
 connection that the target has opened. Otherwise it is the member that both have reached with the
-shortest path. All times in seconds.
+shortest path. A relay that has failed for a pair is not chosen again for a while, even if it was
+gone meanwhile: it may be hostile. All times in seconds.
 """
 
 from collections.abc import Callable, Collection
@@ -13,8 +14,13 @@ from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute, Rela
 
 #: Relays at once, in the swarm and on one PC.
 MAX_RELAYS, MAX_OF_PEER = 64, 16
-#: Failures of a relay before another one is chosen.
+#: Failed probes of a relay before another one is chosen.
 MAX_FAILURES = 2
+#: How long a relay may take to say that it has opened.
+OPEN_TIMEOUT = 10.0
+#: How long a relay that has failed is not chosen again for the same pair; doubles with each failure
+#: up to the maximum. Its record is clean once the maximum has passed after that.
+FIRST_EXCLUSION, MAX_EXCLUSION = 30.0, 3600.0
 
 Pair = tuple[str, str]
 
@@ -38,15 +44,19 @@ class RelayOpenedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RouteTriedEvent:
-    """A peer has tried to connect to another; ``is_relayed``: over its relayed route."""
+    """A peer has tried to connect to another; ``is_relayed``: over its relayed route.
+
+    ``failed_relay`` is the id of a relay that passed probes but no data, or 0.
+    """
 
     attempt: ConnectionTriedEvent
     is_relayed: bool = False
+    failed_relay: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LivePeersChangedEvent:
-    """The peers that are live now; all others are gone."""
+    """The peers that are live now; all others are gone. Comes several times a second."""
 
     peers: Collection[str]
 
@@ -60,8 +70,19 @@ class _Relay:
     id: int
     relay_peer: str
     secret: bytes
+    end_secret: bytes
+    requested_at: float
     port: int = 0
     failures: int = 0
+
+
+@dataclass(slots=True)
+class _Exclusion:
+    """A relay's failures for a pair."""
+
+    failures: int = 0
+    until: float = 0.0
+    is_over: bool = False
 
 
 @dataclass(slots=True)
@@ -77,17 +98,19 @@ class RelayPlanner:
     """All relays of a swarm."""
 
     def __init__(self, make_secret: Callable[[], bytes]) -> None:
-        """``make_secret()`` returns 38 random bytes."""
+        """``make_secret()`` returns 70 random bytes."""
         self._make_secret = make_secret
         self._peers: dict[str, _Peer] = {}
         #: By source and target of the failed connection.
         self._relays: dict[Pair, _Relay] = {}
         #: Relays that have failed for a pair.
-        self._exhausted: set[tuple[Pair, str]] = set()
+        self._exclusions: dict[tuple[Pair, str], _Exclusion] = {}
+        self._now = 0.0
 
-    def handle(self, event: RelayEvent) -> list[RelayAction]:
+    def handle(self, event: RelayEvent, now: float) -> list[RelayAction]:
         """Process an event. A :class:`ConnectionTriedEvent` in the answer tells the reconciler that
         a relayed route has failed."""
+        self._now = now
         out: list[RelayAction] = []
         match event:
             case RelayOfferedEvent(peer, addresses, relays):
@@ -98,8 +121,11 @@ class RelayPlanner:
                 known.addresses, known.can_relay = addresses, relays
             case LivePeersChangedEvent(peers):
                 gone = self._peers.keys() - set(peers)
-                if not gone:
+                silent = self._find_silent()
+                if not (gone or silent or self._end_exclusions()):
                     return []
+                for pair in silent:
+                    out += self._give_up_relay(pair)
                 for peer in gone:
                     self._drop_peer(peer)
             case RouteTriedEvent():
@@ -129,11 +155,23 @@ class RelayPlanner:
         for other in self._peers.values():
             other.latencies.pop(peer, None)
             other.unreachable.discard(peer)
-        self._exhausted = {
-            (pair, through)
-            for pair, through in self._exhausted
-            if peer != through and peer not in pair
-        }
+
+    def _find_silent(self) -> list[Pair]:
+        """Pairs whose relay was asked for too long ago."""
+        latest = self._now - OPEN_TIMEOUT
+        return [
+            pair for pair, one in self._relays.items() if not one.port and one.requested_at < latest
+        ]
+
+    def _end_exclusions(self) -> bool:
+        """Whether a relay may be chosen again; long past failures are forgotten."""
+        ended = [key for key, one in self._exclusions.items() if one.until <= self._now]
+        has_news = not all(self._exclusions[key].is_over for key in ended)
+        for key in ended:
+            self._exclusions[key].is_over = True
+            if self._now >= self._exclusions[key].until + MAX_EXCLUSION:
+                del self._exclusions[key]
+        return has_news
 
     def _on_route_tried(self, event: RouteTriedEvent) -> list[RelayAction]:
         tried = event.attempt
@@ -150,12 +188,17 @@ class RelayPlanner:
                 by.unreachable.add(tried.target)
             return []
         relay = self._relays.get(pair)
-        if relay is None or tried.succeeded:
-            if relay is not None:
-                relay.failures = 0
+        if relay is None:
             return []
-        relay.failures += 1
+        if event.failed_relay:
+            return self._on_data_lost(pair) if event.failed_relay == relay.id else []
+        relay.failures = 0 if tried.succeeded else relay.failures + 1
         return self._give_up_relay(pair) if relay.failures >= MAX_FAILURES else []
+
+    def _on_data_lost(self, pair: Pair) -> list[RelayAction]:
+        """Give up a relay that passed no data, unless it is the only one."""
+        others = [one for one in self._find_relays(pair) if one != self._relays[pair].relay_peer]
+        return self._give_up_relay(pair) if others else []
 
     def _on_relay_opened(self, event: RelayOpenedEvent) -> list[RelayAction]:
         for pair, relay in self._relays.items():
@@ -191,20 +234,29 @@ class RelayPlanner:
             return False
         return all(end == through or through in self._peers[end].latencies for end in pair)
 
-    def _open_relay(self, pair: Pair) -> list[RelayAction]:
-        fit = [
+    def _find_relays(self, pair: Pair) -> list[str]:
+        """Peers that may relay for a pair now."""
+        return [
             one
             for one in self._peers
             if self._can_relay(pair, one)
-            and (pair, one) not in self._exhausted
+            and not self._is_excluded(pair, one)
             and self._relay_count(one) < MAX_OF_PEER
         ]
+
+    def _is_excluded(self, pair: Pair, through: str) -> bool:
+        found = self._exclusions.get((pair, through))
+        return found is not None and self._now < found.until
+
+    def _open_relay(self, pair: Pair) -> list[RelayAction]:
+        fit = self._find_relays(pair)
         if not fit:
             return []
         through = min(fit, key=lambda one: (one != pair[0], self._path_latency(pair, one), one))
         secret = self._make_secret()
         # By chance, too: what an earlier coordinator has opened may still be there.
-        relay = self._relays[pair] = _Relay(int.from_bytes(secret[:6], "big"), through, secret[6:])
+        id = int.from_bytes(secret[:6], "big")
+        relay = self._relays[pair] = _Relay(id, through, secret[6:38], secret[38:], self._now)
         ends = tuple(dict.fromkeys(one for end in pair for one in self._peers[end].addresses))
         return [SendMessageAction(through, OpenRelay(id=relay.id, secret=relay.secret, ends=ends))]
 
@@ -222,6 +274,7 @@ class RelayPlanner:
             return RelayedRoute(
                 id=relay.id,
                 secret=relay.secret,
+                end_secret=relay.end_secret,
                 peer=peer,
                 role="dials" if dials else "waits",
                 addresses=addresses,
@@ -234,7 +287,9 @@ class RelayPlanner:
         ]
 
     def _give_up_relay(self, pair: Pair) -> list[RelayAction]:
-        self._exhausted.add((pair, self._relays[pair].relay_peer))
+        found = self._exclusions.setdefault((pair, self._relays[pair].relay_peer), _Exclusion())
+        seconds = min(FIRST_EXCLUSION * 2.0 ** min(found.failures, 16), MAX_EXCLUSION)
+        found.failures, found.until, found.is_over = found.failures + 1, self._now + seconds, False
         return self._close_relay(pair)
 
     def _close_relay(self, pair: Pair) -> list[RelayAction]:

@@ -18,7 +18,7 @@ Sans-IO: events and ``now`` (monotonic seconds) in, actions out.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from molink.swarm.election.events import (
@@ -138,6 +138,9 @@ class LeaderElection:
         self._unanswered: set[str] = set()
         #: A leader of a higher term; a query round counts its followers.
         self._rival = ""
+        #: The members when each peer was last in this part, and when this peer began to lead.
+        self._met: dict[str, tuple[str, ...]] = {}
+        self._first_order = membership.order
         #: Since when there is neither a leader nor a proof that it lives.
         self._leaderless_since = now
         #: The peer next in line to lead, and since when its branch has been next.
@@ -262,6 +265,7 @@ class LeaderElection:
             self.role = "follower"
         self._adopt_term(event.leader, event.term)
         self.leader = self._heard_leader = event.leader
+        self._met[event.leader] = self._order
         self._failures.pop(self._branch_of(event.leader), None)
 
     def _on_membership_changed(self, event: MembershipChangedEvent) -> None:
@@ -270,6 +274,7 @@ class LeaderElection:
             self._drop_answer(removed)
             self._leases.drop_peer(removed)
             self._named_at.pop(removed, None)
+            self._met.pop(removed, None)
         self._order, self._replica, self._branches = event.order, event.replica, event.branches
 
     def _on_peer_answered(self, peer: str, view: LeaderView, now: float) -> None:
@@ -281,6 +286,8 @@ class LeaderElection:
             self._drop_answer(peer)
             return
         self._answers[peer] = view
+        if view.leader == self.leader:
+            self._met[peer] = self._order
         if self.role == "leader":
             self._check_for_rival(peer, view, now)
         elif self.role == "candidate":
@@ -469,10 +476,17 @@ class LeaderElection:
         since = self._next_since.get(self._branch_of(successor), now)
         return successor if successor in claims and now - since <= CLAIM_TIMEOUT else ""
 
-    def _count_votes(self, leader: str, now: float) -> int:
-        """Branches other than its own with a peer that follows ``leader``."""
+    def _count_votes(
+        self, leader: str, now: float, electorate: Collection[str] | None = None
+    ) -> int:
+        """Branches other than its own with a peer that follows ``leader``.
+
+        Only peers in ``electorate`` count, if there is one.
+        """
         own = self._branch_of(leader)
         voters = {peer for peer in self._answers if self._branch_of(peer) != own}
+        if electorate is not None:
+            voters &= set(electorate)
         return len({self._branch_of(peer) for peer in voters if self._votes_for(leader, peer, now)})
 
     def _votes_for(self, leader: str, peer: str, now: float) -> bool:
@@ -576,6 +590,7 @@ class LeaderElection:
     def _start_leading(self, term: int, now: float) -> None:
         lost = self.leader if self.leader != self._own_id else ""
         self._log_transition(now, f"starts to lead in term {term}")
+        self._first_order = self._order
         self.role, self._pending_term, self._rival = "starting", (term, now), ""
         self._actions.append(StartCoordinatorAction(term, lost))
 
@@ -608,7 +623,11 @@ class LeaderElection:
         view = self._answers.get(rival)
         if view is None or not view.is_leader or view.term <= self.term:
             return
-        ours, theirs = self._count_votes(self._own_id, now), self._count_votes(rival, now)
+        # Each part may have admitted PCs that the other doesn't know. Both leaders have to count
+        # the same ones, or each finds that it has more.
+        common = self._met.get(rival, self._first_order)
+        ours = self._count_votes(self._own_id, now, common)
+        theirs = self._count_votes(rival, now, common)
         first = self._order.index(self._own_id) < self._order.index(rival)
         if ours == theirs and now - self._led_since < CLAIM_TIMEOUT:
             return  # nobody had time to follow; a probe meets the rival again

@@ -142,6 +142,8 @@ class ReachReport(Message, frozen=True, kw_only=True, tag="reach-report"):
     rate: Annotated[float, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)] | None = None
     #: Through a relay, since a direct connection is impossible.
     is_relayed: bool = False
+    #: Id of the relay that held back or cut connections; 0 if none did. Probes may still pass.
+    failed_relay: Count = 0
 
 
 class StageLoaded(Message, frozen=True, kw_only=True, tag="stage-loaded"):

@@ -4,11 +4,16 @@ The messages are between the coordinator and the three. The ends and the relay e
 of plain TCP: the relay sends a nonce, an end answers with a proof that it knows the secret
 (:func:`compute_proof`) without revealing it. Then the relay forwards the encrypted connection of
 two ZeroMQ sockets.
+
+The ends cut that connection into records, each with its length before it, and add signs of life
+(:class:`SignOfLife`) with a key that the relay doesn't have, so that a relay can't hold back or cut
+a connection unseen.
 """
 
 import hashlib
 import hmac
-from typing import Annotated, Literal
+import struct
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -24,8 +29,14 @@ Role = Literal["dials", "waits"]
 NONCE_BYTES, PROOF_BYTES = 16, 8 + 1 + 32
 #: Sent by the relay to a waiting end when the other has arrived.
 PEER_ARRIVED = b"\x01"
-#: Bytes of the port that the dialing end requests once connected.
-PORT_BYTES = 2
+#: Bytes of the port that the dialing end requests once connected, and of the nonce after it, unless
+#: it is the port of an echo.
+PORT_BYTES, STREAM_NONCE_BYTES = 2, 16
+#: The length before a record; 0 before a sign of life.
+RECORD_LENGTH = struct.Struct(">I")
+_SIGN = struct.Struct(">QQQ?")
+_MAC_BYTES = 16
+SIGN_BYTES = _SIGN.size + _MAC_BYTES
 _ROLES: dict[Role, bytes] = {"dials": b"d", "waits": b"w"}
 
 
@@ -48,10 +59,14 @@ class RelayOpened(Message, frozen=True, kw_only=True, tag="relay-opened"):
 
 
 class RelayedRoute(Message, frozen=True, kw_only=True, tag="relayed-route"):
-    """Reach ``peer`` through a relay, or wait for it there."""
+    """Reach ``peer`` through a relay, or wait for it there.
+
+    The relay doesn't know ``end_secret``.
+    """
 
     id: Count
     secret: Secret
+    end_secret: Secret
     peer: Text
     role: Role
     addresses: Addresses
@@ -85,3 +100,40 @@ def parse_claim(answer: bytes) -> tuple[int, Role]:
 def is_valid_proof(answer: bytes, id: int, role: Role, secret: bytes, nonce: bytes) -> bool:
     """Whether an answer proves knowledge of the secret."""
     return hmac.compare_digest(answer, compute_proof(id, role, secret, nonce))
+
+
+class SignOfLife(NamedTuple):
+    """What one end of a relayed connection tells the other, several times a second.
+
+    ``number`` counts them from 1, ``answered`` is the number of the last one received, and ``sent``
+    counts the bytes of all records before it. After the last one the end closes the connection.
+    """
+
+    number: int
+    answered: int
+    sent: int
+    is_last: bool = False
+
+    def encode(self, role: Role, end_secret: bytes, nonce: bytes) -> bytes:
+        """The bytes after a length of 0; ``role`` is the sender's."""
+        body = _SIGN.pack(*self)
+        return body + _sign_body(body, role, end_secret, nonce)
+
+    @classmethod
+    def decode(cls, data: bytes, role: Role, end_secret: bytes, nonce: bytes) -> "SignOfLife":
+        """What an end with that role has sent.
+
+        Raises:
+            WireError: it is forged, or of another connection.
+        """
+        body, mac = data[: _SIGN.size], data[_SIGN.size :]
+        if not hmac.compare_digest(mac, _sign_body(body, role, end_secret, nonce)):
+            raise WireError("a forged sign of life")
+        return cls(*_SIGN.unpack(body))
+
+
+def _sign_body(body: bytes, role: Role, end_secret: bytes, nonce: bytes) -> bytes:
+    person = b"molink-life-" + _ROLES[role]
+    return hashlib.blake2b(
+        nonce + body, digest_size=_MAC_BYTES, key=end_secret, person=person
+    ).digest()

@@ -5,10 +5,14 @@ from hypothesis import strategies as st
 
 from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageAction
 from molink.swarm.controller.relays import (
+    FIRST_EXCLUSION,
+    MAX_EXCLUSION,
     MAX_OF_PEER,
     MAX_RELAYS,
+    OPEN_TIMEOUT,
     LivePeersChangedEvent,
     RelayAction,
+    RelayEvent,
     RelayOfferedEvent,
     RelayOpenedEvent,
     RelayPlanner,
@@ -22,24 +26,41 @@ class Swarm:
 
     def __init__(self, *names: str) -> None:
         numbers = itertools.count(1)
-        self.relays = RelayPlanner(lambda: next(numbers).to_bytes(6, "big") + bytes(32))
+        self.relays = RelayPlanner(lambda: next(numbers).to_bytes(6, "big") + bytes(64))
+        self.now = 0.0
         for name in names:
             self.offer(name)
 
     def offer(self, name: str, relays: bool = True) -> list[RelayAction]:
-        return self.relays.handle(RelayOfferedEvent(name, (f"{name}.lan",), relays))
+        return self._handle(RelayOfferedEvent(name, (f"{name}.lan",), relays))
 
-    def tried(
-        self, by: str, to: str, ok: bool, latency: float | None = None, relayed: bool = False
-    ) -> list[RelayAction]:
-        found = self.relays.handle(
-            RouteTriedEvent(ConnectionTriedEvent(by, to, ok, latency), relayed)
-        )
+    def live(self, *names: str) -> list[RelayAction]:
+        return self._handle(LivePeersChangedEvent(set(names)))
+
+    def wait(self, seconds: float) -> list[RelayAction]:
+        """Time passes while all stay."""
+        self.now += seconds
+        return self.live(*self.relays._peers)
+
+    def _handle(self, event: RelayEvent) -> list[RelayAction]:
+        found = self.relays.handle(event, self.now)
         self.relays.validate()
         return found
 
+    def tried(
+        self,
+        by: str,
+        to: str,
+        ok: bool,
+        latency: float | None = None,
+        relayed: bool = False,
+        failed: int = 0,
+    ) -> list[RelayAction]:
+        tried = ConnectionTriedEvent(by, to, ok, latency)
+        return self._handle(RouteTriedEvent(tried, relayed, failed))
+
     def opened(self, peer: str, id: int, port: int = 5479) -> list[RelayAction]:
-        return self.relays.handle(RelayOpenedEvent(peer, RelayOpened(id=id, port=port)))
+        return self._handle(RelayOpenedEvent(peer, RelayOpened(id=id, port=port)))
 
 
 def apart(latency: float = 0.01) -> tuple[Swarm, list[RelayAction]]:
@@ -56,7 +77,13 @@ def test_relay_is_opened_then_both_ends_are_told() -> None:
     order = OpenRelay(id=1, secret=secret, ends=("a.lan", "b.lan"))
     assert decisions == [SendMessageAction("hub", order)]
     assert swarm.relays.relay_peers == {("a", "b"): "hub"}
-    told = {"id": 1, "secret": secret, "addresses": ("hub.lan",), "port": 5479}
+    told = {
+        "id": 1,
+        "secret": secret,
+        "end_secret": secret,
+        "addresses": ("hub.lan",),
+        "port": 5479,
+    }
     assert swarm.opened("hub", 1) == [
         SendMessageAction("b", RelayedRoute(peer="a", role="waits", **told)),
         SendMessageAction("a", RelayedRoute(peer="b", role="dials", **told)),
@@ -114,7 +141,7 @@ def test_drained_relay_is_replaced() -> None:
 
 def test_lost_relay_is_replaced() -> None:
     swarm, _ = apart()
-    decisions = swarm.relays.handle(LivePeersChangedEvent({"a", "b"}))
+    decisions = swarm.live("a", "b")
     assert decisions == [
         SendMessageAction("a", CloseRelay(id=1)),
         SendMessageAction("b", CloseRelay(id=1)),
@@ -126,7 +153,7 @@ def test_lost_relay_is_replaced() -> None:
 
 def test_relay_closes_when_it_is_not_needed() -> None:
     swarm, _ = apart()
-    assert swarm.relays.handle(LivePeersChangedEvent({"a", "hub"})) == [
+    assert swarm.live("a", "hub") == [
         SendMessageAction("a", CloseRelay(id=1)),
         SendMessageAction("hub", CloseRelay(id=1)),
     ]
@@ -150,12 +177,79 @@ def test_failed_relay_is_not_retried() -> None:
     decisions = swarm.tried("a", "b", False, relayed=True)
     assert SendMessageAction("hub", CloseRelay(id=1)) in decisions
     assert swarm.relays.relay_peers == {}
-    # After it was offline, it may be used again.
-    swarm.relays.handle(LivePeersChangedEvent({"a", "b"}))
+    # That it was gone meanwhile changes nothing.
+    swarm.live("a", "b")
     swarm.offer("hub")
     swarm.tried("a", "hub", True)
     swarm.tried("b", "hub", True)
+    assert swarm.relays.relay_peers == {}
+    swarm.wait(FIRST_EXCLUSION)
     assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+
+
+def with_liar() -> Swarm:
+    """``a`` and ``b`` cannot reach each other; the liar is the nearest relay."""
+    swarm = Swarm("a", "b", "hub", "liar")
+    for one in "ab":
+        swarm.tried(one, "hub", True, 0.05)
+        swarm.tried(one, "liar", True, 0.0001)
+    swarm.tried("a", "b", False)
+    assert swarm.relays.relay_peers == {("a", "b"): "liar"}
+    return swarm
+
+
+def test_relay_that_passes_no_data_is_replaced_at_once() -> None:
+    swarm = with_liar()
+    swarm.opened("liar", 1)
+    swarm.tried("a", "b", True, 0.0002, relayed=True)
+    # Reports on other relays don't count.
+    assert swarm.tried("a", "b", False, relayed=True, failed=9) == []
+    assert swarm.tried("b", "a", False, relayed=True, failed=1) == []
+    decisions = swarm.tried("a", "b", False, relayed=True, failed=1)
+    assert ConnectionTriedEvent("a", "b", succeeded=False) in decisions
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+
+
+def test_only_relay_stays_if_its_probes_pass() -> None:
+    swarm, _ = apart()
+    swarm.opened("hub", 1)
+    assert swarm.tried("a", "b", False, relayed=True, failed=1) == []
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+
+
+def test_relay_that_never_opens_is_replaced() -> None:
+    swarm = with_liar()
+    swarm.wait(OPEN_TIMEOUT)
+    assert swarm.relays.relay_peers == {("a", "b"): "liar"}
+    swarm.wait(0.25)
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+    swarm.opened("hub", 2)
+    swarm.wait(2 * OPEN_TIMEOUT)
+    assert swarm.relays.relay_peers == {("a", "b"): "hub"}
+
+
+def test_liar_is_chosen_ever_less() -> None:
+    """Although the other relay keeps failing, and the liar goes and comes as it likes."""
+    swarm, chosen = with_liar(), 0
+    for number in range(1, 8 * 3600):
+        swarm.wait(1.0)
+        if number % 100 == 0:
+            swarm.live("a", "b", "hub")
+            swarm.offer("liar")
+            swarm.tried("a", "liar", True, 0.0001)
+            swarm.tried("b", "liar", True, 0.0001)
+        for pair, relay in list(swarm.relays._relays.items()):
+            chosen += relay.relay_peer == "liar"
+            swarm.opened(relay.relay_peer, relay.id)
+            swarm.tried(*pair, True, relayed=True)
+            swarm.tried(*pair, False, relayed=True, failed=relay.id)
+            swarm.tried(*pair, False, relayed=True)
+            swarm.tried(*pair, False, relayed=True)
+    # 30 s, 1, 2, 4, 8, 16 and 32 minutes, then hours.
+    assert 8 <= chosen <= 8 + 8, chosen
+    swarm.wait(3 * MAX_EXCLUSION)
+    swarm.wait(MAX_EXCLUSION)
+    assert len(swarm.relays._exclusions) <= 1
 
 
 def test_relay_without_a_free_port_is_given_up() -> None:
@@ -222,7 +316,7 @@ def test_invariants_hold_for_any_events(events: list[tuple]) -> None:
                 out = [] if by == to else swarm.tried(by, to, ok, relayed=relayed)
             case ("live", names):
                 present &= names
-                out = swarm.relays.handle(LivePeersChangedEvent(names))
+                out = swarm.live(*names)
             case ("open", name, id, port):
                 out = swarm.opened(name, id, port)
         swarm.relays.validate()

@@ -8,12 +8,15 @@ connects to that port gains access.
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 
+from molink.errors import ConnectionBroken, MolinkError
+from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.control_plane import ControlMessage
 from molink.wire.messages.instructions import (
     Assign,
@@ -23,9 +26,11 @@ from molink.wire.messages.instructions import (
     StageProfile,
     Unassign,
 )
+from molink.wire.messages.peer_reports import ReachReport
 from molink.wire.messages.relay import (
     PEER_ARRIVED,
     PORT_BYTES,
+    STREAM_NONCE_BYTES,
     CloseRelay,
     OpenRelay,
     RelayedRoute,
@@ -33,8 +38,9 @@ from molink.wire.messages.relay import (
 )
 from molinkd.peer.membership.addresses import LOOPBACK, local_dial_host
 from molinkd.peer.membership.relay_server import RelayServer, authenticate_end
+from molinkd.peer.membership.relayed_stream import RelayedStream
 from molinkd.peer.resources import Resources
-from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream, splice_streams
+from molinkd.splice import Stream, close_after, listen_on_free_port, open_stream
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +53,8 @@ RECONNECT_INTERVAL_S = 30.0
 _AGAIN_S, _TRIES = 2.0, 60
 #: Maximum number of routes, and of connections per route.
 MAX_ROUTES, MAX_CONNECTIONS = 64, 16
+#: Connections that a relay may lose; beyond that it is reported.
+LOSS_LIMIT = RateLimit(burst=3, per_second=0.05)
 #: Virtual port that echoes, to measure latency.
 ECHO_PORT = 0
 _NUM_ROUND_TRIPS = 5
@@ -60,17 +68,24 @@ class RelayedRoutes:
     """All relayed routes of this PC."""
 
     def __init__(
-        self, host: str, allowed: Callable[[], Collection[int]], on_change: Callable[[str], None]
+        self,
+        host: str,
+        allowed: Callable[[], Collection[int]],
+        on_change: Callable[[str], None],
+        on_failed: Callable[[str, int], None],
     ) -> None:
         """``host`` is where our sockets listen, ``allowed()`` returns their ports.
 
-        ``on_change(peer)`` is called when the route to a peer is added or removed.
+        ``on_change(peer)`` is called when the route to a peer is added or removed, and
+        ``on_failed(peer, id)`` when the relay of that id passes nothing on.
         """
         self._host, self._allowed_ports, self._on_change = host, allowed, on_change
+        self._on_failed = on_failed
         self._routes: dict[int, RelayedRoute] = {}
         #: Local listener by peer and remote port.
         self._listeners: dict[tuple[str, int], socket.socket] = {}
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}
+        self._losses: dict[int, TokenBucket] = {}
 
     # --- orders of the coordinator ---
 
@@ -86,6 +101,7 @@ class RelayedRoutes:
             return
         self._routes[message.id] = message
         self._tasks[message.id] = set()
+        self._losses[message.id] = TokenBucket(LOSS_LIMIT, asyncio.get_running_loop().time())
         log.info("%s: relayed route through %s", message.peer, ", ".join(message.addresses))
         if message.role == "waits":
             self._spawn(message.id, self._wait_at_relay(message))
@@ -190,7 +206,22 @@ class RelayedRoutes:
         except BaseException:
             local[1].transport.abort()
             raise
-        await splice_streams(local, far)
+        nonce = secrets.token_bytes(STREAM_NONCE_BYTES)
+        far[1].write(nonce)
+        try:
+            await RelayedStream(far, "dials", relayed_route.end_secret, nonce).splice(local)
+        except MolinkError as error:
+            self._on_lost(relayed_route, error)
+
+    def _on_lost(self, relayed_route: RelayedRoute, error: MolinkError) -> None:
+        """Report a relay that doesn't do its work; one that loses a few connections does."""
+        log.info("the relayed route to %s: %s", relayed_route.peer, error)
+        losses = self._losses.get(relayed_route.id)
+        if losses is None:
+            return  # the route is gone
+        is_tolerated = losses.try_take(asyncio.get_running_loop().time())
+        if not (isinstance(error, ConnectionBroken) and is_tolerated):
+            self._on_failed(relayed_route.peer, relayed_route.id)
 
     async def _dial_port(self, relayed_route: RelayedRoute, port: int) -> Stream:
         stream = await _connect_relay(relayed_route)
@@ -213,24 +244,32 @@ class RelayedRoutes:
                 await asyncio.sleep(_AGAIN_S)
                 continue
             tries = 0
-            self._spawn(relayed_route.id, self._serve_connection(stream))
+            self._spawn(relayed_route.id, self._serve_connection(relayed_route, stream))
         log.warning("can't reach the relay for %s any more", relayed_route.peer)
 
-    async def _serve_connection(self, stream: Stream) -> None:
+    async def _serve_connection(self, relayed_route: RelayedRoute, far: Stream) -> None:
         """Connect the other end to the port that it requests."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                port = int.from_bytes(await stream[0].readexactly(PORT_BYTES), "big")
+                port = int.from_bytes(await far[0].readexactly(PORT_BYTES), "big")
                 if port == ECHO_PORT:
-                    await _echo_bytes(stream)
+                    await _echo_bytes(far)
                     return
-                if port not in self._allowed_ports():
-                    log.warning("rejected a relayed connection to port %d", port)
-                    return
-                local = await asyncio.open_connection(self._host, port)
-            await splice_streams(local, stream)
+                nonce = await far[0].readexactly(STREAM_NONCE_BYTES)
+            stream = RelayedStream(far, "waits", relayed_route.end_secret, nonce)
+            if port not in self._allowed_ports():
+                log.warning("rejected a relayed connection to port %d", port)
+                await stream.close()
+                return
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    local = await asyncio.open_connection(self._host, port)
+            except BaseException:
+                await stream.close()
+                raise
+            await stream.splice(local)
         finally:
-            stream[1].transport.abort()
+            far[1].transport.abort()
 
     # --- bookkeeping ---
 
@@ -242,6 +281,7 @@ class RelayedRoutes:
         relayed_route = self._routes.pop(id, None)
         if relayed_route is None:
             return
+        del self._losses[id]
         for task in self._tasks.pop(id):
             task.cancel()
         if relayed_route.role == "dials":
@@ -259,7 +299,7 @@ class RelayedRoutes:
             if done.cancelled() or done.exception() is None:
                 return
             error = done.exception()
-            if isinstance(error, (OSError, EOFError, TimeoutError)):
+            if isinstance(error, (OSError, EOFError, TimeoutError, MolinkError)):
                 log.debug("a relayed connection was closed: %r", error)
             else:
                 log.error("a relayed route failed", exc_info=error)
@@ -337,7 +377,9 @@ class RelayController:
         """``on_change(peer)`` is called when a relayed route to a peer is added or removed."""
         self._resources, self._send = resources, send
         settings = resources.settings
-        self.routes = RelayedRoutes(local_dial_host(settings.host), self._allowed_ports, on_change)
+        self.routes = RelayedRoutes(
+            local_dial_host(settings.host), self._allowed_ports, on_change, self._report_relay
+        )
         self._relay = RelayServer(settings.host, settings.worker_ports[1])
 
     def on_message(self, message: ControlMessage) -> bool:
@@ -359,6 +401,11 @@ class RelayController:
         """Close all relays and routes."""
         await self.routes.close()
         await self._relay.close()
+
+    def _report_relay(self, peer: str, id: int) -> None:
+        """Report a relay that passes nothing on."""
+        report = ReachReport(peer=peer, is_reachable=False, is_relayed=True, failed_relay=id)
+        self._send(report)
 
     def _allowed_ports(self) -> set[int]:
         """Ports that a relayed route may reach: our sockets that every peer may dial."""

@@ -5,22 +5,31 @@ import itertools
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import pytest
 
+from molink.errors import WireError
+from molink.util.token_bucket import RateLimit
 from molink.wire.messages.instructions import FormPipeline, StageAddress
 from molink.wire.messages.relay import (
     NONCE_BYTES,
     PEER_ARRIVED,
+    PORT_BYTES,
+    RECORD_LENGTH,
+    SIGN_BYTES,
+    STREAM_NONCE_BYTES,
     CloseRelay,
     OpenRelay,
     RelayedRoute,
+    SignOfLife,
     compute_proof,
 )
 from molinkd.peer.membership import relay_server as module
 from molinkd.peer.membership import relayed_routes as ends
+from molinkd.peer.membership import relayed_stream
 from molinkd.peer.membership.relay_server import (
     MAX_FROM_ENDS,
     MAX_STRANGERS,
@@ -30,9 +39,10 @@ from molinkd.peer.membership.relay_server import (
 )
 from molinkd.peer.membership.relayed_routes import RelayedRoutes
 from molinkd.splice import CHUNK_BYTES, Stream
+from molinkd.tasks import cancel_tasks
 from tests.support.net import until
 
-SECRET = b"s" * 32
+SECRET, END_SECRET = b"s" * 32, b"e" * 32
 ID = 7
 
 
@@ -44,8 +54,14 @@ class Bench:
         self.port = 0
         self.allowed: set[int] = set()
         self.changed: list[str] = []
-        self.dialling = RelayedRoutes("127.0.0.1", set, self.changed.append)
-        self.waiting = RelayedRoutes("127.0.0.1", lambda: self.allowed, lambda _: None)
+        #: Relays that the dialling end has reported.
+        self.failed: list[tuple[str, int]] = []
+        self.dialling = RelayedRoutes(
+            "127.0.0.1", set, self.changed.append, lambda *relay: self.failed.append(relay)
+        )
+        self.waiting = RelayedRoutes(
+            "127.0.0.1", lambda: self.allowed, lambda _: None, lambda *_: None
+        )
         self.server: asyncio.Server | None = None
         self.accepted: list[Stream] = []
         self.streams: list[Stream] = []
@@ -68,7 +84,13 @@ class Bench:
 
     def open(self) -> None:
         self.port = self.relay.open_relay(OpenRelay(id=ID, secret=SECRET))
-        reported = {"id": ID, "secret": SECRET, "addresses": ("127.0.0.1",), "port": self.port}
+        reported = {
+            "id": ID,
+            "secret": SECRET,
+            "end_secret": END_SECRET,
+            "addresses": ("127.0.0.1",),
+            "port": self.port,
+        }
         self.waiting.on_message(RelayedRoute(peer="a", role="waits", **reported))
         self.dialling.on_message(RelayedRoute(peer="b", role="dials", **reported))
 
@@ -403,7 +425,13 @@ async def test_an_unreachable_relay_is_retried_slowly(
 async def test_relayed_routes_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends, "MAX_ROUTES", 1)
     bench.open()
-    reported = {"id": 9, "secret": SECRET, "addresses": ("127.0.0.1",), "port": bench.port}
+    reported = {
+        "id": 9,
+        "secret": SECRET,
+        "end_secret": END_SECRET,
+        "addresses": ("127.0.0.1",),
+        "port": bench.port,
+    }
     bench.dialling.on_message(RelayedRoute(peer="c", role="dials", **reported))
     assert bench.dialling.local_endpoint("c", 1) == ""
     assert bench.dialling.local_endpoint("b", 1) != ""
@@ -420,3 +448,203 @@ async def test_abandoned_relays_are_closed(bench: Bench, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "UNUSED_TIMEOUT_S", -1.0)
     bench.relay.open_relay(OpenRelay(id=2, secret=SECRET))
     assert list(bench.relay._sessions) == [2]
+
+
+# --- a relay that lies ------------------------------------------------------------------------
+
+Pass = Callable[[bytes, asyncio.StreamWriter], None]
+
+
+def pass_nothing(data: bytes, writer: asyncio.StreamWriter) -> None:
+    """It reads what comes."""
+
+
+def pass_slowly(data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(data[:1])
+
+
+def alter(data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+class Forger:
+    """It drops what it is sent, and answers as an end would, without the ends' secret."""
+
+    def __init__(self) -> None:
+        self._numbers: Counter[asyncio.StreamWriter] = Counter()
+
+    def __call__(self, data: bytes, writer: asyncio.StreamWriter) -> None:
+        self._numbers[writer] += 1
+        number = self._numbers[writer]
+        sign = SignOfLife(number, number, 0).encode("waits", SECRET, bytes(16))
+        writer.write(RECORD_LENGTH.pack(0) + sign)
+
+
+class Dropper:
+    """It passes signs of life only, and drops the data between them."""
+
+    def __init__(self) -> None:
+        self._rest: dict[asyncio.StreamWriter, bytes] = {}
+
+    def __call__(self, data: bytes, writer: asyncio.StreamWriter) -> None:
+        rest = self._rest.get(writer, b"") + data
+        while len(rest) >= RECORD_LENGTH.size:
+            (length,) = RECORD_LENGTH.unpack_from(rest)
+            end = RECORD_LENGTH.size + (length or SIGN_BYTES)
+            if len(rest) < end:
+                break
+            if not length:
+                writer.write(rest[:end])
+            rest = rest[end:]
+        self._rest[writer] = rest
+
+
+def lie(monkeypatch: pytest.MonkeyPatch, passes: Pass, honest: int) -> None:
+    """The relay joins two ends, and after the first ``honest`` bytes of each ``passes`` the rest.
+
+    What it is asked to echo it does.
+    """
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passed = 0
+        while data := await reader.read(CHUNK_BYTES):
+            if passed < honest:
+                writer.write(data)
+            else:
+                passes(data, writer)
+            passed += len(data)
+
+    async def splice(one: Stream, other: Stream, _: object) -> None:
+        ways = [
+            asyncio.ensure_future(copy(one[0], other[1])),
+            asyncio.ensure_future(copy(other[0], one[1])),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_tasks(*ways)
+            other[1].transport.abort()
+
+    monkeypatch.setattr(module, "splice_streams", splice)
+
+
+@pytest.mark.parametrize("honest", [PORT_BYTES + STREAM_NONCE_BYTES, 200], ids=["at once", "later"])
+@pytest.mark.parametrize(
+    "passes",
+    [pass_nothing, pass_slowly, alter, Forger()],
+    ids=["nothing", "slowly", "altered", "forged"],
+)
+async def test_a_relay_that_lies_is_reported(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, passes: Pass, honest: int
+) -> None:
+    """Its probes pass; no data does. If the end that waits notices first, it seems to cut."""
+    monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.02)
+    port = await bench.serve()
+    lie(monkeypatch, passes, honest)
+    bench.open()
+    for _ in range(ends.LOSS_LIMIT.burst + 1):
+        stream = await bench.dial(port)
+        stream[1].write(b"hello")
+        await ended(stream)
+    await until(lambda: bench.failed)
+    assert set(bench.failed) == {("b", ID)}
+
+
+def test_a_sign_of_life_is_of_one_end_of_one_connection() -> None:
+    sign, nonce = SignOfLife(3, 2, 1), bytes(STREAM_NONCE_BYTES)
+    data = sign.encode("waits", END_SECRET, nonce)
+    assert len(data) == SIGN_BYTES
+    assert SignOfLife.decode(data, "waits", END_SECRET, nonce) == sign
+    for forged in (
+        (data, "dials", END_SECRET, nonce),
+        (data, "waits", SECRET, nonce),
+        (data, "waits", END_SECRET, b"n" * STREAM_NONCE_BYTES),
+        (data[:7] + b"\x04" + data[8:], "waits", END_SECRET, nonce),
+    ):
+        with pytest.raises(WireError):
+            SignOfLife.decode(*forged)
+
+
+async def test_a_relay_that_passes_signs_of_life_only_is_reported(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.02)
+    port = await bench.serve()
+    lie(monkeypatch, Dropper(), PORT_BYTES + STREAM_NONCE_BYTES)
+    bench.open()
+    for _ in range(ends.LOSS_LIMIT.burst + 1):
+        stream = await bench.dial(port)
+        # The first chunk, which passes, ends with a whole record.
+        await asyncio.sleep(0.1)
+        stream[1].write(b"hello")
+        await ended(stream)
+    await until(lambda: bench.failed)
+
+
+async def test_a_relay_that_cuts_connections_is_reported(bench: Bench) -> None:
+    """A few may be lost for other reasons."""
+    port = await bench.serve()
+    bench.open()
+    for lost in range(ends.LOSS_LIMIT.burst + 1):
+        assert len(bench.failed) == 0, lost
+        stream = await bench.dial(port)
+        stream[1].write(b"a")
+        assert await stream[0].readexactly(1) == b"A"
+        for task in bench.relay._sessions[ID].tasks:
+            task.cancel()
+        assert await ended(stream) == b""
+    await until(lambda: bench.failed == [("b", ID)])
+
+
+async def test_connections_given_up_without_an_answer_count_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage gives up its link before the relay's own bound."""
+    monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.02)
+    monkeypatch.setitem(relayed_stream.MAX_UNANSWERED, "dials", 1 << 30)
+    port = await bench.serve()
+    lie(monkeypatch, pass_nothing, 200)
+    bench.open()
+    while not bench.failed:
+        stream = await bench.dial(port)
+        stream[1].write(b"hello" * 100)
+        await until(lambda: len(bench.dialling._tasks[ID]) == 2)
+        await asyncio.sleep(0.2)
+        stream[1].close()
+    assert bench.failed == [("b", ID)]
+
+
+async def test_ends_that_close_report_no_relay(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither do a port that isn't open and one that isn't ours."""
+    monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.02)
+    monkeypatch.setattr(ends, "LOSS_LIMIT", RateLimit(1, 1e-6))
+    port = await bench.serve()
+    bench.open()
+    closed = socket.create_server(("127.0.0.1", 0))
+    refused = int(closed.getsockname()[1])
+    closed.close()
+    bench.allowed.add(refused)
+    for _ in range(3):
+        for wrong in (refused, 1):
+            assert await ended(await bench.dial(wrong)) == b""
+        stream = await bench.dial(port)
+        stream[1].write(b"a")
+        assert await stream[0].readexactly(1) == b"A"
+        bench.accepted[-1][1].close()
+        assert await ended(stream) == b""
+    assert bench.failed == []
+
+
+async def test_an_idle_connection_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relayed_stream, "SIGN_INTERVAL_S", 0.01)
+    port = await bench.serve()
+    bench.open()
+    stream = await bench.dial(port)
+    before = bench.relay.bytes_relayed
+    # Many more signs than may be unanswered.
+    await until(lambda: bench.relay.bytes_relayed - before > 100 * SIGN_BYTES)
+    stream[1].write(b"a")
+    assert await stream[0].readexactly(1) == b"A"
+    assert bench.failed == []
