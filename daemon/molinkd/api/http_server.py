@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -35,6 +36,9 @@ _START_TIMEOUT_S = 30.0
 #: Backlog of the system, and connections accepted per loop iteration. The latter is small, so that
 #: a new connection's request is read before it counts as the longest idle one.
 _BACKLOG, _AT_ONCE = 512, 16
+#: Bytes that the system buffers for a client, which it may double. By default it buffers megabytes:
+#: a client that doesn't read would be given thousands of tokens before anybody notices.
+SEND_BUFFER_BYTES = 64 * 1024
 #: A second ``listen()`` has no effect on Windows, whose loop accepts one connection at a time.
 _FIRST_BACKLOG = _BACKLOG if sys.platform == "win32" else _AT_ONCE
 _IN_USE = frozenset({errno.EADDRINUSE, errno.EACCES, getattr(errno, "WSAEACCES", errno.EACCES)})
@@ -159,7 +163,7 @@ class EndpointServer:
         try:
             while not await _is_set_within(self._stopping, LISTENER_CHECK_S):
                 # A Proactor loop closes its listener when a client resets early.
-                if any(socket.fileno() < 0 for socket in self._listener.sockets):
+                if any(one.fileno() < 0 for one in self._listener.sockets):
                     self._listener.close()
                     self._listener = await self._listen(self._port)
         finally:
@@ -216,6 +220,8 @@ class EndpointServer:
                     raise UsageError(f"the endpoint can't listen on {host}: {error}") from error
                 continue
             for waiting in listener.sockets:
+                # Accepted sockets inherit it.
+                waiting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
                 with waiting.dup() as copy:  # asyncio sets one number for both
                     copy.listen(_BACKLOG)
             self._port = int(listener.sockets[0].getsockname()[1])

@@ -15,7 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from molink.errors import Overloaded, RequestError, Unavailable, WireError
+from molink.errors import (
+    InvariantError,
+    Overloaded,
+    RequestError,
+    StateError,
+    Unavailable,
+    WireError,
+)
 from molink.swarm.membership.pairing import (
     AdmitJoinerAction,
     ConfirmRefusalAction,
@@ -150,7 +157,8 @@ class PairingListener:
 
         Raises:
             RequestError: there is no such PC, or it has another key.
-            MolinkError: it can't be admitted.
+            MolinkError: it can't be admitted. After a StateError or an InvariantError it may have
+                been; it has to ask again.
         """
         action = self._decide(PairingDecidedEvent(code, verify_key))
         if not isinstance(action, AdmitJoinerAction):
@@ -165,6 +173,9 @@ class PairingListener:
             raise
         except Unavailable:
             result = PairingResult(outcome="full")
+            raise
+        except (StateError, InvariantError):
+            self._disconnect(action.joiner)
             raise
         finally:
             self._send_to_joiner(SendToJoinerAction(action.joiner, result))

@@ -69,10 +69,11 @@ class StateStore:
             try:
                 yield
                 self._db.execute("UPDATE swarm SET revision = revision + 1")
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # SQLite itself ends one if the disk is full
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise translate_error(error, self.path) from error
 

@@ -69,7 +69,7 @@ def load_keys(path: Path) -> KeyPair:
     """Load the key pair of the secret in ``path``, or create one if there is no file.
 
     Raises:
-        UsageError: the file is unreadable or holds no key.
+        UsageError: the file is unreadable or holds no key, or a new one can't be written.
     """
     try:
         secret = read_secret(path).strip()
@@ -77,10 +77,7 @@ def load_keys(path: Path) -> KeyPair:
             raise ValueError
         return KeyPair.from_seed(secret)
     except FileNotFoundError:
-        private_folder(path.parent)
-        keys = KeyPair.generate()
-        write_secret(path, keys.seed + "\n")
-        return keys
+        return _create_keys(path)
     except OSError as error:
         raise UsageError(
             f"{path} can't be read: {error.strerror or error}. Restore it from a copy, or move it "
@@ -91,6 +88,18 @@ def load_keys(path: Path) -> KeyPair:
             f"{path} holds no key. Restore it from a copy, or delete it to get a new "
             "identity (which has to join the swarm again)."
         ) from None
+
+
+def _create_keys(path: Path) -> KeyPair:
+    keys = KeyPair.generate()
+    try:
+        private_folder(path.parent)
+        write_secret(path, keys.seed + "\n")
+    except OSError as error:
+        raise UsageError(
+            f"{path} can't be written: {error.strerror or error}. Is the disk full or read-only?"
+        ) from None
+    return keys
 
 
 if sys.platform == "win32":

@@ -42,7 +42,11 @@ from molink.swarm.election.replica import Replica, decode_replica
 from molink.swarm.election.terms import next_term
 from molink.swarm.membership import duplicate_peers as duplicates
 from molink.swarm.membership.discovery import DiscoveredSwarm
-from molink.swarm.membership.invitations import MAX_INVITATIONS, JoinRateLimiter
+from molink.swarm.membership.invitations import (
+    MAX_INVITATIONS,
+    PER_INVITATION_LIMIT,
+    JoinRateLimiter,
+)
 from molink.swarm.membership.join_token import JoinToken
 from molink.swarm.membership.membership_log import MembershipLog
 from molink.util.token_bucket import RateLimit
@@ -58,6 +62,7 @@ from molink.wire.messages.admin import (
     LeaveRequest,
     LogRequest,
     ModelSpec,
+    PairingDecisionReply,
     PairingDecisionRequest,
     Rebalance,
     RenameRequest,
@@ -486,6 +491,47 @@ async def test_expired_invitation_is_rejected(
     assert scene.state.read_log().invitations == ()
 
 
+@pytest.mark.parametrize("jump", [86400.0, -86400.0])
+async def test_wall_clock_that_jumps_ends_only_what_expires(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """Members, leases and rates stay; what has expired once doesn't come back."""
+    owner = await scene.peer()
+    guest = await scene.join(await scene.token(owner))
+    revoked = await scene.join(await scene.token(owner))
+    await scene.revoke(owner, revoked.id)
+    short, lasting = await scene.token(owner), await scene.token(owner, ttl=0.0)
+    await scene.until(lambda: guest.last(LeaderHeartbeat), guest)
+    before = guest.last(LeaderHeartbeat).lease
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    await scene.until(lambda: guest.last(LeaderHeartbeat).lease.clock > before.clock, guest)
+    after = guest.last(LeaderHeartbeat).lease
+    assert (after.term, after.clock < before.clock + 60_000) == (before.term, True)
+    states = {one["id"]: one["state"] for one in (await scene.status(owner))["peers"]}
+    assert states == {owner.id: "online", guest.id: "online"}
+    assert not scene.state.read_log().is_member(revoked.id)
+    # No more join at once than otherwise.
+    check = scene.coordinator.membership._check_rate
+    for _ in range(PER_INVITATION_LIMIT.burst):
+        check(lasting.swarm)
+    with pytest.raises(Overloaded):
+        check(lasting.swarm)
+    monkeypatch.setattr(time, "time", lambda: real() + 86400.0)
+    # If it was a jump ahead, it has ended already.
+
+    def is_over() -> bool:
+        known = scene.coordinator.membership.invitations.values()
+        return all(one.used_by or not one.expires_at for one in known)
+
+    await scene.until(is_over)
+    for back in (0.0, -86400.0):
+        monkeypatch.setattr(time, "time", lambda back=back: real() + back)
+        with pytest.raises(NotAuthorized):
+            await scene.join(short)
+    assert not scene.state.read_log().is_member(revoked.id)
+
+
 async def test_invitation_secret_is_not_stored(scene: Scene) -> None:
     owner = await scene.peer()
     token = await scene.token(owner)
@@ -804,6 +850,23 @@ async def test_state_error_ends_the_run(
         async with asyncio.timeout(8):
             await scene.coordinator.wait_for_failure()
     assert owner.last(Assign) is None
+
+
+async def test_a_term_that_can_not_be_stored_ends_the_run(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await scene.peer()
+    await scene.until(lambda: owner.last(LeaderHeartbeat), owner)
+
+    def full(_term: int) -> Never:
+        raise StateError("disk full")
+
+    monkeypatch.setattr(scene.state, "begin_term", full)
+    scene.coordinator.raise_term(5 << 16)
+    with pytest.raises(StateError, match="disk full"):
+        async with asyncio.timeout(8):
+            await scene.coordinator.wait_for_failure()
+    assert scene.coordinator.term == scene.state.read_version()[0] < 5 << 16
 
 
 async def test_wrong_key_is_detected(scene: Scene) -> None:
@@ -1175,6 +1238,7 @@ async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
     assert guest.last(PendingPairings) is None, "only owners are notified"
     (shown,) = (await scene.status(guest))["pairing_requests"]
     assert (shown["name"], shown["code"]) == ("attic", code)
+    assert abs(shown["since"] - time.time()) < 3600
     with pytest.raises(RequestError, match="no waiting PC"):
         await guest.ask(PairingDecisionRequest(ref=0, code="0000-0001"))
     assert (await guest.ask(PairingDecisionRequest(ref=0, code=code))).name == "attic"
@@ -1195,6 +1259,46 @@ async def test_paired_pc_becomes_a_member(scene: Scene) -> None:
     await owner.ask(RevokeRequest(ref=0, target=back.id))
     with pytest.raises(PeerBanned):
         await (await start_pairing(scene, keys))[0]
+
+
+async def test_pairing_while_the_leader_changes(scene: Scene) -> None:
+    """What waits is told to ask again; an old approval admits nobody, a stored one holds."""
+    await scene.stop()
+    await scene.start(pairing_port=0)
+    owner, keys = await scene.peer(), [KeyPair.generate() for _ in range(2)]
+    (waiting, code), (stored, other) = [await start_pairing(scene, one) for one in keys]
+    found = await owner.send(PairingDecisionRequest(ref=0, code=code))
+    # The leader stores the other one, and dies before anybody is told.
+    scene.coordinator.membership.append_entries([admission(scene, keys[1])], owner.id)
+    await scene.stop()
+    for one in (waiting, stored):
+        with pytest.raises(Unavailable, match="run `molink join` again"):
+            await one
+    await scene.start(pairing_port=0)
+    again = await scene.peer()
+    late = AppendEntries(ref=0, entries=(admission(scene, keys[0]),), code=code)
+    with pytest.raises(RequestError, match="no waiting PC"):
+        await again.send(late)
+    assert isinstance(found[0], PairingDecisionReply)
+    assert not scene.state.read_log().is_member(derive_peer_id(keys[0].public))
+    assert scene.state.read_log().is_member(derive_peer_id(keys[1].public))
+    for one in keys:
+        task, code = await start_pairing(scene, one)
+        with pytest.raises(RequestError, match="no waiting PC"):
+            await again.ask(PairingDecisionRequest(ref=0, code=other))
+        await again.ask(PairingDecisionRequest(ref=0, code=code))
+        assert (await task).swarm == scene.coordinator.swarm.id
+    log = scene.state.read_log()
+    entries = [one.decode() for one in log.entries]
+    admitted = [one.verify_key for one in entries if isinstance(one, AdmissionEntry)]
+    assert sorted(admitted) == sorted(one.signer.verify_key for one in keys), "each once"
+
+
+def admission(scene: Scene, keys: KeyPair) -> SignedEntry:
+    """What the owner signs to admit a PC."""
+    signer = scene.owner_keys.signer
+    entry = AdmissionEntry(signer.verify_key, keys.signer.verify_key, "pc", time.time())
+    return sign_entry(scene.coordinator.swarm.id, signer, entry)
 
 
 async def test_full_swarm_rejects_pairing(scene: Scene) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 import pytest
 
 from molink.errors import (
+    InvariantError,
     MolinkError,
     NotAuthorized,
     Overloaded,
@@ -20,6 +21,7 @@ from molink.errors import (
     PairingUnanswered,
     PeerBanned,
     RequestError,
+    StateError,
     Unavailable,
     UsageError,
     VersionMismatch,
@@ -188,6 +190,9 @@ async def test_rejected_pc_is_told_why(scene: Scene) -> None:
         (Unavailable("the swarm has 64 PCs"), Unavailable, "is full"),
         (Overloaded("too many at once"), Unavailable, "too many PCs are joining"),
         (NotAuthorized("an entry of another PC"), PairingRefused, "refused"),
+        # Nobody refused it, and perhaps it is a member.
+        (StateError("the disk is full"), Unavailable, "run `molink join` again"),
+        (InvariantError("an entry twice"), Unavailable, "run `molink join` again"),
     ],
 )
 async def test_pc_that_can_not_be_admitted_is_told_why(
@@ -430,7 +435,7 @@ async def test_incompatible_pc_is_never_pending(
 
 
 def test_incompatible_pc_is_told_what_to_update() -> None:
-    with pytest.raises(VersionMismatch, match=r"the swarm molink 9\.0 \(protocol 9\)"):
+    with pytest.raises(VersionMismatch, match=r"the swarm molink 99\.0 \(protocol 99\)"):
         _raise_unless_admitted(
-            PairingResult(outcome="version", version="9.0", protocol=9), "", "`molink join`"
+            PairingResult(outcome="version", version="99.0", protocol=99), "", "`molink join`"
         )

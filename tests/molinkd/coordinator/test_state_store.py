@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -176,6 +177,41 @@ def test_failed_write_changes_nothing(state: StateStore) -> None:
         state.save_models((DesiredModel(FACTS, "nobody"),))
     assert state.read_models() == ()
     state.save_models((DesiredModel(FACTS, A),))
+
+
+class FullDisk:
+    """A connection to a database that can't be written when a statement begins so."""
+
+    def __init__(self, connection: sqlite3.Connection, statement: str, ends: bool) -> None:
+        """``ends``: SQLite has rolled back by itself, as it may."""
+        self._connection, self._statement, self._ends = connection, statement, ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def execute(self, statement: str, *values: Any) -> Any:
+        if statement.startswith(self._statement):
+            if self._ends:
+                self._connection.execute("ROLLBACK")
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._connection.execute(statement, *values)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("statement", ["UPDATE swarm SET term", "UPDATE swarm SET rev", "COMMIT"])
+def test_full_disk_changes_nothing_and_is_said(
+    state: StateStore, statement: str, ends: bool
+) -> None:
+    """Once there is room again, all goes on."""
+    before, connection = state.to_replica().encode(), state._db
+    state._db = FullDisk(connection, statement, ends)  # type: ignore[assignment]
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"disk is full\. Is the disk full or read-only\?"):
+            state.begin_term(1 << 16)
+        assert state.to_replica().encode() == before
+    state._db = connection
+    state.begin_term(1 << 16)
+    assert state.read_version()[0] == 1 << 16
 
 
 def test_only_one_process_opens_the_state(

@@ -1,3 +1,4 @@
+import errno
 import stat
 import subprocess
 import sys
@@ -117,3 +118,16 @@ def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         secrets.load_keys(folder)
     if sys.platform != "win32":
         assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_keys_that_can_not_be_written_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(secrets, "write_secret", full)
+        with pytest.raises(UsageError, match="No space left on device"):
+            secrets.load_keys(tmp_path / "home" / "peer.key")
+    assert secrets.load_keys(tmp_path / "home" / "peer.key").public

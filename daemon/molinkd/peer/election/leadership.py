@@ -140,6 +140,8 @@ class ReplicaFile:
         self.path = path
         found = read_replica(path)
         self.replica: Replica | None = found if found is not None and found.swarm == swarm else None
+        #: What could not be written yet.
+        self._unwritten = b""
 
     @property
     def version(self) -> Version:
@@ -203,11 +205,19 @@ class ReplicaFile:
         except StateError as error:
             log.warning("the coordinator sent an invalid replica of its state: %s", error)
             return False
-        self.replica = replica
+        self.replica, self._unwritten = replica, bytes(data)
+        self.write_replica()
+        return True
+
+    def write_replica(self) -> bool:
+        """Write what is not written yet; returns whether the file holds :attr:`replica`."""
         try:
-            write_secret_bytes(self.path, bytes(data))
+            if self._unwritten:
+                write_secret_bytes(self.path, self._unwritten)
         except OSError as error:
             log.warning("can't store the replica of the swarm's state in %s: %s", self.path, error)
+            return False
+        self._unwritten = b""
         return True
 
 
@@ -512,6 +522,10 @@ class Leadership:
                 await self._start_coordinator(action)
 
     async def _start_coordinator(self, action: StartCoordinatorAction) -> None:
+        if not self.replica.write_replica():
+            # Its coordinator would start from an older state.
+            self._fail_to_lead(f"{self.replica.path} can't be written: is the disk full?")
+            return
         held = self.replica.path if self.replica.replica is not None else None
         process = create_coordinator_process(
             self._host, self.membership, held, action, self._me, self._on_failing
@@ -523,8 +537,7 @@ class Leadership:
             if self.is_founder and not self._started.done():
                 self._started.set_exception(UsageError(str(error)))
                 return
-            self._dispatch_event(CoordinatorFailedEvent())
-            self._host.announce(ProblemReportedEvent(text=str(error)))
+            self._fail_to_lead(str(error))
             return
         self._process, self._own_addresses = process, announcement.addresses
         if announcement.restored:
@@ -549,12 +562,11 @@ class Leadership:
         )
 
     def _on_failing(self) -> None:
+        self._fail_to_lead("the coordinator keeps failing on this PC; another PC takes over")
+
+    def _fail_to_lead(self, reason: str) -> None:
         self._dispatch_event(CoordinatorFailedEvent())
-        self._host.announce(
-            ProblemReportedEvent(
-                text="the coordinator keeps failing on this PC; another PC takes over"
-            )
-        )
+        self._host.announce(ProblemReportedEvent(text=reason))
 
     async def _stop_coordinator(self) -> None:
         process, self._process = self._process, None

@@ -1,14 +1,17 @@
 """The shell of leader election: its queries and its answers."""
 
 import asyncio
+import errno
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Never
 
 import msgspec
 import pytest
 import zmq.asyncio
 
 from molink.errors import NotAuthorized, Overloaded
+from molink.swarm.election.events import StartCoordinatorAction
 from molink.swarm.election.replica import Replica
 from molink.swarm.election.terms import MAX_ROUND
 from molink.swarm.membership.membership_log import MAX_SIGNED, MembershipLog
@@ -24,9 +27,10 @@ from molink.wire.messages.membership import (
 )
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.server import MessageSender
+from molinkd.peer.election import leadership as module
 from molinkd.peer.election.leadership import REQUEST_LIMIT, Leadership, ReplicaFile
 from molinkd.peer.home import Home
-from molinkd.peer.launch import AnyDaemonEvent
+from molinkd.peer.launch import AnyDaemonEvent, ProblemReportedEvent
 from molinkd.peer.membership.membership_record import MembershipRecord
 from molinkd.peer.settings import Settings
 from tests.support.membership import LogBuilder, TestPeer
@@ -259,6 +263,45 @@ class Copy:
 @pytest.fixture
 def copy(tmp_path: Path) -> Copy:
     return Copy(tmp_path / "replica.msgpack")
+
+
+def test_a_replica_that_could_not_be_written_is_written_later(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise this PC's coordinator would start from an older state than its election names."""
+    copy.members.admit(copy.founder, TestPeer(name="newcomer"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_secret_bytes", fill_disk)
+        assert copy.save(copy.members, 2)
+        assert copy.file.version == (0, 2)
+        assert not copy.file.write_replica()
+    assert ReplicaFile(copy.path, copy.swarm).version == (0, 1)
+    assert copy.file.write_replica()
+    assert copy.stored.version == (0, 2)
+
+
+async def test_a_pc_with_a_full_disk_does_not_lead(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Copy(tmp_path / "replica.msgpack")
+    host = Host(Home(tmp_path), copy.member.keys, net.context)
+    membership = MembershipRecord(
+        swarm=copy.swarm, coordinator_key="k" * 40, addresses=("127.0.0.1:1",)
+    )
+    leadership = Leadership(host, copy.file, membership)
+    monkeypatch.setattr(module, "write_secret_bytes", fill_disk)
+    assert copy.save(copy.members, 2)
+    leadership.start()
+    await leadership._start_coordinator(StartCoordinatorAction(1 << 16, ""))
+    (said,) = host.events
+    assert isinstance(said, ProblemReportedEvent)
+    assert "is the disk full?" in said.text
+    assert not leadership.is_leader
+    await leadership.close()
+
+
+def fill_disk(*_: object) -> Never:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_coordinator_can_not_unsay_a_revocation(copy: Copy) -> None:
