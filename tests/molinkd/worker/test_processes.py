@@ -2,8 +2,10 @@
 
 import asyncio
 import itertools
+import queue
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -60,16 +62,27 @@ class Stage:
     keys: KeyPair
     port: int = 0
 
+    def __post_init__(self) -> None:
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+        threading.Thread(target=self._read_pipe, daemon=True).start()
+
+    def _read_pipe(self) -> None:
+        """Read all messages: a pipe of Windows has room for 4 KB, and a worker waits for more."""
+        decoder = msgspec.msgpack.Decoder(FromWorker)
+        assert self.process.stdout is not None
+        with self.process.stdout as stream:
+            while (message := read_pipe(stream, decoder)) is not None:
+                self._messages.put(message)
+        self._messages.put(None)
+
     def tell(self, message: Any) -> None:
         assert self.process.stdin is not None
         write_pipe(self.process.stdin, message)
 
     def hear(self, kind: type[Any]) -> Any:
         """The next message of ``kind``."""
-        decoder = msgspec.msgpack.Decoder(FromWorker)
-        assert self.process.stdout is not None
         while True:
-            message = read_pipe(self.process.stdout, decoder)
+            message = self._messages.get()
             assert message is not None, "the worker has ended"
             if isinstance(message, kind):
                 return message
@@ -126,9 +139,8 @@ def ring_of(
 def end(stage: Stage) -> None:
     stage.process.kill()
     stage.process.wait()
-    for stream in (stage.process.stdin, stage.process.stdout):
-        assert stream is not None
-        stream.close()
+    assert stage.process.stdin is not None
+    stage.process.stdin.close()
 
 
 async def ends_with_its_pipe(stage: Stage) -> None:
