@@ -20,7 +20,7 @@ from molink.swarm.election.terms import epoch_text
 from molink.swarm.membership.sanitize import quote_name
 from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli.transfer_line import transfer_text
-from molinkd.cli.units import format_size
+from molinkd.cli.units import format_size, format_usage
 
 
 def show_status(
@@ -47,9 +47,8 @@ def show_status(
             say(f"{peer.name} {_transfer_line(transfer)}")
     if status.files:
         say(status.files, "yellow")
-    for pipeline in status.pipelines:
-        of = f" of {pipeline.model}" if len(status.pipelines) > 1 else ""
-        say(_pipeline_text(pipeline, of))
+    for line in _pipeline_lines(status):
+        say(line)
     for request in status.pairing_requests:
         approve = format_command(f"approve {request.code}")
         text = f"{quote_name(request.name)} ({request.address}) wants to join: {approve}"
@@ -81,7 +80,13 @@ def _first_warnings(status: SwarmStatus) -> Iterator[str]:
 def _stage_table(status: SwarmStatus) -> Table:
     """List each PC's stages, one per line."""
     table = _make_table(
-        "peer", "address", "role", "layers", ">memory", ">tokens/s", wrap="peer address role"
+        "peer",
+        "address",
+        "role",
+        "layers",
+        ">weights+KV/all",
+        ">tokens/s",
+        wrap="peer address role",
     )
     rates = {
         pipeline.id: pipeline.scheduler.tokens_per_s
@@ -148,18 +153,13 @@ def _role_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
 
 
 def _memory_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
-    """Format the memory used by weights and KV, of the available memory."""
+    """Format the memory of weights and that reserved for KV, of the available memory."""
     load = worker.load if worker is not None else None
     if not peer.memory:
         return ""
-    used = load.weights + load.kv if load is not None else 0
-    if not used:
+    if load is None:
         return format_size(peer.memory)
-    (taken, unit), (all_of_it, same) = (
-        format_size(used).split(" "),
-        format_size(peer.memory).split(" "),
-    )
-    return f"{taken}{'' if unit == same else f' {unit}'}/{all_of_it} {same}"
+    return format_usage((load.weights, load.kv), peer.memory)
 
 
 def _loading_text(worker: WorkerStatus) -> str:
@@ -204,6 +204,15 @@ def _model_text(model: ModelStatus) -> str:
     times = f" ({model.ready} of {replicas} replicas ready)" if replicas > 1 else ""
     times = " (stopped)" if model.stopped else times
     return f"{model.name}{f' in {kept}' if kept != 'none' else ''}{times}"
+
+
+def _pipeline_lines(status: SwarmStatus) -> Iterator[str]:
+    for pipeline in status.pipelines:
+        of = f" of {pipeline.model}" if len(status.pipelines) > 1 else ""
+        yield _pipeline_text(pipeline, of)
+        used, reserved = status.kv_usage(pipeline)
+        if reserved:
+            yield f"KV cache{of}: {format_size(used)} of {format_size(reserved)} used"
 
 
 def _pipeline_text(pipeline: PipelineStatus, of: str) -> str:

@@ -1,11 +1,21 @@
 """Formats quantities in few characters."""
 
+from collections.abc import Iterable
+
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def format_size(nbytes: float) -> str:
     """Format bytes: ``0 B``, ``1.2 kB``, ``64 MB``; at most 7 characters up to petabytes."""
     return _scale_number(nbytes, _SIZES)
+
+
+def format_usage(used: Iterable[int], total: int) -> str:
+    """Format what parts of ``total`` bytes are used for, in its unit: ``3.0+1.0/12.0 GB``."""
+    text = format_size(total)
+    scale = 1000 ** _SIZES.index(text.split()[1])
+    parts = (f"{one / scale:.1f}" if one < 99.95 * scale else f"{one / scale:.0f}" for one in used)
+    return f"{'+'.join(parts)}/{text}"
 
 
 def format_bandwidth(nbytes: float) -> str:

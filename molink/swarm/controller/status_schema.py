@@ -59,7 +59,7 @@ class LinkStatus(msgspec.Struct, frozen=True):
 
 
 class StageUsage(msgspec.Struct, frozen=True):
-    """Load of a stage: shares in percent, sizes in bytes."""
+    """Load of a stage: shares in percent, sizes in bytes; ``kv`` is reserved, used or not."""
 
     busy: Count = 0
     bubbles: Count = 0
@@ -302,6 +302,19 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         for one in self.pipelines:
             ready[one.model] = ready.get(one.model, False) or one.ready
         return bool(ready) and all(ready.values())
+
+    def kv_usage(self, pipeline: PipelineStatus) -> tuple[int, int]:
+        """Bytes of KV in use, and reserved, on all stages of a pipeline."""
+        loads = (
+            worker.load
+            for peer in self.peers
+            for worker in peer.workers
+            if worker.pipeline == pipeline.id and worker.load is not None
+        )
+        reserved = sum(load.kv for load in loads)
+        scheduler = pipeline.scheduler or SchedulerStatus()
+        # A block has the same id at all stages.
+        return reserved * scheduler.used // max(1, scheduler.blocks), reserved
 
 
 def format_percent(done: int, total: int) -> str:

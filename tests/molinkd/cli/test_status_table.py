@@ -184,7 +184,7 @@ def test_roles_fit_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     state = swarms.serving()
     first, second = state["peers"][:2]
-    first |= {"address": "192.168.178.123", "endpoint": "http://127.0.0.1:5465", "copied": 100}
+    first |= {"address": "192.168.178.23", "endpoint": "http://127.0.0.1:5465", "copied": 100}
     second["workers"][0] |= {"state": "fetching", "fetching": {"done": 1, "total": 4}}
     state["peers"][3] |= {"stage": "none"}
     show({**state, "name": "den", "leader": first["id"]})
@@ -192,9 +192,10 @@ def test_roles_fit_80_columns(
     assert max(map(len, out.splitlines())) <= 80
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0] == "Swarm den (home), model qwen3-8b: ready"
-    assert "peer address role layers memory tokens/s" in lines
-    assert "alice 192.168.178.123 stage 0, leads 0:8 4.0/12.0 GB 21.4" in lines
-    assert "bob stage 1 fetching 25 % 8:16 4.0/12.0 GB 21.4" in lines
+    assert "peer address role layers weights+KV/all tokens/s" in lines
+    assert "alice 192.168.178.23 stage 0, leads 0:8 3.0+1.0/12.0 GB 21.4" in lines
+    assert "bob stage 1 fetching 25 % 8:16 3.0+1.0/12.0 GB 21.4" in lines
+    assert "KV cache: 45.0 MB of 3.0 GB used" in lines
     assert any(line.startswith("laptop endpoint only none") for line in lines)
     assert any(line.startswith("attic offline none") for line in lines)
     assert f"alice {first['id']} cuda 0: RTX 3060 whole http://127.0.0.1:5465" in lines

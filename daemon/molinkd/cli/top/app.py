@@ -55,16 +55,17 @@ Keys
   up down PgUp PgDn Home End    scroll
 
 Ring
-  memory     weights and KV, of the memory that molink may use
+  weights+KV/all  memory of weights, memory reserved for KV, and
+                  all memory that molink may use
   busy       share of the time in which the stage computes
   bubble     share of the time with requests in which it idles
   step       a decode step of one row, measured at the start
   wait+sent  bytes of a channel that are queued and in flight
 
-KV: used and total blocks. K: micro-batches in flight. queues:
-requests in each queue of the policy. swapped: requests in host
-memory, and its used and total blocks. Prompt and answer are in
-tokens."""
+KV: memory in use and reserved. K: micro-batches in flight.
+queues: requests in each queue of the policy. swapped: requests in
+host memory, and its used and total blocks. Prompt and answer are
+in tokens."""
 
 
 class HelpScreen(ModalScreen[None]):
@@ -176,14 +177,12 @@ class TopApp(App[None]):
         self,
         fetch_status: FetchStatus,
         send_request: SendRequest,
-        first: SwarmView | None = None,
         clock: Callable[[], float] = time.monotonic,
         interval: float = POLL_INTERVAL_S,
     ) -> None:
         """``fetch_status`` is called every ``interval`` seconds; ``clock`` is in seconds.
 
-        ``send_request`` sends the user's actions. ``first`` is shown until the first status
-        arrives.
+        ``send_request`` sends the user's actions.
         """
         super().__init__(ansi_color=True)
         self._fetch_status, self._send_request, self._clock, self._interval = (
@@ -192,7 +191,8 @@ class TopApp(App[None]):
             clock,
             interval,
         )
-        self._view = first
+        #: ``None`` until the first status arrives.
+        self._view: SwarmView | None = None
         self._sort_order = SORT_ORDERS[0]
         self._paused = False
         #: Error of the last poll, and since when; empty if it succeeded.
@@ -239,18 +239,19 @@ class TopApp(App[None]):
 
     def draw_view(self) -> None:
         """Draw the current state."""
-        if self._view is None and not self._failure:
-            return
         width = self.size.width
-        header = [Text("molink top"), Text()]
+        header = [Text("molink top", "bold"), Text()]
         body: list[Text] = []
-        if self._view is not None:
+        if self._view is None:
+            header[1] = Text("waiting for molink on this PC ...")
+        else:
             header = header_lines(self._view, width, stale=bool(self._failure))
             # One column is for the scroll bar.
             body = body_lines(self._view, width - 1, self._sort_order)
         if self._failure:
             elapsed = format_duration(self._clock() - self._failed_since)
-            header[1] = Text(f"NO RESPONSE for {elapsed}; showing the last status", "bold red")
+            shown = "" if self._view is None else "; showing the last status"
+            header[1] = Text(f"NO RESPONSE for {elapsed}{shown}", "bold red")
             why = [Text(line, "red") for line in wrap_text(sanitize_text(self._failure), width - 2)]
             body = [*why, Text(), *body]
         elif self._paused:
@@ -323,11 +324,11 @@ def _outcome_text(message: UserAction, reply: ControlMessage) -> str:
     return f"{name} was rejected." if message.refuse else f"{name} joined."
 
 
-async def run_top(home: Path | None, first: SwarmView) -> None:
-    """Run the screen for the daemon of ``home``, starting with ``first``."""
+async def run_top(home: Path | None) -> None:
+    """Run the screen for the daemon of ``home``."""
     feed = StatusFeed(home)
     try:
-        await TopApp(feed.fetch_status, feed.send_request, first).run_async()
+        await TopApp(feed.fetch_status, feed.send_request).run_async()
     finally:
         await feed.close()
         feed.destroy_context()

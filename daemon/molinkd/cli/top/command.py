@@ -27,9 +27,8 @@ def top(
     found = daemon_client.require_daemon(home)
     # The screen is drawn on stderr.
     terminals = all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr))
-    # Report an initial error like other commands do.
-    view = _fetch_view(found)
     if as_json or once or not terminals:
+        view = _fetch_view(found)
         if as_json:
             print(json.dumps(msgspec.to_builtins(view), indent=2))
         else:
@@ -39,7 +38,7 @@ def top(
     from molinkd.cli.top.app import run_top
 
     with asyncio.Runner(loop_factory=EventLoop) as runner:
-        runner.run(run_top(home, view))
+        runner.run(run_top(home))
 
 
 def _fetch_view(found: daemon_client.RunningDaemon) -> SwarmView:

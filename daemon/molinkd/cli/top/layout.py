@@ -20,7 +20,13 @@ from molinkd.cli.top.view import (
     SwarmView,
     TransferView,
 )
-from molinkd.cli.units import format_bandwidth, format_duration, format_seconds, format_size
+from molinkd.cli.units import (
+    format_bandwidth,
+    format_duration,
+    format_seconds,
+    format_size,
+    format_usage,
+)
 
 #: Order of requests.
 SortOrder = Literal["oldest", "fastest", "longest"]
@@ -83,10 +89,12 @@ def _totals_text(view: SwarmView, width: int) -> str:
 
 
 def _kv_parts(ring: RingView) -> Iterator[str]:
-    if ring.blocks:
-        yield f"KV {ring.used_blocks}/{ring.blocks}  K {ring.micro_batches}"
-        if ring.cached:
-            yield f"cached {ring.cached} %"
+    if ring.kv_reserved:
+        yield f"KV {format_usage((ring.kv_used,), ring.kv_reserved)}"
+    if ring.micro_batches:
+        yield f"K {ring.micro_batches}"
+    if ring.cached:
+        yield f"cached {ring.cached} %"
 
 
 def _scheduler_parts(ring: RingView) -> Iterator[str]:
@@ -146,7 +154,7 @@ def _ring_lines(ring: RingView, width: int) -> Iterator[Text]:
         yield Text(f"{ring.model}, {ring.id}{'' if ring.ready else ', not ready'}", "bold")
     yield from map(Text, _pack_lines(list(_scheduler_parts(ring)), width))
     yield Text(
-        f"{'RING':<{name + 3}} {'layers':>6} {'device':<{device}} {'memory':>15} "
+        f"{'RING':<{name + 3}} {'layers':>6} {'device':<{device}} {'weights+KV/all':>15} "
         f"{'busy':>5} {'bubble':>6} {'step':>7}",
         _TITLE_STYLE,
     )
@@ -164,8 +172,8 @@ def _ring_lines(ring: RingView, width: int) -> Iterator[Text]:
 
 def _stage_line(stage: StageView, name: int, device: int) -> Text:
     memory = (
-        f"{format_size(stage.used)}/{format_size(stage.memory)}"
-        if stage.used
+        format_usage((stage.weights, stage.kv), stage.memory)
+        if stage.weights or stage.kv
         else format_size(stage.memory)
     )
     line = Text(f"{stage.number:>2} ")

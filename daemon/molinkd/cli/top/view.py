@@ -33,14 +33,16 @@ class LinkView:
 class StageView:
     """A stage of a ring; ``doing`` is its activity other than serving, or empty.
 
-    ``used`` of ``memory`` bytes hold weights and KV; shares are in percent, ``None`` if unknown.
+    Of ``memory`` bytes, ``weights`` are used and ``kv`` reserved. Shares are in percent, ``None``
+    if unknown.
     """
 
     number: int
     pc: str
     layers: str
     device: str
-    used: int
+    weights: int
+    kv: int
     memory: int
     busy: int | None
     bubbles: int | None
@@ -64,7 +66,10 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class RingView:
-    """A pipeline: its stages and scheduler; ``model`` is empty if it is the only pipeline."""
+    """A pipeline: its stages and scheduler; ``model`` is empty if it is the only pipeline.
+
+    ``kv_used`` of ``kv_reserved`` bytes on all stages hold KV.
+    """
 
     id: str
     model: str
@@ -73,8 +78,8 @@ class RingView:
     stages: tuple[StageView, ...]
     running: int
     waiting: int
-    used_blocks: int
-    blocks: int
+    kv_used: int
+    kv_reserved: int
     micro_batches: int
     cached: int
     requests: tuple[RequestView, ...]
@@ -161,10 +166,7 @@ def make_view(status: SwarmStatus, *, demo: bool = False) -> SwarmView:
             PairingView(quote_name(one.name), sanitize_text(one.code), sanitize_text(one.address))
             for one in status.pairing_requests
         ),
-        rings=tuple(
-            _ring_view(pipeline, peers, names, alone=len(status.pipelines) == 1)
-            for pipeline in status.pipelines
-        ),
+        rings=tuple(_ring_view(status, pipeline, peers, names) for pipeline in status.pipelines),
         others=tuple(_pc_view(peer) for peer in status.peers if peer.id not in shown),
         transfers=tuple(_transfer_views(status)),
         events=tuple(_event_view(line, status.clock) for line in reversed(status.story)),
@@ -206,19 +208,23 @@ def _model_names(status: SwarmStatus) -> list[str]:
 
 
 def _ring_view(
-    pipeline: PipelineStatus, peers: dict[str, PeerStatus], names: dict[str, str], *, alone: bool
+    status: SwarmStatus,
+    pipeline: PipelineStatus,
+    peers: dict[str, PeerStatus],
+    names: dict[str, str],
 ) -> RingView:
     scheduler, stages = pipeline.scheduler or SchedulerStatus(), pipeline.stages
+    kv_used, kv_reserved = status.kv_usage(pipeline)
     return RingView(
         id=sanitize_text(pipeline.id),
-        model="" if alone else sanitize_text(pipeline.model),
+        model="" if len(status.pipelines) == 1 else sanitize_text(pipeline.model),
         epoch=pipeline.epoch,
         ready=pipeline.ready,
         stages=tuple(_stage_view(pipeline, number, peers, names) for number in range(len(stages))),
         running=scheduler.running,
         waiting=scheduler.waiting,
-        used_blocks=scheduler.used,
-        blocks=scheduler.blocks,
+        kv_used=kv_used,
+        kv_reserved=kv_reserved,
         micro_batches=scheduler.micro_batches,
         cached=scheduler.cached,
         requests=tuple(
@@ -267,7 +273,8 @@ def _stage_view(
         pc=names.get(stage.peer, sanitize_text(stage.peer)),
         layers=_layers_text(stage.layers),
         device=sanitize_text(short_device_name(stage.device)),
-        used=load.weights + load.kv if load is not None else 0,
+        weights=load.weights if load is not None else 0,
+        kv=load.kv if load is not None else 0,
         memory=peer.memory if peer is not None else 0,
         busy=load.busy if load is not None else None,
         bubbles=load.bubbles if load is not None else None,

@@ -1,5 +1,6 @@
 """The screen as text, compared with files; ``WRITE_FRAMES=1 pytest …`` rewrites them."""
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +77,7 @@ def compare(name: str, text: str) -> None:
 
 def swarm_of(status: dict[str, Any]) -> tuple[Daemon, TopApp]:
     daemon = Daemon(swarms.decode(status))
-    return daemon, TopApp(daemon.ask, daemon.tell, None, daemon.clock, interval=3600.0)
+    return daemon, TopApp(daemon.ask, daemon.tell, daemon.clock, interval=3600.0)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
@@ -220,6 +221,35 @@ async def test_reconnecting_to_the_daemon() -> None:
         await app.refresh_status()
         await pilot.pause()
         assert "NO ANSWER" not in screen(app)
+
+
+async def test_it_waits_for_the_first_status() -> None:
+    daemon, app = swarm_of(swarms.serving())
+    answer = asyncio.Event()
+
+    async def ask() -> tuple[SwarmStatus, bool]:
+        await answer.wait()
+        return await daemon.ask()
+
+    app = TopApp(ask, daemon.tell, daemon.clock, interval=3600.0)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        assert "waiting for molink on this PC" in screen(app)
+        assert "? help" in screen(app)
+        answer.set()
+        await app.refresh_status()
+        await pilot.pause()
+        assert "waiting for molink" not in screen(app)
+
+
+async def test_without_any_status() -> None:
+    daemon, app = swarm_of(swarms.serving())
+    daemon.answer = Unavailable("the daemon did not respond")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.refresh_status()
+        await pilot.pause()
+        assert "NO RESPONSE for 0 s\n" in screen(app)
+        assert "the daemon did not respond" in screen(app)
 
 
 async def test_it_quits() -> None:

@@ -28,11 +28,13 @@ def test_a_ring() -> None:
         1,
     )
     (ring,) = view.rings
-    assert (ring.running, ring.waiting, ring.used_blocks, ring.micro_batches) == (2, 1, 12, 3)
+    assert (ring.running, ring.waiting, ring.kv_used, ring.micro_batches) == (2, 1, 45_000_000, 3)
+    assert ring.kv_reserved == 3 * 10**9
     assert ring.tokens_per_s == 21.4
     first = ring.stages[0]
     assert (first.pc, first.layers, first.device) == ("alice", "0:8", "cuda 0: RTX 3060")
-    assert (first.used, first.memory, first.busy, first.bubbles) == (4 * 10**9, 12 * 10**9, 34, 12)
+    assert (first.weights, first.kv, first.memory) == (3 * 10**9, 10**9, 12 * 10**9)
+    assert (first.busy, first.bubbles) == (34, 12)
     assert [stage.link.target for stage in ring.stages if stage.link] == ["bob", "carol", "alice"]
     assert [(one.pc, one.phase) for one in ring.requests] == [
         ("alice", "decode"),
@@ -148,9 +150,9 @@ def test_usual_numbers_are_not_truncated() -> None:
     status = swarms.ring(["alice", "bob"])
     for one in status["peers"]:
         one["memory"] = 12_600_000_000
-        one["workers"][0]["load"] |= {"weights": 69_300_000, "kv": 0}
+        one["workers"][0]["load"] |= {"weights": 69_300_000, "kv": 260_000_000}
     lines = [line.plain for line in screen_lines(view_of(status), MIN_WIDTH)]
-    assert sum("69.3 MB/12.6 GB" in line and line.endswith(" 2.1 ms") for line in lines) == 2
+    assert sum("0.1+0.3/12.6 GB" in line and line.endswith(" 2.1 ms") for line in lines) == 2
 
 
 def test_optional_scheduler_state_is_shown() -> None:
@@ -170,8 +172,10 @@ def test_each_pipeline_has_its_own_figures() -> None:
     status["pipelines"][1]["scheduler"] |= {"running": 5, "used": 700, "queues": [0, 3]}
     lines = shown(status, MIN_WIDTH)
     first, second = (lines.index(f"{name}") + 1 for name in ("qwen3-8b, p1", "llama-3b, p2"))
-    assert lines[first] == "2 running, 1 waiting   21.4 tokens/s   KV 12/800  K 3"
-    assert lines[second] == "5 running, 1 waiting   21.4 tokens/s   KV 700/800  K 3   queues 0 3"
+    assert lines[first] == "2 running, 1 waiting   21.4 tokens/s   KV 0.0/2.0 GB   K 3"
+    assert (
+        lines[second] == "5 running, 1 waiting   21.4 tokens/s   KV 0.9/1.0 GB   K 3   queues 0 3"
+    )
     assert lines[1] == "3 PCs connected   7 running, 2 waiting   42.8 tokens/s"
 
 
@@ -235,9 +239,8 @@ def test_the_totals_fit_a_narrow_screen() -> None:
         "used": 9999,
     }
     status["pipelines"][0]["scheduler"]["requests"][0]["tokens_per_s"] = 2345.6
-    assert header_lines(view_of(status), MIN_WIDTH)[1].plain.endswith("K 3")
+    assert header_lines(view_of(status), MIN_WIDTH)[1].plain.endswith("KV 16.0/16.0 GB  K 3")
     status["pipelines"][0]["scheduler"] |= {"cached": 32}
-    assert header_lines(view_of(status), MIN_WIDTH)[1].plain.endswith("K 3")
     assert header_lines(view_of(status), 120)[1].plain.endswith("K 3   cached 32 %")
 
 
