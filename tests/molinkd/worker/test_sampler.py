@@ -43,6 +43,12 @@ def folder(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelFo
     return ModelFolder.open(make_model(tmp_path_factory.mktemp("tail")))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy PC compiles a grammar later than a swarm waits for it."""
+    monkeypatch.setattr(matcher, "COMPILE_TIMEOUT_S", 60)
+
+
 class Tail:
     """A whole model, asked for one answer."""
 
