@@ -32,6 +32,7 @@ import aiohttp
 import msgspec
 
 from molink.bench.report import Sample
+from molink.facts.layer_range import format_layers
 from tools.serving.client import make_prompt, send_completion
 from tools.serving.process import ENDPOINT, INVITE, OPENED, START_S, wait_for
 from tools.wan import Node, Rig, RigError, unavailable
@@ -148,7 +149,7 @@ def _like_shares(model: Path, nodes: int) -> list[str]:
     """Even layers per node for ``--stage``."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     cuts = [config["num_hidden_layers"] * index // nodes for index in range(nodes + 1)]
-    return [f"{begin}:{end}" for begin, end in itertools.pairwise(cuts)]
+    return [format_layers(layers) for layers in itertools.pairwise(cuts)]
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from molink.bench.client import BenchClient, BenchTarget
 from molink.bench.report import Sample, summarize
 from molink.bench.runner import MonotonicClock, run_plan
 from molink.bench.workload import PlannedRequest, plan_sizes
+from molink.facts.layer_range import stage_number
 from tools.chaos.churn import run_churn
 from tools.chaos.usage import Usage, measure_usage
 
@@ -119,7 +120,8 @@ def swarm_processes() -> tuple[dict[psutil.Process, str], list[str]]:
         workers = {worker["pid"]: worker["stage"] for worker in peer["workers"]}
         for child in daemon.children(recursive=True):
             stage = workers.get(child.pid)
-            found[child] = f"child of {peer['name']}" if stage is None else f"stage {stage}"
+            child_role = f"child of {peer['name']}"
+            found[child] = child_role if stage is None else f"stage {stage_number(stage)}"
     return found, [peer["endpoint"] for peer in peers if peer["endpoint"]]
 
 

@@ -35,6 +35,7 @@ from molink.errors import (
     MolinkError,
     Unavailable,
 )
+from molink.facts.layer_range import format_layers
 from molink.facts.model import LayerRange
 from molink.files import find_path_fault, resolve_inside, retry_while_busy
 from molink.gguf.gguf_file import find_first_splits
@@ -407,7 +408,8 @@ def _files_of_layers(found: HubRepository, folder: Path, layers: LayerRange) -> 
     config = ModelConfig.load_folder(folder)
     first, last = layers
     if not 0 <= first < last <= config.layers:
-        raise ModelError(f"{found.id} has layers 0:{config.layers}; {first}:{last} is out of range")
+        wanted = format_layers(layers)
+        raise ModelError(f"{found.id} has layers 1-{config.layers}; {wanted} is out of range")
     tensors = stage_tensors(config, first, last)
     modules = [name.removesuffix("weight") for name in tensors]
     shards = read_weight_map(folder)

@@ -25,6 +25,7 @@ from molink.checkpoint.safetensors_header import TensorRequirement, TensorSpan, 
 from molink.checkpoint.tensor_layout import TensorShapes, stage_tensors
 from molink.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from molink.facts.dtypes import WeightDType
+from molink.facts.layer_range import format_layers
 from molink.facts.model import ModelFacts
 from molink.files import find_path_fault
 
@@ -103,7 +104,8 @@ class ModelFolder:
         config = ModelConfig.load_folder(path, _find_dtype(tensors))
         first, last = (0, config.layers) if layers is None else layers
         if not 0 <= first < last <= config.layers:
-            raise UsageError(f"{path} has layers 0:{config.layers}; {first}:{last} is out of range")
+            given = format_layers((first, last))
+            raise UsageError(f"{path} has layers 1-{config.layers}; {given} is out of range")
         shapes = stage_tensors(config, first, last)
         wanted = required_tensors(shapes, config.quantized, tensors, config.low_bit)
         _check_tensors(path, tensors, wanted)

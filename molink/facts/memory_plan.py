@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from molink.errors import UsageError
 from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.layer_range import format_layers
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Quantize
 
 #: The budget divided by this is left for fragmentation and libraries.
@@ -109,8 +110,9 @@ def _blocks(footprint: Footprint, layers: int, free: int, size: int) -> int:
 
 
 def explain_refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int) -> str:
-    """Why layers ``first:last`` don't fit ``budget`` bytes, and what would; for a person."""
+    """Why ``layers`` don't fit ``budget`` bytes, and what would; for a person."""
     first, last = layers
+    named = f"layers {format_layers(layers)} of {facts.name}"
     need = Footprint.of_stage(facts, target)
     smallest = _plan(facts, layers, need, budget, need.min_tokens)
     room = need.max_layers(usable_bytes(budget), opens=first == 0, closes=False)
@@ -119,7 +121,7 @@ def explain_refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, b
     smaller = smaller_mode(facts, layers, target, budget)
     better = f", or --quantize {smaller}" if smaller else ""
     return (
-        f"layers {first}:{last} of {facts.name} need at least {format_size(smallest.total)} "
+        f"{named} need at least {format_size(smallest.total)} "
         f"({smallest}), the budget is {format_size(budget)}: {layers_fit}{better}"
     )
 
@@ -127,7 +129,7 @@ def explain_refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, b
 def smaller_mode(
     facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int
 ) -> Quantize | None:
-    """The mildest quantization with which layers ``first:last`` would fit, if any."""
+    """The mildest quantization with which ``layers`` would fit, if any."""
     first, last = layers
     for mode in smaller_modes(facts, target):
         need = Footprint.of_stage(facts, replace(target, quantize=mode))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from molink.bench.report import Report, summarize
 from molink.bench.workload import PlannedRequest
 from molink.errors import InvariantError
+from molink.facts.layer_range import stage_number
 from molink.sim.clients import Clients
 from molink.sim.event_queue import EventQueue
 from molink.sim.pc import SimPc, Uplink
@@ -71,7 +72,7 @@ class SimPipeline:
         self.event_queue.stop()
 
     def _on_broken(self, stage: int, reason: str) -> None:
-        self._stop_failed(f"stage {stage}: {reason}")
+        self._stop_failed(f"stage {stage_number(stage)}: {reason}")
 
     @property
     def counters(self) -> dict[str, float]:

@@ -16,6 +16,7 @@ from molink.checkpoint.model_source import find_local_model, name_local_model
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantized_size import quantized_bytes
 from molink.errors import UsageError
+from molink.facts.layer_range import stage_number
 from molink.facts.memory_plan import MARGIN_DIVISOR
 from molink.facts.model import ModelFacts, Objective, Quantize
 from molink.facts.ring_times import HANDLING_S, RingTimes
@@ -293,7 +294,7 @@ def _describe_bottleneck(
     """What limits the ring, for display."""
     links, steps = sum(one.link_s for one in stages), sum(one.step_s for one in stages)
     slowest = max(range(len(stages)), key=lambda index: stages[index].step_s)
-    stage = f"stage {slowest} ({stages[slowest].device})"
+    stage = f"stage {stage_number(slowest)} ({stages[slowest].device})"
     if objective == "throughput":
         rows = MICRO_BATCH_ROWS[objective]
         sends = max([times.send_s(index, rows) for index in range(len(times.links))], default=0.0)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
 
+from molink.facts.layer_range import stage_number
+
 #: A step with decode rows, prefill rows or both; a message of decode rows or control, or of prefill
 #: rows.
 BarKind = Literal["decode", "prefill", "fused", "decode sent", "prefill sent"]
@@ -92,8 +94,8 @@ def _panel(title: str, timeline: Timeline, stages: int, top: int) -> list[str]:
     top += _TITLE
     for stage in range(stages):
         for name, bars in (
-            (f"stage {stage}", timeline.stages.get(stage, [])),
-            (f"link {stage}", timeline.links.get(stage, [])),
+            (f"stage {stage_number(stage)}", timeline.stages.get(stage, [])),
+            (f"link {stage_number(stage)}", timeline.links.get(stage, [])),
         ):
             parts.append(f'<text x="{_LEFT - 8}" y="{top + 13}" text-anchor="end">{name}</text>')
             parts.append(

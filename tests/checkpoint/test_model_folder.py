@@ -187,5 +187,5 @@ def test_a_tensor_in_two_files(folder: Path) -> None:
 
 @pytest.mark.parametrize("layers", [(0, 4), (2, 2), (-1, 2), (3, 1)])
 def test_layers_that_the_model_does_not_have(folder: Path, layers: tuple[int, int]) -> None:
-    with pytest.raises(UsageError, match="layers 0:3"):
+    with pytest.raises(UsageError, match="layers 1-3"):
         ModelFolder.open(folder, layers)

@@ -216,7 +216,7 @@ def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
         join.type("y")
         tools.wait_for(lambda: "is ready" in join.output, join)
         assert "at 10.77.0.1." in join.output
-        halves_ready = re.compile(r"stage [01] \(layers (0:4|4:8)\) ready")
+        halves_ready = re.compile(r"stage [12] \(layers (1-4|5-8)\) ready")
         tools.wait_for(lambda: bool(halves_ready.search(up.output)), up)
         tools.wait_for(lambda: bool(halves_ready.search(join.output)), join)
 

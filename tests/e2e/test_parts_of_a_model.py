@@ -72,18 +72,18 @@ def test_the_owner_leaves(
 
     bring = ["--model", str(folder), "--dtype", "f32", "--min-peers", "2", "--stage", "none"]
     owner = start("owner", "up", *bring)
-    left = start("left", "join", invite("owner"), "--stage", "0:3")
-    right = start("right", "join", invite("owner"), "--stage", "3:6")
+    left = start("left", "join", invite("owner"), "--stage", "1-3")
+    right = start("right", "join", invite("owner"), "--stage", "4-6")
     tools.wait_for(lambda: ready(left), left)
     expected = answer(left)
     for gone in (owner, right):
         gone.process.kill()
         gone.stop()
     # Its layers are nowhere: that is said at once, and nobody is blamed for it.
-    late = start("late", "join", invite("left"), "--stage", "3:6")
-    missing = "no connected PC has the files of layers 3:6 and final of brought"
+    late = start("late", "join", invite("left"), "--stage", "4-6")
+    missing = "no connected PC has the files of layers 4-6 and final of brought"
     tools.wait_for(lambda: missing in str(status(late).get("pipelines")), late)
-    tools.wait_for(lambda: "layers 3:6" in status(left).get("files", ""), left)
+    tools.wait_for(lambda: "layers 4-6" in status(left).get("files", ""), left)
     with pytest.raises(openai.APIStatusError, match=missing):
         answer(left)
     # Somebody comes who has them, and holds no stage.

@@ -40,8 +40,8 @@ def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> No
     )
     with House(tmp_path, *nodes) as house:
         hub, token = house.first("hub", "--stage", "none")
-        attic = house.start("attic", "join", token, "--stage", "0:4")
-        couch = house.start("couch", "join", token, "--stage", "4:8")
+        attic = house.start("attic", "join", token, "--stage", "1-4")
+        couch = house.start("couch", "join", token, "--stage", "5-8")
         found = ways(hub.wait_ready())
         assert (found["attic", "couch"], found["couch", "attic"]) == ("hub", "hub")
         Tools.wait_for(lambda: measured(hub.status()), hub)
@@ -91,8 +91,8 @@ def test_a_member_that_seems_the_best_relay_passes_nothing_on(tmp_path: Path, li
         hub, token = house.first("hub", "--stage", "none")
         liar = house.start("liar", "join", token, "--stage", "none", lie=lie)
         Tools.wait_for(lambda: len(hub.status().get("peers", ())) == 2, liar)
-        attic = house.start("attic", "join", token, "--stage", "0:4")
-        couch = house.start("couch", "join", token, "--stage", "4:8")
+        attic = house.start("attic", "join", token, "--stage", "1-4")
+        couch = house.start("couch", "join", token, "--stage", "5-8")
         hub.wait_ready()
         for one in (attic, couch):
             Tools.wait_for(lambda one=one: "is ready" in one.output, one)
@@ -113,8 +113,8 @@ def test_one_pc_can_dial_the_other(tmp_path: Path, make_model: MakeModel) -> Non
     """What goes the other way goes over a connection that it has opened, model files too."""
     model = make_model(tmp_path / "tiny", "qwen2", num_hidden_layers=8)
     with House(tmp_path, Node("hub"), Node("couch", closed=1)) as house:
-        hub, token = house.first("hub", "--stage", "0:4")
-        couch = house.start("couch", "join", token, "--stage", "4:8")
+        hub, token = house.first("hub", "--stage", "1-4")
+        couch = house.start("couch", "join", token, "--stage", "5-8")
         assert ways(hub.wait_ready()) == {("hub", "couch"): "hub"}
         Tools.wait_for(lambda: "is ready" in couch.output, couch)
         assert couch.run("chat", "What is molink?").strip(), couch.output
@@ -128,8 +128,8 @@ def test_model_files_go_by_way_of_a_third(tmp_path: Path, make_model: MakeModel)
     model = make_model(tmp_path / "tiny", "qwen2", num_hidden_layers=8)
     with House(tmp_path, Node("hub"), Node("attic", closed=1), Node("couch", closed=1)) as house:
         hub, token = house.first("hub", "--stage", "none")
-        attic = house.start("attic", "join", token, "--stage", "0:4")
-        couch = house.start("couch", "join", token, "--stage", "4:8")
+        attic = house.start("attic", "join", token, "--stage", "1-4")
+        couch = house.start("couch", "join", token, "--stage", "5-8")
         hub.wait_ready()
         Tools.wait_for(lambda: "is ready" in attic.output, attic)
         hub.run("stop")

@@ -195,10 +195,10 @@ def test_a_second_model_has_replicas_and_is_stopped_alone(place: TwoModels) -> N
 @pytest.mark.timeout(400)
 def test_two_models_answer_from_every_pc_and_one_is_not_disturbed(place: TwoModels) -> None:
     before = place.swarm.status("first")
-    place.write(FILE + '[models.layers]\nfirst = "0:99"\n')
+    place.write(FILE + '[models.layers]\nfirst = "1-99"\n')
     code, _, said = place.apply()
     assert code != 0
-    assert "swarm.toml, line 11: beta: first with layers 0:99 names layers" in said
+    assert "swarm.toml, line 11: beta: first with layers 1-99 names layers" in said
     assert place.swarm.status("first")["models"] == before["models"]
 
     place.write(FILE)

@@ -74,9 +74,9 @@ def test_each_takes_its_shards(
     size = {path.name: path.stat().st_size for path in hub.folder.glob("*.safetensors")}
     assert min(size.values()) > 2 * HEAD
     bring = ["--model", REPOSITORY, "--dtype", "f32", "--min-peers", "3"]
-    a = start("a", "up", *bring, "--stage", "0:2")
-    b = start("b", "join", invite(), "--stage", "2:3")
-    c = start("c", "join", invite(), "--stage", "3:4")
+    a = start("a", "up", *bring, "--stage", "1-2")
+    b = start("b", "join", invite(), "--stage", "3")
+    c = start("c", "join", invite(), "--stage", "4")
     a.wait_ready()
     shards = {"a": {ENDS, *OF_LAYERS[:2]}, "b": {OF_LAYERS[2]}, "c": {ENDS, OF_LAYERS[3]}}
     for name, process in (("a", a), ("b", b), ("c", c)):
@@ -92,10 +92,10 @@ def test_each_takes_its_shards(
 
     # One that has a layer's shard lies, and holds no layers any more.
     b.stop()
-    tools.wait_for(lambda: "layers 2:3 yet: the hub has them" in a.status().get("files", ""), a)
+    tools.wait_for(lambda: "layers 3 yet: the hub has them" in a.status().get("files", ""), a)
     start("b", "join", "--stage", "none", module="tests.support.altering_peer")
     tools.wait_for(lambda: "together they hold all layers" in a.status().get("files", ""), a)
-    d = start("d", "join", invite(), "--stage", "2:3")
+    d = start("d", "join", invite(), "--stage", "3")
     d.wait_ready()
     (liar,) = d.status()["banned_peers"]
     assert (liar["name"], liar["banned_by"]) == ("b", "this PC, as a source of models")

@@ -129,7 +129,7 @@ def test_refusal_tells_numbers_and_alternatives() -> None:
         plan_memory(LLAMA, (0, 24), gpu, 10 * GB)
     said = str(caught.value)
     assert said == explain_refusal(LLAMA, (0, 24), gpu, 10 * GB)
-    needs = re.search(r"layers 0:24 of llama need at least (.+) GB \(", said)
+    needs = re.search(r"layers 1-24 of llama need at least (.+) GB \(", said)
     assert needs is not None
     assert float(needs[1]) > 10
     assert "the budget is 10.0 GB" in said

@@ -52,7 +52,7 @@ Which command adds a PC? | Add a PC to molink? | How do I add a new machine?""")
                 ("What does --stage auto mean?", "What is --stage auto?"),
                 (
                     "With --stage auto molink measures the PC and picks its layers. You can also"
-                    " give a range like 0:12, or none.",
+                    " give a range like 1-12, or none.",
                 ),
             ),
         ),

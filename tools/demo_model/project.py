@@ -280,7 +280,7 @@ What makes it slow?""",
         """Who decides which PC holds which layers? | How are the layers placed?
 Who places the stages? | How does molink choose the stages? | Can I choose the layers myself?""",
         "The coordinator places the stages: it measures the memory and the speed of each PC and"
-        " of the links. You can also choose yourself, for example with --stage 0:12.",
+        " of the links. You can also choose yourself, for example with --stage 1-12.",
         "How does molink place the layers?",
         ("coordinator",),
     ),

@@ -23,7 +23,7 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_model
 from molink.errors import Unavailable, UsageError
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.layer_range import parse_layers
+from molink.facts.layer_range import format_layers, parse_layers
 from molink.facts.memory_plan import format_size
 from molink.facts.model import LayerRange, Quantize
 from molink.plaintext import printable
@@ -40,7 +40,7 @@ def stage(
         str,
         typer.Option("--model", "-m", help="Folder, GGUF file, OWNER/NAME or molink-demo."),
     ] = DEMO_MODEL_NAME,
-    layers: Annotated[str | None, typer.Option(help="Layer range A:B.  [default: all]")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers A-B.  [default: all]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     threads: Annotated[
         int, typer.Option("--threads", "-t", min=0, help="CPU threads; 0 = torch's default.")
@@ -81,18 +81,18 @@ def _parse_layers(folder: Path, given: str | None) -> LayerRange:
     """Parse the layer range and check it against the model."""
     layers = None
     if given is not None and (layers := parse_layers(given)) is None:
-        raise UsageError(f"--layers must be A:B, such as 0:12, not {given!r}")
+        raise UsageError(f"--layers must be A-B, such as 1-12, not {given!r}")
     opened = ModelFolder.open(folder, layers)
     return layers or (0, opened.config.layers)
 
 
 def print_result(found: StageBenchResult, console: Console) -> None:
     """Print the result as tables."""
-    first, last = found.layers
     threads = f", {found.threads} threads" if found.threads else ""
     quantized = "" if found.quantize == "none" else f", {found.quantize}"
+    layers = format_layers(found.layers)
     lines = (
-        f"{found.model}, layers {first}:{last}: {format_size(found.weight_bytes)} of weights "
+        f"{found.model}, layers {layers}: {format_size(found.weight_bytes)} of weights "
         f"({found.dtype}{quantized})",
         f"{found.device}: {found.device_name}{threads}, torch {found.torch}",
     )

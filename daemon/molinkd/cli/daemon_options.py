@@ -30,7 +30,7 @@ class DaemonOptions:
 
     stage: Annotated[
         str | None,
-        _option("Common", "Layers to hold on this PC: auto, none or A:B.  [default: auto]"),
+        _option("Common", "Layers to hold on this PC: auto, none or A-B.  [default: auto]"),
     ] = None
     name: Annotated[
         str | None, _option("Common", "Name of this PC in the swarm.  [default: host name]")

@@ -55,14 +55,14 @@ ModelArgument = Annotated[
 def pull(
     model: ModelArgument,
     layers: Annotated[
-        str | None, typer.Option(help="Only the files with layers A:B.  [default: all]")
+        str | None, typer.Option(help="Only the files with layers A-B.  [default: all]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Download a model from the Hugging Face hub."""
     part = parse_layers(layers) if layers is not None else None
-    if layers is not None and (part is None or part[0] >= part[1]):
-        raise UsageError(f"--layers must be A:B with A < B, not {layers!r}")
+    if layers is not None and part is None:
+        raise UsageError(f"--layers must be A-B, such as 1-12, not {layers!r}")
     model = resolve_model_name(model)
     from_hub = is_repository(model) and find_local_model(model) is None
     stop, progress = threading.Event(), Progress(source="the hub")

@@ -18,6 +18,7 @@ from molink.checkpoint.model_source import (
     is_repository,
 )
 from molink.errors import Unavailable, UsageError
+from molink.facts.layer_range import format_layers, stage_number
 from molink.facts.memory_plan import format_size
 from molink.facts.model import Objective
 from molink.plaintext import printable
@@ -152,11 +153,18 @@ def print_plan(plan: LivePlan) -> None:
         table.add_column(column)
     for index, one in enumerate(plan.stages):
         link = f"{1e3 * one.link_s:.1f} ms{'' if one.measured else ' (assumed)'}"
-        first, last = one.layers
         step = f"{1e3 * one.step_s:.1f} ms" if one.step_s else "not measured"
         memory = f"{format_size(one.weights)} + {format_size(one.kv)} of {format_size(one.memory)}"
         memory = memory if one.memory else "unknown"
-        row = (str(index), one.peer, one.device, f"{first}:{last}", memory, step, link)
+        row = (
+            str(stage_number(index)),
+            one.peer,
+            one.device,
+            format_layers(one.layers),
+            memory,
+            step,
+            link,
+        )
         table.add_row(*(row if len(plan.stages) > 1 else (*row[:-1], "-")))
     console.print(table)
     asked = start = ""
@@ -365,11 +373,10 @@ def _stage_table(planned: SwarmPlan) -> Table:
     for column in ("stage", "device", "layers", "weights", "KV capacity", "step", "link to next"):
         table.add_column(column, justify="right")
     for index, one in enumerate(planned.stages):
-        first, last = one.layers
         table.add_row(
-            str(index),
+            str(stage_number(index)),
             one.device,
-            f"{first}:{last}",
+            format_layers(one.layers),
             format_size(one.weights),
             f"{one.kv_tokens} tokens",
             f"{1e3 * one.step_s:.1f} ms",

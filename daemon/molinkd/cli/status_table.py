@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from molink.facts.layer_range import format_layers, stage_number
 from molink.plaintext import printable
 from molink.swarm.controller.status_schema import (
     ModelStatus,
@@ -101,7 +102,7 @@ def _stage_table(status: SwarmStatus) -> Table:
                 peer.name,
                 peer.address,
                 _role_text(peer, worker) + leads,
-                "none" if worker is None else f"{worker.layers[0]}:{worker.layers[1]}",
+                "none" if worker is None else format_layers(worker.layers),
                 _memory_text(peer, worker),
                 "" if rate is None else f"{rate:.1f}",
             )
@@ -148,7 +149,7 @@ def _role_text(peer: PeerStatus, worker: WorkerStatus | None) -> str:
         return peer.state
     if worker is None:
         return peer.paused or ("endpoint only" if peer.stage == "none" else "standby")
-    role = f"stage {worker.stage}"
+    role = f"stage {stage_number(worker.stage)}"
     return f"{role} {worker.activity}" if worker.activity else role
 
 
@@ -167,7 +168,7 @@ def _loading_text(worker: WorkerStatus) -> str:
     one = worker.loading
     if one is None:
         return ""
-    layers = f"layers {worker.layers[0]}:{worker.layers[1]}"
+    layers = f"layers {format_layers(worker.layers)}"
     state = TransferState(model=layers, done=one.done, total=one.total, rate=round(one.rate))
     return f"loads {transfer_text(state)}"
 

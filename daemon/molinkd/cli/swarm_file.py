@@ -49,7 +49,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     #: Names or ids of the only PCs for this model; they serve no other.
     pcs: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_PINS)] = ()
-    #: Layers ``A:B`` by name or id of the PC.
+    #: Layers ``A-B`` by name or id of the PC.
     layers: dict[Text, Text] = {}
 
     @property
@@ -198,11 +198,9 @@ def _check_file(file: SwarmFile, lines: LineIndex) -> None:
             why = f"layers can't be assigned with {one.replicas} replicas; use one replica"
             raise lines.error_at(why, index, "layers")
         for pc, layers in one.layers.items():
-            part = parse_layers(layers)
-            if part is None or part[0] >= part[1]:
-                raise lines.error_at(
-                    f"layers of {pc} must be A:B with A < B, not {layers}", index, "layers"
-                )
+            if parse_layers(layers) is None:
+                why = f"layers of {pc} must be A-B, such as 1-12, not {layers}"
+                raise lines.error_at(why, index, "layers")
             if one.pcs and pc not in one.pcs:
                 raise lines.error_at(f"{pc} has layers but is not in pcs", index, "layers")
     pipelines = sum(one.replicas for one in file.models)

@@ -18,6 +18,7 @@ from molink.checkpoint.model_source import find_local_model
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTypeChoice
+from molink.facts.layer_range import parse_layers
 from molink.facts.model import Objective, Quantize
 from molink.facts.settings import PipelineSettings
 from molink.link.policies.create import POLICIES
@@ -48,7 +49,6 @@ _KEYWORDS = {
     "num_speculative_tokens": {"off": 0, "auto": AUTO_DRAFTS},
 }
 _DEVICE = re.compile(r"^(?:auto|(?:cpu|cuda(?::\d{1,3})?)(?:,(?:cpu|cuda(?::\d{1,3})?)){0,15})$")
-_STAGE = re.compile(r"^(?:auto|none|(\d{1,4}):(\d{1,4}))$")
 
 
 class MemoryShare(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Whether clients with different API keys share cached prompts; each can then tell from usage
     #: and times whether a prompt was asked before.
     share_prefix_cache: bool = False
-    #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
+    #: ``auto``, ``none`` or ``A-B`` (layers, from 1).
     stage: str = "auto"
     #: ``cpu``, ``cuda:N``, a comma-separated list, or ``auto`` (all GPUs, otherwise the CPU).
     device: str = "auto"
@@ -152,16 +152,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(
                 f"`name` has letters, digits, single spaces and - _ . ' only, not {self.name!r}"
             )
-        match = _STAGE.match(self.stage)
-        if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
-            raise ValueError(f"`stage` is auto, none or A:B with A < B, not {self.stage!r}")
+        names_layers = self.stage not in ("auto", "none")
+        if names_layers and parse_layers(self.stage) is None:
+            raise ValueError(f"`stage` is auto, none or A-B, such as 1-12, not {self.stage!r}")
         if _DEVICE.match(self.device) is None:
             raise ValueError(
                 f"`device` is auto, cpu, cuda:N or several of these with commas, not "
                 f"{self.device!r}"
             )
-        if match[1] is not None and len(self.devices) > 1:
-            raise ValueError("`stage` A:B is for a PC with one `device`; others take auto")
+        if names_layers and len(self.devices) > 1:
+            raise ValueError("`stage` A-B is for a PC with one `device`; others take auto")
         for text in self.pause_times:
             DailyWindow.parse(text)
         for text in self.advertise:

@@ -10,6 +10,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import MolinkError, UsageError
 from molink.facts.drafts import DraftModelFacts
+from molink.facts.layer_range import format_ranges
 from molink.facts.model import Quantize
 from molink.facts.profile import Profile
 from molink.stage.decoder.decoder import HeldWeights
@@ -55,7 +56,8 @@ def _reload_engine(
     if _weights_key(before) != _weights_key(start):
         held = HeldWeights()
     empty_device_cache()
-    log.info("reusing loaded layers %s", sorted(held.blocks) or "none")
+    reused = format_ranges((layer, layer + 1) for layer in sorted(held.blocks))
+    log.info("reusing loaded layers %s", reused or "none")
     stage = _load_stage(start, on_progress, held)
     return _build_engine(start, on_progress, stage, draft or _load_draft_model(start))
 

@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from molink.errors import MolinkError, WorkerError
 from molink.facts.identity import derive_peer_id
+from molink.facts.layer_range import format_layers
 from molink.link.estimate.link_memory import LinkMemory
 from molink.ring.ring_measurements import NO_HOST_MEMORY, HostMemory
 from molink.scheduler.policies.answer_lengths import AnswerLengths
@@ -123,9 +124,8 @@ class Worker:
     async def _load_stage(self, load: LoadEngine) -> StageEngine:
         """Load the stage's weights, and bind the data socket if it is not bound yet."""
         start, began = self._start, time.perf_counter()
-        with _convert_errors(
-            f"layers {start.layers[0]}:{start.layers[1]} can't run on {start.device}"
-        ):
+        layers = format_layers(start.layers)
+        with _convert_errors(f"layers {layers} can't run on {start.device}"):
             engine = await asyncio.to_thread(load, start)
         stage = engine.stage
         blocks = start.kv_bytes // stage.block_bytes(start.block_size)
@@ -136,7 +136,7 @@ class Worker:
             )
         if not self._port:
             self._port = self._server.bind(start.bind, start.ports, "worker_ports")
-        log.info("layers %d:%d loaded, %d blocks, port %d", *start.layers, blocks, self._port)
+        log.info("layers %s loaded, %d blocks, port %d", layers, blocks, self._port)
         self._pipe.send(
             WorkerLoaded(
                 port=self._port,

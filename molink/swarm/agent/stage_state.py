@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from molink.facts.layer_range import format_layers, stage_number
 from molink.facts.profile import Profile
 from molink.swarm.agent.worker_liveness import LivenessProbe
 from molink.wire.messages.instructions import Assign
@@ -100,6 +101,6 @@ class StageState:
 
     def describe(self) -> str:
         """The stage in a few words, for people."""
-        first, last = self.assignment.layers
+        layers = format_layers(self.assignment.layers)
         reason = f": {self.reason}" if self.phase == "failed" else ""
-        return f"stage {self.assignment.stage} (layers {first}:{last}) {self.phase}{reason}"
+        return f"stage {stage_number(self.assignment.stage)} (layers {layers}) {self.phase}{reason}"

@@ -24,6 +24,7 @@ from molink.checkpoint.tensor_layout import (
     stage_tensors,
 )
 from molink.errors import BrokenModel
+from molink.facts.layer_range import format_layers
 from molink.facts.model import Quantize
 
 #: Alignment of a safetensors file's data, in bytes.
@@ -95,7 +96,9 @@ def group_tensors(config: ModelConfig, first: int, last: int) -> dict[str, Tenso
         BrokenModel: the model has no such layers.
     """
     if not 0 <= first < last <= config.layers:
-        raise BrokenModel(f"the model has layers 0:{config.layers}, not {first}:{last}")
+        raise BrokenModel(
+            f"the model has layers 1-{config.layers}, not {format_layers((first, last))}"
+        )
     groups: dict[str, TensorShapes] = {}
     ends = stage_tensors(config, first, last)
     for layer in range(first, last):

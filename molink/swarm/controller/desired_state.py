@@ -218,7 +218,7 @@ def _resolve_pin(index: int, pin: int, spec: ModelSpec, registry: Registry) -> P
     if peer is None:
         raise refuse(f"no PC in this swarm is called {wanted}; see `molink status`")
     if stage != "auto" and parse_layers(stage) is None:
-        raise refuse(f"layers of {wanted} must be A:B with A < B, not {stage}")
+        raise refuse(f"layers of {wanted} must be A-B, such as 1-12, not {stage}")
     why = explain_misfit(stage, spec.model)
     if why:
         raise refuse(f"{wanted} with layers {stage} {why}")

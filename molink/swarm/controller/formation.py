@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import structs
 
 from molink.errors import InvariantError
+from molink.facts.layer_range import stage_number
 from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts
 from molink.swarm.artifacts.transfer import (
     STALL_TIMEOUT,
@@ -276,7 +277,7 @@ def attribute_failure(
     """The peer at fault for a failed stage, and what happened, for the user."""
     peers = formation.peers
     peer = peers[message.stage]
-    text = f"stage {message.stage} on {registry.name_of(peer)}: {message.reason}"
+    text = f"stage {stage_number(message.stage)} on {registry.name_of(peer)}: {message.reason}"
     if message.next_lost:
         peer = peers[(message.stage + 1) % len(peers)]
         text += f" (next is {registry.name_of(peer)})"

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from molink.facts.layer_range import format_ranges
 from molink.facts.model import LayerRange, ModelFacts
 from molink.swarm.artifacts.replication import to_ranges
 from molink.swarm.controller.registry import Registry
@@ -82,11 +83,6 @@ def describe_missing(facts: ModelFacts, layers: Collection[LayerRange]) -> str:
         f"layers {format_ranges(layers)}. Start a PC that has them, or load {facts.name} again "
         "with `molink run`"
     )
-
-
-def format_ranges(layers: Collection[LayerRange]) -> str:
-    """Format as ``2:4, 7:8``."""
-    return ", ".join(f"{first}:{last}" for first, last in layers)
 
 
 def _find_partial(report: PeerReport, facts: ModelFacts) -> PartialModel | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
+from molink.facts.layer_range import format_layers, stage_number
 from molink.swarm.controller import instructions
 from molink.swarm.controller.context import ControllerContext
 from molink.swarm.controller.events import (
@@ -241,8 +242,8 @@ class Reconciler:
             if formation.state == "loading":
                 formation.loaded[message.stage] = message
                 self._signal_progress(now)
-                epoch = epoch_text(message.epoch)
-                self._log_transition(now, f"stage {message.stage} of epoch {epoch} has loaded")
+                stage, epoch = stage_number(message.stage), epoch_text(message.epoch)
+                self._log_transition(now, f"stage {stage} of epoch {epoch} has loaded")
         elif formation.state != "loading":
             formation.ready.add(message.stage)
 
@@ -450,8 +451,7 @@ class Reconciler:
             replica=self.replica,
         )
         layout = ", ".join(
-            f"{self.registry.name_of(stage.peer)} {stage.layers[0]}:{stage.layers[1]}"
-            for stage in stages
+            f"{self.registry.name_of(stage.peer)} {format_layers(stage.layers)}" for stage in stages
         )
         self._log_transition(now, f"epoch {epoch_text(record.epoch)}: {layout}")
         self.phase_times.record_phase("decided", now)

@@ -75,7 +75,7 @@ class InvitationRecord:
         return self.max_uses - len(self.used_by)
 
 
-#: A peer that a model is bound to, and its stage there: ``auto`` or ``A:B``.
+#: A peer that a model is bound to, and its stage there: ``auto`` or ``A-B``.
 Pin = tuple[str, str]
 
 

@@ -22,7 +22,7 @@ from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES, NarrowDType
 from molink.facts.footprint import MIN_TOKENS, Footprint, StageSetup
-from molink.facts.layer_range import parse_layers
+from molink.facts.layer_range import format_layers, parse_layers
 from molink.facts.memory_plan import explain_refusal, format_size, smaller_modes, usable_bytes
 from molink.facts.model import LayerRange, ModelFacts, Objective, Quantize
 from molink.facts.ring_times import HANDLING_S, TOKEN_BYTES
@@ -64,7 +64,7 @@ _STREAMS: dict[Objective, int] = {"latency": 4, "throughput": 64}
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A peer that could take a stage. ``stage`` is ``auto``, ``none`` or ``A:B``.
+    """A peer that could take a stage. ``stage`` is ``auto``, ``none`` or ``A-B``.
 
     ``memory`` in bytes, ``read_rate`` in bytes/s (0 = not measured). With dtype ``auto``, a CPU
     without ``bf16`` takes four bytes per weight, except for those that stay ``narrow``; one with
@@ -206,7 +206,7 @@ def row_bytes(facts: ModelFacts, dtype: str) -> int:
 
 
 def explain_misfit(stage: str, facts: ModelFacts) -> str:
-    """Why the model lacks the layers that a peer names (``A:B``); empty if it has them."""
+    """Why the model lacks the layers that a peer names (``A-B``); empty if it has them."""
     layers = parse_layers(stage)
     if layers is None or 0 <= layers[0] < layers[1] <= facts.layers:
         return ""
@@ -345,7 +345,7 @@ class _Placer:
     def place_named(self, layers: LayerRange, candidate: Candidate) -> PlacedStage:
         """The stage of a peer that names its layers."""
         first, last = layers
-        named = f"{candidate.name} (--stage {first}:{last})"
+        named = f"{candidate.name} (--stage {candidate.stage})"
         opens, closes = first == 0, last == self.facts.layers
         host = self.build_host(candidate)
         if last - first > host.max_layers(opens=opens, closes=closes):
@@ -367,12 +367,12 @@ class _Placer:
         for (first, last), candidate in self.named_stages:
             if first < at:
                 raise _NoPlacementError(
-                    f"the layers of {before} and of {candidate.name} (--stage {first}:{last}) "
+                    f"the layers of {before} and of {candidate.name} (--stage {candidate.stage}) "
                     "overlap; change one of them or use auto"
                 )
             if first > at:
                 gaps.append(Gap(at, first, at == 0, closes=False))
-            at, before = last, f"{candidate.name} (--stage {first}:{last})"
+            at, before = last, f"{candidate.name} (--stage {candidate.stage})"
         if at < layers:
             gaps.append(Gap(at, layers, at == 0, closes=True))
         return gaps
@@ -381,7 +381,7 @@ class _Placer:
         """Split the gaps over as many auto peers as possible; see :func:`split_gaps` for
         seconds."""
         if len(self.auto_hosts) < len(gaps):
-            missing = ", ".join(f"{gap.first}:{gap.last}" for gap in gaps)
+            missing = ", ".join(format_layers((gap.first, gap.last)) for gap in gaps)
             raise _NoPlacementError(
                 f"no PC holds layers {missing}: {len(self.auto_hosts)} PCs with --stage auto are "
                 f"connected, {len(gaps)} needed"

@@ -68,7 +68,7 @@ MAX_PINS = 64
 class ServingOptions(Message, frozen=True, kw_only=True):
     """How to serve a model.
 
-    ``pins`` are PCs by id or name, each with its stage: ``auto`` or ``A:B``.
+    ``pins`` are PCs by id or name, each with its stage: ``auto`` or ``A-B``.
     """
 
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1

@@ -93,7 +93,7 @@ class PeerReport(Message, frozen=True, kw_only=True, tag="peer-report"):
     control_port: Port
     api_address: Text
     daemon_pid: Index
-    #: ``auto``, ``none`` or ``A:B`` (half-open layer range).
+    #: ``auto``, ``none`` or ``A-B`` (layers, from 1).
     stage: Text
     device: Device
     #: Models of which this peer has all files.

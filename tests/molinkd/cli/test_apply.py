@@ -16,11 +16,11 @@ pcs = ["attic", "den"]
 [[models]]
 model = "owner/two"
 [models.layers]
-den = "0:2"
-loft = "2:4"
+den = "1-2"
+loft = "3-4"
 [[models]]
 model = "three"
-layers = { cellar = "0:9" }
+layers = { cellar = "1-9" }
 """
 
 

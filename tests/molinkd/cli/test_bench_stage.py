@@ -31,7 +31,7 @@ def measure(folder: Path, *more: str) -> int:
 def measured(folder: Path) -> str:
     """The output for two layers, measured once."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert measure(folder, "--layers", "1:3", "--dtype", "f32", "--json") == 0
+        assert measure(folder, "--layers", "2-3", "--dtype", "f32", "--json") == 0
     return out.getvalue()
 
 
@@ -61,15 +61,15 @@ def test_the_table(
     assert measure(folder) == 0
     assert orders[0].layers == (0, 3)
     out = capsys.readouterr().out
-    for text in ("tiny, layers 1:3", "T_d", "T_p", "tokens/s", "GB/s measured", "FLOP/s measured"):
+    for text in ("tiny, layers 2-3", "T_d", "T_p", "tokens/s", "GB/s measured", "FLOP/s measured"):
         assert text in out
 
 
 @pytest.mark.parametrize(
     ("more", "code", "text"),
     [
-        (("--layers", "2"), 2, "--layers must be A:B, such as 0:12, not '2'"),
-        (("--layers", "0:9"), 2, "has layers 0:3"),
+        (("--layers", "0:2"), 2, "--layers must be A-B, such as 1-12, not '0:2'"),
+        (("--layers", "1-9"), 2, "has layers 1-3; 1-9 is out of range"),
         (("--device", "cuda:99"), 2, "torch finds no such GPU"),
         (("--device", "tpu"), 2, "--device must be auto, cpu or cuda:N, not 'tpu'"),
         (("--model", "no-such-model"), 5, "no model 'no-such-model'"),

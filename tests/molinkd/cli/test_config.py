@@ -78,7 +78,7 @@ def test_unset(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
         ({"threads": -1}, [], "threads"),
         ({"old_one": "x"}, [], "old_one"),
         ({"device": "gpu"}, [], "device"),
-        ({"stage": "0:4"}, ["--device", "cuda:0,cuda:1"], "stage"),
+        ({"stage": "1-4"}, ["--device", "cuda:0,cuda:1"], "stage"),
     ],
 )
 def test_an_invalid_saved_value_can_be_unset(

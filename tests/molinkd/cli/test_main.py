@@ -102,7 +102,7 @@ def test_a_public_endpoint_without_a_key_is_rejected_first(
         (["join", ""], 2, "token is empty"),
         (["join", "[::1]:0"], 2, "0 is not a valid port"),
         (["join", "molink-AAAA"], 3, "not a valid join token"),
-        (["up", "--stage", "4:2"], 2, "stage"),
+        (["up", "--stage", "0:4"], 2, "A-B, such as 1-12, not '0:4'"),
         (["up", "--memory", "much"], 2, "size"),
         (["up", "--memory", "12"], 2, "memory: 12 bytes? Write 12GiB"),
         (["up", "--memory", "150%"], 2, "the command line: memory: a share of memory is above 0%"),
@@ -457,11 +457,11 @@ def test_the_demo_says_whose_endpoint_is_ready(capsys: pytest.CaptureFixture[str
     from molinkd.peer.launch import ModelReadinessChangedEvent, StageStatusChangedEvent
 
     console = DemoConsole()
-    console.show_event(1, StageStatusChangedEvent(text="stage 0 (layers 0:3) ready"))
+    console.show_event(1, StageStatusChangedEvent(text="stage 1 (layers 1-3) ready"))
     console.show_event(1, ModelReadinessChangedEvent(model="m", ready=True))
     assert capsys.readouterr().err.splitlines() == [
-        "peer 1: stage 0 (layers 0:3) ready",
-        "peer 1: endpoint ready, stage 0 (layers 0:3) ready",
+        "peer 1: stage 1 (layers 1-3) ready",
+        "peer 1: endpoint ready, stage 1 (layers 1-3) ready",
     ]
 
 

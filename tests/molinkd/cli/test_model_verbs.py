@@ -107,7 +107,7 @@ def test_progress_is_shown_and_errors_have_their_codes(
     for layers in ("3:1", "x"):
         assert run(["pull", REPOSITORY, "--layers", layers]) == 2
     err = capsys.readouterr().err
-    for text in ("no model 'owner/none'", "is gated", "can't reach", "--layers must be A:B"):
+    for text in ("no model 'owner/none'", "is gated", "can't reach", "--layers must be A-B"):
         assert text in err
     assert f"Fetching {REPOSITORY} from the hub: " in err
 

@@ -115,7 +115,7 @@ def test_table_and_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "107.6 ms" in out
     root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
     texts = {"".join(each.itertext()) for each in root.iter() if each.tag.endswith("text")}
-    assert {"stage 0", "link 0", "stage 2", "link 2", "fifo", "0.00 s", "30.00 s"} <= texts
+    assert {"stage 1", "link 1", "stage 3", "link 3", "fifo", "0.00 s", "30.00 s"} <= texts
     assert sum(each.tag.endswith("rect") for each in root.iter()) > 20
 
 

@@ -57,7 +57,7 @@ def test_status_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     show(STATE, demo=True)
     out = capsys.readouterr().out
     # Names of peers are text, not markup.
-    for text in ("home (demo)", "[red]pc[/red]", "stage 0 loading", "0:4", "why not", "epoch 3"):
+    for text in ("home (demo)", "[red]pc[/red]", "stage 1 loading", "1-4", "why not", "epoch 3"):
         assert text in out
 
 
@@ -134,8 +134,8 @@ def test_loading_progress(
     workers = [{"layers": [0, 4], "state": "loading", "loading": loading}]
     show({**STATE, "peers": [{**STATE["peers"][0], "name": "pc", "workers": workers}]})
     out = capsys.readouterr().out
-    assert "pc loads layers 0:4: 2000 of 4000 MB, 500.0 MB/s, 4 s left\n" in out
-    assert "stage 0 loading 50 %" in out
+    assert "pc loads layers 1-4: 2000 of 4000 MB, 500.0 MB/s, 4 s left\n" in out
+    assert "stage 1 loading 50 %" in out
 
 
 def test_differing_versions_are_shown(
@@ -193,8 +193,8 @@ def test_roles_fit_80_columns(
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0] == "Swarm den (home), model qwen3-8b: ready"
     assert "peer address role layers weights+KV/all tokens/s" in lines
-    assert "alice 192.168.178.23 stage 0, leads 0:8 3.0+1.0/12.0 GB 21.4" in lines
-    assert "bob stage 1 fetching 25 % 8:16 3.0+1.0/12.0 GB 21.4" in lines
+    assert "alice 192.168.178.23 stage 1, leads 1-8 3.0+1.0/12.0 GB 21.4" in lines
+    assert "bob stage 2 fetching 25 % 9-16 3.0+1.0/12.0 GB 21.4" in lines
     assert "KV cache: 45.0 MB of 3.0 GB used" in lines
     assert any(line.startswith("laptop endpoint only none") for line in lines)
     assert any(line.startswith("attic offline none") for line in lines)

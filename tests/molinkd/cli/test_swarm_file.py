@@ -19,13 +19,13 @@ quantize = "int8"
 
 [[models]]
 model = "tiny"
-layers = { first = "0:2", attic = "2:6" }
+layers = { first = "1-2", attic = "3-6" }
 
 [[models]]
 model = "molink-demo"
 pcs = ["den", "loft"]
 [models.layers]
-den = "0:2"
+den = "1-2"
 """
 
 
@@ -43,9 +43,9 @@ def test_all_fields_of_a_file(tmp_path: Path) -> None:
     assert (hub.source, hub.replicas, hub.min_stages) == ("Qwen/Qwen3-0.6B", 2, 2)
     assert (hub.objective, hub.quantize, hub.dtype) == ("throughput", "int8", "auto")
     assert folder.source == str((tmp_path / "tiny").resolve())
-    assert folder.pins == (("first", "0:2"), ("attic", "2:6"))
+    assert folder.pins == (("first", "1-2"), ("attic", "3-6"))
     assert demo.source == "molink-demo"
-    assert demo.pins == (("den", "0:2"), ("loft", "auto"))
+    assert demo.pins == (("den", "1-2"), ("loft", "auto"))
     assert [served_name(one.model) for one in found.models] == ["Qwen3-0.6B", "tiny", "molink-demo"]
     assert [lines.find_line(index) for index in range(3)] == [3, 10, 14]
     assert served_name("/some/where/tiny/") == "tiny"
@@ -72,10 +72,10 @@ M = '[[models]]\nmodel = "a"\n'
         (M + "\n\n" + M, 6, "duplicate model a"),
         (M + '[[models]]\nmodel = "b/a"', 4, "duplicate model a"),
         (M + 'pcs = ["x", "x"]', 3, "a PC is pinned twice"),
-        (M + 'replicas = 2\nlayers = { x = "0:2" }', 4, "layers can't be assigned with 2 replicas"),
-        (M + 'layers = { x = "2" }', 3, "layers of x must be A:B with A < B, not 2"),
-        (M + '[models.layers]\nx = "2:2"', 3, "layers of x must be A:B with A < B, not 2:2"),
-        (M + 'pcs = ["y"]\nlayers = { x = "0:2" }', 4, "x has layers but is not in pcs"),
+        (M + 'replicas = 2\nlayers = { x = "1-2" }', 4, "layers can't be assigned with 2 replicas"),
+        (M + 'layers = { x = "0-2" }', 3, "layers of x must be A-B, such as 1-12, not 0-2"),
+        (M + '[models.layers]\nx = "2:2"', 3, "layers of x must be A-B, such as 1-12, not 2:2"),
+        (M + 'pcs = ["y"]\nlayers = { x = "1-2" }', 4, "x has layers but is not in pcs"),
         (M + "replicas = 5\n" + M.replace("a", "b") + "replicas = 4", 6, "9 pipelines"),
     ],
 )

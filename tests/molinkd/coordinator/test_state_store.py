@@ -105,7 +105,7 @@ OTHER = msgspec.structs.replace(FACTS, name="other")
 def test_models_and_pipelines_are_stored(state: StateStore, tmp_path: Path) -> None:
     models = (
         DesiredModel(FACTS, A, replicas=2, applied=True),
-        DesiredModel(OTHER, B, pins=((B, "0:6"),), applied=True),
+        DesiredModel(OTHER, B, pins=((B, "1-6"),), applied=True),
     )
     stopped = (replace(models[0], stopped=True), models[1])
     state.save_models(models)

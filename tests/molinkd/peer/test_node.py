@@ -255,13 +255,13 @@ async def test_revoking_leaves_time_for_the_reply(scene: Scene, net: Net) -> Non
 
 
 async def test_notices_of_the_coordinator_are_reported(scene: Scene, net: Net) -> None:
-    for text in ("--stage 6:99 is odd", ""):
+    for text in ("--stage 7-99 is odd", ""):
         scene.coordinator.send(scene.identity, Notice(text=text))
     scene.members.revoke(scene.founder, scene.me)
     scene.claim_revoked(msgpack.encode(scene.members.log.entries))
     await net.until(lambda: scene.shut_out == 1)
     told = [event.text for event in scene.events if isinstance(event, ProblemReportedEvent)]
-    assert told == ["--stage 6:99 is odd"]
+    assert told == ["--stage 7-99 is odd"]
 
 
 def proof_of(members: LogBuilder) -> bytes:

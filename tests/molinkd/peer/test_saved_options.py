@@ -41,7 +41,7 @@ def test_a_broken_file_is_named(text: str, tmp_path: Path) -> None:
 def test_precedence(tmp_path: Path) -> None:
     home = Home(tmp_path).create_folders()
     home.config.write_text(
-        'name = "file"\nstage = "0:1"\npipeline_wait_timeout = 5', encoding="utf-8"
+        'name = "file"\nstage = "1"\npipeline_wait_timeout = 5', encoding="utf-8"
     )
     remembered = {"name": "last", "stage": "none", "threads": 3}
     environment = {**os.environ, "MOLINK_STAGE": "auto"}

@@ -75,7 +75,7 @@ def test_text_is_converted() -> None:
         ({"dtype": "f64"}, "dtype"),
         ({"device": "tpu"}, "`device` is auto, cpu, cuda:N or several .*, not 'tpu'"),
         ({"device": "auto,cpu"}, "`device` is auto, cpu, cuda:N or several"),
-        ({"device": "cuda:0,cuda:1", "stage": "0:4"}, "for a PC with one `device`"),
+        ({"device": "cuda:0,cuda:1", "stage": "1-4"}, "for a PC with one `device`"),
         ({"worker_ports": "5"}, "worker_ports"),
         ({"memory": "lots"}, "the command line: memory: not a size: 'lots'"),
         ({"memory": "12XB"}, "not a size: '12XB'. Write for example 8GB"),
@@ -253,7 +253,7 @@ def test_pipeline_settings_are_given_by_name() -> None:
 
 
 def test_stage_ranges() -> None:
-    assert Settings(stage="0:12").stage == "0:12"
+    assert Settings(stage="1-12").stage == "1-12"
     assert Settings(stage="none").stage == "none"
 
 

@@ -170,7 +170,7 @@ async def test_running_out_of_memory_while_loading_is_reported(
             await task
     (failed,) = pipe.heard
     assert failed.kind == "WorkerError"
-    assert failed.message.startswith("layers 2:4 can't run on cpu: OutOfMemoryError: CUDA out of")
+    assert failed.message.startswith("layers 3-4 can't run on cpu: OutOfMemoryError: CUDA out of")
 
 
 def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_it_prints_one_object(folder: Path, capsys: Any, first: int, last: int, 
 
 def test_errors_have_their_own_exit_codes(folder: Path, capsys: Any) -> None:
     assert run(folder, "--first", "0", "--last", "9") == 2
-    assert "has layers 0:3" in capsys.readouterr().err
+    assert "has layers 1-3" in capsys.readouterr().err
     assert run(folder / "nowhere", "--first", "0", "--last", "1") == 5
 
 

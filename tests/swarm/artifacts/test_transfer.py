@@ -44,7 +44,7 @@ def test_deadline_is_bounded_by_the_maximum_bytes(facts: ModelFacts, has_progres
 
 def test_missing_layers_come_with_a_remedy() -> None:
     assert "Start a PC that has them" in describe_missing(FACTS, [(2, 4)])
-    assert describe_missing(SHARDED, [(2, 4)]) == "layers 2:4 yet: the hub has them (owner/m)"
+    assert describe_missing(SHARDED, [(2, 4)]) == "layers 3-4 yet: the hub has them (owner/m)"
 
 
 def test_rate_covers_the_window() -> None:

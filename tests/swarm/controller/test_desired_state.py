@@ -28,7 +28,7 @@ def wish(name: str, layers: int = 6, **changed: Any) -> ModelSpec:
 def registry(kit: Kit) -> Registry:
     """Four PCs; ``c`` names its layers, ``d`` holds none."""
     found = Registry("s1", [kit.member(name) for name in "abcd"])
-    stages = {"a": "auto", "b": "auto", "c": "0:2", "d": "none"}
+    stages = {"a": "auto", "b": "auto", "c": "1-2", "d": "none"}
     for name, stage in stages.items():
         found.record_report(name, kit.report(name, stage=stage, memory=10 * GB), True, 1.0)
     return found
@@ -62,8 +62,8 @@ def test_pinning_a_pc_pins_its_other_devices(registry: Registry, kit: Kit) -> No
     assert x.pins == (("b", "auto"), ("e", "auto"))
     (x,) = served(registry, wish("x", pins=(("E", "auto"),)))
     assert x.pins == (("e", "auto"),)
-    (x,) = served(registry, wish("x", pins=(("B", "0:3"), ("E", "3:6"))))
-    assert x.pins == (("b", "0:3"), ("e", "3:6"))
+    (x,) = served(registry, wish("x", pins=(("B", "1-3"), ("E", "4-6"))))
+    assert x.pins == (("b", "1-3"), ("e", "4-6"))
 
 
 @pytest.mark.parametrize(
@@ -82,20 +82,20 @@ def test_pinning_a_pc_pins_its_other_devices(registry: Registry, kit: Kit) -> No
             "models[0].pins[0]",
         ),
         ([wish("x", pins=(("a", "auto"), ("A", "auto")))], "^x: a PC is pinned twice", "models[0]"),
-        ([wish("x", pins=(("a", "4"),))], "^x: layers of a must be A:B", "models[0].pins[0]"),
+        ([wish("x", pins=(("a", "4-"),))], "^x: layers of a must be A-B", "models[0].pins[0]"),
         (
-            [wish("x", pins=(("a", "4:9"),))],
-            "^x: a with layers 4:9 names layers",
+            [wish("x", pins=(("a", "5-9"),))],
+            "^x: a with layers 5-9 names layers",
             "models[0].pins[0]",
         ),
         (
-            [wish("x", pins=(("c", "2:4"),))],
-            "^x: c was started with `--stage 0:2`",
+            [wish("x", pins=(("c", "3-4"),))],
+            "^x: c was started with `--stage 1-2`",
             "models[0].pins[0]",
         ),
         ([wish("x", pins=(("d", "auto"),))], "^x: d holds no layers now", "models[0].pins[0]"),
         (
-            [wish("x", replicas=2, pins=(("a", "0:6"),))],
+            [wish("x", replicas=2, pins=(("a", "1-6"),))],
             "^x: pinned layers need one replica, not 2",
             "models[0]",
         ),
@@ -104,9 +104,9 @@ def test_pinning_a_pc_pins_its_other_devices(registry: Registry, kit: Kit) -> No
             "^y: A is pinned to x too",
             "models[1].pins[0]",
         ),
-        ([wish("x", pins=(("a", "0:2"), ("b", "4:6")))], "^x: no PC holds layers 2:4", "models[0]"),
+        ([wish("x", pins=(("a", "1-2"), ("b", "5-6")))], "^x: no PC holds layers 3-4", "models[0]"),
         (
-            [wish("x", pins=(("a", "0:4"), ("b", "2:6")))],
+            [wish("x", pins=(("a", "1-4"), ("b", "3-6")))],
             "^x: the layers of A .* overlap",
             "models[0]",
         ),

@@ -66,7 +66,7 @@ def test_extra_pc_helps_many_streams(kit: Kit) -> None:
 def test_no_estimate_without_a_placed_ring(kit: Kit) -> None:
     fake = kit.FakeFleet("a", "b")
     fake.serve()
-    for name, stage in (("a", "0:3"), ("b", "3:6")):
+    for name, stage in (("a", "1-3"), ("b", "4-6")):
         fake.report(name, stage=stage)
     fake.wait(1.25, *"ab")
     assert estimate_scale_out(fake.reconciler, fake.now) == ScaleOutStatus(), "not ready"

@@ -342,11 +342,11 @@ def test_failing_rollout_breaks_only_one_replica(kit: Kit) -> None:
 
 
 def test_pinned_layers_are_placed_as_named(kit: Kit) -> None:
-    fake = start(kit, "abc", wish("x", pins=(("b", "4:6"), ("c", "0:4"))), wish("y"))
+    fake = start(kit, "abc", wish("x", pins=(("b", "5-6"), ("c", "1-4"))), wish("y"))
     record = fake.deployment("x").formation.record
     assert [(stage.peer, stage.layers) for stage in record.stages] == [("c", (0, 4)), ("b", (4, 6))]
     assert peers_of(fake, "y") == "a"
-    fake.serve_all(wish("x", pins=(("b", "2:6"), ("c", "0:2"))), wish("y"))
+    fake.serve_all(wish("x", pins=(("b", "3-6"), ("c", "1-2"))), wish("y"))
     settle(fake, "abc")
     record = fake.deployment("x").formation.record
     assert [(stage.peer, stage.layers) for stage in record.stages] == [("c", (0, 2)), ("b", (2, 6))]

@@ -94,9 +94,9 @@ def test_missing_files_are_reported_and_not_retried(fake: FakeFleet) -> None:
     have(fake, "b", (0, 3))
     fake.wait(10, "b")
     assert assigned(fake) == []
-    assert reason(fake) == "stage 0 on B: oops"
+    assert reason(fake) == "stage 1 on B: oops"
     status = build_status(fake.fleet, "s1", [], 1)
-    assert status.pipelines[0].reason == "stage 0 on B: oops"
+    assert status.pipelines[0].reason == "stage 1 on B: oops"
     assert status.peers[0].reason == ""
     # A peer with more files joins.
     fake.report("c")

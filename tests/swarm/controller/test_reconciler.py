@@ -200,15 +200,15 @@ def test_route_carries_the_reason_for_waiting(kit: Kit) -> None:
         "",
         "waiting for peers: 1 of 2 with a stage are connected",
     )
-    fake.report("b", stage="0:4")
-    fake.report("a", stage="3:6")
+    fake.report("b", stage="1-4")
+    fake.report("a", stage="4-6")
     fake.wait(2, *"ab")
     told = {p: m for p, m in fake.pop_messages(with_reasons=True) if isinstance(m, Route)}
     assert "overlap" in told["a"].reason
     assert told["a"] == told["b"]
     fake.wait(5, *"ab")
     assert fake.pop_messages(with_reasons=True) == []
-    fake.report("b", stage="0:3")
+    fake.report("b", stage="1-3")
     fake.wait(2, *"ab")
     routes = [
         m for p, m in fake.pop_messages(with_reasons=True) if isinstance(m, Route) and p == "a"
@@ -861,7 +861,7 @@ def test_debounce_is_bounded(kit: Kit) -> None:
 def test_failed_worker_restarts_the_pipeline(running: FakeFleet) -> None:
     running.failed("b", 1, epoch=1)
     assert by_peer(running.pop_messages()) == by_peer([(p, route(1)) for p in "abc"])
-    assert running.reconciler.reason == "stage 1 on B: oops"
+    assert running.reconciler.reason == "stage 2 on B: oops"
     running.wait(0.5, *"abc")
     sent = running.pop_messages()
     # The first failure is free: same stages, and running ones only change epoch.
@@ -968,7 +968,7 @@ def test_reason_names_excluded_peers(running: FakeFleet) -> None:
     assert running.reconciler.reason.startswith(
         "toy needs 6.0 GB, the swarm offers 3.8 GB on 1 peer: room for 3 of 6 layers; add a peer, "
         "allow more memory or serve a smaller model; B is excluded for 4 s more after 4 failures, "
-        "the last: stage 1 on B: oops"
+        "the last: stage 2 on B: oops"
     )
 
 
@@ -1160,12 +1160,12 @@ def test_lack_of_memory_is_explained(kit: Kit) -> None:
 
 
 def test_notice_for_nonexistent_layers(running: FakeFleet) -> None:
-    running.join("d", stage="0:99")
+    running.join("d", stage="1-99")
     running.wait(2, *"abcd")
     why = "names layers that toy doesn't have: it has 6"
     notices = [told for told in running.pop_messages() if isinstance(told[1], Notice)]
-    assert notices == [("d", Notice(text=f"--stage 0:99 {why}"))]
-    assert running.reconciler.explain_exclusion("d") == f"excluded: --stage 0:99 {why}"
+    assert notices == [("d", Notice(text=f"--stage 1-99 {why}"))]
+    assert running.reconciler.explain_exclusion("d") == f"excluded: --stage 1-99 {why}"
     running.handle_event(MemberRemovedEvent("c", "left"))
     running.wait(2, *"abd")
     running.obey()
@@ -1177,14 +1177,14 @@ def test_notice_for_nonexistent_layers(running: FakeFleet) -> None:
 def test_nonexistent_layers_are_the_reason(kit: Kit) -> None:
     fake = kit.FakeFleet("d")
     fake.serve()
-    fake.report("d", stage="0:99")
+    fake.report("d", stage="1-99")
     fake.wait(2, "d")
-    assert "D (--stage 0:99) names layers that toy doesn't have" in fake.reconciler.reason
+    assert "D (--stage 1-99) names layers that toy doesn't have" in fake.reconciler.reason
 
 
 def test_impossible_placement_keeps_serving(running: FakeFleet) -> None:
-    running.join("d", stage="0:2")
-    running.join("e", stage="1:3")
+    running.join("d", stage="1-2")
+    running.join("e", stage="2-3")
     running.wait(2, *"abcde")
     assert running.reconciler.is_ready
     assert "overlap" in running.reconciler.reason

@@ -116,7 +116,7 @@ def test_sole_holder_of_files_is_named(running: FakeFleet) -> None:
         session = running.fleet.registry.sessions[peer]
         parts = (PartialModel(root=running.fleet.models[0].facts.root, layers=held),)
         session.report = structs.replace(session.report, partial_models=parts, workers=())
-    assert "and none has those of layers 2:4, 5:6. Start a PC that has them" in files()
+    assert "and none has those of layers 3-4, 6. Start a PC that has them" in files()
     for peer in "bc":
         running.fleet.registry.drop_session(peer)
     assert files("a") == "", "a single PC needs no warning"

@@ -101,7 +101,7 @@ def test_target_stages_get_peers() -> None:
 
 
 def test_pinned_peers_serve_only_their_model() -> None:
-    x = model("x", 6, pins=(("b", "0:4"), ("c", "4:6")))
+    x = model("x", 6, pins=(("b", "1-4"), ("c", "5-6")))
     y = model("y", 2)
     offers = [offer(name) for name in "abcd"]
     assert shares(allocate_peers([need(x), need(y)], offers, {})) == {"x": "bc", "y": "ad"}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.facts.footprint import Footprint, StageSetup
-from molink.facts.layer_range import parse_layers
+from molink.facts.layer_range import format_layers
 from molink.facts.memory_plan import MARGIN_DIVISOR, plan_memory
 from molink.facts.model import ModelFacts
 from molink.swarm.placement.links import Links
@@ -144,7 +144,7 @@ def test_draft_model_needs_room_on_the_first_stage() -> None:
     tight = [replace(one, draft_bytes=3 * GB) for one in (*peers, peer("c", memory))]
     assert len(layers_of(place_model(model, tight))) == 3
     # With named layers too.
-    named = [replace(peer("a", memory, stage="0:4"), draft_bytes=GB), peer("b", memory)]
+    named = [replace(peer("a", memory, stage="1-4"), draft_bytes=GB), peer("b", memory)]
     assert layers_of(place(model, named)) == {"a": (0, 4), "b": (4, 8)}
 
 
@@ -152,7 +152,7 @@ def test_draft_model_without_room_is_dropped() -> None:
     model, memory = facts(layers=8, first=0, last=0), memory_for(5 * GB)
     peers = [replace(peer(name, memory), draft_bytes=3 * GB) for name in "ab"]
     assert layers_of(place(model, peers)) == {"a": (0, 4), "b": (4, 8)}
-    named = [replace(peer("a", memory, stage="0:5"), draft_bytes=GB), peer("b", memory)]
+    named = [replace(peer("a", memory, stage="1-5"), draft_bytes=GB), peer("b", memory)]
     assert layers_of(place(model, named)) == {"a": (0, 5), "b": (5, 8)}
     found = place(facts(layers=20), peers)
     assert isinstance(found, Unplaceable)
@@ -162,7 +162,7 @@ def test_draft_model_without_room_is_dropped() -> None:
 def test_explicit_ranges_are_respected_and_gaps_filled() -> None:
     placed = place(
         facts(layers=8, last=0),
-        [peer("a"), peer("b", stage="2:5"), peer("c"), peer("watcher", stage="none")],
+        [peer("a"), peer("b", stage="3-5"), peer("c"), peer("watcher", stage="none")],
     )
     assert layers_of(placed) == {"a": (0, 2), "b": (2, 5), "c": (5, 8)}
 
@@ -206,18 +206,18 @@ def test_peers_that_fit_nowhere_are_spares() -> None:
             "m needs 9.0 GB, the swarm offers 4.8 GB on 1 peer: room for 4 of 8 layers; add a peer",
         ),
         (
-            [peer("a", stage="0:5"), peer("b", stage="4:8")],
-            r"the layers of a \(--stage 0:5\) and of b \(--stage 4:8\) overlap",
+            [peer("a", stage="1-5"), peer("b", stage="5-8")],
+            r"the layers of a \(--stage 1-5\) and of b \(--stage 5-8\) overlap",
         ),
-        ([peer("a", stage="0:5")], "no PC holds layers 5:8: 0 PCs with --stage auto"),
-        ([peer("a", stage="2:9")], "names layers that m doesn't have: it has 8"),
+        ([peer("a", stage="1-5")], "no PC holds layers 6-8: 0 PCs with --stage auto"),
+        ([peer("a", stage="3-9")], "names layers that m doesn't have: it has 8"),
         (
-            [peer("a", stage="0:8", memory=2 * GB)],
-            r"a \(--stage 0:8\): layers 0:8 of m need at least 9.1 GB \(9.0 GB weights .* budget "
+            [peer("a", stage="1-8", memory=2 * GB)],
+            r"a \(--stage 1-8\): layers 1-8 of m need at least 9.1 GB \(9.0 GB weights .* budget "
             "is 2.0 GB: 1 layer would fit",
         ),
         (
-            [peer("a", stage="0:4"), peer("b", memory=2 * GB)],
+            [peer("a", stage="1-4"), peer("b", memory=2 * GB)],
             "the rest of m needs 4.5 GB, the swarm offers 1.9 GB on 1 peer",
         ),
     ],
@@ -267,9 +267,9 @@ def test_reason_suggests_the_mildest_quantization() -> None:
         (6 * GB, "auto", r"serve it with --quantize int8$"),
         (4 * GB, "auto", r"serve it with --quantize nf4$"),
         (GB, "auto", r"serve a smaller model$"),
-        (6 * GB, "0:8", r"5 layers would fit, or --quantize int8$"),
-        (4 * GB, "0:8", r"3 layers would fit, or --quantize nf4$"),
-        (GB // 4, "0:8", r"no layer would fit$"),
+        (6 * GB, "1-8", r"5 layers would fit, or --quantize int8$"),
+        (4 * GB, "1-8", r"3 layers would fit, or --quantize nf4$"),
+        (GB // 4, "1-8", r"no layer would fit$"),
     ]:
         found = place(model, [peer("a", memory=memory_for(memory), stage=stage)])
         assert isinstance(found, Unplaceable)
@@ -281,17 +281,9 @@ def test_reason_suggests_the_mildest_quantization() -> None:
 def test_gpu_reserves_room_for_graphs() -> None:
     memory = memory_for(9 * GB)
     assert isinstance(place(facts(), [peer("a", memory=memory)]), Placement)
-    gpu = place(facts(), [peer("a", memory=memory, cuda=True, stage="0:8")])
+    gpu = place(facts(), [peer("a", memory=memory, cuda=True, stage="1-8")])
     assert isinstance(gpu, Unplaceable)
     assert "41.9 MB CUDA graphs" in gpu.reason
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("0:4", (0, 4)), ("auto", None), ("none", None), ("4", None), ("-1:4", None), ("a:b", None)],
-)
-def test_parse_range(text: str, expected: tuple[int, int] | None) -> None:
-    assert parse_layers(text) == expected
 
 
 def brute_force(gap: Gap, runners: list[StageHost]) -> tuple[float, float] | None:
@@ -345,7 +337,9 @@ def test_split_is_optimal(runners: list[StageHost], layers: int, opens: bool, cl
 stages = st.one_of(
     st.just("auto"),
     st.just("none"),
-    st.tuples(st.integers(0, 6), st.integers(1, 4)).map(lambda t: f"{t[0]}:{t[0] + t[1]}"),
+    st.tuples(st.integers(0, 6), st.integers(1, 4)).map(
+        lambda t: format_layers((t[0], t[0] + t[1]))
+    ),
 )
 swarms = st.lists(
     st.tuples(
@@ -389,7 +383,7 @@ def test_a_placement_covers_the_model_within_memory(
         assert first == at < last
         at = last
         candidate = by_name.pop(stage.peer)
-        assert candidate.stage in ("auto", f"{first}:{last}")
+        assert candidate.stage in ("auto", format_layers((first, last)))
         kind = "cuda" if candidate.cuda else "cpu"
         target = StageSetup(kind=kind, bf16=candidate.bf16, dtype=dtype)
         # The stage fits the memory plan of the peer's own daemon.
@@ -485,5 +479,5 @@ def test_closed_ports_are_named_if_memory_suffices() -> None:
 
 
 def test_named_layers_bypass_the_search() -> None:
-    peers = [peer("a", stage="0:2"), peer("b"), peer("c", rate=1e9)]
+    peers = [peer("a", stage="1-2"), peer("b"), peer("c", rate=1e9)]
     assert sorted(ring(place_model(facts(), peers, links=over(5.0, *"abc")))) == ["a", "b", "c"]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from molink.facts.layer_range import format_layers, stage_number
 from molink.plaintext import sanitize_text
 from molink.swarm.controller.status_schema import (
     LinkStatus,
@@ -269,9 +270,9 @@ def _stage_view(
     if load is not None and len(pipeline.stages) > 1:
         link = LinkView(names.get(following.peer, sanitize_text(following.peer)), load.link)
     return StageView(
-        number=number,
+        number=stage_number(number),
         pc=names.get(stage.peer, sanitize_text(stage.peer)),
-        layers=_layers_text(stage.layers),
+        layers=format_layers(stage.layers),
         device=sanitize_text(short_device_name(stage.device)),
         weights=load.weights if load is not None else 0,
         kv=load.kv if load is not None else 0,
@@ -291,13 +292,9 @@ def _find_worker(peer: PeerStatus | None, pipeline: str, number: int) -> WorkerS
     return next(mine, None)
 
 
-def _layers_text(layers: tuple[int, int]) -> str:
-    return f"{layers[0]}:{layers[1]}"
-
-
 def _pc_view(peer: PeerStatus) -> PcView:
     stages = [
-        f"{_layers_text(one.layers)} {sanitize_text(one.activity) or 'ready'}"
+        f"{format_layers(one.layers)} {sanitize_text(one.activity) or 'ready'}"
         for one in peer.workers
     ]
     return PcView(

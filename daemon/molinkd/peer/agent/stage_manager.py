@@ -8,6 +8,7 @@ from functools import partial
 
 from molink.errors import FilesMissing, MolinkError
 from molink.facts.identity import derive_peer_id
+from molink.facts.layer_range import stage_number
 from molink.facts.model import LayerRange
 from molink.swarm.agent.recovery import RecoveryTimer
 from molink.swarm.agent.stage_agent import (
@@ -271,7 +272,7 @@ class StageManager:
             )
             start = await self._preparation.prepare_stage(generation, assign, folder)
         except MolinkError as error:
-            log.warning("stage %d of %s: %s", assign.stage, assign.model, error)
+            log.warning("stage %d of %s: %s", stage_number(assign.stage), assign.model, error)
             failed = partial(
                 self._agent.on_failure,
                 out_of_memory=isinstance(error, NoRoomBesideError),
@@ -279,7 +280,7 @@ class StageManager:
             )
             self._carry_out(failed(generation, str(error)))
         except Exception as error:
-            log.exception("stage %d of %s", assign.stage, assign.model)
+            log.exception("stage %d of %s", stage_number(assign.stage), assign.model)
             self._carry_out(self._agent.on_failure(generation, f"internal error: {error!r}"))
         else:
             self._carry_out(self._agent.on_files_fetched(generation, start))

@@ -11,6 +11,7 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.quantize_check import check_quantize
 from molink.errors import MolinkError, UsageError
 from molink.facts.kernels import FALLBACKS
+from molink.facts.layer_range import format_layers
 from molink.facts.memory_plan import MemoryPlan, plan_memory
 from molink.facts.settings import PipelineSettings
 from molink.swarm.agent.recovery import RecoveryTimer
@@ -84,7 +85,7 @@ class StagePreparation:
         plan = self._plans[generation] = self._plan_beside_others(
             plan, opened, assign, measured, draft_bytes
         )
-        log.info("layers %d:%d of %s: %s", *assign.layers, assign.model, plan)
+        log.info("layers %s of %s: %s", format_layers(assign.layers), assign.model, plan)
         first, last = settings.worker_ports
         return LoadStage(
             pipeline=assign.pipeline,

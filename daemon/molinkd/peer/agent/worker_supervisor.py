@@ -16,6 +16,7 @@ from typing import BinaryIO
 import msgspec
 import psutil
 
+from molink.facts.layer_range import format_layers, stage_number
 from molink.files import make_plain_name
 from molink.swarm.agent.stage_agent import WorkerMessage
 from molink.swarm.artifacts.transfer import TransferRate
@@ -125,7 +126,8 @@ class WorkerSupervisor:
         self.send_to_worker(generation, start)
         self.send_to_worker(generation, peer_keys)
         pid, was = worker.child.pid, " (standby)" if worker.warm_up is not None else ""
-        log.info("worker %d%s: stage %d, layers %d:%d", pid, was, start.stage, *start.layers)
+        number, layers = stage_number(start.stage), format_layers(start.layers)
+        log.info("worker %d%s: stage %d, layers %s", pid, was, number, layers)
         return pid
 
     def _worker_names(self, start: LoadStage) -> tuple[str, Path]:

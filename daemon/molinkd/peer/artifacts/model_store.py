@@ -26,6 +26,7 @@ from molink.checkpoint.manifest import (
     manifest_size,
 )
 from molink.errors import AlteredModel, BrokenModel, FilesMissing, ModelError, Unavailable
+from molink.facts.layer_range import format_layers
 from molink.files import retry_while_busy
 from molink.swarm.artifacts.fetch_plan import GroupPlan, split_part
 from molink.swarm.artifacts.replication import has_disk_room
@@ -419,7 +420,7 @@ class ModelStore:
         here = await asyncio.to_thread(partial_bytes, shards)
         missing = sum(plan.nbytes for plan in wanted) - here
         check_free_space(self._root, missing, model, OTHER_HOME_HINT)
-        log.info("fetching layers %d:%d of %s (%s)", *layers, model, progress)
+        log.info("fetching layers %s of %s (%s)", format_layers(layers), model, progress)
         for plan in wanted:
             if plan.shard is not None:
                 await self._download_shard(request, manifest, folder, plan.shard)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from molink.errors import MolinkError
+from molink.facts.layer_range import format_layers
 from molink.swarm.artifacts.sources import ModelSources
 from molink.swarm.membership.sanitize import MAX_REASON_CHARS
 from molink.wire.messages.instructions import Prefetch
@@ -73,7 +74,7 @@ class Prefetcher:
         """The running prefetch as text; empty if there is none."""
         if self._message is None or self._state is None or self._state.state != "fetching":
             return ""
-        return "fetching layers {}:{} for a future stage".format(*self._message.layers)
+        return f"fetching layers {format_layers(self._message.layers)} for a future stage"
 
     async def _fetch(self, message: Prefetch) -> None:
         reason = ""
@@ -89,10 +90,11 @@ class Prefetcher:
             await self._wait_until_ready()
         except MolinkError as error:
             reason = str(error)
-            log.warning("layers %d:%d of %s: %s", *message.layers, message.model, reason)
+            layers = format_layers(message.layers)
+            log.warning("layers %s of %s: %s", layers, message.model, reason)
         except Exception as error:
             reason = f"internal error: {error!r}"
-            log.exception("layers %d:%d of %s", *message.layers, message.model)
+            log.exception("layers %s of %s", format_layers(message.layers), message.model)
         number = message.number
         if reason:
             self._set_state(

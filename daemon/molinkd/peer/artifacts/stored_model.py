@@ -17,11 +17,11 @@ from molink.checkpoint.config_fields import MAX_JSON_BYTES
 from molink.checkpoint.manifest import HashedEntry, Manifest, ShardEntry, manifest_root
 from molink.checkpoint.model_folder import METADATA_FILES, REQUIRED_FILES
 from molink.errors import AlteredModel, BrokenModel, ModelError, Unavailable
+from molink.facts.layer_range import format_ranges
 from molink.facts.model import LayerRange
 from molink.files import resolve_inside, retry_while_busy
 from molink.swarm.artifacts.fetch_plan import GroupPlan, plan_files, split_part
 from molink.swarm.artifacts.replication import to_ranges
-from molink.swarm.controller.holdings import format_ranges
 from molinkd.peer.artifacts.hashing import ByteRange, FileStamp, hash_ranges
 from molinkd.peer.artifacts.model_repository import ModelFiles, file_stamp
 from molinkd.peer.artifacts.transfers import Progress

@@ -96,7 +96,7 @@ def ring(names: list[str], layers: int = 24, **pipeline: Any) -> dict[str, Any]:
                 **pipeline,
             }
         ],
-        "story": ["100.0 epoch 3: alice 0:8, bob 8:16", "112.5 epoch 3 is ready"],
+        "story": ["100.0 epoch 3: alice 1-8, bob 9-16", "112.5 epoch 3 is ready"],
         "clock": 120.0,
     }
 

@@ -32,7 +32,7 @@ def test_a_ring() -> None:
     assert ring.kv_reserved == 3 * 10**9
     assert ring.tokens_per_s == 21.4
     first = ring.stages[0]
-    assert (first.pc, first.layers, first.device) == ("alice", "0:8", "cuda 0: RTX 3060")
+    assert (first.pc, first.layers, first.device) == ("alice", "1-8", "cuda 0: RTX 3060")
     assert (first.weights, first.kv, first.memory) == (3 * 10**9, 10**9, 12 * 10**9)
     assert (first.busy, first.bubbles) == (34, 12)
     assert [stage.link.target for stage in ring.stages if stage.link] == ["bob", "carol", "alice"]
@@ -47,7 +47,7 @@ def test_a_ring() -> None:
     ]
     assert [(event.age_s, event.text) for event in view.events] == [
         (7.5, "epoch 3 is ready"),
-        (20.0, "epoch 3: alice 0:8, bob 8:16"),
+        (20.0, "epoch 3: alice 1-8, bob 9-16"),
     ]
 
 
@@ -92,7 +92,7 @@ def test_without_a_coordinator() -> None:
         view.notices[0]
         == "Coordinator unavailable; local information only: the coordinator doesn't answer"
     )
-    assert [(pc.name, pc.stages) for pc in view.others] == [("alice", "0:8 ready")]
+    assert [(pc.name, pc.stages) for pc in view.others] == [("alice", "1-8 ready")]
 
 
 def test_an_older_daemon() -> None:

@@ -42,7 +42,7 @@ CPU = MeasuredDevice(Device(kind="cpu", name="x", memory=1), bf16=True, gpus=0)
         ({}, CPU, ()),
         ({}, gpu(0, 1), ()),
         ({}, gpu(1, 3), ("cuda:0", "cuda:2")),
-        ({"stage": "0:4"}, gpu(0, 2), ()),
+        ({"stage": "1-4"}, gpu(0, 2), ()),
         ({"stage": "none", "device": "cuda:0,cuda:1"}, gpu(0, 2), ()),
         ({"device": "cuda:1"}, gpu(1, 2), ()),
         ({"device": "cuda:1,cuda:0"}, gpu(1, 2), ("cuda:0",)),

@@ -206,7 +206,7 @@ async def test_a_gpu_stage_stays_within_its_budget(bench: Bench) -> None:
 async def test_too_small_a_budget_is_rejected_with_numbers(bench: Bench) -> None:
     reason = await bench.assign(600_000)
     assert isinstance(reason, str), reason
-    for part in ("layers 0:3 of m need at least ", "weights +", "activations +", "margin +"):
+    for part in ("layers 1-3 of m need at least ", "weights +", "activations +", "margin +"):
         assert part in reason
     assert "the budget is 600.0 kB: " in reason
 
@@ -229,7 +229,7 @@ async def test_a_stage_that_fits_only_alone_is_out_of_memory(bench: Bench, kind:
     await asyncio.wait([*bench.assignments._fetches.values()])
     (failed,) = bench.told
     assert failed.out_of_memory
-    assert "with another stage loaded: layers 0:3 of m need at least" in failed.reason
+    assert "with another stage loaded: layers 1-3 of m need at least" in failed.reason
     # Once the first is gone there is room.
     bench.assignments.handle_order(Unassign(pipeline="p1"))
     bench.assignments.handle_order(msgspec.structs.replace(other, epoch=3))

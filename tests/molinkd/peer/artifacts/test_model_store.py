@@ -309,7 +309,7 @@ async def test_leftovers_of_a_crash_are_removed(tmp_path: Path, source: FakeSour
 
 async def test_layers_out_of_range(tmp_path: Path, source: FakeSource) -> None:
     case = Case(tmp_path / "store", {"a": source})
-    with pytest.raises(MolinkError, match="has layers 0:4, not 2:2000000000"):
+    with pytest.raises(MolinkError, match="has layers 1-4, not 3-2000000000"):
         await case.stage((2, 2_000_000_000))
 
 

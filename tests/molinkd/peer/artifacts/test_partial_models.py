@@ -120,7 +120,7 @@ async def test_unavailable_files_are_named(model: Model) -> None:
     first, last = await model.pc("first", (0, 1)), await model.pc("last", (3, LAYERS))
     late = Pc(model.places / "late", {"a": first, "b": last})
     supply = ModelSources((), ("a", "b"))
-    with pytest.raises(Unavailable, match="no connected PC has the files of layers 1:3 of m"):
+    with pytest.raises(Unavailable, match="no connected PC has the files of layers 2-3 of m"):
         await model.fetch(late, (0, LAYERS), supply)
     # What somebody has is here, and not fetched again.
     first.entries_read.clear()

@@ -72,7 +72,7 @@ async def test_files_are_fetched_once(scene: Scene) -> None:
     assert await scene.said.get() == PrefetchState(number=1, state="fetching")
     scene.prefetcher.start_prefetch(order())
     await scene.said.get()
-    assert "layers 0:2" in scene.prefetcher.transfer_text
+    assert "layers 1-2" in scene.prefetcher.transfer_text
     await scene.store.asked.wait()
     state = scene.prefetcher.state
     assert state is not None
