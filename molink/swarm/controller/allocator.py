@@ -76,7 +76,9 @@ class PeerAllocator:
         if owners != self._owners:
             names = {key: self._peer_names(owners, key) for key in self._deployments}
             shares = "; ".join(f"{deployment_name(key)}: {peers}" for key, peers in names.items())
-            self._context.log_transition(now, f"peers are shared out: {shares}")
+            self._context.log_transition(
+                now, f"peers are shared out: {shares}", f"PCs of each model: {shares}"
+            )
         self._owners = owners
 
     def _publish_allocation(self) -> None:

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 #: Transitions kept: those of about an hour with failures.
 NUM_TRANSITIONS = 200
+#: Events kept: a screenful.
+_NUM_EVENTS = 20
 
 
 class ControllerContext:
@@ -44,6 +46,7 @@ class ControllerContext:
         self.clock = now
         self._migrations = 0
         self._transitions = TransitionLog(NUM_TRANSITIONS, decimals=1)
+        self._events = TransitionLog(_NUM_EVENTS, decimals=1)
         self._actions: list[ControllerAction] = []
 
     @property
@@ -51,9 +54,16 @@ class ControllerContext:
         """The last transitions, oldest first."""
         return self._transitions.format_lines()
 
-    def log_transition(self, now: float, text: str) -> None:
-        """Log a transition."""
+    @property
+    def events(self) -> tuple[str, ...]:
+        """What happened lately, for people, oldest first."""
+        return self._events.format_lines()
+
+    def log_transition(self, now: float, text: str, event: str = "") -> None:
+        """Log a transition, and for people as ``event`` if it concerns them."""
         self._transitions.add_entry(now, text)
+        if event:
+            self._events.add_entry(now, event)
         log.info("%s", text)
 
     # --- numbers -----------------------------------------------------------------------------

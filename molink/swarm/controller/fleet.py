@@ -36,6 +36,12 @@ from molink.swarm.running_time import RunningTime
 from molink.wire.messages.instructions import Unassign
 
 STOPPED = "all models are stopped; start one with `molink run MODEL`"
+#: Why a peer was dropped, for people.
+_LOSSES = {
+    "shut down": "is offline: molink was stopped there",
+    "timed out": "is offline: it stopped responding",
+    "disconnected": "is offline: the connection to it broke",
+}
 NO_MODEL = "no model was requested: add `--model` to `molink up` or to the first `molink join`"
 
 
@@ -174,7 +180,9 @@ class Fleet:
             for one in self.deployments:
                 one.on_term_raised(now)
             return
-        self.context.log_transition(now, "rebalancing all models as requested")
+        self.context.log_transition(
+            now, "rebalancing all models as requested", "reassigning all layers, as requested"
+        )
         for one in self.deployments:
             one.rebalance_ring(now)
 
@@ -186,7 +194,10 @@ class Fleet:
         match event:
             case MemberAddedEvent(member):
                 self.registry.add_member(member)
-                self.context.log_transition(now, f"{member.name} ({member.peer}) joined")
+                name = member.name
+                self.context.log_transition(
+                    now, f"{name} ({member.peer}) joined", f"{name} joined the swarm"
+                )
             case MemberRemovedEvent(peer, reason):
                 self._on_member_removed(peer, reason, now)
             case PeerStoppedEvent(peer):
@@ -233,7 +244,7 @@ class Fleet:
         if peer not in self.registry.members:
             return
         name = self.registry.name_of(peer)
-        self.context.log_transition(now, f"{name} ({peer}) {reason}")
+        self.context.log_transition(now, f"{name} ({peer}) {reason}", f"{name} {reason}")
         self.context.add_actions(*self.registry.remove_member(peer))
         self.context.backoff.drop_peer(peer)
         for one in self.deployments:
@@ -249,7 +260,8 @@ class Fleet:
 
     def _drop_peer(self, peer: str, reason: str, now: float) -> None:
         name = self.registry.name_of(peer)
-        self.context.log_transition(now, f"{name} ({peer}) {reason}")
+        event = f"{name} {_LOSSES.get(reason, reason)}"
+        self.context.log_transition(now, f"{name} ({peer}) {reason}", event)
         self.registry.drop_session(peer)
         self.context.backoff.retract_failure(peer, now)
         self.context.reachability.drop_peer(peer)
@@ -263,7 +275,8 @@ class Fleet:
         if peer not in self.registry.members:
             return
         if not self.registry.is_live(peer):
-            self.context.log_transition(now, f"{event.report.name} ({peer}) connected")
+            name = event.report.name
+            self.context.log_transition(now, f"{name} ({peer}) connected", f"{name} is online")
             self._peer_arrived = True
         elif self.registry.sessions[peer].report.daemon_pid != event.report.daemon_pid:
             self._drop_peer(peer, "restarted", now)
@@ -297,9 +310,8 @@ class Fleet:
         for peer, text in texts.items():
             news = self.registry.notify_user(peer, text)
             if news and text:
-                self.context.log_transition(
-                    now, f"{self.registry.name_of(peer)} is notified: {text}"
-                )
+                name = self.registry.name_of(peer)
+                self.context.log_transition(now, f"{name} is notified: {text}", f"{name}: {text}")
             self.context.add_actions(*news)
 
     # --- models ------------------------------------------------------------------------------
@@ -309,7 +321,8 @@ class Fleet:
         wanted = _desired_deployments(models)
         for key in [key for key in self._deployments if key not in wanted]:
             removed = self._deployments.pop(key)
-            self.context.log_transition(now, f"{deployment_name(key)} is no longer served")
+            text = f"{deployment_name(key)} is no longer served"
+            self.context.log_transition(now, text, text)
             removed.dissolve_pipelines()
         if not wanted:
             self.context.log_transition(now, "no models to serve")

@@ -5,7 +5,7 @@ ready; a predecessor may still be ending. :mod:`molink.swarm.controller.fleet` p
 carries out the actions in order, so an epoch is committed before it is announced.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from molink.errors import InvariantError
@@ -156,7 +156,7 @@ class Reconciler:
 
     def start_serving(self, now: float) -> None:
         """Start serving a newly requested model."""
-        self._log_transition(now, self._desired_text)
+        self._log_request(now)
         self._break_formation(_Failure(JUST_REQUESTED), now)
 
     def update_desired(self, desired: DesiredModel, now: float) -> None:
@@ -168,7 +168,7 @@ class Reconciler:
             return
         self.planner.set_pins(desired.pins)
         self.has_assigned = False
-        self._log_transition(now, self._desired_text)
+        self._log_request(now)
         if old.weight_key != desired.weight_key:
             # A new id, so that no worker is reused.
             self.dissolve_pipelines()
@@ -176,10 +176,10 @@ class Reconciler:
             self.planner.restart_planning()
         self._break_formation(_Failure(JUST_REQUESTED), now)
 
-    @property
-    def _desired_text(self) -> str:
+    def _log_request(self, now: float) -> None:
         desired = self.desired
-        return f"serve {desired.facts.name} as {desired.dtype}, {desired.quantization}"
+        text = f"serve {desired.facts.name} as {desired.dtype}, {desired.quantization}"
+        self._log_transition(now, text, f"{self._subject} was requested")
 
     def rebalance_ring(self, now: float) -> None:
         """Place again as if nothing served; the old ring serves until the new one is up."""
@@ -243,7 +243,11 @@ class Reconciler:
                 formation.loaded[message.stage] = message
                 self._signal_progress(now)
                 stage, epoch = stage_number(message.stage), epoch_text(message.epoch)
-                self._log_transition(now, f"stage {stage} of epoch {epoch} has loaded")
+                self._log_transition(
+                    now,
+                    f"stage {stage} of epoch {epoch} has loaded",
+                    f"{self.registry.name_of(event.peer)} has loaded its layers",
+                )
         elif formation.state != "loading":
             formation.ready.add(message.stage)
 
@@ -292,7 +296,11 @@ class Reconciler:
             self._break_formation(failure, now)
             return
         epoch = epoch_text(formation.record.epoch)
-        self._log_transition(now, f"epoch {epoch} is abandoned: {failure.reason}")
+        self._log_transition(
+            now,
+            f"epoch {epoch} is abandoned: {failure.reason}",
+            f"layers of {self._subject} are not moved: {failure.reason}",
+        )
         is_serving = failure.blamed is not None and self.has_stage(failure.blamed)
         if not is_serving:
             self._record_failure(failure, now)
@@ -300,11 +308,20 @@ class Reconciler:
 
     def _break_formation(self, failure: _Failure, now: float) -> None:
         """Give up the current formation; an intact successor takes over."""
-        self._log_transition(now, f"not ready: {failure.reason}")
+        is_news = failure.reason != JUST_REQUESTED
+        self._log_transition(
+            now,
+            f"not ready: {failure.reason}",
+            f"{self._subject} is not ready: {failure.reason}" if is_news else "",
+        )
         delay = self._record_failure(failure, now)
         if delay and failure.blamed is not None:
             name = self.registry.name_of(failure.blamed)
-            self._log_transition(now, f"{name} is excluded for {delay:.0f} s")
+            self._log_transition(
+                now,
+                f"{name} is excluded for {delay:.0f} s",
+                f"{name} gets no layers for {delay:.0f} s",
+            )
         self.reason = failure.reason
         self.phase_times.begin_change(failure.reason, now)
         step = DEBOUNCE if self.formation is None else LOSS_DEBOUNCE
@@ -325,7 +342,8 @@ class Reconciler:
 
     def _on_prefetch_failed(self, peer: str, reason: str, now: float) -> None:
         """A peer cannot get the files of a migration."""
-        self._log_transition(now, f"{self.registry.name_of(peer)} can't fetch its files: {reason}")
+        text = f"{self.registry.name_of(peer)} can't fetch its files: {reason}"
+        self._log_transition(now, text, text)
         is_serving = self.has_stage(peer)
         if not is_serving:
             self.planner.backoff.record_failure(peer, reason, now)
@@ -391,7 +409,12 @@ class Reconciler:
             self._drop_successor()
         if isinstance(placed, Unplaceable):
             self.reason = placed.reason
-            self._log_transition(now, f"not placed: {placed.reason}")
+            verb = "keep their places" if self.is_ready else "have no place yet"
+            self._log_transition(
+                now,
+                f"not placed: {placed.reason}",
+                f"layers of {self._subject} {verb}: {placed.reason}",
+            )
             return
         stages = tuple(StageRecord(stage.peer, stage.layers) for stage in placed.stages)
         old = self.formation
@@ -450,10 +473,12 @@ class Reconciler:
             block_size=choose_block_size(stages, self.desired, self.registry),
             replica=self.replica,
         )
-        layout = ", ".join(
-            f"{self.registry.name_of(stage.peer)} {format_layers(stage.layers)}" for stage in stages
+        layout = self._layers_text(stages)
+        self._log_transition(
+            now,
+            f"epoch {epoch_text(record.epoch)}: {layout}",
+            f"loading layers of {self._subject}: {layout}",
         )
-        self._log_transition(now, f"epoch {epoch_text(record.epoch)}: {layout}")
         self.phase_times.record_phase("decided", now)
         return Formation(record, "loading", now, self.desired.facts)
 
@@ -482,8 +507,10 @@ class Reconciler:
             self.context.add_actions(CommitPipelineAction(record))
         self._send_instructions(formation)
 
-    def _complete_formation(self, formation: Formation, now: float) -> None:
-        """Mark the ring ready if all stages have joined."""
+    def _complete_formation(
+        self, formation: Formation, now: float, *, has_moved: bool = False
+    ) -> None:
+        """Mark the ring ready if all stages have joined; ``has_moved`` if another one serves."""
         if formation.state not in ("linking", "adopting") or not formation.all_ready:
             return
         if formation.state == "adopting":
@@ -495,7 +522,12 @@ class Reconciler:
         self.planner.on_ring_formed(formation.record, self.desired, self.registry)
         self.phase_times.record_phase("formed", now)
         self.reason = ""
-        self._log_transition(now, f"epoch {epoch_text(formation.record.epoch)} is ready")
+        news = f"layers of {self._subject} moved" if has_moved else f"{self._subject} is ready"
+        self._log_transition(
+            now,
+            f"epoch {epoch_text(formation.record.epoch)} is ready",
+            f"{news}: {self._layers_text(formation.record.stages)}",
+        )
 
     def _signal_progress(self, now: float) -> None:
         """Signal that the formation makes progress, or may still do so."""
@@ -511,7 +543,12 @@ class Reconciler:
         )
         self.phase_times.begin_change("a better placement", now)
         names = ", ".join(map(self.registry.name_of, migration.pending_peers)) or "none missing"
-        self._log_transition(now, f"the next epoch waits for files: {names}")
+        waiting = f"; waiting for files of {names}" if migration.pending_peers else ""
+        self._log_transition(
+            now,
+            f"the next epoch waits for files: {names}",
+            f"layers of {self._subject} will move{waiting}",
+        )
         for peer in migration.pending_peers:
             self._send_prefetch(migration, peer)
 
@@ -527,11 +564,15 @@ class Reconciler:
         self._end_predecessor(float("inf"))
         self.predecessor = (self.formation, now + SWITCH_OVER_DELAY)
         self._promote(successor)
-        self._complete_formation(successor, now)
+        self._complete_formation(successor, now, has_moved=True)
 
     def _fail_over(self, old: Formation, successor: Formation, now: float) -> None:
         """Continue with the intact successor of a broken pipeline."""
-        self._log_transition(now, f"epoch {epoch_text(successor.record.epoch)} takes over")
+        self._log_transition(
+            now,
+            f"epoch {epoch_text(successor.record.epoch)} takes over",
+            f"{self._subject} continues: {self._layers_text(successor.record.stages)}",
+        )
         self.context.add_actions(*self.registry.end_route(self.pipeline))
         self._unassign_stages(old)
         self._promote(successor)
@@ -545,7 +586,11 @@ class Reconciler:
     def _replace_in_place(self, reason: str, now: float) -> None:
         """Replace the serving pipeline in place: a device has no room for two stages."""
         assert self.successor is not None
-        self._log_transition(now, f"replacing the pipeline in place: {reason}")
+        self._log_transition(
+            now,
+            f"replacing the pipeline in place: {reason}",
+            f"{self._subject} restarts to move layers: {reason}",
+        )
         stages = tuple(StageRecord(one.peer, one.layers) for one in self.successor.record.stages)
         self._drop_successor()
         self._start_epoch(stages, now)
@@ -661,8 +706,19 @@ class Reconciler:
     def _find_candidates(self, now: float) -> tuple[Candidate, ...]:
         return self.planner.find_candidates(self.registry, self.formation, now)
 
-    def _log_transition(self, now: float, text: str) -> None:
-        self.context.log_transition(now, f"{self.label}: {text}" if self.label else text)
+    @property
+    def _subject(self) -> str:
+        return self.label or self.desired.facts.name
+
+    def _layers_text(self, stages: Sequence[StageRecord]) -> str:
+        """Which PC holds which layers."""
+        return ", ".join(
+            f"{self.registry.name_of(one.peer)} {format_layers(one.layers)}" for one in stages
+        )
+
+    def _log_transition(self, now: float, text: str, event: str = "") -> None:
+        text = f"{self.label}: {text}" if self.label else text
+        self.context.log_transition(now, text, event)
 
     def validate(self) -> None:
         """Check the invariants of the formation, the successor and the migration.

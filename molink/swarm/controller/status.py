@@ -84,6 +84,7 @@ def build_status(
         trouble=fleet.reason,
         unreachable=tuple(fleet.context.reachability.failed_pairs[:_MAX_PAIRS]),
         story=fleet.story[-_MAX_TRANSITIONS:],
+        events=fleet.context.events,
         clock=round(fleet.clock, 1),
     )
 
@@ -105,7 +106,7 @@ def encode_status(status: SwarmStatus) -> bytes:
         text = msgspec.json.encode(status)
     while len(text) > MAX_BYTES:
         half = status.peers[: len(status.peers) // 2]
-        status = structs.replace(status, story=(), peers=half)
+        status = structs.replace(status, story=(), events=(), peers=half)
         text = msgspec.json.encode(status)
     return text
 

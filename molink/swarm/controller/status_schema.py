@@ -280,7 +280,9 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     trouble: str = ""
     #: Pairs of peers of which the first cannot connect to the second.
     unreachable: tuple[tuple[str, str], ...] = ()
+    #: The coordinator's last transitions, and what they mean to people; each begins with its time.
     story: tuple[str, ...] = ()
+    events: tuple[str, ...] = ()
     clock: Amount | None = None
     time: Amount | None = None
     banned_peers: tuple[BannedPeerStatus, ...] = ()

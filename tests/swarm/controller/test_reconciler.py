@@ -924,6 +924,32 @@ def test_disconnected_peer_may_reconnect_at_once(running: FakeFleet) -> None:
     assert running.reconciler.reason == "C disconnected"
 
 
+def test_events_tell_people_what_happened(running: FakeFleet) -> None:
+    running.join("e")
+    running.wait(1.25, *"abce")
+    running.prefetched("e", 1)
+    running.obey()
+    running.handle_event(PeerStoppedEvent("c"))
+    events = [line.partition(" ")[2] for line in running.fleet.context.events]
+    assert events[: events.index("A has loaded its layers")] == [
+        "toy was requested",
+        "A is online",
+        "B is online",
+        "C is online",
+        "loading layers of toy: A 1-2, B 3-4, C 5-6",
+    ]
+    assert events[events.index("toy is ready: A 1-2, B 3-4, C 5-6") + 1 :] == [
+        "E joined the swarm",
+        "E is online",
+        "layers of toy will move; waiting for files of E",
+        "loading layers of toy: A 1-2, B 3-4, C 5, E 6",
+        *(f"{name} has loaded its layers" for name in "ABCE"),
+        "layers of toy moved: A 1-2, B 3-4, C 5, E 6",
+        "C is offline: molink was stopped there",
+        "toy is not ready: C shut down",
+    ]
+
+
 @pytest.mark.parametrize("first", ["neighbour", "connection"])
 def test_neighbours_report_and_disconnect_mean_loss(running: FakeFleet, first: str) -> None:
     if first == "connection":

@@ -170,7 +170,7 @@ def make_view(status: SwarmStatus, *, demo: bool = False) -> SwarmView:
         rings=tuple(_ring_view(status, pipeline, peers, names) for pipeline in status.pipelines),
         others=tuple(_pc_view(peer) for peer in status.peers if peer.id not in shown),
         transfers=tuple(_transfer_views(status)),
-        events=tuple(_event_view(line, status.clock) for line in reversed(status.story)),
+        events=tuple(_event_view(line, status.clock) for line in reversed(status.events)),
     )
 
 
@@ -322,7 +322,7 @@ def _transfer_views(status: SwarmStatus) -> Iterator[TransferView]:
 
 
 def _event_view(line: str, clock: float | None) -> EventView:
-    """Parse a line of the coordinator's transition log: clock time in seconds, and text."""
+    """Parse an event of the coordinator: clock time in seconds, and text."""
     when, _, text = line.partition(" ")
     try:
         ago = None if clock is None else max(0.0, clock - float(when))

@@ -97,6 +97,7 @@ def ring(names: list[str], layers: int = 24, **pipeline: Any) -> dict[str, Any]:
             }
         ],
         "story": ["100.0 epoch 3: alice 1-8, bob 9-16", "112.5 epoch 3 is ready"],
+        "events": ["100.0 attic is offline", "112.5 layers of m moved: alice 1-8, bob 9-16"],
         "clock": 120.0,
     }
 
@@ -186,7 +187,7 @@ def hostile() -> dict[str, Any]:
     evil = "[red]x[/red]\x1b[2J\x07\r\n\u202e\u200b[@click=app.quit]q[/]"
     status = ring([evil, "[/]", "$accent"], reason=evil)
     banned_peers = [{"name": evil, "banned_by": "this PC's control socket", "reason": evil}]
-    return {**status, "swarm": evil, "model": evil, "story": [evil, f"1.0 {evil}"]} | {
+    return {**status, "swarm": evil, "model": evil, "events": [evil, f"1.0 {evil}"]} | {
         "files": evil,
         "banned_peers": banned_peers,
     }

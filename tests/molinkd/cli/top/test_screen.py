@@ -102,7 +102,7 @@ async def test_it_scrolls() -> None:
         compare("sixteen-end-80x24", screen(app))
         await app.refresh_status()
         await pilot.pause()
-        assert "epoch 3 is ready" in screen(app), "new content must not scroll back"
+        assert "layers of m moved" in screen(app), "new content must not scroll back"
 
 
 async def test_help() -> None:

@@ -46,8 +46,8 @@ def test_a_ring() -> None:
         ("attic", "offline"),
     ]
     assert [(event.age_s, event.text) for event in view.events] == [
-        (7.5, "epoch 3 is ready"),
-        (20.0, "epoch 3: alice 1-8, bob 9-16"),
+        (7.5, "layers of m moved: alice 1-8, bob 9-16"),
+        (20.0, "attic is offline"),
     ]
 
 
@@ -84,7 +84,7 @@ def test_without_a_coordinator() -> None:
         "trouble": "the coordinator doesn't answer",
         "peers": status["peers"][:1],
         "pipelines": [pipeline],
-        "story": [],
+        "events": [],
         "clock": None,
     }
     view = view_of(status)
@@ -208,7 +208,7 @@ def test_extreme_numbers() -> None:
     queues = {"queued": most, "in_flight": most}
     link = {"latency_s": 1e15, "rate": 1e15, "decode": queues, "bulk": queues}
     worker["load"] = {"busy": most, "bubbles": most, "weights": most, "kv": most, "link": link}
-    status["story"] = ["nan x", "inf x", "-inf x", "1e400 x", "x", ""]
+    status["events"] = ["nan x", "inf x", "-inf x", "1e400 x", "x", ""]
     transfer = {"bytes": most, "total": most, "rate": most, "eta_s": most}
     status["peers"][0]["transfers"] = [transfer]
     view = view_of(status)
