@@ -35,7 +35,7 @@ def test_stop_and_run(tmp_path: Path, tools: type[Tools], make_model: MakeModel)
         with pytest.raises(openai.APIStatusError, match="molink run MODEL") as refused:
             client.completions.create(model="molink-demo", prompt="x")
         assert refused.value.status_code == 503
-        assert tools.run_molink(tmp_path / "home", "stop").returncode == 1
+        assert tools.run_molink(tmp_path / "home", "stop").returncode == 5
 
         ran = tools.run_molink(tmp_path / "home", "run", str(folder), "Hello?")
         assert ran.returncode == 0, ran.stderr

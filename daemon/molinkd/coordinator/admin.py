@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-from molink.errors import NotAuthorized, RequestError
+from molink.errors import ModelNotFound, NotAuthorized, RequestError
 from molink.swarm.controller.desired_state import (
     decode_desired_models,
     describe_changes,
@@ -218,7 +218,7 @@ class AdminHandler:
     def _stop_serving(self, peer: str, request: StopServing) -> DoneReply:
         served = self._fleet.models
         if not served:
-            raise RequestError("the swarm serves no model")
+            raise ModelNotFound("the swarm serves no model")
         if not self._membership.records[peer].is_owner and any(
             one.source != peer for one in served
         ):
@@ -239,7 +239,7 @@ class AdminHandler:
         if not self._membership.records[peer].is_owner:
             raise NotAuthorized.owner_only("rebalance it")
         if not self._fleet.models:
-            raise RequestError("the swarm serves no model")
+            raise ModelNotFound("the swarm serves no model")
         self._dispatch_event(RebalanceRequestedEvent())
         return DoneReply(ref=request.ref)
 

@@ -21,6 +21,7 @@ from zmq.asyncio import Context
 from molink import __version__
 from molink.errors import (
     InvariantError,
+    ModelNotFound,
     MolinkError,
     NotAuthorized,
     Overloaded,
@@ -731,7 +732,7 @@ async def test_only_owners_rebalance(scene: Scene) -> None:
     guest = await scene.join(await scene.token(owner))
     with pytest.raises(NotAuthorized, match="only an owner of the swarm"):
         await guest.ask(Rebalance(ref=0))
-    with pytest.raises(RequestError, match="serves no model"):
+    with pytest.raises(ModelNotFound, match="serves no model"):
         await owner.ask(Rebalance(ref=0))
     await owner.ask(serve(scene.kit))
     await owner.ask(Rebalance(ref=0))
@@ -914,7 +915,7 @@ async def test_only_owners_replace_the_model(scene: Scene, kit: Kit) -> None:
 async def test_serving_stops_on_request(scene: Scene, kit: Kit) -> None:
     owner = await scene.peer()
     guest = await scene.join(await scene.token(owner))
-    with pytest.raises(RequestError, match="serves no model"):
+    with pytest.raises(ModelNotFound, match="serves no model"):
         await owner.ask(StopServing(ref=0))
     await owner.ask(serve(kit))
     await scene.until(lambda: guest.last(Route) and guest.last(Route).is_ready, owner, guest)
