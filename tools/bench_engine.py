@@ -32,9 +32,10 @@ from typing import Any
 
 import torch
 
-from molink.checkpoint.gguf_import import GGUF_SUFFIX, import_gguf
+from molink.checkpoint.gguf_import import import_gguf
 from molink.checkpoint.hub import NullCounter
 from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_names import GGUF_SUFFIX
 from molink.cpu_isa import AVX2_ONLY
 from molink.facts.dtypes import DTypeChoice
 from molink.stage.batch import SequenceRows, StageInput

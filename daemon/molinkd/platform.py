@@ -1,6 +1,5 @@
 """Differences between operating systems."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -8,7 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 #: Makes glibc's ``malloc`` request huge pages.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -128,8 +130,10 @@ def on_terminate(callback: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def until_terminated() -> Iterator[asyncio.Event]:
+def until_terminated() -> "Iterator[asyncio.Event]":
     """A context whose event is set when this process is terminated."""
+    import asyncio
+
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:

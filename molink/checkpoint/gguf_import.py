@@ -18,6 +18,7 @@ from typing import Any
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.disk_space import OTHER_HOME_HINT, check_free_space
 from molink.checkpoint.hub import ByteCounter
+from molink.checkpoint.model_names import GGUF_SUFFIX
 from molink.checkpoint.prequantized import required_tensors
 from molink.checkpoint.safetensors_header import MAX_HEADER_BYTES
 from molink.checkpoint.tensor_layout import stage_tensors
@@ -36,7 +37,6 @@ from molink.gguf.metadata import read_sampling_defaults
 from molink.gguf.tensor_mapping import MappedTensor, map_tensors
 from molink.gguf.tokenizer_files import TokenizerFiles, build_tokenizer_files
 
-GGUF_SUFFIX = ".gguf"
 #: Rises with every change of the folder's layout.
 _LAYOUT_VERSION = 3
 #: Bytes of one write.

@@ -3,20 +3,22 @@
 import re
 import threading
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from molink.checkpoint import hub
-from molink.checkpoint.gguf_import import GGUF_SUFFIX, find_gguf, import_gguf
+from molink.checkpoint.gguf_import import find_gguf, import_gguf
 from molink.checkpoint.hub_reader import HubModel, find_shards
+from molink.checkpoint.model_names import (
+    DEMO_MODEL_NAME,
+    GGUF_SUFFIX,
+    SMALL_MODEL_NAME,
+    find_demo_folder,
+    short_name,
+)
 from molink.errors import ModelNotFound
 from molink.files import find_path_fault
 from molink.gguf.gguf_file import model_name, split_names
 
-#: The bundled model, and the default.
-DEMO_MODEL_NAME = "molink-demo"
-#: A small real model that commands fetch by this name.
-SMALL_MODEL_NAME = "smollm2"
 _REPOSITORY_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _HUB_FILE_PATTERN = re.compile(
     rf"({_REPOSITORY_PATTERN.pattern})/([\w.-]+(?:/[\w.-]+)?\.gguf)", re.IGNORECASE
@@ -43,10 +45,7 @@ def find_demo_model() -> ModelSource:
     Raises:
         ModelNotFound: this installation lacks it.
     """
-    path = Path(str(files("molink"))) / "data" / "demo_model"
-    if not (path / "config.json").is_file():
-        raise ModelNotFound(f"the bundled model is not in {path}; reinstall molink")
-    return ModelSource(DEMO_MODEL_NAME, path)
+    return ModelSource(DEMO_MODEL_NAME, find_demo_folder())
 
 
 def find_model(
@@ -164,9 +163,3 @@ def is_local(name: str) -> bool:
         return True
     asked = _split_hub_file(name)
     return (hub.find_cached(name) if asked is None else hub.find_cached_file(*asked)) is not None
-
-
-def short_name(repository: str) -> str:
-    """Local name of a hub model."""
-    name = repository.rpartition("/")[2]
-    return model_name(name) if name.lower().endswith(GGUF_SUFFIX) else name

@@ -10,8 +10,9 @@ from typing import get_args
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.foreign_formats import refuse_foreign_folder
-from molink.checkpoint.gguf_import import GGUF_SUFFIX, find_gguf, read_gguf_model
+from molink.checkpoint.gguf_import import find_gguf, read_gguf_model
 from molink.checkpoint.model_folder import scan_tensors
+from molink.checkpoint.model_names import GGUF_SUFFIX
 from molink.checkpoint.model_source import find_local_model, name_local_model
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantized_size import quantized_bytes

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from molink.checkpoint import model_source as source
-from molink.checkpoint.model_source import DEMO_MODEL_NAME, ModelSource, find_model
+from molink.checkpoint import model_names
+from molink.checkpoint.model_names import DEMO_MODEL_NAME
+from molink.checkpoint.model_source import ModelSource, find_model
 from molink.errors import ModelNotFound
 
 
@@ -15,7 +16,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "data" / "demo_model"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}", encoding="utf-8")
-    monkeypatch.setattr(source, "files", lambda _: tmp_path)
+    monkeypatch.setattr(model_names, "files", lambda _: tmp_path)
     return folder
 
 

@@ -142,6 +142,9 @@ def test_ask_prints_the_answer_alone(tools: type[Tools], tmp_path: Path) -> None
     assert kept.device.exists()
     assert kept.kernel_checks.exists()
     assert len(list(kept.profiles.glob("*.json"))) == 2
+    # The peers' copies of the model are not.
+    assert len(kept.demo_peers()) == 2
+    assert not any(peer.models.exists() for peer in kept.demo_peers())
 
 
 def test_chat_finds_the_demo(demo: Process, tools: type[Tools]) -> None:

@@ -20,7 +20,8 @@ from molink.bench.report import Report, Sample, report_table, summarize
 from molink.bench.runner import Measurement, MonotonicClock, run_plan
 from molink.bench.workload import PlannedRequest, plan_sizes, plan_trace, read_trace
 from molink.checkpoint.model_folder import ModelFolder
-from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_model
+from molink.checkpoint.model_names import DEMO_MODEL_NAME
+from molink.checkpoint.model_source import find_model
 from molink.errors import Unavailable, UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import format_layers, parse_layers

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from molink.wire.messages.control_plane import ControlMessage, DoneReply
 from molink.wire.messages.membership import INVITATION_PREFIX
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.event_loop import EventLoop
-from molinkd.peer.home import Home, RunFile, read_run_file
+from molinkd.peer.home import Home, RunFile, read_run_files
 
 if TYPE_CHECKING:
     from molinkd.peer.membership.membership_record import MembershipRecord
@@ -57,16 +57,16 @@ class RunningDaemon:
         return self.run_file.demo or (self.run_file.endpoint,)
 
 
+def find_daemons(home: Home) -> Iterator[RunningDaemon]:
+    """Yield the daemon of ``home`` and the first one of each demo below it, if they run."""
+    for place, run_file in read_run_files(home):
+        is_demo = place != home
+        yield RunningDaemon(place.demo_peer(1) if is_demo else home, run_file, is_demo)
+
+
 def find_daemon(home: Home) -> RunningDaemon | None:
     """Return the daemon of ``home``, or of a demo below it."""
-    run_file = read_run_file(home.run_file)
-    if run_file is not None:
-        return RunningDaemon(home, run_file)
-    for demo in home.demo_homes():
-        run_file = read_run_file(demo.run_file)
-        if run_file is not None:
-            return RunningDaemon(demo.demo_peer(1), run_file, is_demo=True)
-    return None
+    return next(find_daemons(home), None)
 
 
 def own_api_key(home: Home, url: str) -> str | None:

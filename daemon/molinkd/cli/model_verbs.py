@@ -1,4 +1,4 @@
-"""``molink pull``, ``list``, ``rm``, ``run`` and ``stop``."""
+"""``molink pull``, ``run`` and ``stop``."""
 
 import json
 import threading
@@ -6,25 +6,23 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import quote
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from molink.checkpoint import hub
 from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_names import DEMO_MODEL_NAME, short_name
 from molink.checkpoint.model_source import (
-    DEMO_MODEL_NAME,
     check_model_name,
     find_local_model,
     find_model,
     is_repository,
     name_local_model,
-    short_name,
 )
-from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
+from molink.errors import BrokenModel, Unavailable, UsageError
 from molink.facts.layer_range import parse_layers
 from molink.plaintext import printable
 from molink.swarm.artifacts.transfer import TransferRate
@@ -37,12 +35,6 @@ from molinkd.cli.small_model import resolve_model_name
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.transfer_line import TransferLine
 from molinkd.cli.transfer_progress import POLL_INTERVAL_S, run_with_progress, show_progress
-from molinkd.peer.artifacts.installed_models import (
-    InstalledModel,
-    choose_deletable,
-    delete_model,
-    list_installed_models,
-)
 from molinkd.peer.artifacts.transfers import Progress
 from molinkd.peer.home import Home
 
@@ -89,45 +81,6 @@ def pull(
         print(json.dumps({"model": model, "path": str(path), "bytes": progress.total}))
     else:
         print(printable(f"{model} is available at {path}"))
-
-
-def list_models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    home: HomeOption = None,
-) -> None:
-    """List the models on this PC."""
-    place = Home.find_home(home)
-    served = _served_models(place)
-    models = list_installed_models(place)
-    if as_json:
-        print(json.dumps([_model_json(one, served) for one in models], indent=2))
-        return
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("model", "size", "where", "", "path"):
-        table.add_column(column, overflow="fold")
-    for one in models:
-        state = "served" if any(map(one.has_name, served)) else "" if one.is_complete else "partial"
-        cells = (one.name, f"{one.size / 1e9:.2f} GB", one.location, state, str(one.path))
-        table.add_row(*map(printable, cells))
-    Console(highlight=False, markup=False).print(table)
-
-
-def rm(
-    model: Annotated[str, typer.Argument(help="Name as shown by `molink list`.")],
-    hf_cache: Annotated[
-        bool, typer.Option("--hf-cache", help="Also delete it from the Hugging Face cache.")
-    ] = False,
-    home: HomeOption = None,
-) -> None:
-    """Delete a model from this PC. Served models and your own folders are never deleted."""
-    place = Home.find_home(home)
-    chosen = choose_deletable(place, list_installed_models(place), model, hf_cache=hf_cache)
-    served = _served_models(place)
-    if any(one.has_name(name) for one in chosen for name in served):
-        first = place.format_command("stop" if len(served) < 2 else f"stop {model}")
-        raise UsageError(f"{model} is being served: run {first} first, or serve another model")
-    freed = sum(map(delete_model, chosen))
-    print(printable(f"Deleted {model}: {freed / 1e9:.2f} GB freed."))
 
 
 def run_model(
@@ -203,29 +156,6 @@ def _served_name(model: str) -> str:
     """Return the name under which a swarm would serve the model."""
     found = None if model == DEMO_MODEL_NAME else find_local_model(model)
     return short_name(model) if found is None else name_local_model(found)
-
-
-def _served_models(home: Home) -> list[str]:
-    """Return the models served by this PC's swarm; empty if molink is not running."""
-    found = daemon_client.find_daemon(home)
-    try:
-        return (
-            [] if found is None else daemon_client.served_models(daemon_client.fetch_status(found))
-        )
-    except MolinkError:
-        return []
-
-
-def _model_json(model: InstalledModel, served: list[str]) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "where": model.location,
-        "path": str(model.path),
-        "size": model.size,
-        "total": model.total,
-        "whole": model.is_complete,
-        "served": any(map(model.has_name, served)),
-    }
 
 
 def _request_model(found: daemon_client.RunningDaemon, model: str, line: TransferLine) -> str:

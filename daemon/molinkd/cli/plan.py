@@ -11,12 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from molink.checkpoint import hub
-from molink.checkpoint.model_source import (
-    DEMO_MODEL_NAME,
-    find_demo_model,
-    find_local_model,
-    is_repository,
-)
+from molink.checkpoint.model_names import DEMO_MODEL_NAME
+from molink.checkpoint.model_source import find_demo_model, find_local_model, is_repository
 from molink.errors import Unavailable, UsageError
 from molink.facts.layer_range import format_layers, stage_number
 from molink.facts.memory_plan import format_size

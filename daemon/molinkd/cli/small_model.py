@@ -4,12 +4,8 @@ import threading
 
 from rich.console import Console
 
-from molink.checkpoint.model_source import (
-    DEMO_MODEL_NAME,
-    SMALL_MODEL_NAME,
-    check_model_name,
-    find_local_model,
-)
+from molink.checkpoint.model_names import DEMO_MODEL_NAME, SMALL_MODEL_NAME
+from molink.checkpoint.model_source import check_model_name, find_local_model
 from molink.errors import MolinkError, Unavailable
 from molink.plaintext import printable
 from molinkd.cli.transfer_progress import run_with_progress

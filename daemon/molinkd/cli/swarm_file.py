@@ -7,13 +7,8 @@ from typing import Annotated, get_args
 
 import msgspec
 
-from molink.checkpoint.model_source import (
-    DEMO_MODEL_NAME,
-    find_local_model,
-    is_hub_file,
-    is_repository,
-    short_name,
-)
+from molink.checkpoint.model_names import DEMO_MODEL_NAME, short_name
+from molink.checkpoint.model_source import find_local_model, is_hub_file, is_repository
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import parse_layers

@@ -99,6 +99,7 @@ class DemoSwarm:
             retry_while_busy(partial(self.home.run_file.unlink, missing_ok=True))
         await asyncio.gather(*(peer.child.stop(GRACE_S) for peer in self.peers))
         if self._lock is not None:
+            await asyncio.to_thread(self._delete_models)
             self._lock.release()
 
     async def _launch_peer(self, number: int, token: str | None) -> DemoPeer:
@@ -146,6 +147,12 @@ class DemoSwarm:
             on_exit=lambda code: self._on_exit(number, code),
             log_file=self.home.root / f"peer-{number}.log",
         )
+
+    def _delete_models(self) -> None:
+        """Free the disk space that the peers' copies of the model take; logs stay."""
+        for home in self.home.demo_peers():
+            for folder in (home.models, home.unpacked):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _save_measurements(self) -> None:
         """Keep the device measurements for the next demo."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -75,6 +76,10 @@ class Home:
         """Home of a demo's daemon; the first one founds its swarm."""
         return Home(self.root / f"peer-{number}")
 
+    def demo_peers(self) -> list["Home"]:
+        """Homes of a demo's daemons that exist."""
+        return [Home(path) for path in sorted(self.root.glob("peer-*")) if path.is_dir()]
+
     @property
     def config(self) -> Path:
         """Settings of this home; they override the platform's configuration file."""
@@ -140,6 +145,10 @@ class Home:
         """Homes of the additional devices' daemons."""
         return self.root / "devices"
 
+    def device_homes(self) -> list["Home"]:
+        """Homes of the additional devices' daemons that exist."""
+        return [Home(path) for path in sorted(self.devices.glob("*/*")) if path.is_dir()]
+
     @property
     def disabled_kernels(self) -> Path:
         """Kernels that failed ``molink doctor`` on this PC's device."""
@@ -149,6 +158,11 @@ class Home:
     def kernel_checks(self) -> Path:
         """Results of the kernel checks at loading."""
         return self.root / "proofs.json"
+
+
+def downloads_folder() -> Path:
+    """Models that molink itself downloaded, for all homes of this account."""
+    return platformdirs.user_cache_path("molink", False) / "models"
 
 
 def copy_measurements(source: Home, target: Home) -> None:
@@ -259,3 +273,11 @@ def read_run_file(path: Path) -> RunFile | None:
     except (OSError, msgspec.MsgspecError):
         return None
     return note if note.is_alive() else None
+
+
+def read_run_files(home: Home) -> Iterator[tuple[Home, RunFile]]:
+    """The daemon and the demos that run in ``home``: their homes and run files."""
+    for place in (home, *home.demo_homes()):
+        run_file = read_run_file(place.run_file)
+        if run_file is not None:
+            yield place, run_file

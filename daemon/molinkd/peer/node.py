@@ -11,7 +11,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_demo_model
+from molink.checkpoint.model_names import DEMO_MODEL_NAME
+from molink.checkpoint.model_source import find_demo_model
 from molink.errors import MolinkError, StateError
 from molink.swarm.frontend.stream import StreamLimits
 from molink.swarm.membership.membership_log import MembershipLog

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import zmq
-
 from molink.wire.signing import Signer, derive_curve_secret, derive_public_key, generate_seed
 
 
@@ -43,6 +41,8 @@ class KeyPair:
 
 def is_public_key(text: str) -> bool:
     """Whether ``text`` has the length and alphabet of a public key."""
+    import zmq  # slow, and most commands need no socket
+
     try:
         zmq.curve_public(text.encode("ascii"))
     except (ValueError, zmq.ZMQError):

@@ -1,4 +1,4 @@
-"""``molink pull``, ``list``, ``rm``, and ``run`` and ``stop`` without a daemon."""
+"""``molink pull``, and ``run`` and ``stop`` without a daemon."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from molink.checkpoint import hub
-from molinkd.cli import model_verbs, small_model, transfer_progress
+from molinkd.cli import small_model, transfer_progress
 from molinkd.cli.main import run
 from molinkd.peer.artifacts.smollm2 import HubOrigin
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
@@ -20,31 +20,9 @@ def served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: MakeModel
 ) -> Iterator[FakeHub]:
     monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(hub, "RETRY_DELAYS_S", (0.0,))
     with in_place(make_model(tmp_path / "model"), tmp_path / "cache", monkeypatch) as made:
         yield made
-
-
-def test_pull_list_and_rm(served: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["pull", REPOSITORY]) == 0
-    assert f"{REPOSITORY} is available at " in capsys.readouterr().out
-    served.asked.clear()
-    assert run(["pull", REPOSITORY, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == REPOSITORY
-    assert served.asked == []
-
-    assert run(["list", "--json"]) == 0
-    (cached, _) = json.loads(capsys.readouterr().out)
-    assert (cached["name"], cached["where"], cached["served"]) == (REPOSITORY, "cache", False)
-    assert run(["list"]) == 0
-    assert REPOSITORY in capsys.readouterr().out
-
-    assert run(["rm", REPOSITORY]) == 2
-    assert "--hf-cache" in capsys.readouterr().err
-    assert run(["rm", REPOSITORY, "--hf-cache"]) == 0
-    assert "GB freed" in capsys.readouterr().out
-    assert run(["rm", REPOSITORY, "--hf-cache"]) == 5
 
 
 def test_pull_without_symlinks(
@@ -78,18 +56,6 @@ def test_pull_repairs_a_truncated_file(served: FakeHub, capsys: pytest.CaptureFi
     assert run(["pull", REPOSITORY]) == 0
     assert f"{REPOSITORY} is available at " in capsys.readouterr().out
     assert weights.read_bytes() == whole
-
-
-def test_a_model_that_is_served_is_not_deleted(
-    served: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(["pull", REPOSITORY]) == 0
-    monkeypatch.setattr(model_verbs, "_served_models", lambda _: ["some-model"])
-    assert run(["rm", REPOSITORY, "--hf-cache"]) == 2
-    assert "is being served: run `molink stop` first" in capsys.readouterr().err
-    capsys.readouterr()
-    assert run(["list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["served"] is True
 
 
 def test_progress_is_shown_and_errors_have_their_codes(

@@ -9,13 +9,13 @@ from typing import Literal
 import msgspec
 
 from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.model_names import short_name
 from molink.checkpoint.model_source import (
     ModelSource,
     find_local_model,
     find_model,
     is_local,
     is_repository,
-    short_name,
 )
 from molink.checkpoint.quantize_check import check_quantize, check_quantize_files
 from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError

