@@ -86,7 +86,9 @@ def test_top_without_a_terminal(demo: Process, tools: type[Tools]) -> None:
     def at_work() -> bool:
         done = tools.run_molink(elsewhere, "top", "--json")
         (ring,) = json.loads(done.stdout)["rings"]
-        return bool(ring["requests"]) and all(stage["used"] for stage in ring["stages"])
+        return bool(ring["requests"]) and all(
+            stage["weights"] and stage["kv"] for stage in ring["stages"]
+        )
 
     asking = threading.Thread(target=ask)
     asking.start()
