@@ -74,7 +74,7 @@ def choices(hub: Behind) -> list[dict[tuple[str, str], str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lie", ["hold"])
+@pytest.mark.parametrize("lie", ["hold", "cut", "trickle"])
 def test_a_member_that_seems_the_best_relay_passes_nothing_on(tmp_path: Path, lie: str) -> None:
     """Streams go on by way of another one, and the liar is not chosen again.
 

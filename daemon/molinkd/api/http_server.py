@@ -241,7 +241,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _close(listener: asyncio.Server) -> None:
     """Close the listener once its accepted connections are handed over."""
-    with contextlib.suppress(NotImplementedError):  # a Proactor loop takes over at once
+    if sys.platform != "win32":  # a Proactor loop takes over at once
         for waiting in listener.sockets:
             asyncio.get_running_loop().remove_reader(waiting)
         await asyncio.sleep(0)

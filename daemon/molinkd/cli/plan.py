@@ -225,25 +225,27 @@ def _find_bottleneck(stages: tuple[LiveStage, ...]) -> str:
 _DEFAULT_PCS = 3
 #: Maximum number of PCs in a plan.
 _MAX_PCS = 64
+StagesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_STAGES,
+        help="Minimum number of stages; with a single device also the number of PCs.  "
+        "[default: 3 PCs of one device]",
+    ),
+]
+DevicesOption = Annotated[
+    str,
+    typer.Option(
+        help="Device of each PC (name or .toml file), comma separated; join the devices of "
+        "one PC with +: rtx3090+rtx3060,rtx4090."
+    ),
+]
 
 
 def plan(
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MAX_STAGES,
-            help="Minimum number of stages; with a single device also the number of PCs.  "
-            "[default: 3 PCs of one device]",
-        ),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="Device of each PC (name or .toml file), comma separated; join the devices of "
-            "one PC with +: rtx3090+rtx3060,rtx4090."
-        ),
-    ] = "rtx4090",
+    stages: StagesOption = None,
+    device: DevicesOption = "rtx4090",
     model: Annotated[
         str | None,
         typer.Option(

@@ -68,7 +68,7 @@ def chat(
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="Sampling temperature; 0 = deterministic.  [default: the model's]"
+            min=0.0, help="Sampling temperature; 0 = deterministic.  [default: the model's, or 0.8]"
         ),
     ] = None,
     home: HomeOption = None,

@@ -204,7 +204,7 @@ def _user_name() -> str:
 
 def _is_on_battery() -> bool:
     """Whether this PC runs on battery."""
-    with contextlib.suppress(OSError, RuntimeError, AttributeError, NotImplementedError):
+    with contextlib.suppress(OSError, RuntimeError, AttributeError):
         found = psutil.sensors_battery()
         return found is not None and found.power_plugged is False
     return False
