@@ -1,12 +1,28 @@
 """A daemon in the background: it outlives its command, and comes back as it was."""
 
 import json
+import time
 from pathlib import Path
 
 import psutil
 
 from molinkd.peer.home import Home, read_run_file
 from tests.support.processes import START_S, local_options, run_molink
+
+
+def wait_for_peer(root: Path, **expected: object) -> None:
+    """Wait until the swarm's status lists one PC with these values.
+
+    A daemon runs before its coordinator has welcomed it under its new name.
+    """
+    deadline = time.monotonic() + START_S
+    while True:
+        status = json.loads(run_molink(root, "status", "--json").stdout)
+        found = [{key: peer[key] for key in expected} for peer in status["peers"]]
+        if found == [expected] or time.monotonic() > deadline:
+            assert found == [expected]
+            return
+        time.sleep(0.1)
 
 
 def test_up_in_the_background_and_down_again(tmp_path: Path) -> None:
@@ -21,8 +37,7 @@ def test_up_in_the_background_and_down_again(tmp_path: Path) -> None:
         note = read_run_file(home.run_file)
         assert note is not None
         processes.append(psutil.Process(note.pid))
-        status = json.loads(run_molink(tmp_path, "status", "--json").stdout)
-        assert [peer["daemon_pid"] for peer in status["peers"]] == [note.pid]
+        wait_for_peer(tmp_path, daemon_pid=note.pid)
         second = run_molink(tmp_path, "up", "--background")
         assert second.returncode == 2
         assert "another molink daemon uses" in second.stderr
@@ -39,8 +54,7 @@ def test_up_in_the_background_and_down_again(tmp_path: Path) -> None:
         note = read_run_file(home.run_file)
         assert note is not None
         processes.append(psutil.Process(note.pid))
-        status = json.loads(run_molink(tmp_path, "status", "--json").stdout)
-        assert [peer["name"] for peer in status["peers"]] == ["attic"]
+        wait_for_peer(tmp_path, daemon_pid=note.pid, name="attic")
         assert run_molink(tmp_path, "down").returncode == 0
     finally:
         for process in processes:
