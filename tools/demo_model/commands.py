@@ -8,8 +8,8 @@ from tools.demo_model.topic import Then, Topic, rows, wordings
 _COMMANDS = rows(
     "command purpose does",
     """
-molink up|start a swarm|starts the coordinator, a peer and the endpoint on this PC and prints the join command
-molink join|join a swarm|adds this PC to a swarm: run molink join TOKEN --stage auto
+molink up|start a swarm|starts the coordinator, a peer and the endpoint on this PC
+molink join|join a swarm|adds this PC to a swarm: it finds the swarm in your network and shows a code to approve
 molink demo|try it out|starts three peers on this PC with the bundled toy model
 molink status|see the state of the swarm|shows the peers, the pipelines and their stages
 molink top|watch the swarm live|shows a live view of the swarm in the terminal
@@ -21,6 +21,7 @@ molink apply|apply a swarm file|brings the swarm to the state that a swarm file 
 molink drain|drain a peer|lets a peer finish its work and gives it no more
 molink leave|leave the swarm|takes this PC out of the swarm
 molink approve|approve a new PC|lets a PC that asked to join into the swarm
+molink invite|make a token|prints a token that admits one PC
 molink revoke|remove a PC from the swarm|takes away the access of a peer
 molink plan|plan the placement|predicts the placement and the speed without starting anything
 molink simulate|simulate a swarm|plays a trace in virtual time
@@ -40,13 +41,16 @@ How do I add my second computer? | What do I type to add a PC?
 I have another PC. How do I add it? | How do I join? | How can I connect a new PC?
 Which command adds a PC? | Add a PC to molink? | How do I add a new machine?"""),
         (
-            "On the new PC run: molink join TOKEN --stage auto. The token is printed by molink up"
-            " on the first PC. With --stage auto molink picks the layers itself.",
+            "Run molink join on the new PC: it finds the swarm and shows a code. If the first PC"
+            " shows the same code, type it there. molink picks the layers itself.",
         ),
         then=(
             Then(
-                ("Where do I get the token?", "What is the token?", "Which token?"),
-                ("molink up prints the token on the first PC. Paste it on the new one.",),
+                ("Where do I get a token?", "Can I join with a token?", "What about a token?"),
+                (
+                    "Run molink invite on a PC of the swarm: it prints a token, which admits one"
+                    " PC. Paste it behind molink join on the new one.",
+                ),
             ),
             Then(
                 ("What does --stage auto mean?", "What is --stage auto?"),
@@ -68,13 +72,15 @@ How do I begin with molink? | How do I use molink? | How do I run molink?
 How do I set up molink? | What is the first step? | Which command starts molink?
 How do I get started? | How do I create a swarm?"""),
         (
-            "Run molink up on the first PC: it starts the coordinator, a peer and the endpoint and"
-            " prints the join command for the others. To try it on one PC, run molink demo.",
+            "Run molink up on the first PC: it starts the coordinator, a peer and the endpoint."
+            " Then run molink join on the others. To try it on one PC, run molink demo.",
         ),
         then=(
             Then(
                 ("And then?", "What next?", "What do I do next?"),
-                ("Then run molink join TOKEN --stage auto on each other PC.",),
+                (
+                    "Then run molink join on each other PC, and type the code that it shows on the first.",
+                ),
             ),
         ),
         held_out=("What do I type to start molink?", "How can I get started with molink?"),
@@ -133,8 +139,8 @@ I want to {purpose}. Which command?"""),
 List the commands of molink. | List the commands. | What can I do with molink?"""),
         (
             "The main commands are molink up, molink join, molink demo, molink chat, molink status"
-            " and molink top. There are also run, pull, list, stop, apply, drain, leave, approve,"
-            " revoke, plan, simulate, bench, doctor, service and logs.",
+            " and molink top. There are also run, pull, list, stop, apply, drain, leave, invite,"
+            " approve, revoke, plan, simulate, bench, doctor, service and logs.",
         ),
         held_out=("Tell me the commands of molink.",),
         keywords=("molink join", "molink status"),

@@ -37,6 +37,7 @@ EMPHASIS = {
     **dict.fromkeys(("count_to", "count_down"), 5.0),
     **dict.fromkeys(("count", "larger", "month_length"), 3.0),
     **dict.fromkeys(("half", "next_number", "my_favourite"), 2.0),
+    **dict.fromkeys(("add_pc", "start", "command"), 2.0),
     **dict.fromkeys(("subtract", "unknown"), 1.5),
 }
 #: Conversations of the second training.
