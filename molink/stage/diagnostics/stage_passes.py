@@ -33,16 +33,17 @@ class StagePasses:
     """Runs passes on a loaded stage as a worker would: the last stage samples, greedily.
 
     Within ``with`` the stage has a KV pool of at most ``kv_bytes``. Requests have scattered blocks,
-    as after some time of serving; if the pool is small, they share blocks.
+    as after some time of serving; if the pool is small, they share blocks. With ``positions`` it
+    has so many, whatever that takes.
     """
 
-    def __init__(self, stage: Stage, kv_bytes: int, block_size: int) -> None:
+    def __init__(self, stage: Stage, kv_bytes: int, block_size: int, positions: int = 0) -> None:
         self._stage = stage
         self._block_size = block_size
         each = -(-(SHORT_CONTEXT + 1) // block_size)
         wanted = max(DEEP_CONTEXT // block_size, max(DECODE_ROWS) * each)
         room = min(kv_bytes, _MAX_POOL_BYTES) // stage.block_bytes(block_size)
-        self._blocks = list(range(max(1, min(wanted, room))))
+        self._blocks = list(range(-(-positions // block_size) or max(1, min(wanted, room))))
         random.Random(0).shuffle(self._blocks)
         config = stage.config
         self._tokens = torch.arange(_MAX_ROWS) * _TOKEN_STRIDE % config.vocab_size
