@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from molinkd.coordinator.restore import read_replica
+from molinkd.coordinator.replica_file import read_replica
 from tests.support.processes import Tools
 from tests.support.rig_swarm import Behind, House, ask
 from tools.wan import Node, unavailable

@@ -15,7 +15,7 @@ import pytest
 
 from molink.errors import PeerBanned
 from molink.wire.messages.membership import AdmissionEntry
-from molinkd.coordinator.restore import read_replica
+from molinkd.coordinator.replica_file import read_replica
 from tests.e2e.test_knocking import shown_code
 from tests.support import wrong_clock
 from tests.support.local_swarm import LocalSwarm

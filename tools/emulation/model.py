@@ -21,7 +21,8 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Settings of a ring's stages; devices and models as in ``molink simulate``.
 
     ``activations`` is a file of recorded rows. ``devices`` and ``layers`` override the even split
-    per stage. ``hot``: a stage, the step from which it is slower, and its slowdown.
+    per stage. ``hot``: a stage, the step from which it is slower, and its slowdown. ``serves``:
+    requests will come, so a stage imports torch when it is loaded.
     """
 
     activations: str
@@ -31,6 +32,7 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     devices: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     hot: tuple[int, int, float] | None = None
+    serves: bool = True
 
     @cached_property
     def device_profiles(self) -> Sequence[DeviceProfile]:

@@ -37,6 +37,9 @@ NOTE = "punctuality "
 
 def load_emulated(emulation: Emulation, start: LoadStage) -> StageEngine:
     """Make the engine that replaces a loaded model."""
+    if emulation.serves:  # import torch before the first request
+        import molink.stage.sampling.token_history  # noqa: F401
+
     activations = Activations.read(Path(emulation.activations), emulation.row_bytes)
     stage = EmulatedStage(emulation, start.stage)
 
@@ -68,9 +71,6 @@ def run(engine: Callable[[LoadStage], StageEngine]) -> int:
             pipe.send(WarmedUp())
             start = pipe.read_first()
         if isinstance(start, LoadStage):
-            # Import torch before the first request.
-            import molink.stage.sampling.token_history  # noqa: F401
-
             with asyncio.Runner(loop_factory=EventLoop) as runner:
                 runner.run(Worker(start, pipe, engine).run())
     except MolinkError as error:

@@ -4,7 +4,7 @@
 
 Each daemon is a process of this PC with its own home, keys, sockets and endpoint; coordinator and
 workers are processes as usual. Stages are emulated (:mod:`tools.emulation`), one per layer of the
-bundled model; all other PCs are spare peers.
+bundled model, and import no torch; all other PCs are spare peers.
 
 All have joined before, and ``--folder`` keeps them for the next run. *Formed* is the time from the
 start of the first process, imports included, until the last daemon reports the model ready;
@@ -121,7 +121,7 @@ class Bench:
         rows = folder / "rows.bin"
         rows.write_bytes(os.urandom(64 * Emulation(activations="").row_bytes))
         emulation = folder / "emulation.json"
-        made = Emulation(activations=str(rows), stages=16)
+        made = Emulation(activations=str(rows), stages=16, serves=False)
         emulation.write_bytes(msgspec.json.encode(made))
         self._command = [sys.executable, "-m", "tools.swarm_bench.host", str(emulation)]
 

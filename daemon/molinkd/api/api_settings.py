@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from molink.errors import UsageError
-from molink.text.tool_calls.create import ToolCallParserChoice
+from molink.text.tool_calls.formats import ToolCallParserChoice
 from molinkd.api.cors import AllowedOrigins
 
 MIB = 2**20

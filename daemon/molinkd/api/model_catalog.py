@@ -6,7 +6,7 @@ from pathlib import Path
 
 from molink.errors import ModelNotFound, RequestError, Unavailable
 from molink.text.tokenizer import Tokenizer
-from molink.text.tool_calls.create import ToolCallParserChoice
+from molink.text.tool_calls.formats import ToolCallParserChoice
 from molinkd.api.backend import Backend, ServedModel
 
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from molink.errors import BrokenModel, ContextTooLong, MolinkError, RequestError
-from molink.text.tool_calls.create import ToolCallParserChoice
+from molink.text.tool_calls.formats import ToolCallParserChoice
 from molink.wire.messages.base import Message
 from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai.schema import ChatBody, GenerationBody, pack_body

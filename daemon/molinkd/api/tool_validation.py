@@ -4,7 +4,8 @@ from typing import Any
 
 from molink.errors import RequestError
 from molink.text.chat_template import ChatTemplate
-from molink.text.tool_calls.create import TOOL_CALL_FORMATS, AnswerFormat, detect_answer_format
+from molink.text.tool_calls.create import AnswerFormat, detect_answer_format
+from molink.text.tool_calls.formats import TOOL_CALL_FORMATS
 from molink.text.tool_calls.schema import find_schema_problem
 from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai.schema import ChatBody, NamedChoice

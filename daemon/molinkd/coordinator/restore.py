@@ -10,12 +10,13 @@ from pathlib import Path
 from molink.errors import DamagedState, StateError
 from molink.files import retry_while_busy
 from molink.swarm.controller.records import SwarmRecord
-from molink.swarm.election.replica import MAX_REPLICA_BYTES, Replica, decode_replica
+from molink.swarm.election.replica import Replica
 from molink.swarm.membership.membership_log import MembershipLog
 from molink.swarm.membership.sanitize import sanitize_name
 from molink.wire.messages.membership import Founder, peer_of_key
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.coordinator.options import CoordinatorOptions
+from molinkd.coordinator.replica_file import read_replica
 from molinkd.coordinator.state_store import STATE_FILE, StateStore
 
 log = logging.getLogger(__name__)
@@ -80,19 +81,6 @@ def _restore_newer(
         damage = f"{state.path} was missing."
     when = f"term {replica.term}, revision {replica.revision}"
     return f"{damage} The swarm was restored from this PC's replica ({when})."
-
-
-def read_replica(path: Path) -> Replica | None:
-    """Read a replica from a file; ``None`` if it is missing or invalid."""
-    try:
-        if path.stat().st_size > MAX_REPLICA_BYTES:
-            raise StateError(f"{path} is too long for a replica")
-        return decode_replica(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, StateError) as error:
-        log.warning("%s can't be used: %s", path, error)
-        return None
 
 
 def _move_aside(path: Path) -> Path:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import logging.handlers
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -63,6 +62,8 @@ def run_daemon(
 @contextlib.contextmanager
 def log_to_file(home: Home, level: str) -> Iterator[None]:
     """Log to the home's bounded ``daemon.log`` within the context."""
+    import logging.handlers  # only a detached daemon needs it
+
     folder = home.create_folders().logs
     handler = logging.handlers.RotatingFileHandler(
         folder / "daemon.log", maxBytes=1 << 20, backupCount=1, encoding="utf-8"

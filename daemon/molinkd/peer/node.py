@@ -11,8 +11,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from molink.checkpoint.model_names import DEMO_MODEL_NAME
-from molink.checkpoint.model_source import find_demo_model
+from molink.checkpoint.model_names import DEMO_MODEL_NAME, find_demo_folder
 from molink.errors import MolinkError, StateError
 from molink.swarm.frontend.stream import StreamLimits
 from molink.swarm.membership.membership_log import MembershipLog
@@ -65,7 +64,6 @@ from molinkd.peer.launch import (
     StageStatusChangedEvent,
     TransfersChangedEvent,
 )
-from molinkd.peer.local_status import local_status
 from molinkd.peer.membership.addresses import advertised_addresses
 from molinkd.peer.membership.peer_directory import PeerDirectory
 from molinkd.peer.membership.peer_prober import can_connect
@@ -240,6 +238,8 @@ class Node:
             asked = StatusRequest(ref=0, scale_out=scale_out)
             _, text = await self.session.request_payload(asked, timeout=3.0)
         except MolinkError as error:
+            from molinkd.peer.local_status import local_status
+
             reason = self.session.failure_reason or str(error)
             routes = self._schedulers.routes
             usable = {
@@ -537,7 +537,7 @@ def _bundled_models(hashes: Path) -> ModelRepository:
     """The bundled model, which need not be fetched."""
     repository = ModelRepository(Hasher(hashes))
     try:
-        repository.add_model(DEMO_MODEL_NAME, find_demo_model().path)
+        repository.add_model(DEMO_MODEL_NAME, find_demo_folder())
     except MolinkError as error:
         log.info("%s", error)
     return repository

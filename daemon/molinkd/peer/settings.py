@@ -14,19 +14,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 import platformdirs
 
-from molink.checkpoint.model_source import find_local_model
 from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import parse_layers
 from molink.facts.model import Objective, Quantize
 from molink.facts.settings import PipelineSettings
-from molink.link.policies.create import POLICIES
-from molink.scheduler.policies.create import SCHEDULING_POLICIES
 from molink.swarm.agent.pause_policy import DailyWindow
 from molink.swarm.membership.discovery import PAIRING_PORT
 from molink.swarm.membership.sanitize import sanitize_name
-from molink.text.tool_calls.create import ToolCallParserChoice
+from molink.text.tool_calls.formats import ToolCallParserChoice
 from molink.wire.sockets.secrets import write_secret
 from molinkd.peer.home import Home
 from molinkd.peer.membership.addresses import is_reachable_name
@@ -171,8 +168,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(
                     f"`advertise` takes addresses or host names, like 192.168.1.7, not {text!r}"
                 )
-        policies = {"link_policy": POLICIES, "scheduling_policy": SCHEDULING_POLICIES}
-        for name, choices in policies.items():
+        for name, choices in _policy_choices(self.pipeline).items():
             chosen = getattr(self.pipeline, name)
             if chosen not in choices:
                 raise ValueError(f"`{name}` is one of {', '.join(choices)}, not {chosen!r}")
@@ -206,6 +202,20 @@ _SINGLE_PORTS = ("api_port", "coordinator_port", "control_port")
 
 #: Settings from one source, before merging.
 SettingsLayer = Mapping[str, Any]
+
+
+def _policy_choices(pipeline: PipelineSettings) -> dict[str, tuple[str, ...]]:
+    """Names of policies by setting; empty for the defaults, since policies import a scheduler."""
+    default = PipelineSettings()
+    if (pipeline.link_policy, pipeline.scheduling_policy) == (
+        default.link_policy,
+        default.scheduling_policy,
+    ):
+        return {}
+    from molink.link.policies.create import POLICIES
+    from molink.scheduler.policies.create import SCHEDULING_POLICIES
+
+    return {"link_policy": POLICIES, "scheduling_policy": SCHEDULING_POLICIES}
 
 
 def load_settings(
@@ -376,6 +386,8 @@ def _parse_value(name: str, value: object, where: str) -> object:
     if name == "draft_model":
         if value.strip().lower() == "off":
             return ""
+        from molink.checkpoint.model_source import find_local_model
+
         found = find_local_model(value)
         return value if found is None else str(found)
     if name == "record" and value:

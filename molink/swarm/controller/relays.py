@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageAction
-from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute, RelayOpened
+from molink.wire.messages.relay import MAX_OF_PEER, CloseRelay, OpenRelay, RelayedRoute, RelayOpened
 
-#: Relays at once, in the swarm and on one PC.
-MAX_RELAYS, MAX_OF_PEER = 64, 16
+#: Relays at once in the swarm.
+MAX_RELAYS = 64
 #: Failed probes of a relay before another one is chosen.
 MAX_FAILURES = 2
 #: How long a relay may take to say that it has opened.

@@ -2,17 +2,11 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from molink.text.tool_calls import harmony, hermes, llama, mistral
 from molink.text.tool_calls.base import AnswerParser
+from molink.text.tool_calls.formats import ToolCallFormat, ToolCallParserChoice
 from molink.text.tool_calls.reasoning import REASONING_TAGS, PlainTextParser, ReasoningParser
-
-#: Tool call formats.
-ToolCallFormat = Literal["hermes", "llama", "mistral", "harmony"]
-#: Choices of the ``tool_call_parser`` setting; ``raw`` disables parsing.
-ToolCallParserChoice = Literal["auto", "raw", "hermes", "llama", "mistral", "harmony"]
-TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = get_args(ToolCallFormat)
 
 #: Strings that a format's templates contain, and strings that exclude it; harmony is first.
 _TEMPLATE_SIGNS: dict[ToolCallFormat, tuple[tuple[str, ...], tuple[str, ...]]] = {

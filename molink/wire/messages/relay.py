@@ -25,6 +25,8 @@ Secret = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 #: Which end dials the other, and which waits.
 Role = Literal["dials", "waits"]
 
+#: Relays at once on one PC.
+MAX_OF_PEER = 16
 #: Bytes of the relay's nonce, and of the answer.
 NONCE_BYTES, PROOF_BYTES = 16, 8 + 1 + 32
 #: Sent by the relay to a waiting end when the other has arrived.

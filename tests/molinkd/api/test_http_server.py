@@ -136,10 +136,19 @@ def test_the_routes_are_loaded_by_the_first_connection(backend: Any) -> None:
     server.stop()
 
 
-def test_a_starting_daemon_imports_no_routes() -> None:
+def test_a_starting_daemon_imports_only_what_it_needs_to_join() -> None:
     check = "import molinkd.peer.main, sys; print(*sys.modules)"
     started = subprocess.run(
         [sys.executable, "-c", check], check=True, capture_output=True, text=True
     )
-    heavy = {"aiohttp", "jinja2", "tokenizers", "prometheus_client", "molinkd.api.app"}
-    assert not heavy & set(started.stdout.split())
+    routes = {"aiohttp", "jinja2", "tokenizers", "prometheus_client", "molinkd.api.app"}
+    unneeded = {"importlib.metadata", "logging.handlers", "numpy", "sqlite3", "torch", "zipfile"}
+    models = {"molink.checkpoint.gguf_import", "molink.checkpoint.hub", "molink.gguf.gguf_file"}
+    deciders = {
+        "molink.link",
+        "molink.scheduler",
+        "molink.swarm.controller.fleet",
+        "molink.swarm.controller.relays",
+        "molink.text.tool_calls.create",
+    }
+    assert not (routes | unneeded | models | deciders) & set(started.stdout.split())

@@ -12,7 +12,8 @@ from molink.swarm.controller.records import SwarmRecord
 from molink.swarm.election.replica import Replica
 from molink.swarm.membership.membership_log import MembershipLog
 from molinkd.coordinator.options import CoordinatorOptions
-from molinkd.coordinator.restore import load_or_create_swarm, open_state, read_replica
+from molinkd.coordinator.replica_file import read_replica
+from molinkd.coordinator.restore import load_or_create_swarm, open_state
 from molinkd.coordinator.state_store import STATE_FILE, StateStore
 from tests.support.membership import LogBuilder, TestPeer
 

@@ -7,7 +7,6 @@ from molink.swarm.controller.events import ConnectionTriedEvent, SendMessageActi
 from molink.swarm.controller.relays import (
     FIRST_EXCLUSION,
     MAX_EXCLUSION,
-    MAX_OF_PEER,
     MAX_RELAYS,
     OPEN_TIMEOUT,
     LivePeersChangedEvent,
@@ -18,7 +17,13 @@ from molink.swarm.controller.relays import (
     RelayPlanner,
     RouteTriedEvent,
 )
-from molink.wire.messages.relay import CloseRelay, OpenRelay, RelayedRoute, RelayOpened
+from molink.wire.messages.relay import (
+    MAX_OF_PEER,
+    CloseRelay,
+    OpenRelay,
+    RelayedRoute,
+    RelayOpened,
+)
 
 
 class Swarm:

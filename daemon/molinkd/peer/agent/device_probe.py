@@ -6,11 +6,12 @@ version and thread count.
 
 import asyncio
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -206,8 +207,10 @@ def _parse_probe(code: int, output: bytes, errors: bytes) -> DeviceProbe:
 
 
 def torch_version() -> str:
-    """The installed torch version, or ``none``."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
+    """The installed torch version, or ``none``; reading it imports neither torch nor metadata."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
         return "none"
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
+    return "none" if found is None else found[1]

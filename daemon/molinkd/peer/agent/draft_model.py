@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 
 from molink.checkpoint.model_folder import ModelFolder
-from molink.checkpoint.model_source import find_model
 from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
 from molink.facts.memory_plan import plan_memory
@@ -42,6 +41,8 @@ class DraftModelFolder:
             ModelError: The model does not exist or is not supported.
             Unavailable: The hub can't be reached.
         """
+        from molink.checkpoint.model_source import find_model
+
         source = find_model(name, progress, stop, unpack_into=unpack_into)
         return cls(name, source.path, ModelFolder.open(source.path))
 

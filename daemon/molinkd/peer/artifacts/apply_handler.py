@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from molink.checkpoint.model_source import is_hub_file, is_local, is_repository
 from molink.errors import MolinkError, UsageError, WorkerError
 from molink.wire.messages.admin import (
     ApplyFile,
@@ -100,9 +99,13 @@ class ApplyHandler:
         return (await self._ask(message, data))[1]
 
     def _is_local(self, name: str) -> bool:
+        from molink.checkpoint.model_source import is_local
+
         return is_local(name) or self._is_stored(name)
 
     async def _model_spec(self, entry: ModelEntry, *, dry: bool) -> ModelSpec:
+        from molink.checkpoint.model_source import is_hub_file, is_repository
+
         name = entry.source
         fetched = is_repository(name) or is_hub_file(name)
         if dry and fetched and not await asyncio.to_thread(self._is_local, name):

@@ -4,19 +4,12 @@ import asyncio
 import logging
 import threading
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_names import short_name
-from molink.checkpoint.model_source import (
-    ModelSource,
-    find_local_model,
-    find_model,
-    is_local,
-    is_repository,
-)
 from molink.checkpoint.quantize_check import check_quantize, check_quantize_files
 from molink.errors import BrokenModel, MolinkError, Unavailable, UsageError
 from molink.facts.model import ModelFacts
@@ -40,6 +33,9 @@ from molinkd.peer.membership.addresses import is_loopback
 from molinkd.peer.membership.membership_record import read_membership
 from molinkd.peer.membership.session import CoordinatorSession
 from molinkd.tasks import cancel_tasks
+
+if TYPE_CHECKING:
+    from molink.checkpoint.model_source import ModelSource
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +138,9 @@ class Bootstrap:
         """The model's folder; ``None`` until it is found."""
         return None if self._source is None else self._source.path
 
-    async def _find_source(self, model: str | None) -> ModelSource:
+    async def _find_source(self, model: str | None) -> "ModelSource":
+        from molink.checkpoint.model_source import find_local_model
+
         self.state, progress = "fetching", self.progress
         if model is not None and find_local_model(model) is not None:
             progress.set_source("disk (unpacking)")
@@ -151,7 +149,14 @@ class Bootstrap:
 
     def _find_in_thread(
         self, model: str | None, progress: Progress, stop: threading.Event
-    ) -> ModelSource:
+    ) -> "ModelSource":
+        from molink.checkpoint.model_source import (
+            ModelSource,
+            find_model,
+            is_local,
+            is_repository,
+        )
+
         in_shards = self._settings.hub_files
         if in_shards and model is not None and is_repository(model) and not is_local(model):
             kept = self._stored = find_stored_model(self._home.models, model)
@@ -160,7 +165,7 @@ class Bootstrap:
         into = self._home.unpacked
         return find_model(model, progress, stop, unpack_into=into, in_shards=in_shards)
 
-    def _open_folder(self, source: ModelSource) -> ModelFolder:
+    def _open_folder(self, source: "ModelSource") -> ModelFolder:
         if self._stored is not None:
             return ModelFolder.open_remote(source.path, tensor_spans(self._stored.manifest))
         if source.shards is not None:
@@ -199,7 +204,7 @@ class Bootstrap:
             self._facts, root=made.root, extra_bytes=made.extra_bytes
         )
 
-    def _offer_shards(self, source: ModelSource) -> None:
+    def _offer_shards(self, source: "ModelSource") -> None:
         """Offer the manifest and metadata of a model in shards; its shards stay on the hub."""
         kept = self._stored
         if kept is None:

@@ -6,8 +6,8 @@ added to it later.
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from molink.checkpoint.hub_reader import HubModel
 from molink.checkpoint.manifest import HashedEntry, Manifest, hash_chunks, manifest_root
 from molink.checkpoint.model_folder import METADATA_FILES
 from molink.checkpoint.model_names import short_name
@@ -23,10 +23,13 @@ from molinkd.peer.artifacts.stored_model import (
     stored_files,
 )
 
+if TYPE_CHECKING:
+    from molink.checkpoint.hub_reader import HubModel
+
 log = logging.getLogger(__name__)
 
 
-def store_model(store: Path, name: str, model: HubModel) -> ModelFiles:
+def store_model(store: Path, name: str, model: "HubModel") -> ModelFiles:
     """Store the metadata of ``model`` in a folder below ``store``, created atomically.
 
     Raises:

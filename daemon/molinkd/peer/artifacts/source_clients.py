@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 import zmq.asyncio
 
-from molink.checkpoint.hub_reader import HubReader
 from molink.errors import Unavailable, WireError
 from molink.swarm.membership.address_book import AddressBook
 from molink.wire.messages.codec import control_codec
@@ -114,6 +113,8 @@ class HubSource:
 
     def __init__(self, place: str) -> None:
         """``place`` is ``OWNER/NAME@COMMIT``."""
+        from molink.checkpoint.hub_reader import HubReader
+
         self._parts = HubReader.open_place(place)
 
     async def read_manifest(self, root: str, offset: int) -> tuple[int, bytes]:

@@ -60,7 +60,7 @@ from molink.wire.sockets.client import Client, is_refused
 from molink.wire.sockets.create_socket import endpoints
 from molink.wire.sockets.key_pair import KeyPair
 from molink.wire.sockets.secrets import write_secret_bytes
-from molinkd.coordinator.restore import read_replica
+from molinkd.coordinator.replica_file import read_replica
 from molinkd.peer.election.coordinator_process import (
     CoordinatorAnnouncement,
     CoordinatorHost,

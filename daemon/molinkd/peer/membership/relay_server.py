@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from molink.errors import WireError
-from molink.swarm.controller.relays import MAX_OF_PEER
 from molink.util.connection_slots import ConnectionSlots
 from molink.util.token_bucket import RateLimit, TokenBucket
 from molink.wire.messages.relay import (
+    MAX_OF_PEER,
     NONCE_BYTES,
     PEER_ARRIVED,
     PROOF_BYTES,

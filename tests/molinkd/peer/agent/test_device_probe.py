@@ -1,6 +1,7 @@
 """Measuring the device in a subprocess, and the memory budget of stages."""
 
 import asyncio
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from molinkd.peer.agent.device_probe import (
     measure_device,
     num_worker_threads,
     stage_memory_budget,
+    torch_version,
 )
 from molinkd.peer.settings import MemoryShare, Settings
 from molinkd.platform import num_cores
@@ -118,3 +120,7 @@ async def test_free_memory_of_a_gpu_is_measured_each_time(tmp_path: Path) -> Non
 def test_cpu_threads_per_stage() -> None:
     assert num_worker_threads(Settings(name="n", threads=5)) == 5
     assert num_worker_threads(Settings(name="n", stages_per_host=64)) == max(1, num_cores() // 64)
+
+
+def test_the_version_of_torch_is_read_without_its_metadata() -> None:
+    assert torch_version() == importlib.metadata.version("torch")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from molink.checkpoint import model_source
 from molink.checkpoint import quantize_check as module
 from molink.checkpoint.model_source import ModelSource
 from molink.errors import BrokenModel, UsageError
@@ -111,7 +112,7 @@ async def test_a_truncated_cached_model(
     weights = next(cut.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
     source = ModelSource("m", cut, "owner/m@commit")
-    monkeypatch.setattr(bootstrap_module, "find_model", lambda *_, **__: source)
+    monkeypatch.setattr(model_source, "find_model", lambda *_, **__: source)
     made = founder(tmp_path / "home", "owner/m")
     with pytest.raises(BrokenModel, match=r"truncated; fetch it again. `molink pull owner/m"):
         await made.find_model()
