@@ -1,7 +1,13 @@
-"""Measures ``T_d(x)`` and ``T_p(x)`` within a deadline, with a given clock."""
+"""Measures ``T_d(x)`` and ``T_p(x)`` within a deadline, with a given clock.
+
+A stage is measured while the PC may be busy, often with other stages that load. That only makes
+passes slower, so each point counts by its fastest run, and its runs are spread over the whole time:
+all points are run in turn. On a CPU the thread's CPU time counts, which passes of other programs on
+the same core don't add to. How much slower steps are at present, each stage measures while it
+serves (:class:`molink.ring.ring_measurements.SlowdownMeter`).
+"""
 
 from collections.abc import Callable
-from statistics import median
 from typing import Protocol
 
 from molink.facts.profile import Profile
@@ -13,9 +19,9 @@ PREFILL_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SHORT_CONTEXT = 128
 DEEP_CONTEXT = 2048
 DEEP_ROWS = 64
-#: Repeats of a point, or their maximum seconds, after a warm-up.
-_REPEATS = 5
-_MAX_POINT_S = 0.1
+#: Runs of a point, or their maximum seconds, after a warm-up.
+_MAX_RUNS = 5
+_MAX_POINT_S = 0.2
 #: Where tile sizes of matrix products are searched, and their range.
 _TILE_BASES = (256, 128, 64)
 _TILE_SIZES = (256, 128, 64, 32, 16, 8)
@@ -26,12 +32,11 @@ _MAX_PLATEAU_GROWTH = 1.04
 _MAX_ATTENTION_GROWTH = 1.1
 #: Passes that must fit the deadline before tiles are searched.
 _TILE_PASSES = 8
-#: Share of the time for both tables.
-_TABLES_SHARE = 0.6
-
-
-#: Picks one of several times.
-PickTime = Callable[[list[float]], float]
+#: Shares of the time for both tables, and for finding points that fit.
+_TABLES_SHARE = 0.75
+_GROWTH_SHARE = 0.4
+#: On a busy PC measuring may take longer by this factor.
+_MAX_DELAY = 2.0
 
 
 class TimedPasses(Protocol):
@@ -51,24 +56,37 @@ class TimedPasses(Protocol):
         """Run a chunk of ``rows`` rows after ``before`` tokens of a prompt."""
 
 
-def measure_profile(passes: TimedPasses, clock: Callable[[], float], seconds: float) -> Profile:
-    """Measure a profile in about ``seconds`` seconds; the faster half of a pass's runs counts.
+def measure_profile(
+    passes: TimedPasses,
+    clock: Callable[[], float],
+    seconds: float,
+    timer: Callable[[], float] | None = None,
+) -> Profile:
+    """Measure a profile in about ``seconds`` seconds.
 
-    ``T_d(1)`` and ``T_p`` of the smallest chunk are always measured, other points only if they fit
-    the deadline; then the cost of longer contexts, and the tile. Raises ``MemoryError`` if not even
-    the smallest passes fit.
+    A pass takes what ``timer`` says (default: ``clock``). ``T_d(1)`` and ``T_p`` of the smallest
+    chunk are always measured, other points only if they fit the deadline; then the cost of longer
+    contexts, and the tile. If ``timer`` is slower than ``clock``, measuring takes up to twice as
+    long. Raises ``MemoryError`` if not even the smallest passes fit.
     """
-    return _ProfileTimer(passes, clock, seconds).measure_profile()
+    return _ProfileTimer(passes, clock, seconds, timer or clock).measure_profile()
 
 
 class _ProfileTimer:
     """One call of :func:`measure_profile`."""
 
-    def __init__(self, passes: TimedPasses, clock: Callable[[], float], seconds: float) -> None:
+    def __init__(
+        self,
+        passes: TimedPasses,
+        clock: Callable[[], float],
+        seconds: float,
+        timer: Callable[[], float],
+    ) -> None:
         self._passes = passes
-        self._clock = clock
-        self._deadline = clock() + _TABLES_SHARE * seconds
+        self._clock, self._timer = clock, timer
+        self._began_at, self._timer_began_at = clock(), timer()
         self._seconds = seconds
+        self._deadline = _GROWTH_SHARE * seconds
         max_context = passes.max_context
         self._context = min(SHORT_CONTEXT, max_context - 1)
         self._deep = min(DEEP_CONTEXT, max_context - DEEP_ROWS)
@@ -76,9 +94,7 @@ class _ProfileTimer:
 
     def measure_profile(self) -> Profile:
         decode, prefill = self._measure_tables()
-        self._deadline += (1 - _TABLES_SHARE) * self._seconds
-        # Measure the baseline again: the process was just starting the first time.
-        decode[1] = min(decode[1], self._try_run(self._time_decode(1), decode[1]) or decode[1])
+        self._deadline = self._seconds
         return Profile(
             decode=_smooth_table(decode),
             prefill=_smooth_table(prefill),
@@ -88,10 +104,16 @@ class _ProfileTimer:
             tile=self._find_tile(prefill),
         )
 
+    @property
+    def _elapsed_s(self) -> float:
+        """Seconds used up: by the timer, unless the clock is far ahead of it."""
+        waited = (self._clock() - self._began_at) / _MAX_DELAY
+        return max(waited, self._timer() - self._timer_began_at)
+
     def _measure_tables(self) -> tuple[dict[int, float], dict[int, float]]:
         """Measure both tables point by point, always the one expected to be faster."""
-        decode = {1: self._time_run(self._time_decode(1))}
-        prefill = {self._chunks[0]: self._time_run(self._time_prefill(self._chunks[0]))}
+        decode = {1: self._time_run(self._time_decode(1), 1)}
+        prefill = {self._chunks[0]: self._time_run(self._time_prefill(self._chunks[0]), 1)}
         open_ends = [
             (decode, list(DECODE_ROWS[1:]), self._time_decode),
             (prefill, self._chunks[1:], self._time_prefill),
@@ -101,12 +123,25 @@ class _ProfileTimer:
                 (end for end in open_ends if end[1]),
                 key=lambda end: _predict_next_s(end[0], end[1][0]),
             )
-            taken = self._try_run(make(rows[0]), _predict_next_s(table, rows[0]))
+            taken = self._try_run(make(rows[0]), _predict_next_s(table, rows[0]), 1)
             if taken is None:
                 rows.clear()  # larger ones take longer
             else:
                 table[rows.pop(0)] = taken
+        self._deadline = _TABLES_SHARE * self._seconds
+        for runs in range(1, _MAX_RUNS):
+            for table, _, make in open_ends:
+                self._repeat_points(table, make, runs)
         return decode, prefill
+
+    def _repeat_points(
+        self, table: dict[int, float], make: Callable[[int], Callable[[], None]], runs: int
+    ) -> None:
+        """Run each point of a table again if its ``runs`` runs took little time."""
+        for rows, fastest in table.items():
+            is_due = runs == 1 or runs * fastest < _MAX_POINT_S
+            if is_due and self._elapsed_s + fastest <= self._deadline:
+                table[rows] = min(fastest, self._run_once(make(rows)))
 
     def _decode_slope(self, short: float) -> float:
         further = self._deep - self._context
@@ -126,7 +161,7 @@ class _ProfileTimer:
 
     def _find_tile(self, prefill: dict[int, float]) -> int:
         """Tile size of matrix products around the largest affordable chunk."""
-        left = self._deadline - self._clock()
+        left = self._deadline - self._elapsed_s
         for base in _TILE_BASES:
             fits = 2 * base <= self._passes.max_context
             if base in prefill and fits and _TILE_PASSES * prefill[base] <= left:
@@ -135,19 +170,15 @@ class _ProfileTimer:
 
     def _is_tile_at(self, base: int) -> int:
         """Compare ``T_p(n · tile)`` with ``T_p(n · tile + 1)`` and ``T_p((n + 1) · tile)``."""
-        below, above = self._min_prefill_s(base), self._min_prefill_s(base + 1)
+        below, above = (self._try_run(self._time_prefill(rows)) for rows in (base, base + 1))
         if below is None or above is None or above < _MIN_TILE_STEP * below:
             return 1
         for tile in _TILE_SIZES:
             if tile <= base:
-                end = self._min_prefill_s(base + tile)
+                end = self._try_run(self._time_prefill(base + tile))
                 if end is not None and end <= _MAX_PLATEAU_GROWTH * above:
                     return tile
         return 1
-
-    def _min_prefill_s(self, rows: int) -> float | None:
-        """Minimum time of a chunk: noise must not look like a tile."""
-        return self._try_run(self._time_prefill(rows), pick=min)
 
     def _time_decode(self, rows: int) -> Callable[[], None]:
         return lambda: self._passes.run_decode(rows, self._context)
@@ -156,42 +187,35 @@ class _ProfileTimer:
         return lambda: self._passes.run_prefill(rows, 0)
 
     def _try_run(
-        self, run: Callable[[], None], predicted: float = 0.0, pick: PickTime | None = None
+        self, run: Callable[[], None], predicted: float = 0.0, runs: int = _MAX_RUNS
     ) -> float | None:
         """Seconds of a pass; ``None`` if it would miss the deadline or doesn't fit."""
-        if self._clock() + predicted > self._deadline:
+        if self._elapsed_s + predicted > self._deadline:
             return None
         try:
-            return self._time_run(run, pick)
+            return self._time_run(run, runs)
         except MemoryError:
             return None
 
-    def _time_run(self, run: Callable[[], None], pick: PickTime | None = None) -> float:
-        last = self._run_once(run)
-        taken: list[float] = []
-        # By the fastest run, since first passes allocate memory.
-        while len(taken) < _REPEATS and len(taken) * min(taken, default=0.0) < _MAX_POINT_S:
-            if self._clock() + last > self._deadline:
+    def _time_run(self, run: Callable[[], None], runs: int = _MAX_RUNS) -> float:
+        """Seconds of the fastest run: one that allocates memory, and up to ``runs`` more."""
+        taken = [self._run_once(run)]
+        while len(taken) <= runs and len(taken) * min(taken) < _MAX_POINT_S:
+            if self._elapsed_s + taken[-1] > self._deadline:
                 break
-            last = self._run_once(run)
-            taken.append(last)
-        return (pick or _typical_s)(taken or [last])
+            taken.append(self._run_once(run))
+        return min(taken)
 
     def _run_once(self, run: Callable[[], None]) -> float:
-        begin = self._clock()
+        begin = self._timer()
         run()
-        return max(1e-9, self._clock() - begin)
+        return max(1e-9, self._timer() - begin)
 
 
 def _predict_next_s(table: dict[int, float], rows: int) -> float:
     """Upper bound of the time of the next larger point."""
     last = max(table)
     return table[last] * rows / last
-
-
-def _typical_s(times: list[float]) -> float:
-    """Median of the faster half: other programs only add time."""
-    return median(sorted(times)[: (len(times) + 1) // 2])
 
 
 def _smooth_table(table: dict[int, float]) -> tuple[tuple[int, float], ...]:

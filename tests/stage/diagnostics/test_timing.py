@@ -1,9 +1,12 @@
 """Measuring profiles on a clock of the test: what is measured, how often, and when it ends."""
 
+import random
 from collections.abc import Callable
 
 import pytest
 
+from molink.facts.profile import Profile
+from molink.scheduler.chunk_size import ChunkSize
 from molink.stage.diagnostics.timing import DECODE_ROWS, PREFILL_ROWS, measure_profile
 
 
@@ -89,10 +92,10 @@ def test_twice_the_rows_take_hardly_more_than_twice_the_time() -> None:
 
 
 def test_the_first_pass_warms_up_and_the_quicker_ones_count() -> None:
-    times = iter([9.0, 0.010, 0.012, 0.5])
+    times = iter([9.0, 0.012, 0.5, 0.010])
     machine = Machine(decode=lambda rows, _: next(times, 0.012) if rows == 1 else 0.012)
     profile = measure_profile(machine, machine.clock, 30.0)
-    assert profile.decode_s(1) == pytest.approx(0.012)
+    assert profile.decode_s(1) == pytest.approx(0.010)
 
 
 def test_more_rows_never_take_less() -> None:
@@ -144,3 +147,43 @@ def test_the_baseline_is_measured_again_after_start() -> None:
     profile = measure_profile(machine, machine.clock, 10.0)
     assert profile.decode_s(1) == pytest.approx(0.012)
     assert [rows for rows, _ in profile.decode] == list(DECODE_ROWS)
+
+
+#: Seconds of a stage of eight layers on one core, as ``molink bench stage`` measures them.
+PREFILL_S = {8: 8.1e-3, 16: 15.3e-3, 32: 29.4e-3, 64: 55e-3, 128: 109e-3, 256: 220e-3, 512: 451e-3}
+STAGE = Profile(
+    decode=((1, 6.9e-3), (8, 12e-3), (128, 120e-3)), prefill=tuple(PREFILL_S.items()), context=128
+)
+
+
+def choose_chunks(profile: Profile) -> list[int]:
+    """Chunk sizes of a ring of three such stages: alone, with streams, and of queued prompts."""
+    chunks = ChunkSize(0, [profile] * 3, 3)
+    queued = [chunks.choose_rows(streams, 4096, 0, 512, 9000, 8) for streams in (0, 6)]
+    return [chunks.choose_rows(0, 4096), chunks.choose_rows(6, 4096, 0, 512), *queued]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_busy_moment_changes_neither_chunks_nor_the_read_rate(seed: int) -> None:
+    noise = random.Random(seed)
+
+    def slow_down(seconds: float) -> float:
+        is_busy = busy.now < 100.7 or noise.random() < 0.1
+        return seconds * (noise.uniform(1.5, 5) if is_busy else 1)
+
+    busy = Machine(
+        lambda rows, _: slow_down(STAGE.decode_s(rows)),
+        lambda rows, _: slow_down(STAGE.prefill_s(rows)),
+    )
+    found = measure_profile(busy, busy.clock, 3.0)
+    assert found.decode_s(1) == pytest.approx(STAGE.decode_s(1), rel=0.1)
+    for rows, wanted in zip(choose_chunks(found), choose_chunks(STAGE), strict=True):
+        assert 0.7 <= rows / wanted <= 1.4
+
+
+def test_cpu_time_of_other_programs_does_not_count() -> None:
+    machine = Machine(lambda rows, _: STAGE.decode_s(rows), lambda rows, _: STAGE.prefill_s(rows))
+    profile = measure_profile(machine, lambda: 3 * machine.now, 3.0, machine.clock)
+    assert dict(profile.decode) == pytest.approx({x: STAGE.decode_s(x) for x, _ in profile.decode})
+    assert choose_chunks(profile) == choose_chunks(STAGE)
+    assert 3 * (machine.now - 100) <= 2 * 3.0 + 3 * PREFILL_S[512]
