@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 # Tests share the machine with each other and with what they start; many threads only slow them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# GPU kernels run in Triton's interpreter where there is no GPU; Triton reads it on import.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # As in a terminal where .venv is activated: hints say `molink`, not its path.
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 

@@ -28,6 +28,7 @@ from molink.stage.diagnostics.kernel_trials import (
     supported_dtypes,
 )
 from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES, TrialShapes
+from molink.stage.gpu_kernels.triton_support import find_triton_problem
 
 
 def run_trials(
@@ -46,9 +47,12 @@ def run_trials(
 
 
 def describe_torch() -> dict[str, Any]:
-    """Describe torch and its usable GPUs; ``reason`` tells why there are none."""
+    """Describe torch and its usable GPUs; ``reason`` tells why there are none.
+
+    ``triton_problem`` tells why kernels that Triton compiles can't be used, if so.
+    """
     report: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
-    report |= {"reason": "", "kernels_for": []}
+    report |= {"reason": "", "kernels_for": [], "triton_problem": find_triton_problem()}
     try:
         if torch.version.cuda is not None:
             torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -21,6 +21,8 @@ def check_device(facts: DeviceFacts) -> list[Finding]:
     gpu = _check_gpu(facts, about)
     if gpu is not None:
         found.append(gpu)
+    if about.gpus and about.triton_problem and facts.configured_device != "cpu":
+        found.append(_check_triton(facts, about.triton_problem))
     found.append(_check_kernels(facts))
     return found
 
@@ -120,6 +122,15 @@ def _check_architecture(about: TorchInfo, gpus: tuple[TorchGpu, ...]) -> Finding
                 _CPU_COMMANDS,
             )
     return Finding("gpu", "ok", f"torch uses {', '.join(gpu.name for gpu in gpus)}")
+
+
+def _check_triton(facts: DeviceFacts, problem: str) -> Finding:
+    """Say what the GPU misses without Triton."""
+    commands = (_install_command(facts.system, "--cuda"),)
+    if facts.system != "win32" and "installed" not in problem:
+        commands = ("sudo apt install gcc python3-dev  # then start molink again",)
+    text = f"Triton can't compile kernels for the GPU ({problem}): molink uses slower ones"
+    return Finding("triton", "warning", text, commands)
 
 
 def _has_code(kernels_for: tuple[str, ...], capability: str) -> bool:

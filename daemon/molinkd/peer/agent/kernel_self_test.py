@@ -38,7 +38,8 @@ class TorchGpu(msgspec.Struct, frozen=True, kw_only=True):
 class TorchInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The installed torch. ``cuda`` is the version it was built for, ``None`` for a CPU build.
 
-    ``reason`` says why it can't use a GPU, ``kernels_for`` lists its architectures (``sm_86``).
+    ``reason`` says why it can't use a GPU, ``kernels_for`` lists its architectures (``sm_86``),
+    ``triton_problem`` says why Triton can't compile kernels.
     """
 
     torch: _ShortText
@@ -46,6 +47,7 @@ class TorchInfo(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[TorchGpu, ...] = ()
     reason: _ShortText = ""
     kernels_for: tuple[_ShortText, ...] = ()
+    triton_problem: _ShortText = ""
 
 
 class KernelResult(msgspec.Struct, frozen=True, kw_only=True):

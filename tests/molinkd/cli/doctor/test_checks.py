@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from molinkd.cli.doctor.device_checks import check_device
@@ -168,6 +169,25 @@ def test_the_gpu(facts: Any, level: str, text: str, command: str | None) -> None
 def test_the_gpu_is_not_checked_if_unwanted() -> None:
     for facts in (device(CPU_BUILD), device(WORKING, configured_device="cpu")):
         assert [one.check for one in check_device(facts)] == ["torch", "kernels"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "system", "command"),
+    [
+        ("it is not installed", "linux", "./install.sh --cuda"),
+        ("it is not installed", "win32", "install.ps1 --cuda"),
+        ("there is no C compiler", "linux", "sudo apt install gcc python3-dev"),
+    ],
+)
+def test_a_gpu_without_triton_is_told_once(problem: str, system: str, command: str) -> None:
+    about = msgspec.structs.replace(WORKING, triton_problem=problem)
+    expect(of(check_device(device(about, system=system)), "triton"), "warning", problem, command)
+    for fine in (
+        device(WORKING),
+        device(about, configured_device="cpu"),
+        device(msgspec.structs.replace(CPU_BUILD, triton_problem=problem)),
+    ):
+        assert "triton" not in [one.check for one in check_device(fine)]
 
 
 def failed(kernel: str, **changes: Any) -> KernelResult:

@@ -1,0 +1,30 @@
+"""Whether Triton can be used here; it isn't needed on CPUs."""
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+
+def find_triton_problem() -> str:
+    """Why Triton can't compile kernels here; empty if it can.
+
+    On Linux it builds its launcher with the PC's C compiler and Python's headers;
+    ``triton-windows`` brings both.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "it is not installed"
+    if sys.platform == "win32" or is_interpreted():
+        return ""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "Python's headers are missing"
+    return ""
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU; for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
