@@ -240,8 +240,18 @@ def compute_figures(samples: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def print_rows(mbps: float, found: Mapping[str, list[tuple[float, ...]]]) -> None:
-    """Print rows of a Markdown table: median and range of the repeats."""
-    for name, repeats in found.items():
+    """Print rows of a Markdown table: median and range of the repeats.
+
+    Rows of ratios compare the first side with each other one, load by load.
+    """
+    rows = dict(found)
+    first, *others = found
+    for other in others:
+        pairs = zip(found[first], found[other], strict=True)
+        rows[f"{first} / {other}"] = [
+            tuple(one / two for one, two in zip(*pair, strict=True)) for pair in pairs
+        ]
+    for name, repeats in rows.items():
         cells = []
         for values in zip(*repeats, strict=True):
             spread = f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else ""
@@ -273,7 +283,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.2, help="requests a second")
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="loads, each of its own seed")
+    parser.add_argument("--seed", type=int, default=0, help="of the first load")
     parser.add_argument("--sides", default="molink,plain,llama", help="sides to measure")
     options = parser.parse_args()
     reason = unavailable()
@@ -297,7 +308,7 @@ def main() -> None:
             sides.append(stack.enter_context(beside))
         print(f"| Mbps | | {' | '.join(f'{one}, s' for one in FIGURES)} |")
         print("|---:|---|---:|---:|---:|---:|")
-        seeds = itertools.count()
+        seeds = itertools.count(options.seed)
         sizes = (options.requests, options.rate, options.prompt_tokens, options.output_tokens)
         for side in sides:
             side.measure(Load(2, 1.0, options.prompt_tokens, 8, next(seeds)))
