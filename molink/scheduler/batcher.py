@@ -282,7 +282,8 @@ class Batcher:
         trip's idle time instead (:mod:`molink.scheduler.micro_batches`).
 
         Where prompts queue and decode rows cost little (:meth:`.ChunkSize.leaves_alone`), chunks
-        leave alone: ``K`` of them keep the stages busy, and all decode rows share one volume.
+        leave alone: as many as keep the slowest stage or link busy, and all decode rows share one
+        volume.
         """
         self._chunks_leave_alone = False
         requests = self.queues.prefill_order(now, closed=self.queues.has_prefills)
@@ -307,7 +308,10 @@ class Batcher:
         if not is_regular and not self.micro_batches.allows_prefill_only:
             return 0
         before = requests[0].num_issued if admitted else 0
-        rows = self._chunk_size.choose_rows(streams, left, before, context, queued, prompts)
+        alone = self._chunks_leave_alone
+        rows = self._chunk_size.choose_rows(
+            streams, left, before, context, queued, prompts, alone=alone
+        )
         if not self._config.max_num_batched_tokens:
             rows = min(rows, self.micro_batches.link_chunk_rows or rows)
         if is_regular:
@@ -315,7 +319,7 @@ class Batcher:
         has_room = in_flight.num_prefill_rows + rows <= self._config.max_prefill_only_rows
         window = self.micro_batches.prefill_only_window(rows, before, streams, context)
         awaited_at = in_flight.oldest_awaited_at
-        is_open = awaited_at is None or now - awaited_at <= window.window_s
+        is_open = alone or awaited_at is None or now - awaited_at <= window.window_s
         return rows if has_room and is_open and volumes < window.max_volumes else 0
 
     def _add_chunk(

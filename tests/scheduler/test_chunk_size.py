@@ -125,6 +125,12 @@ def test_queued_chunks_leave_alone_where_decode_rows_cost_little() -> None:
     assert not ChunkSize(0, [], 3).leaves_alone(3, queued=8192, prompts=4)
 
 
+def test_queued_chunks_that_leave_alone_are_smaller() -> None:
+    chunks = ChunkSize(0, [CORE] * 3, 3)
+    rows = [chunks.choose_rows(3, 4096, 0, 128, 8192, 4, alone=alone) for alone in (True, False)]
+    assert rows[0] == 32 < rows[1]
+
+
 def test_queued_chunks_share_an_expensive_read_with_decode_rows() -> None:
     assert not ChunkSize(0, [GPU] * 3, 3).leaves_alone(8, queued=1 << 16, prompts=64)
 
