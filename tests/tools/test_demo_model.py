@@ -168,12 +168,12 @@ def test_follows_a_conversation(network: Qwen2ForCausalLM, tokenizer: Tokenizer)
     )
     token: Conversation = (
         {"role": "user", "content": "How do I add a PC?"},
-        {"role": "assistant", "content": "On the new PC run: molink join TOKEN --stage auto."},
-        {"role": "user", "content": "Where do I get the token?"},
+        {"role": "assistant", "content": "Run molink join on the new PC: it shows a code."},
+        {"role": "user", "content": "Where do I get a token?"},
     )
     rome, printed = answer_greedily(network, tokenizer, [capital, token], limit=40)
     assert "Rome" in rome.text
-    assert "molink up" in printed.text
+    assert "molink invite" in printed.text
 
 
 def test_tells_a_long_story(network: Qwen2ForCausalLM, tokenizer: Tokenizer) -> None:
