@@ -37,6 +37,11 @@ def assert_faults_matter(outcomes: list[Outcome]) -> None:
         assert counts[name] > 10, counts
 
 
+def test_last_leader_does_not_wait_for_those_that_wait_for_it() -> None:
+    """A swarm starts whose leader isn't the first in the order, and two PCs lie soon after."""
+    run(3665)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(SEEDS, ALL_SEEDS, SHARE))
 def test_no_request_is_lost_in_many_seeds(first: int) -> None:

@@ -368,6 +368,8 @@ class LeaderElection:
         unheard = self.leader != self._heard_leader or now - self._beat_at > ELECTION_BOUND
         if self.role == "follower" and unheard:
             self._mark_unfit(self.leader, now)  # it claims to lead, and isn't heard
+            # Meanwhile nobody else could be asked to lead.
+            self._next_since.clear()
         else:
             self._wait_until = now + self._rank_delay if self.leader else now + STANDALONE_GRACE
             self._query_backoff = FIRST_BACKOFF
@@ -557,7 +559,10 @@ class LeaderElection:
         )
 
     def _pick_successor(self, now: float) -> str:
-        """The first peer in the order that holds the newest replica; empty if none may lead."""
+        """The first peer in the order that holds the newest replica; empty if none may lead.
+
+        The last leader comes before all others: when a swarm starts, they wait for it.
+        """
         held = {
             peer: view.replica
             for peer, view in self._answers.items()
@@ -566,7 +571,7 @@ class LeaderElection:
         held[self._own_id] = self._replica
         eligible = [
             peer
-            for peer in self._order
+            for peer in sorted(self._order, key=lambda peer: peer != self.leader)
             if peer in held
             and not self._is_unfit(peer, now)
             and (held[peer] != NO_REPLICA or peer == self._own_id == self.leader)

@@ -218,6 +218,44 @@ def test_silence_beyond_the_timeout_is_a_loss() -> None:
     ]
 
 
+def test_last_leader_leads_again_before_others_in_the_order() -> None:
+    """When a whole swarm starts, the others wait for it; it must not wait for them."""
+    one = LeaderElection(
+        "b", 0.0, membership=MembershipChangedEvent(ORDER, (1 << 16, 5)), term=1 << 16, leader="b"
+    )
+    one.handle(ElectionTimePassedEvent(), 0.0)
+    waiting = view("b", 1 << 16, replica=(1 << 16, 5))
+    assert one.handle(PeerAnsweredEvent("a", waiting), 0.1) == []
+    assert one.handle(PeerAnsweredEvent("c", waiting), 0.1) == [StartCoordinatorAction(1 << 16)]
+
+
+def test_next_in_line_is_not_blamed_for_the_time_of_a_false_leader() -> None:
+    """It could not lead while it followed, as this peer did, a PC that only claimed to."""
+    order = ("b", "a", "c", "d")
+    one = LeaderElection("c", 9.0, membership=MembershipChangedEvent(order, (0, 5)), leader="d")
+    one.handle(CoordinatorHeardEvent(0, "d"), 9.0)
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("d"), 10.0)
+    one.handle(PeerAnsweredEvent("b", view("d")), 10.1)
+    one.handle(PeerAnsweredEvent("a", view("d")), 10.1)
+    one.handle(ElectionTimePassedEvent(), 10.6)
+    term = next_term(0, "a")
+    one.handle(PeerTimedOutEvent("d"), 10.7)
+    one.handle(PeerAnsweredEvent("b", view("a", term, hears=True)), 10.7)
+    one.handle(PeerAnsweredEvent("a", view("a", term, leads=True)), 10.7)
+    assert one.leader == "a"
+    for step in range(1, 40):
+        one.handle(ElectionTimePassedEvent(), 10.7 + step * 0.1)
+    assert one.role == "candidate"
+    one.handle(PeerTimedOutEvent("d"), 14.6)
+    one.handle(PeerTimedOutEvent("a"), 14.7)
+    one.handle(PeerAnsweredEvent("b", view("a", term)), 14.7)
+    found = view("b", next_term(term, "b"), leads=True)
+    assert FollowLeaderAction("b", found.term, KEY, ("h:1",)) in one.handle(
+        PeerAnsweredEvent("b", found), 15.0
+    )
+
+
 def test_later_peer_waits_for_an_earlier_one() -> None:
     one = peer("c")
     one.handle(ConnectionLostEvent(), 10.0)
