@@ -149,6 +149,8 @@ def install_fake(stack: ExitStack, host: Host, capability: tuple[int, int]) -> N
         (trials, "CudaGraphCapturer", InlineWorker),
         (trial, "find_kernel", lambda: partial(kernel, host)),
         (trials, "find_kernel", lambda: partial(kernel, host)),
+        (trial, "find_triton_problem", lambda: "a pretend card has no driver"),
+        (trials, "find_triton_problem", lambda: "a pretend card has no driver"),
     ):
         stack.enter_context(mock.patch.object(place, name, stand_in))
 

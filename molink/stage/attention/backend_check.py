@@ -1,4 +1,4 @@
-"""Checks flash and compiled attention against ``gather`` on a small pool.
+"""Checks flash, Triton and compiled attention against ``gather`` on a small pool.
 
 Version and platform are not enough: kernels may be missing from a build, refuse a head size, or be
 wrong. Any failure disables the backend.
@@ -17,17 +17,24 @@ from molink.stage.attention.compiled import CompiledAttention, compile_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
+from molink.stage.gpu_kernels.triton_support import find_triton_problem, is_interpreted
 from molink.stage.kv_pool import KVPool
 
 log = logging.getLogger(__name__)
 
-_NUM_BLOCKS = 6
+#: Parts of the pool that block tables permute, and positions that each has at least.
+_NUM_PARTS, _PART_POSITIONS = 6, 256
 #: A window that excludes some positions.
 _WINDOW = 100
 #: Tolerances for outputs of magnitude 1, in 16 bits and float32.
 _NARROW, _WIDE = 0.05, 1e-4
 #: A typical model, for :func:`preferred_block_size`.
 _USUAL_SHAPE = AttentionShape(kv_heads=2, groups=4, head_dim=128, scale=128**-0.5, windows=(0,))
+
+#: Creates a backend, or tells why it can't be used.
+CreateChecked = Callable[
+    [AttentionShape, int, torch.dtype, torch.device], tuple[AttentionBackend | None, str]
+]
 
 
 def create_checked_flash(
@@ -57,6 +64,28 @@ def create_checked_flash(
         log.warning("no flash attention: its results are off by %g", difference)
         return None, f"its results are off by {difference:g}"
     return FlashAttention(shape, kernel), ""
+
+
+def create_checked_triton(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[AttentionBackend | None, str]:
+    """Return the backend, or ``None`` and the reason why it can't be used."""
+    if device.type != "cuda" and not is_interpreted():
+        return None, "it needs a CUDA device"
+    problem = find_triton_problem()
+    if problem:
+        return None, f"Triton can't be used: {problem}"
+    from molink.stage.attention.triton_attention import TritonAttention
+
+    try:
+        difference = _difference(shape, TritonAttention, block_size, dtype, device)
+    except Exception as error:  # compilers and kernels may raise anything
+        log.warning("no Triton attention: %s", error)
+        return None, f"{type(error).__name__}: {error}"
+    if not difference <= (_NARROW if dtype.itemsize == 2 else _WIDE):
+        log.warning("no Triton attention: its results are off by %g", difference)
+        return None, f"its results are off by {difference:g}"
+    return TritonAttention(shape), ""
 
 
 def create_checked_compiled(
@@ -116,12 +145,18 @@ def _difference(
 
 
 def _trial_sequences(page: int) -> tuple[SequenceRows, ...]:
-    """Decode rows and chunks that begin, end and cross at page borders."""
+    """Decode rows and chunks that begin, end and cross at borders of pages and of parts."""
+    each = -(-_PART_POSITIONS // page)
+    size = each * page
+
+    def table(*parts: int) -> list[int]:
+        return [part * each + block for part in parts for block in reversed(range(each))]
+
     return (
-        SequenceRows(page, 1, (4, 1)),
-        SequenceRows(page - 2, 1, (0,)),
-        SequenceRows(page - 3, 5, (2, 5)),
-        SequenceRows(0, 3, (3,)),
+        SequenceRows(size, 1, table(4, 1)),
+        SequenceRows(size - 2, 1, table(0)),
+        SequenceRows(size - 3, 5, table(2, 5)),
+        SequenceRows(0, 3, table(3)),
     )
 
 
@@ -130,13 +165,14 @@ def _make_rows(
 ) -> tuple[KVPool, Tensor]:
     """Create a pool of one layer with the KV of :func:`_trial_sequences`, and their rows."""
     generator = torch.Generator().manual_seed(0)
-    pool = KVPool(shape, 1, _NUM_BLOCKS, page, dtype, device)
+    blocks = _NUM_PARTS * -(-_PART_POSITIONS // page)
+    pool = KVPool(shape, 1, blocks, page, dtype, device)
     heads = (shape.groups + 2) * shape.kv_heads
 
     def noise(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device, dtype)
 
-    every = torch.arange(_NUM_BLOCKS * page, device=device)
+    every = torch.arange(blocks * page, device=device)
     pool.write_rows(0, every, noise(len(every), 2, shape.kv_heads, shape.head_dim))
     slots = [
         sequence.blocks[position // page] * page + position % page

@@ -11,7 +11,7 @@ from molink.checkpoint.config import ModelConfig
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
 
-BackendName = Literal["auto", "flash", "compiled", "gather", "plain"]
+BackendName = Literal["auto", "flash", "triton", "compiled", "gather", "plain"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,20 @@ from collections.abc import Collection
 import torch
 
 from molink.errors import UsageError
-from molink.stage.attention.backend_check import create_checked_compiled, create_checked_flash
+from molink.stage.attention.backend_check import (
+    CreateChecked,
+    create_checked_compiled,
+    create_checked_flash,
+    create_checked_triton,
+)
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.gather import GatherAttention, PlainAttention
+
+_CHECKED: dict[str, CreateChecked] = {
+    "flash": create_checked_flash,
+    "triton": create_checked_triton,
+    "compiled": create_checked_compiled,
+}
 
 
 def create_attention(
@@ -18,9 +29,10 @@ def create_attention(
     device: torch.device,
     disabled_kernels: Collection[str] = (),
 ) -> AttentionBackend:
-    """Create the backend ``name``; ``auto`` prefers ``flash`` or ``compiled`` if they work here.
+    """Create the backend ``name``.
 
-    Otherwise ``gather``, or ``plain`` if ``gather`` is in ``disabled_kernels``.
+    ``auto`` is the first that works here of ``flash`` and ``triton``, or on a CPU ``compiled``;
+    otherwise ``gather``, or ``plain`` if ``gather`` is in ``disabled_kernels``.
 
     Raises:
         UsageError: the requested backend doesn't work here.
@@ -29,16 +41,14 @@ def create_attention(
         return PlainAttention(shape)
     if name == "gather":
         return _create_gather(shape, device)
-    flash = name == "flash" or device.type == "cuda"
-    if (
-        name == "auto"
-        and ("flash-attention" if flash else "compiled-attention") in disabled_kernels
-    ):
-        return _create_gather(shape, device, disabled_kernels)
-    attempt = create_checked_flash if flash else create_checked_compiled
-    found, reason = attempt(shape, block_size, dtype, device)
-    if found is not None:
-        return found
+    usual = ("flash", "triton") if device.type == "cuda" else ("compiled",)
+    reason = ""
+    for each in usual if name == "auto" else (name,):
+        if name == "auto" and f"{each}-attention" in disabled_kernels:
+            continue
+        found, reason = _CHECKED[each](shape, block_size, dtype, device)
+        if found is not None:
+            return found
     if name != "auto":
         raise UsageError(f"{name} attention can't run on {device}: {reason}; use auto or gather")
     return _create_gather(shape, device, disabled_kernels)

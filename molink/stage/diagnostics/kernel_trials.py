@@ -19,7 +19,7 @@ from molink.facts.dtypes import WeightDType
 from molink.facts.kernels import KernelName
 from molink.facts.model import Quantize
 from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
-from molink.stage.attention.base import AttentionBackend, AttentionShape
+from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.compiled import CompiledAttention, compile_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention, PlainAttention
@@ -29,8 +29,10 @@ from molink.stage.cpu_kernels.repack import packed_scales, unpack_rows
 from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate_half
 from molink.stage.device_copy import pinned_error
+from molink.stage.diagnostics.attention_timing import is_slower
 from molink.stage.diagnostics.reference_attention import attention_error
 from molink.stage.diagnostics.trial_shapes import TrialShapes
+from molink.stage.gpu_kernels.triton_support import find_triton_problem
 from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.linear import (
     PackedLinear,
@@ -194,8 +196,21 @@ def _attention_chain(shapes: TrialShapes, dtype: WeightDType, device: torch.devi
         KernelTrial("plain-attention", dtype, _LENIENT_FACTOR * tolerance, plain),
     )
     if device.type == "cuda":
-        run = partial(_flash_error, shapes, computed, device)
-        return (KernelTrial("flash-attention", dtype, tolerance, run), *common)
+        flash = partial(_flash_error, shapes, computed, device)
+        triton = partial(_triton_error, shapes, computed, device)
+
+        def is_slow(preferred: BackendName, other: BackendName) -> bool:
+            return is_slower(preferred, other, shapes, computed, device)
+
+        return (
+            KernelTrial(
+                "flash-attention", dtype, tolerance, flash, partial(is_slow, "flash", "triton")
+            ),
+            KernelTrial(
+                "triton-attention", dtype, tolerance, triton, partial(is_slow, "triton", "gather")
+            ),
+            *common,
+        )
     run = partial(_compiled_attention_error, shapes, computed)
     return (KernelTrial("compiled-attention", dtype, tolerance, run), *common)
 
@@ -388,6 +403,15 @@ def _flash_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) 
         return FlashAttention(layer, kernel)
 
     return attention_error(create, shapes.attention, shapes.block_size, dtype, device)
+
+
+def _triton_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) -> float:
+    problem = find_triton_problem()
+    if problem:
+        raise _KernelAbsent(f"Triton can't be used: {problem}")
+    from molink.stage.attention.triton_attention import TritonAttention
+
+    return attention_error(TritonAttention, shapes.attention, shapes.block_size, dtype, device)
 
 
 # --- a GPU's own ------------------------------------------------------------------------------

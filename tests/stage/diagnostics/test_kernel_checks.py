@@ -344,7 +344,7 @@ def test_gpu_kernel_chains_end_in_a_universal_kernel(monkeypatch: pytest.MonkeyP
         ["nf4", "unpacked"],
         ["torch"],
         ["torch-rows"],
-        ["flash-attention", "gather-attention", "plain-attention"],
+        ["flash-attention", "triton-attention", "gather-attention", "plain-attention"],
     ]
 
 

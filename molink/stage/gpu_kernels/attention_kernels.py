@@ -1,0 +1,206 @@
+"""Triton kernels of attention over a paged KV pool, read in place.
+
+:func:`attend_pages` gives each program a tile: some rows of one request times the query heads of
+one KV head, against the tile's visible positions or one of several parts of them (FlashDecoding).
+:func:`reduce_splits` adds up the parts. Decode rows, short drafts and prefill chunks differ only in
+the tile's height.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+#: Minimum size of a block's dimensions in a product.
+_MIN_BLOCK = 16
+#: Exponents are base 2.
+_LOG2_E = tl.constexpr(1.4426950408889634)
+#: Below all scores, yet finite: a row that sees nothing of a block must not become NaN.
+_LOWEST = tl.constexpr(-1e30)
+
+
+@dataclass(frozen=True, slots=True)
+class TileSize:
+    """Lines (rows times query heads of a KV head), positions and dimensions of a program."""
+
+    lines: int
+    positions: int
+    dims: int
+
+    @classmethod
+    def choose(cls, groups: int, rows: int, head_dim: int, itemsize: int) -> "TileSize":
+        """Tile for sequences of up to ``rows`` rows that fits the shared memory of every card."""
+        dims = max(_MIN_BLOCK, triton.next_power_of_2(head_dim))
+        lines = _MIN_BLOCK
+        if rows * groups > lines:
+            lines = 64 if dims * itemsize <= 256 else 32
+        positions = max(_MIN_BLOCK, min(64, (16 << 10) // (dims * itemsize)))
+        return cls(max(lines, triton.next_power_of_2(groups)), positions, dims)
+
+
+@triton.jit(do_not_specialize=["window", "num_lines"])
+def attend_pages(
+    heads,
+    keys,
+    values,
+    sinks,
+    tiles,
+    output,
+    sums,
+    partial,
+    scale,
+    softcap,
+    window,
+    num_lines,
+    row_stride,
+    page_stride,
+    position_stride,
+    head_stride,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Attend with one tile; the grid is ``(kv_heads, tiles, splits)``.
+
+    ``tiles`` (int32) holds ``(row, count, position, table)`` per tile: its first row in the batch,
+    its number of rows, the position of the first, and the offset of its block table in ``tiles``.
+    ``heads`` are ``[T, ≥ kv_heads * GROUPS, HEAD_DIM]``, ``keys`` and ``values`` ``[blocks, PAGE,
+    kv_heads, HEAD_DIM]``, ``sinks`` ``[kv_heads * GROUPS]``, ``output`` ``[T, kv_heads * GROUPS *
+    HEAD_DIM]``. A tile has at most ``num_lines`` pairs of row and query head. With ``IS_SPLIT`` the
+    results are ``sums [tiles, kv_heads, splits, 2, num_lines]`` (greatest score, sum of weights)
+    and ``partial [tiles, kv_heads, splits, num_lines, HEAD_DIM]``.
+    """
+    kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads, splits = tl.num_programs(0), tl.num_programs(2)
+    row = tl.load(tiles + tile * 4)
+    count = tl.load(tiles + tile * 4 + 1)
+    start = tl.load(tiles + tile * 4 + 2)
+    table = tiles + tl.load(tiles + tile * 4 + 3)
+    # Whole blocks of positions from the first that the first row sees.
+    first = tl.maximum(start - window + 1, 0)
+    begin = first // BLOCK_N * BLOCK_N
+    stop = start + count
+    if IS_SPLIT:
+        each = tl.cdiv(tl.cdiv(stop - begin, BLOCK_N), splits) * BLOCK_N
+        begin += split * each
+        stop = tl.minimum(stop, begin + each)
+
+    lines = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = lines // GROUPS
+    query_head = kv_head * GROUPS + lines % GROUPS
+    is_row = token < count
+    is_dim = dims < HEAD_DIM
+    part = (tile * kv_heads + kv_head) * splits + split
+    if begin >= stop:
+        if IS_SPLIT:
+            tl.store(sums + part * 2 * num_lines + lines, _LOWEST, mask=is_row)
+            tl.store(sums + (part * 2 + 1) * num_lines + lines, 0.0, mask=is_row)
+        return
+
+    places = (row + token)[:, None] * row_stride + query_head[:, None] * HEAD_DIM + dims[None, :]
+    queries = tl.load(heads + places, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    position = start + token
+    greatest = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        # A sink counts once, so it belongs to the first part.
+        is_first = is_row & (split == 0)
+        greatest = tl.load(sinks + query_head, mask=is_first, other=_LOWEST) * _LOG2_E
+        weight = tl.where(is_first, 1.0, weight)
+    attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for block in range(begin, stop, BLOCK_N):
+        seen = block + tl.arange(0, BLOCK_N)
+        is_seen = (seen >= first) & (seen < stop)
+        pages = tl.load(table + seen // PAGE, mask=is_seen, other=0).to(tl.int64)
+        slots = pages * page_stride + seen % PAGE * position_stride + kv_head * head_stride
+        key = tl.load(
+            keys + slots[None, :] + dims[:, None],
+            mask=is_seen[None, :] & is_dim[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(queries, key, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            # tanh(x) = 2 sigmoid(2 x) - 1
+            scores = softcap * (2 * tl.sigmoid(2 / softcap * scores) - 1)
+        is_visible = (seen[None, :] <= position[:, None]) & is_seen[None, :]
+        is_visible &= seen[None, :] > position[:, None] - window
+        scores = tl.where(is_visible, scores * _LOG2_E, float("-inf"))
+        above = tl.maximum(greatest, tl.max(scores, 1))
+        weights = tl.exp2(scores - above[:, None])
+        shrink = tl.exp2(greatest - above)
+        weight = weight * shrink + tl.sum(weights, 1)
+        # A masked position may hold NaN, which would survive a weight of zero.
+        value = tl.load(
+            values + slots[:, None] + dims[None, :],
+            mask=is_seen[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        attended = tl.dot(
+            weights.to(value.dtype), value, attended * shrink[:, None], input_precision="ieee"
+        )
+        greatest = above
+
+    if IS_SPLIT:
+        tl.store(sums + part * 2 * num_lines + lines, greatest, mask=is_row)
+        tl.store(sums + (part * 2 + 1) * num_lines + lines, weight, mask=is_row)
+        places = (part * num_lines + lines)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(partial + places, attended, mask=is_row[:, None] & is_dim[None, :])
+    else:
+        # With a window, a line beyond the rows may see nothing.
+        weight = tl.where(is_row, weight, 1.0)
+        places = ((row + token) * kv_heads * GROUPS + query_head)[:, None] * HEAD_DIM + dims[
+            None, :
+        ]
+        tl.store(
+            output + places,
+            (attended / weight[:, None]).to(output.dtype.element_ty),
+            mask=is_row[:, None] & is_dim[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["splits"])
+def reduce_splits(
+    sums,
+    partial,
+    tiles,
+    output,
+    splits,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Add up the parts of one row and head; the grid is ``(kv_heads, tiles, num_lines)``.
+
+    Arguments are those of :func:`attend_pages`; ``BLOCK_S`` is at least ``splits``.
+    """
+    kv_head, tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads, num_lines = tl.num_programs(0), tl.num_programs(2)
+    row = tl.load(tiles + tile * 4)
+    count = tl.load(tiles + tile * 4 + 1)
+    token = line // GROUPS
+    if token >= count:
+        return
+    numbers = tl.arange(0, BLOCK_S)
+    dims = tl.arange(0, BLOCK_D)
+    part = (tile * kv_heads + kv_head) * splits + numbers
+    is_part = numbers < splits
+    greatest = tl.load(sums + part * 2 * num_lines + line, mask=is_part, other=_LOWEST)
+    weight = tl.load(sums + (part * 2 + 1) * num_lines + line, mask=is_part, other=0.0)
+    factor = tl.exp2(greatest - tl.max(greatest, 0))
+    total = tl.sum(weight * factor, 0)
+    # An empty part was not written.
+    places = (part * num_lines + line)[:, None] * HEAD_DIM + dims[None, :]
+    mask = (is_part & (weight > 0))[:, None] & (dims < HEAD_DIM)[None, :]
+    attended = tl.load(partial + places, mask=mask, other=0.0)
+    result = tl.sum(attended * factor[:, None], 0) / total
+    query_head = kv_head * GROUPS + line % GROUPS
+    places = ((row + token) * kv_heads * GROUPS + query_head) * HEAD_DIM + dims
+    tl.store(output + places, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
