@@ -36,7 +36,8 @@ class Stage:
     """Computes micro-batches on a range of layers. Not thread-safe.
 
     ``dtype`` is the compute type, ``wire_dtype`` the type of rows between stages.
-    ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`.
+    ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`. Decode steps of up to
+    ``max_decode_rows`` rows may become CUDA graphs.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Stage:
         wire_dtype: WeightDType,
         backend: BackendName = "auto",
         disabled_kernels: Collection[str] = (),
+        max_decode_rows: int = 64,
     ) -> None:
         self.config, self.layers, self.device = config, layers, device
         self.dtype, self.wire_dtype = dtype, wire_dtype
@@ -58,6 +60,7 @@ class Stage:
         self._residual_dtype = residual_dtype(self._dtype)
         self._backend_name: BackendName = backend
         self.disabled_kernels = disabled_kernels
+        self._max_decode_rows = max_decode_rows
         #: By block size, since backends restrict it.
         self._attentions: dict[int, AttentionBackend] = {}
         with torch.inference_mode():
@@ -82,6 +85,7 @@ class Stage:
         held: HeldWeights | None = None,
         disabled_kernels: Collection[str] = (),
         on_layer: Callable[[int], None] = lambda _: None,
+        max_decode_rows: int = 64,
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
@@ -104,7 +108,14 @@ class Stage:
             )
         wire = choose_wire_dtype(dtype, config.dtype)
         return cls(
-            config, layers, decoder, torch_device, computed, wire, disabled_kernels=disabled_kernels
+            config,
+            layers,
+            decoder,
+            torch_device,
+            computed,
+            wire,
+            disabled_kernels=disabled_kernels,
+            max_decode_rows=max_decode_rows,
         )
 
     @property
@@ -281,7 +292,15 @@ class Stage:
         if pool.padding_block is None:
             return None
         budget = GRAPH_POOL_BYTES + GRAPH_BYTES * len(self._decoder.blocks)
-        plan = GraphPlan(pool.block_size, budget)
+        context = None
+        if layers.attention.spans_context:
+            limits = (rope.table_positions for rope in self._ropes)
+            context = min(
+                self.config.max_model_len,
+                pool.blocks * pool.block_size,
+                *(limit for limit in limits if limit is not None),
+            )
+        plan = GraphPlan(pool.block_size, budget, self._max_decode_rows, context)
         graphs = DecodeGraphs(layers, self.device, plan, CudaGraphCapturer(self.device))
         return graphs if graphs.check_speedup() else None
 

@@ -115,6 +115,7 @@ def _load_stage(
         held=held,
         disabled_kernels=disabled_kernels,
         on_layer=on_layer,
+        max_decode_rows=start.settings.max_num_seqs,
     )
 
 

@@ -72,6 +72,14 @@ class StaticAttention(LayerAttention, Protocol):
 class AttentionBackend(Protocol):
     """An attention backend; stateless between forwards."""
 
+    @property
+    def reads_pages(self) -> bool:
+        """Whether it reads KV in place, so that a step needs no memory for copies and masks."""
+
+    @property
+    def spans_context(self) -> bool:
+        """Whether a static form costs the same however many blocks it allows."""
+
     def prepare_layers(
         self,
         sequences: Sequence[SequenceRows],

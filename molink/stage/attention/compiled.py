@@ -73,6 +73,8 @@ def compile_attention(
 class CompiledAttention:
     """The ``compiled`` backend, for CPUs."""
 
+    reads_pages, spans_context = True, False
+
     def __init__(self, shape: AttentionShape, attend: "AttentionKernel") -> None:
         self._attend, self._windows = attend, shape.windows
         self._gather = GatherAttention(shape)

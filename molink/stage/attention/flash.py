@@ -181,6 +181,8 @@ class _StaticFlash:
 class FlashAttention:
     """The ``flash`` backend, without softcap and sinks."""
 
+    reads_pages, spans_context = True, False
+
     def __init__(self, shape: AttentionShape, kernel: FlashKernel) -> None:
         self._shape, self._kernel = shape, kernel
 

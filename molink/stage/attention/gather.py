@@ -64,6 +64,8 @@ class _GatherLayers:
 class GatherAttention:
     """The ``gather`` backend."""
 
+    reads_pages, spans_context = False, False
+
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
@@ -289,6 +291,8 @@ class _StaticPlain:
 
 class PlainAttention:
     """The ``plain`` backend."""
+
+    reads_pages, spans_context = False, False
 
     def __init__(self, shape: AttentionShape) -> None:
         self._gather = GatherAttention(shape)

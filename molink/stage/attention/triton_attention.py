@@ -135,8 +135,12 @@ class _StaticTriton(_TritonLayers):
 class TritonAttention:
     """The ``triton`` backend."""
 
+    reads_pages, spans_context = True, True
+
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
+        #: Tiles and tables of static forms, of which only one runs at a time.
+        self._numbers: Tensor | None = None
 
     def prepare_layers(
         self,
@@ -145,6 +149,7 @@ class TritonAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerAttention:
+        _set_device(device)
         groups, tall = self._shape.groups, self._choose_tile(_LONG_CHUNK, dtype).lines
         kinds: dict[bool, list[tuple[int, SequenceRows]]] = {True: [], False: []}
         for row, sequence in _locate(sequences):
@@ -156,9 +161,14 @@ class TritonAttention:
     def prepare_static(
         self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> StaticAttention:
-        numbers = torch.zeros(rows * (_TILE_NUMBERS + blocks), dtype=torch.int32, device=device)
-        size = self._choose_tile(1, dtype)
-        launch = TileLaunch(self._shape, numbers, rows, 1, blocks * block_size, size)
+        _set_device(device)
+        numbers, size = self._numbers, rows * (_TILE_NUMBERS + blocks)
+        if numbers is None or len(numbers) < size:
+            # Doubled, so that all buffers together are at most twice the largest.
+            count = 1 << (size - 1).bit_length()
+            numbers = self._numbers = torch.zeros(count, dtype=torch.int32, device=device)
+        tile = self._choose_tile(1, dtype)
+        launch = TileLaunch(self._shape, numbers, rows, 1, blocks * block_size, tile)
         return _StaticTriton(launch, block_size)
 
     def _choose_tile(self, rows: int, dtype: torch.dtype) -> TileSize:
@@ -184,3 +194,9 @@ def _locate(sequences: Sequence[SequenceRows]) -> list[tuple[int, SequenceRows]]
     """Sequences with their first rows in the batch."""
     ends = accumulate(sequence.count for sequence in sequences)
     return [(end - each.count, each) for end, each in zip(ends, sequences, strict=True)]
+
+
+def _set_device(device: torch.device) -> None:
+    """Triton launches on the thread's current device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

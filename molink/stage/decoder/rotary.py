@@ -99,10 +99,15 @@ class Rope:
         )
         return self._tables[chosen, positions]
 
+    @property
+    def table_positions(self) -> int | None:
+        """Positions whose angles are in tables; ``None`` if all are."""
+        return self._config.original_context if self._config.kind == "dynamic" else None
+
     def grow_table(self, longest: int) -> AngleTable | None:
         """Table of all positions below ``longest``; ``None`` if angles depend on more."""
-        config = self._config
-        if config.kind == "dynamic" and longest > config.original_context:
+        config, most = self._config, self.table_positions
+        if most is not None and longest > most:
             return None
         if self._tables.dim() == 1 or longest > self._tables.shape[1]:
             self._extend_tables(longest)

@@ -13,7 +13,6 @@ from molink.stage.diagnostics.timing import (
     PREFILL_ROWS,
     SHORT_CONTEXT,
 )
-from molink.stage.graphs.buckets import MAX_GRAPH_ROWS
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
 from molink.stage.sampling.logits_processors import SampleRow
 from molink.stage.sampling.sampler import sample_tokens
@@ -81,7 +80,7 @@ class StagePasses:
         """Capture the CUDA graphs of a profile's passes; one takes far longer than a pass."""
         context = min(SHORT_CONTEXT, self.max_context - 1)
         deep = min(DEEP_CONTEXT, self.max_context - DEEP_ROWS)
-        shapes = [(rows, context) for rows in DECODE_ROWS if rows <= MAX_GRAPH_ROWS]
+        shapes = [(rows, context) for rows in DECODE_ROWS]
         # It is compared with the first one, so both use a graph.
         shapes.insert(1, (1, max(deep, context)))
         for rows, before in shapes:

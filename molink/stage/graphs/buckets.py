@@ -15,8 +15,6 @@ from molink.stage.batch import SequenceRows
 #: How to run a step; ``capture`` captures the graph first, although requests wait.
 GraphAction = Literal["eager", "capture", "replay"]
 
-#: Maximum rows of a graph; beyond, kernels take longer than their launches.
-MAX_GRAPH_ROWS = 64
 #: Positions of the narrowest block table.
 _MIN_POSITIONS = 256
 #: Runs of a bucket before a graph is worth capturing.
@@ -39,10 +37,18 @@ class GraphBucket:
 
 
 class GraphPlan:
-    """Decides how each step runs, and which graph to capture within ``budget`` bytes."""
+    """Decides how each step runs, and which graph to capture within ``budget`` bytes.
 
-    def __init__(self, block_size: int, budget: int) -> None:
+    Graphs have up to ``max_rows`` rows. With ``context`` each one takes requests of up to that many
+    positions, since attention reads only the pages that a step has; longer steps run eagerly.
+    Without it, the tables of a graph are as wide as its steps need.
+    """
+
+    def __init__(
+        self, block_size: int, budget: int, max_rows: int = 64, context: int | None = None
+    ) -> None:
         self._block_size, self.budget = block_size, budget
+        self.max_rows, self._context = max_rows, context
         self._runs: Counter[GraphBucket] = Counter()
         #: Captured buckets, and whether their graph is faster.
         self._is_faster: dict[GraphBucket, bool] = {}
@@ -52,16 +58,26 @@ class GraphPlan:
 
     def find_bucket(self, sequences: Sequence[SequenceRows]) -> GraphBucket | None:
         """Bucket of a step; ``None`` if it has too many rows, or other than decode rows."""
-        if self._is_disabled or len(sequences) > MAX_GRAPH_ROWS:
+        if self._is_disabled or len(sequences) > self.max_rows:
             return None
         if any(sequence.count != 1 for sequence in sequences):
             return None
-        return self.make_bucket(len(sequences), max(sequence.end for sequence in sequences))
+        longest = max(sequence.end for sequence in sequences)
+        if self._context is not None and longest > self._context:
+            return None
+        return self.make_bucket(len(sequences), longest)
 
     def make_bucket(self, rows: int, positions: int) -> GraphBucket:
         """Bucket of decode steps with ``rows`` rows and up to ``positions`` positions."""
+        if self._context is not None:
+            return GraphBucket(row_bucket(rows), -(-self._context // self._block_size))
         blocks = -(-max(positions, _MIN_POSITIONS) // self._block_size)
         return GraphBucket(row_bucket(rows), block_bucket(blocks))
+
+    def typical_blocks(self, bucket: GraphBucket) -> int:
+        """Blocks of a typical request of this bucket."""
+        usual = -(-_MIN_POSITIONS // self._block_size)
+        return bucket.blocks if self._context is None else min(usual, bucket.blocks)
 
     def choose_action(self, bucket: GraphBucket) -> GraphAction:
         """Decide how to run a step of this bucket."""
@@ -108,8 +124,11 @@ class GraphPlan:
 
 
 def row_bucket(rows: int) -> int:
-    """Round up to 1, 2, 4, 8, or a multiple of 8."""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+    """Round up to 1, 2, 4, 8, a multiple of 8, or beyond 64 of 32."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    multiple = 8 if rows <= 64 else 32
+    return -(-rows // multiple) * multiple
 
 
 def block_bucket(blocks: int) -> int:

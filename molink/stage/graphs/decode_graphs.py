@@ -16,7 +16,7 @@ from molink.stage.batch import SequenceRows
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.rotary import AngleTable
 from molink.stage.device_copy import upload_into
-from molink.stage.graphs.buckets import MAX_GRAPH_ROWS, GraphBucket, GraphPlan
+from molink.stage.graphs.buckets import GraphBucket, GraphPlan, row_bucket
 from molink.stage.graphs.capture import GraphCapturer, GraphWork
 from molink.stage.layer_pass import LayerPass, LocatedRows
 from molink.stage.torch_dtypes import residual_dtype
@@ -63,7 +63,7 @@ class DecodeGraphs:
         self._unused_replays: list[GraphWork] = []
         #: Input and output buffers that all graphs share.
         self._rows = torch.zeros(
-            MAX_GRAPH_ROWS,
+            row_bucket(plan.max_rows),
             layers.decoder.config.hidden_size,
             dtype=residual_dtype(layers.dtype),
             device=device,
@@ -97,6 +97,8 @@ class DecodeGraphs:
 
     def capture_shape(self, rows: int, positions: int) -> bool:
         """Capture the graph of a shape; return whether it is faster than eager execution."""
+        if rows > self._plan.max_rows:
+            return False
         bucket = self._plan.make_bucket(rows, positions)
         return bucket in self._graphs or self._capture_bucket(bucket, self._make_dummy_step(bucket))
 
@@ -108,13 +110,14 @@ class DecodeGraphs:
         return False
 
     def _make_dummy_step(self, bucket: GraphBucket) -> LocatedRows:
-        """A full step of a bucket that touches the padding block only.
+        """A step of a bucket that touches the padding block only.
 
         Rows that write to the same slot are equal, so their order doesn't matter.
         """
         size = self._pool.block_size
         offsets = [size - 1 - row % size for row in range(bucket.rows)]
-        before, table = (bucket.blocks - 1) * size, (self._spare,) * bucket.blocks
+        blocks = self._plan.typical_blocks(bucket)
+        before, table = (blocks - 1) * size, (self._spare,) * blocks
         sequences = [SequenceRows(before + offset, 1, table) for offset in offsets]
         hidden = self._rows.shape[1]
         noise = torch.randn(size, hidden, generator=torch.Generator().manual_seed(0))

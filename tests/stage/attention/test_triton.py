@@ -91,13 +91,13 @@ def test_types_and_head_sizes(
 
 
 requests = st.lists(
-    st.tuples(st.integers(0, 150), st.one_of(st.integers(1, 9), st.integers(10, 40))),
+    st.tuples(st.integers(0, 90), st.one_of(st.integers(1, 9), st.integers(10, 30))),
     min_size=1,
-    max_size=4,
+    max_size=3,
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     mix=requests,
     block_size=st.sampled_from([1, 3, 4, 16, 64]),

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from molink.stage.batch import SequenceRows
 from molink.stage.graphs import buckets
 from molink.stage.graphs.buckets import (
-    MAX_GRAPH_ROWS,
     MAX_RUNS_BEFORE_CAPTURE,
     GraphBucket,
     GraphPlan,
@@ -21,17 +20,17 @@ def steps(*starts: int, count: int = 1) -> list[SequenceRows]:
 
 
 def test_rows_and_tables_are_padded_to_few_sizes() -> None:
-    assert [row_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 63, 64)] == [
-        1, 2, 4, 4, 8, 8, 16, 16, 24, 64, 64,
+    assert [row_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65, 97)] == [
+        1, 2, 4, 4, 8, 8, 16, 16, 24, 64, 96, 128,
     ]  # fmt: skip
     assert [block_bucket(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17)] == [
         1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 16, 24,
     ]  # fmt: skip
 
 
-@given(st.integers(1, MAX_GRAPH_ROWS), st.integers(1, 10**6))
+@given(st.integers(1, 1024), st.integers(1, 10**6))
 def test_a_step_fits_its_bucket(rows: int, blocks: int) -> None:
-    assert rows <= row_bucket(rows) <= min(MAX_GRAPH_ROWS, max(2 * rows - 1, rows + 7))
+    assert rows <= row_bucket(rows) <= max(2 * rows - 1, rows + (7 if rows <= 64 else 31))
     assert blocks <= block_bucket(blocks) <= max(2, 1.5 * blocks)
 
 
@@ -45,8 +44,24 @@ def test_only_decode_steps_have_one() -> None:
     plan = GraphPlan(16, 1 << 30)
     assert plan.find_bucket(steps(300)) == GraphBucket(1, 24)
     assert plan.find_bucket([*steps(4), *steps(0, count=2)]) is None
-    assert plan.find_bucket(steps(*range(MAX_GRAPH_ROWS))) == GraphBucket(64, 16)
-    assert plan.find_bucket(steps(*range(MAX_GRAPH_ROWS + 1))) is None
+    assert plan.find_bucket(steps(*range(64))) == GraphBucket(64, 16)
+    assert plan.find_bucket(steps(*range(65))) is None
+
+
+def test_attention_in_place_has_one_graph_for_all_lengths() -> None:
+    plan = GraphPlan(16, 1 << 30, max_rows=100, context=5000)
+    for longest in (0, 255, 256, 4999):
+        assert plan.find_bucket(steps(longest)) == GraphBucket(1, 313)
+    assert plan.find_bucket(steps(5000)) is None
+    assert plan.find_bucket(steps(*range(100))) == GraphBucket(128, 313)
+    assert plan.find_bucket(steps(*range(101))) is None
+    # It is timed with short requests, on which launches count most.
+    assert plan.typical_blocks(GraphBucket(1, 313)) == 16
+    found = []
+    while (bucket := plan.next_bucket()) is not None:
+        found.append(bucket)
+        plan.record_capture(bucket, 0, True)
+    assert found == [GraphBucket(rows, 313) for rows in (1, 2, 4, 8)]
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from molink.stage.layer_pass import LocatedRows
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
+from tests.support.triton_device import needs_triton
 
 #: Enough steps, with time between them, for each bucket to be captured and replayed.
 STEPS = 6
@@ -194,6 +195,37 @@ def test_flash_on_fixed_pages(
 
     plain, replayed, _ = run_both(make_ring, folder, random_tokens, [30, 2, 17], prepare)
     torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
+
+
+@needs_triton
+def test_one_graph_reads_pages_of_all_lengths(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from molink.stage.attention.triton_attention import TritonAttention
+
+    folder = make_model(tmp_path, "gemma2", 2)
+    made = []
+
+    def prepare() -> None:
+        made.append(captures())
+        monkeypatch.setattr(
+            stages, "create_attention", lambda _, shape, *given: TritonAttention(shape)
+        )
+
+    plain, replayed, ring = run_both(make_ring, folder, random_tokens, [250, 5], prepare)
+    torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
+    # The longest request crosses the width of the narrowest table, and needs no other graph.
+    assert [each.captured for each in made[0]] == [2, 2]
+    context = ring.stages[0].config.max_model_len
+    assert all(
+        {bucket.blocks for bucket in stage._graphs._graphs} == {-(-context // 8)}
+        for stage in ring.stages
+    )
 
 
 def test_slower_graphs_are_not_used(
