@@ -38,6 +38,42 @@ class TileSize:
         return cls(max(lines, triton.next_power_of_2(groups)), positions, dims)
 
 
+@triton.jit
+def _locate_positions(start, count, window, split, splits, BLOCK_N: tl.constexpr):
+    """First visible position of a tile, and the positions of one of ``splits`` parts.
+
+    Parts are whole blocks from the first that the first row sees; some may be empty.
+    """
+    first = tl.maximum(start - window + 1, 0)
+    begin = first // BLOCK_N * BLOCK_N
+    stop = start + count
+    each = tl.cdiv(tl.cdiv(stop - begin, BLOCK_N), splits) * BLOCK_N
+    begin += split * each
+    return first, begin, tl.minimum(stop, begin + each)
+
+
+@triton.jit
+def _score_keys(queries, key, is_visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores to the base 2 of ``queries [M, D]`` and ``key [D, N]``."""
+    scores = tl.dot(queries, key, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = softcap * (2 * tl.sigmoid(2 / softcap * scores) - 1)
+    return tl.where(is_visible, scores * _LOG2_E, float("-inf"))
+
+
+@triton.jit
+def _add_values(attended, greatest, weight, scores, value):
+    """One step of the running softmax: add ``value [N, D]`` by ``scores [M, N]``."""
+    above = tl.maximum(greatest, tl.max(scores, 1))
+    weights = tl.exp2(scores - above[:, None])
+    shrink = tl.exp2(greatest - above)
+    attended = tl.dot(
+        weights.to(value.dtype), value, attended * shrink[:, None], input_precision="ieee"
+    )
+    return attended, above, weight * shrink + tl.sum(weights, 1)
+
+
 @triton.jit(do_not_specialize=["window", "num_lines"])
 def attend_pages(
     heads,
@@ -82,15 +118,7 @@ def attend_pages(
     count = tl.load(tiles + tile * 4 + 1)
     start = tl.load(tiles + tile * 4 + 2)
     table = tiles + tl.load(tiles + tile * 4 + 3)
-    # Whole blocks of positions from the first that the first row sees.
-    first = tl.maximum(start - window + 1, 0)
-    begin = first // BLOCK_N * BLOCK_N
-    stop = start + count
-    if IS_SPLIT:
-        each = tl.cdiv(tl.cdiv(stop - begin, BLOCK_N), splits) * BLOCK_N
-        begin += split * each
-        stop = tl.minimum(stop, begin + each)
-
+    first, begin, stop = _locate_positions(start, count, window, split, splits, BLOCK_N)
     lines = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     token = lines // GROUPS
@@ -120,32 +148,15 @@ def attend_pages(
         is_seen = (seen >= first) & (seen < stop)
         pages = tl.load(table + seen // PAGE, mask=is_seen, other=0).to(tl.int64)
         slots = pages * page_stride + seen % PAGE * position_stride + kv_head * head_stride
-        key = tl.load(
-            keys + slots[None, :] + dims[:, None],
-            mask=is_seen[None, :] & is_dim[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(queries, key, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 2 sigmoid(2 x) - 1
-            scores = softcap * (2 * tl.sigmoid(2 / softcap * scores) - 1)
         is_visible = (seen[None, :] <= position[:, None]) & is_seen[None, :]
         is_visible &= seen[None, :] > position[:, None] - window
-        scores = tl.where(is_visible, scores * _LOG2_E, float("-inf"))
-        above = tl.maximum(greatest, tl.max(scores, 1))
-        weights = tl.exp2(scores - above[:, None])
-        shrink = tl.exp2(greatest - above)
-        weight = weight * shrink + tl.sum(weights, 1)
+        mask = is_seen[None, :] & is_dim[:, None]
+        key = tl.load(keys + slots[None, :] + dims[:, None], mask=mask, other=0.0)
+        scores = _score_keys(queries, key, is_visible, scale, softcap, HAS_SOFTCAP)
         # A masked position may hold NaN, which would survive a weight of zero.
-        value = tl.load(
-            values + slots[:, None] + dims[None, :],
-            mask=is_seen[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        attended = tl.dot(
-            weights.to(value.dtype), value, attended * shrink[:, None], input_precision="ieee"
-        )
-        greatest = above
+        mask = is_seen[:, None] & is_dim[None, :]
+        value = tl.load(values + slots[:, None] + dims[None, :], mask=mask, other=0.0)
+        attended, greatest, weight = _add_values(attended, greatest, weight, scores, value)
 
     if IS_SPLIT:
         tl.store(sums + part * 2 * num_lines + lines, greatest, mask=is_row)
@@ -155,14 +166,10 @@ def attend_pages(
     else:
         # With a window, a line beyond the rows may see nothing.
         weight = tl.where(is_row, weight, 1.0)
-        places = ((row + token) * kv_heads * GROUPS + query_head)[:, None] * HEAD_DIM + dims[
-            None, :
-        ]
-        tl.store(
-            output + places,
-            (attended / weight[:, None]).to(output.dtype.element_ty),
-            mask=is_row[:, None] & is_dim[None, :],
-        )
+        head = (row + token) * kv_heads * GROUPS + query_head
+        places = head[:, None] * HEAD_DIM + dims[None, :]
+        result = (attended / weight[:, None]).to(output.dtype.element_ty)
+        tl.store(output + places, result, mask=is_row[:, None] & is_dim[None, :])
 
 
 @triton.jit(do_not_specialize=["splits"])
