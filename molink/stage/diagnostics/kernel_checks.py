@@ -28,7 +28,7 @@ from molink.stage.torch_dtypes import choose_dtype
 log = logging.getLogger(__name__)
 
 #: Rises with every change of the trials.
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: Starts without a result after which a trial is taken to crash the process.
 _MAX_STARTS = 2
@@ -78,7 +78,7 @@ class KernelChecks:
         return found
 
     def is_slow(self, trial: KernelTrial) -> bool:
-        """Whether a correct kernel is slower than its fallback; timed unless cached.
+        """Whether a correct kernel is slower than its fallback, or crashes; timed unless cached.
 
         Cached, because a busy CPU takes seconds, and because all stages of a PC must agree: weights
         of a disabled kernel may take twice the memory.
@@ -86,9 +86,15 @@ class KernelChecks:
         if trial.is_slow is None:
             return False
         key = f"{trial.kernel} {trial.dtype} speed"
-        if key not in self._results:
-            self._store_result(key, _CheckResult("slow" if trial.is_slow() else "ok"))
-        return self._results[key].state == "slow"
+        known = self._results.get(key, _CheckResult())
+        if known.state is None:
+            if known.num_starts >= _MAX_STARTS:
+                return True
+            # Recorded first, to detect crashes.
+            self._store_result(key, _CheckResult(num_starts=known.num_starts + 1))
+            known = _CheckResult("slow" if trial.is_slow() else "ok")
+            self._store_result(key, known)
+        return known.state == "slow"
 
     def _store_result(self, key: str, result: _CheckResult) -> None:
         self._results.pop(key, None)

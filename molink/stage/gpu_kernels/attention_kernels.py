@@ -140,7 +140,8 @@ def attend_pages(
     if HAS_SINKS:
         # A sink counts once, so it belongs to the first part.
         is_first = is_row & (split == 0)
-        greatest = tl.load(sinks + query_head, mask=is_first, other=_LOWEST) * _LOG2_E
+        greatest = tl.load(sinks + query_head, mask=is_first, other=_LOWEST)
+        greatest = tl.maximum(greatest, _LOWEST) * _LOG2_E
         weight = tl.where(is_first, 1.0, weight)
     attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for block in range(begin, stop, BLOCK_N):

@@ -299,6 +299,17 @@ def test_a_crashed_trial_is_retried_once(
     assert looked_at(model, path, avoid=avoid) == avoid
 
 
+def test_a_kernel_that_crashes_while_it_is_timed_counts_as_slow(tmp_path: Path) -> None:
+    def end() -> bool:
+        raise KeyboardInterrupt
+
+    trial = KernelTrial("triton-attention", "bf16", 1.0, lambda: 0.0, end)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            KernelChecks(tmp_path / "proofs.json", "here").is_slow(trial)
+    assert KernelChecks(tmp_path / "proofs.json", "here").is_slow(trial)
+
+
 def test_no_memory_for_a_trial_is_no_fault_of_a_kernel() -> None:
     def run() -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
