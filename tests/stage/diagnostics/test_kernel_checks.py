@@ -23,7 +23,11 @@ from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 from molink.stage.decoder.norm import CompiledRmsNorm
 from molink.stage.diagnostics import kernel_checks as proof
 from molink.stage.diagnostics import kernel_trials as trials
-from molink.stage.diagnostics.kernel_checks import check_kernels, describe_environment
+from molink.stage.diagnostics.kernel_checks import (
+    KernelChecks,
+    check_kernels,
+    describe_environment,
+)
 from molink.stage.diagnostics.kernel_trials import KernelTrial, kernel_chains
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.linear import CompiledLinear, create, slow_kernels
