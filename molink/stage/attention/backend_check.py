@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 #: Parts of the pool that block tables permute, and positions that each has at least.
 _NUM_PARTS, _PART_POSITIONS = 4, 256
+#: Random values of a trial.
+_NUM_VALUES = 65521
 #: A window that excludes some positions.
 _WINDOW = 100
 #: Tolerances for outputs of magnitude 1, in 16 bits and float32.
@@ -137,7 +139,7 @@ def _difference(
         count = layer.groups * layer.kv_heads
         sinks = torch.linspace(-4, 4, count, device=device) if layer.sinks else None
         backends = create(layer), GatherAttention(layer)
-        parts = heads.split([sequence.count for sequence in sequences])
+        parts = torch.split(heads, [sequence.count for sequence in sequences])
         alone = [((each,), rows) for each, rows in zip(sequences, parts, strict=True)]
         for batch, rows in ((sequences, heads), *alone):
             found, expected = (
@@ -177,7 +179,9 @@ def _make_rows(
     heads = (shape.groups + 2) * shape.kv_heads
 
     def noise(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(device, dtype)
+        # A prime number of values is repeated, which is fast and makes no two positions equal.
+        values, total = torch.randn(_NUM_VALUES, generator=generator), math.prod(size)
+        return values.repeat(-(-total // _NUM_VALUES))[:total].view(size).to(device, dtype)
 
     every = torch.arange(blocks * page, device=device)
     pool.write_rows(0, every, noise(len(every), 2, shape.kv_heads, shape.head_dim))

@@ -207,7 +207,8 @@ def test_results_that_are_off_are_not_used(
     wrong = "molink.stage.attention.compiled.CompiledLayers.__call__"
     for bad in (1.0, float("nan")):
         monkeypatch.setattr(
-            wrong, lambda _, layer, heads, pool, sinks, bad=bad: heads.new_full((10, 256), bad)
+            wrong,
+            lambda _, layer, heads, pool, sinks, bad=bad: heads.new_full((len(heads), 256), bad),
         )
         found, reason = create_checked_compiled(shape, 16, torch.float32, CPU)
         assert found is None

@@ -90,6 +90,22 @@ def test_types_and_head_sizes(
     check(make_backend(shape), shape, [(40, 1), (20, 9)], 16, dtype, DEVICE, atol=atol)
 
 
+def test_a_sink_without_weight_changes_nothing(shape_of: Callable[..., AttentionShape]) -> None:
+    shape = shape_of(windows=(5,))
+    pool = make_pool(shape, 20, 8)
+    # The last rows see nothing of the first row's block of positions.
+    steps = [SequenceRows(50, 30, range(10)), SequenceRows(70, 1, range(10, 20))]
+    heads = torch.randn(31, 8, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    sinks = torch.full((4,), -torch.inf, device=DEVICE)
+    plain, given = (
+        make_backend(replace(shape, sinks=some is not None)).prepare_layers(
+            steps, 8, torch.float32, DEVICE
+        )(0, heads, pool, some)
+        for some in (None, sinks)
+    )
+    torch.testing.assert_close(given, plain, atol=1e-5, rtol=0)
+
+
 requests = st.lists(
     st.tuples(st.integers(0, 90), st.one_of(st.integers(1, 9), st.integers(10, 30))),
     min_size=1,

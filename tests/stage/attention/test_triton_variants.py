@@ -105,6 +105,31 @@ def test_the_kernels_on_a_card(
 
 
 @pytest.mark.gpu
+def test_a_pool_of_more_elements_than_an_int32_counts(
+    shape_of: Callable[..., AttentionShape], cuda: torch.device
+) -> None:
+    shape, page = shape_of(groups=4, kv_heads=8, head_dim=128), 256
+    row = page * 8 * 128
+    blocks = (1 << 31) // row + 4
+    if torch.cuda.mem_get_info(cuda)[0] < 2 * 2 * blocks * row + (1 << 30):
+        pytest.skip("the card has too little free memory")
+    pool = KVPool(shape, 1, blocks, page, torch.float16, cuda)
+    tables = [[0, 1, 2], [blocks - 1, blocks - 2, blocks - 3]]
+    for here, there in zip(*tables, strict=True):
+        pool.block_view(here).normal_()
+        pool.block_view(there).copy_(pool.block_view(here))
+    heads = torch.randn(1, 48, 128, dtype=torch.float16, device=cuda)
+    backend = create_attention("triton", shape, page, torch.float16, cuda)
+    low, high = (
+        backend.prepare_layers([SequenceRows(700, 1, table)], page, torch.float16, cuda)(
+            0, heads, pool
+        )
+        for table in tables
+    )
+    torch.testing.assert_close(high, low, atol=0, rtol=0)
+
+
+@pytest.mark.gpu
 def test_a_card_uses_them(shape_of: Callable[..., AttentionShape], cuda: torch.device) -> None:
     from molink.stage.attention.triton_attention import TritonAttention
 
