@@ -375,6 +375,7 @@ class LeaderElection:
             self._query_backoff = FIRST_BACKOFF
             self._restart_clocks(now)
         self.role = "candidate"
+        self._proofs.clear()
         self._start_query_round(now, partial=True)
 
     def _restart_clocks(self, now: float) -> None:
@@ -386,10 +387,10 @@ class LeaderElection:
         """Query everyone, or first a few.
 
         When a swarm starts, or its leader is slow, all peers are candidates; queries of each to
-        each would keep a large swarm busy with nothing else.
+        each would keep a large swarm busy with nothing else. Proofs count until their peers answer
+        again: a liar may answer first.
         """
         self._answers.clear()
-        self._proofs.clear()
         if partial and len(self._other_peers) > PROBE_FANOUT:
             self._query_peers(self._next_probe_targets(FIRST_FANOUT), now)
             self._asked_all = False

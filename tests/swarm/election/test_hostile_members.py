@@ -183,6 +183,21 @@ def test_a_candidate_returns_to_its_last_leader() -> None:
     assert found == [FollowLeaderAction("a", 0, KEY, ("h:1",))]
 
 
+def test_a_claim_that_comes_before_the_next_proof_is_not_followed() -> None:
+    """``m`` is next in line. In each query round it may answer first."""
+    order = ("a", "m", "b", "c")
+    one, issuer = following("c", order)
+    one.handle(ConnectionLostEvent(), 11.0)
+    claim = view("m", next_term(0, "m"), leads=True)
+    for now in (11.1, 11.7, 12.3):
+        one.handle(ElectionTimePassedEvent(), now)
+        assert one.handle(PeerAnsweredEvent("m", view("a") if now == 11.1 else claim), now) == []
+        proof = view("a", lease=issuer.issue_lease(0, now))
+        assert one.handle(PeerAnsweredEvent("b", proof), now) == []
+        assert one.handle(PeerTimedOutEvent("a"), now) == []
+    assert (one.role, one.leader) == ("candidate", "a")
+
+
 def test_a_claim_that_leads_to_nothing_is_skipped_for_longer_and_longer() -> None:
     """``m`` says that it leads with the newest state, but runs no coordinator."""
     order = ("a", "b", "m", "m1")
