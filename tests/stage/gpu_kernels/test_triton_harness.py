@@ -1,5 +1,9 @@
 """Tests of the harness: what it runs is right, and it tells what a device can't run."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 
 from tests.support.triton_device import DEVICE, needs_triton
@@ -29,3 +33,21 @@ def test_what_a_device_cannot_run_is_told() -> None:
     assert [problems["add_kernel", each] for each in TARGETS] == [""] * len(TARGETS)
     assert all("shared memory" in problems["greedy_kernel", each] for each in TARGETS if each >= 80)
     assert all("no_such_operator" in problems["unknown_kernel", each] for each in TARGETS)
+
+
+def test_a_worker_on_a_cpu_imports_no_triton(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "import molinkd.worker.engine_loader\n"
+        "from molink.checkpoint.model_folder import ModelFolder\n"
+        "from molink.checkpoint.model_source import find_demo_model\n"
+        "from molink.stage.diagnostics.kernel_checks import check_kernels\n"
+        "from molink.stage.stage import Stage\n"
+        "folder = ModelFolder.open(find_demo_model().path)\n"
+        "given = torch.device('cpu'), 'auto', 'none', 16\n"
+        "check_kernels(Path(sys.argv[1]), folder.config, *given)\n"
+        "Stage.load_layers(folder, (0, 1), 'cpu').allocate_kv_pool(4, 16)\n"
+        "assert 'triton' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "checks.json")], check=True)
