@@ -184,13 +184,25 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
         "load_layers",
         lambda *given, on_layer, **more: done.append((*given[1:], more)),
     )
+    settings = msgspec.structs.replace(start().settings, max_num_seqs=200)
     command = msgspec.structs.replace(
-        start(), device="cuda:1", memory_limit=8 << 30, quantize="nf4", disabled_kernels=("int8",)
+        start(),
+        device="cuda:1",
+        memory_limit=8 << 30,
+        quantize="nf4",
+        disabled_kernels=("int8",),
+        settings=settings,
     )
     module._load_stage(command, print)
+    expected = {
+        "quantize": "nf4",
+        "held": None,
+        "disabled_kernels": ("int8",),
+        "max_decode_rows": 200,
+    }
     assert done == [
         ("cuda:1", 8 << 30),
-        ((2, 4), "cuda:1", "f32", {"quantize": "nf4", "held": None, "disabled_kernels": ("int8",)}),
+        ((2, 4), "cuda:1", "f32", expected),
     ]
 
 
