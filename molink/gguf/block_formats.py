@@ -126,6 +126,16 @@ def locate_pair(bits: int, index: int) -> tuple[BitRange, ...]:
     return BitRange(index - 6, 12, 4, 0), BitRange(2, 2 * index, 2, 4)
 
 
+#: Consecutive columns whose codes a GPU takes from one word each; tensor cores want 16 at least.
+PLANE_WIDTHS = (32, 16)
+
+
+def fits_planes(form: BlockFormat, shape: Sequence[int]) -> bool:
+    """Whether a weight ``[out, in]`` stays in this format on a GPU: words of 32 bits fill rows."""
+    codes_per_word = 32 // (8 if form.bits == 8 else 4)
+    return shape[1] % (codes_per_word * PLANE_WIDTHS[-1]) == 0
+
+
 def resident_bytes(form: BlockFormat, shape: Sequence[int]) -> int:
-    """Bytes on a CPU of a weight ``[out, in]`` in this format."""
+    """Bytes in memory of a weight ``[out, in]`` in this format, at most."""
     return prod(shape) // form.block * form.nbytes

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import MolinkError, UsageError
 from molink.facts.drafts import DraftModelFacts
@@ -99,7 +98,7 @@ def _load_stage(
             f"{folder.config.max_model_len}"
         )
     limit_memory(start.device, start.memory_limit)
-    disabled_kernels = _check_kernels(start, folder.config, start.quantize)
+    disabled_kernels = _check_kernels(start, folder, start.quantize)
 
     def on_layer(layers: int) -> None:
         first, last = start.layers
@@ -132,7 +131,7 @@ def _load_draft_model(start: LoadStage) -> DraftEngine | None:
             layers,
             start.device,
             start.dtype,
-            disabled_kernels=_check_kernels(start, folder.config),
+            disabled_kernels=_check_kernels(start, folder),
         )
         profile = _profile_stage(stage, start, draft.kv_bytes)
     except (MolinkError, MemoryError, RuntimeError) as error:
@@ -148,7 +147,7 @@ def _load_draft_model(start: LoadStage) -> DraftEngine | None:
 
 
 def _check_kernels(
-    start: LoadStage, config: ModelConfig, quantize: Quantize = "none"
+    start: LoadStage, folder: ModelFolder, quantize: Quantize = "none"
 ) -> tuple[str, ...]:
     """Test the kernels for a model; return those to avoid."""
     if not start.kernel_checks_path:
@@ -156,7 +155,7 @@ def _check_kernels(
     began = time.perf_counter()
     disabled_kernels = check_kernels(
         Path(start.kernel_checks_path),
-        config,
+        folder,
         find_device(start.device),
         start.dtype,
         quantize,

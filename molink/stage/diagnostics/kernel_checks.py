@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 import molink
-from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.kernels import FALLBACKS
@@ -28,7 +28,7 @@ from molink.stage.torch_dtypes import choose_dtype
 log = logging.getLogger(__name__)
 
 #: Rises with every change of the trials.
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: Starts without a result after which a trial is taken to crash the process.
 _MAX_STARTS = 2
@@ -141,7 +141,7 @@ def describe_environment(device: torch.device) -> str:
 
 def check_kernels(
     path: Path,
-    config: ModelConfig,
+    folder: ModelFolder,
     device: torch.device,
     dtype: DTypeChoice,
     quantize: Quantize,
@@ -153,9 +153,10 @@ def check_kernels(
     Raises:
         UsageError: no correct kernel is left for some purpose.
     """
+    config = folder.config
     computed = choose_dtype(dtype, config.dtype, device)
     mode = quantize if config.quantized == "none" else config.quantized
-    shapes = TrialShapes.from_config(config, block_size, device)
+    shapes = TrialShapes.from_config(config, block_size, device, folder.tensors)
     checks = KernelChecks(path, describe_environment(device))
     avoided = dict.fromkeys(disabled_kernels)
     for chain in kernel_chains(shapes, computed, mode, device):

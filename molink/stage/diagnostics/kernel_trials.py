@@ -30,8 +30,10 @@ from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate_half
 from molink.stage.device_copy import pinned_error
 from molink.stage.diagnostics.attention_timing import is_slower
+from molink.stage.diagnostics.planes_check import planes_error
 from molink.stage.diagnostics.reference_attention import attention_error
 from molink.stage.diagnostics.trial_shapes import TrialShapes
+from molink.stage.gpu_kernels.block_product import find_planes_problem
 from molink.stage.gpu_kernels.triton_support import find_triton_problem
 from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.linear import (
@@ -62,6 +64,9 @@ _TRIAL_FORMATS = (
     BlockFormat(4, 8, 128, 128, has_shifts=True),
     BlockFormat(8, 0, 64, 64, number_dtype="bf16"),
 )
+#: Formats and columns of weights in planes, for either width of a slice. Few, since each takes
+#: seconds to compile; a stage tries its own.
+_TRIAL_PLANES = ((BLOCK_FORMATS["q4_k"], 512), (BLOCK_FORMATS["q6_k"], 512))
 #: Compared outputs of a product, spread evenly.
 _MAX_COMPARED_OUTPUTS = 64
 _GRAPH_BYTES = 1 << 28
@@ -149,6 +154,8 @@ def kernel_chains(
     )
     plain = KernelTrial("torch", dtype, last, product(_create_plain))
     if device.type == "cuda":
+        if shapes.planes:
+            made.append((_planes_trial(shapes.planes, dtype, device),))
         return (*made, (plain,), (torch_rows,), _attention_chain(shapes, dtype, device))
     threads = torch.get_num_threads()
     packed = (KernelTrial("packed-linear", dtype, rounding, product(_create_packed)),)
@@ -181,6 +188,7 @@ def extra_trials(dtype: WeightDType, device: torch.device) -> tuple[KernelTrial,
         run = partial(_blocks_error, computed, torch.get_num_threads())
         return (KernelTrial("gguf-blocks", dtype, _PRODUCT_TOLERANCES[dtype], run),)
     return (
+        _planes_trial(_TRIAL_PLANES, dtype, device),
         KernelTrial("pinned-copies", dtype, 0.0, partial(pinned_error, device)),
         KernelTrial("graphs", dtype, 0.0, partial(_graphs_error, computed, device)),
     )
@@ -284,6 +292,21 @@ def _blocks_error(dtype: torch.dtype, threads: int) -> float:
             exact = rows.double() @ weight.double().t() + bias.double()
             worst.append(_max_difference(product(packed, rows, bias), exact))
     return _max_error(worst)
+
+
+def _planes_trial(
+    planes: Sequence[tuple[BlockFormat, int]], dtype: WeightDType, device: torch.device
+) -> KernelTrial:
+    """The trial of weights in these formats, with so many columns."""
+
+    def find_error() -> float:
+        problem = find_planes_problem(device)
+        if problem:
+            raise _KernelAbsent(problem)
+        computed = TORCH_DTYPES[dtype]
+        return _max_error([planes_error(*one, computed, device) for one in planes])
+
+    return KernelTrial("gguf-blocks", dtype, _PRODUCT_TOLERANCES[dtype], find_error)
 
 
 def _quantized_error(

@@ -1,12 +1,21 @@
 """Shapes for kernel trials: a model's, or usual ones."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.tensor_layout import attention_projections, layer_tensors, mlp_projections
+from molink.checkpoint.low_bit import find_resident_format
+from molink.checkpoint.safetensors_header import TensorSpec
+from molink.checkpoint.tensor_layout import (
+    attention_projections,
+    layer_tensors,
+    mlp_projections,
+    stage_tensors,
+)
 from molink.checkpoint.traits import Activation
+from molink.gguf.block_formats import BlockFormat, fits_planes
 from molink.stage.attention.base import AttentionShape
 
 #: A window that excludes some of a trial's rows.
@@ -21,7 +30,8 @@ _CUT_MULTIPLE = 64
 class TrialShapes:
     """``products`` are ``[out, in]``; rows of ``hidden`` are normed, of ``inner`` gated.
 
-    ``rotary`` are rotated dimensions of a head.
+    ``rotary`` are rotated dimensions of a head. On a GPU, ``planes`` are formats and columns of
+    weights that stay low-bit.
     """
 
     products: tuple[tuple[int, int], ...]
@@ -32,12 +42,20 @@ class TrialShapes:
     activations: tuple[Activation, ...]
     attention: AttentionShape
     block_size: int
+    planes: tuple[tuple[BlockFormat, int], ...] = ()
 
     @classmethod
     def from_config(
-        cls, config: ModelConfig, block_size: int, device: torch.device
+        cls,
+        config: ModelConfig,
+        block_size: int,
+        device: torch.device,
+        tensors: Mapping[str, TensorSpec] | None = None,
     ) -> "TrialShapes":
-        """Shapes of all layers of a model; very large products are cut to some outputs."""
+        """Shapes of all layers of a model; very large products are cut to some outputs.
+
+        ``tensors`` are known tensors of its files.
+        """
         layers, most = (0, config.layers), _MAX_WEIGHTS[device.type]
         attention = AttentionShape.from_config(config, layers)
         windows = sorted({min(window, _WINDOW) for window in attention.windows})
@@ -66,6 +84,7 @@ class TrialShapes:
                 attention.sinks,
             ),
             block_size=block_size,
+            planes=_find_planes(config, tensors or {}) if device.type == "cuda" else (),
         )
 
 
@@ -80,6 +99,17 @@ USUAL_SHAPES = TrialShapes(
     attention=AttentionShape(kv_heads=2, groups=4, head_dim=64, scale=0.125, windows=(0, _WINDOW)),
     block_size=16,
 )
+
+
+def _find_planes(
+    config: ModelConfig, tensors: Mapping[str, TensorSpec]
+) -> tuple[tuple[BlockFormat, int], ...]:
+    found = set()
+    for name, shape in stage_tensors(config, 0, config.layers).items():
+        form = find_resident_format(name, shape, tensors, config.low_bit)
+        if form is not None and fits_planes(form, shape):
+            found.add((form, shape[1]))
+    return tuple(sorted(found, key=repr))
 
 
 def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:

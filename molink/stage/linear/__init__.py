@@ -4,6 +4,7 @@ from molink.stage.linear.base import EmbeddingTable, Projection
 from molink.stage.linear.compiled import BlockLinear, CompiledLinear, ConcatenatedLinear
 from molink.stage.linear.create import ProjectionFactory, slow_kernels
 from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
+from molink.stage.linear.planes import PlanesLinear
 
 __all__ = [
     "BlockLinear",
@@ -12,6 +13,7 @@ __all__ = [
     "EmbeddingTable",
     "PackedLinear",
     "PlainLinear",
+    "PlanesLinear",
     "Projection",
     "ProjectionFactory",
     "can_pack",

@@ -4,7 +4,7 @@ Those of int8 and nf4 weights are made in :mod:`molink.stage.linear.quantized`.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -13,15 +13,19 @@ import torch
 from torch import Tensor
 
 from molink.facts.kernels import KernelName
-from molink.gguf.block_formats import BlockFormat
+from molink.gguf.block_formats import BlockFormat, fits_planes
 from molink.stage.cpu_kernels.create import (
     create_block_matmul,
     create_matmul,
     supports_block_weights,
 )
+from molink.stage.cpu_kernels.repack import BlockCodes
+from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
+from molink.stage.gpu_kernels.block_product import find_planes_problem
 from molink.stage.linear.base import Projection
-from molink.stage.linear.compiled import PART_ROWS, CompiledLinear
+from molink.stage.linear.compiled import PART_ROWS, BlockLinear, CompiledLinear
 from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
+from molink.stage.linear.planes import PlanesLinear
 
 if TYPE_CHECKING:
     from molink.stage.cpu_kernels.block_matmul import BlockMatMul
@@ -46,6 +50,8 @@ class ProjectionFactory:
     packs_onednn: bool = False
     #: Whether quantized weights stay quantized.
     keeps_blocks: bool = False
+    #: Where they are packed in planes; ``None`` on a CPU.
+    planes_device: torch.device | None = None
 
     @classmethod
     def probe_device(
@@ -53,7 +59,8 @@ class ProjectionFactory:
     ) -> "ProjectionFactory":
         """Find the preferred implementations; nothing is timed (see :func:`slow_kernels`)."""
         if device.type != "cpu":
-            return cls(dtype)
+            keeps = "gguf-blocks" not in disabled_kernels and not find_planes_problem(device)
+            return cls(dtype, keeps_blocks=keeps, planes_device=device if keeps else None)
         return cls(
             dtype,
             product=None
@@ -67,10 +74,34 @@ class ProjectionFactory:
         """Whether :meth:`create_projection` keeps weights of that type."""
         return self._find_product(weight_dtype) is not None
 
-    def find_block_product(self, form: BlockFormat) -> "BlockMatMul | None":
-        """Return the product for a quantized format, if supported."""
-        if not self.keeps_blocks:
-            return None
+    def keeps_format(self, form: BlockFormat, shape: tuple[int, int]) -> bool:
+        """Whether :meth:`create_quantized` takes a weight ``[out, in]`` of that format."""
+        if self.planes_device is not None:
+            return self.keeps_blocks and fits_planes(form, shape)
+        return self.keeps_blocks and self._find_block_product(form) is not None
+
+    def create_quantized(
+        self,
+        form: BlockFormat,
+        shape: tuple[int, int],
+        parts: Iterable[BlockCodes],
+        bias: Tensor | None,
+        order: Tensor | None = None,
+    ) -> BlockLinear | PlanesLinear:
+        """Create a projection whose weight ``[out, in]`` stays quantized, from stacked ``parts``.
+
+        ``order`` permutes its columns.
+        """
+        device = self.planes_device
+        if device is not None:
+            planes = BlockPlanes.pack_blocks(PlaneLayout(form, shape), parts, device)
+            order = None if order is None else order.to(device)
+            return PlanesLinear(planes, bias, self.dtype, order)
+        product = self._find_block_product(form)
+        assert product is not None  # nothing else stays quantized
+        return BlockLinear.pack_blocks(product, shape[0], parts, bias, self.dtype, order)
+
+    def _find_block_product(self, form: BlockFormat) -> "BlockMatMul | None":
         return create_block_matmul(form, self.dtype, torch.get_num_threads())
 
     def create_tied(self, weight: Tensor) -> PlainLinear | CompiledLinear:

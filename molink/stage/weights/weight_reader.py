@@ -29,6 +29,7 @@ from molink.stage.linear import (
     ConcatenatedLinear,
     EmbeddingTable,
     PlainLinear,
+    PlanesLinear,
     Projection,
     ProjectionFactory,
 )
@@ -218,7 +219,9 @@ class WeightReader:
             first += rows
         return made
 
-    def load_tied_embedding(self, name: str) -> PlainLinear | CompiledLinear | BlockLinear:
+    def load_tied_embedding(
+        self, name: str
+    ) -> PlainLinear | CompiledLinear | BlockLinear | PlanesLinear:
         """Load ``name`` as embedding and output head; raises as :meth:`read_tensors`."""
         form = self._resident_format(name)
         if form is not None:
@@ -241,8 +244,9 @@ class WeightReader:
         tensors, scheme = self._folder.tensors, self._folder.config.low_bit
         if not self._projections.keeps_blocks or not (scheme or self._find_packed(name)):
             return None
-        form = find_resident_format(name, self._stored_shape(name), tensors, scheme)
-        return form if form and self._projections.find_block_product(form) else None
+        rows, width = self._stored_shape(name)
+        form = find_resident_format(name, (rows, width), tensors, scheme)
+        return form if form and self._projections.keeps_format(form, (rows, width)) else None
 
     def _resident_layout(self, name: str) -> tuple[BlockFormat | None, tuple[int, ...]]:
         """The same with the order of its columns, if they are permuted."""
@@ -257,13 +261,12 @@ class WeightReader:
         names: Sequence[str],
         bias: Tensor | None,
         order: Sequence[int] = (),
-    ) -> BlockLinear:
-        product = self._projections.find_block_product(form)
-        assert product is not None  # nothing else stays quantized
+    ) -> BlockLinear | PlanesLinear:
         rows = [self._stored_shape(name)[0] for name in names]
         columns = torch.tensor(order) if order else None
         parts = chain.from_iterable(self._read_blocks(name, form, columns) for name in names)
-        made = BlockLinear.pack_blocks(product, sum(rows), parts, bias, self.dtype, columns)
+        shape = sum(rows), self._stored_shape(names[0])[1]
+        made = self._projections.create_quantized(form, shape, parts, bias, columns)
         first = 0
         for name, count in zip(names, rows, strict=True):
             if not made.is_finite(first, first + count):

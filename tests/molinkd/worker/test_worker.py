@@ -236,7 +236,7 @@ def test_kernels_are_tried_before_anything_is_loaded(
         start(), quantize="int8", disabled_kernels=("compiled-rows",), kernel_checks_path=str(path)
     )
     module._load_stage(command, print)
-    given = (path, folder.config, torch.device("cpu"), "f32", "int8", 4, ("compiled-rows",))
+    given = (path, folder, torch.device("cpu"), "f32", "int8", 4, ("compiled-rows",))
     assert done == [given, ("int8", "compiled-rows")]
 
 

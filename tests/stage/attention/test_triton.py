@@ -19,7 +19,7 @@ from molink.stage.attention.create import create_attention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
-from tests.support.triton_device import DEVICE, needs_triton
+from tests.support.triton_device import DEVICE, needs_triton, widen_products
 
 pytestmark = needs_triton
 
@@ -41,24 +41,6 @@ def few_positions_split() -> Iterator[None]:
         if DEVICE.type == "cpu":
             widen_products(patch)
         yield
-
-
-def widen_products(patch: pytest.MonkeyPatch) -> None:
-    """Triton 3.7's interpreter holds bf16 as integers and would multiply those."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    multiply = builder.create_dot
-
-    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        wide = [
-            self.cast_impl(one, tl.float32) if one.dtype.scalar == tl.bfloat16 else one
-            for one in (a, b)
-        ]
-        return multiply(self, *wide, *others)
-
-    patch.setattr(builder, "create_dot", create_dot)
 
 
 def make_backend(shape: AttentionShape) -> Any:

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from molink.facts.dtypes import WeightDType
+from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
 from molink.stage.attention import work_groups as scores
 from molink.stage.attention.gather import GatherAttention, PlainAttention
 from molink.stage.batch import SequenceRows
@@ -23,21 +25,24 @@ from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 from molink.stage.decoder.norm import CompiledRmsNorm
 from molink.stage.diagnostics import kernel_checks as proof
 from molink.stage.diagnostics import kernel_trials as trials
+from molink.stage.diagnostics import planes_check
 from molink.stage.diagnostics.kernel_checks import (
     KernelChecks,
     check_kernels,
     describe_environment,
 )
 from molink.stage.diagnostics.kernel_trials import KernelTrial, kernel_chains
-from molink.stage.diagnostics.trial_shapes import TrialShapes
+from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES, TrialShapes
 from molink.stage.linear import CompiledLinear, create, slow_kernels
 from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.int8 import Int8Linear, has_onednn_int8
 from molink.stage.linear.unpacked import UnpackedLinear
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.kernels import NOT_COMPILED
+from tests.support.low_bit_models import write_low_bit
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
+from tests.support.triton_device import DEVICE, needs_triton
 
 CPU = torch.device("cpu")
 #: The kernel that is broken, where, and how weights are quantized.
@@ -60,9 +65,9 @@ def instead(ring: Ring) -> dict[str, bool]:
 
 
 def looked_at(folder: Path, path: Path, **options: Any) -> tuple[str, ...]:
-    config = ModelFolder.open(folder).config
+    opened = ModelFolder.open(folder)
     dtype, quantize = options.get("dtype", "f32"), options.get("quantize", "none")
-    return check_kernels(path, config, CPU, dtype, quantize, 16, options.get("avoid", ()))
+    return check_kernels(path, opened, CPU, dtype, quantize, 16, options.get("avoid", ()))
 
 
 @pytest.fixture(autouse=True)
@@ -361,6 +366,51 @@ def test_gpu_kernel_chains_end_in_a_universal_kernel(monkeypatch: pytest.MonkeyP
         ["torch-rows"],
         ["flash-attention", "triton-attention", "gather-attention", "plain-attention"],
     ]
+
+
+def test_packed_weights_are_tried_in_the_formats_and_widths_of_the_model(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    made = make_model(tmp_path / "model", "llama", 3, **wide)
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    write_low_bit(made, tmp_path / "stored", tmp_path / "exact", {**section, "sym": False})
+    folder, card = ModelFolder.open(tmp_path / "stored"), torch.device("cuda", 0)
+    shapes = TrialShapes.from_config(folder.config, 16, card, folder.tensors)
+    form = BlockFormat(4, 8, 32, 32, has_shifts=True)
+    assert [(replace(found, number_dtype="f16"), columns) for found, columns in shapes.planes] == [
+        (form, 256),
+        (form, 512),
+    ]
+    chains = kernel_chains(shapes, "f16", "none", card)
+    assert [trial.kernel for trial in chains[0]] == ["gguf-blocks"]
+    assert TrialShapes.from_config(folder.config, 16, CPU, folder.tensors).planes == ()
+    assert TrialShapes.from_config(folder.config, 16, card).planes == ()
+
+
+@needs_triton
+def test_packed_weights_are_kept_only_where_their_products_are_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card, form = torch.device("cuda", 0), BLOCK_FORMATS["q4_0"]
+    shapes = replace(USUAL_SHAPES, planes=((form, 128),))
+
+    def find_failing(name: str) -> list[str]:
+        chain = kernel_chains(shapes, "f16", "none", card)[0]
+        checks = proof.KernelChecks(tmp_path / name, "here")
+        monkeypatch.setattr(proof, "describe_device", lambda _: "pretend")
+        return proof._find_failing(chain, checks, repr(shapes), (), card)
+
+    assert kernel_chains(shapes, "f16", "none", card)[0][0].run_trial()["state"] == "absent"
+    monkeypatch.setattr(trials, "find_planes_problem", lambda _: "")
+    error = trials.planes_error
+    monkeypatch.setattr(
+        trials, "planes_error", lambda form, columns, dtype, _: error(form, columns, dtype, DEVICE)
+    )
+    assert find_failing("right") == []
+    products = planes_check.multiply_fused
+    monkeypatch.setattr(planes_check, "multiply_fused", lambda *given: products(*given) + 1)
+    assert find_failing("wrong") == ["gguf-blocks"]
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4", "gemma2", "mixtral"])

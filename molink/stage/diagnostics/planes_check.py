@@ -1,0 +1,81 @@
+"""Compares a GPU's products of low-bit weights with dequantized ones in float64 on the CPU."""
+
+import torch
+from torch import Tensor, unflatten
+
+from molink.gguf.block_formats import BlockFormat
+from molink.stage.cpu_kernels.repack import BlockCodes
+from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
+from molink.stage.gpu_kernels.block_product import (
+    dequantize_rows,
+    multiply_dequantized,
+    multiply_fused,
+)
+from molink.stage.torch_dtypes import TORCH_DTYPES
+
+#: Outputs, which end within a tile.
+_OUTPUTS = 80
+#: Rows: of each way of a kernel, and in tiles that end within the rows; splits of the columns.
+_ROWS, _SPLITS = (1, 5, 33), (1, 2)
+
+
+def planes_error(
+    form: BlockFormat, columns: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Largest error with a weight of ``columns`` in planes, relative to the largest result.
+
+    Products in both ways, and looked-up rows, are compared. NaN if any is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    part = draw_codes(form, (_OUTPUTS, columns), generator)
+    planes = BlockPlanes.pack_blocks(PlaneLayout(form, (_OUTPUTS, columns)), [part], device)
+    weight, errors = dequantize_codes(form, part), []
+
+    def compare(found: Tensor, exact: Tensor) -> None:
+        errors.append((found.double().cpu() - exact).abs().max() / exact.abs().max())
+
+    bias = torch.randn(_OUTPUTS, generator=generator).to(dtype)
+    for count in _ROWS:
+        rows = torch.randn(count, columns, generator=generator).to(dtype)
+        exact, given = rows.double() @ weight.t() + bias.double(), rows.to(device)
+        for splits in _SPLITS:
+            compare(multiply_fused(planes, given, bias.to(device), splits), exact)
+        compare(multiply_dequantized(planes, given, bias.to(device)), exact)
+    tokens = torch.arange(_OUTPUTS).flip(0)
+    found = dequantize_rows(planes, 0, _OUTPUTS, dtype, tokens.to(device))
+    compare(found, weight[tokens])
+    return float(torch.stack(errors).max())
+
+
+def draw_codes(form: BlockFormat, shape: tuple[int, int], generator: torch.Generator) -> BlockCodes:
+    """Random codes and numbers of a weight of ``shape`` ``[out, in]``."""
+    rows, blocks = shape[0], shape[1] // form.block
+
+    def integers(low: int, high: int, size: int) -> Tensor:
+        return torch.randint(low, high, (rows, blocks, size), generator=generator)
+
+    number = TORCH_DTYPES[form.number_dtype]
+    halves = [
+        torch.rand(rows, blocks, generator=generator).add(0.5).mul(sign).to(number)
+        for sign in (1, -4)[: 1 + form.has_minimum]
+    ]
+    if form.has_shifts:
+        halves.append(integers(-7, 8, 1).squeeze(2).to(number))
+    whole = [integers(0, 64, form.groups_per_block).to(torch.uint8)] * form.has_nested_scales
+    codes = integers(0, 1 << form.bits, form.block).to(torch.uint8)
+    return BlockCodes(codes, tuple(halves), tuple(whole * (1 + form.has_minimum)))
+
+
+def dequantize_codes(form: BlockFormat, part: BlockCodes) -> Tensor:
+    """The weight float64 ``[out, in]``."""
+    codes = part.codes.view(torch.int8) if form.bits == 8 else part.codes
+    values = unflatten(codes.double(), 2, (form.groups_per_block, form.group)) - form.offset
+    numbers = [each.double()[:, :, None, None] for each in part.halves]
+    if form.has_nested_scales:
+        kind = torch.uint8 if form.has_minimum else torch.int8
+        steps = [each.view(kind).double().unsqueeze(3) for each in part.whole]
+        numbers = [one * each for one, each in zip(numbers, steps, strict=True)]
+    if form.has_shifts:
+        values += numbers[1]
+    values *= numbers[0]
+    return (values + numbers[1] if form.has_minimum else values).flatten(1)

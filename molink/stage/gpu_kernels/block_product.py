@@ -1,0 +1,160 @@
+"""Launches the kernels of :mod:`.block_kernels` for a weight's planes."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from molink.stage.gpu_kernels.block_planes import BlockPlanes
+from molink.stage.gpu_kernels.triton_support import find_triton_problem
+
+#: Rows for which the fused kernel is used; more multiply a dequantized weight.
+MAX_FUSED_ROWS = 64
+#: Weights dequantized at once: 64 MiB in 16 bits.
+MAX_DEQUANTIZED = 1 << 25
+#: Outputs of a program, by whether there is a single row.
+_OUTPUTS, _DEQUANTIZED_OUTPUTS = 64, 32
+#: Rows of a program beside a single row's.
+_ROW_TILES = (16, 32)
+#: Columns are split until there are this many programs per multiprocessor.
+_PROGRAMS, _MAX_SPLITS = 2, 8
+_ADDED = 1024
+#: Turing, whose tensor cores Triton supports.
+_MIN_CAPABILITY = (7, 5)
+#: Multiprocessors of a device that isn't asked.
+_USUAL_PROCESSORS = 64
+
+
+def find_planes_problem(device: torch.device) -> str:
+    """Why a device can't multiply by low-bit weights in planes; empty if it can."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "it is no GPU"
+    problem = find_triton_problem()
+    if problem:
+        return f"Triton can't be used: {problem}"
+    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return "it needs a Turing GPU (RTX 20) or a newer one"
+    return ""
+
+
+def multiply_blocks(planes: BlockPlanes, rows: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``rows [T, in]`` times the weight, ``[T, out]``; adds ``bias``."""
+    return (
+        multiply_fused(planes, rows, bias)
+        if len(rows) <= MAX_FUSED_ROWS
+        else multiply_dequantized(planes, rows, bias)
+    )
+
+
+def multiply_fused(
+    planes: BlockPlanes, rows: Tensor, bias: Tensor | None, splits: int = 0
+) -> Tensor:
+    """:func:`multiply_blocks` for few rows ``[T, in]``, in one kernel, or two if columns are split.
+
+    Without ``splits``, into how many parts depends on the device.
+    """
+    from molink.stage.gpu_kernels.block_kernels import add_splits_kernel, multiply_kernel
+
+    layout, (count, depth) = planes.layout, rows.shape
+    outputs = layout.shape[0]
+    results = rows.new_empty(count, outputs)
+    if not count:
+        return results
+    tile = 1 if count == 1 else _ROW_TILES[count > _ROW_TILES[0]]
+    tiles, row_tiles = -(-outputs // _OUTPUTS), -(-count // tile)
+    if not splits:
+        splits = choose_splits(tiles * row_tiles, layout.chunks, count_processors(rows.device))
+    each = -(-layout.chunks // splits)
+    splits = -(-layout.chunks // each)
+    whole = splits == 1
+    added = bias if bias is not None else results
+    parts = results if whole else rows.new_empty((splits, count, outputs), dtype=torch.float32)
+    multiply_kernel[tiles, splits, row_tiles](
+        rows.contiguous(),
+        planes.tensors,
+        added,
+        parts,
+        count,
+        depth,
+        outputs,
+        layout.chunks,
+        each,
+        int(whole and bias is not None),
+        FORM=layout.kernel_form,
+        ROWS=tile,
+        OUTPUTS=_OUTPUTS,
+        num_warps=4,
+        num_stages=3,
+    )
+    if not whole:
+        add_splits_kernel[(-(-results.numel() // _ADDED),)](
+            parts,
+            added,
+            results,
+            results.numel(),
+            outputs,
+            splits,
+            int(bias is not None),
+            COUNT=_ADDED,
+        )
+    return results
+
+
+def multiply_dequantized(planes: BlockPlanes, rows: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`multiply_blocks` by torch's product, for many rows ``[T, in]``.
+
+    A large weight is dequantized some outputs at a time.
+    """
+    outputs, depth = planes.layout.shape
+    step = max(1, MAX_DEQUANTIZED // depth)
+    if outputs <= step:
+        return linear(rows, dequantize_rows(planes, 0, outputs, rows.dtype), bias)
+    results = rows.new_empty(len(rows), outputs)
+    for first in range(0, outputs, step):
+        last = min(first + step, outputs)
+        weight = dequantize_rows(planes, first, last, rows.dtype)
+        results[:, first:last] = linear(rows, weight, None if bias is None else bias[first:last])
+    return results
+
+
+def dequantize_rows(
+    planes: BlockPlanes, first: int, last: int, dtype: torch.dtype, tokens: Tensor | None = None
+) -> Tensor:
+    """Rows ``first … last - 1`` of the weight, or of ``tokens`` (int64 ``[last]``), ``[…, in]``."""
+    from molink.stage.gpu_kernels.block_kernels import dequantize_kernel
+
+    layout, count = planes.layout, last - first
+    results = planes.words.new_empty((count, layout.shape[1]), dtype=dtype)
+    if count:
+        dequantize_kernel[-(-count // _DEQUANTIZED_OUTPUTS), layout.chunks](
+            planes.tensors,
+            planes.words if tokens is None else tokens,
+            results,
+            first,
+            count,
+            layout.shape[1],
+            layout.shape[0],
+            layout.chunks,
+            FORM=layout.kernel_form,
+            HAS_TOKENS=tokens is not None,
+            OUTPUTS=_DEQUANTIZED_OUTPUTS,
+            num_warps=4,
+        )
+    return results
+
+
+def choose_splits(programs: int, chunks: int, processors: int) -> int:
+    """Into how many parts to split the columns, a number up to 8: a power of two."""
+    splits = 1
+    while programs * splits < _PROGRAMS * processors and 2 * splits <= min(chunks, _MAX_SPLITS):
+        splits *= 2
+    return splits
+
+
+@cache
+def count_processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    if device.type != "cuda":
+        return _USUAL_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,168 @@
+"""Low-bit weights in planes: their bytes, their values and their products."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes, resident_bytes
+from molink.gguf.ggml_types import PACKED_TYPES
+from molink.stage.cpu_kernels.repack import read_blocks
+from molink.stage.diagnostics.planes_check import dequantize_codes, draw_codes, planes_error
+from molink.stage.gpu_kernels import block_product
+from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
+from molink.stage.gpu_kernels.block_product import (
+    choose_splits,
+    dequantize_rows,
+    find_planes_problem,
+    multiply_blocks,
+    multiply_fused,
+)
+from molink.stage.linear.planes import PlanesLinear
+from tests.support.gguf_models import random_rows
+from tests.support.triton_device import DEVICE, needs_triton, widen_products
+
+pytestmark = needs_triton
+
+#: Integers of GPTQ, AWQ and compressed-tensors.
+INTEGERS = (
+    BlockFormat(4, 8, 128, 128, has_shifts=True),
+    BlockFormat(8, 0, 64, 64, number_dtype="bf16"),
+    BlockFormat(8, 0, 32, 32, has_shifts=True),
+)
+FORMATS = (*BLOCK_FORMATS.values(), *INTEGERS)
+#: The interpreter cuts bf16 off instead of rounding it.
+TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2**-6, torch.float32: 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wide_products() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE.type == "cpu":
+            widen_products(patch)
+        yield
+
+
+def pack(form: BlockFormat, shape: tuple[int, int], seed: int = 0) -> tuple[BlockPlanes, Tensor]:
+    """Planes of random codes, and the weight float64."""
+    part = draw_codes(form, shape, torch.Generator().manual_seed(seed))
+    planes = BlockPlanes.pack_blocks(PlaneLayout(form, shape), [part], DEVICE)
+    return planes, dequantize_codes(form, part)
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_gguf_weights_are_those_of_the_file_and_as_large(name: str) -> None:
+    form, kind = BLOCK_FORMATS[name], PACKED_TYPES[name]
+    rows = random_rows(Kind[name.upper()], (96, 512))
+    exact = torch.from_numpy(dequantize(rows, Kind[name.upper()]))
+    halves = torch.from_numpy(rows).split(64)
+    parts = [part for half in halves for part in read_blocks(name, half)]
+    planes = BlockPlanes.pack_blocks(PlaneLayout(form, (96, 512)), parts, DEVICE)
+    found = dequantize_rows(planes, 0, 96, torch.float32)
+    torch.testing.assert_close(found.cpu(), exact, atol=0, rtol=1e-6)
+    assert torch.equal(dequantize_rows(planes, 30, 70, torch.float32), found[30:70])
+    tokens = torch.tensor([95, 0, 33, 33], device=DEVICE)
+    linear = PlanesLinear(planes, None, torch.float32)
+    assert torch.equal(linear.look_up(tokens), found[tokens])
+    assert linear.nbytes == resident_bytes(form, (96, 512))
+    # Two six-bit integers of a group take a byte each.
+    grown = {"q4_k": 4, "q5_k": 4}.get(name, 0)
+    assert linear.nbytes == 96 * 512 // kind.block_size * (kind.nbytes + grown)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_a_device_is_proven_by_every_format(form: BlockFormat) -> None:
+    dtype = torch.bfloat16 if form.has_minimum else torch.float16
+    assert planes_error(form, 256, dtype, DEVICE) < TOLERANCES[dtype]
+
+
+@settings(max_examples=40)
+@given(
+    form=st.sampled_from(FORMATS),
+    rows=st.integers(1, 64),
+    outputs=st.integers(1, 80),
+    blocks=st.integers(1, 3),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    biased=st.booleans(),
+    splits=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_products(
+    form: BlockFormat,
+    rows: int,
+    outputs: int,
+    blocks: int,
+    dtype: torch.dtype,
+    biased: bool,
+    splits: int,
+    seed: int,
+) -> None:
+    columns = blocks * max(form.block, 128)
+    planes, weight = pack(form, (outputs, columns), seed)
+    generator = torch.Generator().manual_seed(seed)
+    given_rows = torch.randn(rows, columns, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
+    exact = given_rows.double() @ weight.t() + (0 if bias is None else bias.double())
+    added = None if bias is None else bias.to(DEVICE)
+    found = multiply_fused(planes, given_rows.to(DEVICE), added, splits)
+    assert (found.dtype, found.shape) == (dtype, (rows, outputs))
+    # Few results may all be small beside their terms.
+    largest = max(float(exact.abs().max()), float(weight.abs().max()) * columns**0.5)
+    assert float((found.double().cpu() - exact).abs().max()) <= TOLERANCES[dtype] * largest
+
+
+def test_many_rows_multiply_dequantized_weights_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planes, weight = pack(BLOCK_FORMATS["q4_1"], (80, 256))
+    rows, bias = torch.randn(65, 256).to(DEVICE), torch.randn(80).to(DEVICE)
+    monkeypatch.setattr(block_product, "MAX_DEQUANTIZED", 33 * 256)
+    monkeypatch.setattr(block_product, "multiply_fused", None)
+    found = multiply_blocks(planes, rows, bias)
+    exact = rows.double() @ weight.to(DEVICE).t() + bias.double()
+    torch.testing.assert_close(found.double(), exact, atol=1e-3, rtol=1e-5)
+
+
+def test_no_rows() -> None:
+    planes, _ = pack(BLOCK_FORMATS["q8_0"], (32, 64))
+    assert multiply_blocks(planes, torch.empty(0, 64, device=DEVICE), None).shape == (0, 32)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_numbers_that_are_not_finite_are_found(number: float) -> None:
+    planes, _ = pack(BLOCK_FORMATS["q4_k"], (32, 256))
+    linear = PlanesLinear(planes, None, torch.float32)
+    assert linear.is_finite(0, 32)
+    planes.minima[0, 20] = number
+    assert linear.is_finite(0, 20)
+    assert not linear.is_finite(16, 32)
+
+
+def test_rows_that_words_do_not_fill_stay_out() -> None:
+    narrow, wide = BLOCK_FORMATS["q4_0"], BLOCK_FORMATS["q8_0"]
+    assert [fits_planes(narrow, (32, width)) for width in (64, 96, 128, 576)] == [0, 0, 1, 0]
+    assert [fits_planes(wide, (32, width)) for width in (32, 64, 96, 576)] == [0, 1, 0, 1]
+
+
+def test_columns_are_split_until_a_device_is_busy() -> None:
+    assert choose_splits(programs=16, chunks=16, processors=64) == 8
+    assert choose_splits(programs=64, chunks=16, processors=64) == 2
+    assert choose_splits(programs=2000, chunks=16, processors=64) == 1
+    assert choose_splits(programs=1, chunks=3, processors=64) == 2
+
+
+def test_only_gpus_from_turing_on_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = torch.device("cuda", 0)
+    assert find_planes_problem(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(block_product, "find_triton_problem", lambda: "")
+    for capability, works in (((7, 0), False), ((7, 5), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, of=capability: of)
+        assert (find_planes_problem(card) == "") is works
+    monkeypatch.setattr(block_product, "find_triton_problem", lambda: "it is not installed")
+    assert "Triton" in find_planes_problem(card)

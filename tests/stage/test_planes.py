@@ -1,0 +1,145 @@
+"""A stage with low-bit weights in planes, on a GPU or in Triton's interpreter, gives the same."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.hub import NullCounter
+from molink.checkpoint.model_folder import ModelFolder
+from molink.facts.footprint import Footprint, StageSetup
+from molink.stage.batch import SequenceRows
+from molink.stage.linear import ConcatenatedLinear, PlanesLinear, ProjectionFactory
+from molink.stage.stage import Stage
+from tests.support.gguf_models import write_gguf
+from tests.support.low_bit_models import write_low_bit
+from tests.support.models import MakeModel
+from tests.support.stage import Reference, Ring
+from tests.support.triton_device import DEVICE, needs_triton, widen_products
+
+pytestmark = needs_triton
+
+BLOCKS = tuple(range(16))
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "desc_act": True,
+    "sym": False,
+    "checkpoint_format": "gptq",
+}
+
+
+def write_file(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    """A model from a GGUF file of several types, and one of the values that it holds."""
+    made = make_model(folder / "model", "llama", 3, **WIDE)
+    exact, others = folder / "exact", {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q8_0}
+    path = write_gguf(made, folder / "model.gguf", Kind.Q4_K, exact=exact, others=others)
+    return import_gguf(path, folder / "unpacked", NullCounter(), threading.Event()), exact
+
+
+def write_gptq(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    made = make_model(folder / "model", "qwen2", 3, **WIDE)
+    return write_low_bit(made, folder / "stored", folder / "exact", GPTQ), folder / "exact"
+
+
+@pytest.fixture
+def in_planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Weights stay in planes on this device, be it a CPU."""
+
+    def probe(dtype: torch.dtype, device: torch.device, disabled: object = ()) -> ProjectionFactory:
+        return ProjectionFactory(dtype, keeps_blocks=True, planes_device=device)
+
+    monkeypatch.setattr(ProjectionFactory, "probe_device", probe)
+    if DEVICE.type == "cpu":
+        widen_products(monkeypatch)
+    return
+
+
+def count_packed(stage: Stage) -> int:
+    """How many weights of a stage's layers are in planes."""
+    blocks = stage._decoder.blocks
+    made = [one for block in blocks for one in (block.qkv, block.output, block.mlp.gate_up)]
+    made += [block.mlp.down for block in blocks]
+    parts = [
+        part
+        for one in made
+        for part in (one.parts if isinstance(one, ConcatenatedLinear) else (one,))
+    ]
+    return sum(isinstance(part, PlanesLinear) for part in parts)
+
+
+def assert_equal_logits(found: Tensor, expected: Tensor) -> None:
+    """Scores of 100 in the attention of random models amplify what the order of sums changes."""
+    assert (found - expected).abs().max() < 5e-4 * expected.abs().max()
+
+
+@pytest.mark.usefixtures("in_planes")
+@pytest.mark.parametrize("write", [write_file, write_gptq])
+def test_logits_are_those_of_the_dequantized_model(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    write: Callable[[MakeModel, Path], tuple[Path, Path]],
+) -> None:
+    stored, exact = write(make_model, tmp_path)
+    tokens, reference = random_tokens(20), make_reference(exact)
+    ring = make_ring(stored, (1,), device=str(DEVICE))
+    logits = ring.run(tokens, [SequenceRows(0, 20, BLOCKS)])
+    assert_equal_logits(logits.cpu(), reference.logits(tokens))
+    assert ring.generate(tokens, 2, BLOCKS) == reference.generate(tokens, 2)
+    assert all(count_packed(stage) >= 4 for stage in ring.stages)
+    if write is write_file:
+        assert isinstance(ring.stages[0]._decoder.embedding, PlanesLinear)
+
+
+@pytest.mark.usefixtures("in_planes")
+def test_weights_take_what_they_take_packed_on_a_cpu(make_model: MakeModel, tmp_path: Path) -> None:
+    opened = ModelFolder.open(write_file(make_model, tmp_path)[0])
+    setup = StageSetup(dtype="f32", has_block_kernels=True)
+    planned = Footprint.of_stage(opened.placement_facts("m"), setup)
+    found = Stage.load_layers(opened, (0, 2), str(DEVICE), "f32").weight_bytes
+    assert found == pytest.approx(planned.weight_bytes(2, opens=True, closes=True), rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("write", [write_file, write_gptq])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_cuda_gives_what_the_cpu_gives(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    write: Callable[[MakeModel, Path], tuple[Path, Path]],
+    dtype: str,
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    stored, exact = write(make_model, tmp_path)
+    tokens = random_tokens(100)
+    ring = make_ring(stored, (1,), dtype=dtype, device="cuda:0")
+    assert all(count_packed(stage) >= 4 for stage in ring.stages)
+
+    def run(some: Ring) -> Tensor:
+        """Many rows, few, and one, which are multiplied in different ways."""
+        steps = [(0, 80), (80, 19), (99, 1)]
+        return torch.cat(
+            [
+                some.run(tokens[start : start + count], [SequenceRows(start, count, BLOCKS)]).cpu()
+                for start, count in steps
+            ]
+        )
+
+    found, expected = run(ring), run(make_ring(exact))
+    if dtype == "f32":
+        assert_equal_logits(found, expected)
+    else:
+        assert (found - expected).abs().mean() < 0.05 * expected.std()
