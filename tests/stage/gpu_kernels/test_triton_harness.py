@@ -46,7 +46,7 @@ def test_a_worker_on_a_cpu_imports_no_triton(tmp_path: Path) -> None:
         "from molink.stage.stage import Stage\n"
         "folder = ModelFolder.open(find_demo_model().path)\n"
         "given = torch.device('cpu'), 'auto', 'none', 16\n"
-        "check_kernels(Path(sys.argv[1]), folder.config, *given)\n"
+        "check_kernels(Path(sys.argv[1]), folder, *given)\n"
         "Stage.load_layers(folder, (0, 1), 'cpu').allocate_kv_pool(4, 16)\n"
         "assert 'triton' not in sys.modules\n"
     )

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 #: Interval of checking whether the announcement has changed, in seconds.
 POLL_S = 2.0
 #: Duration of a scan, and its remaining duration after the first result, in seconds.
-LOOK_S, MORE_S = 6.0, 1.5
+LOOK_S, MORE_S = 10.0, 1.5
 #: Duration of a scan for missing peers, and the longest pause between two scans, in seconds.
 MISSED_S, SELDOM_S = 3.0, 60.0
 #: Maximum number of discovered addresses.
