@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,13 @@ from molink.checkpoint.hub import NullCounter
 from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.footprint import Footprint, StageSetup
 from molink.stage.batch import SequenceRows
-from molink.stage.linear import ConcatenatedLinear, PlanesLinear, ProjectionFactory
+from molink.stage.linear import (
+    ConcatenatedLinear,
+    PlanesLinear,
+    ProjectionFactory,
+    planes_check,
+)
+from molink.stage.linear.planes_check import check_planes
 from molink.stage.stage import Stage
 from tests.support.gguf_models import write_gguf
 from tests.support.low_bit_models import write_low_bit
@@ -57,9 +64,11 @@ def in_planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return ProjectionFactory(dtype, keeps_blocks=True, planes_device=device)
 
     monkeypatch.setattr(ProjectionFactory, "probe_device", probe)
+    check_planes.cache_clear()
     if DEVICE.type == "cpu":
         widen_products(monkeypatch)
-    return
+    yield
+    check_planes.cache_clear()
 
 
 def count_packed(stage: Stage) -> int:
@@ -108,6 +117,23 @@ def test_weights_take_what_they_take_packed_on_a_cpu(make_model: MakeModel, tmp_
     planned = Footprint.of_stage(opened.placement_facts("m"), setup)
     found = Stage.load_layers(opened, (0, 2), str(DEVICE), "f32").weight_bytes
     assert found == pytest.approx(planned.weight_bytes(2, opens=True, closes=True), rel=0.05)
+
+
+@pytest.mark.usefixtures("in_planes")
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_weights_are_dequantized_where_products_are_wrong(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
+) -> None:
+    products = planes_check.multiply_fused
+
+    def multiply(*given: Any) -> Tensor:
+        if fault == "raises":
+            raise RuntimeError("PTX can't be assembled")
+        return products(*given) + 1
+
+    monkeypatch.setattr(planes_check, "multiply_fused", multiply)
+    opened = ModelFolder.open(write_gptq(make_model, tmp_path)[0])
+    assert count_packed(Stage.load_layers(opened, (0, 2), str(DEVICE), "f32")) == 0
 
 
 @pytest.mark.gpu

@@ -30,7 +30,6 @@ from molink.stage.decoder.mlp import create_gate
 from molink.stage.decoder.rotary import rotate_half
 from molink.stage.device_copy import pinned_error
 from molink.stage.diagnostics.attention_timing import is_slower
-from molink.stage.diagnostics.planes_check import planes_error
 from molink.stage.diagnostics.reference_attention import attention_error
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.gpu_kernels.block_product import find_planes_problem
@@ -43,14 +42,13 @@ from molink.stage.linear import (
     ProjectionFactory,
     slow_kernels,
 )
-from molink.stage.linear.base import make_random_weight
+from molink.stage.linear.base import PRODUCT_TOLERANCES, make_random_weight
 from molink.stage.linear.nf4 import load_library
+from molink.stage.linear.planes_check import planes_error
 from molink.stage.linear.quantized import TOLERANCE, QuantizedProjectionFactory, relative_error
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
-#: Tolerances of products and norms: the type's rounding, and sums.
-_PRODUCT_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 2e-3, "bf16": 2**-7}
 #: Tolerances of attention, whose weights are rounded, too.
 _ATTENTION_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
 #: Factor for kernels that have no replacement.
@@ -132,7 +130,7 @@ def kernel_chains(
     shapes: TrialShapes, dtype: WeightDType, quantize: Quantize, device: torch.device
 ) -> tuple[KernelChain, ...]:
     """Kernels that a stage may use on ``device``, by purpose."""
-    rounding, computed = _PRODUCT_TOLERANCES[dtype], TORCH_DTYPES[dtype]
+    rounding, computed = PRODUCT_TOLERANCES[dtype], TORCH_DTYPES[dtype]
 
     def product(create: _CreateLinear) -> Callable[[], float]:
         return partial(_linear_error, create, shapes.products, computed, device)
@@ -186,7 +184,7 @@ def extra_trials(dtype: WeightDType, device: torch.device) -> tuple[KernelTrial,
     computed = TORCH_DTYPES[dtype]
     if device.type != "cuda":
         run = partial(_blocks_error, computed, torch.get_num_threads())
-        return (KernelTrial("gguf-blocks", dtype, _PRODUCT_TOLERANCES[dtype], run),)
+        return (KernelTrial("gguf-blocks", dtype, PRODUCT_TOLERANCES[dtype], run),)
     return (
         _planes_trial(_TRIAL_PLANES, dtype, device),
         KernelTrial("pinned-copies", dtype, 0.0, partial(pinned_error, device)),
@@ -306,7 +304,7 @@ def _planes_trial(
         computed = TORCH_DTYPES[dtype]
         return _max_error([planes_error(*one, computed, device) for one in planes])
 
-    return KernelTrial("gguf-blocks", dtype, _PRODUCT_TOLERANCES[dtype], find_error)
+    return KernelTrial("gguf-blocks", dtype, PRODUCT_TOLERANCES[dtype], find_error)
 
 
 def _quantized_error(

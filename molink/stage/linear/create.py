@@ -26,6 +26,7 @@ from molink.stage.linear.base import Projection
 from molink.stage.linear.compiled import PART_ROWS, BlockLinear, CompiledLinear
 from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
 from molink.stage.linear.planes import PlanesLinear
+from molink.stage.linear.planes_check import check_planes
 
 if TYPE_CHECKING:
     from molink.stage.cpu_kernels.block_matmul import BlockMatMul
@@ -77,7 +78,9 @@ class ProjectionFactory:
     def keeps_format(self, form: BlockFormat, shape: tuple[int, int]) -> bool:
         """Whether :meth:`create_quantized` takes a weight ``[out, in]`` of that format."""
         if self.planes_device is not None:
-            return self.keeps_blocks and fits_planes(form, shape)
+            return fits_planes(form, shape) and check_planes(
+                form, shape[1], self.dtype, self.planes_device
+            )
         return self.keeps_blocks and self._find_block_product(form) is not None
 
     def create_quantized(

@@ -25,7 +25,6 @@ from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 from molink.stage.decoder.norm import CompiledRmsNorm
 from molink.stage.diagnostics import kernel_checks as proof
 from molink.stage.diagnostics import kernel_trials as trials
-from molink.stage.diagnostics import planes_check
 from molink.stage.diagnostics.kernel_checks import (
     KernelChecks,
     check_kernels,
@@ -33,7 +32,7 @@ from molink.stage.diagnostics.kernel_checks import (
 )
 from molink.stage.diagnostics.kernel_trials import KernelTrial, kernel_chains
 from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES, TrialShapes
-from molink.stage.linear import CompiledLinear, create, slow_kernels
+from molink.stage.linear import CompiledLinear, create, planes_check, slow_kernels
 from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.int8 import Int8Linear, has_onednn_int8
 from molink.stage.linear.unpacked import UnpackedLinear

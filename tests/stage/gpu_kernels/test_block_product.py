@@ -13,7 +13,6 @@ from torch import Tensor
 from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes, resident_bytes
 from molink.gguf.ggml_types import PACKED_TYPES
 from molink.stage.cpu_kernels.repack import read_blocks
-from molink.stage.diagnostics.planes_check import dequantize_codes, draw_codes, planes_error
 from molink.stage.gpu_kernels import block_product
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.block_product import (
@@ -24,6 +23,7 @@ from molink.stage.gpu_kernels.block_product import (
     multiply_fused,
 )
 from molink.stage.linear.planes import PlanesLinear
+from molink.stage.linear.planes_check import dequantize_codes, draw_codes, planes_error
 from tests.support.gguf_models import random_rows
 from tests.support.triton_device import DEVICE, needs_triton, widen_products
 

@@ -1,5 +1,8 @@
 """Compares a GPU's products of low-bit weights with dequantized ones in float64 on the CPU."""
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor, unflatten
 
@@ -11,12 +14,30 @@ from molink.stage.gpu_kernels.block_product import (
     multiply_dequantized,
     multiply_fused,
 )
-from molink.stage.torch_dtypes import TORCH_DTYPES
+from molink.stage.linear.base import PRODUCT_TOLERANCES
+from molink.stage.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
+
+log = logging.getLogger(__name__)
 
 #: Outputs, which end within a tile.
 _OUTPUTS = 80
 #: Rows: of each way of a kernel, and in tiles that end within the rows; splits of the columns.
 _ROWS, _SPLITS = (1, 5, 33), (1, 2)
+
+
+@cache
+@torch.inference_mode()
+def check_planes(form: BlockFormat, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of rows of ``dtype`` with weights of ``columns`` are right on a device."""
+    try:
+        error = planes_error(form, columns, dtype, device)
+    except Exception as failure:  # compilers and kernels may raise anything
+        log.warning("no packed weights of %d bits on %s: %s", form.bits, device, failure)
+        return False
+    if error <= PRODUCT_TOLERANCES[DTYPE_NAMES[dtype]]:
+        return True
+    log.warning("no packed weights of %d bits on %s: off by %.2g", form.bits, device, error)
+    return False
 
 
 def planes_error(
