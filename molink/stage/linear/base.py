@@ -8,7 +8,6 @@ from torch.nn.functional import pad
 
 from molink.facts.dtypes import WeightDType
 
-
 #: Tolerances of products, relative to the largest result: the type's rounding, and sums.
 PRODUCT_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 2e-3, "bf16": 2**-7}
 
