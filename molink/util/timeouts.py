@@ -7,10 +7,14 @@ from dataclasses import dataclass
 class Timeouts:
     """Seconds of silence after which a stage, worker, peer or leader counts as lost.
 
-    All failure detectors of a swarm take their values from here. Bounds of other waits stand with
+    All failure detectors of a swarm take their values from here. Those of peers and leaders adapt
+    (:class:`SilenceLimit`): the values here are their longest. Bounds of other waits stand with
     what waits.
     """
 
+    #: The shortest limit of an adaptive detector: a PC or network may stall for that long without a
+    #: warning. TCP retries after about 0.2, 0.6, 1.4 and 3.0 s, so most cuts are over by then.
+    shortest: float = 2.0
     #: No heartbeat from the next stage while requests live; heartbeats come every 100 ms.
     stage: float = 3.0
     #: The same while none lives; heartbeats are 1 s apart.
@@ -34,3 +38,46 @@ class Timeouts:
 
 
 TIMEOUTS = Timeouts()
+
+#: The limit as a multiple of the longest recent wait.
+_FACTOR = 3.0
+#: Seconds for which waits are known before the limit follows them.
+_WARM_UP = 5.0
+#: Waits of this many seconds are remembered, and of as many again at most.
+_WINDOW = 30.0
+
+
+class SilenceLimit:
+    """A silence limit that follows the longest recent wait for a party.
+
+    On a quiet network a loss is noticed early, and a busy PC has the full patience. Failure
+    detectors that adapt: Chen, Toueg and Aguilera, 2002; Hayashibara and others, 2004 (phi
+    accrual). Times in monotonic seconds.
+    """
+
+    def __init__(self, longest: float) -> None:
+        """``longest``: the limit in seconds until waits are known, and at most."""
+        self._longest = longest
+        #: The limit now.
+        self.seconds = longest
+        #: When it was first heard; then when last, and since when waits count as this window's.
+        self._began_at: float | None = None
+        self._heard_at = self._window_at = 0.0
+        #: The longest wait of this window, and of the one before.
+        self._wait = self._wait_before = 0.0
+
+    def on_heard(self, now: float) -> None:
+        """The party was heard, as it should be at regular intervals.
+
+        A wait above the longest limit was a loss and no delay, so it doesn't count.
+        """
+        if self._began_at is None:
+            self._began_at = self._window_at = self._heard_at = now
+        if now - self._window_at >= _WINDOW:
+            self._wait_before, self._wait, self._window_at = self._wait, 0.0, now
+        wait, self._heard_at = now - self._heard_at, now
+        if wait <= self._longest:
+            self._wait = max(self._wait, wait)
+        if now - self._began_at >= _WARM_UP:
+            limit = _FACTOR * max(self._wait, self._wait_before)
+            self.seconds = min(max(limit, TIMEOUTS.shortest), self._longest)

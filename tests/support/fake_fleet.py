@@ -123,6 +123,7 @@ class FakeFleet:
         now: float = 100.0,
         desired: DesiredModel | None = None,
         pipeline: PipelineRecord | None = None,
+        lost_peer: str = "",
         **restored: tuple[int, int],
     ) -> None:
         self.now = now
@@ -130,7 +131,13 @@ class FakeFleet:
         models = (desired,) if desired is not None else ()
         pipelines = (pipeline,) if pipeline is not None else ()
         self.fleet = Fleet(
-            "s1", self.members, self.now, models=models, pipelines=pipelines, **restored
+            "s1",
+            self.members,
+            self.now,
+            models=models,
+            pipelines=pipelines,
+            lost_peer=lost_peer,
+            **restored,
         )
         self.min_peers = min_peers
         self.decisions = []

@@ -80,6 +80,9 @@ class Planner:
         #: The first placement waits for ``min_peers``; later ones use whichever peers remain.
         self.has_placed = False
         self._waive_at = now + RESTORE_TIMEOUT if restored else None
+        #: A leader that was lost just before this coordinator started; empty after a placement.
+        #: Once all others have reported, nothing is left to wait for.
+        self._lost_leader = ""
         #: Candidates of the last placement; ``None`` forces another.
         self._placed_candidates: Candidates | None = ()
         #: Candidates of the placement being debounced, else ``None``.
@@ -98,9 +101,9 @@ class Planner:
         #: When a neighbour lost each peer: they are not placed before they report again.
         self._doubted_at: dict[str, float] = {}
 
-    def waive_min_peers(self, *, placed: bool) -> None:
-        """Do not wait for a peer known to be gone; ``placed``: nor for ``min_peers``."""
-        self._waive_at, self.has_placed = None, placed
+    def waive_min_peers(self, lost_leader: str, *, placed: bool) -> None:
+        """Do not wait for a leader known to be gone; ``placed``: nor for ``min_peers``."""
+        self._waive_at, self.has_placed, self._lost_leader = None, placed, lost_leader
 
     def find_candidates(
         self, registry: Registry, formation: Formation | None, now: float
@@ -184,7 +187,10 @@ class Planner:
         if self._pending_candidates is None:
             self._pending_since = now
         if candidates_differ(candidates, self._pending_candidates):
-            self._place_at = min(now + self._debounce, self._pending_since + MAX_DEBOUNCE)
+            others = registry.members.keys() - {self._lost_leader}
+            is_complete = self._lost_leader and registry.all_live(others)
+            debounce = LOSS_DEBOUNCE if is_complete else self._debounce
+            self._place_at = min(now + debounce, self._pending_since + MAX_DEBOUNCE)
         self._pending_candidates = candidates
         if now < self._place_at or any(
             self.backoff.is_excluded(one.peer, now)
@@ -242,11 +248,8 @@ class Planner:
 
     def mark_settled(self, candidates: Candidates) -> None:
         """Mark these candidates as placed."""
-        self._placed_candidates, self._pending_candidates, self._debounce = (
-            candidates,
-            None,
-            DEBOUNCE,
-        )
+        self._placed_candidates, self._pending_candidates = candidates, None
+        self._debounce, self._lost_leader = DEBOUNCE, ""
 
     def record_failure(
         self, peer: str, reason: str, now: float, *, doubt: bool, at_once: bool = False

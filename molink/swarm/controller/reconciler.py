@@ -118,7 +118,7 @@ class Reconciler:
         self._missing_files = MissingFiles(self.registry)
         self.planner.set_pins(desired.pins)
         if lost_peer:
-            self.planner.waive_min_peers(placed=pipeline is not None)
+            self.planner.waive_min_peers(lost_peer, placed=pipeline is not None)
         if pipeline is not None and pipeline.formed:
             formation = Formation(pipeline, "adopting", now, desired.facts)
             if self.registry.members.keys() - {lost_peer} >= set(formation.peers):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from molink.swarm.controller.events import AnnouncePeerAction, ControllerAction, SendMessageAction
 from molink.swarm.controller.records import MemberRecord
-from molink.util.timeouts import TIMEOUTS
+from molink.util.timeouts import TIMEOUTS, SilenceLimit
 from molink.wire.messages.instructions import (
     Instruction,
     Notice,
@@ -17,7 +17,7 @@ from molink.wire.messages.instructions import (
 )
 from molink.wire.messages.peer_reports import PeerReport
 
-#: A peer without a report for this long, in seconds, is gone until it reports again.
+#: A peer without a report for this long at most, in seconds, is gone until it reports again.
 PEER_TIMEOUT = TIMEOUTS.peer
 #: Unread messages excuse silence for at most this long, in seconds: an overloaded coordinator must
 #: also notice losses.
@@ -36,6 +36,7 @@ class PeerSession:
 
     report: PeerReport
     last_seen: float
+    silence_limit: SilenceLimit
     #: When its connection broke; ``None`` once it has reported again.
     disconnected_at: float | None = None
     members: dict[str, PeerInfo] = field(default_factory=dict)
@@ -86,6 +87,8 @@ class Registry:
         }
         #: Keys are members.
         self.sessions: dict[str, PeerSession] = {}
+        #: Of each peer. They outlive sessions: a session may have ended too early.
+        self._silence_limits: dict[str, SilenceLimit] = {}
         #: See :class:`TimePassedEvent`.
         self._read_lag = 0.0
         #: Whether a peer may have to be told about a member.
@@ -117,6 +120,7 @@ class Registry:
         if self.members.pop(peer, None) is None:
             return []
         self.sessions.pop(peer, None)
+        self._silence_limits.pop(peer, None)
         for session in self.sessions.values():
             session.members.pop(peer, None)
         return self.broadcast_message(PeerRemoved(peer=peer))
@@ -126,9 +130,11 @@ class Registry:
     ) -> list[ControllerAction]:
         """Record a member's report; welcomes it if its session begins."""
         decisions: list[ControllerAction] = []
+        limit = self._silence_limits.setdefault(peer, SilenceLimit(PEER_TIMEOUT))
+        limit.on_heard(now)
         session = self.sessions.get(peer)
         if session is None or fresh:
-            self.sessions[peer] = PeerSession(report, now)
+            self.sessions[peer] = PeerSession(report, now, limit)
             self._members_changed = True
             decisions.append(SendMessageAction(peer, Welcome(swarm=self._swarm, peer=peer)))
         else:
@@ -163,7 +169,7 @@ class Registry:
         return [
             peer
             for peer, session in self.sessions.items()
-            if self.silence_of(session, now) > PEER_TIMEOUT
+            if self.silence_of(session, now) > session.silence_limit.seconds
         ]
 
     def mark_disconnected(self, peer: str, now: float) -> None:

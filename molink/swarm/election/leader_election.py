@@ -43,13 +43,16 @@ from molink.swarm.election.events import (
 from molink.swarm.election.leases import LeaseChecker
 from molink.swarm.election.term_budget import LEADER_SHARE, TermBudget
 from molink.swarm.election.terms import next_term
-from molink.util.timeouts import TIMEOUTS
+from molink.util.timeouts import TIMEOUTS, SilenceLimit
 from molink.wire.messages.election import LeaderView, Lease
 
 # All times are in seconds.
 
-#: A coordinator that has been silent for longer is lost.
+#: A coordinator that has been silent for longer is lost; often for less (:class:`SilenceLimit`).
 LEADER_TIMEOUT = TIMEOUTS.leader
+#: A follower queries a leader this long before its silence is too long, so that its PC's answer is
+#: overdue then: a query waits 1 s for it.
+DOUBT_LEAD = 0.75
 #: The same until a daemon has heard any coordinator, for the one that it started itself: first it
 #: measures its device and reads its model's files.
 STARTUP_TIMEOUT = 120.0
@@ -121,13 +124,17 @@ class LeaderElection:
         #: The last leader whose coordinator this peer has heard.
         self._heard_leader = leader
         self._leases = LeaseChecker()
+        #: How long the leader may be silent.
+        self._silence = SilenceLimit(LEADER_TIMEOUT)
+        #: Whether the last leader did not answer the last query.
+        self._is_leader_mute = False
         #: Peers that just proved that they hear the leader, with their leases.
         self._proofs: dict[str, Lease] = {}
         self.role: Role = "candidate"
         self._heard_at = self._timer_at = now
         #: When a coordinator was last heard; following one doesn't count.
         self._beat_at = now
-        #: When the next query round is due, and the pause before the one after it.
+        #: When the next query or round is due, and the pause before the round after it.
         self._query_at = now
         self._query_backoff = FIRST_BACKOFF
         #: Until then nobody replaces an unreachable leader.
@@ -191,7 +198,7 @@ class LeaderElection:
         """Whether this peer hears a coordinator, or is about to run one."""
         if self.role == "starting":
             return now - self._pending_term[1] <= CLAIM_TIMEOUT
-        return self.role == "follower" and now - self._heard_at <= LEADER_TIMEOUT
+        return self.role == "follower" and now - self._heard_at <= self._silence.seconds
 
     @property
     def story(self) -> tuple[str, ...]:
@@ -229,6 +236,7 @@ class LeaderElection:
             case PeerAnsweredEvent():
                 self._on_peer_answered(event.peer, event.view, now)
             case PeerTimedOutEvent(peer):
+                self._is_leader_mute |= peer == self.leader
                 self._unanswered.discard(peer)
                 self._drop_answer(peer)
             case CoordinatorStartedEvent():
@@ -253,6 +261,10 @@ class LeaderElection:
             # A PC that has just joined believes the coordinator of its invitation.
             if self.leader and not self._admits_term(event.leader, event.term, now):
                 return
+        if event.leader != self._heard_leader:
+            self._silence = SilenceLimit(LEADER_TIMEOUT)
+        self._silence.on_heard(now)
+        self._is_leader_mute = False
         self._heard_at = self._beat_at = now
         self._has_heard_leader = True
         if event.lease is not None and event.lease.leader == event.leader:
@@ -265,6 +277,7 @@ class LeaderElection:
             self.role = "follower"
         self._adopt_term(event.leader, event.term)
         self.leader = self._heard_leader = event.leader
+        self._query_at = now
         self._met[event.leader] = self._order
         self._failures.pop(self._branch_of(event.leader), None)
 
@@ -281,6 +294,10 @@ class LeaderElection:
         self._unanswered.discard(peer)
         if peer not in self._other_peers:
             return
+        if peer == self.leader:
+            self._is_leader_mute = False
+            if self.role == "follower" and not (view.is_leader or view.can_lead):
+                self._start_search("hears that its leader can't lead", now)
         if not self._admits_term(peer, view.term, now):
             self._log_transition(now, f"ignores implausible term {view.term} of {peer}")
             self._drop_answer(peer)
@@ -336,6 +353,8 @@ class LeaderElection:
         self._own_coordinator = None
         self._unfit_until[self._own_id] = now + RESTART_GRACE
         self._start_search("can't run the coordinator", now)
+        if not self._asked_all:
+            self._query_all(now)  # a query tells the others
 
     def _on_timer(self, now: float) -> None:
         suspended = now - self._timer_at > SUSPEND_THRESHOLD
@@ -354,12 +373,20 @@ class LeaderElection:
                 self._actions.append(StartCoordinatorAction(self.term))
             if now >= self._query_at:
                 self._probe_peers(now)
-        elif self.role == "follower" and silence > LEADER_TIMEOUT:
+        elif self.role == "follower" and silence > self._silence.seconds:
             self._start_search("no longer hears the coordinator", now)
+        elif self.role == "follower" and silence > self._silence.seconds - DOUBT_LEAD:
+            self._query_doubted_leader(now)
         elif self.role != "candidate" or now < self._query_at:
             return
         elif not self._unanswered or not self._asked_all:
             self._start_query_round(now, partial=now < self._wait_until)
+
+    def _query_doubted_leader(self, now: float) -> None:
+        """Query the leader, once per silence, and nobody else yet."""
+        if self.leader in self._other_peers and now >= self._query_at:
+            self._query_at = now + LEADER_TIMEOUT
+            self._actions.append(QueryLeaderAction(self.leader))
 
     # --- candidate -----------------------------------------------------------------------------
 
@@ -409,6 +436,8 @@ class LeaderElection:
         # The last leader first: if it answers, nobody else is needed.
         last = [self.leader] if self.leader in self._other_peers else []
         self._unanswered = {*last, *peers}
+        if self._is_leader_mute and len(self._unanswered) > 1:
+            self._unanswered.discard(self.leader)  # it is asked again, but not awaited
         self._actions += [QueryLeaderAction(peer) for peer in dict.fromkeys((*last, *peers))]
 
     def _next_probe_targets(self, count: int) -> list[str]:
@@ -428,7 +457,7 @@ class LeaderElection:
 
     def is_awaiting(self, peer: str) -> bool:
         """Whether an answer of a queried peer still matters."""
-        return self.role == "leader" or peer in self._unanswered
+        return self.role == "leader" or peer in self._unanswered or peer == self.leader
 
     def _check_proof(self, peer: str, view: LeaderView, now: float) -> None:
         """Check whether a peer proves that it hears the last leader."""
@@ -505,6 +534,7 @@ class LeaderElection:
         self._log_transition(now, f"follows {leader}, which leads in term {view.term}")
         self._adopt_term(leader, view.term)
         self.role, self.leader, self._heard_at = "follower", leader, now
+        self._is_leader_mute = False
         self._answers.clear()
         self._proofs.clear()
         self._unanswered.clear()

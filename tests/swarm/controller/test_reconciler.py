@@ -26,6 +26,7 @@ from molink.swarm.controller.records import PipelineRecord, StageRecord
 from molink.swarm.controller.registry import MAX_READ_LAG, MAX_ROUTE_MISMATCHES, PEER_TIMEOUT
 from molink.swarm.election.terms import next_term, term_of
 from molink.swarm.placement.read_rates import SLOWDOWN_HOLD, SLOWDOWN_TTL
+from molink.util.timeouts import TIMEOUTS
 from molink.wire.messages.instructions import (
     Assign,
     FormPipeline,
@@ -1449,6 +1450,29 @@ def test_a_restarted_coordinator_adopts_the_running_pipeline(running: FakeFleet,
     again.wait(5, *"abc")
     assert again.pop_messages() == []
     assert again.committed == []
+
+
+def test_new_leader_places_once_all_others_are_here(running: FakeFleet, kit: Kit) -> None:
+    record = running.committed[-1]
+    desired = running.reconciler.desired
+    again = kit.FakeFleet(
+        *"abc", desired=desired, pipeline=record, last=(1, record.epoch), lost_peer="a"
+    )
+    again.report("b", kit.worker("ready", 1, 1, (2, 4)))
+    assert again.committed == []
+    again.report("c", kit.worker("ready", 1, 2, (4, 6)))
+    again.wait(0.5, *"bc")
+    assert [stage.peer for stage in again.committed[-1].stages] == ["b", "c"]
+
+
+def test_quiet_peer_is_lost_sooner_than_one_with_gaps(running: FakeFleet) -> None:
+    for _ in range(10):
+        running.wait(0.75, *"ab")
+        running.wait(0.25, *"abc")
+    running.wait(TIMEOUTS.shortest + 0.25, "a")
+    assert set(running.fleet.registry.sessions) == {"a", "c"}
+    running.wait(PEER_TIMEOUT - TIMEOUTS.shortest, "a")
+    assert set(running.fleet.registry.sessions) == {"a"}
 
 
 def test_restart_before_the_ring_formed(running: FakeFleet, kit: Kit) -> None:

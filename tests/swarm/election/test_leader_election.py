@@ -1,5 +1,7 @@
 """Leader election: exact actions, then random networks with crashes, freezes and partitions."""
 
+import math
+
 import pytest
 
 from molink.swarm.election.events import (
@@ -22,6 +24,7 @@ from molink.swarm.election.events import (
 )
 from molink.swarm.election.leader_election import (
     CLAIM_TIMEOUT,
+    DOUBT_LEAD,
     LEADER_TIMEOUT,
     PROBE_INTERVAL,
     QUERY_INTERVAL,
@@ -31,6 +34,7 @@ from molink.swarm.election.leader_election import (
     LeaderElection,
 )
 from molink.swarm.election.terms import first_term, next_term, round_of
+from molink.util.timeouts import TIMEOUTS
 from molink.wire.messages.election import LeaderView, Lease
 from tests.swarm.election.network import KEY, Postman
 
@@ -179,9 +183,14 @@ def test_large_swarm_queries_everyone_if_the_few_know_no_leader(silent: bool) ->
         assert one.handle(ElectionTimePassedEvent(), 10.0 + QUERY_INTERVAL / 2) == []
         asked = one.handle(ElectionTimePassedEvent(), 10.0 + QUERY_INTERVAL)
     assert set(asked) == {QueryLeaderAction(other) for other in "acdefghij"}
-    asking(one, "cdefghij", 10.7, 10.7)
+    if silent:  # its silence is known
+        asking(one, "cdefghi", 10.7, 10.7)
+        last_to_answer = "j"
+    else:
+        asking(one, "cdefghij", 10.7, 10.7)
+        last_to_answer = "a"
     assert StartCoordinatorAction(next_term(0, "b"), lost_leader="a") in one.handle(
-        PeerTimedOutEvent("a"), 11.0
+        PeerTimedOutEvent(last_to_answer), 11.0
     )
 
 
@@ -208,14 +217,90 @@ def test_silence_beyond_the_timeout_is_a_loss() -> None:
     for step in range(8):
         assert one.handle(ElectionTimePassedEvent(), step * 0.5) == []
         one.handle(CoordinatorHeardEvent(0, "a"), step * 0.5)
+    doubted = 3.5 + LEADER_TIMEOUT - DOUBT_LEAD
     now = 3.5
     while now <= 3.5 + LEADER_TIMEOUT:
-        assert one.handle(ElectionTimePassedEvent(), now) == []
+        asked = one.handle(ElectionTimePassedEvent(), now)
+        assert asked == [QueryLeaderAction("a")] * (doubted < now <= doubted + 0.5), "asked once"
         now += 0.5
     assert one.handle(ElectionTimePassedEvent(), now) == [
         QueryLeaderAction("a"),
         QueryLeaderAction("c"),
     ]
+
+
+def test_leader_heard_without_gaps_is_lost_soon() -> None:
+    """Its query is overdue then, so the election follows at once."""
+    one = peer("b", now=0.0)
+    now = 0.0
+    while now < 20.0:
+        now += 0.5
+        one.handle(CoordinatorHeardEvent(0, "a"), now)
+        assert one.handle(ElectionTimePassedEvent(), now) == []
+    heard, asked = now, math.inf
+    while one.role != "starting":
+        now += 0.25
+        if now >= asked + 1.0:
+            one.handle(PeerTimedOutEvent("a"), now)
+        for action in one.handle(ElectionTimePassedEvent(), now):
+            if action == QueryLeaderAction("a"):
+                asked = min(asked, now)
+            elif action == QueryLeaderAction("c"):
+                assert now >= heard + TIMEOUTS.shortest
+                one.handle(PeerAnsweredEvent("c", view()), now)
+    assert heard + TIMEOUTS.shortest < now <= heard + TIMEOUTS.shortest + 0.75
+    assert not one.build_view(now).is_leader
+
+
+def test_leader_heard_with_gaps_keeps_its_time() -> None:
+    one = peer("b", now=0.0)
+    for step in range(1, 20):
+        one.handle(CoordinatorHeardEvent(0, "a"), step * 1.0)
+        one.handle(ElectionTimePassedEvent(), step * 1.0)
+    assert one.build_view(19.0 + LEADER_TIMEOUT).hears_leader
+    assert not one.build_view(19.1 + LEADER_TIMEOUT).hears_leader
+
+
+def test_doubted_leader_is_asked_once_per_silence() -> None:
+    one = peer("b", now=0.0)
+    for heard in (0.5, 3.25):
+        one.handle(CoordinatorHeardEvent(0, "a"), heard)
+        asked = []
+        for step in range(1, 11):
+            if one.handle(ElectionTimePassedEvent(), heard + step * 0.25):
+                asked.append(heard + step * 0.25)
+        assert asked == [heard + LEADER_TIMEOUT - DOUBT_LEAD + 0.25]
+        assert one.is_awaiting("a")
+
+
+def test_gaps_of_an_earlier_leader_are_forgotten() -> None:
+    one = peer("c", now=0.0)
+    for step in range(1, 11):
+        one.handle(CoordinatorHeardEvent(0, "a"), step * 1.0)
+        one.handle(ElectionTimePassedEvent(), step * 1.0)
+    one.handle(ConnectionLostEvent(), 10.0)
+    one.handle(PeerTimedOutEvent("a"), 10.1)
+    term = next_term(0, "b")
+    one.handle(PeerAnsweredEvent("b", view("b", term, leads=True)), 10.1)
+    for step in range(21, 40):
+        one.handle(CoordinatorHeardEvent(term, "b"), step * 0.5)
+    assert one.build_view(19.5 + TIMEOUTS.shortest).hears_leader
+    assert not one.build_view(19.6 + TIMEOUTS.shortest).hears_leader
+
+
+def test_leader_that_cannot_lead_is_left_at_once() -> None:
+    """For example because its disk is full: its coordinator has ended."""
+    one = peer("b")
+    assert one.handle(PeerAnsweredEvent("a", view(fit=False)), 10.0) == [
+        QueryLeaderAction("a"),
+        QueryLeaderAction("c"),
+    ]
+    one.handle(PeerAnsweredEvent("a", view(fit=False)), 10.1)
+    assert one.handle(PeerAnsweredEvent("c", view()), 10.1) == [
+        StartCoordinatorAction(next_term(0, "b"), lost_leader="a")
+    ]
+    other = peer("b")
+    assert other.handle(PeerAnsweredEvent("c", view(fit=False)), 10.0) == [], "no word of others"
 
 
 def test_last_leader_leads_again_before_others_in_the_order() -> None:
@@ -538,6 +623,18 @@ def test_leader_whose_coordinator_exits_steps_down() -> None:
     assert one.handle(PeerAnsweredEvent("b", found), 5.5) == [
         FollowLeaderAction("b", found.term, KEY, ("h:1",))
     ]
+
+
+def test_leader_of_a_large_swarm_tells_everyone_that_it_cannot_lead() -> None:
+    others = tuple("bcdefghij")
+    one = LeaderElection(
+        "a", 0.0, membership=MembershipChangedEvent(("a", *others), (0, 5)), leader="a"
+    )
+    one.handle(ElectionTimePassedEvent(), 0.0)
+    asking(one, "bcdefghij", 0.1, 0.1)
+    one.handle(CoordinatorStartedEvent(0, KEY, ("h:1",)), 0.2)
+    actions = one.handle(CoordinatorFailedEvent(), 5.0)
+    assert set(actions) == {StepDownAction(), *map(QueryLeaderAction, others)}
 
 
 def test_resigned_peer_is_skipped() -> None:

@@ -10,7 +10,7 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from molink.errors import PortInUse, UsageError, WorkerError
+from molink.errors import PortInUse, StateError, UsageError, WorkerError
 from molink.swarm.election.events import StartCoordinatorAction
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.child_process import ChildProcess, exit_text
@@ -26,8 +26,10 @@ COORDINATOR_COMMAND = (sys.executable, "-P", "-m", "molinkd.coordinator")
 START_TIMEOUT_S = 150.0 if sys.platform == "win32" else 30.0
 #: Backoff before a restart, in seconds.
 BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: Consecutive failures after which another PC should lead, for example because the disk is full.
+#: Consecutive failures after which another PC should lead, and if the state can't be written, for
+#: example because the disk is full. One restart costs little, and keeps the pipelines if it helps.
 FAILURES_TO_REPORT = 3
+STATE_FAILURES = 2
 #: Uptime that resets the backoff, in seconds.
 _SETTLED_S = 60.0
 GRACE_S = 5.0
@@ -86,6 +88,7 @@ class CoordinatorProcess:
         #: Announcement of the running process; ``None`` while it is down.
         self.announcement: CoordinatorAnnouncement | None = None
         self._exited = asyncio.Event()
+        self._exit_code = 0
         #: Last term set by :meth:`raise_term`.
         self._term = 0
         self._supervisor: asyncio.Task[None] | None = None
@@ -155,7 +158,7 @@ class CoordinatorProcess:
 
     def _on_exit(self, code: int) -> None:
         self._exited.set()
-        self.announcement = None
+        self._exit_code, self.announcement = code, None
         if self._announced is not None and not self._announced.done() and self._child is not None:
             last = (self._child.tail.splitlines() or [""])[-1].removeprefix("error: ")
             kind = PortInUse if code == PortInUse.exit_code else UsageError
@@ -172,7 +175,8 @@ class CoordinatorProcess:
                 failures = 0
             pause = BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
             failures += 1
-            if failures == FAILURES_TO_REPORT:
+            in_state = self._exit_code == StateError.exit_code
+            if failures == FAILURES_TO_REPORT or (in_state and failures == STATE_FAILURES):
                 self._on_failing()
             log.warning("the coordinator exited; restarting it in %.1f s", pause)
             await asyncio.sleep(pause)

@@ -1,5 +1,6 @@
 """The supervised coordinator process, with fake executables."""
 
+import asyncio
 import socket
 import sys
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from molink.errors import PortInUse, UsageError
+from molink.errors import PortInUse, StateError, UsageError
 from molink.swarm.election.events import StartCoordinatorAction
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.election import coordinator_process as coordinator_module
@@ -77,6 +78,38 @@ async def test_a_raised_term_survives_a_restart(
     process.raise_term(7)
     await net.until(lambda: reported.exists() and reported.read_text(encoding="utf-8") == "7\n")
     assert process.pid != first
+    await process.close()
+
+
+EXITING = """
+import json, sys
+with open(sys.argv[-2], "a") as runs:
+    runs.write("x")
+print(json.dumps({"port": 4321, "public_key": "k", "swarm": "s"}), flush=True)
+sys.stdin.readline()
+sys.exit(int(sys.argv[-1]))
+"""
+
+
+@pytest.mark.parametrize(("code", "runs"), [(1, 3), (StateError.exit_code, 2)])
+async def test_repeated_failures_are_reported(
+    code: int, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sooner if the state can't be written: a restart seldom helps."""
+    monkeypatch.setattr(coordinator_module, "BACK_OFF_S", (0.01,))
+    started = tmp_path / "started"
+    failing = asyncio.Event()
+    process = CoordinatorProcess(
+        lambda port: ["--port", str(port), str(started), str(code)],
+        0,
+        tmp_path,
+        (sys.executable, "-c", EXITING),
+        failing.set,
+    )
+    await process.start()
+    process.raise_term(7)  # each run exits when it hears of it
+    await failing.wait()
+    assert started.read_text(encoding="utf-8") == "x" * runs
     await process.close()
 
 
