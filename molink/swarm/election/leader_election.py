@@ -43,6 +43,7 @@ from molink.swarm.election.events import (
 from molink.swarm.election.leases import LeaseChecker
 from molink.swarm.election.term_budget import LEADER_SHARE, TermBudget
 from molink.swarm.election.terms import next_term
+from molink.swarm.running_time import MAX_STEP
 from molink.util.timeouts import TIMEOUTS, SilenceLimit
 from molink.wire.messages.election import LeaderView, Lease
 
@@ -357,10 +358,13 @@ class LeaderElection:
             self._query_all(now)  # a query tells the others
 
     def _on_timer(self, now: float) -> None:
-        suspended = now - self._timer_at > SUSPEND_THRESHOLD
+        pause = now - self._timer_at
         self._timer_at = now
+        if pause > MAX_STEP:
+            # What the leader sent meanwhile may be unread.
+            self._heard_at = min(self._heard_at + pause, now)
         silence = now - self._heard_at
-        if suspended:
+        if pause > SUSPEND_THRESHOLD:
             # No message could arrive meanwhile, and another peer may lead by now.
             self._heard_at = self._beat_at = now
             self._resumed_at = now + RESUME_GRACE
@@ -436,7 +440,8 @@ class LeaderElection:
         # The last leader first: if it answers, nobody else is needed.
         last = [self.leader] if self.leader in self._other_peers else []
         self._unanswered = {*last, *peers}
-        if self._is_leader_mute and len(self._unanswered) > 1:
+        is_regular = self._silence.seconds < LEADER_TIMEOUT
+        if self._is_leader_mute and is_regular and len(self._unanswered) > 1:
             self._unanswered.discard(self.leader)  # it is asked again, but not awaited
         self._actions += [QueryLeaderAction(peer) for peer in dict.fromkeys((*last, *peers))]
 
