@@ -227,7 +227,8 @@ class LinkLiveness:
         """Latest time of the next check."""
         at_ease = not self.is_quiet(now) and not self._num_queued
         self._interval = _AT_EASE if at_ease else _ATTENTIVE
-        return now + self._interval
+        dead_at = self._heartbeat_at + self.timeout
+        return min(now + self._interval, dead_at) if dead_at > now else now + self._interval
 
     def is_quiet(self, now: float) -> bool:
         """Whether it has been silent long enough for live requests to matter."""

@@ -49,6 +49,13 @@ def test_silence_is_death() -> None:
     assert look(liveness, 1.0, 60.0, busy=False) == "5.0: no heartbeat for 4.0 s"
 
 
+def test_check_is_due_when_silence_means_death() -> None:
+    liveness = LinkLiveness(0.0)
+    liveness.on_heartbeat(5, 0, 0.0, 1.0)
+    for now, due in ((2.75, 3.25), (3.75, 1.0 + TIMEOUT), (1.0 + TIMEOUT, 1.5 + TIMEOUT)):
+        assert liveness.next_check(now) == due
+
+
 def test_work_without_progress_is_death() -> None:
     liveness = LinkLiveness(0.0)
     liveness.on_heartbeat(5, 0, 0.0, 0.0)

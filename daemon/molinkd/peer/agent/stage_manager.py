@@ -137,6 +137,8 @@ class StageManager:
                 # one transfer of a model at a time
                 self._prefetcher.cancel_prefetch()
                 self._carry_out(self._agent.assign_stage(message))
+                # A worker that has been silent is replaced at once.
+                self._carry_out(self._agent.check_liveness(self._now()))
             case StageProfile():
                 self._agent.record_profile(message)
             case FormPipeline():

@@ -251,6 +251,23 @@ async def test_a_reused_worker_releases_its_old_stage(bench: Bench, kind: str) -
     assert [type(message) for message in bench.supervisor.told] == [Ping, LoadStage]
 
 
+async def test_a_silent_worker_is_replaced_with_its_next_assignment(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked before, so nothing is left to wait for."""
+    assert isinstance(await bench.assign(1 << 30), LoadStage)
+    bench.assignments._on_worker_message(1, WorkerLoaded(port=9, max_blocks=10, weight_bytes=1))
+    now, agent = bench.assignments._now(), bench.assignments._agent
+    monkeypatch.setattr(bench.assignments, "_now", lambda: now)
+    for _ in range(6):
+        now += 0.5
+        bench.assignments._carry_out(agent.check_liveness(now))
+    assert bench.supervisor.told == [Ping()]
+    bench.assignments.handle_order(msgspec.structs.replace(ASSIGN, epoch=2))
+    await asyncio.wait([*bench.assignments._fetches.values()])
+    assert len(bench.supervisor.started) == 2
+
+
 @pytest.mark.parametrize("port", [1, 2])
 async def test_a_ring_is_formed_once_the_next_stage_is_reachable(bench: Bench, port: int) -> None:
     start = await bench.assign(1 << 30, stages=2)
