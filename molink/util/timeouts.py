@@ -1,5 +1,6 @@
 """Failure detection: how long a silent party still counts as alive."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -60,11 +61,16 @@ class SilenceLimit:
         self._longest = longest
         #: The limit now.
         self.seconds = longest
-        #: When it was first heard; then when last, and since when waits count as this window's.
+        #: When it was first heard, again after a restart; when last, and since when waits count as
+        #: this window's.
         self._began_at: float | None = None
-        self._heard_at = self._window_at = 0.0
+        self._heard_at = self._window_at = -math.inf
         #: The longest wait of this window, and of the one before.
         self._wait = self._wait_before = 0.0
+
+    def restart(self) -> None:
+        """The party has to connect first, which takes a while. Known waits stay known."""
+        self._began_at, self.seconds = None, self._longest
 
     def on_heard(self, now: float) -> None:
         """The party was heard, as it should be at regular intervals.
@@ -72,7 +78,7 @@ class SilenceLimit:
         A wait above the longest limit was a loss and no delay, so it doesn't count.
         """
         if self._began_at is None:
-            self._began_at = self._window_at = self._heard_at = now
+            self._began_at = now
         if now - self._window_at >= _WINDOW:
             self._wait_before, self._wait, self._window_at = self._wait, 0.0, now
         wait, self._heard_at = now - self._heard_at, now

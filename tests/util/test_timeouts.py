@@ -41,3 +41,14 @@ def test_a_loss_is_no_wait() -> None:
     hear(limit, 0.5, 0.0, 20.0)
     limit.on_heard(26.0)
     assert limit.seconds == TIMEOUTS.shortest
+
+
+def test_restart_gives_the_full_time_and_keeps_waits() -> None:
+    limit = SilenceLimit(3.0)
+    hear(limit, 0.5, 0.0, 20.0)
+    limit.restart()
+    assert limit.seconds == 3.0
+    hear(limit, 0.5, 20.75, 25.5)
+    assert limit.seconds == 3.0
+    hear(limit, 0.5, 25.75, 26.0)
+    assert limit.seconds == 2.25, "the wait until it was heard again"

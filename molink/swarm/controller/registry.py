@@ -131,8 +131,10 @@ class Registry:
         """Record a member's report; welcomes it if its session begins."""
         decisions: list[ControllerAction] = []
         limit = self._silence_limits.setdefault(peer, SilenceLimit(PEER_TIMEOUT))
-        limit.on_heard(now)
         session = self.sessions.get(peer)
+        if fresh:
+            limit.restart()
+        limit.on_heard(now)
         if session is None or fresh:
             self.sessions[peer] = PeerSession(report, now, limit)
             self._members_changed = True

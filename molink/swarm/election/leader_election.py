@@ -539,6 +539,7 @@ class LeaderElection:
         self._log_transition(now, f"follows {leader}, which leads in term {view.term}")
         self._adopt_term(leader, view.term)
         self.role, self.leader, self._heard_at = "follower", leader, now
+        self._silence.restart()
         self._is_leader_mute = False
         self._answers.clear()
         self._proofs.clear()

@@ -278,6 +278,17 @@ def test_pause_of_this_pc_is_no_silence_of_its_leader() -> None:
     assert one.role == "follower"
 
 
+def test_leader_that_is_followed_again_has_time_to_connect() -> None:
+    one = peer("b", now=0.0)
+    for step in range(1, 40):
+        one.handle(CoordinatorHeardEvent(0, "a"), step * 0.5)
+        one.handle(ElectionTimePassedEvent(), step * 0.5)
+    one.handle(ConnectionLostEvent(), 20.0)
+    one.handle(PeerAnsweredEvent("a", view(leads=True)), 20.1)
+    assert one.build_view(20.0 + LEADER_TIMEOUT).hears_leader
+    assert not one.build_view(20.2 + LEADER_TIMEOUT).hears_leader
+
+
 def test_doubted_leader_is_asked_once_per_silence() -> None:
     one = peer("b", now=0.0)
     for heard in (0.5, 3.25):
