@@ -1475,6 +1475,15 @@ def test_quiet_peer_is_lost_sooner_than_one_with_gaps(running: FakeFleet) -> Non
     assert set(running.fleet.registry.sessions) == {"a"}
 
 
+def test_peer_with_a_new_connection_has_the_full_time(running: FakeFleet, kit: Kit) -> None:
+    running.wait(10.0, *"abc")
+    running.report("c", kit.worker("ready", 1, 2, (4, 6)), fresh=True)
+    running.wait(PEER_TIMEOUT - 0.25, *"ab")
+    assert "c" in running.fleet.registry.sessions
+    running.wait(0.5, *"ab")
+    assert "c" not in running.fleet.registry.sessions
+
+
 def test_restart_before_the_ring_formed(running: FakeFleet, kit: Kit) -> None:
     """A committed epoch may have been announced to none or only some of its peers."""
     again = restarted(running, kit)
