@@ -10,8 +10,8 @@ weights or the same FILE; then greedy generation at batch 8 beside ``transformer
 same dtype. Both sides use the same number of threads and take turns; figures are medians, ratios
 medians of the rounds' ratios. Without ``--llama-bench`` only the share of the read bandwidth is
 measured. ``--avoid gguf-blocks`` unpacks a FILE's weights to bf16. ``--avx2`` emulates a CPU
-without AVX-512 in float32; llama-bench must be built for AVX2 then. ``--cpu-time`` (Linux) counts
-CPU seconds instead of wall time.
+without AVX-512, where ``auto`` is float32; llama-bench must be built for AVX2 then. ``--cpu-time``
+(Linux) counts CPU seconds instead of wall time.
 
 ``--long`` measures only prompts of these lengths, in chunks of 512 with shuffled KV blocks, and
 decoding behind them, beside ``llama-bench`` with flash attention (``-fa on``) and KV in f16.
@@ -90,7 +90,7 @@ def _measure_all(options: argparse.Namespace, made: Path) -> dict[str, Any]:
         import_gguf(model, made, NullCounter(), threading.Event()) if is_file else model
     )
     avoid = tuple(filter(None, options.avoid.split(",")))
-    dtype: DTypeChoice = "f32" if options.avx2 else options.dtype
+    dtype: DTypeChoice = options.dtype
     stage = Stage.load_layers(
         folder, (0, folder.config.layers), dtype=dtype, disabled_kernels=avoid
     )

@@ -4,7 +4,8 @@
     python -m tools.measure_quantization --model FOLDER_OR_FILE.gguf TEXT... --tokens 220
 
 Per mode: perplexity of all tokens and of the assistant's, agreement with fp32's most likely token,
-KL divergence from fp32, and bytes of a layer. Each TEXT is cut to ``--tokens``.
+KL divergence from fp32, and bytes of a layer. Each TEXT is cut to ``--tokens``. In ``auto`` rows
+may be 8-bit beside weights of few bits.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _BLOCK = 16
 #: The first mode is the reference.
 MODES: dict[str, tuple[DTypeChoice, Quantize]] = {
     "fp32": ("f32", "none"),
+    "auto": ("auto", "none"),
     "bf16": ("bf16", "none"),
     "int8 (fp32 rows)": ("f32", "int8"),
     "int8 (bf16 rows)": ("bf16", "int8"),
@@ -68,14 +70,15 @@ def log_probabilities(stage: Stage, texts: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def measure_model(
-    folder: ModelFolder, texts: Sequence[Any], masks: Sequence[Any]
+    folder: ModelFolder, texts: Sequence[Any], masks: Sequence[Any], modes: Sequence[str]
 ) -> Iterator[Quality]:
-    """Figures of all modes."""
+    """Figures of ``modes``, the first of which is the reference."""
     mask = torch.from_numpy(np.concatenate([mask[1:] for mask in masks]))
     wanted = torch.from_numpy(np.concatenate([text[1:] for text in texts]))
     longest = max(map(len, texts))
     exact: Tensor | None = None
-    for mode, (dtype, quantize) in MODES.items():
+    for mode in modes:
+        dtype, quantize = MODES[mode]
         stage = Stage.load_layers(
             folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize
         )
@@ -109,6 +112,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=120, help="held-out ones")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="the first is the reference")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -124,7 +128,8 @@ def main() -> None:
             held_out = select_conversations("held_out", arguments.conversations, arguments.seed)
             texts = encode_conversations(tokenizer, held_out)
             masks = [mark_answers(tokenizer, text) for text in texts]
-        rows = [asdict(row) for row in measure_model(ModelFolder.open(folder), texts, masks)]
+        opened, modes = ModelFolder.open(folder), arguments.modes or list(MODES)
+        rows = [asdict(row) for row in measure_model(opened, texts, masks, modes)]
     if arguments.json:
         print(json.dumps({"tokens": sum(map(len, texts)), "modes": rows}, indent=2))
         return

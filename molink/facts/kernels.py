@@ -6,6 +6,8 @@ KernelName = Literal[
     "compiled-linear",
     "packed-linear",
     "gguf-blocks",
+    "int8-rows",
+    "int8-rows-8bit",
     "compiled-rows",
     "compiled-attention",
     "flash-attention",
@@ -21,11 +23,16 @@ KernelName = Literal[
     "torch-rows",
 ]
 
+#: Products of quantized weights and rows rounded to 8 bits.
+INTEGER_KERNELS: tuple[KernelName, ...] = ("int8-rows", "int8-rows-8bit")
+
 #: What replaces a disabled kernel. Others have no replacement.
 FALLBACKS: dict[str, str] = {
     "compiled-linear": "torch's own product",
     "packed-linear": "torch's own product",
     "gguf-blocks": "dequantization to bf16 on loading",
+    "int8-rows": "rows in full precision beside weights of 4 to 6 bits",
+    "int8-rows-8bit": "rows in full precision beside weights of 8 bits",
     "compiled-rows": "torch's own norms, gates and rotations",
     "compiled-attention": "gather-attention",
     "flash-attention": "triton-attention, or gather-attention",

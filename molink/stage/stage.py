@@ -12,6 +12,7 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import InvariantError, UsageError
 from molink.facts.dtypes import DTypeChoice, WeightDType
 from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES
+from molink.facts.kernels import INTEGER_KERNELS
 from molink.facts.model import LayerRange, Quantize
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.create import create_attention
@@ -90,7 +91,8 @@ class Stage:
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
         Projections are quantized while they are read, unless the checkpoint is quantized. Weights
-        in ``held`` are reused. ``on_layer`` is called with the number of loaded layers.
+        in ``held`` are reused. ``on_layer`` is called with the number of loaded layers. With
+        ``auto``, rows may become 8-bit beside weights of few bits.
 
         Raises:
             UsageError: no such device, or ``quantize`` contradicts the checkpoint.
@@ -99,6 +101,8 @@ class Stage:
         """
         torch_device, config = find_device(device), folder.config
         computed = choose_dtype(dtype, config.dtype, torch_device)
+        if dtype != "auto":
+            disabled_kernels = (*disabled_kernels, *INTEGER_KERNELS)
         operators = create_operators(config, TORCH_DTYPES[computed], torch_device, disabled_kernels)
         with WeightReader(
             folder, TORCH_DTYPES[computed], torch_device, quantize, disabled_kernels

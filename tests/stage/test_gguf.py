@@ -15,9 +15,11 @@ from molink.checkpoint.hub import NullCounter
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import BrokenModel
 from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.kernels import INTEGER_KERNELS
 from molink.gguf.block_formats import BLOCK_FORMATS
 from molink.stage.batch import SequenceRows
-from molink.stage.cpu_kernels.create import supports_block_weights
+from molink.stage.cpu_kernels.create import create_integer_matmul, supports_block_weights
+from molink.stage.diagnostics.stage_profile import profile_key
 from molink.stage.stage import Stage
 from tests.support.gguf_models import write_gguf
 from tests.support.models import MakeModel
@@ -164,3 +166,55 @@ def test_blocks_are_quantized_anew_if_asked(
     expected = make_ring(tmp_path / "exact", (), quantize=mode, **EXACT).run(tokens, rows)
     logits = make_ring(opened, (1,), quantize=mode, **EXACT).run(tokens, rows)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("avoid", [(), *((kernel,) for kernel in INTEGER_KERNELS), INTEGER_KERNELS])
+def test_decode_gives_the_same_to_the_bit_as_prefill(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    avoid: tuple[str, ...],
+) -> None:
+    """Recomputed tokens continue as before a loss, and cached prefixes are as if computed."""
+    if create_integer_matmul(BLOCK_FORMATS["q4_k"], torch.float32, torch.get_num_threads()) is None:
+        pytest.skip("this CPU has no product of integers")
+    made = make_model(tmp_path / "model", "llama", 3, **WIDE)
+    others = {"ffn_down": Kind.Q8_0, "attn_v": Kind.Q6_K, "attn_output": Kind.Q5_0}
+    path = write_gguf(made, tmp_path / "model.gguf", Kind.Q4_K, others=others)
+    folder = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
+    tokens, options = random_tokens(LENGTH), {"dtype": "auto", "avoid": avoid, "block_size": 16}
+    whole = make_ring(folder, **options).run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
+    ring = make_ring(folder, **options)
+    single = [ring.run([token], [SequenceRows(at, 1, BLOCKS)]) for at, token in enumerate(tokens)]
+    assert torch.equal(torch.cat(single), whole)
+    chunks = [
+        ring.run(tokens[first : first + 23], [SequenceRows(first, min(23, LENGTH - first), BLOCKS)])
+        for first in range(0, LENGTH, 23)
+    ]
+    assert torch.equal(torch.cat(chunks), whole)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K, Kind.Q8_0])
+def test_rows_keep_their_precision_if_a_dtype_is_named(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    kind: Kind,
+) -> None:
+    if create_integer_matmul(BLOCK_FORMATS["q4_k"], torch.float32, torch.get_num_threads()) is None:
+        pytest.skip("this CPU has no product of integers")
+    made = make_model(tmp_path / "model", "llama", 3, **WIDE)
+    path = write_gguf(made, tmp_path / "model.gguf", kind)
+    folder = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
+    tokens, rows = random_tokens(LENGTH), [SequenceRows(0, LENGTH, BLOCKS)]
+    ring = make_ring(folder, dtype="auto", block_size=16)
+    rounded = ring.run(tokens, rows)
+    others = make_ring(folder, dtype="auto", avoid=INTEGER_KERNELS, block_size=16)
+    exact = others.run(tokens, rows)
+    assert not torch.equal(exact, rounded)
+    assert float((exact - rounded).abs().max()) < 0.1 * float(exact.abs().max())
+    named = make_ring(folder, dtype=others.stages[0].dtype, block_size=16)
+    assert torch.equal(named.run(tokens, rows), exact)
+    assert profile_key(named.stages[0], 16) != profile_key(ring.stages[0], 16)

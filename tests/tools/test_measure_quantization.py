@@ -3,7 +3,7 @@
 from molink.checkpoint.model_folder import ModelFolder
 from tools.demo_model.tokenizer import encode_conversations, load_tokenizer, mark_answers
 from tools.demo_model.train import select_conversations
-from tools.measure_quantization import measure_model
+from tools.measure_quantization import MODES, measure_model
 from tools.train_demo_model import FOLDER
 
 
@@ -11,7 +11,7 @@ def test_quantized_weights_cost_little_quality() -> None:
     tokenizer = load_tokenizer(FOLDER)
     texts = encode_conversations(tokenizer, select_conversations("held_out", 6, 7))
     masks = [mark_answers(tokenizer, text) for text in texts]
-    exact, *others = measure_model(ModelFolder.open(FOLDER), texts, masks)
+    exact, *others = measure_model(ModelFolder.open(FOLDER), texts, masks, list(MODES))
     assert (exact.agreement, exact.divergence) == (1.0, 0.0)
     for row in others:
         coarse = row.mode.startswith("nf4")

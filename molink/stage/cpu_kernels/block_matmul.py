@@ -72,13 +72,13 @@ class BlockMatMul:
             self.unpack_min_rows = _MANY_BYTES if form.bits == 8 else _MANY_BF16
         module = ir.Module("block_matmul")
         product, panel = (
-            _BlockProduct(module, form, arithmetic),
+            BlockProduct(module, form, arithmetic),
             PanelProduct(module, form, arithmetic),
         )
         multiply = emit_parallel_for(module, product.function, openmp)
         multiply_many = emit_parallel_for(module, panel.function, openmp)
         self._needs_sums, self._scratch_bytes = product.reader.needs_sums, panel.scratch_bytes
-        sums = _emit_sums(module, arithmetic.element, form.group, product.reader.excess)
+        sums = _emit_sums(module, arithmetic.element, form.group, product.reader.sum_factor)
         self._library = CompiledLibrary(module, features)
         self._multiply = self._library.get_function(multiply.name, pointers=5, integers=4)
         self._multiply_unpacked = self._library.get_function(
@@ -114,7 +114,7 @@ class BlockMatMul:
         return result
 
 
-class _BlockProduct:
+class BlockProduct:
     """``product(weight, rows, sums, bias, result, parts, blocks, count, begin, end, thread)``.
 
     Multiplies ``count`` rows by ``parts`` ``begin … end - 1`` of a weight ``blocks`` deep.
@@ -124,20 +124,34 @@ class _BlockProduct:
         self._form, self._arithmetic = form, arithmetic
         self._columns = arithmetic.vectors * arithmetic.lanes
         self.function, self._builder = begin_function(module, "product", pointers=5, numbers=6)
-        self.reader = PackedBlockReader(self._builder, form, arithmetic)
+        self.reader = self._create_reader()
         self._emit()
+
+    @property
+    def _row_element(self) -> int:
+        """Bytes of an element of rows."""
+        return self._arithmetic.element
+
+    @property
+    def _tiles(self) -> list[int]:
+        """Rows multiplied at once."""
+        return [size for size in _TILES if size <= self._arithmetic.tile]
+
+    def _create_reader(self) -> PackedBlockReader:
+        return PackedBlockReader(self._builder, self._form, self._arithmetic)
 
     def _emit(self) -> None:
         builder, element = self._builder, I64(self._arithmetic.element)
         weight, rows, sums, bias, result, parts, blocks, count, begin, end, _ = self.function.args
         part_bytes = builder.mul(blocks, I64(self._columns * self._form.nbytes))
         depth = builder.mul(blocks, I64(self._form.block))
-        row_bytes = builder.mul(depth, element)
-        sum_bytes = builder.mul(builder.udiv(depth, I64(self._form.group)), I64(4))
+        row_bytes = builder.mul(depth, I64(self._row_element))
+        groups = builder.udiv(depth, I64(self._form.group))
+        sum_bytes = builder.mul(groups, I64(self.reader.row_number_bytes))
         result_bytes = builder.mul(builder.mul(parts, I64(self._columns)), element)
 
         floats = ir.VectorType(FLOAT, self._arithmetic.lanes)
-        tiles = [size for size in _TILES if size <= self._arithmetic.tile]
+        tiles = self._tiles
 
         def emit_rows(given: ir.Value, index: ir.Value, size: int, nbytes: ir.Value) -> Values:
             numbers = (builder.add(index, I64(number)) for number in range(size))
@@ -172,43 +186,42 @@ class _BlockProduct:
         self, weights: ir.Value, rows: Values, sums: Values, blocks: ir.Value, totals: Values
     ) -> Values:
         """Add the products of ``rows`` with all groups of a part to ``totals``."""
-        builder, form, arithmetic = self._builder, self._form, self._arithmetic
-        reader = self.reader
+        builder, form, reader = self._builder, self._form, self.reader
 
         def emit_group(
             at: ir.Value, codes: ir.Value, read_numbers: ReadNumbers, totals: Values
         ) -> Values:
-            given = [
-                emit_element_pointer(builder, row, at, form.group * arithmetic.element)
-                for row in rows
-            ]
-
-            def emit_pair(run: ir.Value, index: int, weights: list[Values], dots: Values) -> Values:
-                before = iter(dots)
-                offset = I64(2 * index * arithmetic.element)
-                below = (
-                    emit_element_pointer(builder, row, run, RUN_CODES * arithmetic.element)
-                    for row in given
-                )
-                addresses = (emit_offset(builder, row, offset) for row in below)
-                found = [arithmetic.load_pair(builder, address) for address in addresses]
-                return [
-                    arithmetic.add_product(builder, next(before), one, column)
-                    for one in found
-                    for column in weights
-                ]
-
-            dots = reader.emit_pairs(codes, emit_pair, reader.initial_dots(sums, at, len(rows)))
+            size = form.group * self._row_element
+            given = [emit_element_pointer(builder, row, at, size) for row in rows]
+            dots = self._emit_dots(codes, given, reader.initial_dots(sums, at, len(rows)))
             return reader.add_group(totals, dots, read_numbers(), sums, at)
 
         return reader.emit_groups(weights, blocks, I64(0), blocks, emit_group, totals)
 
+    def _emit_dots(self, codes: ir.Value, rows: Values, dots: Values) -> Values:
+        """Add the products of a group's ``codes`` and ``rows`` to ``dots``."""
+        builder, arithmetic = self._builder, self._arithmetic
 
-def _emit_sums(module: ir.Module, element: int, group: int, excess: int) -> ir.Function:
-    """``sums(rows, sums, count)``: sums of each ``group`` values of the rows.
+        def emit_pair(run: ir.Value, index: int, weights: list[Values], dots: Values) -> Values:
+            before = iter(dots)
+            offset = I64(2 * index * arithmetic.element)
+            below = (
+                emit_element_pointer(builder, row, run, RUN_CODES * arithmetic.element)
+                for row in rows
+            )
+            addresses = (emit_offset(builder, row, offset) for row in below)
+            found = [arithmetic.load_pair(builder, address) for address in addresses]
+            return [
+                arithmetic.add_product(builder, next(before), one, column)
+                for one in found
+                for column in weights
+            ]
 
-    With an ``excess``, the sums are scaled to remove it.
-    """
+        return self.reader.emit_pairs(codes, emit_pair, dots)
+
+
+def _emit_sums(module: ir.Module, element: int, group: int, factor: int) -> ir.Function:
+    """``sums(rows, sums, count)``: ``factor`` times sums of each ``group`` values of the rows."""
     sums, builder = begin_function(module, "sums", pointers=2, numbers=1)
     rows, found, count = sums.args
     half = group // 2
@@ -228,8 +241,8 @@ def _emit_sums(module: ir.Module, element: int, group: int, excess: int) -> ir.F
             first, second = (builder.load(address, typ=floats, align=4) for address in addresses)
         both = builder.fadd(first, second)
         total = builder.call(reduce, [FLOAT(-0.0), both], fastmath=("reassoc",))
-        if excess:
-            total = builder.fmul(total, FLOAT(-float(excess)))
+        if factor != 1:
+            total = builder.fmul(total, FLOAT(float(factor)))
         builder.store(total, emit_element_pointer(builder, found, index, 4), align=4)
         return ()
 

@@ -26,6 +26,7 @@ from molink.stage.cpu_kernels.emit import (
     emit_loop,
     emit_offset,
 )
+from molink.stage.cpu_kernels.row_quantizer import NUMBER_BYTES
 
 I8, I16 = ir.IntType(8), ir.IntType(16)
 
@@ -172,6 +173,8 @@ RUN_CODES = 32
 ReadNumbers = Callable[[], Values]
 #: ``carried = body(group, codes, numbers, carried)``.
 GroupBody = Callable[[ir.Value, ir.Value, ReadNumbers, Values], Values]
+#: ``carried = body(run, words, carried)``.
+RunBody = Callable[[ir.Value, list[LoadWord], Values], Values]
 #: ``carried = body(run, index, weights, carried)``.
 PairBody = Callable[[ir.Value, int, list[Values], Values], Values]
 
@@ -179,8 +182,19 @@ PairBody = Callable[[ir.Value, int, list[Values], Values], Values]
 class PackedBlockReader:
     """Reads a *part* of a weight: columns stored side by side, some registers wide."""
 
-    def __init__(self, builder: ir.IRBuilder, form: BlockFormat, arithmetic: Arithmetic) -> None:
-        self._builder, self._form = builder, form
+    def __init__(
+        self,
+        builder: ir.IRBuilder,
+        form: BlockFormat,
+        arithmetic: Arithmetic,
+        row_scales: bool = False,
+        excess: int | None = None,
+    ) -> None:
+        """With ``row_scales`` rows are quantized.
+
+        ``excess`` is that of weights decoded by the caller.
+        """
+        self._builder, self._form, self._row_scales = builder, form, row_scales
         self._lanes, self._vectors = arithmetic.lanes, arithmetic.vectors
         self._columns = self._vectors * self._lanes
         self._floats = ir.VectorType(FLOAT, self._lanes)
@@ -189,11 +203,20 @@ class PackedBlockReader:
             Bf16Decoder(form) if bf16 else Float32Decoder(form, self._lanes)
         )
         #: Difference between decoded weights and ``code - offset``.
-        self.excess = self._decoder.excess
+        self.excess = self._decoder.excess if excess is None else excess
         # Both would need sums of rows, one of them scaled by the excess.
-        assert not (self.excess and (form.has_minimum or form.has_shifts))
+        assert not (self.excess and form.has_minimum)
         #: Whether sums of the rows' groups are needed.
-        self.needs_sums = form.has_minimum or form.has_shifts or bool(self.excess)
+        self.needs_sums = row_scales or form.has_minimum or form.has_shifts or bool(self.excess)
+        #: Bytes of the numbers of a row's group.
+        self.row_number_bytes = NUMBER_BYTES if row_scales else _F32
+        #: Factor of sums.
+        self.sum_factor = -self.excess if self.subtracts_excess else 1
+
+    @property
+    def subtracts_excess(self) -> bool:
+        """Whether sums only remove the excess; shifts include it."""
+        return bool(self.excess) and not self._form.has_shifts
 
     def emit_groups(
         self,
@@ -250,11 +273,8 @@ class PackedBlockReader:
             self._builder, part, self._builder.add(above, self._builder.mul(last, own))
         )
 
-    def emit_pairs(self, codes: ir.Value, body: PairBody, carried: Values = ()) -> Values:
-        """Call ``body`` for each pair of a group, in runs of 32 codes.
-
-        It gets the run, the pair's index in it, and the weights of each vector.
-        """
+    def emit_runs(self, codes: ir.Value, body: RunBody, carried: Values = ()) -> Values:
+        """Call ``body`` for each run of 32 codes of a group, with the words of each vector."""
         builder, form = self._builder, self._form
         runs = max(1, form.group // RUN_CODES)
         words_bytes = self._columns * form.words_per_group * form.word_bytes // runs
@@ -262,14 +282,25 @@ class PackedBlockReader:
         def emit_run(run: ir.Value, carried: Values) -> Values:
             base = emit_element_pointer(builder, codes, run, words_bytes)
             words = [self._load_words(base, vector) for vector in range(self._vectors)]
-            for index in range(form.group // runs // 2):
-                weights = [self._decoder.emit_pair(builder, each, index) for each in words]
-                carried = body(run, index, weights, carried)
-            return carried
+            return body(run, words, carried)
 
         if runs == 1:
             return emit_run(I64(0), carried)
         return emit_loop(builder, I64(0), I64(runs), 1, emit_run, carried)[1]
+
+    def emit_pairs(self, codes: ir.Value, body: PairBody, carried: Values = ()) -> Values:
+        """Call ``body`` for each pair of a group.
+
+        It gets the run, the pair's index in it, and the weights of each vector.
+        """
+
+        def emit_run(run: ir.Value, words: list[LoadWord], carried: Values) -> Values:
+            for index in range(min(self._form.group, RUN_CODES) // 2):
+                weights = [self._decoder.emit_pair(self._builder, each, index) for each in words]
+                carried = body(run, index, weights, carried)
+            return carried
+
+        return self.emit_runs(codes, emit_run, carried)
 
     def add_group(
         self, totals: Values, dots: Values, numbers: Values, sums: Values, group: ir.Value
@@ -277,10 +308,14 @@ class PackedBlockReader:
         """Compute ``totals + (dots + sums · shifts) · scales``, or ``totals + dots · scales + sums
         · minima``.
 
-        ``totals`` and ``dots`` are by row, then by vector.
+        ``totals`` and ``dots`` are by row, then by vector. Dots of quantized rows are multiplied by
+        their scales, too.
         """
         vectors = self._vectors
         scales, others = numbers[:vectors], numbers[vectors:]
+        if self._form.has_shifts and self.excess:
+            excess = ir.Constant(self._floats, [float(self.excess)] * self._lanes)
+            others = [self._builder.fsub(each, excess) for each in others]
 
         def add_others(before: Values) -> Values:
             beside = self._broadcast_sums(sums, group)
@@ -291,15 +326,17 @@ class PackedBlockReader:
 
         if self._form.has_shifts:
             dots = add_others(dots)
-        found = [
-            self._emit_fma(dot, scales[index % vectors], total)
-            for index, (total, dot) in enumerate(zip(totals, dots, strict=True))
-        ]
+        factors = [scales[index % vectors] for index in range(len(dots))]
+        if self._row_scales:
+            dots = [self._builder.fmul(*each) for each in zip(dots, factors, strict=True)]
+            given = self._broadcast_numbers(sums, group, 0)
+            factors = [given[index // vectors] for index in range(len(dots))]
+        found = [self._emit_fma(*each) for each in zip(dots, factors, totals, strict=True)]
         return add_others(found) if self._form.has_minimum else found
 
     def initial_dots(self, sums: Values, group: ir.Value, rows: int) -> Values:
         """Initial dot products of ``rows`` that cancel the excess of a group."""
-        if self.excess:
+        if self.subtracts_excess:
             return [
                 each for each in self._broadcast_sums(sums, group) for _ in range(self._vectors)
             ]
@@ -307,8 +344,17 @@ class PackedBlockReader:
 
     def _broadcast_sums(self, sums: Values, group: ir.Value) -> Values:
         """Broadcast each row's sum of a ``group``."""
-        places = (emit_element_pointer(self._builder, row, group, _F32) for row in sums)
-        found = (self._builder.load(address, typ=FLOAT, align=_F32) for address in places)
+        return self._broadcast_numbers(sums, group, _F32 if self._row_scales else 0)
+
+    def _broadcast_numbers(self, rows: Values, group: ir.Value, offset: int) -> Values:
+        """Broadcast a number of each row's ``group``; quantized rows have a scale before a sum."""
+        places = (
+            emit_element_pointer(self._builder, row, group, self.row_number_bytes) for row in rows
+        )
+        found = (
+            self._builder.load(emit_offset(self._builder, address, I64(offset)), typ=FLOAT, align=4)
+            for address in places
+        )
         return [emit_broadcast(self._builder, value, self._lanes) for value in found]
 
     def _load_words(self, codes: ir.Value, vector: int) -> LoadWord:

@@ -16,7 +16,9 @@ from molink.stage.cpu_kernels.repack import packed_scales, unpack_rows
 if TYPE_CHECKING:
     from molink.stage.cpu_kernels.arithmetic import Arithmetic
     from molink.stage.cpu_kernels.attention_kernel import AttentionKernel
+    from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
     from molink.stage.cpu_kernels.block_matmul import BlockMatMul
+    from molink.stage.cpu_kernels.integer_dots import IntegerInstructions
     from molink.stage.cpu_kernels.matmul import MatMul
     from molink.stage.cpu_kernels.openmp import OpenMp
     from molink.stage.cpu_kernels.rowwise import RowwiseKernels
@@ -57,12 +59,30 @@ def create_block_matmul(
     def compile_it(features: Mapping[str, bool], openmp: "OpenMp | None") -> "BlockMatMul | None":
         from molink.stage.cpu_kernels.block_matmul import BlockMatMul
 
-        arithmetic = _choose_arithmetic(dtype, features) or _choose_arithmetic(
-            torch.float32, features
-        )
-        if arithmetic is None or not features.get("f16c"):
+        arithmetic = _choose_block_arithmetic(dtype, features)
+        return None if arithmetic is None else BlockMatMul(form, arithmetic, openmp, threads)
+
+    return _try_compile(compile_it, threads, _is_unpacking_correct if checked else _assume_correct)
+
+
+@cache
+def create_integer_matmul(
+    form: BlockFormat, dtype: torch.dtype, threads: int, checked: bool = True
+) -> "IntegerBlockMatMul | None":
+    """Create the same with rows in 8 bits."""
+
+    def compile_it(
+        features: Mapping[str, bool], openmp: "OpenMp | None"
+    ) -> "IntegerBlockMatMul | None":
+        from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
+
+        arithmetic = _choose_block_arithmetic(dtype, features)
+        if arithmetic is None:
             return None
-        return BlockMatMul(form, arithmetic, openmp, threads)
+        instructions = _choose_integers(arithmetic.lanes, features)
+        if instructions is None:
+            return None
+        return IntegerBlockMatMul(form, arithmetic, instructions, openmp, threads)
 
     return _try_compile(compile_it, threads, _is_unpacking_correct if checked else _assume_correct)
 
@@ -165,6 +185,27 @@ def _choose_arithmetic(
     return widened() if features.get("avx2") and features.get("fma") else None
 
 
+def _choose_block_arithmetic(
+    dtype: torch.dtype, features: Mapping[str, bool]
+) -> "Arithmetic | None":
+    """Choose arithmetic for quantized weights, whose numbers are 16-bit."""
+    if not features.get("f16c"):
+        return None
+    chosen = _choose_arithmetic(dtype, features)
+    return chosen or _choose_arithmetic(torch.float32, features)
+
+
+def _choose_integers(lanes: int, features: Mapping[str, bool]) -> "IntegerInstructions | None":
+    """Choose instructions for integers in registers of ``lanes``."""
+    from molink.stage.cpu_kernels.integer_dots import IntegerInstructions
+
+    if lanes == 8:
+        return IntegerInstructions(lanes, vnni=bool(features.get("avxvnni")))
+    if not features.get("avx512bw"):
+        return None
+    return IntegerInstructions(lanes, vnni=bool(features.get("avx512vnni")))
+
+
 def _choose_same_dtype(dtype: torch.dtype, features: Mapping[str, bool]) -> "Arithmetic | None":
     """The same for operands of one type."""
     from molink.stage.cpu_kernels.arithmetic import DotBf16, Float32
@@ -188,7 +229,7 @@ def _is_matmul_correct(product: "MatMul") -> bool:
     return torch.equal(given, exact)
 
 
-def _is_unpacking_correct(product: "BlockMatMul") -> bool:
+def _is_unpacking_correct(product: "BlockMatMul | IntegerBlockMatMul") -> bool:
     """Check with unit rows that recover the weights of some blocks.
 
     Blocks are random bytes with reasonable scales.

@@ -88,12 +88,10 @@ class SoftmaxEmitter:
         factor, terms = self._factor, _SERIES_TERMS[self._arithmetic.element]
         below = builder.fneg(builder.fmul(new, factor))
 
-        def emit_power(score: ir.Value) -> ir.Value:
-            exponent = emit_call(builder, "llvm.fma.v16f32", score, factor, below)
-            return emit_negative_power_of_two(builder, exponent, terms)
-
         def emit_weight(vector: ir.Value, carried: Values) -> Values:
-            weight = emit_power(self._load_vector(query.scores, vector))
+            score = self._load_vector(query.scores, vector)
+            exponent = emit_call(builder, "llvm.fma.v16f32", score, factor, below)
+            weight = emit_negative_power_of_two(builder, exponent, terms)
             address = emit_element_pointer(
                 builder, query.scores, vector, LANES * self._arithmetic.element
             )
@@ -101,7 +99,9 @@ class SoftmaxEmitter:
             return (builder.fadd(carried[0], weight),)
 
         _, (sums,) = emit_loop(builder, I64(0), vectors, 1, emit_weight, (emit_constant(0.0),))
-        smaller = emit_power(old)
+        # Exactly 1 if the maximum stays: spans that a query doesn't see change nothing.
+        exponent = builder.fadd(builder.fmul(old, factor), below)
+        smaller = emit_negative_power_of_two(builder, exponent, terms)
         share = builder.extract_element(smaller, I32(0))
         kept = builder.fmul(builder.load(query.sums, typ=FLOAT, align=4), share)
         total = builder.fadd(kept, emit_reduction(builder, "fadd", sums))

@@ -21,14 +21,19 @@ from molink.facts.kernels import FALLBACKS
 from molink.facts.model import Quantize
 from molink.files import retry_while_busy
 from molink.stage.diagnostics.device import describe_device, describe_instructions, driver_version
-from molink.stage.diagnostics.kernel_trials import KernelChain, KernelTrial, kernel_chains
+from molink.stage.diagnostics.kernel_trials import (
+    KernelChain,
+    KernelTrial,
+    integer_chains,
+    kernel_chains,
+)
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.torch_dtypes import choose_dtype
 
 log = logging.getLogger(__name__)
 
 #: Rises with every change of the trials.
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 7
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: Starts without a result after which a trial is taken to crash the process.
 _MAX_STARTS = 2
@@ -159,7 +164,10 @@ def check_kernels(
     shapes = TrialShapes.from_config(config, block_size, device, folder.tensors)
     checks = KernelChecks(path, describe_environment(device))
     avoided = dict.fromkeys(disabled_kernels)
-    for chain in kernel_chains(shapes, computed, mode, device):
+    chains = kernel_chains(shapes, computed, mode, device)
+    if dtype == "auto":
+        chains = (*chains, *integer_chains(shapes.formats, computed))
+    for chain in chains:
         for kernel in _find_failing(chain, checks, repr(shapes), avoided, device):
             avoided[kernel] = None
     return tuple(avoided)

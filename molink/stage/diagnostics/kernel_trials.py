@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,19 @@ from torch.nn.functional import rms_norm
 
 from molink.checkpoint.traits import Activation
 from molink.facts.dtypes import WeightDType
-from molink.facts.kernels import KernelName
+from molink.facts.kernels import INTEGER_KERNELS, KernelName
 from molink.facts.model import Quantize
 from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.compiled import CompiledAttention, compile_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
 from molink.stage.attention.gather import GatherAttention, PlainAttention
-from molink.stage.cpu_kernels.create import create_block_matmul, create_matmul, create_rowwise
+from molink.stage.cpu_kernels.create import (
+    create_block_matmul,
+    create_integer_matmul,
+    create_matmul,
+    create_rowwise,
+)
 from molink.stage.cpu_kernels.kernel_shape import supports_rowwise
 from molink.stage.cpu_kernels.repack import packed_scales, unpack_rows
 from molink.stage.decoder.mlp import create_gate
@@ -40,6 +45,8 @@ from molink.stage.linear import (
     PlainLinear,
     Projection,
     ProjectionFactory,
+    has_slow_integers,
+    integer_kernel,
     slow_kernels,
 )
 from molink.stage.linear.base import PRODUCT_TOLERANCES, make_random_weight
@@ -48,6 +55,10 @@ from molink.stage.linear.planes_check import planes_error
 from molink.stage.linear.quantized import TOLERANCE, QuantizedProjectionFactory, relative_error
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
+
+if TYPE_CHECKING:
+    from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
+    from molink.stage.cpu_kernels.block_matmul import BlockMatMul
 
 #: Tolerances of attention, whose weights are rounded, too.
 _ATTENTION_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
@@ -179,12 +190,30 @@ def kernel_chains(
     )
 
 
+def integer_chains(formats: Sequence[BlockFormat], dtype: WeightDType) -> tuple[KernelChain, ...]:
+    """Products of weights in ``formats`` with rows in 8 bits, on a CPU."""
+    computed, threads = TORCH_DTYPES[dtype], torch.get_num_threads()
+    create = partial(create_integer_matmul, dtype=computed, threads=threads, checked=False)
+    chains: list[KernelChain] = []
+    for kernel in INTEGER_KERNELS:
+        forms = [form for form in formats if integer_kernel(form) == kernel]
+        if forms:
+            run = partial(_format_error, create, forms, whole_rows=True)
+            is_slow = partial(has_slow_integers, computed, kernel)
+            chains.append((KernelTrial(kernel, dtype, PRODUCT_TOLERANCES[dtype], run, is_slow),))
+    return tuple(chains)
+
+
 def extra_trials(dtype: WeightDType, device: torch.device) -> tuple[KernelTrial, ...]:
     """Trials that are independent of shapes."""
     computed = TORCH_DTYPES[dtype]
     if device.type != "cuda":
         run = partial(_blocks_error, computed, torch.get_num_threads())
-        return (KernelTrial("gguf-blocks", dtype, PRODUCT_TOLERANCES[dtype], run),)
+        blocks = KernelTrial("gguf-blocks", dtype, PRODUCT_TOLERANCES[dtype], run)
+        return (
+            blocks,
+            *(trial for chain in integer_chains(_TRIAL_FORMATS, dtype) for trial in chain),
+        )
     return (
         _planes_trial(_TRIAL_PLANES, dtype, device),
         KernelTrial("pinned-copies", dtype, 0.0, partial(pinned_error, device)),
@@ -273,9 +302,19 @@ def _compiled_error(shapes: TrialShapes, dtype: torch.dtype, threads: int) -> fl
 
 
 def _blocks_error(dtype: torch.dtype, threads: int) -> float:
+    create = partial(create_block_matmul, dtype=dtype, threads=threads, checked=False)
+    return _format_error(create, _TRIAL_FORMATS)
+
+
+def _format_error(
+    create: "Callable[[BlockFormat], BlockMatMul | IntegerBlockMatMul | None]",
+    forms: Sequence[BlockFormat],
+    whole_rows: bool = False,
+) -> float:
+    """Error over formats; ``whole_rows`` have numbers that 8 bits hold exactly."""
     generator, worst = torch.Generator().manual_seed(0), []
-    for form in _TRIAL_FORMATS:
-        product = create_block_matmul(form, dtype, threads, checked=False)
+    for form in forms:
+        product = create(form)
         if product is None:
             raise _KernelAbsent("this CPU is not supported")
         nbytes = 3 * product.columns * form.nbytes
@@ -286,7 +325,11 @@ def _blocks_error(dtype: torch.dtype, threads: int) -> float:
         weight = unpack_rows(form, packed, product.columns, torch.arange(_BLOCK_OUTPUTS))
         bias = torch.randn(_BLOCK_OUTPUTS, generator=generator)
         for count in _ROWS:
-            rows = torch.randn(count, weight.shape[1], generator=generator).to(product.dtype)
+            rows = torch.randn(count, weight.shape[1], generator=generator)
+            if whole_rows:
+                rows = rows.mul_(32).round_().clamp_(-127, 127)
+                rows[:, :: min(form.group, 16)] = 127
+            rows = rows.to(product.dtype)
             exact = rows.double() @ weight.double().t() + bias.double()
             worst.append(_max_difference(product(packed, rows, bias), exact))
     return _max_error(worst)

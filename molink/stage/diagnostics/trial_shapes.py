@@ -30,8 +30,8 @@ _CUT_MULTIPLE = 64
 class TrialShapes:
     """``products`` are ``[out, in]``; rows of ``hidden`` are normed, of ``inner`` gated.
 
-    ``rotary`` are rotated dimensions of a head. On a GPU, ``planes`` are formats and columns of
-    weights that stay low-bit.
+    ``rotary`` are rotated dimensions of a head. ``formats`` are those of weights that stay low-bit
+    on a CPU; ``planes``, on a GPU, are formats and columns.
     """
 
     products: tuple[tuple[int, int], ...]
@@ -43,6 +43,7 @@ class TrialShapes:
     attention: AttentionShape
     block_size: int
     planes: tuple[tuple[BlockFormat, int], ...] = ()
+    formats: tuple[BlockFormat, ...] = ()
 
     @classmethod
     def from_config(
@@ -59,6 +60,8 @@ class TrialShapes:
         layers, most = (0, config.layers), _MAX_WEIGHTS[device.type]
         attention = AttentionShape.from_config(config, layers)
         windows = sorted({min(window, _WINDOW) for window in attention.windows})
+        found = _find_low_bit(config, tensors or {})
+        planes = {(form, shape[1]) for form, shape in found if fits_planes(form, shape)}
         experts = [config.layer_experts(layer) for layer in range(*layers)]
         inner = {
             config.intermediate_size if one is None else one.intermediate_size for one in experts
@@ -84,7 +87,10 @@ class TrialShapes:
                 attention.sinks,
             ),
             block_size=block_size,
-            planes=_find_planes(config, tensors or {}) if device.type == "cuda" else (),
+            planes=tuple(sorted(planes, key=repr)) if device.type == "cuda" else (),
+            formats=()
+            if device.type == "cuda"
+            else tuple(sorted({form for form, _ in found}, key=repr)),
         )
 
 
@@ -101,15 +107,16 @@ USUAL_SHAPES = TrialShapes(
 )
 
 
-def _find_planes(
+def _find_low_bit(
     config: ModelConfig, tensors: Mapping[str, TensorSpec]
-) -> tuple[tuple[BlockFormat, int], ...]:
-    found = set()
-    for name, shape in stage_tensors(config, 0, config.layers).items():
-        form = find_resident_format(name, shape, tensors, config.low_bit)
-        if form is not None and fits_planes(form, shape):
-            found.add((form, shape[1]))
-    return tuple(sorted(found, key=repr))
+) -> set[tuple[BlockFormat, tuple[int, ...]]]:
+    """Formats and shapes of weights that may stay low-bit."""
+    shapes = stage_tensors(config, 0, config.layers)
+    found = (
+        (find_resident_format(name, shape, tensors, config.low_bit), shape)
+        for name, shape in shapes.items()
+    )
+    return {(form, shape) for form, shape in found if form is not None}
 
 
 def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:

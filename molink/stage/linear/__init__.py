@@ -2,7 +2,12 @@
 
 from molink.stage.linear.base import EmbeddingTable, Projection
 from molink.stage.linear.compiled import BlockLinear, CompiledLinear, ConcatenatedLinear
-from molink.stage.linear.create import ProjectionFactory, slow_kernels
+from molink.stage.linear.create import (
+    ProjectionFactory,
+    has_slow_integers,
+    integer_kernel,
+    slow_kernels,
+)
 from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
 from molink.stage.linear.planes import PlanesLinear
 
@@ -17,5 +22,7 @@ __all__ = [
     "Projection",
     "ProjectionFactory",
     "can_pack",
+    "has_slow_integers",
+    "integer_kernel",
     "slow_kernels",
 ]

@@ -11,6 +11,7 @@ from molink.stage.cpu_kernels.repack import BlockCodes, pack_blocks, packed_scal
 from molink.stage.linear.base import Projection, total_bytes
 
 if TYPE_CHECKING:
+    from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
     from molink.stage.cpu_kernels.block_matmul import BlockMatMul
     from molink.stage.cpu_kernels.matmul import MatMul
 
@@ -78,7 +79,7 @@ class BlockLinear:
     ``weight`` is uint8 ``[out / C, bytes]``; ``bias`` float32, zeros if there is none.
     """
 
-    product: "BlockMatMul"
+    product: "BlockMatMul | IntegerBlockMatMul"
     weight: Tensor
     bias: Tensor
     #: Type of rows and results; the product may use another one.
@@ -89,7 +90,7 @@ class BlockLinear:
     @classmethod
     def pack_blocks(
         cls,
-        product: "BlockMatMul",
+        product: "BlockMatMul | IntegerBlockMatMul",
         rows: int,
         parts: Iterable[BlockCodes],
         bias: Tensor | None,

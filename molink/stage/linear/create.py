@@ -4,18 +4,19 @@ Those of int8 and nf4 weights are made in :mod:`molink.stage.linear.quantized`.
 """
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from molink.facts.kernels import KernelName
-from molink.gguf.block_formats import BlockFormat, fits_planes
+from molink.facts.kernels import INTEGER_KERNELS, KernelName
+from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes
 from molink.stage.cpu_kernels.create import (
     create_block_matmul,
+    create_integer_matmul,
     create_matmul,
     supports_block_weights,
 )
@@ -29,6 +30,7 @@ from molink.stage.linear.planes import PlanesLinear
 from molink.stage.linear.planes_check import check_planes
 
 if TYPE_CHECKING:
+    from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
     from molink.stage.cpu_kernels.block_matmul import BlockMatMul
     from molink.stage.cpu_kernels.matmul import MatMul
 
@@ -39,6 +41,8 @@ _TRIED, _TRIED_MANY, _REPEATED = 8, 2, 5
 _COLUMNS, _DEPTH, _MANY = 4096, 1024, 64
 #: Trials that a kernel must lose to count as slow.
 _TRIALS = 3
+#: Formats with which integer products are timed.
+_TIMED_FORMATS: dict[KernelName, str] = {"int8-rows": "q4_k", "int8-rows-8bit": "q8_0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +57,15 @@ class ProjectionFactory:
     keeps_blocks: bool = False
     #: Where they are packed in planes; ``None`` on a CPU.
     planes_device: torch.device | None = None
+    #: Products of quantized weights that round rows to 8 bits.
+    integer_kernels: frozenset[str] = frozenset()
 
     @classmethod
     def probe_device(
-        cls, dtype: torch.dtype, device: torch.device, disabled_kernels: Collection[str] = ()
+        cls,
+        dtype: torch.dtype,
+        device: torch.device,
+        disabled_kernels: Collection[str] = (),
     ) -> "ProjectionFactory":
         """Find the preferred implementations; nothing is timed (see :func:`slow_kernels`)."""
         if device.type != "cpu":
@@ -69,6 +78,7 @@ class ProjectionFactory:
             else create_matmul(dtype, torch.get_num_threads()),
             packs_onednn="packed-linear" not in disabled_kernels and can_pack(dtype, device),
             keeps_blocks="gguf-blocks" not in disabled_kernels and supports_block_weights(),
+            integer_kernels=frozenset(INTEGER_KERNELS).difference(disabled_kernels),
         )
 
     def keeps_dtype(self, weight_dtype: torch.dtype) -> bool:
@@ -104,7 +114,12 @@ class ProjectionFactory:
         assert product is not None  # nothing else stays quantized
         return BlockLinear.pack_blocks(product, shape[0], parts, bias, self.dtype, order)
 
-    def _find_block_product(self, form: BlockFormat) -> "BlockMatMul | None":
+    def _find_block_product(self, form: BlockFormat) -> "BlockMatMul | IntegerBlockMatMul | None":
+        """Return the product for a quantized format, if supported."""
+        if integer_kernel(form) in self.integer_kernels:
+            product = create_integer_matmul(form, self.dtype, torch.get_num_threads())
+            if product is not None:
+                return product
         return create_block_matmul(form, self.dtype, torch.get_num_threads())
 
     def create_tied(self, weight: Tensor) -> PlainLinear | CompiledLinear:
@@ -167,11 +182,35 @@ def slow_kernels(dtype: torch.dtype, device: torch.device) -> tuple[KernelName, 
     return ("compiled-linear",)
 
 
-def _relative_time(one: ProjectionFactory, other: ProjectionFactory) -> tuple[float, float]:
-    """Time of ``one`` relative to ``other``, with one row and with many.
+def integer_kernel(form: BlockFormat) -> KernelName:
+    """Kernel for weights in ``form`` and rows rounded to 8 bits."""
+    return "int8-rows-8bit" if form.bits == 8 else "int8-rows"
 
-    Uses the fastest of alternating runs.
-    """
+
+@cache
+@torch.inference_mode()
+def has_slow_integers(dtype: torch.dtype, kernel: KernelName) -> bool:
+    """Time an integer product with quantized weights; whether that with full rows is faster."""
+    form, threads = BLOCK_FORMATS[_TIMED_FORMATS[kernel]], torch.get_num_threads()
+    integers = create_integer_matmul(form, dtype, threads)
+    usual = create_block_matmul(form, dtype, threads)
+    if integers is None or usual is None:
+        return integers is None
+    sides = []
+    for product in (integers, usual):
+        nbytes = _DEPTH // form.block * product.columns * form.nbytes
+        weight = torch.zeros(_COLUMNS // product.columns, nbytes, dtype=torch.uint8)
+        bias = torch.zeros(_COLUMNS)
+        sides.append([partial(product, weight.clone(), bias=bias) for _ in range(_TRIED)])
+    for _ in range(_TRIALS):
+        few, many = _time_sides(sides, integers.dtype)
+        if few < 1 and many < _MAX_SLOWDOWN:
+            return False
+    return True
+
+
+def _relative_time(one: ProjectionFactory, other: ProjectionFactory) -> tuple[float, float]:
+    """Time of ``one`` relative to ``other``, with one row and with many."""
     weight = torch.ones(_COLUMNS, _DEPTH, dtype=torch.bfloat16)
     sides = [
         [
@@ -182,15 +221,25 @@ def _relative_time(one: ProjectionFactory, other: ProjectionFactory) -> tuple[fl
         ]
         for maker in (one, other)
     ]
+    return _time_sides(sides, one.dtype)
+
+
+def _time_sides(
+    sides: Sequence[Sequence[Callable[..., Tensor]]], dtype: torch.dtype
+) -> tuple[float, float]:
+    """Time of the first side relative to the second, with one row and with many.
+
+    Uses the fastest of alternating runs.
+    """
     ratios = []
     for count, tried in ((1, _TRIED), (_MANY, _TRIED_MANY)):
-        rows = torch.ones(count, _DEPTH, dtype=one.dtype)
+        rows = torch.ones(count, _DEPTH, dtype=dtype)
         fastest = [float("inf")] * 2
         for _ in range(_REPEATED):
             for index in range(tried):
                 for side, projections in enumerate(sides):
                     begin = time.perf_counter()
-                    projections[index](rows)
+                    projections[index](rows=rows)
                     fastest[side] = min(fastest[side], time.perf_counter() - begin)
         ratios.append(fastest[0] / fastest[1])
     return ratios[0], ratios[1]

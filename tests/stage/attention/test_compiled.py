@@ -137,18 +137,19 @@ def test_random_forwards(
 
 
 @kinds
+@pytest.mark.parametrize("start", [300, 500], ids=["in a span", "across spans"])
 def test_results_do_not_depend_on_other_rows(
-    shape_of: Callable[..., AttentionShape], kind: str
+    shape_of: Callable[..., AttentionShape], kind: str, start: int
 ) -> None:
     shape = shape_of(head_dim=32, groups=3, windows=(0, 70))
     attend = compiled(kernel_shape(shape, 16), kind, 1)
-    pool = KVPool(shape, 2, 32, 16, attend.dtype, CPU)
+    pool = KVPool(shape, 2, 40, 16, attend.dtype, CPU)
     pool._storage.normal_(generator=torch.Generator().manual_seed(0))
     heads = torch.randn(40, 10, 32, generator=torch.Generator().manual_seed(1)).to(attend.dtype)
     backend = CompiledAttention(shape, attend)
 
     def attended(first: int, count: int, layer: int) -> torch.Tensor:
-        rows = [SequenceRows(300 + first, count, range(32))]
+        rows = [SequenceRows(start + first, count, range(40))]
         prepared = backend.prepare_layers(rows, 16, attend.dtype, CPU)
         return prepared(layer, heads[first : first + count], pool)
 

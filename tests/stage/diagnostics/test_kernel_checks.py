@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,17 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.hub import NullCounter
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from molink.facts.dtypes import WeightDType
+from molink.facts.kernels import INTEGER_KERNELS
 from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
 from molink.stage.attention import work_groups as scores
 from molink.stage.attention.gather import GatherAttention, PlainAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.cpu_kernels.attention_kernel import AttentionKernel
-from molink.stage.cpu_kernels.create import create_matmul, create_rowwise
+from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
+from molink.stage.cpu_kernels.create import create_integer_matmul, create_matmul, create_rowwise
 from molink.stage.cpu_kernels.matmul import MatMul
 from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 from molink.stage.decoder.norm import CompiledRmsNorm
@@ -37,6 +43,7 @@ from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.int8 import Int8Linear, has_onednn_int8
 from molink.stage.linear.unpacked import UnpackedLinear
 from molink.stage.torch_dtypes import TORCH_DTYPES
+from tests.support.gguf_models import write_gguf
 from tests.support.kernels import NOT_COMPILED
 from tests.support.low_bit_models import write_low_bit
 from tests.support.models import MakeModel
@@ -419,3 +426,55 @@ def test_models_of_all_kinds_pass_kernel_checks(
     folder = make_model(tmp_path, family, 4, dtype="bfloat16")
     for dtype in ("f32", "bf16"):
         assert looked_at(folder, tmp_path / "proofs.json", dtype=dtype) == ()
+
+
+@pytest.fixture
+def gguf_model(make_model: MakeModel, tmp_path: Path) -> Path:
+    """A model with weights of 4 and of 8 bits."""
+    if create_integer_matmul(BLOCK_FORMATS["q4_k"], torch.float32, 1) is None:
+        pytest.skip("this CPU has no product of integers")
+    wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    made = make_model(tmp_path / "model", "llama", 2, **wide)
+    file = write_gguf(made, tmp_path / "model.gguf", Kind.Q4_K, others={"ffn_down": Kind.Q8_0})
+    return import_gguf(file, tmp_path / "unpacked", NullCounter(), threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slow", "expected"),
+    [
+        ("auto", (), ()),
+        ("auto", INTEGER_KERNELS, INTEGER_KERNELS),
+        ("auto", ("int8-rows",), ("int8-rows",)),
+        ("auto", ("int8-rows-8bit",), ("int8-rows-8bit",)),
+        ("f32", INTEGER_KERNELS, ()),
+    ],
+)
+def test_rows_in_8_bits_are_timed_where_rows_may_be_rounded(
+    gguf_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tried: list[str],
+    dtype: str,
+    slow: tuple[str, ...],
+    expected: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(trials, "has_slow_integers", lambda _, kernel: kernel in slow)
+    assert looked_at(gguf_model, tmp_path / "proofs.json", dtype=dtype) == expected
+    assert [name for name in tried if name in INTEGER_KERNELS] == (
+        list(INTEGER_KERNELS) if dtype == "auto" else []
+    )
+
+
+def test_rows_in_8_bits_are_tried_only_beside_weights_of_few_bits(
+    model: Path, tmp_path: Path, tried: list[str]
+) -> None:
+    assert looked_at(model, tmp_path / "proofs.json", dtype="auto") == ()
+    assert not set(INTEGER_KERNELS) & set(tried)
+
+
+def test_wrong_integers_are_not_used(
+    gguf_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = IntegerBlockMatMul.__call__
+    monkeypatch.setattr(IntegerBlockMatMul, "__call__", lambda *given: exact(*given).roll(1, -1))
+    assert looked_at(gguf_model, tmp_path / "proofs.json", dtype="auto") == INTEGER_KERNELS

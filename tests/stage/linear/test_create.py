@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from molink.stage.cpu_kernels.create import create_matmul
+from molink.facts.kernels import INTEGER_KERNELS
+from molink.gguf.block_formats import BLOCK_FORMATS
+from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
+from molink.stage.cpu_kernels.block_matmul import BlockMatMul
+from molink.stage.cpu_kernels.create import create_integer_matmul, create_matmul
 from molink.stage.linear import (
     CompiledLinear,
     PackedLinear,
@@ -102,3 +106,48 @@ def test_one_lost_trial_disables_no_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 def test_both_are_timed() -> None:
     usual = ProjectionFactory(torch.float32)
     assert all(ratio > 0 for ratio in create._relative_time(usual, usual))
+
+
+@pytest.mark.parametrize(
+    ("times", "slow"),
+    [([(0.5, 0.5)], False), ([(1.2, 0.5)] * 3, True), ([(0.5, 1.2)] * 3, True)],
+)
+def test_integers_must_be_faster(
+    monkeypatch: pytest.MonkeyPatch, times: list[tuple[float, float]], slow: bool
+) -> None:
+    require_integers()
+    left = iter(times)
+    monkeypatch.setattr(create, "_time_sides", lambda *_: next(left))
+    assert create.has_slow_integers.__wrapped__(torch.float32, "int8-rows") is slow
+    assert next(left, None) is None
+
+
+def test_a_cpu_without_integers_has_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create, "create_integer_matmul", lambda *_: None)
+    assert create.has_slow_integers.__wrapped__(torch.float32, "int8-rows")
+
+
+def test_integers_are_timed() -> None:
+    require_integers()
+    for kernel in INTEGER_KERNELS:
+        assert create.has_slow_integers.__wrapped__(torch.float32, kernel) in (True, False)
+
+
+def test_rows_are_rounded_only_where_they_may_be() -> None:
+    require_integers()
+
+    def product(name: str, *disabled: str) -> object:
+        factory = ProjectionFactory.probe_device(torch.float32, CPU, disabled)
+        return factory._find_block_product(BLOCK_FORMATS[name])
+
+    for name, kernel, other in (
+        ("q4_k", "int8-rows", "int8-rows-8bit"),
+        ("q8_0", "int8-rows-8bit", "int8-rows"),
+    ):
+        assert isinstance(product(name, other), IntegerBlockMatMul)
+        assert isinstance(product(name, kernel), BlockMatMul)
+
+
+def require_integers() -> None:
+    if create_integer_matmul(BLOCK_FORMATS["q4_k"], torch.float32, torch.get_num_threads()) is None:
+        pytest.skip("this CPU has no product of integers")

@@ -1,0 +1,131 @@
+"""Matrix product with quantized weights and rows in 8 bits, in integers.
+
+Weights are stored as in :mod:`molink.stage.cpu_kernels.block_matmul`; rows are quantized by
+:mod:`molink.stage.cpu_kernels.row_quantizer`, which depends on the row only. Sums of a group are
+exact, so a row's result depends neither on other rows, nor on threads, nor on the instructions.
+"""
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from molink.gguf.block_formats import BlockFormat
+from molink.stage.cpu_kernels.arithmetic import Arithmetic
+from molink.stage.cpu_kernels.block_matmul import BlockProduct
+from molink.stage.cpu_kernels.block_reader import RUN_CODES, LoadWord, PackedBlockReader
+from molink.stage.cpu_kernels.compiler import CompiledLibrary
+from molink.stage.cpu_kernels.emit import I32, Values, emit_element_pointer
+from molink.stage.cpu_kernels.integer_dots import IntegerInstructions, emit_run, quad_order
+from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
+from molink.stage.cpu_kernels.row_quantizer import NUMBER_BYTES, RowQuantizer
+
+#: Rows multiplied at once.
+_TILES = [6, 4, 2, 1]
+#: Numbers of rows from which threads share quantizing them.
+_MANY_NUMBERS = 2**16
+
+
+class IntegerBlockMatMul:
+    """A compiled product for all weights of one format; used as
+    :class:`~molink.stage.cpu_kernels.block_matmul.BlockMatMul`.
+    """
+
+    def __init__(
+        self,
+        form: BlockFormat,
+        arithmetic: Arithmetic,
+        instructions: IntegerInstructions,
+        openmp: OpenMp | None = None,
+        threads: int = 1,
+        features: str | None = None,
+    ) -> None:
+        """Compile for rows as ``arithmetic`` has them.
+
+        Raises:
+            RuntimeError: LLVM can't compile for this CPU or ``features``.
+        """
+        self.form, self._threads = form, threads
+        #: Columns stored side by side.
+        self.columns = arithmetic.vectors * arithmetic.lanes
+        #: Type of rows and results.
+        self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
+        self._code_bytes = 2 if form.bits == 8 else 1
+        self._block_bytes = self.columns * form.nbytes
+        module = ir.Module("block_integers")
+        product = _IntegerProduct(module, form, arithmetic, instructions)
+        factor = None if form.has_minimum else product.reader.sum_factor
+        quantizer = RowQuantizer(
+            module, quad_order(form), arithmetic.element, self._code_bytes, factor
+        )
+        multiply = emit_parallel_for(module, product.function, openmp)
+        shared = emit_parallel_for(module, quantizer.function, openmp)
+        self._library = CompiledLibrary(module, features)
+        load = self._library.get_function
+        self._multiply = load(multiply.name, pointers=5, integers=4)
+        self._quantize = load(quantizer.function.name, pointers=3, integers=4)
+        self._quantize_shared = load(shared.name, pointers=3, integers=2)
+
+    def __call__(self, weight: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
+        """Compute ``rows @ weight.T + bias``: ``[T, depth]`` → ``[T, columns]``.
+
+        ``weight`` is uint8 ``[columns / C, bytes]``, ``bias`` float32 ``[columns]``.
+        """
+        parts, nbytes = weight.shape
+        count, size = rows.shape[0], rows.numel()
+        rows = rows.contiguous()
+        result = rows.new_empty(count, parts * self.columns)
+        groups = size // self.form.group
+        # Codes, then numbers: one allocation.
+        quantized = weight.new_empty(size * self._code_bytes + groups * NUMBER_BYTES)
+        codes = quantized.data_ptr()
+        numbers = codes + size * self._code_bytes
+        if size < _MANY_NUMBERS:
+            self._quantize(rows.data_ptr(), codes, numbers, groups, 0, groups, 0)
+        else:
+            self._quantize_shared(rows.data_ptr(), codes, numbers, groups, self._threads)
+        pointers = weight.data_ptr(), codes, numbers, bias.data_ptr(), result.data_ptr()
+        self._multiply(*pointers, parts, nbytes // self._block_bytes, count, self._threads)
+        return result
+
+
+class _IntegerProduct(BlockProduct):
+    """The same as its base, with quantized rows and their groups' numbers as ``sums``."""
+
+    def __init__(
+        self,
+        module: ir.Module,
+        form: BlockFormat,
+        arithmetic: Arithmetic,
+        instructions: IntegerInstructions,
+    ) -> None:
+        self._instructions = instructions
+        super().__init__(module, form, arithmetic)
+
+    @property
+    def _row_element(self) -> int:
+        return 2 if self._form.bits == 8 else 1
+
+    @property
+    def _tiles(self) -> list[int]:
+        return _TILES
+
+    def _create_reader(self) -> PackedBlockReader:
+        # Codes are multiplied without their offset.
+        offset = self._form.offset
+        return PackedBlockReader(self._builder, self._form, self._arithmetic, True, offset)
+
+    def _emit_dots(self, codes: ir.Value, rows: Values, dots: Values) -> Values:
+        builder, form, instructions = self._builder, self._form, self._instructions
+
+        def emit_one(run: ir.Value, words: list[LoadWord], sums: Values) -> Values:
+            step = RUN_CODES * self._row_element
+            below = [emit_element_pointer(builder, row, run, step) for row in rows]
+            return emit_run(builder, form, instructions, words, below, sums)
+
+        whole = ir.VectorType(I32, instructions.lanes)
+        zeros = [ir.Constant(whole, [0] * whole.count)] * len(dots)
+        sums = self.reader.emit_runs(codes, emit_one, zeros)
+        floats = [builder.sitofp(each, dots[0].type) for each in sums]
+        if not self.reader.subtracts_excess:
+            return floats
+        return [builder.fadd(*each) for each in zip(floats, dots, strict=True)]

@@ -1,0 +1,171 @@
+"""Products of quantized weights with rows in 8 bits, as integers.
+
+Codes of 4 to 6 bits become *quads*: four unsigned bytes of a column in one lane, multiplied by four
+bytes of a row. With AVX2, sums of two products are 16-bit and overflow after few quads; VNNI adds
+four products to 32 bits. 8-bit codes are signed and are widened to 16 bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from molink.gguf.block_formats import BlockFormat, locate_pair
+from molink.stage.cpu_kernels.block_reader import RUN_CODES, LoadWord
+from molink.stage.cpu_kernels.emit import (
+    BYTE,
+    I32,
+    I64,
+    Values,
+    declare_function,
+    emit_broadcast,
+    emit_offset,
+)
+from molink.stage.cpu_kernels.row_quantizer import MAX_CODE
+
+_I16 = ir.IntType(16)
+_MAX_SUM = 2**15 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerInstructions:
+    """Instructions for products in registers of ``lanes`` 32-bit sums."""
+
+    lanes: int
+    vnni: bool = False
+
+    def _call(self, builder: ir.IRBuilder, name: str, kind: ir.Type, *given: ir.Value) -> ir.Value:
+        function = ir.FunctionType(kind, [each.type for each in given])
+        return builder.call(declare_function(builder.module, f"llvm.x86.{name}", function), given)
+
+    def add_quads(
+        self, builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value
+    ) -> ir.Value:
+        """VNNI: add four products of unsigned ``codes`` and signed bytes to each lane."""
+        name = f"avx512.vpdpbusd.{32 * self.lanes}"
+        return self._call(builder, name, total.type, total, codes, row)
+
+    def add_pairs(
+        self, builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value
+    ) -> ir.Value:
+        """Add two products of 16-bit numbers to each lane."""
+        whole, halves = total.type, ir.VectorType(_I16, 2 * self.lanes)
+        if self.vnni:
+            name = f"avx512.vpdpwssd.{32 * self.lanes}"
+            return self._call(builder, name, whole, total, codes, row)
+        given = (builder.bitcast(each, halves) for each in (codes, row))
+        name = "avx2.pmadd.wd" if self.lanes == 8 else "avx512.pmaddw.d.512"
+        return builder.add(total, self._call(builder, name, whole, *given))
+
+    def multiply_bytes(self, builder: ir.IRBuilder, codes: ir.Value, row: ir.Value) -> ir.Value:
+        """Sums of two products of unsigned ``codes`` and signed bytes, 16-bit."""
+        kind, halves = ir.VectorType(BYTE, 4 * self.lanes), ir.VectorType(_I16, 2 * self.lanes)
+        given = (builder.bitcast(each, kind) for each in (codes, row))
+        name = "avx2.pmadd.ub.sw" if self.lanes == 8 else "avx512.pmaddubs.w.512"
+        return self._call(builder, name, halves, *given)
+
+
+def quad_order(form: BlockFormat) -> tuple[int, ...]:
+    """Order of a group's depths in which rows are stored: that of its codes in quads."""
+    if form.bits == 8:
+        return tuple(range(form.group))
+    run = _run_codes(form)
+    order = [2 * pair + odd for quad in _quad_pairs(form) for odd in (0, 1) for pair in quad]
+    return tuple(first + each for first in range(0, form.group, run) for each in order)
+
+
+def _run_codes(form: BlockFormat) -> int:
+    return min(form.group, RUN_CODES)
+
+
+def _quad_pairs(form: BlockFormat) -> list[tuple[int, int]]:
+    """Pairs of codes that share a quad: those that one mask extracts, if any."""
+    pairs = _run_codes(form) // 2
+    if form.bits > 5:
+        return [(first, first + 1) for first in range(0, pairs, 2)]
+    return [(first + at, first + at + 2) for first in range(0, pairs, 4) for at in (0, 1)]
+
+
+def emit_run(
+    builder: ir.IRBuilder,
+    form: BlockFormat,
+    instructions: IntegerInstructions,
+    words: Sequence[LoadWord],
+    rows: Values,
+    totals: Values,
+) -> Values:
+    """Add products of a run of codes with ``rows`` to 32-bit ``totals``, by row, then by vector.
+
+    ``words`` load the words of each vector; ``rows`` point to their bytes, in :func:`quad_order`.
+    """
+    whole = ir.VectorType(I32, instructions.lanes)
+
+    def load(row: ir.Value, step: int) -> ir.Value:
+        four = builder.load(emit_offset(builder, row, I64(4 * step)), typ=I32, align=1)
+        return emit_broadcast(builder, four, instructions.lanes)
+
+    totals = list(totals)
+    if form.bits == 8:
+        wide = ir.VectorType(_I16, 2 * instructions.lanes)
+        for step in range(_run_codes(form) // 2):
+            columns = []
+            for word in words:
+                codes = builder.bitcast(word(step), ir.VectorType(BYTE, wide.count))
+                columns.append(builder.bitcast(builder.sext(codes, wide), whole))
+            given = [load(row, step) for row in rows]
+            products = [(column, row) for row in given for column in columns]
+            totals = [
+                instructions.add_pairs(builder, total, *each)
+                for total, each in zip(totals, products, strict=True)
+            ]
+        return totals
+    quads = _quad_pairs(form)
+    most = _MAX_SUM // (2 * MAX_CODE * (2**form.bits - 1))
+    halves: list[ir.Value] = []
+    ones = ir.Constant(ir.VectorType(_I16, 2 * instructions.lanes), [1] * 2 * instructions.lanes)
+    for step, quad in enumerate(quads):
+        columns = [_emit_quad(builder, form, word, quad) for word in words]
+        given = [load(row, step) for row in rows]
+        products = [(column, row) for row in given for column in columns]
+        if instructions.vnni:
+            totals = [
+                instructions.add_quads(builder, total, *each)
+                for total, each in zip(totals, products, strict=True)
+            ]
+            continue
+        found = [instructions.multiply_bytes(builder, *each) for each in products]
+        halves = (
+            [builder.add(*each) for each in zip(halves, found, strict=True)] if halves else found
+        )
+        if (step + 1) % most == 0 or step + 1 == len(quads):
+            totals = [
+                instructions.add_pairs(
+                    builder, total, builder.bitcast(half, whole), builder.bitcast(ones, whole)
+                )
+                for total, half in zip(totals, halves, strict=True)
+            ]
+            halves = []
+    return totals
+
+
+def _emit_quad(
+    builder: ir.IRBuilder, form: BlockFormat, word: LoadWord, quad: tuple[int, int]
+) -> ir.Value:
+    """Extract two pairs of codes as bytes: the even codes of both, then the odd ones."""
+    masks: dict[tuple[int, int], int] = {}  # by word and shift to the right
+    for byte, pair in enumerate(quad):
+        for part in locate_pair(form.bits, pair):
+            target = part.target_bit + 8 * byte
+            mask = ((1 << part.bits) - 1) << target
+            key = part.word, part.source_bit - target
+            masks[key] = masks.get(key, 0) | mask | mask << 16
+    found: ir.Value | None = None
+    for (number, shift), mask in masks.items():
+        loaded = word(number)
+        count = loaded.type.count
+        if shift:
+            by = ir.Constant(loaded.type, [abs(shift)] * count)
+            loaded = builder.lshr(loaded, by) if shift > 0 else builder.shl(loaded, by)
+        part = builder.and_(loaded, ir.Constant(loaded.type, [mask] * count))
+        found = part if found is None else builder.or_(found, part)
+    return found
