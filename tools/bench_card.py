@@ -3,9 +3,10 @@
     python -m tools.bench_card FOLDER --json           # for example of tools.make_bench_model
 
 ``steps``: a decode step, as ``molink bench stage`` measures it, with and without a graph, and the
-time of the graph's capture. ``waits``: how often sampling waits for the device, and its time.
-``memory``: the plan for a budget beside the use of a largest step with a full pool. KV blocks are
-shuffled. Needs about 14 GB of GPU memory.
+time of the graph's capture. ``torch_rows``: the same without fused norms, gates and heads.
+``waits``: how often sampling waits for the device, and its time. ``memory``: the plan for a budget
+beside the use of a largest step with a full pool. KV blocks are shuffled. Needs about 14 GB of GPU
+memory.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,10 +57,12 @@ class Card:
     folder: ModelFolder
     device: torch.device
 
-    def load(self, quantize: Quantize) -> Stage:
-        """The whole model as one stage."""
-        layers = self.folder.config.layers
-        return Stage.load_layers(self.folder, (0, layers), str(self.device), quantize=quantize)
+    def load(self, quantize: Quantize, avoid: Collection[str] = ()) -> Stage:
+        """The whole model as one stage, without kernels ``avoid``."""
+        layers = (0, self.folder.config.layers)
+        return Stage.load_layers(
+            self.folder, layers, str(self.device), quantize=quantize, disabled_kernels=avoid
+        )
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Time ``work``, including the device."""
@@ -97,10 +100,12 @@ def _draw_tokens(count: int, vocabulary: int) -> Tensor:
     return torch.arange(count) * 7919 % vocabulary
 
 
-def measure_steps(card: Card, quantize: Quantize) -> list[dict[str, Any]]:
-    """Measure decode steps of several sizes."""
+def measure_steps(
+    card: Card, quantize: Quantize, avoid: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Measure decode steps of several sizes, without kernels ``avoid``."""
     found = []
-    stages = card.load(quantize), card.load(quantize)
+    stages = card.load(quantize, avoid), card.load(quantize, avoid)
     passes = [StagePasses(stage, _KV_BYTES, BLOCK_SIZE) for stage in stages]
     with passes[0] as with_graphs, passes[1] as eager:
         stages[1]._graphs = None
@@ -206,6 +211,9 @@ def main() -> None:
         "model": options.folder.name,
         "memory": {mode: measure_memory(card, mode) for mode in options.quantize},
         "steps": {mode: measure_steps(card, mode) for mode in options.quantize},
+        "torch_rows": {
+            mode: measure_steps(card, mode, ("compiled-rows",)) for mode in options.quantize
+        },
         "waits": measure_waits(card),
     }
     if options.json:
@@ -215,6 +223,8 @@ def main() -> None:
         print(f"memory, {mode}: {result['memory'][mode]}")
         for one in result["steps"][mode]:
             print(f"{mode}: {one}")
+        for one in result["torch_rows"][mode]:
+            print(f"{mode}, torch's rows: {one}")
     for one in result["waits"]:
         print(one)
 

@@ -164,6 +164,7 @@ class Stage:
     def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
         """Allocate a fresh KV pool; an earlier one is freed first."""
         self.free_kv_pool()
+        self._set_device()
         self._pool = self._create_pool(blocks, block_size)
         # Both run trials, which are affordable now.
         attention = self._attention_backend(block_size)
@@ -286,7 +287,7 @@ class Stage:
 
     def _set_device(self) -> None:
         if self.device.type == "cuda":
-            # Some calls, such as pinning memory, use the thread's current device.
+            # Some calls, such as pinning memory and Triton's, use the thread's current device.
             torch.cuda.set_device(self.device)
 
     @torch.inference_mode()

@@ -1,5 +1,6 @@
 """One decoder layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +9,9 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import SINKS_NAME, attention_projections, mlp_projections
 from molink.stage.attention.base import LayerAttention
-from molink.stage.decoder.mlp import ExpertMlp, GatedMlp, GateFunction, Mlp, SharedExpertMlp
-from molink.stage.decoder.norm import IdentityNorm, Norm, QueryKeyNorm
-from molink.stage.decoder.operators import RowOperators
-from molink.stage.decoder.rotary import Rotate
+from molink.stage.decoder.mlp import ExpertMlp, GatedMlp, Mlp, SharedExpertMlp
+from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm, QueryKeyNorm
+from molink.stage.decoder.operators import AppendHeads, RowOperators
 from molink.stage.kv_pool import KVPool
 from molink.stage.linear import PlainLinear, Projection
 from molink.stage.torch_dtypes import residual_dtype
@@ -55,25 +55,23 @@ class DecoderBlock:
     mlp_norm: Norm
     mlp: Mlp
     post_mlp_norm: Norm
-    rotate: Rotate
+    add_residual: AddResidual
+    append_heads: AppendHeads
 
-    def __call__(self, rows: Tensor, context: ForwardContext) -> Tensor:
-        """Run rows ``[T, hidden]`` through the layer."""
-        attended = self.output(self._attend(self.input_norm(rows), context))
-        rows = _add_residual(rows, self.post_attention_norm(attended), self.scale)
-        result = self.mlp(self.mlp_norm(rows))
-        return _add_residual(rows, self.post_mlp_norm(result), self.scale)
-
-    def _attend(self, rows: Tensor, context: ForwardContext) -> Tensor:
-        heads = self.qkv(rows).view(len(rows), self.heads + 2 * self.kv_heads, self.head_dim)
-        turned = heads[:, : self.heads + self.kv_heads]
-        if self.qk_norm is not None:
-            self.qk_norm(turned)
-        if self.rope is not None:
-            self.rotate(turned, context.angles[self.rope])
-        both = heads[:, self.heads :].view(len(rows), 2, self.kv_heads, self.head_dim)
-        context.pool.write_rows(self.index, context.slots, both)
-        return context.attention(self.index, heads, context.pool, self.sinks)
+    def attend(self, normed: Tensor, context: ForwardContext) -> Tensor:
+        """Return what attention adds to the rows; ``normed`` (``[T, hidden]``) are these after
+        ``input_norm``."""
+        shape = len(normed), self.heads + 2 * self.kv_heads, self.head_dim
+        angles = None if self.rope is None else context.angles[self.rope]
+        heads = self.append_heads(
+            self.qkv(normed).view(shape),
+            self.qk_norm,
+            angles,
+            context.pool,
+            self.index,
+            context.slots,
+        )
+        return self.output(context.attention(self.index, heads, context.pool, self.sinks))
 
     @property
     def nbytes(self) -> int:
@@ -82,10 +80,22 @@ class DecoderBlock:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def _add_residual(rows: Tensor, result: Tensor, scale: float) -> Tensor:
-    """``rows + scale * result`` in the rows' type, which is float32 if computing in float16."""
-    memory = result if result.dtype == rows.dtype else None
-    return torch.add(rows, result, alpha=scale, out=memory)
+def run_blocks(blocks: Sequence[DecoderBlock], rows: Tensor, context: ForwardContext) -> Tensor:
+    """Run rows ``[T, hidden]`` through layers.
+
+    A sum and the norm that follows, the next layer's too, are one operator. Each tensor takes its
+    predecessor's name, so that none outlives its use.
+    """
+    normed = blocks[0].input_norm(rows)
+    next_norms = (*(block.input_norm for block in blocks[1:]), IdentityNorm(rows.dtype))
+    for block, next_norm in zip(blocks, next_norms, strict=True):
+        normed = block.attend(normed, context)
+        rows, normed = block.add_residual(
+            rows, normed, block.scale, block.post_attention_norm, block.mlp_norm
+        )
+        normed = block.mlp(normed)
+        rows, normed = block.add_residual(rows, normed, block.scale, block.post_mlp_norm, next_norm)
+    return rows
 
 
 def load_block(
@@ -115,9 +125,10 @@ def load_block(
         output=reader.load_projection([f"{prefix}self_attn.o_proj"], config.output_bias),
         post_attention_norm=norm(config.norms.after_attention),
         mlp_norm=norm(config.norms.before_mlp),
-        mlp=_load_mlp(reader, config, operators.gate, layer, prefix),
+        mlp=_load_mlp(reader, config, operators, layer, prefix),
         post_mlp_norm=norm(config.norms.after_mlp, residual_dtype(reader.dtype)),
-        rotate=operators.rotate,
+        add_residual=operators.add_residual,
+        append_heads=operators.append_heads,
     )
 
 
@@ -135,14 +146,14 @@ def _load_qk_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> Que
 
 
 def _load_mlp(
-    reader: WeightReader, config: ModelConfig, gate: GateFunction, layer: int, prefix: str
+    reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, prefix: str
 ) -> Mlp:
     def gated(names: tuple[str, ...], down: str, biased: bool) -> GatedMlp:
         return GatedMlp(
             gate_up=reader.load_projection([prefix + name for name in names], biased),
             down=reader.load_projection([prefix + down], biased),
-            gate=gate,
-            scales_down=scales and not biased,
+            gate=operators.gate,
+            bounded_gate=operators.bounded_gate if scales and not biased else None,
         )
 
     scales = reader.dtype == torch.float16 and config.dtype != "f16"

@@ -9,7 +9,7 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import EMBEDDING_NAME, FINAL_NORM_NAME, OUTPUT_HEAD_NAME
 from molink.errors import InvariantError
-from molink.stage.decoder.block import DecoderBlock, ForwardContext, load_block
+from molink.stage.decoder.block import DecoderBlock, ForwardContext, load_block, run_blocks
 from molink.stage.decoder.norm import Norm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.device_copy import upload_integers
@@ -59,9 +59,7 @@ class Decoder:
 
     def run_layers(self, rows: Tensor, context: ForwardContext) -> Tensor:
         """Run rows ``[T, hidden]`` through all layers."""
-        for block in self.blocks:
-            rows = block(rows, context)
-        return rows
+        return run_blocks(self.blocks, rows, context)
 
     def compute_logits(self, rows: Tensor, wanted: Sequence[int]) -> Tensor:
         """Compute float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``."""

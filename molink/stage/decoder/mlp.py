@@ -19,9 +19,12 @@ from molink.stage.device_copy import download_tensors, upload_tensor
 from molink.stage.linear import Projection
 
 #: Bound of float16 inputs of ``down``, so that sums of a thousand terms don't overflow.
-_MAX_FLOAT16_INPUT = 64.0
+MAX_FLOAT16_INPUT = 64.0
 #: ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or interleaved if the activation says so.
 GateFunction = Callable[[Tensor], Tensor]
+#: A gate in float32 of float16 rows, whose rows are divided by factors so that none is beyond
+#: ``MAX_FLOAT16_INPUT``; returns them, and the factors (float32 ``[T, 1]``, at least 1).
+BoundedGate = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -41,6 +44,13 @@ def create_gate(activation: Activation, limit: float = 0.0) -> GateFunction:
         return activate(active).mul_(up)
 
     return gate
+
+
+def apply_bounded(gate: GateFunction, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """A :data:`BoundedGate` of torch operators and ``gate``, for rows ``[T, 2n]``."""
+    gated = gate(rows.float())
+    factors = gated.abs().amax(-1, keepdim=True).div_(MAX_FLOAT16_INPUT).clamp_min_(1.0)
+    return gated.div_(factors).to(rows.dtype), factors
 
 
 def _clamped_swiglu(rows: Tensor, limit: float) -> Tensor:
@@ -67,7 +77,7 @@ class Mlp(Protocol):
 class GatedMlp:
     """``down(act(gate) * up)``; gate and up are one projection.
 
-    With ``scales_down``, float16 rows come out in float32: products of models trained in bf16 may
+    With ``bounded_gate``, float16 rows come out in float32: products of models trained in bf16 may
     overflow float16, so each row is scaled down before ``down`` and back afterwards. Incompatible
     with a bias in ``down``.
     """
@@ -77,14 +87,13 @@ class GatedMlp:
     gate_up: Projection
     down: Projection
     gate: GateFunction
-    scales_down: bool = False
+    bounded_gate: BoundedGate | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if not self.scales_down:
+        if self.bounded_gate is None:
             return self.down(self.gate(self.gate_up(rows)))
-        gated = self.gate(self.gate_up(rows).float())
-        factors = gated.abs().amax(-1, keepdim=True).div_(_MAX_FLOAT16_INPUT).clamp_min_(1.0)
-        return self.down(gated.div_(factors).to(rows.dtype)).float().mul_(factors)
+        gated, factors = self.bounded_gate(self.gate_up(rows))
+        return self.down(gated) * factors
 
     @property
     def nbytes(self) -> int:

@@ -1,5 +1,6 @@
 """Root mean square norms (Zhang and Sennrich 2019), in the precision that models expect."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -21,6 +22,11 @@ class Norm(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+#: ``rows, result, scale, post_norm, norm``: returns the rows' sum with the normed ``result`` times
+#: ``scale``, and the sum normed.
+AddResidual = Callable[[Tensor, Tensor, float, Norm, Norm], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +125,13 @@ def create_norm(config: ModelConfig, weight: Tensor) -> Norm:
         wide = weight.float().add_(config.norm_offset)
         return Float32RmsNorm(wide, config.norm_eps, weight.dtype)
     return RmsNorm(weight, config.norm_eps)
+
+
+def add_residual(
+    rows: Tensor, result: Tensor, scale: float, post_norm: Norm, norm: Norm
+) -> tuple[Tensor, Tensor]:
+    """Add in the rows' type, which is float32 if computing in float16; see :data:`AddResidual`."""
+    result = post_norm(result)
+    memory = result if result.dtype == rows.dtype else None
+    rows = torch.add(rows, result, alpha=scale, out=memory)
+    return rows, norm(rows)

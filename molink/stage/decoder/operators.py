@@ -1,22 +1,80 @@
-"""Row-wise operators of a layer: norms, gate, rotation; torch's or compiled ones."""
+"""Row-wise operators of a layer: norms, gate, rotation; torch's, compiled or fused ones."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
+from molink.facts.model import BLOCK_SIZE
 from molink.stage.cpu_kernels.create import create_rowwise
 from molink.stage.cpu_kernels.kernel_shape import supports_gate, supports_rowwise
-from molink.stage.decoder.mlp import GateFunction, create_gate
-from molink.stage.decoder.norm import CompiledRmsNorm, Norm, create_norm
+from molink.stage.decoder.mlp import BoundedGate, GateFunction, apply_bounded, create_gate
+from molink.stage.decoder.norm import (
+    AddResidual,
+    CompiledRmsNorm,
+    Norm,
+    QueryKeyNorm,
+    add_residual,
+    create_norm,
+)
 from molink.stage.decoder.rotary import Rotate, rotate_half, rotate_pairs
+from molink.stage.diagnostics.trial_shapes import TrialShapes
+from molink.stage.gpu_kernels.triton_support import find_triton_problem
+from molink.stage.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from molink.stage.cpu_kernels.rowwise import RowwiseKernels
+
+
+#: Widest rows of fused norms, which a GPU holds in registers.
+MAX_FUSED_WIDTH = 1 << 14
+
+
+class AppendHeads(Protocol):
+    """Norms and rotates queries and keys, and appends keys and values to the KV cache."""
+
+    def __call__(
+        self,
+        heads: Tensor,
+        norm: QueryKeyNorm | None,
+        angles: Tensor | None,
+        pool: KVPool,
+        layer: int,
+        slots: Tensor,
+    ) -> Tensor:
+        """Return ``heads`` (``[T, n, head_dim]``: queries, keys, values), possibly in place.
+
+        Keys and values are in ``pool`` at ``slots`` (int64 ``[T]``) of ``layer`` afterwards.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateAppend:
+    """One operator after the other, in place."""
+
+    rotate: Rotate
+
+    def __call__(
+        self,
+        heads: Tensor,
+        norm: QueryKeyNorm | None,
+        angles: Tensor | None,
+        pool: KVPool,
+        layer: int,
+        slots: Tensor,
+    ) -> Tensor:
+        turned = heads[:, : -pool.kv_heads]
+        if norm is not None:
+            norm(turned)
+        if angles is not None:
+            self.rotate(turned, angles)
+        both = heads[:, -2 * pool.kv_heads :].view(len(heads), 2, pool.kv_heads, pool.head_dim)
+        pool.write_rows(layer, slots, both)
+        return heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +83,9 @@ class RowOperators:
 
     norm: Callable[[Tensor], Norm]
     gate: GateFunction
-    rotate: Rotate
+    bounded_gate: BoundedGate
+    add_residual: AddResidual
+    append_heads: AppendHeads
 
 
 def create_operators(
@@ -34,24 +94,59 @@ def create_operators(
     device: torch.device,
     disabled_kernels: Collection[str] = (),
 ) -> RowOperators:
-    """Create operators for rows of ``dtype``: compiled ones unless unsupported or disabled."""
+    """Create operators for rows of ``dtype``: fused or compiled ones unless unsupported, wrong
+    here, or disabled."""
     gate = create_gate(config.activation, config.activation_limit)
     turn = rotate_pairs if config.interleaved_rope else rotate_half
-    compiled = (
-        None if "compiled-rows" in disabled_kernels else _create_compiled(config, dtype, device)
-    )
+    allowed = "compiled-rows" not in disabled_kernels
+    if allowed and _can_fuse(config, dtype, device):
+        return create_fused(config, dtype)
+    compiled = _create_compiled(config, dtype, device) if allowed else None
     if compiled is None:
-        return RowOperators(partial(create_norm, config), gate, turn)
+        return RowOperators(
+            norm=partial(create_norm, config),
+            gate=gate,
+            bounded_gate=partial(apply_bounded, gate),
+            add_residual=add_residual,
+            append_heads=SeparateAppend(turn),
+        )
 
     def norm(weight: Tensor) -> Norm:
         return CompiledRmsNorm(weight.float().add_(config.norm_offset), compiled)
 
     # Compiled code lacks interleaved RoPE and interleaved gates.
+    if supports_gate(config.activation):
+        gate = compiled.apply_gate
     return RowOperators(
-        norm,
-        compiled.apply_gate if supports_gate(config.activation) else gate,
-        turn if config.interleaved_rope else compiled.rotate_heads,
+        norm=norm,
+        gate=gate,
+        bounded_gate=partial(apply_bounded, gate),
+        add_residual=add_residual,
+        append_heads=SeparateAppend(turn if config.interleaved_rope else compiled.rotate_heads),
     )
+
+
+def create_fused(config: ModelConfig, dtype: torch.dtype) -> RowOperators:
+    """Create operators of GPU kernels."""
+    from molink.stage.decoder.fused import FusedOperators
+
+    fused = FusedOperators.from_config(config, dtype)
+    return RowOperators(
+        norm=fused.create_norm,
+        gate=fused.apply_gate,
+        bounded_gate=fused.apply_bounded,
+        add_residual=fused.add_residual,
+        append_heads=fused.append_heads,
+    )
+
+
+def _can_fuse(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether fused operators work on ``device``; checked here, as benchmarks run no trials."""
+    if device.type != "cuda" or config.hidden_size > MAX_FUSED_WIDTH or find_triton_problem():
+        return False
+    from molink.stage.decoder.fused_check import check_fused_rows
+
+    return check_fused_rows(TrialShapes.from_config(config, BLOCK_SIZE, device), dtype, device)
 
 
 def _create_compiled(

@@ -1,6 +1,6 @@
 """Tests a stage's kernels on its device, and disables wrong and slow ones.
 
-Results are cached in a file, valid for one device, driver, torch and molink version.
+Results are cached in a file, valid for one device, driver, torch, Triton and molink version.
 """
 
 import contextlib
@@ -28,12 +28,13 @@ from molink.stage.diagnostics.kernel_trials import (
     kernel_chains,
 )
 from molink.stage.diagnostics.trial_shapes import TrialShapes
+from molink.stage.gpu_kernels.triton_support import describe_triton
 from molink.stage.torch_dtypes import choose_dtype
 
 log = logging.getLogger(__name__)
 
 #: Rises with every change of the trials.
-_FORMAT_VERSION = 7
+_FORMAT_VERSION = 8
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: Starts without a result after which a trial is taken to crash the process.
 _MAX_STARTS = 2
@@ -136,7 +137,7 @@ def describe_environment(device: torch.device) -> str:
     """Identify everything but inputs that a kernel's results depend on."""
     on_cpu = device.type == "cpu"
     threads = torch.get_num_threads() if on_cpu else 0
-    driver = "" if on_cpu else f", driver {driver_version()}"
+    driver = "" if on_cpu else f", {describe_triton()}, driver {driver_version()}"
     return (
         f"format {_FORMAT_VERSION}; molink {molink.__version__}; torch "
         f"{torch.__version__}{driver}; "

@@ -32,6 +32,7 @@ from molink.stage.cpu_kernels.create import (
 from molink.stage.cpu_kernels.kernel_shape import supports_rowwise
 from molink.stage.cpu_kernels.repack import packed_scales, unpack_rows
 from molink.stage.decoder.mlp import create_gate
+from molink.stage.decoder.operators import MAX_FUSED_WIDTH
 from molink.stage.decoder.rotary import rotate_half
 from molink.stage.device_copy import pinned_error
 from molink.stage.diagnostics.attention_timing import is_slower
@@ -165,7 +166,9 @@ def kernel_chains(
     if device.type == "cuda":
         if shapes.planes:
             made.append((_planes_trial(shapes.planes, dtype, device),))
-        return (*made, (plain,), (torch_rows,), _attention_chain(shapes, dtype, device))
+        error = partial(_fused_rows_error, shapes, computed, device)
+        fused = KernelTrial("compiled-rows", dtype, rounding, error)
+        return (*made, (plain,), (fused, torch_rows), _attention_chain(shapes, dtype, device))
     threads = torch.get_num_threads()
     packed = (KernelTrial("packed-linear", dtype, rounding, product(_create_packed)),)
     rows = KernelTrial(
@@ -395,6 +398,17 @@ def _compiled_rows_error(shapes: TrialShapes, dtype: torch.dtype, threads: int) 
         return _RowKernels(made.normalize_rows, made.apply_gate, made.rotate_heads)
 
     return _rows_error(create, shapes, dtype, torch.device("cpu"))
+
+
+def _fused_rows_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) -> float:
+    problem = find_triton_problem()
+    if problem:
+        raise _KernelAbsent(f"Triton can't be used: {problem}")
+    if shapes.hidden > MAX_FUSED_WIDTH:
+        raise _KernelAbsent("rows of this size are not supported")
+    from molink.stage.decoder.fused_check import fused_rows_error
+
+    return fused_rows_error(shapes, dtype, device)
 
 
 def _torch_rows_error(shapes: TrialShapes, dtype: torch.dtype, device: torch.device) -> float:

@@ -25,6 +25,18 @@ def find_triton_problem() -> str:
     return ""
 
 
+def describe_triton() -> str:
+    """Triton's version, or why it can't be used."""
+    problem = find_triton_problem()
+    if problem:
+        return f"no Triton: {problem}"
+    try:
+        import triton
+    except Exception as error:  # a broken installation may raise anything
+        return f"no Triton: {error}"
+    return f"Triton {triton.__version__}"
+
+
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU; for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -265,9 +265,10 @@ def test_other_devices_drivers_and_versions_are_tried_anew(
     else:
         monkeypatch.setattr(proof, part, lambda: "599.1")
         monkeypatch.setattr(proof, "describe_device", lambda _: "RTX")
+        monkeypatch.setattr(proof, "describe_triton", lambda: "Triton 9.8")
         cuda = torch.device("cuda", 0)
         assert "driver 599.1; cuda RTX" not in before
-        assert ", driver 599.1; cuda RTX, 0 threads" in describe_environment(cuda)
+        assert ", Triton 9.8, driver 599.1; cuda RTX, 0 threads" in describe_environment(cuda)
         return
     assert describe_environment(CPU) != before
     looked_at(model, path)
@@ -369,7 +370,7 @@ def test_gpu_kernel_chains_end_in_a_universal_kernel(monkeypatch: pytest.MonkeyP
     assert names == [
         ["nf4", "unpacked"],
         ["torch"],
-        ["torch-rows"],
+        ["compiled-rows", "torch-rows"],
         ["flash-attention", "triton-attention", "gather-attention", "plain-attention"],
     ]
 

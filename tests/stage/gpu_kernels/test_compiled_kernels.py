@@ -3,6 +3,8 @@
 import importlib
 from pathlib import Path
 
+import pytest
+
 from tests.support.triton_device import needs_triton
 from tests.support.triton_targets import TARGETS, compile_in_child
 
@@ -31,6 +33,7 @@ def launched_kernels() -> set[str]:
     }
 
 
+@pytest.mark.timeout(600)  # six devices for each kernel
 def test_all_kernels_compile_for_all_devices() -> None:
     compiled = compile_in_child(*module_names(LAUNCHES, "*.py"))
     problems = [

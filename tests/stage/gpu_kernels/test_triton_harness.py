@@ -1,11 +1,15 @@
 """Tests of the harness: what it runs is right, and it tells what a device can't run."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from molink.stage.gpu_kernels import triton_support
+from molink.stage.gpu_kernels.triton_support import describe_triton
 from tests.support.triton_device import DEVICE, needs_triton
 from tests.support.triton_targets import TARGETS, compile_in_child
 
@@ -17,6 +21,13 @@ def test_kernels_run_here() -> None:
 
     one, other = torch.randn(2, 100, device=DEVICE)
     assert torch.equal(add_vectors(one, other), one + other)
+
+
+def test_a_broken_triton_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r"Triton \d+\.\d+.*", describe_triton())
+    monkeypatch.setattr(triton_support, "find_triton_problem", lambda: "")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert describe_triton().startswith("no Triton: import of triton halted")
 
 
 def test_what_a_device_cannot_run_is_told() -> None:

@@ -1,0 +1,321 @@
+"""Row-wise operators between two products, fused into one launch each.
+
+Rows are float32, float16 or bf16; computation is in float32. Results are new tensors: a program
+that overwrote its input could read what another of its threads has written.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
+
+_GATE_BLOCK, _BOUNDED_BLOCK = 1024, 2048
+#: Heads per program.
+_TILE = 4
+_ALPHA = tl.constexpr(SWIGLU_ALPHA)
+#: gelu by tanh is ``x · sigmoid(2 √(2/π) (x + 0.044715 x³))`` (Hendrycks and Gimpel 2016).
+_GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
+_CUBE = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _scale_row(value, weight, at, inside, width, eps):
+    root = tl.rsqrt(tl.sum(value * value) / width + eps)
+    return value * root * tl.load(weight + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def add_norm_kernel(
+    rows,
+    result,
+    post_weight,
+    weight,
+    total,
+    normed,
+    rows_stride,
+    result_stride,
+    width,
+    scale,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    """A program computes a row; see :func:`add_and_norm`."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    value = tl.load(rows + row * rows_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if result is not None:
+        added = tl.load(result + row * result_stride + at, mask=inside, other=0.0).to(tl.float32)
+        if post_weight is not None:
+            added = _scale_row(added, post_weight, at, inside, width, eps)
+        # The norm is that of the rounded sum, as without fusion.
+        rounded = (value + scale * added).to(total.dtype.element_ty)
+        tl.store(total + row * width + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    if normed is not None:
+        if weight is not None:
+            value = _scale_row(value, weight, at, inside, width, eps)
+        tl.store(normed + row * width + at, value.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_columns(source, at, width, limit, ACTIVATION: tl.constexpr):
+    """``act(gate) * up`` of columns of a row, in float32; 0 beyond its ``width``."""
+    inside = at < width
+    if ACTIVATION == "clamped_swiglu":
+        active = tl.load(source + 2 * at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
+        active = tl.minimum(active, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL) + 1
+        argument = _ALPHA * active
+    else:
+        active = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + width + at, mask=inside, other=0.0).to(tl.float32)
+        argument = active
+        if ACTIVATION == "gelu_tanh":
+            argument = _GELU * active * (1 + _CUBE * active * active)
+    # The exponent is never above 0, so that no power overflows.
+    power = tl.exp(-tl.abs(argument))
+    return active * (tl.where(argument < 0, power, 1.0) / (1 + power)) * up
+
+
+@triton.jit
+def gate_kernel(
+    rows, gated, row_stride, width, limit, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A program computes ``BLOCK`` columns of a row; see :func:`apply_gate`."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    result = _gate_columns(rows + row * row_stride, at, width, limit, ACTIVATION)
+    tl.store(gated + row * width + at, result.to(gated.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def bounded_gate_kernel(
+    rows,
+    gated,
+    factors,
+    row_stride,
+    width,
+    limit,
+    bound,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program computes a row, twice: its greatest number comes first. See
+    :func:`apply_bounded_gate`."""
+    row = tl.program_id(0).to(tl.int64)
+    source = rows + row * row_stride
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.abs(_gate_columns(source, at, width, limit, ACTIVATION)))
+    factor = tl.maximum(tl.max(largest, axis=0) / bound, 1.0)
+    tl.store(factors + row, factor)
+    for first in range(0, width, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        result = _gate_columns(source, at, width, limit, ACTIVATION) / factor
+        tl.store(gated + row * width + at, result.to(gated.dtype.element_ty), mask=at < width)
+
+
+# Slots are part of a larger tensor: for each alignment there would be a kernel to compile.
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def append_heads_kernel(
+    heads,
+    weight,
+    angles,
+    slots,
+    turned,
+    keys,
+    values,
+    row_stride,
+    head_stride,
+    angle_stride,
+    slot_stride,
+    page_head_stride,
+    eps,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program computes ``TILE`` heads of a row; see :func:`append_heads`."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK)
+    turns = head < QUERIES + KEYS
+    inside = (head < QUERIES + 2 * KEYS)[:, None] & (column < SIZE)[None, :]
+    source = heads + row * row_stride + head[:, None] * head_stride
+    own = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        root = tl.rsqrt(tl.sum(own * own, axis=1) / SIZE + eps)[:, None]
+        factors = weight + head[:, None] * SIZE
+        given = inside & turns[:, None]
+        scaled = own * root * tl.load(factors + column[None, :], mask=given, other=0.0)
+        own = tl.where(turns[:, None], scaled, own)
+    if ROTARY > 0:
+        if INTERLEAVED:
+            partner = column ^ 1
+        else:
+            partner = tl.where(column < ROTARY // 2, column + ROTARY // 2, column - ROTARY // 2)
+        rotates = turns[:, None] & (column < ROTARY)[None, :]
+        other = tl.load(source + partner[None, :], mask=rotates, other=0.0).to(tl.float32)
+        if weight is not None:
+            other *= root * tl.load(factors + partner[None, :], mask=rotates, other=0.0)
+        angle = angles + row * angle_stride + column
+        cosine = tl.load(angle, mask=column < ROTARY, other=0.0).to(tl.float32)
+        sine = tl.load(angle + ROTARY, mask=column < ROTARY, other=0.0).to(tl.float32)
+        own = tl.where(rotates, own * cosine[None, :] + other * sine[None, :], own)
+    rounded = own.to(turned.dtype.element_ty)
+    target = turned + (row * (QUERIES + 2 * KEYS) + head[:, None]) * SIZE
+    tl.store(target + column[None, :], rounded, mask=inside)
+    place = tl.load(slots + row) * slot_stride + column[None, :]
+    key, value = head - QUERIES, head - QUERIES - KEYS
+    is_key = inside & ((key >= 0) & turns)[:, None]
+    tl.store(keys + place + key[:, None] * page_head_stride, rounded, mask=is_key)
+    is_value = inside & (value >= 0)[:, None]
+    tl.store(values + place + value[:, None] * page_head_stride, rounded, mask=is_value)
+
+
+def add_and_norm(
+    rows: Tensor,
+    result: Tensor | None,
+    post_weight: Tensor | None,
+    scale: float,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Add ``scale * result`` to rows ``[T, n]``, and norm the sum.
+
+    Weights (float32 ``[n]``) are of the norm of ``result`` and of the sum's. What is ``None`` is
+    left out. Returns the sum in the rows' type and its norm in ``dtype``.
+    """
+    rows, result = _lay_out(rows), None if result is None else _lay_out(result)
+    count, width = rows.shape
+    total = rows if result is None else rows.new_empty(count, width)
+    changes = weight is not None or dtype != rows.dtype
+    normed = rows.new_empty(count, width, dtype=dtype) if changes else total
+    if total is rows and not changes:
+        return rows, rows
+    add_norm_kernel[(count,)](
+        rows,
+        result,
+        post_weight,
+        weight,
+        None if result is None else total,
+        normed if changes else None,
+        rows.stride(0),
+        width if result is None else result.stride(0),
+        width,
+        scale,
+        eps,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
+    )
+    return total, normed
+
+
+def apply_gate(rows: Tensor, activation: Activation, limit: float) -> Tensor:
+    """Compute ``act(gate) * up`` of rows ``[T, 2n]``: gate, then up, or interleaved if the
+    activation says so."""
+    rows = _lay_out(rows)
+    count, width = rows.shape[0], rows.shape[1] // 2
+    gated = rows.new_empty(count, width)
+    gate_kernel[(count, triton.cdiv(width, _GATE_BLOCK))](
+        rows,
+        gated,
+        rows.stride(0),
+        width,
+        limit,
+        ACTIVATION=activation,
+        BLOCK=_GATE_BLOCK,
+    )
+    return gated
+
+
+def apply_bounded_gate(
+    rows: Tensor, activation: Activation, limit: float, bound: float
+) -> tuple[Tensor, Tensor]:
+    """As :func:`apply_gate`, but divide each row by a factor so that no number is beyond
+    ``bound``.
+
+    Returns also the factors, float32 ``[T, 1]``; they are at least 1.
+    """
+    rows = _lay_out(rows)
+    count, width = rows.shape[0], rows.shape[1] // 2
+    gated = rows.new_empty(count, width)
+    factors = rows.new_empty(count, 1, dtype=torch.float32)
+    bounded_gate_kernel[(count,)](
+        rows,
+        gated,
+        factors,
+        rows.stride(0),
+        width,
+        limit,
+        bound,
+        ACTIVATION=activation,
+        BLOCK=_BOUNDED_BLOCK,
+        num_warps=8,
+    )
+    return gated, factors
+
+
+def append_heads(
+    heads: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    angles: Tensor | None,
+    slots: Tensor,
+    pages: tuple[Tensor, Tensor],
+    interleaved: bool,
+) -> Tensor:
+    """Norm and rotate queries and keys of ``heads``, and store keys and values in ``pages``.
+
+    ``heads`` are ``[T, n, head_dim]``: queries, keys, values. ``weight`` (float32) is that of the
+    norm of each query and key. ``angles`` and ``slots`` are as in
+    :class:`~molink.stage.decoder.block.ForwardContext`, ``pages`` as
+    :meth:`~molink.stage.kv_pool.KVPool.layer_pages` returns them. Without a weight or angles that
+    part is left out. Returns all heads.
+    """
+    heads = _lay_out(heads)
+    count, members, size = heads.shape
+    keys, values = pages
+    kv_heads = keys.shape[2]
+    turned = torch.empty((count, members, size), dtype=heads.dtype, device=heads.device)
+    append_heads_kernel[(count, triton.cdiv(members, _TILE))](
+        heads,
+        weight,
+        angles,
+        slots,
+        turned,
+        keys,
+        values,
+        heads.stride(0),
+        heads.stride(1),
+        0 if angles is None else angles.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        eps,
+        QUERIES=members - 2 * kv_heads,
+        KEYS=kv_heads,
+        SIZE=size,
+        ROTARY=0 if angles is None else angles.shape[-1],
+        INTERLEAVED=interleaved,
+        TILE=_TILE,
+        BLOCK=triton.next_power_of_2(size),
+    )
+    return turned
+
+
+def _lay_out(rows: Tensor) -> Tensor:
+    """Rows whose elements are contiguous."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
