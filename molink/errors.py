@@ -29,6 +29,7 @@
     ├── StateError               a state folder that can't be used; names the file
     │   └── DamagedState         its file is damaged
     ├── WorkerError              a stage process that failed to start or died
+    │   └── KernelsFailed        kernels that its memory plan relies on don't work; names them
     └── InvariantError           inconsistent internal state; carries the transition log
 """
 
@@ -189,6 +190,18 @@ class DamagedState(StateError):
 
 class WorkerError(MolinkError):
     """A stage process failed to start, or died."""
+
+
+class KernelsFailed(WorkerError):
+    """``kernels`` don't work with a stage, so it needs more memory than planned."""
+
+    def __init__(self, kernels: Iterable[str]) -> None:
+        self.kernels = tuple(kernels)
+        names = " and ".join(self.kernels)
+        super().__init__(
+            f"the memory plan relies on {names}, which this device doesn't run with this model; "
+            "layers are placed again without that"
+        )
 
 
 class InvariantError(MolinkError):

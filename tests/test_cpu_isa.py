@@ -18,7 +18,7 @@ from molink.stage.cpu_kernels.compiler import host_features
 from molink.stage.linear import can_pack
 from molink.stage.linear.int8 import has_onednn_int8
 from molink.stage.linear.nf4 import has_nf4_kernel
-from molink.stage.diagnostics.device import describe_instructions
+from molink.stage.diagnostics.device_names import describe_instructions
 from molink.stage.torch_dtypes import choose_dtype
 cpu = torch.device("cpu")
 beyond = [name for name, on in host_features().items() if on and name.startswith("avx512")]

@@ -18,7 +18,7 @@ from molink.checkpoint.tensor_layout import (
 )
 from molink.facts.dtypes import DTYPE_SIZES, OUTPUT_MULTIPLE, narrow_dtype
 from molink.facts.model import BlockWeights, ModelFacts, NarrowWeights, Quantize
-from molink.gguf.block_formats import resident_bytes
+from molink.gguf.block_formats import fits_planes, resident_bytes
 from molink.gguf.ggml_types import find_packed
 
 
@@ -44,7 +44,8 @@ def model_facts(
         max_model_len=config.max_model_len,
         element_bytes=size,
         projection_bytes=max(_count_elements(shapes) for shapes in projections) * size,
-        block_weights=_count_block_bytes(config, layers, tensors or {}),
+        block_weights=_count_block_bytes(config, layers, tensors or {}, on_gpu=False),
+        plane_weights=_count_block_bytes(config, layers, tensors or {}, on_gpu=True),
         narrow=_narrow_weights(config, projections, tensors or {}),
         int8_bytes=max(_quantized_bytes(shapes, "int8") for shapes in projections),
         nf4_bytes=max(_quantized_bytes(shapes, "nf4") for shapes in projections),
@@ -91,10 +92,14 @@ def _stored_dtype(name: str, config: ModelConfig, tensors: Mapping[str, TensorSp
 
 
 def _count_block_bytes(
-    config: ModelConfig, layers: Sequence[TensorShapes], tensors: Mapping[str, TensorSpec]
+    config: ModelConfig,
+    layers: Sequence[TensorShapes],
+    tensors: Mapping[str, TensorSpec],
+    *,
+    on_gpu: bool,
 ) -> BlockWeights | None:
     found = [
-        _split_bytes(shapes, config, tensors)
+        _split_bytes(shapes, config, tensors, on_gpu=on_gpu)
         for shapes in (*layers, first_stage_tensors(config), last_stage_tensors(config))
     ]
     if not any(kept for kept, _ in found):
@@ -103,14 +108,18 @@ def _count_block_bytes(
 
 
 def _split_bytes(
-    shapes: TensorShapes, config: ModelConfig, tensors: Mapping[str, TensorSpec]
+    shapes: TensorShapes,
+    config: ModelConfig,
+    tensors: Mapping[str, TensorSpec],
+    *,
+    on_gpu: bool,
 ) -> tuple[int, int]:
     """Bytes that stay low-bit, and the remaining bytes."""
     kept = rest = 0
     for name, shape in shapes.items():
         form = find_resident_format(name, shape, tensors, config.low_bit)
-        table = name in (EMBEDDING_NAME, OUTPUT_HEAD_NAME)
-        if form is not None and (table or is_quantizable(name, shape)):
+        is_weight = name in (EMBEDDING_NAME, OUTPUT_HEAD_NAME) or is_quantizable(name, shape)
+        if form is not None and is_weight and (not on_gpu or fits_planes(form, shape)):
             kept += resident_bytes(form, shape)
         else:
             rest += prod(shape) * DTYPE_SIZES[config.dtype]

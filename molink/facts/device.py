@@ -28,8 +28,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     #: 16-bit weight types that it keeps while computing in f32.
     narrow_dtypes: Annotated[tuple[NarrowDType, ...], msgspec.Meta(max_length=2)] = ()
     #: Whether it multiplies by block-quantized weights, which then take no more memory than on
-    #: disk.
+    #: disk. On a GPU its last check must have passed.
     has_block_kernels: bool = False
+    #: Whether attention on a GPU reads KV pages in place, so that steps need no memory for copies;
+    #: likewise.
+    reads_pages: bool = False
     #: KV blocks must be a multiple of this many positions.
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     #: Bytes of ``memory`` that a draft model takes in addition to the first stage.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES, NarrowDType, weight_dtype
-from molink.facts.model import BLOCK_SIZE, ModelFacts, NarrowWeights, Quantize
+from molink.facts.model import BLOCK_SIZE, BlockWeights, ModelFacts, NarrowWeights, Quantize
 from molink.facts.profile import MAX_CHUNK_ROWS
 
 #: A stage needs room for the KV blocks of this many tokens, or of the maximum length if less.
@@ -25,6 +25,10 @@ _SCORE_BYTES = 4 + 4
 _PRODUCT_BYTES = 16
 #: Decode rows are padded to the longest of a bucket, at most by this factor.
 _PADDING_FACTOR = 2
+#: Weights that a GPU dequantizes at once.
+MAX_DEQUANTIZED = 1 << 25
+#: Bytes of partial results and block tables of attention that reads pages in place.
+PAGED_BYTES = 40 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class StageSetup:
     has_block_kernels: bool = False
     #: 16-bit weight types that it keeps while computing in f32.
     narrow_dtypes: tuple[NarrowDType, ...] = ()
+    #: Whether attention reads KV pages in place.
+    reads_pages: bool = False
 
     def element_bytes(self, facts: ModelFacts) -> int:
         """Bytes of an element in computation; a CPU without bf16 widens 16-bit models."""
@@ -63,6 +69,12 @@ class StageSetup:
         if facts.narrow is None or self.kind != "cpu" or element != DTYPE_SIZES["f32"]:
             return element
         return DTYPE_SIZES[weight_dtype(facts.narrow.dtype, "f32", self.narrow_dtypes.__contains__)]
+
+    def kept_blocks(self, facts: ModelFacts) -> BlockWeights | None:
+        """Weights that stay block-quantized."""
+        if not self.has_block_kernels:
+            return None
+        return facts.block_weights if self.kind == "cpu" else facts.plane_weights
 
     def quantize_mode(self, facts: ModelFacts) -> Quantize:
         """How projections are quantized; quantized files keep their own format."""
@@ -90,8 +102,9 @@ class Footprint:
     #: Logits of a step, in the last stage.
     logits_bytes: int
     #: Attention's copies per token of the pool: one layer's keys and values, masks, capped scores.
+    #: None if it reads pages in place.
     attention_copy_bytes: int
-    #: Mask and capped scores of a prefill chunk per token of its request.
+    #: Mask and capped scores of a prefill chunk per token of its request; likewise.
     mask_bytes: int
     #: CUDA graphs per layer, and their shared pool.
     layer_graph_bytes: int = 0
@@ -114,21 +127,25 @@ class Footprint:
         saved = (element - target.weight_element_bytes(facts)) // facts.element_bytes
         layer = scaled(facts.layer_bytes) - saved * stays.layer
         first, last = scaled(facts.first_bytes), scaled(facts.last_bytes) - saved * stays.last
-        kept = facts.block_weights if target.has_block_kernels and target.kind == "cpu" else None
+        kept, rows = target.kept_blocks(facts), load.max_chunk_rows + load.max_decode_rows
         if kept is not None:
             layer, first, last = (
                 whole + scaled(rest) for whole, rest in (kept.layer, kept.first, kept.last)
             )
+            if target.kind == "cuda":
+                # Many rows multiply a dequantized slice of a weight, and their results are copied.
+                slices = min(facts.widest, MAX_DEQUANTIZED)
+                unpacked = (slices + rows * (slices // max(1, facts.hidden))) * element
         if mode != "none":
             packed = facts.int8_bytes if mode == "int8" else facts.nf4_bytes
             layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
-            unpacked = facts.widest * element
+            unpacked = max(unpacked, facts.widest * element)
         # Norms are computed in f32, with input and result in memory.
         row = facts.row_elements * element + 2 * facts.hidden * DTYPE_SIZES["f32"]
         if mode == "int8" and facts.hidden:
             row += facts.widest // facts.hidden * _PRODUCT_BYTES
         scores = facts.score_heads * _SCORE_BYTES
-        cuda, token = target.kind == "cuda", scaled(facts.kv_bytes)
+        cuda, token, copies = target.kind == "cuda", scaled(facts.kv_bytes), not target.reads_pages
         return cls(
             layer_bytes=layer,
             first_bytes=first,
@@ -136,10 +153,10 @@ class Footprint:
             shared_bytes=first if facts.tied else 0,
             token_bytes=token,
             max_model_len=facts.max_model_len,
-            step_bytes=(load.max_chunk_rows + load.max_decode_rows) * row + unpacked,
+            step_bytes=rows * row + unpacked + PAGED_BYTES * target.reads_pages,
             logits_bytes=(load.max_decode_rows + 1) * facts.vocabulary * (element + _LOGIT_BYTES),
-            attention_copy_bytes=_PADDING_FACTOR * (token + element + scores),
-            mask_bytes=load.max_chunk_rows * (element + 1 + scores),
+            attention_copy_bytes=_PADDING_FACTOR * (token + element + scores) * copies,
+            mask_bytes=load.max_chunk_rows * (element + 1 + scores) * copies,
             layer_graph_bytes=GRAPH_BYTES * cuda,
             graph_bytes=(GRAPH_POOL_BYTES + load.max_decode_rows * row) * cuda,
         )

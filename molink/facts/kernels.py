@@ -25,6 +25,8 @@ KernelName = Literal[
 
 #: Products of quantized weights and rows rounded to 8 bits.
 INTEGER_KERNELS: tuple[KernelName, ...] = ("int8-rows", "int8-rows-8bit")
+#: Turing, whose tensor cores Triton supports: the oldest cards with kernels for low-bit weights.
+MIN_TRITON_CAPABILITY = (7, 5)
 
 #: What replaces a disabled kernel. Others have no replacement.
 FALLBACKS: dict[str, str] = {

@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 
 
 class BlockWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of block-quantized weights on a CPU with kernels for them.
+    """Bytes of block-quantized weights on a device with kernels for them.
 
     Each pair is what stays quantized and what doesn't (in the model's dtype): of the largest layer,
     and of the ends of the model.
@@ -70,7 +70,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     projection_bytes: Count = 0
     int8_bytes: Count = 0
     nf4_bytes: Count = 0
+    #: Weights that stay block-quantized on a CPU, and on a GPU.
     block_weights: BlockWeights | None = None
+    plane_weights: BlockWeights | None = None
     narrow: NarrowWeights | None = None
     #: Elements of the largest merged projection of a layer.
     widest: Count = 0

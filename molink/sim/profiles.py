@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from molink.errors import UsageError
+from molink.facts.kernels import MIN_TRITON_CAPABILITY
 from molink.sim.congestion.base import CONGESTION_CONTROLS
 
 #: One Mbit/s in bytes/s.
@@ -23,8 +24,8 @@ class DeviceProfile:
     ``memory_efficiency`` and ``compute_efficiency`` are the shares that decoding and prefilling
     reach. ``step_ms`` is the fixed cost of a forward pass, ``tile`` the row granularity of matrix
     products, ``memory_gb`` the device's memory. With ``blocks`` it multiplies by GGUF blocks
-    directly, as CPUs do. ``pcie_gbs`` (GB/s) is the rate of copies to and from pinned host memory,
-    0 if unknown.
+    directly, as CPUs do. ``capability`` is an NVIDIA card's compute capability, 0 for others.
+    ``pcie_gbs`` (GB/s) is the rate of copies to and from pinned host memory, 0 if unknown.
     """
 
     name: str
@@ -37,7 +38,18 @@ class DeviceProfile:
     step_ms: float
     tile: int = 1
     blocks: bool = False
+    capability: float = 0.0
     pcie_gbs: float = 0.0
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether molink's Triton kernels are compiled for this card."""
+        return divmod(round(10 * self.capability), 10) >= MIN_TRITON_CAPABILITY
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether low-bit weights stay so, on a card if it passes molink's check."""
+        return self.blocks or self.has_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,7 @@ _MAY_BE_ZERO = {
     "handling_ms",
     "step_ms",
     "pcie_gbs",
+    "capability",
     "block_bytes",
     "head_block_bytes",
 }

@@ -45,7 +45,7 @@ class Roofline:
         weights = layers * model.layer_parameters
         logits = model.vocabulary * model.hidden if is_last else 0
         weight, end = (
-            (in_blocks if device.blocks and in_blocks else model.bytes_per_parameter)
+            (in_blocks if device.keeps_blocks and in_blocks else model.bytes_per_parameter)
             for in_blocks in (model.block_bytes, model.head_block_bytes)
         )
         self.weight_bytes = weights * weight + logits * end

@@ -140,7 +140,8 @@ class PlannedStage:
 class SwarmPlan:
     """The ring, the PCs without a stage, and the effect of one more PC.
 
-    ``now`` describes the ring itself in the terms of ``more``.
+    ``now`` describes the ring itself in the terms of ``more``. Weights are taken to stay low-bit on
+    the cards ``packing``.
     """
 
     model: str
@@ -151,6 +152,7 @@ class SwarmPlan:
     now: RingEstimate
     more: tuple[RingEstimate, ...]
     forecast: RingForecast
+    packing: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """Plain values, the forecast's among them."""
@@ -207,6 +209,9 @@ def plan_swarm(
         now=estimate_ring("", placed, aim.objective),
         more=tuple(_prospects(model, devices, link, aim)),
         forecast=forecast,
+        packing=tuple(dict.fromkeys(one.name for one in scenario.device_profiles if one.has_triton))
+        if model.shape.block_bytes
+        else (),
     )
 
 
@@ -268,7 +273,9 @@ def make_candidate(peer: str, device: str) -> Candidate:
         memory=max(0, int(memory_for_stages(profile) * MARGIN_DIVISOR / (MARGIN_DIVISOR - 1))),
         read_rate=profile.memory_gbs * 1e9 * profile.memory_efficiency,
         step_overhead=profile.step_ms / 1000,
-        blocks=profile.blocks,
+        cuda=profile.capability > 0,
+        blocks=profile.keeps_blocks,
+        reads_pages=profile.has_triton,
     )
 
 

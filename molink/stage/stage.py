@@ -10,6 +10,7 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import InvariantError, UsageError
+from molink.facts.drafts import MAX_DRAFTS
 from molink.facts.dtypes import DTypeChoice, WeightDType
 from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES
 from molink.facts.kernels import INTEGER_KERNELS
@@ -156,6 +157,10 @@ class Stage:
     def graph_bytes(self) -> int:
         """Bytes of CUDA graphs so far."""
         return 0 if self._graphs is None else self._graphs.nbytes
+
+    def reads_pages(self, block_size: int) -> bool:
+        """Whether attention over blocks of that size reads KV in place."""
+        return self._attention_backend(block_size).reads_pages
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over this stage's layers."""
@@ -305,7 +310,9 @@ class Stage:
                 pool.blocks * pool.block_size,
                 *(limit for limit in limits if limit is not None),
             )
-        plan = GraphPlan(pool.block_size, budget, self._max_decode_rows, context)
+        # Elsewhere the KV of a request would be copied for each of its drafts.
+        drafts = MAX_DRAFTS if layers.attention.reads_pages else 0
+        plan = GraphPlan(pool.block_size, budget, self._max_decode_rows, context, drafts)
         graphs = DecodeGraphs(layers, self.device, plan, CudaGraphCapturer(self.device))
         return graphs if graphs.check_speedup() else None
 

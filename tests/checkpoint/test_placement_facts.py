@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from molink.checkpoint.gguf_import import read_gguf_model
 from molink.checkpoint.model_folder import ModelFolder
+from molink.checkpoint.placement_facts import model_facts
 from molink.facts.footprint import Footprint, StageSetup
 from molink.stage.diagnostics.device import narrow_weight_dtypes
 from molink.stage.stage import Stage
+from tests.support.gguf_models import Kind, write_gguf
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -136,6 +139,21 @@ def test_narrow_weights_are_counted_when_computing_in_f32(make_model: Any, tmp_p
     assert wide.layer_bytes - narrow.layer_bytes == facts.projection_bytes
     on_card = StageSetup("cuda", bf16=False, dtype="f32", narrow_dtypes=("bf16",))
     assert Footprint.of_stage(facts, on_card).layer_bytes == wide.layer_bytes
+
+
+def test_weights_that_fit_no_planes_are_counted_wide_on_a_gpu(
+    make_model: Any, tmp_path: Path
+) -> None:
+    """Rows of 96 columns stay in blocks on a CPU only, those of 128 on both."""
+    sizes = {"hidden_size": 96, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+    made = make_model(tmp_path / "model", "llama", 3, dtype="bfloat16", **sizes)
+    config, tensors = read_gguf_model(write_gguf(made, tmp_path / "model.gguf", Kind.Q4_0))
+    facts = model_facts(config, "m", tensors)
+    assert facts.block_weights is not None
+    assert facts.plane_weights is not None
+    down = 96 * 128
+    assert facts.plane_weights.layer == (down // 32 * 18, facts.layer_bytes - 2 * down)
+    assert facts.block_weights.layer[0] == facts.projection_bytes // 2 // 32 * 18
 
 
 def test_weights_of_several_types_are_counted_wide(make_model: Any, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
-from molink.facts.footprint import Footprint, StageSetup, StepLimits
+from molink.facts.footprint import MAX_DEQUANTIZED, Footprint, StageSetup, StepLimits
 from molink.facts.memory_plan import MemoryPlan, explain_refusal, plan_memory, usable_bytes
-from molink.facts.model import ModelFacts, Quantize
+from molink.facts.model import BlockWeights, ModelFacts, Quantize
 
 GB, MB = 10**9, 10**6
 #: Llama 3.1 8B, by hand: 4096 hidden, 14336 inner, 32 + 2 × 8 heads of 128, 128256 tokens.
@@ -51,6 +51,45 @@ TINY = ModelFacts(
     tied=True,
 )
 LOAD = StepLimits(max_chunk_rows=8, max_decode_rows=2)
+
+
+PACKED = BlockWeights(layer=(300, 100), first=(250, 0), last=(250, 4))
+
+
+def test_a_gpu_counts_packed_weights_once_they_are_proven() -> None:
+    facts = replace_facts(plane_weights=PACKED)
+    wide, packed = (
+        Footprint.of_stage(facts, StageSetup("cuda", has_block_kernels=proven, step_limits=LOAD))
+        for proven in (False, True)
+    )
+    assert (wide.layer_bytes, wide.first_bytes, wide.last_bytes) == (1000, 500, 504)
+    assert (packed.layer_bytes, packed.first_bytes, packed.last_bytes) == (400, 250, 254)
+    # Many rows multiply dequantized weights.
+    assert packed.step_bytes == wide.step_bytes + (200 + 10 * 200) * 2
+    # What a CPU keeps packed, a GPU doesn't.
+    on_cpu = replace_facts(block_weights=PACKED)
+    assert Footprint.of_stage(on_cpu, StageSetup("cuda", has_block_kernels=True)) == (
+        Footprint.of_stage(TINY, StageSetup("cuda"))
+    )
+    large = Footprint.of_stage(
+        msgspec.structs.replace(LLAMA, plane_weights=PACKED),
+        StageSetup("cuda", has_block_kernels=True),
+    )
+    slices = 2 * (MAX_DEQUANTIZED + 576 * MAX_DEQUANTIZED // 4096)
+    assert large.step_bytes == Footprint.of_stage(LLAMA, StageSetup("cuda")).step_bytes + slices
+
+
+def test_attention_that_reads_pages_leaves_more_for_kv() -> None:
+    copies, paged = (
+        plan_memory(LLAMA, (0, 32), StageSetup("cuda", reads_pages=proven), 24 * GB)
+        for proven in (False, True)
+    )
+    assert paged.kv > 1.06 * copies.kv
+    assert paged.kv - copies.kv == pytest.approx(
+        copies.activations - paged.activations, abs=32 * 16 * LLAMA.kv_bytes
+    )
+    need = Footprint.of_stage(LLAMA, StageSetup("cuda", reads_pages=True))
+    assert need.activation_bytes(1 << 20, closes=True) == need.activation_bytes(0, closes=True)
 
 
 def test_memory_plan_adds_up() -> None:

@@ -129,11 +129,6 @@ def test_a_mixture_takes_the_room_of_its_blocks(
         found = Stage.load_layers(opened, (first, last), "cpu", "f32").weight_bytes
         assert 0.95 * as_blocks <= found <= 1.05 * as_blocks
         assert as_blocks < as_numbers / 5
-    on_gpu = StageSetup("cuda", dtype="f32", has_block_kernels=True)
-    assert (
-        Footprint.of_stage(facts, on_gpu).layer_bytes
-        == Footprint.of_stage(facts, StageSetup(dtype="f32")).layer_bytes
-    )
 
 
 def test_scales_that_are_no_numbers_are_refused(make_model: MakeModel, tmp_path: Path) -> None:

@@ -111,9 +111,9 @@ def test_logits_are_those_of_the_dequantized_model(
 
 
 @pytest.mark.usefixtures("in_planes")
-def test_weights_take_what_they_take_packed_on_a_cpu(make_model: MakeModel, tmp_path: Path) -> None:
+def test_weights_take_what_is_planned(make_model: MakeModel, tmp_path: Path) -> None:
     opened = ModelFolder.open(write_file(make_model, tmp_path)[0])
-    setup = StageSetup(dtype="f32", has_block_kernels=True)
+    setup = StageSetup("cuda", dtype="f32", has_block_kernels=True)
     planned = Footprint.of_stage(opened.placement_facts("m"), setup)
     found = Stage.load_layers(opened, (0, 2), str(DEVICE), "f32").weight_bytes
     assert found == pytest.approx(planned.weight_bytes(2, opens=True, closes=True), rel=0.05)

@@ -74,7 +74,9 @@ def report(
     block_size: int = 1,
     pc: str = "",
     routes: tuple[tuple[str, int, bool], ...] | None = None,
+    device: Device | None = None,
 ) -> PeerReport:
+    cpu = Device(kind="cpu", name="CPU", memory=memory, read_rate=10e9, block_size=block_size)
     return PeerReport(
         name=name.upper(),
         version="1",
@@ -83,7 +85,7 @@ def report(
         api_address="http://127.0.0.1:5465",
         daemon_pid=pid,
         stage=stage,
-        device=Device(kind="cpu", name="CPU", memory=memory, read_rate=10e9, block_size=block_size),
+        device=device or cpu,
         models=models or (("toy",) if name == "a" else ()),
         workers=workers,
         prefetch=prefetched,

@@ -353,6 +353,11 @@ def _print_plan(planned: SwarmPlan, devices: list[str], link: LinkProfile) -> No
         f" links of {link.bandwidth_mbps:g} Mbps and {link.latency_ms:g} ms one way"
     )
     console.print(_stage_table(planned))
+    if planned.packing:
+        console.print(
+            f"Weights stay packed on {', '.join(planned.packing)} if the card passes molink's"
+            " check (molink doctor); otherwise they take 2 bytes each"
+        )
     if planned.spares:
         console.print(f"No stage, only the endpoint: {', '.join(planned.spares)}")
     console.print(f"Bottleneck: {planned.bottleneck}")

@@ -28,6 +28,7 @@ from molink.wire.sockets.zap import ZapAuthenticator
 from molinkd.peer.agent.device_daemons import DeviceDaemons, primary_device_settings
 from molinkd.peer.agent.device_probe import MeasuredDevice, measure_device
 from molinkd.peer.agent.draft_model import DraftModelFolder
+from molinkd.peer.agent.kernel_self_test import load_disabled_kernels
 from molinkd.peer.artifacts.apply_handler import ApplyHandler
 from molinkd.peer.artifacts.bootstrap import Bootstrap
 from molinkd.peer.artifacts.hashing import Hasher, run_in_thread
@@ -298,7 +299,12 @@ class Daemon:
     async def _measure_device(self) -> MeasuredDevice:
         if self._settings.stage == "none":
             return MeasuredDevice(Device(kind="cpu", name="not used", memory=0), bf16=False)
-        measured = await measure_device(self._settings, self._home.device)
+        home = self._home
+        measured = await measure_device(
+            self._settings, home.device, kernel_checks=home.kernel_checks
+        )
+        disabled = load_disabled_kernels(home.disabled_kernels, measured.device.name)
+        measured = measured.without_kernels(disabled)
         draft = self._draft_model
         return measured if draft is None else draft.reserve_memory(measured, self._settings)
 

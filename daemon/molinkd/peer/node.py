@@ -194,7 +194,6 @@ class Node:
 
     def start(self, measured: MeasuredDevice) -> None:
         """Start reporting to the coordinator and carrying out its orders."""
-        self._device = measured
         self._stages.set_device(measured)
         self.session.start()
         self._leadership.start()
@@ -275,7 +274,7 @@ class Node:
     @property
     def device(self) -> str:
         """The torch name of this peer's device."""
-        return self._device.name
+        return self._stages.device.name
 
     def set_drained(self, drain: bool) -> None:
         """Drain or resume this peer."""
@@ -299,7 +298,7 @@ class Node:
             daemon_pid=os.getpid(),
             stage="none" if paused else settings.stage,
             pause_reason=paused,
-            device=self._device.device,
+            device=self._stages.device.device,
             models=self._resources.repository.model_names,
             workers=self._stages.stage_states(),
             prefetch=self._stages.prefetch_state,

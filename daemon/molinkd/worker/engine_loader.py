@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 from molink.checkpoint.model_folder import ModelFolder
-from molink.errors import MolinkError, UsageError
+from molink.errors import KernelsFailed, MolinkError, UsageError
 from molink.facts.drafts import DraftModelFacts
 from molink.facts.layer_range import format_ranges
 from molink.facts.model import Quantize
@@ -15,8 +15,11 @@ from molink.facts.profile import Profile
 from molink.stage.decoder.decoder import HeldWeights
 from molink.stage.diagnostics.kernel_checks import check_kernels
 from molink.stage.diagnostics.stage_profile import profile_stage
+from molink.stage.diagnostics.trial_shapes import find_planes
+from molink.stage.linear.planes_check import check_all_planes
 from molink.stage.out_of_memory import empty_device_cache, limit_memory
 from molink.stage.stage import Stage, find_device
+from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype
 from molink.text.grammar_matcher import GrammarCompiler
 from molink.wire.messages.worker_pipe import LoadStage
 from molinkd.worker.draft_proposer import DraftModelThread, DraftProposer
@@ -99,13 +102,14 @@ def _load_stage(
         )
     limit_memory(start.device, start.memory_limit)
     disabled_kernels = _check_kernels(start, folder, start.quantize)
+    _require_planes(start, folder, disabled_kernels)
 
     def on_layer(layers: int) -> None:
         first, last = start.layers
         total = sum(folder.tensors[name].nbytes for name in folder.stage_tensors(first, last))
         on_progress(total * layers // (last - first), total)
 
-    return Stage.load_layers(
+    stage = Stage.load_layers(
         folder,
         start.layers,
         start.device,
@@ -116,6 +120,8 @@ def _load_stage(
         on_layer=on_layer,
         max_decode_rows=start.settings.max_num_seqs,
     )
+    _require_paging(start, stage)
+    return stage
 
 
 def _load_draft_model(start: LoadStage) -> DraftEngine | None:
@@ -125,14 +131,12 @@ def _load_draft_model(start: LoadStage) -> DraftEngine | None:
         return None
     try:
         folder = ModelFolder.open(Path(draft.model_dir))
-        layers = (0, folder.config.layers)
+        layers, disabled_kernels = (0, folder.config.layers), _check_kernels(start, folder)
+        _require_planes(start, folder, disabled_kernels)
         stage = Stage.load_layers(
-            folder,
-            layers,
-            start.device,
-            start.dtype,
-            disabled_kernels=_check_kernels(start, folder),
+            folder, layers, start.device, start.dtype, disabled_kernels=disabled_kernels
         )
+        _require_paging(start, stage)
         profile = _profile_stage(stage, start, draft.kv_bytes)
     except (MolinkError, MemoryError, RuntimeError) as error:
         log.warning("no draft model: %s", error)
@@ -164,6 +168,34 @@ def _check_kernels(
     )
     log.info("kernels checked in %.2f s", time.perf_counter() - began)
     return disabled_kernels
+
+
+def _require_planes(start: LoadStage, folder: ModelFolder, disabled: Collection[str]) -> None:
+    """Fail if weights that were planned as low-bit would be dequantized.
+
+    Raises:
+        KernelsFailed: they would.
+    """
+    if "gguf-blocks" not in start.required_kernels:
+        return
+    device, works = find_device(start.device), "gguf-blocks" not in disabled
+    if device.type == "cuda" and works:
+        dtype = TORCH_DTYPES[choose_dtype(start.dtype, folder.config.dtype, device)]
+        planes = find_planes(folder.config, folder.tensors)
+        # Loading does the same for each weight; the results are kept.
+        works = check_all_planes(planes, dtype, device)
+    if not works:
+        raise KernelsFailed(("gguf-blocks",))
+
+
+def _require_paging(start: LoadStage, stage: Stage) -> None:
+    """Fail if attention would copy KV, although no memory was planned for that.
+
+    Raises:
+        KernelsFailed: it would.
+    """
+    if "triton-attention" in start.required_kernels and not stage.reads_pages(start.block_size):
+        raise KernelsFailed(("triton-attention",))
 
 
 def _profile_stage(stage: Stage, start: LoadStage, kv_bytes: int) -> Profile:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq.asyncio
 
-from molink.errors import MolinkError, WorkerError
+from molink.errors import KernelsFailed, MolinkError, WorkerError
 from molink.facts.identity import derive_peer_id
 from molink.facts.layer_range import format_layers
 from molink.link.estimate.link_memory import LinkMemory
@@ -100,7 +100,9 @@ class Worker:
             reports.add_done_callback(self._on_reporting_ended)
             await self._run_commands(engine)
         except MolinkError as error:
-            self._pipe.send(WorkerFailed(kind=type(error).__name__, message=str(error)[:1024]))
+            kind, message = type(error).__name__, str(error)[:1024]
+            kernels = error.kernels if isinstance(error, KernelsFailed) else ()
+            self._pipe.send(WorkerFailed(kind=kind, message=message, failed_kernels=kernels))
             raise
         finally:
             if reports is not None:

@@ -30,8 +30,6 @@ _NUM_VALUES = 65521
 _WINDOW = 100
 #: Tolerances for outputs of magnitude 1, in 16 bits and float32.
 _NARROW, _WIDE = 0.05, 1e-4
-#: A typical model, for :func:`preferred_block_size`.
-_USUAL_SHAPE = AttentionShape(kv_heads=2, groups=4, head_dim=128, scale=128**-0.5, windows=(0,))
 
 #: Creates a backend, or tells why it can't be used.
 CreateChecked = Callable[
@@ -106,16 +104,6 @@ def create_checked_compiled(
         log.warning("no compiled attention: its results are off by %g", difference)
         return None, f"its results are off by {difference:g}"
     return CompiledAttention(shape, attend), ""
-
-
-def preferred_block_size(device: torch.device) -> int:
-    """Block size multiple that the fastest backend needs; 1 if none does."""
-    dtypes = (torch.float16, torch.bfloat16)
-    works = all(
-        create_checked_flash(_USUAL_SHAPE, PAGE_MULTIPLE, dtype, device)[0] is not None
-        for dtype in dtypes
-    )
-    return PAGE_MULTIPLE if works else 1
 
 
 @torch.inference_mode()

@@ -4,16 +4,14 @@ Run as ``python -m molink.stage.diagnostics.device``.
 
 Prints one JSON object: ``kind`` (``cpu`` or ``cuda``), ``index``, ``name``, ``total`` and ``free``
 memory in bytes (available without swapping on a CPU), ``read_rate`` (bytes/s at which decode steps
-stream weights), ``bf16`` (native support), ``blocks`` (products with GGUF blocks), ``narrow``
-(types of weights that stay 16-bit with f32 rows), ``block_size`` (multiple that the attention
-backend wants), ``instructions`` and ``threads`` (of a CPU), ``torch`` (version), ``gpus``
-(number of CUDA devices).
+stream weights), ``bf16`` (native support), ``blocks`` (products with GGUF blocks), ``reads_pages``
+(attention needs no copies of KV), ``narrow`` (types of weights that stay 16-bit with f32 rows),
+``block_size`` (multiple that the attention backend wants), ``instructions`` and ``threads`` (of a
+CPU), ``torch`` (version), ``gpus`` (number of CUDA devices).
 """
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,8 +21,11 @@ import psutil
 import torch
 
 from molink.facts.dtypes import NarrowDType
-from molink.stage.attention.backend_check import preferred_block_size
+from molink.facts.kernels import KernelName
+from molink.stage.attention.flash import PAGE_MULTIPLE
 from molink.stage.cpu_kernels.create import supports_block_weights
+from molink.stage.diagnostics.device_names import describe_device, describe_instructions
+from molink.stage.diagnostics.kernel_checks import find_proven_kernels
 from molink.stage.linear import ProjectionFactory, slow_kernels
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
@@ -67,8 +68,11 @@ def measure_read_rate(device: torch.device, nbytes: int) -> float:
     return weight.numel() * itemsize / max(1e-9, min(times[1:]))
 
 
-def probe_device(wanted: str, nbytes: int) -> dict[str, object]:
-    """Collect what the daemon reports of a device."""
+def probe_device(wanted: str, nbytes: int, kernel_checks: Path | None = None) -> dict[str, object]:
+    """Collect what the daemon reports of a device.
+
+    Without a file of ``kernel_checks`` nothing is known of a GPU's kernels.
+    """
     device = pick_device(wanted)
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
     index = device.index or 0
@@ -77,7 +81,7 @@ def probe_device(wanted: str, nbytes: int) -> dict[str, object]:
     else:
         memory = psutil.virtual_memory()
         free, total = memory.available, memory.total
-    return {
+    found: dict[str, object] = {
         "kind": kind,
         "index": index,
         "name": describe_device(device),
@@ -86,12 +90,19 @@ def probe_device(wanted: str, nbytes: int) -> dict[str, object]:
         "read_rate": measure_read_rate(device, min(nbytes, int(free) // 4)),
         "bf16": supports_bf16(device),
         "narrow": narrow_weight_dtypes(device),
-        "blocks": kind == "cpu" and supports_block_weights(),
-        "block_size": preferred_block_size(device),
         "instructions": describe_instructions(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "gpus": torch.cuda.device_count(),
+    }
+    # Last, since a kernel that fails may leave the device unusable.
+    proven: tuple[KernelName, ...] = ()
+    if kind == "cuda" and kernel_checks is not None:
+        proven = find_proven_kernels(kernel_checks, device)
+    return found | {
+        "blocks": supports_block_weights() if kind == "cpu" else "gguf-blocks" in proven,
+        "reads_pages": "triton-attention" in proven,
+        "block_size": PAGE_MULTIPLE if "flash-attention" in proven else 1,
     }
 
 
@@ -106,42 +117,6 @@ def narrow_weight_dtypes(device: torch.device) -> tuple[NarrowDType, ...]:
 def _probe_projections(dtype: torch.dtype, device: torch.device) -> ProjectionFactory:
     """The projections of a stage, whose slow kernels are disabled."""
     return ProjectionFactory.probe_device(dtype, device, slow_kernels(dtype, device))
-
-
-def describe_device(device: torch.device) -> str:
-    """Product name of a device."""
-    return describe_cpu() if device.type == "cpu" else torch.cuda.get_device_name(device.index or 0)
-
-
-def describe_instructions(device: torch.device) -> str:
-    """Name a CPU's instruction set, which its name need not tell; empty for a GPU."""
-    if device.type != "cpu":
-        return ""
-    return f" ({torch.backends.cpu.get_cpu_capability()}{' with bf16' * supports_bf16(device)})"
-
-
-def driver_version() -> str:
-    """Version of NVIDIA's driver; empty if unknown."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        try:
-            return str(pynvml.nvmlSystemGetDriverVersion())
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return ""
-
-
-def describe_cpu() -> str:
-    """Product name of the CPU, where available."""
-    table = Path("/proc/cpuinfo")  # Linux only
-    lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()
 
 
 def _make_synchronizer(device: torch.device) -> Callable[[], None]:
@@ -160,10 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--mbytes", type=int, default=256, help="size of the matrix to stream, in MB"
     )
     parser.add_argument("--threads", type=int, default=0, help="0 = torch's default")
+    parser.add_argument("--kernel-checks", type=Path, help="file with results of kernel checks")
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    print(json.dumps(probe_device(options.device, options.mbytes << 20)), flush=True)
+    probe = probe_device(options.device, options.mbytes << 20, options.kernel_checks)
+    print(json.dumps(probe), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,21 @@ import molink
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.kernels import FALLBACKS
+from molink.facts.kernels import FALLBACKS, KernelName
 from molink.facts.model import Quantize
 from molink.files import retry_while_busy
-from molink.stage.diagnostics.device import describe_device, describe_instructions, driver_version
+from molink.stage.diagnostics.device_names import (
+    describe_device,
+    describe_instructions,
+    driver_version,
+)
 from molink.stage.diagnostics.kernel_trials import (
+    NO_MEMORY,
     KernelChain,
     KernelTrial,
     integer_chains,
     kernel_chains,
+    memory_trials,
 )
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.gpu_kernels.triton_support import describe_triton
@@ -38,6 +44,9 @@ _FORMAT_VERSION = 8
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: Starts without a result after which a trial is taken to crash the process.
 _MAX_STARTS = 2
+
+#: Shapes of :func:`~molink.stage.diagnostics.kernel_trials.memory_trials`.
+_USUAL = "usual"
 
 _CheckState = Literal["ok", "absent", "wrong", "slow"]
 
@@ -80,8 +89,19 @@ class KernelChecks:
         outcome = trial.run_trial()
         off = "" if outcome["error"] is None else f"it is off by {outcome['error']:.2g}"
         found = _CheckResult(outcome["state"], outcome["reason"] or off)
-        self._store_result(key, found)
+        self._store_result(key, _CheckResult() if found.reason.startswith(NO_MEMORY) else found)
         return found
+
+    def has_passed(self, trial: KernelTrial, shapes: str) -> bool:
+        """Whether a kernel works with ``shapes``, is not slow, and has failed with no others."""
+        failed = any(
+            key.partition(" ")[0] == trial.kernel
+            and (result.state in ("wrong", "slow") or result.num_starts >= _MAX_STARTS)
+            for key, result in self._results.items()
+        )
+        if failed or self.check_kernel(trial, shapes).state != "ok":
+            return False
+        return not self.is_slow(trial)
 
     def is_slow(self, trial: KernelTrial) -> bool:
         """Whether a correct kernel is slower than its fallback, or crashes; timed unless cached.
@@ -172,6 +192,18 @@ def check_kernels(
         for kernel in _find_failing(chain, checks, repr(shapes), avoided, device):
             avoided[kernel] = None
     return tuple(avoided)
+
+
+def find_proven_kernels(path: Path, device: torch.device) -> tuple[KernelName, ...]:
+    """Kernels of a GPU that memory plans may rely on: they pass, and failed with no model.
+
+    Those of attention work in pages of the size that they need: ``flash-attention`` in its own,
+    ``triton-attention`` in any. The rest is unknown until a stage checks its own shapes.
+    """
+    checks = KernelChecks(path, describe_environment(device))
+    return tuple(
+        trial.kernel for trial in memory_trials(device) if checks.has_passed(trial, _USUAL)
+    )
 
 
 def _find_failing(

@@ -6,7 +6,7 @@ largest result; attention's outputs have magnitude 1.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from molink.stage.decoder.rotary import rotate_half
 from molink.stage.device_copy import pinned_error
 from molink.stage.diagnostics.attention_timing import is_slower
 from molink.stage.diagnostics.reference_attention import attention_error
-from molink.stage.diagnostics.trial_shapes import TrialShapes
+from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES, TrialShapes
 from molink.stage.gpu_kernels.block_product import find_planes_problem
 from molink.stage.gpu_kernels.triton_support import find_triton_problem
 from molink.stage.graphs.capture import CudaGraphCapturer
@@ -77,6 +77,10 @@ _TRIAL_FORMATS = (
 #: Formats and columns of weights in planes, for either width of a slice. Few, since each takes
 #: seconds to compile; a stage tries its own.
 _TRIAL_PLANES = ((BLOCK_FORMATS["q4_k"], 512), (BLOCK_FORMATS["q6_k"], 512))
+#: Heads of usual models of 7 to 9 billion parameters.
+_USUAL_HEADS = AttentionShape(kv_heads=8, groups=4, head_dim=128, scale=128**-0.5, windows=(0,))
+#: Why a trial is repeated another time.
+NO_MEMORY = "not enough memory to test it"
 #: Compared outputs of a product, spread evenly.
 _MAX_COMPARED_OUTPUTS = 64
 _GRAPH_BYTES = 1 << 28
@@ -119,7 +123,7 @@ class KernelTrial:
                 empty_device_cache()
                 return result | {
                     "state": "absent",
-                    "reason": f"not enough memory to test it: {reason}",
+                    "reason": f"{NO_MEMORY}: {reason}",
                 }
             return result | {"reason": reason}
         if math.isnan(error):
@@ -222,6 +226,16 @@ def extra_trials(dtype: WeightDType, device: torch.device) -> tuple[KernelTrial,
         KernelTrial("pinned-copies", dtype, 0.0, partial(pinned_error, device)),
         KernelTrial("graphs", dtype, 0.0, partial(_graphs_error, computed, device)),
     )
+
+
+def memory_trials(device: torch.device) -> tuple[KernelTrial, ...]:
+    """Trials of the kernels that a GPU's memory plans depend on, in its usual type and shapes."""
+    dtype: WeightDType = "bf16" if supports_bf16(device) else "f16"
+    shapes = replace(USUAL_SHAPES, attention=_USUAL_HEADS)
+    paged = replace(shapes, block_size=PAGE_MULTIPLE)
+    flash, *_ = _attention_chain(paged, dtype, device)
+    _, triton, *_ = _attention_chain(shapes, dtype, device)
+    return _planes_trial(_TRIAL_PLANES, dtype, device), flash, triton
 
 
 def _attention_chain(shapes: TrialShapes, dtype: WeightDType, device: torch.device) -> KernelChain:

@@ -20,7 +20,8 @@ import torch
 from molink.checkpoint.config import ModelConfig
 from molink.errors import MolinkError
 from molink.stage.attention.flash import PAGE_MULTIPLE, find_kernel
-from molink.stage.diagnostics.device import describe_device, pick_device
+from molink.stage.diagnostics.device import pick_device
+from molink.stage.diagnostics.device_names import describe_device
 from molink.stage.diagnostics.kernel_trials import (
     KernelTrial,
     extra_trials,

@@ -22,9 +22,12 @@ from molink.facts.footprint import Footprint, StageSetup
 from molink.facts.model import BLOCK_SIZE
 from molink.facts.profile import Profile
 from molink.stage.cpu_kernels.create import supports_block_weights
-from molink.stage.diagnostics.device import describe_cpu, narrow_weight_dtypes, pick_device
+from molink.stage.diagnostics.device import narrow_weight_dtypes, pick_device
+from molink.stage.diagnostics.device_names import describe_cpu
 from molink.stage.diagnostics.stage_profile import profile_stage
+from molink.stage.diagnostics.trial_shapes import find_planes
 from molink.stage.linear import ProjectionFactory, slow_kernels
+from molink.stage.linear.planes_check import check_all_planes
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, cpu_supports_bf16
 
@@ -38,16 +41,18 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
     device = pick_device(options.device)
     on_cpu = device.type == "cpu"
     kind: Literal["cpu", "cuda"] = "cpu" if on_cpu else "cuda"
+    computed = TORCH_DTYPES[choose_dtype(options.dtype, folder.config.dtype, device)]
     target = StageSetup(
         kind,
         cpu_supports_bf16(),
         options.dtype,
         options.quantize,
-        has_block_kernels=supports_block_weights(),
+        has_block_kernels=supports_block_weights()
+        if on_cpu
+        else check_all_planes(find_planes(folder.config, folder.tensors), computed, device),
         narrow_dtypes=narrow_weight_dtypes(device),
     )
     facts, free = folder.placement_facts(options.model_dir), _free_bytes(device)
-    computed = TORCH_DTYPES[choose_dtype(options.dtype, folder.config.dtype, device)]
     stage = Stage.load_layers(
         folder,
         layers,

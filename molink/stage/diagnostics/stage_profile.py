@@ -10,7 +10,7 @@ import torch
 
 import molink
 from molink.facts.profile import Profile
-from molink.stage.diagnostics.device import describe_device, describe_instructions
+from molink.stage.diagnostics.device_names import describe_device, describe_instructions
 from molink.stage.diagnostics.profile_cache import ProfileCache
 from molink.stage.diagnostics.stage_passes import StagePasses
 from molink.stage.diagnostics.timing import measure_profile

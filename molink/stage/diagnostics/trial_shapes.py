@@ -61,7 +61,6 @@ class TrialShapes:
         attention = AttentionShape.from_config(config, layers)
         windows = sorted({min(window, _WINDOW) for window in attention.windows})
         found = _find_low_bit(config, tensors or {})
-        planes = {(form, shape[1]) for form, shape in found if fits_planes(form, shape)}
         experts = [config.layer_experts(layer) for layer in range(*layers)]
         inner = {
             config.intermediate_size if one is None else one.intermediate_size for one in experts
@@ -87,7 +86,7 @@ class TrialShapes:
                 attention.sinks,
             ),
             block_size=block_size,
-            planes=tuple(sorted(planes, key=repr)) if device.type == "cuda" else (),
+            planes=find_planes(config, tensors or {}) if device.type == "cuda" else (),
             formats=()
             if device.type == "cuda"
             else tuple(sorted({form for form, _ in found}, key=repr)),
@@ -105,6 +104,15 @@ USUAL_SHAPES = TrialShapes(
     attention=AttentionShape(kv_heads=2, groups=4, head_dim=64, scale=0.125, windows=(0, _WINDOW)),
     block_size=16,
 )
+
+
+def find_planes(
+    config: ModelConfig, tensors: Mapping[str, TensorSpec]
+) -> tuple[tuple[BlockFormat, int], ...]:
+    """Formats and columns of a model's weights that stay low-bit on a GPU."""
+    found = _find_low_bit(config, tensors)
+    planes = {(form, shape[1]) for form, shape in found if fits_planes(form, shape)}
+    return tuple(sorted(planes, key=repr))
 
 
 def _find_low_bit(

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from molink.facts.footprint import MAX_DEQUANTIZED
+from molink.facts.kernels import MIN_TRITON_CAPABILITY
 from molink.stage.gpu_kernels.block_planes import BlockPlanes
 from molink.stage.gpu_kernels.triton_support import find_triton_problem
 
 #: Rows for which the fused kernel is used; more multiply a dequantized weight.
 MAX_FUSED_ROWS = 64
-#: Weights dequantized at once: 64 MiB in 16 bits.
-MAX_DEQUANTIZED = 1 << 25
 #: Outputs of a program, by whether there is a single row.
 _OUTPUTS, _DEQUANTIZED_OUTPUTS = 64, 32
 #: Rows of a program beside a single row's.
@@ -20,8 +20,6 @@ _ROW_TILES = (16, 32)
 #: Columns are split until there are this many programs per multiprocessor.
 _PROGRAMS, _MAX_SPLITS = 2, 8
 _ADDED = 1024
-#: Turing, whose tensor cores Triton supports.
-_MIN_CAPABILITY = (7, 5)
 #: Multiprocessors of a device that isn't asked.
 _USUAL_PROCESSORS = 64
 
@@ -33,7 +31,7 @@ def find_planes_problem(device: torch.device) -> str:
     problem = find_triton_problem()
     if problem:
         return f"Triton can't be used: {problem}"
-    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < MIN_TRITON_CAPABILITY:
         return "it needs a Turing GPU (RTX 20) or a newer one"
     return ""
 

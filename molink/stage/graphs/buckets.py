@@ -41,14 +41,20 @@ class GraphPlan:
 
     Graphs have up to ``max_rows`` rows. With ``context`` each one takes requests of up to that many
     positions, since attention reads only the pages that a step has; longer steps run eagerly.
-    Without it, the tables of a graph are as wide as its steps need.
+    Without it, the tables of a graph are as wide as its steps need. A request may have up to
+    ``max_drafts`` drafts in a step; each is one of its rows.
     """
 
     def __init__(
-        self, block_size: int, budget: int, max_rows: int = 64, context: int | None = None
+        self,
+        block_size: int,
+        budget: int,
+        max_rows: int = 64,
+        context: int | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self._block_size, self.budget = block_size, budget
-        self.max_rows, self._context = max_rows, context
+        self.max_rows, self._context, self._max_drafts = max_rows, context, max_drafts
         self._runs: Counter[GraphBucket] = Counter()
         #: Captured buckets, and whether their graph is faster.
         self._is_faster: dict[GraphBucket, bool] = {}
@@ -57,15 +63,16 @@ class GraphPlan:
         self.nbytes = 0
 
     def find_bucket(self, sequences: Sequence[SequenceRows]) -> GraphBucket | None:
-        """Bucket of a step; ``None`` if it has too many rows, or other than decode rows."""
-        if self._is_disabled or len(sequences) > self.max_rows:
+        """Bucket of a step; ``None`` if it has too many rows, in all or of a request."""
+        rows = sum(sequence.count for sequence in sequences)
+        if self._is_disabled or rows > self.max_rows:
             return None
-        if any(sequence.count != 1 for sequence in sequences):
+        if any(sequence.count > 1 + self._max_drafts for sequence in sequences):
             return None
         longest = max(sequence.end for sequence in sequences)
         if self._context is not None and longest > self._context:
             return None
-        return self.make_bucket(len(sequences), longest)
+        return self.make_bucket(rows, longest)
 
     def make_bucket(self, rows: int, positions: int) -> GraphBucket:
         """Bucket of decode steps with ``rows`` rows and up to ``positions`` positions."""
@@ -121,6 +128,17 @@ class GraphPlan:
         """Run everything eagerly from now on."""
         self._is_disabled = True
         self.nbytes = 0
+
+
+def split_rows(sequences: Sequence[SequenceRows]) -> list[SequenceRows]:
+    """The rows of a step one by one; drafts share their request's blocks."""
+    return [
+        one
+        if one.count == 1
+        else SequenceRows(one.start + row, 1, one.blocks, max(one.end, one.max_positions))
+        for one in sequences
+        for row in range(one.count)
+    ]
 
 
 def row_bucket(rows: int) -> int:

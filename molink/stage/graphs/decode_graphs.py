@@ -16,7 +16,7 @@ from molink.stage.batch import SequenceRows
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.rotary import AngleTable
 from molink.stage.device_copy import upload_into
-from molink.stage.graphs.buckets import GraphBucket, GraphPlan, row_bucket
+from molink.stage.graphs.buckets import GraphBucket, GraphPlan, row_bucket, split_rows
 from molink.stage.graphs.capture import GraphCapturer, GraphWork
 from molink.stage.layer_pass import LayerPass, LocatedRows
 from molink.stage.torch_dtypes import residual_dtype
@@ -210,7 +210,7 @@ class DecodeGraphs:
 
     def _load_step(self, graph: _CapturedGraph, step: LocatedRows) -> None:
         """Copy a step into the buffers; padding rows are zeros on the padding block."""
-        count, size = len(step.rows), len(graph.rows)
+        count, size, sequences = len(step.rows), len(graph.rows), split_rows(step.sequences)
         self._rows[:count].copy_(step.rows)
         if count < self._num_filled_rows:
             self._rows[count : self._num_filled_rows].zero_()
@@ -218,11 +218,11 @@ class DecodeGraphs:
         missing = size - count
         numbers = step.slots + array("q", (self._spare * self._pool.block_size,)) * missing
         for table in graph.angles:
-            numbers.extend(table.row_indices(step.positions, step.sequences))
+            numbers.extend(table.row_indices(step.positions, sequences))
             numbers.extend((0,) * missing)
         upload_into(graph.numbers, torch.frombuffer(numbers, dtype=torch.int64).view(-1, size))
         padding = [SequenceRows(0, 1, (self._spare,))] * missing
-        graph.attention.load_tables([*step.sequences, *padding])
+        graph.attention.load_tables([*sequences, *padding])
 
 
 def _relative_error(found: Tensor, plain: Tensor, before: Tensor) -> float:

@@ -1,6 +1,7 @@
 """Compares a GPU's products of low-bit weights with dequantized ones in float64 on the CPU."""
 
 import logging
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -11,6 +12,7 @@ from molink.stage.cpu_kernels.repack import BlockCodes
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.block_product import (
     dequantize_rows,
+    find_planes_problem,
     multiply_dequantized,
     multiply_fused,
 )
@@ -23,6 +25,15 @@ log = logging.getLogger(__name__)
 _OUTPUTS = 80
 #: Rows: of each way of a kernel, and in tiles that end within the rows; splits of the columns.
 _ROWS, _SPLITS = (1, 5, 33), (1, 2)
+
+
+def check_all_planes(
+    planes: Iterable[tuple[BlockFormat, int]], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether weights of these formats and columns stay low-bit on a GPU."""
+    return not find_planes_problem(device) and all(
+        check_planes(form, columns, dtype, device) for form, columns in planes
+    )
 
 
 @cache

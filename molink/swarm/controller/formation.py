@@ -243,7 +243,7 @@ def choose_block_size(
 ) -> int:
     """The largest KV block size that any stage's attention asks for, if it can run this model.
 
-    Kernels that read pages in place support neither float32 nor capped scores.
+    Flash, the only one that asks, supports neither float32 nor capped scores.
     """
     facts, dtype = desired.facts, desired.dtype
     wide = dtype == "f32" or (dtype == "auto" and facts.element_bytes > 2)

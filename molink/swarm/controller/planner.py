@@ -353,6 +353,7 @@ def candidate_from_report(peer: str, report: PeerReport, pin: str = "") -> Candi
         primary_peer=report.primary_peer,
         device=f"{device.name}{device.instructions}, {device.threads} threads",
         draft_bytes=device.draft_bytes,
+        reads_pages=device.reads_pages,
     )
 
 
@@ -361,8 +362,8 @@ def candidates_differ(new: Candidates, old: Candidates | None) -> bool:
     if old is None or len(new) != len(old):
         return True
     return any(
-        (a.peer, a.stage, a.unreachable, a.draft_bytes)
-        != (b.peer, b.stage, b.unreachable, b.draft_bytes)
+        (a.peer, a.stage, a.unreachable, a.draft_bytes, a.blocks, a.reads_pages)
+        != (b.peer, b.stage, b.unreachable, b.draft_bytes, b.blocks, b.reads_pages)
         or differs(a.memory, b.memory, MEMORY_CHANGE)
         for a, b in zip(new, old, strict=True)
     )

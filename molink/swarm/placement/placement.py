@@ -88,6 +88,7 @@ class Candidate:
     blocks: bool = False
     narrow: tuple[NarrowDType, ...] = ()
     draft_bytes: int = 0
+    reads_pages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ def stage_setup(candidate: Candidate, common: StageSetup) -> StageSetup:
         bf16=candidate.bf16,
         has_block_kernels=candidate.blocks,
         narrow_dtypes=candidate.narrow,
+        reads_pages=candidate.reads_pages,
     )
 
 

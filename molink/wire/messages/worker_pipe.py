@@ -88,6 +88,8 @@ class LoadStage(Message, frozen=True, kw_only=True, tag="load-stage"):
     skip_optional: bool = False
     #: Kernels that compute wrong results here, by name (:mod:`molink.facts.kernels`).
     disabled_kernels: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
+    #: Kernels without which the stage needs more memory than planned; it then fails.
+    required_kernels: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
     #: File with results of kernel checks; empty: no checks.
     kernel_checks_path: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     #: The scheduler's draft model, if it runs here.
@@ -158,10 +160,14 @@ class RingFormed(Message, frozen=True, kw_only=True, tag="ring-formed"):
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True, tag="worker-failed"):
-    """The worker can't continue and exits. ``kind`` names the error's class."""
+    """The worker can't continue and exits. ``kind`` names the error's class.
+
+    ``failed_kernels`` were required of it.
+    """
 
     kind: Text
     message: Sentence
+    failed_kernels: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class NextStageLost(Message, frozen=True, kw_only=True, tag="next-stage-lost"):

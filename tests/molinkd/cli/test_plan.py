@@ -146,6 +146,28 @@ def test_a_gguf_file_is_sized_by_its_blocks(
     assert stages["numbers", unpacked_one] == numbers
 
 
+def test_a_card_of_which_nothing_is_known_is_taken_to_pack_weights(
+    capsys: pytest.CaptureFixture[str], make_model: MakeModel, tmp_path: Path
+) -> None:
+    """The plan says so; cards before RTX 20 have no kernels."""
+    wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    folder = make_model(tmp_path / "model", "llama", 3, **wide)
+    file, weights = write_gguf(folder, tmp_path / "tiny.gguf", Kind.Q8_0), []
+    card = "memory_gbs = 300\ntflops = 9\nmemory_gb = 8\nmemory_efficiency = 0.9\nstep_ms = 0.5\n"
+    card += 'compute_efficiency = 0.6\nsource = "a test"\ncapability = '
+    for capability in (6.1, 7.5):
+        device = tmp_path / f"card{capability}.toml"
+        device.write_text(card + str(capability), encoding="utf-8")
+        options = ("--stages", "1", "--device", str(device), "--model", str(file))
+        weights.append(planned(capsys, *options)["stages"][0]["weights"])
+        assert run(["plan", *options]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("stay packed on card7.5 if the card passes" in text) is (capability == 7.5)
+    assert weights[1] == pytest.approx(weights[0] * 34 / 64, rel=0.02)
+    assert run(["plan", "--device", "RTX 4090", "--model", str(folder)]) == 0
+    assert "stay packed" not in capsys.readouterr().out
+
+
 def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--device", "rtx3060,cpu-8core", "--model-profile", "qwen2.5-32b")
     assert run([*UNEQUAL, *options]) == 2

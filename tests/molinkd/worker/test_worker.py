@@ -14,7 +14,7 @@ import torch
 import molinkd.worker.engine_loader
 import molinkd.worker.worker
 from molink.checkpoint.model_folder import ModelFolder
-from molink.errors import MolinkError
+from molink.errors import KernelsFailed, MolinkError
 from molink.facts.identity import derive_peer_id
 from molink.facts.profile import Profile
 from molink.facts.settings import PipelineSettings
@@ -238,6 +238,66 @@ def test_kernels_are_tried_before_anything_is_loaded(
     module._load_stage(command, print)
     given = (path, folder, torch.device("cpu"), "f32", "int8", 4, ("compiled-rows",))
     assert done == [given, ("int8", "compiled-rows")]
+
+
+@pytest.mark.parametrize(
+    ("disabled", "passes", "reads_pages", "failed"),
+    [
+        ((), True, True, ()),
+        (("gguf-blocks",), True, True, ("gguf-blocks",)),
+        ((), False, True, ("gguf-blocks",)),
+        ((), True, False, ("triton-attention",)),
+    ],
+)
+@pytest.mark.parametrize("required", [True, False])
+def test_a_stage_that_needs_more_memory_than_planned_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    disabled: tuple[str, ...],
+    passes: bool,
+    reads_pages: bool,
+    failed: tuple[str, ...],
+    required: bool,
+) -> None:
+    module = molinkd.worker.engine_loader
+    loaded: list[Any] = []
+
+    def load(*_: Any, **__: Any) -> Any:
+        loaded.append(1)
+        return SimpleNamespace(reads_pages=lambda size: reads_pages and size == 4)
+
+    folder = SimpleNamespace(config=SimpleNamespace(max_model_len=64, dtype="bf16"), tensors={})
+    monkeypatch.setattr(module.ModelFolder, "open", lambda *_: folder)
+    monkeypatch.setattr(module, "limit_memory", lambda *_: None)
+    monkeypatch.setattr(module, "find_device", torch.device)
+    monkeypatch.setattr(module, "find_planes", lambda *_: ())
+    monkeypatch.setattr(module, "check_all_planes", lambda *_: passes)
+    monkeypatch.setattr(module.Stage, "load_layers", load)
+    kernels = ("gguf-blocks", "triton-attention")
+    command = msgspec.structs.replace(
+        start(),
+        device="cuda:0",
+        disabled_kernels=disabled,
+        required_kernels=kernels if required else (),
+    )
+    if not (failed and required):
+        module._load_stage(command, print)
+        return
+    with pytest.raises(KernelsFailed, match=failed[0]) as raised:
+        module._load_stage(command, print)
+    assert raised.value.kernels == failed
+    # Weights that would take too much memory are not loaded.
+    assert bool(loaded) is (failed != ("gguf-blocks",))
+
+
+async def test_kernels_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any) -> FakeStage:
+        raise KernelsFailed(("gguf-blocks",))
+
+    async with running(monkeypatch, load) as (pipe, _, task):
+        with pytest.raises(KernelsFailed):
+            await task
+    (told,) = pipe.said(WorkerFailed)
+    assert (told.kind, told.failed_kernels) == ("KernelsFailed", ("gguf-blocks",))
 
 
 async def test_running_out_of_memory_for_blocks_is_reported(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from molink.errors import UsageError
 from molink.stage.attention import backend_check as probe
-from molink.stage.attention.backend_check import create_checked_flash, preferred_block_size
+from molink.stage.attention.backend_check import create_checked_flash
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.create import create_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
@@ -81,7 +81,6 @@ def test_a_correct_kernel_is_used(
     assert reason == ""
     made = create_attention("auto", shape, PAGE_MULTIPLE, torch.float16, device)
     assert isinstance(made, FlashAttention)
-    assert preferred_block_size(device) == PAGE_MULTIPLE
 
 
 def without_a_window(paged: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -155,7 +154,6 @@ def test_flash_is_not_used_for_unsupported_shapes(
         (shape_of(), 16, device, "not a multiple of 256"),
     ]:
         assert why in create_checked_flash(shape, size, torch.bfloat16, where)[1]
-    assert preferred_block_size(CPU) == 1
 
 
 def test_a_torch_without_a_block_table_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

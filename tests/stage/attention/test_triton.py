@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from molink.errors import UsageError
+from molink.facts.footprint import PAGED_BYTES
 from molink.stage.attention import backend_check as probe
 from molink.stage.attention.backend_check import create_checked_triton
 from molink.stage.attention.base import AttentionShape
@@ -120,6 +121,19 @@ def test_random_mixes_of_rows(
 ) -> None:
     shape = shape_of(groups, kv_heads, windows=(window,), softcap=softcap, sinks=sinks)
     check(make_backend(shape), shape, mix, block_size, device=DEVICE, seed=seed)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("groups", [1, 3, 8, 32, 71])
+def test_partial_results_fit_the_memory_plan(groups: int, head_dim: int, itemsize: int) -> None:
+    from molink.stage.attention.triton_attention import MAX_PARTS
+    from molink.stage.gpu_kernels.attention_kernels import TileSize
+
+    if groups * head_dim > 1 << 14:
+        pytest.skip("no model has such heads")
+    lines = TileSize.choose(groups, 1 << 10, head_dim, itemsize).lines // groups * groups
+    assert MAX_PARTS * lines * (head_dim + 2) * 4 < PAGED_BYTES
 
 
 def make_pool(shape: AttentionShape, blocks: int, size: int) -> KVPool:

@@ -35,6 +35,7 @@ from molink.stage.diagnostics.kernel_checks import (
     KernelChecks,
     check_kernels,
     describe_environment,
+    find_proven_kernels,
 )
 from molink.stage.diagnostics.kernel_trials import KernelTrial, kernel_chains
 from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES, TrialShapes
@@ -326,11 +327,61 @@ def test_a_kernel_that_crashes_while_it_is_timed_counts_as_slow(tmp_path: Path) 
     assert KernelChecks(tmp_path / "proofs.json", "here").is_slow(trial)
 
 
-def test_no_memory_for_a_trial_is_no_fault_of_a_kernel() -> None:
+def proven(path: Path, trials: tuple[KernelTrial, ...], patch: pytest.MonkeyPatch) -> set[str]:
+    patch.setattr(proof, "memory_trials", lambda device: trials)
+    return set(find_proven_kernels(path, CPU))
+
+
+def test_a_plan_relies_on_kernels_that_have_passed_and_failed_with_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: list[str]
+) -> None:
+    path = tmp_path / "proofs.json"
+    right = KernelTrial("gguf-blocks", "bf16", 1.0, lambda: 0.5)
+    slow = KernelTrial("triton-attention", "bf16", 1.0, lambda: 0.5, lambda: True)
+    wrong = KernelTrial("flash-attention", "bf16", 1.0, lambda: 2.0)
+    for _ in range(2):  # read from the file the second time
+        assert proven(path, (right, slow, wrong), monkeypatch) == {"gguf-blocks"}
+    assert tried == ["gguf-blocks", "triton-attention", "flash-attention"]
+    checks = KernelChecks(path, describe_environment(CPU))
+    # A model's shapes, in another type.
+    failed = KernelTrial("gguf-blocks", "f16", 1.0, lambda: 2.0)
+    assert checks.check_kernel(failed, "of a model").state == "wrong"
+    assert proven(path, (right,), monkeypatch) == set()
+
+
+def test_a_plan_relies_on_no_kernel_that_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> float:
+        raise KeyboardInterrupt
+
+    path, trial = tmp_path / "proofs.json", KernelTrial("gguf-blocks", "bf16", 1.0, end)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            proven(path, (trial,), monkeypatch)
+    assert proven(path, (trial,), monkeypatch) == set()
+
+
+def test_kernels_of_memory_plans() -> None:
+    """Without a GPU none is tried; names and pages matter."""
+    planes, flash, triton = trials.memory_trials(torch.device("cuda", 0))
+    assert [planes.kernel, flash.kernel, triton.kernel] == [
+        "gguf-blocks",
+        "flash-attention",
+        "triton-attention",
+    ]
+
+
+def test_no_memory_for_a_trial_is_no_fault_of_a_kernel(tmp_path: Path) -> None:
     def run() -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert KernelTrial("int8", "f32", 1.0, run).run_trial()["state"] == "absent"
+    checks = KernelChecks(tmp_path / "proofs.json", "here")
+    for _ in range(3):
+        assert checks.check_kernel(KernelTrial("int8", "f32", 1.0, run), "").state == "absent"
+    # It is tried again when there is memory.
+    right = KernelTrial("int8", "f32", 1.0, lambda: 0.0)
+    assert checks.check_kernel(right, "").state == "ok"
 
 
 def test_shapes_are_those_of_the_model(model: Path, make_model: MakeModel, tmp_path: Path) -> None:

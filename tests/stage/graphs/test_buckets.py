@@ -12,6 +12,7 @@ from molink.stage.graphs.buckets import (
     GraphPlan,
     block_bucket,
     row_bucket,
+    split_rows,
 )
 
 
@@ -46,6 +47,26 @@ def test_only_decode_steps_have_one() -> None:
     assert plan.find_bucket([*steps(4), *steps(0, count=2)]) is None
     assert plan.find_bucket(steps(*range(64))) == GraphBucket(64, 16)
     assert plan.find_bucket(steps(*range(65))) is None
+
+
+def test_drafts_count_as_rows() -> None:
+    plan = GraphPlan(16, 1 << 30, max_rows=20, max_drafts=3)
+    assert plan.find_bucket([*steps(4), *steps(250, count=4)]) == GraphBucket(8, 16)
+    assert plan.find_bucket(steps(4, count=5)) is None
+    assert plan.find_bucket(steps(*range(5), count=4)) == GraphBucket(24, 16)
+    assert plan.find_bucket(steps(*range(5), count=4) + steps(9)) is None
+
+
+def test_rows_of_a_request_are_split() -> None:
+    alone, table = SequenceRows(7, 1, (5,), 90), (1, 2)
+    rows = [SequenceRows(14, 1, table, 17), SequenceRows(15, 1, table, 17)]
+    assert split_rows([alone, SequenceRows(14, 3, table)]) == [
+        alone,
+        *rows,
+        SequenceRows(16, 1, table, 17),
+    ]
+    # What the request may reach decides about its angles, not where a row is.
+    assert {one.max_positions for one in split_rows([SequenceRows(14, 3, table, 99)])} == {99}
 
 
 def test_attention_in_place_has_one_graph_for_all_lengths() -> None:

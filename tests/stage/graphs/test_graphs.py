@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.stage import stage as stages
-from molink.stage.attention.base import AttentionShape
+from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.attention.flash import FlashAttention
+from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.graphs import buckets
 from molink.stage.graphs import decode_graphs as graphs
@@ -110,18 +111,23 @@ def idle(ring: Ring) -> None:
 
 
 def decode(
-    ring: Ring, prompts: list[list[int]], tables: list[list[int]], tokens: list[int]
+    ring: Ring, prompts: list[list[int]], tables: list[list[int]], tokens: list[int], drafts: int
 ) -> Tensor:
-    """Logits of a few decode steps after the prompts, one row of each."""
+    """Logits of a few decode steps after the prompts, one row of each.
+
+    The first prompt's row is followed by ``drafts``, all of which are right.
+    """
     for prompt, table in zip(prompts, tables, strict=True):
         ring.run(prompt, [SequenceRows(0, len(prompt), table)], [])
     found = []
     for step in range(STEPS):
         rows = [
-            SequenceRows(len(prompt) + step, 1, table)
-            for prompt, table in zip(prompts, tables, strict=True)
+            SequenceRows(len(prompt) + step * count, count, table)
+            for prompt, table, count in zip(
+                prompts, tables, [1 + drafts, *[1] * len(prompts)], strict=False
+            )
         ]
-        found.append(ring.run(tokens[step : step + len(rows)], rows).cpu())
+        found.append(ring.run(tokens[step : step + drafts + len(rows)], rows).cpu())
         idle(ring)
     return torch.stack(found)
 
@@ -132,6 +138,7 @@ def run_both(
     random_tokens: Callable[..., list[int]],
     lengths: list[int],
     prepare: Callable[..., Any],
+    drafts: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Ring]:
     """The same with and without graphs."""
@@ -139,14 +146,15 @@ def run_both(
     size = options.get("block_size", 8)
     tables, free = [], list(range(200))
     for prompt in prompts:
-        count = -(-(len(prompt) + STEPS) // size)
+        count = -(-(len(prompt) + STEPS * (1 + drafts)) // size)
         tables.append(free[: 2 * count : 2])
         del free[: 2 * count : 2]
     options |= {"blocks": 200}
-    plain = decode(make_ring(folder, (1,), **options), prompts, tables, random_tokens(40, 99))
+    tokens = random_tokens(40, 99)
+    plain = decode(make_ring(folder, (1,), **options), prompts, tables, tokens, drafts)
     prepare()
     ring = make_ring(folder, (1,), **options)
-    return plain, decode(ring, prompts, tables, random_tokens(40, 99)), ring
+    return plain, decode(ring, prompts, tables, tokens, drafts), ring
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -226,6 +234,46 @@ def test_one_graph_reads_pages_of_all_lengths(
         {bucket.blocks for bucket in stage._graphs._graphs} == {-(-context // 8)}
         for stage in ring.stages
     )
+
+
+@needs_triton
+@pytest.mark.parametrize("family", ["gemma2", "phi3"])
+@pytest.mark.parametrize("backend", ["triton", "flash", "gather"])
+def test_drafts_have_graphs_where_attention_reads_pages(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
+    paged: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    backend: str,
+) -> None:
+    from molink.stage.attention.triton_attention import TritonAttention
+
+    if family == "gemma2" and backend == "flash":
+        pytest.skip("flash has no softcap")
+
+    def create(_: str, shape: AttentionShape, *given: object) -> AttentionBackend:
+        if backend == "flash":
+            return FlashAttention(shape, paged)
+        return (TritonAttention if backend == "triton" else GatherAttention)(shape)
+
+    folder, made = make_model(tmp_path, family, 2), []
+
+    def prepare() -> None:
+        made.append(captures())
+        monkeypatch.setattr(stages, "create_attention", create)
+
+    plain, replayed, ring = run_both(make_ring, folder, random_tokens, [30, 17], prepare, drafts=3)
+    torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
+    # Five rows of two requests are a graph of eight rows, as five requests would be.
+    reads_pages = backend != "gather"
+    assert [each.captured for each in made[0]] == ([2, 2] if reads_pages else [1, 1])
+    for stage in ring.stages:
+        sizes = {bucket.rows for bucket in stage._graphs._graphs}
+        assert sizes == ({1, 8} if reads_pages else {1})
 
 
 def test_slower_graphs_are_not_used(

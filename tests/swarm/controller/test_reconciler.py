@@ -5,6 +5,8 @@ import msgspec
 import pytest
 
 from molink.errors import InvariantError
+from molink.facts.device import Device
+from molink.facts.model import BlockWeights
 from molink.facts.profile import Profile
 from molink.swarm.artifacts.transfer import MIN_RATE, STALL_TIMEOUT, stage_bytes
 from molink.swarm.controller.backoff import MAX_DELAY
@@ -21,7 +23,11 @@ from molink.swarm.controller.events import (
     TimePassedEvent,
 )
 from molink.swarm.controller.formation import LOAD_RATE, LOAD_TIMEOUT
-from molink.swarm.controller.planner import REVIEW_INTERVAL
+from molink.swarm.controller.planner import (
+    REVIEW_INTERVAL,
+    candidate_from_report,
+    candidates_differ,
+)
 from molink.swarm.controller.records import PipelineRecord, StageRecord
 from molink.swarm.controller.registry import MAX_READ_LAG, MAX_ROUTE_MISMATCHES, PEER_TIMEOUT
 from molink.swarm.election.terms import next_term, term_of
@@ -41,7 +47,8 @@ from molink.wire.messages.instructions import (
     Unassign,
     Welcome,
 )
-from tests.support.fake_fleet import GB, FakeFleet, Kit, by_peer
+from tests.support import fake_fleet
+from tests.support.fake_fleet import FACTS, GB, FakeFleet, Kit, by_peer
 
 QUICK = Profile(decode=((1, 0.01),))
 
@@ -1184,6 +1191,47 @@ def test_lack_of_memory_is_explained(kit: Kit) -> None:
     fake.report("b", memory=4 * kit.GB)
     fake.wait(1.25, *"ab")
     assert fake.reconciler.formation is not None
+
+
+def test_a_card_whose_packed_products_fail_with_a_model_is_placed_without_them(kit: Kit) -> None:
+    """The model fits only packed; at first the card's check of usual formats has passed."""
+    fake = kit.FakeFleet("a", "b")
+    packed = BlockWeights(layer=(kit.GB // 4, 0), first=(0, 0), last=(0, 0))
+    facts = msgspec.structs.replace(FACTS, plane_weights=packed)
+
+    def report(*, has_passed: bool) -> None:
+        card = Device(kind="cuda", name="RTX", memory=4 * kit.GB, has_block_kernels=has_passed)
+        fake.report("a", device=card)
+
+    fake.serve(facts=facts, min_peers=1)
+    report(has_passed=True)
+    fake.wait(2, "a")
+    assert fake.reconciler.formation.peers == ("a",)
+    fake.pop_messages()
+    # The daemon reports the change first.
+    report(has_passed=False)
+    fake.failed("a", 0, 1)
+    fake.wait(2, "a")
+    assert fake.reconciler.formation is None
+    assert fake.reconciler.reason.startswith("toy needs 6.0 GB, the swarm offers 3.8 GB on 1 peer")
+    fake.report("b", memory=8 * kit.GB)
+    fake.wait(2, *"ab")
+    assert {"b"} <= set(fake.reconciler.formation.peers)
+
+
+@pytest.mark.parametrize("fact", ["has_block_kernels", "reads_pages"])
+def test_layers_are_placed_again_when_kernels_fail(fact: str) -> None:
+    passed, failed = (
+        candidate_from_report(
+            "a",
+            fake_fleet.report(
+                "a", device=Device(kind="cuda", name="RTX", memory=GB, **{fact: proven})
+            ),
+        )
+        for proven in (True, False)
+    )
+    assert candidates_differ((failed,), (passed,))
+    assert not candidates_differ((failed,), (failed,))
 
 
 def test_notice_for_nonexistent_layers(running: FakeFleet) -> None:

@@ -9,8 +9,8 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,17 +22,22 @@ from molink.errors import WorkerError
 from molink.facts.device import Device
 from molink.facts.dtypes import DTypeChoice, NarrowDType
 from molink.facts.footprint import StageSetup, StepLimits
+from molink.facts.kernels import KernelName
 from molink.facts.model import Quantize
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PipelineSettings
 from molink.wire.sockets.secrets import write_secret
+from molinkd.child_process import FIRST_WINDOWS_CODE, exit_text
 from molinkd.peer.settings import MemoryShare, Settings
 from molinkd.platform import child_options, num_cores
 
 log = logging.getLogger(__name__)
 
 PROBE_COMMAND = (sys.executable, "-P", "-m", "molink.stage.diagnostics.device")
-_TIMEOUT_S = 300.0
+#: The first one on a GPU compiles kernels.
+_TIMEOUT_S = 600.0
+#: A kernel that ends the process is left out by the third one.
+_MAX_ATTEMPTS = 3
 #: Fraction of memory for stages if `memory` is not set; the CPU's is shared with other programs.
 _CPU_SHARE = 0.5
 _CUDA_SHARE = 0.9
@@ -54,6 +59,7 @@ class DeviceProbe(msgspec.Struct, frozen=True, kw_only=True):
     read_rate: float
     bf16: bool
     blocks: bool = False
+    reads_pages: bool = False
     narrow: tuple[NarrowDType, ...] = ()
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     threads: int
@@ -86,12 +92,30 @@ class MeasuredDevice:
             bf16=self.bf16,
             has_block_kernels=self.device.has_block_kernels,
             narrow_dtypes=self.device.narrow_dtypes,
+            reads_pages=self.device.reads_pages,
             dtype=dtype,
             quantize=quantize,
             step_limits=StepLimits(
                 settings.max_num_batched_tokens or MAX_CHUNK_ROWS, settings.max_num_seqs
             ),
         )
+
+    @property
+    def required_kernels(self) -> tuple[KernelName, ...]:
+        """Kernels without which a stage needs more memory than its setup says."""
+        found: list[KernelName] = ["gguf-blocks"] if self.device.has_block_kernels else []
+        return (*found, "triton-attention") if self.device.reads_pages else tuple(found)
+
+    def without_kernels(self, failed: Collection[str]) -> "MeasuredDevice":
+        """The device as it is if these kernels don't work."""
+        device = self.device
+        changed = msgspec.structs.replace(
+            device,
+            has_block_kernels=device.has_block_kernels and "gguf-blocks" not in failed,
+            reads_pages=device.reads_pages and "triton-attention" not in failed,
+            block_size=1 if "flash-attention" in failed else device.block_size,
+        )
+        return replace(self, device=changed)
 
 
 class _CachedProbe(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,9 +129,14 @@ def num_worker_threads(settings: Settings) -> int:
 
 
 async def measure_device(
-    settings: Settings, cache: Path, command: Sequence[str] = PROBE_COMMAND
+    settings: Settings,
+    cache: Path,
+    command: Sequence[str] = PROBE_COMMAND,
+    kernel_checks: Path | None = None,
 ) -> MeasuredDevice:
     """Measure this PC's device, including the memory that stages may use.
+
+    ``kernel_checks`` is the file that keeps the results of a GPU's kernel checks.
 
     Raises:
         WorkerError: The measurement failed; the message quotes its last line.
@@ -120,6 +149,8 @@ async def measure_device(
     if probe is None or probe.kind == "cuda":  # free GPU memory changes
         arguments = ["--device", settings.device, "--threads", str(threads)]
         arguments += ["--mbytes", str(mbytes)]
+        if kernel_checks is not None:
+            arguments += ["--kernel-checks", str(kernel_checks)]
         probe = await _run_probe([*command, *arguments])
         body = msgspec.json.encode(_CachedProbe(key=key, probe=probe))
         write_secret(cache, body.decode("utf-8"))
@@ -133,6 +164,7 @@ async def measure_device(
         threads=probe.threads if probe.kind == "cpu" else 0,
         bf16=probe.bf16,
         has_block_kernels=probe.blocks,
+        reads_pages=probe.reads_pages,
         narrow_dtypes=probe.narrow,
         block_size=probe.block_size,
     )
@@ -164,6 +196,15 @@ def _read_cache(path: Path, key: str) -> DeviceProbe | None:
 
 
 async def _run_probe(command: Sequence[str]) -> DeviceProbe:
+    for _ in range(_MAX_ATTEMPTS):
+        code, output, errors = await _communicate(command)
+        if 0 <= code < FIRST_WINDOWS_CODE:
+            break
+        log.warning("measuring the device %s", exit_text(code))
+    return _parse_probe(code, output, errors)
+
+
+async def _communicate(command: Sequence[str]) -> tuple[int, bytes, bytes]:
     process = _start_probe(command)
     # The thread can't be cancelled; it returns when the process is killed.
     with process:
@@ -176,7 +217,7 @@ async def _run_probe(command: Sequence[str]) -> DeviceProbe:
             ) from None
         finally:
             process.kill()
-    return _parse_probe(process.returncode, output, errors)
+    return process.returncode, output, errors
 
 
 def _start_probe(command: Sequence[str]) -> "subprocess.Popen[bytes]":

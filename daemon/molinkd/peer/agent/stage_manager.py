@@ -34,7 +34,13 @@ from molink.wire.messages.instructions import (
     Unassign,
 )
 from molink.wire.messages.peer_reports import PrefetchState, StageFailed, WorkerState
-from molink.wire.messages.worker_pipe import LoadStage, PeerBlocked, RingFormed, WorkerLoaded
+from molink.wire.messages.worker_pipe import (
+    LoadStage,
+    PeerBlocked,
+    RingFormed,
+    WorkerFailed,
+    WorkerLoaded,
+)
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.agent.stage_preparation import NoRoomBesideError, StagePreparation
@@ -112,6 +118,11 @@ class StageManager:
         self._preparation.set_device(device)
         if self._wants_standby:
             self.supervisor.start_standby()
+
+    @property
+    def device(self) -> MeasuredDevice:
+        """The device, with the kernels that work with the models tried so far."""
+        return self._preparation.device
 
     def set_paused(self, paused: bool) -> None:
         """Stop or resume keeping standby workers."""
@@ -305,6 +316,10 @@ class StageManager:
             self._on_blocked("a stage of this PC", message.peer, message.reason)
         if isinstance(message, WorkerLoaded):
             self.recovery.record_load(message.weights_s, message.profile_s, self._now())
+        if isinstance(message, WorkerFailed) and message.failed_kernels:
+            # Reported before the failure, so that layers are placed again by the new facts.
+            self._preparation.set_device(self.device.without_kernels(message.failed_kernels))
+            self._on_change()
         self._carry_out(self._agent.on_worker_message(generation, message))
         if isinstance(message, RingFormed) and self._wants_standby:
             self.supervisor.schedule_standby(generation)

@@ -49,13 +49,20 @@ class StagePreparation:
         self._measured: asyncio.Future[MeasuredDevice] = asyncio.get_running_loop().create_future()
 
     def set_device(self, device: MeasuredDevice) -> None:
-        """Set the measured device, which :meth:`prepare_stage` waits for."""
+        """Set the measured device, which :meth:`prepare_stage` waits for; or change it."""
+        if self.is_measured:
+            self._measured = asyncio.get_running_loop().create_future()
         self._measured.set_result(device)
 
     @property
     def is_measured(self) -> bool:
         """Whether the device has been measured."""
         return self._measured.done()
+
+    @property
+    def device(self) -> MeasuredDevice:
+        """The measured device."""
+        return self._measured.result()
 
     def release_memory(self, generation: int) -> None:
         """Release the memory of the stage of ``generation``."""
@@ -110,6 +117,7 @@ class StagePreparation:
             memory_limit=0 if measured.name == "cpu" else plan.budget + draft_bytes,
             skip_optional=self._recovery.is_active,
             disabled_kernels=self._disabled_kernels(measured),
+            required_kernels=measured.required_kernels,
             kernel_checks_path=str(self._home.kernel_checks),
             draft=None if draft is None else draft.start,
         )

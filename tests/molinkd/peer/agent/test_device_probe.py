@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from molink.errors import WorkerError
+from molink.facts.settings import PipelineSettings
 from molinkd.peer.agent.device_probe import (
     DeviceProbe,
     measure_device,
@@ -115,6 +116,54 @@ async def test_free_memory_of_a_gpu_is_measured_each_time(tmp_path: Path) -> Non
         gpu = command(tmp_path, RESULT | {"kind": "cuda"})
         await measure_device(Settings(name="n"), tmp_path / "device.json", gpu)
     assert (tmp_path / "runs").read_text(encoding="utf-8") == "xx"
+
+
+async def test_a_gpu_reports_what_its_kernels_have_proven(tmp_path: Path) -> None:
+    for result in (RESULT, RESULT | {"blocks": True, "reads_pages": True, "block_size": 256}):
+        gpu = command(tmp_path, result | {"kind": "cuda"})
+        checks = tmp_path / "checks.json"
+        found = await measure_device(Settings(name="n"), tmp_path / "d.json", gpu, checks)
+        device, setup = found.device, found.stage_setup(PipelineSettings(), "auto")
+        facts = (device.has_block_kernels, device.reads_pages, device.block_size)
+        assert facts == ((True, True, 256) if "blocks" in result else (False, False, 1))
+        assert (setup.has_block_kernels, setup.reads_pages) == facts[:2]
+    assert found.required_kernels == ("gguf-blocks", "triton-attention")
+    assert found.without_kernels(("gguf-blocks",)).required_kernels == ("triton-attention",)
+    paged = found.without_kernels(("flash-attention", "triton-attention", "int8"))
+    assert paged.required_kernels == ("gguf-blocks",)
+    assert paged.device.block_size == 1
+    assert found.without_kernels(()) == found
+
+
+async def test_the_file_of_kernel_checks_is_passed(tmp_path: Path) -> None:
+    code = f"import json, sys; print(json.dumps({RESULT!r} | {{'name': sys.argv[-1]}}))"
+    probe, checks = (sys.executable, "-c", code), tmp_path / "checks"
+    found = await measure_device(Settings(name="n"), tmp_path / "d.json", probe, checks)
+    assert found.device.name == str(checks)
+
+
+@pytest.mark.parametrize(("crashes", "is_measured"), [(2, True), (3, False)])
+async def test_a_probe_that_crashes_is_repeated(
+    tmp_path: Path, crashes: int, is_measured: bool
+) -> None:
+    """Its third run leaves out the kernel that crashes it."""
+    runs = tmp_path / "runs"
+    code = f"""
+import os, pathlib
+runs = pathlib.Path({str(runs)!r})
+runs.write_text(runs.read_text() + "x" if runs.exists() else "x")
+if len(runs.read_text()) <= {crashes}:
+    os._exit(0xC0000005) if os.name == "nt" else os.abort()
+print({json.dumps(RESULT)!r})
+"""
+    probe = (sys.executable, "-c", code)
+    measuring = measure_device(Settings(name="n"), tmp_path / "d.json", probe)
+    if is_measured:
+        assert (await measuring).name == "cpu"
+    else:
+        with pytest.raises(WorkerError, match="can't measure the device"):
+            await measuring
+    assert runs.read_text(encoding="utf-8") == "xxx"
 
 
 def test_cpu_threads_per_stage() -> None:

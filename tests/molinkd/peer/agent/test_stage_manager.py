@@ -15,7 +15,14 @@ from molink.facts.device import Device
 from molink.facts.settings import PipelineSettings
 from molink.wire.messages.instructions import Assign, FormPipeline, StageAddress, Unassign
 from molink.wire.messages.peer_reports import StageFailed
-from molink.wire.messages.worker_pipe import FormRing, LoadStage, Ping, RingFormed, WorkerLoaded
+from molink.wire.messages.worker_pipe import (
+    FormRing,
+    LoadStage,
+    Ping,
+    RingFormed,
+    WorkerFailed,
+    WorkerLoaded,
+)
 from molink.wire.sockets.key_pair import KeyPair
 from molinkd.peer.agent.device_probe import MeasuredDevice
 from molinkd.peer.agent.kernel_self_test import KernelResult, SelfTestResult, save_disabled_kernels
@@ -195,6 +202,28 @@ async def test_kernels_that_failed_the_self_test_are_disabled(
     assert start.disabled_kernels == ("compiled-rows",)
     assert start.kernel_checks_path == str(folder / "proofs.json")
     (folder / "avoid.json").unlink()
+
+
+async def test_a_stage_that_its_kernels_fail_is_planned_without_them(bench: Bench) -> None:
+    device = Device(kind="cuda", name="x", memory=1 << 30, has_block_kernels=True, reads_pages=True)
+    bench.assignments.set_device(MeasuredDevice(device, bf16=True))
+    known: list[Device] = []
+    bench.assignments._on_change = lambda: known.append(bench.assignments.device.device)
+    starts = []
+    for epoch, failed in enumerate((("gguf-blocks",), ("triton-attention",), ()), 1):
+        bench.assignments.handle_order(msgspec.structs.replace(ASSIGN, epoch=epoch))
+        await asyncio.wait([*bench.assignments._fetches.values()])
+        starts.append(bench.supervisor.started.pop())
+        if failed:
+            known.clear()
+            message = WorkerFailed(kind="KernelsFailed", message="no", failed_kernels=failed)
+            bench.assignments._on_worker_message(epoch, message)
+            # Reported before the failure is.
+            facts = known[0].has_block_kernels, known[0].reads_pages
+            assert facts == ((False, True) if epoch == 1 else (False, False))
+            assert isinstance(bench.told.pop(), StageFailed)
+    required = [start.required_kernels for start in starts]
+    assert required == [("gguf-blocks", "triton-attention"), ("triton-attention",), ()]
 
 
 async def test_a_gpu_stage_stays_within_its_budget(bench: Bench) -> None:
