@@ -146,14 +146,18 @@ def test_weights_that_fit_no_planes_are_counted_wide_on_a_gpu(
 ) -> None:
     """Rows of 96 columns stay in blocks on a CPU only, those of 128 on both."""
     sizes = {"hidden_size": 96, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
-    made = make_model(tmp_path / "model", "llama", 3, dtype="bfloat16", **sizes)
+    made = make_model(tmp_path / "model", "llama", 3, **sizes)
     config, tensors = read_gguf_model(write_gguf(made, tmp_path / "model.gguf", Kind.Q4_0))
     facts = model_facts(config, "m", tensors)
     assert facts.block_weights is not None
     assert facts.plane_weights is not None
-    down = 96 * 128
-    assert facts.plane_weights.layer == (down // 32 * 18, facts.layer_bytes - 2 * down)
-    assert facts.block_weights.layer[0] == facts.projection_bytes // 2 // 32 * 18
+    assert config.heads * config.head_dim == 128
+    kept = 2 * 96 * 128  # of the outputs of attention and MLP
+    assert facts.plane_weights.layer == (
+        kept // 32 * 18,
+        facts.layer_bytes - facts.element_bytes * kept,
+    )
+    assert facts.block_weights.layer[0] == facts.projection_bytes // facts.element_bytes // 32 * 18
 
 
 def test_weights_of_several_types_are_counted_wide(make_model: Any, tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def test_stages_and_trials_on_a_pretend_card(make_model: MakeModel, tmp_path: Pa
         assert not line["experts"]["graphs"]
         assert line["experts"]["error"] < 1e-3, line
         assert set(line["experts"]["waits"]) == {line["layers"]}, line  # one for each layer
+    # Memory plans rely on no kernel that is absent.
+    assert [line["proven"] for line in lines if "proven" in line] == [["flash-attention"], []]
     cases = [line for line in lines if "case" in line]
     assert len(cases) == 2 * 3 * 3
     for case in cases:
@@ -60,3 +62,4 @@ def test_stages_and_trials_on_a_pretend_card(make_model: MakeModel, tmp_path: Pa
         assert case["graphs"], case
         assert case["waits"][-2:] == [0, 0], case  # the one before was made a graph
         assert case["flash"] == (len(case["case"]) == 2), case
+        assert case["drafts"] == case["flash"], case

@@ -29,6 +29,7 @@ from molink.stage.attention import flash
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.device_copy import has_pinned
 from molink.stage.diagnostics import kernel_trials as trials
+from molink.stage.diagnostics.kernel_checks import find_proven_kernels
 from molink.stage.diagnostics.parity import run_trials as all_trials
 from molink.stage.diagnostics.stage_passes import StagePasses
 from molink.stage.diagnostics.trial_shapes import TrialShapes
@@ -39,12 +40,20 @@ from tests.support.stage import varlen_attn
 
 SOURCE = Path(__file__).with_name("pretend_cuda.cpp")
 CUDA = torch.device("cuda", 0)
-#: Prompts, prompts beside decode rows, and decode rows alone, often enough for graphs.
+#: Prompts, prompts beside decode rows, and decode rows alone, often enough for graphs; then with
+#: drafts.
 MIXES = (
-    (SequenceRows(0, 5, (0,)), SequenceRows(0, 3, (1,)), SequenceRows(0, 9, (2,))),
-    (SequenceRows(5, 3, (0,)), SequenceRows(3, 1, (1,)), SequenceRows(9, 1, (2,))),
+    (SequenceRows(0, 5, (0, 3)), SequenceRows(0, 3, (1, 4)), SequenceRows(0, 9, (2, 5))),
+    (SequenceRows(5, 3, (0, 3)), SequenceRows(3, 1, (1, 4)), SequenceRows(9, 1, (2, 5))),
     *(
-        tuple(SequenceRows(start + step, 1, (n,)) for n, start in enumerate((8, 4, 10)))
+        tuple(SequenceRows(start + step, 1, (n, n + 3)) for n, start in enumerate((8, 4, 10)))
+        for step in range(4)
+    ),
+    *(
+        tuple(
+            SequenceRows(start + count * step, count, (n, n + 3))
+            for n, (start, count) in enumerate(((12, 4), (8, 1), (14, 2)))
+        )
         for step in range(4)
     ),
 )
@@ -191,8 +200,11 @@ def compare(
         worst = max(worst, float((results[0] - results[1]).abs().max()))
     largest = float(results[1].abs().max())
     graphs = all(stage.has_graphs for stage in pairs[0])
+    made = pairs[0][0]._graphs
+    drafts = made is not None and made._plan.find_bucket(MIXES[-1]) in made._graphs
     backend = pairs[0][0]._attention_backend(size)
-    told = {"graphs": graphs, "flash": isinstance(backend, flash.FlashAttention)}
+    told = {"graphs": graphs, "drafts": drafts}
+    told["flash"] = isinstance(backend, flash.FlashAttention)
     return {"error": worst / largest, "waits": waits, **told}
 
 
@@ -240,6 +252,8 @@ def main() -> None:
             print(json.dumps({"experts": told, "layers": experts.config.layers}), flush=True)
             print(json.dumps({"sampling": compare_sampling(host)}), flush=True)
             print(json.dumps({"read": read_by_passes(folder, host)}), flush=True)
+            checks = Path(sys.argv[1]).with_name(f"{dtype}.json")
+            print(json.dumps({"proven": find_proven_kernels(checks, CUDA)}), flush=True)
             shapes = TrialShapes.from_config(folder.config, flash.PAGE_MULTIPLE, CUDA)
             for one in all_trials(CUDA, ("graphs",), shapes):
                 print(json.dumps({"trial": one.run_trial()}), flush=True)

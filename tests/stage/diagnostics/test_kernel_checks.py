@@ -362,14 +362,12 @@ def test_a_plan_relies_on_no_kernel_that_ends_the_process(
     assert proven(path, (trial,), monkeypatch) == set()
 
 
-def test_kernels_of_memory_plans() -> None:
-    """Without a GPU none is tried; names and pages matter."""
-    planes, flash, triton = trials.memory_trials(torch.device("cuda", 0))
-    assert [planes.kernel, flash.kernel, triton.kernel] == [
-        "gguf-blocks",
-        "flash-attention",
-        "triton-attention",
-    ]
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_kernels_of_memory_plans(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    monkeypatch.setattr(trials, "supports_bf16", lambda device: dtype == "bf16")
+    found = [(one.kernel, one.dtype) for one in trials.memory_trials(torch.device("cuda", 0))]
+    names = "gguf-blocks", "flash-attention", "triton-attention"
+    assert found == [(name, dtype) for name in names]
 
 
 def test_no_memory_for_a_trial_is_no_fault_of_a_kernel(tmp_path: Path) -> None:
