@@ -58,7 +58,11 @@ STARTING_PROCESSES = (
 )
 
 #: Files whose tests share nothing, and may run on several workers.
-SPREAD = ("tests/dst/test_seeds.py", "tests/dst/test_teeth.py")
+SPREAD = (
+    "tests/dst/test_seeds.py",
+    "tests/dst/test_teeth.py",
+    "tests/stage/gpu_kernels/test_compiled_kernels.py",
+)
 
 #: Files whose tests share a demo.
 SHARING_DEMO = (

@@ -1,9 +1,10 @@
 """Compiles launches of GPU kernels for named devices on a PC without a GPU.
 
-Run as ``python -m tests.support.triton_targets MODULE …`` in a process without Triton's
+Run as ``python -m tests.support.triton_targets [--all] MODULE …`` in a process without Triton's
 interpreter. Each module has ``LAUNCHES``: functions without arguments that launch kernels with
-tensors on the CPU. Nothing is launched; what would be is compiled, down to machine code, for every
-device of :data:`TARGETS`. Prints a line of JSON per kernel and device.
+tensors on the CPU. Nothing is launched; what would be is compiled, down to machine code, for the
+devices of :data:`TARGETS`: every launch for the oldest and the newest, and for those between
+(without ``--all``) one launch of each kernel. Prints a line of JSON per kernel and device.
 """
 
 import importlib
@@ -45,10 +46,10 @@ class Compiled(NamedTuple):
         return f"{self.shared} bytes of shared memory"
 
 
-def compile_in_child(*modules: str) -> list[Compiled]:
-    """Compile the launches of ``modules`` in a process of its own."""
+def compile_in_child(*arguments: str) -> list[Compiled]:
+    """Compile in a process of its own, with :func:`main`'s arguments."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.triton_targets", *modules]
+    command = [sys.executable, "-m", "tests.support.triton_targets", *arguments]
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -109,12 +110,13 @@ def compile_launch(launch: _Launch, capability: int, seen: set[str]) -> Compiled
 
 def main() -> None:
     """Compile the launches of the modules that are named on the command line."""
-    launches = [
-        launch for name in sys.argv[1:] for launch in importlib.import_module(name).LAUNCHES
-    ]
+    modules = [argument for argument in sys.argv[1:] if argument != "--all"]
+    launches = [launch for name in modules for launch in importlib.import_module(name).LAUNCHES]
     recorded, seen = record_launches(launches), set[str]()
+    one_each = list({launch.kernel: launch for launch in recorded}.values())
+    ends = (min(TARGETS), max(TARGETS))
     for capability in TARGETS:
-        for launch in recorded:
+        for launch in recorded if capability in ends or "--all" in sys.argv else one_each:
             made = compile_launch(launch, capability, seen)
             if made is not None:
                 print(json.dumps(made), flush=True)

@@ -8,37 +8,34 @@ import pytest
 from tests.support.triton_device import needs_triton
 from tests.support.triton_targets import TARGETS, compile_in_child
 
-ROOT = Path(__file__).parents[3]
-KERNELS = ROOT / "molink/stage/gpu_kernels"
-#: Modules with ``LAUNCHES``: what molink launches, in shapes of real models.
-LAUNCHES = ROOT / "tests/support/launches"
+#: Modules of kernels. ``tests/support/launches`` has one of the same name for each, with
+#: ``LAUNCHES``: what molink launches, in shapes of real models.
+MODULES = sorted(
+    path.stem
+    for path in (Path(__file__).parents[3] / "molink/stage/gpu_kernels").glob("*_kernels.py")
+)
 
-pytestmark = needs_triton
-
-
-def module_names(folder: Path, pattern: str) -> list[str]:
-    return [
-        f"{'.'.join(folder.relative_to(ROOT).parts)}.{path.stem}" for path in folder.glob(pattern)
-    ]
+pytestmark = [needs_triton, pytest.mark.parametrize("module", MODULES)]
 
 
-def launched_kernels() -> set[str]:
+def launched_kernels(module: str) -> set[str]:
     """Kernels; functions that only kernels call begin with an underscore."""
     return {
         f"{module}.{name}"
-        for module in module_names(KERNELS, "*_kernels.py")
         for name, value in vars(importlib.import_module(module)).items()
         if type(value).__name__ in ("JITFunction", "InterpretedFunction")
         if value.fn.__module__ == module and not name.startswith("_")
     }
 
 
+@pytest.mark.parametrize("options", [(), pytest.param(("--all",), marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)  # six devices for each kernel
-def test_all_kernels_compile_for_all_devices() -> None:
-    compiled = compile_in_child(*module_names(LAUNCHES, "*.py"))
+def test_kernels_compile_for_all_devices(module: str, options: tuple[str, ...]) -> None:
+    compiled = compile_in_child(*options, f"tests.support.launches.{module}")
     problems = [
         f"{one.kernel} for {one.capability}: {one.problem}" for one in compiled if one.problem
     ]
     assert problems == []
     made = {(one.kernel.partition(" ")[0], one.capability) for one in compiled}
-    assert made == {(name, each) for name in launched_kernels() for each in TARGETS}
+    kernels = launched_kernels(f"molink.stage.gpu_kernels.{module}")
+    assert made == {(name, each) for name in kernels for each in TARGETS}
