@@ -16,8 +16,14 @@ from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.quantized_size import is_quantizable
 from molink.checkpoint.safetensors_header import FLOAT_DTYPES, TensorRequirement, TensorSpec
 from molink.errors import BrokenModel, UnsupportedModel
-from molink.facts.dtypes import NarrowDType
-from molink.gguf.block_formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat
+from molink.facts.dtypes import WeightDType
+from molink.gguf.block_formats import (
+    BLOCK_FORMATS,
+    E2M1_VALUES,
+    ROW_MULTIPLE,
+    BlockFormat,
+    StepKind,
+)
 from molink.gguf.ggml_types import find_packed
 
 #: Tensor layout of numbers and zero points. ``gptq``: ``qweight`` int32 ``[in / n, out]``, ``n``
@@ -27,8 +33,11 @@ from molink.gguf.ggml_types import find_packed
 #: 3 5 7; ``qzeros`` likewise, ``scales`` as in ``gptq``. ``packed`` (compressed-tensors):
 #: ``weight_packed`` int32 ``[out, in / n]``, ``weight_scale`` ``[out, groups]``,
 #: ``weight_zero_point`` ``[out / n, groups]``. ``plain``: 8-bit ``weight`` ``[out, in]``,
-#: ``weight_scale`` or ``weight_scale_inv`` (not an inverse) with an element per block.
-LowBitLayout = Literal["gptq", "gptq_v2", "awq", "packed", "plain"]
+#: ``weight_scale`` or ``weight_scale_inv`` (not an inverse) with an element per block. ``mxfp4``
+#: and ``nvfp4`` (compressed-tensors): ``weight_packed`` uint8 ``[out, in / 2]``, whose bytes hold
+#: two E2M1 floats, lower half first; ``weight_scale`` ``[out, groups]``, the biased exponents of
+#: powers of two (E8M0), or E4M3 floats that ``weight_global_scale`` ``[1]`` divides.
+LowBitLayout = Literal["gptq", "gptq_v2", "awq", "packed", "plain", "mxfp4", "nvfp4"]
 
 #: Types of unpacked 8-bit numbers.
 EIGHT_BIT_DTYPES = {"float": "F8_E4M3", "int": "I8"}
@@ -36,7 +45,17 @@ _WORD_BITS = 32
 _WEIGHT_SUFFIX = ".weight"
 _PLAIN_SCALES = ("weight_scale", "weight_scale_inv")
 #: Ignored companions: activations are not quantized, and the config has the shape.
-_UNUSED_SUFFIXES = ("input_scale", "activation_scale", "weight_shape", "g_idx", "weight_g_idx")
+_UNUSED_SUFFIXES = (
+    "input_scale",
+    "input_global_scale",
+    "activation_scale",
+    "weight_shape",
+    "g_idx",
+    "weight_g_idx",
+)
+#: Columns per scale of 4-bit floats, and the type of scales.
+_FLOAT4_SCALES = {"mxfp4": (32, "U8"), "nvfp4": (16, "F8_E4M3")}
+_FLOAT4_CODES_PER_BYTE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +82,8 @@ class LowBitScheme:
 
     def numbers_name(self, name: str) -> str:
         """Name of the tensor with the numbers of the weight ``name``."""
-        return self._companion_name(name, {"plain": "weight", "packed": "weight_packed"}, "qweight")
+        ends = {"plain": "weight", **dict.fromkeys(("packed", *_FLOAT4_SCALES), "weight_packed")}
+        return self._companion_name(name, ends, "qweight")
 
     def zero_points_name(self, name: str) -> str:
         """Name of the tensor with its zero points."""
@@ -72,9 +92,14 @@ class LowBitScheme:
     def scales_name(self, name: str, found: Container[str]) -> str:
         """Name of the tensor with its scales."""
         if self.layout != "plain":
-            return self._companion_name(name, {"packed": "weight_scale"}, "scales")
+            ends = dict.fromkeys(("packed", *_FLOAT4_SCALES), "weight_scale")
+            return self._companion_name(name, ends, "scales")
         names = [_sibling_name(name, end) for end in _PLAIN_SCALES]
         return next((one for one in names if one in found), names[0])
+
+    def global_scale_name(self, name: str) -> str:
+        """Name of the tensor that divides all scales of ``nvfp4``."""
+        return _sibling_name(name, "weight_global_scale")
 
     def order_name(self, name: str) -> str:
         """Name of the tensor that maps columns to groups."""
@@ -98,6 +123,8 @@ class LowBitScheme:
                 name: TensorRequirement(kinds, shape),
                 scales: TensorRequirement(FLOAT_DTYPES, wanted),
             }
+        if self.layout in _FLOAT4_SCALES:
+            return self._float4_tensors(name, shape)
         words = {
             "awq": (width, self._count_words(rows)),
             "packed": (rows, self._count_words(width)),
@@ -126,6 +153,20 @@ class LowBitScheme:
             return () if span is not None and span.shape == () else (1,)
         rows = -(-shape[0] // (self.scale_block[0] or shape[0]))
         return rows, self.count_groups(shape[1])
+
+    def _float4_tensors(self, name: str, shape: tuple[int, int]) -> dict[str, TensorRequirement]:
+        rows, width = shape
+        group, scale = _FLOAT4_SCALES[self.layout]
+        if width % group:
+            raise BrokenModel(f"tensor {name}: rows of {width} are no multiple of {group}")
+        packed = rows, width // _FLOAT4_CODES_PER_BYTE
+        tensors = {
+            self.numbers_name(name): TensorRequirement(("U8",), packed),
+            self.scales_name(name, ()): TensorRequirement((scale,), (rows, width // group)),
+        }
+        if self.layout == "nvfp4":
+            tensors[self.global_scale_name(name)] = TensorRequirement(("F32",), (1,))
+        return tensors
 
     def _count_words(self, numbers: int) -> int:
         return -(-numbers * self.bits // _WORD_BITS)
@@ -229,6 +270,13 @@ def _parse_weight_group(group: ConfigFields, common: str) -> LowBitScheme:
     weights = ConfigFields(group.get_object("weights"), f"{group.where}: weights")
     kind = _check_value(weights, "type", weights.get_string("type", "int"), ("int", "float"))
     bits, symmetric = weights.get_integer("num_bits", 8), weights.get_boolean("symmetric", True)
+    float4 = _FLOAT4_LAYOUTS.get(layout)
+    if float4 is not None and kind == "float":
+        columns, _ = _FLOAT4_SCALES[float4]
+        _check_value(weights, "num_bits", bits, (4,))
+        _check_value(weights, "group_size", weights.get_integer("group_size", columns), (columns,))
+        _check_value(weights, "symmetric", symmetric, (True,))
+        return LowBitScheme(float4, 4, (1, columns), has_zero_points=False, number_kind="float")
     block = _parse_block(weights)
     if layout == "pack-quantized" and kind == "int":
         _check_value(weights, "num_bits", bits, _PACKED_BITS)
@@ -242,7 +290,8 @@ def _parse_weight_group(group: ConfigFields, common: str) -> LowBitScheme:
         )
     plain = {"int-quantized": "int", "float-quantized": "float", "naive-quantized": kind}
     if plain.get(layout) != kind:
-        raise _make_unsupported(group, "format", layout, ("pack-quantized", *plain))
+        known = ("pack-quantized", *plain, *_FLOAT4_LAYOUTS)
+        raise _make_unsupported(group, "format", layout, known)
     _check_value(weights, "num_bits", bits, (8,))
     _check_value(weights, "symmetric", symmetric, (True,))
     return LowBitScheme(
@@ -250,6 +299,10 @@ def _parse_weight_group(group: ConfigFields, common: str) -> LowBitScheme:
     )
 
 
+_FLOAT4_LAYOUTS: dict[str, LowBitLayout] = {
+    "mxfp4-pack-quantized": "mxfp4",
+    "nvfp4-pack-quantized": "nvfp4",
+}
 _SCALE_PER_ROW = ("channel", "group")
 
 
@@ -326,23 +379,43 @@ def find_resident_format(
         return BLOCK_FORMATS.get(kind.name)
     if low_bit is None or not can_be_low_bit(name, shape) or not low_bit.is_stored(name, tensors):
         return None
-    return _low_bit_format(low_bit, name, shape[1], tensors)
+    scales = tensors.get(low_bit.scales_name(name, tensors))
+    if scales is None:
+        return None
+    if low_bit.number_kind == "float":
+        return _float_format(low_bit, (shape[0], shape[1]), scales)
+    return _integer_format(low_bit, shape[1], scales)
 
 
-def _low_bit_format(
-    scheme: LowBitScheme, name: str, width: int, tensors: Mapping[str, TensorSpec]
+_NUMBER_DTYPES: dict[str, WeightDType] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+def _float_format(
+    scheme: LowBitScheme, shape: tuple[int, int], scales: TensorSpec
 ) -> BlockFormat | None:
+    """Format of floats with whole blocks; each row has a tensor's one scale."""
+    rows, group = scheme.scale_block[0] or 1, scheme.scale_block[1] or shape[1]
+    if scheme.layout in _FLOAT4_SCALES:
+        steps: StepKind = "e8m0" if scheme.layout == "mxfp4" else "e4m3"
+        return BlockFormat(
+            4, 0, group, shape[1],
+            has_nested_scales=True, number_dtype="f32", codebook=E2M1_VALUES, step_kind=steps,
+        )  # fmt: skip
+    numbers = _NUMBER_DTYPES.get(scales.dtype)
+    if numbers is None or shape[0] % rows or shape[1] % group:
+        return None
+    return BlockFormat(8, 0, group, group, number_dtype=numbers, is_float=True, shared_rows=rows)
+
+
+def _integer_format(scheme: LowBitScheme, width: int, scales: TensorSpec) -> BlockFormat | None:
     """Format of 4- or 8-bit integers with 16-bit scales and whole groups."""
     columns = scheme.scale_block[1] or width
     group = next((one for one in _GROUP_SIZES if columns % one == 0), 0)
-    scales = tensors.get(scheme.scales_name(name, tensors))
-    if scheme.number_kind != "int" or scheme.bits not in (4, 8) or not group or width % columns:
-        return None
-    if scales is None or scales.dtype not in ("F16", "BF16"):
+    numbers = _NUMBER_DTYPES.get(scales.dtype)
+    if scheme.bits not in (4, 8) or not group or width % columns or numbers in (None, "f32"):
         return None
     # 8-bit codes are signed, 4-bit codes are not.
     offset = 8 if scheme.bits == 4 else 0
-    numbers: NarrowDType = "f16" if scales.dtype == "F16" else "bf16"
     return BlockFormat(
         scheme.bits, offset, group, group, has_shifts=scheme.has_zero_points, number_dtype=numbers
     )

@@ -119,7 +119,8 @@ def _split_bytes(
     for name, shape in shapes.items():
         form = find_resident_format(name, shape, tensors, config.low_bit)
         is_weight = name in (EMBEDDING_NAME, OUTPUT_HEAD_NAME) or is_quantizable(name, shape)
-        if form is not None and is_weight and (not on_gpu or fits_planes(form, shape)):
+        stays = form is not None and (fits_planes(form, shape) if on_gpu else form.fits_cpu)
+        if form is not None and stays and is_weight:
             kept += resident_bytes(form, shape)
         else:
             rest += prod(shape) * DTYPE_SIZES[config.dtype]

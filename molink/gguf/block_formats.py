@@ -6,22 +6,25 @@ minimum to each group; checkpoints with zero points shift its codes::
     weight = scale · (code - offset + shift) + minimum
 
 These are 16-bit numbers of the group, or (``K`` types) 16-bit numbers of a block of 256 times a 6-
-to 8-bit integer of the group.
+to 8-bit integer of the group. 4-bit codes may stand for the 16 values of a *codebook*.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from molink.facts.dtypes import NarrowDType
+from molink.facts.dtypes import DTYPE_SIZES, WeightDType
 
 #: Rows that CPU kernels process together; a weight's rows must be a multiple. CPUs with shorter
 #: registers take half as many.
 ROW_MULTIPLE = 32
 HALF_BITS = 16
-_HALF_BYTES = 2
+
+
+#: Numbers of groups with nested scales.
+StepKind = Literal["integer", "e4m3", "e8m0"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,11 @@ class BlockFormat:
     """Format of a quantized weight: ``bits`` of a code, weights per ``group`` and per ``block``.
 
     8-bit codes are signed. With ``has_minimum`` a minimum is added per group. With
-    ``has_nested_scales`` groups have one-byte integers, signed unless there is a minimum. With
-    ``has_shifts`` codes are shifted by integers. 16-bit numbers are of ``number_dtype``.
+    ``has_nested_scales`` groups have one-byte *steps*: integers, signed unless there is a minimum,
+    or floats (E4M3; E8M0, powers of two). With
+    ``has_shifts`` codes are shifted by integers. Other numbers are of ``number_dtype``. A
+    ``codebook`` has the 16 values of 4-bit codes. With ``is_float`` 8-bit codes are E4M3 floats.
+    ``shared_rows`` neighbouring rows share a scale. Only GPUs take these and 32-bit numbers.
     """
 
     bits: int
@@ -40,11 +46,20 @@ class BlockFormat:
     has_minimum: bool = False
     has_nested_scales: bool = False
     has_shifts: bool = False
-    number_dtype: NarrowDType = "f16"
+    number_dtype: WeightDType = "f16"
+    codebook: tuple[float, ...] = ()
+    is_float: bool = False
+    shared_rows: int = 1
+    step_kind: StepKind = "integer"
+
+    @property
+    def fits_cpu(self) -> bool:
+        """Whether CPU kernels multiply by such weights."""
+        return not (self.codebook or self.is_float or self.number_dtype == "f32")
 
     @property
     def numbers_per_group(self) -> int:
-        """16-bit numbers of a group, or of a block with nested scales; the scale comes first."""
+        """Numbers of a group, or of a block with nested scales; the scale comes first."""
         return 1 + self.has_minimum + self.has_shifts
 
     @property
@@ -65,7 +80,8 @@ class BlockFormat:
     @property
     def number_bytes(self) -> int:
         """Bytes of a group's own numbers."""
-        return (1 if self.has_nested_scales else _HALF_BYTES) * self.numbers_per_group
+        each = 1 if self.has_nested_scales else DTYPE_SIZES[self.number_dtype]
+        return each * self.numbers_per_group
 
     @property
     def group_bytes(self) -> int:
@@ -74,8 +90,8 @@ class BlockFormat:
 
     @property
     def block_number_bytes(self) -> int:
-        """Bytes of a block's 16-bit numbers with nested scales."""
-        return _HALF_BYTES * self.numbers_per_group * self.has_nested_scales
+        """Bytes of a block's own numbers with nested scales."""
+        return DTYPE_SIZES[self.number_dtype] * self.numbers_per_group * self.has_nested_scales
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +99,15 @@ class BlockFormat:
         return self.block_number_bytes + self.groups_per_block * self.group_bytes
 
 
+#: Values of IQ4_NL's and IQ4_XS's codes.
+_IQ4_VALUES = tuple(
+    map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+)
+#: Values of 4-bit floats with 2 exponent bits and 1 mantissa bit (E2M1).
+E2M1_VALUES = (
+    *(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
+    *(-0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+)
 #: Formats of GGUF types that stay quantized, by name; others are dequantized on load.
 BLOCK_FORMATS = {
     "q4_0": BlockFormat(4, 8, 32, 32),
@@ -93,6 +118,8 @@ BLOCK_FORMATS = {
     "q4_k": BlockFormat(4, 0, 32, 256, has_minimum=True, has_nested_scales=True),
     "q5_k": BlockFormat(5, 0, 32, 256, has_minimum=True, has_nested_scales=True),
     "q6_k": BlockFormat(6, 32, 16, 256, has_nested_scales=True),
+    "iq4_nl": BlockFormat(4, 0, 32, 32, codebook=_IQ4_VALUES),
+    "iq4_xs": BlockFormat(4, 0, 32, 256, has_nested_scales=True, codebook=_IQ4_VALUES),
 }
 
 
@@ -133,7 +160,8 @@ PLANE_WIDTHS = (32, 16)
 def fits_planes(form: BlockFormat, shape: Sequence[int]) -> bool:
     """Whether a weight ``[out, in]`` stays in this format on a GPU: words of 32 bits fill rows."""
     codes_per_word = 32 // (8 if form.bits == 8 else 4)
-    return shape[1] % (codes_per_word * PLANE_WIDTHS[-1]) == 0
+    whole_slices = form.group % PLANE_WIDTHS[-1] == 0
+    return whole_slices and shape[1] % (codes_per_word * PLANE_WIDTHS[-1]) == 0
 
 
 def resident_bytes(form: BlockFormat, shape: Sequence[int]) -> int:

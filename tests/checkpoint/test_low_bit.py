@@ -43,6 +43,14 @@ PACKED = {
         }
     },
 }
+
+
+def float4(name: str, size: int, **changes: Any) -> dict[str, Any]:
+    weights = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": size, **changes}
+    method = {"quant_method": "compressed-tensors", "format": f"{name}-pack-quantized"}
+    return {**method, "config_groups": {"group_0": {"weights": weights}}}
+
+
 #: Tensors that replace others; ``None`` removes one.
 Wrong = dict[str, Tensor | None]
 Q = "model.layers.0.self_attn.q_proj"
@@ -76,6 +84,14 @@ def parse(**section: Any) -> LowBitScheme | None:
             LowBitScheme("plain", 8, (0, 0), has_zero_points=False, number_kind="float"),
         ),
         (PACKED, LowBitScheme("packed", 4, (1, 32), has_column_order=True)),
+        (
+            float4("nvfp4", 16),
+            LowBitScheme("nvfp4", 4, (1, 16), has_zero_points=False, number_kind="float"),
+        ),
+        (
+            float4("mxfp4", 32),
+            LowBitScheme("mxfp4", 4, (1, 32), has_zero_points=False, number_kind="float"),
+        ),
     ],
 )
 def test_configs(section: dict[str, Any], found: LowBitScheme | None) -> None:
@@ -105,6 +121,9 @@ def packed(**changes: Any) -> dict[str, Any]:
         ({**FP8, "weight_block_size": [32]}, BrokenModel, "weight_block_size"),
         ({**FP8, "weight_block_size": [32, 0]}, BrokenModel, "weight_block_size"),
         ({**PACKED, "format": "nvfp4-pack-quantized"}, UnsupportedModel, "nvfp4"),
+        (float4("nvfp4", 32), UnsupportedModel, "group_size '32'"),
+        (float4("mxfp4", 32, num_bits=8), UnsupportedModel, "num_bits '8'"),
+        (float4("mxfp4", 32, symmetric=False), UnsupportedModel, "symmetric"),
         ({**PACKED, "format": "marlin-24"}, UnsupportedModel, "marlin-24"),
         ({**PACKED, "kv_cache_scheme": {"num_bits": 8}}, UnsupportedModel, "kv_cache_scheme"),
         ({**PACKED, "sparsity_config": {"format": "sparse-24"}}, UnsupportedModel, "sparse-24"),

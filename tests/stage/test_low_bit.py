@@ -44,6 +44,11 @@ def grouped(**weights: Any) -> dict[str, Any]:
     return compressed("pack-quantized", **usual)
 
 
+def float4(name: str, size: int) -> dict[str, Any]:
+    group = {"num_bits": 4, "strategy": "group", "group_size": size}
+    return compressed(f"{name}-pack-quantized", "float", **group)
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptq": ("llama", gptq()),
     "gptq, ordered": ("llama", gptq(desc_act=True)),
@@ -75,6 +80,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         compressed("naive-quantized", "float", strategy="block", block_structure=[32, 32]),
     ),
+    "nvfp4": ("llama", float4("nvfp4", 16)),
+    "mxfp4": ("qwen2", float4("mxfp4", 32)),
     "compressed int8": ("gemma3_text", compressed("int-quantized", strategy="channel")),
 }
 

@@ -1,7 +1,7 @@
 """A stage with low-bit weights in planes, on a GPU or in Triton's interpreter, gives the same."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from molink.checkpoint.gguf_import import import_gguf
 from molink.checkpoint.hub import NullCounter
 from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.footprint import Footprint, StageSetup
+from molink.facts.model import Quantize
 from molink.stage.batch import SequenceRows
 from molink.stage.linear import (
     ConcatenatedLinear,
@@ -23,6 +24,7 @@ from molink.stage.linear import (
 )
 from molink.stage.linear.planes_check import check_planes
 from molink.stage.stage import Stage
+from tests.support.bnb_models import both
 from tests.support.gguf_models import write_gguf
 from tests.support.low_bit_models import write_low_bit
 from tests.support.models import MakeModel
@@ -51,6 +53,51 @@ def write_file(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
     return import_gguf(path, folder / "unpacked", NullCounter(), threading.Event()), exact
 
 
+def write_iq4(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    made, exact = make_model(folder / "model", "llama", 3, **WIDE), folder / "exact"
+    others = {"attn_q": Kind.IQ4_NL, "attn_k": Kind.IQ4_NL, "attn_v": Kind.IQ4_NL}
+    path = write_gguf(made, folder / "model.gguf", Kind.IQ4_XS, exact=exact, others=others)
+    return import_gguf(path, folder / "unpacked", NullCounter(), threading.Event()), exact
+
+
+def write_fp8(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    made = make_model(folder / "model", "qwen3", 3, **WIDE)
+    return write_low_bit(made, folder / "stored", folder / "exact", section), folder / "exact"
+
+
+def write_channels(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    """FP8 with a scale per row."""
+    return write_compressed(make_model, folder, "float-quantized", num_bits=8, strategy="channel")
+
+
+def write_nvfp4(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    return write_compressed(make_model, folder, "nvfp4-pack-quantized", num_bits=4, group_size=16)
+
+
+def write_mxfp4(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    return write_compressed(make_model, folder, "mxfp4-pack-quantized", num_bits=4, group_size=32)
+
+
+def write_compressed(
+    make_model: MakeModel, folder: Path, layout: str, **weights: Any
+) -> tuple[Path, Path]:
+    usual = {"type": "float", "symmetric": True, "strategy": "group", **weights}
+    group = {"targets": ["Linear"], "weights": usual, "input_activations": None}
+    method = {"quant_method": "compressed-tensors", "format": layout}
+    section = {**method, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    made = make_model(folder / "model", "llama", 3, **WIDE)
+    return write_low_bit(made, folder / "stored", folder / "exact", section), folder / "exact"
+
+
+def write_int8(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    return both(make_model(folder / "model", "llama", 3, **WIDE), folder, "int8")
+
+
+def write_nf4(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    return both(make_model(folder / "model", "qwen2", 3, **WIDE), folder, "double")
+
+
 def write_gptq(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
     made = make_model(folder / "model", "qwen2", 3, **WIDE)
     return write_low_bit(made, folder / "stored", folder / "exact", GPTQ), folder / "exact"
@@ -60,8 +107,11 @@ def write_gptq(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
 def in_planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Weights stay in planes on this device, be it a CPU."""
 
-    def probe(dtype: torch.dtype, device: torch.device, disabled: object = ()) -> ProjectionFactory:
-        return ProjectionFactory(dtype, keeps_blocks=True, planes_device=device)
+    def probe(
+        dtype: torch.dtype, device: torch.device, disabled: Collection[str] = ()
+    ) -> ProjectionFactory:
+        keeps = "gguf-blocks" not in disabled
+        return ProjectionFactory(dtype, keeps_blocks=keeps, planes_device=device if keeps else None)
 
     monkeypatch.setattr(ProjectionFactory, "probe_device", probe)
     check_planes.cache_clear()
@@ -84,13 +134,33 @@ def count_packed(stage: Stage) -> int:
     return sum(isinstance(part, PlanesLinear) for part in parts)
 
 
+def assert_packed(ring: Ring) -> None:
+    """Low-bit checkpoints leave one projection of the second layer in full."""
+    first, second = (count_packed(stage) for stage in ring.stages)
+    assert first >= 4
+    assert second >= 3
+
+
 def assert_equal_logits(found: Tensor, expected: Tensor) -> None:
     """Scores of 100 in the attention of random models amplify what the order of sums changes."""
     assert (found - expected).abs().max() < 5e-4 * expected.abs().max()
 
 
+WRITERS = [
+    write_file,
+    write_gptq,
+    write_fp8,
+    write_channels,
+    write_nvfp4,
+    write_mxfp4,
+    write_iq4,
+    write_int8,
+    write_nf4,
+]
+
+
 @pytest.mark.usefixtures("in_planes")
-@pytest.mark.parametrize("write", [write_file, write_gptq])
+@pytest.mark.parametrize("write", WRITERS)
 def test_logits_are_those_of_the_dequantized_model(
     make_model: MakeModel,
     make_ring: type[Ring],
@@ -105,8 +175,8 @@ def test_logits_are_those_of_the_dequantized_model(
     logits = ring.run(tokens, [SequenceRows(0, 20, BLOCKS)])
     assert_equal_logits(logits.cpu(), reference.logits(tokens))
     assert ring.generate(tokens, 2, BLOCKS) == reference.generate(tokens, 2)
-    assert all(count_packed(stage) >= 4 for stage in ring.stages)
-    if write is write_file:
+    assert_packed(ring)
+    if write in (write_file, write_iq4):
         assert isinstance(ring.stages[0]._decoder.embedding, PlanesLinear)
 
 
@@ -136,8 +206,29 @@ def test_weights_are_dequantized_where_products_are_wrong(
     assert count_packed(Stage.load_layers(opened, (0, 2), str(DEVICE), "f32")) == 0
 
 
+@pytest.mark.usefixtures("in_planes")
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+def test_weights_that_are_quantized_on_loading(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    mode: Quantize,
+) -> None:
+    made = make_model(tmp_path / "model", "llama", 3, **WIDE)
+    tokens, rows = random_tokens(20), [SequenceRows(0, 20, BLOCKS)]
+    ring = make_ring(made, (1,), device=str(DEVICE), quantize=mode)
+    assert [count_packed(stage) for stage in ring.stages] == [4, 4]
+    slow = make_ring(made, (1,), device=str(DEVICE), quantize=mode, avoid=("gguf-blocks", mode))
+    assert [count_packed(stage) for stage in slow.stages] == [0, 0]
+    assert_equal_logits(ring.run(tokens, rows), slow.run(tokens, rows))
+    setup = StageSetup("cuda", dtype="f32", quantize=mode)
+    planned = Footprint.of_stage(ModelFolder.open(made).placement_facts("m"), setup).layer_bytes
+    assert [stage.layer_bytes for stage in ring.stages] == [planned, planned]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("write", [write_file, write_gptq])
+@pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_cuda_gives_what_the_cpu_gives(
     make_model: MakeModel,
@@ -152,7 +243,7 @@ def test_cuda_gives_what_the_cpu_gives(
     stored, exact = write(make_model, tmp_path)
     tokens = random_tokens(100)
     ring = make_ring(stored, (1,), dtype=dtype, device="cuda:0")
-    assert all(count_packed(stage) >= 4 for stage in ring.stages)
+    assert_packed(ring)
 
     def run(some: Ring) -> Tensor:
         """Many rows, few, and one, which are multiplied in different ways."""

@@ -75,6 +75,8 @@ def _pack(weight: Any, section: Mapping[str, Any], random: Any) -> tuple[dict[st
     weights = group["weights"]
     if section["format"] == "pack-quantized":
         return _compressed(weight, weights, random)
+    if "fp4" in section["format"]:
+        return _four_bit_floats(weight, weights["group_size"])
     block = {
         "tensor": weight.shape,
         "channel": (1, weight.shape[1]),
@@ -192,3 +194,25 @@ def _eight_bits(
     kept = scales.reshape(1) if down == across == 1 and tuple(block) == (rows, width) else scales
     kept = kept.bfloat16() if kind is torch.int8 else kept
     return {"weight": numbers, scale: kept, "input_scale": torch.ones(1)}, values
+
+
+def _four_bit_floats(weight: Any, size: int) -> tuple[dict[str, Any], Any]:
+    """NVFP4 in groups of 16, MXFP4 in groups of 32."""
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = torch.from_numpy(weight).unflatten(1, (-1, size))
+    peaks = groups.abs().amax(2)
+    made = {}
+    if size == 16:
+        whole = 448 * 6 / peaks.max().reshape(1)
+        stored = (peaks / 6 * whole).to(torch.float8_e4m3fn)
+        scales = stored.float() / whole
+        made = {"weight_global_scale": whole, "input_global_scale": torch.ones(1)}
+    else:
+        exponents = (peaks / 6).log2().ceil()
+        stored, scales = (exponents + 127).to(torch.uint8), exponents.exp2()
+    scaled = groups / scales.unsqueeze(2).clamp_min(1e-20)
+    codes = (scaled.abs().unsqueeze(3) - grid).abs().argmin(3)
+    values = (grid[codes] * scaled.sign() * scales.unsqueeze(2)).flatten(1)
+    codes = (codes + 8 * (scaled < 0)).flatten(1)
+    packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    return {"weight_packed": packed, "weight_scale": stored, **made}, values

@@ -24,8 +24,8 @@ _MAX_CODES = 2**20
 class BlockCodes:
     """Codes (uint8 ``[R, B, block]``) and numbers of rows ``[R, in]`` in ``B`` blocks each.
 
-    ``halves`` are 16-bit ``[R, B]``: scales, then shifts or minima if any. ``whole`` are bytes
-    ``[R, B, groups]`` that multiply them, with nested scales.
+    ``halves`` are of the format's number type, ``[R, B]``: scales, then shifts or minima if any.
+    ``whole`` are bytes ``[R, B, groups]`` that multiply them, with nested scales.
     """
 
     codes: Tensor
@@ -50,6 +50,8 @@ def parse_blocks(name: str, rows: Tensor) -> BlockCodes:
     blocks = unflatten(rows, 1, (-1, PACKED_TYPES[name].nbytes))
     if not form.has_nested_scales:
         return _parse_simple(form, blocks)
+    if form.codebook:
+        return _parse_iq4_xs(form, blocks)
     return _parse_k_quants(form, blocks) if form.has_minimum else _parse_q6_k(blocks)
 
 
@@ -205,3 +207,15 @@ def _parse_q6_k(blocks: Tensor) -> BlockCodes:
     pairs = (high >> torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(1)) & 3
     codes |= pairs.flatten(2) << _LOW_BITS
     return BlockCodes(codes, _read_halves(blocks[..., 208:]), (blocks[..., 192:208],))
+
+
+def _parse_iq4_xs(form: BlockFormat, blocks: Tensor) -> BlockCodes:
+    """``iq4_xs``: scale, two upper and four lower bits of 8 integers, and 256 codes."""
+    (scale,) = _read_halves(blocks[..., :_F16_BYTES])
+    places = torch.arange(0, 8, 2, dtype=torch.uint8)
+    upper = (blocks[..., 2:4].unsqueeze(3) >> places).flatten(2) & 3
+    lower = torch.stack((blocks[..., 4:8] & _LOW, blocks[..., 4:8] >> _LOW_BITS), 3).flatten(2)
+    steps = (lower | upper << _LOW_BITS).view(torch.int8) - 32
+    bytes_ = unflatten(blocks[..., 8:], 2, (-1, form.group // 2))
+    codes = torch.cat((bytes_ & _LOW, bytes_ >> _LOW_BITS), 3).flatten(2)
+    return BlockCodes(codes, (scale,), (steps.view(torch.uint8),))

@@ -18,7 +18,7 @@ from molink.checkpoint.traits import Activation
 from molink.facts.dtypes import WeightDType
 from molink.facts.kernels import INTEGER_KERNELS, KernelName
 from molink.facts.model import Quantize
-from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
+from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.compiled import CompiledAttention, compile_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
@@ -53,7 +53,12 @@ from molink.stage.linear import (
 from molink.stage.linear.base import PRODUCT_TOLERANCES, make_random_weight
 from molink.stage.linear.nf4 import load_library
 from molink.stage.linear.planes_check import planes_error
-from molink.stage.linear.quantized import TOLERANCE, QuantizedProjectionFactory, relative_error
+from molink.stage.linear.quantized import (
+    TOLERANCE,
+    QuantizedProjectionFactory,
+    quantized_format,
+    relative_error,
+)
 from molink.stage.out_of_memory import empty_device_cache, is_out_of_memory
 from molink.stage.torch_dtypes import TORCH_DTYPES, supports_bf16
 
@@ -168,8 +173,9 @@ def kernel_chains(
     )
     plain = KernelTrial("torch", dtype, last, product(_create_plain))
     if device.type == "cuda":
-        if shapes.planes:
-            made.append((_planes_trial(shapes.planes, dtype, device),))
+        planes = shapes.planes + _quantized_planes(quantize, shapes.products)
+        if planes:
+            made.append((_planes_trial(planes, dtype, device),))
         error = partial(_fused_rows_error, shapes, computed, device)
         fused = KernelTrial("compiled-rows", dtype, rounding, error)
         return (*made, (plain,), (fused, torch_rows), _attention_chain(shapes, dtype, device))
@@ -365,6 +371,17 @@ def _planes_trial(
         return _max_error([planes_error(*one, computed, device) for one in planes])
 
     return KernelTrial("gguf-blocks", dtype, PRODUCT_TOLERANCES[dtype], find_error)
+
+
+def _quantized_planes(
+    mode: Quantize, products: Sequence[tuple[int, int]]
+) -> tuple[tuple[BlockFormat, int], ...]:
+    """Format and columns of weights that are quantized on loading."""
+    if mode == "none":
+        return ()
+    widths = sorted({width for _, width in products})
+    found = [(quantized_format(mode, width), width) for width in widths]
+    return tuple((form, width) for form, width in found if fits_planes(form, (1, width)))
 
 
 def _quantized_error(

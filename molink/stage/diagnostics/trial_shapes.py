@@ -89,7 +89,7 @@ class TrialShapes:
             planes=find_planes(config, tensors or {}) if device.type == "cuda" else (),
             formats=()
             if device.type == "cuda"
-            else tuple(sorted({form for form, _ in found}, key=repr)),
+            else tuple(sorted({form for form, _ in found if form.fits_cpu}, key=repr)),
         )
 
 

@@ -1,11 +1,18 @@
 """Products with low-bit weights, in Triton; :mod:`.block_planes` describes their planes.
 
 A *slice* is ``WIDTH`` consecutive columns, one of ``32 / BITS`` in a word's bits, and lies in one
-group: a slice's scale is one number per output.
+group: a slice's scale is one number per output. A ``GROUP`` of 0 is a whole row.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _decode_floats(codes):
+    """Float32 of E4M3 floats (int32), exactly: as float16's bits they are 256 times as small."""
+    bits = ((codes & 128) << 8) | ((codes & 127) << 7)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256
 
 
 @triton.jit
@@ -19,12 +26,14 @@ def _load_slice(
     inside,
     size,
     FORM: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Weights float32 ``[WIDTH, outputs]`` of slice ``index`` of a chunk.
 
     ``words`` and ``high`` are the chunk's low and upper bits; the weight has ``size`` outputs.
+    Unless ``EXACT``, values of a codebook are rounded to float16.
     """
-    _, _, scales, minima, scale_steps, minimum_steps, shifts = planes
+    _, _, scales, minima, scale_steps, minimum_steps, shifts, codebook = planes
     BITS: tl.constexpr = FORM[0]
     OFFSET: tl.constexpr = FORM[1]
     GROUP: tl.constexpr = FORM[2]
@@ -34,6 +43,10 @@ def _load_slice(
     NESTED: tl.constexpr = FORM[6]
     HAS_SHIFTS: tl.constexpr = FORM[7]
     WIDTH: tl.constexpr = FORM[8]
+    HAS_CODEBOOK: tl.constexpr = FORM[9]
+    IS_FLOAT: tl.constexpr = FORM[10]
+    SHARED_ROWS: tl.constexpr = FORM[11]
+    STEP_KIND: tl.constexpr = FORM[12]
     if BITS == 8:
         codes = (words << (24 - 8 * index)) >> 24
     else:
@@ -41,14 +54,29 @@ def _load_slice(
     if HIGH > 0:
         codes |= ((high >> (HIGH * index)) & ((1 << HIGH) - 1)) << 4
     column = (chunk * (32 // BITS) + index) * WIDTH
-    place = (column // GROUP) * size + outputs
-    above = (column // BLOCK) * size + outputs
-    values = (codes - OFFSET).to(tl.float32)
+    row = outputs // SHARED_ROWS
+    place = row if GROUP == 0 else (column // GROUP) * (size // SHARED_ROWS) + row
+    above = outputs if BLOCK == 0 else (column // BLOCK) * size + outputs
+    if HAS_CODEBOOK:
+        # Loads of 32 bits would go through shared memory, 64 KiB of it.
+        values = tl.load(codebook + codes).to(tl.float32)
+        if EXACT:
+            values += tl.load(codebook + 16 + codes).to(tl.float32)
+    elif IS_FLOAT:
+        values = _decode_floats(codes)
+    else:
+        values = (codes - OFFSET).to(tl.float32)
     if HAS_SHIFTS:
         values += tl.load(shifts + place, mask=inside, other=0).to(tl.float32)[None]
     if NESTED:
         scale = tl.load(scales + above, mask=inside, other=0).to(tl.float32)
-        scale *= tl.load(scale_steps + place, mask=inside, other=0).to(tl.float32)
+        step = tl.load(scale_steps + place, mask=inside, other=0)
+        if STEP_KIND == "e4m3":
+            scale *= _decode_floats(step.to(tl.int32))
+        elif STEP_KIND == "e8m0":
+            scale *= (step.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        else:
+            scale *= step.to(tl.float32)
     else:
         scale = tl.load(scales + place, mask=inside, other=0).to(tl.float32)
     values *= scale[None]
@@ -96,6 +124,7 @@ def multiply_kernel(
     no tensor cores.
     """
     WIDTH: tl.constexpr = FORM[8]
+    EXACT: tl.constexpr = rows.dtype.element_ty == tl.float32
     split = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = outputs < size
@@ -109,7 +138,9 @@ def multiply_kernel(
     for chunk in range(first, tl.minimum(first + chunks_per_split, chunks)):
         words, high = _load_words(planes, chunk, outputs, inside, chunks, FORM)
         for index in tl.static_range(32 // FORM[0]):
-            weights = _load_slice(planes, words, high, chunk, index, outputs, inside, size, FORM)
+            weights = _load_slice(
+                planes, words, high, chunk, index, outputs, inside, size, FORM, EXACT
+            )
             column = (chunk * (32 // FORM[0]) + index) * WIDTH + at
             if ROWS == 1:
                 row = rows + tl.program_id(2).to(tl.int64) * depth + column
@@ -160,6 +191,7 @@ def dequantize_kernel(
 ):
     """Write rows ``first … first + count - 1`` of the weight, or those in ``tokens [count]``."""
     WIDTH: tl.constexpr = FORM[8]
+    EXACT: tl.constexpr = results.dtype.element_ty == tl.float32
     number = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = number < count
     if HAS_TOKENS:
@@ -169,7 +201,7 @@ def dequantize_kernel(
     chunk, at = tl.program_id(1), tl.arange(0, WIDTH)
     words, high = _load_words(planes, chunk, outputs, inside, chunks, FORM)
     for index in tl.static_range(32 // FORM[0]):
-        weights = _load_slice(planes, words, high, chunk, index, outputs, inside, size, FORM)
+        weights = _load_slice(planes, words, high, chunk, index, outputs, inside, size, FORM, EXACT)
         column = (chunk * (32 // FORM[0]) + index) * WIDTH + at
         place = results + number.to(tl.int64)[None] * depth + column[:, None]
         tl.store(place, weights.to(results.dtype.element_ty), mask=inside[None])

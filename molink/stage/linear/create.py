@@ -116,6 +116,8 @@ class ProjectionFactory:
 
     def _find_block_product(self, form: BlockFormat) -> "BlockMatMul | IntegerBlockMatMul | None":
         """Return the product for a quantized format, if supported."""
+        if not form.fits_cpu:
+            return None
         if integer_kernel(form) in self.integer_kernels:
             product = create_integer_matmul(form, self.dtype, torch.get_num_threads())
             if product is not None:

@@ -59,22 +59,25 @@ def planes_error(
     Products in both ways, and looked-up rows, are compared. NaN if any is.
     """
     generator = torch.Generator().manual_seed(0)
-    part = draw_codes(form, (_OUTPUTS, columns), generator)
-    planes = BlockPlanes.pack_blocks(PlaneLayout(form, (_OUTPUTS, columns)), [part], device)
+    outputs = -(-_OUTPUTS // form.shared_rows) * form.shared_rows
+    part = draw_codes(form, (outputs, columns), generator)
+    planes = BlockPlanes.pack_blocks(PlaneLayout(form, (outputs, columns)), [part], device)
     weight, errors = dequantize_codes(form, part), []
 
     def compare(found: Tensor, exact: Tensor) -> None:
         errors.append((found.double().cpu() - exact).abs().max() / exact.abs().max())
 
-    bias = torch.randn(_OUTPUTS, generator=generator).to(dtype)
+    # Results are about as large as weights, at any width: they must fit float16.
+    size, shrink = float(weight.std()), columns**-0.5
+    bias = torch.randn(outputs, generator=generator).mul(size).to(dtype)
     for count in _ROWS:
-        rows = torch.randn(count, columns, generator=generator).to(dtype)
+        rows = torch.randn(count, columns, generator=generator).mul(shrink).to(dtype)
         exact, given = rows.double() @ weight.t() + bias.double(), rows.to(device)
         for splits in _SPLITS:
             compare(multiply_fused(planes, given, bias.to(device), splits), exact)
         compare(multiply_dequantized(planes, given, bias.to(device)), exact)
-    tokens = torch.arange(_OUTPUTS).flip(0)
-    found = dequantize_rows(planes, 0, _OUTPUTS, dtype, tokens.to(device))
+    tokens = torch.arange(outputs).flip(0)
+    found = dequantize_rows(planes, 0, outputs, dtype, tokens.to(device))
     compare(found, weight[tokens])
     return float(torch.stack(errors).max())
 
@@ -88,26 +91,45 @@ def draw_codes(form: BlockFormat, shape: tuple[int, int], generator: torch.Gener
 
     number = TORCH_DTYPES[form.number_dtype]
     halves = [
-        torch.rand(rows, blocks, generator=generator).add(0.5).mul(sign).to(number)
+        torch.rand(rows // form.shared_rows, blocks, generator=generator)
+        .add(0.5)
+        .mul(sign)
+        .to(number)
+        .repeat_interleave(form.shared_rows, 0)
         for sign in (1, -4)[: 1 + form.has_minimum]
     ]
     if form.has_shifts:
         halves.append(integers(-7, 8, 1).squeeze(2).to(number))
-    whole = [integers(0, 64, form.groups_per_block).to(torch.uint8)] * form.has_nested_scales
+    # Integers, positive floats, or powers of two from 2**-7 on.
+    least, most = (120, 128) if form.step_kind == "e8m0" else (0, 64)
+    steps = integers(least, most, form.groups_per_block).to(torch.uint8)
+    whole = [steps] * form.has_nested_scales
     codes = integers(0, 1 << form.bits, form.block).to(torch.uint8)
+    if form.is_float:
+        codes[(codes & 127) == 127] = 0  # NaN
     return BlockCodes(codes, tuple(halves), tuple(whole * (1 + form.has_minimum)))
 
 
 def dequantize_codes(form: BlockFormat, part: BlockCodes) -> Tensor:
     """The weight float64 ``[out, in]``."""
-    codes = part.codes.view(torch.int8) if form.bits == 8 else part.codes
-    values = unflatten(codes.double(), 2, (form.groups_per_block, form.group)) - form.offset
+    eight = torch.float8_e4m3fn if form.is_float else torch.int8
+    codes = (part.codes.view(eight) if form.bits == 8 else part.codes).double() - form.offset
+    if form.codebook:
+        codes = torch.tensor(form.codebook, dtype=torch.float64)[codes.long()]
+    values = unflatten(codes, 2, (form.groups_per_block, form.group))
     numbers = [each.double()[:, :, None, None] for each in part.halves]
     if form.has_nested_scales:
-        kind = torch.uint8 if form.has_minimum else torch.int8
-        steps = [each.view(kind).double().unsqueeze(3) for each in part.whole]
+        steps = [_decode_steps(form, each).unsqueeze(3) for each in part.whole]
         numbers = [one * each for one, each in zip(numbers, steps, strict=True)]
     if form.has_shifts:
         values += numbers[1]
     values *= numbers[0]
     return (values + numbers[1] if form.has_minimum else values).flatten(1)
+
+
+def _decode_steps(form: BlockFormat, steps: Tensor) -> Tensor:
+    if form.step_kind == "e8m0":
+        return (steps.double() - 127).exp2()
+    if form.step_kind == "e4m3":
+        return steps.view(torch.float8_e4m3fn).double()
+    return steps.view(torch.uint8 if form.has_minimum else torch.int8).double()

@@ -5,7 +5,7 @@ Only one part at a time is in full precision.
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from molink.checkpoint.quantized_size import NF4_BLOCK, can_hold
 from molink.facts.model import Quantize
+from molink.gguf.block_formats import BlockFormat
+from molink.stage.cpu_kernels.repack import BlockCodes, rows_per_repack
 from molink.stage.linear.base import Projection, make_random_weight
 from molink.stage.linear.int8 import (
     MAX_INT8_WIDTH,
@@ -82,6 +84,30 @@ class QuantizedWeight:
             self.row_slices(first, first + len(rows)), quantize(rows), strict=True
         ):
             target.copy_(made)
+
+    @property
+    def format(self) -> BlockFormat:
+        """Format in which a GPU may keep the weight in planes."""
+        return quantized_format(self.mode, self.shape[1])
+
+    def read_blocks(self) -> Iterator[BlockCodes]:
+        """The weight in that format, in slices of rows; nf4 rows are whole blocks."""
+        group, step = self.format.group, rows_per_repack(self.shape[1])
+        for first in range(0, self.shape[0], step):
+            data, scales = self.row_slices(first, min(first + step, self.shape[0]))
+            if self.mode == "int8":
+                codes, scales = data.view(torch.uint8), scales / 127
+            else:
+                codes = torch.stack((data >> 4, data & 15), -1)
+            blocks = codes.view(-1, self.shape[1] // group, group)
+            yield BlockCodes(blocks, (scales.view(blocks.shape[:2]),))
+
+
+def quantized_format(mode: Quantize, width: int) -> BlockFormat:
+    """Format of weights ``[out, width]`` in ``int8`` or ``nf4``."""
+    if mode == "int8":
+        return BlockFormat(8, 0, width, width, number_dtype="f32")
+    return BlockFormat(4, 0, NF4_BLOCK, NF4_BLOCK, number_dtype="f32", codebook=NF4_VALUES)
 
 
 @dataclass(frozen=True, slots=True)

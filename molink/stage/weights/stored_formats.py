@@ -1,6 +1,6 @@
 """Reads weights in low-bit formats: GPTQ, AWQ, FP8, compressed-tensors, bitsandbytes, MXFP4.
 
-They are dequantized, or repacked for CPU kernels; see :mod:`molink.checkpoint.low_bit` and
+They are dequantized, or repacked for kernels; see :mod:`molink.checkpoint.low_bit` and
 :mod:`molink.checkpoint.stacked_experts`.
 """
 
@@ -19,7 +19,7 @@ from molink.checkpoint.prequantized import (
 )
 from molink.checkpoint.stacked_experts import MXFP4_BLOCK, StackedExpert
 from molink.errors import BrokenModel, UnsupportedModel
-from molink.gguf.block_formats import BlockFormat
+from molink.gguf.block_formats import E2M1_VALUES, BlockFormat
 from molink.stage.cpu_kernels.repack import BlockCodes
 from molink.stage.cpu_kernels.repack import rows_per_repack as packed_rows
 from molink.stage.linear.nf4 import NF4_VALUES
@@ -42,6 +42,9 @@ def unpack_low_bit(
 
     ``scales`` names its scales, ``shape`` is ``[out, in]``; ``read`` returns stored tensors.
     """
+    if scheme.layout in ("mxfp4", "nvfp4"):
+        yield from _unpack_float4(scheme, name, scales, shape, read)
+        return
     rows, width = shape
     by_row = scheme.layout in ("packed", "plain")
     numbers, scale = read(scheme.numbers_name(name)), read(scales)
@@ -75,6 +78,9 @@ def read_low_bit_blocks(
 
     ``order`` permutes its columns.
     """
+    if scheme.layout in ("mxfp4", "nvfp4"):
+        yield from _read_float4_blocks(scheme, name, scales, shape, read)
+        return
     rows, width = shape
     by_row = scheme.layout in ("packed", "plain")
     numbers, scale = read(scheme.numbers_name(name)), read(scales)
@@ -86,7 +92,7 @@ def read_low_bit_blocks(
         codes = _unpack_numbers(scheme, numbers, first, last)[:, :width]
         if scheme.bits == 8 and scheme.layout != "plain":
             codes = codes - _default_zero_point(scheme)  # 8-bit block codes are signed
-        codes = codes.to(torch.int8)
+        codes = codes.view(torch.int8) if form.is_float else codes.to(torch.int8)
         if order is not None:
             codes = codes[:, order]
         found = _expand_scales(scheme, scale, first, last) if by_row else scale[:, first:last].T
@@ -101,6 +107,46 @@ def read_low_bit_blocks(
             unflatten(codes.view(torch.uint8), 1, (-1, form.group)),
             tuple(each.repeat_interleave(repeated, 1) for each in halves),
         )
+
+
+def _unpack_float4(
+    scheme: LowBitScheme,
+    name: str,
+    scales: str,
+    shape: tuple[int, int],
+    read: Callable[[str], Tensor],
+) -> Iterator[tuple[int, Tensor]]:
+    """:func:`unpack_low_bit` of 4-bit floats."""
+    numbers, scale = read(scheme.numbers_name(name)), read(scales)
+    divisor = read(scheme.global_scale_name(name)) if scheme.layout == "nvfp4" else 1
+    step = rows_per_unpack(shape[1])
+    for first in range(0, shape[0], step):
+        found, factors = numbers[first : first + step], scale[first : first + step]
+        if scheme.layout == "mxfp4":
+            yield first, unpack_mxfp4(unflatten(found, 1, (-1, MXFP4_BLOCK // 2)), factors)
+            continue
+        values = _unpack_pairs(unflatten(found, 1, (factors.shape[1], -1)))
+        yield first, (values * (factors.float() / divisor).unsqueeze(2)).flatten(1)
+
+
+def _read_float4_blocks(
+    scheme: LowBitScheme,
+    name: str,
+    scales: str,
+    shape: tuple[int, int],
+    read: Callable[[str], Tensor],
+) -> Iterator[BlockCodes]:
+    """:func:`read_low_bit_blocks` of 4-bit floats: a block is a row, and has the tensor's scale."""
+    numbers, steps = read(scheme.numbers_name(name)), read(scales).view(torch.uint8)
+    whole = torch.ones(1)
+    if scheme.layout == "nvfp4":
+        whole /= read(scheme.global_scale_name(name))
+    step = packed_rows(shape[1])
+    for first in range(0, shape[0], step):
+        found = numbers[first : first + step]
+        codes = torch.stack((found & 15, found >> 4), 2).flatten(1).unsqueeze(1)
+        halves = (whole.expand(len(found), 1),)
+        yield BlockCodes(codes, halves, (steps[first : first + step].unsqueeze(1),))
 
 
 def read_column_order(
@@ -228,8 +274,6 @@ def _read_scales(name: str, shape: tuple[int, int], read: ReadStored) -> Tensor:
     return values * coarse + offset
 
 
-#: Values of 4-bit floats with 2 exponent bits and 1 mantissa bit (E2M1).
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 
 
@@ -254,16 +298,21 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
     A scale of 255 means NaN.
     """
-    # One lookup per byte, for both values, takes a sixth of the time.
-    both = _byte_pairs().index_select(0, blocks.reshape(-1).int()).view(blocks.shape)
     powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _SCALE_BIAS)
     powers = powers.masked_fill(scales == 255, torch.nan)
-    return both.view(torch.float32).mul_(powers.unsqueeze(-1)).flatten(1)
+    return _unpack_pairs(blocks).mul_(powers.unsqueeze(-1)).flatten(1)
+
+
+def _unpack_pairs(blocks: Tensor) -> Tensor:
+    """Float32 ``[out, groups, group]`` of uint8 ``[out, groups, group / 2]``."""
+    # One lookup per byte, for both values, takes a sixth of the time.
+    both = _byte_pairs().index_select(0, blocks.reshape(-1).int()).view(blocks.shape)
+    return both.view(torch.float32)
 
 
 @cache
 def _byte_pairs() -> Tensor:
     """Both float32 values of each byte as one int64: ``[256]``."""
-    values = torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)])
+    values = torch.tensor(E2M1_VALUES)
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
     return pairs.view(torch.int64).view(-1)

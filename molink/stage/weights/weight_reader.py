@@ -175,9 +175,12 @@ class WeightReader:
         weights = [f"{name}.weight" for name in names]
         bias = self.read_tensors(*(f"{name}.bias" for name in names)) if biased else None
         if self._becomes_quantized(weights):
-            return self._quantized_projections.create_projection(
-                self._load_quantized(weights), bias
-            )
+            made = self._load_quantized(weights)
+            if self._projections.keeps_format(made.format, made.shape):
+                return self._projections.create_quantized(
+                    made.format, made.shape, made.read_blocks(), bias
+                )
+            return self._quantized_projections.create_projection(made, bias)
         parts, first = [], 0
         for (form, order), found in groupby(weights, self._resident_layout):
             names = list(found)

@@ -44,7 +44,7 @@ _CPUS: dict[str, tuple[Arithmetic, IntegerInstructions, tuple[str, ...], str | N
 }
 _OUT, _WIDEST = 64, 9
 _FORMATS = {
-    **BLOCK_FORMATS,
+    **{name: form for name, form in BLOCK_FORMATS.items() if form.fits_cpu},
     "4 bits, 128, shifts": BlockFormat(4, 8, 128, 128, has_shifts=True),
     "4 bits, 64, bf16": BlockFormat(4, 8, 64, 64, number_dtype="bf16"),
     "8 bits, 128, shifts": BlockFormat(8, 0, 128, 128, has_shifts=True, number_dtype="bf16"),

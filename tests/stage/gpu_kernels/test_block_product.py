@@ -1,6 +1,7 @@
 """Low-bit weights in planes: their bytes, their values and their products."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes, resident_bytes
+from molink.gguf.block_formats import (
+    BLOCK_FORMATS,
+    E2M1_VALUES,
+    BlockFormat,
+    fits_planes,
+    resident_bytes,
+)
 from molink.gguf.ggml_types import PACKED_TYPES
-from molink.stage.cpu_kernels.repack import read_blocks
+from molink.stage.cpu_kernels.repack import BlockCodes, read_blocks
 from molink.stage.gpu_kernels import block_product
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.block_product import (
@@ -24,6 +31,7 @@ from molink.stage.gpu_kernels.block_product import (
 )
 from molink.stage.linear.planes import PlanesLinear
 from molink.stage.linear.planes_check import dequantize_codes, draw_codes, planes_error
+from molink.stage.linear.quantized import quantized_format
 from tests.support.gguf_models import random_rows
 from tests.support.triton_device import DEVICE, needs_triton, widen_products
 
@@ -35,7 +43,22 @@ INTEGERS = (
     BlockFormat(8, 0, 64, 64, number_dtype="bf16"),
     BlockFormat(8, 0, 32, 32, has_shifts=True),
 )
-FORMATS = (*BLOCK_FORMATS.values(), *INTEGERS)
+#: Formats of ``int8``, whose scales are of whole rows, and ``nf4``.
+QUANTIZED = (quantized_format("int8", 256), quantized_format("nf4", 256))
+#: Formats of FP8: a scale per row, and for blocks of 128 rows and columns.
+FLOATS = (
+    BlockFormat(8, 0, 256, 256, number_dtype="bf16", is_float=True),
+    BlockFormat(8, 0, 128, 128, number_dtype="f32", is_float=True, shared_rows=128),
+)
+#: NVFP4 and MXFP4.
+FLOATS4 = tuple(
+    BlockFormat(
+        4, 0, group, 256,
+        has_nested_scales=True, number_dtype="f32", codebook=E2M1_VALUES, step_kind=kind,
+    )
+    for group, kind in ((16, "e4m3"), (32, "e8m0"))
+)  # fmt: skip
+FORMATS = (*BLOCK_FORMATS.values(), *INTEGERS, *QUANTIZED, *FLOATS, *FLOATS4)
 #: The interpreter cuts bf16 off instead of rounding it.
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2**-6, torch.float32: 1e-5}
 
@@ -71,14 +94,47 @@ def test_gguf_weights_are_those_of_the_file_and_as_large(name: str) -> None:
     assert torch.equal(linear.look_up(tokens), found[tokens])
     assert linear.nbytes == resident_bytes(form, (96, 512))
     # Two six-bit integers of a group take a byte each.
-    grown = {"q4_k": 4, "q5_k": 4}.get(name, 0)
+    grown = {"q4_k": 4, "q5_k": 4, "iq4_xs": 2}.get(name, 0)
     assert linear.nbytes == 96 * 512 // kind.block_size * (kind.nbytes + grown)
+
+
+@pytest.mark.parametrize(
+    ("form", "of_file"),
+    [
+        (quantized_format("int8", 4096), 4096**2 + 4 * 4096),
+        (quantized_format("nf4", 4096), 4096**2 * 9 // 16),
+        (replace(FLOATS[0], group=4096, block=4096), 4096**2 + 2 * 4096),
+        (FLOATS[1], 4096**2 + 4 * 32**2),
+        (replace(FLOATS4[0], block=4096), 4096**2 * 9 // 16 + 4),
+        (replace(FLOATS4[1], block=4096), 4096**2 * 17 // 32),
+    ],
+    ids=["int8", "nf4", "fp8 by row", "fp8 in blocks", "nvfp4", "mxfp4"],
+)
+def test_weights_of_checkpoints_are_as_large_as_in_files(form: BlockFormat, of_file: int) -> None:
+    planes = BlockPlanes.create_empty(PlaneLayout(form, (4096, 4096)), DEVICE)
+    assert of_file <= planes.nbytes <= 1.002 * of_file
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_a_device_is_proven_by_every_format(form: BlockFormat) -> None:
     dtype = torch.bfloat16 if form.has_minimum else torch.float16
     assert planes_error(form, 256, dtype, DEVICE) < TOLERANCES[dtype]
+
+
+def test_a_check_of_wide_rows_fits_float16() -> None:
+    """Random blocks of Q6_K are large: sums of 1024 columns overflowed."""
+    error = planes_error(BLOCK_FORMATS["q6_k"], 1024, torch.float16, DEVICE)
+    assert error < TOLERANCES[torch.float16]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_few_and_many_rows(form: BlockFormat) -> None:
+    planes, weight = pack(form, (128, 512))
+    rows = torch.randn(65, 512, generator=torch.Generator().manual_seed(0))
+    exact = rows.double() @ weight.t()
+    for count in (1, 3, 16, 65):
+        found = multiply_blocks(planes, rows[:count].to(DEVICE), None).double().cpu()
+        assert (found - exact[:count]).abs().max() < 1e-5 * exact.abs().max()
 
 
 @settings(max_examples=40)
@@ -103,6 +159,7 @@ def test_products(
     seed: int,
 ) -> None:
     columns = blocks * max(form.block, 128)
+    outputs = -(-outputs // form.shared_rows) * form.shared_rows
     planes, weight = pack(form, (outputs, columns), seed)
     generator = torch.Generator().manual_seed(seed)
     given_rows = torch.randn(rows, columns, generator=generator).to(dtype)
@@ -141,6 +198,47 @@ def test_numbers_that_are_not_finite_are_found(number: float) -> None:
     planes.minima[0, 20] = number
     assert linear.is_finite(0, 20)
     assert not linear.is_finite(16, 32)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_floats_that_are_no_numbers_are_found(code: int) -> None:
+    part = draw_codes(FLOATS[1], (256, 128), torch.Generator().manual_seed(0))
+    part.codes[200, 0, 77] = code
+    planes = BlockPlanes.pack_blocks(PlaneLayout(FLOATS[1], (256, 128)), [part], DEVICE)
+    assert planes.is_finite(0, 128)
+    assert not planes.is_finite(128, 256)
+
+
+@pytest.mark.parametrize(("form", "step"), [(FLOATS4[0], 0x7F), (FLOATS4[1], 0xFF)])
+def test_steps_that_are_no_numbers_are_found(form: BlockFormat, step: int) -> None:
+    planes, _ = pack(form, (32, 256))
+    assert planes.is_finite(0, 32)
+    planes.scale_steps[3, 20] = step
+    assert planes.is_finite(0, 20)
+    assert not planes.is_finite(16, 32)
+
+
+def test_all_floats_of_8_bits() -> None:
+    part = BlockCodes(torch.arange(256).byte().view(2, 1, 128), (torch.ones(2, 1),))
+    form = BlockFormat(8, 0, 128, 128, number_dtype="f32", is_float=True)
+    planes = BlockPlanes.pack_blocks(PlaneLayout(form, (2, 128)), [part], DEVICE)
+    found = dequantize_rows(planes, 0, 2, torch.float32).flatten().cpu()
+    exact = torch.arange(256).byte().view(torch.float8_e4m3fn).float()
+    numbers = exact.isfinite()
+    assert torch.equal(found[numbers], exact[numbers])
+
+
+def test_rows_that_share_scales_arrive_in_any_slices() -> None:
+    form, shape = FLOATS[1], (384, 256)
+    part = draw_codes(form, shape, torch.Generator().manual_seed(0))
+    slices = [
+        BlockCodes(part.codes[first:last], (part.halves[0][first:last],))
+        for first, last in ((0, 64), (64, 224), (224, 384))
+    ]
+    planes = BlockPlanes.pack_blocks(PlaneLayout(form, shape), slices, DEVICE)
+    found = dequantize_rows(planes, 0, 384, torch.float32).cpu()
+    torch.testing.assert_close(found.double(), dequantize_codes(form, part), rtol=1e-6, atol=0)
+    assert planes.nbytes == 384 * 256 + 3 * 2 * 4
 
 
 def test_rows_that_words_do_not_fill_stay_out() -> None:

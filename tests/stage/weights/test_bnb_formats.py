@@ -2,57 +2,23 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.quantized_size import is_quantizable
 from molink.errors import BrokenModel, ModelError, UnsupportedModel, UsageError
 from molink.stage.batch import SequenceRows
-from molink.stage.linear.nf4 import NF4_VALUES, load_library
 from molink.stage.stage import Stage
+from tests.support.bnb_models import as_nf4, both, rewrite, set_config
 from tests.support.models import MakeModel
 from tests.support.stage import Reference, Ring
-
-EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
-FOUR = {
-    "quant_method": "bitsandbytes",
-    "load_in_8bit": False,
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_quant_storage": "uint8",
-}
-Tensors = dict[str, Tensor]
-
-
-def as_int8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
-    """What bitsandbytes' Linear8bitLt saves, and what it stands for."""
-    data, scales, _ = load_library().functional.int8_vectorwise_quant(weight.half())
-    module = name.removesuffix("weight")
-    saved = {name: data, f"{module}SCB": scales}
-    saved[f"{module}weight_format"] = torch.tensor(0, dtype=torch.uint8)
-    return saved, data.float() * scales.unsqueeze(1) / 127
-
-
-def as_nf4(name: str, weight: Tensor, *, double: bool) -> tuple[Tensors, Tensor]:
-    """What bitsandbytes' Linear4bit saves, and what it stands for."""
-    library = load_library().functional
-    data, state = library.quantize_4bit(weight, quant_type="nf4", compress_statistics=double)
-    saved = {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
-    scales = state.absmax
-    if double:
-        scales = library.dequantize_blockwise(scales, state.state2) + state.offset
-    codes = torch.stack((data >> 4, data & 15), -1).view(-1, 64).int()
-    values = torch.tensor(NF4_VALUES)[codes] * scales.unsqueeze(1)
-    return {name: data, **saved}, values.view(weight.shape)
 
 
 def stands_for(name: str, weight: Tensor, mode: str) -> Tensor:
@@ -61,42 +27,6 @@ def stands_for(name: str, weight: Tensor, mode: str) -> Tensor:
         return as_nf4(name, weight, double=False)[1]
     scales = weight.abs().amax(1, keepdim=True)
     return (weight * (127 / scales)).round() * scales / 127
-
-
-def rewrite(folder: Path, target: Path, change: Callable[[str, Tensor], Tensors]) -> Path:
-    shutil.copytree(folder, target)
-    for path in target.glob("*.safetensors"):
-        tensors: Tensors = {}
-        # Windows keeps files as they are while they are mapped.
-        for name, tensor in load(path.read_bytes()).items():
-            tensors |= change(name, tensor)
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
-    return target
-
-
-def set_config(folder: Path, section: dict[str, Any] | None) -> None:
-    path = folder / "config.json"
-    raw = json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": section}
-    path.write_text(json.dumps(raw), encoding="utf-8")
-
-
-def both(folder: Path, tmp_path: Path, kind: str, left_out: str = "nothing") -> tuple[Path, Path]:
-    """The folder quantized beforehand, and a plain one with the weights that it stands for."""
-    stood: Tensors = {}
-
-    def quantize(name: str, weight: Tensor) -> Tensors:
-        if not is_quantizable(name, weight.shape) or left_out in name:
-            stood[name] = weight
-            return {name: weight}
-        if kind == "int8":
-            saved, stood[name] = as_int8(name, weight)
-        else:
-            saved, stood[name] = as_nf4(name, weight, double=kind == "double")
-        return saved
-
-    made = rewrite(folder, tmp_path / "quantized", quantize)
-    set_config(made, EIGHT if kind == "int8" else FOUR)
-    return made, rewrite(folder, tmp_path / "plain", lambda name, _: {name: stood[name]})
 
 
 @pytest.fixture(params=["qwen2", "llama", "qwen3_moe"])

@@ -4,9 +4,10 @@ from functools import partial
 
 import torch
 
-from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
+from molink.gguf.block_formats import BLOCK_FORMATS, E2M1_VALUES, BlockFormat
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.block_product import dequantize_rows, multiply_fused
+from molink.stage.linear.quantized import quantized_format
 
 _CPU = torch.device("cpu")
 #: Formats with rows of one way of the kernel, and a type. They cover all code sizes and numbers
@@ -14,7 +15,16 @@ _CPU = torch.device("cpu")
 _CASES = (
     (BLOCK_FORMATS["q5_k"], 1, torch.float16),
     (BLOCK_FORMATS["q6_k"], 16, torch.bfloat16),
+    (quantized_format("nf4", 4096), 16, torch.float16),
 )
+#: NVFP4 and MXFP4.
+_FLOATS4 = [
+    BlockFormat(
+        4, 0, group, 4096,
+        has_nested_scales=True, number_dtype="f32", codebook=E2M1_VALUES, step_kind=kind,
+    )
+    for group, kind in ((16, "e4m3"), (32, "e8m0"))
+]  # fmt: skip
 
 
 def _multiply(form: BlockFormat, rows: int, dtype: torch.dtype) -> None:
@@ -30,5 +40,11 @@ def _dequantize(form: BlockFormat, tokens: torch.Tensor | None = None) -> None:
 LAUNCHES = [
     *(partial(_multiply, *case) for case in _CASES),
     partial(_dequantize, BlockFormat(8, 0, 64, 64, number_dtype="bf16")),
+    partial(_dequantize, quantized_format("int8", 4096)),
+    *(partial(_dequantize, form) for form in _FLOATS4),
+    partial(
+        _dequantize,
+        BlockFormat(8, 0, 128, 128, number_dtype="f32", is_float=True, shared_rows=128),
+    ),
     partial(_dequantize, BlockFormat(4, 8, 128, 128, has_shifts=True), torch.arange(3)),
 ]
