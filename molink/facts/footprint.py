@@ -132,17 +132,19 @@ class Footprint:
             layer, first, last = (
                 whole + scaled(rest) for whole, rest in (kept.layer, kept.first, kept.last)
             )
-            if target.kind == "cuda":
-                # Many rows multiply a dequantized slice of a weight, and their results are copied.
-                slices = min(facts.widest, MAX_DEQUANTIZED)
-                unpacked = (slices + rows * (slices // max(1, facts.hidden))) * element
         if mode != "none":
             packed = facts.int8_bytes if mode == "int8" else facts.nf4_bytes
             layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
-            unpacked = max(unpacked, facts.widest * element)
+        in_planes = target.kind == "cuda" and target.has_block_kernels
+        if in_planes and (kept is not None or mode != "none"):
+            # Many rows multiply a dequantized slice of a weight, and their results are copied.
+            slices = min(facts.widest, MAX_DEQUANTIZED)
+            unpacked = (slices + rows * (slices // max(1, facts.hidden))) * element
+        elif mode != "none":
+            unpacked = facts.widest * element
         # Norms are computed in f32, with input and result in memory.
         row = facts.row_elements * element + 2 * facts.hidden * DTYPE_SIZES["f32"]
-        if mode == "int8" and facts.hidden:
+        if mode == "int8" and facts.hidden and not in_planes:
             row += facts.widest // facts.hidden * _PRODUCT_BYTES
         scores = facts.score_heads * _SCORE_BYTES
         cuda, token, copies = target.kind == "cuda", scaled(facts.kv_bytes), not target.reads_pages
