@@ -22,6 +22,7 @@ from molink.gguf.block_formats import (
     E2M1_VALUES,
     ROW_MULTIPLE,
     BlockFormat,
+    find_group,
     StepKind,
 )
 from molink.gguf.ggml_types import find_packed
@@ -358,10 +359,6 @@ _METHODS: dict[str, Callable[[ConfigFields], LowBitScheme]] = {
 LOW_BIT_METHODS = tuple(_METHODS)
 
 
-#: Group sizes in memory, largest first; a longer group repeats its scale.
-_GROUP_SIZES = (128, 64, 32)
-
-
 def find_resident_format(
     name: str,
     shape: tuple[int, ...],
@@ -410,7 +407,7 @@ def _float_format(
 def _integer_format(scheme: LowBitScheme, width: int, scales: TensorSpec) -> BlockFormat | None:
     """Format of 4- or 8-bit integers with 16-bit scales and whole groups."""
     columns = scheme.scale_block[1] or width
-    group = next((one for one in _GROUP_SIZES if columns % one == 0), 0)
+    group = find_group(columns)
     numbers = _NUMBER_DTYPES.get(scales.dtype)
     if scheme.bits not in (4, 8) or not group or width % columns or numbers in (None, "f32"):
         return None

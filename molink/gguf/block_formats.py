@@ -20,6 +20,8 @@ from molink.facts.dtypes import DTYPE_SIZES, WeightDType
 #: Rows that CPU kernels process together; a weight's rows must be a multiple. CPUs with shorter
 #: registers take half as many.
 ROW_MULTIPLE = 32
+#: Codes that CPU kernels read without a loop; longer code only fills the instruction cache.
+RUN_CODES = 32
 HALF_BITS = 16
 
 
@@ -36,7 +38,7 @@ class BlockFormat:
     or floats (E4M3; E8M0, powers of two). With
     ``has_shifts`` codes are shifted by integers. Other numbers are of ``number_dtype``. A
     ``codebook`` has the 16 values of 4-bit codes. With ``is_float`` 8-bit codes are E4M3 floats.
-    ``shared_rows`` neighbouring rows share a scale. Only GPUs take these and 32-bit numbers.
+    ``shared_rows`` neighbouring rows share a scale.
     """
 
     bits: int
@@ -55,7 +57,8 @@ class BlockFormat:
     @property
     def fits_cpu(self) -> bool:
         """Whether CPU kernels multiply by such weights."""
-        return not (self.codebook or self.is_float or self.number_dtype == "f32")
+        whole_runs = self.group in (RUN_CODES // 2, RUN_CODES) or self.group % RUN_CODES == 0
+        return whole_runs and not self.is_float and self.step_kind == "integer"
 
     @property
     def numbers_per_group(self) -> int:
@@ -162,6 +165,20 @@ def fits_planes(form: BlockFormat, shape: Sequence[int]) -> bool:
     codes_per_word = 32 // (8 if form.bits == 8 else 4)
     whole_slices = form.group % PLANE_WIDTHS[-1] == 0
     return whole_slices and shape[1] % (codes_per_word * PLANE_WIDTHS[-1]) == 0
+
+
+#: Group sizes in memory, largest first; a longer group repeats its scale.
+_GROUP_SIZES = (128, 64, 32)
+
+
+def find_group(columns: int) -> int:
+    """Largest group in memory of a scale of so many ``columns``; 0 if none divides them."""
+    return next((size for size in _GROUP_SIZES if columns % size == 0), 0)
+
+
+def fits_rows(form: BlockFormat, shape: Sequence[int]) -> bool:
+    """Whether a weight ``[out, in]`` stays in this format on a CPU."""
+    return form.fits_cpu and shape[0] % ROW_MULTIPLE == 0 and shape[1] % form.block == 0
 
 
 def resident_bytes(form: BlockFormat, shape: Sequence[int]) -> int:

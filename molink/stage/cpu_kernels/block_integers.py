@@ -9,13 +9,19 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from molink.gguf.block_formats import BlockFormat
+from molink.gguf.block_formats import RUN_CODES, BlockFormat
 from molink.stage.cpu_kernels.arithmetic import Arithmetic
 from molink.stage.cpu_kernels.block_matmul import BlockProduct
-from molink.stage.cpu_kernels.block_reader import RUN_CODES, LoadWord, PackedBlockReader
+from molink.stage.cpu_kernels.block_reader import LoadWord, PackedBlockReader
 from molink.stage.cpu_kernels.compiler import CompiledLibrary
 from molink.stage.cpu_kernels.emit import I32, Values, emit_element_pointer
-from molink.stage.cpu_kernels.integer_dots import IntegerInstructions, emit_run, quad_order
+from molink.stage.cpu_kernels.integer_dots import (
+    IntegerInstructions,
+    codebook_step,
+    emit_run,
+    has_wide_codes,
+    quad_order,
+)
 from molink.stage.cpu_kernels.openmp import OpenMp, emit_parallel_for
 from molink.stage.cpu_kernels.row_quantizer import NUMBER_BYTES, RowQuantizer
 
@@ -49,7 +55,7 @@ class IntegerBlockMatMul:
         self.columns = arithmetic.vectors * arithmetic.lanes
         #: Type of rows and results.
         self.dtype = torch.bfloat16 if arithmetic.element == 2 else torch.float32
-        self._code_bytes = 2 if form.bits == 8 else 1
+        self._code_bytes = 2 if has_wide_codes(form) else 1
         self._block_bytes = self.columns * form.nbytes
         module = ir.Module("block_integers")
         product = _IntegerProduct(module, form, arithmetic, instructions)
@@ -103,7 +109,7 @@ class _IntegerProduct(BlockProduct):
 
     @property
     def _row_element(self) -> int:
-        return 2 if self._form.bits == 8 else 1
+        return 2 if has_wide_codes(self._form) else 1
 
     @property
     def _tiles(self) -> list[int]:
@@ -126,6 +132,10 @@ class _IntegerProduct(BlockProduct):
         zeros = [ir.Constant(whole, [0] * whole.count)] * len(dots)
         sums = self.reader.emit_runs(codes, emit_one, zeros)
         floats = [builder.sitofp(each, dots[0].type) for each in sums]
+        step = codebook_step(form)
+        if step != 1:
+            factor = ir.Constant(dots[0].type, [step] * whole.count)
+            floats = [builder.fmul(each, factor) for each in floats]
         if not self.reader.subtracts_excess:
             return floats
         return [builder.fadd(*each) for each in zip(floats, dots, strict=True)]

@@ -6,10 +6,10 @@ A weight ``[columns, depth]`` is stored in read order (see :mod:`molink.gguf.blo
     per block with nested scales:  scale [C], minimum [C]?
     per group:                     scale [C], minimum [C] or shift [C]?, words of codes [words, C]
 
-Group numbers are bytes with nested scales, else 16 bits. Memory is read in one or two sequential
+Group numbers are bytes with nested scales, else 16 or 32 bits. Memory is read in one or two sequential
 streams, which the prefetcher follows; with block numbers before each block's groups, nested formats
-were read at half the rate. Codes are integers that bf16 holds exactly; products are summed in
-float32 over a group, then scaled. Minimum or shift are multiplied by the sum of the row's values,
+were read at half the rate. Codes are integers that bf16 holds exactly, or stand for values of a
+codebook, which bf16 may round; products are summed in float32 over a group, then scaled. Minimum or shift are multiplied by the sum of the row's values,
 which also removes a decoder's excess.
 
 Many rows use :mod:`molink.stage.cpu_kernels.block_panel`, with bit-identical results: as in
@@ -20,10 +20,10 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from molink.gguf.block_formats import BlockFormat
+from molink.gguf.block_formats import RUN_CODES, BlockFormat
 from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16
 from molink.stage.cpu_kernels.block_panel import PanelProduct
-from molink.stage.cpu_kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
+from molink.stage.cpu_kernels.block_reader import PackedBlockReader, ReadNumbers
 from molink.stage.cpu_kernels.compiler import CompiledLibrary
 from molink.stage.cpu_kernels.dots import emit_few_tiles, emit_result_pointers
 from molink.stage.cpu_kernels.emit import (

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from llvmlite import ir
 
-from molink.gguf.block_formats import BlockFormat
+from molink.gguf.block_formats import RUN_CODES, BlockFormat
 from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16, Float32
-from molink.stage.cpu_kernels.block_reader import RUN_CODES, PackedBlockReader, ReadNumbers
+from molink.stage.cpu_kernels.block_reader import PackedBlockReader, ReadNumbers
 from molink.stage.cpu_kernels.dots import (
     PAIR_BYTES,
     emit_dots,

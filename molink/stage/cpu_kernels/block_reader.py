@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from llvmlite import ir
 
-from molink.gguf.block_formats import HALF_BITS, BitRange, BlockFormat, locate_pair
+from molink.facts.dtypes import DTYPE_SIZES
+from molink.gguf.block_formats import HALF_BITS, RUN_CODES, BitRange, BlockFormat, locate_pair
 from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16
 from molink.stage.cpu_kernels.emit import (
     FLOAT,
@@ -88,7 +89,11 @@ class Bf16Decoder:
     def _look_up_codes(self, builder: ir.IRBuilder, codes: ir.Value | None) -> ir.Value:
         # 32 entries: with 4-bit codes each weight appears twice.
         halves = ir.VectorType(I16, 2 * self.lanes)
-        weights = torch.arange(halves.count).remainder(1 << self.form.bits).sub(self.form.offset)
+        weights = torch.arange(halves.count).remainder(1 << self.form.bits)
+        if self.form.codebook:
+            weights = torch.tensor(self.form.codebook)[weights]
+        else:
+            weights = weights.sub(self.form.offset)
         table = ir.Constant(halves, weights.bfloat16().view(torch.int16).tolist())
         kind = ir.FunctionType(halves, [halves, halves])
         look_up = declare_function(builder.module, "llvm.x86.avx512.permvar.hi.512", kind)
@@ -126,6 +131,8 @@ class Float32Decoder:
             codes = [builder.ashr(builder.shl(pairs, most), most), builder.ashr(pairs, eight)]
         else:
             codes = [self._decode_code(builder, words, index, parity) for parity in (0, 1)]
+        if self.form.codebook:
+            return tuple(self._look_up_code(builder, code) for code in codes)
         return tuple(builder.sitofp(code, floats) for code in codes)
 
     def _decode_code(
@@ -133,14 +140,33 @@ class Float32Decoder:
     ) -> ir.Value:
         found: ir.Value | None = None
         for bit_range in locate_pair(self.form.bits, index):
+            # A lookup ignores other codes' bits.
+            loose = bool(self.form.codebook)
             part = _extract_bits(
-                builder, words(bit_range.word), bit_range, HALF_BITS * parity, 2 * HALF_BITS
+                builder, words(bit_range.word), bit_range, HALF_BITS * parity, 2 * HALF_BITS, loose
             )
             found = part if found is None else builder.or_(found, part)
         if not self.form.offset:
             return found
         offset = ir.Constant(ir.VectorType(I32, self.lanes), [self.form.offset] * self.lanes)
         return builder.sub(found, offset)
+
+    def _look_up_code(self, builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
+        floats, size = ir.VectorType(FLOAT, self.lanes), self.lanes
+        tables = [
+            ir.Constant(floats, self.form.codebook[first : first + size])
+            for first in range(0, len(self.form.codebook), size)
+        ]
+        kind = ir.FunctionType(floats, [floats, codes.type])
+        name = "avx2.permps" if size == 8 else "avx512.permvar.sf.512"
+        look_up = declare_function(builder.module, f"llvm.x86.{name}", kind)
+        found = [builder.call(look_up, [table, codes]) for table in tables]
+        if len(found) == 1:
+            return found[0]
+        # The fourth bit, as a sign, chooses between the halves of the table.
+        sign = builder.shl(codes, ir.Constant(codes.type, [28] * size))
+        above = builder.icmp_signed("<", sign, ir.Constant(codes.type, [0] * size))
+        return builder.select(above, found[1], found[0])
 
 
 def _extract_bits(
@@ -165,9 +191,7 @@ def _extract_bits(
     return builder.and_(words, ir.Constant(words.type, [mask] * count))
 
 
-_HALF_BYTES, _F32 = 2, 4
-#: Codes read without a loop; longer code only fills the instruction cache.
-RUN_CODES = 32
+_F32 = 4
 
 #: Reads a group's numbers, after its codes, to save registers.
 ReadNumbers = Callable[[], Values]
@@ -240,7 +264,7 @@ class PackedBlockReader:
             above: Values = []
             if form.has_nested_scales:
                 above = self._read_numbers(
-                    emit_element_pointer(builder, part, block, block_bytes), self._read_half
+                    emit_element_pointer(builder, part, block, block_bytes), self._read_number
                 )
             first = builder.mul(block, I64(form.groups_per_block))
 
@@ -252,7 +276,7 @@ class PackedBlockReader:
 
                 def read_numbers() -> Values:
                     if not form.has_nested_scales:
-                        return self._read_numbers(record, self._read_half)
+                        return self._read_numbers(record, self._read_number)
                     own = self._read_numbers(record, self._read_byte)
                     return [builder.fmul(*each) for each in zip(above, own, strict=True)]
 
@@ -384,15 +408,16 @@ class PackedBlockReader:
             for at in range(self._vectors * self._form.numbers_per_group)
         ]
 
-    def _read_half(self, base: ir.Value, index: int) -> ir.Value:
+    def _read_number(self, base: ir.Value, index: int) -> ir.Value:
         builder, lanes = self._builder, self._lanes
-        address = emit_offset(builder, base, I64(_HALF_BYTES * index))
+        size = DTYPE_SIZES[self._form.number_dtype]
+        address = emit_offset(builder, base, I64(size * index))
+        if self._form.number_dtype == "f32":
+            return builder.load(address, typ=self._floats, align=size)
         if self._form.number_dtype == "f16":
-            halves = builder.load(
-                address, typ=ir.VectorType(ir.HalfType(), lanes), align=_HALF_BYTES
-            )
+            halves = builder.load(address, typ=ir.VectorType(ir.HalfType(), lanes), align=size)
             return builder.fpext(halves, self._floats)
-        upper = builder.load(address, typ=ir.VectorType(I16, lanes), align=_HALF_BYTES)
+        upper = builder.load(address, typ=ir.VectorType(I16, lanes), align=size)
         whole = ir.VectorType(I32, lanes)
         bits = builder.shl(builder.zext(upper, whole), ir.Constant(whole, [HALF_BITS] * lanes))
         return builder.bitcast(bits, self._floats)

@@ -2,16 +2,18 @@
 
 Codes of 4 to 6 bits become *quads*: four unsigned bytes of a column in one lane, multiplied by four
 bytes of a row. With AVX2, sums of two products are 16-bit and overflow after few quads; VNNI adds
-four products to 32 bits. 8-bit codes are signed and are widened to 16 bits.
+four products to 32 bits. 8-bit codes are signed and are widened to 16 bits; so are the values of a
+codebook, which are looked up in a register.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from llvmlite import ir
 
-from molink.gguf.block_formats import BlockFormat, locate_pair
-from molink.stage.cpu_kernels.block_reader import RUN_CODES, LoadWord
+from molink.gguf.block_formats import RUN_CODES, BlockFormat, locate_pair
+from molink.stage.cpu_kernels.block_reader import LoadWord
 from molink.stage.cpu_kernels.emit import (
     BYTE,
     I32,
@@ -25,6 +27,8 @@ from molink.stage.cpu_kernels.row_quantizer import MAX_CODE
 
 _I16 = ir.IntType(16)
 _MAX_SUM = 2**15 - 1
+#: Bytes of a register between which no lookup moves numbers.
+_LOOKUP_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,32 @@ class IntegerInstructions:
         name = "avx2.pmadd.ub.sw" if self.lanes == 8 else "avx512.pmaddubs.w.512"
         return self._call(builder, name, halves, *given)
 
+    def look_up(self, builder: ir.IRBuilder, table: Sequence[int], codes: ir.Value) -> ir.Value:
+        """Look up bytes ``codes``, below 16, in a ``table`` of bytes."""
+        kind = ir.VectorType(BYTE, 4 * self.lanes)
+        name = "avx2.pshuf.b" if self.lanes == 8 else "avx512.pshuf.b.512"
+        found = ir.Constant(kind, [*table] * (kind.count // _LOOKUP_BYTES))
+        return self._call(builder, name, kind, found, builder.bitcast(codes, kind))
+
+
+def has_wide_codes(form: BlockFormat) -> bool:
+    """Whether codes and rows become 16-bit numbers."""
+    return form.bits == 8 or bool(form.codebook)
+
+
+def codebook_step(form: BlockFormat) -> float:
+    """Value of 1 in the integers that stand for a codebook.
+
+    Values that are no integers are rounded to 16 bits.
+    """
+    if all(value.is_integer() for value in form.codebook):
+        return 1.0
+    return max(map(abs, form.codebook)) / _MAX_SUM
+
 
 def quad_order(form: BlockFormat) -> tuple[int, ...]:
     """Order of a group's depths in which rows are stored: that of its codes in quads."""
-    if form.bits == 8:
+    if has_wide_codes(form):
         return tuple(range(form.group))
     run = _run_codes(form)
     order = [2 * pair + odd for quad in _quad_pairs(form) for odd in (0, 1) for pair in quad]
@@ -105,13 +131,10 @@ def emit_run(
         return emit_broadcast(builder, four, instructions.lanes)
 
     totals = list(totals)
-    if form.bits == 8:
-        wide = ir.VectorType(_I16, 2 * instructions.lanes)
+    if has_wide_codes(form):
+        pairs = [_create_pairs(builder, form, instructions, word) for word in words]
         for step in range(_run_codes(form) // 2):
-            columns = []
-            for word in words:
-                codes = builder.bitcast(word(step), ir.VectorType(BYTE, wide.count))
-                columns.append(builder.bitcast(builder.sext(codes, wide), whole))
+            columns = [emit_pair(step) for emit_pair in pairs]
             given = [load(row, step) for row in rows]
             products = [(column, row) for row in given for column in columns]
             totals = [
@@ -146,6 +169,51 @@ def emit_run(
             ]
             halves = []
     return totals
+
+
+def _create_pairs(
+    builder: ir.IRBuilder, form: BlockFormat, instructions: IntegerInstructions, words: LoadWord
+) -> Callable[[int], ir.Value]:
+    """Return a function that emits a pair of a run as 16-bit numbers."""
+    whole = ir.VectorType(I32, instructions.lanes)
+    halves = ir.VectorType(_I16, 2 * instructions.lanes)
+
+    def emit_signed(index: int) -> ir.Value:
+        codes = builder.bitcast(words(index), ir.VectorType(BYTE, halves.count))
+        return builder.bitcast(builder.sext(codes, halves), whole)
+
+    if not form.codebook:
+        return emit_signed
+    step = codebook_step(form)
+    values = [round(value / step) for value in form.codebook]
+    low, high = [value & 0xFF for value in values], [value >> 8 & 0xFF for value in values]
+    eight, mask = (ir.Constant(halves, [bits] * halves.count) for bits in (8, 0xFF))
+
+    @cache
+    def look_up(number: int, upper: bool) -> Values:
+        """Bytes of the values of half the codes of a word."""
+        codes, four = words(number), ir.Constant(whole, [4] * whole.count)
+        codes = builder.lshr(codes, four) if upper else codes
+        codes = builder.and_(codes, ir.Constant(whole, [0x0F0F0F0F] * whole.count))
+        tables = [low] if step == 1 else [low, high]
+        found = (instructions.look_up(builder, table, codes) for table in tables)
+        return [builder.bitcast(each, halves) for each in found]
+
+    def emit_pair(index: int) -> ir.Value:
+        # A byte has two codes of a half of the word, which are neighbours of those in the other.
+        bytes_ = look_up(index // 4, bool(index % 2))
+        second = index % 4 > 1
+        if len(bytes_) == 1:
+            moved = bytes_[0] if second else builder.shl(bytes_[0], eight)
+            return builder.bitcast(builder.ashr(moved, eight), whole)
+        if second:
+            below = builder.lshr(bytes_[0], eight)
+            above = builder.and_(bytes_[1], builder.not_(mask))
+        else:
+            below, above = builder.and_(bytes_[0], mask), builder.shl(bytes_[1], eight)
+        return builder.bitcast(builder.or_(below, above), whole)
+
+    return emit_pair
 
 
 def _emit_quad(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, unflatten
 
+from molink.facts.dtypes import DTYPE_SIZES
 from molink.gguf.block_formats import BLOCK_FORMATS, ROW_MULTIPLE, BlockFormat, locate_pair
 from molink.gguf.ggml_types import PACKED_TYPES
 from molink.stage.torch_dtypes import TORCH_DTYPES
@@ -80,8 +81,8 @@ def _interleave_columns(numbers: Tensor, columns: int) -> Tensor:
 
 
 def packed_scales(form: BlockFormat, packed: Tensor, columns: int) -> Tensor:
-    """View the 16-bit numbers ``[R / columns, B, n, columns]`` of packed blocks."""
-    end = 2 * form.numbers_per_group * columns
+    """View the scales and other numbers ``[R / columns, B, n, columns]`` of packed blocks."""
+    end = DTYPE_SIZES[form.number_dtype] * form.numbers_per_group * columns
     if form.has_nested_scales:
         above, _ = _split_packed(form, packed, columns)
     else:
@@ -110,7 +111,10 @@ def unpack_rows(form: BlockFormat, packed: Tensor, columns: int, rows: Tensor) -
         numbers = [one * each for one, each in zip(numbers, found.unbind(3), strict=True)]
     words = unflatten(groups[..., begin:], 3, (-1, columns, form.word_bytes))
     codes = _unpack_codes(form, words[part, :, :, :, lane])
-    codes -= form.offset
+    if form.codebook:
+        codes = torch.tensor(form.codebook)[codes.long()]
+    else:
+        codes -= form.offset
     if form.has_shifts:
         codes += numbers[1].unsqueeze(3)
     weights = numbers[0].unsqueeze(3) * codes

@@ -380,7 +380,7 @@ def _quantized_planes(
     if mode == "none":
         return ()
     widths = sorted({width for _, width in products})
-    found = [(quantized_format(mode, width), width) for width in widths]
+    found = [(quantized_format(mode, width, on_gpu=True), width) for width in widths]
     return tuple((form, width) for form, width in found if fits_planes(form, (1, width)))
 
 

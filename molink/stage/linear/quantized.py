@@ -13,7 +13,7 @@ from torch import Tensor
 
 from molink.checkpoint.quantized_size import NF4_BLOCK, can_hold
 from molink.facts.model import Quantize
-from molink.gguf.block_formats import BlockFormat
+from molink.gguf.block_formats import BlockFormat, find_group
 from molink.stage.cpu_kernels.repack import BlockCodes, rows_per_repack
 from molink.stage.linear.base import Projection, make_random_weight
 from molink.stage.linear.int8 import (
@@ -87,8 +87,8 @@ class QuantizedWeight:
 
     @property
     def format(self) -> BlockFormat:
-        """Format in which a GPU may keep the weight in planes."""
-        return quantized_format(self.mode, self.shape[1])
+        """Format in which a device may multiply by the weight in place."""
+        return quantized_format(self.mode, self.shape[1], on_gpu=self.data.device.type == "cuda")
 
     def read_blocks(self) -> Iterator[BlockCodes]:
         """The weight in that format, in slices of rows; nf4 rows are whole blocks."""
@@ -100,13 +100,17 @@ class QuantizedWeight:
             else:
                 codes = torch.stack((data >> 4, data & 15), -1)
             blocks = codes.view(-1, self.shape[1] // group, group)
-            yield BlockCodes(blocks, (scales.view(blocks.shape[:2]),))
+            yield BlockCodes(blocks, (scales.view(len(blocks), -1).expand(blocks.shape[:2]),))
 
 
-def quantized_format(mode: Quantize, width: int) -> BlockFormat:
-    """Format of weights ``[out, width]`` in ``int8`` or ``nf4``."""
+def quantized_format(mode: Quantize, width: int, *, on_gpu: bool) -> BlockFormat:
+    """Format of weights ``[out, width]`` in ``int8`` or ``nf4``.
+
+    On a CPU int8 rows have groups, which repeat the row's scale.
+    """
     if mode == "int8":
-        return BlockFormat(8, 0, width, width, number_dtype="f32")
+        group = width if on_gpu else find_group(width) or width
+        return BlockFormat(8, 0, group, group, number_dtype="f32")
     return BlockFormat(4, 0, NF4_BLOCK, NF4_BLOCK, number_dtype="f32", codebook=NF4_VALUES)
 
 

@@ -13,8 +13,13 @@ from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat
 from molink.stage.cpu_kernels.arithmetic import Arithmetic, DotBf16, WidenedBf16
 from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
 from molink.stage.cpu_kernels.create import _choose_integers, create_integer_matmul
-from molink.stage.cpu_kernels.integer_dots import IntegerInstructions, quad_order
+from molink.stage.cpu_kernels.integer_dots import (
+    IntegerInstructions,
+    codebook_step,
+    quad_order,
+)
 from molink.stage.cpu_kernels.repack import BlockCodes, pack_blocks
+from molink.stage.linear.quantized import quantized_format
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.kernels import require
 
@@ -49,6 +54,8 @@ _FORMATS = {
     "4 bits, 64, bf16": BlockFormat(4, 8, 64, 64, number_dtype="bf16"),
     "8 bits, 128, shifts": BlockFormat(8, 0, 128, 128, has_shifts=True, number_dtype="bf16"),
     "8 bits, 64": BlockFormat(8, 0, 64, 64),
+    "int8": quantized_format("int8", 384, on_gpu=False),
+    "nf4": quantized_format("nf4", 64, on_gpu=False),
 }
 
 cpus = pytest.mark.parametrize("cpu", _CPUS)
@@ -86,7 +93,11 @@ def stored(form: BlockFormat, blocks: int, fill: int | None = None) -> tuple[Blo
         whole = tuple(torch.randint(begin, end, groups, generator=generator) for _ in halves)
         factors = [a * b.double() for a, b in zip(factors, whole, strict=True)]
     numbers = [each.expand(-1, -1, form.groups_per_block)[..., None] for each in factors]
-    exact = codes.double().unflatten(2, (form.groups_per_block, form.group)) - form.offset
+    values = codes.double() - form.offset
+    if form.codebook:  # rounded to 16 bits
+        step = codebook_step(form)
+        values = torch.tensor(form.codebook).double().div(step).round().mul(step)[codes]
+    exact = values.unflatten(2, (form.groups_per_block, form.group))
     if form.has_shifts:
         exact = exact + numbers[1]
     exact = exact * numbers[0]

@@ -44,7 +44,7 @@ INTEGERS = (
     BlockFormat(8, 0, 32, 32, has_shifts=True),
 )
 #: Formats of ``int8``, whose scales are of whole rows, and ``nf4``.
-QUANTIZED = (quantized_format("int8", 256), quantized_format("nf4", 256))
+QUANTIZED = (quantized_format("int8", 256, on_gpu=True), quantized_format("nf4", 256, on_gpu=True))
 #: Formats of FP8: a scale per row, and for blocks of 128 rows and columns.
 FLOATS = (
     BlockFormat(8, 0, 256, 256, number_dtype="bf16", is_float=True),
@@ -101,8 +101,8 @@ def test_gguf_weights_are_those_of_the_file_and_as_large(name: str) -> None:
 @pytest.mark.parametrize(
     ("form", "of_file"),
     [
-        (quantized_format("int8", 4096), 4096**2 + 4 * 4096),
-        (quantized_format("nf4", 4096), 4096**2 * 9 // 16),
+        (quantized_format("int8", 4096, on_gpu=True), 4096**2 + 4 * 4096),
+        (quantized_format("nf4", 4096, on_gpu=True), 4096**2 * 9 // 16),
         (replace(FLOATS[0], group=4096, block=4096), 4096**2 + 2 * 4096),
         (FLOATS[1], 4096**2 + 4 * 32**2),
         (replace(FLOATS4[0], block=4096), 4096**2 * 9 // 16 + 4),

@@ -15,7 +15,7 @@ _CPU = torch.device("cpu")
 _CASES = (
     (BLOCK_FORMATS["q5_k"], 1, torch.float16),
     (BLOCK_FORMATS["q6_k"], 16, torch.bfloat16),
-    (quantized_format("nf4", 4096), 16, torch.float16),
+    (quantized_format("nf4", 4096, on_gpu=True), 16, torch.float16),
 )
 #: NVFP4 and MXFP4.
 _FLOATS4 = [
@@ -40,7 +40,7 @@ def _dequantize(form: BlockFormat, tokens: torch.Tensor | None = None) -> None:
 LAUNCHES = [
     *(partial(_multiply, *case) for case in _CASES),
     partial(_dequantize, BlockFormat(8, 0, 64, 64, number_dtype="bf16")),
-    partial(_dequantize, quantized_format("int8", 4096)),
+    partial(_dequantize, quantized_format("int8", 4096, on_gpu=True)),
     *(partial(_dequantize, form) for form in _FLOATS4),
     partial(
         _dequantize,
