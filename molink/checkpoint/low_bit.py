@@ -22,8 +22,8 @@ from molink.gguf.block_formats import (
     E2M1_VALUES,
     ROW_MULTIPLE,
     BlockFormat,
-    find_group,
     StepKind,
+    find_group,
 )
 from molink.gguf.ggml_types import find_packed
 

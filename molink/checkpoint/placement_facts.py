@@ -18,7 +18,7 @@ from molink.checkpoint.tensor_layout import (
 )
 from molink.facts.dtypes import DTYPE_SIZES, OUTPUT_MULTIPLE, narrow_dtype
 from molink.facts.model import BlockWeights, ModelFacts, NarrowWeights, Quantize
-from molink.gguf.block_formats import fits_planes, resident_bytes
+from molink.gguf.block_formats import fits_planes, fits_rows, resident_bytes
 from molink.gguf.ggml_types import find_packed
 
 
@@ -119,7 +119,7 @@ def _split_bytes(
     for name, shape in shapes.items():
         form = find_resident_format(name, shape, tensors, config.low_bit)
         is_weight = name in (EMBEDDING_NAME, OUTPUT_HEAD_NAME) or is_quantizable(name, shape)
-        stays = form is not None and (fits_planes(form, shape) if on_gpu else form.fits_cpu)
+        stays = form is not None and (fits_planes if on_gpu else fits_rows)(form, shape)
         if form is not None and stays and is_weight:
             kept += resident_bytes(form, shape)
         else:

@@ -23,6 +23,8 @@ _LOGIT_BYTES = 4 + 4
 _SCORE_BYTES = 4 + 4
 #: An int8 product of a row and a weight: its int32 sum, scaled in steps.
 _PRODUCT_BYTES = 16
+#: A CPU repeats a scale of four bytes for each 64 int8 columns or more.
+_REPEATED_SCALES = 16
 #: Decode rows are padded to the longest of a bucket, at most by this factor.
 _PADDING_FACTOR = 2
 #: Weights that a GPU dequantizes at once.
@@ -122,7 +124,7 @@ class Footprint:
         def scaled(stored: int) -> int:
             return -(-stored * element // facts.element_bytes)
 
-        unpacked, stays = 0, facts.narrow or _ALL_WIDE
+        unpacked, stays, on_cpu = 0, facts.narrow or _ALL_WIDE, target.kind == "cpu"
         # Bytes saved by keeping 16 bits, per stored byte.
         saved = (element - target.weight_element_bytes(facts)) // facts.element_bytes
         layer = scaled(facts.layer_bytes) - saved * stays.layer
@@ -134,13 +136,15 @@ class Footprint:
             )
         if mode != "none":
             packed = facts.int8_bytes if mode == "int8" else facts.nf4_bytes
+            if mode == "int8" and on_cpu and target.has_block_kernels:
+                packed += packed // _REPEATED_SCALES
             layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
-        in_planes = target.kind == "cuda" and target.has_block_kernels
+        in_planes = not on_cpu and target.has_block_kernels
         if in_planes and (kept is not None or mode != "none"):
             # Many rows multiply a dequantized slice of a weight, and their results are copied.
             slices = min(facts.widest, MAX_DEQUANTIZED)
             unpacked = (slices + rows * (slices // max(1, facts.hidden))) * element
-        elif mode != "none":
+        elif mode != "none" and not target.has_block_kernels:
             unpacked = facts.widest * element
         # Norms are computed in f32, with input and result in memory.
         row = facts.row_elements * element + 2 * facts.hidden * DTYPE_SIZES["f32"]

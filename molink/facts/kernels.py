@@ -8,12 +8,14 @@ KernelName = Literal[
     "gguf-blocks",
     "int8-rows",
     "int8-rows-8bit",
+    "int8-rows-codebook",
     "compiled-rows",
     "compiled-attention",
     "flash-attention",
     "triton-attention",
     "gather-attention",
     "plain-attention",
+    "quantized-blocks",
     "int8",
     "nf4",
     "unpacked",
@@ -24,7 +26,11 @@ KernelName = Literal[
 ]
 
 #: Products of quantized weights and rows rounded to 8 bits.
-INTEGER_KERNELS: tuple[KernelName, ...] = ("int8-rows", "int8-rows-8bit")
+INTEGER_KERNELS: tuple[KernelName, ...] = (
+    "int8-rows",
+    "int8-rows-8bit",
+    "int8-rows-codebook",
+)
 #: Turing, whose tensor cores Triton supports: the oldest cards with kernels for low-bit weights.
 MIN_TRITON_CAPABILITY = (7, 5)
 
@@ -35,11 +41,13 @@ FALLBACKS: dict[str, str] = {
     "gguf-blocks": "dequantization to bf16 on loading",
     "int8-rows": "rows in full precision beside weights of 4 to 6 bits",
     "int8-rows-8bit": "rows in full precision beside weights of 8 bits",
+    "int8-rows-codebook": "rows in full precision beside weights with a codebook",
     "compiled-rows": "torch's own norms, gates and rotations",
     "compiled-attention": "gather-attention",
     "flash-attention": "triton-attention, or gather-attention",
     "triton-attention": "gather-attention",
     "gather-attention": "attention without fused kernels",
+    "quantized-blocks": "other products of int8 and nf4 weights",
     "int8": "dequantization in each step",
     "nf4": "dequantization in each step",
     "graphs": "launching kernels one by one",

@@ -1,5 +1,6 @@
 """Facts of real folders: what a stage loads is what they say."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from molink.checkpoint.gguf_import import read_gguf_model
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.placement_facts import model_facts
 from molink.facts.footprint import Footprint, StageSetup
+from molink.stage.cpu_kernels.create import supports_block_weights
 from molink.stage.diagnostics.device import narrow_weight_dtypes
 from molink.stage.stage import Stage
 from tests.support.gguf_models import Kind, write_gguf
@@ -66,11 +68,13 @@ def test_planned_quantized_weights_are_loaded_weights(
 ) -> None:
     torch.set_num_threads(1)
     folder = ModelFolder.open(make_model(tmp_path, family, dtype="bfloat16", hidden_size=128))
-    for wanted in ("bf16", "f32"):
-        need = Footprint.of_stage(
-            folder.placement_facts("m"), StageSetup(dtype=wanted, quantize=mode)
+    for wanted, avoid in product(("bf16", "f32"), ((), ("quantized-blocks",))):
+        in_place = not avoid and supports_block_weights()
+        setup = StageSetup(dtype=wanted, quantize=mode, has_block_kernels=in_place)
+        need = Footprint.of_stage(folder.placement_facts("m"), setup)
+        stage = Stage.load_layers(
+            folder, (0, 2), "cpu", wanted, quantize=mode, disabled_kernels=avoid
         )
-        stage = Stage.load_layers(folder, (0, 2), "cpu", wanted, quantize=mode)
         planned = need.weight_bytes(2, opens=True, closes=False)
         # A CPU's kernel for nf4 takes its scales in bf16.
         assert 0.95 * planned <= stage.weight_bytes <= 1.05 * planned

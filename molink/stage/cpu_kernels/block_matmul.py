@@ -6,11 +6,12 @@ A weight ``[columns, depth]`` is stored in read order (see :mod:`molink.gguf.blo
     per block with nested scales:  scale [C], minimum [C]?
     per group:                     scale [C], minimum [C] or shift [C]?, words of codes [words, C]
 
-Group numbers are bytes with nested scales, else 16 or 32 bits. Memory is read in one or two sequential
-streams, which the prefetcher follows; with block numbers before each block's groups, nested formats
-were read at half the rate. Codes are integers that bf16 holds exactly, or stand for values of a
-codebook, which bf16 may round; products are summed in float32 over a group, then scaled. Minimum or shift are multiplied by the sum of the row's values,
-which also removes a decoder's excess.
+Group numbers are bytes with nested scales, else 16 or 32 bits. Memory is read in one or two
+sequential streams, which the prefetcher follows; with block numbers before each block's groups,
+nested formats were read at half the rate. Codes are integers that bf16 holds exactly, or stand for
+values of a codebook, which bf16 may round. Products are summed in float32 over a group, then
+scaled. Minimum or shift are multiplied by the sum of the row's values, which also removes a
+decoder's excess.
 
 Many rows use :mod:`molink.stage.cpu_kernels.block_panel`, with bit-identical results: as in
 :mod:`molink.stage.cpu_kernels.matmul`, a row's result doesn't depend on other rows or on threads.

@@ -32,6 +32,7 @@ from molink.stage.diagnostics.kernel_trials import (
     integer_chains,
     kernel_chains,
     memory_trials,
+    quantized_forms,
 )
 from molink.stage.diagnostics.trial_shapes import TrialShapes
 from molink.stage.gpu_kernels.triton_support import describe_triton
@@ -40,7 +41,7 @@ from molink.stage.torch_dtypes import choose_dtype
 log = logging.getLogger(__name__)
 
 #: Rises with every change of the trials.
-_FORMAT_VERSION = 8
+_FORMAT_VERSION = 9
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: Starts without a result after which a trial is taken to crash the process.
 _MAX_STARTS = 2
@@ -186,8 +187,10 @@ def check_kernels(
     checks = KernelChecks(path, describe_environment(device))
     avoided = dict.fromkeys(disabled_kernels)
     chains = kernel_chains(shapes, computed, mode, device)
-    if dtype == "auto":
-        chains = (*chains, *integer_chains(shapes.formats, computed))
+    if dtype == "auto" and device.type == "cpu":
+        quantized = quantized_forms(mode, shapes.products, on_gpu=False)
+        formats = dict.fromkeys((*shapes.formats, *(form for form, _ in quantized)))
+        chains = (*chains, *integer_chains(tuple(formats), computed))
     for chain in chains:
         for kernel in _find_failing(chain, checks, repr(shapes), avoided, device):
             avoided[kernel] = None

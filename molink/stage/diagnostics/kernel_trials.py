@@ -18,7 +18,13 @@ from molink.checkpoint.traits import Activation
 from molink.facts.dtypes import WeightDType
 from molink.facts.kernels import INTEGER_KERNELS, KernelName
 from molink.facts.model import Quantize
-from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes
+from molink.gguf.block_formats import (
+    BLOCK_FORMATS,
+    ROW_MULTIPLE,
+    BlockFormat,
+    fits_planes,
+    fits_rows,
+)
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.compiled import CompiledAttention, compile_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
@@ -51,11 +57,12 @@ from molink.stage.linear import (
     slow_kernels,
 )
 from molink.stage.linear.base import PRODUCT_TOLERANCES, make_random_weight
-from molink.stage.linear.nf4 import load_library
+from molink.stage.linear.nf4 import NF4_FORMAT, load_library
 from molink.stage.linear.planes_check import planes_error
 from molink.stage.linear.quantized import (
     TOLERANCE,
     QuantizedProjectionFactory,
+    has_slow_blocks,
     quantized_format,
     relative_error,
 )
@@ -68,6 +75,8 @@ if TYPE_CHECKING:
 
 #: Tolerances of attention, whose weights are rounded, too.
 _ATTENTION_TOLERANCES: dict[WeightDType, float] = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2}
+#: Tolerance of integer products, which round a codebook to 16 bits.
+_CODEBOOK_TOLERANCE = 5e-5
 #: Factor for kernels that have no replacement.
 _LENIENT_FACTOR = 4.0
 _ROWS = (1, 7, 33)
@@ -78,6 +87,8 @@ _TRIAL_FORMATS = (
     *(BLOCK_FORMATS[name] for name in ("q4_k", "q5_k", "q6_k", "q8_0")),
     BlockFormat(4, 8, 128, 128, has_shifts=True),
     BlockFormat(8, 0, 64, 64, number_dtype="bf16"),
+    BLOCK_FORMATS["iq4_xs"],
+    NF4_FORMAT,
 )
 #: Formats and columns of weights in planes, for either width of a slice. Few, since each takes
 #: seconds to compile; a stage tries its own.
@@ -162,8 +173,16 @@ def kernel_chains(
         fast = partial(_quantized_error, quantize, shapes, computed, device)
         slow = partial(_unpacked_error, quantize, shapes, computed, device)
         loose = _LENIENT_FACTOR * TOLERANCE
+        in_place = KernelTrial(
+            "quantized-blocks",
+            dtype,
+            rounding,
+            partial(_in_place_error, quantize, shapes, computed),
+            partial(has_slow_blocks, computed, quantize),
+        )
         made.append(
             (
+                *((in_place,) if device.type == "cpu" else ()),
                 KernelTrial(quantize, dtype, TOLERANCE, fast),
                 KernelTrial("unpacked", dtype, loose, slow),
             )
@@ -173,7 +192,7 @@ def kernel_chains(
     )
     plain = KernelTrial("torch", dtype, last, product(_create_plain))
     if device.type == "cuda":
-        planes = shapes.planes + _quantized_planes(quantize, shapes.products)
+        planes = shapes.planes + quantized_forms(quantize, shapes.products, on_gpu=True)
         if planes:
             made.append((_planes_trial(planes, dtype, device),))
         error = partial(_fused_rows_error, shapes, computed, device)
@@ -213,7 +232,8 @@ def integer_chains(formats: Sequence[BlockFormat], dtype: WeightDType) -> tuple[
         if forms:
             run = partial(_format_error, create, forms, whole_rows=True)
             is_slow = partial(has_slow_integers, computed, kernel)
-            chains.append((KernelTrial(kernel, dtype, PRODUCT_TOLERANCES[dtype], run, is_slow),))
+            tolerance = max(PRODUCT_TOLERANCES[dtype], _CODEBOOK_TOLERANCE)
+            chains.append((KernelTrial(kernel, dtype, tolerance, run, is_slow),))
     return tuple(chains)
 
 
@@ -373,15 +393,28 @@ def _planes_trial(
     return KernelTrial("gguf-blocks", dtype, PRODUCT_TOLERANCES[dtype], find_error)
 
 
-def _quantized_planes(
-    mode: Quantize, products: Sequence[tuple[int, int]]
+def quantized_forms(
+    mode: Quantize, products: Sequence[tuple[int, int]], *, on_gpu: bool
 ) -> tuple[tuple[BlockFormat, int], ...]:
-    """Format and columns of weights that are quantized on loading."""
+    """Format and columns of weights that are quantized on loading and multiplied in place."""
     if mode == "none":
         return ()
-    widths = sorted({width for _, width in products})
-    found = [(quantized_format(mode, width, on_gpu=True), width) for width in widths]
-    return tuple((form, width) for form, width in found if fits_planes(form, (1, width)))
+    fits, found = fits_planes if on_gpu else fits_rows, []
+    for width in sorted({width for _, width in products}):
+        form = quantized_format(mode, width, on_gpu=on_gpu)
+        if fits(form, (ROW_MULTIPLE, width)):
+            found.append((form, width))
+    return tuple(found)
+
+
+def _in_place_error(mode: Quantize, shapes: TrialShapes, dtype: torch.dtype) -> float:
+    cpu = torch.device("cpu")
+    blocks = ProjectionFactory.probe_device(dtype, cpu, INTEGER_KERNELS)
+    factory = QuantizedProjectionFactory(False, False, blocks)
+    fitting = [shape for shape in shapes.products if factory.find_format(mode, shape)]
+    if not fitting:
+        raise _KernelAbsent("this CPU or these shapes are not supported")
+    return relative_error(factory, mode, dtype, cpu, fitting)
 
 
 def _quantized_error(

@@ -19,7 +19,8 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.stage_cost import StageCost
 from molink.errors import MolinkError
 from molink.facts.footprint import Footprint, StageSetup
-from molink.facts.model import BLOCK_SIZE
+from molink.facts.kernels import KernelName
+from molink.facts.model import BLOCK_SIZE, Quantize
 from molink.facts.profile import Profile
 from molink.stage.cpu_kernels.create import supports_block_weights
 from molink.stage.diagnostics.device import narrow_weight_dtypes, pick_device
@@ -28,6 +29,7 @@ from molink.stage.diagnostics.stage_profile import profile_stage
 from molink.stage.diagnostics.trial_shapes import find_planes
 from molink.stage.linear import ProjectionFactory, slow_kernels
 from molink.stage.linear.planes_check import check_all_planes
+from molink.stage.linear.quantized import has_slow_blocks
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, cpu_supports_bf16
 
@@ -59,7 +61,7 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
         str(device),
         options.dtype,
         quantize=options.quantize,
-        disabled_kernels=slow_kernels(computed, device),
+        disabled_kernels=_find_slow(computed, device, options.quantize),
     )
     profile = profile_stage(
         stage, min(_MAX_KV_BYTES, free // 4), BLOCK_SIZE, seconds=options.seconds
@@ -86,6 +88,15 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
         "read": _rate_reading(work, profile, device),
         "compute": _rate_computing(work, profile, stage),
     }
+
+
+def _find_slow(
+    dtype: torch.dtype, device: torch.device, quantize: Quantize
+) -> tuple[KernelName, ...]:
+    found = slow_kernels(dtype, device)
+    if quantize != "none" and device.type == "cpu" and has_slow_blocks(dtype, quantize):
+        return (*found, "quantized-blocks")
+    return found
 
 
 def _format_points(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:

@@ -3,8 +3,7 @@
 Those of int8 and nf4 weights are made in :mod:`molink.stage.linear.quantized`.
 """
 
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from molink.facts.kernels import INTEGER_KERNELS, KernelName
-from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes
+from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes, fits_rows
 from molink.stage.cpu_kernels.create import (
     create_block_matmul,
     create_integer_matmul,
@@ -26,23 +25,22 @@ from molink.stage.gpu_kernels.block_product import find_planes_problem
 from molink.stage.linear.base import Projection
 from molink.stage.linear.compiled import PART_ROWS, BlockLinear, CompiledLinear
 from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
+from molink.stage.linear.nf4 import NF4_FORMAT
 from molink.stage.linear.planes import PlanesLinear
 from molink.stage.linear.planes_check import check_planes
+from molink.stage.linear.timing import COLUMNS, DEPTH, TRIED, is_slower
 
 if TYPE_CHECKING:
     from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
     from molink.stage.cpu_kernels.block_matmul import BlockMatMul
     from molink.stage.cpu_kernels.matmul import MatMul
 
-#: Acceptable slowdown of compiled products with many rows (CPUs with AMX beat them).
-_MAX_SLOWDOWN = 1.1
-#: Trial matrices: with one row enough to exceed caches; with many rows compute dominates.
-_TRIED, _TRIED_MANY, _REPEATED = 8, 2, 5
-_COLUMNS, _DEPTH, _MANY = 4096, 1024, 64
-#: Trials that a kernel must lose to count as slow.
-_TRIALS = 3
-#: Formats with which integer products are timed.
-_TIMED_FORMATS: dict[KernelName, str] = {"int8-rows": "q4_k", "int8-rows-8bit": "q8_0"}
+#: Formats with which integer products are timed; of codebooks the most expensive one.
+_TIMED_FORMATS: dict[KernelName, BlockFormat] = {
+    "int8-rows": BLOCK_FORMATS["q4_k"],
+    "int8-rows-8bit": BLOCK_FORMATS["q8_0"],
+    "int8-rows-codebook": NF4_FORMAT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,8 @@ class ProjectionFactory:
             return fits_planes(form, shape) and check_planes(
                 form, shape[1], self.dtype, self.planes_device
             )
-        return self.keeps_blocks and self._find_block_product(form) is not None
+        fits = self.keeps_blocks and fits_rows(form, shape)
+        return fits and self._find_block_product(form) is not None
 
     def create_quantized(
         self,
@@ -116,8 +115,6 @@ class ProjectionFactory:
 
     def _find_block_product(self, form: BlockFormat) -> "BlockMatMul | IntegerBlockMatMul | None":
         """Return the product for a quantized format, if supported."""
-        if not form.fits_cpu:
-            return None
         if integer_kernel(form) in self.integer_kernels:
             product = create_integer_matmul(form, self.dtype, torch.get_num_threads())
             if product is not None:
@@ -169,23 +166,27 @@ class ProjectionFactory:
 @cache
 @torch.inference_mode()
 def slow_kernels(dtype: torch.dtype, device: torch.device) -> tuple[KernelName, ...]:
-    """Time kernels on ``device``; return those to disable because their fallback is faster.
-
-    One trial is not enough: on a busy CPU noise would decide.
-    """
+    """Time kernels on ``device``; return those to disable because their fallback is faster."""
     compiled = ProjectionFactory.probe_device(dtype, device)
     if compiled.product is None:
         return ()
-    usual = replace(compiled, product=None)
-    for _ in range(_TRIALS):
-        few, many = _relative_time(compiled, usual)
-        if few < 1 and many < _MAX_SLOWDOWN:
-            return ()
-    return ("compiled-linear",)
+    weight = torch.ones(COLUMNS, DEPTH, dtype=torch.bfloat16)
+    sides = [
+        [
+            maker.create_projection(
+                weight if maker.keeps_dtype(torch.bfloat16) else weight.to(maker.dtype), None
+            )
+            for _ in range(TRIED)
+        ]
+        for maker in (compiled, replace(compiled, product=None))
+    ]
+    return ("compiled-linear",) if is_slower(sides, dtype) else ()
 
 
 def integer_kernel(form: BlockFormat) -> KernelName:
     """Kernel for weights in ``form`` and rows rounded to 8 bits."""
+    if form.codebook:
+        return "int8-rows-codebook"
     return "int8-rows-8bit" if form.bits == 8 else "int8-rows"
 
 
@@ -193,55 +194,15 @@ def integer_kernel(form: BlockFormat) -> KernelName:
 @torch.inference_mode()
 def has_slow_integers(dtype: torch.dtype, kernel: KernelName) -> bool:
     """Time an integer product with quantized weights; whether that with full rows is faster."""
-    form, threads = BLOCK_FORMATS[_TIMED_FORMATS[kernel]], torch.get_num_threads()
+    form, threads = _TIMED_FORMATS[kernel], torch.get_num_threads()
     integers = create_integer_matmul(form, dtype, threads)
     usual = create_block_matmul(form, dtype, threads)
     if integers is None or usual is None:
         return integers is None
     sides = []
     for product in (integers, usual):
-        nbytes = _DEPTH // form.block * product.columns * form.nbytes
-        weight = torch.zeros(_COLUMNS // product.columns, nbytes, dtype=torch.uint8)
-        bias = torch.zeros(_COLUMNS)
-        sides.append([partial(product, weight.clone(), bias=bias) for _ in range(_TRIED)])
-    for _ in range(_TRIALS):
-        few, many = _time_sides(sides, integers.dtype)
-        if few < 1 and many < _MAX_SLOWDOWN:
-            return False
-    return True
-
-
-def _relative_time(one: ProjectionFactory, other: ProjectionFactory) -> tuple[float, float]:
-    """Time of ``one`` relative to ``other``, with one row and with many."""
-    weight = torch.ones(_COLUMNS, _DEPTH, dtype=torch.bfloat16)
-    sides = [
-        [
-            maker.create_projection(
-                weight if maker.keeps_dtype(torch.bfloat16) else weight.to(maker.dtype), None
-            )
-            for _ in range(_TRIED)
-        ]
-        for maker in (one, other)
-    ]
-    return _time_sides(sides, one.dtype)
-
-
-def _time_sides(
-    sides: Sequence[Sequence[Callable[..., Tensor]]], dtype: torch.dtype
-) -> tuple[float, float]:
-    """Time of the first side relative to the second, with one row and with many.
-
-    Uses the fastest of alternating runs.
-    """
-    ratios = []
-    for count, tried in ((1, _TRIED), (_MANY, _TRIED_MANY)):
-        rows = torch.ones(count, _DEPTH, dtype=dtype)
-        fastest = [float("inf")] * 2
-        for _ in range(_REPEATED):
-            for index in range(tried):
-                for side, projections in enumerate(sides):
-                    begin = time.perf_counter()
-                    projections[index](rows=rows)
-                    fastest[side] = min(fastest[side], time.perf_counter() - begin)
-        ratios.append(fastest[0] / fastest[1])
-    return ratios[0], ratios[1]
+        nbytes = DEPTH // form.block * product.columns * form.nbytes
+        weight = torch.zeros(COLUMNS // product.columns, nbytes, dtype=torch.uint8)
+        bias = torch.zeros(COLUMNS)
+        sides.append([partial(product, weight.clone(), bias=bias) for _ in range(TRIED)])
+    return is_slower(sides, integers.dtype)

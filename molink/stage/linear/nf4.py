@@ -18,6 +18,7 @@ from torch import Tensor
 from molink.checkpoint.quantized_size import NF4_BLOCK
 from molink.cpu_isa import avx2_only
 from molink.errors import UsageError
+from molink.gguf.block_formats import BlockFormat
 from molink.stage.linear.base import total_bytes
 
 #: Values of the 16 codes (QLoRA, appendix E).
@@ -27,6 +28,8 @@ NF4_VALUES = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+#: Format in which devices multiply by such weights in place, if rows are whole blocks.
+NF4_FORMAT = BlockFormat(4, 0, NF4_BLOCK, NF4_BLOCK, number_dtype="f32", codebook=NF4_VALUES)
 #: Output rows that the CPU kernel processes together.
 _ROW_GROUP = 32
 

@@ -6,16 +6,19 @@ Only one part at a time is in full precision.
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from molink.checkpoint.quantized_size import NF4_BLOCK, can_hold
+from molink.facts.kernels import INTEGER_KERNELS
 from molink.facts.model import Quantize
 from molink.gguf.block_formats import BlockFormat, find_group
 from molink.stage.cpu_kernels.repack import BlockCodes, rows_per_repack
 from molink.stage.linear.base import Projection, make_random_weight
+from molink.stage.linear.create import ProjectionFactory
 from molink.stage.linear.int8 import (
     MAX_INT8_WIDTH,
     CudaProduct,
@@ -25,6 +28,7 @@ from molink.stage.linear.int8 import (
     quantize_int8,
 )
 from molink.stage.linear.nf4 import (
+    NF4_FORMAT,
     NF4_VALUES,
     CudaNf4Linear,
     PackedNf4Linear,
@@ -33,6 +37,7 @@ from molink.stage.linear.nf4 import (
     quantize_nf4,
     supports_shape,
 )
+from molink.stage.linear.timing import COLUMNS, DEPTH, TRIED, is_slower
 from molink.stage.linear.unpacked import UnpackedLinear, rows_per_unpack
 
 log = logging.getLogger(__name__)
@@ -85,14 +90,9 @@ class QuantizedWeight:
         ):
             target.copy_(made)
 
-    @property
-    def format(self) -> BlockFormat:
-        """Format in which a device may multiply by the weight in place."""
-        return quantized_format(self.mode, self.shape[1], on_gpu=self.data.device.type == "cuda")
-
-    def read_blocks(self) -> Iterator[BlockCodes]:
-        """The weight in that format, in slices of rows; nf4 rows are whole blocks."""
-        group, step = self.format.group, rows_per_repack(self.shape[1])
+    def read_blocks(self, group: int) -> Iterator[BlockCodes]:
+        """The weight in groups, as :func:`quantized_format` has them, in slices of rows."""
+        step = rows_per_repack(self.shape[1])
         for first in range(0, self.shape[0], step):
             data, scales = self.row_slices(first, min(first + step, self.shape[0]))
             if self.mode == "int8":
@@ -104,25 +104,27 @@ class QuantizedWeight:
 
 
 def quantized_format(mode: Quantize, width: int, *, on_gpu: bool) -> BlockFormat:
-    """Format of weights ``[out, width]`` in ``int8`` or ``nf4``.
+    """Format in which a device multiplies by weights ``[out, width]`` in place.
 
     On a CPU int8 rows have groups, which repeat the row's scale.
     """
     if mode == "int8":
         group = width if on_gpu else find_group(width) or width
         return BlockFormat(8, 0, group, group, number_dtype="f32")
-    return BlockFormat(4, 0, NF4_BLOCK, NF4_BLOCK, number_dtype="f32", codebook=NF4_VALUES)
+    return NF4_FORMAT
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedProjectionFactory:
-    """Creates projections of quantized weights for one device and row type: fast, else unpacked.
+    """Creates projections of quantized weights for one device and row type.
 
-    ``int8`` and ``nf4``: whether its fast products work there.
+    ``blocks`` multiplies in place. ``int8`` and ``nf4``: whether fast products of libraries work
+    there. Other weights are unpacked.
     """
 
     int8: bool
     nf4: bool
+    blocks: ProjectionFactory | None = None
 
     @classmethod
     def probe_device(
@@ -131,22 +133,38 @@ class QuantizedProjectionFactory:
         dtype: torch.dtype,
         device: torch.device,
         disabled_kernels: Collection[str] = (),
+        blocks: ProjectionFactory | None = None,
     ) -> "QuantizedProjectionFactory":
-        """Try the kernels of ``mode``."""
+        """Try the kernels of ``mode``; ``blocks`` are those of the device."""
+        if device.type == "cpu" and "quantized-blocks" in disabled_kernels:
+            blocks = None
         if mode == "none" or mode in disabled_kernels:
-            return cls(False, False)
+            return cls(False, False, blocks)
         if device.type == "cuda":
             load_library()
             right = _is_correct(mode, dtype, device)
-            return cls(mode == "int8" and right, mode == "nf4" and right)
+            return cls(mode == "int8" and right, mode == "nf4" and right, blocks)
         return cls(
             int8=mode == "int8" and has_onednn_int8(),
             nf4=mode == "nf4" and dtype is torch.bfloat16 and has_nf4_kernel(),
+            blocks=blocks,
         )
+
+    def find_format(self, mode: Quantize, shape: tuple[int, int]) -> BlockFormat | None:
+        """Format in which a weight ``[out, in]`` is multiplied in place; ``None`` if it isn't."""
+        if self.blocks is None:
+            return None
+        form = quantized_format(mode, shape[1], on_gpu=self.blocks.planes_device is not None)
+        return form if self.blocks.keeps_format(form, shape) else None
 
     def create_projection(self, weight: QuantizedWeight, bias: Tensor | None) -> Projection:
         """Create the fastest projection; it takes over ``weight``."""
         on_gpu = weight.data.device.type == "cuda"
+        form = self.find_format(weight.mode, weight.shape)
+        if form is not None and self.blocks is not None:
+            return self.blocks.create_quantized(
+                form, weight.shape, weight.read_blocks(form.group), bias
+            )
         if weight.mode == "int8" and self.int8 and weight.shape[1] <= MAX_INT8_WIDTH:
             if not on_gpu:
                 return Int8Linear(OneDnnProduct.from_weight(weight.data, weight.scales), bias)
@@ -161,6 +179,27 @@ class QuantizedProjectionFactory:
                     weight.data, weight.scales, weight.shape, bias
                 )
         return UnpackedLinear(weight.mode, weight.data, weight.scales, weight.shape, bias)
+
+
+@cache
+@torch.inference_mode()
+def has_slow_blocks(dtype: torch.dtype, mode: Quantize) -> bool:
+    """Time a CPU's products in place, with rows in full precision; whether others are faster."""
+    cpu = torch.device("cpu")
+    usual = QuantizedProjectionFactory.probe_device(mode, dtype, cpu)
+    in_place = replace(usual, blocks=ProjectionFactory.probe_device(dtype, cpu, INTEGER_KERNELS))
+    if in_place.find_format(mode, (COLUMNS, DEPTH)) is None:
+        return True
+    weight = QuantizedWeight.create_empty(mode, (COLUMNS, DEPTH), cpu)
+    weight.quantize_rows(0, torch.ones(COLUMNS, DEPTH))
+    sides = [
+        [
+            maker.create_projection(replace(weight, data=weight.data.clone()), None)
+            for _ in range(TRIED)
+        ]
+        for maker in (in_place, usual)
+    ]
+    return is_slower(sides, dtype)
 
 
 def relative_error(

@@ -76,7 +76,7 @@ class WeightReader:
         self._projections = ProjectionFactory.probe_device(dtype, device, disabled_kernels)
         self._mode: Quantize = quantize if stored == "none" else stored
         self._quantized_projections = QuantizedProjectionFactory.probe_device(
-            self._mode, dtype, device, disabled_kernels
+            self._mode, dtype, device, disabled_kernels, self._projections
         )
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
@@ -175,12 +175,9 @@ class WeightReader:
         weights = [f"{name}.weight" for name in names]
         bias = self.read_tensors(*(f"{name}.bias" for name in names)) if biased else None
         if self._becomes_quantized(weights):
-            made = self._load_quantized(weights)
-            if self._projections.keeps_format(made.format, made.shape):
-                return self._projections.create_quantized(
-                    made.format, made.shape, made.read_blocks(), bias
-                )
-            return self._quantized_projections.create_projection(made, bias)
+            return self._quantized_projections.create_projection(
+                self._load_quantized(weights), bias
+            )
         parts, first = [], 0
         for (form, order), found in groupby(weights, self._resident_layout):
             names = list(found)

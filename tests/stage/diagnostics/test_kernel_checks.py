@@ -25,7 +25,12 @@ from molink.stage.attention.gather import GatherAttention, PlainAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.cpu_kernels.attention_kernel import AttentionKernel
 from molink.stage.cpu_kernels.block_integers import IntegerBlockMatMul
-from molink.stage.cpu_kernels.create import create_integer_matmul, create_matmul, create_rowwise
+from molink.stage.cpu_kernels.create import (
+    create_integer_matmul,
+    create_matmul,
+    create_rowwise,
+    supports_block_weights,
+)
 from molink.stage.cpu_kernels.matmul import MatMul
 from molink.stage.cpu_kernels.rowwise import RowwiseKernels
 from molink.stage.decoder.norm import CompiledRmsNorm
@@ -39,10 +44,11 @@ from molink.stage.diagnostics.kernel_checks import (
 )
 from molink.stage.diagnostics.kernel_trials import KernelTrial, kernel_chains
 from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES, TrialShapes
-from molink.stage.linear import CompiledLinear, create, planes_check, slow_kernels
+from molink.stage.linear import BlockLinear, CompiledLinear, planes_check, slow_kernels, timing
 from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.int8 import Int8Linear, has_onednn_int8
 from molink.stage.linear.unpacked import UnpackedLinear
+from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from tests.support.gguf_models import write_gguf
 from tests.support.kernels import NOT_COMPILED
@@ -58,6 +64,7 @@ BROKEN = {
     "compiled-rows": (RowwiseKernels, "normalize_rows", "none"),
     "compiled-attention": (AttentionKernel, "__call__", "none"),
     "int8": (Int8Linear, "__call__", "int8"),
+    "quantized-blocks": (BlockLinear, "__call__", "nf4"),
 }
 
 
@@ -68,6 +75,7 @@ def instead(ring: Ring) -> dict[str, bool]:
         "compiled-rows": not isinstance(block.input_norm, CompiledRmsNorm),
         "compiled-attention": isinstance(ring.stages[0]._attention_backend(16), GatherAttention),
         "int8": isinstance(block.qkv, UnpackedLinear),
+        "quantized-blocks": not isinstance(block.qkv, BlockLinear),
     }
 
 
@@ -80,7 +88,7 @@ def looked_at(folder: Path, path: Path, **options: Any) -> tuple[str, ...]:
 @pytest.fixture(autouse=True)
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However fast the other products are; nothing that was found wrong here is remembered."""
-    monkeypatch.setattr(create, "_relative_time", lambda *_: (0.5, 0.5))
+    monkeypatch.setattr(timing, "time_sides", lambda *_: (0.5, 0.5))
     slow_kernels.cache_clear()
     yield
     slow_kernels.cache_clear()
@@ -117,6 +125,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("compiled-attention", "bf16"),
         ("compiled-attention", "f32"),
         ("int8", "f32"),
+        ("quantized-blocks", "f32"),
     ],
 )
 def test_a_failing_kernel_is_replaced_by_the_next(
@@ -134,7 +143,12 @@ def test_a_failing_kernel_is_replaced_by_the_next(
         pytest.skip(NOT_COMPILED[dtype])
     if kernel == "int8" and not has_onednn_int8():
         pytest.skip("this CPU has no VNNI (AVX-512): it unpacks int8 weights")
-    options: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "block_size": 16}
+    if kernel == "quantized-blocks" and not supports_block_weights():
+        pytest.skip(NOT_COMPILED["f32"])
+    avoid = ("quantized-blocks",) if kernel == "int8" else ()
+    options: dict[str, Any] = {
+        "dtype": dtype, "quantize": quantize, "block_size": 16, "avoid": avoid,
+    }  # fmt: skip
     tokens, rows = random_tokens(40), [SequenceRows(0, 40, [2, 0, 1])]
     right = make_ring(model, (1,), **options)
     assert not instead(right)[kernel]
@@ -147,12 +161,12 @@ def test_a_failing_kernel_is_replaced_by_the_next(
         assert not torch.allclose(wrong, expected, atol=0.1)
     with caplog.at_level(logging.WARNING):
         disabled_kernels = looked_at(model, tmp_path / "proofs.json", **options)
-    assert disabled_kernels == (kernel,)
+    assert disabled_kernels == (*avoid, kernel)
     (warning,) = [one for one in caplog.records if one.name == proof.__name__]
     assert warning.getMessage().startswith(f"{kernel} ({dtype}) fails on this ")
     assert "it is off by" in warning.getMessage()
 
-    ring = make_ring(model, (1,), avoid=disabled_kernels, **options)
+    ring = make_ring(model, (1,), **{**options, "avoid": disabled_kernels})
     assert instead(ring)[kernel]
     assert (ring.run(tokens, rows) - expected).abs().mean() < 0.05 * expected.std()
 
@@ -199,7 +213,7 @@ def test_wrong_unpacked_weights_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU without fast integer products uses them for int8, and has no other kernel."""
-    avoid = ("int8",) if has_onednn_int8() else ()
+    avoid = ("quantized-blocks", *(("int8",) if has_onednn_int8() else ()))
     assert looked_at(model, tmp_path / "proofs.json", quantize="int8", avoid=avoid) == avoid
     exact = UnpackedLinear.__call__
     monkeypatch.setattr(UnpackedLinear, "__call__", lambda *given: exact(*given).roll(1, -1))
@@ -211,14 +225,15 @@ def test_passed_trials_are_not_repeated(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: list[str]
 ) -> None:
     path = tmp_path / "proofs.json"
-    avoid, wrong = ("compiled-attention",), ("compiled-attention", "gather-attention")
+    avoid = ("compiled-attention", "quantized-blocks")
+    wrong = (*avoid, "gather-attention")
     patch_fused(monkeypatch, lambda found: found * 1.5)
     assert looked_at(model, path, quantize="int8", avoid=avoid) == wrong
     assert {"int8", "compiled-rows", "gather-attention", "plain-attention"} <= set(tried)
     tried.clear()
     assert looked_at(model, path, quantize="int8", avoid=avoid) == wrong
     assert tried == []
-    avoid = ("compiled-attention", "compiled-linear")
+    avoid = (*avoid, "compiled-linear")
     assert looked_at(model, path, quantize="int8", avoid=avoid) == (*avoid, "gather-attention")
     assert tried == ["torch"]
 
@@ -235,10 +250,10 @@ def test_kernels_are_timed_once(
     if create_matmul(torch.float32, 1) is None:
         pytest.skip(NOT_COMPILED["f32"])
     path = tmp_path / "proofs.json"
-    monkeypatch.setattr(create, "_relative_time", lambda *_: (ratio, ratio))
+    monkeypatch.setattr(timing, "time_sides", lambda *_: (ratio, ratio))
     assert looked_at(model, path) == slow
     slow_kernels.cache_clear()  # as in another process
-    monkeypatch.delattr(create, "_relative_time")
+    monkeypatch.delattr(timing, "time_sides")
     assert looked_at(model, path) == slow
     ring = make_ring(model, (1,), avoid=slow)
     assert instead(ring)["compiled-linear"] is bool(slow)
@@ -480,12 +495,13 @@ def test_models_of_all_kinds_pass_kernel_checks(
 
 @pytest.fixture
 def gguf_model(make_model: MakeModel, tmp_path: Path) -> Path:
-    """A model with weights of 4 and of 8 bits."""
+    """A model with weights of 4 and of 8 bits, and of a codebook."""
     if create_integer_matmul(BLOCK_FORMATS["q4_k"], torch.float32, 1) is None:
         pytest.skip("this CPU has no product of integers")
     wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     made = make_model(tmp_path / "model", "llama", 2, **wide)
-    file = write_gguf(made, tmp_path / "model.gguf", Kind.Q4_K, others={"ffn_down": Kind.Q8_0})
+    others = {"ffn_down": Kind.Q8_0, "attn_v": Kind.IQ4_NL}
+    file = write_gguf(made, tmp_path / "model.gguf", Kind.Q4_K, others=others)
     return import_gguf(file, tmp_path / "unpacked", NullCounter(), threading.Event())
 
 
@@ -513,6 +529,33 @@ def test_rows_in_8_bits_are_timed_where_rows_may_be_rounded(
     assert [name for name in tried if name in INTEGER_KERNELS] == (
         list(INTEGER_KERNELS) if dtype == "auto" else []
     )
+
+
+@pytest.mark.parametrize(("mode", "kernel"), [("int8", "8bit"), ("nf4", "codebook")])
+def test_rows_in_8_bits_are_tried_beside_weights_quantized_on_loading(
+    model: Path, tmp_path: Path, tried: list[str], mode: str, kernel: str
+) -> None:
+    if not supports_block_weights():
+        pytest.skip(NOT_COMPILED["f32"])
+    assert looked_at(model, tmp_path / "proofs.json", dtype="auto", quantize=mode) == ()
+    assert "quantized-blocks" in tried
+    assert [name for name in tried if name in INTEGER_KERNELS] == [f"int8-rows-{kernel}"]
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+def test_slow_products_in_place_are_not_used(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: list[str], mode: str
+) -> None:
+    if not supports_block_weights():
+        pytest.skip(NOT_COMPILED["f32"])
+    monkeypatch.setattr(trials, "has_slow_blocks", lambda *_: True)
+    avoid = looked_at(model, tmp_path / "proofs.json", quantize=mode)
+    assert avoid == ("quantized-blocks",)
+    assert mode in tried
+    stage = Stage.load_layers(
+        ModelFolder.open(model), (0, 1), "cpu", "f32", mode, disabled_kernels=avoid
+    )
+    assert not isinstance(stage._decoder.blocks[0].qkv, BlockLinear)
 
 
 def test_rows_in_8_bits_are_tried_only_beside_weights_of_few_bits(

@@ -16,6 +16,7 @@ from molink.stage.linear import (
     ProjectionFactory,
     can_pack,
     create,
+    timing,
 )
 from molink.stage.torch_dtypes import DTYPE_NAMES
 from tests.support.kernels import NOT_COMPILED
@@ -87,7 +88,7 @@ def test_slower_kernels_are_not_used(
 ) -> None:
     if create_matmul(torch.float32, 1) is None:
         pytest.skip(NOT_COMPILED["f32"])
-    monkeypatch.setattr(create, "_relative_time", lambda *_: (few, many))
+    monkeypatch.setattr(timing, "time_sides", lambda *_: (few, many))
     disabled = create.slow_kernels.__wrapped__(torch.float32, CPU)
     found = ProjectionFactory.probe_device(torch.float32, CPU, disabled)
     assert found.keeps_dtype(torch.bfloat16) is chosen
@@ -99,13 +100,14 @@ def test_one_lost_trial_disables_no_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     if create_matmul(torch.float32, 1) is None:
         pytest.skip(NOT_COMPILED["f32"])
     times = iter([(3.0, 3.0), (0.5, 0.5)])
-    monkeypatch.setattr(create, "_relative_time", lambda *_: next(times))
+    monkeypatch.setattr(timing, "time_sides", lambda *_: next(times))
     assert create.slow_kernels.__wrapped__(torch.float32, CPU) == ()
 
 
 def test_both_are_timed() -> None:
-    usual = ProjectionFactory(torch.float32)
-    assert all(ratio > 0 for ratio in create._relative_time(usual, usual))
+    assert set(create.slow_kernels.__wrapped__(torch.float32, CPU)) <= {"compiled-linear"}
+    usual = [PlainLinear(torch.ones(timing.COLUMNS, timing.DEPTH))] * timing.TRIED
+    assert all(ratio > 0 for ratio in timing.time_sides([usual, usual], torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_integers_must_be_faster(
 ) -> None:
     require_integers()
     left = iter(times)
-    monkeypatch.setattr(create, "_time_sides", lambda *_: next(left))
+    monkeypatch.setattr(timing, "time_sides", lambda *_: next(left))
     assert create.has_slow_integers.__wrapped__(torch.float32, "int8-rows") is slow
     assert next(left, None) is None
 
@@ -143,6 +145,7 @@ def test_rows_are_rounded_only_where_they_may_be() -> None:
     for name, kernel, other in (
         ("q4_k", "int8-rows", "int8-rows-8bit"),
         ("q8_0", "int8-rows-8bit", "int8-rows"),
+        ("iq4_xs", "int8-rows-codebook", "int8-rows"),
     ):
         assert isinstance(product(name, other), IntegerBlockMatMul)
         assert isinstance(product(name, kernel), BlockMatMul)

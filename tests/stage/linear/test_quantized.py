@@ -1,6 +1,6 @@
 """Quantized projections give what their dequantized weights give: every kind, type and shape."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.quantized_size import quantized_bytes
+from molink.facts.kernels import INTEGER_KERNELS
+from molink.facts.model import Quantize
 from molink.facts.profile import MAX_CHUNK_ROWS
-from molink.stage.linear import int8, nf4, quantized
+from molink.stage.cpu_kernels.create import supports_block_weights
+from molink.stage.linear import BlockLinear, ProjectionFactory, int8, nf4, quantized, timing
 from molink.stage.linear.int8 import CudaProduct, Int8Linear, has_onednn_int8, quantize_int8
 from molink.stage.linear.nf4 import NF4_VALUES, CudaNf4Linear, PackedNf4Linear
 from molink.stage.linear.quantized import QuantizedProjectionFactory, QuantizedWeight
+from molink.stage.linear.timing import Sides
 from molink.stage.linear.unpacked import UnpackedLinear, rows_per_unpack
+from tests.support.kernels import NOT_COMPILED
 
 CPU = torch.device("cpu")
 SHAPES = [(96, 128), (64, 96), (100, 96), (33, 64)]
@@ -92,6 +97,76 @@ def test_a_projection_is_that_of_its_dequantized_weight(
     many = rows.repeat(13, 1)  # more than are multiplied at once
     compare(projection(many), many, dequantized(mode, weight), bias)
     assert projection.nbytes <= quantized_bytes(shape, mode, 4) + bias.nbytes
+
+
+def multiply_in_place(disabled_kernels: Collection[str] = ()) -> QuantizedProjectionFactory:
+    if not supports_block_weights():
+        pytest.skip(NOT_COMPILED["f32"])
+    blocks = ProjectionFactory.probe_device(torch.float32, CPU, disabled_kernels)
+    return QuantizedProjectionFactory(False, False, blocks)
+
+
+@pytest.mark.parametrize("shape", [(96, 128), (64, 192), (32, 64), (160, 96), (128, 896)])
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+@torch.inference_mode()
+def test_a_cpu_multiplies_in_place(mode: Quantize, shape: tuple[int, int]) -> None:
+    weight, bias = torch.randn(shape) * 0.05, torch.randn(shape[0])
+    fits = mode == "int8" or shape[1] % 64 == 0
+    exact, rows = dequantized(mode, weight), torch.randn(70, shape[1])
+    expected = rows.double() @ exact.T + bias
+    for disabled, within in ((INTEGER_KERNELS, 2e-6), ((), 2e-2)):
+        made = multiply_in_place(disabled).create_projection(fill(mode, weight), bias)
+        assert isinstance(made, BlockLinear) is fits
+        for count in (1, 2, 7, 16, 33, 70):
+            error = (made(rows[:count]) - expected[:count]).abs().max()
+            assert error < within * expected.abs().max()
+        assert made.nbytes <= quantized_bytes(shape, mode, 4) * 1.13 + bias.nbytes
+
+
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+@torch.inference_mode()
+def test_products_in_place_may_be_disabled(mode: Quantize) -> None:
+    blocks = multiply_in_place().blocks
+    for disabled, kind in (((mode,), BlockLinear), ((mode, "quantized-blocks"), UnpackedLinear)):
+        factory = QuantizedProjectionFactory.probe_device(
+            mode, torch.float32, CPU, disabled, blocks
+        )
+        made = factory.create_projection(fill(mode, torch.randn(64, 128)), None)
+        assert isinstance(made, kind)
+
+
+@pytest.mark.parametrize("shape", [(33, 128), (64, 72)])
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+@torch.inference_mode()
+def test_odd_shapes_are_unpacked(mode: Quantize, shape: tuple[int, int]) -> None:
+    made = multiply_in_place().create_projection(fill(mode, torch.randn(shape)), None)
+    assert isinstance(made, UnpackedLinear)
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "slow"), [(0.5, 1.05, False), (1.2, 0.5, True), (0.5, 1.2, True)]
+)
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+def test_products_in_place_must_be_faster(
+    monkeypatch: pytest.MonkeyPatch, mode: Quantize, few: float, many: float, slow: bool
+) -> None:
+    multiply_in_place()
+    given: list[list[list[str]]] = []
+
+    def time_sides(sides: Sides, _: object) -> tuple[float, float]:
+        given.append([[type(one).__name__ for one in side] for side in sides])
+        return few, many
+
+    monkeypatch.setattr(timing, "time_sides", time_sides)
+    assert quantized.has_slow_blocks.__wrapped__(torch.float32, mode) is slow
+    ours, others = given[0]
+    assert set(ours) == {"BlockLinear"}
+    assert "BlockLinear" not in others
+
+
+def test_a_cpu_without_products_in_place_has_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProjectionFactory, "keeps_format", lambda *_: False)
+    assert quantized.has_slow_blocks.__wrapped__(torch.float32, "nf4")
 
 
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
