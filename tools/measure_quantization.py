@@ -40,8 +40,10 @@ MODES: dict[str, tuple[DTypeChoice, Quantize]] = {
     "fp32": ("f32", "none"),
     "auto": ("auto", "none"),
     "bf16": ("bf16", "none"),
+    "int8": ("auto", "int8"),
     "int8 (fp32 rows)": ("f32", "int8"),
     "int8 (bf16 rows)": ("bf16", "int8"),
+    "nf4": ("auto", "nf4"),
     "nf4 (fp32 rows)": ("f32", "nf4"),
     "nf4 (bf16 rows)": ("bf16", "nf4"),
 }

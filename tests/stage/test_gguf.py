@@ -86,6 +86,8 @@ def test_logits_and_greedy_text(
     opened = import_gguf(path, tmp_path / "unpacked", NullCounter(), threading.Event())
     tokens, reference = random_tokens(LENGTH), make_reference(tmp_path / "exact")
     expected, greedy = reference.logits(tokens), reference.generate(tokens, 24)
+    # transformers is off by as much: large scores amplify the order of sums.
+    within = 1e-5 * max(10.0, float(expected.abs().max()))
     stays = kind.name.lower() in BLOCK_FORMATS
     # In blocks, whole and split; then as numbers.
     for splits, disabled_kernels in (
@@ -95,7 +97,7 @@ def test_logits_and_greedy_text(
     ):
         ring = make_ring(opened, splits, avoid=(*disabled_kernels, "compiled-linear"))
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits, expected, atol=within, rtol=0)
         assert ring.generate(tokens, 24, BLOCKS) == greedy
 
 
