@@ -11,8 +11,9 @@ from torch import Tensor
 
 from molink.gguf.block_formats import RUN_CODES, BlockFormat
 from molink.stage.cpu_kernels.arithmetic import Arithmetic
+from molink.stage.cpu_kernels.block_decoders import LoadWord
 from molink.stage.cpu_kernels.block_matmul import BlockProduct
-from molink.stage.cpu_kernels.block_reader import LoadWord, PackedBlockReader
+from molink.stage.cpu_kernels.block_reader import PackedBlockReader
 from molink.stage.cpu_kernels.compiler import CompiledLibrary
 from molink.stage.cpu_kernels.emit import I32, Values, emit_element_pointer
 from molink.stage.cpu_kernels.integer_dots import (

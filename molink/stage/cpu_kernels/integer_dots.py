@@ -13,7 +13,7 @@ from functools import cache
 from llvmlite import ir
 
 from molink.gguf.block_formats import RUN_CODES, BlockFormat, locate_pair
-from molink.stage.cpu_kernels.block_reader import LoadWord
+from molink.stage.cpu_kernels.block_decoders import LoadWord
 from molink.stage.cpu_kernels.emit import (
     BYTE,
     I32,
