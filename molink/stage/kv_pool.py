@@ -13,6 +13,7 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.errors import InvariantError
 from molink.stage.batch import SequenceRows
+from molink.stage.device_copy import upload_integers
 
 
 def block_bytes(config: ModelConfig, layers: int, block_size: int, dtype: torch.dtype) -> int:
@@ -119,11 +120,14 @@ class KVPool:
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks in all layers.
 
-        Attention reads whole blocks and masks positions beyond the end; weight 0 times a stale NaN
-        would still be NaN.
+        Most attention reads whole blocks and masks positions beyond the end; weight 0 times a stale
+        NaN would still be NaN.
         """
-        for block in block_ids:
-            self._storage[:, :, block].zero_()
+        if self._storage.device.type == "cpu" or len(block_ids) == 1:
+            for block in block_ids:
+                self._storage[:, :, block].zero_()
+        elif block_ids:
+            self._storage.index_fill_(2, upload_integers(block_ids, self._storage.device), 0.0)
 
     def locate_rows(
         self, sequences: Sequence[SequenceRows]

@@ -357,7 +357,8 @@ class Stage:
         positions, slots, fresh = layers.pool.locate_rows(sequences)
         if len(positions) != len(rows):
             raise InvariantError(f"a batch has {len(rows)} rows, its sequences {len(positions)}")
-        layers.pool.zero_blocks(fresh)
+        if layers.attention.reads_unwritten:
+            layers.pool.zero_blocks(fresh)
         step = LocatedRows(rows, positions, slots, sequences)
         done = None if self._graphs is None else self._graphs.replay_step(step)
         return layers.run_layers(step) if done is None else done

@@ -106,6 +106,14 @@ def create_checked_compiled(
     return CompiledAttention(shape, attend), ""
 
 
+def _spoil_unwritten(pool: KVPool, page: int) -> None:
+    """Fill positions beyond the end of the last trial sequence, which has its own part."""
+    sequence = _trial_sequences(page)[-1]
+    written, last = sequence.end % page, sequence.end // page
+    for index, block in enumerate(sequence.blocks[last:]):
+        pool.block_view(block)[:, :, 0 if index else written :] = torch.nan
+
+
 @torch.inference_mode()
 def _difference(
     shape: AttentionShape,
@@ -117,7 +125,7 @@ def _difference(
     """Greatest difference to ``gather``, with and without a window; NaN if there is any.
 
     Requests run together and alone, so that all variants of a kernel are compiled before the first
-    request.
+    request. Unwritten positions hold NaN unless the backend reads them.
     """
     differences = []
     sequences = _trial_sequences(page)
@@ -126,15 +134,19 @@ def _difference(
         pool, heads = _make_rows(layer, page, dtype, device)
         count = layer.groups * layer.kv_heads
         sinks = torch.linspace(-4, 4, count, device=device) if layer.sinks else None
-        backends = create(layer), GatherAttention(layer)
+        backend, gather = create(layer), GatherAttention(layer)
         parts = torch.split(heads, [sequence.count for sequence in sequences])
         alone = [((each,), rows) for each, rows in zip(sequences, parts, strict=True)]
-        for batch, rows in ((sequences, heads), *alone):
-            found, expected = (
-                backend.prepare_layers(batch, page, dtype, device)(0, rows, pool, sinks).float()
-                for backend in backends
-            )
-            differences.append(float((found - expected).abs().max()))
+        batches = ((sequences, heads), *alone)
+        expected = [
+            gather.prepare_layers(batch, page, dtype, device)(0, rows, pool, sinks)
+            for batch, rows in batches
+        ]
+        if not backend.reads_unwritten:
+            _spoil_unwritten(pool, page)
+        for (batch, rows), right in zip(batches, expected, strict=True):
+            found = backend.prepare_layers(batch, page, dtype, device)(0, rows, pool, sinks)
+            differences.append(float((found.float() - right.float()).abs().max()))
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 

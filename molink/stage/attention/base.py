@@ -77,6 +77,10 @@ class AttentionBackend(Protocol):
         """Whether it reads KV in place, so that a step needs no memory for copies and masks."""
 
     @property
+    def reads_unwritten(self) -> bool:
+        """Whether it reads positions beyond a request's last, so that they must not hold NaN."""
+
+    @property
     def spans_context(self) -> bool:
         """Whether a static form costs the same however many blocks it allows."""
 

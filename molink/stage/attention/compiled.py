@@ -73,7 +73,7 @@ def compile_attention(
 class CompiledAttention:
     """The ``compiled`` backend, for CPUs."""
 
-    reads_pages, spans_context = True, False
+    reads_pages, reads_unwritten, spans_context = True, True, False
 
     def __init__(self, shape: AttentionShape, attend: "AttentionKernel") -> None:
         self._attend, self._windows = attend, shape.windows

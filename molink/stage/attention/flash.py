@@ -181,7 +181,7 @@ class _StaticFlash:
 class FlashAttention:
     """The ``flash`` backend, without softcap and sinks."""
 
-    reads_pages, spans_context = True, False
+    reads_pages, reads_unwritten, spans_context = True, True, False
 
     def __init__(self, shape: AttentionShape, kernel: FlashKernel) -> None:
         self._shape, self._kernel = shape, kernel

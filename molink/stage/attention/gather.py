@@ -64,7 +64,7 @@ class _GatherLayers:
 class GatherAttention:
     """The ``gather`` backend."""
 
-    reads_pages, spans_context = False, False
+    reads_pages, reads_unwritten, spans_context = False, True, False
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
@@ -292,7 +292,7 @@ class _StaticPlain:
 class PlainAttention:
     """The ``plain`` backend."""
 
-    reads_pages, spans_context = False, False
+    reads_pages, reads_unwritten, spans_context = False, True, False
 
     def __init__(self, shape: AttentionShape) -> None:
         self._gather = GatherAttention(shape)

@@ -135,7 +135,7 @@ class _StaticTriton(_TritonLayers):
 class TritonAttention:
     """The ``triton`` backend."""
 
-    reads_pages, spans_context = True, True
+    reads_pages, reads_unwritten, spans_context = True, False, True
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape

@@ -55,14 +55,15 @@ def dense(
 
 
 def fill(
-    pool: KVPool, table: Sequence[int], both: Tensor, first: int, layer: int, begun: int
+    pool: KVPool, table: Sequence[int], both: Tensor, first: int, layer: int, begun: int | None
 ) -> None:
     """Keys and values ``[length, 2, kv_heads, d]`` of positions ``first …``, as a stage would.
 
     The block of position ``begun`` and all after it were cleared when they were begun.
     """
     size = pool.block_size
-    pool.zero_blocks([table[index] for index in range(begun // size, -(-len(both) // size))])
+    if begun is not None:
+        pool.zero_blocks([table[index] for index in range(begun // size, -(-len(both) // size))])
     slots = [table[p // size] * size + p % size for p in range(first, len(both))]
     device = pool._storage.device
     pool.write_rows(layer, torch.tensor(slots, device=device), both[first:].to(device))
@@ -109,7 +110,8 @@ def compare(
             split = shape.groups * shape.kv_heads
             both = every[:, split:].unflatten(1, (2, shape.kv_heads))
             first = max(0, before - window + 1) // block_size * block_size if window else 0
-            fill(pool, table, both, first, layer, before + count - 1)
+            begun = before + count - 1 if backend.reads_unwritten else None
+            fill(pool, table, both, first, layer, begun)
             rows.append(every[before:])
             queries = every[before:, :split]
             expected.append(dense(queries, both[:, 0], both[:, 1], shape, window, sinks))

@@ -5,7 +5,7 @@ On a CPU a graph is the work itself: all that pads, loads and chooses is the sam
 
 import gc
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from molink.stage.batch import SequenceRows
 from molink.stage.graphs import buckets
 from molink.stage.graphs import decode_graphs as graphs
 from molink.stage.graphs.buckets import MAX_RUNS_BEFORE_CAPTURE
+from molink.stage.kv_pool import KVPool
 from molink.stage.layer_pass import LocatedRows
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
@@ -499,6 +500,36 @@ def test_a_graph_takes_a_step_in_few_copies(
     # Rows, slots with angles, a table for each window, and what comes out.
     windows = 1 + (family == "gemma2")
     assert counted.seen == ["copy_"] * (2 + windows) + ["clone"]
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton", "gather"])
+def test_begun_blocks_are_zeroed_only_where_attention_reads_them(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+) -> None:
+    from molink.stage.attention.triton_attention import TritonAttention
+
+    kind = TritonAttention if backend == "triton" else GatherAttention
+    folder = make_model(tmp_path, "qwen3", 1)
+    sequences = [SequenceRows(0, 1, (row,)) for row in range(3)]
+    expected = make_ring(folder, blocks=8).run([1, 2, 3], sequences)
+    monkeypatch.setattr(stages, "create_attention", lambda _, shape, *given: kind(shape))
+    ring = make_ring(folder, blocks=8)
+    ring.stages[0]._pool._storage.fill_(torch.nan)
+    zeroed = list[Sequence[int]]()
+    zero_blocks = KVPool.zero_blocks
+
+    def note(pool: KVPool, blocks: Sequence[int]) -> None:
+        zeroed.append(blocks)
+        zero_blocks(pool, blocks)
+
+    monkeypatch.setattr(KVPool, "zero_blocks", note)
+    torch.testing.assert_close(ring.run([1, 2, 3], sequences), expected, atol=1e-4, rtol=0)
+    assert zeroed == ([] if backend == "triton" else [[0, 1, 2]])
 
 
 @pytest.mark.gpu
