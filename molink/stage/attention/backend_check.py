@@ -23,7 +23,7 @@ from molink.stage.kv_pool import KVPool
 log = logging.getLogger(__name__)
 
 #: Parts of the pool that block tables permute, and positions that each has at least.
-_NUM_PARTS, _PART_POSITIONS = 4, 256
+_NUM_PARTS, _PART_POSITIONS = 5, 256
 #: Random values of a trial.
 _NUM_VALUES = 65521
 #: A window that excludes some positions.
@@ -164,7 +164,7 @@ def _trial_sequences(page: int) -> tuple[SequenceRows, ...]:
     return (
         SequenceRows(size, 1, table(2, 0)),
         SequenceRows(size - 2, 1, table(0)),
-        SequenceRows(size - 3, 20, table(1, 2)),
+        SequenceRows(2 * size - 3, 20, table(1, 2, 4)),
         SequenceRows(0, 20, table(3)),
     )
 

@@ -16,17 +16,24 @@ from torch import Tensor
 from molink.stage.attention.base import AttentionShape, LayerAttention, StaticAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.device_copy import upload_into, upload_tensor
-from molink.stage.gpu_kernels.attention_kernels import TileSize, attend_pages, reduce_splits
+from molink.stage.gpu_kernels.attention_kernels import (
+    PARTS_AT_ONCE,
+    TileSize,
+    attend_pages,
+    reduce_splits,
+)
+from molink.stage.gpu_kernels.block_product import count_processors
 from molink.stage.kv_pool import KVPool
 
 #: Tiles are split into at most this many parts of all together, and of each.
 MAX_PARTS, _MAX_SPLITS = 512, 64
-#: Positions of a part.
-_MIN_POSITIONS = 128
+#: Programs per multiprocessor of low and of tall tiles: an H100 holds as many at once.
+_LOW_PROGRAMS, _TALL_PROGRAMS = 4, 2
+#: Positions of a part: at least so many, and so many per line, for a part's results take half the
+#: bytes of its KV then.
+_MIN_POSITIONS, _POSITIONS_PER_LINE = 128, 4
 #: Rows that no tile holds.
 _LONG_CHUNK = 1 << 10
-#: Software pipelining of loads; page numbers are loaded before the pages, which takes one more.
-_STAGES = 3
 #: Numbers of a tile; see :func:`~molink.stage.gpu_kernels.attention_kernels.attend_pages`.
 _TILE_NUMBERS = 4
 _NO_WINDOW = (1 << 31) - 1
@@ -54,8 +61,7 @@ class TileLaunch:
         shape, size, (keys, values) = self.shape, self.size, pool.layer_pages(layer)
         window, lines = shape.windows[layer], self.rows * shape.groups
         visible = min(self.positions, window + self.rows) if window else self.positions
-        splits = min(_MAX_SPLITS, MAX_PARTS // (self.count * shape.kv_heads))
-        splits = max(1, min(splits, visible // _MIN_POSITIONS))
+        splits = self.choose_splits(visible, heads.device)
         sums = partial = None
         if splits > 1:
             parts = (self.count, shape.kv_heads, splits)
@@ -67,14 +73,22 @@ class TileLaunch:
             heads.stride(0), *keys.stride()[:3],
             GROUPS=shape.groups, HEAD_DIM=shape.head_dim, PAGE=pool.block_size,
             HAS_SOFTCAP=bool(shape.softcap), HAS_SINKS=shape.sinks, IS_SPLIT=splits > 1,
-            BLOCK_M=size.lines, BLOCK_N=size.positions, BLOCK_D=size.dims, num_stages=_STAGES,
+            BLOCK_M=size.lines, BLOCK_N=size.positions, BLOCK_D=size.dims, num_stages=size.stages,
         )  # fmt: skip
         if splits > 1:
             reduce_splits[shape.kv_heads, self.count, lines](
                 sums, partial, self.tiles, output, splits,
                 GROUPS=shape.groups, HEAD_DIM=shape.head_dim,
-                BLOCK_S=_MAX_SPLITS, BLOCK_D=size.dims,
+                MAX_SPLITS=_MAX_SPLITS, BLOCK_S=PARTS_AT_ONCE, BLOCK_D=size.dims,
             )  # fmt: skip
+
+    def choose_splits(self, visible: int, device: torch.device) -> int:
+        """Into how many parts to split tiles that see ``visible`` positions, to fill the device."""
+        wanted = _LOW_PROGRAMS if self.size.is_low else _TALL_PROGRAMS
+        parts = min(MAX_PARTS, wanted * count_processors(device))
+        lines = self.rows * self.shape.groups
+        longest = visible // max(_MIN_POSITIONS, _POSITIONS_PER_LINE * lines)
+        return max(1, min(_MAX_SPLITS, parts // (self.count * self.shape.kv_heads), longest))
 
 
 def pack_tiles(

@@ -13,6 +13,10 @@ import triton.language as tl
 
 #: Minimum size of a block's dimensions in a product.
 _MIN_BLOCK = 16
+#: Bytes of keys, and as many of values, that a low and a tall tile loads at once.
+_LOW_BYTES, _TALL_BYTES = 8 << 10, 16 << 10
+#: Parts that :func:`reduce_splits` loads at once.
+PARTS_AT_ONCE = 16
 #: Exponents are base 2.
 _LOG2_E = tl.constexpr(1.4426950408889634)
 #: Below all scores, yet finite: a row that sees nothing of a block must not become NaN.
@@ -34,8 +38,24 @@ class TileSize:
         lines = _MIN_BLOCK
         if rows * groups > lines:
             lines = 64 if dims * itemsize <= 256 else 32
-        positions = max(_MIN_BLOCK, min(64, (16 << 10) // (dims * itemsize)))
-        return cls(max(lines, triton.next_power_of_2(groups)), positions, dims)
+        lines = max(lines, triton.next_power_of_2(groups))
+        nbytes = _LOW_BYTES if lines == _MIN_BLOCK else _TALL_BYTES
+        positions = max(_MIN_BLOCK, min(64, nbytes // (dims * itemsize)))
+        return cls(lines, positions, dims)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether its time is that of loading KV."""
+        return self.lines == _MIN_BLOCK
+
+    @property
+    def stages(self) -> int:
+        """Software pipelining of loads; page numbers come before the pages, which takes one more.
+
+        With 5 a tile's next pages are under way while it computes, with 3 only their numbers. Half
+        the positions of a tall tile twice take no more shared memory.
+        """
+        return 5 if self.is_low else 3
 
 
 @triton.jit
@@ -182,12 +202,13 @@ def reduce_splits(
     splits,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Add up the parts of one row and head; the grid is ``(kv_heads, tiles, num_lines)``.
 
-    Arguments are those of :func:`attend_pages`; ``BLOCK_S`` is at least ``splits``.
+    Arguments are those of :func:`attend_pages`.
     """
     kv_head, tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads, num_lines = tl.num_programs(0), tl.num_programs(2)
@@ -196,19 +217,28 @@ def reduce_splits(
     token = line // GROUPS
     if token >= count:
         return
-    numbers = tl.arange(0, BLOCK_S)
+    first_part = (tile * kv_heads + kv_head) * splits
+    every = tl.arange(0, MAX_SPLITS)
+    scores = tl.load(
+        sums + (first_part + every) * 2 * num_lines + line, mask=every < splits, other=_LOWEST
+    )
+    above = tl.max(scores, 0)
     dims = tl.arange(0, BLOCK_D)
-    part = (tile * kv_heads + kv_head) * splits + numbers
-    is_part = numbers < splits
-    greatest = tl.load(sums + part * 2 * num_lines + line, mask=is_part, other=_LOWEST)
-    weight = tl.load(sums + (part * 2 + 1) * num_lines + line, mask=is_part, other=0.0)
-    factor = tl.exp2(greatest - tl.max(greatest, 0))
-    total = tl.sum(weight * factor, 0)
-    # An empty part was not written.
-    places = (part * num_lines + line)[:, None] * HEAD_DIM + dims[None, :]
-    mask = (is_part & (weight > 0))[:, None] & (dims < HEAD_DIM)[None, :]
-    attended = tl.load(partial + places, mask=mask, other=0.0)
-    result = tl.sum(attended * factor[:, None], 0) / total
+    total = tl.zeros([BLOCK_D], tl.float32)
+    attended = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        numbers = first + tl.arange(0, BLOCK_S)
+        part, is_part = first_part + numbers, numbers < splits
+        greatest = tl.load(sums + part * 2 * num_lines + line, mask=is_part, other=_LOWEST)
+        weight = tl.load(sums + (part * 2 + 1) * num_lines + line, mask=is_part, other=0.0)
+        factor = tl.exp2(greatest - above)
+        total += tl.sum(weight * factor, 0)
+        # An empty part was not written.
+        mask = (is_part & (weight > 0))[:, None] & (dims < HEAD_DIM)[None, :]
+        lines = (part * num_lines + line)[:, None] * HEAD_DIM
+        values = tl.load(partial + lines + dims[None, :], mask=mask, other=0.0)
+        attended += tl.sum(values * factor[:, None], 0)
+    result = attended / total
     query_head = kv_head * GROUPS + line % GROUPS
     places = ((row + token) * kv_heads * GROUPS + query_head) * HEAD_DIM + dims
     tl.store(output + places, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -39,6 +39,7 @@ def few_positions_split() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "_MIN_POSITIONS", 16)
+        patch.setattr(backend, "_POSITIONS_PER_LINE", 1)
         if DEVICE.type == "cpu":
             widen_products(patch)
         yield

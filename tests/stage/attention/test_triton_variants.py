@@ -69,6 +69,44 @@ def test_the_check_compiles_all_variants(
     assert variants == checked
 
 
+@pytest.mark.parametrize(
+    ("requests", "start", "rows", "expected"),
+    [
+        (1, 7999, 1, 62),
+        (8, 7999, 1, 8),
+        (16, 128, 1, 1),
+        (64, 128, 1, 1),
+        (64, 7999, 1, 1),
+        (1, 0, 512, 1),
+        (1, 3584, 512, 1),
+        (1, 3840, 64, 8),
+        (1, 1000, 4, 7),
+    ],
+)
+def test_tiles_are_split_until_they_fill_the_card(
+    shape_of: Callable[..., AttentionShape],
+    monkeypatch: pytest.MonkeyPatch,
+    requests: int,
+    start: int,
+    rows: int,
+    expected: int,
+) -> None:
+    from molink.stage.attention import triton_attention
+
+    monkeypatch.setattr(triton_attention, "count_processors", lambda _: 132)
+    shape, page = shape_of(groups=4, kv_heads=8, head_dim=128), 16
+    part = [(0, SequenceRows(start, rows, range(500)))] * requests
+    launch = triton_attention.TritonAttention(shape)._make_launch(
+        part, page, torch.bfloat16, torch.device("cpu")
+    )
+    splits = launch.choose_splits(launch.positions, torch.device("cpu"))
+    assert splits == expected
+    if splits > 1:
+        # Results, written and read, are few bytes beside keys and values in 16 bits.
+        results = splits * launch.rows * shape.groups * (shape.head_dim + 2) * 4
+        assert 2 * results <= 0.55 * launch.positions * 2 * shape.head_dim * 2
+
+
 @pytest.fixture
 def cuda() -> torch.device:
     if not torch.cuda.is_available():
