@@ -16,6 +16,9 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
+#: Initial size of a :class:`StagingBuffer`.
+_STAGING_BYTES = 1 << 16
+
 #: Sizes of tested copies, and how many are in flight.
 _TRIED, _TOGETHER = (1, 7, 4096, 1 << 18), 16
 
@@ -74,12 +77,56 @@ def _copy_bytes(tensor: Tensor) -> bytearray:
     return data
 
 
-def upload_into(target: Tensor, values: Tensor) -> None:
-    """Copy host ``values`` into the device tensor ``target`` of the same shape."""
-    if target.device.type == "cpu" or not has_pinned(target.device):
-        target.copy_(values)
-    else:
-        target.copy_(values.pin_memory(), non_blocking=True)
+class StagingBuffer:
+    """Host memory through which the numbers of each step go to the device, in one copy.
+
+    Two buffers take turns, and one is written only once its last copy has ended. They grow.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type != "cpu" and has_pinned(device)
+        self._turns = [_PinnedTurn(self._pinned) for _ in range(2)]
+
+    def upload(self, target: Tensor, parts: "Sequence[array[int]]") -> None:
+        """Copy ``parts``, one after the other, into ``target`` (uint8), from its first byte on."""
+        turn = self._turns[0]
+        self._turns.reverse()
+        nbytes = sum(len(part) * part.itemsize for part in parts)
+        turn.prepare(nbytes)
+        first = 0
+        for part in parts:
+            last = first + len(part) * part.itemsize
+            turn.view[first:last] = memoryview(part).cast("B")
+            first = last
+        target[:nbytes].copy_(turn.memory[:nbytes], non_blocking=self._pinned)
+        turn.mark_copied()
+
+
+class _PinnedTurn:
+    """One buffer of a :class:`StagingBuffer`, which is pinned unless pinned copies don't work."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._copied: torch.cuda.Event | None = None
+        self._allocate(_STAGING_BYTES)
+
+    def _allocate(self, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        self.view = memoryview(self.memory.numpy())
+
+    def prepare(self, nbytes: int) -> None:
+        """Wait for the last copy; make room for ``nbytes``."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if nbytes > len(self.view):
+            self._allocate(1 << (nbytes - 1).bit_length())
+
+    def mark_copied(self) -> None:
+        """A copy was launched."""
+        if self._pinned:
+            if self._copied is None:
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
 
 def upload_integers(numbers: "Sequence[int] | array[int]", device: torch.device) -> Tensor:

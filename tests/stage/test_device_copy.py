@@ -10,12 +10,12 @@ import torch
 
 from molink.stage import device_copy as to_device
 from molink.stage.device_copy import (
+    StagingBuffer,
     download_rows,
     gather_rows,
     has_pinned,
     pinned_error,
     upload_integers,
-    upload_into,
     upload_tensor,
 )
 
@@ -42,9 +42,48 @@ def test_numbers(device: torch.device) -> None:
     assert (there.device, there.dtype, there.tolist()) == (device, torch.int64, [0, 1, 2, 3, 4])
     assert upload_tensor(there, device) is there
     assert upload_integers([], device).shape == (0,)
-    target = torch.zeros(3, dtype=torch.int32, device=device)
-    upload_into(target, torch.tensor([7, 8, 9], dtype=torch.int32))
-    assert target.tolist() == [7, 8, 9]
+
+
+def test_numbers_of_a_step_are_one_copy(device: torch.device) -> None:
+    target = torch.zeros(1 << 18, dtype=torch.uint8, device=device)
+    staging = StagingBuffer(device)
+    for first in range(5):
+        many = array("i", range(first, first + (first << 13)))
+        staging.upload(target, (array("q", [first, -1]), many))
+        assert target[:16].view(torch.int64).tolist() == [first, -1]
+        assert target[16 : 16 + 4 * len(many)].view(torch.int32).tolist() == many.tolist()
+
+
+def test_numbers_in_flight_are_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, host_memory: None
+) -> None:
+    pending, came = list[Callable[[], object]](), list[bytes]()
+
+    class Target:
+        def __getitem__(self, _: slice) -> "Target":
+            return self
+
+        def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
+            assert non_blocking
+            pending.append(lambda: came.append(bytes(source.tolist())))
+
+    class Event:
+        def record(self) -> None:
+            self._number = len(pending)
+
+        def synchronize(self) -> None:
+            while len(came) < self._number:
+                pending[len(came)]()
+
+    monkeypatch.setattr(to_device, "has_pinned", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    staging, target = StagingBuffer(torch.device("cuda:0")), Target()
+    for number in range(5):
+        staging.upload(target, (array("b", [number]),))
+    assert came == [bytes([number]) for number in range(3)]  # two are under way
+    for copy in pending[3:]:
+        copy()
+    assert came == [bytes([number]) for number in range(5)]
 
 
 def test_rows(device: torch.device) -> None:
@@ -171,7 +210,7 @@ def test_without_pinned_memory_copies_are_plain(
     monkeypatch.setattr(to_device, "has_pinned", lambda _: False)
     meta = torch.device("meta")
     assert upload_tensor(torch.arange(3), meta).device == meta
-    upload_into(torch.zeros(2, device=meta), torch.ones(2))
+    StagingBuffer(meta).upload(torch.zeros(2, dtype=torch.uint8, device=meta), [array("b", [1])])
     rows = torch.randn(3, 4)
     card: Any = on_a_card(rows)
     card.cpu = lambda: rows

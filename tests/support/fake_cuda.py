@@ -144,6 +144,7 @@ def install_fake(stack: ExitStack, host: Host, capability: tuple[int, int]) -> N
     """Have torch believe in the card."""
     empty = torch.empty
     stream = SimpleNamespace(synchronize=host.synchronize)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     for place, name, stand_in in (
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "device_count", lambda: 1),
@@ -152,6 +153,7 @@ def install_fake(stack: ExitStack, host: Host, capability: tuple[int, int]) -> N
         (torch.cuda, "get_device_name", lambda _: "pretend"),
         (torch.cuda, "current_stream", lambda _: stream),
         (torch.cuda, "synchronize", lambda _: None),
+        (torch.cuda, "Event", lambda: event),
         (torch.Tensor, "pin_memory", lambda tensor: tensor.clone()),
         (torch, "empty", lambda *given, pin_memory=False, **named: empty(*given, **named)),
         (stages, "CudaGraphCapturer", InlineWorker),

@@ -61,7 +61,9 @@ class Operators(TorchDispatchMode):
     ) -> Any:
         result = function(*given, **(named or {}))
         tensors = [one for one in (result, *given) if isinstance(one, Tensor)]
-        is_free = "empty" in str(function) or (function.is_view and result.device == given[0].device)
+        is_free = "empty" in str(function) or (
+            function.is_view and result.device == given[0].device
+        )
         if not is_free and any(one.device == CUDA for one in tensors):
             self.seen[_classify(function, given, result)] += 1
         return result

@@ -1,6 +1,7 @@
 """Interface of attention backends."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -62,11 +63,15 @@ class LayerAttention(Protocol):
 class StaticAttention(LayerAttention, Protocol):
     """Attention of decode steps of a fixed shape in static buffers, for CUDA graphs."""
 
-    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
-        """Copy the block tables of a step into the buffers, one decode row per row."""
+    def pack_tables(self, sequences: Sequence[SequenceRows]) -> "array[int]":
+        """Pack the block tables (int32) of a step, one decode row per row, for its buffer."""
 
     def derive_masks(self) -> None:
         """Derive masks and indices from the tables, on the device."""
+
+
+#: Returns a buffer (int32, on the device) of so many numbers, for tables.
+AllocateTables = Callable[[int], Tensor]
 
 
 class AttentionBackend(Protocol):
@@ -94,6 +99,14 @@ class AttentionBackend(Protocol):
         """Prepare indices and masks of a forward."""
 
     def prepare_static(
-        self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        allocate_tables: AllocateTables,
     ) -> StaticAttention:
-        """Prepare decode steps of ``rows`` rows with up to ``blocks`` blocks each."""
+        """Prepare decode steps of ``rows`` rows with up to ``blocks`` blocks each.
+
+        It may call ``allocate_tables`` once.
+        """

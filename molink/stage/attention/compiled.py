@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from molink.errors import InvariantError
-from molink.stage.attention.base import AttentionShape, StaticAttention
+from molink.stage.attention.base import AllocateTables, AttentionShape, StaticAttention
 from molink.stage.attention.gather import GatherAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.cpu_kernels.create import create_attention_kernel
@@ -111,8 +111,13 @@ class CompiledAttention:
         )
 
     def prepare_static(
-        self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        allocate_tables: AllocateTables,
     ) -> StaticAttention:
         """See :class:`~molink.stage.attention.base.AttentionBackend`: a CPU has no graphs to
         fix."""
-        return self._gather.prepare_static(rows, blocks, block_size, dtype, device)
+        return self._gather.prepare_static(rows, blocks, block_size, dtype, allocate_tables)

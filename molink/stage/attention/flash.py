@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import AttentionShape, LayerAttention, StaticAttention
+from molink.stage.attention.base import (
+    AllocateTables,
+    AttentionShape,
+    LayerAttention,
+    StaticAttention,
+)
 from molink.stage.batch import SequenceRows
-from molink.stage.device_copy import upload_into, upload_tensor
+from molink.stage.device_copy import upload_tensor
 from molink.stage.kv_pool import KVPool
 
 
@@ -156,18 +161,14 @@ class _StaticFlash:
         rows: int,
         width: int,
         page: int,
-        device: torch.device,
+        allocate_tables: AllocateTables,
     ) -> None:
         self._width, self._page = width, page
-        self._numbers = torch.zeros(rows * (width + 3) + 2, dtype=torch.int32, device=device)
-        pages = PageTable.from_numbers(self._numbers, rows)
+        pages = PageTable.from_numbers(allocate_tables(rows * (width + 3) + 2), rows)
         self._call = FlashCall(kernel, shape, slice(0, rows), pages, 1, width * page)
 
-    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
-        numbers = torch.frombuffer(
-            pack_page_table(sequences, self._width, self._page), dtype=torch.int32
-        )
-        upload_into(self._numbers, numbers)
+    def pack_tables(self, sequences: Sequence[SequenceRows]) -> "array[int]":
+        return pack_page_table(sequences, self._width, self._page)
 
     def derive_masks(self) -> None:
         """No-op: the kernel takes tables as they are."""
@@ -202,9 +203,14 @@ class FlashAttention:
         return calls[0] if len(calls) == 1 else _FlashLayers(calls)
 
     def prepare_static(
-        self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        allocate_tables: AllocateTables,
     ) -> StaticAttention:
-        return _StaticFlash(self._kernel, self._shape, rows, blocks, block_size, device)
+        return _StaticFlash(self._kernel, self._shape, rows, blocks, block_size, allocate_tables)
 
     def _make_call(
         self, part: Sequence[tuple[int, SequenceRows]], page: int, device: torch.device

@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from molink.stage.attention.base import AttentionShape, LayerAttention, StaticAttention
+from molink.stage.attention.base import (
+    AllocateTables,
+    AttentionShape,
+    LayerAttention,
+    StaticAttention,
+)
 from molink.stage.attention.work_groups import (
     DecodeBucket,
     PrefillChunk,
@@ -32,7 +37,7 @@ from molink.stage.attention.work_groups import (
     effective_windows,
 )
 from molink.stage.batch import SequenceRows
-from molink.stage.device_copy import upload_integers, upload_into
+from molink.stage.device_copy import upload_integers
 from molink.stage.kv_pool import KVPool
 
 #: Bytes of KV per CPU decode bucket, which should stay in cache.
@@ -83,9 +88,14 @@ class GatherAttention:
         return _GatherLayers(tuple(parts[window] for window in windows), self._shape)
 
     def prepare_static(
-        self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        allocate_tables: AllocateTables,
     ) -> StaticAttention:
-        return StaticGather(self._shape, rows, blocks, block_size, dtype, device)
+        return StaticGather(self._shape, rows, blocks, block_size, dtype, allocate_tables)
 
 
 class _GroupBuilder:
@@ -190,27 +200,26 @@ def static_width(window: int, blocks: int, block_size: int) -> int:
 
 
 class _StaticTable:
-    """Blocks and mask of layers with one window."""
+    """Blocks and mask of layers with one window; ``numbers`` holds a step's."""
 
     def __init__(
         self,
         window: int,
         rows: int,
-        blocks: int,
+        width: int,
         block_size: int,
         dtype: torch.dtype,
-        device: torch.device,
+        numbers: Tensor,
     ) -> None:
         self._window, self._rows, self._block_size = window, rows, block_size
-        self._width = width = static_width(window, blocks, block_size)
-        self._numbers = torch.zeros(rows * (width + 2), dtype=torch.int64, device=device)
+        self._width, self._numbers, device = width, numbers, numbers.device
         self._positions = torch.arange(width * block_size, device=device)
         mask = torch.zeros(rows, 1, 1, width * block_size, dtype=dtype, device=device)
         ids = self._numbers[: rows * width]
         self.bucket = DecodeBucket(slice(0, rows), rows, ids, None, slice(0, 0), mask)
 
-    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
-        ids, begins, ends = array("q"), array("q"), array("q")
+    def pack_tables(self, sequences: Sequence[SequenceRows]) -> "array[int]":
+        ids, begins, ends = array("i"), array("i"), array("i")
         for row, sequence in enumerate(sequences):
             span = Span.from_sequence(row, sequence, self._window, self._block_size)
             ids.extend(span.blocks)
@@ -218,7 +227,7 @@ class _StaticTable:
             ids.extend([span.blocks[0]] * (self._width - len(span.blocks)))
             begins.append(span.begin)
             ends.append(span.end)
-        upload_into(self._numbers, torch.frombuffer(ids + begins + ends, dtype=torch.int64))
+        return ids + begins + ends
 
     def derive_masks(self) -> None:
         first, last = self._numbers[self._rows * self._width :].view(2, -1, 1, 1, 1)
@@ -237,19 +246,24 @@ class StaticGather:
         blocks: int,
         block_size: int,
         dtype: torch.dtype,
-        device: torch.device,
+        allocate_tables: AllocateTables,
     ) -> None:
         self._shape = shape
         windows = effective_windows(shape.windows, blocks * block_size)
+        widths = {window: static_width(window, blocks, block_size) for window in windows}
+        sizes = [rows * (width + 2) for width in widths.values()]
+        parts = allocate_tables(sum(sizes)).split(sizes)
         self._tables = {
-            window: _StaticTable(window, rows, blocks, block_size, dtype, device)
-            for window in dict.fromkeys(windows)
+            window: _StaticTable(window, rows, width, block_size, dtype, part)
+            for (window, width), part in zip(widths.items(), parts, strict=True)
         }
         self._layers = tuple(self._tables[window].bucket for window in windows)
 
-    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
+    def pack_tables(self, sequences: Sequence[SequenceRows]) -> "array[int]":
+        numbers = array("i")
         for table in self._tables.values():
-            table.load_tables(sequences)
+            numbers += table.pack_tables(sequences)
+        return numbers
 
     def derive_masks(self) -> None:
         for table in self._tables.values():
@@ -276,8 +290,8 @@ class _PlainLayers:
 class _StaticPlain:
     inner: StaticAttention
 
-    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
-        self.inner.load_tables(sequences)
+    def pack_tables(self, sequences: Sequence[SequenceRows]) -> "array[int]":
+        return self.inner.pack_tables(sequences)
 
     def derive_masks(self) -> None:
         self.inner.derive_masks()
@@ -307,6 +321,13 @@ class PlainAttention:
         return _PlainLayers(self._gather.prepare_layers(sequences, block_size, dtype, device))
 
     def prepare_static(
-        self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        allocate_tables: AllocateTables,
     ) -> StaticAttention:
-        return _StaticPlain(self._gather.prepare_static(rows, blocks, block_size, dtype, device))
+        return _StaticPlain(
+            self._gather.prepare_static(rows, blocks, block_size, dtype, allocate_tables)
+        )

@@ -13,9 +13,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import AttentionShape, LayerAttention, StaticAttention
+from molink.stage.attention.base import (
+    AllocateTables,
+    AttentionShape,
+    LayerAttention,
+    StaticAttention,
+)
 from molink.stage.batch import SequenceRows
-from molink.stage.device_copy import upload_into, upload_tensor
+from molink.stage.device_copy import upload_tensor
 from molink.stage.gpu_kernels.attention_kernels import (
     PARTS_AT_ONCE,
     TileSize,
@@ -137,10 +142,8 @@ class _StaticTriton(_TritonLayers):
         super().__init__((launch,))
         self._launch, self._block_size = launch, block_size
 
-    def load_tables(self, sequences: Sequence[SequenceRows]) -> None:
-        launch = self._launch
-        numbers, _ = pack_tiles(_locate(sequences), launch.rows, self._block_size, launch.count)
-        upload_into(launch.tiles[: len(numbers)], torch.frombuffer(numbers, dtype=torch.int32))
+    def pack_tables(self, sequences: Sequence[SequenceRows]) -> "array[int]":
+        return pack_tiles(_locate(sequences), 1, self._block_size, self._launch.count)[0]
 
     def derive_masks(self) -> None:
         """No-op: the kernel takes tables as they are."""
@@ -153,8 +156,6 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
-        #: Tiles and tables of static forms, of which only one runs at a time.
-        self._numbers: Tensor | None = None
 
     def prepare_layers(
         self,
@@ -173,14 +174,15 @@ class TritonAttention:
         )
 
     def prepare_static(
-        self, rows: int, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        allocate_tables: AllocateTables,
     ) -> StaticAttention:
-        _set_device(device)
-        numbers, size = self._numbers, rows * (_TILE_NUMBERS + blocks)
-        if numbers is None or len(numbers) < size:
-            # Doubled, so that all buffers together are at most twice the largest.
-            count = 1 << (size - 1).bit_length()
-            numbers = self._numbers = torch.zeros(count, dtype=torch.int32, device=device)
+        numbers = allocate_tables(rows * (_TILE_NUMBERS + blocks))
+        _set_device(numbers.device)
         tile = self._choose_tile(1, dtype)
         launch = TileLaunch(self._shape, numbers, rows, 1, blocks * block_size, tile)
         return _StaticTriton(launch, block_size)

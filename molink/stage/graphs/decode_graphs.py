@@ -15,7 +15,7 @@ from molink.stage.attention.base import StaticAttention
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.rotary import AngleTable
-from molink.stage.device_copy import upload_into
+from molink.stage.device_copy import StagingBuffer
 from molink.stage.graphs.buckets import GraphBucket, GraphPlan, row_bucket, split_rows
 from molink.stage.graphs.capture import GraphCapturer, GraphWork
 from molink.stage.layer_pass import LayerPass, LocatedRows
@@ -26,13 +26,16 @@ log = logging.getLogger(__name__)
 #: Tolerance of a graph's rows, relative to what the layers add: padding reorders 16-bit sums.
 TOLERANCE = 0.05
 _MIN_CHANGE = 1e-6
+#: Bytes to which tables are aligned, for Triton's kernels.
+_TABLE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedGraph:
     """A captured bucket with its static buffers.
 
-    ``numbers`` (int64 ``[1 + ropes, rows]``) are slots, and indices into each of ``angles``.
+    ``numbers`` (uint8) holds slots and indices into each of ``angles`` (int64 ``[rows]`` each), and
+    from a multiple of 16 bytes on the tables of ``attention``.
     """
 
     rows: Tensor
@@ -69,6 +72,9 @@ class DecodeGraphs:
             device=device,
         )
         self._output = torch.zeros_like(self._rows)
+        #: Slots, angles and tables, which graphs share where they fit.
+        self._numbers = torch.zeros(0, dtype=torch.uint8, device=device)
+        self._staging = StagingBuffer(device)
         #: Rows of the last step in the buffer; the rest is zeros.
         self._num_filled_rows = 0
 
@@ -191,22 +197,37 @@ class DecodeGraphs:
         tables = tuple(table for table in found if table is not None)
         if len(tables) < len(found):
             return None
-        numbers = torch.zeros(1 + len(tables), rows, dtype=torch.int64, device=self._device)
         given, output = self._rows[:rows], self._output[:rows]
+        begin = _TABLE_ALIGNMENT * -(-8 * rows * (1 + len(tables)) // _TABLE_ALIGNMENT)
+
+        def allocate(count: int) -> Tensor:
+            end = begin + 4 * count
+            return self._reserve_numbers(end)[begin:end].view(torch.int32)
+
         fixed = layers.attention.prepare_static(
-            rows, bucket.blocks, self._pool.block_size, layers.dtype, self._device
+            rows, bucket.blocks, self._pool.block_size, layers.dtype, allocate
         )
+        numbers = self._reserve_numbers(begin)
+        slots, *indices = numbers[: 8 * rows * (1 + len(tables))].view(torch.int64).split(rows)
 
         def work() -> None:
             angles = tuple(
                 table.angles.index_select(0, offsets)
-                for table, offsets in zip(tables, numbers[1:], strict=True)
+                for table, offsets in zip(tables, indices, strict=True)
             )
             fixed.derive_masks()
-            context = ForwardContext(self._pool, numbers[0], angles, fixed)
+            context = ForwardContext(self._pool, slots, angles, fixed)
             output.copy_(layers.decoder.run_layers(given, context))
 
         return _CapturedGraph(given, numbers, tables, output, fixed, work)
+
+    def _reserve_numbers(self, nbytes: int) -> Tensor:
+        """The buffer of numbers; a larger one if it is too small. Only one graph runs at a time."""
+        if len(self._numbers) < nbytes:
+            # Doubled, so that all buffers together are at most twice the largest.
+            size = 1 << (nbytes - 1).bit_length()
+            self._numbers = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        return self._numbers
 
     def _load_step(self, graph: _CapturedGraph, step: LocatedRows) -> None:
         """Copy a step into the buffers; padding rows are zeros on the padding block."""
@@ -220,9 +241,10 @@ class DecodeGraphs:
         for table in graph.angles:
             numbers.extend(table.row_indices(step.positions, sequences))
             numbers.extend((0,) * missing)
-        upload_into(graph.numbers, torch.frombuffer(numbers, dtype=torch.int64).view(-1, size))
+        numbers.extend((0,) * (len(numbers) % (_TABLE_ALIGNMENT // 8)))
         padding = [SequenceRows(0, 1, (self._spare,))] * missing
-        graph.attention.load_tables([*sequences, *padding])
+        tables = graph.attention.pack_tables([*sequences, *padding])
+        self._staging.upload(graph.numbers, (numbers, tables))
 
 
 def _relative_error(found: Tensor, plain: Tensor, before: Tensor) -> float:

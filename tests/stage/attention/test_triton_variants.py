@@ -64,7 +64,13 @@ def test_the_check_compiles_all_variants(
         heads = torch.empty(rows, groups + 2, 16, device=DEVICE)
         backend.prepare_layers(sequences, page, dtype, DEVICE)(0, heads, pool)
     for rows, blocks in ((1, 4), (1, 400), (9, 400), (600, 400)):
-        static = backend.prepare_static(rows, blocks, page, dtype, DEVICE)
+        static = backend.prepare_static(
+            rows,
+            blocks,
+            page,
+            dtype,
+            lambda count: torch.zeros(count, dtype=torch.int32).to(DEVICE),
+        )
         static(0, torch.empty(rows, groups + 2, 16, device=DEVICE), pool)
     assert variants == checked
 
