@@ -87,17 +87,17 @@ class StagingBuffer:
         self._pinned = device.type != "cpu" and has_pinned(device)
         self._turns = [_PinnedTurn(self._pinned) for _ in range(2)]
 
-    def upload(self, target: Tensor, parts: "Sequence[array[int]]") -> None:
+    def upload(self, target: Tensor, parts: "Sequence[array[int] | memoryview]") -> None:
         """Copy ``parts``, one after the other, into ``target`` (uint8), from its first byte on."""
         turn = self._turns[0]
         self._turns.reverse()
-        nbytes = sum(len(part) * part.itemsize for part in parts)
+        views = [memoryview(part).cast("B") for part in parts]
+        nbytes = sum(map(len, views))
         turn.prepare(nbytes)
         first = 0
-        for part in parts:
-            last = first + len(part) * part.itemsize
-            turn.view[first:last] = memoryview(part).cast("B")
-            first = last
+        for view in views:
+            turn.view[first : first + len(view)] = view
+            first += len(view)
         target[:nbytes].copy_(turn.memory[:nbytes], non_blocking=self._pinned)
         turn.mark_copied()
 
@@ -112,7 +112,7 @@ class _PinnedTurn:
 
     def _allocate(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
-        self.view = memoryview(self.memory.numpy())
+        self.view = self.memory.numpy().data
 
     def prepare(self, nbytes: int) -> None:
         """Wait for the last copy; make room for ``nbytes``."""

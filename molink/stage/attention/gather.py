@@ -252,7 +252,7 @@ class StaticGather:
         windows = effective_windows(shape.windows, blocks * block_size)
         widths = {window: static_width(window, blocks, block_size) for window in windows}
         sizes = [rows * (width + 2) for width in widths.values()]
-        parts = allocate_tables(sum(sizes)).split(sizes)
+        parts = torch.split(allocate_tables(sum(sizes)), sizes)
         self._tables = {
             window: _StaticTable(window, rows, width, block_size, dtype, part)
             for (window, width), part in zip(widths.items(), parts, strict=True)

@@ -208,7 +208,8 @@ class DecodeGraphs:
             rows, bucket.blocks, self._pool.block_size, layers.dtype, allocate
         )
         numbers = self._reserve_numbers(begin)
-        slots, *indices = numbers[: 8 * rows * (1 + len(tables))].view(torch.int64).split(rows)
+        header = numbers[: 8 * rows * (1 + len(tables))].view(torch.int64)
+        slots, *indices = torch.split(header, rows)
 
         def work() -> None:
             angles = tuple(
