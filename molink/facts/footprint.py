@@ -17,8 +17,10 @@ MIN_TOKENS = 2048
 GRAPH_BYTES = 2 << 20
 #: Bytes of a stage's graph pool; torch allocates it in steps of 20 MiB, and 2 MiB don't suffice.
 GRAPH_POOL_BYTES = 24 << 20
+#: Rows up to which a graph computes logits, too.
+GRAPH_LOGIT_ROWS = 16
 #: float32 logits, and a temporary copy.
-_LOGIT_BYTES = 4 + 4
+LOGIT_BYTES = 4 + 4
 #: A float32 score, and a temporary copy for capping.
 _SCORE_BYTES = 4 + 4
 #: An int8 product of a row and a weight: its int32 sum, scaled in steps.
@@ -101,7 +103,7 @@ class Footprint:
     max_model_len: int
     #: Maximum of a step's rows, in any stage.
     step_bytes: int
-    #: Logits of a step, in the last stage.
+    #: Logits of a step and of graphs, in the last stage.
     logits_bytes: int
     #: Attention's copies per token of the pool: one layer's keys and values, masks, capped scores.
     #: None if it reads pages in place.
@@ -151,6 +153,7 @@ class Footprint:
         if mode == "int8" and facts.hidden and not in_planes:
             row += facts.widest // facts.hidden * _PRODUCT_BYTES
         scores = facts.score_heads * _SCORE_BYTES
+        logit_rows = load.max_decode_rows + 1 + GRAPH_LOGIT_ROWS * (target.kind == "cuda")
         cuda, token, copies = target.kind == "cuda", scaled(facts.kv_bytes), not target.reads_pages
         return cls(
             layer_bytes=layer,
@@ -160,7 +163,7 @@ class Footprint:
             token_bytes=token,
             max_model_len=facts.max_model_len,
             step_bytes=rows * row + unpacked + PAGED_BYTES * target.reads_pages,
-            logits_bytes=(load.max_decode_rows + 1) * facts.vocabulary * (element + _LOGIT_BYTES),
+            logits_bytes=logit_rows * facts.vocabulary * (element + LOGIT_BYTES),
             attention_copy_bytes=_PADDING_FACTOR * (token + element + scores) * copies,
             mask_bytes=load.max_chunk_rows * (element + 1 + scores) * copies,
             layer_graph_bytes=GRAPH_BYTES * cuda,

@@ -31,6 +31,18 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, slots=True)
+class StageOutput:
+    """Results of a step, on the device. The next step may overwrite them.
+
+    ``rows`` are those for the next stage, or logits of the last one, for which ``greedy`` has the
+    result of :func:`~molink.stage.sampling.greedy.find_greedy` if it was part of a CUDA graph.
+    """
+
+    rows: Tensor
+    greedy: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StageInput:
     """Token-flat rows of a micro-batch, in the order of ``sequences``.
 

@@ -1,4 +1,4 @@
-"""A stage's layers with the KV pool, attention and RoPE that a step needs."""
+"""A stage's layers and ends of the model, with the KV pool, attention and RoPE of a step."""
 
 from array import array
 from collections.abc import Sequence
@@ -7,45 +7,84 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from molink.errors import InvariantError
 from molink.stage.attention.base import AttentionBackend
-from molink.stage.batch import SequenceRows
+from molink.stage.batch import StageInput
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.decoder import Decoder
 from molink.stage.decoder.rotary import Rope
-from molink.stage.device_copy import upload_integers
+from molink.stage.device_copy import upload_integers, upload_tensor
 from molink.stage.kv_pool import KVPool
+from molink.stage.torch_dtypes import residual_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedRows:
-    """Device rows ``[T, hidden]`` of ``sequences``, with positions and slots on the host.
+    """A step with its rows' positions and slots on the host.
 
     See :meth:`~molink.stage.kv_pool.KVPool.locate_rows`.
     """
 
-    rows: Tensor
+    batch: StageInput
     positions: "array[int]"
     slots: "array[int]"
-    sequences: Sequence[SequenceRows]
+
+    def __len__(self) -> int:
+        return len(self.positions)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
-    """Runs steps eagerly on one KV pool."""
+    """Runs steps eagerly on one KV pool. Layers compute in ``dtype``."""
 
     decoder: Decoder
     pool: KVPool
     attention: AttentionBackend
     ropes: tuple[Rope, ...]
     dtype: torch.dtype
+    wire_dtype: torch.dtype
+    device: torch.device
 
-    def run_layers(self, step: LocatedRows) -> Tensor:
-        """Run rows ``[T, hidden]`` through all layers."""
-        count, device = len(step.rows), step.rows.device
-        both = upload_integers(step.positions + step.slots, device)
-        angles = tuple(rope.compute_angles(both[:count], step.sequences) for rope in self.ropes)
-        size = self.pool.block_size
-        attention = self.attention.prepare_layers(step.sequences, size, self.dtype, device)
-        return self.decoder.run_layers(
-            step.rows, ForwardContext(self.pool, both[count:], angles, attention)
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds tokens."""
+        return self.decoder.embedding is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it returns logits."""
+        return self.decoder.output_head is not None
+
+    def run_step(self, step: LocatedRows) -> Tensor:
+        """Rows ``[T, hidden]`` in ``wire_dtype``, or float32 logits of the step's logit rows."""
+        batch, count = step.batch, len(step)
+        rows = self.embed_batch(batch)
+        both = upload_integers(step.positions + step.slots, self.device)
+        angles = tuple(rope.compute_angles(both[:count], batch.sequences) for rope in self.ropes)
+        attention = self.attention.prepare_layers(
+            batch.sequences, self.pool.block_size, self.dtype, self.device
         )
+        context = ForwardContext(self.pool, both[count:], angles, attention)
+        return self.finish_rows(self.decoder.run_layers(rows, context), batch.logit_rows)
+
+    def embed_batch(self, batch: StageInput) -> Tensor:
+        """Residual rows ``[T, hidden]`` of a step, on the device."""
+        if batch.tokens is not None and self.is_first:
+            return self.embed_tokens(upload_tensor(batch.tokens, self.device))
+        if batch.hidden is None:
+            raise InvariantError("a stage got neither tokens nor hidden rows")
+        return self.widen_rows(upload_tensor(batch.hidden, self.device))
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """Residual rows of token ids (int64 ``[T]``, on the device)."""
+        return self.widen_rows(self.decoder.embed_tokens(tokens))
+
+    def widen_rows(self, rows: Tensor) -> Tensor:
+        """Rows in the type of residual sums."""
+        return rows.to(residual_dtype(self.dtype))
+
+    def finish_rows(self, rows: Tensor, logit_rows: Sequence[int]) -> Tensor:
+        """What the stage returns for residual rows ``[T, hidden]``."""
+        if self.is_last:
+            return self.decoder.compute_logits(rows, logit_rows)
+        return rows.to(self.wire_dtype)

@@ -12,23 +12,27 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import InvariantError, UsageError
 from molink.facts.drafts import MAX_DRAFTS
 from molink.facts.dtypes import DTypeChoice, WeightDType
-from molink.facts.footprint import GRAPH_BYTES, GRAPH_POOL_BYTES
+from molink.facts.footprint import (
+    GRAPH_BYTES,
+    GRAPH_LOGIT_ROWS,
+    GRAPH_POOL_BYTES,
+    LOGIT_BYTES,
+)
 from molink.facts.kernels import INTEGER_KERNELS
 from molink.facts.model import LayerRange, Quantize
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.create import create_attention
-from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.batch import StageInput, StageOutput
 from molink.stage.decoder.decoder import Decoder, HeldWeights, load_decoder
 from molink.stage.decoder.operators import create_operators
 from molink.stage.decoder.rotary import Rope
-from molink.stage.device_copy import upload_tensor
 from molink.stage.graphs.buckets import GraphPlan
 from molink.stage.graphs.capture import CudaGraphCapturer
 from molink.stage.graphs.decode_graphs import DecodeGraphs
 from molink.stage.host_kv_pool import HostKVPool
 from molink.stage.kv_pool import KVPool, block_bytes
 from molink.stage.layer_pass import LayerPass, LocatedRows
-from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, choose_wire_dtype, residual_dtype
+from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, choose_wire_dtype
 from molink.stage.weights.weight_reader import WeightReader
 
 log = logging.getLogger(__name__)
@@ -59,7 +63,6 @@ class Stage:
         self._decoder = decoder
         self._dtype = TORCH_DTYPES[dtype]
         self._wire_dtype = TORCH_DTYPES[wire_dtype]
-        self._residual_dtype = residual_dtype(self._dtype)
         self._backend_name: BackendName = backend
         self.disabled_kernels = disabled_kernels
         self._max_decode_rows = max_decode_rows
@@ -173,16 +176,28 @@ class Stage:
         self._pool = self._create_pool(blocks, block_size)
         # Both run trials, which are affordable now.
         attention = self._attention_backend(block_size)
-        self._layer_pass = LayerPass(self._decoder, self._pool, attention, self._ropes, self._dtype)
+        self._layer_pass = LayerPass(
+            self._decoder,
+            self._pool,
+            attention,
+            self._ropes,
+            self._dtype,
+            self._wire_dtype,
+            self.device,
+        )
         self._graphs = self._create_graphs(self._layer_pass)
 
-    @torch.inference_mode()
     def forward(self, batch: StageInput) -> Tensor:
+        """The rows of :meth:`compute_step`."""
+        return self.compute_step(batch).rows
+
+    @torch.inference_mode()
+    def compute_step(self, batch: StageInput) -> StageOutput:
         """Compute a micro-batch and store its KV.
 
         Returns:
             Rows ``[T, hidden_size]`` in ``wire_dtype``, or float32 logits ``[len(logit_rows),
-            vocab_size]`` on the last stage. It is an inference tensor: modify it only under
+            vocab_size]`` on the last stage. They are inference tensors: modify them only under
             ``torch.inference_mode()``.
 
         Raises:
@@ -302,6 +317,9 @@ class Stage:
         if pool.padding_block is None:
             return None
         budget = GRAPH_POOL_BYTES + GRAPH_BYTES * len(self._decoder.blocks)
+        if self.is_last:
+            logit = self._dtype.itemsize + LOGIT_BYTES
+            budget += GRAPH_LOGIT_ROWS * self.config.vocab_size * logit
         context = None
         if layers.attention.spans_context:
             limits = (rope.table_positions for rope in self._ropes)
@@ -313,7 +331,7 @@ class Stage:
         # Elsewhere the KV of a request would be copied for each of its drafts.
         drafts = MAX_DRAFTS if layers.attention.reads_pages else 0
         plan = GraphPlan(pool.block_size, budget, self._max_decode_rows, context, drafts)
-        graphs = DecodeGraphs(layers, self.device, plan, CudaGraphCapturer(self.device))
+        graphs = DecodeGraphs(layers, plan, CudaGraphCapturer(self.device))
         return graphs if graphs.check_speedup() else None
 
     def _attention_backend(self, block_size: int) -> AttentionBackend:
@@ -330,38 +348,31 @@ class Stage:
             )
         return self._attentions[block_size]
 
-    def _run_batch(self, batch: StageInput, layers: LayerPass) -> Tensor:
-        rows = self._run_layers(self._embed_batch(batch), batch.sequences, layers)
-        if self.is_last:
-            return self._decoder.compute_logits(rows, batch.logit_rows)
-        return rows.to(self._wire_dtype)
-
-    def _embed_batch(self, batch: StageInput) -> Tensor:
-        if self.is_first:
-            if batch.tokens is None:
-                raise InvariantError("the first stage got no tokens")
-            # On CUDA an invalid id would poison the process.
-            minimum, greatest = batch.tokens.aminmax()
-            if minimum < 0 or greatest >= self.config.vocab_size:
-                raise InvariantError(f"a token id is not in 0:{self.config.vocab_size}")
-            rows = self._decoder.embed_tokens(upload_tensor(batch.tokens, self.device))
-            return rows.to(self._residual_dtype)
-        if batch.hidden is None:
-            raise InvariantError(f"stage {self.layers} got no hidden rows")
-        return upload_tensor(batch.hidden, self.device).to(self._residual_dtype)
-
-    def _run_layers(
-        self, rows: Tensor, sequences: Sequence[SequenceRows], layers: LayerPass
-    ) -> Tensor:
-        """Run rows ``[T, hidden]`` through all layers, as a CUDA graph where that is faster."""
-        positions, slots, fresh = layers.pool.locate_rows(sequences)
-        if len(positions) != len(rows):
-            raise InvariantError(f"a batch has {len(rows)} rows, its sequences {len(positions)}")
+    def _run_batch(self, batch: StageInput, layers: LayerPass) -> StageOutput:
+        """Run a step, as a CUDA graph where that is faster."""
+        given = self._check_input(batch)
+        positions, slots, fresh = layers.pool.locate_rows(batch.sequences)
+        if len(positions) != given:
+            raise InvariantError(f"a batch has {given} rows, its sequences {len(positions)}")
         if layers.attention.reads_unwritten:
             layers.pool.zero_blocks(fresh)
-        step = LocatedRows(rows, positions, slots, sequences)
-        done = None if self._graphs is None else self._graphs.replay_step(step)
-        return layers.run_layers(step) if done is None else done
+        step = LocatedRows(batch, positions, slots)
+        replayed = None if self._graphs is None else self._graphs.replay_step(step)
+        return StageOutput(layers.run_step(step)) if replayed is None else replayed
+
+    def _check_input(self, batch: StageInput) -> int:
+        """Number of rows given."""
+        if not self.is_first:
+            if batch.hidden is None:
+                raise InvariantError(f"stage {self.layers} got no hidden rows")
+            return len(batch.hidden)
+        if batch.tokens is None:
+            raise InvariantError("the first stage got no tokens")
+        # On CUDA an invalid id would poison the process.
+        minimum, greatest = batch.tokens.aminmax()
+        if minimum < 0 or greatest >= self.config.vocab_size:
+            raise InvariantError(f"a token id is not in 0:{self.config.vocab_size}")
+        return len(batch.tokens)
 
 
 def find_device(name: str) -> torch.device:

@@ -16,7 +16,7 @@ import torch
 from molink.checkpoint.model_folder import ModelFolder
 from molink.ring.scoreboard import Scoreboard
 from molink.ring.step import parse_block_ids
-from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.batch import SequenceRows, StageInput, StageOutput
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import (
@@ -62,9 +62,10 @@ class RecordingStage:
         self._stage = stage
         self.output: torch.Tensor | None = None
 
-    def forward(self, batch: StageInput) -> torch.Tensor:
-        self.output = self._stage.forward(batch)
-        return self.output
+    def compute_step(self, batch: StageInput) -> StageOutput:
+        output = self._stage.compute_step(batch)
+        self.output = output.rows
+        return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)

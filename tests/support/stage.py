@@ -46,7 +46,8 @@ class Ring:
         rows = ids
         for stage in self.stages:
             given = (ids, None) if stage.is_first else (None, rows)
-            rows = stage.forward(StageInput(*given, tuple(sequences), wanted))
+            # The next step may overwrite them.
+            rows = stage.forward(StageInput(*given, tuple(sequences), wanted)).clone()
         return rows
 
     def generate(

@@ -5,11 +5,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
-
 from molink.errors import MolinkError
 from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.step import StepInput, StepOutput
+from molink.stage.batch import StageOutput
 from molink.stage.sampling.draft_verification import accept_tokens, find_certain_tokens, sample_rows
 from molink.stage.sampling.sampler import SampledToken, sample_tokens
 from molink.wire.messages.data_plane import (
@@ -74,9 +73,9 @@ def sample_step(
     step_inputs: Sequence[StepInput],
     requests: RequestTable,
     wanted: Sequence[SampledSlice],
-    logits: torch.Tensor,
+    output: StageOutput,
 ) -> list[StepOutput]:
-    """Sample tokens for all ``wanted`` slices from ``logits`` ``[n, vocab_size]``.
+    """Sample tokens for all ``wanted`` slices from logits ``[n, vocab_size]``.
 
     Failed requests are reported regardless of their logits.
     """
@@ -89,7 +88,7 @@ def sample_step(
         )
         certain = one.certain_tokens or (-1,) * len(rows)
         inputs += [row for row, token in zip(rows, certain, strict=True) if token < 0]
-    drawn = iter(sample_tokens(logits, inputs) if inputs else [])
+    drawn = iter(sample_tokens(output.rows, inputs, output.greedy))
     found = {id(one.request_slice): _accept_tokens(one, drawn) for one in wanted}
     return [
         _make_result(

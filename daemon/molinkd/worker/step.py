@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from molink.ring.step import StepInput, StepOutput
-from molink.stage.batch import SequenceRows, StageInput
+from molink.stage.batch import SequenceRows, StageInput, StageOutput
 from molink.stage.device_copy import download_rows
 from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
@@ -50,10 +50,10 @@ def run_step(
         ),
         logit_rows=tuple(row for one in wanted for row in one.logit_rows),
     )
-    output = stage.forward(batch)
+    output = stage.compute_step(batch)
     if stage.is_last:
         return sample_step(step_inputs, requests, wanted, output)
-    return _split_output(requests, step_inputs, output)
+    return _split_output(requests, step_inputs, output.rows)
 
 
 @torch.inference_mode()
@@ -65,7 +65,8 @@ def fail_step(
     for rows in groups:
         requests[rows.request].failed = True
     if stage.is_last:
-        return sample_step(step_inputs, requests, [], torch.empty(0, stage.config.vocab_size))
+        empty = torch.empty(0, stage.config.vocab_size)
+        return sample_step(step_inputs, requests, [], StageOutput(empty))
     shape = (sum(rows.count for rows in groups), stage.config.hidden_size)
     output = torch.empty(shape, dtype=TORCH_DTYPES[stage.wire_dtype])
     return _split_output(requests, step_inputs, output)

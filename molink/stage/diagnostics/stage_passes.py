@@ -102,11 +102,12 @@ class StagePasses:
             logit_rows=tuple(wanted) if stage.is_last else (),
         )
         try:
-            output = stage.forward(batch)
+            output = stage.compute_step(batch)
             if stage.is_last:
-                sample_tokens(output, [SampleRow(_GREEDY, position) for position in wanted])
+                sampled = [SampleRow(_GREEDY, position) for position in wanted]
+                sample_tokens(output.rows, sampled, output.greedy)
             else:
-                output.cpu()  # as for sending
+                output.rows.cpu()  # as for sending
             if stage.device.type == "cuda":
                 torch.cuda.synchronize(stage.device)
         except Exception as error:

@@ -1,24 +1,29 @@
 """Runs decode steps as CUDA graphs.
 
-With few rows a GPU computes a layer faster than Python launches its kernels. Only layers are
-captured: embedding, output head and sampling are few kernels of varying shapes.
+With few rows a GPU computes a layer faster than Python launches its kernels. A graph takes a step's
+numbers and rows in one copy. It embeds tokens at the first stage; at the last one it returns logits
+and the likeliest tokens, unless it has many rows: their logits would take much memory, and a
+GPU that computes so many rows is not waiting for the host.
 """
 
 import logging
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from molink.facts.footprint import GRAPH_LOGIT_ROWS
 from molink.stage.attention.base import StaticAttention
-from molink.stage.batch import SequenceRows
+from molink.stage.batch import SequenceRows, StageInput, StageOutput
 from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.rotary import AngleTable
-from molink.stage.device_copy import StagingBuffer
+from molink.stage.device_copy import StagingBuffer, upload_integers
 from molink.stage.graphs.buckets import GraphBucket, GraphPlan, row_bucket, split_rows
 from molink.stage.graphs.capture import GraphCapturer, GraphWork
 from molink.stage.layer_pass import LayerPass, LocatedRows
+from molink.stage.sampling.greedy import find_greedy
 from molink.stage.torch_dtypes import residual_dtype
 
 log = logging.getLogger(__name__)
@@ -26,22 +31,25 @@ log = logging.getLogger(__name__)
 #: Tolerance of a graph's rows, relative to what the layers add: padding reorders 16-bit sums.
 TOLERANCE = 0.05
 _MIN_CHANGE = 1e-6
-#: Bytes to which tables are aligned, for Triton's kernels.
-_TABLE_ALIGNMENT = 16
+#: Bytes to which parts of the input are aligned, for Triton's kernels.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedGraph:
-    """A captured bucket with its static buffers.
+    """A captured bucket of ``rows`` rows with its static buffers.
 
-    ``numbers`` (uint8) holds slots and indices into each of ``angles`` (int64 ``[rows]`` each), and
-    from a multiple of 16 bytes on the tables of ``attention``.
+    ``numbers`` (uint8) holds the rows of the stage before, if any, then slots, tokens at the first
+    stage, and indices into each of ``angles`` (int64 ``[rows]`` each), and the tables of
+    ``attention``; each of the three begins at a multiple of 16 bytes. ``output`` are logits if
+    there is ``greedy``, else rows.
     """
 
-    rows: Tensor
+    rows: int
     numbers: Tensor
     angles: tuple[AngleTable, ...]
     output: Tensor
+    greedy: Tensor | None
     attention: StaticAttention
     replay: GraphWork
 
@@ -53,39 +61,38 @@ class DecodeGraphs:
     gives the same rows.
     """
 
-    def __init__(
-        self, layers: LayerPass, device: torch.device, plan: GraphPlan, captures: GraphCapturer
-    ) -> None:
+    def __init__(self, layers: LayerPass, plan: GraphPlan, captures: GraphCapturer) -> None:
         assert layers.pool.padding_block is not None, "graphs need a pool with a padding block"
-        self._layers, self._pool, self._device = layers, layers.pool, device
+        self._layers, self._pool, self._device = layers, layers.pool, layers.device
         self._spare = layers.pool.padding_block
         self._plan, self._capturer = plan, captures
         self._graphs: dict[GraphBucket, _CapturedGraph] = {}
         #: Graphs that are not faster. They stay alive, since destroying one (torch 2.13) frees
         #: cuBLAS workspaces that other graphs of its stream use.
         self._unused_replays: list[GraphWork] = []
-        #: Input and output buffers that all graphs share.
-        self._rows = torch.zeros(
-            row_bucket(plan.max_rows),
-            layers.decoder.config.hidden_size,
-            dtype=residual_dtype(layers.dtype),
+        config, rows, device = layers.decoder.config, row_bucket(plan.max_rows), self._device
+        #: Output buffers that all graphs share; residual rows at the last stage.
+        self._output = torch.zeros(
+            rows,
+            config.hidden_size,
+            dtype=residual_dtype(layers.dtype) if layers.is_last else layers.wire_dtype,
             device=device,
         )
-        self._output = torch.zeros_like(self._rows)
-        #: Slots, angles and tables, which graphs share where they fit.
+        rows = min(rows, GRAPH_LOGIT_ROWS) if layers.is_last else 0
+        self._logits = torch.zeros(rows, config.vocab_size, device=device)
+        self._greedy = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+        #: Input, which graphs share where it fits.
         self._numbers = torch.zeros(0, dtype=torch.uint8, device=device)
         self._staging = StagingBuffer(device)
-        #: Rows of the last step in the buffer; the rest is zeros.
-        self._num_filled_rows = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all graphs."""
         return self._plan.nbytes
 
-    def replay_step(self, step: LocatedRows) -> Tensor | None:
+    def replay_step(self, step: LocatedRows) -> StageOutput | None:
         """Run a step as a graph; ``None`` if it must run eagerly."""
-        bucket = self._plan.find_bucket(step.sequences)
+        bucket = self._plan.find_bucket(step.batch.sequences)
         if bucket is None:
             return None
         action = self._plan.choose_action(bucket)
@@ -124,20 +131,32 @@ class DecodeGraphs:
         offsets = [size - 1 - row % size for row in range(bucket.rows)]
         blocks = self._plan.typical_blocks(bucket)
         before, table = (blocks - 1) * size, (self._spare,) * blocks
-        sequences = [SequenceRows(before + offset, 1, table) for offset in offsets]
-        hidden = self._rows.shape[1]
-        noise = torch.randn(size, hidden, generator=torch.Generator().manual_seed(0))
-        return LocatedRows(
-            noise[offsets].to(self._device, self._rows.dtype),
-            array("q", (before + offset for offset in offsets)),
-            array("q", (self._spare * size + offset for offset in offsets)),
+        sequences = tuple(SequenceRows(before + offset, 1, table) for offset in offsets)
+        layers, config = self._layers, self._layers.decoder.config
+        noise = torch.randn(size, config.hidden_size, generator=torch.Generator().manual_seed(0))
+        ids = torch.arange(size) % config.vocab_size
+        batch = StageInput(
+            ids[offsets] if layers.is_first else None,
+            None if layers.is_first else noise[offsets].to(layers.wire_dtype),
             sequences,
         )
+        return LocatedRows(
+            batch,
+            array("q", (before + offset for offset in offsets)),
+            array("q", (self._spare * size + offset for offset in offsets)),
+        )
 
-    def _replay_graph(self, graph: _CapturedGraph, step: LocatedRows) -> Tensor:
+    def _replay_graph(self, graph: _CapturedGraph, step: LocatedRows) -> StageOutput:
         self._load_step(graph, step)
         graph.replay()
-        return graph.output[: len(step.rows)].clone()
+        rows, wanted = graph.output[: len(step)], step.batch.logit_rows
+        if graph.greedy is None:
+            return StageOutput(self._layers.finish_rows(rows, wanted))
+        greedy = graph.greedy[: len(step)]
+        if wanted == tuple(range(len(step))):
+            return StageOutput(rows, greedy)
+        chosen = upload_integers(wanted, self._device)
+        return StageOutput(rows.index_select(0, chosen), greedy.index_select(0, chosen))
 
     def _capture_bucket(self, bucket: GraphBucket, step: LocatedRows) -> bool:
         """Capture and test the graph of a bucket; return whether it is used."""
@@ -153,13 +172,15 @@ class DecodeGraphs:
                 self._plan.record_capture(bucket, 0, False)
                 return False
             graph = replace(graph, replay=replay)
+            if self._layers.is_last:  # all rows are compared
+                step = replace(step, batch=replace(step.batch, logit_rows=tuple(range(len(step)))))
             plain: list[Tensor] = []
             given: list[Tensor] = []
-            eager = self._capturer.time_work(lambda: plain.append(self._layers.run_layers(step)))
+            eager = self._capturer.time_work(lambda: plain.append(self._layers.run_step(step)))
             replayed = self._capturer.time_work(
-                lambda: given.append(self._replay_graph(graph, step))
+                lambda: given.append(self._replay_graph(graph, step).rows)
             )
-            error = _relative_error(given[-1].float(), plain[-1].float(), step.rows)
+            error = self._measure_error(given[-1], plain[-1], step)
         except Exception:
             log.exception("CUDA graphs disabled: a capture failed")
             self._disable_graphs()
@@ -181,6 +202,12 @@ class DecodeGraphs:
             self._unused_replays.append(replay)
         return faster
 
+    def _measure_error(self, found: Tensor, plain: Tensor, step: LocatedRows) -> float:
+        """Error of rows relative to what the layers add, or of logits relative to themselves."""
+        is_last = self._layers.is_last
+        before = torch.zeros_like(plain) if is_last else self._layers.embed_batch(step.batch)
+        return _relative_error(found.float(), plain.float(), before)
+
     def _disable_graphs(self) -> None:
         self._plan.disable_graphs()
         self._graphs.clear()
@@ -192,35 +219,46 @@ class DecodeGraphs:
 
         Masks are derived inside the graph, where a kernel costs no launch.
         """
-        layers, rows = self._layers, bucket.rows
+        layers, rows, hidden = self._layers, bucket.rows, self._output.shape[1]
         found = [rope.grow_table(bucket.blocks * self._pool.block_size) for rope in layers.ropes]
         tables = tuple(table for table in found if table is not None)
         if len(tables) < len(found):
             return None
-        given, output = self._rows[:rows], self._output[:rows]
-        begin = _TABLE_ALIGNMENT * -(-8 * rows * (1 + len(tables)) // _TABLE_ALIGNMENT)
+        rows_end = 0 if layers.is_first else rows * hidden * layers.wire_dtype.itemsize
+        first = _align(rows_end)
+        end = first + 8 * rows * (1 + layers.is_first + len(tables))
+        begin = _align(end)
 
         def allocate(count: int) -> Tensor:
-            end = begin + 4 * count
-            return self._reserve_numbers(end)[begin:end].view(torch.int32)
+            table_end = begin + 4 * count
+            return self._reserve_numbers(table_end)[begin:table_end].view(torch.int32)
 
         fixed = layers.attention.prepare_static(
             rows, bucket.blocks, self._pool.block_size, layers.dtype, allocate
         )
         numbers = self._reserve_numbers(begin)
-        header = numbers[: 8 * rows * (1 + len(tables))].view(torch.int64)
-        slots, *indices = torch.split(header, rows)
+        given = numbers[:rows_end].view(layers.wire_dtype).view(-1, hidden)
+        slots, *others = torch.split(numbers[first:end].view(torch.int64), rows)
+        tokens = others.pop(0) if layers.is_first else None
+        output, greedy = self._output[:rows], None
+        if layers.is_last and rows <= len(self._logits):
+            output, greedy = self._logits[:rows], self._greedy[:rows]
 
         def work() -> None:
             angles = tuple(
                 table.angles.index_select(0, offsets)
-                for table, offsets in zip(tables, indices, strict=True)
+                for table, offsets in zip(tables, others, strict=True)
             )
             fixed.derive_masks()
             context = ForwardContext(self._pool, slots, angles, fixed)
-            output.copy_(layers.decoder.run_layers(given, context))
+            begun = layers.widen_rows(given) if tokens is None else layers.embed_tokens(tokens)
+            result = layers.decoder.run_layers(begun, context)
+            if greedy is not None:
+                result = layers.finish_rows(result, range(rows))
+                greedy.copy_(find_greedy(result, result))
+            output.copy_(result)
 
-        return _CapturedGraph(given, numbers, tables, output, fixed, work)
+        return _CapturedGraph(rows, numbers, tables, output, greedy, fixed, work)
 
     def _reserve_numbers(self, nbytes: int) -> Tensor:
         """The buffer of numbers; a larger one if it is too small. Only one graph runs at a time."""
@@ -232,20 +270,35 @@ class DecodeGraphs:
 
     def _load_step(self, graph: _CapturedGraph, step: LocatedRows) -> None:
         """Copy a step into the buffers; padding rows are zeros on the padding block."""
-        count, size, sequences = len(step.rows), len(graph.rows), split_rows(step.sequences)
-        self._rows[:count].copy_(step.rows)
-        if count < self._num_filled_rows:
-            self._rows[count : self._num_filled_rows].zero_()
-        self._num_filled_rows = count
-        missing = size - count
+        batch, missing = step.batch, graph.rows - len(step)
+        sequences = split_rows(batch.sequences)
+        parts: list[array[int] | memoryview] = []
+        zeros = (0,) * missing
         numbers = step.slots + array("q", (self._spare * self._pool.block_size,)) * missing
+        if batch.tokens is not None and self._layers.is_first:
+            numbers.extend(batch.tokens.tolist())
+            numbers.extend(zeros)
+        elif batch.hidden is not None:
+            parts += _pad_hidden(batch.hidden, self._layers.wire_dtype, missing)
         for table in graph.angles:
             numbers.extend(table.row_indices(step.positions, sequences))
-            numbers.extend((0,) * missing)
-        numbers.extend((0,) * (len(numbers) % (_TABLE_ALIGNMENT // 8)))
+            numbers.extend(zeros)
+        numbers.extend((0,) * (len(numbers) % (_ALIGNMENT // 8)))
         padding = [SequenceRows(0, 1, (self._spare,))] * missing
         tables = graph.attention.pack_tables([*sequences, *padding])
-        self._staging.upload(graph.numbers, (numbers, tables))
+        self._staging.upload(graph.numbers, (*parts, numbers, tables))
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pad_hidden(hidden: Tensor, dtype: torch.dtype, missing: int) -> Iterator[memoryview]:
+    """Bytes of rows ``[T, hidden]`` in ``dtype`` and of ``missing`` more, which are zeros."""
+    rows = hidden.to("cpu", dtype).contiguous().view(torch.uint8)
+    yield rows.numpy().data
+    nbytes = missing * rows.shape[1]
+    yield memoryview(bytes(nbytes + _align(rows.nbytes + nbytes) - rows.nbytes - nbytes))
 
 
 def _relative_error(found: Tensor, plain: Tensor, before: Tensor) -> float:

@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from molink.stage.device_copy import download_tensors, gather_rows, upload_tensor
+from molink.stage.sampling.greedy import find_greedy
 from molink.stage.sampling.logits_processors import SampleRow, apply_masks, apply_penalties
-from molink.stage.sampling.token_draws import (
-    BLOCK_TOKENS,
-    TokenDraws,
-    block_maxima,
-    scatter_rows,
-    uniform_noise,
-)
+from molink.stage.sampling.token_draws import TokenDraws, scatter_rows, uniform_noise
 
 __all__ = ["SampleRow", "SampledToken", "sample_tokens"]
 
@@ -35,28 +30,33 @@ class SampledToken:
 
 
 @torch.inference_mode()
-def sample_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
+def sample_tokens(
+    logits: Tensor, rows: Sequence[SampleRow], greedy: Tensor | None = None
+) -> list[SampledToken | None]:
     """Sample a token per row of ``logits`` (float32 ``[n, V]``, not modified).
 
-    Greedy at temperature 0, with ties to the lowest id. ``None`` if a row has NaN or infinity, or
-    allows no token. Waits for a GPU once, or twice if a row's likeliest tokens don't suffice.
+    Greedy at temperature 0, with ties to the lowest id. ``greedy`` is the logits'
+    :func:`~molink.stage.sampling.greedy.find_greedy`, if known. ``None`` if a row has NaN or
+    infinity, or allows no token. Waits for a GPU once, or twice if a row's likeliest tokens don't
+    suffice.
     """
     if not rows:
         return []
     final = apply_masks(apply_penalties(logits, rows), rows)
-    greatest, tokens = _greedy_tokens(final)
-    finite = greatest.isfinite() & logits.amin(dim=-1).isfinite()
-    reported = [tokens, finite.to(tokens.dtype)]
+    if greedy is None or final is not logits:
+        greedy = find_greedy(final, logits)
     random = [i for i, row in enumerate(rows) if row.sampling_params.temperature > 0]
     draws: TokenDraws | None = None
     if random:
-        draws = _draw_tokens(final, finite, rows, random)
+        tokens, finite = greedy.unbind(dim=1)
+        draws = _draw_tokens(final, finite.bool(), rows, random)
         drawn, settled = draws.draw_candidates()
-        reported[0] = scatter_rows(tokens, random, drawn)
-        reported.append(scatter_rows(torch.ones_like(tokens), random, settled))
-    reports = _LogprobReports.from_tokens(logits, rows, reported[0])
+        tokens = scatter_rows(tokens.clone(), random, drawn)
+        settled = scatter_rows(torch.ones_like(tokens), random, settled)
+        greedy = torch.stack((tokens, finite, settled), dim=1)
+    reports = _LogprobReports.from_tokens(logits, rows, greedy[:, 0])
     asked = () if reports is None else (reports.token_logprobs, reports.values, reports.ids)
-    numbers, *parts = download_tensors([torch.stack(reported, dim=1), *asked])
+    numbers, *parts = download_tensors([greedy, *asked])
     picked, usable, *certain = numbers.t().tolist()
     late: dict[int, int] = {}
     if draws is not None:
@@ -80,19 +80,6 @@ def _draw_tokens(
         final = final.masked_fill(~finite[:, None], 0.0)
     noise = [uniform_noise(rows[i].sampling_params.seed, rows[i].position) for i in random]
     return TokenDraws(gather_rows(final, random), [rows[i].sampling_params for i in random], noise)
-
-
-def _greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Greatest logit of each row, and the lowest id that has it, ``[n]`` each."""
-    maxima = block_maxima(logits)
-    if maxima is None:
-        values, ids = logits.max(dim=-1)
-        return values, ids
-    # On a CPU argmax is ten times slower than max, so search only the best block.
-    values, blocks = maxima.max(dim=-1)
-    index = blocks[:, None, None].expand(-1, -1, BLOCK_TOKENS)
-    chosen = logits.view(len(logits), -1, BLOCK_TOKENS).gather(1, index)[:, 0]
-    return values, blocks * BLOCK_TOKENS + chosen.argmax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

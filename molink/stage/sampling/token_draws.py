@@ -22,12 +22,11 @@ from molink.stage.sampling.filters import (
     needs_total,
     weigh_logits,
 )
+from molink.stage.sampling.greedy import BLOCK_TOKENS, block_maxima
 from molink.wire.messages.data_plane import SamplingParams
 
 #: Numbers of likeliest tokens tried in turn.
 _CANDIDATE_COUNTS = (64, 4096, 32768)
-#: Tokens per block of sums.
-BLOCK_TOKENS = 128
 #: Logits processed at once on a CPU, to stay in cache.
 _MAX_CPU_LOGITS = 1 << 18
 #: 52 bits of noise keep its product with a sum below that sum; so does this factor.
@@ -120,13 +119,6 @@ def scatter_rows(target: Tensor, rows: list[int], values: Tensor) -> Tensor:
     if len(rows) == len(target):
         return values
     return target.index_copy_(0, upload_integers(rows, target.device), values)
-
-
-def block_maxima(logits: Tensor) -> Tensor | None:
-    """Maximum per block ``[n, V / BLOCK_TOKENS]``; ``None`` if the vocabulary isn't a multiple."""
-    if logits.shape[1] % BLOCK_TOKENS or not logits.is_contiguous():
-        return None
-    return logits.view(len(logits), -1, BLOCK_TOKENS).amax(dim=-1)
 
 
 def _split_rows(rows: list[int], logits: Tensor) -> list[list[int]]:

@@ -30,10 +30,10 @@ class HungryStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
-    def forward(self, batch: Any) -> Any:
+    def compute_step(self, batch: Any) -> Any:
         if self.error is not None:
             raise self.error
-        return self._stage.forward(batch)
+        return self._stage.compute_step(batch)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.step import StepInput, StepOutput
-from molink.stage.batch import StageInput
+from molink.stage.batch import StageInput, StageOutput
 from molink.stage.stage import Stage
 from molink.text import grammar_matcher as matcher
 from molink.text.grammar import build_grammar
@@ -59,14 +59,14 @@ class Tail:
         self.requests.admit_request(Admit(1, 0, sampling, len(PROMPT)))
         self.requests.set_grammar(0, build_grammar("json_schema", json.dumps(SCHEMA), "compact"))
         self.logits: list[int] = []
-        self._forward = self.stage.forward
-        self.stage.forward = self.spy  # type: ignore[method-assign]
+        self._compute_step = self.stage.compute_step
+        self.stage.compute_step = self.spy  # type: ignore[method-assign]
         self.tick = 1
         self.last: Sequence[StepOutput] = ()
 
-    def spy(self, batch: StageInput) -> torch.Tensor:
+    def spy(self, batch: StageInput) -> StageOutput:
         self.logits.append(len(batch.logit_rows))
-        return self._forward(batch)
+        return self._compute_step(batch)
 
     def step(self, tokens: Sequence[int], start: int, drafts: Sequence[int] = ()) -> SamplerOutput:
         self.tick += 1

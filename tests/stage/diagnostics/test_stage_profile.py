@@ -103,10 +103,10 @@ def test_running_out_of_device_memory_is_a_memory_error(
 ) -> None:
     stage = Stage.load_layers(folder, (0, 3), "cpu", "f32")
 
-    def forward(_: Any) -> Any:
+    def compute_step(_: Any) -> Any:
         raise error
 
-    stage.forward = forward  # type: ignore[method-assign]
+    stage.compute_step = compute_step  # type: ignore[method-assign]
     with StagePasses(stage, KV_BYTES, 16) as passes, pytest.raises(MemoryError, match="out of mem"):
         passes.run_prefill(16, 0)
 

@@ -21,13 +21,15 @@ from molink.stage import stage as stages
 from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.attention.flash import FlashAttention
 from molink.stage.attention.gather import GatherAttention
-from molink.stage.batch import SequenceRows
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.graphs import buckets
 from molink.stage.graphs import decode_graphs as graphs
 from molink.stage.graphs.buckets import MAX_RUNS_BEFORE_CAPTURE, row_bucket
 from molink.stage.kv_pool import KVPool
 from molink.stage.layer_pass import LocatedRows
+from molink.stage.sampling.sampler import SampleRow, sample_tokens
 from molink.stage.stage import Stage
+from molink.wire.messages.data_plane import SamplingParams
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
 from tests.support.triton_device import needs_triton
@@ -538,18 +540,40 @@ def test_a_graph_takes_a_step_in_few_copies(
     made._graphs = {
         bucket: replace(graph, replay=lambda: None) for bucket, graph in made._graphs.items()
     }
-    step = LocatedRows(
-        torch.zeros(3, 64),
-        array("q", [1, 1, 1]),
-        array("q", [1, 9, 17]),
-        [SequenceRows(1, 1, (row,)) for row in range(3)],
-    )
+    sequences = tuple(SequenceRows(1, 1, (row,)) for row in range(3))
+    batch = StageInput(torch.tensor([1, 2, 3]), None, sequences, (0, 1, 2))
+    step = LocatedRows(batch, array("q", [1, 1, 1]), array("q", [1, 9, 17]))
     with torch.inference_mode(), Launches() as counted:
         made.replay_step(step)
         counted.seen.clear()
         made.replay_step(step)
-    # Rows, all numbers, and what comes out.
-    assert counted.seen == ["copy_", "copy_", "clone"]
+    assert counted.seen == ["copy_"]
+
+
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (2,), (), (2, 0)])
+@pytest.mark.parametrize("count", [3, 20])
+def test_graphs_of_few_rows_find_the_likeliest_tokens(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    captures: Callable[..., Any],
+    count: int,
+    wanted: tuple[int, ...],
+) -> None:
+    captures()
+    ring = make_ring(make_model(tmp_path, "qwen3", 2), blocks=32)
+    sequences = tuple(SequenceRows(0, 1, (row,)) for row in range(count))
+    tokens = torch.arange(count) + 20
+    eager = [ring.run(tokens, sequences, wanted) for _ in range(2)][1]
+    idle(ring)
+    output = ring.stages[0].compute_step(StageInput(tokens, None, sequences, wanted))
+    torch.testing.assert_close(output.rows, eager, atol=1e-4, rtol=0)
+    rows = [SampleRow(SamplingParams(temperature=0.0), 1)] * len(wanted)
+    expected = sample_tokens(eager, rows)
+    with Launches() as counted:
+        assert sample_tokens(output.rows, rows, output.greedy) == expected
+    assert (output.greedy is None) == (count > 16)
+    assert counted.seen == [] or count > 16
 
 
 @needs_triton
