@@ -20,33 +20,45 @@ _MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class SamplingFilters:
-    """Filter parameters of a step's rows, as columns ``[n, 1]`` (float64) of one tensor."""
+    """Filter parameters and noise of rows, as columns ``[n, 1]`` (float64) of one tensor.
+
+    Without ``has_top_k`` or ``has_min_p`` no row has that filter.
+    """
 
     numbers: Tensor
+    has_top_k: bool
+    has_min_p: bool
 
     @classmethod
     def from_sampling(
-        cls, params_of_rows: Sequence[SamplingParams], vocabulary: int, device: torch.device
+        cls,
+        params_of_rows: Sequence[SamplingParams],
+        noise: Sequence[float],
+        vocabulary: int,
+        device: torch.device,
     ) -> "SamplingFilters":
-        """Copy the filters of all rows to the device."""
+        """Copy the filters of all rows, with a random number each, to the device."""
         numbers = [
             [
                 max(s.temperature, _MIN_TEMPERATURE),
                 effective_top_k(s, vocabulary),
                 s.top_p,
                 math.log(s.min_p) if s.min_p else -math.inf,
+                each,
             ]
-            for s in params_of_rows
+            for s, each in zip(params_of_rows, noise, strict=True)
         ]
-        return cls(upload_tensor(torch.tensor(numbers, dtype=torch.float64), device))
+        return cls(
+            upload_tensor(torch.tensor(numbers, dtype=torch.float64), device),
+            any(effective_top_k(s, vocabulary) for s in params_of_rows),
+            any(s.min_p for s in params_of_rows),
+        )
 
     def select_rows(self, rows: Sequence[int]) -> "SamplingFilters":
         """Select some rows."""
-        return (
-            self
-            if len(rows) == len(self.numbers)
-            else SamplingFilters(gather_rows(self.numbers, rows))
-        )
+        if len(rows) == len(self.numbers):
+            return self
+        return SamplingFilters(gather_rows(self.numbers, rows), self.has_top_k, self.has_min_p)
 
     @property
     def temperatures(self) -> Tensor:
@@ -67,6 +79,11 @@ class SamplingFilters:
     def log_min_p(self) -> Tensor:
         """Logarithm of min_p; minus infinity = off."""
         return self.numbers[:, 3:4]
+
+    @property
+    def noise(self) -> Tensor:
+        """Random numbers in [0, 1)."""
+        return self.numbers[:, 4:5]
 
 
 def effective_top_k(sampling_params: SamplingParams, vocabulary: int) -> int:
@@ -99,19 +116,23 @@ def find_cutoff(
     """
     greatest, edge = likeliest[:, :1], likeliest[:, -1:]
     weights = weigh_logits(likeliest, greatest, filters)
-    limited = filters.top_k > 0
-    last_index = (filters.top_k.long() - 1).clamp(0, likeliest.shape[1] - 1)
-    kth = likeliest.gather(1, last_index).where(limited, -math.inf)
-    stays = likeliest >= kth
-    total = (weights * stays).sum(dim=-1, keepdim=True).where(limited, totals)
-    inside = weights.cumsum(dim=-1) - weights < filters.top_p * total
+    if filters.has_top_k:
+        limited = filters.top_k > 0
+        last_index = (filters.top_k.long() - 1).clamp(0, likeliest.shape[1] - 1)
+        kth = likeliest.gather(1, last_index).where(limited, -math.inf)
+        stays = likeliest >= kth
+        totals = (weights * stays).sum(dim=-1, keepdim=True).where(limited, totals)
+    inside = weights.cumsum(dim=-1) - weights < filters.top_p * totals
     inside |= filters.top_p >= 1.0
     inside[:, 0] = True
-    last = (inside & stays).sum(dim=-1, keepdim=True) - 1
-    floor = (greatest + filters.temperatures * filters.log_min_p).to(likeliest.dtype)
-    threshold = torch.maximum(likeliest.gather(1, last), floor)
+    last = (inside & stays if filters.has_top_k else inside).sum(dim=-1, keepdim=True) - 1
+    threshold = likeliest.gather(1, last)
+    if filters.has_min_p:
+        floor = (greatest + filters.temperatures * filters.log_min_p).to(likeliest.dtype)
+        threshold = torch.maximum(threshold, floor)
+    certain = kth.where(limited, threshold) if filters.has_top_k else threshold
     # Ties at the edge may continue beyond it, unless they are impossible.
-    return threshold, ((kth.where(limited, threshold) > edge) | edge.isneginf()).flatten()
+    return threshold, ((certain > edge) | edge.isneginf()).flatten()
 
 
 def weigh_logits(logits: Tensor, greatest: Tensor, filters: SamplingFilters) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from molink.stage.device_copy import download_tensors, gather_rows, upload_integers, upload_tensor
+from molink.stage.device_copy import download_tensors, gather_rows, upload_integers
 from molink.stage.sampling.filters import (
     SamplingFilters,
     effective_top_k,
@@ -45,10 +45,9 @@ class TokenDraws:
     ) -> None:
         vocabulary = logits.shape[1]
         self._logits = logits
-        self._filters = SamplingFilters.from_sampling(params_of_rows, vocabulary, logits.device)
-        self._noise = upload_tensor(torch.tensor(noise, dtype=torch.float64), logits.device)[
-            :, None
-        ]
+        self._filters = SamplingFilters.from_sampling(
+            params_of_rows, noise, vocabulary, logits.device
+        )
         self._filtered = [
             is_filtered(sampling_params, vocabulary) for sampling_params in params_of_rows
         ]
@@ -60,12 +59,15 @@ class TokenDraws:
 
     def draw_candidates(self) -> tuple[Tensor, Tensor]:
         """Tokens ``[n]``, and whether each is final, 0 or 1."""
-        tokens = torch.zeros(len(self._top_k), dtype=torch.int64, device=self._logits.device)
-        settled = torch.ones_like(tokens)
         by_size: dict[int, list[int]] = {}
         for row, filtered in enumerate(self._filtered):
             size = self._num_candidates(row) if filtered else -1
             by_size.setdefault(size, []).append(row)
+        (size, rows), *others = by_size.items()
+        if size > 0 and not others:
+            return self._draw_likeliest(rows, size)
+        tokens = torch.zeros(len(self._top_k), dtype=torch.int64, device=self._logits.device)
+        settled = torch.ones_like(tokens)
         for size, rows in by_size.items():
             if size > 0:
                 drawn, enough = self._draw_likeliest(rows, size)
@@ -98,10 +100,10 @@ class TokenDraws:
 
     def _draw_likeliest(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
         """Tokens ``[n]`` among the likeliest, and whether these include all kept tokens."""
-        few, aims = self._filters.select_rows(rows), gather_rows(self._noise, rows)
+        few = self._filters.select_rows(rows)
         values, ids = _find_likeliest(gather_rows(self._logits, rows), size)
         threshold, enough = find_cutoff(values, gather_rows(self._totals, rows), few)
-        tokens = _draw_among(values, ids, threshold, few, aims)
+        tokens = _draw_among(values, ids, threshold, few)
         return tokens, enough.to(tokens.dtype)
 
     def _draw_all(self, rows: list[int], filtered: bool) -> Tensor:
@@ -111,7 +113,7 @@ class TokenDraws:
         if filtered:
             ordered = part.sort(dim=-1, descending=True).values
             edge, _ = find_cutoff(ordered, gather_rows(self._totals, rows), few)
-        return _draw_wide(part, edge, few, gather_rows(self._noise, rows))
+        return _draw_wide(part, edge, few)
 
 
 def scatter_rows(target: Tensor, rows: list[int], values: Tensor) -> Tensor:
@@ -152,24 +154,22 @@ def _total_weights(
     for rows in _split_rows(needed, logits):
         weights = _weigh_all(gather_rows(logits, rows), filters.select_rows(rows))
         sums = _block_sums(weights).sum(dim=-1, keepdim=True)
+        if len(rows) == len(totals):
+            return sums
         totals.index_copy_(0, upload_integers(rows, logits.device), sums)
     return totals
 
 
-def _draw_among(
-    values: Tensor, ids: Tensor, threshold: Tensor, filters: SamplingFilters, noise: Tensor
-) -> Tensor:
+def _draw_among(values: Tensor, ids: Tensor, threshold: Tensor, filters: SamplingFilters) -> Tensor:
     """Draw tokens ``[n]`` if all kept tokens are among ``values`` (with ``ids``, ``[n, c]``)."""
     ids, order = ids.sort(dim=-1)
     weights = weigh_logits(values, values[:, :1], filters) * (values >= threshold)
     cumulative = weights.gather(1, order).cumsum(dim=-1)
-    places = torch.searchsorted(cumulative, cumulative[:, -1:] * noise, right=True)
+    places = torch.searchsorted(cumulative, cumulative[:, -1:] * filters.noise, right=True)
     return ids.gather(1, places).flatten()
 
 
-def _draw_wide(
-    logits: Tensor, threshold: Tensor | None, filters: SamplingFilters, noise: Tensor
-) -> Tensor:
+def _draw_wide(logits: Tensor, threshold: Tensor | None, filters: SamplingFilters) -> Tensor:
     """Draw tokens ``[n]`` from whole rows: first the block, then the token."""
     weights = _weigh_all(logits, filters)
     if threshold is not None:
@@ -177,7 +177,7 @@ def _draw_wide(
         weights[:, : logits.shape[1]] *= logits >= threshold
     sums = _block_sums(weights)
     cumulative = sums.cumsum(dim=-1)
-    aims = cumulative[:, -1:] * noise
+    aims = cumulative[:, -1:] * filters.noise
     blocks = torch.searchsorted(cumulative, aims, right=True)
     before = cumulative.gather(1, blocks) - sums.gather(1, blocks)
     index = blocks[:, :, None].expand(-1, -1, BLOCK_TOKENS)

@@ -42,7 +42,8 @@ def thresholds(
     likeliest: Tensor, logits: Tensor, settings: list[SamplingParams]
 ) -> tuple[Tensor, Tensor]:
     """Of rows ``logits``, by their tokens ``likeliest``."""
-    filters = SamplingFilters.from_sampling(settings, logits.shape[1], torch.device("cpu"))
+    noise = [0.5] * len(settings)
+    filters = SamplingFilters.from_sampling(settings, noise, logits.shape[1], torch.device("cpu"))
     totals = weigh_logits(logits, logits.amax(-1, keepdim=True), filters).sum(-1, keepdim=True)
     return find_cutoff(likeliest, totals, filters)
 
