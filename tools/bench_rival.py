@@ -122,7 +122,7 @@ def run_molink(
     name, nodes = side.name, side.nodes
     layers = _like_shares(model, nodes) if pinned else ["auto"] * nodes
     with side.rig:
-        first = ["up", "--model", str(model), "--min-stages", str(nodes), "--dtype", "bf16"]
+        first = ["up", "--model", str(model), "--min-stages", str(nodes)]
         token = ""
         for index in range(nodes):
             home, log = folder / f"{name} {index}", folder / f"{name} {index}.log"

@@ -34,7 +34,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     ``prefill`` has points of ``T_p(x)``: a chunk of ``x`` rows at the start of a prompt. Points
     ascend by rows. ``decode_token_s`` and ``prefill_token_s`` are additional seconds per row and
     token before it. ``tile`` is the number of rows by which matrix products become more expensive
-    in steps (SARATHI's tile quantization; 1: none). Without points the times are unknown.
+    in steps (SARATHI's tile quantization; 1: none). A stage that ``interleaves`` runs decode rows
+    between the layers of a chunk. Without points the times are unknown.
 
     Raises (on creation or decoding):
         ValueError: a time is not positive and finite, or rows don't ascend.
@@ -46,6 +47,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     context: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
     decode_token_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
     prefill_token_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] = 0.0
+    interleaves: bool = False
 
     def __post_init__(self) -> None:
         for points in (self.decode, self.prefill):
@@ -69,6 +71,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             context=self.context,
             decode_token_s=min(MAX_SECONDS, self.decode_token_s * factor),
             prefill_token_s=min(MAX_SECONDS, self.prefill_token_s * prefill),
+            interleaves=self.interleaves,
         )
 
     def decode_s(self, rows: int, context: float = 0) -> float:

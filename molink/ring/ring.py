@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -29,7 +30,7 @@ from molink.ring.step import (
     StepOutput,
     StepResult,
 )
-from molink.ring.step_monitor import BubbleMeter, StepLog, StepTimePredictor
+from molink.ring.step_monitor import BubbleMeter, StepLog, StepTime, StepTimePredictor
 from molink.ring.sub_chunks import SubChunkPolicy, WholeVolumePolicy
 from molink.wire.messages.base import Payload
 from molink.wire.messages.codec import Buffer
@@ -82,6 +83,14 @@ class ErrorGuard:
 _SCOREBOARD_MESSAGES = ControlMessage | Volume
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningStep:
+    """A step that the executor runs."""
+
+    step: Step
+    predicted: StepTime
+
+
 @dataclass(frozen=True, slots=True)
 class RingConfig:
     """What a stage is and how it works.
@@ -103,8 +112,10 @@ class Ring:
     """Connects one stage's deciders: scoreboard, scheduler (at stage 0), executor, outgoing link.
 
     It has no clock, threads or sockets. ``clock`` returns seconds. All methods run on one thread,
-    and ``executor`` runs at most one step and reports on that thread, so a simulation can run it in
-    virtual time. ``run_pending`` does all that is possible after each event.
+    on which ``executor`` reports, so a simulation can run it in virtual time. One step runs at a
+    time; where the stage's profile ``interleaves``, decode rows need not wait for a chunk's step:
+    a step of them alone runs between its layers. ``run_pending`` does all that is possible after
+    each event.
     """
 
     def __init__(
@@ -127,12 +138,12 @@ class Ring:
         self._bridge = bridge
         self._next_stage: NextStage | None = None
         self._requests = requests
-        self._computing = False
+        #: The running step, and one of decode rows between its layers.
+        self._running: list[RunningStep] = []
+        self._interleaves = config.profile.interleaves
         self._closed = False
         self._sub_chunk_policy = config.sub_chunk_policy
         self.scoreboard = Scoreboard(config.limits, config.sub_chunk_policy)
-        #: Inputs of the running step, by ``seq``.
-        self._running: dict[int, StepInput] = {}
         self._samples = SampleCollector()
         self.bubbles = BubbleMeter(clock())
         self.step_log = StepLog()
@@ -147,7 +158,7 @@ class Ring:
         self._controls = ControlExecutor(
             shape, requests, executor, self._round_trips.on_request_finished, self._forward
         )
-        #: Maximum seconds that the running step should take; 0 between steps.
+        #: Maximum seconds that the running steps should take; 0 between steps.
         self.predicted_s = 0.0
         self._step_began_at = 0.0
 
@@ -213,25 +224,35 @@ class Ring:
         if self._closed:
             return
         now = self._clock()
-        if self._bridge is not None and not self._computing:
+        if self._bridge is not None and self._accepts_step:
             while self._bridge.feed_batch(self.scoreboard, now):
                 self._controls.apply_controls(self.scoreboard.complete_volumes((), now))
             self._bridge.request_drafts(self.run_pending)
         if controls := self.scoreboard.complete_volumes((), now):
             self._controls.apply_controls(controls)
-        is_waiting = self._computing or (self._next_stage is not None and self._next_stage.is_full)
-        step = None if is_waiting else self._next_step(now)
+        is_full = self._next_stage is not None and self._next_stage.is_full
+        step = self._next_step(now) if self._accepts_step and not is_full else None
         if step is not None:
             self._start_step(step, now)
         else:
             self._update_bubbles(now)
+
+    @property
+    def _accepts_step(self) -> bool:
+        """Whether a step can start: none runs, or one of prefill rows that others interleave."""
+        if not self._running:
+            return True
+        is_chunk = len(self._running) == 1 and self._running[0].step.decode is None
+        return self._interleaves and is_chunk
 
     def _next_step(self, now: float) -> Step | None:
         """The next runnable step. Volumes that can never run become tombstones, which may unblock
         others.
         """
         while True:
-            step = self.scoreboard.next_step(now)
+            step = self.scoreboard.next_step(
+                now, fused=not self._interleaves, prefill=not self._running
+            )
             dropped = self.scoreboard.complete_volumes((), now)
             if not dropped:
                 return step
@@ -240,20 +261,19 @@ class Ring:
                 return step
 
     def _start_step(self, step: Step, now: float) -> None:
-        step_inputs = step.inputs
-        self._running = {step_input.volume.seq: step_input for step_input in step_inputs}
-        self._computing = True
+        predicted = self._predictor.predict_step(step.volumes)
+        if not self._running:
+            self.predicted_s, self._step_began_at = 0.0, now
+        self.predicted_s += predicted.max_s
+        running = RunningStep(step, predicted)
+        self._running.append(running)
         self._update_bubbles(now)
-        volumes = [step_input.volume for step_input in step_inputs]
-        expected = self._predictor.begin_step(volumes)
-        self._slowdown_meter.begin_step(volumes)
-        self.predicted_s, self._step_began_at = expected.max_s, now
         if step.decode is not None and self._next_stage is not None:
             self._next_stage.handle_event(
-                DecodeStartedEvent(step.decode.volume.count, expected.expected_s)
+                DecodeStartedEvent(step.decode.volume.count, predicted.expected_s)
             )
         # Runs on the compute thread, in molinkd.worker.step.
-        self._executor.submit_step(step_inputs, self._on_step_result)
+        self._executor.submit_step(step.inputs, partial(self._on_step_result, running))
 
     def _on_last_stage_message(
         self, body: SamplerOutput | TopLogprobs | Release | Tombstone, now: float
@@ -300,21 +320,22 @@ class Ring:
 
     # --- from the executor -----------------------------------------------------------------------
 
-    def _on_step_result(self, done: StepResult) -> None:
+    def _on_step_result(self, running: RunningStep, done: StepResult) -> None:
         with self._error_guard:
-            self._apply_results(done)
+            self._apply_results(running, done)
             self._run_pending()
 
-    def _apply_results(self, done: StepResult) -> None:
+    def _apply_results(self, running: RunningStep, done: StepResult) -> None:
         if self._closed:
             return
-        now = self._clock()
-        self._computing = False
-        self.predicted_s = 0.0
+        now, step = self._clock(), running.step
+        self._running.remove(running)
+        if not self._running:
+            self.predicted_s = 0.0
         self._update_bubbles(now)
         self.step_log.add_step(done)
-        self._predictor.end_step(done.seconds)
-        if done.error is None and self._slowdown_meter.end_step(done.seconds, now):
+        self._predictor.add_step(running.predicted, done.seconds)
+        if done.error is None and self._slowdown_meter.add_step(step.volumes, done.seconds, now):
             self._forward(self._measurements.slowdowns.make_report(self._slowdown_meter.slowdown))
             self._update_times()
         failures = self.step_log.failures
@@ -323,7 +344,7 @@ class Ring:
             return
         # One by one: a request that waits for the decode rows need not wait for the prefill rows.
         for result in done.outputs:
-            self._send_output(result, now)
+            self._send_output(step, result, now)
             self._controls.apply_controls(
                 self.scoreboard.complete_volumes([result.volume.seq], now)
             )
@@ -336,8 +357,8 @@ class Ring:
                 after = self._round_trips.on_decode_finished(result.volume, now)
                 self._next_stage.handle_event(DecodeFinishedEvent(result.volume.count, after))
 
-    def _send_output(self, result: StepOutput, now: float) -> None:
-        step_input = self._running[result.volume.seq]
+    def _send_output(self, step: Step, result: StepOutput, now: float) -> None:
+        step_input = step.find_input(result.volume.seq)
         if result.sampled is not None:
             for body in self._samples.add_output(result.sampled, result, last=step_input.is_last):
                 if self._next_stage is not None:
@@ -371,9 +392,8 @@ class Ring:
     @property
     def is_stuck(self) -> bool:
         """Whether the running step has taken as long as counts as death on a link."""
-        return self._computing and self._clock() - self._step_began_at >= timeout_for(
-            self.predicted_s
-        )
+        running_s = self._clock() - self._step_began_at
+        return bool(self._running) and running_s >= timeout_for(self.predicted_s)
 
     @property
     def progress(self) -> StageProgress:
@@ -381,7 +401,7 @@ class Ring:
         queued = self.scoreboard.num_queued
         if (
             queued
-            and not self._computing
+            and not self._running
             and self._next_stage is not None
             and self._next_stage.is_full
         ):
@@ -420,5 +440,5 @@ class Ring:
         )
 
     def _update_bubbles(self, now: float) -> None:
-        self.bubbles.update_state(now, live=len(self._requests) > 0, computing=self._computing)
+        self.bubbles.update_state(now, live=len(self._requests) > 0, computing=bool(self._running))
         self._sub_chunk_policy.busy_share = self.bubbles.busy_share

@@ -218,29 +218,20 @@ class SlowdownMeter:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._decode, self._prefill = StepSlowdown(), StepSlowdown()
-        #: The measure of the running step and its expected seconds.
-        self._running: tuple[StepSlowdown, float] | None = None
 
-    def begin_step(self, volumes: Iterable[Volume]) -> None:
-        """Start a step with these volumes."""
-        self._running = None
+    def add_step(self, volumes: Iterable[Volume], seconds: float, now: float) -> bool:
+        """Record a step with these volumes; returns whether the slowdown changed noticeably."""
         volume, *others = volumes
         points = self._profile.prefill if volume.prefill else self._profile.decode
         rows = volume.count
         if others or not _covers(points, rows):
-            return
+            return False
         if volume.prefill:
             rows = _round_to_tile(rows, self._profile.tile)
-            self._running = self._prefill, self._profile.prefill_s(rows, volume.context)
-        else:
-            self._running = self._decode, self._profile.decode_s(rows, volume.context)
-
-    def end_step(self, seconds: float, now: float) -> bool:
-        """End the step; returns whether the slowdown changed noticeably."""
-        if self._running is None:
-            return False
-        measure, expected = self._running
-        return measure.add_step(seconds, expected, now)
+            expected = self._profile.prefill_s(rows, volume.context)
+            return self._prefill.add_step(seconds, expected, now)
+        expected = self._profile.decode_s(rows, volume.context)
+        return self._decode.add_step(seconds, expected, now)
 
     @property
     def slowdown(self) -> Slowdown:

@@ -398,20 +398,23 @@ class Scoreboard:
         elif waiting is not None or seq not in self._complete:
             self._count_event("bad_parts", seq, now)
 
-    def next_step(self, now: float) -> Step | None:
+    def next_step(self, now: float, *, fused: bool = True, prefill: bool = True) -> Step | None:
         """Take what can run now, lowest ``seq`` first; ``None`` if nothing can.
 
-        A second call before ``complete_volumes`` takes further work.
+        Unless ``fused``, decode rows are taken alone, and before prefill rows. Without ``prefill``
+        only decode rows are taken. A second call before ``complete_volumes`` takes further work.
         """
         if not self._volumes:
             return None
         decode = self._next_input(now, prefill=False)
         piggybacked = 0 if decode is None else decode.volume.count
-        prefill = self._next_input(now, prefill=True, piggybacked=piggybacked)
+        chunk = None
+        if prefill and (fused or decode is None):
+            chunk = self._next_input(now, prefill=True, piggybacked=piggybacked)
         self._complete_releases(now)
-        if decode is None and prefill is None:
+        if decode is None and chunk is None:
             return None
-        work = Step(decode, prefill)
+        work = Step(decode, chunk)
         self._transitions.add_entry(now, "take", *work.seqs)
         return work
 

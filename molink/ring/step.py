@@ -65,7 +65,7 @@ class StepInput(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One fused pass: at most one input of each kind."""
+    """One pass: at most one input of each kind, fused."""
 
     decode: StepInput | None
     prefill: StepInput | None
@@ -76,9 +76,18 @@ class Step(msgspec.Struct, frozen=True):
         return tuple(each for each in (self.decode, self.prefill) if each is not None)
 
     @property
+    def volumes(self) -> tuple[Volume, ...]:
+        """The volumes of its inputs, decode first."""
+        return tuple(each.volume for each in self.inputs)
+
+    @property
     def seqs(self) -> tuple[int, ...]:
         """Their numbers, for :meth:`Scoreboard.complete_volumes`."""
-        return tuple(each.volume.seq for each in self.inputs)
+        return tuple(volume.seq for volume in self.volumes)
+
+    def find_input(self, seq: int) -> StepInput:
+        """Its input of volume ``seq``."""
+        return next(each for each in self.inputs if each.volume.seq == seq)
 
 
 class StepOutput(msgspec.Struct, frozen=True):

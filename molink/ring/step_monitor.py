@@ -64,10 +64,11 @@ LARGE_STEP_WEIGHT = 4
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Expected and maximum seconds of a step."""
+    """Expected and maximum seconds of a step, and those of the profile."""
 
     expected_s: float
     max_s: float
+    profile_s: float
 
 
 class StepTimePredictor:
@@ -81,19 +82,17 @@ class StepTimePredictor:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._slowdown = Ewma(SMOOTHING, 1.0)
-        self._expected_s = 0.0
 
-    def begin_step(self, volumes: Iterable[Volume]) -> StepTime:
-        """Start a step with these volumes."""
-        self._expected_s = sum(self._volume_s(volume) for volume in volumes)
+    def predict_step(self, volumes: Iterable[Volume]) -> StepTime:
+        """Predict a step with these volumes."""
+        seconds = sum(self._volume_s(volume) for volume in volumes)
         slowdown = self._slowdown.get_or(1.0)
-        maximum = SLACK * max(1.0, slowdown) * self._expected_s
-        return StepTime(slowdown * self._expected_s, maximum)
+        return StepTime(slowdown * seconds, SLACK * max(1.0, slowdown) * seconds, seconds)
 
-    def end_step(self, seconds: float) -> None:
-        """End the step."""
-        if self._expected_s > 0:
-            self._slowdown.add_sample(seconds / self._expected_s)
+    def add_step(self, predicted: StepTime, seconds: float) -> None:
+        """Record a finished step."""
+        if predicted.profile_s > 0:
+            self._slowdown.add_sample(seconds / predicted.profile_s)
 
     def _volume_s(self, volume: Volume) -> float:
         """Seconds of a separate pass of a volume's rows.

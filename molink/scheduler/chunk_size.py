@@ -17,8 +17,8 @@ no stream stalls while a long prompt is computed. The chunk size follows from th
   work near its best rate. One prompt alone doesn't count as a queue.
 - Such chunks leave without decode rows where these rows' own pass, one for all streams per round
   trip, costs little beside the chunks (:data:`NEAR_QUEUED`): a stream then waits for half a chunk
-  per stage, not for half a chunk and a whole one. Their rows may cost more (:data:`NEAR_ALONE`),
-  which shortens that wait.
+  per stage, or half a layer of it where stages interleave, not for a whole one, too. Their rows may
+  cost more (:data:`NEAR_ALONE`), which shortens that wait.
 
 The paper's rule ``P:D = C / (B - 1)`` does not apply, since decodes never wait for a prompt here.
 """
@@ -42,8 +42,8 @@ NEAR_MIN = 1.1
 #: ``NEAR_QUEUED`` times the minimum.
 QUEUED_S, MORE_QUEUED_S = 2.0, 0.5
 NEAR_QUEUED = 1.05
-#: The same for chunks that leave without decode rows: a stream waits for half a chunk per stage.
-NEAR_ALONE = 1.16
+#: The same for chunks that leave without decode rows.
+NEAR_ALONE = 1.12
 #: Rows of a chunk if no stage has a profile.
 DEFAULT_ROWS = 512
 #: Minimum step between candidate sizes, in rows.
@@ -52,8 +52,6 @@ _MIN_STEP = 16
 _MIN_MAX = 128
 #: Minimum rows without decodes, against noisy measurements.
 _MIN_ALONE = 64
-#: The same while prompts queue: smaller passes cost more than a profile tells.
-_MIN_QUEUED_ALONE = 32
 #: Minimum rows, and step, of a chunk that runs with decodes: small chunks pay where reading the
 #: weights or attention to a long prefix dominates.
 _MIN_PIGGYBACKED = 4
@@ -97,7 +95,7 @@ class ChunkSize:
         #: The smallest chunks for queued prompts, with and without decode rows, and the minimum
         #: seconds per row.
         self._queued_rows = smallest_near_best(sizes, costs, NEAR_QUEUED)
-        self._alone_rows = max(_MIN_QUEUED_ALONE, smallest_near_best(sizes, costs, NEAR_ALONE))
+        self._alone_rows = smallest_near_best(sizes, costs, NEAR_ALONE)
         self._row_s = min(costs)
         self._memo.clear()
 

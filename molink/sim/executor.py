@@ -1,11 +1,13 @@
 """Simulated stage executor and draft model, which take time but compute nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from molink.facts.drafts import MAX_DRAFTS, DraftBatch, DraftRequest, DraftResults, DraftTokens
 from molink.ring.stage import StageShape
 from molink.ring.step import BlockCopy, StepInput, StepOutput, StepResult
-from molink.sim.event_queue import EventQueue
+from molink.sim.event_queue import EventQueue, ScheduledCallback
 from molink.sim.known_text import KnownText
 from molink.sim.pc import SimPc
 from molink.sim.roofline import Roofline, StepRows
@@ -74,12 +76,36 @@ def step_rows(volumes: Iterable[Volume], is_last: bool) -> StepRows:
     return StepRows(decode, decode_context, prefill, prefill_context, sampled)
 
 
+@dataclass(slots=True)
+class RunningChunk:
+    """A step of prefill rows and its end, which decode rows between its layers postpone."""
+
+    #: Begin and end in seconds; the steps between its layers count as no time.
+    began_at: float
+    end_at: float
+    layer_s: float
+    end: Callable[[], None]
+    scheduled: ScheduledCallback
+
+    def postpone(self, seconds: float, event_queue: EventQueue) -> None:
+        """End ``seconds`` later."""
+        self.scheduled.cancel()
+        self.began_at += seconds
+        self.end_at += seconds
+        self.scheduled = event_queue.call_at(self.end_at, self.end)
+
+    def next_layer_s(self, now: float) -> float:
+        """Seconds until its current layer ends."""
+        return self.layer_s - (now - self.began_at) % self.layer_s
+
+
 class SimExecutor:
     """Executes each step in the time that the roofline and the PC predict.
 
     Rows are views of ``zeros``, which must hold the largest volume. ``token`` is sampled for a
     request at a position; ``forced`` tokens follow. Copies to and from host memory run one after
-    another while steps run, ``block_s`` seconds per block; a step waits for copies of its blocks.
+    another while steps run, ``block_s`` seconds per block; a step waits for copies of its blocks. A
+    step that is submitted during one of prefill rows runs between its layers.
     """
 
     def __init__(
@@ -106,6 +132,7 @@ class SimExecutor:
         self._block_s = block_s
         #: End of the current step, and of all copies submitted.
         self._step_end = self._copies_end = 0.0
+        self._chunk: RunningChunk | None = None
         #: End of each request's swap-in, and of each block's swap-out.
         self._swap_in_ends: dict[int, float] = {}
         self._swap_out_ends: dict[int, float] = {}
@@ -125,6 +152,9 @@ class SimExecutor:
     def submit_step(
         self, step_inputs: Sequence[StepInput], done: Callable[[StepResult], None]
     ) -> None:
+        if self._chunk is not None and self._event_queue.now < self._chunk.end_at:
+            self._interleave_step(self._chunk, step_inputs, done)
+            return
         size = step_rows([step_input.volume for step_input in step_inputs], self._is_last)
         now = self._event_queue.now
         wait = self._wait_s(step_inputs, now)
@@ -133,7 +163,32 @@ class SimExecutor:
         self._step_end = now + seconds
         if self.on_step is not None:
             self.on_step(now, seconds, size.decode, size.prefill)
-        self._event_queue.schedule_at(now + seconds, self._end_step, step_inputs, done, seconds)
+        end = partial(self._end_step, step_inputs, done, seconds)
+        scheduled = self._event_queue.call_at(self._step_end, end)
+        layer_s = seconds / self._roofline.layers
+        self._chunk = (
+            None
+            if size.decode or not self._roofline.interleaves
+            else RunningChunk(now, self._step_end, layer_s, end, scheduled)
+        )
+
+    def _interleave_step(
+        self,
+        chunk: RunningChunk,
+        step_inputs: Sequence[StepInput],
+        done: Callable[[StepResult], None],
+    ) -> None:
+        """Run a step after the current layer of ``chunk``."""
+        size = step_rows([each.volume for each in step_inputs], self._is_last)
+        begin = self._event_queue.now + chunk.next_layer_s(self._event_queue.now)
+        wait = self._wait_s(step_inputs, begin)
+        self.waited_s += wait
+        seconds = wait + self._pc.prolong_step(self._roofline.step_s(size))
+        chunk.postpone(seconds, self._event_queue)
+        self._step_end = chunk.end_at
+        if self.on_step is not None:
+            self.on_step(begin, seconds, size.decode, size.prefill)
+        self._event_queue.schedule_at(begin + seconds, self._end_step, step_inputs, done, seconds)
 
     def _wait_s(self, step_inputs: Sequence[StepInput], now: float) -> float:
         """Seconds until all blocks of a step are copied."""

@@ -54,3 +54,10 @@ class SimPc:
         seconds += wait
         self._free_at = now + seconds
         return seconds
+
+    def prolong_step(self, seconds: float) -> float:
+        """Add ``seconds`` at slowdown 1 to the step that runs; returns the added seconds."""
+        seconds *= self.slowdown
+        self.busy_s += seconds
+        self._free_at += seconds
+        return seconds

@@ -51,6 +51,11 @@ class DeviceProfile:
         """Whether low-bit weights stay so, on a card if it passes molink's check."""
         return self.blocks or self.has_triton
 
+    @property
+    def interleaves(self) -> bool:
+        """Whether decode rows run between the layers of a chunk, as on CPUs."""
+        return self.blocks
+
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:

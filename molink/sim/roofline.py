@@ -38,7 +38,8 @@ class Roofline:
         self, device: DeviceProfile, model: ModelProfile, layers: int, *, is_last: bool
     ) -> None:
         self._tile = device.tile
-        self._layers = layers
+        self.layers = layers
+        self.interleaves = device.interleaves
         self._model = model
         memory = device.memory_gbs * 1e9 * device.memory_efficiency
         compute = device.tflops * 1e12 * device.compute_efficiency
@@ -77,6 +78,7 @@ class Roofline:
             context=_CONTEXT,
             decode_token_s=self._decode_token_s,
             prefill_token_s=self._prefill_token_s,
+            interleaves=self.interleaves,
         )
 
     def _decode_s(self, rows: int) -> float:
@@ -88,7 +90,7 @@ class Roofline:
 
     @property
     def kv_token_bytes(self) -> int:
-        return self._layers * self._model.kv_bytes
+        return self.layers * self._model.kv_bytes
 
     def kv_tokens(self, device: DeviceProfile) -> int:
         """Tokens whose KV fits in addition to the weights; 0 if the weights don't fit."""

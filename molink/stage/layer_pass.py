@@ -1,7 +1,7 @@
 """A stage's layers and ends of the model, with the KV pool, attention and RoPE of a step."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +55,13 @@ class LayerPass:
         """Whether it returns logits."""
         return self.decoder.output_head is not None
 
-    def run_step(self, step: LocatedRows) -> Tensor:
-        """Rows ``[T, hidden]`` in ``wire_dtype``, or float32 logits of the step's logit rows."""
+    def run_step(
+        self, step: LocatedRows, between_layers: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Rows ``[T, hidden]`` in ``wire_dtype``, or float32 logits of the step's logit rows.
+
+        ``between_layers`` is called as by :func:`.run_blocks`.
+        """
         batch, count = step.batch, len(step)
         rows = self.embed_batch(batch)
         both = upload_integers(step.positions + step.slots, self.device)
@@ -65,7 +70,8 @@ class LayerPass:
             batch.sequences, self.pool.block_size, self.dtype, self.device
         )
         context = ForwardContext(self.pool, both[count:], angles, attention)
-        return self.finish_rows(self.decoder.run_layers(rows, context), batch.logit_rows)
+        rows = self.decoder.run_layers(rows, context, between_layers)
+        return self.finish_rows(rows, batch.logit_rows)
 
     def embed_batch(self, batch: StageInput) -> Tensor:
         """Residual rows ``[T, hidden]`` of a step, on the device."""

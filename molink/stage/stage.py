@@ -187,13 +187,26 @@ class Stage:
         )
         self._graphs = self._create_graphs(self._layer_pass)
 
+    @property
+    def interleaves(self) -> bool:
+        """Whether :meth:`compute_step` can run another batch between its layers.
+
+        A GPU gets all layers of a batch at once.
+        """
+        return self.device.type == "cpu"
+
     def forward(self, batch: StageInput) -> Tensor:
         """The rows of :meth:`compute_step`."""
         return self.compute_step(batch).rows
 
     @torch.inference_mode()
-    def compute_step(self, batch: StageInput) -> StageOutput:
+    def compute_step(
+        self, batch: StageInput, between_layers: Callable[[], None] | None = None
+    ) -> StageOutput:
         """Compute a micro-batch and store its KV.
+
+        Where the stage :attr:`interleaves`, ``between_layers`` is called after each layer but the
+        last, and may call :meth:`compute_step` for rows that this batch doesn't precede.
 
         Returns:
             Rows ``[T, hidden_size]`` in ``wire_dtype``, or float32 logits ``[len(logit_rows),
@@ -208,7 +221,9 @@ class Stage:
         self._set_device()
         if self._host_pool is not None:
             self._host_pool.wait_for_copies(sequence.blocks for sequence in batch.sequences)
-        return self._run_batch(batch, self._layer_pass)
+        return self._run_batch(
+            batch, self._layer_pass, between_layers if self.interleaves else None
+        )
 
     @torch.inference_mode()
     def capture_next_graph(self) -> bool:
@@ -348,7 +363,9 @@ class Stage:
             )
         return self._attentions[block_size]
 
-    def _run_batch(self, batch: StageInput, layers: LayerPass) -> StageOutput:
+    def _run_batch(
+        self, batch: StageInput, layers: LayerPass, between_layers: Callable[[], None] | None
+    ) -> StageOutput:
         """Run a step, as a CUDA graph where that is faster."""
         given = self._check_input(batch)
         positions, slots, fresh = layers.pool.locate_rows(batch.sequences)
@@ -358,7 +375,9 @@ class Stage:
             layers.pool.zero_blocks(fresh)
         step = LocatedRows(batch, positions, slots)
         replayed = None if self._graphs is None else self._graphs.replay_step(step)
-        return StageOutput(layers.run_step(step)) if replayed is None else replayed
+        if replayed is not None:
+            return replayed
+        return StageOutput(layers.run_step(step, between_layers))
 
     def _check_input(self, batch: StageInput) -> int:
         """Number of rows given."""

@@ -62,7 +62,7 @@ class RecordingStage:
         self._stage = stage
         self.output: torch.Tensor | None = None
 
-    def compute_step(self, batch: StageInput) -> StageOutput:
+    def compute_step(self, batch: StageInput, between_layers: object = None) -> StageOutput:
         output = self._stage.compute_step(batch)
         self.output = output.rows
         return output

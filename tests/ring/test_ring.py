@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from molink.facts.profile import Profile
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
@@ -54,9 +55,13 @@ class ScriptedExecutor:
         self.steps.append((step_inputs, done))
 
     def end(
-        self, seconds: float = 0.5, error: str | None = None, out_of_memory: bool = False
+        self,
+        seconds: float = 0.5,
+        error: str | None = None,
+        out_of_memory: bool = False,
+        which: int = 0,
     ) -> None:
-        step_inputs, done = self.steps.pop(0)
+        step_inputs, done = self.steps.pop(which)
         results = [self.result(each.volume) for each in step_inputs]
         done(StepResult(results, seconds, error, out_of_memory))
 
@@ -110,9 +115,10 @@ def make_ring(
     on_broken: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     cut_through: bool = True,
+    profile: Profile = PROFILE,
 ) -> Ring:
-    policy = create_sub_chunk_policy(PROFILE, cut_through=cut_through, forwards=True)
-    config = RingConfig(MIDDLE_STAGE, PROFILE, sub_chunk_policy=policy)
+    policy = create_sub_chunk_policy(profile, cut_through=cut_through, forwards=True)
+    config = RingConfig(MIDDLE_STAGE, profile, sub_chunk_policy=policy)
     bridge = (
         None if scheduler is None else SchedulerBridge(scheduler, receiver, MIDDLE_STAGE.vocabulary)
     )
@@ -122,16 +128,20 @@ def make_ring(
 class Bench:
     """A ring's shell at a middle stage, and everything around it."""
 
-    def __init__(self, executor: ScriptedExecutor | None = None) -> None:
+    def __init__(
+        self, executor: ScriptedExecutor | None = None, profile: Profile = PROFILE
+    ) -> None:
         self.executor = executor or ScriptedExecutor()
         self.outlet = RecordingOutlet()
         self.broken: list[str] = []
-        self.ring = make_ring(self.executor, None, None, self.broken.append)
+        self.ring = make_ring(self.executor, None, None, self.broken.append, profile=profile)
         self.ring.open(self.outlet)
         self.ring.on_message(Admit(1, 0, SamplingParams(), 4), None)
 
-    def volume(self, seq: int, after: int, prefill: bool = False, count: int = 1) -> Volume:
-        rows = RequestSlice(0, 4, count, after, (seq,))
+    def volume(
+        self, seq: int, after: int, prefill: bool = False, count: int = 1, request: int = 0
+    ) -> Volume:
+        rows = RequestSlice(request, 4, count, after, (seq,))
         return Volume(seq, prefill, (rows,), Payload("f32", (count, 2)))
 
     def stranger(self, seq: int) -> None:
@@ -195,6 +205,80 @@ async def test_progress_has_the_predicted_time_of_a_running_step(bench: Bench) -
     assert bench.ring.progress.predicted_s == 0
     bench.arrive(3, 2)
     assert bench.ring.progress.predicted_s == pytest.approx(SLACK * 0.25 * 1.1)
+
+
+def running_seqs(bench: Bench) -> list[list[int]]:
+    return [[each.volume.seq for each in inputs] for inputs, _ in bench.executor.steps]
+
+
+def sent_volumes(bench: Bench) -> list[int]:
+    return [body.seq for body in bench.outlet.sent if isinstance(body, Volume)]
+
+
+def make_busy_bench(profile: Profile) -> Bench:
+    """With requests 0 to 3 and a running chunk, 5."""
+    bench = Bench(profile=profile)
+    for request in (1, 2, 3):
+        bench.ring.on_message(Admit(1 + request, request, SamplingParams(), 4), None)
+    bench.arrive(5, 1, prefill=True, count=8)
+    return bench
+
+
+@pytest.fixture
+async def interleaving() -> Bench:
+    return make_busy_bench(structs.replace(PROFILE, interleaves=True))
+
+
+async def test_decode_rows_wait_for_a_chunk_and_share_the_next_pass() -> None:
+    bench = make_busy_bench(PROFILE)
+    bench.arrive(6, 2, request=1)
+    bench.arrive(7, 3, request=2, prefill=True, count=8)
+    assert running_seqs(bench) == [[5]]
+    await bench.end()
+    assert running_seqs(bench) == [[6, 7]]
+
+
+async def test_decode_rows_run_between_the_layers_of_a_chunk(interleaving: Bench) -> None:
+    bench = interleaving
+    bench.arrive(6, 2, request=1)
+    bench.arrive(7, 3, request=2)
+    bench.arrive(8, 4, request=3, prefill=True, count=8)
+    assert running_seqs(bench) == [[5], [6]], "one at a time, and no chunk within another"
+    assert bench.ring.progress.predicted_s == SLACK * (0.5 + 0.25)
+    await bench.end(which=1, seconds=0.25)
+    assert sent_volumes(bench) == [6]
+    assert running_seqs(bench) == [[5], [7]]
+    # The chunk may end first: no layer follows its last one.
+    await bench.end()
+    assert sent_volumes(bench) == [6, 5]
+    assert running_seqs(bench) == [[7]], "no chunk runs between the layers of decode rows"
+    await bench.end(seconds=0.25)
+    assert running_seqs(bench) == [[8]]
+    await bench.end()
+    assert bench.ring.progress.predicted_s == 0
+    assert sent_volumes(bench) == [6, 5, 7, 8]
+    bench.ring.scoreboard.validate()
+
+
+async def test_waiting_decode_rows_run_before_a_chunk(interleaving: Bench) -> None:
+    interleaving.outlet.is_full = True
+    await interleaving.end()
+    interleaving.arrive(6, 2, request=1, prefill=True, count=8)
+    interleaving.arrive(7, 3, request=2)
+    interleaving.outlet.is_full = False
+    interleaving.ring.run_pending()
+    assert running_seqs(interleaving) == [[7]]
+    await interleaving.end()
+    assert running_seqs(interleaving) == [[6]]
+
+
+async def test_an_interleaved_step_that_fails_leaves_the_chunk_alone(interleaving: Bench) -> None:
+    interleaving.arrive(6, 2, request=1)
+    await interleaving.end(which=1, error="OutOfMemoryError", out_of_memory=True)
+    await interleaving.end()
+    assert sent_volumes(interleaving) == [6, 5]
+    assert interleaving.ring.step_log.num_failed == 1
+    assert interleaving.broken == []
 
 
 async def test_full_link_blocks_steps_until_it_drains(bench: Bench) -> None:

@@ -326,8 +326,7 @@ def test_long_steps_are_one_lot_each() -> None:
 def run(meter: SlowdownMeter, volumes: list[Volume], seconds: float, since: float) -> list[float]:
     changed = []
     for step in range(20):
-        meter.begin_step(volumes)
-        if meter.end_step(seconds, since + step):
+        if meter.add_step(volumes, seconds, since + step):
             changed.append(since + step)
     return changed
 

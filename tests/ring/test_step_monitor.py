@@ -76,35 +76,33 @@ def chunk(count: int, start: int = 0) -> Volume:
     ],
 )
 def test_step_time_is_the_sum_of_its_volumes(volumes: list[Volume], seconds: float) -> None:
-    expected = StepTimePredictor(PROFILE).begin_step(volumes)
+    expected = StepTimePredictor(PROFILE).predict_step(volumes)
     assert expected.expected_s == pytest.approx(seconds)
     assert expected.max_s == pytest.approx(SLACK * seconds)
 
 
 def test_unmeasured_prefill_rows_count_as_steps() -> None:
     times = StepTimePredictor(Profile(decode=((1, 0.5),)))
-    assert times.begin_step([chunk(64)]).expected_s == 32.0
+    assert times.predict_step([chunk(64)]).expected_s == 32.0
 
 
 def test_without_a_profile_nothing_is_predicted() -> None:
     times = StepTimePredictor(Profile())
-    assert times.begin_step([decode(1), chunk(64)]).max_s == 0.0
-    times.end_step(5.0)
-    assert times.begin_step([chunk(64)]).max_s == 0.0
+    assert times.predict_step([decode(1), chunk(64)]).max_s == 0.0
+    times.add_step(times.predict_step([chunk(64)]), 5.0)
+    assert times.predict_step([chunk(64)]).max_s == 0.0
 
 
 def test_fast_steps_do_not_lower_the_maximum() -> None:
     times = StepTimePredictor(PROFILE)
     for _ in range(100):
-        times.begin_step([decode(100)])
-        times.end_step(0.03)
-    slow = times.begin_step([decode(100)])
+        times.add_step(times.predict_step([decode(100)]), 0.03)
+    slow = times.predict_step([decode(100)])
     assert slow.expected_s == pytest.approx(0.03, rel=0.01)
     assert slow.max_s == pytest.approx(SLACK * 0.03, rel=0.01)
     for _ in range(100):
-        times.begin_step([decode(100)])
-        times.end_step(0.005)
-    quick = times.begin_step([decode(100)])
+        times.add_step(times.predict_step([decode(100)]), 0.005)
+    quick = times.predict_step([decode(100)])
     assert quick.expected_s == pytest.approx(0.005, rel=0.01)
     assert quick.max_s == pytest.approx(SLACK * 0.01)
 
@@ -115,9 +113,8 @@ def test_maximum_exceeds_the_profile_after_any_history(
 ) -> None:
     times = StepTimePredictor(PROFILE)
     for seconds in past:
-        times.begin_step([decode(100)])
-        times.end_step(seconds)
-    maximum = times.begin_step([chunk(count, start)]).max_s
+        times.add_step(times.predict_step([decode(100)]), seconds)
+    maximum = times.predict_step([chunk(count, start)]).max_s
     assert maximum >= SLACK * PROFILE.prefill_s(count, start) * (1 - 1e-9)
 
 

@@ -1,5 +1,9 @@
 """Simulated executors: the rows, times and results of steps."""
 
+from dataclasses import replace
+
+import pytest
+
 from molink.ring.stage import StageShape
 from molink.ring.step import StepInput, StepResult
 from molink.sim.event_queue import EventQueue
@@ -79,3 +83,31 @@ def test_stages_on_one_pc_share_its_device() -> None:
     assert pc.reserve_device(1.0, 11.0) == 1.0 + 3.0, "after the step in progress"
     assert pc.reserve_device(1.0, 20.0) == 3.0
     assert pc.busy_s == 8.0
+
+
+def test_a_step_during_a_chunk_runs_between_its_layers() -> None:
+    pc, event_queue, ended = SimPc(Uplink(1e6, 1000)), EventQueue(), list[tuple[int, float]]()
+    executor = SimExecutor(
+        event_queue,
+        StageShape(1, 3, hidden=100, vocabulary=10_000, wire_dtype="bf16"),
+        Roofline(replace(DEVICE, blocks=True), MODEL, 5, is_last=False),
+        memoryview(bytes(7 * 200)),
+        pc,
+        SimStageRequests(),
+    )
+
+    def end(done: StepResult) -> None:
+        ended.append((done.outputs[0].volume.seq, event_queue.now))
+
+    event_queue.schedule_at(2.0, executor.submit_step, [StepInput(CHUNK, b"")], end)
+    event_queue.run(2.0)
+    chunk_s = pc.busy_s
+    event_queue.schedule_at(
+        2.0 + 0.5 * chunk_s, executor.submit_step, [StepInput(DECODES, b"")], end
+    )
+    event_queue.run(10.0)
+    decode_s = pc.busy_s - chunk_s
+    (first, decoded_at), (second, chunk_at) = ended
+    assert (first, second) == (7, 8)
+    assert decoded_at == pytest.approx(2.0 + 0.6 * chunk_s + decode_s), "after three of five layers"
+    assert chunk_at == pytest.approx(2.0 + chunk_s + decode_s)

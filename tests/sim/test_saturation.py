@@ -21,6 +21,7 @@ memory_gb = 8
 memory_efficiency = 1.0
 compute_efficiency = 1.0
 step_ms = 0.5
+blocks = true
 """
 #: The model of ``tools.make_bench_model``.
 MODEL = ModelProfile("bench", "", 24, 1024, 2816, 16, 4, 64, 32_000)

@@ -52,8 +52,9 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def profiles(self) -> tuple[Profile, ...]:
-        """The same as measured profiles."""
-        return tuple(each.make_profile() for each in self.rooflines)
+        """The same as measured profiles; an emulated step is not interleaved."""
+        profiles = (each.make_profile() for each in self.rooflines)
+        return tuple(msgspec.structs.replace(each, interleaves=False) for each in profiles)
 
     @property
     def row_bytes(self) -> int:

@@ -38,8 +38,9 @@ _Job = _StepJob | BlockCopy | _TaskJob
 class StageExecutor:
     """Runs steps and block copies in order, on a thread that owns the device.
 
-    An exception in a step, such as out of memory, fails that step's rows only. While no step is
-    queued, the stage captures the CUDA graphs it needs, one at a time.
+    Where the stage interleaves, what is queued during a step of prefill rows runs between its
+    layers. An exception in a step, such as out of memory, fails that step's rows only. While no
+    step is queued, the stage captures the CUDA graphs it needs, one at a time.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class StageExecutor:
         self._requests = requests
         self._hand_over = hand_over
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        #: Seconds of jobs that ran between the layers of others.
+        self._interleaved_s = 0.0
         self._thread = threading.Thread(target=self._run_jobs, name="compute", daemon=True)
         self._thread.start()
 
@@ -74,17 +77,31 @@ class StageExecutor:
 
     def _run_jobs(self) -> None:
         while (job := self._next_job()) is not None:
-            if isinstance(job, BlockCopy):
-                self._copy_blocks(job)
-                continue
-            if isinstance(job, _TaskJob):
-                job.run()
-                continue
-            began = time.perf_counter()
+            self._run_job(job)
+
+    def _run_job(self, job: _Job) -> None:
+        began = time.perf_counter()
+        if isinstance(job, BlockCopy):
+            self._copy_blocks(job)
+        elif isinstance(job, _TaskJob):
+            job.run()
+        else:
+            others_s = self._interleaved_s
             results, error, out_of_memory = self._run_step(job)
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began - (self._interleaved_s - others_s)
             self._hand_over(job.done, StepResult(results, seconds, error, out_of_memory))
             precompute_masks(self._requests, results)
+
+    def _run_interleaved(self) -> None:
+        """Run queued jobs between two layers of a step."""
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is None:
+                self._jobs.put(None)  # nothing follows it
+                return
+            began = time.perf_counter()
+            self._run_job(job)
+            self._interleaved_s += time.perf_counter() - began
 
     def _copy_blocks(self, job: BlockCopy) -> None:
         """A failed copy to the device fails its request; a failed copy to the host fails on
@@ -118,7 +135,10 @@ class StageExecutor:
     def _run_step(self, job: _StepJob) -> tuple[Sequence[StepOutput], str | None, bool]:
         """Return results, the error if the step failed, and whether it was out of memory."""
         try:
-            return run_step(self._stage, self._requests, job.step_inputs), None, False
+            inputs = job.step_inputs
+            has_prefill = any(each.volume.prefill for each in inputs)
+            between = self._run_interleaved if has_prefill else None
+            return run_step(self._stage, self._requests, inputs, between), None, False
         except Exception as caught:
             log.exception("a step failed; its rows are reported as failed")
             error = f"{type(caught).__name__}: {caught}"

@@ -1,7 +1,7 @@
 """One fused forward pass of a stage."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -19,9 +19,14 @@ log = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def run_step(
-    stage: Stage, requests: RequestTable, step_inputs: Sequence[StepInput]
+    stage: Stage,
+    requests: RequestTable,
+    step_inputs: Sequence[StepInput],
+    between_layers: Callable[[], None] | None = None,
 ) -> list[StepOutput]:
     """Run decode and prefill rows of all inputs as one token-flat forward pass.
+
+    ``between_layers`` is called as by :meth:`.Stage.compute_step`.
 
     Rows of a request that failed at an earlier stage arrive as NaN. They are computed as zeros, to
     keep NaN out of the KV pool, and leave as NaN again, so that the last stage reports the failure.
@@ -50,7 +55,7 @@ def run_step(
         ),
         logit_rows=tuple(row for one in wanted for row in one.logit_rows),
     )
-    output = stage.compute_step(batch)
+    output = stage.compute_step(batch, between_layers)
     if stage.is_last:
         return sample_step(step_inputs, requests, wanted, output)
     return _split_output(requests, step_inputs, output.rows)

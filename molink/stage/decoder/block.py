@@ -1,6 +1,6 @@
 """One decoder layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,8 +80,13 @@ class DecoderBlock:
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def run_blocks(blocks: Sequence[DecoderBlock], rows: Tensor, context: ForwardContext) -> Tensor:
-    """Run rows ``[T, hidden]`` through layers.
+def run_blocks(
+    blocks: Sequence[DecoderBlock],
+    rows: Tensor,
+    context: ForwardContext,
+    between_layers: Callable[[], None] | None = None,
+) -> Tensor:
+    """Run rows ``[T, hidden]`` through layers; call ``between_layers`` after each but the last.
 
     A sum and the norm that follows, the next layer's too, are one operator. Each tensor takes its
     predecessor's name, so that none outlives its use.
@@ -95,6 +100,8 @@ def run_blocks(blocks: Sequence[DecoderBlock], rows: Tensor, context: ForwardCon
         )
         normed = block.mlp(normed)
         rows, normed = block.add_residual(rows, normed, block.scale, block.post_mlp_norm, next_norm)
+        if between_layers is not None and block is not blocks[-1]:
+            between_layers()
     return rows
 
 

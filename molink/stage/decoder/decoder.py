@@ -57,9 +57,14 @@ class Decoder:
         rows = self.embedding.look_up(tokens)
         return rows if self.embedding_scale == 1.0 else rows.mul_(self.embedding_scale)
 
-    def run_layers(self, rows: Tensor, context: ForwardContext) -> Tensor:
-        """Run rows ``[T, hidden]`` through all layers."""
-        return run_blocks(self.blocks, rows, context)
+    def run_layers(
+        self,
+        rows: Tensor,
+        context: ForwardContext,
+        between_layers: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Run rows ``[T, hidden]`` through all layers (see :func:`.run_blocks`)."""
+        return run_blocks(self.blocks, rows, context, between_layers)
 
     def compute_logits(self, rows: Tensor, wanted: Sequence[int]) -> Tensor:
         """Compute float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``."""

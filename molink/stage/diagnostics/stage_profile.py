@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 import molink
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 #: Maximum seconds of measuring; a very slow stage measures the smallest passes only.
 MAX_PROFILING_S = 3.0
 #: Rises with every change of measuring, or of kernels that the key doesn't name.
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 
 
 def profile_stage(
@@ -57,7 +58,8 @@ def profile_stage(
     begin = time.perf_counter()
     with StagePasses(stage, kv_bytes, block_size) as passes:
         passes.capture_graphs()
-        profile = measure_profile(passes, time.perf_counter, seconds, _pass_timer(stage))
+        measured = measure_profile(passes, time.perf_counter, seconds, _pass_timer(stage))
+    profile = msgspec.structs.replace(measured, interleaves=stage.interleaves)
     log.info(
         "measured in %.1f s: one decode row takes %.1f ms, a chunk of %d rows %.1f ms, tile %d",
         time.perf_counter() - begin,

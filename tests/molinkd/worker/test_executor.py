@@ -2,13 +2,15 @@
 
 import queue
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from molink.checkpoint.model_folder import ModelFolder
-from molink.ring.step import StepInput, StepResult
+from molink.ring.step import BlockCopy, StepInput, StepResult
 from molink.stage.stage import Stage
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import Admit, RequestSlice, SamplingParams, Volume
@@ -30,10 +32,10 @@ class HungryStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
-    def compute_step(self, batch: Any) -> Any:
+    def compute_step(self, batch: Any, between_layers: Any = None) -> Any:
         if self.error is not None:
             raise self.error
-        return self._stage.compute_step(batch)
+        return self._stage.compute_step(batch, between_layers)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,83 @@ def step(stage: Any, data: Any, requests: RequestTable) -> StepResult:
     executor.submit_step([StepInput(volume, data)], done.put)
     executor.close()
     return done.get_nowait()
+
+
+class InterruptingStage:
+    """A stage that calls ``interrupt`` after the first layer of the first pass."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.interrupt: Callable[[], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def compute_step(self, batch: Any, between_layers: Callable[[], None] | None = None) -> Any:
+        def interrupted() -> None:
+            assert between_layers is not None
+            if self.interrupt is not None:
+                interrupt, self.interrupt = self.interrupt, None
+                interrupt()
+            between_layers()
+
+        return self._stage.compute_step(batch, between_layers and interrupted)
+
+
+def chunk_and_decode() -> tuple[StepInput, StepInput]:
+    chunk = Volume(9, True, (RequestSlice(0, 0, 6, 1, (0, 1)),), Payload("i32", (6,)))
+    decode = Volume(8, False, (RequestSlice(1, 0, 1, 1, (2,)),), Payload("i32", (1,)))
+    return StepInput(chunk, [1, 2, 3, 4, 5, 6]), StepInput(decode, [7])
+
+
+def wait_for(results: list[StepResult], count: int) -> None:
+    while len(results) < count:
+        time.sleep(0.001)
+
+
+def run_both(folder: ModelFolder, *, interrupts: bool, closes: bool = False) -> list[StepResult]:
+    """Results of a chunk and of decode rows, in the order in which they came."""
+    stage = InterruptingStage(Stage.load_layers(folder, (0, 2), "cpu", "f32"))
+    stage.allocate_kv_pool(8, 4)
+    requests = table()
+    for number in (1, 2):
+        requests.admit_request(Admit(1 + number, number, SamplingParams(), 2))
+    executor = StageExecutor(stage, requests, lambda function, result: function(result))
+    results: list[StepResult] = []
+    chunk, decode = chunk_and_decode()
+
+    def interrupt() -> None:
+        executor.submit_copy(BlockCopy(2, True, (5,), (0,)))  # fails: there is no host memory
+        executor.submit_step([decode], results.append)
+        if closes:
+            executor._jobs.put(None)
+
+    stage.interrupt = interrupt if interrupts else None
+    began = time.perf_counter()
+    executor.submit_step([chunk], results.append)
+    if not interrupts:
+        wait_for(results, 1)
+        executor.submit_step([decode], results.append)
+    if closes:
+        executor._thread.join()
+    else:
+        wait_for(results, 2)
+        executor.close()
+    took = time.perf_counter() - began
+    assert sum(done.seconds for done in results) <= took, "no second counts for both"
+    assert requests[2].failed is interrupts
+    return results
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_steps_queued_during_a_chunk_run_between_its_layers(
+    folder: ModelFolder, closes: bool
+) -> None:
+    chunk, decode = run_both(folder, interrupts=False)
+    decode_within, chunk_around = run_both(folder, interrupts=True, closes=closes)
+    assert decode_within.outputs[0].volume.seq == 8
+    assert torch.equal(rows_of(chunk_around), rows_of(chunk))
+    assert torch.equal(rows_of(decode_within), rows_of(decode))
 
 
 class PreparingStage:

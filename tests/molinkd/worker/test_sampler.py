@@ -64,7 +64,7 @@ class Tail:
         self.tick = 1
         self.last: Sequence[StepOutput] = ()
 
-    def spy(self, batch: StageInput) -> StageOutput:
+    def spy(self, batch: StageInput, between_layers: object = None) -> StageOutput:
         self.logits.append(len(batch.logit_rows))
         return self._compute_step(batch)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.profile import Profile
@@ -19,7 +20,9 @@ from molink.stage.graphs.capture import GraphWork
 from molink.stage.stage import Stage
 
 KV_BYTES = 1 << 24
-PROFILE = Profile(decode=((1, 0.25),), prefill=((16, 0.5),), tile=16)
+#: A stage on a CPU interleaves, whatever was measured.
+MEASURED = Profile(decode=((1, 0.25),), prefill=((16, 0.5),), tile=16)
+PROFILE = structs.replace(MEASURED, interleaves=True)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +122,7 @@ def test_a_stage_is_measured_once(
 
     def measure(*_: Any) -> Profile:
         next(measured)
-        return PROFILE
+        return MEASURED
 
     monkeypatch.setattr(module, "measure_profile", measure)
     cache = tmp_path / "profiles"
@@ -134,7 +137,7 @@ def test_a_stage_is_measured_once(
 def test_a_hurried_profile_is_scaled_from_other_layers(
     folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "measure_profile", lambda *_: PROFILE)
+    monkeypatch.setattr(module, "measure_profile", lambda *_: MEASURED)
     two, one, all_ = (
         Stage.load_layers(folder, layers, "cpu", "f32") for layers in ((0, 2), (1, 2), (0, 3))
     )
