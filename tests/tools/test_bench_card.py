@@ -8,7 +8,7 @@ import torch
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.facts.model import BLOCK_SIZE
-from molink.stage.batch import StageInput
+from molink.stage.batch import StageInput, StageOutput
 from molink.stage.diagnostics import stage_passes
 from molink.stage.diagnostics.stage_profile import profile_stage
 from molink.stage.stage import Stage
@@ -23,18 +23,18 @@ def test_both_benchmarks_time_the_same_step(
 ) -> None:
     folder = ModelFolder.open(make_model(tmp_path))
     steps: list[list[Any]] = []
-    forward, sample = Stage.forward, stage_passes.sample_tokens
+    compute, sample = Stage.compute_step, stage_passes.sample_tokens
 
-    def record_forward(stage: Stage, batch: StageInput) -> torch.Tensor:
+    def record_step(stage: Stage, batch: StageInput) -> StageOutput:
         assert batch.tokens is not None
         steps.append([batch.tokens.tolist(), batch.sequences, batch.logit_rows])
-        return forward(stage, batch)
+        return compute(stage, batch)
 
-    def record_sampling(logits: torch.Tensor, rows: Any) -> Any:
+    def record_sampling(logits: torch.Tensor, rows: Any, greedy: Any) -> Any:
         steps[-1] += [len(logits), rows]
-        return sample(logits, rows)
+        return sample(logits, rows, greedy)
 
-    monkeypatch.setattr(Stage, "forward", record_forward)
+    monkeypatch.setattr(Stage, "compute_step", record_step)
     monkeypatch.setattr(stage_passes, "sample_tokens", record_sampling)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(bench_card, "_STEPS", ((ROWS, CONTEXT),))
