@@ -1,7 +1,8 @@
 """Products with low-bit weights, in Triton; :mod:`.block_planes` describes their planes.
 
-A *slice* is ``WIDTH`` consecutive columns, one of ``32 / BITS`` in a word's bits, and lies in one
-group: a slice's scale is one number per output. A ``GROUP`` of 0 is a whole row.
+A *slice* is ``WIDTH`` consecutive columns of one group, so its scale is one number per output. A
+``GROUP`` of 0 is a whole row. Weights are the left operand of tensor cores: they are decoded in the
+registers that these read.
 """
 
 import triton
@@ -9,97 +10,164 @@ import triton.language as tl
 
 
 @triton.jit
-def _decode_floats(codes):
-    """Float32 of E4M3 floats (int32), exactly: as float16's bits they are 256 times as small."""
-    bits = ((codes & 128) << 8) | ((codes & 127) << 7)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256
+def _join_halves(pairs, KIND: tl.constexpr):
+    """Numbers ``[outputs, 2 · pairs]`` whose bits are the lower and upper halves of ``pairs``."""
+    lower = pairs.to(tl.int16).to(KIND, bitcast=True)
+    upper = (pairs >> 16).to(tl.int16).to(KIND, bitcast=True)
+    return tl.reshape(tl.join(lower, upper), (pairs.shape[0], 2 * pairs.shape[1]))
+
+
+@triton.constexpr_function
+def _find_bias(form, kind):
+    """How much larger than codes floats of ``kind`` are, whose mantissas end with codes' bits."""
+    if kind == tl.float16:
+        return form[1] + 1024
+    return form[1] + (128 if kind == tl.bfloat16 and form[0] == 4 else 1 << 23)
 
 
 @triton.jit
-def _load_slice(
-    planes,
+def _decode_slice(
     words,
     high,
-    chunk,
+    codebook,
     index: tl.constexpr,
-    outputs,
-    inside,
-    size,
     FORM: tl.constexpr,
-    EXACT: tl.constexpr,
+    KIND: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
-    """Weights float32 ``[WIDTH, outputs]`` of slice ``index`` of a chunk.
+    """Values ``[outputs, WIDTH]`` of slice ``index`` in ``KIND``, without scales.
 
-    ``words`` and ``high`` are the chunk's low and upper bits; the weight has ``size`` outputs.
-    Unless ``EXACT``, values of a codebook are rounded to float16.
+    They are exact but for a codebook's, which are rounded to 16 bits beside 16-bit rows. Floats of
+    4 and 8 bits are ``1 / UNIT`` times as large. ``BIASED`` integers are ``_find_bias`` larger.
     """
-    _, _, scales, minima, scale_steps, minimum_steps, shifts, codebook = planes
     BITS: tl.constexpr = FORM[0]
     OFFSET: tl.constexpr = FORM[1]
-    GROUP: tl.constexpr = FORM[2]
-    BLOCK: tl.constexpr = FORM[3]
     HIGH: tl.constexpr = FORM[4]
+    CODES: tl.constexpr = FORM[9]
+    if BITS == 8:
+        pairs = (words >> (8 * index)) & 0x00FF00FF
+    else:
+        pairs = (words >> (4 * index)) & 0x000F000F
+    if HIGH > 0:
+        mask: tl.constexpr = ((1 << HIGH) - 1) * 0x00100010
+        if HIGH * index < 4:
+            pairs |= (high << (4 - HIGH * index)) & mask
+        else:
+            pairs |= (high >> (HIGH * index - 4)) & mask
+    if CODES == "e2m1":
+        bits = ((pairs & 0x00080008) << 12) | ((pairs & 0x00070007) << 9)
+        values = _join_halves(bits, tl.float16)
+    elif CODES == "e4m3":
+        bits = ((pairs & 0x00800080) << 8) | ((pairs & 0x007F007F) << 7)
+        values = _join_halves(bits, tl.float16)
+    elif CODES == "codebook":
+        lower, upper = pairs & 15, pairs >> 16
+        values = tl.join(tl.load(codebook + lower), tl.load(codebook + upper)).to(tl.float32)
+        if KIND == tl.float32:
+            codebook += 16
+            values += tl.join(tl.load(codebook + lower), tl.load(codebook + upper)).to(tl.float32)
+        values = tl.reshape(values, (pairs.shape[0], 2 * pairs.shape[1]))
+    else:
+        BIAS: tl.constexpr = _find_bias(FORM, KIND)
+        if BIAS == OFFSET + 1024:
+            values = _join_halves(pairs | 0x64006400, KIND)
+        elif BIAS == OFFSET + 128:
+            values = _join_halves(pairs | 0x43004300, KIND)
+        else:
+            lower = ((pairs & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
+            upper = ((pairs >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
+            values = tl.reshape(tl.join(lower, upper), (pairs.shape[0], 2 * pairs.shape[1]))
+        if not BIASED:
+            values = values.to(tl.float32) - BIAS
+    return values.to(KIND)
+
+
+@triton.jit
+def _find_number(chunk, index: tl.constexpr, SIZE: tl.constexpr, FORM: tl.constexpr):
+    """Which of the groups (or blocks) of ``SIZE`` columns slice ``index`` of a chunk lies in."""
+    WIDTH: tl.constexpr = FORM[8]
+    COLUMNS: tl.constexpr = 16 // FORM[0] * WIDTH
+    if SIZE == 0:
+        number = 0
+    elif SIZE % COLUMNS == 0:
+        number = chunk // (SIZE // COLUMNS)
+    elif COLUMNS % SIZE == 0:
+        number = chunk * (COLUMNS // SIZE) + index * WIDTH // SIZE
+    else:
+        number = (chunk * COLUMNS + index * WIDTH) // SIZE
+    return number
+
+
+@triton.jit
+def _decode_steps(steps, index: tl.constexpr, STEP_KIND: tl.constexpr, HAS_MINIMUM: tl.constexpr):
+    """Float32 of byte ``index`` of ``steps``."""
+    if STEP_KIND == "e4m3":
+        # As float16's bits they are 256 times as small.
+        code = steps >> (8 * index)
+        bits = ((code & 128) << 8) | ((code & 127) << 7)
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256
+    elif STEP_KIND == "e8m0":
+        return (((steps >> (8 * index)) & 255) << 23).to(tl.float32, bitcast=True)
+    elif HAS_MINIMUM:
+        return ((steps >> (8 * index)) & 255).to(tl.float32)
+    else:
+        return ((steps << (24 - 8 * index)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def _load_scales(
+    planes, steps, chunk, index: tl.constexpr, outputs, inside, size, FORM: tl.constexpr
+):
+    """Scales and minima float32 ``[outputs]`` of slice ``index``; shifts become minima.
+
+    Without either, minima are scales. ``steps`` are the chunk's of nested scales. ``UNIT`` is how
+    much smaller ``_decode_slice`` leaves floats.
+    """
+    GROUP: tl.constexpr = FORM[2]
     HAS_MINIMUM: tl.constexpr = FORM[5]
     NESTED: tl.constexpr = FORM[6]
     HAS_SHIFTS: tl.constexpr = FORM[7]
-    WIDTH: tl.constexpr = FORM[8]
-    HAS_CODEBOOK: tl.constexpr = FORM[9]
-    IS_FLOAT: tl.constexpr = FORM[10]
-    SHARED_ROWS: tl.constexpr = FORM[11]
-    STEP_KIND: tl.constexpr = FORM[12]
-    if BITS == 8:
-        codes = (words << (24 - 8 * index)) >> 24
-    else:
-        codes = (words >> (4 * index)) & 15
-    if HIGH > 0:
-        codes |= ((high >> (HIGH * index)) & ((1 << HIGH) - 1)) << 4
-    column = (chunk * (32 // BITS) + index) * WIDTH
-    row = outputs // SHARED_ROWS
-    place = row if GROUP == 0 else (column // GROUP) * (size // SHARED_ROWS) + row
-    above = outputs if BLOCK == 0 else (column // BLOCK) * size + outputs
-    if HAS_CODEBOOK:
-        # Loads of 32 bits would go through shared memory, 64 KiB of it.
-        values = tl.load(codebook + codes).to(tl.float32)
-        if EXACT:
-            values += tl.load(codebook + 16 + codes).to(tl.float32)
-    elif IS_FLOAT:
-        values = _decode_floats(codes)
-    else:
-        values = (codes - OFFSET).to(tl.float32)
-    if HAS_SHIFTS:
-        values += tl.load(shifts + place, mask=inside, other=0).to(tl.float32)[None]
+    CODES: tl.constexpr = FORM[9]
+    SHARED_ROWS: tl.constexpr = FORM[10]
+    STEP_KIND: tl.constexpr = FORM[11]
+    UNIT: tl.constexpr = 16384 if CODES == "e2m1" else (256 if CODES == "e4m3" else 1)
+    SIZE: tl.constexpr = FORM[3] if NESTED else GROUP
+    place = _find_number(chunk, index, SIZE, FORM) * (size // SHARED_ROWS) + outputs // SHARED_ROWS
+    scale = tl.load(planes[2] + place, mask=inside, other=0).to(tl.float32)
+    minimum = scale
     if NESTED:
-        scale = tl.load(scales + above, mask=inside, other=0).to(tl.float32)
-        step = tl.load(scale_steps + place, mask=inside, other=0)
-        if STEP_KIND == "e4m3":
-            scale *= _decode_floats(step.to(tl.int32))
-        elif STEP_KIND == "e8m0":
-            scale *= (step.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        else:
-            scale *= step.to(tl.float32)
-    else:
-        scale = tl.load(scales + place, mask=inside, other=0).to(tl.float32)
-    values *= scale[None]
+        scale *= _decode_steps(steps[0], index, STEP_KIND, HAS_MINIMUM)
     if HAS_MINIMUM:
+        minimum = tl.load(planes[3] + place, mask=inside, other=0).to(tl.float32)
         if NESTED:
-            minimum = tl.load(minima + above, mask=inside, other=0).to(tl.float32)
-            minimum *= tl.load(minimum_steps + place, mask=inside, other=0).to(tl.float32)
-        else:
-            minimum = tl.load(minima + place, mask=inside, other=0).to(tl.float32)
-        values += minimum[None]
-    return values
+            minimum *= _decode_steps(steps[1], index, STEP_KIND, HAS_MINIMUM)
+    if HAS_SHIFTS:
+        minimum = scale * tl.load(planes[6] + place, mask=inside, other=0).to(tl.float32)
+    return scale * UNIT, minimum
 
 
 @triton.jit
-def _load_words(planes, chunk, outputs, inside, chunks, FORM: tl.constexpr):
-    """Low and upper bits ``[WIDTH, outputs]`` of a chunk."""
-    WIDTH: tl.constexpr = FORM[8]
-    at = tl.arange(0, WIDTH)[:, None] + (outputs.to(tl.int64) * chunks + chunk)[None] * WIDTH
-    words = tl.load(planes[0] + at, mask=inside[None], other=0)
+def _load_chunk(planes, chunk, outputs, inside, size, FORM: tl.constexpr):
+    """Low and upper bits ``[outputs, WIDTH / 2]`` of a chunk, and steps of its slices' scales."""
+    HIGH: tl.constexpr = FORM[4]
+    HAS_MINIMUM: tl.constexpr = FORM[5]
+    NESTED: tl.constexpr = FORM[6]
+    PAIRS: tl.constexpr = FORM[8] // 2
+    first = tl.cast(chunk, tl.int64) * size
+    at = outputs[:, None] * PAIRS + tl.arange(0, PAIRS)[None]
+    words = tl.load(planes[0] + first * PAIRS + at, mask=inside[:, None], other=0)
     high = words
-    if FORM[4] > 0:
-        high = tl.load(planes[1] + at, mask=inside[None], other=0).to(tl.int32)
-    return words, high
+    if HIGH > 0:
+        high = tl.load(planes[1] + first * PAIRS + at, mask=inside[:, None], other=0).to(tl.int32)
+        high = (high & ((1 << 8 * HIGH) - 1)) | (high << (16 - 4 * HIGH))
+    steps = outputs, outputs
+    if NESTED:
+        ours = tl.load(planes[4] + first + outputs, mask=inside, other=0)
+        theirs = ours
+        if HAS_MINIMUM:
+            theirs = tl.load(planes[5] + first + outputs, mask=inside, other=0)
+        steps = ours, theirs
+    return words, high, steps
 
 
 @triton.jit(do_not_specialize=["count", "chunks", "chunks_per_split", "has_bias"])
@@ -117,48 +185,67 @@ def multiply_kernel(
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
 ):
     """Products of ``rows [count, depth]``; ``results`` are ``[splits, count, size]``.
 
-    The programs are tiles of outputs, splits of the columns, and tiles of rows. A single row needs
-    no tensor cores.
+    The programs are tiles of outputs, splits of the columns, and tiles of rows. With ``SCALE_SUMS``
+    the sums of groups are scaled, else the weights.
     """
+    KIND: tl.constexpr = rows.dtype.element_ty
     WIDTH: tl.constexpr = FORM[8]
-    EXACT: tl.constexpr = rows.dtype.element_ty == tl.float32
+    SLICES: tl.constexpr = 16 // FORM[0]
+    HAS_MINIMUM: tl.constexpr = FORM[5] or FORM[7]
+    BIASED: tl.constexpr = SCALE_SUMS and HAS_MINIMUM and FORM[9] == "integer" and FORM[0] == 4
+    # Slices of a chunk that are in one group.
+    TOGETHER: tl.constexpr = FORM[12]
     split = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = outputs < size
-    at = tl.arange(0, WIDTH)
     number = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    if ROWS == 1:
-        total = tl.zeros((WIDTH, OUTPUTS), tl.float32)
-    else:
-        total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    real = (number < count)[None]
+    at = number.to(tl.int64)[None] * depth + tl.arange(0, WIDTH)[:, None]
+    one = tl.full((OUTPUTS, WIDTH // 2), 1, tl.float32).to(KIND)
+    ones = tl.reshape(tl.join(one, one), (OUTPUTS, WIDTH))
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     first = split * chunks_per_split
     for chunk in range(first, tl.minimum(first + chunks_per_split, chunks)):
-        words, high = _load_words(planes, chunk, outputs, inside, chunks, FORM)
-        for index in tl.static_range(32 // FORM[0]):
-            weights = _load_slice(
-                planes, words, high, chunk, index, outputs, inside, size, FORM, EXACT
-            )
-            column = (chunk * (32 // FORM[0]) + index) * WIDTH + at
-            if ROWS == 1:
-                row = rows + tl.program_id(2).to(tl.int64) * depth + column
-                given = tl.load(row).to(tl.float32)
-                total += given[:, None] * weights
+        words, high, steps = _load_chunk(planes, chunk, outputs, inside, size, FORM)
+        sums, given_sums = total, total
+        for index in tl.static_range(SLICES):
+            column = (chunk * SLICES + index) * WIDTH
+            given = tl.load(rows + column + at, mask=real, other=0)
+            values = _decode_slice(words, high, planes[7], index, FORM, KIND, BIASED)
+            if SCALE_SUMS:
+                if index % TOGETHER == 0:
+                    sums = tl.dot(values, given)
+                    if HAS_MINIMUM:
+                        given_sums = tl.dot(ones, given)
+                else:
+                    sums = tl.dot(values, given, sums)
+                    if HAS_MINIMUM:
+                        given_sums = tl.dot(ones, given, given_sums)
+                if index % TOGETHER == TOGETHER - 1:
+                    scale, minimum = _load_scales(
+                        planes, steps, chunk, index, outputs, inside, size, FORM
+                    )
+                    total += sums * scale[:, None]
+                    if HAS_MINIMUM:
+                        if BIASED:
+                            minimum -= scale * _find_bias(FORM, KIND)
+                        total += given_sums * minimum[:, None]
             else:
-                row = rows + number.to(tl.int64)[:, None] * depth + column[None]
-                given = tl.load(row, mask=(number < count)[:, None], other=0)
-                total = tl.dot(given, weights.to(given.dtype), total, input_precision="ieee")
+                scale, minimum = _load_scales(
+                    planes, steps, chunk, index, outputs, inside, size, FORM
+                )
+                weights = values.to(tl.float32) * scale[:, None]
+                if HAS_MINIMUM:
+                    weights += minimum[:, None]
+                total = tl.dot(weights.to(KIND), given, total, input_precision="ieee")
     added = tl.load(bias + outputs, mask=inside & (has_bias > 0), other=0).to(tl.float32)
-    kind = results.dtype.element_ty
-    if ROWS == 1:
-        place = (split * count + tl.program_id(2)).to(tl.int64) * size + outputs
-        tl.store(results + place, (tl.sum(total, 0) + added).to(kind), mask=inside)
-    else:
-        line = (split * count + number).to(tl.int64)[:, None] * size + outputs[None]
-        wanted = (number < count)[:, None] & inside[None]
-        tl.store(results + line, (total + added[None]).to(kind), mask=wanted)
+    line = (split * count + number).to(tl.int64)[None] * size + outputs[:, None]
+    total += added[:, None]
+    tl.store(results + line, total.to(results.dtype.element_ty), mask=real & inside[:, None])
 
 
 @triton.jit(do_not_specialize=["total_size", "splits", "has_bias"])
@@ -175,7 +262,7 @@ def add_splits_kernel(
     tl.store(results + at, total.to(results.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first", "count", "chunks"])
+@triton.jit(do_not_specialize=["first", "count"])
 def dequantize_kernel(
     planes,
     tokens,
@@ -184,24 +271,28 @@ def dequantize_kernel(
     count,
     depth,
     size,
-    chunks,
     FORM: tl.constexpr,
     HAS_TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
     """Write rows ``first … first + count - 1`` of the weight, or those in ``tokens [count]``."""
+    KIND: tl.constexpr = results.dtype.element_ty
     WIDTH: tl.constexpr = FORM[8]
-    EXACT: tl.constexpr = results.dtype.element_ty == tl.float32
+    SLICES: tl.constexpr = 16 // FORM[0]
     number = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = number < count
     if HAS_TOKENS:
         outputs = tl.load(tokens + number, mask=inside, other=0)
     else:
         outputs = first + number
-    chunk, at = tl.program_id(1), tl.arange(0, WIDTH)
-    words, high = _load_words(planes, chunk, outputs, inside, chunks, FORM)
-    for index in tl.static_range(32 // FORM[0]):
-        weights = _load_slice(planes, words, high, chunk, index, outputs, inside, size, FORM, EXACT)
-        column = (chunk * (32 // FORM[0]) + index) * WIDTH + at
-        place = results + number.to(tl.int64)[None] * depth + column[:, None]
-        tl.store(place, weights.to(results.dtype.element_ty), mask=inside[None])
+    chunk = tl.program_id(1)
+    at = number.to(tl.int64)[:, None] * depth + tl.arange(0, WIDTH)[None]
+    words, high, steps = _load_chunk(planes, chunk, outputs, inside, size, FORM)
+    for index in tl.static_range(SLICES):
+        scale, minimum = _load_scales(planes, steps, chunk, index, outputs, inside, size, FORM)
+        values = _decode_slice(words, high, planes[7], index, FORM, KIND, False).to(tl.float32)
+        values *= scale[:, None]
+        if FORM[5] or FORM[7]:
+            values += minimum[:, None]
+        column = (chunk * SLICES + index) * WIDTH
+        tl.store(results + column + at, values.to(KIND), mask=inside[:, None])

@@ -1,33 +1,47 @@
 """Low-bit weights as planes in a GPU's memory, without loss and in about the file's size.
 
-A weight ``[out, in]`` is cut into *chunks* of ``32 / bits`` *slices* of :attr:`PlaneLayout.width`
+A weight ``[out, in]`` is cut into *chunks* of ``16 / bits`` *slices* of :attr:`PlaneLayout.width`
 consecutive columns (4-bit words hold 5- and 6-bit codes' low bits). Word ``w`` of a chunk holds the
-codes at place ``w`` of all its slices, the first slice's in its lowest bits, so one load and a
-shift give a slice. Planes of words and of upper bits are ``[out, chunks · width]``. The numbers of
-groups and blocks are transposed, ``[groups, out]``, since a slice needs one for each output.
+codes at places ``2w`` and ``2w + 1`` of all its slices in its lower and upper half, the first
+slice's in their lowest bits. So a shift and a mask give two neighbours as tensor cores take them,
+and four words eight neighbours of each slice. Planes of words and of upper bits are ``[chunks, out,
+width / 2]``: what a kernel reads at once is in one piece. The numbers of groups and blocks are
+``[groups, out]``, since a slice needs one for each output.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, unflatten
 
-from molink.gguf.block_formats import PLANE_WIDTHS, BlockFormat, StepKind, fits_planes
+from molink.gguf.block_formats import (
+    E2M1_VALUES,
+    PLANE_WIDTHS,
+    BlockFormat,
+    StepKind,
+    fits_planes,
+)
 from molink.stage.cpu_kernels.repack import BlockCodes
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
-_WORD_BITS = 32
+#: Bits of half a word.
+_HALF_BITS = 16
+#: Added to signed bytes.
+_SIGN = 128
 #: NaN as an E8M0 number.
 _NO_POWER = 255
 #: By the number of upper bits: slices of a chunk share an element.
 _HIGH_DTYPES = {1: torch.uint8, 2: torch.int16}
 
+#: What codes are: E4M3 or E2M1 floats, values of a codebook, else integers.
+CodeKind = Literal["integer", "codebook", "e2m1", "e4m3"]
 #: Constants of a kernel: bits of a word's codes, offset, group, block, upper bits, whether there
-#: are minima, nested scales and shifts, width, whether there is a codebook and codes are floats,
-#: rows that share a scale, kind of steps.
-KernelForm = tuple[int, int, int, int, int, bool, bool, bool, int, bool, bool, int, StepKind]
+#: are minima, nested scales and shifts, width, kind of codes, rows that share a scale, kind of
+#: steps, slices of a chunk that share a group.
+KernelForm = tuple[int, int, int, int, int, bool, bool, bool, int, CodeKind, int, StepKind, int]
 
 
 @dataclass(frozen=True)
@@ -50,12 +64,12 @@ class PlaneLayout:
     @cached_property
     def width(self) -> int:
         """Columns of a slice."""
-        slices = _WORD_BITS // self.word_bits
-        return next(
-            each
-            for each in PLANE_WIDTHS
-            if self.form.group % each == 0 and self.shape[1] % (slices * each) == 0
-        )
+        return next(each for each in PLANE_WIDTHS if self.form.group % each == 0)
+
+    @property
+    def slices(self) -> int:
+        """Slices of a chunk."""
+        return _HALF_BITS // self.word_bits
 
     @property
     def chunks(self) -> int:
@@ -65,7 +79,7 @@ class PlaneLayout:
     @property
     def chunk_columns(self) -> int:
         """Columns of a chunk."""
-        return _WORD_BITS // self.word_bits * self.width
+        return self.slices * self.width
 
     @property
     def kernel_form(self) -> KernelForm:
@@ -74,9 +88,38 @@ class PlaneLayout:
         numbers = form.has_minimum, form.has_nested_scales, form.has_shifts
         # One kernel serves all widths if numbers are of whole rows.
         group, block = (0 if each == self.shape[1] else each for each in (form.group, form.block))
-        codes = self.word_bits, form.offset, group, block, self.high_bits
-        kinds = bool(form.codebook), form.is_float
-        return (*codes, *numbers, self.width, *kinds, form.shared_rows, form.step_kind)
+        codes = self.word_bits, self._offset, group, block, self.high_bits
+        kinds = self._code_kind, form.shared_rows, form.step_kind
+        return (*codes, *numbers, self.width, *kinds, self._slices_together)
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether kernels add a number to each group: its minimum, or its codes' shift."""
+        return self.form.has_minimum or self.form.has_shifts
+
+    @property
+    def _offset(self) -> int:
+        return _SIGN if self.has_signed_codes else self.form.offset
+
+    @property
+    def has_signed_codes(self) -> bool:
+        """Whether codes are signed bytes; words hold them plus 128."""
+        return self.form.bits == 8 and not self.form.is_float
+
+    @property
+    def _code_kind(self) -> CodeKind:
+        if self.form.is_float:
+            return "e4m3"
+        if self.form.codebook == E2M1_VALUES:
+            return "e2m1"
+        return "codebook" if self.form.codebook else "integer"
+
+    @property
+    def _slices_together(self) -> int:
+        group = self.form.group
+        if group % self.chunk_columns == 0:
+            return self.slices
+        return group // self.width if self.chunk_columns % group == 0 else 1
 
     def is_supported(self) -> bool:
         """Whether chunks fill the rows, so that nothing is padded."""
@@ -87,11 +130,12 @@ class PlaneLayout:
 class BlockPlanes:
     """A weight's planes; those that its format lacks are empty.
 
-    ``words`` is int32, ``high`` uint8 or int16 ``[out, chunks · width]``. ``scales`` and ``minima``
-    are of groups, or of blocks with nested scales, ``[groups, out]``, or of some rows together,
-    ``[groups, out / shared_rows]``; with nested scales ``scale_steps`` and ``minimum_steps``
-    (bytes ``[groups, out]``) multiply them. ``shifts`` is int8 ``[groups, out]``. ``codebook``
-    (float16 ``[2, 16]``: values, and what is missing) is shared by all weights.
+    ``words`` is int32, ``high`` uint8 or int16 ``[chunks, out, width / 2]``. ``scales`` and
+    ``minima`` are of groups, or of blocks with nested scales, ``[groups, out]``, or of some rows
+    together, ``[groups, out / shared_rows]``; with nested scales ``scale_steps`` and
+    ``minimum_steps`` (bytes ``[chunks, out, slices]``) multiply them. ``shifts`` is int8 ``[groups,
+    out]``. ``codebook`` (float16 ``[2, 16]``: values, and what is missing) is shared by all
+    weights.
     """
 
     layout: PlaneLayout
@@ -108,19 +152,19 @@ class BlockPlanes:
     def create_empty(cls, layout: PlaneLayout, device: torch.device) -> "BlockPlanes":
         """Create planes to be filled by :meth:`put_rows`."""
         form, (rows, width) = layout.form, layout.shape
-        words = rows, layout.chunks * layout.width
-        groups = width // form.group, rows
+        words = layout.chunks, rows, layout.width // 2
+        groups, steps = (width // form.group, rows), (layout.chunks, rows, layout.slices)
         halves = (
             (width // form.block if form.has_nested_scales else groups[0]),
             (rows // form.shared_rows),
         )
         number, nested = TORCH_DTYPES[form.number_dtype], form.has_nested_scales
 
-        def make(shape: tuple[int, int], dtype: torch.dtype, exists: bool) -> Tensor:
+        def make(shape: tuple[int, ...], dtype: torch.dtype, exists: bool) -> Tensor:
             return torch.empty(shape if exists else (0, 0), dtype=dtype, device=device)
 
         signed = form.step_kind == "integer" and not form.has_minimum
-        steps = torch.int8 if signed else torch.uint8
+        step = torch.int8 if signed else torch.uint8
         high = _HIGH_DTYPES.get(layout.high_bits, torch.uint8)
         return cls(
             layout,
@@ -128,8 +172,8 @@ class BlockPlanes:
             make(words, high, layout.high_bits > 0),
             make(halves, number, True),
             make(halves, number, form.has_minimum),
-            make(groups, steps, nested),
-            make(groups, steps, nested and form.has_minimum),
+            make(steps, step, nested),
+            make(steps, step, nested and form.has_minimum),
             make(groups, torch.int8, form.has_shifts),
             _make_codebook(form.codebook, device),
         )
@@ -149,25 +193,29 @@ class BlockPlanes:
         """Store rows from ``first`` on."""
         layout, device, last = self.layout, self.words.device, first + len(part.codes)
         codes = part.codes.to(device).flatten(1)
-        slices = unflatten(codes, 1, (layout.chunks, -1, layout.width))
+        if layout.has_signed_codes:
+            codes = codes ^ _SIGN
+        slices = unflatten(codes, 1, (layout.chunks, layout.slices, layout.width // 2, 2))
         low = slices & ((1 << layout.word_bits) - 1)
-        self.words[first:last] = _pack_slices(low, layout.word_bits)
-        if layout.high_bits:
-            high = _pack_slices(slices >> layout.word_bits, layout.high_bits)
-            self.high[first:last] = high.to(self.high.dtype)
+        self.words[:, first:last] = _pack_slices(low, layout.word_bits, _HALF_BITS)
+        if bits := layout.high_bits:
+            high = slices >> layout.word_bits
+            self.high[:, first:last] = _pack_slices(high, bits, layout.slices * bits)
         second = self.shifts if layout.form.has_shifts else self.minima
         every = layout.form.shared_rows
         shared = slice(-(-first // every), -(-last // every))
         for plane, numbers in zip((self.scales, second), part.halves, strict=False):
             plane[:, shared] = numbers[-first % every :: every].to(device).T
         for plane, numbers in zip((self.scale_steps, self.minimum_steps), part.whole, strict=False):
-            plane[:, first:last] = numbers.to(device).flatten(1).view(plane.dtype).T
+            steps = numbers.to(device).flatten(1).view(plane.dtype)
+            plane[:, first:last] = unflatten(steps, 1, (layout.chunks, -1)).transpose(0, 1)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All planes, in the kernels' order."""
+        """All planes, in the kernels' order; the steps of a chunk's four slices are a word."""
         planes = self.words, self.high, self.scales, self.minima
-        return (*planes, self.scale_steps, self.minimum_steps, self.shifts, self.codebook)
+        steps = (each.flatten().view(torch.int32) for each in (self.scale_steps, self.minimum_steps))
+        return (*planes, *steps, self.shifts, self.codebook)
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +225,7 @@ class BlockPlanes:
     def is_finite(self, first: int, last: int) -> bool:
         """Whether all numbers of rows ``first … last - 1`` are finite."""
         form = self.layout.form
-        if form.is_float and _has_nan(self.words[first:last]):
+        if form.is_float and _has_nan(self.words[:, first:last]):
             return False
         steps = self.scale_steps[:, first:last]
         if form.step_kind == "e8m0" and bool(steps.eq(_NO_POWER).any()):
@@ -201,9 +249,13 @@ def _has_nan(floats: Tensor) -> bool:
     return bool((floats.view(torch.uint8) & 127).eq_(127).any())
 
 
-def _pack_slices(slices: Tensor, bits: int) -> Tensor:
-    """Words int32 ``[rows, chunks · width]`` of codes ``[rows, chunks, slices, width]``."""
-    words = slices[:, :, 0].int()
-    for index in range(1, slices.shape[2]):
-        words |= slices[:, :, index].int() << (bits * index)
-    return words.flatten(1)
+def _pack_slices(slices: Tensor, bits: int, half: int) -> Tensor:
+    """Words int32 ``[chunks, rows, pairs]`` of codes ``[rows, chunks, slices, pairs, 2]``.
+
+    The second codes of pairs begin at bit ``half``.
+    """
+    words = torch.zeros_like(slices[:, :, 0, :, 0], dtype=torch.int32)
+    for index in range(slices.shape[2]):
+        for place in (0, 1):
+            words |= slices[:, :, index, :, place].int() << (bits * index + half * place)
+    return words.transpose(0, 1)

@@ -13,10 +13,10 @@ from molink.stage.gpu_kernels.triton_support import find_triton_problem
 
 #: Rows for which the fused kernel is used; more multiply a dequantized weight.
 MAX_FUSED_ROWS = 64
-#: Outputs of a program, by whether there is a single row.
-_OUTPUTS, _DEQUANTIZED_OUTPUTS = 64, 32
-#: Rows of a program beside a single row's.
-_ROW_TILES = (16, 32)
+#: Rows that a program multiplies, with its outputs and warps. More rows want more outputs: each
+#: program reads its rows, which then take more bytes than its weights.
+_TILES = ((8, 64, 4), (16, 64, 4), (32, 128, 8), (64, 128, 8))
+_DEQUANTIZED_OUTPUTS = 64
 #: Columns are split until there are this many programs per multiprocessor.
 _PROGRAMS, _MAX_SPLITS = 2, 8
 _ADDED = 1024
@@ -59,8 +59,8 @@ def multiply_fused(
     results = rows.new_empty(count, outputs)
     if not count:
         return results
-    tile = 1 if count == 1 else _ROW_TILES[count > _ROW_TILES[0]]
-    tiles, row_tiles = -(-outputs // _OUTPUTS), -(-count // tile)
+    tile, tile_outputs, warps = next(each for each in _TILES if count <= each[0] or each is _TILES[-1])
+    tiles, row_tiles = -(-outputs // tile_outputs), -(-count // tile)
     if not splits:
         splits = choose_splits(tiles * row_tiles, layout.chunks, count_processors(rows.device))
     each = -(-layout.chunks // splits)
@@ -81,8 +81,9 @@ def multiply_fused(
         int(whole and bias is not None),
         FORM=layout.kernel_form,
         ROWS=tile,
-        OUTPUTS=_OUTPUTS,
-        num_warps=4,
+        OUTPUTS=tile_outputs,
+        SCALE_SUMS=rows.dtype != torch.float32 and (tile == _TILES[0][0] or not layout.has_minima),
+        num_warps=warps,
         num_stages=3,
     )
     if not whole:
@@ -133,7 +134,6 @@ def dequantize_rows(
             count,
             layout.shape[1],
             layout.shape[0],
-            layout.chunks,
             FORM=layout.kernel_form,
             HAS_TOKENS=tokens is not None,
             OUTPUTS=_DEQUANTIZED_OUTPUTS,
