@@ -143,9 +143,8 @@ class Footprint:
             layer = scaled(facts.layer_bytes - facts.projection_bytes) + packed
         in_planes = not on_cpu and target.has_block_kernels
         if in_planes and (kept is not None or mode != "none"):
-            # Many rows multiply a dequantized slice of a weight, and their results are copied.
-            slices = min(facts.widest, MAX_DEQUANTIZED)
-            unpacked = (slices + rows * (slices // max(1, facts.hidden))) * element
+            # Many rows multiply a dequantized slice of a weight; partial sums of few take less.
+            unpacked = min(facts.widest, MAX_DEQUANTIZED) * element
         elif mode != "none" and not target.has_block_kernels:
             unpacked = facts.widest * element
         # Norms are computed in f32, with input and result in memory.

@@ -170,7 +170,7 @@ def _load_chunk(planes, chunk, outputs, inside, size, FORM: tl.constexpr):
     return words, high, steps
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "chunks_per_split", "has_bias"])
+@triton.jit(do_not_specialize=["count", "chunks", "steps_per_split", "has_bias"])
 def multiply_kernel(
     rows,
     planes,
@@ -180,23 +180,27 @@ def multiply_kernel(
     depth,
     size,
     chunks,
-    chunks_per_split,
+    steps_per_split,
     has_bias,
     FORM: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
 ):
     """Products of ``rows [count, depth]``; ``results`` are ``[splits, count, size]``.
 
-    The programs are tiles of outputs, splits of the columns, and tiles of rows. With ``SCALE_SUMS``
+    The programs are tiles of outputs, splits of the columns, and tiles of rows. A step takes
+    ``CHUNKS`` chunks. With ``SCALE_SUMS``
     the sums of groups are scaled, else the weights.
     """
     KIND: tl.constexpr = rows.dtype.element_ty
     WIDTH: tl.constexpr = FORM[8]
     SLICES: tl.constexpr = 16 // FORM[0]
     HAS_MINIMUM: tl.constexpr = FORM[5] or FORM[7]
-    BIASED: tl.constexpr = SCALE_SUMS and HAS_MINIMUM and FORM[9] == "integer" and FORM[0] == 4
+    # The bias of codes is taken from minima, once per group.
+    NARROW: tl.constexpr = KIND != tl.float32 and FORM[0] == 4
+    BIASED: tl.constexpr = HAS_MINIMUM and NARROW and FORM[9] == "integer"
     # Slices of a chunk that are in one group.
     TOGETHER: tl.constexpr = FORM[12]
     split = tl.program_id(1)
@@ -208,40 +212,39 @@ def multiply_kernel(
     one = tl.full((OUTPUTS, WIDTH // 2), 1, tl.float32).to(KIND)
     ones = tl.reshape(tl.join(one, one), (OUTPUTS, WIDTH))
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    first = split * chunks_per_split
-    for chunk in range(first, tl.minimum(first + chunks_per_split, chunks)):
-        words, high, steps = _load_chunk(planes, chunk, outputs, inside, size, FORM)
-        sums, given_sums = total, total
-        for index in tl.static_range(SLICES):
-            column = (chunk * SLICES + index) * WIDTH
-            given = tl.load(rows + column + at, mask=real, other=0)
-            values = _decode_slice(words, high, planes[7], index, FORM, KIND, BIASED)
-            if SCALE_SUMS:
-                if index % TOGETHER == 0:
-                    sums = tl.dot(values, given)
-                    if HAS_MINIMUM:
-                        given_sums = tl.dot(ones, given)
-                else:
-                    sums = tl.dot(values, given, sums)
-                    if HAS_MINIMUM:
-                        given_sums = tl.dot(ones, given, given_sums)
-                if index % TOGETHER == TOGETHER - 1:
-                    scale, minimum = _load_scales(
-                        planes, steps, chunk, index, outputs, inside, size, FORM
-                    )
-                    total += sums * scale[:, None]
-                    if HAS_MINIMUM:
-                        if BIASED:
-                            minimum -= scale * _find_bias(FORM, KIND)
-                        total += given_sums * minimum[:, None]
-            else:
+    first = split * steps_per_split
+    for step in range(first, tl.minimum(first + steps_per_split, chunks // CHUNKS)):
+        for part in tl.static_range(CHUNKS):
+            chunk = step * CHUNKS + part
+            words, high, numbers = _load_chunk(planes, chunk, outputs, inside, size, FORM)
+            sums, given_sums = total, total
+            for index in tl.static_range(SLICES):
+                column = (chunk * SLICES + index) * WIDTH
+                given = tl.load(rows + column + at, mask=real, other=0)
+                values = _decode_slice(words, high, planes[7], index, FORM, KIND, BIASED)
                 scale, minimum = _load_scales(
-                    planes, steps, chunk, index, outputs, inside, size, FORM
+                    planes, numbers, chunk, index, outputs, inside, size, FORM
                 )
-                weights = values.to(tl.float32) * scale[:, None]
-                if HAS_MINIMUM:
-                    weights += minimum[:, None]
-                total = tl.dot(weights.to(KIND), given, total, input_precision="ieee")
+                if BIASED:
+                    minimum -= scale * _find_bias(FORM, KIND)
+                if SCALE_SUMS:
+                    if index % TOGETHER == 0:
+                        sums = tl.dot(values, given)
+                        if HAS_MINIMUM:
+                            given_sums = tl.dot(ones, given)
+                    else:
+                        sums = tl.dot(values, given, sums)
+                        if HAS_MINIMUM:
+                            given_sums = tl.dot(ones, given, given_sums)
+                    if index % TOGETHER == TOGETHER - 1:
+                        total += sums * scale[:, None]
+                        if HAS_MINIMUM:
+                            total += given_sums * minimum[:, None]
+                else:
+                    weights = values.to(tl.float32) * scale[:, None]
+                    if HAS_MINIMUM:
+                        weights += minimum[:, None]
+                    total = tl.dot(weights.to(KIND), given, total, input_precision="ieee")
     added = tl.load(bias + outputs, mask=inside & (has_bias > 0), other=0).to(tl.float32)
     line = (split * count + number).to(tl.int64)[None] * size + outputs[:, None]
     total += added[:, None]

@@ -15,10 +15,17 @@ from molink.stage.gpu_kernels.triton_support import find_triton_problem
 MAX_FUSED_ROWS = 64
 #: Rows that a program multiplies, with its outputs and warps. More rows want more outputs: each
 #: program reads its rows, which then take more bytes than its weights.
-_TILES = ((8, 64, 4), (16, 64, 4), (32, 128, 8), (64, 128, 8))
+_TILES = ((8, 32, 2), (16, 64, 4), (32, 128, 8), (64, 128, 8))
+#: Rows of a program up to which sums of groups are scaled, not weights, though minima then take as
+#: many products again: GeForce cards add tensor cores' products in float32 at half their rate.
+_SUMMED_ROWS = 8
+#: Columns of a step, if they fill the rows, and steps that are loaded at once.
+_STEP_COLUMNS, _STAGES = 128, 3
 _DEQUANTIZED_OUTPUTS = 64
-#: Columns are split until there are this many programs per multiprocessor.
-_PROGRAMS, _MAX_SPLITS = 2, 8
+#: Slices of a weight begin at multiples, so that results in place are aligned as products want.
+_ALIGNED_OUTPUTS = 128
+#: Columns are split until there are this many warps per multiprocessor, in parts of some steps.
+_WARPS, _MIN_STEPS, _MAX_SPLITS = 12, 4, 8
 _ADDED = 1024
 #: Multiprocessors of a device that isn't asked.
 _USUAL_PROCESSORS = 64
@@ -59,13 +66,17 @@ def multiply_fused(
     results = rows.new_empty(count, outputs)
     if not count:
         return results
-    tile, tile_outputs, warps = next(each for each in _TILES if count <= each[0] or each is _TILES[-1])
+    tile, tile_outputs, warps = next((one for one in _TILES if count <= one[0]), _TILES[-1])
     tiles, row_tiles = -(-outputs // tile_outputs), -(-count // tile)
+    chunks = max(1, _STEP_COLUMNS // layout.chunk_columns)
+    if layout.chunks % chunks:
+        chunks = 1
+    steps = layout.chunks // chunks
     if not splits:
-        splits = choose_splits(tiles * row_tiles, layout.chunks, count_processors(rows.device))
-    each = -(-layout.chunks // splits)
-    splits = -(-layout.chunks // each)
-    whole = splits == 1
+        splits = choose_splits(tiles * row_tiles * warps, steps, count_processors(rows.device))
+    each = -(-steps // splits)
+    splits = -(-steps // each)
+    whole, summed = splits == 1, tile <= _SUMMED_ROWS or not layout.has_minima
     added = bias if bias is not None else results
     parts = results if whole else rows.new_empty((splits, count, outputs), dtype=torch.float32)
     multiply_kernel[tiles, splits, row_tiles](
@@ -82,9 +93,10 @@ def multiply_fused(
         FORM=layout.kernel_form,
         ROWS=tile,
         OUTPUTS=tile_outputs,
-        SCALE_SUMS=rows.dtype != torch.float32 and (tile == _TILES[0][0] or not layout.has_minima),
+        CHUNKS=chunks,
+        SCALE_SUMS=summed and rows.dtype != torch.float32,
         num_warps=warps,
-        num_stages=3,
+        num_stages=_STAGES,
     )
     if not whole:
         add_splits_kernel[(-(-results.numel() // _ADDED),)](
@@ -106,14 +118,22 @@ def multiply_dequantized(planes: BlockPlanes, rows: Tensor, bias: Tensor | None)
     A large weight is dequantized some outputs at a time.
     """
     outputs, depth = planes.layout.shape
-    step = max(1, MAX_DEQUANTIZED // depth)
-    if outputs <= step:
+    most = max(1, MAX_DEQUANTIZED // depth)
+    if outputs <= most:
         return linear(rows, dequantize_rows(planes, 0, outputs, rows.dtype), bias)
+    # Even slices: a small last one would leave multiprocessors idle.
+    even = -(-outputs // -(-outputs // most))
+    aligned = -(-even // _ALIGNED_OUTPUTS) * _ALIGNED_OUTPUTS
+    step = aligned if aligned <= most else max(1, most // _ALIGNED_OUTPUTS * _ALIGNED_OUTPUTS)
     results = rows.new_empty(len(rows), outputs)
     for first in range(0, outputs, step):
         last = min(first + step, outputs)
-        weight = dequantize_rows(planes, first, last, rows.dtype)
-        results[:, first:last] = linear(rows, weight, None if bias is None else bias[first:last])
+        weight = dequantize_rows(planes, first, last, rows.dtype).t()
+        part = results[:, first:last]
+        if bias is None:
+            torch.mm(rows, weight, out=part)
+        else:
+            torch.addmm(bias[first:last], rows, weight, out=part)
     return results
 
 
@@ -142,10 +162,11 @@ def dequantize_rows(
     return results
 
 
-def choose_splits(programs: int, chunks: int, processors: int) -> int:
+def choose_splits(warps: int, steps: int, processors: int) -> int:
     """Into how many parts to split the columns, a number up to 8: a power of two."""
     splits = 1
-    while programs * splits < _PROGRAMS * processors and 2 * splits <= min(chunks, _MAX_SPLITS):
+    most = min(_MAX_SPLITS, steps // _MIN_STEPS)
+    while warps * splits < _WARPS * processors and 2 * splits <= most:
         splits *= 2
     return splits
 

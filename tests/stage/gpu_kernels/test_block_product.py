@@ -215,7 +215,7 @@ def test_floats_that_are_no_numbers_are_found(code: int) -> None:
 def test_steps_that_are_no_numbers_are_found(form: BlockFormat, step: int) -> None:
     planes, _ = pack(form, (32, 256))
     assert planes.is_finite(0, 32)
-    planes.scale_steps[3, 20] = step
+    planes.scale_steps[1, 20, 3] = step
     assert planes.is_finite(0, 20)
     assert not planes.is_finite(16, 32)
 
@@ -250,10 +250,11 @@ def test_rows_that_words_do_not_fill_stay_out() -> None:
 
 
 def test_columns_are_split_until_a_device_is_busy() -> None:
-    assert choose_splits(programs=16, chunks=16, processors=64) == 8
-    assert choose_splits(programs=64, chunks=16, processors=64) == 2
-    assert choose_splits(programs=2000, chunks=16, processors=64) == 1
-    assert choose_splits(programs=1, chunks=3, processors=64) == 2
+    assert choose_splits(warps=32, steps=32, processors=64) == 8
+    assert choose_splits(warps=200, steps=32, processors=64) == 4
+    assert choose_splits(warps=2000, steps=32, processors=64) == 1
+    assert choose_splits(warps=2, steps=15, processors=64) == 2
+    assert choose_splits(warps=2, steps=3, processors=64) == 1
 
 
 def test_only_gpus_from_turing_on_multiply(monkeypatch: pytest.MonkeyPatch) -> None:

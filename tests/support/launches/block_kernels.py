@@ -13,8 +13,12 @@ _CPU = torch.device("cpu")
 #: Formats with rows of one way of the kernel, and a type. They cover all code sizes and numbers
 #: together with the dequantized ones, which compile faster.
 _CASES = (
+    (BLOCK_FORMATS["q4_k"], 1, torch.bfloat16),
     (BLOCK_FORMATS["q5_k"], 1, torch.float16),
+    (BLOCK_FORMATS["q5_k"], 64, torch.bfloat16),
     (BLOCK_FORMATS["q6_k"], 16, torch.bfloat16),
+    (BLOCK_FORMATS["q8_0"], 64, torch.float16),
+    (BLOCK_FORMATS["q8_0"], 16, torch.float32),
     (quantized_format("nf4", 4096, on_gpu=True), 16, torch.float16),
 )
 #: NVFP4 and MXFP4.
