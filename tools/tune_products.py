@@ -23,9 +23,9 @@ from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 #: A small and a large projection of Llama 3 8B, ``[out, in]``.
 _SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336))
 _BYTES, _REPEATS = 192 << 20, 20
-#: Outputs and warps of a program, warps per multiprocessor, columns of a step, stages.
-_TILES = ((32, 2), (64, 4), (128, 8), (128, 4))
-_WARPS, _COLUMNS, _STAGES = (8, 12, 24), (128, 256), (3, 4)
+#: Outputs and warps of a program, columns of a step, warps per multiprocessor, stages.
+_TILES, _COLUMNS = ((32, 2), (64, 4), (128, 8), (128, 4)), (64, 128, 256)
+_WARPS, _STAGES = (8, 12, 24), (3, 4)
 
 
 def make_planes(name: str, shape: tuple[int, int], device: torch.device) -> list[BlockPlanes]:
@@ -46,11 +46,11 @@ def list_choices(rows: int) -> Iterator[dict[str, Any]]:
     """Constants to try for some rows, those in use first."""
     tiles = block_product._TILES
     tile = next((one for one in tiles if rows <= one[0]), tiles[-1])[0]
-    names = "_WARPS", "_STEP_COLUMNS", "_STAGES", "_SUMMED_ROWS"
+    names = "_WARPS", "_STAGES", "_SUMMED_ROWS"
     yield {"_TILES": tiles, **{name: getattr(block_product, name) for name in names}}
-    summed = (0, tile) if tile <= 16 else (0,)
-    for one, *others in product(_TILES, _WARPS, _COLUMNS, _STAGES, summed):
-        yield {"_TILES": ((tile, *one),), **dict(zip(names, others, strict=True))}
+    summed = ((tile, tile), (0, 0)) if tile <= 16 else ((0, 0),)
+    for one, columns, *others in product(_TILES, _COLUMNS, _WARPS, _STAGES, summed):
+        yield {"_TILES": ((tile, *one, columns),), **dict(zip(names, others, strict=True))}
 
 
 def time_choice(weights: list[BlockPlanes], rows: torch.Tensor, choice: dict[str, Any]) -> float:

@@ -63,7 +63,7 @@ def _decode_slice(
     elif CODES == "codebook":
         lower, upper = pairs & 15, pairs >> 16
         values = tl.join(tl.load(codebook + lower), tl.load(codebook + upper)).to(tl.float32)
-        if KIND == tl.float32:
+        if tl.float32 == KIND:
             codebook += 16
             values += tl.join(tl.load(codebook + lower), tl.load(codebook + upper)).to(tl.float32)
         values = tl.reshape(values, (pairs.shape[0], 2 * pairs.shape[1]))
@@ -106,12 +106,11 @@ def _decode_steps(steps, index: tl.constexpr, STEP_KIND: tl.constexpr, HAS_MINIM
         code = steps >> (8 * index)
         bits = ((code & 128) << 8) | ((code & 127) << 7)
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256
-    elif STEP_KIND == "e8m0":
+    if STEP_KIND == "e8m0":
         return (((steps >> (8 * index)) & 255) << 23).to(tl.float32, bitcast=True)
-    elif HAS_MINIMUM:
+    if HAS_MINIMUM:
         return ((steps >> (8 * index)) & 255).to(tl.float32)
-    else:
-        return ((steps << (24 - 8 * index)) >> 24).to(tl.float32)
+    return ((steps << (24 - 8 * index)) >> 24).to(tl.float32)
 
 
 @triton.jit
@@ -195,12 +194,12 @@ def multiply_kernel(
     the sums of groups are scaled, else the weights.
     """
     KIND: tl.constexpr = rows.dtype.element_ty
+    EXACT: tl.constexpr = rows.dtype.element_ty == tl.float32
     WIDTH: tl.constexpr = FORM[8]
     SLICES: tl.constexpr = 16 // FORM[0]
     HAS_MINIMUM: tl.constexpr = FORM[5] or FORM[7]
     # The bias of codes is taken from minima, once per group.
-    NARROW: tl.constexpr = KIND != tl.float32 and FORM[0] == 4
-    BIASED: tl.constexpr = HAS_MINIMUM and NARROW and FORM[9] == "integer"
+    BIASED: tl.constexpr = HAS_MINIMUM and FORM[0] == 4 and FORM[9] == "integer" and not EXACT
     # Slices of a chunk that are in one group.
     TOGETHER: tl.constexpr = FORM[12]
     split = tl.program_id(1)

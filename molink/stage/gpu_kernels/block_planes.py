@@ -214,8 +214,9 @@ class BlockPlanes:
     def tensors(self) -> tuple[Tensor, ...]:
         """All planes, in the kernels' order; the steps of a chunk's four slices are a word."""
         planes = self.words, self.high, self.scales, self.minima
-        steps = (each.flatten().view(torch.int32) for each in (self.scale_steps, self.minimum_steps))
-        return (*planes, *steps, self.shifts, self.codebook)
+        steps = self.scale_steps, self.minimum_steps
+        words = (each.flatten().view(torch.int32) for each in steps)
+        return (*planes, *words, self.shifts, self.codebook)
 
     @property
     def nbytes(self) -> int:

@@ -13,14 +13,18 @@ from molink.stage.gpu_kernels.triton_support import find_triton_problem
 
 #: Rows for which the fused kernel is used; more multiply a dequantized weight.
 MAX_FUSED_ROWS = 64
-#: Rows that a program multiplies, with its outputs and warps. More rows want more outputs: each
-#: program reads its rows, which then take more bytes than its weights.
-_TILES = ((8, 32, 2), (16, 64, 4), (32, 128, 8), (64, 128, 8))
-#: Rows of a program up to which sums of groups are scaled, not weights, though minima then take as
-#: many products again: GeForce cards add tensor cores' products in float32 at half their rate.
-_SUMMED_ROWS = 8
-#: Columns of a step, if they fill the rows, and steps that are loaded at once.
-_STEP_COLUMNS, _STAGES = 128, 3
+#: Rows that a program multiplies, with its outputs, warps and columns of a step, if these fill
+#: rows. More rows want more outputs: each program reads its rows, which then take more bytes than
+#: its weights.
+_TILES = ((8, 32, 2, 128), (16, 64, 4, 128), (32, 128, 8, 64), (64, 128, 8, 64))
+#: The same without tensor cores, which Triton uses from Ampere (RTX 30) on, for 16-bit rows.
+_PLAIN_TILES = ((1, 32, 2, 128), (4, 32, 2, 128), (16, 64, 4, 128))
+#: Rows of a program up to which sums of groups are scaled, not weights; with minima, which then
+#: take as many products again, and without. GeForce cards sum tensor cores' products in float32 at
+#: half their rate.
+_SUMMED_ROWS = (8, 16)
+#: Steps that are loaded at once.
+_STAGES = 3
 _DEQUANTIZED_OUTPUTS = 64
 #: Slices of a weight begin at multiples, so that results in place are aligned as products want.
 _ALIGNED_OUTPUTS = 128
@@ -66,9 +70,11 @@ def multiply_fused(
     results = rows.new_empty(count, outputs)
     if not count:
         return results
-    tile, tile_outputs, warps = next((one for one in _TILES if count <= one[0]), _TILES[-1])
+    tile, tile_outputs, warps, columns = next(
+        (one for one in _TILES if count <= one[0]), _TILES[-1]
+    )
     tiles, row_tiles = -(-outputs // tile_outputs), -(-count // tile)
-    chunks = max(1, _STEP_COLUMNS // layout.chunk_columns)
+    chunks = max(1, columns // layout.chunk_columns)
     if layout.chunks % chunks:
         chunks = 1
     steps = layout.chunks // chunks
@@ -76,7 +82,7 @@ def multiply_fused(
         splits = choose_splits(tiles * row_tiles * warps, steps, count_processors(rows.device))
     each = -(-steps // splits)
     splits = -(-steps // each)
-    whole, summed = splits == 1, tile <= _SUMMED_ROWS or not layout.has_minima
+    whole, summed = splits == 1, tile <= _SUMMED_ROWS[not layout.has_minima]
     added = bias if bias is not None else results
     parts = results if whole else rows.new_empty((splits, count, outputs), dtype=torch.float32)
     multiply_kernel[tiles, splits, row_tiles](
@@ -177,3 +183,9 @@ def count_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _USUAL_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def has_tensor_products(device: torch.device) -> bool:
+    """Whether Triton multiplies 16-bit matrices on a device's tensor cores."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)

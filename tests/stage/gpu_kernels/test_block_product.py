@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -146,6 +147,7 @@ def test_few_and_many_rows(form: BlockFormat) -> None:
     dtype=st.sampled_from(list(TOLERANCES)),
     biased=st.booleans(),
     splits=st.integers(0, 3),
+    tensor=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_products(
@@ -156,6 +158,7 @@ def test_products(
     dtype: torch.dtype,
     biased: bool,
     splits: int,
+    tensor: bool,
     seed: int,
 ) -> None:
     columns = blocks * max(form.block, 128)
@@ -168,7 +171,8 @@ def test_products(
     bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
     exact = given_rows.double() @ weight.t() + (0 if bias is None else bias.double())
     added = None if bias is None else bias.to(DEVICE)
-    found = multiply_fused(planes, given_rows.to(DEVICE), added, splits)
+    with mock.patch.object(block_product, "has_tensor_products", lambda _: tensor):
+        found = multiply_fused(planes, given_rows.to(DEVICE), added, splits)
     assert (found.dtype, found.shape) == (dtype, (rows, outputs))
     # Few results may all be small beside their terms.
     largest = max(float(exact.abs().max()), size * float(weight.abs().max()) * columns**0.5)

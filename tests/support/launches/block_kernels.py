@@ -1,10 +1,12 @@
 """Launches of products with low-bit weights, in shapes of real models' projections."""
 
 from functools import partial
+from unittest import mock
 
 import torch
 
 from molink.gguf.block_formats import BLOCK_FORMATS, E2M1_VALUES, BlockFormat
+from molink.stage.gpu_kernels import block_product
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.block_product import dequantize_rows, multiply_fused
 from molink.stage.linear.quantized import quantized_format
@@ -36,6 +38,12 @@ def _multiply(form: BlockFormat, rows: int, dtype: torch.dtype) -> None:
     multiply_fused(planes, torch.empty(rows, 4096, dtype=dtype), None, splits=2)
 
 
+def _multiply_plainly(form: BlockFormat, rows: int, dtype: torch.dtype) -> None:
+    """As on cards without tensor cores that Triton uses."""
+    with mock.patch.object(block_product, "has_tensor_products", lambda _: False):
+        _multiply(form, rows, dtype)
+
+
 def _dequantize(form: BlockFormat, tokens: torch.Tensor | None = None) -> None:
     planes = BlockPlanes.create_empty(PlaneLayout(form, (1024, 4096)), _CPU)
     dequantize_rows(planes, 0, 3, torch.float16, tokens)
@@ -43,6 +51,7 @@ def _dequantize(form: BlockFormat, tokens: torch.Tensor | None = None) -> None:
 
 LAUNCHES = [
     *(partial(_multiply, *case) for case in _CASES),
+    *(partial(_multiply_plainly, BLOCK_FORMATS["q4_k"], rows, torch.float16) for rows in (1, 16)),
     partial(_dequantize, BlockFormat(8, 0, 64, 64, number_dtype="bf16")),
     partial(_dequantize, quantized_format("int8", 4096, on_gpu=True)),
     *(partial(_dequantize, form) for form in _FLOATS4),
