@@ -35,10 +35,11 @@ def _decode_slice(
     KIND: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Values ``[outputs, WIDTH]`` of slice ``index`` in ``KIND``, without scales.
+    """Values ``[outputs, WIDTH]`` of slice ``index`` beside rows of ``KIND``, without scales.
 
-    They are exact but for a codebook's, which are rounded to 16 bits beside 16-bit rows. Floats of
-    4 and 8 bits are ``1 / UNIT`` times as large. ``BIASED`` integers are ``_find_bias`` larger.
+    They are exact but for a codebook's, which are rounded to 16 bits beside 16-bit rows; their type
+    is any that holds them. Floats of 4 and 8 bits are ``1 / UNIT`` times as large. ``BIASED``
+    integers are ``_find_bias`` larger.
     """
     BITS: tl.constexpr = FORM[0]
     OFFSET: tl.constexpr = FORM[1]
@@ -69,17 +70,18 @@ def _decode_slice(
         values = tl.reshape(values, (pairs.shape[0], 2 * pairs.shape[1]))
     else:
         BIAS: tl.constexpr = _find_bias(FORM, KIND)
-        if BIAS == OFFSET + 1024:
-            values = _join_halves(pairs | 0x64006400, KIND)
-        elif BIAS == OFFSET + 128:
-            values = _join_halves(pairs | 0x43004300, KIND)
-        else:
+        if BIAS == OFFSET + (1 << 23):
             lower = ((pairs & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
             upper = ((pairs >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
             values = tl.reshape(tl.join(lower, upper), (pairs.shape[0], 2 * pairs.shape[1]))
-        if not BIASED:
-            values = values.to(tl.float32) - BIAS
-    return values.to(KIND)
+            values -= BIAS
+        else:
+            magic: tl.constexpr = 0x64006400 if tl.float16 == KIND else 0x43004300
+            values = _join_halves(pairs | magic, KIND)
+            if not BIASED:
+                # In KIND again, this is one instruction for two values.
+                values = (values.to(tl.float32) - BIAS).to(KIND)
+    return values
 
 
 @triton.jit
@@ -228,11 +230,11 @@ def multiply_kernel(
                     minimum -= scale * _find_bias(FORM, KIND)
                 if SCALE_SUMS:
                     if index % TOGETHER == 0:
-                        sums = tl.dot(values, given)
+                        sums = tl.dot(values.to(KIND), given)
                         if HAS_MINIMUM:
                             given_sums = tl.dot(ones, given)
                     else:
-                        sums = tl.dot(values, given, sums)
+                        sums = tl.dot(values.to(KIND), given, sums)
                         if HAS_MINIMUM:
                             given_sums = tl.dot(ones, given, given_sums)
                     if index % TOGETHER == TOGETHER - 1:

@@ -22,7 +22,7 @@ _PLAIN_TILES = ((1, 32, 2, 128), (4, 32, 2, 128), (16, 64, 4, 128))
 #: Rows of a program up to which sums of groups are scaled, not weights; with minima, which then
 #: take as many products again, and without. GeForce cards sum tensor cores' products in float32 at
 #: half their rate.
-_SUMMED_ROWS = (8, 16)
+_SUMMED_ROWS = (8, 32)
 #: Steps that are loaded at once.
 _STAGES = 3
 _DEQUANTIZED_OUTPUTS = 64

@@ -171,7 +171,7 @@ def test_products(
     bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
     exact = given_rows.double() @ weight.t() + (0 if bias is None else bias.double())
     added = None if bias is None else bias.to(DEVICE)
-    with mock.patch.object(block_product, "has_tensor_products", lambda _: tensor):
+    with mock.patch.object(block_product, "has_tensor_products", return_value=tensor):
         found = multiply_fused(planes, given_rows.to(DEVICE), added, splits)
     assert (found.dtype, found.shape) == (dtype, (rows, outputs))
     # Few results may all be small beside their terms.

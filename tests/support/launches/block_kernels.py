@@ -40,7 +40,7 @@ def _multiply(form: BlockFormat, rows: int, dtype: torch.dtype) -> None:
 
 def _multiply_plainly(form: BlockFormat, rows: int, dtype: torch.dtype) -> None:
     """As on cards without tensor cores that Triton uses."""
-    with mock.patch.object(block_product, "has_tensor_products", lambda _: False):
+    with mock.patch.object(block_product, "has_tensor_products", return_value=False):
         _multiply(form, rows, dtype)
 
 
