@@ -13,6 +13,7 @@ from molink.facts.ring_times import LinkFacts
 from molink.link.heartbeat import StageProgress, timeout_for
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
 from molink.ring.control_executor import ControlExecutor
+from molink.ring.interleaving import Interleaving
 from molink.ring.ring_measurements import (
     NO_HOST_MEMORY,
     HostMemory,
@@ -113,9 +114,8 @@ class Ring:
 
     It has no clock, threads or sockets. ``clock`` returns seconds. All methods run on one thread,
     on which ``executor`` reports, so a simulation can run it in virtual time. One step runs at a
-    time; where the stage's profile ``interleaves``, decode rows need not wait for a chunk's step:
-    a step of them alone runs between its layers. ``run_pending`` does all that is possible after
-    each event.
+    time, and beside a step of prefill rows one of decode rows, where the stage interleaves them
+    (:mod:`molink.ring.interleaving`). ``run_pending`` does all that is possible after each event.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Ring:
         self._requests = requests
         #: The running step, and one of decode rows between its layers.
         self._running: list[RunningStep] = []
-        self._interleaves = config.profile.interleaves
+        self._interleaving = Interleaving(config.profile)
         self._closed = False
         self._sub_chunk_policy = config.sub_chunk_policy
         self.scoreboard = Scoreboard(config.limits, config.sub_chunk_policy)
@@ -243,16 +243,14 @@ class Ring:
         if not self._running:
             return True
         is_chunk = len(self._running) == 1 and self._running[0].step.decode is None
-        return self._interleaves and is_chunk
+        return self._interleaving.is_possible and is_chunk
 
     def _next_step(self, now: float) -> Step | None:
         """The next runnable step. Volumes that can never run become tombstones, which may unblock
         others.
         """
         while True:
-            step = self.scoreboard.next_step(
-                now, fused=not self._interleaves, prefill=not self._running
-            )
+            step = self.scoreboard.next_step(now, self._interleaving)
             dropped = self.scoreboard.complete_volumes((), now)
             if not dropped:
                 return step
@@ -266,6 +264,7 @@ class Ring:
             self.predicted_s, self._step_began_at = 0.0, now
         self.predicted_s += predicted.max_s
         running = RunningStep(step, predicted)
+        self._interleaving.begin_step(step)
         self._running.append(running)
         self._update_bubbles(now)
         if step.decode is not None and self._next_stage is not None:
@@ -330,6 +329,7 @@ class Ring:
             return
         now, step = self._clock(), running.step
         self._running.remove(running)
+        self._interleaving.end_step(step)
         if not self._running:
             self.predicted_s = 0.0
         self._update_bubbles(now)

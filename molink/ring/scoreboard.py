@@ -93,6 +93,17 @@ from molink.wire.messages.data_plane import (
 )
 
 
+class StepRule:
+    """Which rows may run together; this one allows all."""
+
+    def allows(self, decode: StepInput | None, volume: Volume, count: int) -> bool:
+        """Whether ``count`` rows of ``volume`` may run now, in the pass of ``decode`` if given."""
+        return True
+
+
+FUSE_ALL = StepRule()
+
+
 class PendingReleases:
     """Releases that a stage can't complete yet, each with the numbers that it waits for."""
 
@@ -398,19 +409,15 @@ class Scoreboard:
         elif waiting is not None or seq not in self._complete:
             self._count_event("bad_parts", seq, now)
 
-    def next_step(self, now: float, *, fused: bool = True, prefill: bool = True) -> Step | None:
-        """Take what can run now, lowest ``seq`` first; ``None`` if nothing can.
+    def next_step(self, now: float, rule: StepRule = FUSE_ALL) -> Step | None:
+        """Take what can run now and ``rule`` allows, lowest ``seq`` first; ``None`` if nothing can.
 
-        Unless ``fused``, decode rows are taken alone, and before prefill rows. Without ``prefill``
-        only decode rows are taken. A second call before ``complete_volumes`` takes further work.
+        A second call before ``complete_volumes`` takes further work.
         """
         if not self._volumes:
             return None
-        decode = self._next_input(now, prefill=False)
-        piggybacked = 0 if decode is None else decode.volume.count
-        chunk = None
-        if prefill and (fused or decode is None):
-            chunk = self._next_input(now, prefill=True, piggybacked=piggybacked)
+        decode = self._next_input(now, rule, None, prefill=False)
+        chunk = self._next_input(now, rule, decode, prefill=True)
         self._complete_releases(now)
         if decode is None and chunk is None:
             return None
@@ -595,15 +602,18 @@ class Scoreboard:
 
     # --- running ---------------------------------------------------------------------------------
 
-    def _next_input(self, now: float, *, prefill: bool, piggybacked: int = 0) -> StepInput | None:
-        """The next sub-chunk of that kind, together with ``piggybacked`` decode rows."""
+    def _next_input(
+        self, now: float, rule: StepRule, decode: StepInput | None, *, prefill: bool
+    ) -> StepInput | None:
+        """The next sub-chunk of that kind, together with ``decode`` rows."""
+        piggybacked = 0 if decode is None else decode.volume.count
         for waiting in self._volumes:
             if waiting.volume.prefill is not prefill:
                 continue
             if not waiting.is_started and self._volumes.is_ready(waiting):
                 self._drop_invalid(waiting, now)
             count = self._volumes.next_rows(waiting, piggybacked)
-            if count:
+            if count and rule.allows(decode, waiting.volume, count):
                 return self._take_rows(waiting, count)
         return None
 

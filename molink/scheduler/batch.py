@@ -157,7 +157,7 @@ class VolumeBuilder:
         self._num_samples += len(drafts)
         state.num_announced += len(blocks)
 
-    def build_volume(self, seq: int) -> VolumeWithTokens:
+    def build_volume(self, seq: int, *, interleaved: bool = False) -> VolumeWithTokens:
         """Build the volume ``seq`` and record it as in flight for its requests."""
         slices, tokens = [], list[int]()
         for pending_slice in self._slices:
@@ -183,7 +183,8 @@ class VolumeBuilder:
             state.awaited_seqs.append(seq)
             state.draft_path += pending_slice.drafts
         payload = Payload("i32", (len(tokens),))
-        return VolumeWithTokens(Volume(seq, self.prefill, tuple(slices), payload), tokens)
+        header = Volume(seq, self.prefill, tuple(slices), payload, interleaved)
+        return VolumeWithTokens(header, tokens)
 
 
 #: Ids per History or BlockTable message: 240 kB, below the message limit.

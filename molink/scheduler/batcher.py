@@ -128,7 +128,8 @@ class Batcher:
         return MicroBatch(tuple(control), volumes) if control or volumes else None
 
     def _issue_volume(self, builder: VolumeBuilder, now: float) -> VolumeWithTokens:
-        volume = builder.build_volume(self.in_flight.issue_seq())
+        interleaved = builder.prefill and self._chunks_leave_alone
+        volume = builder.build_volume(self.in_flight.issue_seq(), interleaved=interleaved)
         self.in_flight.record_volume(volume.header, now)
         return volume
 

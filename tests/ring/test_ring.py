@@ -139,10 +139,16 @@ class Bench:
         self.ring.on_message(Admit(1, 0, SamplingParams(), 4), None)
 
     def volume(
-        self, seq: int, after: int, prefill: bool = False, count: int = 1, request: int = 0
+        self,
+        seq: int,
+        after: int,
+        prefill: bool = False,
+        count: int = 1,
+        request: int = 0,
+        interleaved: bool = True,
     ) -> Volume:
         rows = RequestSlice(request, 4, count, after, (seq,))
-        return Volume(seq, prefill, (rows,), Payload("f32", (count, 2)))
+        return Volume(seq, prefill, (rows,), Payload("f32", (count, 2)), prefill and interleaved)
 
     def stranger(self, seq: int) -> None:
         """Prefill rows of a request that was never admitted."""
@@ -215,24 +221,38 @@ def sent_volumes(bench: Bench) -> list[int]:
     return [body.seq for body in bench.outlet.sent if isinstance(body, Volume)]
 
 
-def make_busy_bench(profile: Profile) -> Bench:
+def make_busy_bench(profile: Profile, interleaved: bool = True) -> Bench:
     """With requests 0 to 3 and a running chunk, 5."""
     bench = Bench(profile=profile)
     for request in (1, 2, 3):
         bench.ring.on_message(Admit(1 + request, request, SamplingParams(), 4), None)
-    bench.arrive(5, 1, prefill=True, count=8)
+    bench.arrive(5, 1, prefill=True, count=8, interleaved=interleaved)
     return bench
+
+
+#: Decode rows prolong a chunk by a fifth.
+CHEAP_DECODES = Profile(decode=((1, 0.1),), prefill=((16, 0.5),), interleaves=True)
 
 
 @pytest.fixture
 async def interleaving() -> Bench:
-    return make_busy_bench(structs.replace(PROFILE, interleaves=True))
+    return make_busy_bench(CHEAP_DECODES)
 
 
-async def test_decode_rows_wait_for_a_chunk_and_share_the_next_pass() -> None:
-    bench = make_busy_bench(PROFILE)
+@pytest.mark.parametrize(
+    ("profile", "interleaved"),
+    [
+        (PROFILE, True),
+        (structs.replace(PROFILE, interleaves=True), True),  # expensive decode rows
+        (CHEAP_DECODES, False),
+    ],
+)
+async def test_decode_rows_wait_for_a_chunk_and_share_the_next_pass(
+    profile: Profile, interleaved: bool
+) -> None:
+    bench = make_busy_bench(profile, interleaved)
     bench.arrive(6, 2, request=1)
-    bench.arrive(7, 3, request=2, prefill=True, count=8)
+    bench.arrive(7, 3, request=2, prefill=True, count=8, interleaved=interleaved)
     assert running_seqs(bench) == [[5]]
     await bench.end()
     assert running_seqs(bench) == [[6, 7]]
@@ -244,20 +264,29 @@ async def test_decode_rows_run_between_the_layers_of_a_chunk(interleaving: Bench
     bench.arrive(7, 3, request=2)
     bench.arrive(8, 4, request=3, prefill=True, count=8)
     assert running_seqs(bench) == [[5], [6]], "one at a time, and no chunk within another"
-    assert bench.ring.progress.predicted_s == SLACK * (0.5 + 0.25)
-    await bench.end(which=1, seconds=0.25)
+    assert bench.ring.progress.predicted_s == pytest.approx(SLACK * (0.5 + 0.1))
+    await bench.end(which=1, seconds=0.1)
     assert sent_volumes(bench) == [6]
-    assert running_seqs(bench) == [[5], [7]]
-    # The chunk may end first: no layer follows its last one.
+    assert running_seqs(bench) == [[5]], "a chunk is interrupted once"
     await bench.end()
     assert sent_volumes(bench) == [6, 5]
-    assert running_seqs(bench) == [[7]], "no chunk runs between the layers of decode rows"
-    await bench.end(seconds=0.25)
+    assert running_seqs(bench) == [[7]], "alone, before the next chunk"
+    await bench.end(seconds=0.1)
     assert running_seqs(bench) == [[8]]
     await bench.end()
     assert bench.ring.progress.predicted_s == 0
     assert sent_volumes(bench) == [6, 5, 7, 8]
     bench.ring.scoreboard.validate()
+
+
+async def test_a_chunk_may_end_before_decode_rows_between_its_layers(interleaving: Bench) -> None:
+    interleaving.arrive(6, 2, request=1)
+    interleaving.arrive(7, 3, request=2, prefill=True, count=8)
+    await interleaving.end()
+    assert sent_volumes(interleaving) == [5]
+    assert running_seqs(interleaving) == [[6]], "no chunk runs between the layers of decode rows"
+    await interleaving.end(seconds=0.1)
+    assert running_seqs(interleaving) == [[7]]
 
 
 async def test_waiting_decode_rows_run_before_a_chunk(interleaving: Bench) -> None:

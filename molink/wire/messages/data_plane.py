@@ -215,6 +215,9 @@ class Volume(LeanMessage, frozen=True, tag="volume"):
     prefill: bool
     slices: Annotated[tuple[RequestSlice, ...], msgspec.Meta(min_length=1, max_length=MAX_SLICES)]
     payload: Payload
+    #: Whether stages may run decode rows between a chunk's layers, see
+    #: :mod:`molink.ring.interleaving`.
+    interleaved: bool = False
 
     @property
     def count(self) -> int:

@@ -144,7 +144,7 @@ def test_rows_of_volumes_may_be_packed() -> None:
     for body in (Volume(1, True, SLICES, payload), VolumeFragment(1, 4, payload)):
         message = Frame(1, Channel.BULK, 0, body)
         frames = [bytes(frame) for frame in codec.encode(message, bytes(29))]
-        assert msgspec.msgpack.decode(frames[0])[4][-1] == ["bf16", [3, 5], 1, 29]
+        assert ["bf16", [3, 5], 1, 29] in msgspec.msgpack.decode(frames[0])[4]
         for wrong in (28, 30):
             with pytest.raises(WireError, match="expected 29"):
                 codec.encode(message, bytes(wrong))
