@@ -86,7 +86,7 @@ class LayerPass:
         return self.widen_rows(self.decoder.embed_tokens(tokens))
 
     def widen_rows(self, rows: Tensor) -> Tensor:
-        """Rows in the type of residual sums."""
+        """Rows ``[T, hidden]`` in the type of residual sums."""
         return rows.to(residual_dtype(self.dtype))
 
     def finish_rows(self, rows: Tensor, logit_rows: Sequence[int]) -> Tensor:
