@@ -16,9 +16,10 @@ no stream stalls while a long prompt is computed. The chunk size follows from th
   than streams decode, throughput is scarce: chunks are then large enough for the slowest stage to
   work near its best rate. One prompt alone doesn't count as a queue.
 - Such chunks leave without decode rows where these rows' own pass, one for all streams per round
-  trip, costs little beside the chunks (:data:`NEAR_QUEUED`): a stream then waits for half a chunk
-  per stage, or half a layer of it where stages interleave, not for a whole one, too. Their rows may
-  cost more (:data:`NEAR_ALONE`), which shortens that wait.
+  trip, costs little beside the chunks (:data:`NEAR_QUEUED`). A stream then waits for half a chunk
+  per stage, or for half a layer where stages interleave (:mod:`molink.ring.interleaving`), instead
+  of one and a half chunks. Rows of such chunks may cost more (:data:`NEAR_ALONE`), which shortens
+  that wait.
 
 The paper's rule ``P:D = C / (B - 1)`` does not apply, since decodes never wait for a prompt here.
 """

@@ -210,14 +210,14 @@ class Stage:
 
         Returns:
             Rows ``[T, hidden_size]`` in ``wire_dtype``, or float32 logits ``[len(logit_rows),
-            vocab_size]`` on the last stage. They are inference tensors: modify them only under
-            ``torch.inference_mode()``.
+            vocab_size]`` on the last stage. The next step may overwrite them. They are inference
+            tensors: modify them only under ``torch.inference_mode()``.
 
         Raises:
             InvariantError: the batch doesn't fit its rows, blocks or the pool.
         """
         if self._layer_pass is None:
-            raise InvariantError("forward was called before a KV pool was allocated")
+            raise InvariantError("a step was computed before a KV pool was allocated")
         self._set_device()
         if self._host_pool is not None:
             self._host_pool.wait_for_copies(sequence.blocks for sequence in batch.sequences)

@@ -52,3 +52,15 @@ def test_defaults_keep_up_with_plain_policies(core: str, mbps: float) -> None:
     concurrent = replace(fifo, policy="concurrent", max_num_batched_tokens=0)
     for figure, *others in zip(found, measure(fifo), measure(concurrent), strict=True):
         assert figure <= 1.03 * min(others)
+
+
+def test_decode_rows_between_layers_wait_less(core: str, tmp_path: Path) -> None:
+    fused = tmp_path / "fused.toml"
+    fused.write_text(CORE.replace("blocks = true", "blocks = false"), encoding="utf-8")
+    rows = tuple(TraceRow(0.0, 1200, 24) for _ in range(12))
+    load = Workload(2.0, 4.0, trace_rows=rows, max_prompt=4096)
+    link = LinkProfile(100, 15, handling_ms=1.5)
+    (_, interleaved_s, _), (_, fused_s, _) = (
+        measure(Scenario(load, device=device, link=link)) for device in (core, str(fused))
+    )
+    assert interleaved_s < 0.9 * fused_s

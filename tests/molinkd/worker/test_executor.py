@@ -93,11 +93,6 @@ def chunk_and_decode() -> tuple[StepInput, StepInput]:
     return StepInput(chunk, [1, 2, 3, 4, 5, 6]), StepInput(decode, [7])
 
 
-def wait_for(results: list[StepResult], count: int) -> None:
-    while len(results) < count:
-        time.sleep(0.001)
-
-
 def run_both(folder: ModelFolder, *, interrupts: bool, closes: bool = False) -> list[StepResult]:
     """Results of a chunk and of decode rows, in the order in which they came."""
     stage = InterruptingStage(Stage.load_layers(folder, (0, 2), "cpu", "f32"))
@@ -106,25 +101,26 @@ def run_both(folder: ModelFolder, *, interrupts: bool, closes: bool = False) -> 
     for number in (1, 2):
         requests.admit_request(Admit(1 + number, number, SamplingParams(), 2))
     executor = StageExecutor(stage, requests, lambda function, result: function(result))
-    results: list[StepResult] = []
+    ended: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
     chunk, decode = chunk_and_decode()
 
     def interrupt() -> None:
         executor.submit_copy(BlockCopy(2, True, (5,), (0,)))  # fails: there is no host memory
-        executor.submit_step([decode], results.append)
+        executor.submit_step([decode], ended.put)
         if closes:
             executor._jobs.put(None)
 
     stage.interrupt = interrupt if interrupts else None
     began = time.perf_counter()
-    executor.submit_step([chunk], results.append)
+    executor.submit_step([chunk], ended.put)
+    results = [ended.get(timeout=30)]
     if not interrupts:
-        wait_for(results, 1)
-        executor.submit_step([decode], results.append)
+        executor.submit_step([decode], ended.put)
+    results.append(ended.get(timeout=30))
     if closes:
-        executor._thread.join()
+        executor._thread.join(timeout=30)
+        assert not executor._thread.is_alive()
     else:
-        wait_for(results, 2)
         executor.close()
     took = time.perf_counter() - began
     assert sum(done.seconds for done in results) <= took, "no second counts for both"
