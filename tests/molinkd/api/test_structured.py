@@ -169,6 +169,7 @@ def test_any_object(ask: openai.OpenAI) -> None:
         assert isinstance(json.loads(choice.message.content or ""), dict)
 
 
+LIMIT: Any = {"options": {"num_predict": 5}}
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 SAID: Any = {"model": "tiny", "messages": HI, "max_tokens": 5, "stream": False}
 OPENAI_FORM = {"type": "json_schema", "json_schema": {"name": "it", "schema": NAME}}
@@ -182,14 +183,18 @@ OPENAI_FORM = {"type": "json_schema", "json_schema": {"name": "it", "schema": NA
         ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": NAME}}),
         (
             "/v1/responses",
-            {"input": "x", "text": {"format": {"type": "json_schema", "schema": NAME}}},
+            {
+                "input": "x",
+                "max_output_tokens": 5,
+                "text": {"format": {"type": "json_schema", "schema": NAME}},
+            },
         ),
         (
             "/v1/messages",
             SAID | {"output_config": {"format": {"type": "json_schema", "schema": NAME}}},
         ),
         ("/api/chat", SAID | {"format": NAME}),
-        ("/api/generate", {"prompt": "x", "format": NAME, "stream": False}),
+        ("/api/generate", {"prompt": "x", "format": NAME, "stream": False} | LIMIT),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
