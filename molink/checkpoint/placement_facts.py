@@ -16,7 +16,7 @@ from molink.checkpoint.tensor_layout import (
     last_stage_tensors,
     layer_tensors,
 )
-from molink.facts.dtypes import DTYPE_SIZES, OUTPUT_MULTIPLE, narrow_dtype
+from molink.facts.dtypes import DTYPE_SIZES, KV_SCALE_BYTES, OUTPUT_MULTIPLE, narrow_dtype
 from molink.facts.model import BlockWeights, ModelFacts, NarrowWeights, Quantize
 from molink.gguf.block_formats import fits_planes, fits_rows, resident_bytes
 from molink.gguf.ggml_types import find_packed
@@ -41,6 +41,7 @@ def model_facts(
         first_bytes=_count_elements(first_stage_tensors(config)) * size,
         last_bytes=_count_elements(last_stage_tensors(config)) * size,
         kv_bytes=2 * keys * size,
+        int8_kv_bytes=2 * config.kv_heads * (config.head_dim + KV_SCALE_BYTES),
         max_model_len=config.max_model_len,
         element_bytes=size,
         projection_bytes=max(_count_elements(shapes) for shapes in projections) * size,

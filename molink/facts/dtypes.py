@@ -14,6 +14,9 @@ DType = Literal["u8", "i32", "f32", "f16", "bf16"]
 #: Bytes of an element.
 DTYPE_SIZES: dict[str, int] = {"u8": 1, "i32": 4, "f32": 4, "f16": 2, "bf16": 2}
 
+#: Bytes of the scale of a position's head of keys or of values in 8 bits.
+KV_SCALE_BYTES = DTYPE_SIZES["bf16"]
+
 #: How rows are packed for a link, where that pays.
 Compression = Literal["none", "lossless", "int8"]
 

@@ -20,6 +20,8 @@ HubRevision = Annotated[
 ]
 #: How a stage quantizes its projections (:mod:`molink.checkpoint.quantized_size`).
 Quantize = Literal["none", "int8", "nf4"]
+#: How a stage keeps keys and values: as its rows (``auto``), or in 8 bits.
+KVCacheDType = Literal["auto", "int8"]
 #: What a placement optimizes: one stream's time per token, or the tokens of many streams.
 Objective = Literal["latency", "throughput"]
 #: Tokens of a KV block, the same at every stage of a pipeline.
@@ -64,6 +66,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     last_bytes: Count
     #: KV cache of one token in one layer.
     kv_bytes: Count
+    #: The same with ``int8``.
+    int8_kv_bytes: Count = 0
     max_model_len: Count
     element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
     #: The projections among ``layer_bytes``, and their size as int8 and as nf4.

@@ -1,5 +1,6 @@
 """The paged KV cache of a stage."""
 
+import math
 import mmap
 import sys
 from array import array
@@ -12,13 +13,24 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.errors import InvariantError
+from molink.facts.model import KVCacheDType
 from molink.stage.batch import SequenceRows
 from molink.stage.device_copy import upload_integers
+from molink.stage.kv_quantizer import SCALE_DTYPE, dequantize_rows, quantize_rows
 
 
-def block_bytes(config: ModelConfig, layers: int, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one KV block over ``layers`` layers."""
-    return 2 * layers * block_size * config.kv_heads * config.head_dim * dtype.itemsize
+def block_bytes(
+    config: ModelConfig,
+    layers: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: KVCacheDType = "auto",
+) -> int:
+    """Bytes of one KV block over ``layers`` layers, scales included."""
+    head = block_size * config.head_dim * dtype.itemsize
+    if kv_cache_dtype == "int8":
+        head = _align_scales(block_size * config.head_dim) + block_size * SCALE_DTYPE.itemsize
+    return 2 * layers * config.kv_heads * head
 
 
 class KVShape(Protocol):
@@ -42,6 +54,9 @@ class KVPool:
 
     A position's heads are contiguous, as paged kernels expect. On a CPU, except in fp16, each head
     has a separate region, so that attention reads memory in order, in up to half the time.
+
+    With ``int8`` a block has the codes of its positions, then their scales; with regions for heads
+    each has these for its head.
     """
 
     def __init__(
@@ -53,29 +68,49 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         with_padding: bool = False,
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> None:
-        self.blocks, self.block_size = blocks, block_size
+        """Allocate a pool for rows of ``dtype``."""
+        self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         self.padding_block = blocks if with_padding else None
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+        self._quantizes = kv_cache_dtype == "int8"
         self._heads_first = device.type == "cpu" and dtype != torch.float16
-        heads, count, row = self.kv_heads, blocks + with_padding, block_size * self.head_dim
+        heads, count = self.kv_heads, blocks + with_padding
+        regions, inside = ((heads,), ()) if self._heads_first else ((), (heads,))
+        #: Positions of a block, and the heads that a region holds of each.
+        self._inner = (block_size, *inside)
+        size = math.prod(self._inner) * self.head_dim
+        if self._quantizes:
+            size = _align_scales(size) + math.prod(self._inner) * SCALE_DTYPE.itemsize
+        stored = torch.int8 if self._quantizes else dtype
         # Not zeroed, so that on a CPU only used blocks take physical memory (see `zero_blocks`).
-        memory = _allocate_memory(2 * layers * count * heads * row, dtype, device)
+        memory = _allocate_memory(2 * layers * math.prod(regions) * count * size, stored, device)
+        #: Memory of a block by layer, kind and region: ``[layers, 2, …, blocks, size]``.
+        self._memory = memory.view(layers, 2, *regions, count, size)
+        self._block_dim = self._memory.dim() - 2
+        self._storage, self._scales = self._split_memory(self._memory)
         if self._heads_first:
-            split = memory.view(layers, 2, heads, count, block_size, self.head_dim)
-            self._storage = split.permute(0, 1, 3, 4, 2, 5)
-            self._blocks = memory.view(layers, 2, heads, count, row).unbind(0)
-        else:
-            self._storage = memory.view(layers, 2, count, block_size, heads, self.head_dim)
-            self._blocks = memory.view(layers, 2, count, heads * row).unbind(0)
-        #: Views ``[2, slots, kv_heads, head_dim]``, by layer.
-        self._slots = self._storage.view(layers, 2, -1, heads, self.head_dim).unbind(0)
+            self._storage = self._storage.permute(0, 1, 3, 4, 2, 5)
+            self._scales = None if self._scales is None else self._scales.permute(0, 1, 3, 4, 2)
         if with_padding:
             self.zero_blocks((blocks,))
 
     def write_rows(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Store keys and values ``[T, 2, kv_heads, head_dim]`` at ``slots`` (int64 ``[T]``)."""
-        self._slots[layer].index_copy_(1, slots, rows.transpose(0, 1))
+        stored = self._storage[layer]
+        if self._scales is None:
+            flat = stored.view(2, -1, self.kv_heads, self.head_dim)
+            flat.index_copy_(1, slots, rows.transpose(0, 1))
+            return
+        codes, scales = quantize_rows(rows.transpose(0, 1))
+        blocks, positions = slots // self.block_size, slots % self.block_size
+        stored[:, blocks, positions] = codes
+        self._scales[layer][:, blocks, positions] = scales
+
+    def round_rows(self, rows: Tensor) -> Tensor:
+        """Rows ``[…, head_dim]`` as they are read after they were written."""
+        return dequantize_rows(*quantize_rows(rows), rows.dtype) if self._quantizes else rows
 
     def read_blocks(
         self, layer: int, blocks: Tensor | slice, sequences: int, scratch: Tensor | None = None
@@ -86,14 +121,18 @@ class KVPool:
         strided ``[sequences, kv_heads, positions, head_dim]``, in ``scratch`` (flat, of as many
         elements) if given.
         """
-        both, dim = self._blocks[layer], 2 if self._heads_first else 1
+        both, dim = self._memory[layer], self._block_dim - 1
         if isinstance(blocks, slice):
             rows = both.narrow(dim, blocks.start, blocks.stop - blocks.start)
-        elif scratch is None:
+        elif scratch is None or self._quantizes:
             rows = both.index_select(dim, blocks)
         else:
             shape = (*both.shape[:dim], len(blocks), both.shape[-1])
             rows = torch.index_select(both, dim, blocks, out=scratch.view(shape))
+        if self._quantizes:
+            codes, scales = self._split_memory(rows)
+            assert scales is not None
+            rows = dequantize_rows(codes, scales, self.dtype, scratch)
         if self._heads_first:
             shaped = rows.view(2, self.kv_heads, sequences, -1, self.head_dim).transpose(1, 2)
         else:
@@ -105,16 +144,28 @@ class KVPool:
 
         The rest of ``source`` belongs to another request and may be written concurrently.
         """
-        self._storage[:, :, target, :positions] = self._storage[:, :, source, :positions]
-        self._storage[:, :, target, positions:] = 0
+        for part in (self._storage, self._scales):
+            if part is not None:
+                part[:, :, target, :positions] = part[:, :, source, :positions]
+                part[:, :, target, positions:] = 0
 
     def block_view(self, block: int) -> Tensor:
-        """View a block's keys and values, ``[layers, 2, block_size, kv_heads, head_dim]``."""
-        return self._storage[:, :, block]
+        """View a block's memory, ``[layers, 2, …]``."""
+        return self._memory.select(self._block_dim, block)
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, ``[blocks, block_size, kv_heads, head_dim]`` each."""
+        """All keys and values of a layer, ``[blocks, block_size, kv_heads, head_dim]`` each.
+
+        With ``int8`` they are codes.
+        """
         keys, values = self._storage[layer]
+        return keys, values
+
+    def layer_scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Scales of a layer's pages with ``int8``, ``[blocks, block_size, kv_heads]`` each."""
+        if self._scales is None:
+            return None
+        keys, values = self._scales[layer]
         return keys, values
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
@@ -123,11 +174,21 @@ class KVPool:
         Most attention reads whole blocks and masks positions beyond the end; weight 0 times a stale
         NaN would still be NaN.
         """
-        if self._storage.device.type == "cpu" or len(block_ids) == 1:
+        if self._memory.device.type == "cpu" or len(block_ids) == 1:
             for block in block_ids:
-                self._storage[:, :, block].zero_()
+                self.block_view(block).zero_()
         elif block_ids:
-            self._storage.index_fill_(2, upload_integers(block_ids, self._storage.device), 0.0)
+            ids = upload_integers(block_ids, self._memory.device)
+            self._memory.index_fill_(self._block_dim, ids, 0)
+
+    def _split_memory(self, memory: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Views of rows ``[…, *inner, head_dim]`` and scales ``[…, *inner]`` in blocks' memory."""
+        count = math.prod(self._inner)
+        rows = memory[..., : count * self.head_dim].unflatten(-1, (*self._inner, self.head_dim))
+        if not self._quantizes:
+            return rows, None
+        scales = memory[..., _align_scales(count * self.head_dim) :].view(SCALE_DTYPE)
+        return rows, scales.unflatten(-1, self._inner)
 
     def locate_rows(
         self, sequences: Sequence[SequenceRows]
@@ -155,6 +216,11 @@ class KVPool:
             if start <= last * size and end % size:
                 fresh.append(blocks[last])
         return positions, slots, fresh
+
+
+def _align_scales(nbytes: int) -> int:
+    """The offset of scales behind codes."""
+    return nbytes + nbytes % SCALE_DTYPE.itemsize
 
 
 def _allocate_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

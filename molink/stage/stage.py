@@ -19,7 +19,7 @@ from molink.facts.footprint import (
     LOGIT_BYTES,
 )
 from molink.facts.kernels import INTEGER_KERNELS
-from molink.facts.model import LayerRange, Quantize
+from molink.facts.model import KVCacheDType, LayerRange, Quantize
 from molink.stage.attention.base import AttentionBackend, AttentionShape, BackendName
 from molink.stage.attention.create import create_attention
 from molink.stage.batch import StageInput, StageOutput
@@ -43,7 +43,7 @@ class Stage:
 
     ``dtype`` is the compute type, ``wire_dtype`` the type of rows between stages.
     ``disabled_kernels`` are named as in :mod:`molink.facts.kernels`. Decode steps of up to
-    ``max_decode_rows`` rows may become CUDA graphs.
+    ``max_decode_rows`` rows may become CUDA graphs. ``kv_cache_dtype`` is how it keeps KV.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Stage:
         backend: BackendName = "auto",
         disabled_kernels: Collection[str] = (),
         max_decode_rows: int = 64,
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> None:
         self.config, self.layers, self.device = config, layers, device
         self.dtype, self.wire_dtype = dtype, wire_dtype
@@ -66,6 +67,7 @@ class Stage:
         self._backend_name: BackendName = backend
         self.disabled_kernels = disabled_kernels
         self._max_decode_rows = max_decode_rows
+        self.kv_cache_dtype: KVCacheDType = kv_cache_dtype
         #: By block size, since backends restrict it.
         self._attentions: dict[int, AttentionBackend] = {}
         with torch.inference_mode():
@@ -91,6 +93,7 @@ class Stage:
         disabled_kernels: Collection[str] = (),
         on_layer: Callable[[int], None] = lambda _: None,
         max_decode_rows: int = 64,
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> "Stage":
         """Load layers ``first:last`` of a checked folder onto ``cpu`` or ``cuda:N``.
 
@@ -124,6 +127,7 @@ class Stage:
             wire,
             disabled_kernels=disabled_kernels,
             max_decode_rows=max_decode_rows,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     @property
@@ -167,7 +171,8 @@ class Stage:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over this stage's layers."""
-        return block_bytes(self.config, len(self._decoder.blocks), block_size, self._dtype)
+        layers = len(self._decoder.blocks)
+        return block_bytes(self.config, layers, block_size, self._dtype, self.kv_cache_dtype)
 
     def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
         """Allocate a fresh KV pool; an earlier one is freed first."""
@@ -313,7 +318,16 @@ class Stage:
     def _create_pool(self, blocks: int, block_size: int) -> KVPool:
         layers = len(self._decoder.blocks)
         padding = self._may_have_graphs
-        return KVPool(self.config, layers, blocks, block_size, self._dtype, self.device, padding)
+        return KVPool(
+            self.config,
+            layers,
+            blocks,
+            block_size,
+            self._dtype,
+            self.device,
+            padding,
+            self.kv_cache_dtype,
+        )
 
     @property
     def _may_have_graphs(self) -> bool:
@@ -352,7 +366,7 @@ class Stage:
     def _attention_backend(self, block_size: int) -> AttentionBackend:
         """Return the backend for a block size."""
         if block_size not in self._attentions:
-            shape = AttentionShape.from_config(self.config, self.layers)
+            shape = AttentionShape.from_config(self.config, self.layers, self.kv_cache_dtype)
             self._attentions[block_size] = create_attention(
                 self._backend_name,
                 shape,

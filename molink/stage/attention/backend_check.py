@@ -47,6 +47,8 @@ def create_checked_flash(
         return None, "it has no softcap, which this model needs"
     if shape.sinks:
         return None, "it has no attention sinks, which this model needs"
+    if shape.quantizes:
+        return None, "it can't read KV in 8 bits"
     if block_size % PAGE_MULTIPLE:
         return None, f"KV blocks of {block_size} positions are not a multiple of {PAGE_MULTIPLE}"
     kernel = find_kernel()
@@ -110,8 +112,9 @@ def _spoil_unwritten(pool: KVPool, page: int) -> None:
     """Fill positions beyond the end of the last trial sequence, which has its own part."""
     sequence = _trial_sequences(page)[-1]
     written, last = sequence.end % page, sequence.end // page
-    for index, block in enumerate(sequence.blocks[last:]):
-        pool.block_view(block)[:, :, 0 if index else written :] = torch.nan
+    for part in pool.layer_scales(0) or pool.layer_pages(0):
+        for index, block in enumerate(sequence.blocks[last:]):
+            part[block, 0 if index else written :] = torch.nan
 
 
 @torch.inference_mode()
@@ -175,7 +178,8 @@ def _make_rows(
     """Create a pool of one layer with the KV of :func:`_trial_sequences`, and their rows."""
     generator = torch.Generator().manual_seed(0)
     blocks = _NUM_PARTS * -(-_PART_POSITIONS // page)
-    pool = KVPool(shape, 1, blocks, page, dtype, device)
+    kept = shape.kv_cache_dtype
+    pool = KVPool(shape, 1, blocks, page, dtype, device, kv_cache_dtype=kept)
     heads = (shape.groups + 2) * shape.kv_heads
 
     def noise(*size: int) -> Tensor:

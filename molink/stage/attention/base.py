@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
+from molink.facts.model import KVCacheDType
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
 
@@ -17,7 +18,9 @@ BackendName = Literal["auto", "flash", "triton", "compiled", "gather", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Model properties that a backend depends on. ``groups`` is query heads per KV head.
+    """What a backend depends on: model properties, and how KV is kept.
+
+    ``groups`` is query heads per KV head.
 
     Scores are ``scale * q·k``. ``windows`` is per layer of the stage, 0 = full attention. A
     ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
@@ -31,9 +34,17 @@ class AttentionShape:
     windows: tuple[int, ...]
     softcap: float = 0.0
     sinks: bool = False
+    kv_cache_dtype: KVCacheDType = "auto"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether KV is in 8 bits."""
+        return self.kv_cache_dtype == "int8"
 
     @classmethod
-    def from_config(cls, config: ModelConfig, layers: tuple[int, int]) -> "AttentionShape":
+    def from_config(
+        cls, config: ModelConfig, layers: tuple[int, int], kv_cache_dtype: KVCacheDType = "auto"
+    ) -> "AttentionShape":
         """Shape of a model's layers ``first:last``."""
         first, last = layers
         return cls(
@@ -44,6 +55,7 @@ class AttentionShape:
             windows=config.windows[first:last],
             softcap=config.attention_softcap,
             sinks=config.sinks,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
 

@@ -43,6 +43,7 @@ class CompiledLayers:
             raise InvariantError(
                 f"blocks {self.first_block} to {self.last_block} are not in a pool of {pool.blocks}"
             )
+        # Codes with their scales behind them, if in 8 bits.
         keys, values = pool.layer_pages(layer)
         window = self.windows[layer]
         return self.attend(
@@ -60,6 +61,7 @@ def kernel_shape(shape: AttentionShape, block_size: int) -> AttentionKernelShape
         block_size,
         shape.softcap,
         shape.sinks,
+        shape.quantizes,
     )
 
 

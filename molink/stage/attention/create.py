@@ -32,7 +32,8 @@ def create_attention(
     """Create the backend ``name``.
 
     ``auto`` is the first that works here of ``flash`` and ``triton``, or on a CPU ``compiled``;
-    otherwise ``gather``, or ``plain`` if ``gather`` is in ``disabled_kernels``.
+    otherwise ``gather``, or ``plain`` if ``gather`` is in ``disabled_kernels``. ``flash`` can't
+    read KV in 8 bits.
 
     Raises:
         UsageError: the requested backend doesn't work here.

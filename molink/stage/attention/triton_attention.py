@@ -64,6 +64,9 @@ class TileLaunch:
     ) -> None:
         """Write the attention of these rows into ``output [T, heads * head_dim]``."""
         shape, size, (keys, values) = self.shape, self.size, pool.layer_pages(layer)
+        scales = pool.layer_scales(layer)
+        key_scales, value_scales = scales or (None, None)
+        scale_strides = (0, 0, 0) if scales is None else scales[0].stride()
         window, lines = shape.windows[layer], self.rows * shape.groups
         visible = min(self.positions, window + self.rows) if window else self.positions
         splits = self.choose_splits(visible, heads.device)
@@ -73,9 +76,9 @@ class TileLaunch:
             sums = heads.new_empty((*parts, 2, lines), dtype=torch.float32)
             partial = heads.new_empty((*parts, lines, shape.head_dim), dtype=torch.float32)
         attend_pages[shape.kv_heads, self.count, splits](
-            heads, keys, values, sinks, self.tiles, output, sums, partial,
+            heads, keys, values, sinks, self.tiles, output, sums, partial, key_scales, value_scales,
             shape.scale, shape.softcap, window or _NO_WINDOW, lines,
-            heads.stride(0), *keys.stride()[:3],
+            heads.stride(0), *keys.stride()[:3], *scale_strides,
             GROUPS=shape.groups, HEAD_DIM=shape.head_dim, PAGE=pool.block_size,
             HAS_SOFTCAP=bool(shape.softcap), HAS_SINKS=shape.sinks, IS_SPLIT=splits > 1,
             BLOCK_M=size.lines, BLOCK_N=size.positions, BLOCK_D=size.dims, num_stages=size.stages,

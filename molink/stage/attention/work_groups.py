@@ -70,7 +70,7 @@ class PrefillChunk:
         queries = rows[:, : groups * kv_heads].view(self.count, kv_heads, groups, shape.head_dim)
         if self.blocks is None:
             both = rows[:, groups * kv_heads :].view(self.count, 2, kv_heads, shape.head_dim)
-            keys, values = both.permute(1, 2, 0, 3)
+            keys, values = pool.round_rows(both).permute(1, 2, 0, 3)
         else:
             gathered = pool.read_blocks(layer, self.blocks, 1, self.scratch)
             keys, values = (part[0, :, self.visible] for part in gathered)

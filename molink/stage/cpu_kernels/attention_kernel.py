@@ -8,7 +8,11 @@ strip of keys is transposed in registers into columns for
     scores  [queries, span]      = Q · Kᵀ       float32
     weights [queries, span]      = softmax      type of the rows, in place of the scores
     result  [queries, head_dim] += weights · V  float32, rounded at the end
+
+Keys and values in 8 bits become the rows' type on their way into columns.
 """
+
+from typing import NamedTuple
 
 import torch
 from llvmlite import ir
@@ -24,12 +28,15 @@ from molink.stage.cpu_kernels.dots import (
     emit_result_pointers,
 )
 from molink.stage.cpu_kernels.emit import (
+    BYTE,
     FLOAT,
     I32,
     I64,
     INTEGERS,
+    BFloat,
     Values,
     begin_function,
+    emit_broadcast,
     emit_element_pointer,
     emit_loop,
     emit_maximum,
@@ -64,7 +71,7 @@ class AttentionKernel:
         threads: int = 1,
         features: str | None = None,
     ) -> None:
-        """Compile for rows, keys and values of ``arithmetic``'s type.
+        """Compile for rows of ``arithmetic``'s type, and keys and values of the same or int8.
 
         Raises:
             RuntimeError: LLVM can't compile for this CPU.
@@ -79,7 +86,7 @@ class AttentionKernel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of rows, keys, values and results."""
+        """Type of rows and results."""
         return torch.bfloat16 if self._element == BF16 else torch.float32
 
     def __call__(
@@ -95,12 +102,13 @@ class AttentionKernel:
     ) -> Tensor:
         """Attend with ``heads`` ``[T, (groups + 2) * kv_heads, head_dim]``: q, k, v.
 
-        ``keys`` and ``values`` are strided pages ``[blocks, block_size, kv_heads, head_dim]``,
-        ``passes`` int64 ``[n, PASS_WORDS]``, ``tables`` flat int64, and ``scratch`` is from
-        :meth:`allocate_scratch`; a ``window`` of 0 is none. ``sinks`` are float32, one per query
-        head. Returns ``[T, groups * kv_heads * head_dim]``.
+        ``keys`` and ``values`` are strided pages ``[blocks, block_size, kv_heads, head_dim]``;
+        scales of int8 ones follow the codes of a head's page. ``passes`` are int64 ``[n,
+        PASS_WORDS]``, ``tables`` flat int64, and ``scratch`` is from :meth:`allocate_scratch`; a
+        ``window`` of 0 is none. ``sinks`` are float32, one per query head. Returns ``[T, groups *
+        kv_heads * head_dim]``.
         """
-        shape, element = self.shape, self._element
+        shape, element = self.shape, keys.itemsize
         assert shape.sinks == (sinks is not None)
         heads = heads.contiguous()
         block, position, head, _ = keys.stride()
@@ -129,6 +137,13 @@ class AttentionKernel:
         return torch.empty(self.threads, self._scratch_bytes, dtype=torch.uint8)
 
 
+class _HalfPage(NamedTuple):
+    """Pointers to its first position's row, and to that row's scale if in 8 bits."""
+
+    rows: ir.Value
+    scales: ir.Value
+
+
 class _AttentionEmitter:
     """Emits one thread's work: some units, one after the other."""
 
@@ -145,6 +160,8 @@ class _AttentionEmitter:
         self._strip = arithmetic.lanes * arithmetic.vectors
         self.scratch = ScratchLayout.from_shape(shape, self._strip, arithmetic.element)
         self._head = shape.head_dim * arithmetic.element
+        #: Bytes of an element of keys and values.
+        self._stored = 1 if shape.quantized else arithmetic.element
         self._floats = ir.VectorType(FLOAT, arithmetic.lanes)
         sizes = {arithmetic.tile, min(shape.groups, arithmetic.tile), 4, 2, 1}
         self._tiles = sorted(sizes, reverse=True)
@@ -295,17 +312,17 @@ class _AttentionEmitter:
         self._softmax.store_result(self._query_state(query), sink, result)
         return ()
 
-    def _transpose_keys(self, page: ir.Value, begin: int) -> None:
+    def _transpose_keys(self, page: _HalfPage, begin: int) -> None:
         """Transpose tiles of ``lanes`` positions × ``lanes`` pairs."""
         builder, lanes = self._builder, self._arithmetic.lanes
+        beside = PAIR_BYTES // self._arithmetic.element
         kind = ir.VectorType(I32, lanes)
         for start in range(0, HALF_PAGE, lanes):
             for first in range(0, self._head // PAIR_BYTES, lanes):
                 rows = []
                 for position in range(start, start + lanes):
-                    key = emit_element_pointer(builder, page, I64(position), self._position_bytes)
-                    address = emit_offset(builder, key, I64(first * PAIR_BYTES))
-                    rows.append(builder.load(address, typ=kind, align=2))
+                    row = self._load_row(page, position, first * beside, lanes * beside)
+                    rows.append(builder.bitcast(row, kind))
                 for pair, vector in enumerate(emit_transpose(builder, rows), first):
                     at = (pair * self._strip + begin + start) * PAIR_BYTES
                     builder.store(vector, emit_offset(builder, self._memory, I64(at)), align=4)
@@ -314,7 +331,6 @@ class _AttentionEmitter:
         """Pack a strip's values by column; bf16 in pairs of positions."""
         builder, arithmetic = self._builder, self._arithmetic
         beside = PAIR_BYTES // arithmetic.element
-        kind = ir.VectorType(ir.IntType(8 * arithmetic.element), self._strip)
         row_bytes = self._strip * PAIR_BYTES
         chunk_bytes = self.scratch.span * row_bytes // beside
         first = builder.mul(strip, I64(self._strip // beside * row_bytes))
@@ -323,15 +339,10 @@ class _AttentionEmitter:
         mask = ir.Constant(ir.VectorType(I32, 2 * self._strip), order)
         for half, page in enumerate(self._half_pointers(strip, "values")):
             for position in range(0, HALF_PAGE, beside):
-                both = [
-                    emit_element_pointer(builder, page, I64(position + each), self._position_bytes)
-                    for each in range(beside)
-                ]
                 for chunk in range(self._shape.head_dim // self._strip):
-                    at = I64(chunk * self._strip * arithmetic.element)
                     rows = [
-                        builder.load(emit_offset(builder, row, at), typ=kind, align=2)
-                        for row in both
+                        self._load_row(page, position + each, chunk * self._strip, self._strip)
+                        for each in range(beside)
                     ]
                     laid = rows[0] if beside == 1 else builder.shuffle_vector(*rows, mask)
                     row = (half * HALF_PAGE + position) // beside
@@ -340,21 +351,43 @@ class _AttentionEmitter:
         self._prefetch_pages(self._half_pointers(strip, "keys", self.scratch.span))
         return ()
 
-    def _prefetch_pages(self, pages: list[ir.Value]) -> None:
+    def _load_row(self, page: _HalfPage, position: int, first: int, count: int) -> ir.Value:
+        """Load ``count`` elements of a position from ``first`` on, as integers of rows' size."""
+        builder, element = self._builder, self._arithmetic.element
+        row = emit_element_pointer(builder, page.rows, I64(position), self._position_bytes)
+        address, kind = (
+            emit_offset(builder, row, I64(first * self._stored)),
+            ir.IntType(8 * element),
+        )
+        if not self._shape.quantized:
+            return builder.load(address, typ=ir.VectorType(kind, count), align=2)
+        codes = builder.load(address, typ=ir.VectorType(BYTE, count), align=1)
+        at = emit_offset(builder, page.scales, I64(position * BF16))
+        bits = builder.zext(builder.load(at, typ=ir.IntType(16), align=2), I32)
+        scale = builder.bitcast(builder.shl(bits, I32(16)), FLOAT)
+        wide = builder.fmul(
+            builder.sitofp(codes, ir.VectorType(FLOAT, count)),
+            emit_broadcast(builder, scale, count),
+        )
+        if element == BF16:
+            wide = builder.fptrunc(wide, ir.VectorType(BFloat(), count))
+        return builder.bitcast(wide, ir.VectorType(kind, count))
+
+    def _prefetch_pages(self, pages: list[_HalfPage]) -> None:
         """Prefetch the pages after this span."""
         builder = self._builder
         for page in pages:
 
-            def emit_position(position: ir.Value, _: Values, page: ir.Value = page) -> Values:
-                row = emit_element_pointer(builder, page, position, self._position_bytes)
-                for at in range(0, self._head, _VECTOR_BYTES):
+            def emit_position(position: ir.Value, _: Values, page: _HalfPage = page) -> Values:
+                row = emit_element_pointer(builder, page.rows, position, self._position_bytes)
+                for at in range(0, self._shape.head_dim * self._stored, _VECTOR_BYTES):
                     emit_prefetch(builder, emit_offset(builder, row, I64(at)))
                 return ()
 
             emit_loop(builder, I64(0), I64(HALF_PAGE), 1, emit_position)
 
-    def _half_pointers(self, strip: ir.Value, what: str, ahead: int = 0) -> list[ir.Value]:
-        """Pointers to a strip's positions, or to those of the strip ``ahead``.
+    def _half_pointers(self, strip: ir.Value, what: str, ahead: int = 0) -> list[_HalfPage]:
+        """A strip's positions, or those of the strip ``ahead``.
 
         Positions beyond the visible ones are clamped.
         """
@@ -370,8 +403,10 @@ class _AttentionEmitter:
             entry = builder.add(self._table, builder.udiv(position, size))
             block = builder.load(emit_element_pointer(builder, self._tables, entry, _WORD), typ=I64)
             page = emit_element_pointer(builder, base, block, self._block_bytes)
-            inside = builder.mul(builder.urem(position, size), self._position_bytes)
-            pages.append(emit_offset(builder, page, inside))
+            inside = builder.urem(position, size)
+            rows = emit_element_pointer(builder, page, inside, self._position_bytes)
+            behind = emit_element_pointer(builder, page, size, self._position_bytes)
+            pages.append(_HalfPage(rows, emit_element_pointer(builder, behind, inside, BF16)))
         return pages
 
     def _first_visible(self, position: ir.Value) -> ir.Value:

@@ -38,7 +38,8 @@ class AttentionKernelShape:
     """Properties that code is compiled for. ``groups`` is query heads per KV head.
 
     Scores are ``scale * q·k``, a ``softcap`` above 0 bounds them to ``softcap * tanh(score /
-    softcap)``. With ``sinks`` each query head has a score that takes part in the softmax only.
+    softcap)``. With ``sinks`` each query head has a score that takes part in the softmax only. With
+    ``quantized`` keys and values are int8, and each head's bf16 scales follow its codes of a page.
     """
 
     kv_heads: int
@@ -48,6 +49,7 @@ class AttentionKernelShape:
     block_size: int
     softcap: float = 0.0
     sinks: bool = False
+    quantized: bool = False
 
     @property
     def is_supported(self) -> bool:

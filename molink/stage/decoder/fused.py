@@ -99,5 +99,5 @@ class FusedOperators:
             norm(heads[:, : -pool.kv_heads])
         elif norm is not None:
             weight = norm.weight
-        pages = pool.layer_pages(layer)
-        return append_heads(heads, weight, self.eps, angles, slots, pages, self.interleaved)
+        pages, scales = pool.layer_pages(layer), pool.layer_scales(layer)
+        return append_heads(heads, weight, self.eps, angles, slots, pages, scales, self.interleaved)

@@ -102,6 +102,7 @@ def _model_key(stage: Stage, block_size: int) -> str:
         f"{stage.device.type} {describe_device(stage.device)}{describe_instructions(stage.device)}",
         f"{threads} threads",
         f"{stage.dtype}, wire {stage.wire_dtype}, {stage.layer_bytes} bytes a layer",
+        f"KV {stage.kv_cache_dtype}",
         f"blocks of {block_size}",
         repr(stage.config),
         *(f"without {name}" for name in sorted(stage.disabled_kernels)),

@@ -104,6 +104,8 @@ def attend_pages(
     output,
     sums,
     partial,
+    key_scales,
+    value_scales,
     scale,
     softcap,
     window,
@@ -112,6 +114,9 @@ def attend_pages(
     page_stride,
     position_stride,
     head_stride,
+    scale_page_stride,
+    scale_position_stride,
+    scale_head_stride,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -130,7 +135,8 @@ def attend_pages(
     kv_heads, HEAD_DIM]``, ``sinks`` ``[kv_heads * GROUPS]``, ``output`` ``[T, kv_heads * GROUPS *
     HEAD_DIM]``. A tile has at most ``num_lines`` pairs of row and query head. With ``IS_SPLIT`` the
     results are ``sums [tiles, kv_heads, splits, 2, num_lines]`` (greatest score, sum of weights)
-    and ``partial [tiles, kv_heads, splits, num_lines, HEAD_DIM]``.
+    and ``partial [tiles, kv_heads, splits, num_lines, HEAD_DIM]``. If ``keys`` and ``values`` are
+    int8, their scales are ``[blocks, PAGE, kv_heads]``.
     """
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads, splits = tl.num_programs(0), tl.num_programs(2)
@@ -173,10 +179,19 @@ def attend_pages(
         is_visible &= seen[None, :] > position[:, None] - window
         mask = is_seen[None, :] & is_dim[:, None]
         key = tl.load(keys + slots[None, :] + dims[:, None], mask=mask, other=0.0)
-        scores = _score_keys(queries, key, is_visible, scale, softcap, HAS_SOFTCAP)
+        key_scale = scale
+        if key_scales is not None:
+            places = pages * scale_page_stride + seen % PAGE * scale_position_stride
+            places += kv_head * scale_head_stride
+            factors = tl.load(key_scales + places, mask=is_seen, other=0.0).to(tl.float32)
+            key, key_scale = key.to(tl.float32).to(queries.dtype), scale * factors[None, :]
+        scores = _score_keys(queries, key, is_visible, key_scale, softcap, HAS_SOFTCAP)
         # A masked position may hold NaN, which would survive a weight of zero.
         mask = is_seen[:, None] & is_dim[None, :]
         value = tl.load(values + slots[:, None] + dims[None, :], mask=mask, other=0.0)
+        if value_scales is not None:
+            factors = tl.load(value_scales + places, mask=is_seen, other=0.0).to(tl.float32)
+            value = (value.to(tl.float32) * factors[:, None]).to(queries.dtype)
         attended, greatest, weight = _add_values(attended, greatest, weight, scores, value)
 
     if IS_SPLIT:

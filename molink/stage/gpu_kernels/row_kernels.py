@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
+from molink.stage.kv_quantizer import MAX_CODE
 
 _GATE_BLOCK, _BOUNDED_BLOCK = 1024, 2048
 #: Heads per program.
@@ -20,6 +21,10 @@ _ALPHA = tl.constexpr(SWIGLU_ALPHA)
 #: gelu by tanh is ``x · sigmoid(2 √(2/π) (x + 0.044715 x³))`` (Hendrycks and Gimpel 2016).
 _GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
 _CUBE = tl.constexpr(0.044715)
+#: Of KV in 8 bits: the scale of a greatest number, the least divisor, and what rounds small
+#: float32 to integers when added and subtracted.
+_CODE_SHARE, _TINY = tl.constexpr(1 / MAX_CODE), tl.constexpr(2.0**-126)
+_ROUNDS = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
@@ -123,6 +128,14 @@ def bounded_gate_kernel(
         tl.store(gated + row * width + at, result.to(gated.dtype.element_ty), mask=at < width)
 
 
+@triton.jit
+def _round_to_bf16(value):
+    """Non-negative float32 that bf16 holds; a conversion might truncate, and codes exceed 127."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return (bits & -0x10000).to(tl.float32, bitcast=True)
+
+
 # Slots are part of a larger tensor: for each alignment there would be a kernel to compile.
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def append_heads_kernel(
@@ -133,17 +146,24 @@ def append_heads_kernel(
     turned,
     keys,
     values,
+    key_scales,
+    value_scales,
     row_stride,
     head_stride,
     angle_stride,
-    slot_stride,
+    page_stride,
+    position_stride,
     page_head_stride,
+    scale_page_stride,
+    scale_position_stride,
+    scale_head_stride,
     eps,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     SIZE: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -177,12 +197,26 @@ def append_heads_kernel(
     rounded = own.to(turned.dtype.element_ty)
     target = turned + (row * (QUERIES + 2 * KEYS) + head[:, None]) * SIZE
     tl.store(target + column[None, :], rounded, mask=inside)
-    place = tl.load(slots + row) * slot_stride + column[None, :]
+    slot = tl.load(slots + row)
+    place = slot // PAGE * page_stride + slot % PAGE * position_stride + column[None, :]
     key, value = head - QUERIES, head - QUERIES - KEYS
-    is_key = inside & ((key >= 0) & turns)[:, None]
-    tl.store(keys + place + key[:, None] * page_head_stride, rounded, mask=is_key)
-    is_value = inside & (value >= 0)[:, None]
-    tl.store(values + place + value[:, None] * page_head_stride, rounded, mask=is_value)
+    is_key = (key >= 0) & turns
+    is_value = (value >= 0) & (value < KEYS)
+    if key_scales is not None:
+        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+        scale = _round_to_bf16(tl.max(tl.abs(wide), axis=1) * _CODE_SHARE)
+        divisor = tl.maximum(scale, _TINY)[:, None]
+        # Adding rounds to the nearest integer, to even ones if halfway.
+        rounded = (tl.div_rn(wide, divisor) + _ROUNDS) - _ROUNDS
+        at = slot // PAGE * scale_page_stride + slot % PAGE * scale_position_stride
+        scale = scale.to(key_scales.dtype.element_ty)
+        tl.store(key_scales + at + key * scale_head_stride, scale, mask=is_key)
+        tl.store(value_scales + at + value * scale_head_stride, scale, mask=is_value)
+    kept = rounded.to(keys.dtype.element_ty)
+    target = keys + place + key[:, None] * page_head_stride
+    tl.store(target, kept, mask=inside & is_key[:, None])
+    target = values + place + value[:, None] * page_head_stride
+    tl.store(target, kept, mask=inside & is_value[:, None])
 
 
 def add_and_norm(
@@ -276,20 +310,23 @@ def append_heads(
     angles: Tensor | None,
     slots: Tensor,
     pages: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor] | None,
     interleaved: bool,
 ) -> Tensor:
     """Norm and rotate queries and keys of ``heads``, and store keys and values in ``pages``.
 
     ``heads`` are ``[T, n, head_dim]``: queries, keys, values. ``weight`` (float32) is that of the
     norm of each query and key. ``angles`` and ``slots`` are as in
-    :class:`~molink.stage.decoder.block.ForwardContext`, ``pages`` as
-    :meth:`~molink.stage.kv_pool.KVPool.layer_pages` returns them. Without a weight or angles that
-    part is left out. Returns all heads.
+    :class:`~molink.stage.decoder.block.ForwardContext`, ``pages`` and ``scales`` are the layer's
+    of a :class:`~molink.stage.kv_pool.KVPool`; with scales, rows are quantized as by
+    :func:`~molink.stage.kv_quantizer.quantize_rows`. Without a weight or angles that part is left
+    out. Returns all heads.
     """
     heads = _lay_out(heads)
     count, members, size = heads.shape
     keys, values = pages
     kv_heads = keys.shape[2]
+    key_scales, value_scales = scales or (None, None)
     turned = torch.empty((count, members, size), dtype=heads.dtype, device=heads.device)
     append_heads_kernel[(count, triton.cdiv(members, _TILE))](
         heads,
@@ -299,17 +336,20 @@ def append_heads(
         turned,
         keys,
         values,
+        key_scales,
+        value_scales,
         heads.stride(0),
         heads.stride(1),
         0 if angles is None else angles.stride(0),
-        keys.stride(1),
-        keys.stride(2),
+        *keys.stride()[:3],
+        *((0, 0, 0) if key_scales is None else key_scales.stride()),
         eps,
         QUERIES=members - 2 * kv_heads,
         KEYS=kv_heads,
         SIZE=size,
         ROTARY=0 if angles is None else angles.shape[-1],
         INTERLEAVED=interleaved,
+        PAGE=keys.shape[1],
         TILE=_TILE,
         BLOCK=triton.next_power_of_2(size),
     )

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from molink.stage.attention.base import AttentionBackend, AttentionShape
+from molink.facts.model import KVCacheDType
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
+from molink.stage.kv_quantizer import dequantize_rows, quantize_rows
 
 #: (tokens before, rows now) of each sequence of a forward.
 Requests = Sequence[tuple[int, int]]
@@ -25,9 +27,11 @@ def make_shape(
     windows: tuple[int, ...] = (0,),
     softcap: float = 0.0,
     sinks: bool = False,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> AttentionShape:
     scale = scale or head_dim**-0.5
-    return AttentionShape(kv_heads, groups, head_dim, scale, windows, softcap, sinks)
+    given = windows, softcap, sinks, kv_cache_dtype
+    return AttentionShape(kv_heads, groups, head_dim, scale, *given)
 
 
 def dense(
@@ -90,7 +94,15 @@ def compare(
         order = list(range(1, blocks + 1))
         blocks += 1
     config: Any = SimpleNamespace(kv_heads=shape.kv_heads, head_dim=shape.head_dim)
-    pool = KVPool(config, len(shape.windows), blocks, block_size, dtype, torch.device(device))
+    pool = KVPool(
+        config,
+        len(shape.windows),
+        blocks,
+        block_size,
+        dtype,
+        torch.device(device),
+        kv_cache_dtype=shape.kv_cache_dtype,
+    )
     sequences, tables = [], []
     for (before, count), many in zip(requests, needed, strict=True):
         tables.append([order.pop(0) for _ in range(many)])
@@ -102,19 +114,23 @@ def compare(
     if shape.sinks:
         sinks = 3 * torch.randn(shape.groups * shape.kv_heads, generator=generator)
     for layer, window in enumerate(shape.windows):
-        pool._storage.fill_(torch.nan)
+        for part in pool.layer_scales(layer) or pool.layer_pages(layer):
+            part.fill_(torch.nan)
         rows, expected = [], []
         for (before, count), table in zip(requests, tables, strict=True):
             size = (before + count, width, shape.head_dim)
             every = torch.randn(size, generator=generator).to(dtype)
             split = shape.groups * shape.kv_heads
             both = every[:, split:].unflatten(1, (2, shape.kv_heads))
+            exact = both.float()
+            if shape.quantizes:
+                exact = dequantize_rows(*quantize_rows(both), torch.float32)
             first = max(0, before - window + 1) // block_size * block_size if window else 0
             begun = before + count - 1 if backend.reads_unwritten else None
             fill(pool, table, both, first, layer, begun)
             rows.append(every[before:])
             queries = every[before:, :split]
-            expected.append(dense(queries, both[:, 0], both[:, 1], shape, window, sinks))
+            expected.append(dense(queries, exact[:, 0], exact[:, 1], shape, window, sinks))
         given = None if sinks is None else sinks.to(device)
         result = prepared(layer, torch.cat(rows).to(device), pool, given)
         assert result.dtype == dtype

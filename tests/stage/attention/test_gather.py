@@ -39,6 +39,19 @@ def test_every_window_at_once(
     check(GatherAttention(shape), shape, MIXES[mix])
 
 
+@pytest.mark.parametrize("mix", MIXES)
+@DTYPES
+def test_kv_in_8_bits(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    mix: str,
+    dtype: torch.dtype,
+    atol: float,
+) -> None:
+    shape = shape_of(windows=WINDOWS, scale=0.4, groups=3, kv_cache_dtype="int8")
+    check(GatherAttention(shape), shape, MIXES[mix], dtype=dtype, atol=atol)
+
+
 def test_sinks_in_slabs(
     check: Callable[..., None],
     shape_of: Callable[..., AttentionShape],

@@ -74,6 +74,21 @@ def test_types_and_head_sizes(
     check(make_backend(shape), shape, [(40, 1), (20, 9)], 16, dtype, DEVICE, atol=atol)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3), (torch.float32, 1e-5)]
+)
+@pytest.mark.parametrize("mix", MIXES)
+def test_kv_in_8_bits(
+    check: Callable[..., None],
+    shape_of: Callable[..., AttentionShape],
+    mix: str,
+    dtype: torch.dtype,
+    atol: float,
+) -> None:
+    shape = shape_of(3, head_dim=24, windows=(0, 5), sinks=True, kv_cache_dtype="int8")
+    check(make_backend(shape), shape, MIXES[mix], 16, dtype, DEVICE, atol=atol)
+
+
 def test_a_sink_without_weight_changes_nothing(shape_of: Callable[..., AttentionShape]) -> None:
     shape = shape_of(windows=(5,))
     pool = make_pool(shape, 20, 8)
@@ -104,6 +119,7 @@ requests = st.lists(
     window=st.integers(0, 60),
     softcap=st.sampled_from([0.0, 3.0]),
     sinks=st.booleans(),
+    kept=st.sampled_from(["auto", "int8"]),
     groups=st.sampled_from([1, 2, 4, 7, 17]),
     kv_heads=st.integers(1, 2),
     seed=st.integers(0, 99),
@@ -116,11 +132,13 @@ def test_random_mixes_of_rows(
     window: int,
     softcap: float,
     sinks: bool,
+    kept: str,
     groups: int,
     kv_heads: int,
     seed: int,
 ) -> None:
-    shape = shape_of(groups, kv_heads, windows=(window,), softcap=softcap, sinks=sinks)
+    bounds = {"windows": (window,), "softcap": softcap, "sinks": sinks}
+    shape = shape_of(groups, kv_heads, **bounds, kv_cache_dtype=kept)
     check(make_backend(shape), shape, mix, block_size, device=DEVICE, seed=seed)
 
 

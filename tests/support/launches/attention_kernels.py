@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+from molink.facts.model import KVCacheDType
 from molink.stage.attention.base import AttentionShape
 from molink.stage.attention.triton_attention import TritonAttention
 from molink.stage.batch import SequenceRows
@@ -23,13 +24,20 @@ _SHAPES = (
     (8, 64, torch.float16, 256, 0.0, True),  # gpt-oss
     (1, 96, torch.float32, 16, 0.0, False),
 )
+_INT8_SHAPES = (_SHAPES[0], _SHAPES[2], _SHAPES[3])
 
 
 def _attend(
-    groups: int, head_dim: int, dtype: torch.dtype, page: int, softcap: float, sinks: bool
+    groups: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    page: int,
+    softcap: float,
+    sinks: bool,
+    kept: KVCacheDType = "auto",
 ) -> None:
-    shape = AttentionShape(1, groups, head_dim, head_dim**-0.5, (0,), softcap, sinks)
-    pool = KVPool(shape, 1, 1, page, dtype, _CPU)
+    shape = AttentionShape(1, groups, head_dim, head_dim**-0.5, (0,), softcap, sinks, kept)
+    pool = KVPool(shape, 1, 1, page, dtype, _CPU, kv_cache_dtype=kept)
     backend = TritonAttention(shape)
     for batch in _BATCHES:
         rows = sum(sequence.count for sequence in batch)
@@ -38,4 +46,7 @@ def _attend(
         backend.prepare_layers(batch, page, dtype, _CPU)(0, heads, pool, given)
 
 
-LAUNCHES = [partial(_attend, *shape) for shape in _SHAPES]
+LAUNCHES = [
+    *(partial(_attend, *shape) for shape in _SHAPES),
+    *(partial(_attend, *shape, "int8") for shape in _INT8_SHAPES),
+]
