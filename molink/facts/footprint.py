@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from molink.facts.dtypes import DTYPE_SIZES, NarrowDType, weight_dtype
-from molink.facts.model import BLOCK_SIZE, BlockWeights, ModelFacts, NarrowWeights, Quantize
+from molink.facts.model import (
+    BLOCK_SIZE,
+    BlockWeights,
+    KVCacheDType,
+    ModelFacts,
+    NarrowWeights,
+    Quantize,
+)
 from molink.facts.profile import MAX_CHUNK_ROWS
 
 #: A stage needs room for the KV blocks of this many tokens, or of the maximum length if less.
@@ -27,6 +34,8 @@ _SCORE_BYTES = 4 + 4
 _PRODUCT_BYTES = 16
 #: A CPU repeats a scale of four bytes for each 64 int8 columns or more.
 _REPEATED_SCALES = 16
+#: An element of keys and values on its way to 8 bits: float32, its quotient and its code.
+_KV_CODE_BYTES = 4 + 4 + 1
 #: Decode rows are padded to the longest of a bucket, at most by this factor.
 _PADDING_FACTOR = 2
 #: Weights that a GPU dequantizes at once.
@@ -51,6 +60,7 @@ class StageSetup:
     bf16: bool = True
     dtype: str = "auto"
     quantize: Quantize = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
     step_limits: StepLimits = StepLimits()
     #: Whether the device multiplies by block-quantized weights.
     has_block_kernels: bool = False
@@ -153,7 +163,13 @@ class Footprint:
             row += facts.widest // facts.hidden * _PRODUCT_BYTES
         scores = facts.score_heads * _SCORE_BYTES
         logit_rows = load.max_decode_rows + 1 + GRAPH_LOGIT_ROWS * (target.kind == "cuda")
-        cuda, token, copies = target.kind == "cuda", scaled(facts.kv_bytes), not target.reads_pages
+        cuda, copies = target.kind == "cuda", not target.reads_pages
+        copied = token = scaled(facts.kv_bytes)
+        if target.kv_cache_dtype == "int8":
+            row += facts.kv_bytes // facts.element_bytes * _KV_CODE_BYTES
+            # Gathered codes become rows.
+            token = facts.int8_kv_bytes
+            copied += token
         return cls(
             layer_bytes=layer,
             first_bytes=first,
@@ -163,7 +179,7 @@ class Footprint:
             max_model_len=facts.max_model_len,
             step_bytes=rows * row + unpacked + PAGED_BYTES * target.reads_pages,
             logits_bytes=logit_rows * facts.vocabulary * (element + LOGIT_BYTES),
-            attention_copy_bytes=_PADDING_FACTOR * (token + element + scores) * copies,
+            attention_copy_bytes=_PADDING_FACTOR * (copied + element + scores) * copies,
             mask_bytes=load.max_chunk_rows * (element + 1 + scores) * copies,
             layer_graph_bytes=GRAPH_BYTES * cuda,
             graph_bytes=(GRAPH_POOL_BYTES + load.max_decode_rows * row) * cuda,

@@ -17,6 +17,7 @@ from molink.checkpoint.model_source import find_local_model, name_local_model
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantized_size import quantized_bytes
 from molink.errors import UsageError
+from molink.facts.footprint import StageSetup
 from molink.facts.layer_range import stage_number
 from molink.facts.memory_plan import MARGIN_DIVISOR
 from molink.facts.model import ModelFacts, Objective, Quantize
@@ -260,7 +261,9 @@ def _place_model(
             if by.pc != to.pc:
                 links.record_measurement(by.peer, to.peer, link.latency, link.rate)
     candidates = [make_candidate(one.peer, one.device) for one in peers]
-    return place_model(model.facts, candidates, quantize=quantize, goal=aim, links=links)
+    return place_model(
+        model.facts, candidates, StageSetup(quantize=quantize), goal=aim, links=links
+    )
 
 
 def make_candidate(peer: str, device: str) -> Candidate:

@@ -25,9 +25,16 @@ class Ring:
         bounds = [0, *splits, opened.config.layers]
         device, dtype = options.get("device", "cpu"), options.get("dtype", "f32")
         quantize, avoid = options.get("quantize", "none"), options.get("avoid", ())
+        kept = options.get("kv_cache_dtype", "auto")
         self.stages = [
             Stage.load_layers(
-                opened, (first, last), device, dtype, quantize, disabled_kernels=avoid
+                opened,
+                (first, last),
+                device,
+                dtype,
+                quantize,
+                disabled_kernels=avoid,
+                kv_cache_dtype=kept,
             )
             for first, last in pairwise(bounds)
         ]

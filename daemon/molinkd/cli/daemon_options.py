@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import Objective, Quantize
+from molink.facts.model import KVCacheDType, Objective, Quantize
 from molink.facts.settings import PreemptionMode
 
 #: Options that are not settings, so that they are not saved.
@@ -187,6 +187,9 @@ class UpOptions(DaemonOptions):
     ] = None
     quantize: Annotated[
         Quantize | None, _option("Model", "Weight quantization.  [default: none]")
+    ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDType | None, _option("Model", "Keys and values of requests.  [default: auto]")
     ] = None
     dtype: Annotated[
         DTypeChoice | None, _option("Model", "Data type for computation.  [default: auto]")

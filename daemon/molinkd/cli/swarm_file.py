@@ -12,7 +12,7 @@ from molink.checkpoint.model_source import find_local_model, is_hub_file, is_rep
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import parse_layers
-from molink.facts.model import Objective, Quantize
+from molink.facts.model import KVCacheDType, Objective, Quantize
 from molink.facts.scalars import Text
 from molink.wire.messages.admin import MAX_MODELS, MAX_PINS, ModelEntry
 from molink.wire.messages.instructions import MAX_PIPELINES
@@ -40,6 +40,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     objective: Objective = "latency"
     dtype: DTypeChoice = "auto"
     quantize: Quantize = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
     #: Micro-batches in flight; 0 = automatic.
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     #: Names or ids of the only PCs for this model; they serve no other.
@@ -133,6 +134,7 @@ def model_entries(file: SwarmFile, lines: LineIndex, folder: Path) -> tuple[Mode
             objective=one.objective,
             dtype=one.dtype,
             quantize=one.quantize,
+            kv_cache_dtype=one.kv_cache_dtype,
             micro_batches=one.micro_batches,
             pins=tuple((pc, one.layers.get(pc, "auto")) for pc in one.pinned_pcs),
         )

@@ -195,6 +195,7 @@ class AdminHandler:
             dtype=request.dtype,
             micro_batches=request.micro_batches,
             quantize=request.quantize,
+            kv_cache_dtype=request.kv_cache_dtype,
             objective=request.objective,
             min_stages=request.min_stages,
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from molink.errors import DamagedState, StateError
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 #: ``profile`` is msgpack of :class:`molink.facts.profile.Profile`.
 _STAGES = """CREATE TABLE stages (
@@ -35,7 +35,7 @@ CREATE TABLE models (
     quantize TEXT NOT NULL DEFAULT 'none', objective TEXT NOT NULL DEFAULT 'latency',
     min_stages INTEGER NOT NULL DEFAULT 0, replicas INTEGER NOT NULL DEFAULT 1,
     pins BLOB NOT NULL DEFAULT X'90', applied INTEGER NOT NULL DEFAULT 0,
-    stopped INTEGER NOT NULL DEFAULT 0
+    stopped INTEGER NOT NULL DEFAULT 0, kv_cache_dtype TEXT NOT NULL DEFAULT 'auto'
 );
 CREATE TABLE pipelines (
     id TEXT PRIMARY KEY, model TEXT NOT NULL REFERENCES models (name) ON DELETE CASCADE,

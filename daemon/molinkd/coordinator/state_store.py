@@ -246,12 +246,13 @@ class StateStore:
         """The desired models, in the given order."""
         rows = self._db.execute(
             "SELECT facts, source, min_peers, dtype, micro_batches, quantize, objective, "
-            "min_stages, replicas, pins, applied, stopped FROM models ORDER BY rowid"
+            "min_stages, replicas, pins, applied, stopped, kv_cache_dtype "
+            "FROM models ORDER BY rowid"
         )
         models: list[DesiredModel] = []
-        for facts, *plain, pins, applied, stopped in rows:
+        for facts, *plain, pins, applied, stopped, kept in rows:
             decoded = msgspec.msgpack.decode(pins, type=tuple[Pin, ...])
-            values = (*plain, decoded, bool(applied), bool(stopped))
+            values = (*plain, decoded, bool(applied), bool(stopped), kept)
             models.append(DesiredModel(msgspec.msgpack.decode(facts, type=ModelFacts), *values))
         return tuple(models)
 
@@ -266,8 +267,8 @@ class StateStore:
                 packed = msgspec.msgpack.encode(one.facts)
                 self._db.execute(
                     "DELETE FROM models WHERE name = ? "
-                    "AND (facts != ? OR dtype != ? OR quantize != ?)",
-                    (one.facts.name, packed, one.dtype, one.quantize),
+                    "AND (facts != ? OR dtype != ? OR quantize != ? OR kv_cache_dtype != ?)",
+                    (one.facts.name, packed, one.dtype, one.quantize, one.kv_cache_dtype),
                 )
                 self._db.execute(
                     "DELETE FROM pipelines WHERE model = ? AND replica >= ?",
@@ -289,6 +290,7 @@ class StateStore:
             "pins": msgspec.msgpack.encode(desired.pins),
             "applied": desired.applied,
             "stopped": desired.stopped,
+            "kv_cache_dtype": desired.kv_cache_dtype,
         }
         changed = ", ".join(f"{name} = excluded.{name}" for name in values)
         conflict = f"ON CONFLICT (name) DO UPDATE SET {changed}"

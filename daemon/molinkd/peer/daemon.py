@@ -247,7 +247,10 @@ class Daemon:
     ) -> ApplyHandler:
         def make_bootstrap(entry: ModelEntry) -> Bootstrap:
             settings = msgspec.structs.replace(
-                self._settings, dtype=entry.dtype, quantize=entry.quantize
+                self._settings,
+                dtype=entry.dtype,
+                quantize=entry.quantize,
+                kv_cache_dtype=entry.kv_cache_dtype,
             )
             launch = msgspec.structs.replace(self._launch, model=entry.source, settings=settings)
             return self._make_bootstrap(launch, keys, repository)

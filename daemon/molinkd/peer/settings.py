@@ -18,7 +18,7 @@ from molink.errors import UsageError
 from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import parse_layers
-from molink.facts.model import Objective, Quantize
+from molink.facts.model import KVCacheDType, Objective, Quantize
 from molink.facts.settings import PipelineSettings
 from molink.swarm.agent.pause_policy import DailyWindow
 from molink.swarm.membership.discovery import PAIRING_PORT
@@ -116,6 +116,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dtype: DTypeChoice = "auto"
     #: Weight quantization of layers; a model that is quantized already stays as it is.
     quantize: Quantize = "none"
+    #: How stages keep keys and values.
+    kv_cache_dtype: KVCacheDType = "auto"
     #: Small model with the same vocabulary for speculative decoding, if the scheduler runs on this
     #: PC; empty means none.
     draft_model: Annotated[str, msgspec.Meta(max_length=4096)] = ""

@@ -119,6 +119,7 @@ def _load_stage(
         disabled_kernels=disabled_kernels,
         on_layer=on_layer,
         max_decode_rows=start.settings.max_num_seqs,
+        kv_cache_dtype=start.kv_cache_dtype,
     )
     _require_paging(start, stage)
     return stage

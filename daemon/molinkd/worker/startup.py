@@ -45,4 +45,5 @@ def warm_up_worker(warm: WarmUp) -> None:
     if warm.threads:
         torch.set_num_threads(warm.threads)
     folder = ModelFolder.open(Path(warm.model_dir), warm.layers)
-    warm_up(folder, warm.layers, warm.dtype, warm.quantize, warm.block_size)
+    how = warm.dtype, warm.quantize, warm.kv_cache_dtype
+    warm_up(folder, warm.layers, *how, warm.block_size)

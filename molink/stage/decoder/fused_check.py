@@ -76,6 +76,8 @@ def _compare_operators(
     for count, (rotary, interleaved), normed in product(_ROWS, rotations, (False, True)):
         fused = FusedOperators(shapes.eps, 0.0, "silu", _LIMIT, interleaved, dtype)
         yield from _compare_heads(shapes, noise, count, rotary, normed, fused, device)
+    fused = FusedOperators(shapes.eps, 0.0, "silu", _LIMIT, False, dtype)
+    yield from _compare_codes(shapes, noise, max(_ROWS), fused, device)
 
 
 def _compare_norms(
@@ -135,6 +137,23 @@ def _compare_heads(
         append(exact, _CPU, torch.float64),
         strict=True,
     )
+
+
+def _compare_codes(
+    shapes: TrialShapes, noise: _Noise, count: int, fused: FusedOperators, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """A KV pool in 8 bits, and one with torch's codes of the same rows."""
+    shape, size = shapes.attention, shapes.block_size
+    heads = noise(fused.dtype, count, (shape.groups + 2) * shape.kv_heads, shape.head_dim)
+    slots, blocks = torch.arange(count).flip(0), 1 + count // size
+
+    def append(append_heads: AppendHeads, place: torch.device) -> Tensor:
+        pool = KVPool(shape, 1, blocks, size, fused.dtype, place, kv_cache_dtype="int8")
+        pool.zero_blocks(range(blocks))
+        append_heads(heads.to(place), None, None, pool, 0, slots.to(place))
+        return torch.stack(pool.read_blocks(0, slice(0, blocks), 1))
+
+    yield append(fused.append_heads, device), append(SeparateAppend(rotate_half), _CPU).double()
 
 
 def _create_noise(generator: torch.Generator, dtype: torch.dtype, *size: int) -> Tensor:

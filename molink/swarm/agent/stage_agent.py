@@ -393,6 +393,7 @@ def _worker_key(assign: Assign) -> tuple[object, ...]:
         assign.root,
         assign.dtype,
         assign.quantize,
+        assign.kv_cache_dtype,
         assign.block_size,
         assign.max_model_len,
     )

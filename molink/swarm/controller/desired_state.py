@@ -25,7 +25,15 @@ from molink.wire.messages.admin import DesiredModels, ModelSpec
 from molink.wire.messages.instructions import MAX_PIPELINES
 
 #: Fields whose old and new values are shown.
-_COMPARED_FIELDS = ("replicas", "min_stages", "objective", "dtype", "quantize", "micro_batches")
+_COMPARED_FIELDS = (
+    "replicas",
+    "min_stages",
+    "objective",
+    "dtype",
+    "quantize",
+    "kv_cache_dtype",
+    "micro_batches",
+)
 
 
 def decode_desired_models(payload: memoryview | None) -> DesiredModels:
@@ -201,6 +209,7 @@ def _resolve_model(index: int, spec: ModelSpec, source: str, registry: Registry)
         dtype=spec.dtype,
         micro_batches=spec.micro_batches,
         quantize=spec.quantize,
+        kv_cache_dtype=spec.kv_cache_dtype,
         objective=spec.objective,
         min_stages=spec.min_stages,
         replicas=spec.replicas,
@@ -257,7 +266,7 @@ def _explain_no_room(
         for one in offers
         if (one.peer in pins if pins else one.peer not in bound)
     ]
-    found = place_model(desired.facts, usable, desired.dtype, desired.quantize)
+    found = place_model(desired.facts, usable, desired.setup)
     if not isinstance(found, Placement):
         return found.reason
     others = ", ".join(one.facts.name for one in models if one.facts.name != name)

@@ -86,8 +86,7 @@ def _estimate_rings(
         return place_model(
             desired.facts,
             candidates,
-            desired.dtype,
-            desired.quantize,
+            desired.setup,
             goal=goal,
             links=links,
             serving=serving,

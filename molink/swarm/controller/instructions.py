@@ -36,6 +36,7 @@ def build_instruction(
             dtype=desired.dtype,
             block_size=record.block_size,
             quantize=desired.quantize,
+            kv_cache_dtype=desired.kv_cache_dtype,
             root=desired.facts.root,
             partial_sources=partial_holders(desired.facts, registry),
             hub=desired.facts.hub,

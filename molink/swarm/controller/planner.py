@@ -9,7 +9,6 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from molink.facts.footprint import StageSetup
 from molink.facts.layer_range import parse_layers
 from molink.swarm.controller.backoff import Backoff
 from molink.swarm.controller.formation import Formation
@@ -234,14 +233,13 @@ class Planner:
         self, record: PipelineRecord, desired: DesiredModel, registry: Registry
     ) -> None:
         """Record the measured step times of all stages of a new ring."""
-        setup = StageSetup(dtype=desired.dtype, quantize=desired.quantize)
         rows = MICRO_BATCH_ROWS[desired.objective]
         for stage in record.stages:
             seconds = stage.profile.decode_s(rows)
             session = registry.sessions.get(stage.peer)
             offer = None if session is None else self._cached_candidate(stage.peer, session.report)
             if offer is not None and seconds > 0 and is_significant(offer, seconds):
-                rate = measured_rate(desired.facts, offer, setup, stage.layers, seconds)
+                rate = measured_rate(desired.facts, offer, desired.setup, stage.layers, seconds)
                 self.read_rates.record_profile(
                     stage.peer, (stage.layers, stage.profile, rows), rate
                 )
@@ -316,8 +314,7 @@ class Planner:
         found = place_model(
             desired.facts,
             candidates,
-            desired.dtype,
-            desired.quantize,
+            desired.setup,
             goal=PlacementGoal(desired.objective, desired.target_stages),
             links=self.links,
             serving=[(stage.peer, stage.layers) for stage in serving if not self._ignore_serving],

@@ -6,7 +6,8 @@ from typing import Literal
 from msgspec import structs
 
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import BLOCK_SIZE, LayerRange, ModelFacts, Objective, Quantize
+from molink.facts.footprint import StageSetup
+from molink.facts.model import BLOCK_SIZE, KVCacheDType, LayerRange, ModelFacts, Objective, Quantize
 from molink.facts.profile import UNKNOWN_PROFILE, Profile
 from molink.wire.messages.instructions import PeerInfo
 
@@ -101,6 +102,7 @@ class DesiredModel:
     pins: tuple[Pin, ...] = ()
     applied: bool = False
     stopped: bool = False
+    kv_cache_dtype: KVCacheDType = "auto"
 
     @property
     def num_pipelines(self) -> int:
@@ -115,7 +117,15 @@ class DesiredModel:
     @property
     def weight_key(self) -> tuple[object, ...]:
         """Everything whose change makes every stage reload."""
-        return structs.replace(self.facts, hub=""), self.dtype, self.quantize
+        facts = structs.replace(self.facts, hub="")
+        return facts, self.dtype, self.quantize, self.kv_cache_dtype
+
+    @property
+    def setup(self) -> StageSetup:
+        """How every PC runs its stage."""
+        return StageSetup(
+            dtype=self.dtype, quantize=self.quantize, kv_cache_dtype=self.kv_cache_dtype
+        )
 
     @property
     def quantization(self) -> Quantize:

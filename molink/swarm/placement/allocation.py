@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from molink.facts.footprint import StageSetup
 from molink.facts.memory_plan import usable_bytes as usable_bytes
 from molink.swarm.controller.records import DesiredModel
 from molink.swarm.placement.links import Links
@@ -71,12 +70,11 @@ def fits_model(desired: DesiredModel, offers: Iterable[Candidate]) -> bool:
     usable = [apply_pin(one, pins) for one in offers if not pins or one.peer in pins]
     usable = [one for one in usable if not explain_misfit(one.stage, desired.facts)]
     if any(one.stage != "auto" for one in usable):
-        found = place_model(desired.facts, usable, desired.dtype, desired.quantize)
+        found = place_model(desired.facts, usable, desired.setup)
         return isinstance(found, Placement)
     layers = desired.facts.layers
-    setup = StageSetup(dtype=desired.dtype, quantize=desired.quantize)
     hosts = [
-        build_host(desired.facts, replace(one, draft_bytes=0), setup, ASSUMED_RATE)
+        build_host(desired.facts, replace(one, draft_bytes=0), desired.setup, ASSUMED_RATE)
         for one in usable
     ]
     if any(one.max_layers(opens=True, closes=True) >= layers for one in hosts):

@@ -60,6 +60,7 @@ ROOM_WORTH = 0.25
 _ROOM_FACTOR = 4
 #: … up to room for this many streams of MIN_TOKENS tokens.
 _STREAMS: dict[Objective, int] = {"latency": 4, "throughput": 64}
+_USUAL_SETUP = StageSetup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +149,13 @@ class _NoPlacementError(Exception):
 def place_model(
     facts: ModelFacts,
     candidates: Sequence[Candidate],
-    dtype: str = "auto",
-    quantize: Quantize = "none",
+    setup: StageSetup = _USUAL_SETUP,
     *,
     goal: PlacementGoal = PlacementGoal(),
     links: Links | None = None,
     serving: Sequence[tuple[str, LayerRange]] = (),
 ) -> Placement | Unplaceable:
-    """Place a model over ``candidates``, which are in joining order.
+    """Place a model over ``candidates``, which are in joining order and run it as in ``setup``.
 
     Peers that name layers the model lacks get none. ``serving`` is the running ring, if any. If
     draft models do not fit, the model is placed without them.
@@ -163,14 +163,11 @@ def place_model(
     misfits = {one.peer: why for one in candidates if (why := explain_misfit(one.stage, facts))}
     fitting = [one for one in candidates if one.peer not in misfits]
     try:
-        setup = StageSetup(dtype=dtype, quantize=quantize)
         return _Placer(facts, fitting, setup, goal, links or Links()).place_stages(serving)
     except _NoPlacementError as reason:
         if any(one.draft_bytes for one in candidates):
             without = [replace(one, draft_bytes=0) for one in candidates]
-            return place_model(
-                facts, without, dtype, quantize, goal=goal, links=links, serving=serving
-            )
+            return place_model(facts, without, setup, goal=goal, links=links, serving=serving)
         named = [
             f"{one.name} (--stage {one.stage}) {misfits[one.peer]}"
             for one in candidates
@@ -449,13 +446,13 @@ class _Placer:
     def fits_if_connected(self) -> bool:
         """Whether a placement would exist if all peers could connect."""
         opened = [replace(one, unreachable=frozenset()) for one in self.candidates]
-        found = place_model(self.facts, opened, self.setup.dtype, self.setup.quantize)
+        found = place_model(self.facts, opened, self.setup)
         return isinstance(found, Placement)
 
     def smaller_quantization(self) -> Quantize | None:
         """The mildest quantization with which a placement would exist, if any."""
         for mode in smaller_modes(self.facts, self.setup):
-            found = place_model(self.facts, self.candidates, self.setup.dtype, mode)
+            found = place_model(self.facts, self.candidates, replace(self.setup, quantize=mode))
             if isinstance(found, Placement):
                 return mode
         return None

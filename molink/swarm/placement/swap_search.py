@@ -163,8 +163,7 @@ class SwapSearch:
         found = place_model(
             desired.facts,
             [offer for peer, offer in self._candidates.items() if peer in peers],
-            desired.dtype,
-            desired.quantize,
+            desired.setup,
             goal=PlacementGoal(desired.objective, desired.target_stages),
             links=self._links,
         )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import ModelFacts, Objective, Quantize
+from molink.facts.model import KVCacheDType, ModelFacts, Objective, Quantize
 from molink.facts.scalars import Addresses, Count, Text
 from molink.wire.messages.base import Message, Payload
 from molink.wire.messages.instructions import MAX_PIPELINES, PeerInfo
@@ -33,6 +33,7 @@ class ServeModel(Message, frozen=True, kw_only=True, tag="serve-model"):
     dtype: DTypeChoice = "auto"
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     quantize: Quantize = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
     objective: Objective = "latency"
     min_stages: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
 
@@ -76,6 +77,7 @@ class ServingOptions(Message, frozen=True, kw_only=True):
     objective: Objective = "latency"
     dtype: DTypeChoice = "auto"
     quantize: Quantize = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
     micro_batches: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     pins: Annotated[tuple[tuple[Text, Text], ...], msgspec.Meta(max_length=MAX_PINS)] = ()
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import BLOCK_SIZE, HubRevision, LayerRange, Quantize, Root
+from molink.facts.model import BLOCK_SIZE, HubRevision, KVCacheDType, LayerRange, Quantize, Root
 from molink.facts.profile import Profile
 from molink.facts.scalars import Addresses, Count, Index, Sentence, Text
 from molink.wire.messages.base import Message, Payload, Port, PublicKey
@@ -104,6 +104,7 @@ class Assign(Message, frozen=True, kw_only=True, tag="assign"):
     dtype: DTypeChoice
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_SIZE
     quantize: Quantize = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
     root: Root = ""
     partial_sources: Sources = ()
     hub: HubRevision = ""

@@ -11,7 +11,7 @@ import msgspec
 
 from molink.errors import WireError
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import LayerRange, Quantize
+from molink.facts.model import KVCacheDType, LayerRange, Quantize
 from molink.facts.profile import UNKNOWN_PROFILE, Profile
 from molink.facts.scalars import Count, Index, Sentence, Text
 from molink.facts.settings import PipelineSettings
@@ -39,6 +39,7 @@ class WarmUp(Message, frozen=True, kw_only=True, tag="warm-up"):
     threads: Index = 0
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
     quantize: Quantize = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
 
 
 class WarmedUp(Message, frozen=True, kw_only=True, tag="warmed-up"):
@@ -82,6 +83,7 @@ class LoadStage(Message, frozen=True, kw_only=True, tag="load-stage"):
     #: Folder of measured profiles; empty: measure each time.
     profile_cache: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     quantize: Quantize = "none"
+    kv_cache_dtype: KVCacheDType = "auto"
     #: Bytes of GPU memory that the worker may allocate; 0: unbounded.
     memory_limit: Count = 0
     #: Skip optional work of seconds, since requests may be waiting.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.facts.model import KVCacheDType
+from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.batch import SequenceRows
 from molink.stage.kv_pool import KVPool
 from molink.stage.kv_quantizer import dequantize_rows, quantize_rows

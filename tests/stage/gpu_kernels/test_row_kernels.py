@@ -233,6 +233,30 @@ def test_heads_and_pages_equal_exact_ones(
     assert normed == "all heads" or torch.equal(heads, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("size", "page"), [(16, 4), (12, 5), (96, 16)])
+def test_codes_are_those_of_torch(dtype: torch.dtype, size: int, page: int) -> None:
+    from molink.stage.decoder.fused import FusedOperators
+
+    shape = mock.Mock(kv_heads=3, head_dim=size)
+    # From tiny rows to large ones, and none.
+    heads = noise(9, 12, size, seed=1, dtype=torch.float32)
+    heads = (heads * torch.logspace(-6, 3, 9, device=DEVICE)[:, None, None]).to(dtype)
+    heads[4] = 0
+    slots = torch.randperm(3 * page, generator=torch.Generator().manual_seed(0))[:9].to(DEVICE)
+
+    def append(append_heads: Callable[..., Tensor]) -> KVPool:
+        pool = KVPool(shape, 2, 3, page, dtype, DEVICE, kv_cache_dtype="int8")
+        pool.zero_blocks(range(3))
+        append_heads(heads.clone(), None, None, pool, 1, slots)
+        return pool
+
+    fused = FusedOperators(1e-5, 0.0, "silu", 0.0, False, dtype)
+    found, expected = append(fused.append_heads), append(SeparateAppend(rotate_half))
+    assert torch.equal(found._memory, expected._memory)
+    assert found.layer_pages(1)[0].any()
+
+
 # --- whole models -----------------------------------------------------------------------------
 
 #: Families with what layers differ in: norms, rotations, gates, residuals.

@@ -193,6 +193,36 @@ def test_padded_steps_give_the_same(
     assert all(stage.graph_bytes > 0 for stage in ring.stages)
 
 
+@pytest.mark.parametrize("backend", ["gather", pytest.param("triton", marks=needs_triton)])
+def test_steps_with_kv_in_8_bits(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    captures: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+) -> None:
+    def create(_: str, shape: AttentionShape, *given: object) -> AttentionBackend:
+        from molink.stage.attention.triton_attention import TritonAttention
+
+        return (TritonAttention if backend == "triton" else GatherAttention)(shape)
+
+    monkeypatch.setattr(stages, "create_attention", create)
+    folder, made = make_model(tmp_path, "qwen3", 3), []
+    plain, replayed, ring = run_both(
+        make_ring,
+        folder,
+        random_tokens,
+        MIXES["three"],
+        lambda: made.append(captures()),
+        kv_cache_dtype="int8",
+    )
+    torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
+    assert all(each.replayed >= 5 for each in made[0])
+    assert all(stage._pool.layer_scales(0) is not None for stage in ring.stages)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_padded_steps_round_as_others(
     make_model: MakeModel,

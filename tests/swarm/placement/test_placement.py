@@ -2,6 +2,7 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -61,10 +62,10 @@ def peer(
     return Candidate(name, name, memory, rate, stage, bf16, cuda, step_overhead=0.0)
 
 
-def place(model: ModelFacts, peers: list[Candidate], *args: str, **more: str) -> Placement:
+def place(model: ModelFacts, peers: list[Candidate], dtype: str = "auto", **more: Any) -> Any:
     """A placement on as many peers as possible."""
     goal = PlacementGoal("throughput", MAX_STAGES)
-    return place_model(model, peers, *args, goal=goal, **more)
+    return place_model(model, peers, StageSetup(dtype=dtype, **more), goal=goal)
 
 
 def memory_for(nbytes: float) -> int:

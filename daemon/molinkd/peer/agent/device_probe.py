@@ -23,7 +23,7 @@ from molink.facts.device import Device
 from molink.facts.dtypes import DTypeChoice, NarrowDType
 from molink.facts.footprint import StageSetup, StepLimits
 from molink.facts.kernels import KernelName
-from molink.facts.model import Quantize
+from molink.facts.model import KVCacheDType, Quantize
 from molink.facts.profile import MAX_CHUNK_ROWS
 from molink.facts.settings import PipelineSettings
 from molink.wire.sockets.secrets import write_secret
@@ -84,7 +84,11 @@ class MeasuredDevice:
         return "cpu" if self.device.kind == "cpu" else f"cuda:{self.device.index}"
 
     def stage_setup(
-        self, settings: PipelineSettings, dtype: DTypeChoice, quantize: Quantize = "none"
+        self,
+        settings: PipelineSettings,
+        dtype: DTypeChoice,
+        quantize: Quantize = "none",
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> StageSetup:
         """The setup of a stage on this device."""
         return StageSetup(
@@ -95,6 +99,7 @@ class MeasuredDevice:
             reads_pages=self.device.reads_pages,
             dtype=dtype,
             quantize=quantize,
+            kv_cache_dtype=kv_cache_dtype,
             step_limits=StepLimits(
                 settings.max_num_batched_tokens or MAX_CHUNK_ROWS, settings.max_num_seqs
             ),

@@ -82,7 +82,7 @@ class DraftModelFolder:
         plan = plan_memory(
             msgspec.structs.replace(facts, max_model_len=longest),
             layers,
-            replace(setup, quantize="none"),
+            replace(setup, quantize="none", kv_cache_dtype="auto"),
             budget,
             requests=-(-_KV_TOKENS // longest),
             block_size=block_size,

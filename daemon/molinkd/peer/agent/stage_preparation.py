@@ -114,6 +114,7 @@ class StagePreparation:
             stages_per_host=settings.stages_per_host,
             profile_cache=str(self._home.profiles),
             quantize=assign.quantize,
+            kv_cache_dtype=assign.kv_cache_dtype,
             memory_limit=0 if measured.name == "cpu" else plan.budget + draft_bytes,
             skip_optional=self._recovery.is_active,
             disabled_kernels=self._disabled_kernels(measured),
@@ -206,7 +207,7 @@ def plan_stage(
             folder.placement_facts(assign.model), max_model_len=_max_model_len(folder, assign)
         ),
         assign.layers,
-        measured.stage_setup(settings, assign.dtype, assign.quantize),
+        measured.stage_setup(settings, assign.dtype, assign.quantize, assign.kv_cache_dtype),
         max(0, measured.device.memory - taken),
         requests=settings.max_num_seqs,
         block_size=assign.block_size,

@@ -382,6 +382,7 @@ def _warm_up_of(start: LoadStage) -> WarmUp:
         threads=start.threads,
         block_size=start.block_size,
         quantize=start.quantize,
+        kv_cache_dtype=start.kv_cache_dtype,
     )
 
 

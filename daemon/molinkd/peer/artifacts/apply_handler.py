@@ -124,6 +124,7 @@ class ApplyHandler:
             objective=entry.objective,
             dtype=entry.dtype,
             quantize=entry.quantize,
+            kv_cache_dtype=entry.kv_cache_dtype,
             micro_batches=entry.micro_batches,
             pins=entry.pins,
         )

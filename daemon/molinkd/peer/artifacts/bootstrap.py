@@ -252,6 +252,7 @@ class Bootstrap:
             dtype=settings.dtype,
             micro_batches=settings.micro_batches,
             quantize=settings.quantize,
+            kv_cache_dtype=settings.kv_cache_dtype,
             objective=settings.objective,
             min_stages=settings.min_stages,
         )
