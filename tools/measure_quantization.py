@@ -1,4 +1,4 @@
-"""Quality of quantized weights: of the bundled model on held-out conversations, or of any on TEXTs.
+"""Quality of quantized weights and KV: of the bundled model on held-out talks, or of any on TEXTs.
 
     python -m tools.measure_quantization
     python -m tools.measure_quantization --model FOLDER_OR_FILE.gguf TEXT... --tokens 220
@@ -26,7 +26,7 @@ from torch import Tensor
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import find_model
 from molink.facts.dtypes import DTypeChoice
-from molink.facts.model import Quantize
+from molink.facts.model import KVCacheDType, Quantize
 from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from molink.text.tokenizer import Tokenizer
@@ -36,16 +36,19 @@ from tools.train_demo_model import FOLDER
 
 _BLOCK = 16
 #: The first mode is the reference.
-MODES: dict[str, tuple[DTypeChoice, Quantize]] = {
-    "fp32": ("f32", "none"),
-    "auto": ("auto", "none"),
-    "bf16": ("bf16", "none"),
-    "int8": ("auto", "int8"),
-    "int8 (fp32 rows)": ("f32", "int8"),
-    "int8 (bf16 rows)": ("bf16", "int8"),
-    "nf4": ("auto", "nf4"),
-    "nf4 (fp32 rows)": ("f32", "nf4"),
-    "nf4 (bf16 rows)": ("bf16", "nf4"),
+MODES: dict[str, tuple[DTypeChoice, Quantize, KVCacheDType]] = {
+    "fp32": ("f32", "none", "auto"),
+    "auto": ("auto", "none", "auto"),
+    "bf16": ("bf16", "none", "auto"),
+    "int8": ("auto", "int8", "auto"),
+    "int8 (fp32 rows)": ("f32", "int8", "auto"),
+    "int8 (bf16 rows)": ("bf16", "int8", "auto"),
+    "nf4": ("auto", "nf4", "auto"),
+    "nf4 (fp32 rows)": ("f32", "nf4", "auto"),
+    "nf4 (bf16 rows)": ("bf16", "nf4", "auto"),
+    "int8 KV": ("auto", "none", "int8"),
+    "int8 KV (fp32 rows)": ("f32", "none", "int8"),
+    "int8 KV (bf16 rows)": ("bf16", "none", "int8"),
 }
 
 
@@ -80,9 +83,9 @@ def measure_model(
     longest = max(map(len, texts))
     exact: Tensor | None = None
     for mode in modes:
-        dtype, quantize = MODES[mode]
+        dtype, quantize, kept = MODES[mode]
         stage = Stage.load_layers(
-            folder, (0, folder.config.layers), "cpu", dtype, quantize=quantize
+            folder, (0, folder.config.layers), "cpu", dtype, quantize, kv_cache_dtype=kept
         )
         stage.allocate_kv_pool(-(-longest // _BLOCK), _BLOCK)
         found = torch.cat(list(log_probabilities(stage, texts)))
@@ -135,10 +138,10 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"tokens": sum(map(len, texts)), "modes": rows}, indent=2))
         return
-    print(f"{'mode':18} {'ppl':>8} {'answers':>8} {'same token':>10} {'KL nats':>9} {'layer':>9}")
+    print(f"{'mode':20} {'ppl':>8} {'answers':>8} {'same token':>10} {'KL nats':>9} {'layer':>9}")
     for row in rows:
         print(
-            f"{row['mode']:18} {row['perplexity']:8.4f} {row['answer_perplexity']:8.4f} "
+            f"{row['mode']:20} {row['perplexity']:8.4f} {row['answer_perplexity']:8.4f} "
             f"{row['agreement']:10.2%} {row['divergence']:9.6f} {row['layer_bytes']:9}"
         )
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from molink.errors import UsageError
+from molink.facts.dtypes import KV_SCALE_BYTES
 from molink.facts.kernels import MIN_TRITON_CAPABILITY
+from molink.facts.model import KVCacheDType
 from molink.sim.congestion.base import CONGESTION_CONTROLS
 
 #: One Mbit/s in bytes/s.
@@ -77,6 +79,7 @@ class ModelProfile:
     bytes_per_parameter: float = 2.0
     block_bytes: float = 0.0
     head_block_bytes: float = 0.0
+    kv_cache_dtype: KVCacheDType = "auto"
 
     @property
     def layer_parameters(self) -> int:
@@ -86,7 +89,9 @@ class ModelProfile:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer (16 bit)."""
+        """Bytes of one token's keys and values in one layer: in 16 bits, or in 8 with scales."""
+        if self.kv_cache_dtype == "int8":
+            return 2 * self.kv_heads * (self.head_size + KV_SCALE_BYTES)
         return 2 * self.kv_heads * self.head_size * 2
 
 

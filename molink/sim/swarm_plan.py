@@ -20,7 +20,7 @@ from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
 from molink.facts.layer_range import stage_number
 from molink.facts.memory_plan import MARGIN_DIVISOR
-from molink.facts.model import ModelFacts, Objective, Quantize
+from molink.facts.model import KVCacheDType, ModelFacts, Objective, Quantize
 from molink.facts.ring_times import HANDLING_S, RingTimes
 from molink.sim.forecast import RingForecast, plan_ring, ring_times
 from molink.sim.profiles import LinkProfile, ModelProfile, load_device, load_model
@@ -68,6 +68,7 @@ class ModelDescription:
             first_bytes=ends,
             last_bytes=ends,
             kv_bytes=shape.kv_bytes,
+            int8_kv_bytes=replace(shape, kv_cache_dtype="int8").kv_bytes,
             max_model_len=MAX_MODEL_LEN,
             projection_bytes=int(shape.layer_parameters * weight),
             int8_bytes=quantized_bytes(merged, "int8", 0),
@@ -170,6 +171,7 @@ def plan_swarm(
     streams: int,
     prompt_tokens: int,
     output_tokens: int,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> SwarmPlan:
     """Place ``model`` on one PC for each of ``devices``, with equal links between all PCs.
 
@@ -178,7 +180,8 @@ def plan_swarm(
     Raises:
         UsageError: a device is unknown, the model doesn't fit, or a number is out of range.
     """
-    placed = _place_model(model, devices, link, aim)
+    setup = StageSetup(kv_cache_dtype=kv_cache_dtype)
+    placed = _place_model(model, devices, link, aim, setup)
     if isinstance(placed, Unplaceable):
         raise UsageError(placed.reason)
     peers = {one.peer: one for one in _peers(devices)}
@@ -197,7 +200,7 @@ def plan_swarm(
             for one, after in zip(order, order[1:] + order[:1], strict=True)
         ),
         layers=tuple(last - first for first, last in (one.layers for one in placed.stages)),
-        shape=model.shape,
+        shape=replace(model.shape, kv_cache_dtype=kv_cache_dtype),
     )
     forecast = plan_ring(scenario, streams, prompt_tokens, output_tokens)
     stages = _planned_stages(scenario, forecast)
@@ -208,7 +211,7 @@ def plan_swarm(
         spares=tuple(names[peer] for peer in placed.spare_peers),
         bottleneck=_describe_bottleneck(stages, aim.objective, ring_times(scenario)),
         now=estimate_ring("", placed, aim.objective),
-        more=tuple(_prospects(model, devices, link, aim)),
+        more=tuple(_prospects(model, devices, link, aim, setup)),
         forecast=forecast,
         packing=tuple(dict.fromkeys(one.name for one in scenario.device_profiles if one.has_triton))
         if model.shape.block_bytes
@@ -221,7 +224,8 @@ def least_quantized(model: ModelDescription, devices: Sequence[str]) -> Quantize
     mode: Quantize
     for mode in get_args(Quantize):
         if isinstance(
-            _place_model(model, devices, LinkProfile(), PlacementGoal(), mode), Placement
+            _place_model(model, devices, LinkProfile(), PlacementGoal(), StageSetup(quantize=mode)),
+            Placement,
         ):
             return mode
     return None
@@ -251,7 +255,7 @@ def _place_model(
     devices: Sequence[str],
     link: LinkProfile,
     aim: PlacementGoal,
-    quantize: Quantize = "none",
+    setup: StageSetup,
 ) -> Placement | Unplaceable:
     peers = _peers(devices)
     links = Links()
@@ -261,9 +265,7 @@ def _place_model(
             if by.pc != to.pc:
                 links.record_measurement(by.peer, to.peer, link.latency, link.rate)
     candidates = [make_candidate(one.peer, one.device) for one in peers]
-    return place_model(
-        model.facts, candidates, StageSetup(quantize=quantize), goal=aim, links=links
-    )
+    return place_model(model.facts, candidates, setup, goal=aim, links=links)
 
 
 def make_candidate(peer: str, device: str) -> Candidate:
@@ -320,10 +322,14 @@ def _describe_bottleneck(
 
 
 def _prospects(
-    model: ModelDescription, devices: Sequence[str], link: LinkProfile, aim: PlacementGoal
+    model: ModelDescription,
+    devices: Sequence[str],
+    link: LinkProfile,
+    aim: PlacementGoal,
+    setup: StageSetup,
 ) -> Iterator[RingEstimate]:
     """The effect of one more PC of each device, where the ring can grow."""
     for device in dict.fromkeys(devices):
-        placed = _place_model(model, [*devices, device], link, aim)
+        placed = _place_model(model, [*devices, device], link, aim, setup)
         if isinstance(placed, Placement):
             yield estimate_ring(device, placed, aim.objective)

@@ -16,7 +16,7 @@ from molink.checkpoint.model_source import find_demo_model, find_local_model, is
 from molink.errors import Unavailable, UsageError
 from molink.facts.layer_range import format_layers, stage_number
 from molink.facts.memory_plan import format_size
-from molink.facts.model import Objective
+from molink.facts.model import KVCacheDType, Objective
 from molink.plaintext import printable
 from molink.sim.profiles import LinkProfile
 from molink.sim.swarm_plan import ModelDescription, SwarmPlan, plan_swarm
@@ -260,6 +260,9 @@ def plan(
         Objective,
         typer.Option(help="Optimize for the latency of one stream or the throughput of many."),
     ] = "latency",
+    kv_cache_dtype: Annotated[
+        KVCacheDType, typer.Option(help="Keys and values of requests.")
+    ] = "auto",
     bandwidth: Annotated[float, typer.Option(help="Bandwidth per link, in Mbps.")] = 100.0,
     latency: Annotated[float, typer.Option(help="One-way latency per link, in ms.")] = 30.0,
     streams: Annotated[int, typer.Option(help="Concurrent decoding requests.")] = 8,
@@ -289,6 +292,7 @@ def plan(
         streams=streams,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
+        kv_cache_dtype=kv_cache_dtype,
     )
     if as_json:
         print(json.dumps(planned.as_json(), indent=2))
