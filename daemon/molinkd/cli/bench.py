@@ -26,7 +26,7 @@ from molink.errors import Unavailable, UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import format_layers, parse_layers
 from molink.facts.memory_plan import format_size
-from molink.facts.model import LayerRange, Quantize
+from molink.facts.model import KVCacheDType, LayerRange, Quantize
 from molink.plaintext import printable
 from molinkd.cli.daemon_client import own_api_key
 from molinkd.cli.swarm_verbs import HomeOption
@@ -48,6 +48,9 @@ def stage(
     ] = 0,
     dtype: Annotated[DTypeChoice, typer.Option(help="Data type for computation.")] = "auto",
     quantize: Annotated[Quantize, typer.Option(help="Weight quantization.")] = "none",
+    kv_cache_dtype: Annotated[
+        KVCacheDType, typer.Option(help="Keys and values of requests.")
+    ] = "auto",
     seconds: Annotated[
         float, typer.Option(min=0.1, max=600.0, help="Maximum measuring time in seconds.")
     ] = 20.0,
@@ -66,6 +69,7 @@ def stage(
         device=device,
         dtype=dtype,
         quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
         threads=threads,
         seconds=seconds,
     )
@@ -91,6 +95,7 @@ def print_result(found: StageBenchResult, console: Console) -> None:
     """Print the result as tables."""
     threads = f", {found.threads} threads" if found.threads else ""
     quantized = "" if found.quantize == "none" else f", {found.quantize}"
+    quantized += ", KV int8" * (found.kv_cache_dtype == "int8")
     layers = format_layers(found.layers)
     lines = (
         f"{found.model}, layers {layers}: {format_size(found.weight_bytes)} of weights "

@@ -9,7 +9,7 @@ import tomllib
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import platformdirs
@@ -299,6 +299,9 @@ def _explain_error(error: str, values: SettingsLayer) -> str:
         return error
     name = match["field"]
     value = "…" if name.startswith("api_key") else values.get(name)
+    if "enum" in match["what"]:
+        kinds = {**PipelineSettings.__annotations__, **Settings.__annotations__}
+        return f"`{name}` is one of {', '.join(get_args(kinds[name]))}, not {value!r}"
     bound = _BOUND.match(match["what"])
     if bound is None:
         return f"`{name}` can't be {value!r}: {match['what']}"

@@ -61,6 +61,7 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
         str(device),
         options.dtype,
         quantize=options.quantize,
+        kv_cache_dtype=options.kv_cache_dtype,
         disabled_kernels=_find_slow(computed, device, options.quantize),
     )
     profile = profile_stage(
@@ -80,6 +81,7 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
         "torch": torch.__version__,
         "dtype": stage.dtype,
         "quantize": options.quantize,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "weight_bytes": stage.weight_bytes,
         "decode": _format_points(profile.decode),
         "prefill": _format_points(profile.prefill),
@@ -148,6 +150,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantize", default="none")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="0 = torch's default")
     parser.add_argument("--seconds", type=float, default=20.0, help="maximum seconds of measuring")
     return parser.parse_args(arguments)

@@ -58,6 +58,7 @@ class StageBenchResult(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     dtype: str
     quantize: str
+    kv_cache_dtype: str = "auto"
     weight_bytes: int
     decode: tuple[BenchPoint, ...]
     prefill: tuple[BenchPoint, ...]
@@ -76,6 +77,7 @@ class StageBench:
     device: str = "auto"
     dtype: str = "auto"
     quantize: str = "none"
+    kv_cache_dtype: str = "auto"
     threads: int = 0
     seconds: float = 20.0
 
@@ -88,6 +90,7 @@ class StageBench:
             "--device": self.device,
             "--dtype": self.dtype,
             "--quantize": self.quantize,
+            "--kv-cache-dtype": self.kv_cache_dtype,
             "--threads": self.threads,
             "--seconds": self.seconds,
         }
