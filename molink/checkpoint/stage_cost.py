@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import layer_tensors
-from molink.facts.dtypes import DTYPE_SIZES
-from molink.facts.model import LayerRange
+from molink.facts.dtypes import DTYPE_SIZES, KV_SCALE_BYTES
+from molink.facts.model import KVCacheDType, LayerRange
 
 _FLOPS_PER_MULTIPLY_ADD = 2
 
@@ -21,6 +21,7 @@ class StageCost:
     layers: LayerRange
     dtype: str
     weight_bytes: int
+    kv_cache_dtype: KVCacheDType = "auto"
 
     def decode_bytes(self, context: int) -> int:
         """Bytes that a single decode row reads: weights, and KV of ``context`` tokens."""
@@ -30,8 +31,11 @@ class StageCost:
         elements = [self._matrix_elements(layer) for layer in range(*self.layers)]
         share = sum(active for _, active in elements) / max(1, sum(every for every, _ in elements))
         weights = max(0, self.weight_bytes - held * table) * share + table * self._has_output_head
-        heads = self.config.kv_heads * self.config.head_dim
-        return int(weights) + 2 * heads * element * self._attended_positions(context)
+        head = self.config.head_dim * element
+        if self.kv_cache_dtype == "int8":
+            head = self.config.head_dim + KV_SCALE_BYTES
+        kept = 2 * self.config.kv_heads * head
+        return int(weights) + kept * self._attended_positions(context)
 
     def prefill_flops(self, rows: int) -> int:
         """Operations of a prompt's first chunk of ``rows`` rows; only its last row is sampled."""

@@ -184,11 +184,12 @@ class KVPool:
     def _split_memory(self, memory: Tensor) -> tuple[Tensor, Tensor | None]:
         """Views of rows ``[…, *inner, head_dim]`` and scales ``[…, *inner]`` in blocks' memory."""
         count = math.prod(self._inner)
-        rows = memory[..., : count * self.head_dim].unflatten(-1, (*self._inner, self.head_dim))
+        shape = (*memory.shape[:-1], *self._inner)
+        rows = memory[..., : count * self.head_dim].view(*shape, self.head_dim)
         if not self._quantizes:
             return rows, None
         scales = memory[..., _align_scales(count * self.head_dim) :].view(SCALE_DTYPE)
-        return rows, scales.unflatten(-1, self._inner)
+        return rows, scales.view(shape)
 
     def locate_rows(
         self, sequences: Sequence[SequenceRows]

@@ -57,6 +57,8 @@ def test_planned_weights_are_loaded_weights(
             least, most = (0.85, 1.1) if narrow else (1.0, 1.05)
             assert least * planned <= stage.weight_bytes <= most * planned
             assert stage.block_bytes(16) == (last - first) * 16 * need.token_bytes
+            stage.kv_cache_dtype = "int8"
+            assert stage.block_bytes(16) == (last - first) * 16 * facts.int8_kv_bytes
             if name not in NORMED and wanted == "f32" and not narrow:
                 assert stage.weight_bytes == planned
 

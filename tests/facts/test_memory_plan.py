@@ -92,6 +92,24 @@ def test_attention_that_reads_pages_leaves_more_for_kv() -> None:
     assert need.activation_bytes(1 << 20, closes=True) == need.activation_bytes(0, closes=True)
 
 
+def test_kv_in_8_bits_leaves_room_for_more_tokens() -> None:
+    facts = msgspec.structs.replace(LLAMA, int8_kv_bytes=2 * 8 * (128 + 2))
+    assert 2 * 128 * facts.int8_kv_bytes == (128 + 2) * facts.kv_bytes
+    for reads_pages in (False, True):
+        plain, small = (
+            StageSetup("cuda", reads_pages=reads_pages, kv_cache_dtype=kept)
+            for kept in ("auto", "int8")
+        )
+        needs = [Footprint.of_stage(facts, one) for one in (plain, small)]
+        assert [need.token_bytes for need in needs] == [facts.kv_bytes, facts.int8_kv_bytes]
+        plans = [plan_memory(facts, (0, 32), one, 24 * GB) for one in (plain, small)]
+        tokens = [plan.kv // need.token_bytes for plan, need in zip(plans, needs, strict=True)]
+        assert tokens[1] > 1.85 * tokens[0]
+        # Gathered codes are copied, and become rows beside.
+        copied = needs[1].attention_copy_bytes - needs[0].attention_copy_bytes
+        assert copied == 2 * facts.int8_kv_bytes * (not reads_pages)
+
+
 def test_memory_plan_adds_up() -> None:
     plan = plan_memory(TINY, (0, 4), StageSetup(step_limits=LOAD), 40_000, requests=4)
     assert plan.weights == 4 * 1000 + 504, "tied: the embedding counts once"

@@ -193,6 +193,7 @@ def _models_text(status: SwarmStatus) -> str:
     only = ModelStatus(
         name=status.model or "none",
         quantize=status.quantize,
+        kv_cache_dtype=first.kv_cache_dtype,
         replicas=first.replicas,
         ready=first.ready,
         stopped=first.stopped,
@@ -202,9 +203,11 @@ def _models_text(status: SwarmStatus) -> str:
 
 def _model_text(model: ModelStatus) -> str:
     kept, replicas = model.quantize, model.replicas
+    form = f" in {kept}" if kept != "none" else ""
+    form += f", KV in {model.kv_cache_dtype}" if model.kv_cache_dtype != "auto" else ""
     times = f" ({model.ready} of {replicas} replicas ready)" if replicas > 1 else ""
     times = " (stopped)" if model.stopped else times
-    return f"{model.name}{f' in {kept}' if kept != 'none' else ''}{times}"
+    return f"{model.name}{form}{times}"
 
 
 def _pipeline_lines(status: SwarmStatus) -> Iterator[str]:

@@ -72,7 +72,7 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
     weights = Footprint.of_stage(facts, target).weight_bytes(
         last - first, opens=opens, closes=closes
     )
-    work = StageCost(folder.config, layers, stage.dtype, weights)
+    work = StageCost(folder.config, layers, stage.dtype, weights, stage.kv_cache_dtype)
     return {
         "layers": list(layers),
         "device": str(device),
@@ -86,6 +86,7 @@ def run_bench(options: argparse.Namespace) -> dict[str, object]:
         "decode": _format_points(profile.decode),
         "prefill": _format_points(profile.prefill),
         "context": profile.context,
+        "decode_token_s": profile.decode_token_s,
         "tile": profile.tile,
         "read": _rate_reading(work, profile, device),
         "compute": _rate_computing(work, profile, stage),

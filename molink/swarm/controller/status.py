@@ -120,6 +120,7 @@ def _model_status(fleet: Fleet, desired: DesiredModel) -> ModelStatus:
         name=desired.facts.name,
         quantize=desired.quantization,
         dtype=desired.dtype,
+        kv_cache_dtype=desired.kv_cache_dtype,
         objective=desired.objective,
         min_stages=desired.min_stages,
         replicas=desired.replicas,

@@ -233,6 +233,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     ready: Count = 0
     applied: bool = False
     stopped: bool = False
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,10 @@ def test_an_epoch_after_a_change_of_leader(capsys: pytest.CaptureFixture[str]) -
 def test_quantization_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show({**STATE, "quantize": "nf4"})
     show({**STATE, "quantize": "none"})
-    quantized, plain = capsys.readouterr().out.split("Swarm ")[1:]
-    assert "model m in nf4" in quantized
+    show({**STATE, "quantize": "nf4", "models": [{"name": "m", "kv_cache_dtype": "int8"}]})
+    quantized, plain, with_kv = capsys.readouterr().out.split("Swarm ")[1:]
+    assert "model m in nf4:" in quantized
+    assert "model m in nf4, KV in int8" in with_kv
     assert " in " not in plain.splitlines()[0]
 
 

@@ -16,6 +16,7 @@ replicas = 2
 min_stages = 2
 objective = "throughput"
 quantize = "int8"
+kv_cache_dtype = "int8"
 
 [[models]]
 model = "tiny"
@@ -42,6 +43,7 @@ def test_all_fields_of_a_file(tmp_path: Path) -> None:
     hub, folder, demo = model_entries(found, lines, tmp_path)
     assert (hub.source, hub.replicas, hub.min_stages) == ("Qwen/Qwen3-0.6B", 2, 2)
     assert (hub.objective, hub.quantize, hub.dtype) == ("throughput", "int8", "auto")
+    assert (hub.kv_cache_dtype, folder.kv_cache_dtype) == ("int8", "auto")
     assert folder.source == str((tmp_path / "tiny").resolve())
     assert folder.pins == (("first", "1-2"), ("attic", "3-6"))
     assert demo.source == "molink-demo"

@@ -138,7 +138,7 @@ def test_models_and_pipelines_are_stored(state: StateStore, tmp_path: Path) -> N
 
 
 def test_placement_objective_is_stored(state: StateStore) -> None:
-    wanted = DesiredModel(FACTS, A, objective="throughput", min_stages=3)
+    wanted = DesiredModel(FACTS, A, objective="throughput", min_stages=3, kv_cache_dtype="int8")
     state.save_models((wanted,))
     with reopened(state) as again:
         assert again.read_models() == (wanted,)

@@ -190,6 +190,7 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
         device="cuda:1",
         memory_limit=8 << 30,
         quantize="nf4",
+        kv_cache_dtype="int8",
         disabled_kernels=("int8",),
         settings=settings,
     )
@@ -199,6 +200,7 @@ def test_memory_is_bounded_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
         "held": None,
         "disabled_kernels": ("int8",),
         "max_decode_rows": 200,
+        "kv_cache_dtype": "int8",
     }
     assert done == [
         ("cuda:1", 8 << 30),

@@ -41,13 +41,21 @@ def served(registry: Registry, *models: ModelSpec, molink: str = "") -> tuple[De
 def test_model_spec_resolves_to_desired_model(registry: Registry) -> None:
     (x,) = served(
         registry,
-        wish("x", replicas=2, min_stages=2, quantize="int8", pins=(("B", "auto"), ("a", "auto"))),
+        wish(
+            "x",
+            replicas=2,
+            min_stages=2,
+            quantize="int8",
+            kv_cache_dtype="int8",
+            pins=(("B", "auto"), ("a", "auto")),
+        ),
         molink="1",
     )
     assert x == DesiredModel(
         facts("x"),
         "a",
         quantize="int8",
+        kv_cache_dtype="int8",
         replicas=2,
         min_stages=2,
         pins=(("a", "auto"), ("b", "auto")),

@@ -1448,7 +1448,9 @@ def test_unchanged_desired_state_changes_nothing(running: FakeFleet) -> None:
     assert running.pop_messages() == []
 
 
-@pytest.mark.parametrize("change", [{"dtype": "f32"}, {"quantize": "int8"}])
+@pytest.mark.parametrize(
+    "change", [{"dtype": "f32"}, {"quantize": "int8"}, {"kv_cache_dtype": "int8"}]
+)
 def test_another_model_gets_another_pipeline(running: FakeFleet, change: dict[str, str]) -> None:
     running.serve(**change)
     sent = running.pop_messages()
@@ -1464,8 +1466,9 @@ def test_another_model_gets_another_pipeline(running: FakeFleet, change: dict[st
     running.wait(0.5, *"abc")
     assert running.committed[-1].id == "p2"
     assert running.committed[-1].epoch == 2
-    assert {m.quantize for _, m in running.pop_messages() if isinstance(m, Assign)} == {
-        change.get("quantize", "none")
+    orders = [m for _, m in running.pop_messages() if isinstance(m, Assign)]
+    assert {(m.quantize, m.kv_cache_dtype) for m in orders} == {
+        (change.get("quantize", "none"), change.get("kv_cache_dtype", "auto"))
     }
 
 

@@ -63,6 +63,8 @@ class StageBenchResult(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[BenchPoint, ...]
     prefill: tuple[BenchPoint, ...]
     context: int
+    #: Seconds of a decode row per token before it.
+    decode_token_s: float = 0.0
     tile: int
     read: ReadRate
     compute: ComputeRate

@@ -324,9 +324,9 @@ async def test_a_ring_is_formed_once_the_next_stage_is_reachable(bench: Bench, p
 
 async def test_quantize_reaches_the_worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: object())
-    start = await bench.assign(1 << 30, quantize="nf4")
+    start = await bench.assign(1 << 30, quantize="nf4", kv_cache_dtype="int8")
     assert isinstance(start, LoadStage)
-    assert start.quantize == "nf4"
+    assert (start.quantize, start.kv_cache_dtype) == ("nf4", "int8")
 
 
 async def test_missing_bitsandbytes_is_reported_with_a_fix(

@@ -67,7 +67,8 @@ async def test_the_request_has_the_user_s_settings(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: object())
-    made = founder(tmp_path, model, quantize="nf4", dtype="f32", min_peers=2, min_stages=3)
+    given = {"quantize": "nf4", "kv_cache_dtype": "int8", "dtype": "f32"}
+    made = founder(tmp_path, model, **given, min_peers=2, min_stages=3)
     await made.find_model()
     await made.hash_model()
     session: Any = FakeSession()
@@ -75,6 +76,7 @@ async def test_the_request_has_the_user_s_settings(
     order = session.asked[0]
     assert isinstance(order, ServeModel)
     assert (order.quantize, order.dtype, order.min_peers) == ("nf4", "f32", 2)
+    assert order.kv_cache_dtype == "int8"
     assert (order.objective, order.min_stages) == ("latency", 3)
     assert order.model.root == ModelRepository().add_model("m", model).manifest.root
     assert len(session.asked) == 1, "an invitation is made when somebody asks for one"
