@@ -181,16 +181,16 @@ def attend_pages(
         key = tl.load(keys + slots[None, :] + dims[:, None], mask=mask, other=0.0)
         key_scale = scale
         if key_scales is not None:
-            places = pages * scale_page_stride + seen % PAGE * scale_position_stride
-            places += kv_head * scale_head_stride
-            factors = tl.load(key_scales + places, mask=is_seen, other=0.0).to(tl.float32)
+            at = pages * scale_page_stride + seen % PAGE * scale_position_stride
+            at += kv_head * scale_head_stride
+            factors = tl.load(key_scales + at, mask=is_seen, other=0.0).to(tl.float32)
             key, key_scale = key.to(tl.float32).to(queries.dtype), scale * factors[None, :]
         scores = _score_keys(queries, key, is_visible, key_scale, softcap, HAS_SOFTCAP)
         # A masked position may hold NaN, which would survive a weight of zero.
         mask = is_seen[:, None] & is_dim[None, :]
         value = tl.load(values + slots[:, None] + dims[None, :], mask=mask, other=0.0)
         if value_scales is not None:
-            factors = tl.load(value_scales + places, mask=is_seen, other=0.0).to(tl.float32)
+            factors = tl.load(value_scales + at, mask=is_seen, other=0.0).to(tl.float32)
             value = (value.to(tl.float32) * factors[:, None]).to(queries.dtype)
         attended, greatest, weight = _add_values(attended, greatest, weight, scores, value)
 
