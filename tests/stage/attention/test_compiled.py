@@ -130,6 +130,7 @@ def test_page_edges(checked: Callable[..., Backend], kind: str, block_size: int)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=5),
     window=st.integers(0, 100),
+    kept=st.sampled_from(["auto", "int8"]),
     seed=st.integers(0, 99),
 )
 def test_random_forwards(
@@ -138,9 +139,11 @@ def test_random_forwards(
     kind: str,
     requests: Requests,
     window: int,
+    kept: str,
     seed: int,
 ) -> None:
-    shape = shape_of(groups=4, kv_heads=2, head_dim=32, windows=(0, window))
+    windows = (0, window)
+    shape = shape_of(groups=4, kv_heads=2, head_dim=32, windows=windows, kv_cache_dtype=kept)
     Backend(check, shape, kind)(requests, seed=seed)
 
 
@@ -189,8 +192,9 @@ def test_scores_far_apart(checked: Callable[..., Backend], kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_memory_of_a_stage(shape_of: Callable[..., AttentionShape], dtype: torch.dtype) -> None:
-    scores: list[dict[str, Any]] = [{}, {"softcap": 50.0}, {"sinks": True}, {"windows": (0, 4096)}]
-    shapes = [shape_of(head_dim=64, **options) for options in scores]
+    kinds: list[dict[str, Any]] = [{}, {"softcap": 50.0}, {"sinks": True}, {"windows": (0, 4096)}]
+    kinds.append({"kv_cache_dtype": "int8"})
+    shapes = [shape_of(head_dim=64, **options) for options in kinds]
     _, wanted, _, _ = KINDS["AVX512-BF16" if dtype is BF16 else "AVX2"]
     require(wanted, 1)
     for shape in shapes:

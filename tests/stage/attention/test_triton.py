@@ -262,13 +262,15 @@ def as_cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda:0")
 
 
+@pytest.mark.parametrize("kept", ["auto", "int8"])
 def test_it_is_used_where_flash_is_not(
-    monkeypatch: pytest.MonkeyPatch, shape_of: Callable[..., AttentionShape]
+    monkeypatch: pytest.MonkeyPatch, shape_of: Callable[..., AttentionShape], kept: str
 ) -> None:
     from molink.stage.attention.triton_attention import TritonAttention
 
     device = as_cuda(monkeypatch)
-    shape = shape_of(kv_heads=1, softcap=20.0, sinks=True, windows=(0, 30))
+    scores = {"softcap": 20.0, "sinks": True, "windows": (0, 30)}
+    shape = shape_of(kv_heads=1, **scores, kv_cache_dtype=kept)
     made = create_attention("auto", shape, 16, torch.float32, device)
     assert isinstance(made, TritonAttention)
     avoided = create_attention("auto", shape, 16, torch.float32, device, ("triton-attention",))
