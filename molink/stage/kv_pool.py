@@ -93,19 +93,23 @@ class KVPool:
         if self._heads_first:
             self._storage = self._storage.permute(0, 1, 3, 4, 2, 5)
             self._scales = None if self._scales is None else self._scales.permute(0, 1, 3, 4, 2)
+        #: The same by layer: of blocks, and of rows ``[2, slots, kv_heads, head_dim]`` unless
+        #: scales lie between them.
+        self._blocks = self._memory.unbind(0)
+        self._slots: tuple[Tensor, ...] = ()
+        if not self._quantizes:
+            self._slots = self._storage.view(layers, 2, -1, heads, self.head_dim).unbind(0)
         if with_padding:
             self.zero_blocks((blocks,))
 
     def write_rows(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Store keys and values ``[T, 2, kv_heads, head_dim]`` at ``slots`` (int64 ``[T]``)."""
-        stored = self._storage[layer]
         if self._scales is None:
-            flat = stored.view(2, -1, self.kv_heads, self.head_dim)
-            flat.index_copy_(1, slots, rows.transpose(0, 1))
+            self._slots[layer].index_copy_(1, slots, rows.transpose(0, 1))
             return
         codes, scales = quantize_rows(rows.transpose(0, 1))
         blocks, positions = slots // self.block_size, slots % self.block_size
-        stored[:, blocks, positions] = codes
+        self._storage[layer][:, blocks, positions] = codes
         self._scales[layer][:, blocks, positions] = scales
 
     def round_rows(self, rows: Tensor) -> Tensor:
@@ -121,7 +125,7 @@ class KVPool:
         strided ``[sequences, kv_heads, positions, head_dim]``, in ``scratch`` (flat, of as many
         elements) if given.
         """
-        both, dim = self._memory[layer], self._block_dim - 1
+        both, dim = self._blocks[layer], self._block_dim - 1
         if isinstance(blocks, slice):
             rows = both.narrow(dim, blocks.start, blocks.stop - blocks.start)
         elif scratch is None or self._quantizes:

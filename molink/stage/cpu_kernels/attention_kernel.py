@@ -355,12 +355,10 @@ class _AttentionEmitter:
         """Load ``count`` elements of a position from ``first`` on, as integers of rows' size."""
         builder, element = self._builder, self._arithmetic.element
         row = emit_element_pointer(builder, page.rows, I64(position), self._position_bytes)
-        address, kind = (
-            emit_offset(builder, row, I64(first * self._stored)),
-            ir.IntType(8 * element),
-        )
+        address = emit_offset(builder, row, I64(first * self._stored))
+        kind = ir.VectorType(ir.IntType(8 * element), count)
         if not self._shape.quantized:
-            return builder.load(address, typ=ir.VectorType(kind, count), align=2)
+            return builder.load(address, typ=kind, align=2)
         codes = builder.load(address, typ=ir.VectorType(BYTE, count), align=1)
         at = emit_offset(builder, page.scales, I64(position * BF16))
         bits = builder.zext(builder.load(at, typ=ir.IntType(16), align=2), I32)
@@ -371,7 +369,7 @@ class _AttentionEmitter:
         )
         if element == BF16:
             wide = builder.fptrunc(wide, ir.VectorType(BFloat(), count))
-        return builder.bitcast(wide, ir.VectorType(kind, count))
+        return builder.bitcast(wide, kind)
 
     def _prefetch_pages(self, pages: list[_HalfPage]) -> None:
         """Prefetch the pages after this span."""
