@@ -1,5 +1,7 @@
 """The stage agent: exact actions."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -156,9 +158,10 @@ def test_profiles_accompany_the_ring() -> None:
     assert order.message.profiles == ()
 
 
-def test_other_context_keeps_the_worker_but_reloads_it() -> None:
+@pytest.mark.parametrize("change", [{"max_model_len": 4096}, {"kv_cache_dtype": "int8"}])
+def test_other_kv_keeps_the_worker_but_reloads_it(change: dict[str, Any]) -> None:
     agent = running()
-    other = msgspec.structs.replace(assign(epoch=2), max_model_len=4096)
+    other = msgspec.structs.replace(assign(epoch=2), **change)
     assert agent.assign_stage(other) == [PING, FetchFilesAction(1, other)]
 
 
