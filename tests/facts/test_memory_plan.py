@@ -104,7 +104,7 @@ def test_kv_in_8_bits_leaves_room_for_more_tokens() -> None:
         assert [need.token_bytes for need in needs] == [facts.kv_bytes, facts.int8_kv_bytes]
         plans = [plan_memory(facts, (0, 32), one, 24 * GB) for one in (plain, small)]
         tokens = [plan.kv // need.token_bytes for plan, need in zip(plans, needs, strict=True)]
-        assert tokens[1] > 1.85 * tokens[0]
+        assert tokens[1] > (1.9 if reads_pages else 1.7) * tokens[0]
         # Gathered codes are copied, and become rows beside.
         copied = needs[1].attention_copy_bytes - needs[0].attention_copy_bytes
         assert copied == 2 * facts.int8_kv_bytes * (not reads_pages)
