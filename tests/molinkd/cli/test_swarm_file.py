@@ -49,7 +49,7 @@ def test_all_fields_of_a_file(tmp_path: Path) -> None:
     assert demo.source == "molink-demo"
     assert demo.pins == (("den", "1-2"), ("loft", "auto"))
     assert [served_name(one.model) for one in found.models] == ["Qwen3-0.6B", "tiny", "molink-demo"]
-    assert [lines.find_line(index) for index in range(3)] == [3, 10, 14]
+    assert [lines.find_line(index) for index in range(3)] == [3, 11, 15]
     assert served_name("/some/where/tiny/") == "tiny"
 
 
@@ -93,7 +93,7 @@ def test_errors_name_the_line(tmp_path: Path, text: str, line: int, why: str) ->
 def test_an_unknown_model(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     found, lines = read_swarm_file(path)
-    with pytest.raises(UsageError, match="line 11: tiny is not a folder"):
+    with pytest.raises(UsageError, match="line 12: tiny is not a folder"):
         model_entries(found, lines, tmp_path)
 
 
