@@ -157,14 +157,26 @@ def locate_pair(bits: int, index: int) -> tuple[BitRange, ...]:
 
 
 #: Consecutive columns whose codes a GPU takes from one word each; tensor cores want 16 at least.
-PLANE_WIDTHS = (32, 16)
+_PLANE_WIDTHS = (32, 16)
+
+
+def plane_width(form: BlockFormat, columns: int) -> int:
+    """Columns that share a scale and a slice of a GPU's words, if words of 32 bits fill rows.
+
+    0 if they don't.
+    """
+    slices = HALF_BITS // (8 if form.bits == 8 else 4)
+    fitting = (
+        width
+        for width in _PLANE_WIDTHS
+        if form.group % width == 0 and columns % (slices * width) == 0
+    )
+    return next(fitting, 0)
 
 
 def fits_planes(form: BlockFormat, shape: Sequence[int]) -> bool:
-    """Whether a weight ``[out, in]`` stays in this format on a GPU: words of 32 bits fill rows."""
-    codes_per_word = 32 // (8 if form.bits == 8 else 4)
-    whole_slices = form.group % PLANE_WIDTHS[-1] == 0
-    return whole_slices and shape[1] % (codes_per_word * PLANE_WIDTHS[-1]) == 0
+    """Whether a weight ``[out, in]`` stays in this format on a GPU."""
+    return plane_width(form, shape[1]) > 0
 
 
 #: Group sizes in memory, largest first; a longer group repeats its scale.

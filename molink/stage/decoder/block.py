@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.experts import ExpertsConfig
 from molink.checkpoint.tensor_layout import SINKS_NAME, attention_projections, mlp_projections
 from molink.stage.attention.base import LayerAttention
-from molink.stage.decoder.mlp import ExpertMlp, GatedMlp, Mlp, SharedExpertMlp
+from molink.stage.decoder.grouped_experts import GroupedExpertMlp
+from molink.stage.decoder.mlp import BoundedGate, ExpertMlp, GatedMlp, Mlp, SharedExpertMlp
 from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm, QueryKeyNorm
 from molink.stage.decoder.operators import AppendHeads, RowOperators
 from molink.stage.kv_pool import KVPool
-from molink.stage.linear import PlainLinear, Projection
+from molink.stage.linear import ExpertLinear, PlainLinear, Projection
 from molink.stage.torch_dtypes import residual_dtype
 from molink.stage.weights.weight_reader import WeightReader
 
@@ -160,27 +162,57 @@ def _load_mlp(
             gate_up=reader.load_projection([prefix + name for name in names], biased),
             down=reader.load_projection([prefix + down], biased),
             gate=operators.gate,
-            bounded_gate=operators.bounded_gate if scales and not biased else None,
+            bounded_gate=bounded_gate(biased),
         )
+
+    def bounded_gate(biased: bool) -> BoundedGate | None:
+        return operators.bounded_gate if scales and not biased else None
 
     scales = reader.dtype == torch.float16 and config.dtype != "f16"
     experts = config.layer_experts(layer)
     if experts is None:
         return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
-    names = map(experts.expert_projections, range(experts.num_experts))
-    chosen = ExpertMlp(
-        # Never quantized: small errors would change the chosen experts.
-        router=PlainLinear(
-            reader.read_tensors(f"{prefix}{experts.router_name}.weight"),
-            reader.read_tensors(f"{prefix}{experts.router_name}.bias")
-            if experts.has_bias
-            else None,
-        ),
-        experts=tuple(gated(both, down, experts.has_bias) for both, down in names),
-        top_k=experts.top_k,
-        renormalize=experts.renormalize,
+    names = [experts.expert_projections(index) for index in range(experts.num_experts)]
+    # Never quantized: small errors would change the chosen experts.
+    router = PlainLinear(
+        reader.read_tensors(f"{prefix}{experts.router_name}.weight"),
+        reader.read_tensors(f"{prefix}{experts.router_name}.bias") if experts.has_bias else None,
     )
+    stacked = _load_stacked(reader, experts, prefix)
+    chosen: Mlp
+    if stacked is None:
+        chosen = ExpertMlp(
+            router,
+            tuple(gated(both, down, experts.has_bias) for both, down in names),
+            experts.top_k,
+            experts.renormalize,
+        )
+    else:
+        chosen = GroupedExpertMlp(
+            router,
+            *stacked,
+            operators.gate,
+            bounded_gate(experts.has_bias),
+            experts.top_k,
+            experts.renormalize,
+        )
     if not experts.shared_intermediate_size:
         return chosen
     weigh = PlainLinear(reader.read_tensors(f"{prefix}{experts.shared_gate_name}.weight"))
     return SharedExpertMlp(chosen, gated(*experts.shared_projections, False), weigh)
+
+
+def _load_stacked(
+    reader: WeightReader, experts: ExpertsConfig, prefix: str
+) -> tuple[ExpertLinear, ExpertLinear] | None:
+    """Load the experts' projections stacked, if they are multiplied at once."""
+    names = [experts.expert_projections(index) for index in range(experts.num_experts)]
+    gate_up = reader.load_experts(
+        [[prefix + name for name in both] for both, _ in names], experts.has_bias, experts.top_k
+    )
+    if gate_up is None:
+        return None
+    down = reader.load_experts(
+        [[prefix + name] for _, name in names], experts.has_bias, experts.top_k
+    )
+    return None if down is None else (gate_up, down)

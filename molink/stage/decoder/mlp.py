@@ -102,7 +102,10 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
-    """A router and its experts, weighted by probability; ``renormalize`` makes weights sum to 1."""
+    """A router and its experts, weighted by probability; ``renormalize`` makes weights sum to 1.
+
+    Of the formats and devices that :mod:`molink.stage.decoder.grouped_experts` lacks.
+    """
 
     #: Each forward reads the chosen experts back from the device.
     capturable: ClassVar[bool] = False
@@ -153,15 +156,17 @@ class ExpertMlp:
 class SharedExpertMlp:
     """Routed experts plus a ``shared`` one, weighted by the sigmoid of a gate."""
 
-    capturable: ClassVar[bool] = False
-
-    routed: ExpertMlp
+    routed: Mlp
     shared: Mlp
     gate: Projection
 
     def __call__(self, rows: Tensor) -> Tensor:
         result = self.shared(rows).mul_(self.gate(rows).sigmoid_())
         return result.add_(self.routed(rows))
+
+    @property
+    def capturable(self) -> bool:
+        return self.routed.capturable and self.shared.capturable
 
     @property
     def nbytes(self) -> int:

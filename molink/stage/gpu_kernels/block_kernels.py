@@ -121,8 +121,8 @@ def _load_scales(
 ):
     """Scales and minima float32 ``[outputs]`` of slice ``index``; shifts become minima.
 
-    Without either, minima are scales. ``steps`` are the chunk's of nested scales. ``UNIT`` is how
-    much smaller ``_decode_slice`` leaves floats.
+    Without either, minima are scales. ``steps`` are the chunk's of nested scales, one per group.
+    ``UNIT`` is how much smaller ``_decode_slice`` leaves floats.
     """
     GROUP: tl.constexpr = FORM[2]
     HAS_MINIMUM: tl.constexpr = FORM[5]
@@ -136,12 +136,13 @@ def _load_scales(
     place = _find_number(chunk, index, SIZE, FORM) * (size // SHARED_ROWS) + outputs // SHARED_ROWS
     scale = tl.load(planes[2] + place, mask=inside, other=0).to(tl.float32)
     minimum = scale
+    step: tl.constexpr = index * FORM[8] // GROUP if NESTED else 0
     if NESTED:
-        scale *= _decode_steps(steps[0], index, STEP_KIND, HAS_MINIMUM)
+        scale *= _decode_steps(steps[0], step, STEP_KIND, HAS_MINIMUM)
     if HAS_MINIMUM:
         minimum = tl.load(planes[3] + place, mask=inside, other=0).to(tl.float32)
         if NESTED:
-            minimum *= _decode_steps(steps[1], index, STEP_KIND, HAS_MINIMUM)
+            minimum *= _decode_steps(steps[1], step, STEP_KIND, HAS_MINIMUM)
     if HAS_SHIFTS:
         minimum = scale * tl.load(planes[6] + place, mask=inside, other=0).to(tl.float32)
     return scale * UNIT, minimum
@@ -163,37 +164,33 @@ def _load_chunk(planes, chunk, outputs, inside, size, FORM: tl.constexpr):
         high = (high & ((1 << 8 * HIGH) - 1)) | (high << (16 - 4 * HIGH))
     steps = outputs, outputs
     if NESTED:
-        ours = tl.load(planes[4] + first + outputs, mask=inside, other=0)
+        ours = tl.load(planes[4] + first + outputs, mask=inside, other=0).to(tl.int32)
         theirs = ours
         if HAS_MINIMUM:
-            theirs = tl.load(planes[5] + first + outputs, mask=inside, other=0)
+            theirs = tl.load(planes[5] + first + outputs, mask=inside, other=0).to(tl.int32)
         steps = ours, theirs
     return words, high, steps
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "steps_per_split", "has_bias"])
-def multiply_kernel(
+@triton.jit
+def _sum_products(
     rows,
     planes,
-    bias,
-    results,
-    count,
-    depth,
+    sources,
+    real,
+    outputs,
+    inside,
     size,
-    chunks,
-    steps_per_split,
-    has_bias,
+    first,
+    last,
     FORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
 ):
-    """Products of ``rows [count, depth]``; ``results`` are ``[splits, count, size]``.
+    """Sums float32 ``[outputs, rows]`` over steps ``first … last - 1`` of ``CHUNKS`` chunks.
 
-    The programs are tiles of outputs, splits of the columns, and tiles of rows. A step takes
-    ``CHUNKS`` chunks. With ``SCALE_SUMS``
-    the sums of groups are scaled, else the weights.
+    ``rows`` begin at ``sources`` (int64 ``[rows]``); those that aren't ``real`` are zeros. With
+    ``SCALE_SUMS`` the sums of groups are scaled, else the weights.
     """
     KIND: tl.constexpr = rows.dtype.element_ty
     EXACT: tl.constexpr = rows.dtype.element_ty == tl.float32
@@ -204,24 +201,18 @@ def multiply_kernel(
     BIASED: tl.constexpr = HAS_MINIMUM and FORM[0] == 4 and FORM[9] == "integer" and not EXACT
     # Slices of a chunk that are in one group.
     TOGETHER: tl.constexpr = FORM[12]
-    split = tl.program_id(1)
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inside = outputs < size
-    number = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    real = (number < count)[None]
-    at = number.to(tl.int64)[None] * depth + tl.arange(0, WIDTH)[:, None]
-    one = tl.full((OUTPUTS, WIDTH // 2), 1, tl.float32).to(KIND)
-    ones = tl.reshape(tl.join(one, one), (OUTPUTS, WIDTH))
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    first = split * steps_per_split
-    for step in range(first, tl.minimum(first + steps_per_split, chunks // CHUNKS)):
+    at = sources[None] + tl.arange(0, WIDTH)[:, None]
+    one = tl.full((outputs.shape[0], WIDTH // 2), 1, tl.float32).to(KIND)
+    ones = tl.reshape(tl.join(one, one), (outputs.shape[0], WIDTH))
+    total = tl.zeros((outputs.shape[0], sources.shape[0]), tl.float32)
+    for step in range(first, last):
         for part in tl.static_range(CHUNKS):
             chunk = step * CHUNKS + part
             words, high, numbers = _load_chunk(planes, chunk, outputs, inside, size, FORM)
             sums, given_sums = total, total
             for index in tl.static_range(SLICES):
                 column = (chunk * SLICES + index) * WIDTH
-                given = tl.load(rows + column + at, mask=real, other=0)
+                given = tl.load(rows + column + at, mask=real[None], other=0)
                 values = _decode_slice(words, high, planes[7], index, FORM, KIND, BIASED)
                 scale, minimum = _load_scales(
                     planes, numbers, chunk, index, outputs, inside, size, FORM
@@ -246,10 +237,47 @@ def multiply_kernel(
                     if HAS_MINIMUM:
                         weights += minimum[:, None]
                     total = tl.dot(weights.to(KIND), given, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["count", "chunks", "steps_per_split", "has_bias"])
+def multiply_kernel(
+    rows,
+    planes,
+    bias,
+    results,
+    count,
+    depth,
+    size,
+    chunks,
+    steps_per_split,
+    has_bias,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+):
+    """Products of ``rows [count, depth]``; ``results`` are ``[splits, count, size]``.
+
+    The programs are tiles of outputs, splits of the columns, and tiles of rows.
+    """
+    split = tl.program_id(1)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = outputs < size
+    number = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    real = number < count
+    first = split * steps_per_split
+    last = tl.minimum(first + steps_per_split, chunks // CHUNKS)
+    sources = number.to(tl.int64) * depth
+    total = _sum_products(
+        rows, planes, sources, real, outputs, inside, size, first, last, FORM, CHUNKS, SCALE_SUMS
+    )
     added = tl.load(bias + outputs, mask=inside & (has_bias > 0), other=0).to(tl.float32)
     line = (split * count + number).to(tl.int64)[None] * size + outputs[:, None]
     total += added[:, None]
-    tl.store(results + line, total.to(results.dtype.element_ty), mask=real & inside[:, None])
+    stored = real[None] & inside[:, None]
+    tl.store(results + line, total.to(results.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["total_size", "splits", "has_bias"])

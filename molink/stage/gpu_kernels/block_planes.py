@@ -19,22 +19,22 @@ from torch import Tensor, unflatten
 
 from molink.gguf.block_formats import (
     E2M1_VALUES,
-    PLANE_WIDTHS,
+    HALF_BITS,
     BlockFormat,
     StepKind,
-    fits_planes,
+    plane_width,
 )
 from molink.stage.cpu_kernels.repack import BlockCodes
 from molink.stage.torch_dtypes import TORCH_DTYPES
 
-#: Bits of half a word.
-_HALF_BITS = 16
 #: Added to signed bytes.
 _SIGN = 128
 #: NaN as an E8M0 number.
 _NO_POWER = 255
 #: By the number of upper bits: slices of a chunk share an element.
 _HIGH_DTYPES = {1: torch.uint8, 2: torch.int16}
+#: By the number of a chunk's groups with nested scales, of which there may be none.
+_STEP_DTYPES = {0: torch.int32, 2: torch.int16, 4: torch.int32}
 
 #: What codes are: E4M3 or E2M1 floats, values of a codebook, else integers.
 CodeKind = Literal["integer", "codebook", "e2m1", "e4m3"]
@@ -64,12 +64,12 @@ class PlaneLayout:
     @cached_property
     def width(self) -> int:
         """Columns of a slice."""
-        return next(each for each in PLANE_WIDTHS if self.form.group % each == 0)
+        return plane_width(self.form, self.shape[1])
 
     @property
     def slices(self) -> int:
         """Slices of a chunk."""
-        return _HALF_BITS // self.word_bits
+        return HALF_BITS // self.word_bits
 
     @property
     def chunks(self) -> int:
@@ -121,10 +121,6 @@ class PlaneLayout:
             return self.slices
         return group // self.width if self.chunk_columns % group == 0 else 1
 
-    def is_supported(self) -> bool:
-        """Whether chunks fill the rows, so that nothing is padded."""
-        return fits_planes(self.form, self.shape)
-
 
 @dataclass(frozen=True)
 class BlockPlanes:
@@ -133,9 +129,9 @@ class BlockPlanes:
     ``words`` is int32, ``high`` uint8 or int16 ``[chunks, out, width / 2]``. ``scales`` and
     ``minima`` are of groups, or of blocks with nested scales, ``[groups, out]``, or of some rows
     together, ``[groups, out / shared_rows]``; with nested scales ``scale_steps`` and
-    ``minimum_steps`` (bytes ``[chunks, out, slices]``) multiply them. ``shifts`` is int8 ``[groups,
-    out]``. ``codebook`` (float16 ``[2, 16]``: values, and what is missing) is shared by all
-    weights.
+    ``minimum_steps`` (bytes ``[chunks, out, groups of a chunk]``) multiply them. ``shifts`` is int8
+    ``[groups, out]``. ``codebook`` (float16 ``[2, 16]``: values, and what is missing) is shared by
+    all weights.
     """
 
     layout: PlaneLayout
@@ -153,7 +149,8 @@ class BlockPlanes:
         """Create planes to be filled by :meth:`put_rows`."""
         form, (rows, width) = layout.form, layout.shape
         words = layout.chunks, rows, layout.width // 2
-        groups, steps = (width // form.group, rows), (layout.chunks, rows, layout.slices)
+        groups = width // form.group, rows
+        steps = layout.chunks, rows, layout.chunk_columns // form.group
         halves = (
             (width // form.block if form.has_nested_scales else groups[0]),
             (rows // form.shared_rows),
@@ -197,7 +194,7 @@ class BlockPlanes:
             codes = codes ^ _SIGN
         slices = unflatten(codes, 1, (layout.chunks, layout.slices, layout.width // 2, 2))
         low = slices & ((1 << layout.word_bits) - 1)
-        self.words[:, first:last] = _pack_slices(low, layout.word_bits, _HALF_BITS)
+        self.words[:, first:last] = _pack_slices(low, layout.word_bits, HALF_BITS)
         if bits := layout.high_bits:
             high = slices >> layout.word_bits
             self.high[:, first:last] = _pack_slices(high, bits, layout.slices * bits)
@@ -212,10 +209,11 @@ class BlockPlanes:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All planes, in the kernels' order; the steps of a chunk's four slices are a word."""
+        """All planes, in the kernels' order; the steps of a chunk's groups are one number."""
         planes = self.words, self.high, self.scales, self.minima
         steps = self.scale_steps, self.minimum_steps
-        words = (each.flatten().view(torch.int32) for each in steps)
+        number = _STEP_DTYPES[self.scale_steps.shape[-1]]
+        words = (each.flatten().view(number) for each in steps)
         return (*planes, *words, self.shifts, self.codebook)
 
     @property

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from molink.facts.footprint import MAX_DEQUANTIZED
 from molink.facts.kernels import MIN_TRITON_CAPABILITY
-from molink.stage.gpu_kernels.block_planes import BlockPlanes
+from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.triton_support import find_triton_problem
 
 #: Rows for which the fused kernel is used; more multiply a dequantized weight.
@@ -24,7 +24,7 @@ _PLAIN_TILES = ((1, 32, 2, 128), (4, 32, 2, 128), (16, 64, 4, 128))
 #: half their rate.
 _SUMMED_ROWS = (8, 32)
 #: Steps that are loaded at once.
-_STAGES = 3
+PRODUCT_STAGES = 3
 _DEQUANTIZED_OUTPUTS = 64
 #: Slices of a weight begin at multiples, so that results in place are aligned as products want.
 _ALIGNED_OUTPUTS = 128
@@ -70,19 +70,15 @@ def multiply_fused(
     results = rows.new_empty(count, outputs)
     if not count:
         return results
-    tile, tile_outputs, warps, columns = next(
-        (one for one in _TILES if count <= one[0]), _TILES[-1]
-    )
+    tile, tile_outputs, warps, columns = choose_tile(rows, count)
     tiles, row_tiles = -(-outputs // tile_outputs), -(-count // tile)
-    chunks = max(1, columns // layout.chunk_columns)
-    if layout.chunks % chunks:
-        chunks = 1
+    chunks = choose_chunks(layout, columns)
     steps = layout.chunks // chunks
     if not splits:
         splits = choose_splits(tiles * row_tiles * warps, steps, count_processors(rows.device))
     each = -(-steps // splits)
     splits = -(-steps // each)
-    whole, summed = splits == 1, tile <= _SUMMED_ROWS[not layout.has_minima]
+    whole = splits == 1
     added = bias if bias is not None else results
     parts = results if whole else rows.new_empty((splits, count, outputs), dtype=torch.float32)
     multiply_kernel[tiles, splits, row_tiles](
@@ -100,9 +96,9 @@ def multiply_fused(
         ROWS=tile,
         OUTPUTS=tile_outputs,
         CHUNKS=chunks,
-        SCALE_SUMS=summed and rows.dtype != torch.float32,
+        SCALE_SUMS=scales_sums(layout, tile, rows.dtype),
         num_warps=warps,
-        num_stages=_STAGES,
+        num_stages=PRODUCT_STAGES,
     )
     if not whole:
         add_splits_kernel[(-(-results.numel() // _ADDED),)](
@@ -166,6 +162,24 @@ def dequantize_rows(
             num_warps=4,
         )
     return results
+
+
+def choose_tile(rows: Tensor, count: int) -> tuple[int, int, int, int]:
+    """Rows of a program for ``count`` rows like ``rows``, with its outputs, warps and columns."""
+    is_plain = rows.dtype == torch.float32 or not has_tensor_products(rows.device)
+    tiles = _PLAIN_TILES if is_plain else _TILES
+    return next((one for one in tiles if count <= one[0]), tiles[-1])
+
+
+def choose_chunks(layout: PlaneLayout, columns: int) -> int:
+    """Chunks of a step of about ``columns``."""
+    chunks = max(1, columns // layout.chunk_columns)
+    return 1 if layout.chunks % chunks else chunks
+
+
+def scales_sums(layout: PlaneLayout, rows: int, dtype: torch.dtype) -> bool:
+    """Whether a program of ``rows`` rows scales the sums of groups, not weights."""
+    return dtype != torch.float32 and rows <= _SUMMED_ROWS[not layout.has_minima]
 
 
 def choose_splits(warps: int, steps: int, processors: int) -> int:

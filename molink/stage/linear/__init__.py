@@ -9,6 +9,7 @@ from molink.stage.linear.create import (
     slow_kernels,
 )
 from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
+from molink.stage.linear.experts import ExpertLinear
 from molink.stage.linear.planes import PlanesLinear
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "CompiledLinear",
     "ConcatenatedLinear",
     "EmbeddingTable",
+    "ExpertLinear",
     "PackedLinear",
     "PlainLinear",
     "PlanesLinear",

@@ -25,6 +25,7 @@ from molink.stage.gpu_kernels.block_product import find_planes_problem
 from molink.stage.linear.base import Projection
 from molink.stage.linear.compiled import PART_ROWS, BlockLinear, CompiledLinear
 from molink.stage.linear.dense import PackedLinear, PlainLinear, can_pack
+from molink.stage.linear.experts_check import check_experts
 from molink.stage.linear.nf4 import NF4_FORMAT
 from molink.stage.linear.planes import PlanesLinear
 from molink.stage.linear.planes_check import check_planes
@@ -55,6 +56,8 @@ class ProjectionFactory:
     keeps_blocks: bool = False
     #: Where they are packed in planes; ``None`` on a CPU.
     planes_device: torch.device | None = None
+    #: Where all experts of a layer are multiplied at once; ``None`` if they aren't.
+    experts_device: torch.device | None = None
     #: Products of quantized weights that round rows to 8 bits.
     integer_kernels: frozenset[str] = frozenset()
 
@@ -67,8 +70,15 @@ class ProjectionFactory:
     ) -> "ProjectionFactory":
         """Find the preferred implementations; nothing is timed (see :func:`slow_kernels`)."""
         if device.type != "cpu":
-            keeps = "gguf-blocks" not in disabled_kernels and not find_planes_problem(device)
-            return cls(dtype, keeps_blocks=keeps, planes_device=device if keeps else None)
+            works = not find_planes_problem(device)
+            keeps = works and "gguf-blocks" not in disabled_kernels
+            groups = works and "grouped-experts" not in disabled_kernels
+            return cls(
+                dtype,
+                keeps_blocks=keeps,
+                planes_device=device if keeps else None,
+                experts_device=device if groups else None,
+            )
         return cls(
             dtype,
             product=None
@@ -91,6 +101,15 @@ class ProjectionFactory:
             )
         fits = self.keeps_blocks and fits_rows(form, shape)
         return fits and self._find_block_product(form) is not None
+
+    def groups_experts(
+        self, form: BlockFormat | None, columns: int, num_experts: int, top_k: int
+    ) -> bool:
+        """Whether experts with weights of that format, or of ``dtype``, are multiplied at once."""
+        device = self.experts_device
+        return device is not None and check_experts(
+            form, columns, num_experts, top_k, self.dtype, device
+        )
 
     def create_quantized(
         self,

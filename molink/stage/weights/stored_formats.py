@@ -141,8 +141,13 @@ def _read_float4_blocks(
     whole = torch.ones(1)
     if scheme.layout == "nvfp4":
         whole /= read(scheme.global_scale_name(name))
-    step = packed_rows(shape[1])
-    for first in range(0, shape[0], step):
+    yield from _cut_float4_blocks(numbers, steps, whole)
+
+
+def _cut_float4_blocks(numbers: Tensor, steps: Tensor, whole: Tensor) -> Iterator[BlockCodes]:
+    """Blocks of bytes ``numbers [out, in / 2]``, ``steps [out, groups]`` and a scale of all."""
+    step = packed_rows(2 * numbers.shape[1])
+    for first in range(0, len(numbers), step):
         found = numbers[first : first + step]
         codes = torch.stack((found & 15, found >> 4), 2).flatten(1).unsqueeze(1)
         halves = (whole.expand(len(found), 1),)
@@ -291,6 +296,14 @@ def read_expert_rows(
     rows = parts[0].t() if parts[0].dim() == 2 else parts[0]
     for begin in range(0, len(rows), step):
         yield begin, rows[begin : begin + step]
+
+
+def read_expert_blocks(
+    stack: StackedExpert, mapped: Callable[[str], Tensor]
+) -> Iterator[BlockCodes]:
+    """Read an expert's MXFP4 weight in blocks, without loss: a block is a row."""
+    blocks, steps = (mapped(name)[stack.index] for name in stack.names)
+    yield from _cut_float4_blocks(blocks.flatten(1), steps, torch.ones(1))
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

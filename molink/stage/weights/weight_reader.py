@@ -28,6 +28,7 @@ from molink.stage.linear import (
     CompiledLinear,
     ConcatenatedLinear,
     EmbeddingTable,
+    ExpertLinear,
     PlainLinear,
     PlanesLinear,
     Projection,
@@ -41,6 +42,7 @@ from molink.stage.weights.stored_formats import (
     check_layout,
     fill_quantized,
     read_column_order,
+    read_expert_blocks,
     read_expert_rows,
     read_low_bit_blocks,
     unpack_low_bit,
@@ -190,6 +192,41 @@ class WeightReader:
             first = last
         return parts[0] if len(parts) == 1 else ConcatenatedLinear(tuple(parts))
 
+    def load_experts(
+        self, names: Sequence[Sequence[str]], biased: bool, top_k: int
+    ) -> ExpertLinear | None:
+        """Load a projection of each expert, merged from its ``names``, with stacked outputs.
+
+        ``None`` if the device doesn't multiply by all at once. Raises as :meth:`load_projection`.
+        """
+        weights = [[f"{name}.weight" for name in merged] for merged in names]
+        every, count = list(chain.from_iterable(weights)), len(names)
+        width = self._weight_shape(every[0])[1]
+        shape = sum(self._weight_shape(name)[0] for name in every), width
+        quantized = {self._becomes_quantized(merged) for merged in weights}
+        if quantized == {True}:
+            form = self._quantized_projections.find_format(self._mode, shape)
+            layouts = set() if form is None else {(form, ())}
+        else:
+            layouts = {self._resident_layout(name) for name in every}
+        form = next(iter(layouts), (None, ()))[0]
+        # Experts whose columns are permuted differ in their order.
+        if len(quantized) > 1 or layouts != {(form, ())}:
+            return None
+        if not self._projections.groups_experts(form, width, count, top_k):
+            return None
+        biases = (f"{name}.bias" for name in chain.from_iterable(names))
+        bias = self.read_tensors(*biases) if biased else None
+        if form is None:
+            return ExpertLinear(self._merge_tensors(every, self.dtype), bias, count)
+        if quantized == {True}:
+            parts = (self._load_quantized(merged).read_blocks(form.group) for merged in weights)
+            made = self._projections.create_quantized(form, shape, chain.from_iterable(parts), None)
+        else:
+            made = self._load_blocks(form, every, None)
+        assert isinstance(made, PlanesLinear)  # as everywhere on a GPU
+        return ExpertLinear(made.planes, bias, count)
+
     def _load_plain(self, names: Sequence[str], bias: Tensor | None) -> Projection:
         weight_dtype = self._weight_dtype(names)
         made = self._load_in_parts(names, weight_dtype, bias)
@@ -242,7 +279,8 @@ class WeightReader:
     def _resident_format(self, name: str) -> BlockFormat | None:
         """Format in which a weight stays on the device, if it stays quantized."""
         tensors, scheme = self._folder.tensors, self._folder.config.low_bit
-        if not self._projections.keeps_blocks or not (scheme or self._find_packed(name)):
+        low_bit = scheme or self._find_packed(name) or self._find_stack(name)
+        if not self._projections.keeps_blocks or not low_bit:
             return None
         rows, width = self._stored_shape(name)
         form = find_resident_format(name, (rows, width), tensors, scheme)
@@ -279,8 +317,11 @@ class WeightReader:
     ) -> Iterator[BlockCodes]:
         """Read blocks of a weight that stays quantized, in slices."""
         kind, scheme = self._find_packed(name), self._low_bit_scheme(name)
+        stack = self._find_stack(name)
         if kind is not None:
             return read_blocks(kind.name, self._map_tensor(packed_name(name, kind)))
+        if stack is not None:
+            return read_expert_blocks(stack, self._map_tensor)
         assert scheme is not None  # nothing else stays quantized
         scales = scheme.scales_name(name, self._folder.tensors)
         return read_low_bit_blocks(

@@ -1,0 +1,42 @@
+"""Experts on a GPU: all are multiplied at once, and the host waits for nothing."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from molink.stage.decoder.mlp import BoundedGate, GateFunction
+from molink.stage.gpu_kernels.expert_product import add_experts, choose_experts, sort_by_expert
+from molink.stage.linear import ExpertLinear, Projection
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExpertMlp:
+    """As :class:`~molink.stage.decoder.mlp.ExpertMlp`, with experts' projections stacked.
+
+    ``gate`` and ``bounded_gate`` are those of :class:`~molink.stage.decoder.mlp.GatedMlp`.
+    """
+
+    capturable: ClassVar[bool] = True
+
+    router: Projection
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    gate: GateFunction
+    bounded_gate: BoundedGate | None
+    top_k: int
+    renormalize: bool
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        weights, experts = choose_experts(self.router(rows), self.top_k, self.renormalize)
+        tiles = sort_by_expert(experts, self.gate_up.num_experts, rows)
+        both, factors = self.gate_up(rows, tiles, self.top_k), None
+        if self.bounded_gate is None:
+            gated = self.gate(both)
+        else:
+            gated, factors = self.bounded_gate(both)
+        return add_experts(self.down(gated, tiles, 1), weights, factors)
+
+    @property
+    def nbytes(self) -> int:
+        return self.router.nbytes + self.gate_up.nbytes + self.down.nbytes

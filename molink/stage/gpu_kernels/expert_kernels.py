@@ -1,0 +1,221 @@
+"""Kernels of mixtures of experts, in Triton; :mod:`.expert_product` describes their arguments.
+
+A *pair* is a row and one of its ``top_k`` experts: pair ``row * top_k + k``. Pairs are sorted by
+expert, and cut into *tiles* of one expert each.
+"""
+
+import triton
+import triton.language as tl
+
+from molink.stage.gpu_kernels.block_kernels import _sum_products
+
+
+@triton.jit(do_not_specialize=["num_experts", "top_k", "renormalize"])
+def choose_kernel(
+    logits, weights, experts, num_experts, top_k, renormalize, row_stride, EXPERTS: tl.constexpr
+):
+    """A program chooses a row's experts, likeliest first. Those of NaN are any, with NaN weights.
+
+    Equal ones are chosen in order.
+    """
+    row = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    inside = expert < num_experts
+    given = tl.load(
+        logits + row.to(tl.int64) * row_stride + expert, mask=inside, other=-float("inf")
+    )
+    given = given.to(tl.float32)
+    powers = tl.exp(given - tl.max(given, 0))
+    odds = powers / tl.sum(powers, 0)
+    # Any expert, NaN included, comes before those chosen, and these before what is none.
+    left = tl.where(inside, tl.where(odds == odds, odds, -1.0), -3.0)
+    place = tl.full((EXPERTS,), -1, tl.int32)
+    for index in range(top_k):
+        best = tl.argmax(left, 0)
+        place = tl.where(expert == best, index, place)
+        left = tl.where(expert == best, -2.0, left)
+    chosen = place >= 0
+    if renormalize > 0:
+        odds /= tl.sum(tl.where(chosen, odds, 0.0), 0)
+    tl.store(weights + row * top_k + place, odds, mask=chosen)
+    tl.store(experts + row * top_k + place, expert, mask=chosen)
+
+
+@triton.jit(do_not_specialize=["count", "tile_rows", "tile_bound"])
+def sort_kernel(
+    experts,
+    order,
+    tiles,
+    count,
+    tile_rows,
+    tile_bound,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """One program sorts ``count`` pairs by expert and cuts them into tiles of ``tile_rows``."""
+    expert = tl.arange(0, EXPERTS)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, count, PAIRS):
+        at = first + tl.arange(0, PAIRS)
+        chosen = tl.load(experts + at, mask=at < count, other=-1)
+        counts += tl.sum((chosen[None] == expert[:, None]).to(tl.int32), 1)
+    ends = tl.cumsum(counts, 0)
+    needed = (counts + tile_rows - 1) // tile_rows
+    tile_ends = tl.cumsum(needed, 0)
+    places = ends - counts
+    tile_places = tile_ends - needed
+    total = tl.sum(needed, 0)
+    for first in range(0, tile_bound, PAIRS):
+        tile = first + tl.arange(0, PAIRS)
+        owner = tl.sum((tile_ends[:, None] <= tile[None]).to(tl.int32), 0)
+        of_owner = owner[None] == expert[:, None]
+        begins = places[:, None] + (tile[None] - tile_places[:, None]) * tile_rows
+        begin = tl.sum(tl.where(of_owner, begins, 0), 0)
+        end = tl.sum(tl.where(of_owner, ends[:, None], 0), 0)
+        inside = tile < tile_bound
+        tl.store(tiles + tile, tl.where(tile < total, owner, -1), mask=inside)
+        tl.store(tiles + tile_bound + tile, begin, mask=inside)
+        tl.store(tiles + 2 * tile_bound + tile, end, mask=inside)
+    for first in range(0, count, PAIRS):
+        at = first + tl.arange(0, PAIRS)
+        chosen = tl.load(experts + at, mask=at < count, other=-1)
+        hit = (chosen[None] == expert[:, None]).to(tl.int32)
+        found = tl.sum(hit * (places[:, None] + tl.cumsum(hit, 1) - 1), 0)
+        tl.store(order + found, at, mask=at < count)
+        places += tl.sum(hit, 1)
+
+
+@triton.jit
+def _find_tile(order, tiles, tile_bound, depth, shared, ROWS: tl.constexpr):
+    """A tile's expert, its pairs, which of them are real, and where their rows begin."""
+    tile = tl.program_id(1)
+    place = tl.load(tiles + tile_bound + tile) + tl.arange(0, ROWS)
+    real = place < tl.load(tiles + 2 * tile_bound + tile)
+    pair = tl.load(order + place, mask=real, other=0)
+    return pair, real, (pair // shared).to(tl.int64) * depth
+
+
+@triton.jit
+def _store_products(total, results, bias, pair, real, outputs, inside, begin, size, has_bias):
+    """Store sums ``[outputs, rows]`` of pairs with the biases of an expert that begin there."""
+    added = tl.load(bias + begin + outputs, mask=inside & (has_bias > 0), other=0).to(tl.float32)
+    total += added[:, None]
+    line = pair.to(tl.int64)[None] * size + outputs[:, None]
+    stored = real[None] & inside[:, None]
+    tl.store(results + line, total.to(results.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["tile_bound", "shared", "has_bias"])
+def multiply_experts_kernel(
+    rows,
+    weight,
+    bias,
+    results,
+    order,
+    tiles,
+    tile_bound,
+    depth,
+    size,
+    shared,
+    has_bias,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Products of pairs' rows, ``[pairs, size]``, with weights ``[experts * size, depth]``.
+
+    The programs are tiles of outputs and tiles of pairs.
+    """
+    expert = tl.load(tiles + tl.program_id(1))
+    if expert < 0:
+        return
+    pair, real, sources = _find_tile(order, tiles, tile_bound, depth, shared, ROWS)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = outputs < size
+    begin = expert.to(tl.int64) * size
+    lines = weight + (begin + outputs)[:, None] * depth
+    column = tl.arange(0, COLUMNS)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for first in range(0, depth, COLUMNS):
+        at = first + column
+        filled = at < depth
+        held = tl.load(lines + at[None], mask=inside[:, None] & filled[None], other=0)
+        given = tl.load(
+            rows + sources[None] + at[:, None], mask=real[None] & filled[:, None], other=0
+        )
+        total = tl.dot(held, given, total, input_precision="ieee")
+    _store_products(total, results, bias, pair, real, outputs, inside, begin, size, has_bias)
+
+
+@triton.jit(do_not_specialize=["tile_bound", "shared", "steps", "has_bias"])
+def multiply_packed_experts_kernel(
+    rows,
+    planes,
+    bias,
+    results,
+    order,
+    tiles,
+    tile_bound,
+    depth,
+    size,
+    stacked_size,
+    shared,
+    steps,
+    has_bias,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+):
+    """The same with planes of ``stacked_size = experts * size`` outputs.
+
+    See :mod:`.block_kernels`.
+    """
+    expert = tl.load(tiles + tl.program_id(1))
+    if expert < 0:
+        return
+    pair, real, sources = _find_tile(order, tiles, tile_bound, depth, shared, ROWS)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = outputs < size
+    begin = expert * size
+    total = _sum_products(
+        rows,
+        planes,
+        sources,
+        real,
+        begin + outputs,
+        inside,
+        stacked_size,
+        0,
+        steps,
+        FORM,
+        CHUNKS,
+        SCALE_SUMS,
+    )
+    _store_products(total, results, bias, pair, real, outputs, inside, begin, size, has_bias)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def add_experts_kernel(
+    products,
+    weights,
+    factors,
+    results,
+    top_k,
+    width,
+    HAS_FACTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program adds ``BLOCK`` columns of a row's products in order, times their weights."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for index in range(top_k):
+        pair = row * top_k + index
+        weight = tl.load(weights + pair)
+        if HAS_FACTORS:
+            weight *= tl.load(factors + pair)
+        total += weight * tl.load(products + pair * width + at, mask=inside, other=0).to(tl.float32)
+    tl.store(results + row * width + at, total.to(results.dtype.element_ty), mask=inside)

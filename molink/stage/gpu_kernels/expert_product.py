@@ -1,0 +1,193 @@
+"""Launches the kernels of :mod:`.expert_kernels`: a mixture of experts without waits for the host.
+
+Shapes depend on the number of rows alone, so a CUDA graph captures them. Each sum has a fixed
+order, and a row's result doesn't depend on other rows, up to rounding.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.stage.gpu_kernels.block_planes import BlockPlanes
+from molink.stage.gpu_kernels.block_product import (
+    PRODUCT_STAGES,
+    choose_chunks,
+    choose_tile,
+    scales_sums,
+)
+
+#: Numbers of experts and pairs that the sort compares at once.
+_SORTED = 1 << 12
+_MIN_SORTED_PAIRS = 16
+#: Columns that a program adds.
+_ADDED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Pairs of rows and experts, sorted by expert.
+
+    ``order`` (int32 ``[pairs]``) are pairs, ``tiles`` (int32 ``[3, bound]``) an expert each, or -1
+    where there is no tile, and the first and last place, plus one, of its pairs in ``order``.
+    ``shape`` are a tile's pairs at most, with its outputs, warps and columns of a step.
+    """
+
+    order: Tensor
+    tiles: Tensor
+    shape: tuple[int, int, int, int]
+
+
+def choose_experts(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Choose experts of rows by ``logits [T, experts]``.
+
+    Returns weights (float32) and experts (int32), both ``[T, top_k]``, largest weight first. A
+    row's weights are NaN if one of its logits is; its experts are valid nevertheless.
+    """
+    import triton
+
+    from molink.stage.gpu_kernels.expert_kernels import choose_kernel
+
+    count, num_experts = logits.shape
+    weights = logits.new_empty(count, top_k, dtype=torch.float32)
+    experts = logits.new_empty(count, top_k, dtype=torch.int32)
+    if count:
+        choose_kernel[(count,)](
+            logits,
+            weights,
+            experts,
+            num_experts,
+            top_k,
+            int(renormalize),
+            logits.stride(0),
+            EXPERTS=triton.next_power_of_2(num_experts),
+            num_warps=1,
+        )
+    return weights, experts
+
+
+def sort_by_expert(experts: Tensor, num_experts: int, rows: Tensor) -> ExpertTiles:
+    """Sort the pairs of ``experts [T, top_k]`` into tiles for ``rows [T, …]``."""
+    import triton
+
+    from molink.stage.gpu_kernels.expert_kernels import sort_kernel
+
+    pairs = experts.numel()
+    # Twice the usual number of an expert's rows, which are at most all.
+    shape = choose_tile(rows, min(len(experts), 2 * pairs // num_experts))
+    # Each expert with a pair has a tile that may not be full.
+    bound = (pairs + min(pairs, num_experts) * (shape[0] - 1)) // shape[0]
+    order = experts.new_empty(pairs)
+    tiles = experts.new_empty(3, bound)
+    if pairs:
+        size = triton.next_power_of_2(num_experts)
+        sort_kernel[(1,)](
+            experts,
+            order,
+            tiles,
+            pairs,
+            shape[0],
+            bound,
+            EXPERTS=size,
+            PAIRS=max(_MIN_SORTED_PAIRS, _SORTED // size),
+            num_warps=8,
+        )
+    return ExpertTiles(order, tiles, shape)
+
+
+def multiply_experts(
+    weight: Tensor | BlockPlanes,
+    rows: Tensor,
+    bias: Tensor | None,
+    tiles: ExpertTiles,
+    num_experts: int,
+    shared: int,
+) -> Tensor:
+    """Return products of each pair's row with its expert's weight, ``[pairs, out]``.
+
+    ``weight`` is ``[experts * out, in]``, in the type of ``rows`` or in planes; ``bias`` is
+    ``[experts * out]``. ``shared`` pairs share a row of ``rows [pairs / shared, in]``.
+    """
+    from molink.stage.gpu_kernels.expert_kernels import (
+        multiply_experts_kernel,
+        multiply_packed_experts_kernel,
+    )
+
+    stacked = weight.layout.shape[0] if isinstance(weight, BlockPlanes) else len(weight)
+    depth, size, bound = rows.shape[1], stacked // num_experts, tiles.tiles.shape[1]
+    results = rows.new_empty(len(tiles.order), size)
+    if not len(results):
+        return results
+    count, outputs, warps, columns = tiles.shape
+    grid = -(-size // outputs), bound
+    added = bias if bias is not None else results
+    given = rows.contiguous()
+    if isinstance(weight, BlockPlanes):
+        chunks = choose_chunks(weight.layout, columns)
+        multiply_packed_experts_kernel[grid](
+            given,
+            weight.tensors,
+            added,
+            results,
+            tiles.order,
+            tiles.tiles,
+            bound,
+            depth,
+            size,
+            stacked,
+            shared,
+            weight.layout.chunks // chunks,
+            int(bias is not None),
+            FORM=weight.layout.kernel_form,
+            ROWS=count,
+            OUTPUTS=outputs,
+            CHUNKS=chunks,
+            SCALE_SUMS=scales_sums(weight.layout, count, rows.dtype),
+            num_warps=warps,
+            num_stages=PRODUCT_STAGES,
+        )
+        return results
+    multiply_experts_kernel[grid](
+        given,
+        weight,
+        added,
+        results,
+        tiles.order,
+        tiles.tiles,
+        bound,
+        depth,
+        size,
+        shared,
+        int(bias is not None),
+        ROWS=count,
+        OUTPUTS=outputs,
+        COLUMNS=columns * 2 // rows.element_size(),
+        num_warps=warps,
+        num_stages=PRODUCT_STAGES,
+    )
+    return results
+
+
+def add_experts(products: Tensor, weights: Tensor, factors: Tensor | None) -> Tensor:
+    """Add ``products [T * top_k, n]`` of each row, times ``weights [T, top_k]``, in order.
+
+    With ``factors`` (float32 ``[T * top_k, 1]``) products are multiplied by these, too, and sums
+    are float32.
+    """
+    from molink.stage.gpu_kernels.expert_kernels import add_experts_kernel
+
+    (count, top_k), width = weights.shape, products.shape[1]
+    dtype = products.dtype if factors is None else torch.float32
+    results = products.new_empty(count, width, dtype=dtype)
+    if count:
+        add_experts_kernel[count, -(-width // _ADDED)](
+            products,
+            weights,
+            weights if factors is None else factors,
+            results,
+            top_k,
+            width,
+            HAS_FACTORS=factors is not None,
+            BLOCK=_ADDED,
+        )
+    return results

@@ -1,0 +1,161 @@
+"""Experts that are multiplied at once, on a GPU or in Triton's interpreter, give the same."""
+
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load, save_file
+
+from molink.checkpoint.gguf_import import import_gguf
+from molink.checkpoint.hub import NullCounter
+from molink.checkpoint.model_folder import ModelFolder
+from molink.facts.footprint import Footprint, StageSetup
+from molink.stage.batch import SequenceRows
+from molink.stage.decoder.grouped_experts import GroupedExpertMlp
+from molink.stage.decoder.mlp import ExpertMlp, SharedExpertMlp
+from molink.stage.gpu_kernels.block_planes import BlockPlanes
+from molink.stage.linear import ProjectionFactory, experts_check
+from molink.stage.linear.experts_check import check_experts
+from molink.stage.linear.planes_check import check_planes
+from molink.stage.stage import Stage
+from molink.stage.weights.stored_formats import unpack_mxfp4
+from tests.support.gguf_models import write_gguf
+from tests.support.low_bit_models import write_low_bit
+from tests.support.models import MakeModel
+from tests.support.stage import Reference, Ring
+from tests.support.triton_device import DEVICE, needs_triton, widen_products
+
+pytestmark = needs_triton
+
+BLOCKS = tuple(range(16))
+#: Rows that words of all formats fill, and fewer layers.
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+TWO: dict[str, Any] = {"num_hidden_layers": 2}
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Experts are multiplied at once on this device, be it a CPU."""
+
+    def probe(
+        dtype: torch.dtype, device: torch.device, disabled: Collection[str] = ()
+    ) -> ProjectionFactory:
+        keeps = "gguf-blocks" not in disabled
+        return ProjectionFactory(
+            dtype,
+            keeps_blocks=keeps,
+            planes_device=device if keeps else None,
+            experts_device=None if "grouped-experts" in disabled else device,
+        )
+
+    monkeypatch.setattr(ProjectionFactory, "probe_device", probe)
+    monkeypatch.setattr(experts_check, "_ROWS", (1, 12))  # the rest takes time
+    for one in (check_planes, check_experts):
+        one.cache_clear()
+    if DEVICE.type == "cpu":
+        widen_products(monkeypatch)
+    yield
+    for one in (check_planes, check_experts):
+        one.cache_clear()
+
+
+def find_experts(stage: Stage) -> list[Any]:
+    """The mixtures of a stage."""
+    mlps = [block.mlp for block in stage._decoder.blocks]
+    routed = [mlp.routed if isinstance(mlp, SharedExpertMlp) else mlp for mlp in mlps]
+    return [mlp for mlp in routed if isinstance(mlp, ExpertMlp | GroupedExpertMlp)]
+
+
+def write_mxfp4(folder: Path) -> Path:
+    """A gpt-oss's experts become MXFP4; returns a folder with their values."""
+    exact, generator = folder.with_name("exact"), torch.Generator().manual_seed(0)
+    exact.mkdir()
+    stored = load((folder / "model.safetensors").read_bytes())
+    values = dict(stored)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, rows = stored.pop(name).shape
+        shape = experts, rows, width // 32
+        blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 126, shape, generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        unpacked = unpack_mxfp4(blocks.flatten(0, 1), scales.flatten(0, 1))
+        values[name] = unpacked.view(experts, rows, width).mT.contiguous()
+    for file in folder.iterdir():
+        (exact / file.name).write_bytes(file.read_bytes())
+    save_file(stored, folder / "model.safetensors")
+    save_file(values, exact / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return exact
+
+
+def make_gpt_oss(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    made = make_model(folder / "model", "gpt_oss", 3, intermediate_size=192, **TWO)
+    return made, write_mxfp4(made)
+
+
+def make_gguf(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    made = make_model(folder / "model", "qwen3_moe", 3, **WIDE, **TWO)
+    exact, others = folder / "exact", {"ffn_down_exps": Kind.Q6_K}
+    path = write_gguf(made, folder / "model.gguf", Kind.Q4_K, exact=exact, others=others)
+    return import_gguf(path, folder / "unpacked", NullCounter(), threading.Event()), exact
+
+
+def make_awq(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+    section = {
+        "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+    }  # fmt: skip
+    made = make_model(folder / "model", "mixtral", 3, **WIDE, **TWO)
+    return write_low_bit(made, folder / "stored", folder / "exact", section), folder / "exact"
+
+
+def make_plain(family: str, **fields: Any) -> Callable[[MakeModel, Path], tuple[Path, Path]]:
+    def make(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
+        made = make_model(folder / "model", family, 3, **TWO, **fields)
+        return made, made
+
+    return make
+
+
+#: Models, and whether their experts are in planes.
+MODELS: dict[str, tuple[Callable[[MakeModel, Path], tuple[Path, Path]], bool]] = {
+    "mixtral": (make_plain("mixtral"), False),
+    "qwen3_moe, all experts": (make_plain("qwen3_moe", num_experts_per_tok=8), False),
+    "qwen2_moe": (make_plain("qwen2_moe"), False),
+    "gpt_oss": (make_plain("gpt_oss"), False),
+    "gpt_oss in MXFP4": (make_gpt_oss, True),
+    "qwen3_moe in Q4_K and Q6_K": (make_gguf, True),
+    "mixtral in AWQ": (make_awq, True),
+}
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    make, packed = MODELS[name]
+    stored, exact = make(make_model, tmp_path)
+    tokens, reference = random_tokens(9), make_reference(exact)
+    ring = make_ring(stored, (1,), device=str(DEVICE))
+    expected = reference.logits(tokens)
+    logits = ring.run(tokens, [SequenceRows(0, 9, BLOCKS)]).cpu()
+    assert (logits - expected).abs().max() < 5e-4 * expected.abs().max()
+    assert ring.generate(tokens, 2, BLOCKS) == reference.generate(tokens, 2)
+    found = [mlp for stage in ring.stages for mlp in find_experts(stage)]
+    assert len(found) == 2
+    assert all(isinstance(mlp, GroupedExpertMlp) for mlp in found)
+    kept = [isinstance(one.weight, BlockPlanes) for one in (found[0].gate_up, found[0].down)]
+    assert kept == [packed, packed]
+    assert all(stage._decoder.capturable for stage in ring.stages)
