@@ -159,10 +159,16 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
     """Peak number of activation elements per row in a layer.
 
     The residual (twice: the caller keeps its own), its norm and the result, and the rotations;
-    besides, either gate, up and their product (and each chosen expert's output), or q, k, v twice
-    (rotated), the attended rows and their merged copy.
+    besides, either gate, up and their product, or q, k, v twice (rotated), the attended rows and
+    their merged copy. A GPU may hold those of all chosen experts at once.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    given = 0 if config.experts is None else config.experts.top_k * config.hidden_size
-    widest = max(3 * inner + given, 2 * (queries + 2 * keys) + 2 * queries)
+    gated, experts = 3 * inner, config.experts
+    if experts is not None:
+        chosen, outputs = (
+            experts.top_k * size for size in (experts.intermediate_size, config.hidden_size)
+        )
+        # Their sum, and the result of the shared expert.
+        gated = max(gated, chosen + max(2 * chosen, outputs)) + 2 * config.hidden_size
+    widest = max(gated, 2 * (queries + 2 * keys) + 2 * queries)
     return 4 * config.hidden_size + 4 * config.head_dim + widest

@@ -13,8 +13,6 @@ from safetensors.torch import load, save_file
 
 from molink.checkpoint.gguf_import import import_gguf
 from molink.checkpoint.hub import NullCounter
-from molink.checkpoint.model_folder import ModelFolder
-from molink.facts.footprint import Footprint, StageSetup
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp
 from molink.stage.decoder.mlp import ExpertMlp, SharedExpertMlp
@@ -34,7 +32,13 @@ pytestmark = needs_triton
 
 BLOCKS = tuple(range(16))
 #: Rows that words of all formats fill, and fewer layers.
-WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+WIDE = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 TWO: dict[str, Any] = {"num_hidden_layers": 2}
 
 
@@ -111,7 +115,7 @@ def make_awq(make_model: MakeModel, folder: Path) -> tuple[Path, Path]:
     section = {
         "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
     }  # fmt: skip
-    made = make_model(folder / "model", "mixtral", 3, **WIDE, **TWO)
+    made = make_model(folder / "model", "qwen3_moe", 3, moe_intermediate_size=64, **TWO)
     return write_low_bit(made, folder / "stored", folder / "exact", section), folder / "exact"
 
 
@@ -131,7 +135,7 @@ MODELS: dict[str, tuple[Callable[[MakeModel, Path], tuple[Path, Path]], bool]] =
     "gpt_oss": (make_plain("gpt_oss"), False),
     "gpt_oss in MXFP4": (make_gpt_oss, True),
     "qwen3_moe in Q4_K and Q6_K": (make_gguf, True),
-    "mixtral in AWQ": (make_awq, True),
+    "qwen3_moe in AWQ": (make_awq, True),
 }
 
 

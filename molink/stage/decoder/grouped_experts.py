@@ -30,11 +30,11 @@ class GroupedExpertMlp:
     def __call__(self, rows: Tensor) -> Tensor:
         weights, experts = choose_experts(self.router(rows), self.top_k, self.renormalize)
         tiles = sort_by_expert(experts, self.gate_up.num_experts, rows)
-        both, factors = self.gate_up(rows, tiles, self.top_k), None
+        factors = None
         if self.bounded_gate is None:
-            gated = self.gate(both)
+            gated = self.gate(self.gate_up(rows, tiles, self.top_k))
         else:
-            gated, factors = self.bounded_gate(both)
+            gated, factors = self.bounded_gate(self.gate_up(rows, tiles, self.top_k))
         return add_experts(self.down(gated, tiles, 1), weights, factors)
 
     @property

@@ -41,7 +41,7 @@ from molink.stage.torch_dtypes import choose_dtype
 log = logging.getLogger(__name__)
 
 #: Rises with every change of the trials.
-_FORMAT_VERSION = 9
+_FORMAT_VERSION = 10
 _MAX_BYTES, _MAX_RESULTS = 1 << 19, 512
 #: Starts without a result after which a trial is taken to crash the process.
 _MAX_STARTS = 2

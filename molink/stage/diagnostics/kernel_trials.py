@@ -57,6 +57,7 @@ from molink.stage.linear import (
     slow_kernels,
 )
 from molink.stage.linear.base import PRODUCT_TOLERANCES, make_random_weight
+from molink.stage.linear.experts_check import experts_error, routing_error
 from molink.stage.linear.nf4 import NF4_FORMAT, load_library
 from molink.stage.linear.planes_check import planes_error
 from molink.stage.linear.quantized import (
@@ -195,6 +196,8 @@ def kernel_chains(
         planes = shapes.planes + quantized_forms(quantize, shapes.products, on_gpu=True)
         if planes:
             made.append((_planes_trial(planes, dtype, device),))
+        if shapes.experts is not None:
+            made.append((_experts_trial(shapes, dtype, quantize, device),))
         error = partial(_fused_rows_error, shapes, computed, device)
         fused = KernelTrial("compiled-rows", dtype, rounding, error)
         return (*made, (plain,), (fused, torch_rows), _attention_chain(shapes, dtype, device))
@@ -391,6 +394,24 @@ def _planes_trial(
         return _max_error([planes_error(*one, computed, device) for one in planes])
 
     return KernelTrial("gguf-blocks", dtype, PRODUCT_TOLERANCES[dtype], find_error)
+
+
+def _experts_trial(
+    shapes: TrialShapes, dtype: WeightDType, quantize: Quantize, device: torch.device
+) -> KernelTrial:
+    """The trial of experts that are multiplied at once, as in ``shapes``."""
+
+    def find_error() -> float:
+        problem = find_planes_problem(device)
+        if problem:
+            raise _KernelAbsent(problem)
+        assert shapes.experts is not None  # else there is no trial
+        computed = TORCH_DTYPES[dtype]
+        forms = {*shapes.expert_planes, *quantized_forms(quantize, shapes.products, on_gpu=True)}
+        errors = [experts_error(*one, computed, device) for one in sorted(forms, key=repr)]
+        return _max_error([routing_error(*shapes.experts, computed, device), *errors])
+
+    return KernelTrial("grouped-experts", dtype, PRODUCT_TOLERANCES[dtype], find_error)
 
 
 def quantized_forms(

@@ -15,7 +15,7 @@ from molink.checkpoint.tensor_layout import (
     stage_tensors,
 )
 from molink.checkpoint.traits import Activation
-from molink.gguf.block_formats import BlockFormat, fits_planes
+from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes
 from molink.stage.attention.base import AttentionShape
 
 #: A window that excludes some of a trial's rows.
@@ -31,7 +31,9 @@ class TrialShapes:
     """``products`` are ``[out, in]``; rows of ``hidden`` are normed, of ``inner`` gated.
 
     ``rotary`` are rotated dimensions of a head. ``formats`` are those of weights that stay low-bit
-    on a CPU; ``planes``, on a GPU, are formats and columns.
+    on a CPU; ``planes``, on a GPU, are formats and columns. ``experts`` are the numbers of a
+    layer's experts and of a row's, ``expert_planes`` formats and columns of their weights on a GPU,
+    without a format if these don't stay low-bit.
     """
 
     products: tuple[tuple[int, int], ...]
@@ -44,6 +46,8 @@ class TrialShapes:
     block_size: int
     planes: tuple[tuple[BlockFormat, int], ...] = ()
     formats: tuple[BlockFormat, ...] = ()
+    experts: tuple[int, int] | None = None
+    expert_planes: tuple[tuple[BlockFormat | None, int], ...] = ()
 
     @classmethod
     def from_config(
@@ -90,6 +94,10 @@ class TrialShapes:
             formats=()
             if device.type == "cuda"
             else tuple(sorted({form for form, _ in found if form.fits_cpu}, key=repr)),
+            experts=None
+            if config.experts is None
+            else (config.experts.num_experts, config.experts.top_k),
+            expert_planes=_find_expert_planes(config, tensors or {}),
         )
 
 
@@ -103,6 +111,8 @@ USUAL_SHAPES = TrialShapes(
     activations=("silu", "gelu_tanh"),
     attention=AttentionShape(kv_heads=2, groups=4, head_dim=64, scale=0.125, windows=(0, _WINDOW)),
     block_size=16,
+    experts=(32, 4),
+    expert_planes=((None, 192), (BLOCK_FORMATS["q4_k"], 512)),
 )
 
 
@@ -113,6 +123,18 @@ def find_planes(
     found = _find_low_bit(config, tensors)
     planes = {(form, shape[1]) for form, shape in found if fits_planes(form, shape)}
     return tuple(sorted(planes, key=repr))
+
+
+def _find_expert_planes(
+    config: ModelConfig, tensors: Mapping[str, TensorSpec]
+) -> tuple[tuple[BlockFormat | None, int], ...]:
+    """Formats and columns of experts' weights on a GPU."""
+    found: set[tuple[BlockFormat | None, int]] = set()
+    for name, shape in stage_tensors(config, 0, config.layers).items():
+        if ".experts." in name and len(shape) == 2:
+            form = find_resident_format(name, shape, tensors, config.low_bit)
+            found.add((form if form and fits_planes(form, shape) else None, shape[1]))
+    return tuple(sorted(found, key=repr))
 
 
 def _find_low_bit(
