@@ -72,6 +72,7 @@ def sort_kernel(
         begins = places[:, None] + (tile[None] - tile_places[:, None]) * tile_rows
         begin = tl.sum(tl.where(of_owner, begins, 0), 0)
         end = tl.sum(tl.where(of_owner, ends[:, None], 0), 0)
+        end = tl.minimum(end, begin + tile_rows)
         inside = tile < tile_bound
         tl.store(tiles + tile, tl.where(tile < total, owner, -1), mask=inside)
         tl.store(tiles + tile_bound + tile, begin, mask=inside)

@@ -119,11 +119,11 @@ def routing_error(num_experts: int, top_k: int, dtype: torch.dtype, device: torc
     right = torch.equal(tiles.order.long().cpu(), experts.flatten().argsort(stable=True))
     counts = experts.flatten().bincount(minlength=num_experts)
     cut = [
-        (expert, begin, end)
+        (expert, begin, min(begin + tiles.shape[0], last))
         for expert, (count, last) in enumerate(
             zip(counts.tolist(), counts.cumsum(0).tolist(), strict=True)
         )
-        for begin, end in ((begin, last) for begin in range(last - count, last, tiles.shape[0]))
+        for begin in range(last - count, last, tiles.shape[0])
     ]
     kept = [tuple(one) for one in tiles.tiles.T.tolist() if one[0] >= 0]
     return worst if right and kept == cut else float("inf")

@@ -206,12 +206,13 @@ class WeightReader:
         quantized = {self._becomes_quantized(merged) for merged in weights}
         if quantized == {True}:
             form = self._quantized_projections.find_format(self._mode, shape)
-            layouts = set() if form is None else {(form, ())}
+            is_uniform = form is not None
         else:
             layouts = {self._resident_layout(name) for name in every}
-        form = next(iter(layouts), (None, ()))[0]
-        # Experts whose columns are permuted differ in their order.
-        if len(quantized) > 1 or layouts != {(form, ())}:
+            form, order = next(iter(layouts))
+            # Experts whose columns are permuted differ in their order.
+            is_uniform = len(quantized) == len(layouts) == 1 and not order
+        if not is_uniform:
             return None
         if not self._projections.groups_experts(form, width, count, top_k):
             return None

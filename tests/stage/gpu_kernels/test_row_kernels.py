@@ -1,8 +1,6 @@
 """Row-wise GPU kernels give what torch's operators give, and a layer launches few of them."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,13 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.traits import Activation
 from molink.stage import stage as stages
 from molink.stage.batch import SequenceRows
-from molink.stage.decoder import norm as norms
 from molink.stage.decoder.block import ForwardContext, run_blocks
 from molink.stage.decoder.mlp import MAX_FLOAT16_INPUT, create_gate
 from molink.stage.decoder.norm import IdentityNorm, QueryKeyNorm, RmsNorm, add_residual
@@ -31,8 +27,8 @@ from molink.stage.decoder.operators import (
 from molink.stage.decoder.rotary import rotate_half, rotate_pairs
 from molink.stage.gpu_kernels.triton_support import is_interpreted
 from molink.stage.kv_pool import KVPool
-from molink.stage.linear import PlainLinear
 from molink.stage.torch_dtypes import TORCH_DTYPES, residual_dtype
+from tests.support.launch_counter import counted_launches
 from tests.support.models import MakeModel
 from tests.support.stage import Ring
 from tests.support.triton_device import DEVICE, needs_triton
@@ -309,61 +305,6 @@ def test_models_give_the_same_logits(
 
 
 # --- launches ---------------------------------------------------------------------------------
-
-
-class LaunchCounter(TorchDispatchMode):
-    """Counts operators that compute; views and allocations launch nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        first = result[0] if isinstance(result, list | tuple) else result
-        # A conversion is called a view, but may copy.
-        shares = func.is_view and (
-            first.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
-        )
-        if not shares and "empty" not in name and name != "_unsafe_view":
-            self.counts[name] += 1
-        return result
-
-    def count_whole(self, name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
-        """``operator`` as one launch, which it is on a GPU."""
-
-        def counted(*given: Any, **named: Any) -> Any:
-            before = self.counts.copy()
-            result = operator(*given, **named)
-            self.counts = before
-            self.counts[name] += 1
-            return result
-
-        return counted
-
-
-@contextmanager
-def counted_launches() -> Iterator[LaunchCounter]:
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    counter = LaunchCounter()
-
-    def launch(self: Any, *_: Any, **named: Any) -> None:
-        counter.counts[self.fn.__name__] += 1
-
-    with (
-        mock.patch.object(InterpretedFunction, "run", launch),
-        mock.patch.object(JITFunction, "run", launch),
-        mock.patch.object(norms, "rms_norm", counter.count_whole("rms_norm", norms.rms_norm)),
-        mock.patch.object(
-            PlainLinear, "__call__", counter.count_whole("product", PlainLinear.__call__)
-        ),
-        counter,
-    ):
-        yield counter
 
 
 def attend_nothing(layer: int, heads: Tensor, pool: KVPool, sinks: Tensor | None) -> Tensor:
