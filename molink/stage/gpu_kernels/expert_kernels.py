@@ -52,7 +52,7 @@ def sort_kernel(
     EXPERTS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """One program sorts ``count`` pairs by expert and cuts them into tiles of ``tile_rows``."""
+    """One program sorts a few pairs by expert and cuts them into tiles of ``tile_rows``."""
     expert = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, count, PAIRS):
@@ -84,6 +84,37 @@ def sort_kernel(
         found = tl.sum(hit * (places[:, None] + tl.cumsum(hit, 1) - 1), 0)
         tl.store(order + found, at, mask=at < count)
         places += tl.sum(hit, 1)
+
+
+@triton.jit(do_not_specialize=["count", "tile_rows", "tile_bound"])
+def sort_many_kernel(experts, order, tiles, count, tile_rows, tile_bound, PAIRS: tl.constexpr):
+    """The same for many pairs; a program finds those of an expert.
+
+    If its pairs begin at ``begin``, its tiles do at ``begin // tile_rows + expert``: no choice of
+    the experts before it needs more.
+    """
+    expert = tl.program_id(0)
+    before = tl.zeros((PAIRS,), tl.int32)
+    own = tl.zeros((PAIRS,), tl.int32)
+    for first in range(0, count, PAIRS):
+        at = first + tl.arange(0, PAIRS)
+        chosen = tl.load(experts + at, mask=at < count, other=0x7FFFFFFF)
+        before += (chosen < expert).to(tl.int32)
+        own += (chosen == expert).to(tl.int32)
+    begin = tl.sum(before, 0)
+    end = begin + tl.sum(own, 0)
+    tile = begin // tile_rows + expert
+    for slot in range(tile, end // tile_rows + expert + 1):
+        place = begin + (slot - tile) * tile_rows
+        tl.store(tiles + slot, tl.where(place < end, expert, -1))
+        tl.store(tiles + tile_bound + slot, place)
+        tl.store(tiles + 2 * tile_bound + slot, tl.minimum(place + tile_rows, end))
+    for first in range(0, count, PAIRS):
+        at = first + tl.arange(0, PAIRS)
+        chosen = tl.load(experts + at, mask=at < count, other=0x7FFFFFFF)
+        hit = (chosen == expert).to(tl.int32)
+        tl.store(order + begin + tl.cumsum(hit, 0) - 1, at, mask=hit > 0)
+        begin += tl.sum(hit, 0)
 
 
 @triton.jit

@@ -17,9 +17,9 @@ from molink.stage.gpu_kernels.block_product import (
     scales_sums,
 )
 
-#: Numbers of experts and pairs that the sort compares at once.
-_SORTED = 1 << 12
-_MIN_SORTED_PAIRS = 16
+#: Experts times pairs that one program compares at once, and pairs that one of many does.
+_COMPARED, _MIN_COMPARED_PAIRS = 1 << 12, 16
+_COMPARED_PAIRS = 1 << 10
 #: Columns that a program adds.
 _ADDED = 1024
 
@@ -70,16 +70,21 @@ def sort_by_expert(experts: Tensor, num_experts: int, rows: Tensor) -> ExpertTil
     """Sort the pairs of ``experts [T, top_k]`` into tiles for ``rows [T, …]``."""
     import triton
 
-    from molink.stage.gpu_kernels.expert_kernels import sort_kernel
+    from molink.stage.gpu_kernels.expert_kernels import sort_kernel, sort_many_kernel
 
     pairs = experts.numel()
     # Twice the usual number of an expert's rows, which are at most all.
     shape = choose_tile(rows, min(len(experts), 2 * pairs // num_experts))
     # Each expert with a pair has a tile that may not be full.
-    bound = (pairs + min(pairs, num_experts) * (shape[0] - 1)) // shape[0]
+    is_few = pairs < num_experts
+    bound = pairs if is_few else pairs // shape[0] + num_experts
     order = experts.new_empty(pairs)
     tiles = experts.new_empty(3, bound)
-    if pairs:
+    if not is_few:
+        sort_many_kernel[(num_experts,)](
+            experts, order, tiles, pairs, shape[0], bound, PAIRS=_COMPARED_PAIRS
+        )
+    elif pairs:
         size = triton.next_power_of_2(num_experts)
         sort_kernel[(1,)](
             experts,
@@ -89,7 +94,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, rows: Tensor) -> ExpertTil
             shape[0],
             bound,
             EXPERTS=size,
-            PAIRS=max(_MIN_SORTED_PAIRS, _SORTED // size),
+            PAIRS=max(_MIN_COMPARED_PAIRS, _COMPARED // size),
             num_warps=8,
         )
     return ExpertTiles(order, tiles, shape)

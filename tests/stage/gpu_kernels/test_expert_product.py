@@ -339,6 +339,25 @@ def test_a_mixture_launches_few_operators() -> None:
     assert found == [7, 33]
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_host_waits_for_nothing(rows: int) -> None:
+    """Numbers can't be read from the meta device."""
+    grouped, one_by_one = make_mixtures(8, 2, "clamped_swiglu", True, False, torch.float32)
+    given_rows = torch.empty(rows, HIDDEN, device="meta")
+
+    def move(linear: ExpertLinear) -> ExpertLinear:
+        assert isinstance(linear.weight, Tensor)
+        assert linear.bias is not None
+        return replace(linear, weight=linear.weight.to("meta"), bias=linear.bias.to("meta"))
+
+    router = PlainLinear(torch.empty(8, HIDDEN, device="meta"))
+    moved = replace(grouped, router=router, gate_up=move(grouped.gate_up), down=move(grouped.down))
+    with counted_launches():
+        assert moved(given_rows).shape == given_rows.shape
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        replace(one_by_one, router=router)(given_rows)
+
+
 # --- proofs -----------------------------------------------------------------------------------
 
 
