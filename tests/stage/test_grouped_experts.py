@@ -13,12 +13,14 @@ from safetensors.torch import load, save_file
 
 from molink.checkpoint.gguf_import import import_gguf
 from molink.checkpoint.hub import NullCounter
+from molink.checkpoint.model_folder import ModelFolder
+from molink.facts.footprint import Footprint, StageSetup
 from molink.stage import stage as stages
 from molink.stage.batch import SequenceRows
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp
 from molink.stage.decoder.mlp import ExpertMlp, SharedExpertMlp
 from molink.stage.gpu_kernels.block_planes import BlockPlanes
-from molink.stage.linear import ProjectionFactory, experts_check
+from molink.stage.linear import PlanesLinear, ProjectionFactory, experts_check
 from molink.stage.linear.experts_check import check_experts
 from molink.stage.linear.planes_check import check_planes
 from molink.stage.stage import Stage
@@ -188,6 +190,43 @@ def test_decode_steps_are_graphs(
         monkeypatch.setattr(stages, "CudaGraphCapturer", WorkItself)
         torch.testing.assert_close(decode(), usual, atol=1e-5, rtol=1e-5)
         assert WorkItself.replayed >= 3
+
+
+@pytest.mark.usefixtures("grouped")
+def test_mxfp4_experts_take_what_is_planned_and_what_the_file_takes(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    folder = ModelFolder.open(make_gpt_oss(make_model, tmp_path)[0])
+    planned = Footprint.of_stage(
+        folder.placement_facts("m"), StageSetup("cuda", dtype="f32", has_block_kernels=True)
+    ).layer_bytes
+    stage = Stage.load_layers(folder, (0, 1), str(DEVICE), "f32")
+    assert stage.layer_bytes == pytest.approx(planned, rel=0.01)
+    (mlp,) = find_experts(stage)
+    of_file = [
+        span.nbytes
+        for name, span in folder.tensors.items()
+        if name.startswith("model.layers.0.") and name.endswith(("_blocks", "_scales"))
+    ]
+    held = [mlp.gate_up.weight.nbytes, mlp.down.weight.nbytes]
+    # A number more for each row: 0.3 % of gpt-oss's, which are wider.
+    assert sum(held) == sum(of_file) + 4 * 6 * (2 * 192 + 64)
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.parametrize("fault", ["wrong", "disabled"])
+def test_experts_run_one_by_one_where_kernels_are_wrong(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
+) -> None:
+    folder = ModelFolder.open(make_gpt_oss(make_model, tmp_path)[0])
+    if fault == "wrong":
+        products = experts_check.multiply_experts
+        monkeypatch.setattr(experts_check, "multiply_experts", lambda *given: products(*given) + 1)
+    avoided = ("grouped-experts",) if fault == "disabled" else ()
+    stage = Stage.load_layers(folder, (0, 1), str(DEVICE), "f32", disabled_kernels=avoided)
+    (mlp,) = find_experts(stage)
+    assert isinstance(mlp, ExpertMlp)
+    assert isinstance(mlp.experts[0].gate_up, PlanesLinear)
 
 
 @pytest.mark.usefixtures("grouped")
