@@ -46,7 +46,7 @@ def list_choices(rows: int) -> Iterator[dict[str, Any]]:
     """Constants to try for some rows, those in use first."""
     tiles = block_product._TILES
     tile = next((one for one in tiles if rows <= one[0]), tiles[-1])[0]
-    names = "_WARPS", "_STAGES", "_SUMMED_ROWS"
+    names = "_WARPS", "PRODUCT_STAGES", "_SUMMED_ROWS"
     yield {"_TILES": tiles, **{name: getattr(block_product, name) for name in names}}
     summed = ((tile, tile), (0, 0)) if tile <= 16 else ((0, 0),)
     for one, columns, *others in product(_TILES, _COLUMNS, _WARPS, _STAGES, summed):

@@ -230,6 +230,81 @@ def test_experts_run_one_by_one_where_kernels_are_wrong(
 
 
 @pytest.mark.usefixtures("grouped")
+@pytest.mark.parametrize("mode", ["int8", "nf4"])
+def test_experts_that_are_quantized_on_loading(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    mode: str,
+) -> None:
+    folder = make_model(tmp_path, "qwen3_moe", 3, moe_intermediate_size=64, num_hidden_layers=1)
+    tokens, rows = random_tokens(3), [SequenceRows(0, 3, BLOCKS)]
+    found, expected = (
+        make_ring(folder, (), device=str(DEVICE), quantize=mode, avoid=avoid)
+        for avoid in ((), ("grouped-experts",))
+    )
+    kinds = [type(mlp) for ring in (found, expected) for mlp in find_experts(ring.stages[0])]
+    assert kinds == [GroupedExpertMlp, ExpertMlp]
+    (mlp,) = find_experts(found.stages[0])
+    assert isinstance(mlp.gate_up.weight, BlockPlanes)
+    assert found.stages[0].layer_bytes == expected.stages[0].layer_bytes
+    torch.testing.assert_close(
+        found.run(tokens, rows), expected.run(tokens, rows), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.usefixtures("grouped")
+def test_experts_of_several_formats_run_one_by_one(make_model: MakeModel, tmp_path: Path) -> None:
+    """GPTQ orders the columns of each by their own size."""
+    section = {
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True,
+        "checkpoint_format": "gptq",
+    }  # fmt: skip
+    made = make_model(tmp_path / "model", "qwen3_moe", 3, moe_intermediate_size=64, **TWO)
+    folder = ModelFolder.open(write_low_bit(made, tmp_path / "s", tmp_path / "exact", section))
+    (mlp,) = find_experts(Stage.load_layers(folder, (0, 1), str(DEVICE), "f32"))
+    assert isinstance(mlp, ExpertMlp)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_cuda_gives_what_the_cpu_gives(
+    make_model: MakeModel,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+    tmp_path: Path,
+    name: str,
+    dtype: str,
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; run `pytest -m gpu` on a PC that has one")
+    stored, exact = MODELS[name][0](make_model, tmp_path)
+    tokens, ring = random_tokens(100), make_ring(stored, (1,), dtype=dtype, device="cuda:0")
+    found = [mlp for stage in ring.stages for mlp in find_experts(stage)]
+    assert {type(mlp) for mlp in found} == {GroupedExpertMlp}
+    for stage in ring.stages:
+        stage.capture_graph(1, 100)
+
+    def run(some: Ring) -> torch.Tensor:
+        """Many rows, few, and one, which is a graph."""
+        steps = [(0, 80), (80, 19), (99, 1)]
+        return torch.cat(
+            [
+                some.run(tokens[at : at + count], [SequenceRows(at, count, BLOCKS)]).cpu()
+                for at, count in steps
+            ]
+        )
+
+    found_logits, expected = run(ring), run(make_ring(exact))
+    if dtype == "f32":
+        assert (found_logits - expected).abs().max() < 5e-4 * expected.abs().max()
+    else:
+        assert (found_logits - expected).abs().mean() < 0.05 * expected.std()
+
+
+@pytest.mark.usefixtures("grouped")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(
     make_model: MakeModel,
