@@ -1,6 +1,7 @@
 """Compares a GPU's mixtures of experts with float64 on the CPU."""
 
 import logging
+import math
 from functools import cache
 
 import torch
@@ -44,7 +45,7 @@ def check_experts(
     """
     try:
         right = routing_error(num_experts, top_k, dtype, device) <= _ROUTING_TOLERANCE
-        error = experts_error(form, columns, dtype, device) if right else float("inf")
+        error = experts_error(form, columns, dtype, device) if right else math.inf
     except Exception as failure:  # compilers and kernels may raise anything
         log.warning("experts are multiplied one by one on %s: %s", device, failure)
         return False
@@ -102,22 +103,26 @@ def routing_error(num_experts: int, top_k: int, dtype: torch.dtype, device: torc
     """Largest error of a weight; infinite if other experts are chosen, or are sorted wrongly."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_ROUTED_ROWS, num_experts, generator=generator).to(dtype)
+    # Equal ones are chosen in order, too.
+    odds, order = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    exact, wanted = odds[:, :top_k], order[:, :top_k]
     worst = 0.0
     for renormalize in (False, True):
-        found, experts = (
-            one.cpu() for one in choose_experts(logits.to(device), top_k, renormalize)
-        )
-        # Equal ones are chosen in order, too.
-        odds, order = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
-        exact = odds[:, :top_k]
-        if renormalize:
-            exact = exact / exact.sum(-1, keepdim=True)
-        if not torch.equal(experts.long(), order[:, :top_k]):
-            return float("inf")
-        worst = max(worst, float((found.double() - exact).abs().max()))
-    tiles = sort_by_expert(experts.to(device), num_experts, logits.to(device))
-    right = torch.equal(tiles.order.long().cpu(), experts.flatten().argsort(stable=True))
-    counts = experts.flatten().bincount(minlength=num_experts)
+        weights, experts = choose_experts(logits.to(device), top_k, renormalize)
+        if not torch.equal(experts.long().cpu(), wanted):
+            return math.inf
+        sums = exact.sum(-1, keepdim=True) if renormalize else 1
+        worst = max(worst, float((weights.double().cpu() - exact / sums).abs().max()))
+        # Few and many pairs are sorted in different ways.
+        for count in (1, _ROUTED_ROWS):
+            if not _is_sorted(experts[:count], num_experts, logits[:count].to(device)):
+                return math.inf
+    return worst
+
+
+def _is_sorted(experts: Tensor, num_experts: int, rows: Tensor) -> bool:
+    tiles, flat = sort_by_expert(experts, num_experts, rows), experts.flatten().cpu()
+    counts = flat.bincount(minlength=num_experts)
     cut = [
         (expert, begin, min(begin + tiles.shape[0], last))
         for expert, (count, last) in enumerate(
@@ -125,5 +130,5 @@ def routing_error(num_experts: int, top_k: int, dtype: torch.dtype, device: torc
         )
         for begin in range(last - count, last, tiles.shape[0])
     ]
-    kept = [tuple(one) for one in tiles.tiles.T.tolist() if one[0] >= 0]
-    return worst if right and kept == cut else float("inf")
+    found = [(one[0], one[1], one[2]) for one in tiles.tiles.T.tolist() if one[0] >= 0]
+    return found == cut and torch.equal(tiles.order.long().cpu(), flat.argsort(stable=True))

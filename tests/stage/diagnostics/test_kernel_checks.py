@@ -44,7 +44,14 @@ from molink.stage.diagnostics.kernel_checks import (
 )
 from molink.stage.diagnostics.kernel_trials import KernelTrial, kernel_chains
 from molink.stage.diagnostics.trial_shapes import USUAL_SHAPES, TrialShapes
-from molink.stage.linear import BlockLinear, CompiledLinear, planes_check, slow_kernels, timing
+from molink.stage.linear import (
+    BlockLinear,
+    CompiledLinear,
+    experts_check,
+    planes_check,
+    slow_kernels,
+    timing,
+)
 from molink.stage.linear.dense import PlainLinear
 from molink.stage.linear.int8 import Int8Linear, has_onednn_int8
 from molink.stage.linear.unpacked import UnpackedLinear
@@ -482,6 +489,35 @@ def test_packed_weights_are_kept_only_where_their_products_are_right(
     products = planes_check.multiply_fused
     monkeypatch.setattr(planes_check, "multiply_fused", lambda *given: products(*given) + 1)
     assert find_failing("wrong") == ["gguf-blocks"]
+
+
+@needs_triton
+def test_experts_are_multiplied_at_once_only_where_that_is_right(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card = torch.device("cuda", 0)
+    config = ModelFolder.open(make_model(tmp_path / "m", "qwen3_moe", 2)).config
+    shapes = TrialShapes.from_config(config, 16, card)
+    assert (shapes.experts, shapes.expert_planes) == ((8, 3), ((None, 32), (None, 64)))
+    (trial,) = next(
+        chain
+        for chain in kernel_chains(shapes, "f16", "none", card)
+        if chain[0].kernel == "grouped-experts"
+    )
+    assert trial.run_trial()["state"] == "absent"
+    monkeypatch.setattr(trials, "find_planes_problem", lambda _: "")
+    monkeypatch.setattr(experts_check, "_ROWS", (1, 12))
+    for name in ("experts_error", "routing_error"):
+        measure = getattr(experts_check, name)
+        monkeypatch.setattr(
+            trials, name, lambda *given, measure=measure: measure(*given[:-1], DEVICE)
+        )
+    assert trial.run_trial()["state"] == "ok"
+    products = experts_check.multiply_experts
+    monkeypatch.setattr(experts_check, "multiply_experts", lambda *given: products(*given) + 1)
+    checks = proof.KernelChecks(tmp_path / "checks", "here")
+    monkeypatch.setattr(proof, "describe_device", lambda _: "pretend")
+    assert proof._find_failing((trial,), checks, repr(shapes), (), card) == ["grouped-experts"]
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4", "gemma2", "mixtral"])
