@@ -26,6 +26,8 @@ _EXPERTS, _TOP_K, _OUTPUTS = 5, 2, 80
 #: Rows, for each size of a tile.
 _ROWS = (1, 12, 40, 100)
 _ROUTED_ROWS = 33
+#: Steps from one logit to the next integer, so that bf16 holds them.
+_LOGIT_STEPS = 16
 _ROUTING_TOLERANCE = 1e-5
 
 
@@ -102,8 +104,9 @@ def experts_error(
 def routing_error(num_experts: int, top_k: int, dtype: torch.dtype, device: torch.device) -> float:
     """Largest error of a weight; infinite if other experts are chosen, or are sorted wrongly."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(_ROUTED_ROWS, num_experts, generator=generator).to(dtype)
-    # Equal ones are chosen in order, too.
+    # Logits are equal, and chosen in order, or so far apart that no rounding changes the choice.
+    drawn = torch.randn(_ROUTED_ROWS, num_experts, generator=generator)
+    logits = drawn.mul_(_LOGIT_STEPS).round_().div_(_LOGIT_STEPS).to(dtype)
     odds, order = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
     exact, wanted = odds[:, :top_k], order[:, :top_k]
     worst = 0.0
