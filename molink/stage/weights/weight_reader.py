@@ -199,6 +199,8 @@ class WeightReader:
 
         ``None`` if the device doesn't multiply by all at once. Raises as :meth:`load_projection`.
         """
+        if self._projections.experts_device is None:
+            return None
         weights = [[f"{name}.weight" for name in merged] for merged in names]
         every, count = list(chain.from_iterable(weights)), len(names)
         width = self._weight_shape(every[0])[1]
