@@ -13,7 +13,7 @@ from molink.ring.step import Step, StepInput
 from molink.wire.messages.data_plane import Volume
 
 #: Decode rows between its layers may take this share of a chunk's own time.
-MAX_PROLONGED = 0.4
+MAX_PROLONGED = 0.2
 
 
 class Interleaving(StepRule):

@@ -18,8 +18,7 @@ no stream stalls while a long prompt is computed. The chunk size follows from th
 - Such chunks leave without decode rows where these rows' own pass, one for all streams per round
   trip, costs little beside the chunks (:data:`NEAR_QUEUED`). A stream then waits for half a chunk
   per stage, or for half a layer where stages interleave (:mod:`molink.ring.interleaving`), instead
-  of one and a half chunks. Rows of such chunks may cost more (:data:`NEAR_ALONE`), which shortens
-  that wait.
+  of one and a half chunks.
 
 The paper's rule ``P:D = C / (B - 1)`` does not apply, since decodes never wait for a prompt here.
 """
@@ -43,8 +42,6 @@ NEAR_MIN = 1.1
 #: ``NEAR_QUEUED`` times the minimum.
 QUEUED_S, MORE_QUEUED_S = 2.0, 0.5
 NEAR_QUEUED = 1.05
-#: The same for chunks that leave without decode rows.
-NEAR_ALONE = 1.12
 #: Rows of a chunk if no stage has a profile.
 DEFAULT_ROWS = 512
 #: Minimum step between candidate sizes, in rows.
@@ -93,10 +90,8 @@ class ChunkSize:
         self._max_rows = maximum // self._step * self._step or self._step
         sizes = self._candidate_sizes(0)
         costs = [max(map(partial(_row_s, rows), self._profiles), default=0.0) for rows in sizes]
-        #: The smallest chunks for queued prompts, with and without decode rows, and the minimum
-        #: seconds per row.
+        #: The smallest chunk for queued prompts, and the minimum seconds per row.
         self._queued_rows = smallest_near_best(sizes, costs, NEAR_QUEUED)
-        self._alone_rows = smallest_near_best(sizes, costs, NEAR_ALONE)
         self._row_s = min(costs)
         self._memo.clear()
 
@@ -131,7 +126,7 @@ class ChunkSize:
         if not self._is_queue(decoding, queued, prompts):
             return rows
         if alone:
-            return max(rows, self._alone_rows)
+            return max(rows, self._queued_rows)
         return max(rows, self._queued_rows - -(-decoding // self._micro_batches))
 
     def leaves_alone(
