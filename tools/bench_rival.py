@@ -140,7 +140,7 @@ def run_molink(
                 side.run(0, INVITE, invited, own).wait(START_S)
                 token = invited.read_text(encoding="utf-8").strip()
                 side.url = f"http://127.0.0.1:{wait_for(log, ENDPOINT, process)}"
-        _wait_ready(side, f"{side.url}/readyz")
+        _wait_ready(side, f"{side.url}/readyz", folder)
         _wait_for_stages(side, nodes, folder / f"{name} 0")
         yield side
 
@@ -172,11 +172,11 @@ def run_llama(side: Side, binaries: Path, model: Path, slots: int, folder: Path)
         command += ["-c", str(2048 * slots), "--port", str(_HTTP_PORT), "--no-webui"]
         side.run(0, command, folder / "llama-server", {})
         side.url = f"http://127.0.0.1:{_HTTP_PORT}"
-        _wait_ready(side, f"{side.url}/health")
+        _wait_ready(side, f"{side.url}/health", folder)
         yield side
 
 
-def _wait_ready(side: Side, url: str) -> None:
+def _wait_ready(side: Side, url: str, folder: Path) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         asked = side.rig.run(
@@ -187,7 +187,11 @@ def _wait_ready(side: Side, url: str) -> None:
         if asked.communicate()[0] == b"200":
             return
         time.sleep(0.5)
-    raise RuntimeError(f"{side.name} was not ready within {START_S:.0f} s")
+    said = [
+        f"{log.name}:\n{log.read_text(encoding='utf-8', errors='replace')[-2000:]}"
+        for log in sorted(folder.glob(f"{side.name}*.log"))
+    ]
+    raise RuntimeError("\n".join([f"{side.name} was not ready within {START_S:.0f} s", *said]))
 
 
 def _wait_for_stages(side: Side, stages: int, home: Path) -> None:
