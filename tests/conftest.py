@@ -37,7 +37,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # How long examples take depends on what else the machine does.
-settings.register_profile("molink", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "molink", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("molink")
 
 #: Tests that start processes, by folder or file.

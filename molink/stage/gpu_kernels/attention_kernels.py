@@ -94,6 +94,31 @@ def _add_values(attended, greatest, weight, scores, value):
     return attended, above, weight * shrink + tl.sum(weights, 1)
 
 
+@triton.jit
+def _widen_keys(key, scales, places, is_seen, scale, queries):
+    """Keys ``[D, N]`` in the type of ``queries``, and what their scores are multiplied by."""
+    if scales is not None:
+        factors = tl.load(scales + places, mask=is_seen, other=0.0).to(tl.float32)
+        key, scale = key.to(tl.float32).to(queries.dtype), scale * factors[None, :]
+    return key, scale
+
+
+@triton.jit
+def _widen_values(value, scales, places, is_seen, queries):
+    """Values ``[N, D]`` in the type of ``queries``."""
+    if scales is not None:
+        factors = tl.load(scales + places, mask=is_seen, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) * factors[:, None]).to(queries.dtype)
+    return value
+
+
+@triton.jit
+def _store_sums(sums, part, num_lines, lines, greatest, weight, is_row):
+    """Greatest scores and sums of weights of a part."""
+    tl.store(sums + part * 2 * num_lines + lines, greatest, mask=is_row)
+    tl.store(sums + (part * 2 + 1) * num_lines + lines, weight, mask=is_row)
+
+
 @triton.jit(do_not_specialize=["window", "num_lines"])
 def attend_pages(
     heads,
@@ -145,8 +170,7 @@ def attend_pages(
     start = tl.load(tiles + tile * 4 + 2)
     table = tiles + tl.load(tiles + tile * 4 + 3)
     first, begin, stop = _locate_positions(start, count, window, split, splits, BLOCK_N)
-    lines = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
+    lines, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     token = lines // GROUPS
     query_head = kv_head * GROUPS + lines % GROUPS
     is_row = token < count
@@ -154,8 +178,7 @@ def attend_pages(
     part = (tile * kv_heads + kv_head) * splits + split
     if begin >= stop:
         if IS_SPLIT:
-            tl.store(sums + part * 2 * num_lines + lines, _LOWEST, mask=is_row)
-            tl.store(sums + (part * 2 + 1) * num_lines + lines, 0.0, mask=is_row)
+            _store_sums(sums, part, num_lines, lines, _LOWEST, 0.0, is_row)
         return
 
     places = (row + token)[:, None] * row_stride + query_head[:, None] * HEAD_DIM + dims[None, :]
@@ -179,24 +202,18 @@ def attend_pages(
         is_visible &= seen[None, :] > position[:, None] - window
         mask = is_seen[None, :] & is_dim[:, None]
         key = tl.load(keys + slots[None, :] + dims[:, None], mask=mask, other=0.0)
-        key_scale = scale
-        if key_scales is not None:
-            at = pages * scale_page_stride + seen % PAGE * scale_position_stride
-            at += kv_head * scale_head_stride
-            factors = tl.load(key_scales + at, mask=is_seen, other=0.0).to(tl.float32)
-            key, key_scale = key.to(tl.float32).to(queries.dtype), scale * factors[None, :]
+        at = pages * scale_page_stride + seen % PAGE * scale_position_stride
+        at += kv_head * scale_head_stride
+        key, key_scale = _widen_keys(key, key_scales, at, is_seen, scale, queries)
         scores = _score_keys(queries, key, is_visible, key_scale, softcap, HAS_SOFTCAP)
         # A masked position may hold NaN, which would survive a weight of zero.
         mask = is_seen[:, None] & is_dim[None, :]
         value = tl.load(values + slots[:, None] + dims[None, :], mask=mask, other=0.0)
-        if value_scales is not None:
-            factors = tl.load(value_scales + at, mask=is_seen, other=0.0).to(tl.float32)
-            value = (value.to(tl.float32) * factors[:, None]).to(queries.dtype)
+        value = _widen_values(value, value_scales, at, is_seen, queries)
         attended, greatest, weight = _add_values(attended, greatest, weight, scores, value)
 
     if IS_SPLIT:
-        tl.store(sums + part * 2 * num_lines + lines, greatest, mask=is_row)
-        tl.store(sums + (part * 2 + 1) * num_lines + lines, weight, mask=is_row)
+        _store_sums(sums, part, num_lines, lines, greatest, weight, is_row)
         places = (part * num_lines + lines)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(partial + places, attended, mask=is_row[:, None] & is_dim[None, :])
     else:
