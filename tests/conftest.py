@@ -107,7 +107,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Sche
         def _assign_work_unit(self, node: WorkerController) -> None:
             lanes = LANES if len(self.nodes) > LANES else 1
             starts = node in self.nodes[:lanes]
-            # Single tests that take minutes come first: the last ones are few workers' otherwise.
+            # The longest tests start first, so that no worker is left with one at the end.
             for scope in sorted(self.workqueue, key=lambda scope: not scope.startswith(SPREAD)):
                 if scope.startswith(STARTING_PROCESSES) == starts:
                     self.workqueue.move_to_end(scope, last=False)

@@ -1,4 +1,4 @@
-"""Quality of quantized weights and KV: of the bundled model on held-out talks, or of any on TEXTs.
+"""Quality of quantized weights and KV: on held-out conversations or TEXTs.
 
     python -m tools.measure_quantization
     python -m tools.measure_quantization --model FOLDER_OR_FILE.gguf TEXT... --tokens 220

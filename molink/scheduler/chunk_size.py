@@ -125,9 +125,8 @@ class ChunkSize:
         rows = self._usual_rows(decoding, left, before, context)
         if not self._is_queue(decoding, queued, prompts):
             return rows
-        if alone:
-            return max(rows, self._queued_rows)
-        return max(rows, self._queued_rows - -(-decoding // self._micro_batches))
+        beside = 0 if alone else -(-decoding // self._micro_batches)
+        return max(rows, self._queued_rows - beside)
 
     def leaves_alone(
         self, decoding: int, context: int = 0, queued: int = 0, prompts: int = 0

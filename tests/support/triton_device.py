@@ -49,7 +49,7 @@ def _hasten_interpreter() -> None:
     from triton.runtime import interpreter
 
     interpreter._patch_lang = _PatchOnce((tl, tl.core), interpreter._patch_lang)
-    # Nor do sums of integers look for an overflow, as on a GPU.
+    # Integer arithmetic isn't checked for overflow, as it isn't on a GPU.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 

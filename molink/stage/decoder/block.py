@@ -172,7 +172,6 @@ def _load_mlp(
     experts = config.layer_experts(layer)
     if experts is None:
         return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
-    names = [experts.expert_projections(index) for index in range(experts.num_experts)]
     # Never quantized: small errors would change the chosen experts.
     router = PlainLinear(
         reader.read_tensors(f"{prefix}{experts.router_name}.weight"),
@@ -181,20 +180,22 @@ def _load_mlp(
     stacked = _load_stacked(reader, experts, prefix)
     chosen: Mlp
     if stacked is None:
+        names = map(experts.expert_projections, range(experts.num_experts))
         chosen = ExpertMlp(
-            router,
-            tuple(gated(both, down, experts.has_bias) for both, down in names),
-            experts.top_k,
-            experts.renormalize,
+            router=router,
+            experts=tuple(gated(both, down, experts.has_bias) for both, down in names),
+            top_k=experts.top_k,
+            renormalize=experts.renormalize,
         )
     else:
         chosen = GroupedExpertMlp(
-            router,
-            *stacked,
-            operators.gate,
-            bounded_gate(experts.has_bias),
-            experts.top_k,
-            experts.renormalize,
+            router=router,
+            gate_up=stacked[0],
+            down=stacked[1],
+            gate=operators.gate,
+            bounded_gate=bounded_gate(experts.has_bias),
+            top_k=experts.top_k,
+            renormalize=experts.renormalize,
         )
     if not experts.shared_intermediate_size:
         return chosen

@@ -126,23 +126,16 @@ def multiply_experts(
     count, outputs, warps, columns = tiles.shape
     grid = -(-size // outputs), bound
     added = bias if bias is not None else results
-    given = rows.contiguous()
+    given, has_bias = rows.contiguous(), int(bias is not None)
+    common = added, results, tiles.order, tiles.tiles, bound, depth, size, shared, has_bias
     if isinstance(weight, BlockPlanes):
         chunks = choose_chunks(weight.layout, columns)
         multiply_packed_experts_kernel[grid](
             given,
             weight.tensors,
-            added,
-            results,
-            tiles.order,
-            tiles.tiles,
-            bound,
-            depth,
-            size,
+            *common,
             stacked,
-            shared,
             weight.layout.chunks // chunks,
-            int(bias is not None),
             FORM=weight.layout.kernel_form,
             ROWS=count,
             OUTPUTS=outputs,
@@ -155,15 +148,7 @@ def multiply_experts(
     multiply_experts_kernel[grid](
         given,
         weight,
-        added,
-        results,
-        tiles.order,
-        tiles.tiles,
-        bound,
-        depth,
-        size,
-        shared,
-        int(bias is not None),
+        *common,
         ROWS=count,
         OUTPUTS=outputs,
         COLUMNS=columns * 2 // rows.element_size(),
