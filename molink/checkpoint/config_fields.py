@@ -89,6 +89,20 @@ class ConfigFields:
             raise self._wrong_value(name, f"at most {maximum}", value)
         return value
 
+    def get_count(self, name: str, default: int, maximum: int = 2**31 - 1) -> int:
+        """Return an integer from 0 to ``maximum``."""
+        value = self._get_value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= maximum:
+            raise self._wrong_value(name, f"an integer from 0 to {maximum}", value)
+        return value
+
+    def get_positive(self, name: str, default: float = 1.0) -> float:
+        """Return a positive number."""
+        number = self.get_number(name, default)
+        if number <= 0:
+            raise BrokenModel(f"{self.where}: {name} must be positive, not {number}")
+        return number
+
     def get_number(self, name: str, default: float | None = None) -> float:
         """Return a finite number."""
         value = self._get_value(name, default)

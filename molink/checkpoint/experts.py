@@ -1,6 +1,7 @@
 """Mixture-of-experts layers: number of experts, tensor names, and which layers have them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from molink.checkpoint.config_fields import ConfigFields
 from molink.errors import BrokenModel
@@ -9,30 +10,55 @@ from molink.errors import BrokenModel
 _MAX_EXPERTS = 1024
 _MAX_EXPERTS_OF_MODEL = 2**16
 MAX_EXPERT_SIZE = 2**20
+#: Scores of a row's experts: probabilities, or each by itself.
+Scoring = Literal["softmax", "sigmoid"]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """Experts of a model's layers, and the names of their tensors.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a router chooses ``top_k`` of ``num_experts`` experts for a row, and weighs them.
 
-    The router chooses ``top_k`` of ``num_experts`` experts for each row; with ``renormalize`` their
-    weights sum to 1. Layers in ``dense_layers`` have a plain MLP. ``module``, ``gate``, ``gate_up``
-    and ``down`` are parts of tensor names; ``gate_up`` may be one name for both. With ``has_bias``
-    all projections have biases, including the router. A shared expert of
-    ``shared_intermediate_size`` (0 = none) processes all rows and has its own gate.
+    ``scoring`` maps logits to scores. The experts with the highest scores are chosen; with
+    ``is_corrected``, by scores plus a learned correction of each expert, which changes the choice
+    only (arXiv 2408.15664). Of ``groups`` equal groups of experts, only the ``top_groups`` with the
+    highest sums of their two best experts take part (DeepSeek-V3, arXiv 2412.19437, §2.1.2). An
+    expert's weight is its score; with ``renormalize`` divided by the sum of the row's, which is at
+    least ``min_sum``; times ``scale``.
     """
 
     num_experts: int
     top_k: int
-    intermediate_size: int
     renormalize: bool
+    scoring: Scoring = "softmax"
+    is_corrected: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    min_sum: float = 1e-20
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig(Routing):
+    """Experts of a model's layers, and the names of their tensors.
+
+    Layers in ``dense_layers`` have a plain MLP. ``module``, ``gate``, ``correction``, ``gate_up``,
+    ``down``, ``shared`` and ``shared_gate`` are parts of tensor names; ``gate_up`` may be one name
+    for both. With ``has_bias`` all projections have biases, including the router. A shared expert
+    of ``shared_intermediate_size`` (0 = none; several count as one) processes all rows; with
+    ``shared_gate`` it is weighted by a gate of its own.
+    """
+
+    intermediate_size: int
     dense_layers: frozenset[int] = frozenset()
     module: str = "mlp"
     gate: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     has_bias: bool = False
     shared_intermediate_size: int = 0
+    shared: str = "shared_experts"
+    shared_gate: str | None = None
 
     @property
     def router_name(self) -> str:
@@ -40,14 +66,19 @@ class ExpertsConfig:
         return f"{self.module}.{self.gate}"
 
     @property
-    def shared_gate_name(self) -> str:
-        """Name of the shared expert's gate projection."""
-        return f"{self.module}.shared_expert_gate"
+    def correction_name(self) -> str:
+        """Name of the tensor of corrections."""
+        return f"{self.module}.{self.correction}"
+
+    @property
+    def shared_gate_name(self) -> str | None:
+        """Name of the shared expert's gate projection, if it has one."""
+        return None if self.shared_gate is None else f"{self.module}.{self.shared_gate}"
 
     @property
     def shared_projections(self) -> tuple[tuple[str, ...], str]:
         """Names of the shared expert's gate and up projections, and of its down projection."""
-        return self._projection_names(f"{self.module}.shared_expert.")
+        return self._projection_names(f"{self.module}.{self.shared}.")
 
     def expert_projections(self, index: int) -> tuple[tuple[str, ...], str]:
         """Names of an expert's gate and up projections, and of its down projection."""
@@ -106,11 +137,49 @@ def gpt_oss_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     return _check_experts(experts, layers, fields.where)
 
 
+def deepseek_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """Experts as in DeepSeek-V3: sigmoid scores with corrections and groups, shared experts.
+
+    The first ``first_k_dense_replace`` layers have none.
+    """
+    inner = fields.get_integer("moe_intermediate_size", maximum=MAX_EXPERT_SIZE)
+    shared = fields.get_count("n_shared_experts", 1, _MAX_EXPERTS)
+    experts = ExpertsConfig(
+        num_experts=fields.get_integer("n_routed_experts", maximum=_MAX_EXPERTS),
+        top_k=fields.get_integer("num_experts_per_tok"),
+        intermediate_size=inner,
+        renormalize=fields.get_boolean("norm_topk_prob", True),
+        scoring="sigmoid",
+        is_corrected=True,
+        groups=fields.get_integer("n_group", 1),
+        top_groups=fields.get_integer("topk_group", 1),
+        scale=fields.get_positive("routed_scaling_factor", 1.0),
+        dense_layers=frozenset(range(min(layers, fields.get_count("first_k_dense_replace", 0)))),
+        shared_intermediate_size=inner * shared,
+    )
+    return _check_experts(experts, layers, fields.where)
+
+
 def _check_experts(experts: ExpertsConfig, layers: int, where: str) -> ExpertsConfig:
     if experts.top_k > experts.num_experts:
         raise BrokenModel(
             f"{where}: num_experts_per_tok {experts.top_k} exceeds the {experts.num_experts} "
             "experts"
+        )
+    group_size, rest = divmod(experts.num_experts, experts.groups)
+    if experts.groups > 1 and (rest or group_size < 2):
+        raise BrokenModel(
+            f"{where}: {experts.num_experts} experts can't be divided into n_group "
+            f"{experts.groups} groups of two or more"
+        )
+    if experts.top_groups > experts.groups:
+        raise BrokenModel(
+            f"{where}: topk_group {experts.top_groups} exceeds n_group {experts.groups}"
+        )
+    if experts.top_k > experts.top_groups * group_size:
+        raise BrokenModel(
+            f"{where}: num_experts_per_tok {experts.top_k} exceeds the experts of topk_group "
+            f"{experts.top_groups} groups"
         )
     if experts.num_experts * layers > _MAX_EXPERTS_OF_MODEL:
         raise BrokenModel(

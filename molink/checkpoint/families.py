@@ -13,6 +13,7 @@ Supported ``architectures``:
 - ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``: experts
 - ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
+- ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
 - ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, soft-capped scores, separate
   RoPE for sliding-window layers
 - the text models of the multimodal ones in :mod:`molink.checkpoint.multimodal`
@@ -46,6 +47,7 @@ Family = Literal[
     "gemma3_text",
     "glm",
     "glm4",
+    "glm4_moe",
     "gpt_oss",
 ]
 
@@ -67,6 +69,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
 }
 _GLM_DEFAULTS = {
@@ -87,6 +90,15 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     },
     "glm": _GLM_DEFAULTS,
     "glm4": _GLM_DEFAULTS,
+    "glm4_moe": {
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
     "gpt_oss": {
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
@@ -124,6 +136,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "qwen3_moe": family_traits.qwen3_moe,
     "glm": family_traits.glm,
     "glm4": family_traits.glm4,
+    "glm4_moe": family_traits.glm4_moe,
     "gpt_oss": family_traits.gpt_oss,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.experts import (
     MAX_EXPERT_SIZE,
+    deepseek_experts,
     gpt_oss_experts,
     mixtral_experts,
     qwen_experts,
@@ -32,6 +33,7 @@ _SANDWICH_NORMS = LayerNorms(
 _POST_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 _MAX_HEADS = 4096
+_MAX_DRAFT_LAYERS = 64
 
 
 def _base_traits(
@@ -74,10 +76,10 @@ def granite(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Llama with factors; logits are divided, everything else is multiplied."""
     return replace(
         llama(fields, layers),
-        attention_scale=_factor(fields, "attention_multiplier"),
-        embedding_scale=_factor(fields, "embedding_multiplier"),
-        residual_scale=_factor(fields, "residual_multiplier"),
-        logit_scale=1 / _factor(fields, "logits_scaling"),
+        attention_scale=fields.get_positive("attention_multiplier"),
+        embedding_scale=fields.get_positive("embedding_multiplier"),
+        residual_scale=fields.get_positive("residual_multiplier"),
+        logit_scale=1 / fields.get_positive("logits_scaling"),
     )
 
 
@@ -181,7 +183,12 @@ def qwen2_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     return replace(
         _base_traits(fields, layers),
         attention_bias=fields.get_boolean("qkv_bias", True),
-        experts=replace(qwen_experts(fields, layers), shared_intermediate_size=shared),
+        experts=replace(
+            qwen_experts(fields, layers),
+            shared_intermediate_size=shared,
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
     )
 
 
@@ -212,7 +219,7 @@ def gpt_oss(fields: ConfigFields, layers: int) -> FamilyTraits:
         _base_traits(fields, layers, activation="clamped_swiglu"),
         windows=parse_typed_windows(fields, layers, full_every=2),
         sinks=True,
-        activation_limit=_factor(fields, "swiglu_limit", 7.0),
+        activation_limit=fields.get_positive("swiglu_limit", 7.0),
         attention_bias=biased,
         output_bias=biased,
         experts=gpt_oss_experts(fields, layers),
@@ -233,6 +240,18 @@ def glm(fields: ConfigFields, layers: int) -> FamilyTraits:
 def glm4(fields: ConfigFields, layers: int) -> FamilyTraits:
     """GLM-4 of 2025: as GLM, with norms after attention and MLP."""
     return replace(glm(fields, layers), norms=_GLM4_NORMS)
+
+
+def glm4_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """GLM-4.5 to 4.7: half of each head rotated, experts as in DeepSeek-V3."""
+    refuse_windows(fields)
+    return replace(
+        _base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(allows_partial=True))),
+        attention_bias=fields.get_boolean("attention_bias", False),
+        qk_norm="each head" if fields.get_boolean("use_qk_norm", False) else "none",
+        experts=deepseek_experts(fields, layers),
+        unread_layers=_count_draft_layers(fields),
+    )
 
 
 def gemma2(fields: ConfigFields, layers: int) -> FamilyTraits:
@@ -261,9 +280,7 @@ def gemma3(fields: ConfigFields, layers: int) -> FamilyTraits:
 def _gemma_traits(fields: ConfigFields, layers: int, rope: RopeConfig) -> FamilyTraits:
     if fields.get_boolean("use_bidirectional_attention", False):
         raise UnsupportedModel(f"{fields.where}: use_bidirectional_attention is not supported")
-    scalar = fields.get_number("query_pre_attn_scalar", 256)
-    if scalar <= 0:
-        raise BrokenModel(f"{fields.where}: query_pre_attn_scalar must be positive, not {scalar}")
+    scalar = fields.get_positive("query_pre_attn_scalar", 256)
     activation = _activation(fields, "hidden_activation", "gelu_pytorch_tanh")
     biased = fields.get_boolean("attention_bias", False)
     return replace(
@@ -286,11 +303,9 @@ def _activation(fields: ConfigFields, name: str, default: str) -> Activation:
     return _ACTIVATIONS[named]
 
 
-def _factor(fields: ConfigFields, name: str, default: float = 1.0) -> float:
-    factor = fields.get_number(name, default)
-    if factor <= 0:
-        raise BrokenModel(f"{fields.where}: {name} must be positive, not {factor}")
-    return factor
+def _count_draft_layers(fields: ConfigFields) -> int:
+    """Count layers after the last that only foretell tokens (DeepSeek-V3, §2.2)."""
+    return fields.get_count("num_nextn_predict_layers", 0, _MAX_DRAFT_LAYERS)
 
 
 def _softcap(fields: ConfigFields, name: str, default: float | None) -> float:

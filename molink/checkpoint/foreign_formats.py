@@ -179,12 +179,14 @@ def refuse_unknown_tensors(
     """
     expected = _expected_names(config, stage_tensors(config, 0, config.layers), tensors)
     files = {span.file for name, span in tensors.items() if name in expected}
+    unread = tuple(f"model.layers.{config.layers + more}." for more in range(config.unread_layers))
     strays = [
         name
         for name, span in tensors.items()
         if name not in expected
         and (name.startswith(_MODEL_PREFIXES) or span.file in files)
         and not name.endswith(_CONSTANT_SUFFIXES)
+        and not name.startswith(unread)
     ]
     if strays:
         first = min(strays)

@@ -20,6 +20,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     if config.sinks:
         shapes[f"{prefix}{SINKS_NAME}"] = (config.heads,)
     experts = config.layer_experts(layer)
+    if experts is not None and experts.is_corrected:
+        shapes[f"{prefix}{experts.correction_name}"] = (experts.num_experts,)
     mlp = _mlp_tensors(config) if experts is None else _expert_tensors(experts, config.hidden_size)
     for name, (shape, biased) in (_attention_tensors(config) | mlp).items():
         shapes[f"{prefix}{name}.weight"] = shape
@@ -75,7 +77,8 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int) -> _Projections:
         for index in range(experts.num_experts)
     ]
     if experts.shared_intermediate_size:
-        made[experts.shared_gate_name] = (1, hidden), False
+        if experts.shared_gate_name is not None:
+            made[experts.shared_gate_name] = (1, hidden), False
         every.append((experts.shared_projections, experts.shared_intermediate_size))
     for (both, down), inner in every:
         rows = 2 * inner // len(both)

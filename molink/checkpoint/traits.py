@@ -45,7 +45,7 @@ class FamilyTraits:
     Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
     weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
     ``merged_gate_up`` mean single tensors in the checkpoint. ``experts`` replace the MLP in some or
-    all layers.
+    all layers. A checkpoint may hold ``unread_layers`` after the last, which foretell tokens.
 
     ``embedding_scale`` multiplies embeddings, ``logit_scale`` logits. With ``tied_embeddings`` the
     embedding is the output head, too.
@@ -78,6 +78,7 @@ class FamilyTraits:
     merged_gate_up: bool = False
     tied_embeddings: bool = False
     experts: ExpertsConfig | None = None
+    unread_layers: int = 0
 
     @property
     def groups(self) -> int:

@@ -77,6 +77,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 1.0},
         },
     ),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe in groups": (
+        "glm4_moe",
+        {
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 2,
+            "use_qk_norm": True,
+            "attention_bias": False,
+        },
+    ),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss listed": (
         "gpt_oss",
@@ -120,6 +132,7 @@ KINDS = (
     "qwen3_moe some dense",
     "qwen2_moe",
     "glm4",
+    "glm4_moe",
     "gemma2",
     "gemma3 scaled",
     "gpt_oss",

@@ -43,6 +43,14 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "attention_bias": True,
+    },
     "gpt_oss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
@@ -170,6 +178,9 @@ def write_model(
                 parameter.data.normal_(0 if family.startswith("gemma") else 1, 0.1)
             else:
                 parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     _write_tokenizer(folder)

@@ -14,6 +14,7 @@ from molink.stage.decoder.grouped_experts import GroupedExpertMlp
 from molink.stage.decoder.mlp import BoundedGate, ExpertMlp, GatedMlp, Mlp, SharedExpertMlp
 from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm, QueryKeyNorm
 from molink.stage.decoder.operators import AppendHeads, RowOperators
+from molink.stage.decoder.router import Router
 from molink.stage.kv_pool import KVPool
 from molink.stage.linear import ExpertLinear, PlainLinear, Projection
 from molink.stage.torch_dtypes import residual_dtype
@@ -172,35 +173,32 @@ def _load_mlp(
     experts = config.layer_experts(layer)
     if experts is None:
         return gated(mlp_projections(config), "mlp.down_proj", config.mlp_bias)
-    # Never quantized: small errors would change the chosen experts.
-    router = PlainLinear(
-        reader.read_tensors(f"{prefix}{experts.router_name}.weight"),
-        reader.read_tensors(f"{prefix}{experts.router_name}.bias") if experts.has_bias else None,
-    )
+    router = _load_router(reader, experts, prefix)
     stacked = _load_stacked(reader, experts, prefix)
     chosen: Mlp
     if stacked is None:
         names = map(experts.expert_projections, range(experts.num_experts))
-        chosen = ExpertMlp(
-            router=router,
-            experts=tuple(gated(both, down, experts.has_bias) for both, down in names),
-            top_k=experts.top_k,
-            renormalize=experts.renormalize,
-        )
+        every = tuple(gated(both, down, experts.has_bias) for both, down in names)
+        chosen = ExpertMlp(router, every)
     else:
-        chosen = GroupedExpertMlp(
-            router=router,
-            gate_up=stacked[0],
-            down=stacked[1],
-            gate=operators.gate,
-            bounded_gate=bounded_gate(experts.has_bias),
-            top_k=experts.top_k,
-            renormalize=experts.renormalize,
-        )
+        bounded = bounded_gate(experts.has_bias)
+        chosen = GroupedExpertMlp(router, *stacked, operators.gate, bounded)
     if not experts.shared_intermediate_size:
         return chosen
-    weigh = PlainLinear(reader.read_tensors(f"{prefix}{experts.shared_gate_name}.weight"))
+    name = experts.shared_gate_name
+    weigh = None if name is None else PlainLinear(reader.read_tensors(f"{prefix}{name}.weight"))
     return SharedExpertMlp(chosen, gated(*experts.shared_projections, False), weigh)
+
+
+def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> Router:
+    """Load a router, never quantized: small errors would change the chosen experts."""
+    name, correction, dtype = f"{prefix}{experts.router_name}", None, reader.dtype
+    if experts.is_corrected:
+        dtype = torch.float32
+        correction = reader.read_tensors(prefix + experts.correction_name, dtype=dtype)
+    weight = reader.read_tensors(f"{name}.weight", dtype=dtype)
+    bias = reader.read_tensors(f"{name}.bias", dtype=dtype) if experts.has_bias else None
+    return Router(PlainLinear(weight, bias), experts, correction)
 
 
 def _load_stacked(
@@ -209,11 +207,9 @@ def _load_stacked(
     """Load the experts' projections stacked, if they are multiplied at once."""
     names = [experts.expert_projections(index) for index in range(experts.num_experts)]
     gate_up = reader.load_experts(
-        [[prefix + name for name in both] for both, _ in names], experts.has_bias, experts.top_k
+        [[prefix + name for name in both] for both, _ in names], experts.has_bias, experts
     )
     if gate_up is None:
         return None
-    down = reader.load_experts(
-        [[prefix + name] for _, name in names], experts.has_bias, experts.top_k
-    )
+    down = reader.load_experts([[prefix + name] for _, name in names], experts.has_bias, experts)
     return None if down is None else (gate_up, down)

@@ -6,8 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from molink.stage.decoder.mlp import BoundedGate, GateFunction
-from molink.stage.gpu_kernels.expert_product import add_experts, choose_experts, sort_by_expert
-from molink.stage.linear import ExpertLinear, Projection
+from molink.stage.decoder.router import Router
+from molink.stage.gpu_kernels.expert_product import add_experts, sort_by_expert
+from molink.stage.linear import ExpertLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,22 +20,21 @@ class GroupedExpertMlp:
 
     capturable: ClassVar[bool] = True
 
-    router: Projection
+    router: Router
     gate_up: ExpertLinear
     down: ExpertLinear
     gate: GateFunction
     bounded_gate: BoundedGate | None
-    top_k: int
-    renormalize: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
-        weights, experts = choose_experts(self.router(rows), self.top_k, self.renormalize)
+        weights, experts = self.router.choose_on_gpu(rows)
+        top_k = experts.shape[1]
         tiles = sort_by_expert(experts, self.gate_up.num_experts, rows)
         factors = None
         if self.bounded_gate is None:
-            gated = self.gate(self.gate_up(rows, tiles, self.top_k))
+            gated = self.gate(self.gate_up(rows, tiles, top_k))
         else:
-            gated, factors = self.bounded_gate(self.gate_up(rows, tiles, self.top_k))
+            gated, factors = self.bounded_gate(self.gate_up(rows, tiles, top_k))
         return add_experts(self.down(gated, tiles, 1), weights, factors)
 
     @property

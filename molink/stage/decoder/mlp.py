@@ -16,6 +16,7 @@ from torch.nn.functional import gelu, silu
 
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
 from molink.stage.device_copy import download_tensors, upload_tensor
+from molink.stage.decoder.router import Router
 from molink.stage.linear import Projection
 
 #: Bound of float16 inputs of ``down``, so that sums of a thousand terms don't overflow.
@@ -102,7 +103,7 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
-    """A router and its experts, weighted by probability; ``renormalize`` makes weights sum to 1.
+    """A router and its experts, weighted as it says.
 
     Of the formats and devices that :mod:`molink.stage.decoder.grouped_experts` lacks.
     """
@@ -110,13 +111,12 @@ class ExpertMlp:
     #: Each forward reads the chosen experts back from the device.
     capturable: ClassVar[bool] = False
 
-    router: Projection
+    router: Router
     experts: tuple[Mlp, ...]
-    top_k: int
-    renormalize: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
-        weights, experts = self._route_rows(rows)
+        weights, experts = self.router.choose(rows)
+        weights = weights.to(rows.dtype)
         # The only wait for the device: the host runs the chosen experts.
         (chosen,) = download_tensors([experts])
         if len(rows) == 1:
@@ -124,19 +124,12 @@ class ExpertMlp:
             return torch.cat(results).mul_(weights.view(-1, 1)).sum(0, keepdim=True)
         return self._run_experts(rows, weights, chosen.flatten())
 
-    def _route_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights (in the rows' type) and expert indices, both ``[T, top_k]``."""
-        rated = self.router(rows).softmax(dim=-1, dtype=torch.float32)
-        weights, experts = rated.topk(self.top_k, dim=-1)
-        if self.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(rows.dtype), experts
-
     def _run_experts(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """``experts`` ``[T * top_k]`` are on the host."""
+        """``weights`` are ``[T, top_k]``, ``experts`` ``[T * top_k]`` on the host."""
+        top_k = weights.shape[1]
         order = experts.argsort()  # (row, expert) pairs sorted by expert
         counts = experts.bincount(minlength=len(self.experts)).tolist()
-        both = upload_tensor(torch.cat((order // self.top_k, order.argsort())), rows.device)
+        both = upload_tensor(torch.cat((order // top_k, order.argsort())), rows.device)
         sources, places = both.chunk(2)
         results: list[Tensor] = []
         first = 0
@@ -144,7 +137,7 @@ class ExpertMlp:
             if count:
                 results.append(expert(rows[sources[first : first + count]]))
                 first += count
-        shaped = torch.cat(results)[places].view(len(rows), self.top_k, -1)
+        shaped = torch.cat(results)[places].view(len(rows), top_k, -1)
         return shaped.mul_(weights.unsqueeze(-1)).sum(1)
 
     @property
@@ -154,14 +147,16 @@ class ExpertMlp:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertMlp:
-    """Routed experts plus a ``shared`` one, weighted by the sigmoid of a gate."""
+    """Routed experts plus a ``shared`` one, weighted by the sigmoid of its ``gate``, if any."""
 
     routed: Mlp
     shared: Mlp
-    gate: Projection
+    gate: Projection | None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        result = self.shared(rows).mul_(self.gate(rows).sigmoid_())
+        result = self.shared(rows)
+        if self.gate is not None:
+            result.mul_(self.gate(rows).sigmoid_())
         return result.add_(self.routed(rows))
 
     @property
@@ -170,4 +165,4 @@ class SharedExpertMlp:
 
     @property
     def nbytes(self) -> int:
-        return self.routed.nbytes + self.shared.nbytes + self.gate.nbytes
+        return self.routed.nbytes + self.shared.nbytes + (self.gate.nbytes if self.gate else 0)

@@ -409,7 +409,7 @@ def _experts_trial(
         computed = TORCH_DTYPES[dtype]
         forms = {*shapes.expert_planes, *quantized_forms(quantize, shapes.products, on_gpu=True)}
         errors = [experts_error(*one, computed, device) for one in sorted(forms, key=repr)]
-        return _max_error([routing_error(*shapes.experts, computed, device), *errors])
+        return _max_error([routing_error(shapes.experts, computed, device), *errors])
 
     return KernelTrial("grouped-experts", dtype, PRODUCT_TOLERANCES[dtype], find_error)
 

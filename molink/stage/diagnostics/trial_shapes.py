@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.experts import Routing
 from molink.checkpoint.low_bit import find_resident_format
 from molink.checkpoint.safetensors_header import TensorSpec
 from molink.checkpoint.tensor_layout import (
@@ -31,9 +32,9 @@ class TrialShapes:
     """``products`` are ``[out, in]``; rows of ``hidden`` are normed, of ``inner`` gated.
 
     ``rotary`` are rotated dimensions of a head. ``formats`` are those of weights that stay low-bit
-    on a CPU; ``planes``, on a GPU, are formats and columns. ``experts`` are the numbers of a
-    layer's experts and of a row's, ``expert_planes`` formats and columns of their weights on a GPU,
-    without a format if these don't stay low-bit.
+    on a CPU; ``planes``, on a GPU, are formats and columns. ``experts`` is how
+    experts are chosen, ``expert_planes`` are formats and columns of their weights on a GPU, without
+    a format if these don't stay low-bit.
     """
 
     products: tuple[tuple[int, int], ...]
@@ -46,7 +47,7 @@ class TrialShapes:
     block_size: int
     planes: tuple[tuple[BlockFormat, int], ...] = ()
     formats: tuple[BlockFormat, ...] = ()
-    experts: tuple[int, int] | None = None
+    experts: Routing | None = None
     expert_planes: tuple[tuple[BlockFormat | None, int], ...] = ()
 
     @classmethod
@@ -68,7 +69,7 @@ class TrialShapes:
         experts = [config.layer_experts(layer) for layer in range(*layers)]
         inner = {
             config.intermediate_size if one is None else one.intermediate_size for one in experts
-        }
+        } | {one.shared_intermediate_size for one in experts if one and one.shared_intermediate_size}
         return cls(
             products=tuple(
                 sorted({_cut_shape(shape, most) for shape in _projection_shapes(config)})
@@ -94,9 +95,7 @@ class TrialShapes:
             formats=()
             if device.type == "cuda"
             else tuple(sorted({form for form, _ in found if form.fits_cpu}, key=repr)),
-            experts=None
-            if config.experts is None
-            else (config.experts.num_experts, config.experts.top_k),
+            experts=config.experts,
             expert_planes=_find_expert_planes(config, tensors or {}),
         )
 
@@ -111,7 +110,7 @@ USUAL_SHAPES = TrialShapes(
     activations=("silu", "gelu_tanh"),
     attention=AttentionShape(kv_heads=2, groups=4, head_dim=64, scale=0.125, windows=(0, _WINDOW)),
     block_size=16,
-    experts=(32, 4),
+    experts=Routing(num_experts=32, top_k=4, renormalize=True),
     expert_planes=((None, 192), (BLOCK_FORMATS["q4_k"], 512)),
 )
 

@@ -10,11 +10,30 @@ import triton.language as tl
 from molink.stage.gpu_kernels.block_kernels import _sum_products
 
 
-@triton.jit(do_not_specialize=["num_experts", "top_k", "renormalize"])
+#: Ratings below those of all experts: of what is NaN, is chosen already, and is none.
+_NAN, _CHOSEN, _NONE = (tl.constexpr(rating) for rating in (-1e30, -2e30, -3e30))
+
+
+@triton.jit(do_not_specialize=["num_experts", "top_k", "top_groups", "renormalize"])
 def choose_kernel(
-    logits, weights, experts, num_experts, top_k, renormalize, row_stride, EXPERTS: tl.constexpr
+    logits,
+    correction,
+    weights,
+    experts,
+    num_experts,
+    top_k,
+    top_groups,
+    renormalize,
+    min_sum,
+    scale,
+    row_stride,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    IS_CORRECTED: tl.constexpr,
 ):
-    """A program chooses a row's experts, likeliest first. Those of NaN are any, with NaN weights.
+    """A program chooses a row's experts, best first. Those of NaN are any, with NaN weights.
 
     Equal ones are chosen in order.
     """
@@ -25,20 +44,56 @@ def choose_kernel(
         logits + row.to(tl.int64) * row_stride + expert, mask=inside, other=-float("inf")
     )
     given = given.to(tl.float32)
-    powers = tl.exp(given - tl.max(given, 0))
-    odds = powers / tl.sum(powers, 0)
-    # Any expert, NaN included, comes before those chosen, and these before what is none.
-    left = tl.where(inside, tl.where(odds == odds, odds, -1.0), -3.0)
+    if IS_SIGMOID:
+        odds = 1.0 / (1.0 + tl.exp(-given))
+    else:
+        powers = tl.exp(given - tl.max(given, 0))
+        odds = powers / tl.sum(powers, 0)
+    rated = odds
+    if IS_CORRECTED:
+        rated += tl.load(correction + expert, mask=inside, other=0.0)
+    left = tl.where(inside, tl.where(rated == rated, rated, _NAN), _NONE)
+    if GROUPS > 1:
+        left = _keep_best_groups(
+            left, expert, num_experts // GROUPS, top_groups, EXPERTS, GROUPS, SLOTS
+        )
     place = tl.full((EXPERTS,), -1, tl.int32)
     for index in range(top_k):
         best = tl.argmax(left, 0)
         place = tl.where(expert == best, index, place)
-        left = tl.where(expert == best, -2.0, left)
+        left = tl.where(expert == best, _CHOSEN, left)
     chosen = place >= 0
     if renormalize > 0:
-        odds /= tl.sum(tl.where(chosen, odds, 0.0), 0)
-    tl.store(weights + row * top_k + place, odds, mask=chosen)
+        odds /= tl.maximum(tl.sum(tl.where(chosen, odds, 0.0), 0), min_sum)
+    tl.store(weights + row * top_k + place, odds * scale, mask=chosen)
     tl.store(experts + row * top_k + place, expert, mask=chosen)
+
+
+@triton.jit
+def _keep_best_groups(
+    rated,
+    expert,
+    group_size,
+    top_groups,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Take experts outside the groups with the highest sums of two ratings for none."""
+    group = expert // group_size
+    slot = tl.arange(0, SLOTS)
+    sums = tl.full((SLOTS,), -float("inf"), tl.float32)
+    for index in range(GROUPS):
+        members = tl.where(group == index, rated, _NONE)
+        best = tl.max(members, 0)
+        others = tl.where(expert == tl.argmax(members, 0), _NONE, members)
+        sums = tl.where(slot == index, best + tl.max(others, 0), sums)
+    kept = tl.zeros((EXPERTS,), tl.int32)
+    for _ in range(top_groups):
+        best = tl.argmax(sums, 0)
+        sums = tl.where(slot == best, -float("inf"), sums)
+        kept = tl.where(group == best, 1, kept)
+    return tl.where(kept > 0, rated, _NONE)
 
 
 @triton.jit(do_not_specialize=["count", "tile_rows", "tile_bound"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from molink.checkpoint.experts import Routing
 from molink.stage.gpu_kernels.block_planes import BlockPlanes
 from molink.stage.gpu_kernels.block_product import (
     PRODUCT_STAGES,
@@ -38,29 +39,39 @@ class ExpertTiles:
     shape: tuple[int, int, int, int]
 
 
-def choose_experts(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose experts of rows by ``logits [T, experts]``.
+def choose_experts(
+    logits: Tensor, routing: Routing, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Choose experts of rows by ``logits [T, experts]`` and a ``correction`` (float32 ``[experts]``).
 
-    Returns weights (float32) and experts (int32), both ``[T, top_k]``, largest weight first. A
-    row's weights are NaN if one of its logits is; its experts are valid nevertheless.
+    Returns weights (float32) and experts (int32), both ``[T, top_k]``, best first. A row's weights
+    are NaN if its logits are, or one of them with ``softmax``; its experts are valid nevertheless.
     """
     import triton
 
     from molink.stage.gpu_kernels.expert_kernels import choose_kernel
 
     count, num_experts = logits.shape
-    weights = logits.new_empty(count, top_k, dtype=torch.float32)
-    experts = logits.new_empty(count, top_k, dtype=torch.int32)
+    weights = logits.new_empty(count, routing.top_k, dtype=torch.float32)
+    experts = logits.new_empty(count, routing.top_k, dtype=torch.int32)
     if count:
         choose_kernel[(count,)](
             logits,
+            weights if correction is None else correction,
             weights,
             experts,
             num_experts,
-            top_k,
-            int(renormalize),
+            routing.top_k,
+            routing.top_groups,
+            int(routing.renormalize),
+            routing.min_sum,
+            routing.scale,
             logits.stride(0),
             EXPERTS=triton.next_power_of_2(num_experts),
+            GROUPS=routing.groups,
+            SLOTS=triton.next_power_of_2(routing.groups),
+            IS_SIGMOID=routing.scoring == "sigmoid",
+            IS_CORRECTED=correction is not None,
             num_warps=1,
         )
     return weights, experts

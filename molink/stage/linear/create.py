@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from molink.checkpoint.experts import Routing
 from molink.facts.kernels import INTEGER_KERNELS, KernelName
 from molink.gguf.block_formats import BLOCK_FORMATS, BlockFormat, fits_planes, fits_rows
 from molink.stage.cpu_kernels.create import (
@@ -102,14 +103,10 @@ class ProjectionFactory:
         fits = self.keeps_blocks and fits_rows(form, shape)
         return fits and self._find_block_product(form) is not None
 
-    def groups_experts(
-        self, form: BlockFormat | None, columns: int, num_experts: int, top_k: int
-    ) -> bool:
+    def groups_experts(self, form: BlockFormat | None, columns: int, routing: Routing) -> bool:
         """Whether experts with weights of that format, or of ``dtype``, are multiplied at once."""
         device = self.experts_device
-        return device is not None and check_experts(
-            form, columns, num_experts, top_k, self.dtype, device
-        )
+        return device is not None and check_experts(form, columns, routing, self.dtype, device)
 
     def create_quantized(
         self,

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from molink.checkpoint.experts import Routing
 from molink.gguf.block_formats import BlockFormat
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.expert_product import (
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 #: Experts of products, those of a row, and their outputs, which end within a tile.
 _EXPERTS, _TOP_K, _OUTPUTS = 5, 2, 80
+_USUAL_ROUTING = Routing(num_experts=_EXPERTS, top_k=_TOP_K, renormalize=True)
 #: Rows, for each size of a tile.
 _ROWS = (1, 12, 40, 100)
 _ROUTED_ROWS = 33
@@ -36,8 +38,7 @@ _ROUTING_TOLERANCE = 1e-5
 def check_experts(
     form: BlockFormat | None,
     columns: int,
-    num_experts: int,
-    top_k: int,
+    routing: Routing,
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
@@ -46,7 +47,7 @@ def check_experts(
     ``form`` is that of planes, ``None`` for weights of ``dtype``.
     """
     try:
-        right = routing_error(num_experts, top_k, dtype, device) <= _ROUTING_TOLERANCE
+        right = routing_error(routing, dtype, device) <= _ROUTING_TOLERANCE
         error = experts_error(form, columns, dtype, device) if right else math.inf
     except Exception as failure:  # compilers and kernels may raise anything
         log.warning("experts are multiplied one by one on %s: %s", device, failure)
@@ -81,7 +82,7 @@ def experts_error(
         # The last expert has no row.
         logits = torch.randn(count, _EXPERTS, generator=generator)
         logits[:, -1] = -torch.inf
-        weights, experts = choose_experts(logits.to(device, dtype), _TOP_K, True)
+        weights, experts = choose_experts(logits.to(device, dtype), _USUAL_ROUTING, None)
         tiles = sort_by_expert(experts, _EXPERTS, rows.to(device))
         found = multiply_experts(weight, rows.to(device), bias.to(device), tiles, _EXPERTS, _TOP_K)
         summed = add_experts(found, weights, None)
@@ -101,26 +102,48 @@ def experts_error(
     return float(torch.stack(errors).max())
 
 
-def routing_error(num_experts: int, top_k: int, dtype: torch.dtype, device: torch.device) -> float:
+def routing_error(routing: Routing, dtype: torch.dtype, device: torch.device) -> float:
     """Largest error of a weight; infinite if other experts are chosen, or are sorted wrongly."""
-    generator = torch.Generator().manual_seed(0)
-    # Logits are equal, and chosen in order, or so far apart that no rounding changes the choice.
+    generator, num_experts = torch.Generator().manual_seed(0), routing.num_experts
+    # Scores are equal, and chosen in order, or so far apart that no rounding changes the choice.
     drawn = torch.randn(_ROUTED_ROWS, num_experts, generator=generator)
     logits = drawn.mul_(_LOGIT_STEPS).round_().div_(_LOGIT_STEPS).to(dtype)
-    odds, order = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
-    exact, wanted = odds[:, :top_k], order[:, :top_k]
-    worst = 0.0
-    for renormalize in (False, True):
-        weights, experts = choose_experts(logits.to(device), top_k, renormalize)
-        if not torch.equal(experts.long().cpu(), wanted):
+    correction = None
+    if routing.is_corrected:
+        correction = torch.randint(3, (num_experts,), generator=generator).mul_(2).float()
+    exact, wanted = _choose_exactly(logits.double(), routing, correction)
+    moved = None if correction is None else correction.to(device)
+    weights, experts = choose_experts(logits.to(device), routing, moved)
+    if not torch.equal(experts.long().cpu(), wanted):
+        return math.inf
+    # Few and many pairs are sorted in different ways.
+    for count in (1, _ROUTED_ROWS):
+        if not _is_sorted(experts[:count], num_experts, logits[:count].to(device)):
             return math.inf
-        sums = exact.sum(-1, keepdim=True) if renormalize else 1
-        worst = max(worst, float((weights.double().cpu() - exact / sums).abs().max()))
-        # Few and many pairs are sorted in different ways.
-        for count in (1, _ROUTED_ROWS):
-            if not _is_sorted(experts[:count], num_experts, logits[:count].to(device)):
-                return math.inf
-    return worst
+    return float((weights.double().cpu() - exact).abs().max())
+
+
+def _choose_exactly(
+    logits: Tensor, routing: Routing, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`.choose_experts` in float64; equal scores are in the order of experts."""
+
+    def rank(values: Tensor) -> Tensor:
+        return values.sort(dim=-1, descending=True, stable=True).indices
+
+    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
+    rated = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        grouped = rated.unflatten(-1, (routing.groups, -1))
+        sums = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        left_out = rank(sums)[:, routing.top_groups :]
+        group = torch.arange(len(rated[0])) // grouped.shape[-1]
+        rated = rated.masked_fill((group == left_out.unsqueeze(-1)).any(1), -math.inf)
+    experts = rank(rated)[:, : routing.top_k]
+    weights = scores.gather(-1, experts)
+    if routing.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * routing.scale, experts
 
 
 def _is_sorted(experts: Tensor, num_experts: int, rows: Tensor) -> bool:

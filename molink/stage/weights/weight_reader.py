@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from molink.checkpoint.experts import Routing
 from molink.checkpoint.low_bit import LowBitScheme, find_resident_format
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.prequantized import companion_names
@@ -96,13 +97,13 @@ class WeightReader:
         self._files.clear()
         self._stack.close()
 
-    def read_tensors(self, *names: str) -> Tensor:
-        """Read tensors, stacked along the first dimension.
+    def read_tensors(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Read tensors, stacked along the first dimension, in the reader's or another ``dtype``.
 
         Raises:
             BrokenModel: a tensor is missing, unreadable, or has NaN or infinity.
         """
-        return self._merge_tensors(names, self.dtype)
+        return self._merge_tensors(names, dtype or self.dtype)
 
     def _merge_tensors(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
         shapes = [self._stored_shape(name) for name in names]
@@ -193,7 +194,7 @@ class WeightReader:
         return parts[0] if len(parts) == 1 else ConcatenatedLinear(tuple(parts))
 
     def load_experts(
-        self, names: Sequence[Sequence[str]], biased: bool, top_k: int
+        self, names: Sequence[Sequence[str]], biased: bool, routing: Routing
     ) -> ExpertLinear | None:
         """Load a projection of each expert, merged from its ``names``, with stacked outputs.
 
@@ -216,7 +217,7 @@ class WeightReader:
             is_uniform = len(quantized) == len(layouts) == 1 and not order
         if not is_uniform:
             return None
-        if not self._projections.groups_experts(form, width, count, top_k):
+        if not self._projections.groups_experts(form, width, routing):
             return None
         biases = (f"{name}.bias" for name in chain.from_iterable(names))
         bias = self.read_tensors(*biases) if biased else None

@@ -1,0 +1,62 @@
+"""Chooses the experts of rows and their weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.experts import Routing
+from molink.stage.gpu_kernels.expert_product import choose_experts
+from molink.stage.linear import Projection
+from molink.stage.linear.base import total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A projection to logits of experts, and how these choose.
+
+    With a ``correction`` (float32 ``[experts]``) the projection is in float32, too: corrected scores
+    lie closer together than 16 bits tell apart.
+    """
+
+    projection: Projection
+    routing: Routing
+    correction: Tensor | None = None
+
+    def compute_logits(self, rows: Tensor) -> Tensor:
+        """Logits ``[T, experts]`` of rows ``[T, hidden]``."""
+        return self.projection(rows if self.correction is None else rows.float())
+
+    def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights (float32) and experts (int64) of rows, both ``[T, top_k]``."""
+        routing, logits = self.routing, self.compute_logits(rows)
+        if routing.scoring == "sigmoid":
+            scores = logits.float().sigmoid_()
+        else:
+            scores = logits.softmax(dim=-1, dtype=torch.float32)
+        rated = scores if self.correction is None else scores + self.correction
+        if routing.groups > 1:
+            rated = _keep_best_groups(rated, routing)
+        weights, experts = rated.topk(routing.top_k, dim=-1)
+        if rated is not scores:
+            weights = scores.gather(-1, experts)
+        if routing.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min_(routing.min_sum)
+        return (weights if routing.scale == 1.0 else weights * routing.scale), experts
+
+    def choose_on_gpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The same by one kernel; experts are int32."""
+        return choose_experts(self.compute_logits(rows), self.routing, self.correction)
+
+    @property
+    def nbytes(self) -> int:
+        return self.projection.nbytes + total_bytes(self.correction)
+
+
+def _keep_best_groups(rated: Tensor, routing: Routing) -> Tensor:
+    """Replace ratings ``[T, experts]`` outside the best groups by minus infinity."""
+    grouped = rated.view(len(rated), routing.groups, -1)
+    sums = grouped.topk(2, dim=-1).values.sum(-1)
+    best = sums.topk(routing.top_groups, dim=-1).indices
+    left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(-1, best, False)
+    return grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
