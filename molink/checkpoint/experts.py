@@ -33,7 +33,7 @@ class Routing:
     is_corrected: bool = False
     groups: int = 1
     top_groups: int = 1
-    min_sum: float = 1e-20
+    min_sum: float = 0.0
     scale: float = 1.0
 
 
@@ -153,6 +153,7 @@ def deepseek_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         is_corrected=True,
         groups=fields.get_integer("n_group", 1),
         top_groups=fields.get_integer("topk_group", 1),
+        min_sum=1e-20,
         scale=fields.get_positive("routed_scaling_factor", 1.0),
         dense_layers=frozenset(range(min(layers, fields.get_count("first_k_dense_replace", 0)))),
         shared_intermediate_size=inner * shared,

@@ -179,7 +179,7 @@ def refuse_unknown_tensors(
     """
     expected = _expected_names(config, stage_tensors(config, 0, config.layers), tensors)
     files = {span.file for name, span in tensors.items() if name in expected}
-    unread = tuple(f"model.layers.{config.layers + more}." for more in range(config.unread_layers))
+    unread = _unread_prefixes(config, tensors)
     strays = [
         name
         for name, span in tensors.items()
@@ -195,6 +195,17 @@ def refuse_unknown_tensors(
             f"{path / tensors[first].file}: tensor {first}{more} does not fit this config.json: it "
             "belongs to another model, or the config disables its feature"
         )
+
+
+def _unread_prefixes(config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> tuple[str, ...]:
+    """Prefixes of layers that foretell tokens: these project embedding and row to a row."""
+    layers = range(config.layers, config.layers + config.unread_layers)
+    behind = {f"model.layers.{layer}.": f"model.layers.{layer}.eh_proj." for layer in layers}
+    return tuple(
+        prefix
+        for prefix, projection in behind.items()
+        if any(name.startswith(projection) for name in tensors)
+    )
 
 
 def _expected_names(

@@ -42,6 +42,13 @@ class GgufMetadata:
             raise self._wrong_value(key, f"a number from 1 to {maximum}", value)
         return value
 
+    def get_count(self, key: str) -> int:
+        """Return a number from 0."""
+        value = self._get_value(key, None)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise self._wrong_value(key, "a number from 0", value)
+        return value
+
     def get_index(self, key: str) -> int | None:
         """Return a token id; ``None`` if absent."""
         value = self._values.get(key)

@@ -56,6 +56,26 @@ _GLM4_MODULES = _PHI_MODULES | {
     "post_ffw_norm": "post_mlp_layernorm",
 }
 _MIXTRAL_MODULES = _MODULES | {"ffn_gate_inp": "block_sparse_moe.gate"}
+#: Experts as in DeepSeek-V3.
+_DEEPSEEK_MODULES = _MODULES | {
+    f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
+_GLM4_MOE_MODULES = _DEEPSEEK_MODULES | {"post_attention_norm": "post_attention_layernorm"}
+_FAMILY_MODULES = {
+    "Phi3": _PHI_MODULES,
+    "Mixtral": _MIXTRAL_MODULES,
+    "Glm4": _GLM4_MODULES,
+    "Glm4Moe": _GLM4_MOE_MODULES,
+    "Olmo2": _GEMMA_MODULES,
+    "Olmo3": _GEMMA_MODULES,
+    "Gemma2": _GEMMA_MODULES,
+    "Gemma3": _GEMMA_MODULES,
+}
+#: The corrections of experts' scores, a bias there.
+_CORRECTION = "exp_probs_b"
+_CORRECTION_NAME = "mlp.gate.e_score_correction_bias"
+#: What configs call the number of experts.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Tensors with all experts of a layer → name of one expert's.
 _EXPERTS = {
     name: f"mlp.experts.{{}}.{name.split('_')[1]}_proj"
@@ -107,10 +127,19 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
         module, _, kind = match[2].rpartition(".") if match else ("", "", "")
         if match is None or kind not in ("weight", "bias"):
             raise BrokenModel(f"{where} is unknown in a {family} model")
+        if _foretells_tokens(file, int(match[1]), config):
+            continue
         if module != _LAYER_CONSTANTS:
             yield from _map_layer_tensor(
                 tensor, f"model.layers.{match[1]}.", module, kind, family, config
             )
+
+
+def _foretells_tokens(file: GgufFile, layer: int, config: dict[str, Any]) -> bool:
+    """Whether a layer after the last is one of those that foretell tokens."""
+    behind: int = layer - config["num_hidden_layers"]
+    is_behind = 0 <= behind < config.get("num_nextn_predict_layers", 0)
+    return is_behind and f"blk.{layer}.nextn.eh_proj.weight" in file.tensors
 
 
 def _map_layer_tensor(
@@ -122,7 +151,7 @@ def _map_layer_tensor(
         if len(tensor.shape) != 3:
             raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")
         count, *shape = tensor.shape
-        if count != config.get("num_experts", config.get("num_local_experts")):
+        if count != next((config[name] for name in _EXPERT_COUNTS if name in config), None):
             raise BrokenModel(f"{where} has {count} experts, unlike its metadata")
         nbytes = tensor.nbytes // count
         for index in range(count):
@@ -130,7 +159,10 @@ def _map_layer_tensor(
             one = replace(tensor, shape=tuple(shape), offset=begin, nbytes=nbytes)
             yield _make_tensor(f"{prefix}{experts[module].format(index)}.weight", one, where)
         return
-    ours = _find_modules(family).get(module)
+    if (module, kind) == (_CORRECTION, "bias"):
+        yield _make_tensor(f"{prefix}{_CORRECTION_NAME}", tensor, where)
+        return
+    ours = _FAMILY_MODULES.get(family, _MODULES).get(module)
     if ours is None:
         raise BrokenModel(f"{where} is unknown in a {family} model")
     heads = 0
@@ -145,13 +177,6 @@ def _map_layer_tensor(
             )
     less = _norm_offset(family, module)
     yield _make_tensor(f"{prefix}{ours}.{kind}", tensor, where, heads=heads, less=less)
-
-
-def _find_modules(family: str) -> dict[str, str]:
-    if family.startswith("Gemma") or family in ("Olmo2", "Olmo3"):
-        return _GEMMA_MODULES
-    others = {"Phi3": _PHI_MODULES, "Mixtral": _MIXTRAL_MODULES, "Glm4": _GLM4_MODULES}
-    return others.get(family, _MODULES)
 
 
 def _norm_offset(family: str, name: str) -> float:

@@ -210,6 +210,48 @@ def test_glm_rotates_neighbours_in_half_of_a_head(load: Callable[..., Any], fami
     assert len(config.norms.present_names) == (4 if family == "glm4" else 2)
 
 
+#: What GLM-4.5-Air's config says of its experts.
+GLM_AIR = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
+
+
+def test_glm4_moe_as_on_the_hub(load: Callable[..., Any]) -> None:
+    others = {"partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None}
+    config = load("glm4_moe", attention_bias=True, use_qk_norm=False, head_dim=128, **GLM_AIR)
+    assert (config.attention_bias, config.output_bias, config.qk_norm) == (True, False, "none")
+    assert (config.rope.rotary_dim(128), config.interleaved_rope) == (64, False)
+    assert load("glm4_moe", **GLM_AIR, **others).rope.theta == 1e6
+    experts = config.experts
+    assert experts is not None
+    assert (experts.num_experts, experts.top_k, experts.intermediate_size) == (128, 8, 1408)
+    assert (experts.scoring, experts.is_corrected, experts.renormalize) == ("sigmoid", True, True)
+    assert (experts.groups, experts.top_groups, experts.scale) == (1, 1, 1.0)
+    assert [config.layer_experts(layer) is not None for layer in range(4)] == [False] + 3 * [True]
+    assert (config.layers, config.unread_layers) == (4, 1)
+    assert layer_tensors(config, 0)["model.layers.0.mlp.down_proj.weight"] == (96, 128)
+    shapes = layer_tensors(config, 1)
+    mlp = "model.layers.1.mlp."
+    assert shapes[f"{mlp}gate.weight"] == (128, 96)
+    assert shapes[f"{mlp}gate.e_score_correction_bias"] == (128,)
+    assert shapes[f"{mlp}experts.127.gate_proj.weight"] == (1408, 96)
+    assert shapes[f"{mlp}shared_experts.down_proj.weight"] == (96, 1408)
+    assert not any("shared_expert_gate" in name for name in shapes)
+    largest = {"n_routed_experts": 160, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+    whole = load("glm4_moe", use_qk_norm=True, **GLM_AIR | largest)
+    assert (whole.qk_norm, whole.experts.scale) == ("each head", 2.5)
+    assert whole.experts.dense_layers == {0, 1, 2}
+
+
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     config = load(
         "gpt_oss",
@@ -330,6 +372,15 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("qwen2_moe", {"shared_expert_intermediate_size": 2**30}, "shared_expert_intermediate"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ("qwen3_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers"),
+        ("glm4_moe", {"n_routed_experts": 9, "n_group": 2}, "9 experts can't be divided into"),
+        ("glm4_moe", {"n_routed_experts": 8, "n_group": 8}, "groups of two or more"),
+        ("glm4_moe", {"n_group": 2, "topk_group": 3}, "topk_group 3 exceeds n_group 2"),
+        ("glm4_moe", {"n_group": 64, "topk_group": 1}, "exceeds the experts of topk_group 1"),
+        ("glm4_moe", {"n_routed_experts": 4}, "num_experts_per_tok 8 exceeds the 4"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer"),
+        ("glm4_moe", {"n_shared_experts": 10**6}, "n_shared_experts must be an integer from 0"),
+        ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor must be positive"),
+        ("glm4_moe", {"num_nextn_predict_layers": 65}, "num_nextn_predict_layers"),
         ("llama", {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}}, "head_dim 2"),
         ("phi3", {"head_dim": 15}, "head_dim 15"),
         ("phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
@@ -411,6 +462,7 @@ FIELDS = (
     "shared_expert_intermediate_size",
     "qkv_bias",
     "swiglu_limit",
+    *GLM_AIR,
 )
 LEAVES = st.one_of(
     st.none(),

@@ -18,7 +18,7 @@ from molink.checkpoint.rope import RopeConfig
 from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
 from molink.text.tokenizer import Tokenizer
 from tests.support.gguf_models import Kind, write_gguf
-from tests.support.models import MakeModel
+from tests.support.models import MakeModel, add_draft_layer
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,24 @@ def test_a_folder_as_large_as_the_file(folder: Path, whole: Path, tmp_path: Path
     wanted = opened.stage_tensors(1, 2)
     assert name in wanted
     assert not any(".layers.0." in one for one in wanted)
+
+
+def test_layers_that_foretell_tokens_are_left_out(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = add_draft_layer(make_model(tmp_path / "model", "glm4_moe", 1))
+    opened = ModelFolder.open(unpack(write_gguf(folder, tmp_path / "tiny.gguf"), tmp_path))
+    before = ModelFolder.open(folder)
+    assert (opened.config.layers, opened.config.experts) == (3, before.config.experts)
+    assert not any(".layers.3." in name for name in opened.tensors)
+    for key, value, refusal in (
+        ("nextn_predict_layers", 4, "leave none of 4 layers"),
+        ("nextn_predict_layers", 2, "does not fit its metadata"),
+        ("expert_gating_func", 1, r"expert_gating_func 1 is not supported \(only 2"),
+        ("expert_count", 9, "has 8 experts, unlike its metadata"),
+        ("leading_dense_block_count", 0, r"the tensor for model\.layers\.0\.\S+ is missing"),
+    ):
+        path = write_gguf(folder, tmp_path / "bad.gguf", metadata={f"glm4moe.{key}": value})
+        with pytest.raises((BrokenModel, UnsupportedModel), match=refusal):
+            unpack(path, tmp_path)
 
 
 def test_how_to_sample_is_what_the_file_says(folder: Path, tmp_path: Path) -> None:

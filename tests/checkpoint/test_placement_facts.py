@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "glm4": {},
     "qwen2_moe": {},
+    "glm4_moe": {"first_k_dense_replace": 0},
     "mistral3": {},
     "gpt_oss": {},
 }
@@ -104,6 +105,21 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(make_model: Any, tmp_p
     assert facts.projection_bytes == 2 * (attention + experts)
     biases, router, gate, norms = 64 + 2 * 32, 6 * 64, 64, 2 * 64
     assert facts.layer_bytes == facts.projection_bytes + 2 * (biases + router + gate + norms)
+
+
+def test_unlike_layers_are_counted_as_the_largest_and_shared_experts_too(
+    make_model: Any, tmp_path: Path
+) -> None:
+    fields = {"first_k_dense_replace": 2, "n_shared_experts": 2, "intermediate_size": 160}
+    made = make_model(tmp_path, "glm4_moe", dtype="bfloat16", **fields)
+    facts = ModelFolder.open(made).placement_facts("m")
+    attention, expert = 2 * 64 * 64 + 2 * 32 * 64, 3 * 32 * 64
+    assert facts.projection_bytes == 2 * (attention + (8 + 2) * expert)
+    biases, router, corrections, norms = 64 + 2 * 32, 8 * 64, 8, 2 * 64
+    rest = biases + router + corrections + norms
+    assert facts.layer_bytes == facts.projection_bytes + 2 * rest
+    # The dense layers' MLP is the widest.
+    assert facts.widest == 2 * 160 * 64
 
 
 def test_experts_in_a_stack_are_counted_each(make_model: Any, tmp_path: Path) -> None:

@@ -61,6 +61,13 @@ def test_a_shared_expert_counts_for_all_rows(make_model: Any, tmp_path: Path) ->
     assert made.prefill_flops(1) == 2 * (met + 2 * HEADS * HEAD_DIM)
 
 
+def test_dense_layers_of_a_mixture_count_whole(make_model: Any, tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "glm4_moe", attention_bias=False, n_shared_experts=2)
+    experts = ATTENTION + 8 * HIDDEN + (3 + 2) * 3 * HIDDEN * 32
+    for layers, met in (((0, 1), ATTENTION + MLP), ((1, 2), experts)):
+        assert work(folder, layers, 0).prefill_flops(1) == 2 * (met + 2 * HEADS * HEAD_DIM)
+
+
 def test_only_chosen_experts_count(make_model: Any, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=1)
     made = work(folder, (1, 2), 0)

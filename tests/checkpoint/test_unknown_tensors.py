@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from molink.checkpoint.model_folder import INDEX_FILE, ModelFolder
 from molink.errors import BrokenModel
-from tests.support.models import MakeModel
+from tests.support.models import MakeModel, add_draft_layer
 
 
 def add(folder: Path, file: str, *names: str) -> None:
@@ -51,6 +51,21 @@ def test_biases_that_the_config_has_not(
     edit_json(folder / "config.json", attention_bias=False)
     with pytest.raises(BrokenModel, match=r"k_proj\.bias and 11 more does not fit"):
         ModelFolder.open(folder)
+
+
+def test_layers_that_foretell_tokens_are_left_unread(
+    make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
+) -> None:
+    folder = add_draft_layer(make_model(tmp_path, "glm4_moe", 0))
+    opened = ModelFolder.open(folder)
+    assert opened.config.layers == 3
+    assert not any(".layers.3." in name for name in opened.stage_tensors(0, 3))
+    for layers, foretelling, stray in ((3, 0, 3), (2, 1, 2), (2, 2, 2)):
+        fields = {"num_hidden_layers": layers, "num_nextn_predict_layers": foretelling}
+        edit_json(folder / "config.json", **fields)
+        refusal = rf"model\.layers\.{stray}\.\S+ and \d+ more does not fit"
+        with pytest.raises(BrokenModel, match=refusal):
+            ModelFolder.open(folder)
 
 
 @pytest.mark.parametrize(

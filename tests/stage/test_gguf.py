@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
         },
     ),
     "glm4": ("glm4", Kind.Q4_0, {}),
+    "glm4_moe": ("glm4_moe", Kind.Q8_0, {"use_qk_norm": True, "first_k_dense_replace": 2}),
     "qwen2_moe": ("qwen2_moe", Kind.Q8_0, {}),
     "qwen2": ("qwen2", Kind.Q8_0, {}),
     "qwen3": ("qwen3", Kind.Q5_0, {}),

@@ -135,6 +135,7 @@ MODELS: dict[str, tuple[Callable[[MakeModel, Path], tuple[Path, Path]], bool]] =
     "mixtral": (make_plain("mixtral"), False),
     "qwen3_moe, all experts": (make_plain("qwen3_moe", num_experts_per_tok=8), False),
     "qwen2_moe": (make_plain("qwen2_moe"), False),
+    "glm4_moe": (make_plain("glm4_moe", n_group=2, first_k_dense_replace=0), False),
     "gpt_oss": (make_plain("gpt_oss"), False),
     "gpt_oss in MXFP4": (make_gpt_oss, True),
     "qwen3_moe in Q4_K and Q6_K": (make_gguf, True),

@@ -16,11 +16,14 @@ _NAMES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
 }
 #: Whose converter lays rotated pairs side by side.
 _TURNED = ("llama", "mistral3", "granite", "smollm3")
+#: What configs call the number of experts.
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 Kind = gguf.GGMLQuantizationType
 #: Kinds that have no quantizer in Python: their bytes are random, with scales of a fair size.
 _RANDOM = {
@@ -59,7 +62,9 @@ def write_gguf(
     family = config["model_type"]
     name = architecture or _NAMES.get(family, family)
     writer = gguf.GGUFWriter(path, name, split_max_tensors=part)
-    for key, value in _metadata(config, name).items():
+    values = _tensors(folder)
+    blocks = _count_layers(values)
+    for key, value in _metadata(config, name, blocks).items():
         _add(writer, key, value)
     _add_tokenizer(writer, folder)
     for key, value in (metadata or {}).items():
@@ -67,9 +72,8 @@ def write_gguf(
         _add(writer, key, value)
     if divisors:
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
-    values = _tensors(folder)
     exact_values = dict(values)
-    for theirs, ours in _grouped(values, name, config["num_hidden_layers"]).items():
+    for theirs, ours in _grouped(values, name, blocks).items():
         parts = [values[one] for one in ours]
         mixed = [other for part, other in (others or {}).items() if part in theirs]
         found = mixed[0] if mixed else kind
@@ -103,6 +107,11 @@ def _tensors(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _count_layers(values: Mapping[str, Any]) -> int:
+    """With those that foretell tokens."""
+    return 1 + max(int(one.split(".")[2]) for one in values if one.startswith("model.layers."))
+
+
 def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, list[str]]:
     """GGUF's tensors, and which of ours each consists of."""
     architecture = next(one for one, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
@@ -114,7 +123,8 @@ def _grouped(values: Mapping[str, Any], name: str, layers: int) -> dict[str, lis
         merged = [part for part in parts if not ("experts" in parts and part.isdigit())]
         if "experts" in parts:
             merged.insert(2, parts[2])
-        theirs = names.get_name(".".join(merged), try_suffixes=(".weight", ".bias"))
+        named = ".".join(merged).replace("e_score_correction_bias", "e_score_correction.bias")
+        theirs = names.get_name(named, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, one
         found.setdefault(theirs, []).append(one)
     for ours in found.values():
@@ -165,11 +175,12 @@ def _turned(rows: Any, theirs: str, config: Mapping[str, Any], name: str) -> Any
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(rows.shape))
 
 
-def _metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, Any]:
     ropes = config.get("rope_parameters") or {}
     full, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention", {})
     fields = {
-        "block_count": config["num_hidden_layers"],
+        "block_count": blocks,
+        "nextn_predict_layers": blocks - config["num_hidden_layers"] or None,
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
@@ -185,10 +196,17 @@ def _metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "attention.sliding_window_pattern": _pattern(config) if name == "olmo2" else None,
         "rope.scaling.type": "linear" if full.get("rope_type") == "linear" else None,
         "rope.scaling.factor": full.get("factor"),
-        "expert_count": config.get("num_local_experts") or config.get("num_experts"),
+        "expert_count": next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
         "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "expert_shared_count": config.get("n_shared_experts"),
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+        "expert_gating_func": 2 if "n_group" in config else None,
+        "expert_weights_norm": config.get("norm_topk_prob") if "n_group" in config else None,
+        "expert_weights_scale": config.get("routed_scaling_factor"),
+        "leading_dense_block_count": config.get("first_k_dense_replace"),
         "attention.scale": config.get("attention_multiplier"),
         "embedding_scale": config.get("embedding_multiplier"),
         "residual_scale": config.get("residual_multiplier"),

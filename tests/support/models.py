@@ -187,6 +187,30 @@ def write_model(
     return folder
 
 
+def add_draft_layer(folder: Path) -> Path:
+    """Add a layer that foretells tokens to a small model, as GLM-4.5 has one after its last."""
+    import torch
+    from safetensors.torch import load, save_file
+
+    tensors = load((folder / "model.safetensors").read_bytes())
+    config = ModelConfig.load_folder(folder)
+    last, added = f"model.layers.{config.layers - 1}.", f"model.layers.{config.layers}."
+    made = {
+        added + name.removeprefix(last): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    table, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
+    made[f"{added}embed_tokens.weight"] = table.clone()
+    made[f"{added}shared_head.head.weight"] = table.clone()
+    made[f"{added}eh_proj.weight"] = torch.zeros(len(norm), 2 * len(norm), dtype=norm.dtype)
+    made |= {
+        f"{added}{name}.weight": norm.clone() for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    save_file(tensors | made, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 class MakeModel:
     """``make_model(folder, family, seed, **config_fields) -> folder``: see :func:`write_model`.
 

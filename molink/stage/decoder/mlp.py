@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
-from molink.stage.device_copy import download_tensors, upload_tensor
 from molink.stage.decoder.router import Router
+from molink.stage.device_copy import download_tensors, upload_tensor
 from molink.stage.linear import Projection
 
 #: Bound of float16 inputs of ``down``, so that sums of a thousand terms don't overflow.

@@ -15,8 +15,8 @@ from molink.stage.linear.base import total_bytes
 class Router:
     """A projection to logits of experts, and how these choose.
 
-    With a ``correction`` (float32 ``[experts]``) the projection is in float32, too: corrected scores
-    lie closer together than 16 bits tell apart.
+    With a ``correction`` (float32 ``[experts]``) the projection is in float32, too: 16 bits don't
+    tell corrected scores apart.
     """
 
     projection: Projection
@@ -31,7 +31,7 @@ class Router:
         """Return weights (float32) and experts (int64) of rows, both ``[T, top_k]``."""
         routing, logits = self.routing, self.compute_logits(rows)
         if routing.scoring == "sigmoid":
-            scores = logits.float().sigmoid_()
+            scores = logits.float().sigmoid()
         else:
             scores = logits.softmax(dim=-1, dtype=torch.float32)
         rated = scores if self.correction is None else scores + self.correction
@@ -41,7 +41,8 @@ class Router:
         if rated is not scores:
             weights = scores.gather(-1, experts)
         if routing.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min_(routing.min_sum)
+            sums = weights.sum(-1, keepdim=True)
+            weights = weights / (sums.clamp_min_(routing.min_sum) if routing.min_sum else sums)
         return (weights if routing.scale == 1.0 else weights * routing.scale), experts
 
     def choose_on_gpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,9 @@ class TrialShapes:
         experts = [config.layer_experts(layer) for layer in range(*layers)]
         inner = {
             config.intermediate_size if one is None else one.intermediate_size for one in experts
-        } | {one.shared_intermediate_size for one in experts if one and one.shared_intermediate_size}
+        } | {
+            one.shared_intermediate_size for one in experts if one and one.shared_intermediate_size
+        }
         return cls(
             products=tuple(
                 sorted({_cut_shape(shape, most) for shape in _projection_shapes(config)})

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from molink.stage.gpu_kernels.block_kernels import _sum_products
 
-
 #: Ratings below those of all experts: of what is NaN, is chosen already, and is none.
 _NAN, _CHOSEN, _NONE = (tl.constexpr(rating) for rating in (-1e30, -2e30, -3e30))
 

@@ -42,7 +42,7 @@ class ExpertTiles:
 def choose_experts(
     logits: Tensor, routing: Routing, correction: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts of rows by ``logits [T, experts]`` and a ``correction`` (float32 ``[experts]``).
+    """Choose experts of rows by ``logits [T, experts]``; a ``correction`` is float32 ``[experts]``.
 
     Returns weights (float32) and experts (int32), both ``[T, top_k]``, best first. A row's weights
     are NaN if its logits are, or one of them with ``softmax``; its experts are valid nevertheless.

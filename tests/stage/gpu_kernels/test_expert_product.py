@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from molink.checkpoint.experts import Routing, Scoring
 from molink.gguf.block_formats import BLOCK_FORMATS, E2M1_VALUES, BlockFormat
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp
 from molink.stage.decoder.mlp import (
@@ -21,6 +22,7 @@ from molink.stage.decoder.mlp import (
     apply_bounded,
     create_gate,
 )
+from molink.stage.decoder.router import Router
 from molink.stage.gpu_kernels import block_product
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.expert_product import (
@@ -130,7 +132,8 @@ def test_the_likeliest_experts_are_chosen(
 ) -> None:
     top_k = max(1, round(part * count))
     logits = torch.randn(rows, count, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    weights, experts = choose_experts(logits.to(DEVICE), top_k, renormalize)
+    routing = Routing(num_experts=count, top_k=top_k, renormalize=renormalize)
+    weights, experts = choose_experts(logits.to(DEVICE), routing, None)
     odds, order = logits.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
     exact = odds[:, :top_k]
     exact = exact / exact.sum(-1, keepdim=True) if renormalize else exact
@@ -143,11 +146,67 @@ def test_the_likeliest_experts_are_chosen(
 def test_rows_that_are_no_numbers_choose_experts_that_exist(number: float) -> None:
     logits = torch.randn(4, 6, device=DEVICE)
     logits[1], logits[2, 3] = number, number
-    weights, experts = choose_experts(logits, 4, True)
+    routing = Routing(num_experts=6, top_k=4, renormalize=True)
+    weights, experts = choose_experts(logits, routing, None)
     assert all(len({*row} & {*range(6)}) == 4 for row in experts.tolist())
     # A minus infinity among numbers is one that isn't chosen.
     assert weights.isnan().any(-1).tolist() == [False, True, number != -float("inf"), False]
     assert sorted(sort_by_expert(experts, 6, logits).order.tolist()) == list(range(16))
+    corrected = replace(routing, scoring="sigmoid", is_corrected=True, min_sum=1e-20)
+    routing = replace(corrected, groups=3, top_groups=2)
+    weights, experts = choose_experts(logits, routing, torch.zeros(6, device=DEVICE))
+    assert all(len({*row} & {*range(6)}) == 4 for row in experts.tolist())
+    assert weights[1].isnan().all() == (number != number)
+
+
+@settings(max_examples=30)
+@given(
+    size=st.integers(2, 20),
+    groups=st.integers(1, 9),
+    kept=st.floats(0, 1),
+    part=st.floats(0, 1),
+    scoring=st.sampled_from(["sigmoid", "softmax"]),
+    is_corrected=st.booleans(),
+    renormalize=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_corrected_experts_of_the_best_groups_are_chosen_as_by_torch(
+    size: int,
+    groups: int,
+    kept: float,
+    part: float,
+    scoring: Scoring,
+    is_corrected: bool,
+    renormalize: bool,
+    seed: int,
+) -> None:
+    count, top_groups = size * groups, max(1, round(kept * groups))
+    routing = Routing(
+        num_experts=count,
+        top_k=max(1, round(part * min(8, size * top_groups))),
+        renormalize=renormalize,
+        scoring=scoring,
+        is_corrected=is_corrected,
+        groups=groups,
+        top_groups=top_groups,
+        min_sum=1e-20,
+        scale=2.5,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, count, generator=generator)
+    correction = torch.randn(count, generator=generator).mul_(3) if is_corrected else None
+    router = Router(lambda rows: rows, routing, correction)
+    weights, experts = router.choose(logits)
+    moved = None if correction is None else correction.to(DEVICE)
+    found, chosen = replace(router, correction=moved).choose_on_gpu(logits.to(DEVICE))
+    assert torch.equal(chosen.cpu().long(), experts)
+    torch.testing.assert_close(found.cpu(), weights, atol=1e-6, rtol=1e-5)
+    assert (experts < count).all()
+    if is_corrected:
+        plain = router.projection(logits).sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+        ratio = weights / plain.gather(-1, experts)
+        # Weights are scores without corrections.
+        torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio))
 
 
 @settings(max_examples=40)
@@ -252,18 +311,17 @@ def make_mixtures(
         )
         for index in range(count)
     )
+    routing = Routing(num_experts=count, top_k=top_k, renormalize=True)
     grouped = GroupedExpertMlp(
-        PlainLinear(router.weight.to(DEVICE)),
+        Router(PlainLinear(router.weight.to(DEVICE)), routing),
         *(
             ExpertLinear(weight.to(DEVICE), None if bias is None else bias.to(DEVICE), count)
             for weight, bias in ((gate_up, biases[0]), (down, biases[1]))
         ),
         gate,
         bounded_gate,
-        top_k,
-        True,
     )
-    return grouped, ExpertMlp(router, experts, top_k, True)
+    return grouped, ExpertMlp(Router(router, routing), experts)
 
 
 @settings(max_examples=25)
@@ -350,7 +408,8 @@ def test_the_host_waits_for_nothing(rows: int) -> None:
         assert linear.bias is not None
         return replace(linear, weight=linear.weight.to("meta"), bias=linear.bias.to("meta"))
 
-    router = PlainLinear(torch.empty(8, HIDDEN, device="meta"))
+    empty = PlainLinear(torch.empty(8, HIDDEN, device="meta"))
+    router = replace(grouped.router, projection=empty)
     moved = replace(grouped, router=router, gate_up=move(grouped.gate_up), down=move(grouped.down))
     with counted_launches():
         assert moved(given_rows).shape == given_rows.shape
@@ -363,7 +422,12 @@ def test_the_host_waits_for_nothing(rows: int) -> None:
 
 @pytest.mark.parametrize(("count", "top_k"), [(1, 1), (8, 2), (40, 8)])
 def test_a_device_is_proven_by_its_choices(count: int, top_k: int) -> None:
-    assert routing_error(count, top_k, torch.float16, DEVICE) < 1e-6
+    routing = Routing(num_experts=count, top_k=top_k, renormalize=True)
+    assert routing_error(routing, torch.float16, DEVICE) < 1e-6
+    if count % 4 == 0:
+        grouped = replace(routing, groups=count // 2, top_groups=4, scale=2.5)
+        corrected = replace(grouped, scoring="sigmoid", is_corrected=True)
+        assert routing_error(corrected, torch.float32, DEVICE) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["none", "mxfp4"])
@@ -377,7 +441,8 @@ def test_wrong_kernels_are_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(experts_check, "_ROWS", (1, 12))
     check = check_experts.__wrapped__
-    assert check(None, 64, 8, 2, torch.float32, DEVICE)
+    routing = Routing(num_experts=8, top_k=2, renormalize=True)
+    assert check(None, 64, routing, torch.float32, DEVICE)
     right = getattr(experts_check, wrong)
 
     def other(*arguments: object) -> object:
@@ -389,6 +454,6 @@ def test_wrong_kernels_are_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch)
         return 1.1 * made
 
     monkeypatch.setattr(experts_check, wrong, other)
-    assert not check(None, 64, 8, 2, torch.float32, DEVICE)
+    assert not check(None, 64, routing, torch.float32, DEVICE)
     monkeypatch.setattr(experts_check, wrong, None)
-    assert not check(None, 64, 8, 2, torch.float32, DEVICE)
+    assert not check(None, 64, routing, torch.float32, DEVICE)

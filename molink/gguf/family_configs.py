@@ -1,0 +1,190 @@
+"""What a ``config.json`` says of each architecture beside what all share."""
+
+from collections.abc import Callable
+from typing import Any
+
+from molink.errors import BrokenModel, UnsupportedModel
+from molink.gguf.arch_metadata import ArchMetadata
+
+#: Layers without and with a sliding window.
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+#: llama.cpp's numbers of what scores experts.
+_SOFTMAX, _SIGMOID = 1, 2
+
+
+def _llama_config(about: ArchMetadata) -> dict[str, Any]:
+    biased = {"attention_bias": "blk.0.attn_q.bias" in about.file.tensors}
+    if not about.has_key("expert_count"):
+        return {"architectures": ["LlamaForCausalLM"], **biased}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _mistral3_config(about: ArchMetadata) -> dict[str, Any]:
+    """Mistral Small 3.1 and 3.2, which older files label ``llama``."""
+    key = "attention.temperature_scale"
+    if about.has_key(key):
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.full_key(key)} (Ministral 3) is not supported"
+        )
+    return _llama_config(about)
+
+
+def _granite_config(about: ArchMetadata) -> dict[str, Any]:
+    heads = about.get_uniform("attention.head_count")
+    head_dim = about.get_integer(
+        "attention.key_length", about.get_integer("embedding_length") // heads
+    )
+    return {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_multiplier": about.get_number("attention.scale", head_dim**-0.5),
+        "embedding_multiplier": about.get_number("embedding_scale", 1.0),
+        "residual_multiplier": about.get_number("residual_scale", 1.0),
+        "logits_scaling": about.get_number("logit_scale", 1.0),
+    }
+
+
+def _olmo2_config(about: ArchMetadata) -> dict[str, Any]:
+    """OLMo 2, and OLMo 3, which has windows."""
+    if not about.has_key("attention.sliding_window"):
+        return {"architectures": ["Olmo2ForCausalLM"]}
+    made = {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": about.get_integer("attention.sliding_window"),
+    }
+    key = "attention.sliding_window_pattern"
+    if not about.has_key(key):
+        return made  # all layers but every fourth
+    windowed = about.metadata.get_integers(about.full_key(key), about.layers)
+    if not set(windowed) <= {0, 1}:
+        raise BrokenModel(
+            f"{about.metadata.where}: metadata {about.full_key(key)} doesn't tell each layer's "
+            "window"
+        )
+    return {**made, "layer_types": [_LAYER_TYPES[each] for each in windowed]}
+
+
+def _glm4_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Glm4ForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+    }
+
+
+def _plain_config(architecture: str) -> Callable[[ArchMetadata], dict[str, Any]]:
+    return lambda about: {"architectures": [architecture]}
+
+
+def _qwen2_moe_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": about.get_integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,
+        "qkv_bias": "blk.0.attn_q.bias" in about.file.tensors,
+    }
+
+
+def _qwen3_moe_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _glm4_moe_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in about.file.tensors,
+        "num_nextn_predict_layers": about.draft_layers,
+        **_deepseek_experts(about),
+    }
+
+
+def _deepseek_experts(about: ArchMetadata) -> dict[str, Any]:
+    """Fields of experts as in DeepSeek-V3."""
+    _check_scores(about, _SIGMOID)
+    return {
+        "n_routed_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "n_shared_experts": about.get_count("expert_shared_count"),
+        "first_k_dense_replace": about.get_count("leading_dense_block_count"),
+        "n_group": about.get_integer("expert_group_count", 1),
+        "topk_group": about.get_integer("expert_group_used_count", 1),
+        "norm_topk_prob": about.get_boolean("expert_weights_norm", False),
+        "routed_scaling_factor": about.get_number("expert_weights_scale", 1.0),
+    }
+
+
+def _check_scores(about: ArchMetadata, wanted: int) -> None:
+    """Refuse experts that are not scored as the architecture's are."""
+    key = "expert_gating_func"
+    found = about.get_integer(key, wanted)
+    if found != wanted:
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.full_key(key)} {found} is not supported (only "
+            f"{wanted} in this architecture)"
+        )
+
+
+def _phi3_config(about: ArchMetadata) -> dict[str, Any]:
+    window = about.metadata.get_index(about.full_key("attention.sliding_window"))
+    return {"architectures": ["Phi3ForCausalLM"], "sliding_window": window or None}
+
+
+def _gemma2_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "query_pre_attn_scalar": _attention_scalar(about, largest=46),
+        "sliding_window": about.get_integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": about.get_number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": about.get_number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "query_pre_attn_scalar": _attention_scalar(about, largest=62),
+        "sliding_window": about.get_integer("attention.sliding_window"),
+        "rope_local_base_freq": about.get_number("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def _attention_scalar(about: ArchMetadata, largest: int) -> int:
+    """Square of the divisor of attention scores; only the layer count identifies 27B models."""
+    heads = about.get_uniform("attention.head_count")
+    share = about.get_integer("embedding_length") // heads
+    is_largest = about.layers == largest
+    return share if is_largest else about.get_integer("attention.key_length", share)
+
+
+#: GGUF architecture → its fields.
+FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
+    "llama": _llama_config,
+    "mistral3": _mistral3_config,
+    "granite": _granite_config,
+    "smollm3": _plain_config("SmolLM3ForCausalLM"),
+    "olmo2": _olmo2_config,
+    "glm4": _glm4_config,
+    "glm4moe": _glm4_moe_config,
+    "qwen2moe": _qwen2_moe_config,
+    "qwen2": _plain_config("Qwen2ForCausalLM"),
+    "qwen3": _plain_config("Qwen3ForCausalLM"),
+    "qwen3moe": _qwen3_moe_config,
+    "phi3": _phi3_config,
+    "gemma2": _gemma2_config,
+    "gemma3": _gemma3_config,
+}
