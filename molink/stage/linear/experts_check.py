@@ -134,7 +134,7 @@ def _choose_exactly(
     scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
     rated = scores if correction is None else scores + correction
     if routing.groups > 1:
-        grouped = rated.unflatten(-1, (routing.groups, -1))
+        grouped = rated.view(len(rated), routing.groups, -1)
         sums = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
         left_out = rank(sums)[:, routing.top_groups :]
         group = torch.arange(len(rated[0])) // grouped.shape[-1]
