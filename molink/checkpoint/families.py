@@ -4,6 +4,8 @@ Supported ``architectures``:
 
 - ``LlamaForCausalLM``: Llama 2 and 3.x
 - ``GraniteForCausalLM``: Granite 3; factors of embeddings, scores, residuals and logits
+- ``SeedOssForCausalLM``
+- ``Exaone4ForCausalLM``: OLMo's norms, RoPE in layers with windows only
 - ``SmolLM3ForCausalLM``: some layers without RoPE
 - ``Olmo2ForCausalLM``, ``Olmo3ForCausalLM``: norms after attention and MLP only, query and key
   norms over all heads; OLMo 3 with windows
@@ -33,10 +35,12 @@ from molink.errors import BrokenModel
 Family = Literal[
     "llama",
     "granite",
+    "seed_oss",
     "smollm3",
     "mistral",
     "olmo2",
     "olmo3",
+    "exaone4",
     "qwen2",
     "qwen3",
     "phi3",
@@ -55,9 +59,11 @@ Family = Literal[
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "GraniteForCausalLM": "granite",
+    "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "Exaone4ForCausalLM": "exaone4",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -82,6 +88,7 @@ _GLM_DEFAULTS = {
 CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5},
+    "exaone4": {"rms_norm_eps": 1e-5},
     "qwen2_moe": {
         "num_experts": 60,
         "num_experts_per_tok": 4,
@@ -124,9 +131,11 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
 _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "llama": family_traits.llama,
     "granite": family_traits.granite,
+    "seed_oss": family_traits.seed_oss,
     "smollm3": family_traits.smollm3,
     "olmo2": family_traits.olmo2,
     "olmo3": family_traits.olmo3,
+    "exaone4": family_traits.exaone4,
     "mistral": family_traits.mistral,
     "qwen2": family_traits.qwen2,
     "qwen3": family_traits.qwen3,

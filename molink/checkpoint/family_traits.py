@@ -83,6 +83,17 @@ def granite(fields: ConfigFields, layers: int) -> FamilyTraits:
     )
 
 
+def seed_oss(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Seed-OSS: biases of queries, keys and values."""
+    refuse_windows(fields)
+    return replace(
+        _base_traits(fields, layers, head_dim=128),
+        attention_bias=fields.get_boolean("attention_bias", True),
+        output_bias=fields.get_boolean("attention_out_bias", False),
+        mlp_bias=fields.get_boolean("mlp_bias", False),
+    )
+
+
 def smollm3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Llama with RoPE only in layers whose ``no_rope_layers`` is 1."""
     interval = fields.get_integer("no_rope_layer_interval", 4)
@@ -126,6 +137,24 @@ def _olmo_traits(fields: ConfigFields, layers: int, rope: RopeConfig) -> FamilyT
         attention_bias=biased,
         output_bias=biased,
         qk_norm="all heads",
+        norms=_POST_NORMS,
+    )
+
+
+def exaone4(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """EXAONE 4: norms after attention and MLP only; with windows, RoPE only in their layers."""
+    has_windows = fields.get_optional_integer("sliding_window", 4096) is not None
+    is_listed = fields.get_strings("layer_types") is not None
+    windows = (0,) * layers
+    if has_windows or is_listed:
+        pattern = 4 if is_listed else fields.get_integer("sliding_window_pattern", 4)
+        windows = parse_typed_windows(fields, layers, full_every=pattern)
+    unrotated = (layer for layer in range(layers) if has_windows and not windows[layer])
+    return replace(
+        _base_traits(fields, layers),
+        windows=windows,
+        unrotated_layers=frozenset(unrotated),
+        qk_norm="each head",
         norms=_POST_NORMS,
     )
 

@@ -53,13 +53,22 @@ def _olmo2_config(about: ArchMetadata) -> dict[str, Any]:
     """OLMo 2, and OLMo 3, which has windows."""
     if not about.has_key("attention.sliding_window"):
         return {"architectures": ["Olmo2ForCausalLM"]}
-    made = {
-        "architectures": ["Olmo3ForCausalLM"],
-        "sliding_window": about.get_integer("attention.sliding_window"),
-    }
+    return {"architectures": ["Olmo3ForCausalLM"], **_listed_windows(about)}
+
+
+def _exaone4_config(about: ArchMetadata) -> dict[str, Any]:
+    """EXAONE 4; only the larger one has windows."""
+    has_windows = about.has_key("attention.sliding_window")
+    windows = _listed_windows(about) if has_windows else {"sliding_window": None}
+    return {"architectures": ["Exaone4ForCausalLM"], **windows}
+
+
+def _listed_windows(about: ArchMetadata) -> dict[str, Any]:
+    """Windows in the layers that are listed, else in all but every fourth."""
+    made = {"sliding_window": about.get_integer("attention.sliding_window")}
     key = "attention.sliding_window_pattern"
     if not about.has_key(key):
-        return made  # all layers but every fourth
+        return made
     windowed = about.metadata.get_integers(about.full_key(key), about.layers)
     if not set(windowed) <= {0, 1}:
         raise BrokenModel(
@@ -67,6 +76,14 @@ def _olmo2_config(about: ArchMetadata) -> dict[str, Any]:
             "window"
         )
     return {**made, "layer_types": [_LAYER_TYPES[each] for each in windowed]}
+
+
+def _seed_oss_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["SeedOssForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in about.file.tensors,
+    }
 
 
 def _glm4_config(about: ArchMetadata) -> dict[str, Any]:
@@ -178,6 +195,8 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "granite": _granite_config,
     "smollm3": _plain_config("SmolLM3ForCausalLM"),
     "olmo2": _olmo2_config,
+    "exaone4": _exaone4_config,
+    "seed_oss": _seed_oss_config,
     "glm4": _glm4_config,
     "glm4moe": _glm4_moe_config,
     "qwen2moe": _qwen2_moe_config,

@@ -60,12 +60,15 @@ _MIXTRAL_MODULES = _MODULES | {"ffn_gate_inp": "block_sparse_moe.gate"}
 _DEEPSEEK_MODULES = _MODULES | {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
-_GLM4_MOE_MODULES = _DEEPSEEK_MODULES | {"post_attention_norm": "post_attention_layernorm"}
+#: Where the norm before the MLP is named so.
+_POST_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
 _FAMILY_MODULES = {
     "Phi3": _PHI_MODULES,
     "Mixtral": _MIXTRAL_MODULES,
     "Glm4": _GLM4_MODULES,
-    "Glm4Moe": _GLM4_MOE_MODULES,
+    "Glm4Moe": _DEEPSEEK_MODULES | _POST_ATTENTION,
+    "SeedOss": _MODULES | _POST_ATTENTION,
+    "Exaone4": _GEMMA_MODULES,
     "Olmo2": _GEMMA_MODULES,
     "Olmo3": _GEMMA_MODULES,
     "Gemma2": _GEMMA_MODULES,

@@ -114,6 +114,33 @@ def test_olmo3_scales_layers_without_a_window(load: Callable[..., Any]) -> None:
     assert load("olmo3", rope_parameters=new, **fields) == config
 
 
+def test_exaone4_rotates_layers_with_windows(load: Callable[..., Any]) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    fields = {"rope_theta": 1000000, "rope_scaling": scaling, "sliding_window": 4096}
+    listed = [SLIDING] * 3 + [FULL]
+    config = load("exaone4", layer_types=listed, sliding_window_pattern="LLLG", **fields)
+    assert (config.windows, config.qk_norm) == ((4096, 4096, 4096, 0), "each head")
+    assert [config.rope_index(layer) for layer in range(4)] == [0, 0, 0, None]
+    assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("llama3", 16.0, 1e6)
+    assert load("exaone4", **fields) == config
+    small = load("exaone4", sliding_window=None, layer_types=[FULL] * 4)
+    assert (small.windows, small.unrotated_layers) == ((0,) * 4, frozenset())
+    assert small == load("exaone4", sliding_window=None)
+    assert config.norms.present_names == ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def test_seed_oss_is_biased(load: Callable[..., Any]) -> None:
+    config = load("seed_oss", rope_theta=1e7, rope_scaling={"rope_type": "default"})
+    assert (config.attention_bias, config.output_bias, config.mlp_bias) == (True, False, False)
+    assert (config.head_dim, config.rope.theta) == (128, 1e7)
+
+
 def test_qwen_has_windows_in_its_upper_layers(load: Callable[..., Any]) -> None:
     for family in ("qwen2", "qwen3"):
         asked = {"use_sliding_window": True, "sliding_window": 64}
@@ -372,6 +399,13 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("qwen2_moe", {"shared_expert_intermediate_size": 2**30}, "shared_expert_intermediate"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ("qwen3_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers"),
+        (
+            "exaone4",
+            {"sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern must be a positive",
+        ),
+        ("exaone4", {"sliding_window": None, "layer_types": [SLIDING] * 4}, "no sliding_window"),
+        ("exaone4", {"layer_types": [FULL] * 3}, "layer_types has 3 entries for 4 layers"),
         ("glm4_moe", {"n_routed_experts": 9, "n_group": 2}, "9 experts can't be divided into"),
         ("glm4_moe", {"n_routed_experts": 8, "n_group": 8}, "groups of two or more"),
         ("glm4_moe", {"n_group": 2, "topk_group": 3}, "topk_group 3 exceeds n_group 2"),

@@ -20,6 +20,14 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 2.0, 4.0, 8.0, 12.0, 16.0],
 }
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 PHI4_MINI = {
     "tie_word_embeddings": True,
     "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75},
@@ -33,6 +41,13 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {}),
     "granite biased": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "seed_oss": ("seed_oss", {}),
+    "seed_oss biased": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 24},
+    ),
+    "exaone4": ("exaone4", {"rope_parameters": LLAMA3_ROPE}),
+    "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": [FULL] * 4}),
     "smollm3": ("smollm3", {}),
     "smollm3 by interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3}),
     "olmo2": ("olmo2", {}),
@@ -124,6 +139,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 #: One of each kind, for what needn't be repeated with every setting.
 KINDS = (
     "granite",
+    "exaone4",
     "smollm3",
     "olmo2",
     "mistral",

@@ -54,6 +54,17 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
             },
         },
     ),
+    "seed_oss": ("seed_oss", Kind.Q4_0, {"attention_out_bias": True}),
+    "exaone4": (
+        "exaone4",
+        Kind.Q8_0,
+        {"layer_types": ["full_attention", *["sliding_attention"] * 2]},
+    ),
+    "exaone4 without windows": (
+        "exaone4",
+        Kind.Q5_0,
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
     "glm4": ("glm4", Kind.Q4_0, {}),
     "glm4_moe": ("glm4_moe", Kind.Q8_0, {"use_qk_norm": True, "first_k_dense_replace": 2}),
     "qwen2_moe": ("qwen2_moe", Kind.Q8_0, {}),

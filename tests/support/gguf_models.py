@@ -193,7 +193,9 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "rope.freq_base": float(full.get("rope_theta", 10000.0)),
         "rope.freq_base_swa": float(local["rope_theta"]) if local else None,
         "attention.sliding_window": config.get("sliding_window"),
-        "attention.sliding_window_pattern": _pattern(config) if name == "olmo2" else None,
+        "attention.sliding_window_pattern": _pattern(config)
+        if name in ("olmo2", "exaone4")
+        else None,
         "rope.scaling.type": "linear" if full.get("rope_type") == "linear" else None,
         "rope.scaling.factor": full.get("factor"),
         "expert_count": next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None),
@@ -218,8 +220,8 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
 
 
 def _pattern(config: Mapping[str, Any]) -> list[bool] | None:
-    """Which layers have a window, in OLMo 3."""
-    types = config.get("layer_types")
+    """Which layers have a window, in OLMo 3 and EXAONE 4."""
+    types = config.get("layer_types") if config.get("sliding_window") else None
     return types and [kind == "sliding_attention" for kind in types]
 
 

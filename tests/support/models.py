@@ -28,6 +28,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.1,
     },
     "olmo3": {"sliding_window": 9},
+    "exaone4": {"sliding_window": 9},
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "phi3": {"sliding_window": 24},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
