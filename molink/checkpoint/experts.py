@@ -102,6 +102,19 @@ def mixtral_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     return _check_experts(experts, layers, fields.where)
 
 
+def granite_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """Granite: experts in all layers."""
+    experts = ExpertsConfig(
+        num_experts=fields.get_integer("num_local_experts", 8, maximum=_MAX_EXPERTS),
+        top_k=fields.get_integer("num_experts_per_tok", 2),
+        intermediate_size=fields.get_integer("intermediate_size", maximum=MAX_EXPERT_SIZE),
+        renormalize=True,
+        module="block_sparse_moe",
+        gate="router.layer",
+    )
+    return _check_experts(experts, layers, fields.where)
+
+
 def qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """Qwen2-MoE and Qwen3-MoE: experts in every ``decoder_sparse_step``-th layer.
 

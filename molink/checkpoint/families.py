@@ -4,6 +4,7 @@ Supported ``architectures``:
 
 - ``LlamaForCausalLM``: Llama 2 and 3.x
 - ``GraniteForCausalLM``: Granite 3; factors of embeddings, scores, residuals and logits
+- ``GraniteMoeForCausalLM``: the same with experts
 - ``SeedOssForCausalLM``
 - ``Exaone4ForCausalLM``: OLMo's norms, RoPE in layers with windows only
 - ``SmolLM3ForCausalLM``: some layers without RoPE
@@ -16,6 +17,7 @@ Supported ``architectures``:
 - ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
+- ``Dots1ForCausalLM``: Qwen3 with such experts
 - ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, soft-capped scores, separate
   RoPE for sliding-window layers
 - the text models of the multimodal ones in :mod:`molink.checkpoint.multimodal`
@@ -35,6 +37,7 @@ from molink.errors import BrokenModel
 Family = Literal[
     "llama",
     "granite",
+    "granitemoe",
     "seed_oss",
     "smollm3",
     "mistral",
@@ -52,6 +55,7 @@ Family = Literal[
     "glm",
     "glm4",
     "glm4_moe",
+    "dots1",
     "gpt_oss",
 ]
 
@@ -59,6 +63,7 @@ Family = Literal[
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Olmo2ForCausalLM": "olmo2",
@@ -76,6 +81,7 @@ ARCHITECTURES: dict[str, Family] = {
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Dots1ForCausalLM": "dots1",
     "GptOssForCausalLM": "gpt_oss",
 }
 _GLM_DEFAULTS = {
@@ -106,6 +112,7 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 1,
     },
+    "dots1": {"moe_intermediate_size": 1408, "norm_topk_prob": False},
     "gpt_oss": {
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
@@ -131,6 +138,7 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
 _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "llama": family_traits.llama,
     "granite": family_traits.granite,
+    "granitemoe": family_traits.granite_moe,
     "seed_oss": family_traits.seed_oss,
     "smollm3": family_traits.smollm3,
     "olmo2": family_traits.olmo2,
@@ -146,6 +154,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "glm": family_traits.glm,
     "glm4": family_traits.glm4,
     "glm4_moe": family_traits.glm4_moe,
+    "dots1": family_traits.dots1,
     "gpt_oss": family_traits.gpt_oss,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,

@@ -13,6 +13,7 @@ from molink.checkpoint.experts import (
     MAX_EXPERT_SIZE,
     deepseek_experts,
     gpt_oss_experts,
+    granite_experts,
     mixtral_experts,
     qwen_experts,
 )
@@ -81,6 +82,11 @@ def granite(fields: ConfigFields, layers: int) -> FamilyTraits:
         residual_scale=fields.get_positive("residual_multiplier"),
         logit_scale=1 / fields.get_positive("logits_scaling"),
     )
+
+
+def granite_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Granite with experts."""
+    return replace(granite(fields, layers), experts=granite_experts(fields, layers))
 
 
 def seed_oss(fields: ConfigFields, layers: int) -> FamilyTraits:
@@ -283,6 +289,20 @@ def glm4_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     )
 
 
+def dots1(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """dots.llm1: Qwen3's attention, experts as in DeepSeek-V3."""
+    window = fields.get_optional_integer("sliding_window", 4096)
+    biased = fields.get_boolean("attention_bias", False)
+    return replace(
+        _base_traits(fields, layers),
+        windows=_upper_windows(fields, layers, window, default=62),
+        attention_bias=biased,
+        output_bias=biased,
+        qk_norm="each head",
+        experts=deepseek_experts(fields, layers),
+    )
+
+
 def gemma2(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Gemma 2: soft-capped scores and logits."""
     return replace(
@@ -361,10 +381,16 @@ def parse_upper_windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
     """
     sliding = fields.get_boolean("use_sliding_window", False)
     window = fields.get_optional_integer("sliding_window", 4096) if sliding else None
+    return _upper_windows(fields, layers, window, default=28)
+
+
+def _upper_windows(
+    fields: ConfigFields, layers: int, window: int | None, default: int
+) -> tuple[int, ...]:
     listed = fields.get_strings("layer_types")
     if listed is not None:
         return _make_windows(fields, listed, layers, window)
-    first = fields.get_number("max_window_layers", 28)
+    first = fields.get_number("max_window_layers", default)
     return tuple((window or 0) if layer >= first else 0 for layer in range(layers))
 
 

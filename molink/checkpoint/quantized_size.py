@@ -14,7 +14,12 @@ from molink.facts.model import Quantize
 #: Weights per nf4 scale, along the flattened ``[out, in]``.
 NF4_BLOCK = 64
 #: Routers are too sensitive to quantize.
-ROUTER_SUFFIXES = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
+ROUTER_SUFFIXES = (
+    ".gate.weight",
+    ".router.weight",
+    ".router.layer.weight",
+    ".shared_expert_gate.weight",
+)
 _SCALE_BYTES = 4
 
 

@@ -1,10 +1,13 @@
-"""Experts that a checkpoint stores as one tensor per layer (gpt-oss).
+"""Experts that a checkpoint stores as one tensor per layer (gpt-oss, Granite).
 
 Elsewhere each expert has separate tensors, ``….experts.3.down_proj.weight``; this module maps them
 into stacks. Weights of a stack ``[experts, in, out]`` are transposed. In MXFP4 (OCP Microscaling
 Formats, §5.1), ``…_blocks`` ``[experts, out, in / 32, 16]`` has two 4-bit floats per byte, lower
 half first, and ``…_scales`` ``[experts, out, in / 32]`` the biased (127) exponent of each 32.
 Biases are ``…_bias`` ``[experts, out]``.
+
+Granite's ``input_linear`` is a stack ``[experts, 2 * out, in]`` of gates and ups, ``output_linear``
+one of ``[experts, out, in]``.
 """
 
 import re
@@ -15,12 +18,26 @@ MXFP4_BLOCK = 32
 _EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
 
 
+#: Granite: an expert's projection → its stack, which of so many equal parts of an entry's rows.
+_ROW_STACKS = {
+    "gate_proj": ("input_linear", 0, 2),
+    "up_proj": ("input_linear", 1, 2),
+    "down_proj": ("output_linear", 0, 1),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class StackedExpert:
-    """An expert's tensor is entry ``index`` of the tensors ``names`` (two for MXFP4)."""
+    """An expert's tensor is entry ``index`` of the tensors ``names`` (two for MXFP4).
+
+    If not ``is_transposed``, it is the ``part``-th of ``parts`` equal parts of the entry's rows.
+    """
 
     index: int
     names: tuple[str, ...]
+    is_transposed: bool = True
+    part: int = 0
+    parts: int = 1
 
     @property
     def is_mxfp4(self) -> bool:
@@ -38,6 +55,8 @@ class StackedExpert:
             scales = (count, shape[0], groups)
             shapes = ((*scales, MXFP4_BLOCK // 2), scales)
             return {} if rest else dict(zip(self.names, shapes, strict=True))
+        if not self.is_transposed:
+            return {self.names[0]: (count, shape[0] * self.parts, *shape[1:])}
         return {self.names[0]: (count, *reversed(shape))}
 
 
@@ -52,6 +71,11 @@ def find_stack(name: str, found: Container[str]) -> StackedExpert | None:
         spellings: tuple[tuple[str, ...], ...] = ((f"{stack}_bias",),)
     else:
         spellings = ((f"{stack}_blocks", f"{stack}_scales"), (stack,))
+        if projection in _ROW_STACKS:
+            module, part, parts = _ROW_STACKS[projection]
+            rows = f"{prefix.removesuffix('experts')}{module}.weight"
+            if rows in found:
+                return StackedExpert(int(index), (rows,), False, part, parts)
     chosen = next((names for names in spellings if names[0] in found), None)
     return None if chosen is None else StackedExpert(int(index), chosen)
 

@@ -49,6 +49,20 @@ def _granite_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _granite_moe_config(about: ArchMetadata) -> dict[str, Any]:
+    key = "expert_shared_feed_forward_length"
+    if about.get_count(key):
+        raise UnsupportedModel(
+            f"{about.metadata.where}: {about.full_key(key)} (shared experts) is not supported"
+        )
+    return {
+        **_granite_config(about),
+        "architectures": ["GraniteMoeForCausalLM"],
+        "num_local_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+    }
+
+
 def _olmo2_config(about: ArchMetadata) -> dict[str, Any]:
     """OLMo 2, and OLMo 3, which has windows."""
     if not about.has_key("attention.sliding_window"):
@@ -129,6 +143,14 @@ def _glm4_moe_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _dots1_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Dots1ForCausalLM"],
+        "sliding_window": None,
+        **_deepseek_experts(about),
+    }
+
+
 def _deepseek_experts(about: ArchMetadata) -> dict[str, Any]:
     """Fields of experts as in DeepSeek-V3."""
     _check_scores(about, _SIGMOID)
@@ -193,12 +215,14 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "llama": _llama_config,
     "mistral3": _mistral3_config,
     "granite": _granite_config,
+    "granitemoe": _granite_moe_config,
     "smollm3": _plain_config("SmolLM3ForCausalLM"),
     "olmo2": _olmo2_config,
     "exaone4": _exaone4_config,
     "seed_oss": _seed_oss_config,
     "glm4": _glm4_config,
     "glm4moe": _glm4_moe_config,
+    "dots1": _dots1_config,
     "qwen2moe": _qwen2_moe_config,
     "qwen2": _plain_config("Qwen2ForCausalLM"),
     "qwen3": _plain_config("Qwen3ForCausalLM"),

@@ -24,7 +24,7 @@ _MODEL_TENSORS = {
 #: Constants that follow from the metadata or are read with it.
 _CONSTANTS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 #: Families whose query and key rows are permuted.
-_PERMUTED_FAMILIES = ("Llama", "Mixtral", "Granite", "SmolLM3")
+_PERMUTED_FAMILIES = ("Llama", "Mixtral", "Granite", "GraniteMoe", "SmolLM3")
 _LAYER_CONSTANTS = "attn_rot_embd"
 _MODULES = {
     "attn_norm": "input_layernorm",
@@ -65,8 +65,10 @@ _POST_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
 _FAMILY_MODULES = {
     "Phi3": _PHI_MODULES,
     "Mixtral": _MIXTRAL_MODULES,
+    "GraniteMoe": _MODULES | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
     "Glm4": _GLM4_MODULES,
     "Glm4Moe": _DEEPSEEK_MODULES | _POST_ATTENTION,
+    "Dots1": _DEEPSEEK_MODULES,
     "SeedOss": _MODULES | _POST_ATTENTION,
     "Exaone4": _GEMMA_MODULES,
     "Olmo2": _GEMMA_MODULES,
@@ -84,10 +86,14 @@ _EXPERTS = {
     name: f"mlp.experts.{{}}.{name.split('_')[1]}_proj"
     for name in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 }
+_SPARSE_EXPERTS = {
+    module: f"block_sparse_moe.{name.removeprefix('mlp.')}" for module, name in _EXPERTS.items()
+}
 _MIXTRAL_EXPERTS = {
     f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{ours}"
     for part, ours in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
+_FAMILY_EXPERTS = {"Mixtral": _MIXTRAL_EXPERTS, "GraniteMoe": _SPARSE_EXPERTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,7 @@ def _map_layer_tensor(
     tensor: GgufTensor, prefix: str, module: str, kind: str, family: str, config: dict[str, Any]
 ) -> Iterator[MappedTensor]:
     where = f"tensor {tensor.name}"
-    experts = _MIXTRAL_EXPERTS if family == "Mixtral" else _EXPERTS
+    experts = _FAMILY_EXPERTS.get(family, _EXPERTS)
     if module in experts and kind == "weight":
         if len(tensor.shape) != 3:
             raise BrokenModel(f"{where}: shape {list(tensor.shape)} is not that of all experts")

@@ -189,6 +189,21 @@ def test_mixtral_has_experts_everywhere(load: Callable[..., Any]) -> None:
     assert (config.rope.theta, config.windows) == (1e6, (0,) * 4)
 
 
+def test_granitemoe_as_on_the_hub(load: Callable[..., Any]) -> None:
+    factors = {"attention_multiplier": 0.015625, "residual_multiplier": 0.22}
+    config = load("granitemoe", num_local_experts=40, num_experts_per_tok=8, **factors)
+    assert (config.attention_scale, config.residual_scale) == (0.015625, 0.22)
+    assert config.experts is not None
+    assert (config.experts.num_experts, config.experts.top_k, config.experts.renormalize) == (
+        40,
+        8,
+        True,
+    )
+    shapes = layer_tensors(config, 0)
+    assert shapes["model.layers.0.block_sparse_moe.router.layer.weight"] == (40, 96)
+    assert shapes["model.layers.0.block_sparse_moe.experts.39.up_proj.weight"] == (128, 96)
+
+
 def test_qwen3_moe_has_experts_in_some_layers(load: Callable[..., Any]) -> None:
     fields = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
     config = load("qwen3_moe", num_experts=16, **fields)
@@ -277,6 +292,24 @@ def test_glm4_moe_as_on_the_hub(load: Callable[..., Any]) -> None:
     whole = load("glm4_moe", use_qk_norm=True, **GLM_AIR | largest)
     assert (whole.qk_norm, whole.experts.scale) == ("each head", 2.5)
     assert whole.experts.dense_layers == {0, 1, 2}
+
+
+def test_dots1_as_on_the_hub(load: Callable[..., Any]) -> None:
+    fields = {
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+        "num_experts_per_tok": 6,
+        "max_window_layers": 62,
+        "sliding_window": None,
+    }
+    config = load("dots1", **GLM_AIR | fields)
+    assert (config.windows, config.qk_norm, config.attention_bias) == ((0,) * 4, "each head", False)
+    experts = config.experts
+    assert experts is not None
+    assert (experts.top_k, experts.scale, experts.shared_intermediate_size) == (6, 2.5, 2816)
+    silent = load("dots1", n_routed_experts=8, num_experts_per_tok=2)
+    assert (silent.windows, silent.experts.renormalize) == ((0,) * 4, False)
+    assert load("dots1", max_window_layers=3, **GLM_AIR).windows == (0, 0, 0, 4096)
 
 
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:

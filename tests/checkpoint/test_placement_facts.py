@@ -29,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"first_k_dense_replace": 0},
     "mistral3": {},
     "gpt_oss": {},
+    "granitemoe": {},
 }
 CPU = torch.device("cpu")
 #: Their norms of queries and keys are kept in f32.

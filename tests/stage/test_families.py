@@ -41,6 +41,7 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {}),
     "granite biased": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "granitemoe": ("granitemoe", {}),
     "seed_oss": ("seed_oss", {}),
     "seed_oss biased": (
         "seed_oss",
@@ -102,6 +103,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
             "use_qk_norm": True,
             "attention_bias": False,
+        },
+    ),
+    "dots1": ("dots1", {}),
+    "dots1 windowed": (
+        "dots1",
+        {
+            "sliding_window": 9,
+            "max_window_layers": 2,
+            "norm_topk_prob": False,
+            "n_group": 2,
+            "attention_bias": True,
         },
     ),
     "gpt_oss": ("gpt_oss", {}),

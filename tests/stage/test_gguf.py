@@ -54,6 +54,8 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
             },
         },
     ),
+    "granitemoe": ("granitemoe", Kind.Q4_0, {}),
+    "dots1": ("dots1", Kind.BF16, {}),
     "seed_oss": ("seed_oss", Kind.Q4_0, {"attention_out_bias": True}),
     "exaone4": (
         "exaone4",

@@ -20,8 +20,10 @@ _NAMES = {
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
 }
+#: Granite's stacks of experts, which the converter cuts, and what GGUF's names say of Mixtral's.
+_CUT = {"input_linear": ("w1", "w3"), "output_linear": ("w2",)}
 #: Whose converter lays rotated pairs side by side.
-_TURNED = ("llama", "mistral3", "granite", "smollm3")
+_TURNED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
 #: What configs call the number of experts.
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 Kind = gguf.GGMLQuantizationType
@@ -62,7 +64,8 @@ def write_gguf(
     family = config["model_type"]
     name = architecture or _NAMES.get(family, family)
     writer = gguf.GGUFWriter(path, name, split_max_tensors=part)
-    values = _tensors(folder)
+    stored = _tensors(folder)
+    values = _cut_stacks(stored)
     blocks = _count_layers(values)
     for key, value in _metadata(config, name, blocks).items():
         _add(writer, key, value)
@@ -94,7 +97,7 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     if exact is not None:
-        _write_exact(folder, exact, exact_values)
+        _write_exact(folder, exact, _join_stacks(exact_values, stored))
     return path if not part else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
@@ -105,6 +108,35 @@ def _tensors(folder: Path) -> dict[str, Any]:
     for file in sorted(folder.glob("*.safetensors")):
         found |= {name: np.array(tensor) for name, tensor in load_file(file).items()}
     return found
+
+
+def _cut_stacks(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite's experts, each by itself."""
+    made: dict[str, Any] = {}
+    for name, value in stored.items():
+        module, _, projection = name.removesuffix(".weight").rpartition(".")
+        if projection not in _CUT:
+            made[name] = value
+            continue
+        for index, entry in enumerate(value):
+            parts = np.split(entry, len(_CUT[projection]))
+            for ours, rows in zip(_CUT[projection], parts, strict=True):
+                made[f"{module}.experts.{index}.{ours}.weight"] = rows
+    return made
+
+
+def _join_stacks(values: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo :func:`_cut_stacks`."""
+    made: dict[str, Any] = {}
+    for name, value in stored.items():
+        module, _, projection = name.removesuffix(".weight").rpartition(".")
+        if projection not in _CUT:
+            made[name] = values[name]
+            continue
+        cut = [f"{module}.experts.{{}}.{ours}.weight" for ours in _CUT[projection]]
+        entries = [[values[one.format(index)] for one in cut] for index in range(len(value))]
+        made[name] = np.stack([np.concatenate(parts) for parts in entries])
+    return made
 
 
 def _count_layers(values: Mapping[str, Any]) -> int:

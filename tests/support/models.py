@@ -18,14 +18,21 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 320
 
+GRANITE_FACTORS = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 0.1,
+}
 #: What small models of a family have beside what all have.
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 12},
-    "granite": {
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 0.1,
+    "granite": GRANITE_FACTORS,
+    "granitemoe": {
+        **GRANITE_FACTORS,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
     },
     "olmo3": {"sliding_window": 9},
     "exaone4": {"sliding_window": 9},
@@ -51,6 +58,16 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
         "attention_bias": True,
+    },
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "sliding_window": None,
     },
     "gpt_oss": {
         "num_local_experts": 6,

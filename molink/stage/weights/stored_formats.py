@@ -293,7 +293,8 @@ def read_expert_rows(
         for begin in range(0, len(parts[0]), step):
             yield begin, unpack_mxfp4(*(part[begin : begin + step] for part in parts))
         return
-    rows = parts[0].t() if parts[0].dim() == 2 else parts[0]
+    rows = parts[0].t() if parts[0].dim() == 2 and stack.is_transposed else parts[0]
+    rows = rows.chunk(stack.parts)[stack.part]
     for begin in range(0, len(rows), step):
         yield begin, rows[begin : begin + step]
 
