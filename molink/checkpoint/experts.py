@@ -1,6 +1,6 @@
 """Mixture-of-experts layers: number of experts, tensor names, and which layers have them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from molink.checkpoint.config_fields import ConfigFields
@@ -43,8 +43,9 @@ class ExpertsConfig(Routing):
 
     Layers in ``dense_layers`` have a plain MLP. ``module``, ``gate``, ``correction``, ``gate_up``,
     ``down``, ``shared`` and ``shared_gate`` are parts of tensor names; ``gate_up`` may be one name
-    for both. With ``has_bias`` all projections have biases, including the router. A shared expert
-    of ``shared_intermediate_size`` (0 = none; several count as one) processes all rows; with
+    for both. Corrections have ``correction_dims`` dimensions, of which the last counts experts.
+    With ``has_bias`` all projections have biases, including the router. A shared expert of
+    ``shared_intermediate_size`` (0 = none; several count as one) processes all rows; with
     ``shared_gate`` it is weighted by a gate of its own.
     """
 
@@ -53,6 +54,7 @@ class ExpertsConfig(Routing):
     module: str = "mlp"
     gate: str = "gate"
     correction: str = "gate.e_score_correction_bias"
+    correction_dims: int = 1
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     has_bias: bool = False
@@ -69,6 +71,11 @@ class ExpertsConfig(Routing):
     def correction_name(self) -> str:
         """Name of the tensor of corrections."""
         return f"{self.module}.{self.correction}"
+
+    @property
+    def correction_shape(self) -> tuple[int, ...]:
+        """Shape of that tensor."""
+        return (1,) * (self.correction_dims - 1) + (self.num_experts,)
 
     @property
     def shared_gate_name(self) -> str | None:
@@ -170,6 +177,45 @@ def deepseek_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         scale=fields.get_positive("routed_scaling_factor", 1.0),
         dense_layers=frozenset(range(min(layers, fields.get_count("first_k_dense_replace", 0)))),
         shared_intermediate_size=inner * shared,
+    )
+    return _check_experts(experts, layers, fields.where)
+
+
+def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """ERNIE 4.5: corrected probabilities, shared experts, experts in a range of layers."""
+    inner = fields.get_integer("moe_intermediate_size", maximum=MAX_EXPERT_SIZE)
+    first, step = (
+        fields.get_count("moe_layer_start_index", 1),
+        fields.get_integer("moe_layer_interval", 1),
+    )
+    # -1 is the last layer.
+    last = fields.get_number("moe_layer_end_index", -1)
+    last = layers - 1 if last == -1 else last
+    experts = ExpertsConfig(
+        num_experts=fields.get_integer("moe_num_experts", 64, maximum=_MAX_EXPERTS),
+        top_k=fields.get_integer("moe_k", 6),
+        intermediate_size=inner,
+        renormalize=True,
+        is_corrected=True,
+        min_sum=fields.get_positive("moe_norm_min", 1e-12),
+        correction="moe_statics.e_score_correction_bias",
+        correction_dims=2,
+        dense_layers=frozenset(
+            layer for layer in range(layers) if (layer + 1) % step or not first <= layer <= last
+        ),
+        shared_intermediate_size=inner
+        * fields.get_count("moe_num_shared_experts", 2, _MAX_EXPERTS),
+    )
+    return _check_experts(experts, layers, fields.where)
+
+
+def minimax_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """MiniMax-M2: Mixtral's names, corrected sigmoid scores."""
+    experts = replace(
+        mixtral_experts(fields, layers),
+        scoring="sigmoid",
+        is_corrected=True,
+        correction="e_score_correction_bias",
     )
     return _check_experts(experts, layers, fields.where)
 

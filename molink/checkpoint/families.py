@@ -18,6 +18,8 @@ Supported ``architectures``:
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
 - ``Dots1ForCausalLM``: Qwen3 with such experts
+- ``MiniMaxM2ForCausalLM``: the same scores without groups and shared experts
+- ``Ernie4_5ForCausalLM``, ``Ernie4_5_MoeForCausalLM``: interleaved RoPE
 - ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, soft-capped scores, separate
   RoPE for sliding-window layers
 - the text models of the multimodal ones in :mod:`molink.checkpoint.multimodal`
@@ -56,6 +58,9 @@ Family = Literal[
     "glm4",
     "glm4_moe",
     "dots1",
+    "minimax_m2",
+    "ernie4_5",
+    "ernie4_5_moe",
     "gpt_oss",
 ]
 
@@ -82,6 +87,9 @@ ARCHITECTURES: dict[str, Family] = {
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Dots1ForCausalLM": "dots1",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "GptOssForCausalLM": "gpt_oss",
 }
 _GLM_DEFAULTS = {
@@ -113,6 +121,9 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
     "dots1": {"moe_intermediate_size": 1408, "norm_topk_prob": False},
+    "ernie4_5": {"rms_norm_eps": 1e-5},
+    "ernie4_5_moe": {"rms_norm_eps": 1e-5, "moe_intermediate_size": 1536},
+    "minimax_m2": {"num_local_experts": 256, "num_experts_per_tok": 8},
     "gpt_oss": {
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
@@ -155,6 +166,9 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "glm4": family_traits.glm4,
     "glm4_moe": family_traits.glm4_moe,
     "dots1": family_traits.dots1,
+    "minimax_m2": family_traits.minimax_m2,
+    "ernie4_5": family_traits.ernie4_5,
+    "ernie4_5_moe": family_traits.ernie4_5_moe,
     "gpt_oss": family_traits.gpt_oss,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,

@@ -12,8 +12,10 @@ from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.experts import (
     MAX_EXPERT_SIZE,
     deepseek_experts,
+    ernie_experts,
     gpt_oss_experts,
     granite_experts,
+    minimax_experts,
     mixtral_experts,
     qwen_experts,
 )
@@ -289,6 +291,54 @@ def glm4_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     )
 
 
+def ernie4_5(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """ERNIE 4.5: RoPE on interleaved pairs, optional biases everywhere."""
+    biased = fields.get_boolean("use_bias", False)
+    return replace(_ernie_traits(fields, layers, head_dim=128), mlp_bias=biased)
+
+
+def ernie4_5_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """ERNIE 4.5 with experts."""
+    if fields.get_boolean("use_bias", False):
+        raise UnsupportedModel(f"{fields.where}: use_bias is not supported in this architecture")
+    return replace(
+        _ernie_traits(fields, layers),
+        experts=ernie_experts(fields, layers),
+        unread_layers=_count_draft_layers(fields),
+    )
+
+
+def _ernie_traits(fields: ConfigFields, layers: int, head_dim: int | None = None) -> FamilyTraits:
+    refuse_windows(fields)
+    biased = fields.get_boolean("use_bias", False)
+    rope = parse_rope(fields, RopeDefaults(theta=500_000.0))
+    return replace(
+        _base_traits(fields, layers, head_dim=head_dim, rope=rope),
+        interleaved_rope=True,
+        attention_bias=biased,
+        output_bias=biased,
+        tied_embeddings=fields.get_boolean("tie_word_embeddings", True),
+    )
+
+
+def minimax_m2(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """MiniMax-M2: query and key norms over all heads, experts with sigmoid scores."""
+    refuse_windows(fields)
+    _refuse_other(fields, "scoring_func", "sigmoid")
+    if any(kind != 1 for kind in fields.get_integers("attn_type_list")):
+        raise UnsupportedModel(
+            f"{fields.where}: layers with linear attention (attn_type_list) are not supported"
+        )
+    head_dim = fields.get_integer("head_dim", 128)
+    rotary = fields.get_integer("rotary_dim", head_dim)
+    defaults = RopeDefaults(theta=5e6, allows_partial=True, partial=rotary / head_dim)
+    return replace(
+        _base_traits(fields, layers, head_dim=128, rope=parse_rope(fields, defaults)),
+        qk_norm="all heads",
+        experts=minimax_experts(fields, layers),
+    )
+
+
 def dots1(fields: ConfigFields, layers: int) -> FamilyTraits:
     """dots.llm1: Qwen3's attention, experts as in DeepSeek-V3."""
     window = fields.get_optional_integer("sliding_window", 4096)
@@ -350,6 +400,13 @@ def _activation(fields: ConfigFields, name: str, default: str) -> Activation:
         known = ", ".join(_ACTIVATIONS)
         raise UnsupportedModel(f"{fields.where}: {name} {named!r} is not supported (only {known})")
     return _ACTIVATIONS[named]
+
+
+def _refuse_other(fields: ConfigFields, name: str, only: str) -> None:
+    """Refuse a string field with another value than ``only``, its default."""
+    found = fields.get_string(name, only)
+    if found != only:
+        raise UnsupportedModel(f"{fields.where}: {name} {found!r} is not supported (only {only})")
 
 
 def _count_draft_layers(fields: ConfigFields) -> int:

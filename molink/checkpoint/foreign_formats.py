@@ -197,15 +197,24 @@ def refuse_unknown_tensors(
         )
 
 
+#: ERNIE's names of such layers.
+_DRAFT_PREFIXES = tuple(
+    f"model.mtp_{part}." for part in ("block", "emb_norm", "hidden_norm", "linear_proj")
+)
+
+
 def _unread_prefixes(config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> tuple[str, ...]:
     """Prefixes of layers that foretell tokens: these project embedding and row to a row."""
+    if not config.unread_layers:
+        return ()
     layers = range(config.layers, config.layers + config.unread_layers)
     behind = {f"model.layers.{layer}.": f"model.layers.{layer}.eh_proj." for layer in layers}
-    return tuple(
+    found = (
         prefix
         for prefix, projection in behind.items()
         if any(name.startswith(projection) for name in tensors)
     )
+    return (*_DRAFT_PREFIXES, *found)
 
 
 def _expected_names(

@@ -66,13 +66,15 @@ class RopeDefaults:
     """A family's defaults for absent fields.
 
     ``aliases`` maps other names of RoPE kinds to known ones. ``allows_partial`` permits partial
-    rotation. ``original_context`` is the default of ``original_max_position_embeddings``; if set,
-    that field is read from the config itself and not from its RoPE settings.
+    rotation, of ``partial`` of a head by default. ``original_context`` is the default of
+    ``original_max_position_embeddings``; if set, that field is read from the config itself and not
+    from its RoPE settings.
     """
 
     theta: float = DEFAULT_THETA
     aliases: Mapping[str, RopeKind] = field(default_factory=dict)
     allows_partial: bool = False
+    partial: float = 1.0
     original_context: int | None = None
 
 
@@ -117,7 +119,7 @@ def _parse_scaling(
         known = ", ".join(get_args(RopeKind))
         raise UnsupportedModel(f"{where}: rope scaling {kind!r} is not supported (only {known})")
     partial = fields.get_number(
-        "partial_rotary_factor", outer.get_number("partial_rotary_factor", 1.0)
+        "partial_rotary_factor", outer.get_number("partial_rotary_factor", defaults.partial)
     )
     if not 0 < partial <= 1:
         raise BrokenModel(f"{where}: partial_rotary_factor {partial} is not in 0 … 1")

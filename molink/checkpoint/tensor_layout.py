@@ -21,7 +21,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
         shapes[f"{prefix}{SINKS_NAME}"] = (config.heads,)
     experts = config.layer_experts(layer)
     if experts is not None and experts.is_corrected:
-        shapes[f"{prefix}{experts.correction_name}"] = (experts.num_experts,)
+        shapes[f"{prefix}{experts.correction_name}"] = experts.correction_shape
     mlp = _mlp_tensors(config) if experts is None else _expert_tensors(experts, config.hidden_size)
     for name, (shape, biased) in (_attention_tensors(config) | mlp).items():
         shapes[f"{prefix}{name}.weight"] = shape

@@ -151,6 +151,36 @@ def _dots1_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _ernie_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["Ernie4_5ForCausalLM"],
+        "use_bias": "blk.0.attn_q.bias" in about.file.tensors,
+    }
+
+
+def _ernie_moe_config(about: ArchMetadata) -> dict[str, Any]:
+    _check_scores(about, _SOFTMAX)
+    return {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "moe_num_experts": about.get_integer("expert_count"),
+        "moe_k": about.get_integer("expert_used_count"),
+        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "moe_num_shared_experts": about.get_count("expert_shared_count"),
+        "moe_layer_start_index": about.get_count("leading_dense_block_count"),
+        "moe_layer_interval": about.get_integer("interleave_moe_layer_step", 1),
+    }
+
+
+def _minimax_config(about: ArchMetadata) -> dict[str, Any]:
+    _check_scores(about, _SIGMOID)
+    return {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "num_local_experts": about.get_integer("expert_count"),
+        "num_experts_per_tok": about.get_integer("expert_used_count"),
+        "intermediate_size": about.get_integer("expert_feed_forward_length"),
+    }
+
+
 def _deepseek_experts(about: ArchMetadata) -> dict[str, Any]:
     """Fields of experts as in DeepSeek-V3."""
     _check_scores(about, _SIGMOID)
@@ -223,6 +253,9 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "glm4": _glm4_config,
     "glm4moe": _glm4_moe_config,
     "dots1": _dots1_config,
+    "ernie4_5": _ernie_config,
+    "ernie4_5-moe": _ernie_moe_config,
+    "minimax-m2": _minimax_config,
     "qwen2moe": _qwen2_moe_config,
     "qwen2": _plain_config("Qwen2ForCausalLM"),
     "qwen3": _plain_config("Qwen3ForCausalLM"),

@@ -69,6 +69,8 @@ _FAMILY_MODULES = {
     "Glm4": _GLM4_MODULES,
     "Glm4Moe": _DEEPSEEK_MODULES | _POST_ATTENTION,
     "Dots1": _DEEPSEEK_MODULES,
+    "Ernie4_5_Moe": _DEEPSEEK_MODULES,
+    "MiniMaxM2": _MIXTRAL_MODULES,
     "SeedOss": _MODULES | _POST_ATTENTION,
     "Exaone4": _GEMMA_MODULES,
     "Olmo2": _GEMMA_MODULES,
@@ -78,9 +80,14 @@ _FAMILY_MODULES = {
 }
 #: The corrections of experts' scores, a bias there.
 _CORRECTION = "exp_probs_b"
-_CORRECTION_NAME = "mlp.gate.e_score_correction_bias"
+_CORRECTION_NAMES = {
+    "Glm4Moe": "mlp.gate.e_score_correction_bias",
+    "Dots1": "mlp.gate.e_score_correction_bias",
+    "Ernie4_5_Moe": "mlp.moe_statics.e_score_correction_bias",
+    "MiniMaxM2": "block_sparse_moe.e_score_correction_bias",
+}
 #: What configs call the number of experts.
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: Tensors with all experts of a layer → name of one expert's.
 _EXPERTS = {
     name: f"mlp.experts.{{}}.{name.split('_')[1]}_proj"
@@ -93,7 +100,11 @@ _MIXTRAL_EXPERTS = {
     f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{ours}"
     for part, ours in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
-_FAMILY_EXPERTS = {"Mixtral": _MIXTRAL_EXPERTS, "GraniteMoe": _SPARSE_EXPERTS}
+_FAMILY_EXPERTS = {
+    "Mixtral": _MIXTRAL_EXPERTS,
+    "MiniMaxM2": _MIXTRAL_EXPERTS,
+    "GraniteMoe": _SPARSE_EXPERTS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +179,10 @@ def _map_layer_tensor(
             one = replace(tensor, shape=tuple(shape), offset=begin, nbytes=nbytes)
             yield _make_tensor(f"{prefix}{experts[module].format(index)}.weight", one, where)
         return
-    if (module, kind) == (_CORRECTION, "bias"):
-        yield _make_tensor(f"{prefix}{_CORRECTION_NAME}", tensor, where)
+    if (module, kind) == (_CORRECTION, "bias") and family in _CORRECTION_NAMES:
+        if family == "Ernie4_5_Moe":
+            tensor = replace(tensor, shape=(1, *tensor.shape))
+        yield _make_tensor(f"{prefix}{_CORRECTION_NAMES[family]}", tensor, where)
         return
     ours = _FAMILY_MODULES.get(family, _MODULES).get(module)
     if ours is None:

@@ -312,6 +312,72 @@ def test_dots1_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert load("dots1", max_window_layers=3, **GLM_AIR).windows == (0, 0, 0, 4096)
 
 
+def test_ernie_as_on_the_hub(load: Callable[..., Any]) -> None:
+    fields = {
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_layer_end_index": 3,
+        "moe_layer_interval": 1,
+        "moe_layer_start_index": 1,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "use_bias": False,
+    }
+    config = load("ernie4_5_moe", rope_scaling=None, **fields)
+    assert (config.interleaved_rope, config.rope.theta, config.unread_layers) == (True, 5e5, 1)
+    experts = config.experts
+    assert experts is not None
+    assert (experts.scoring, experts.is_corrected, experts.min_sum) == ("softmax", True, 1e-12)
+    assert (experts.num_experts, experts.top_k, experts.dense_layers) == (64, 6, {0})
+    shapes, mlp = layer_tensors(config, 1), "model.layers.1.mlp."
+    assert shapes[f"{mlp}moe_statics.e_score_correction_bias"] == (1, 64)
+    assert shapes[f"{mlp}shared_experts.gate_proj.weight"] == (3072, 96)
+    silent = load("ernie4_5_moe", moe_layer_interval=2, moe_layer_start_index=2)
+    assert silent.experts.dense_layers == {0, 1, 2}
+    small = load("ernie4_5", head_dim=128, use_bias=True)
+    assert (small.attention_bias, small.output_bias, small.mlp_bias) == (True,) * 3
+    assert (small.tied_embeddings, small.norm_eps, small.rope.theta) == (True, 1e-5, 5e5)
+
+
+def test_minimax_m2_as_on_the_hub(load: Callable[..., Any]) -> None:
+    fields = {
+        "attn_type_list": [1] * 4,
+        "head_dim": 128,
+        "num_experts_per_tok": 8,
+        "num_local_experts": 256,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "rope_theta": 5000000,
+        "rotary_dim": 64,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    }
+    config = load("minimax_m2", **fields)
+    assert (config.qk_norm, config.rope.theta, config.rope.rotary_dim(128)) == (
+        "all heads",
+        5e6,
+        64,
+    )
+    experts = config.experts
+    assert experts is not None
+    assert (experts.num_experts, experts.top_k, experts.intermediate_size) == (256, 8, 128)
+    assert (experts.scoring, experts.is_corrected, experts.shared_intermediate_size) == (
+        "sigmoid",
+        True,
+        0,
+    )
+    shapes, mlp = layer_tensors(config, 1), "model.layers.1.block_sparse_moe."
+    assert shapes[f"{mlp}e_score_correction_bias"] == (256,)
+    assert shapes[f"{mlp}experts.255.w2.weight"] == (96, 128)
+    assert shapes["model.layers.1.self_attn.q_norm.weight"] == (512,)
+
+
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     config = load(
         "gpt_oss",
@@ -489,6 +555,9 @@ def test_impossible_fields_are_named(
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is not supported"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
     ],
 )
 def test_unsupported_variants_are_named(
@@ -530,6 +599,14 @@ FIELDS = (
     "qkv_bias",
     "swiglu_limit",
     *GLM_AIR,
+    "moe_num_experts",
+    "moe_k",
+    "moe_layer_start_index",
+    "moe_layer_end_index",
+    "moe_layer_interval",
+    "moe_num_shared_experts",
+    "rotary_dim",
+    "use_bias",
 )
 LEAVES = st.one_of(
     st.none(),

@@ -68,6 +68,22 @@ def test_layers_that_foretell_tokens_are_left_unread(
             ModelFolder.open(folder)
 
 
+def test_ernies_layers_that_foretell_tokens_are_left_unread(
+    make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
+) -> None:
+    folder = make_model(tmp_path, "ernie4_5_moe", 0)
+    add(
+        folder,
+        "more.safetensors",
+        "model.mtp_block.0.mlp.up_proj.weight",
+        "model.mtp_emb_norm.0.weight",
+    )
+    with pytest.raises(BrokenModel, match=r"model\.mtp_block\.\S+ and 1 more does not fit"):
+        ModelFolder.open(folder)
+    edit_json(folder / "config.json", num_nextn_predict_layers=1)
+    ModelFolder.open(folder)
+
+
 @pytest.mark.parametrize(
     "names",
     [

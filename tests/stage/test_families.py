@@ -116,6 +116,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "ernie4_5": ("ernie4_5", {"tie_word_embeddings": True}),
+    "ernie4_5 biased": ("ernie4_5", {"use_bias": True, "head_dim": 24}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "ernie4_5_moe some dense": (
+        "ernie4_5_moe",
+        {"moe_layer_end_index": 2, "moe_layer_interval": 2, "moe_num_shared_experts": 0},
+    ),
+    "minimax_m2": ("minimax_m2", {}),
+    "minimax_m2 all rotated": ("minimax_m2", {"rotary_dim": 16, "num_experts_per_tok": 8}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss listed": (
         "gpt_oss",

@@ -56,6 +56,9 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     ),
     "granitemoe": ("granitemoe", Kind.Q4_0, {}),
     "dots1": ("dots1", Kind.BF16, {}),
+    "ernie4_5": ("ernie4_5", Kind.Q8_0, {"tie_word_embeddings": True}),
+    "ernie4_5_moe": ("ernie4_5_moe", Kind.Q4_0, {}),
+    "minimax_m2": ("minimax_m2", Kind.Q8_0, {}),
     "seed_oss": ("seed_oss", Kind.Q4_0, {"attention_out_bias": True}),
     "exaone4": (
         "exaone4",

@@ -17,6 +17,8 @@ _NAMES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "minimax_m2": "minimax-m2",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
 }
@@ -25,7 +27,7 @@ _CUT = {"input_linear": ("w1", "w3"), "output_linear": ("w2",)}
 #: Whose converter lays rotated pairs side by side.
 _TURNED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
 #: What configs call the number of experts.
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 Kind = gguf.GGMLQuantizationType
 #: Kinds that have no quantizer in Python: their bytes are random, with scales of a fair size.
 _RANDOM = {
@@ -86,6 +88,8 @@ def write_gguf(
             exact_values[one] = rows if kept else dequantize(rows, found)
         turned = [_turned(rows, theirs, config, name) for rows in packed]
         data = np.stack(turned) if "_exps" in theirs else turned[0]
+        if "exp_probs_b" in theirs:
+            data = data.squeeze()
         if name.startswith("gemma") and theirs.endswith("norm.weight"):
             data = data + 1
         if data.dtype == np.float32:
@@ -168,7 +172,7 @@ def _packed(theirs: str, parts: list[Any], kind: Kind) -> list[Any]:
     keeps = (
         parts[0].ndim < 2
         or kind is Kind.F32
-        or theirs.endswith(("gate_inp.weight", "gate_inp_shexp.weight"))
+        or theirs.endswith(("gate_inp.weight", "gate_inp_shexp.weight", "exp_probs_b.bias"))
     )
     if keeps:
         return [part.astype(np.float32) for part in parts]
@@ -231,16 +235,21 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "rope.scaling.type": "linear" if full.get("rope_type") == "linear" else None,
         "rope.scaling.factor": full.get("factor"),
         "expert_count": next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None),
-        "expert_used_count": config.get("num_experts_per_tok"),
-        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_used_count": config.get("num_experts_per_tok", config.get("moe_k")),
+        "expert_feed_forward_length": config.get(
+            "moe_intermediate_size", config["intermediate_size"] if name == "minimax-m2" else None
+        ),
         "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
-        "expert_shared_count": config.get("n_shared_experts"),
+        "expert_shared_count": config.get("n_shared_experts", config.get("moe_num_shared_experts")),
         "expert_group_count": config.get("n_group"),
         "expert_group_used_count": config.get("topk_group"),
-        "expert_gating_func": 2 if "n_group" in config else None,
+        "expert_gating_func": 2 if "n_group" in config or name == "minimax-m2" else None,
         "expert_weights_norm": config.get("norm_topk_prob") if "n_group" in config else None,
         "expert_weights_scale": config.get("routed_scaling_factor"),
-        "leading_dense_block_count": config.get("first_k_dense_replace"),
+        "leading_dense_block_count": config.get(
+            "first_k_dense_replace", config.get("moe_layer_start_index")
+        ),
+        "interleave_moe_layer_step": config.get("moe_layer_interval"),
         "attention.scale": config.get("attention_multiplier"),
         "embedding_scale": config.get("embedding_multiplier"),
         "residual_scale": config.get("residual_multiplier"),

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-#: Layers' projections that are left in full.
+#: Ends of names of layers' projections, and one that is left in full.
+PROJECTIONS = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 LEFT_OUT = "layers.1.self_attn.o_proj"
 
 
@@ -41,7 +42,7 @@ def write_low_bit(folder: Path, target: Path, exact: Path, section: Mapping[str,
     stored, values = {}, {}
     random = np.random.default_rng(5)
     for name, tensor in tensors.items():
-        inner = ".layers." in name and name.endswith("proj.weight") and LEFT_OUT not in name
+        inner = ".layers." in name and name.endswith(PROJECTIONS) and LEFT_OUT not in name
         if inner:
             made, values[name] = _pack(tensor.float().numpy(), section, random)
             module = name.removesuffix(".weight")

@@ -15,6 +15,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+#: Corrections of experts' scores, parameters in some models and buffers in others.
+CORRECTIONS = "e_score_correction_bias"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 320
 
@@ -68,6 +70,19 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
         "sliding_window": None,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "rotary_dim": 8,
     },
     "gpt_oss": {
         "num_local_experts": 6,
@@ -189,7 +204,9 @@ def write_model(
         torch.manual_seed(seed)
         model = kind.from_config(config)
         for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "sinks")):
+            if name.endswith(CORRECTIONS):
+                parameter.data.normal_(0, 0.1)
+            elif name.endswith(("bias", "sinks")):
                 parameter.data.normal_(0, 0.2)
             elif parameter.dim() == 1:
                 # Gemma adds 1 to the weights of its norms.
@@ -197,7 +214,7 @@ def write_model(
             else:
                 parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(CORRECTIONS):
                 buffer.normal_(0, 0.1)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)

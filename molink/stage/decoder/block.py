@@ -195,7 +195,7 @@ def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> R
     name, correction, dtype = f"{prefix}{experts.router_name}", None, reader.dtype
     if experts.is_corrected:
         dtype = torch.float32
-        correction = reader.read_tensors(prefix + experts.correction_name, dtype=dtype)
+        correction = reader.read_tensors(prefix + experts.correction_name, dtype=dtype).flatten()
     weight = reader.read_tensors(f"{name}.weight", dtype=dtype)
     bias = reader.read_tensors(f"{name}.bias", dtype=dtype) if experts.has_bias else None
     return Router(PlainLinear(weight, bias), experts, correction)
