@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from molink.checkpoint.config_fields import ConfigFields
-from molink.errors import BrokenModel
+from molink.errors import BrokenModel, UnsupportedModel
 
 #: Limits for damaged configs, which must not exhaust memory.
 _MAX_EXPERTS = 1024
@@ -44,7 +44,8 @@ class ExpertsConfig(Routing):
     Layers in ``dense_layers`` have a plain MLP. ``module``, ``gate``, ``correction``, ``gate_up``,
     ``down``, ``shared`` and ``shared_gate`` are parts of tensor names; ``gate_up`` may be one name
     for both. Corrections have ``correction_dims`` dimensions, of which the last counts experts.
-    With ``has_bias`` all projections have biases, including the router. A shared expert of
+    With ``has_bias`` all projections have biases, including the router. With ``has_wide_router``
+    it computes in float32: 16 bits don't tell close scores apart. A shared expert of
     ``shared_intermediate_size`` (0 = none; several count as one) processes all rows; with
     ``shared_gate`` it is weighted by a gate of its own.
     """
@@ -58,6 +59,7 @@ class ExpertsConfig(Routing):
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     has_bias: bool = False
+    has_wide_router: bool = False
     shared_intermediate_size: int = 0
     shared: str = "shared_experts"
     shared_gate: str | None = None
@@ -171,6 +173,7 @@ def deepseek_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         renormalize=fields.get_boolean("norm_topk_prob", True),
         scoring="sigmoid",
         is_corrected=True,
+        has_wide_router=True,
         groups=fields.get_integer("n_group", 1),
         top_groups=fields.get_integer("topk_group", 1),
         min_sum=1e-20,
@@ -197,6 +200,7 @@ def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         intermediate_size=inner,
         renormalize=True,
         is_corrected=True,
+        has_wide_router=True,
         min_sum=fields.get_positive("moe_norm_min", 1e-12),
         correction="moe_statics.e_score_correction_bias",
         correction_dims=2,
@@ -215,9 +219,34 @@ def minimax_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         mixtral_experts(fields, layers),
         scoring="sigmoid",
         is_corrected=True,
+        has_wide_router=True,
         correction="e_score_correction_bias",
     )
     return _check_experts(experts, layers, fields.where)
+
+
+def hunyuan_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """Hunyuan: experts in all layers, and shared ones as wide as a plain MLP."""
+    inner = fields.get_integer("intermediate_size", maximum=MAX_EXPERT_SIZE)
+    experts = ExpertsConfig(
+        num_experts=_get_uniform(fields, "num_experts", 1, _MAX_EXPERTS),
+        top_k=_get_uniform(fields, "moe_topk", 1, _MAX_EXPERTS),
+        intermediate_size=_get_uniform(fields, "moe_intermediate_size", inner, MAX_EXPERT_SIZE),
+        renormalize=True,
+        gate="gate.wg",
+        has_wide_router=True,
+        shared="shared_mlp",
+        shared_intermediate_size=inner * _get_uniform(fields, "num_shared_expert", 1, _MAX_EXPERTS),
+    )
+    return _check_experts(experts, layers, fields.where)
+
+
+def _get_uniform(fields: ConfigFields, name: str, default: int, maximum: int) -> int:
+    """Return a positive integer that may be listed for each layer, but is the same."""
+    listed = set(fields.get_integers(name)) or {default}
+    if len(listed) > 1:
+        raise UnsupportedModel(f"{fields.where}: {name} differs between layers")
+    return ConfigFields({name: listed.pop()}, fields.where).get_integer(name, maximum=maximum)
 
 
 def _check_experts(experts: ExpertsConfig, layers: int, where: str) -> ExpertsConfig:

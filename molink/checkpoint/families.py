@@ -20,6 +20,7 @@ Supported ``architectures``:
 - ``Dots1ForCausalLM``: Qwen3 with such experts
 - ``MiniMaxM2ForCausalLM``: the same scores without groups and shared experts
 - ``Ernie4_5ForCausalLM``, ``Ernie4_5_MoeForCausalLM``: interleaved RoPE
+- ``HunYuanDenseV1ForCausalLM``, ``HunYuanMoEV1ForCausalLM``: norms of rotated queries and keys
 - ``Gemma2ForCausalLM``, ``Gemma3ForCausalLM``: four norms a layer, soft-capped scores, separate
   RoPE for sliding-window layers
 - the text models of the multimodal ones in :mod:`molink.checkpoint.multimodal`
@@ -61,6 +62,8 @@ Family = Literal[
     "minimax_m2",
     "ernie4_5",
     "ernie4_5_moe",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
     "gpt_oss",
 ]
 
@@ -90,6 +93,8 @@ ARCHITECTURES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "GptOssForCausalLM": "gpt_oss",
 }
 _GLM_DEFAULTS = {
@@ -124,6 +129,8 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
     "ernie4_5": {"rms_norm_eps": 1e-5},
     "ernie4_5_moe": {"rms_norm_eps": 1e-5, "moe_intermediate_size": 1536},
     "minimax_m2": {"num_local_experts": 256, "num_experts_per_tok": 8},
+    "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
+    "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
     "gpt_oss": {
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
@@ -169,6 +176,8 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "minimax_m2": family_traits.minimax_m2,
     "ernie4_5": family_traits.ernie4_5,
     "ernie4_5_moe": family_traits.ernie4_5_moe,
+    "hunyuan_v1_dense": family_traits.hunyuan_dense,
+    "hunyuan_v1_moe": family_traits.hunyuan_moe,
     "gpt_oss": family_traits.gpt_oss,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,

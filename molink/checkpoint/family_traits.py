@@ -15,11 +15,19 @@ from molink.checkpoint.experts import (
     ernie_experts,
     gpt_oss_experts,
     granite_experts,
+    hunyuan_experts,
     minimax_experts,
     mixtral_experts,
     qwen_experts,
 )
-from molink.checkpoint.rope import RopeConfig, RopeDefaults, RopeKind, parse_rope, parse_two_ropes
+from molink.checkpoint.rope import (
+    RopeConfig,
+    RopeDefaults,
+    RopeKind,
+    parse_alpha_rope,
+    parse_rope,
+    parse_two_ropes,
+)
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation, FamilyTraits, LayerNorms
 from molink.errors import BrokenModel, UnsupportedModel
 
@@ -351,6 +359,30 @@ def dots1(fields: ConfigFields, layers: int) -> FamilyTraits:
         qk_norm="each head",
         experts=deepseek_experts(fields, layers),
     )
+
+
+def hunyuan_dense(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Hunyuan: query and key norms after rotation."""
+    refuse_windows(fields)
+    if fields.get_boolean("use_cla", False):
+        raise UnsupportedModel(f"{fields.where}: use_cla (shared keys and values) is not supported")
+    biased = fields.get_boolean("attention_bias", False)
+    made = _base_traits(fields, layers)
+    return replace(
+        made,
+        rope=parse_alpha_rope(fields, made.head_dim),
+        attention_bias=biased,
+        output_bias=biased,
+        qk_norm="each rotated head",
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+    )
+
+
+def hunyuan_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Hunyuan with experts."""
+    if fields.get_count("moe_layer_num_skipped", 0):
+        raise UnsupportedModel(f"{fields.where}: moe_layer_num_skipped is not supported")
+    return replace(hunyuan_dense(fields, layers), experts=hunyuan_experts(fields, layers))
 
 
 def gemma2(fields: ConfigFields, layers: int) -> FamilyTraits:

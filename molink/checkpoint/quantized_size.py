@@ -16,6 +16,7 @@ NF4_BLOCK = 64
 #: Routers are too sensitive to quantize.
 ROUTER_SUFFIXES = (
     ".gate.weight",
+    ".gate.wg.weight",
     ".router.weight",
     ".router.layer.weight",
     ".shared_expert_gate.weight",

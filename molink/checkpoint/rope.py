@@ -89,6 +89,26 @@ def parse_rope(config: ConfigFields, defaults: RopeDefaults | None = None) -> Ro
     return _parse_scaling(found, config, defaults or RopeDefaults())
 
 
+def parse_alpha_rope(config: ConfigFields, head_dim: int) -> RopeConfig:
+    """Parse RoPE settings of which ``alpha`` raises the base for good (Hunyuan).
+
+    They say ``dynamic``, but don't depend on the length. Raises as :func:`parse_rope`.
+    """
+    found = config.get_object("rope_parameters") or config.get_object("rope_scaling")
+    inner = ConfigFields(found, f"{config.where}: rope settings")
+    kind = inner.get_string("rope_type", inner.get_string("type", "default"))
+    alpha = inner.get_number("alpha", 0.0)
+    if kind != "dynamic" or not alpha:
+        return parse_rope(config)
+    if alpha < 1 or head_dim <= 2:
+        raise BrokenModel(
+            f"{inner.where}: alpha {alpha} must be at least 1, and head_dim {head_dim} above 2"
+        )
+    theta = inner.get_number("rope_theta", config.get_number("rope_theta", DEFAULT_THETA))
+    stretched = theta * alpha ** (head_dim / (head_dim - 2))
+    return parse_rope(ConfigFields({"rope_theta": stretched}, config.where))
+
+
 def parse_two_ropes(
     config: ConfigFields, full: RopeDefaults, local: RopeDefaults
 ) -> tuple[RopeConfig, RopeConfig]:

@@ -46,8 +46,8 @@ def _norm_tensors(config: ModelConfig) -> TensorShapes:
     shapes: TensorShapes = dict.fromkeys(config.norms.present_names, (config.hidden_size,))
     if config.qk_norm != "none":
         whole = config.qk_norm == "all heads"
-        for name, heads in (("q", config.heads), ("k", config.kv_heads)):
-            shapes[f"self_attn.{name}_norm"] = (config.head_dim * (heads if whole else 1),)
+        for name, heads in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True):
+            shapes[f"self_attn.{name}"] = (config.head_dim * (heads if whole else 1),)
     return shapes
 
 

@@ -11,8 +11,8 @@ SWIGLU_ALPHA = 1.702
 #: Gated MLPs: ``act(gate) * up``. ``clamped_swiglu`` is ``gate * sigmoid(alpha * gate) * (up + 1)``
 #: with clamped inputs (gate only from above); gate and up rows are interleaved.
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-#: Over which elements query and key norms take the mean square.
-HeadNorm = Literal["none", "each head", "all heads"]
+#: Over which elements query and key norms take the mean square, and whether after rotation.
+HeadNorm = Literal["none", "each head", "all heads", "each rotated head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class FamilyTraits:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: HeadNorm = "none"
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms: LayerNorms = LayerNorms()
     norm_offset: float = 0.0
     merged_qkv: bool = False

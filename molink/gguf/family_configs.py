@@ -181,6 +181,25 @@ def _minimax_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _hunyuan_config(about: ArchMetadata) -> dict[str, Any]:
+    return {
+        "architectures": ["HunYuanDenseV1ForCausalLM"],
+        "attention_bias": "blk.0.attn_q.bias" in about.file.tensors,
+    }
+
+
+def _hunyuan_moe_config(about: ArchMetadata) -> dict[str, Any]:
+    _check_scores(about, _SOFTMAX)
+    return {
+        **_hunyuan_config(about),
+        "architectures": ["HunYuanMoEV1ForCausalLM"],
+        "num_experts": about.get_integer("expert_count"),
+        "moe_topk": about.get_integer("expert_used_count"),
+        "moe_intermediate_size": about.get_integer("expert_feed_forward_length"),
+        "intermediate_size": about.get_integer("expert_shared_feed_forward_length"),
+    }
+
+
 def _deepseek_experts(about: ArchMetadata) -> dict[str, Any]:
     """Fields of experts as in DeepSeek-V3."""
     _check_scores(about, _SIGMOID)
@@ -256,6 +275,8 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "ernie4_5": _ernie_config,
     "ernie4_5-moe": _ernie_moe_config,
     "minimax-m2": _minimax_config,
+    "hunyuan-dense": _hunyuan_config,
+    "hunyuan-moe": _hunyuan_moe_config,
     "qwen2moe": _qwen2_moe_config,
     "qwen2": _plain_config("Qwen2ForCausalLM"),
     "qwen3": _plain_config("Qwen3ForCausalLM"),

@@ -62,6 +62,12 @@ _DEEPSEEK_MODULES = _MODULES | {
 }
 #: Where the norm before the MLP is named so.
 _POST_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
+_HUNYUAN_MODULES = _MODULES | {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+    "ffn_gate_inp": "mlp.gate.wg",
+    **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
 _FAMILY_MODULES = {
     "Phi3": _PHI_MODULES,
     "Mixtral": _MIXTRAL_MODULES,
@@ -71,6 +77,8 @@ _FAMILY_MODULES = {
     "Dots1": _DEEPSEEK_MODULES,
     "Ernie4_5_Moe": _DEEPSEEK_MODULES,
     "MiniMaxM2": _MIXTRAL_MODULES,
+    "HunYuanDenseV1": _HUNYUAN_MODULES,
+    "HunYuanMoEV1": _HUNYUAN_MODULES,
     "SeedOss": _MODULES | _POST_ATTENTION,
     "Exaone4": _GEMMA_MODULES,
     "Olmo2": _GEMMA_MODULES,

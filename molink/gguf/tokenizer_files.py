@@ -47,12 +47,20 @@ _GPT4O = (
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_SEED = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 #: Pre-tokenizers: each expression splits what the previous one left.
 _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "a.x-4.0", "mellum"), (_GPT2,)
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "a.x-4.0", "mellum", "exaone4"),
+        (_GPT2,),
     ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
@@ -67,6 +75,9 @@ _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     ),
     "tekken": (_TEKKEN,),
     "gpt-4o": (_GPT4O,),
+    "minimax-m2": (_GPT4O,),
+    "seed-coder": (_SEED,),
+    "hunyuan-dense": _DEEPSEEK_V3,
     "deepseek-coder": _DEEPSEEK_CODER,
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }

@@ -378,6 +378,45 @@ def test_minimax_m2_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert shapes["model.layers.1.self_attn.q_norm.weight"] == (512,)
 
 
+#: What Hunyuan's configs say of RoPE.
+HUNYUAN_ROPE = {
+    "alpha": 1000.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "type": "dynamic",
+}
+
+
+def test_hunyuan_as_on_the_hub(load: Callable[..., Any]) -> None:
+    fields = {"rope_theta": 10000.0, "rope_scaling": HUNYUAN_ROPE, "head_dim": 128}
+    config = load("hunyuan_v1_dense", attention_bias=False, use_cla=False, **fields)
+    assert (config.qk_norm, config.rope.kind) == ("each rotated head", "default")
+    assert config.rope.theta == pytest.approx(11158839.9, abs=0.1)  # as in llama.cpp's converter
+    assert not config.keys_depend_on_length
+    assert layer_tensors(config, 0)["model.layers.0.self_attn.query_layernorm.weight"] == (128,)
+    plain = load("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (plain.rope.kind, plain.rope.factor) == ("dynamic", 2.0)
+    fields |= {
+        "intermediate_size": 3072,
+        "moe_intermediate_size": [3072] * 4,
+        "moe_topk": [8] * 4,
+        "num_experts": 64,
+        "num_shared_expert": [1] * 4,
+        "moe_layer_num_skipped": 0,
+    }
+    config = load("hunyuan_v1_moe", **fields)
+    experts = config.experts
+    assert experts is not None
+    assert (experts.num_experts, experts.top_k, experts.scoring) == (64, 8, "softmax")
+    shapes, mlp = layer_tensors(config, 1), "model.layers.1.mlp."
+    assert shapes[f"{mlp}gate.wg.weight"] == (64, 96)
+    assert shapes[f"{mlp}experts.63.down_proj.weight"] == (96, 3072)
+    assert shapes[f"{mlp}shared_mlp.down_proj.weight"] == (96, 3072)
+
+
 def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     config = load(
         "gpt_oss",
@@ -556,6 +595,9 @@ def test_impossible_fields_are_named(
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is not supported"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2, 1, 1]}, "moe_topk differs between layers"),
+        ("hunyuan_v1_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
     ],
@@ -606,6 +648,9 @@ FIELDS = (
     "moe_layer_interval",
     "moe_num_shared_experts",
     "rotary_dim",
+    "moe_topk",
+    "num_shared_expert",
+    "rope_scaling",
     "use_bias",
 )
 LEAVES = st.one_of(
@@ -615,7 +660,7 @@ LEAVES = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
     st.sampled_from(["silu", "longrope", "yarn", "dynamic", "llama3", SLIDING, FULL, ""]),
 )
-ROPES = ("rope_type", "factor", "short_factor", "long_factor", "rope_theta", SLIDING, FULL)
+ROPES = ("rope_type", "factor", "alpha", "short_factor", "long_factor", "rope_theta", SLIDING, FULL)
 ANYTHING = st.recursive(
     LEAVES,
     lambda inner: (

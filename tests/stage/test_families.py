@@ -125,6 +125,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": ("minimax_m2", {}),
     "minimax_m2 all rotated": ("minimax_m2", {"rotary_dim": 16, "num_experts_per_tok": 8}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"tie_word_embeddings": True}),
+    "hunyuan_v1_dense stretched": (
+        "hunyuan_v1_dense",
+        {
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "alpha": 1000.0,
+                "factor": 1.0,
+            },
+        },
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss listed": (
         "gpt_oss",

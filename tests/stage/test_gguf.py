@@ -59,6 +59,8 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", Kind.Q8_0, {"tie_word_embeddings": True}),
     "ernie4_5_moe": ("ernie4_5_moe", Kind.Q4_0, {}),
     "minimax_m2": ("minimax_m2", Kind.Q8_0, {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", Kind.Q8_0, {"tie_word_embeddings": True}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", Kind.Q8_0, {}),
     "seed_oss": ("seed_oss", Kind.Q4_0, {"attention_out_bias": True}),
     "exaone4": (
         "exaone4",

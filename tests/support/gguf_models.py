@@ -19,6 +19,8 @@ _NAMES = {
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "minimax_m2": "minimax-m2",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
 }
@@ -28,6 +30,7 @@ _CUT = {"input_linear": ("w1", "w3"), "output_linear": ("w2",)}
 _TURNED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
 #: What configs call the number of experts.
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_COUNTS = ("num_experts_per_tok", "moe_k", "moe_topk")
 Kind = gguf.GGMLQuantizationType
 #: Kinds that have no quantizer in Python: their bytes are random, with scales of a fair size.
 _RANDOM = {
@@ -212,6 +215,7 @@ def _turned(rows: Any, theirs: str, config: Mapping[str, Any], name: str) -> Any
 
 
 def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, Any]:
+    inner_is_expert = name in ("minimax-m2", "hunyuan-moe")
     ropes = config.get("rope_parameters") or {}
     full, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention", {})
     fields = {
@@ -235,11 +239,14 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "rope.scaling.type": "linear" if full.get("rope_type") == "linear" else None,
         "rope.scaling.factor": full.get("factor"),
         "expert_count": next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None),
-        "expert_used_count": config.get("num_experts_per_tok", config.get("moe_k")),
+        "expert_used_count": next((config[one] for one in _CHOSEN_COUNTS if one in config), None),
         "expert_feed_forward_length": config.get(
-            "moe_intermediate_size", config["intermediate_size"] if name == "minimax-m2" else None
+            "moe_intermediate_size", config["intermediate_size"] if inner_is_expert else None
         ),
-        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "expert_shared_feed_forward_length": config.get(
+            "shared_expert_intermediate_size",
+            config["intermediate_size"] if name == "hunyuan-moe" else None,
+        ),
         "expert_shared_count": config.get("n_shared_experts", config.get("moe_num_shared_experts")),
         "expert_group_count": config.get("n_group"),
         "expert_group_used_count": config.get("topk_group"),

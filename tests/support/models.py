@@ -84,6 +84,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "rotary_dim": 8,
     },
+    "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": 2, "intermediate_size": 32},
     "gpt_oss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,

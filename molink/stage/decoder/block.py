@@ -146,13 +146,18 @@ def _load_qk_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> Que
     if config.qk_norm == "none":
         return None
     queries, keys = (
-        reader.read_tensors(f"{prefix}self_attn.{name}_norm.weight")
+        reader.read_tensors(f"{prefix}self_attn.{name}.weight")
         .view(-1, config.head_dim)
         .expand(count, -1)
-        for name, count in (("q", config.heads), ("k", config.kv_heads))
+        for name, count in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True)
     )
-    weight = torch.cat((queries, keys)).float().add_(config.norm_offset)
-    return QueryKeyNorm(weight, config.heads, config.qk_norm == "all heads", config.norm_eps)
+    return QueryKeyNorm(
+        weight=torch.cat((queries, keys)).float().add_(config.norm_offset),
+        heads=config.heads,
+        across_heads=config.qk_norm == "all heads",
+        eps=config.norm_eps,
+        after_rotation=config.qk_norm == "each rotated head",
+    )
 
 
 def _load_mlp(
@@ -192,13 +197,14 @@ def _load_mlp(
 
 def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> Router:
     """Load a router, never quantized: small errors would change the chosen experts."""
-    name, correction, dtype = f"{prefix}{experts.router_name}", None, reader.dtype
+    name, correction = f"{prefix}{experts.router_name}", None
+    dtype = torch.float32 if experts.has_wide_router else reader.dtype
     if experts.is_corrected:
-        dtype = torch.float32
-        correction = reader.read_tensors(prefix + experts.correction_name, dtype=dtype).flatten()
+        stored = reader.read_tensors(prefix + experts.correction_name, dtype=torch.float32)
+        correction = stored.flatten()
     weight = reader.read_tensors(f"{name}.weight", dtype=dtype)
     bias = reader.read_tensors(f"{name}.bias", dtype=dtype) if experts.has_bias else None
-    return Router(PlainLinear(weight, bias), experts, correction)
+    return Router(PlainLinear(weight, bias), experts, correction, experts.has_wide_router)
 
 
 def _load_stacked(

@@ -9,6 +9,8 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.traits import Activation
 from molink.stage.decoder.mlp import MAX_FLOAT16_INPUT
 from molink.stage.decoder.norm import IdentityNorm, Norm, QueryKeyNorm, add_residual
+from molink.stage.decoder.operators import SeparateAppend
+from molink.stage.decoder.rotary import rotate_half, rotate_pairs
 from molink.stage.gpu_kernels.row_kernels import (
     add_and_norm,
     append_heads,
@@ -94,6 +96,10 @@ class FusedOperators:
         slots: Tensor,
     ) -> Tensor:
         """See :class:`~molink.stage.decoder.operators.AppendHeads`."""
+        if norm is not None and norm.after_rotation:
+            # The kernel norms before it rotates.
+            separate = SeparateAppend(rotate_pairs if self.interleaved else rotate_half)
+            return separate(heads, norm, angles, pool, layer, slots)
         weight = None
         if norm is not None and norm.across_heads:
             norm(heads[:, : -pool.kv_heads])

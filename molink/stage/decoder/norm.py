@@ -88,7 +88,7 @@ class IdentityNorm:
 
 @dataclass(frozen=True, slots=True)
 class QueryKeyNorm:
-    """Norms queries and keys in float32, per head or ``across_heads``.
+    """Norms queries and keys in float32, per head or ``across_heads``, before or after rotation.
 
     ``weight`` is float32 ``[heads + kv_heads, head_dim]``, queries first.
     """
@@ -97,6 +97,7 @@ class QueryKeyNorm:
     heads: int
     across_heads: bool
     eps: float
+    after_rotation: bool = False
 
     def __call__(self, turned: Tensor) -> None:
         """Norm queries and keys ``[T, heads + kv_heads, head_dim]`` in place."""

@@ -68,10 +68,12 @@ class SeparateAppend:
         slots: Tensor,
     ) -> Tensor:
         turned = heads[:, : -pool.kv_heads]
-        if norm is not None:
+        if norm is not None and not norm.after_rotation:
             norm(turned)
         if angles is not None:
             self.rotate(turned, angles)
+        if norm is not None and norm.after_rotation:
+            norm(turned)
         both = heads[:, -2 * pool.kv_heads :].view(len(heads), 2, pool.kv_heads, pool.head_dim)
         pool.write_rows(layer, slots, both)
         return heads

@@ -15,17 +15,17 @@ from molink.stage.linear.base import total_bytes
 class Router:
     """A projection to logits of experts, and how these choose.
 
-    With a ``correction`` (float32 ``[experts]``) the projection is in float32, too: 16 bits don't
-    tell corrected scores apart.
+    ``correction`` is float32 ``[experts]``. If it ``is_wide``, the projection is in float32.
     """
 
     projection: Projection
     routing: Routing
     correction: Tensor | None = None
+    is_wide: bool = False
 
     def compute_logits(self, rows: Tensor) -> Tensor:
         """Logits ``[T, experts]`` of rows ``[T, hidden]``."""
-        return self.projection(rows if self.correction is None else rows.float())
+        return self.projection(rows.float() if self.is_wide else rows)
 
     def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (float32) and experts (int64) of rows, both ``[T, top_k]``."""

@@ -177,7 +177,7 @@ def test_gates_keep_nan_and_survive_large_numbers() -> None:
     size=st.sampled_from((16, 24, 40, 64, 80, 96, 112, 128, 256)),
     rotary=st.sampled_from((0, 4, 8, 16, None)),
     interleaved=st.booleans(),
-    normed=st.sampled_from(("none", "each head", "all heads")),
+    normed=st.sampled_from(("none", "each head", "all heads", "each rotated head")),
     layer=st.integers(0, 1),
     seed=st.integers(0, 99),
 )
@@ -202,7 +202,9 @@ def test_heads_and_pages_equal_exact_ones(
     heads = whole[:, : members * size].view(count, members, size)
     angles = noise(count, 1, 2, dim, seed=seed + 1, dtype=dtype) if dim else None
     weight = noise(turned, size, seed=seed + 2, dtype=torch.float32)
-    norm = QueryKeyNorm(weight, groups * kv_heads, normed == "all heads", 1e-5)
+    norm = QueryKeyNorm(
+        weight, groups * kv_heads, normed == "all heads", 1e-5, normed == "each rotated head"
+    )
     blocks, block_size = 5, 4
     slots = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(seed))
     slots = slots[:count].to(DEVICE)
@@ -220,13 +222,14 @@ def test_heads_and_pages_equal_exact_ones(
     before = heads.clone()
     fused = FusedOperators(1e-5, 0.0, "silu", 0.0, interleaved, dtype)
     found = append(fused.append_heads, heads)
-    # A norm across heads stays torch's, which rounds before the rotation, too.
-    roundings = 2.0 if normed == "all heads" else 1.0
+    # Such norms stay torch's, which rounds between norm and rotation, too.
+    stays = normed in ("all heads", "each rotated head")
+    roundings = 2.0 if stays else 1.0
     for one, other in zip(found, exact, strict=True):
         unit = torch.finfo(dtype).eps
-        atol = roundings * unit * 12 if normed == "all heads" else 2e-5
+        atol = roundings * unit * 12 if stays else 2e-5
         torch.testing.assert_close(one.double(), other, rtol=roundings * unit + 4e-6, atol=atol)
-    assert normed == "all heads" or torch.equal(heads, before)
+    assert stays or torch.equal(heads, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
