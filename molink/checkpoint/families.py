@@ -17,6 +17,7 @@ Supported ``architectures``:
 - ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
+- ``DeepseekV3ForCausalLM``, ``Glm4MoeLiteForCausalLM``: latent attention
 - ``Dots1ForCausalLM``: Qwen3 with such experts
 - ``MiniMaxM2ForCausalLM``: the same scores without groups and shared experts
 - ``Ernie4_5ForCausalLM``, ``Ernie4_5_MoeForCausalLM``: interleaved RoPE
@@ -58,6 +59,8 @@ Family = Literal[
     "glm",
     "glm4",
     "glm4_moe",
+    "deepseek_v3",
+    "glm4_moe_lite",
     "dots1",
     "minimax_m2",
     "ernie4_5",
@@ -89,6 +92,8 @@ ARCHITECTURES: dict[str, Family] = {
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Dots1ForCausalLM": "dots1",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ernie4_5ForCausalLM": "ernie4_5",
@@ -123,6 +128,28 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 1408,
         "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 1,
+    },
+    "glm4_moe_lite": {
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
         "num_nextn_predict_layers": 1,
     },
     "dots1": {"moe_intermediate_size": 1408, "norm_topk_prob": False},
@@ -172,6 +199,8 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "glm": family_traits.glm,
     "glm4": family_traits.glm4,
     "glm4_moe": family_traits.glm4_moe,
+    "deepseek_v3": family_traits.deepseek_v3,
+    "glm4_moe_lite": family_traits.glm4_moe_lite,
     "dots1": family_traits.dots1,
     "minimax_m2": family_traits.minimax_m2,
     "ernie4_5": family_traits.ernie4_5,

@@ -6,6 +6,7 @@ implemented, and ``BrokenModel`` for missing or invalid fields; both name the fi
 A sliding window of W covers a row and the W - 1 rows before it; 0 means no window.
 """
 
+import math
 from dataclasses import replace
 
 from molink.checkpoint.config_fields import ConfigFields
@@ -28,7 +29,13 @@ from molink.checkpoint.rope import (
     parse_rope,
     parse_two_ropes,
 )
-from molink.checkpoint.traits import SWIGLU_ALPHA, Activation, FamilyTraits, LayerNorms
+from molink.checkpoint.traits import (
+    SWIGLU_ALPHA,
+    Activation,
+    FamilyTraits,
+    LatentShape,
+    LayerNorms,
+)
 from molink.errors import BrokenModel, UnsupportedModel
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -44,6 +51,8 @@ _SANDWICH_NORMS = LayerNorms(
 _POST_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 _MAX_HEADS = 4096
+#: Of dimensions of latent attention.
+_MAX_LATENT = 1024
 _MAX_DRAFT_LAYERS = 64
 
 
@@ -297,6 +306,59 @@ def glm4_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
         experts=deepseek_experts(fields, layers),
         unread_layers=_count_draft_layers(fields),
     )
+
+
+def deepseek_v3(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """DeepSeek V3, R1, V3.1 and Kimi K2: latent attention."""
+    refuse_windows(fields)
+    _refuse_other(fields, "scoring_func", "sigmoid")
+    _refuse_other(fields, "topk_method", "noaux_tc")
+    latent = LatentShape(
+        rank=fields.get_integer("kv_lora_rank", 512, _MAX_LATENT),
+        query_rank=fields.get_optional_integer("q_lora_rank", 1536) or 0,
+        rope_dim=fields.get_integer("qk_rope_head_dim", 64, _MAX_LATENT),
+        plain_dim=fields.get_integer("qk_nope_head_dim", 128, _MAX_LATENT),
+        value_dim=fields.get_integer("v_head_dim", 128, _MAX_LATENT),
+    )
+    heads = fields.get_integer("num_attention_heads", maximum=_MAX_HEADS)
+    biased = fields.get_boolean("attention_bias", False)
+    if biased and not latent.query_rank:
+        raise UnsupportedModel(f"{fields.where}: attention_bias without q_lora_rank")
+    head_dim = latent.rope_dim + latent.rank
+    rope = parse_rope(fields)
+    scale = (latent.plain_dim + latent.rope_dim) ** -0.5
+    if rope.kind != "default" and rope.mscale_all_dim:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return FamilyTraits(
+        heads=heads,
+        kv_heads=1,
+        head_dim=head_dim,
+        attention_scale=scale,
+        windows=(0,) * layers,
+        rope=replace(rope, partial_rotary_factor=latent.rope_dim / head_dim),
+        interleaved_rope=fields.get_boolean("rope_interleave", True),
+        activation=_activation(fields, "hidden_act", "silu"),
+        attention_bias=biased,
+        output_bias=biased,
+        latent=latent,
+        tied_embeddings=fields.get_boolean("tie_word_embeddings", False),
+        experts=deepseek_experts(fields, layers),
+        unread_layers=_count_draft_layers(fields),
+    )
+
+
+def glm4_moe_lite(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """GLM-4.7-Flash: as DeepSeek V3; dense layers are listed."""
+    kinds = fields.get_strings("mlp_layer_types")
+    made = deepseek_v3(fields, layers)
+    if kinds is None or made.experts is None:
+        return made
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise BrokenModel(
+            f"{fields.where}: mlp_layer_types must say dense or sparse for each of {layers} layers"
+        )
+    dense = frozenset(layer for layer in range(layers) if kinds[layer] == "dense")
+    return replace(made, experts=replace(made.experts, dense_layers=dense))
 
 
 def ernie4_5(fields: ConfigFields, layers: int) -> FamilyTraits:

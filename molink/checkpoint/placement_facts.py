@@ -12,6 +12,7 @@ from molink.checkpoint.tensor_layout import (
     EMBEDDING_NAME,
     OUTPUT_HEAD_NAME,
     TensorShapes,
+    attention_projections,
     first_stage_tensors,
     last_stage_tensors,
     layer_tensors,
@@ -33,7 +34,7 @@ def model_facts(
     layers = [layer_tensors(config, layer) for layer in range(config.layers)]
     projections = [_quantizable_weights(shapes) for shapes in layers]
     inner = max(_mlp_width(config, shapes) for shapes in projections)
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    keys = config.kv_heads * config.head_dim
     return ModelFacts(
         name=name,
         layers=config.layers,
@@ -50,7 +51,7 @@ def model_facts(
         narrow=_narrow_weights(config, projections, tensors or {}),
         int8_bytes=max(_quantized_bytes(shapes, "int8") for shapes in projections),
         nf4_bytes=max(_quantized_bytes(shapes, "nf4") for shapes in projections),
-        widest=config.hidden_size * max(2 * inner, queries + 2 * keys),
+        widest=max(config.hidden_size * 2 * inner, _widest_attention(config)),
         row_elements=_row_elements(config, inner),
         hidden=config.hidden_size,
         score_heads=config.heads if config.attention_softcap or config.sinks else 0,
@@ -153,6 +154,17 @@ def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
         for name, shape in projections.items()
         if ".self_attn." not in name and shape[0] == hidden
     )
+
+
+def _widest_attention(config: ModelConfig) -> int:
+    """Elements of the largest projection of attention, of which the row's are merged."""
+    shapes = {
+        name.removeprefix("model.layers.0.").removesuffix(".weight"): shape
+        for name, shape in _quantizable_weights(layer_tensors(config, 0)).items()
+        if ".self_attn." in name
+    }
+    merged = sum(prod(shapes.pop(name)) for name in attention_projections(config))
+    return max(merged, *map(prod, shapes.values()))
 
 
 def _row_elements(config: ModelConfig, inner: int) -> int:

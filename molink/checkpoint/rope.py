@@ -16,6 +16,8 @@ from molink.errors import BrokenModel, UnsupportedModel
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 DEFAULT_THETA = 10_000.0
+#: A part of a head that is no binary fraction times its dimensions may be less than a whole number.
+_ROUNDING = 1e-6
 #: A longer context, in tokens, means a damaged config; the limit also bounds allocations.
 MAX_MODEL_LEN = 2**24
 
@@ -50,7 +52,7 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Number of rotated dimensions of a head."""
-        return int(head_dim * self.partial_rotary_factor)
+        return int(head_dim * self.partial_rotary_factor + _ROUNDING)
 
     @property
     def scaled_context(self) -> int:

@@ -2,11 +2,15 @@
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
+from molink.checkpoint.traits import LatentShape
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
 FINAL_NORM_NAME = "model.norm.weight"
 OUTPUT_HEAD_NAME = "lm_head.weight"
 SINKS_NAME = "self_attn.sinks"
+#: Latent attention: norms of latents, and projections from these.
+QUERY_NORM_NAME, KEY_NORM_NAME = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
+QUERY_NAME, KEY_VALUE_NAME = "self_attn.q_b_proj", "self_attn.kv_b_proj"
 
 TensorShapes = dict[str, tuple[int, ...]]
 #: Projection (without ``.weight``) → shape ``[out, in]``, and whether it has a bias.
@@ -31,9 +35,17 @@ def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
 
 
 def attention_projections(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the q, k and v projections, in this order."""
+    """Names of the projections of a row, in their order: q, k and v, or to latents."""
+    if config.latent is not None:
+        return latent_projections(config.latent)
     names = ("qkv",) if config.merged_qkv else ("q", "k", "v")
     return tuple(f"self_attn.{name}_proj" for name in names)
+
+
+def latent_projections(latent: LatentShape) -> tuple[str, str]:
+    """Names of the projections of a row to queries or their latents, and to latents of keys."""
+    query = "q_a_proj" if latent.query_rank else "q_proj"
+    return f"self_attn.{query}", "self_attn.kv_a_proj_with_mqa"
 
 
 def mlp_projections(config: ModelConfig) -> tuple[str, ...]:
@@ -44,6 +56,10 @@ def mlp_projections(config: ModelConfig) -> tuple[str, ...]:
 
 def _norm_tensors(config: ModelConfig) -> TensorShapes:
     shapes: TensorShapes = dict.fromkeys(config.norms.present_names, (config.hidden_size,))
+    if config.latent is not None:
+        shapes[KEY_NORM_NAME] = (config.latent.rank,)
+        if config.latent.query_rank:
+            shapes[QUERY_NORM_NAME] = (config.latent.query_rank,)
     if config.qk_norm != "none":
         whole = config.qk_norm == "all heads"
         for name, heads in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True):
@@ -53,6 +69,8 @@ def _norm_tensors(config: ModelConfig) -> TensorShapes:
 
 def _attention_tensors(config: ModelConfig) -> _Projections:
     hidden, biased = config.hidden_size, config.attention_bias
+    if config.latent is not None:
+        return _latent_tensors(config, config.latent)
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     rows = (queries + 2 * keys,) if config.merged_qkv else (queries, keys, keys)
     names = attention_projections(config)
@@ -60,6 +78,21 @@ def _attention_tensors(config: ModelConfig) -> _Projections:
         name: ((count, hidden), biased) for name, count in zip(names, rows, strict=True)
     }
     return made | {"self_attn.o_proj": ((hidden, queries), config.output_bias)}
+
+
+def _latent_tensors(config: ModelConfig, latent: LatentShape) -> _Projections:
+    hidden, biased, heads = config.hidden_size, config.attention_bias, config.heads
+    queries = heads * (latent.plain_dim + latent.rope_dim)
+    query, key = latent_projections(latent)
+    made: _Projections = {
+        query: ((latent.query_rank or queries, hidden), biased),
+        key: ((latent.rank + latent.rope_dim, hidden), biased),
+        KEY_VALUE_NAME: ((heads * (latent.plain_dim + latent.value_dim), latent.rank), False),
+        "self_attn.o_proj": ((hidden, heads * latent.value_dim), config.output_bias),
+    }
+    if latent.query_rank:
+        made[QUERY_NAME] = (queries, latent.query_rank), False
+    return made
 
 
 def _mlp_tensors(config: ModelConfig) -> _Projections:

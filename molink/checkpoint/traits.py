@@ -32,6 +32,22 @@ class LayerNorms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1).
+
+    Keys and values of all heads come from ``rank`` numbers of a row, queries from ``query_rank``
+    (0: from the row itself). Each head has ``plain_dim`` dimensions of query and key, besides
+    ``rope_dim`` that are rotated, of one key for all heads; and ``value_dim`` of values.
+    """
+
+    rank: int
+    query_rank: int
+    rope_dim: int
+    plain_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyTraits:
     """Traits in which families differ.
 
@@ -41,6 +57,9 @@ class FamilyTraits:
     pairs of neighbours are rotated, else dimensions half the rotated size apart. With ``sinks``
     each query head has a learned score that takes part in the softmax only. ``attention_softcap``
     and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
+
+    With ``latent`` a stage attends in latent space: each query head is projected to it, and there
+    is one key and value, of ``head_dim = rope_dim + rank``.
 
     Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
     weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
@@ -71,6 +90,7 @@ class FamilyTraits:
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    latent: LatentShape | None = None
     qk_norm: HeadNorm = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms: LayerNorms = LayerNorms()

@@ -294,6 +294,53 @@ def test_glm4_moe_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert whole.experts.dense_layers == {0, 1, 2}
 
 
+#: What DeepSeek-V3's config says of attention.
+DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_key_value_heads": 4,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "max_position_embeddings": 163840,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+}
+
+
+def test_deepseek_v3_as_on_the_hub(load: Callable[..., Any]) -> None:
+    grouped = {"n_group": 8, "topk_group": 4, "n_routed_experts": 256}
+    config = load("deepseek_v3", **GLM_AIR | grouped | DEEPSEEK)
+    assert (config.heads, config.kv_heads, config.head_dim) == (4, 1, 576)
+    assert (config.rope.rotary_dim(576), config.interleaved_rope) == (64, True)
+    assert config.attention_scale == pytest.approx(192**-0.5 * 1.3688879454**2)
+    assert (config.max_model_len, config.unread_layers) == (163840, 1)
+    experts = config.experts
+    assert experts is not None
+    assert (experts.groups, experts.top_groups) == (8, 4)
+    shapes, attention = layer_tensors(config, 1), "model.layers.1.self_attn."
+    assert shapes[f"{attention}q_a_proj.weight"] == (1536, 96)
+    assert shapes[f"{attention}q_b_proj.weight"] == (4 * 192, 1536)
+    assert shapes[f"{attention}kv_a_proj_with_mqa.weight"] == (576, 96)
+    assert shapes[f"{attention}kv_b_proj.weight"] == (4 * 256, 512)
+    assert shapes[f"{attention}kv_a_layernorm.weight"] == (512,)
+    direct = load("deepseek_v3", **GLM_AIR | DEEPSEEK | {"q_lora_rank": None})
+    assert layer_tensors(direct, 1)[f"{attention}q_proj.weight"] == (4 * 192, 96)
+    kinds = ["dense", "dense", "sparse", "sparse"]
+    flash = load("glm4_moe_lite", mlp_layer_types=kinds)
+    assert (flash.experts.dense_layers, flash.latent.value_dim) == ({0, 1}, 256)
+    assert load("glm4_moe_lite").experts.dense_layers == {0}
+
+
 def test_dots1_as_on_the_hub(load: Callable[..., Any]) -> None:
     fields = {
         "n_shared_experts": 2,
@@ -596,6 +643,8 @@ def test_impossible_fields_are_named(
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is not supported"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}, "without q_lora_rank"),
         ("hunyuan_v1_moe", {"moe_topk": [1, 2, 1, 1]}, "moe_topk differs between layers"),
         ("hunyuan_v1_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
@@ -647,6 +696,8 @@ FIELDS = (
     "moe_layer_end_index",
     "moe_layer_interval",
     "moe_num_shared_experts",
+    *DEEPSEEK,
+    "mlp_layer_types",
     "rotary_dim",
     "moe_topk",
     "num_shared_expert",

@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral3": {},
     "gpt_oss": {},
     "granitemoe": {},
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse"] * 3},
 }
 CPU = torch.device("cpu")
 #: Their norms of queries and keys are kept in f32.
@@ -106,6 +107,15 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(make_model: Any, tmp_p
     assert facts.projection_bytes == 2 * (attention + experts)
     biases, router, gate, norms = 64 + 2 * 32, 6 * 64, 64, 2 * 64
     assert facts.layer_bytes == facts.projection_bytes + 2 * (biases + router + gate + norms)
+
+
+def test_latents_are_what_a_token_keeps(make_model: Any, tmp_path: Path) -> None:
+    facts = ModelFolder.open(make_model(tmp_path, "deepseek_v3")).placement_facts("m")
+    assert facts.kv_bytes == 2 * (16 + 48) * 4
+    down, queries, output = (24 + 48 + 16) * 64, 4 * (16 + 16) * 24, 64 * 4 * 12
+    # Keys' and values' projection stays wide.
+    assert facts.projection_bytes == 4 * (down + queries + output + 9 * 3 * 32 * 64)
+    assert facts.widest == 2 * 96 * 64
 
 
 def test_unlike_layers_are_counted_as_the_largest_and_shared_experts_too(

@@ -105,6 +105,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": False,
         },
     ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "deepseek_v3 without query latents": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "rope_interleave": False},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {"attention_bias": True}),
     "dots1": ("dots1", {}),
     "dots1 windowed": (
         "dots1",
@@ -184,6 +204,7 @@ KINDS = (
     "qwen2_moe",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gemma2",
     "gemma3 scaled",
     "gpt_oss",

@@ -67,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("qwen2", {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8 in blocks": ("qwen3", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
     "fp8 of shared experts": ("glm4_moe", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+    "fp8 of latents": ("glm4_moe_lite", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
     "fp8 of MiniMax": ("minimax_m2", {"quant_method": "fp8", "weight_block_size": [32, 32]}),
     "fp8 in blocks that don't divide": (
         "llama",

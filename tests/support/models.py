@@ -26,6 +26,15 @@ GRANITE_FACTORS = {
     "residual_multiplier": 0.22,
     "logits_scaling": 0.1,
 }
+#: Latent attention; heads have no other size.
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
 #: What small models of a family have beside what all have.
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 12},
@@ -60,6 +69,21 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
         "attention_bias": True,
+    },
+    "deepseek_v3": {
+        **LATENT,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "glm4_moe_lite": {
+        **LATENT,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
     },
     "dots1": {
         "n_routed_experts": 8,

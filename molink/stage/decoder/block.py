@@ -11,6 +11,7 @@ from molink.checkpoint.experts import ExpertsConfig
 from molink.checkpoint.tensor_layout import SINKS_NAME, attention_projections, mlp_projections
 from molink.stage.attention.base import LayerAttention
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp
+from molink.stage.decoder.latent import load_latent_attention
 from molink.stage.decoder.mlp import BoundedGate, ExpertMlp, GatedMlp, Mlp, SharedExpertMlp
 from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm, QueryKeyNorm
 from molink.stage.decoder.operators import AppendHeads, RowOperators
@@ -119,6 +120,7 @@ def load_block(
             return IdentityNorm(otherwise)
         return operators.norm(reader.read_tensors(f"{prefix}{name}.weight"))
 
+    qkv, output = _load_attention(reader, config, prefix)
     return DecoderBlock(
         index=index,
         heads=config.heads,
@@ -127,18 +129,29 @@ def load_block(
         rope=config.rope_index(layer),
         scale=config.residual_scale,
         input_norm=norm(config.norms.before_attention),
-        qkv=reader.load_projection(
-            [prefix + name for name in attention_projections(config)], config.attention_bias
-        ),
+        qkv=qkv,
         qk_norm=_load_qk_norm(reader, config, prefix),
         sinks=reader.read_tensors(prefix + SINKS_NAME).float() if config.sinks else None,
-        output=reader.load_projection([f"{prefix}self_attn.o_proj"], config.output_bias),
+        output=output,
         post_attention_norm=norm(config.norms.after_attention),
         mlp_norm=norm(config.norms.before_mlp),
         mlp=_load_mlp(reader, config, operators, layer, prefix),
         post_mlp_norm=norm(config.norms.after_mlp, residual_dtype(reader.dtype)),
         add_residual=operators.add_residual,
         append_heads=operators.append_heads,
+    )
+
+
+def _load_attention(
+    reader: WeightReader, config: ModelConfig, prefix: str
+) -> tuple[Projection, Projection]:
+    """Load the projections of rows to heads, and of attended heads to rows."""
+    if config.latent is not None:
+        return load_latent_attention(reader, config, config.latent, prefix)
+    names = [prefix + name for name in attention_projections(config)]
+    return (
+        reader.load_projection(names, config.attention_bias),
+        reader.load_projection([f"{prefix}self_attn.o_proj"], config.output_bias),
     )
 
 

@@ -1,0 +1,114 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1), attended in latent space.
+
+A head's key is a product of a row's latents, so its score with a query is that of the latents with
+the query times the same matrix, transposed (the paper's "absorption"). The KV cache holds the
+latents and one rotated key for all heads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.tensor_layout import (
+    KEY_NORM_NAME,
+    KEY_VALUE_NAME,
+    QUERY_NAME,
+    QUERY_NORM_NAME,
+    latent_projections,
+)
+from molink.checkpoint.traits import LatentShape
+from molink.stage.decoder.norm import Float32RmsNorm
+from molink.stage.linear import Projection
+from molink.stage.weights.weight_reader import WeightReader
+
+#: Of norms of latents, whatever the config says of others.
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Projects rows to heads ``[T, (heads + 2) * (rope_dim + rank)]``: queries, a key, a value.
+
+    Each begins with what is rotated, which the value has as zeros. ``down`` projects to queries, or
+    to their latents, and to the key's; ``query_up`` from the former to queries. ``key_up`` is
+    ``[heads, plain_dim, rank]``.
+    """
+
+    shape: LatentShape
+    down: Projection
+    query_norm: Float32RmsNorm | None
+    query_up: Projection | None
+    key_norm: Float32RmsNorm
+    key_up: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        shape, (heads, _, rank) = self.shape, self.key_up.shape
+        both = self.down(rows)
+        first, latents, turned = both.split(
+            (both.shape[1] - rank - shape.rope_dim, rank, shape.rope_dim), dim=-1
+        )
+        if self.query_norm is not None and self.query_up is not None:
+            first = self.query_up(self.query_norm(first))
+        queries = first.reshape(len(rows), heads, -1)
+        made = rows.new_zeros(len(rows), heads + 2, shape.rope_dim + rank)
+        made[:, :heads, : shape.rope_dim] = queries[..., shape.plain_dim :]
+        plain = queries[..., : shape.plain_dim].transpose(0, 1)
+        made[:, :heads, shape.rope_dim :] = torch.bmm(plain, self.key_up).transpose(0, 1)
+        made[:, heads, : shape.rope_dim] = turned
+        made[:, heads:, shape.rope_dim :] = self.key_norm(latents).unsqueeze(1)
+        return made.flatten(1)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.down, self.query_norm, self.query_up, self.key_norm, self.key_up)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentOutput:
+    """Projects attended heads ``[T, heads * (rope_dim + rank)]`` to values, and these to rows.
+
+    ``value_up`` is ``[heads, rank, value_dim]``.
+    """
+
+    value_up: Tensor
+    output: Projection
+
+    def __call__(self, attended: Tensor) -> Tensor:
+        heads, rank, _ = self.value_up.shape
+        latents = attended.view(len(attended), heads, -1)[..., -rank:].transpose(0, 1)
+        return self.output(torch.bmm(latents, self.value_up).transpose(0, 1).flatten(1))
+
+    @property
+    def nbytes(self) -> int:
+        return self.value_up.nbytes + self.output.nbytes
+
+
+def load_latent_attention(
+    reader: WeightReader, config: ModelConfig, shape: LatentShape, prefix: str
+) -> tuple[LatentHeads, LatentOutput]:
+    """Load a layer's projections; ``prefix`` is that of its tensors."""
+
+    def norm(name: str) -> Float32RmsNorm:
+        weight = reader.read_tensors(f"{prefix}{name}.weight", dtype=torch.float32)
+        return Float32RmsNorm(weight, _NORM_EPS, reader.dtype)
+
+    both = reader.read_tensors(f"{prefix}{KEY_VALUE_NAME}.weight")
+    key_up, value_up = both.view(config.heads, -1, shape.rank).split(
+        (shape.plain_dim, shape.value_dim), dim=1
+    )
+    has_latent_query = bool(shape.query_rank)
+    heads = LatentHeads(
+        shape=shape,
+        down=reader.load_projection(
+            [prefix + name for name in latent_projections(shape)], config.attention_bias
+        ),
+        query_norm=norm(QUERY_NORM_NAME) if has_latent_query else None,
+        query_up=reader.load_projection([prefix + QUERY_NAME], False) if has_latent_query else None,
+        key_norm=norm(KEY_NORM_NAME),
+        key_up=key_up.contiguous(),
+    )
+    output = reader.load_projection([f"{prefix}self_attn.o_proj"], config.output_bias)
+    return heads, LatentOutput(value_up.transpose(1, 2).contiguous(), output)
