@@ -18,6 +18,7 @@ from molink.checkpoint.tensor_layout import (
     layer_tensors,
 )
 from molink.facts.dtypes import DTYPE_SIZES, KV_SCALE_BYTES, OUTPUT_MULTIPLE, narrow_dtype
+from molink.facts.kernels import MAX_KERNEL_HEAD_DIM
 from molink.facts.model import BlockWeights, ModelFacts, NarrowWeights, Quantize
 from molink.gguf.block_formats import fits_planes, fits_rows, resident_bytes
 from molink.gguf.ggml_types import find_packed
@@ -55,6 +56,7 @@ def model_facts(
         row_elements=_row_elements(config, inner),
         hidden=config.hidden_size,
         score_heads=config.heads if config.attention_softcap or config.sinks else 0,
+        large_heads=config.heads if config.head_dim > MAX_KERNEL_HEAD_DIM else 0,
         vocabulary=config.vocab_size,
         tied=config.tied_embeddings,
         quantized=config.quantized,

@@ -161,9 +161,10 @@ class Footprint:
         row = facts.row_elements * element + 2 * facts.hidden * DTYPE_SIZES["f32"]
         if mode == "int8" and facts.hidden and not in_planes:
             row += facts.widest // facts.hidden * _PRODUCT_BYTES
-        scores = facts.score_heads * _SCORE_BYTES
-        logit_rows = load.max_decode_rows + 1 + GRAPH_LOGIT_ROWS * (target.kind == "cuda")
-        cuda, copies = target.kind == "cuda", not target.reads_pages
+        cuda = target.kind == "cuda"
+        reads_pages = target.reads_pages and not facts.large_heads
+        scores = max(facts.score_heads, facts.large_heads * cuda) * _SCORE_BYTES
+        logit_rows = load.max_decode_rows + 1 + GRAPH_LOGIT_ROWS * cuda
         copied = token = scaled(facts.kv_bytes)
         if target.kv_cache_dtype == "int8":
             row += facts.kv_bytes // facts.element_bytes * _KV_CODE_BYTES
@@ -177,10 +178,10 @@ class Footprint:
             shared_bytes=first if facts.tied else 0,
             token_bytes=token,
             max_model_len=facts.max_model_len,
-            step_bytes=rows * row + unpacked + PAGED_BYTES * target.reads_pages,
+            step_bytes=rows * row + unpacked + PAGED_BYTES * reads_pages,
             logits_bytes=logit_rows * facts.vocabulary * (element + LOGIT_BYTES),
-            attention_copy_bytes=_PADDING_FACTOR * (copied + element + scores) * copies,
-            mask_bytes=load.max_chunk_rows * (element + 1 + scores) * copies,
+            attention_copy_bytes=_PADDING_FACTOR * (copied + element + scores) * (not reads_pages),
+            mask_bytes=load.max_chunk_rows * (element + 1 + scores) * (not reads_pages),
             layer_graph_bytes=GRAPH_BYTES * cuda,
             graph_bytes=(GRAPH_POOL_BYTES + load.max_decode_rows * row) * cuda,
         )

@@ -1,4 +1,4 @@
-"""Names of kernels, as users see them."""
+"""Names of kernels, as users see them, and a bound of theirs."""
 
 from typing import Literal
 
@@ -26,6 +26,8 @@ KernelName = Literal[
     "torch-rows",
 ]
 
+#: Largest heads of attention's kernels on GPUs; larger ones (latent attention) are gathered.
+MAX_KERNEL_HEAD_DIM = 256
 #: Products of quantized weights and rows rounded to 8 bits.
 INTEGER_KERNELS: tuple[KernelName, ...] = (
     "int8-rows",

@@ -85,6 +85,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     hidden: Count = 0
     #: Heads with capped scores (Gemma 2), for which attention keeps all scores.
     score_heads: Count = 0
+    #: Heads that are too large for a GPU's kernels, so that it copies pages and keeps all scores.
+    large_heads: Count = 0
     vocabulary: Count = 0
     #: The output head is the embedding: a stage with both ends holds it once.
     tied: bool = False

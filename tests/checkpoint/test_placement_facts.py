@@ -118,6 +118,20 @@ def test_latents_are_what_a_token_keeps(make_model: Any, tmp_path: Path) -> None
     assert facts.widest == 2 * 96 * 64
 
 
+def test_heads_too_large_for_kernels_keep_scores_on_gpus(make_model: Any, tmp_path: Path) -> None:
+    usual, large = (
+        ModelFolder.open(
+            make_model(tmp_path / str(rank), "glm4_moe_lite", kv_lora_rank=rank)
+        ).placement_facts("m")
+        for rank in (48, 256)
+    )
+    assert (usual.large_heads, large.large_heads) == (0, 4)
+    for kind, scores in (("cpu", 0), ("cuda", 4)):
+        need = Footprint.of_stage(large, StageSetup(kind, reads_pages=True))
+        assert need.attention_copy_bytes == 2 * (large.kv_bytes + 4 + 8 * scores)
+    assert Footprint.of_stage(usual, StageSetup("cuda", reads_pages=True)).mask_bytes == 0
+
+
 def test_unlike_layers_are_counted_as_the_largest_and_shared_experts_too(
     make_model: Any, tmp_path: Path
 ) -> None:

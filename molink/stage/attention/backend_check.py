@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from molink.facts.kernels import MAX_KERNEL_HEAD_DIM
 from molink.stage.attention.base import AttentionBackend, AttentionShape
 from molink.stage.attention.compiled import CompiledAttention, compile_attention
 from molink.stage.attention.flash import PAGE_MULTIPLE, FlashAttention, find_kernel
@@ -74,6 +75,8 @@ def create_checked_triton(
     """Return the backend, or ``None`` and the reason why it can't be used."""
     if device.type != "cuda" and not is_interpreted():
         return None, "it needs a CUDA device"
+    if shape.head_dim > MAX_KERNEL_HEAD_DIM:
+        return None, f"heads of {shape.head_dim} dimensions don't fit its tiles"
     problem = find_triton_problem()
     if problem:
         return None, f"Triton can't be used: {problem}"

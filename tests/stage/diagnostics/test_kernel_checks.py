@@ -522,7 +522,7 @@ def test_experts_are_multiplied_at_once_only_where_that_is_right(
     assert proof._find_failing((trial,), checks, repr(shapes), (), card) == ["grouped-experts"]
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "glm4", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4", "gemma2", "mixtral", "glm4_moe_lite"])
 def test_models_of_all_kinds_pass_kernel_checks(
     make_model: MakeModel, tmp_path: Path, family: str
 ) -> None:

@@ -263,6 +263,8 @@ FAMILIES = (
     "llama",
     "qwen3",
     "qwen2_moe",
+    "hunyuan_v1_dense",
+    "glm4_moe_lite",
     "qwen3_moe",
     "gemma2",
     "gemma3_text",
