@@ -46,9 +46,8 @@ class LatentHeads:
     def __call__(self, rows: Tensor) -> Tensor:
         shape, (heads, _, rank) = self.shape, self.key_up.shape
         both = self.down(rows)
-        first, latents, turned = both.split(
-            (both.shape[1] - rank - shape.rope_dim, rank, shape.rope_dim), dim=-1
-        )
+        first, second = both[:, : -rank - shape.rope_dim], both[:, -rank - shape.rope_dim :]
+        latents, turned = second[:, :rank], second[:, rank:]
         if self.query_norm is not None and self.query_up is not None:
             first = self.query_up(self.query_norm(first))
         queries = first.reshape(len(rows), heads, -1)
@@ -68,7 +67,7 @@ class LatentHeads:
 
 @dataclass(frozen=True, slots=True)
 class LatentOutput:
-    """Projects attended heads ``[T, heads * (rope_dim + rank)]`` to values, and these to rows.
+    """Projects attended heads, rows ``[T, heads * (rope_dim + rank)]``, to values and to rows.
 
     ``value_up`` is ``[heads, rank, value_dim]``.
     """
@@ -76,9 +75,9 @@ class LatentOutput:
     value_up: Tensor
     output: Projection
 
-    def __call__(self, attended: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         heads, rank, _ = self.value_up.shape
-        latents = attended.view(len(attended), heads, -1)[..., -rank:].transpose(0, 1)
+        latents = rows.view(len(rows), heads, -1)[..., -rank:].transpose(0, 1)
         return self.output(torch.bmm(latents, self.value_up).transpose(0, 1).flatten(1))
 
     @property
@@ -96,9 +95,8 @@ def load_latent_attention(
         return Float32RmsNorm(weight, _NORM_EPS, reader.dtype)
 
     both = reader.read_tensors(f"{prefix}{KEY_VALUE_NAME}.weight")
-    key_up, value_up = both.view(config.heads, -1, shape.rank).split(
-        (shape.plain_dim, shape.value_dim), dim=1
-    )
+    of_heads = both.view(config.heads, -1, shape.rank)
+    key_up, value_up = of_heads[:, : shape.plain_dim], of_heads[:, shape.plain_dim :]
     has_latent_query = bool(shape.query_rank)
     heads = LatentHeads(
         shape=shape,
