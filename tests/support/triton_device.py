@@ -5,6 +5,7 @@
 
 import inspect
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ def _hasten_interpreter() -> None:
 
     interpreter._patch_lang = _PatchOnce((tl, tl.core), interpreter._patch_lang)
     # Integer arithmetic isn't checked for overflow, as it isn't on a GPU.
+    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 

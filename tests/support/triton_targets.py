@@ -2,9 +2,10 @@
 
 Run as ``python -m tests.support.triton_targets [--all] MODULE …`` in a process without Triton's
 interpreter. Each module has ``LAUNCHES``: functions without arguments that launch kernels with
-tensors on the CPU. Nothing is launched; what would be is compiled, down to machine code, for the
-devices of :data:`TARGETS`: every launch for the oldest and the newest, and for those between
-(without ``--all``) one launch of each kernel. Prints a line of JSON per kernel and device.
+tensors on the CPU. Nothing is launched; what would be is compiled, down to machine code. With
+``--all`` that is every launch for all :data:`TARGETS`, otherwise one of each kernel for the oldest
+and the newest device, and every fourth launch for one device, in turn. Prints a line of JSON per
+kernel and device.
 """
 
 import importlib
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import cycle, product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -113,13 +115,16 @@ def main() -> None:
     modules = [argument for argument in sys.argv[1:] if argument != "--all"]
     launches = [launch for name in modules for launch in importlib.import_module(name).LAUNCHES]
     recorded, seen = record_launches(launches), set[str]()
-    one_each = list({launch.kernel: launch for launch in recorded}.values())
-    ends = (min(TARGETS), max(TARGETS))
-    for capability in TARGETS:
-        for launch in recorded if capability in ends or "--all" in sys.argv else one_each:
-            made = compile_launch(launch, capability, seen)
-            if made is not None:
-                print(json.dumps(made), flush=True)
+    if "--all" in sys.argv:
+        wanted = list(product(recorded, TARGETS))
+    else:
+        one_each = {launch.kernel: launch for launch in recorded}.values()
+        wanted = list(product(one_each, (min(TARGETS), max(TARGETS))))
+        wanted += zip(recorded[::4], cycle(TARGETS), strict=False)
+    for launch, capability in wanted:
+        made = compile_launch(launch, capability, seen)
+        if made is not None:
+            print(json.dumps(made), flush=True)
 
 
 if __name__ == "__main__":

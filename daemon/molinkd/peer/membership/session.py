@@ -190,6 +190,8 @@ class CoordinatorSession:
             self._on_refused(reason)
 
     def _handle_message(self, message: ControlMessage, payload: memoryview | None) -> None:
+        if not self._client.is_connected:
+            return  # came over a connection that was replaced
         match message:
             case LeaderHeartbeat():
                 self._check_version(PeerVersion(message.version, message.protocol))

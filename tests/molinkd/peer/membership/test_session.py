@@ -252,6 +252,18 @@ async def test_an_ignored_coordinator_with_a_higher_term_is_reconnected(
     await session.close()
 
 
+async def test_a_welcome_of_a_replaced_connection_is_ignored(net: Net) -> None:
+    coordinator, recorder = FakeCoordinator(net), []
+    session = make_session(net, net.member(), coordinator.server.port, recorder)
+    session.start()
+    await net.until(lambda: session.is_welcomed)
+    session._client._on_disconnected()
+    session._handle_message(Welcome(swarm="s", peer="pc"), None)
+    assert not session.is_welcomed
+    assert recorder == ["welcome", "cut"]
+    await session.close()
+
+
 async def test_it_reconnects(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "REPORT_INTERVAL_S", 0.05)
     coordinator, recorder = FakeCoordinator(net), []
