@@ -216,7 +216,7 @@ def test_a_tensor_of_another_architecture_is_refused(folder: Path, tmp_path: Pat
         unpack(path, tmp_path / "into")
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_bytes_are_a_model_or_refused(
     whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

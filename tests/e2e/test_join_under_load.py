@@ -16,7 +16,7 @@ from tests.support.processes import Process, Tools
 
 STREAMS = 3
 #: Tokens of a stream; times between two, of all streams, that are waited for.
-TOKENS, AGAIN = 100, 120
+TOKENS, AGAIN = 60, 60
 #: Stages that compute as fast as they can leave little to the PC that joins.
 PACED = "tests.support.slow_stages"
 

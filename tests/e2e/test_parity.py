@@ -30,7 +30,7 @@ PROMPTS = [
     "thanks, bye",
     "asdf qwer zxcv 1234 !?",
 ]
-TOKENS = 96
+TOKENS = 48
 
 
 @pytest.fixture(scope="module")

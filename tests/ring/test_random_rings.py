@@ -686,7 +686,7 @@ def every_request_gets_its_own_tokens(
     ring.drain(rng.choice)
 
 
-test_every_request_gets_its_own_tokens = settings(max_examples=100)(
+test_every_request_gets_its_own_tokens = settings(max_examples=50)(
     ANY_RING(every_request_gets_its_own_tokens)
 )
 test_every_request_gets_its_own_tokens_in_many_more_rings = pytest.mark.slow(

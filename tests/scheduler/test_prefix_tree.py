@@ -127,7 +127,7 @@ def common(one: list[int], other: list[int]) -> int:
     tokens=st.lists(st.integers(0, 2), max_size=14),
     data=st.data(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_match_is_the_longest_prefix(
     sequences: list[list[int]], tokens: list[int], data: st.DataObject
 ) -> None:

@@ -140,7 +140,7 @@ class _Crowd:
     peers=("d", "d"),
     cache=True,
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_short_request_starts_within_the_bound(
     policy: str,
     mode: PreemptionMode,

@@ -263,7 +263,7 @@ def test_a_dropped_probe_causes_a_timeout(name: str) -> None:
 
 
 @CONTROLLED
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     messages=st.lists(
         st.tuples(st.integers(1, 400_000), st.floats(0.0, 0.5)), min_size=1, max_size=15

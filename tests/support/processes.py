@@ -1,7 +1,9 @@
 """Swarms of real processes with separate state folders and ports."""
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,8 +30,11 @@ ROOT = Path(molink.__file__).parents[1]
 ROOTS = (ROOT, Path(molinkd.__file__).parents[1])
 #: How long what is started may take, in seconds; more where processes start slowly, as under Wine.
 START_S = float(os.environ.get("PATIENCE_S", "100"))
+#: Names this run of the tests, also in its other processes.
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")
 #: What was measured of this PC by processes that have ended.
-_MEASURED = tempfile.TemporaryDirectory(prefix="molink-measured-")
+_MEASURED = Path(tempfile.gettempdir()) / f"molink-measured-{_RUN}"
+atexit.register(shutil.rmtree, _MEASURED, ignore_errors=True)
 
 
 class Process:
@@ -122,13 +127,13 @@ def restore_measurements(home: Home) -> None:
     """
     for kind, one in (("pc", home), ("demo", home.demo_home(1))):
         if not one.device.exists():
-            copy_measurements(Home(Path(_MEASURED.name) / kind), one)
+            copy_measurements(Home(_MEASURED / kind), one)
 
 
 def save_measurements(home: Home) -> None:
     """Keep what was measured in ``home`` for :func:`restore_measurements`."""
     for kind, one in (("pc", home), ("demo", home.demo_home(1))):
-        copy_measurements(one, Home(Path(_MEASURED.name) / kind))
+        copy_measurements(one, Home(_MEASURED / kind))
 
 
 def environment(home: Path) -> dict[str, str]:

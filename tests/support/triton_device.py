@@ -51,7 +51,11 @@ def _hasten_interpreter() -> None:
 
     interpreter._patch_lang = _PatchOnce((tl, tl.core), interpreter._patch_lang)
     # Integer arithmetic isn't checked for overflow, as it isn't on a GPU.
-    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
+    numpy_type = interpreter._get_np_dtype
+    of_scalar = cache(numpy_type)
+    interpreter._get_np_dtype = lambda kind: (
+        of_scalar(kind.scalar) if type(kind.scalar) is tl.dtype else numpy_type(kind)
+    )
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 

@@ -13,7 +13,7 @@ from molink.text.detokenizer import Detokenizer, IncrementalDetokenizer, WindowD
 from molink.text.token_pieces import create_token_pieces
 
 _SETTINGS = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 _CHARS = st.one_of(
     st.characters(exclude_categories=["Cs"]),

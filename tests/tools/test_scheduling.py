@@ -79,6 +79,7 @@ def test_short_prompt_overtakes_long_one() -> None:
         assert row["long_by_alone"] < 1.1
 
 
+@pytest.mark.slow
 def test_proactive_swapping_shortens_waits(tmp_path: Path) -> None:
     """Reactive copies make steps wait longer; neither mode recomputes."""
     card = Path(__file__).parents[2] / "configs" / "devices" / "rtx4090.toml"

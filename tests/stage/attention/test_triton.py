@@ -112,7 +112,7 @@ requests = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(
     mix=requests,
     block_size=st.sampled_from([1, 3, 4, 16, 64]),

@@ -141,7 +141,7 @@ def test_few_and_many_rows(form: BlockFormat) -> None:
         assert (found - exact[:count]).abs().max() < 1e-5 * exact.abs().max()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     form=st.sampled_from(FORMATS),
     rows=st.integers(1, 64),

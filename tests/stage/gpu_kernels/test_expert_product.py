@@ -91,6 +91,7 @@ def list_tiles(tiles: ExpertTiles) -> list[tuple[int, list[int]]]:
     ]
 
 
+@settings(max_examples=15)
 @given(
     count=st.integers(1, 40),
     rows=st.integers(0, 50),
@@ -119,6 +120,7 @@ def test_pairs_are_sorted_and_cut_by_expert(
     assert len(list_tiles(tiles)) == least <= tiles.tiles.shape[1]
 
 
+@settings(max_examples=15)
 @given(
     count=st.integers(1, 70),
     rows=st.integers(0, 9),
@@ -209,7 +211,7 @@ def test_corrected_experts_of_the_best_groups_are_chosen_as_by_torch(
         torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     name=st.sampled_from(list(FORMATS)),
     count=st.integers(1, 7),
@@ -324,7 +326,7 @@ def make_mixtures(
     return grouped, ExpertMlp(Router(router, routing), experts)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     count=st.integers(1, 9),
     top_k=st.integers(1, 8),

@@ -36,7 +36,7 @@ from tests.support.triton_device import DEVICE, needs_triton
 pytestmark = needs_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-few_examples = settings(max_examples=8)
+few_examples = settings(max_examples=5)
 
 
 def noise(*size: int, seed: int, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from unittest import mock
 
 import torch
 
+from molink.checkpoint.experts import Routing
 from molink.gguf.block_formats import BLOCK_FORMATS, E2M1_VALUES, BlockFormat
 from molink.stage.gpu_kernels import block_product
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
@@ -29,6 +30,21 @@ _SHAPES = (
     (8, 2, 512, torch.bfloat16),
     (8, 2, 512, torch.float32),
 )
+#: Of Qwen 3, gpt-oss and DeepSeek V3.
+_ROUTINGS = (
+    Routing(num_experts=128, top_k=8, renormalize=True),
+    Routing(num_experts=32, top_k=4, renormalize=True),
+    Routing(
+        num_experts=256,
+        top_k=8,
+        renormalize=True,
+        scoring="sigmoid",
+        is_corrected=True,
+        groups=8,
+        top_groups=4,
+        scale=2.5,
+    ),
+)
 
 
 def _multiply(
@@ -51,10 +67,13 @@ def _multiply_plainly(form: BlockFormat | None, rows: int) -> None:
         _multiply(form, 2048, 8, 2, rows, torch.float16)
 
 
-def _route(experts: int, top_k: int, rows: int, dtype: torch.dtype, bounded: bool) -> None:
-    weights, _ = choose_experts(torch.empty(rows, experts, dtype=dtype), top_k, True)
-    products = torch.empty(rows * top_k, 2048, dtype=dtype)
-    add_experts(products, weights, torch.empty(rows * top_k, 1) if bounded else None)
+def _route(routing: Routing, dtype: torch.dtype, bounded: bool) -> None:
+    correction = torch.empty(routing.num_experts) if routing.is_corrected else None
+    kind = torch.float32 if routing.is_corrected else dtype
+    logits = torch.empty(3, routing.num_experts, dtype=kind)
+    weights, _ = choose_experts(logits, routing, correction)
+    products = torch.empty(3 * routing.top_k, 2048, dtype=dtype)
+    add_experts(products, weights, torch.empty(len(products), 1) if bounded else None)
 
 
 LAUNCHES = [
@@ -65,6 +84,7 @@ LAUNCHES = [
     partial(_multiply, BLOCK_FORMATS["q4_k"], 2048, *_SHAPES[0]),
     partial(_multiply, BLOCK_FORMATS["q6_k"], 2048, *_SHAPES[2]),
     partial(_multiply, BLOCK_FORMATS["q8_0"], 2048, *_SHAPES[3]),
-    partial(_route, 128, 8, 3, torch.bfloat16, False),
-    partial(_route, 32, 4, 3, torch.float16, True),
+    partial(_route, _ROUTINGS[0], torch.bfloat16, False),
+    partial(_route, _ROUTINGS[1], torch.float16, True),
+    partial(_route, _ROUTINGS[2], torch.bfloat16, False),
 ]

@@ -225,7 +225,7 @@ class World:
 
 
 @given(st.lists(steps, min_size=5, max_size=40))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_invariants_hold_for_any_history(kit: Kit, plan: list[Any]) -> None:
     world = World(kit)
     for name in "abc":

@@ -305,7 +305,7 @@ _EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(st.lists(_EVENTS, max_size=40))
 def test_invariants_hold_for_any_events(events: list[tuple]) -> None:
     """Bounds hold, and every live peer that was told of a relay is told of its end."""

@@ -380,7 +380,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(events, st.sampled_from([0.0, 0.1, 5.0, 100.0])), max_size=60))
 def test_only_a_shown_code_admits(
     steps: list[tuple[PairingEvent, float]],

@@ -325,7 +325,7 @@ runners = st.lists(
 
 
 @given(runners, st.integers(1, 7), st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_split_is_optimal(runners: list[StageHost], layers: int, opens: bool, closes: bool) -> None:
     gap = Gap(0, layers, opens, closes)
     found = split_gaps([gap], runners)
@@ -367,7 +367,7 @@ models = st.builds(
 
 
 @given(swarms, models, st.sampled_from(["auto", "f32", "bf16"]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_placement_covers_the_model_within_memory(
     swarm: list[tuple[int, float, str, bool, bool]], model: ModelFacts, dtype: str
 ) -> None:

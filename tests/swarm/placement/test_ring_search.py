@@ -100,7 +100,7 @@ def tasks(draw: st.DrawFn) -> RingTask:
 
 
 @given(tasks(), st.integers(1, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_ring_is_optimal(task: RingTask, least: int) -> None:
     everything = exhaustive(task)
     found = search_ring(task, least, slack=0.0)
