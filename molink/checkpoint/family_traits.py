@@ -319,6 +319,7 @@ def deepseek_v3(fields: ConfigFields, layers: int) -> FamilyTraits:
         rope_dim=fields.get_integer("qk_rope_head_dim", 64, _MAX_LATENT),
         plain_dim=fields.get_integer("qk_nope_head_dim", 128, _MAX_LATENT),
         value_dim=fields.get_integer("v_head_dim", 128, _MAX_LATENT),
+        is_split=fields.get_boolean("split_kv_b_proj", False),  # from a GGUF file
     )
     heads = fields.get_integer("num_attention_heads", maximum=_MAX_HEADS)
     biased = fields.get_boolean("attention_bias", False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from molink.checkpoint.config_fields import ConfigFields
-from molink.checkpoint.quantized_size import WIDE_SUFFIX, is_quantizable
+from molink.checkpoint.quantized_size import WIDE_SUFFIXES, is_quantizable
 from molink.checkpoint.safetensors_header import FLOAT_DTYPES, TensorRequirement, TensorSpec
 from molink.checkpoint.stacked_experts import MXFP4_BLOCK, find_stack
 from molink.errors import BrokenModel, UnsupportedModel
@@ -179,7 +179,7 @@ class LowBitScheme:
 
 def can_be_low_bit(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor may be stored in a low-bit scheme."""
-    return is_quantizable(name, shape) or name.endswith(WIDE_SUFFIX)
+    return is_quantizable(name, shape) or name.endswith(WIDE_SUFFIXES)
 
 
 def _sibling_name(name: str, end: str) -> str:

@@ -11,6 +11,8 @@ SINKS_NAME = "self_attn.sinks"
 #: Latent attention: norms of latents, and projections from these.
 QUERY_NORM_NAME, KEY_NORM_NAME = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 QUERY_NAME, KEY_VALUE_NAME = "self_attn.q_b_proj", "self_attn.kv_b_proj"
+#: The latter as two tensors.
+KEY_NAME, VALUE_NAME = "self_attn.k_b_proj", "self_attn.v_b_proj"
 
 TensorShapes = dict[str, tuple[int, ...]]
 #: Projection (without ``.weight``) → shape ``[out, in]``, and whether it has a bias.
@@ -87,11 +89,16 @@ def _latent_tensors(config: ModelConfig, latent: LatentShape) -> _Projections:
     made: _Projections = {
         query: ((latent.query_rank or queries, hidden), biased),
         key: ((latent.rank + latent.rope_dim, hidden), biased),
-        KEY_VALUE_NAME: ((heads * (latent.plain_dim + latent.value_dim), latent.rank), False),
         "self_attn.o_proj": ((hidden, heads * latent.value_dim), config.output_bias),
     }
     if latent.query_rank:
         made[QUERY_NAME] = (queries, latent.query_rank), False
+    if latent.is_split:
+        made[KEY_NAME] = (heads * latent.rank, latent.plain_dim), False
+        made[VALUE_NAME] = (heads * latent.value_dim, latent.rank), False
+    else:
+        rows = heads * (latent.plain_dim + latent.value_dim)
+        made[KEY_VALUE_NAME] = (rows, latent.rank), False
     return made
 
 

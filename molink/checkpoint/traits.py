@@ -37,7 +37,8 @@ class LatentShape:
 
     Keys and values of all heads come from ``rank`` numbers of a row, queries from ``query_rank``
     (0: from the row itself). Each head has ``plain_dim`` dimensions of query and key, besides
-    ``rope_dim`` that are rotated, of one key for all heads; and ``value_dim`` of values.
+    ``rope_dim`` that are rotated, of one key for all heads; and ``value_dim`` of values. If it
+    ``is_split``, projections to keys (transposed) and to values are two tensors.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class LatentShape:
     rope_dim: int
     plain_dim: int
     value_dim: int
+    is_split: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

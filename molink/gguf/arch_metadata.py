@@ -31,6 +31,11 @@ class ArchMetadata:
                 f"{self.draft_layers} leave none of {self._blocks} layers"
             )
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether the model has latent attention."""
+        return self.has_key("attention.kv_lora_rank")
+
     def full_key(self, key: str) -> str:
         return f"{self._name}.{key}"
 

@@ -52,9 +52,24 @@ def read_vocab_size(file: GgufFile) -> int:
 
 
 def _base_config(about: ArchMetadata) -> dict[str, Any]:
-    layers = about.layers
-    hidden = about.get_integer("embedding_length")
-    heads = about.get_uniform("attention.head_count")
+    context = about.get_integer("context_length")
+    return {
+        "vocab_size": read_vocab_size(about.file),
+        "hidden_size": about.get_integer("embedding_length"),
+        "num_hidden_layers": about.layers,
+        "num_attention_heads": about.get_uniform("attention.head_count"),
+        **({} if about.is_latent else _head_config(about)),
+        "intermediate_size": about.get_uniform("feed_forward_length"),
+        "rms_norm_eps": about.get_number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": context,
+        "tie_word_embeddings": "output.weight" not in about.file.tensors,
+        "torch_dtype": _find_dtype(about.file.tensors),
+        **_rope_config(about, context),
+    }
+
+
+def _head_config(about: ArchMetadata) -> dict[str, Any]:
+    hidden, heads = about.get_integer("embedding_length"), about.get_uniform("attention.head_count")
     head_dim = about.get_integer("attention.key_length", max(1, hidden // heads))
     rotary = about.get_integer("rope.dimension_count", head_dim)
     if rotary > head_dim or (hidden % heads and not about.has_key("attention.key_length")):
@@ -70,21 +85,10 @@ def _base_config(about: ArchMetadata) -> dict[str, Any]:
             "keys, which is not supported"
         )
     key_heads = "attention.head_count_kv"
-    context = about.get_integer("context_length")
     return {
-        "vocab_size": read_vocab_size(about.file),
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
         "num_key_value_heads": about.get_uniform(key_heads) if about.has_key(key_heads) else heads,
         "head_dim": head_dim,
-        "intermediate_size": about.get_uniform("feed_forward_length"),
-        "rms_norm_eps": about.get_number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": context,
-        "tie_word_embeddings": "output.weight" not in about.file.tensors,
-        "torch_dtype": _find_dtype(about.file.tensors),
         "partial_rotary_factor": rotary / head_dim,
-        **_rope_config(about, context),
     }
 
 
@@ -145,4 +149,8 @@ def _yarn_config(about: ArchMetadata) -> dict[str, Any]:
         for theirs, ours in names.items()
         if about.has_key(f"rope.scaling.yarn_{theirs}")
     }
-    return {**found, "mscale": 1.0} if "mscale_all_dim" in found else found
+    if "mscale_all_dim" not in found:
+        return found
+    # llama.cpp's converter writes a tenth of it in this architecture only.
+    scale = 10.0 if about.is_latent else 1.0
+    return {**found, "mscale": 1.0, "mscale_all_dim": scale * found["mscale_all_dim"]}

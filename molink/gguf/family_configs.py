@@ -200,6 +200,39 @@ def _hunyuan_moe_config(about: ArchMetadata) -> dict[str, Any]:
     }
 
 
+def _deepseek2_config(about: ArchMetadata) -> dict[str, Any]:
+    """DeepSeek V3 and GLM-4.7-Flash; V2, which has the same name, scores by softmax."""
+    if f"blk.{about.layers - 1}.exp_probs_b.bias" not in about.file.tensors:
+        raise UnsupportedModel(
+            f"{about.metadata.where}: DeepSeek V2 (deepseek2 without exp_probs_b) is not supported"
+        )
+    rotary = about.get_integer("rope.dimension_count")
+    # Older files, whose keys and values are not split, lack the keys of latent attention.
+    key, value = (
+        about.get_integer(
+            f"attention.{part}_length_mla", about.get_integer(f"attention.{part}_length")
+        )
+        for part in ("key", "value")
+    )
+    if key <= rotary:
+        raise BrokenModel(
+            f"{about.metadata.where}: {about.full_key('rope.dimension_count')} {rotary} leaves "
+            f"nothing of keys of {key} dimensions"
+        )
+    query = "attention.q_lora_rank"
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "kv_lora_rank": about.get_integer("attention.kv_lora_rank"),
+        "q_lora_rank": about.get_integer(query) if about.has_key(query) else None,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": value,
+        "split_kv_b_proj": "blk.0.attn_k_b.weight" in about.file.tensors,
+        "num_nextn_predict_layers": about.draft_layers,
+        **_deepseek_experts(about),
+    }
+
+
 def _deepseek_experts(about: ArchMetadata) -> dict[str, Any]:
     """Fields of experts as in DeepSeek-V3."""
     _check_scores(about, _SIGMOID)
@@ -271,6 +304,7 @@ FAMILY_CONFIGS: dict[str, Callable[[ArchMetadata], dict[str, Any]]] = {
     "seed_oss": _seed_oss_config,
     "glm4": _glm4_config,
     "glm4moe": _glm4_moe_config,
+    "deepseek2": _deepseek2_config,
     "dots1": _dots1_config,
     "ernie4_5": _ernie_config,
     "ernie4_5-moe": _ernie_moe_config,

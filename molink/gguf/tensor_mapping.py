@@ -60,6 +60,18 @@ _MIXTRAL_MODULES = _MODULES | {"ffn_gate_inp": "block_sparse_moe.gate"}
 _DEEPSEEK_MODULES = _MODULES | {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
+_LATENT_MODULES = _DEEPSEEK_MODULES | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+#: Tensors ``[heads, out, in]``, which are ``[heads * out, in]`` here.
+_OF_HEADS = ("attn_k_b", "attn_v_b")
 #: Where the norm before the MLP is named so.
 _POST_ATTENTION = {"post_attention_norm": "post_attention_layernorm"}
 _HUNYUAN_MODULES = _MODULES | {
@@ -74,6 +86,7 @@ _FAMILY_MODULES = {
     "GraniteMoe": _MODULES | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
     "Glm4": _GLM4_MODULES,
     "Glm4Moe": _DEEPSEEK_MODULES | _POST_ATTENTION,
+    "DeepseekV3": _LATENT_MODULES,
     "Dots1": _DEEPSEEK_MODULES,
     "Ernie4_5_Moe": _DEEPSEEK_MODULES,
     "MiniMaxM2": _MIXTRAL_MODULES,
@@ -90,6 +103,7 @@ _FAMILY_MODULES = {
 _CORRECTION = "exp_probs_b"
 _CORRECTION_NAMES = {
     "Glm4Moe": "mlp.gate.e_score_correction_bias",
+    "DeepseekV3": "mlp.gate.e_score_correction_bias",
     "Dots1": "mlp.gate.e_score_correction_bias",
     "Ernie4_5_Moe": "mlp.moe_statics.e_score_correction_bias",
     "MiniMaxM2": "block_sparse_moe.e_score_correction_bias",
@@ -199,6 +213,9 @@ def _map_layer_tensor(
     if ours == "mlp.shared_expert_gate" and len(tensor.shape) == 1:
         # Older converters omit the first dimension.
         tensor = replace(tensor, shape=(1, *tensor.shape))
+    if module in _OF_HEADS and len(tensor.shape) == 3:
+        heads_first, *rows = tensor.shape
+        tensor = replace(tensor, shape=(heads_first * rows[0], rows[1]))
     if family in _PERMUTED_FAMILIES and module in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
         if tensor.shape[0] % (2 * heads):

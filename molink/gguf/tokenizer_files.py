@@ -77,7 +77,7 @@ _SPLIT_PATTERNS: dict[str, tuple[str, ...]] = {
     "gpt-4o": (_GPT4O,),
     "minimax-m2": (_GPT4O,),
     "seed-coder": (_SEED,),
-    "hunyuan-dense": _DEEPSEEK_V3,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_V3),
     "deepseek-coder": _DEEPSEEK_CODER,
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from molink.checkpoint.gguf_import import import_gguf, read_gguf_model
 from molink.checkpoint.hub import NullCounter
@@ -66,6 +67,30 @@ def test_layers_that_foretell_tokens_are_left_out(make_model: MakeModel, tmp_pat
         path = write_gguf(folder, tmp_path / "bad.gguf", metadata={f"glm4moe.{key}": value})
         with pytest.raises((BrokenModel, UnsupportedModel), match=refusal):
             unpack(path, tmp_path)
+
+
+def test_latents_that_contradict_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "deepseek_v3", 1)
+    opened = ModelFolder.open(unpack(write_gguf(folder, tmp_path / "tiny.gguf"), tmp_path))
+    assert opened.config.latent == replace(ModelFolder.open(folder).config.latent, is_split=True)
+    for key, value, refusal in (
+        ("rope.dimension_count", 32, "leaves nothing of keys of 32 dimensions"),
+        (
+            "attention.kv_lora_rank",
+            40,
+            r"kv_a_layernorm\.weight is F32 \[48\], but .* demand \[40\]",
+        ),
+        ("attention.value_length_mla", 16, r"the tensor for model\.layers\.0\.self_attn\.o_proj"),
+        ("expert_gating_func", 1, "expert_gating_func 1 is not supported"),
+    ):
+        path = write_gguf(folder, tmp_path / "bad.gguf", metadata={f"deepseek2.{key}": value})
+        with pytest.raises((BrokenModel, UnsupportedModel), match=refusal):
+            unpack(path, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    rest = {name: one for name, one in tensors.items() if "e_score_correction_bias" not in name}
+    save_file(rest, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match="DeepSeek V2"):
+        unpack(write_gguf(folder, tmp_path / "second.gguf"), tmp_path)
 
 
 def test_how_to_sample_is_what_the_file_says(folder: Path, tmp_path: Path) -> None:

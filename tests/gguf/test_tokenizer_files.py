@@ -49,6 +49,7 @@ def byte_level(pre: str, *templates: str, **values: Any) -> tuple[TokenizerFiles
             "seed-coder",
             ["I", "'M", " ", "1", "2", "3", "4", "5", " ok", "!!", "\n\n", " ", " x"],
         ),
+        ("deepseek-v3", ["I", "'M", " ", "123", "45", " ok", "!!\n\n", " ", " x"]),
         ("hunyuan-dense", ["I", "'M", " ", "123", "45", " ok", "!!\n\n", " ", " x"]),
         ("default", ["I", "'", "M", " ", "123", "45", " ok", "!!", "\n\n ", " x"]),
     ],

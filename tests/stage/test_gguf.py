@@ -30,6 +30,13 @@ LENGTH = 60
 #: Weights that become numbers do as f32, so that only the order of sums differs.
 EXACT: dict[str, Any] = {"avoid": ("compiled-linear",)}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+#: Latents that fill whole blocks.
+WIDE_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
 CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "llama": ("llama", Kind.Q4_1, {}),
     "llama biased and tied": (
@@ -56,6 +63,22 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     ),
     "granitemoe": ("granitemoe", Kind.Q4_0, {}),
     "dots1": ("dots1", Kind.BF16, {}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        Kind.Q8_0,
+        {
+            **WIDE_LATENT,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", Kind.Q4_0, {**WIDE_LATENT, "q_lora_rank": None}),
     "ernie4_5": ("ernie4_5", Kind.Q8_0, {"tie_word_embeddings": True}),
     "ernie4_5_moe": ("ernie4_5_moe", Kind.Q4_0, {}),
     "minimax_m2": ("minimax_m2", Kind.Q8_0, {}),

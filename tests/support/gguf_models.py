@@ -17,6 +17,8 @@ _NAMES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
     "ernie4_5_moe": "ernie4_5-moe",
     "minimax_m2": "minimax-m2",
     "hunyuan_v1_dense": "hunyuan-dense",
@@ -70,7 +72,7 @@ def write_gguf(
     name = architecture or _NAMES.get(family, family)
     writer = gguf.GGUFWriter(path, name, split_max_tensors=part)
     stored = _tensors(folder)
-    values = _cut_stacks(stored)
+    values = _cut_latents(_cut_stacks(stored), config)
     blocks = _count_layers(values)
     for key, value in _metadata(config, name, blocks).items():
         _add(writer, key, value)
@@ -93,6 +95,8 @@ def write_gguf(
         data = np.stack(turned) if "_exps" in theirs else turned[0]
         if "exp_probs_b" in theirs:
             data = data.squeeze()
+        if "attn_k_b" in theirs or "attn_v_b" in theirs:
+            data = data.reshape(config["num_attention_heads"], -1, data.shape[1])
         if name.startswith("gemma") and theirs.endswith("norm.weight"):
             data = data + 1
         if data.dtype == np.float32:
@@ -104,7 +108,8 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     if exact is not None:
-        _write_exact(folder, exact, _join_stacks(exact_values, stored))
+        joined = _join_stacks(_join_latents(exact_values, config), stored)
+        _write_exact(folder, exact, joined)
     return path if not part else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
 
 
@@ -143,6 +148,37 @@ def _join_stacks(values: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[s
         cut = [f"{module}.experts.{{}}.{ours}.weight" for ours in _CUT[projection]]
         entries = [[values[one.format(index)] for one in cut] for index in range(len(value))]
         made[name] = np.stack([np.concatenate(parts) for parts in entries])
+    return made
+
+
+def _cut_latents(values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Projections of latents to keys, transposed, and to values, each by themselves."""
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if not name.endswith("kv_b_proj.weight"):
+            made[name] = value
+            continue
+        heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+        of_heads = value.reshape(heads, -1, value.shape[1])
+        keys, others = of_heads[:, :plain].swapaxes(1, 2), of_heads[:, plain:]
+        for part, rows in (("k", keys), ("v", others)):
+            flat = np.ascontiguousarray(rows).reshape(-1, rows.shape[2])
+            made[name.replace("kv_b_proj", f"{part}_b_proj")] = flat
+    return made
+
+
+def _join_latents(values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo :func:`_cut_latents`."""
+    made = dict(values)
+    for name in values:
+        if name.endswith(".k_b_proj.weight"):
+            other = name.replace(".k_b_proj", ".v_b_proj")
+            parts = [
+                made.pop(one).reshape(config["num_attention_heads"], -1, values[one].shape[1])
+                for one in (name, other)
+            ]
+            both = np.concatenate([parts[0].swapaxes(1, 2), parts[1]], axis=1)
+            made[name.replace(".k_b_proj", ".kv_b_proj")] = both.reshape(-1, both.shape[2])
     return made
 
 
@@ -226,10 +262,12 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
+        "attention.key_length": config.get("head_dim"),
+        "attention.value_length": config.get("head_dim"),
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.dimension_count": int(config["head_dim"] * full.get("partial_rotary_factor", 1)),
+        "rope.dimension_count": int(
+            config.get("head_dim", 0) * full.get("partial_rotary_factor", 1)
+        ),
         "rope.freq_base": float(full.get("rope_theta", 10000.0)),
         "rope.freq_base_swa": float(local["rope_theta"]) if local else None,
         "attention.sliding_window": config.get("sliding_window"),
@@ -264,7 +302,28 @@ def _metadata(config: Mapping[str, Any], name: str, blocks: int) -> dict[str, An
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
     }
+    if name == "deepseek2":
+        fields |= _latent_metadata(config, full)
     return {f"{name}.{key}": value for key, value in fields.items() if value is not None}
+
+
+def _latent_metadata(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    rotary, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    scaled = rope.get("mscale_all_dim")
+    return {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotary,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rotary,
+        "rope.scaling.type": "yarn" if rope["rope_type"] == "yarn" else None,
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+        "rope.scaling.yarn_log_multiplier": 0.1 * scaled if scaled else None,
+        "leading_dense_block_count": config.get("mlp_layer_types", ["dense"]).count("dense"),
+    }
 
 
 def _pattern(config: Mapping[str, Any]) -> list[bool] | None:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import (
+    KEY_NAME,
     KEY_NORM_NAME,
     KEY_VALUE_NAME,
     QUERY_NAME,
     QUERY_NORM_NAME,
+    VALUE_NAME,
     latent_projections,
 )
 from molink.checkpoint.traits import LatentShape
@@ -94,9 +96,16 @@ def load_latent_attention(
         weight = reader.read_tensors(f"{prefix}{name}.weight", dtype=torch.float32)
         return Float32RmsNorm(weight, _NORM_EPS, reader.dtype)
 
-    both = reader.read_tensors(f"{prefix}{KEY_VALUE_NAME}.weight")
-    of_heads = both.view(config.heads, -1, shape.rank)
-    key_up, value_up = of_heads[:, : shape.plain_dim], of_heads[:, shape.plain_dim :]
+    if shape.is_split:
+        keys, values = (
+            reader.read_tensors(f"{prefix}{name}.weight") for name in (KEY_NAME, VALUE_NAME)
+        )
+        key_up = keys.view(config.heads, shape.rank, -1).transpose(1, 2)
+        value_up = values.view(config.heads, -1, shape.rank)
+    else:
+        both = reader.read_tensors(f"{prefix}{KEY_VALUE_NAME}.weight")
+        of_heads = both.view(config.heads, -1, shape.rank)
+        key_up, value_up = of_heads[:, : shape.plain_dim], of_heads[:, shape.plain_dim :]
     has_latent_query = bool(shape.query_rank)
     heads = LatentHeads(
         shape=shape,
