@@ -21,9 +21,9 @@ class Routing:
     ``scoring`` maps logits to scores. The experts with the highest scores are chosen; with
     ``is_corrected``, by scores plus a learned correction of each expert, which changes the choice
     only (arXiv 2408.15664). Of ``groups`` equal groups of experts, only the ``top_groups`` with the
-    highest sums of their two best experts take part (DeepSeek-V3, arXiv 2412.19437, §2.1.2). An
-    expert's weight is its score; with ``renormalize`` divided by the sum of the row's, which is at
-    least ``min_sum``; times ``scale``.
+    highest sums of their ``group_voters`` (1 or 2) best experts take part (DeepSeek-V3, arXiv
+    2412.19437, §2.1.2). An expert's weight is its score; with ``renormalize`` divided by the sum of
+    the row's, which is at least ``min_sum``; times ``scale``.
     """
 
     num_experts: int
@@ -33,6 +33,7 @@ class Routing:
     is_corrected: bool = False
     groups: int = 1
     top_groups: int = 1
+    group_voters: int = 2
     min_sum: float = 0.0
     scale: float = 1.0
 
@@ -184,6 +185,26 @@ def deepseek_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     return _check_experts(experts, layers, fields.where)
 
 
+def deepseek_v2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """Experts as in DeepSeek-V2: plain probabilities, the best groups by their best expert."""
+    method = fields.get_string("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(f"{fields.where}: topk_method {method!r} is not supported")
+    if fields.get_boolean("norm_topk_prob", False):
+        raise UnsupportedModel(f"{fields.where}: norm_topk_prob is not supported in DeepSeek V2")
+    is_grouped = method == "group_limited_greedy"
+    experts = replace(
+        deepseek_experts(fields, layers),
+        renormalize=False,
+        scoring="softmax",
+        is_corrected=False,
+        groups=fields.get_integer("n_group") if is_grouped else 1,
+        top_groups=fields.get_integer("topk_group") if is_grouped else 1,
+        group_voters=1,
+    )
+    return _check_experts(experts, layers, fields.where)
+
+
 def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """ERNIE 4.5: corrected probabilities, shared experts, experts in a range of layers."""
     inner = fields.get_integer("moe_intermediate_size", maximum=MAX_EXPERT_SIZE)
@@ -256,10 +277,10 @@ def _check_experts(experts: ExpertsConfig, layers: int, where: str) -> ExpertsCo
             "experts"
         )
     group_size, rest = divmod(experts.num_experts, experts.groups)
-    if experts.groups > 1 and (rest or group_size < 2):
+    if experts.groups > 1 and (rest or group_size < experts.group_voters):
         raise BrokenModel(
             f"{where}: {experts.num_experts} experts can't be divided into n_group "
-            f"{experts.groups} groups of two or more"
+            f"{experts.groups} groups of {experts.group_voters} or more"
         )
     if experts.top_groups > experts.groups:
         raise BrokenModel(

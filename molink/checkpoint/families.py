@@ -17,7 +17,7 @@ Supported ``architectures``:
 - ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
-- ``DeepseekV3ForCausalLM``, ``Glm4MoeLiteForCausalLM``: latent attention
+- ``DeepseekV2ForCausalLM``, ``DeepseekV3ForCausalLM``, ``Glm4MoeLiteForCausalLM``: latent attention
 - ``Dots1ForCausalLM``: Qwen3 with such experts
 - ``MiniMaxM2ForCausalLM``: the same scores without groups and shared experts
 - ``Ernie4_5ForCausalLM``, ``Ernie4_5_MoeForCausalLM``: interleaved RoPE
@@ -59,6 +59,7 @@ Family = Literal[
     "glm",
     "glm4",
     "glm4_moe",
+    "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
     "dots1",
@@ -92,6 +93,7 @@ ARCHITECTURES: dict[str, Family] = {
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "Dots1ForCausalLM": "dots1",
@@ -129,6 +131,11 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 1,
+    },
+    "deepseek_v2": {
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
     },
     "deepseek_v3": {
         "n_routed_experts": 256,
@@ -199,6 +206,7 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "glm": family_traits.glm,
     "glm4": family_traits.glm4,
     "glm4_moe": family_traits.glm4_moe,
+    "deepseek_v2": family_traits.deepseek_v2,
     "deepseek_v3": family_traits.deepseek_v3,
     "glm4_moe_lite": family_traits.glm4_moe_lite,
     "dots1": family_traits.dots1,

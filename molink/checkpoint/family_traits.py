@@ -13,6 +13,7 @@ from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.experts import (
     MAX_EXPERT_SIZE,
     deepseek_experts,
+    deepseek_v2_experts,
     ernie_experts,
     gpt_oss_experts,
     granite_experts,
@@ -308,11 +309,26 @@ def glm4_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     )
 
 
+def deepseek_v2(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """DeepSeek V2: latent attention."""
+    _refuse_other(fields, "scoring_func", "softmax")
+    return replace(_latent_traits(fields, layers), experts=deepseek_v2_experts(fields, layers))
+
+
 def deepseek_v3(fields: ConfigFields, layers: int) -> FamilyTraits:
     """DeepSeek V3, R1, V3.1 and Kimi K2: latent attention."""
-    refuse_windows(fields)
     _refuse_other(fields, "scoring_func", "sigmoid")
     _refuse_other(fields, "topk_method", "noaux_tc")
+    return replace(
+        _latent_traits(fields, layers),
+        interleaved_rope=fields.get_boolean("rope_interleave", True),
+        experts=deepseek_experts(fields, layers),
+        unread_layers=_count_draft_layers(fields),
+    )
+
+
+def _latent_traits(fields: ConfigFields, layers: int) -> FamilyTraits:
+    refuse_windows(fields)
     latent = LatentShape(
         rank=fields.get_integer("kv_lora_rank", 512, _MAX_LATENT),
         query_rank=fields.get_optional_integer("q_lora_rank", 1536) or 0,
@@ -337,14 +353,12 @@ def deepseek_v3(fields: ConfigFields, layers: int) -> FamilyTraits:
         attention_scale=scale,
         windows=(0,) * layers,
         rope=replace(rope, partial_rotary_factor=latent.rope_dim / head_dim),
-        interleaved_rope=fields.get_boolean("rope_interleave", True),
+        interleaved_rope=True,
         activation=_activation(fields, "hidden_act", "silu"),
         attention_bias=biased,
         output_bias=biased,
         latent=latent,
         tied_embeddings=fields.get_boolean("tie_word_embeddings", False),
-        experts=deepseek_experts(fields, layers),
-        unread_layers=_count_draft_layers(fields),
     )
 
 

@@ -151,6 +151,8 @@ def _yarn_config(about: ArchMetadata) -> dict[str, Any]:
     }
     if "mscale_all_dim" not in found:
         return found
+    if not about.is_latent:
+        return {**found, "mscale": 1.0}
     # llama.cpp's converter writes a tenth of it in this architecture only.
-    scale = 10.0 if about.is_latent else 1.0
-    return {**found, "mscale": 1.0, "mscale_all_dim": scale * found["mscale_all_dim"]}
+    scale = 10.0 * found["mscale_all_dim"]
+    return {**found, "mscale": scale, "mscale_all_dim": scale}

@@ -201,11 +201,12 @@ def _hunyuan_moe_config(about: ArchMetadata) -> dict[str, Any]:
 
 
 def _deepseek2_config(about: ArchMetadata) -> dict[str, Any]:
-    """DeepSeek V3 and GLM-4.7-Flash; V2, which has the same name, scores by softmax."""
-    if f"blk.{about.layers - 1}.exp_probs_b.bias" not in about.file.tensors:
-        raise UnsupportedModel(
-            f"{about.metadata.where}: DeepSeek V2 (deepseek2 without exp_probs_b) is not supported"
-        )
+    """DeepSeek V2 and V3, and GLM-4.7-Flash; only V2 has no corrections of scores."""
+    is_second = f"blk.{about.layers - 1}.exp_probs_b.bias" not in about.file.tensors
+    experts = _deepseek_experts(about, _SOFTMAX if is_second else _SIGMOID)
+    if is_second:
+        is_grouped = experts["n_group"] > 1
+        experts["topk_method"] = "group_limited_greedy" if is_grouped else "greedy"
     rotary = about.get_integer("rope.dimension_count")
     # Older files, whose keys and values are not split, lack the keys of latent attention.
     key, value = (
@@ -221,7 +222,7 @@ def _deepseek2_config(about: ArchMetadata) -> dict[str, Any]:
         )
     query = "attention.q_lora_rank"
     return {
-        "architectures": ["DeepseekV3ForCausalLM"],
+        "architectures": [f"DeepseekV{2 if is_second else 3}ForCausalLM"],
         "kv_lora_rank": about.get_integer("attention.kv_lora_rank"),
         "q_lora_rank": about.get_integer(query) if about.has_key(query) else None,
         "qk_rope_head_dim": rotary,
@@ -229,13 +230,13 @@ def _deepseek2_config(about: ArchMetadata) -> dict[str, Any]:
         "v_head_dim": value,
         "split_kv_b_proj": "blk.0.attn_k_b.weight" in about.file.tensors,
         "num_nextn_predict_layers": about.draft_layers,
-        **_deepseek_experts(about),
+        **experts,
     }
 
 
-def _deepseek_experts(about: ArchMetadata) -> dict[str, Any]:
-    """Fields of experts as in DeepSeek-V3."""
-    _check_scores(about, _SIGMOID)
+def _deepseek_experts(about: ArchMetadata, scores: int = _SIGMOID) -> dict[str, Any]:
+    """Fields of experts as in DeepSeek-V3, or in V2, which has other ``scores``."""
+    _check_scores(about, scores)
     return {
         "n_routed_experts": about.get_integer("expert_count"),
         "num_experts_per_tok": about.get_integer("expert_used_count"),

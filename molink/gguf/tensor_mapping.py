@@ -86,6 +86,7 @@ _FAMILY_MODULES = {
     "GraniteMoe": _MODULES | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
     "Glm4": _GLM4_MODULES,
     "Glm4Moe": _DEEPSEEK_MODULES | _POST_ATTENTION,
+    "DeepseekV2": _LATENT_MODULES,
     "DeepseekV3": _LATENT_MODULES,
     "Dots1": _DEEPSEEK_MODULES,
     "Ernie4_5_Moe": _DEEPSEEK_MODULES,

@@ -335,6 +335,14 @@ def test_deepseek_v3_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert shapes[f"{attention}kv_a_layernorm.weight"] == (512,)
     direct = load("deepseek_v3", **GLM_AIR | DEEPSEEK | {"q_lora_rank": None})
     assert layer_tensors(direct, 1)[f"{attention}q_proj.weight"] == (4 * 192, 96)
+    second = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
+    older = load("deepseek_v2", **GLM_AIR | DEEPSEEK | grouped | second | {"norm_topk_prob": False})
+    assert (older.experts.scoring, older.experts.is_corrected) == ("softmax", False)
+    assert (older.experts.groups, older.experts.group_voters, older.experts.renormalize) == (
+        8,
+        1,
+        False,
+    )
     kinds = ["dense", "dense", "sparse", "sparse"]
     flash = load("glm4_moe_lite", mlp_layer_types=kinds)
     assert (flash.experts.dense_layers, flash.latent.value_dim) == ({0, 1}, 256)
@@ -592,7 +600,7 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ("exaone4", {"sliding_window": None, "layer_types": [SLIDING] * 4}, "no sliding_window"),
         ("exaone4", {"layer_types": [FULL] * 3}, "layer_types has 3 entries for 4 layers"),
         ("glm4_moe", {"n_routed_experts": 9, "n_group": 2}, "9 experts can't be divided into"),
-        ("glm4_moe", {"n_routed_experts": 8, "n_group": 8}, "groups of two or more"),
+        ("glm4_moe", {"n_routed_experts": 8, "n_group": 8}, "groups of 2 or more"),
         ("glm4_moe", {"n_group": 2, "topk_group": 3}, "topk_group 3 exceeds n_group 2"),
         ("glm4_moe", {"n_group": 64, "topk_group": 1}, "exceeds the experts of topk_group 1"),
         ("glm4_moe", {"n_routed_experts": 4}, "num_experts_per_tok 8 exceeds the 4"),
@@ -644,6 +652,8 @@ def test_impossible_fields_are_named(
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is not supported"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ("deepseek_v2", {"topk_method": "x", "num_experts_per_tok": 2}, "topk_method 'x'"),
+        ("deepseek_v2", {"norm_topk_prob": True, "num_experts_per_tok": 2}, "norm_topk_prob"),
         ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}, "without q_lora_rank"),
         ("hunyuan_v1_moe", {"moe_topk": [1, 2, 1, 1]}, "moe_topk differs between layers"),
         ("hunyuan_v1_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped"),

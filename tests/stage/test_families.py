@@ -28,6 +28,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 PHI4_MINI = {
     "tie_word_embeddings": True,
     "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75},
@@ -105,21 +113,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": False,
         },
     ),
-    "deepseek_v3": (
-        "deepseek_v3",
+    "deepseek_v2": (
+        "deepseek_v2",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek_v2 in groups": (
+        "deepseek_v2",
         {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "original_max_position_embeddings": 64,
-            }
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
         },
     ),
+    "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN}),
     "deepseek_v3 without query latents": (
         "deepseek_v3",
         {"q_lora_rank": None, "rope_interleave": False},

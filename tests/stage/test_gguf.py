@@ -37,6 +37,14 @@ WIDE_LATENT = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
     "llama": ("llama", Kind.Q4_1, {}),
     "llama biased and tied": (
@@ -68,14 +76,18 @@ CASES: dict[str, tuple[str, Kind, dict[str, Any]]] = {
         Kind.Q8_0,
         {
             **WIDE_LATENT,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 64,
-            },
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        Kind.Q5_0,
+        {
+            **WIDE_LATENT,
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
         },
     ),
     "glm4_moe_lite": ("glm4_moe_lite", Kind.Q4_0, {**WIDE_LATENT, "q_lora_rank": None}),

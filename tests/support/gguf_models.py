@@ -17,6 +17,7 @@ _NAMES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -323,6 +324,7 @@ def _latent_metadata(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict
         "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
         "rope.scaling.yarn_log_multiplier": 0.1 * scaled if scaled else None,
         "leading_dense_block_count": config.get("mlp_layer_types", ["dense"]).count("dense"),
+        "expert_gating_func": 1 if config["model_type"] == "deepseek_v2" else 2,
     }
 
 

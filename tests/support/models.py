@@ -70,6 +70,14 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "attention_bias": True,
     },
+    "deepseek_v2": {
+        **LATENT,
+        "q_lora_rank": None,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
     "deepseek_v3": {
         **LATENT,
         "n_routed_experts": 8,

@@ -57,7 +57,7 @@ class Router:
 def _keep_best_groups(rated: Tensor, routing: Routing) -> Tensor:
     """Replace ratings ``[T, experts]`` outside the best groups by minus infinity."""
     grouped = rated.view(len(rated), routing.groups, -1)
-    sums = grouped.topk(2, dim=-1).values.sum(-1)
+    sums = grouped.topk(routing.group_voters, dim=-1).values.sum(-1)
     best = sums.topk(routing.top_groups, dim=-1).indices
     left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(-1, best, False)
     return grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)

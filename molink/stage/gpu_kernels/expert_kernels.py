@@ -29,6 +29,7 @@ def choose_kernel(
     EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
+    VOTERS: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
     IS_CORRECTED: tl.constexpr,
 ):
@@ -54,7 +55,7 @@ def choose_kernel(
     left = tl.where(inside, tl.where(rated == rated, rated, _NAN), _NONE)
     if GROUPS > 1:
         left = _keep_best_groups(
-            left, expert, num_experts // GROUPS, top_groups, EXPERTS, GROUPS, SLOTS
+            left, expert, num_experts // GROUPS, top_groups, EXPERTS, GROUPS, SLOTS, VOTERS
         )
     place = tl.full((EXPERTS,), -1, tl.int32)
     for index in range(top_k):
@@ -77,16 +78,18 @@ def _keep_best_groups(
     EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
+    VOTERS: tl.constexpr,
 ):
-    """Take experts outside the groups with the highest sums of two ratings for none."""
+    """Take experts for none outside the groups with the highest sums of one or two ratings."""
     group = expert // group_size
     slot = tl.arange(0, SLOTS)
     sums = tl.full((SLOTS,), -float("inf"), tl.float32)
     for index in range(GROUPS):
         members = tl.where(group == index, rated, _NONE)
         best = tl.max(members, 0)
-        others = tl.where(expert == tl.argmax(members, 0), _NONE, members)
-        sums = tl.where(slot == index, best + tl.max(others, 0), sums)
+        if VOTERS > 1:
+            best += tl.max(tl.where(expert == tl.argmax(members, 0), _NONE, members), 0)
+        sums = tl.where(slot == index, best, sums)
     kept = tl.zeros((EXPERTS,), tl.int32)
     for _ in range(top_groups):
         best = tl.argmax(sums, 0)

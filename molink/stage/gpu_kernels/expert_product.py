@@ -70,6 +70,7 @@ def choose_experts(
             EXPERTS=triton.next_power_of_2(num_experts),
             GROUPS=routing.groups,
             SLOTS=triton.next_power_of_2(routing.groups),
+            VOTERS=routing.group_voters,
             IS_SIGMOID=routing.scoring == "sigmoid",
             IS_CORRECTED=correction is not None,
             num_warps=1,

@@ -135,7 +135,7 @@ def _choose_exactly(
     rated = scores if correction is None else scores + correction
     if routing.groups > 1:
         grouped = rated.view(len(rated), routing.groups, -1)
-        sums = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        sums = grouped.sort(dim=-1, descending=True).values[..., : routing.group_voters].sum(-1)
         left_out = rank(sums)[:, routing.top_groups :]
         group = torch.arange(len(rated[0])) // grouped.shape[-1]
         rated = rated.masked_fill((group == left_out.unsqueeze(-1)).any(1), -math.inf)

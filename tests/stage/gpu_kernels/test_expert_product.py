@@ -165,6 +165,7 @@ def test_rows_that_are_no_numbers_choose_experts_that_exist(number: float) -> No
 @given(
     size=st.integers(2, 20),
     groups=st.integers(1, 9),
+    voters=st.integers(1, 2),
     kept=st.floats(0, 1),
     part=st.floats(0, 1),
     scoring=st.sampled_from(["sigmoid", "softmax"]),
@@ -175,6 +176,7 @@ def test_rows_that_are_no_numbers_choose_experts_that_exist(number: float) -> No
 def test_corrected_experts_of_the_best_groups_are_chosen_as_by_torch(
     size: int,
     groups: int,
+    voters: int,
     kept: float,
     part: float,
     scoring: Scoring,
@@ -191,6 +193,7 @@ def test_corrected_experts_of_the_best_groups_are_chosen_as_by_torch(
         is_corrected=is_corrected,
         groups=groups,
         top_groups=top_groups,
+        group_voters=voters,
         min_sum=1e-20,
         scale=2.5,
     )
