@@ -1,7 +1,7 @@
 """Parses ``config.json``, as far as the decoder needs it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, cast
@@ -9,6 +9,7 @@ from typing import Any, cast
 from molink.checkpoint.config_fields import ConfigFields, read_json
 from molink.checkpoint.families import ARCHITECTURES, CONFIG_DEFAULTS, Family, parse_traits
 from molink.checkpoint.low_bit import LowBitScheme, parse_low_bit
+from molink.checkpoint.model_task import GENERATE, ModelTask, read_task
 from molink.checkpoint.multimodal import TEXT_MODELS, extract_text_config
 from molink.checkpoint.prequantized import parse_quantized
 from molink.checkpoint.rope import MAX_MODEL_LEN
@@ -34,7 +35,7 @@ class ModelConfig(FamilyTraits):
     ``max_model_len`` counts prompt and answer tokens. ``eos_ids`` includes those of
     ``generation_config.json``. ``quantized`` is the checkpoint's quantization where a stage keeps
     it, ``low_bit`` where a stage unpacks it. ``has_vision`` marks the text model of a multimodal
-    one. ``notes`` tell users what is not supported.
+    one. ``notes`` tell users what is not supported. ``task`` is what the model is made for.
     """
 
     family: Family
@@ -50,6 +51,12 @@ class ModelConfig(FamilyTraits):
     has_vision: bool = False
     low_bit: LowBitScheme | None = None
     notes: tuple[str, ...] = ()
+    task: ModelTask = GENERATE
+
+    @property
+    def has_output_head(self) -> bool:
+        """Whether rows become logits; an embedding model's last stage returns normed rows."""
+        return self.task.name != "embed"
 
     @classmethod
     def load_folder(cls, folder: Path, fallback_dtype: WeightDType = "f32") -> "ModelConfig":
@@ -66,7 +73,7 @@ class ModelConfig(FamilyTraits):
         generation = folder / "generation_config.json"
         extra = read_json(generation) if generation.is_file() else {}
         stops = ConfigFields(extra, str(generation)).get_integers("eos_token_id")
-        return _build_config(config, str(path), stops, fallback_dtype)
+        return _build_config(config, str(path), stops, fallback_dtype, read_task(folder))
 
     @classmethod
     def parse_config(cls, config: Mapping[str, Any], where: str) -> "ModelConfig":
@@ -75,11 +82,16 @@ class ModelConfig(FamilyTraits):
 
 
 def _build_config(
-    raw: Mapping[str, Any], where: str, stops: tuple[int, ...], fallback: WeightDType
+    raw: Mapping[str, Any],
+    where: str,
+    stops: tuple[int, ...],
+    fallback: WeightDType,
+    task: ModelTask = GENERATE,
 ) -> ModelConfig:
     inner = extract_text_config(raw, where)
     raw = raw if inner is None else inner
-    family = _find_family(raw, where)
+    family = _find_family(raw, where, task)
+    _refuse_other_attention(raw, where, task)
     fields = ConfigFields({**CONFIG_DEFAULTS.get(family, {}), **raw}, where)
     hidden = fields.get_integer("hidden_size", maximum=_MAX_HIDDEN)
     layers = fields.get_integer("num_hidden_layers", maximum=_MAX_LAYERS)
@@ -88,6 +100,8 @@ def _build_config(
     if eps < 0:
         raise BrokenModel(f"{where}: rms_norm_eps {eps} must be positive")
     traits = parse_traits(family, fields, layers)
+    if task.name == "embed":
+        traits = replace(traits, tied_embeddings=False)
     context, notes = _parse_max_len(fields, max(positions, traits.rope.scaled_context))
     return ModelConfig(
         family=family,
@@ -103,6 +117,7 @@ def _build_config(
         has_vision=inner is not None,
         low_bit=parse_low_bit(raw, where),
         notes=notes,
+        task=task,
         **{field.name: getattr(traits, field.name) for field in dataclass_fields(traits)},
     )
 
@@ -126,7 +141,22 @@ def _parse_max_len(fields: ConfigFields, context: int) -> tuple[int, tuple[str, 
     )
 
 
-def _find_family(raw: Mapping[str, Any], where: str) -> Family:
+def _refuse_other_attention(raw: Mapping[str, Any], where: str, task: ModelTask) -> None:
+    """Refuse attention to later tokens, which embedding models may have."""
+    causal = raw.get("is_causal", True) is not False
+    if raw.get("use_bidirectional_attention") is True or not causal:
+        raise UnsupportedModel(
+            f"{where}: attention to later tokens (bidirectional) is not supported: molink computes "
+            "decoders, whose tokens see earlier ones only"
+        )
+    if task.name == "embed" and raw.get("auto_map"):
+        raise UnsupportedModel(
+            f"{where}: this embedding model brings code of its own (auto_map), which molink does "
+            "not run"
+        )
+
+
+def _find_family(raw: Mapping[str, Any], where: str, task: ModelTask) -> Family:
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     if name is None:
@@ -134,6 +164,8 @@ def _find_family(raw: Mapping[str, Any], where: str) -> Family:
         model_type = raw.get("model_type")
         name = by_type.get(cast(Family, model_type)) if isinstance(model_type, str) else None
         name = name or model_type
+    if task.name == "embed" and isinstance(name, str) and name.endswith("Model"):
+        name = f"{name.removesuffix('Model')}ForCausalLM"
     if not isinstance(name, str):
         raise BrokenModel(f"{where}: architectures is missing")
     if name not in ARCHITECTURES:

@@ -220,7 +220,7 @@ def _unread_prefixes(config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> 
 def _expected_names(
     config: ModelConfig, shapes: TensorShapes, tensors: Mapping[str, TensorSpan]
 ) -> set[str]:
-    expected = {*shapes, OUTPUT_HEAD_NAME} if config.tied_embeddings else {*shapes}
+    expected = {*shapes, OUTPUT_HEAD_NAME}  # tied models and embedding models may store it, too
     scheme = config.low_bit
     if scheme is not None:
         held = [

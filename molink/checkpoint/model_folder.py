@@ -18,6 +18,7 @@ from molink.checkpoint.foreign_formats import (
     refuse_unknown_tensors,
 )
 from molink.checkpoint.low_bit import LowBitScheme, can_be_low_bit
+from molink.checkpoint.model_task import MODULES_FILE, POOLING_FILE, SCORE_FILE
 from molink.checkpoint.multimodal import extract_text_tensors
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.prequantized import required_tensors
@@ -43,6 +44,9 @@ METADATA_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    MODULES_FILE,
+    POOLING_FILE,
+    SCORE_FILE,
 )
 _WEIGHT_DTYPES: dict[str, WeightDType] = {"F32": "f32", "BF16": "bf16", "F16": "f16"}
 

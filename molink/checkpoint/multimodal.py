@@ -2,9 +2,10 @@
 
 Their ``config.json`` has the text model's fields in ``text_config``. Its tensors are prefixed
 ``language_model.``, or ``model.language_model.`` from transformers 4.52 on; all others belong to
-the vision model.
+the vision model. Tensors of a bare decoder lack the prefix ``model.``.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -30,6 +31,9 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+#: Names of a decoder that was saved without its outer model, as embedding models often are.
+_BARE_NAME = re.compile(r"embed_tokens\.|layers\.\d+\.(?:self_attn|mlp|\w*layernorm)\.")
+_BARE_NORM = "norm.weight"
 _VISION_PREFIXES = tuple(
     f"{outer}{part}."
     for outer in ("", "model.")
@@ -58,16 +62,19 @@ def extract_text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]
 
 
 def extract_text_tensors(found: Mapping[str, T], where: str) -> dict[str, T]:
-    """Return tensors under the text model's names, without vision tensors.
+    """Return tensors of a file under the text model's names, without vision tensors.
 
     Raises:
         BrokenModel: two tensors get the same name.
     """
     named: dict[str, T] = {}
+    bare = {name for name in found if _BARE_NAME.match(name)}
+    if bare and _BARE_NORM in found:
+        bare.add(_BARE_NORM)
     for name, tensor in found.items():
         if name.startswith(_VISION_PREFIXES):
             continue
-        ours = _text_name(name)
+        ours = f"model.{name}" if name in bare else _text_name(name)
         if ours in named:
             raise BrokenModel(f"{where}: tensor {ours} exists under two names")
         named[ours] = tensor

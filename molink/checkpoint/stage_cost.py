@@ -51,7 +51,7 @@ class StageCost:
 
     @property
     def _has_output_head(self) -> bool:
-        return self.layers[1] == self.config.layers
+        return self.layers[1] == self.config.layers and self.config.has_output_head
 
     @property
     def _table_elements(self) -> int:

@@ -134,8 +134,11 @@ def first_stage_tensors(config: ModelConfig) -> TensorShapes:
 
 def last_stage_tensors(config: ModelConfig) -> TensorShapes:
     """Tensors that the last stage needs besides its layers; the embedding again if tied."""
+    norm: TensorShapes = {FINAL_NORM_NAME: (config.hidden_size,)}
+    if not config.has_output_head:
+        return norm
     head = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
-    return {FINAL_NORM_NAME: (config.hidden_size,), head: (config.vocab_size, config.hidden_size)}
+    return norm | {head: (config.vocab_size, config.hidden_size)}
 
 
 def stage_tensors(config: ModelConfig, first: int, last: int) -> TensorShapes:

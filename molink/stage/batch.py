@@ -47,7 +47,7 @@ class StageInput:
     """Token-flat rows of a micro-batch, in the order of ``sequences``.
 
     The first stage gets ``tokens`` (int64 ``[T]``), others ``hidden`` (``[T, hidden_size]``, any
-    float dtype). The last stage returns logits of the rows ``logit_rows``.
+    float dtype). The last stage returns logits of the rows ``logit_rows``, or their normed rows.
     """
 
     tokens: Tensor | None

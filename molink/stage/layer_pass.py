@@ -52,13 +52,13 @@ class LayerPass:
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns logits."""
-        return self.decoder.output_head is not None
+        """Whether it returns logits, or an embedding model's normed rows."""
+        return self.decoder.norm is not None
 
     def run_step(
         self, step: LocatedRows, between_layers: Callable[[], None] | None = None
     ) -> Tensor:
-        """Rows ``[T, hidden]`` in ``wire_dtype``, or float32 logits of the step's logit rows.
+        """Rows ``[T, hidden]`` in ``wire_dtype``, or the last stage's result of the logit rows.
 
         ``between_layers`` is called as by :func:`.run_blocks`.
         """

@@ -137,7 +137,7 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns logits."""
+        """Whether it returns logits, or an embedding model's normed rows."""
         return self.layers[1] == self.config.layers
 
     @property
@@ -215,8 +215,9 @@ class Stage:
 
         Returns:
             Rows ``[T, hidden_size]`` in ``wire_dtype``, or float32 logits ``[len(logit_rows),
-            vocab_size]`` on the last stage. The next step may overwrite them. They are inference
-            tensors: modify them only under ``torch.inference_mode()``.
+            vocab_size]`` on the last stage; of an embedding model, the normed rows instead. The
+            next step may overwrite them. They are inference tensors: modify them only under
+            ``torch.inference_mode()``.
 
         Raises:
             InvariantError: the batch doesn't fit its rows, blocks or the pool.
@@ -331,7 +332,9 @@ class Stage:
 
     @property
     def _may_have_graphs(self) -> bool:
-        allowed = self._decoder.capturable and "graphs" not in self.disabled_kernels
+        # An embedding model decodes nothing.
+        useful = self._decoder.capturable and self.config.has_output_head
+        allowed = useful and "graphs" not in self.disabled_kernels
         return self.device.type == "cuda" and allowed
 
     def _set_device(self) -> None:

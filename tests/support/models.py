@@ -5,6 +5,7 @@ import json
 import shutil
 import struct
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,50 @@ def add_draft_layer(folder: Path) -> Path:
         f"{added}{name}.weight": norm.clone() for name in ("enorm", "hnorm", "shared_head.norm")
     }
     save_file(tensors | made, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def make_embedding_model(folder: Path) -> Path:
+    """Turn a small model into one that embeds, as Qwen3-Embedding is released.
+
+    Its tensors lack ``model.`` and the output head, and its tokenizer ends texts with a token.
+    """
+    from safetensors.torch import load, save_file
+    from tokenizers import Tokenizer, processors
+
+    weights = folder / "model.safetensors"
+    tensors = load(weights.read_bytes())
+    tensors.pop("lm_head.weight", None)
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, weights, {"format": "pt"})
+    parts = ("Transformer", "Pooling", "Normalize")
+    write_modules(folder, parts, {"1_Pooling": {"pooling_mode_lasttoken": True}})
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = SPECIAL_TOKENS[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.token_to_id(end))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_modules(
+    folder: Path, names: Sequence[str], configs: Mapping[str, dict[str, Any]]
+) -> Path:
+    """Write sentence-transformers' ``modules.json``, and the config of some modules by path."""
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{name}" if index else "",
+            "type": f"sentence_transformers.models.{name}",
+        }
+        for index, name in enumerate(names)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    for path, config in configs.items():
+        (folder / path).mkdir(exist_ok=True)
+        (folder / path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -21,7 +21,8 @@ from molink.stage.weights.weight_reader import WeightReader
 class Decoder:
     """Layers of a stage, and the ends of the model it has.
 
-    ``embedding_scale`` is rounded to the compute type, as in training.
+    ``embedding_scale`` is rounded to the compute type, as in training. An embedding model has no
+    ``output_head``.
     """
 
     config: ModelConfig
@@ -67,15 +68,23 @@ class Decoder:
         return run_blocks(self.blocks, rows, context, between_layers)
 
     def compute_logits(self, rows: Tensor, wanted: Sequence[int]) -> Tensor:
-        """Compute float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``."""
-        if self.norm is None or self.output_head is None:
-            raise InvariantError("a stage without the output head can't compute logits")
+        """Compute float32 logits ``[len(wanted), vocab_size]`` of rows ``wanted``.
+
+        Without an output head: the normed rows ``[len(wanted), hidden]``, in float32.
+        """
+        if self.norm is None:
+            raise InvariantError("a stage without the final norm can't compute logits")
+        head, config = self.output_head, self.config
         if not wanted:
-            return rows.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+            width = config.hidden_size if head is None else config.vocab_size
+            return rows.new_empty(0, width, dtype=torch.float32)
         if tuple(wanted) != tuple(range(len(rows))):
             rows = rows.index_select(0, upload_integers(wanted, rows.device))
-        logits = self.output_head(self.norm(rows)).float()
-        cap, scale = self.config.final_softcap, self.config.logit_scale
+        normed = self.norm(rows)
+        if head is None:
+            return normed.float()
+        logits = head(normed).float()
+        cap, scale = config.final_softcap, config.logit_scale
         if scale != 1.0:
             logits = logits.mul_(scale)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
@@ -149,7 +158,7 @@ def load_decoder(
         return Decoder(config, both, tuple(blocks), norm, both, scale)
     if opens and embedding is None:
         embedding = reader.load_embedding(EMBEDDING_NAME)
-    if closes and head is None:
+    if closes and head is None and config.has_output_head:
         name = EMBEDDING_NAME if config.tied_embeddings else OUTPUT_HEAD_NAME
         head = reader.load_projection([name.removesuffix(".weight")], False)
     return Decoder(config, embedding, tuple(blocks), norm, head, scale)

@@ -37,7 +37,7 @@ def store_model(store: Path, name: str, model: "HubModel") -> ModelFiles:
     """
     try:
         present = [one for one in METADATA_FILES if (model.folder / one).is_file()]
-        manifest = model.build_manifest([_hash_file(model.folder / one) for one in present])
+        manifest = model.build_manifest([_hash_file(model.folder, one) for one in present])
         parts = metadata_parts(name, manifest)
         folder = store / folder_name(name, manifest.root)
         if not folder.is_dir():
@@ -79,14 +79,16 @@ def tensor_spans(manifest: Manifest) -> dict[str, TensorSpan]:
     }
 
 
-def _hash_file(path: Path) -> HashedEntry:
+def _hash_file(folder: Path, name: str) -> HashedEntry:
+    path = folder / name
     size = path.stat().st_size
     with path.open("rb") as file:
-        return HashedEntry(path.name, size, b"".join(hash_chunks(file, 0, size)))
+        return HashedEntry(name, size, b"".join(hash_chunks(file, 0, size)))
 
 
 def _copy_parts(source: Path, target: Path, parts: list[HashedEntry]) -> None:
     for part in parts:
+        (target / part.name).parent.mkdir(exist_ok=True)
         (target / part.name).write_bytes((source / part.name).read_bytes())
 
 

@@ -218,6 +218,7 @@ async def create_file(folder: Path, name: str, suffix: str = "part") -> AsyncIte
     path = folder / name
     try:
         path = resolve_inside(folder, path)
+        path.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise ModelError(f"can't write {path}: {error}") from error
     draft = path.with_name(f".{path.name}.{suffix}")
