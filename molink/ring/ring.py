@@ -21,7 +21,7 @@ from molink.ring.ring_measurements import (
     SlowdownMeter,
 )
 from molink.ring.round_trip import RoundTripClock
-from molink.ring.scheduler_bridge import SampleCollector, SchedulerBridge
+from molink.ring.scheduler_bridge import LastStageMessage, SampleCollector, SchedulerBridge
 from molink.ring.scoreboard import Scoreboard, ScoreboardLimits
 from molink.ring.stage import NextStage, StageRequests, StageShape, StepExecutor
 from molink.ring.step import (
@@ -38,6 +38,7 @@ from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data_plane import (
     HostMemoryReport,
     LinkReport,
+    PooledRow,
     Release,
     RingMessage,
     SamplerOutput,
@@ -209,8 +210,8 @@ class Ring:
                 self.scoreboard.extend_volume(body.seq, rows, now)
             case _ if self._bridge is None and isinstance(body, _SCOREBOARD_MESSAGES):
                 self.scoreboard.on_message(body, data, now, rows)
-            case SamplerOutput() | TopLogprobs() | Release() | Tombstone():
-                self._on_last_stage_message(body, now)
+            case SamplerOutput() | TopLogprobs() | PooledRow() | Release() | Tombstone():
+                self._on_last_stage_message(body, now, data)
             case LinkReport() | SlowdownReport() | HostMemoryReport() if (
                 self._measurements.accept_report(body)
             ):
@@ -275,10 +276,10 @@ class Ring:
         self._executor.submit_step(step.inputs, partial(self._on_step_result, running))
 
     def _on_last_stage_message(
-        self, body: SamplerOutput | TopLogprobs | Release | Tombstone, now: float
+        self, body: LastStageMessage, now: float, data: Buffer | None = None
     ) -> None:
         if self._bridge is not None:
-            self._bridge.on_last_stage_message(body, now)
+            self._bridge.on_last_stage_message(body, now, data)
 
     # --- links and slowdowns
     # -------------------------------------------------------------------------
@@ -360,11 +361,13 @@ class Ring:
     def _send_output(self, step: Step, result: StepOutput, now: float) -> None:
         step_input = step.find_input(result.volume.seq)
         if result.sampled is not None:
-            for body in self._samples.add_output(result.sampled, result, last=step_input.is_last):
+            sent: list[tuple[LastStageMessage, bytes | None]] = [*result.pooled]
+            sampled = self._samples.add_output(result.sampled, result, last=step_input.is_last)
+            for body, data in (*sent, *((body, None) for body in sampled)):
                 if self._next_stage is not None:
-                    self._next_stage.send_control(body)
+                    self._next_stage.send_control(body, data)
                 else:
-                    self._on_last_stage_message(body, now)
+                    self._on_last_stage_message(body, now, data)
         elif self._next_stage is not None and result.rows is not None:
             self._send_rows(self._next_stage, step_input, result.rows)
 

@@ -12,9 +12,11 @@ from molink.ring.step import StepOutput
 from molink.scheduler.batch import MicroBatch
 from molink.scheduler.request_state import Emission
 from molink.scheduler.scheduler import Scheduler
+from molink.wire.messages.codec import Buffer
 from molink.wire.messages.data_plane import (
     MAX_SLICES,
     ForcedTokens,
+    PooledRow,
     Release,
     SampledId,
     SamplerOutput,
@@ -22,8 +24,10 @@ from molink.wire.messages.data_plane import (
     TopLogprobs,
 )
 
-#: Alternatives that wait for their ``SamplerOutput``; bounds a misbehaving last stage.
-MAX_TOPS = 4096
+#: Alternatives and rows that wait for their ``SamplerOutput``; bound a misbehaving last stage.
+MAX_TOPS, MAX_POOLED = 4096, 512
+#: What the last stage tells the scheduler.
+LastStageMessage = SamplerOutput | TopLogprobs | PooledRow | Release | Tombstone
 #: Maximum bytes of ids in a ``SamplerOutput``'s header, and bytes of each sampled id, failed
 #: request, request with forced tokens, and forced token.
 _BUDGET_BYTES, _SAMPLED_ID_BYTES, _FAILED_BYTES, _FORCED_BYTES, _ID_BYTES = 4000, 25, 5, 7, 5
@@ -54,7 +58,7 @@ class SchedulerBridge:
         self.receiver = receiver
         self._draft_model = draft_model
         self._vocabulary = vocabulary
-        self._tops: dict[tuple[int, int], TopLogprobs] = {}
+        self._reports: dict[tuple[int, int], TopLogprobs | bytes] = {}
         #: Ids outside the vocabulary.
         self.num_invalid_ids = 0
 
@@ -91,24 +95,29 @@ class SchedulerBridge:
         self._draft_model.request_drafts(batch, on_results)
 
     def on_last_stage_message(
-        self, body: SamplerOutput | TopLogprobs | Release | Tombstone, now: float
+        self, body: LastStageMessage, now: float, data: Buffer | None = None
     ) -> None:
-        """Handle a message of the last stage."""
+        """Handle a message of the last stage; ``data`` is its payload."""
         match body:
             case TopLogprobs():
-                if len(self._tops) < MAX_TOPS:
-                    self._tops[body.request, body.position] = body
+                if len(self._reports) < MAX_TOPS:
+                    self._reports[body.request, body.position] = body
+            case PooledRow():
+                if len(self._reports) < MAX_POOLED and data and body.payload.dtype == "f32":
+                    self._reports[body.request, body.position] = bytes(data)
             case SamplerOutput():
-                emissions = self.scheduler.on_sampled(self._drop_invalid_ids(body), self._tops, now)
+                emissions = self.scheduler.on_sampled(
+                    self._drop_invalid_ids(body), self._reports, now
+                )
                 for each in body.sampled:
-                    self._tops.pop((each.request, each.position), None)
+                    self._reports.pop((each.request, each.position), None)
                 self.receiver.deliver_emissions(emissions, now)
             case Tombstone():
                 self.receiver.deliver_emissions(self.scheduler.on_tombstone(body.seq, now), now)
             case Release():
                 self.scheduler.on_released(body.seq, now)
-                for key in [key for key in self._tops if key[0] == body.request]:
-                    del self._tops[key]
+                for key in [key for key in self._reports if key[0] == body.request]:
+                    del self._reports[key]
 
     def _drop_invalid_ids(self, output: SamplerOutput) -> SamplerOutput:
         """Drop ids outside the vocabulary, which would fail all requests of a later step."""

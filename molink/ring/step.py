@@ -10,6 +10,7 @@ from molink.wire.messages.data_plane import (
     BlockTable,
     Grammar,
     History,
+    PooledRow,
     Release,
     SamplerOutput,
     SwapIn,
@@ -91,12 +92,16 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """The result of an input: rows for the next stage, or (at the last stage) sampled tokens."""
+    """The result of an input: rows for the next stage, or (at the last stage) sampled tokens.
+
+    ``pooled`` are the rows of an embedding model with their payloads, one for each token.
+    """
 
     volume: Volume
     rows: bytearray | memoryview | None
     sampled: SamplerOutput | None
     tops: tuple[TopLogprobs, ...] = ()
+    pooled: tuple[tuple[PooledRow, bytes], ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -229,10 +229,11 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A message for the endpoint of ``peer``."""
+    """A message for the endpoint of ``peer``; ``pooled`` is the row of an embedding (f32)."""
 
     peer: str
     message: OutputToken | Rejected
+    pooled: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

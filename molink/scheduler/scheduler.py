@@ -45,8 +45,8 @@ _NO_TOKEN_REASON = (
     " complex: that PC's log says which)"
 )
 
-#: Alternatives of sampled tokens, by (request id, position).
-TopLogprobsByToken = Mapping[tuple[int, int], TopLogprobs]
+#: Alternatives of sampled tokens, or rows (f32) of an embedding model, by (request id, position).
+TokenReports = Mapping[tuple[int, int], TopLogprobs | bytes]
 
 
 class Scheduler:
@@ -179,7 +179,7 @@ class Scheduler:
         return batch
 
     def on_sampled(
-        self, message: SamplerOutput, tops: TopLogprobsByToken, now: float
+        self, message: SamplerOutput, reports: TokenReports, now: float
     ) -> list[Emission]:
         """Process a volume's sampled tokens; returns messages for the requests' peers.
 
@@ -206,7 +206,7 @@ class Scheduler:
             if request_slice.request in failed:
                 emissions.append(self._fail_request(state, _NO_TOKEN_REASON, now))
             elif request_slice.sample and was_awaited:
-                emissions += self._accept_choices(state, request_slice, found, tops, now)
+                emissions += self._accept_choices(state, request_slice, found, reports, now)
                 if request_slice.request in forced and state.phase != "gone":
                     self._speculation.on_forced(state, forced[request_slice.request])
             elif found:
@@ -367,7 +367,7 @@ class Scheduler:
         state: RequestState,
         request_slice: RequestSlice,
         choices: Sequence[SampledId],
-        tops: TopLogprobsByToken,
+        reports: TokenReports,
         now: float,
     ) -> list[Emission]:
         """Accept the tokens of a live request, up to its end."""
@@ -378,7 +378,7 @@ class Scheduler:
             self._speculation.on_verified(state, compared, right)
         emissions = []
         for choice in choices:
-            emissions.append(self._accept_token(state, choice, tops, now))
+            emissions.append(self._accept_token(state, choice, reports, now))
             if state.phase == "gone":
                 return emissions
         advance_path(state, len(choices), right)
@@ -389,7 +389,7 @@ class Scheduler:
         return emissions
 
     def _accept_token(
-        self, state: RequestState, choice: SampledId, tops: TopLogprobsByToken, now: float
+        self, state: RequestState, choice: SampledId, reports: TokenReports, now: float
     ) -> Emission:
         """Append a token to a live request and emit it."""
         self._counts["tokens"] += 1
@@ -406,8 +406,11 @@ class Scheduler:
             self._wait_estimator.on_finished(state)
             self._queues.policy.on_answered(state)
             self._remove_request(state, finish, now)
-        top = tops.get((choice.request, choice.position))
-        pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()
+        report, pairs, pooled = reports.get((choice.request, choice.position)), (), None
+        if isinstance(report, TopLogprobs):
+            pairs = tuple(zip(report.tokens, report.logprobs, strict=False))
+        elif report is not None:
+            pooled = report
         token = OutputToken(
             self.epoch,
             state.key,
@@ -418,7 +421,7 @@ class Scheduler:
             finish,
             state.num_cached if state.num_generated == 1 else 0,
         )
-        return Emission(state.peer, token)
+        return Emission(state.peer, token, pooled)
 
     def _finish_reason(self, state: RequestState) -> FinishReason | None:
         if state.tokens[-1] in state.request.stop_token_ids:

@@ -86,9 +86,9 @@ def _build_engine(
 
 
 def _create_grammar_compiler(stage: Stage, start: LoadStage) -> GrammarCompiler | None:
-    return (
-        GrammarCompiler(Path(start.model_dir), stage.config.vocab_size) if stage.is_last else None
-    )
+    if not (stage.is_last and stage.config.has_output_head):
+        return None
+    return GrammarCompiler(Path(start.model_dir), stage.config.vocab_size)
 
 
 def _load_stage(

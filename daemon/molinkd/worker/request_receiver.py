@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from molink.errors import ContextTooLong, MolinkError, Overloaded, RequestError
+from molink.facts.dtypes import DTYPE_SIZES
 from molink.routing.cache_report import pack_report
 from molink.scheduler.request_state import Emission, RequestState
 from molink.scheduler.scheduler import Scheduler
@@ -19,6 +20,7 @@ from molink.wire.messages.serving import (
     Credit,
     OutputToken,
     OutputTokens,
+    PooledOutput,
     PromptFragment,
     Rejected,
     RejectReason,
@@ -105,9 +107,14 @@ class RequestReceiver:
                 self._scheduler.grant_credit(peer, key, message.position)
 
     def deliver_emissions(self, emissions: Iterable[Emission], now: float) -> None:
-        """Send tokens, batched by connection, and rejections to their peers."""
+        """Send tokens, batched by connection, and rejections to their peers.
+
+        The rows of embeddings precede their tokens.
+        """
         tokens: dict[bytes, list[tuple[str, OutputToken]]] = {}
-        for peer, message in ((each.peer, each.message) for each in emissions):
+        sent: dict[bytes, list[bool]] = {}
+        for emission in emissions:
+            peer, message = emission.peer, emission.message
             identity = self._connections.get((peer, message.key))
             if identity is None:
                 continue
@@ -117,12 +124,18 @@ class RequestReceiver:
                 self._send(identity, message)
             else:
                 tokens.setdefault(identity, []).append((peer, message))
+                if emission.pooled is not None:
+                    row = _make_pooled(message, emission.pooled)
+                    sent.setdefault(identity, []).append(
+                        self._send(identity, row, emission.pooled)
+                    )
         for identity, owned in tokens.items():
             first, *others = _split_batches(token for _, token in owned)
-            sent = [self._send_first(identity, first, owned)]
-            sent += [self._send(identity, batch) for batch in others]
+            reached = sent.setdefault(identity, [])
+            reached.append(self._send_first(identity, first, owned))
+            reached += [self._send(identity, batch) for batch in others]
             for peer, token in owned:
-                if not all(sent):
+                if not all(reached):
                     self._cancel_request(peer, token.key, now)
                     self._lost_tokens[peer, token.key] = identity, now + LOST_TOKENS_RETRY_S
                 elif token.finish_reason is not None:
@@ -301,6 +314,11 @@ def _make_state(peer: str, entry: _IncompleteRequest) -> RequestState:
         credit_window=submit.credit_window,
         elapsed_s=submit.elapsed_s,
     )
+
+
+def _make_pooled(token: OutputToken, row: bytes) -> PooledOutput:
+    payload = Payload("f32", (len(row) // DTYPE_SIZES["f32"],))
+    return PooledOutput(token.epoch, token.key, payload)
 
 
 def _make_rejected(

@@ -1,18 +1,25 @@
 """Samples tokens from the last stage's logits."""
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+
+import msgspec
+import torch
+from torch import Tensor
 
 from molink.errors import MolinkError
 from molink.facts.drafts import MAX_DRAFTS
 from molink.ring.step import StepInput, StepOutput
 from molink.stage.batch import StageOutput
+from molink.stage.device_copy import download_tensors
 from molink.stage.sampling.draft_verification import accept_tokens, find_certain_tokens, sample_rows
 from molink.stage.sampling.sampler import SampledToken, sample_tokens
+from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import (
     ForcedTokens,
+    PooledRow,
     RequestSlice,
     SampledId,
     SamplerOutput,
@@ -22,6 +29,9 @@ from molink.wire.messages.data_plane import (
 from molinkd.worker.request_table import RequestTable, StageRequest
 
 log = logging.getLogger(__name__)
+
+#: Stands for the token of a pooled row.
+_NO_TOKEN = SampledToken(0)
 
 
 @dataclass(slots=True)
@@ -90,6 +100,47 @@ def sample_step(
         inputs += [row for row, token in zip(rows, certain, strict=True) if token < 0]
     drawn = iter(sample_tokens(output.rows, inputs, output.greedy))
     found = {id(one.request_slice): _accept_tokens(one, drawn) for one in wanted}
+    return _make_results(step_inputs, requests, found)
+
+
+def pool_step(
+    step_inputs: Sequence[StepInput],
+    requests: RequestTable,
+    wanted: Sequence[SampledSlice],
+    rows: Tensor,
+) -> list[StepOutput]:
+    """Return the normed rows ``[n, hidden]`` of an embedding model, each with a token of no meaning.
+
+    ``rows`` are float32, one for each of the ``logit_rows`` of ``wanted``; drafts are ignored.
+    """
+    (values,) = download_tensors([rows])
+    finite, first = torch.isfinite(values).all(dim=1).tolist(), 0
+    found: dict[int, Sequence[SampledToken]] = {}
+    pooled: dict[int, bytes] = {}
+    for one in wanted:
+        found[id(one.request_slice)] = [_NO_TOKEN] if finite[first] else []
+        pooled[one.request_slice.request] = values[first].numpy().tobytes()
+        first += len(list(one.logit_rows))
+    results = _make_results(step_inputs, requests, found)
+    payload = Payload("f32", (values.shape[1],))
+    return [
+        msgspec.structs.replace(
+            result,
+            pooled=tuple(
+                (PooledRow(each.request, each.position, payload), pooled[each.request])
+                for each in (() if result.sampled is None else result.sampled.sampled)
+            ),
+        )
+        for result in results
+    ]
+
+
+def _make_results(
+    step_inputs: Sequence[StepInput],
+    requests: RequestTable,
+    found: Mapping[int, Sequence[SampledToken]],
+) -> list[StepOutput]:
+    """The results of a step; ``found`` has the tokens of sampled slices, by their identity."""
     return [
         _make_result(
             step_input.volume,

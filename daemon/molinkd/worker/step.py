@@ -12,7 +12,7 @@ from molink.stage.stage import Stage
 from molink.stage.torch_dtypes import TORCH_DTYPES
 from molink.wire.messages.data_plane import RequestSlice
 from molinkd.worker.request_table import RequestTable, StageRequest
-from molinkd.worker.sampler import plan_sampling, sample_step
+from molinkd.worker.sampler import plan_sampling, pool_step, sample_step
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ def run_step(
         logit_rows=tuple(row for one in wanted for row in one.logit_rows),
     )
     output = stage.compute_step(batch, between_layers)
+    if stage.is_last and not stage.config.has_output_head:
+        return pool_step(step_inputs, requests, wanted, output.rows)
     if stage.is_last:
         return sample_step(step_inputs, requests, wanted, output)
     return _split_output(requests, step_inputs, output.rows)

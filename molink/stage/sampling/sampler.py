@@ -12,10 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from molink.stage.device_copy import download_tensors, gather_rows, upload_tensor
+from molink.stage.device_copy import (
+    download_tensors,
+    gather_rows,
+    upload_integers,
+    upload_tensor,
+)
 from molink.stage.sampling.greedy import find_greedy
 from molink.stage.sampling.logits_processors import SampleRow, apply_masks, apply_penalties
 from molink.stage.sampling.token_draws import TokenDraws, scatter_rows, uniform_noise
+from molink.wire.messages.data_plane import SamplingParams
 
 __all__ = ["SampleRow", "SampledToken", "sample_tokens"]
 
@@ -82,6 +88,11 @@ def _draw_tokens(
     return TokenDraws(gather_rows(final, random), [rows[i].sampling_params for i in random], noise)
 
 
+def _known_ids(params: SamplingParams, vocabulary: int) -> list[int]:
+    """Tokens of ``logprob_token_ids`` within the vocabulary, each once."""
+    return [token for token in dict.fromkeys(params.logprob_token_ids) if token < vocabulary]
+
+
 @dataclass(frozen=True, slots=True)
 class _LogprobReports:
     """Logprobs of rows that request them, on the device."""
@@ -101,10 +112,19 @@ class _LogprobReports:
         wanted = [i for i, row in enumerate(rows) if row.sampling_params.logprobs >= 0]
         if not wanted:
             return None
-        counts = [min(rows[i].sampling_params.logprobs, logits.shape[1]) for i in wanted]
+        named = [_known_ids(rows[i].sampling_params, logits.shape[1]) for i in wanted]
+        counts = [
+            len(ids) or min(rows[i].sampling_params.logprobs, logits.shape[1])
+            for i, ids in zip(wanted, named, strict=True)
+        ]
         logprobs = gather_rows(logits, wanted).log_softmax(dim=-1)
         own = logprobs.gather(1, gather_rows(tokens, wanted)[:, None])
         values, ids = logprobs.topk(max(counts), dim=-1)
+        for slot, given in enumerate(named):
+            if given:
+                ids[slot, : len(given)] = upload_integers(given, ids.device)
+        if any(named):
+            values = logprobs.gather(1, ids)
         return cls(wanted, counts, logprobs, own, values, ids)
 
     def read_tokens(
@@ -126,6 +146,7 @@ class _LogprobReports:
                 own[slot] = logprob
         reports: dict[int, SampledToken] = {}
         for slot, (index, count) in enumerate(zip(self.rows, self.counts, strict=True)):
-            pairs = sorted(zip(ids[slot], values[slot], strict=True), key=lambda p: (-p[1], p[0]))
-            reports[index] = SampledToken(picked[index], own[slot][0], tuple(pairs[:count]))
+            pairs = zip(ids[slot][:count], values[slot][:count], strict=True)
+            top = tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
+            reports[index] = SampledToken(picked[index], own[slot][0], top)
         return reports

@@ -19,7 +19,15 @@ from molink.errors import (
 )
 from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.wire.messages.base import Payload
-from molink.wire.messages.serving import Cancel, Credit, OutputToken, Rejected, Request, Submit
+from molink.wire.messages.serving import (
+    Cancel,
+    Credit,
+    OutputToken,
+    PooledOutput,
+    Rejected,
+    Request,
+    Submit,
+)
 
 StreamState = Literal["waiting", "running", "done"]
 
@@ -109,6 +117,8 @@ class RequestStream:
         self._prompt = request.prompt_token_ids
         #: All emitted tokens, in order; append only.
         self._emitted: list[int] = []
+        #: An embedding model's row, whose token follows.
+        self._pooled = b""
         self._num_consumed = 0
         self._num_credited = 0
         #: Tokens that the present scheduler may be ahead of the client.
@@ -196,6 +206,11 @@ class RequestStream:
             self._on_pipeline_lost("the pipeline was interrupted", now)
         return self.wake(now)
 
+    def on_pooled(self, message: PooledOutput, row: bytes) -> None:
+        """Keep the row of the token that follows."""
+        if self._is_current(message.key) and self._submitted is not None:
+            self._pooled = row if message.epoch == self._submitted.epoch else b""
+
     def on_token(self, message: OutputToken, now: float) -> list[StreamAction]:
         """Handle a token."""
         if not self._is_current(message.key) or self._submitted is None:
@@ -214,7 +229,9 @@ class RequestStream:
         self._emitted.append(message.token)
         out_of_tokens = len(self._emitted) >= self.request.max_tokens
         finish = message.finish_reason or ("length" if out_of_tokens else None)
-        actions: list[StreamAction] = [EmitTokenAction(_to_generated_token(message, finish))]
+        token = _to_generated_token(message, finish, self._pooled)
+        self._pooled = b""
+        actions: list[StreamAction] = [EmitTokenAction(token)]
         if finish is not None:
             if message.finish_reason is None:
                 actions += self._cancel_attempt()
@@ -310,6 +327,7 @@ class RequestStream:
         self._attempt += 1
         self._is_first_in_epoch = target != self._submitted
         self._submitted, self._submitted_at = target, now
+        self._pooled = b""
         # Unread tokens count, so that a slow client doesn't get a full window in each epoch.
         unread = len(self._emitted) - self._num_consumed
         self._window = max(1, self._limits.credit_window // 8, self._limits.credit_window - unread)
@@ -378,7 +396,7 @@ class RequestStream:
 
 
 def _to_generated_token(
-    message: OutputToken, finish: Literal["stop", "length"] | None
+    message: OutputToken, finish: Literal["stop", "length"] | None, pooled: bytes
 ) -> GeneratedToken:
     return GeneratedToken(
         position=message.position,
@@ -387,4 +405,5 @@ def _to_generated_token(
         top=message.top,
         finish_reason=finish,
         cached_tokens=message.cached_tokens,
+        pooled=pooled,
     )

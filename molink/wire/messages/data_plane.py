@@ -100,6 +100,8 @@ class SamplingParams(LeanMessage, frozen=True, tag=False):
     logit_bias: Annotated[
         tuple[tuple[Index, Bias], ...], msgspec.Meta(max_length=MAX_LOGIT_BIAS)
     ] = ()
+    #: Tokens whose logprobs are reported instead of the likeliest ones', with ``logprobs``.
+    logprob_token_ids: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_TOP_LOGPROBS)] = ()
 
     @property
     def needs_history(self) -> bool:
@@ -298,6 +300,17 @@ class TopLogprobs(LeanMessage, frozen=True, tag="top"):
     logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOP_LOGPROBS)]
 
 
+class PooledRow(LeanMessage, frozen=True, tag="pooled"):
+    """The normed row before ``position`` (payload ``f32 [hidden]``), of an embedding model.
+
+    Precedes the :class:`SamplerOutput` with its token, which means nothing.
+    """
+
+    request: RequestId
+    position: Count
+    payload: Payload
+
+
 class SampledId(LeanMessage, frozen=True, tag=False):
     """A sampled token at its ``position``; ``logprob`` is NaN unless requested."""
 
@@ -346,6 +359,7 @@ RingMessage = (
     | SwapIn
     | Tombstone
     | TopLogprobs
+    | PooledRow
     | SamplerOutput
     | LinkReport
     | SlowdownReport

@@ -125,6 +125,14 @@ class OutputToken(LeanMessage, frozen=True, tag=False):
     cached_tokens: Count = 0
 
 
+class PooledOutput(LeanMessage, frozen=True, tag="embedding"):
+    """A row of an embedding model (payload ``f32 [hidden]``); its request's token follows."""
+
+    epoch: Epoch
+    key: Text
+    payload: Payload
+
+
 class CacheUpdate(LeanMessage, frozen=True):
     """Blocks added to and evicted from a scheduler's prefix cache (:class:`CacheReport`).
 
@@ -163,4 +171,6 @@ class Rejected(LeanMessage, frozen=True, tag="rejected"):
 
 
 #: All messages between endpoints and schedulers.
-ServingMessage = Submit | PromptFragment | Cancel | Credit | OutputTokens | Rejected
+ServingMessage = (
+    Submit | PromptFragment | Cancel | Credit | PooledOutput | OutputTokens | Rejected
+)

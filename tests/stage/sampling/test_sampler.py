@@ -276,6 +276,22 @@ def test_a_missing_copy_is_not_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each is None for each in found] == [False, True, False]
 
 
+def test_logprobs_of_given_tokens() -> None:
+    logits = logits_of(3, 50)
+    given = SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=(7, 3, 7, 50, 2**31 - 1))
+    nothing = SamplingParams(temperature=0.0, logprobs=1, logprob_token_ids=(50,) * 20)
+    wide = SamplingParams(temperature=0.0, logprobs=5)
+    found = sample_tokens(logits, [SampleRow(one, 0) for one in (given, wide, nothing)])
+    expected = logits.log_softmax(dim=-1)
+    for row, token in enumerate(found):
+        assert token is not None
+        for index, logprob in token.top:
+            assert logprob == pytest.approx(float(expected[row, index]), abs=1e-6)
+    assert [token and len(token.top) for token in found] == [2, 5, 1]
+    assert found[0] is not None
+    assert {index for index, _ in found[0].top} == {3, 7}
+
+
 def test_more_logprobs_than_tokens() -> None:
     found = sample_tokens(logits_of(1, 5), [SampleRow(SamplingParams(logprobs=20), 0)])[0]
     assert len(found.top) == 5

@@ -48,6 +48,7 @@ from molink.wire.messages.serving import (
     Cancel,
     Credit,
     OutputTokens,
+    PooledOutput,
     PromptFragment,
     Rejected,
     RejectReason,
@@ -309,6 +310,10 @@ class SwarmBackend:
                     active.num_tokens += 1
                     self._carry_out(active, active.stream.on_token(token, now))
             self._check_replayed()
+        elif isinstance(message, PooledOutput):
+            active = self._find_active(pipeline, message.key)
+            if active is not None and payload is not None and message.payload.dtype == "f32":
+                active.stream.on_pooled(message, bytes(payload))
         elif isinstance(message, Rejected):
             active = self._find_active(pipeline, message.key)
             if active is not None:

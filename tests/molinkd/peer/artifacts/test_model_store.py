@@ -30,6 +30,7 @@ from molinkd.peer.artifacts.transfers import Progress
 from tests.support import fake_sources as sources
 from tests.support.fake_sources import RepositorySource, connect_to
 from tests.support.models import PLAIN_CONFIG as CONFIG
+from tests.support.models import write_modules
 from tests.support.models import write_plain_model as write_model
 
 
@@ -223,6 +224,17 @@ async def test_metadata_only(tmp_path: Path, source: FakeSource) -> None:
         "tokenizer_config.json",
     ]
     assert json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) == {"x": 1}
+
+
+async def test_an_embedding_model_stays_one(tmp_path: Path) -> None:
+    repository = ModelRepository()
+    model = write_model(tmp_path / "model")
+    write_modules(model, ["Transformer", "Pooling"], {"1_Pooling": {"pooling_mode": "lasttoken"}})
+    repository.add_model("m", model)
+    case = Case(tmp_path / "store", {"a": FakeSource(repository)})
+    assert not ModelConfig.load_folder(await case.metadata()).has_output_head
+    last = ModelFolder.open(await case.stage((3, 4)), (3, 4))
+    assert "lm_head.weight" not in last.tensors
 
 
 async def test_prerequisite_metadata_counts_as_progress(tmp_path: Path, source: FakeSource) -> None:
