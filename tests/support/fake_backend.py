@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from molink.checkpoint.model_task import GENERATE, ModelTask
 from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.data_plane import SamplingParams
@@ -69,6 +71,8 @@ class FakeBackend:
     ready_now: bool = True
     context: int = CONTEXT
     short_context: int = 0
+    task: ModelTask = GENERATE
+    hidden_size: int = 0
     #: What ``molink status --json`` would say, and how often it was asked for.
     swarm: dict[str, object] = field(default_factory=dict)
     status_asked: int = 0
@@ -87,7 +91,17 @@ class FakeBackend:
         self.tokenizer = Tokenizer.open(self.folder)
 
     def list_models(self) -> Sequence[ServedModel]:
-        return [ServedModel("tiny", self.folder, self.context, 1700000000, self.short_context)]
+        return [
+            ServedModel(
+                "tiny",
+                self.folder,
+                self.context,
+                1700000000,
+                self.short_context,
+                task=self.task,
+                hidden_size=self.hidden_size,
+            )
+        ]
 
     def is_ready(self, model: str | None = None) -> bool:
         return self.ready_now
@@ -151,13 +165,24 @@ class FakeBackend:
             finish = "stop"
         elif number + 1 == request.max_tokens:
             finish = "length"
+        given = request.sampling_params.logprob_token_ids
+        likeliest = ((token, -0.5), (65, -1.5), (66, float("-inf")))
         return GeneratedToken(
             position=len(request.prompt_token_ids) + number,
             token=token,
             logprob=-0.5,
-            top=((token, -0.5), (65, -1.5), (66, float("-inf")))[
-                : request.sampling_params.logprobs + 1
-            ],
+            top=self.score(request) if given else likeliest[: request.sampling_params.logprobs + 1],
             finish_reason=finish,
             cached_tokens=3 if number == 0 else 0,
+            pooled=self.row(request.prompt_token_ids) if self.hidden_size else b"",
         )
+
+    def row(self, ids: Sequence[int]) -> bytes:
+        """The row that embeds a prompt."""
+        numbers = [1 + (sum(ids) * place) % 7 for place in range(1, self.hidden_size + 1)]
+        return array("f", numbers).tobytes()
+
+    def score(self, request: Request) -> tuple[tuple[int, float], ...]:
+        """Logprobs of the tokens that were asked for: the longer the prompt, the less relevant."""
+        relevant, irrelevant = request.sampling_params.logprob_token_ids
+        return (irrelevant, -1.0), (relevant, -len(request.prompt_token_ids) / 100)

@@ -3,16 +3,15 @@
 import asyncio
 
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai.schema import GenerationBody
 from molinkd.api.prompt_worker import tokenize_prompts
-from molinkd.api.prompt_worker_messages import TokenizedPrompts, TokenizePrompts
+from molinkd.api.prompt_worker_messages import PromptBody, TokenizedPrompts, TokenizePrompts
 
 
 class InlineReader:
     """Implements :class:`molinkd.api.prompt_worker_pool.PromptTokenizer`."""
 
     async def tokenize_prompts(
-        self, client: str, loaded_model: LoadedModel, body: GenerationBody
+        self, client: str, loaded_model: LoadedModel, body: PromptBody
     ) -> TokenizedPrompts:
         request = TokenizePrompts.from_body(body, loaded_model)
         return await asyncio.to_thread(tokenize_prompts, request, loaded_model.tokenizer)

@@ -53,13 +53,14 @@ class RingBackend:
     ) -> None:
         """A ring of ``parts`` stages; of several, volumes of drafts may go ahead."""
         opened = ModelFolder.open(folder)
-        config = opened.config
+        config = self._config = opened.config
         self.folder, self.context = folder, min(config.max_model_len, blocks * BLOCK_SIZE)
         self.tokenizer = Tokenizer.open(folder)
         cuts = [config.layers * part // parts for part in range(parts + 1)]
         stages = [Stage.load_layers(opened, layers, "cpu", "f32") for layers in pairwise(cuts)]
         tables = [RequestTable() for _ in stages[1:]]
-        tables.append(RequestTable(GrammarCompiler(folder, config.vocab_size)))
+        grammars = GrammarCompiler(folder, config.vocab_size) if config.has_output_head else None
+        tables.append(RequestTable(grammars))
         queue = EventQueue()
         for stage in stages:
             stage.allocate_kv_pool(blocks, BLOCK_SIZE)
@@ -83,13 +84,27 @@ class RingBackend:
         )
         self.ring.on_emission = self._keep
         self._told: dict[str, deque[OutputToken | Rejected]] = {}
+        #: The row of each embedding, by key.
+        self._pooled: dict[str, bytes] = {}
         self.asked: list[Request] = []
 
     def _keep(self, emission: Emission, now: float) -> None:
-        self._told[emission.message.key].append(emission.message)
+        key = emission.message.key
+        self._told[key].append(emission.message)
+        if emission.pooled is not None:
+            self._pooled[key] = emission.pooled
 
     def list_models(self) -> Sequence[ServedModel]:
-        return [ServedModel("tiny", self.folder, self.context, 1700000000)]
+        return [
+            ServedModel(
+                "tiny",
+                self.folder,
+                self.context,
+                1700000000,
+                task=self._config.task,
+                hidden_size=self._config.hidden_size,
+            )
+        ]
 
     def is_ready(self, model: str | None = None) -> bool:
         return True
@@ -115,7 +130,8 @@ class RingBackend:
         return list(told)
 
     async def generate(self, request: Request) -> AsyncGenerator[GeneratedToken, None]:
-        for told in self.tokens(self.submit(request)):
+        key = self.submit(request)
+        for told in self.tokens(key):
             if isinstance(told, Rejected):
                 raise Unavailable(told.message)
             yield GeneratedToken(
@@ -125,4 +141,5 @@ class RingBackend:
                 told.top,
                 told.finish_reason,
                 told.cached_tokens,
+                self._pooled.get(key, b""),
             )

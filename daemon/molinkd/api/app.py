@@ -21,8 +21,11 @@ from molinkd.api.metrics import RequestRecorder, create_registry, render_metrics
 from molinkd.api.model_catalog import ModelCatalog
 from molinkd.api.ollama.encoder import encode_envelope as ollama_envelope
 from molinkd.api.ollama.routes import OllamaRoutes
-from molinkd.api.openai.routes import EmbeddingRoutes, OpenAIRoutes
+from molinkd.api.openai.routes import OpenAIRoutes
 from molinkd.api.openapi import OpenAPIRoute
+from molinkd.api.pooling.embedding_routes import EmbeddingRoutes
+from molinkd.api.pooling.handler import PoolingHandler
+from molinkd.api.pooling.rerank_routes import RerankRoutes
 from molinkd.api.problem import Envelope, Problem, internal_problem, problem_of
 from molinkd.api.prompt_worker_pool import PromptTokenizer
 from molinkd.api.responses.routes import ResponseRoutes
@@ -62,10 +65,18 @@ def create_app(backend: Backend, settings: ApiSettings, reader: PromptTokenizer)
     catalog = ModelCatalog(backend, settings.tool_call_parser)
     generator = GenerationHandler(backend, settings, recorder, reader, catalog)
     app[ANSWERS] = generator.running_answers
+    pooler = PoolingHandler(
+        backend,
+        recorder,
+        reader,
+        generator.running_answers,
+        share_prefix_cache=settings.share_prefix_cache,
+    )
     for table in (
         OpenAIRoutes(backend, bodies, catalog, generator).routes,
         _StatusRoutes(backend, recorder).routes,
-        EmbeddingRoutes(bodies).routes,
+        EmbeddingRoutes(bodies, catalog, pooler).routes,
+        RerankRoutes(bodies, catalog, pooler).routes,
         OllamaRoutes(backend, bodies, catalog, generator).routes,
         ResponseRoutes(bodies, generator).routes,
         MessageRoutes(bodies, generator).routes,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from molink.checkpoint.model_task import GENERATE, ModelTask
 from molink.swarm.frontend.generated_token import GeneratedToken
 from molink.wire.messages.serving import Request
 
@@ -16,7 +17,8 @@ class ServedModel:
     ``folder`` is a local folder with at least config, tokenizer and chat template; its weights may
     be on other peers. ``max_model_len`` is in tokens. Requests of up to ``original_max_model_len``
     tokens use the original position embeddings (LongRoPE); 0: no such limit. ``size`` is the size
-    of all weights in bytes, 0 if unknown. ``root`` identifies the model's content.
+    of all weights in bytes, 0 if unknown. ``root`` identifies the model's content, ``task`` is what
+    it is made for, and ``hidden_size`` is the length of its rows.
     """
 
     name: str
@@ -26,6 +28,8 @@ class ServedModel:
     original_max_model_len: int = 0
     size: int = 0
     root: str = ""
+    task: ModelTask = GENERATE
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from aiohttp import web
 from molink.errors import RequestError, Unavailable
 from molinkd.api.access_guard import client_id, client_name
 from molinkd.api.api_settings import ApiSettings
-from molinkd.api.backend import Backend
+from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.cache_salts import CacheSalts
 from molinkd.api.connections import get_request_id
 from molinkd.api.event_stream import EventStream
@@ -156,6 +156,7 @@ class GenerationHandler:
         try:
             check_choice_count(client_request.body, self._settings.max_choices)
             loaded_model = await self._catalog.load_model(client_request.body.model)
+            _check_generates(loaded_model.model)
             loaded_at = time.perf_counter()
             tokenized = await self._prompt_tokenizer.tokenize_prompts(
                 client_name(request), loaded_model, client_request.body
@@ -205,6 +206,16 @@ class GenerationHandler:
         except BaseException:
             await stream.abort_stream()
             raise
+
+
+def _check_generates(model: ServedModel) -> None:
+    """Refuse a model that has no output head."""
+    if model.task.name == "embed":
+        raise RequestError(
+            f"`model`: {model.name} is an embedding model: it writes no answers, use "
+            "/v1/embeddings",
+            "model",
+        )
 
 
 def json_response(body: bytes) -> web.Response:

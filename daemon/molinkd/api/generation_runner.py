@@ -118,7 +118,7 @@ async def generate_all(
             for choice in plan.choices:
                 group.create_task(_generate(backend, plan, choice, usage, recorder, emit))
     except BaseExceptionGroup as errors:
-        raise _first_error(errors) from None
+        raise first_error(errors) from None
 
 
 async def _generate(
@@ -177,6 +177,6 @@ async def _next_token(
         raise
 
 
-def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     error = errors.exceptions[0]
-    return _first_error(error) if isinstance(error, BaseExceptionGroup) else error
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error

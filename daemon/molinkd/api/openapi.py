@@ -11,7 +11,13 @@ import molink
 from molinkd.api.access_guard import PAGE_PREFIX
 from molinkd.api.anthropic.schema import CountTokensRequest, MessageRequest
 from molinkd.api.ollama.schema import ChatRequest, GenerateRequest, ModelReference
-from molinkd.api.openai.schema import ChatBody, CompletionBody, EmbeddingRequest
+from molinkd.api.openai.schema import ChatBody, CompletionBody
+from molinkd.api.pooling.schema import (
+    EmbeddingBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    RerankBody,
+)
 from molinkd.api.responses.schema import ResponseRequest
 
 #: The body of each route that has one.
@@ -24,7 +30,10 @@ REQUEST_BODIES: dict[str, type[msgspec.Struct]] = {
     "/api/chat": ChatRequest,
     "/api/generate": GenerateRequest,
     "/api/show": ModelReference,
-    **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), EmbeddingRequest),
+    "/v1/embeddings": EmbeddingBody,
+    "/api/embed": OllamaEmbedBody,
+    "/api/embeddings": OllamaEmbeddingsBody,
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankBody),
 }
 _REFERENCE = "#/components/schemas/{name}"
 

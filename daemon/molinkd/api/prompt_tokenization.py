@@ -4,6 +4,7 @@ Templates and texts are untrusted and may take long to process, so this runs in 
 be killed (``prompt_worker.py``).
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from molink.text.tokenizer import build_fim_prompt
 from molink.text.tool_calls.template_style import apply_call_style
 from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai.schema import ChatBody, ChatMessage, CompletionBody
+from molinkd.api.pooling.schema import RerankBody
 from molinkd.api.prompt_worker_messages import PromptTokens
 from molinkd.api.tool_validation import check_tool_support, tools_for_template
 
@@ -24,6 +26,15 @@ _CHARACTERS_PER_TOKEN = 16
 _EXTRA_CHARACTERS = 16 * 1024
 #: Characters at the end of a prompt that determine how the answer starts.
 _TAIL_CHARACTERS = 128
+#: Roles in the template of a reranker. Those released without one are Qwen3's, of its model card.
+_RANKING_ROLES = tuple(re.compile(rf"['\"]{role}['\"]") for role in ("query", "document"))
+_RANKING_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_RANKING_PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
 
 
 def tokenize_chat(body: ChatBody, loaded_model: LoadedModel) -> PromptTokens:
@@ -77,6 +88,35 @@ def tokenize_completion(body: CompletionBody, loaded_model: LoadedModel) -> list
         _tokenize_one(item, f"prompt[{index}]", body, loaded_model)
         for index, item in enumerate(prompt)
     ]
+
+
+def tokenize_ranking(body: RerankBody, loaded_model: LoadedModel) -> list[PromptTokens]:
+    """Render and tokenize a prompt for each document; only the documents differ.
+
+    Raises:
+        ContextTooLong: a prompt can't fit the context.
+        RequestError: the model's template refuses the texts.
+    """
+    template = loaded_model.tokenizer.chat_template
+    if template is not None and not all(role.search(template.source) for role in _RANKING_ROLES):
+        template = None
+    before = [] if body.instruction is None else [{"role": "system", "content": body.instruction}]
+    before.append({"role": "query", "content": body.query})
+    shared = len(body.query) + len(body.instruction or "")
+    prompts = []
+    for index, document in enumerate(body.texts):
+        field = f"documents[{index}]"
+        _check_length(shared + len(document), field, loaded_model)
+        if template is None:
+            text = _RANKING_PROMPT.format(
+                instruction=body.instruction or _RANKING_INSTRUCTION,
+                query=body.query,
+                document=document,
+            )
+        else:
+            text = template.render_prompt([*before, {"role": "document", "content": document}])
+        prompts.append(PromptTokens(_encode_text(text, field, loaded_model, special=False)))
+    return prompts
 
 
 def _tokenize_one(
@@ -144,9 +184,14 @@ def _check_messages(messages: Sequence[ChatMessage], loaded_model: LoadedModel) 
     _check_length(length, "messages", loaded_model)
 
 
+def max_characters(loaded_model: LoadedModel) -> int:
+    """Characters that a prompt may have; more can't fit the context."""
+    return _CHARACTERS_PER_TOKEN * loaded_model.model.max_model_len + _EXTRA_CHARACTERS
+
+
 def _check_length(length: int, field: str, loaded_model: LoadedModel) -> None:
     max_model_len = loaded_model.model.max_model_len
-    if length > _CHARACTERS_PER_TOKEN * max_model_len + _EXTRA_CHARACTERS:
+    if length > max_characters(loaded_model):
         raise ContextTooLong(
             f"`{field}`: the prompt has {length} characters, and the context of "
             f"{loaded_model.model.name} is {max_model_len} tokens, the answer included",

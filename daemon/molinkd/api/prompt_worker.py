@@ -20,7 +20,8 @@ from molink.wire.messages.worker_pipe import read_pipe, write_pipe
 from molinkd.api.backend import ServedModel
 from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai.schema import ChatBody, CompletionBody, unpack_body
-from molinkd.api.prompt_tokenization import tokenize_chat, tokenize_completion
+from molinkd.api.pooling.schema import RerankBody
+from molinkd.api.prompt_tokenization import tokenize_chat, tokenize_completion, tokenize_ranking
 from molinkd.api.prompt_worker_messages import (
     MAX_MESSAGE_BYTES,
     LoadTokenizer,
@@ -42,7 +43,10 @@ def tokenize_prompts(request: TokenizePrompts, tokenizer: Tokenizer) -> Tokenize
     """
     model = ServedModel(request.name, Path(request.folder), request.max_model_len, 0)
     loaded_model = LoadedModel(model, tokenizer, request.tool_call_parser)
-    if request.is_chat:
+    if request.kind == "ranking":
+        ranking = unpack_body(request.body, RerankBody)
+        return TokenizedPrompts(tuple(tokenize_ranking(ranking, loaded_model)))
+    if request.kind == "chat":
         chat = unpack_body(request.body, ChatBody)
         prompt = tokenize_chat(chat, loaded_model)
         grammar = compile_call_grammar(chat, loaded_model, prompt.tail) or compile_grammar(

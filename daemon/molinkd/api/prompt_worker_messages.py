@@ -1,5 +1,7 @@
 """Messages between the endpoint and its prompt workers, over pipes."""
 
+from typing import Literal
+
 import msgspec
 
 from molink.errors import BrokenModel, ContextTooLong, MolinkError, RequestError
@@ -7,7 +9,11 @@ from molink.text.tool_calls.formats import ToolCallParserChoice
 from molink.wire.messages.base import Message
 from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai.schema import ChatBody, GenerationBody, pack_body
+from molinkd.api.pooling.schema import RerankBody
 
+#: Bodies whose prompts are tokenized, and their names.
+PromptBody = GenerationBody | RerankBody
+PromptKind = Literal["chat", "completion", "ranking"]
 #: Maximum message size in bytes; the parts have their own limits.
 MAX_MESSAGE_BYTES = 1 << 28
 
@@ -26,30 +32,30 @@ class LoadTokenizer(Message, frozen=True, tag="open"):
 class TokenizePrompts(Message, frozen=True, tag="read"):
     """Tokenize the prompts of a request with a loaded tokenizer.
 
-    ``body`` is a :class:`ChatBody` (``is_chat``) or a :class:`CompletionBody`, packed by
-    :func:`~molinkd.api.openai.schema.pack_body`.
+    ``body`` is the body of that ``kind``, packed by :func:`~molinkd.api.openai.schema.pack_body`.
     """
 
     folder: str
     name: str
     max_model_len: int
-    is_chat: bool
+    kind: PromptKind
     body: bytes
     tool_call_parser: ToolCallParserChoice = "auto"
 
     @classmethod
-    def from_body(cls, body: GenerationBody, loaded_model: LoadedModel) -> "TokenizePrompts":
+    def from_body(cls, body: PromptBody, loaded_model: LoadedModel) -> "TokenizePrompts":
         """Build the message for a body and its model.
 
         Raises:
             RequestError: an integer of the body exceeds 64 bits.
         """
         model = loaded_model.model
+        kind: PromptKind = "chat" if isinstance(body, ChatBody) else "completion"
         return cls(
             str(model.folder),
             model.name,
             model.max_model_len,
-            isinstance(body, ChatBody),
+            "ranking" if isinstance(body, RerankBody) else kind,
             pack_body(body),
             loaded_model.tool_call_parser,
         )

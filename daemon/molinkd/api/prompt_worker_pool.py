@@ -16,10 +16,10 @@ from molink.text.tokenizer import Tokenizer
 from molink.wire.messages.worker_pipe import read_pipe, write_pipe
 from molinkd.api.fair_queue import FairQueue, queue_full_error
 from molinkd.api.model_catalog import LoadedModel
-from molinkd.api.openai.schema import GenerationBody
 from molinkd.api.prompt_worker_messages import (
     MAX_MESSAGE_BYTES,
     LoadTokenizer,
+    PromptBody,
     PromptRefusal,
     PromptWorkerFault,
     PromptWorkerReply,
@@ -52,7 +52,7 @@ class PromptTokenizer(Protocol):
     """Tokenizes prompts of clients."""
 
     async def tokenize_prompts(
-        self, client: str, loaded_model: LoadedModel, body: GenerationBody
+        self, client: str, loaded_model: LoadedModel, body: PromptBody
     ) -> TokenizedPrompts:
         """Tokenize the prompts of ``body``, sent by ``client``.
 
@@ -82,7 +82,7 @@ class PromptWorkers:
         self._long = _WorkerPool([_PromptWorker(options, LONG_S, IDLE_TIMEOUT_S)], MAX_LONG)
 
     async def tokenize_prompts(
-        self, client: str, loaded_model: LoadedModel, body: GenerationBody
+        self, client: str, loaded_model: LoadedModel, body: PromptBody
     ) -> TokenizedPrompts:
         """See :class:`PromptTokenizer`."""
         request = TokenizePrompts.from_body(body, loaded_model)

@@ -126,9 +126,7 @@ class RequestReceiver:
                 tokens.setdefault(identity, []).append((peer, message))
                 if emission.pooled is not None:
                     row = _make_pooled(message, emission.pooled)
-                    sent.setdefault(identity, []).append(
-                        self._send(identity, row, emission.pooled)
-                    )
+                    sent.setdefault(identity, []).append(self._send(identity, row, emission.pooled))
         for identity, owned in tokens.items():
             first, *others = _split_batches(token for _, token in owned)
             reached = sent.setdefault(identity, [])

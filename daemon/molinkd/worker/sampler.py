@@ -109,7 +109,7 @@ def pool_step(
     wanted: Sequence[SampledSlice],
     rows: Tensor,
 ) -> list[StepOutput]:
-    """Return the normed rows ``[n, hidden]`` of an embedding model, each with a token of no meaning.
+    """Return the normed rows ``[n, hidden]`` of an embedding model, each with a token id of 0.
 
     ``rows`` are float32, one for each of the ``logit_rows`` of ``wanted``; drafts are ignored.
     """

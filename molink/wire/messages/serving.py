@@ -171,6 +171,4 @@ class Rejected(LeanMessage, frozen=True, tag="rejected"):
 
 
 #: All messages between endpoints and schedulers.
-ServingMessage = (
-    Submit | PromptFragment | Cancel | Credit | PooledOutput | OutputTokens | Rejected
-)
+ServingMessage = Submit | PromptFragment | Cancel | Credit | PooledOutput | OutputTokens | Rejected

@@ -108,6 +108,9 @@ class OllamaRoutes:
         model, template = loaded_model.model, loaded_model.tokenizer.chat_template
         model_json = await _model_json(model)
         family = model_json["details"]["family"]
+        sizes, capabilities = {}, ["completion", *model_capabilities(loaded_model)]
+        if model.task.name == "embed":
+            sizes, capabilities = {f"{family}.embedding_length": model.hidden_size}, ["embedding"]
         found = {
             "modelfile": "",
             "parameters": "",
@@ -116,8 +119,9 @@ class OllamaRoutes:
             "model_info": {
                 "general.architecture": family,
                 f"{family}.context_length": model.max_model_len,
+                **sizes,
             },
-            "capabilities": ["completion", *model_capabilities(loaded_model)],
+            "capabilities": capabilities,
             "modified_at": model_json["modified_at"],
         }
         return json_response(json.encode(found))

@@ -7,7 +7,6 @@ from aiohttp import web
 from msgspec import json
 
 import molink
-from molink.errors import RequestError
 from molinkd.api.backend import Backend, ServedModel
 from molinkd.api.body_reader import BodyReader
 from molinkd.api.generation_handler import ClientRequest, GenerationHandler, json_response
@@ -16,32 +15,9 @@ from molinkd.api.openai.encoder import ChatEncoder, CompletionEncoder, ResponseE
 from molinkd.api.openai.schema import (
     ChatBody,
     CompletionBody,
-    EmbeddingRequest,
     GenerationBody,
 )
 from molinkd.api.request_plan import RequestPlan
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingRoutes:
-    """``/v1/embeddings``, ``/api/embed``, ``/api/embeddings``."""
-
-    body_reader: BodyReader
-
-    @property
-    def routes(self) -> list[web.RouteDef]:
-        """All routes."""
-        paths = ("/v1/embeddings", "/api/embed", "/api/embeddings")
-        return [web.post(path, self.refuse_embeddings) for path in paths]
-
-    async def refuse_embeddings(self, request: web.Request) -> web.Response:
-        """Embeddings; not supported."""
-        body = await self.body_reader.decode_request(request, EmbeddingRequest)
-        raise RequestError(
-            f"`model`: {(body.model or 'this model')[:128]} does not support embeddings; "
-            "molink serves text generation only",
-            "model",
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,14 +250,6 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: Count | None = None
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    """The body of ``POST /v1/embeddings``, and of Ollama's."""
-
-    model: str | None = None
-    input: Any = None
-    prompt: Any = None
-
-
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
@@ -281,15 +273,17 @@ def decode_body(data: bytes, kind: type[BodyT]) -> BodyT:
     return body
 
 
-def pack_body(body: GenerationBody) -> bytes:
+def pack_body(body: msgspec.Struct) -> bytes:
     """Encode a body for a prompt worker; see :func:`unpack_body`.
 
     Raises:
         RequestError: an integer exceeds 64 bits.
     """
     try:
-        # Prompts don't depend on the seed, which may have more than 64 bits.
-        return msgspec.msgpack.encode(msgspec.structs.replace(body, seed=None))
+        if isinstance(body, GenerationBody):
+            # Prompts don't depend on the seed, which may have more than 64 bits.
+            body = msgspec.structs.replace(body, seed=None)
+        return msgspec.msgpack.encode(body)
     except (OverflowError, RecursionError) as error:
         field = "prompt" if isinstance(body, CompletionBody) else None
         raise RequestError(

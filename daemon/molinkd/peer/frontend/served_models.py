@@ -113,6 +113,8 @@ class ServedModels:
             config.short_context,
             size,
             route.root,
+            config.task,
+            config.hidden_size,
         )
 
 
