@@ -71,6 +71,7 @@ class FakeBackend:
     ready_now: bool = True
     context: int = CONTEXT
     short_context: int = 0
+    name: str = "tiny"
     task: ModelTask = GENERATE
     hidden_size: int = 0
     #: What ``molink status --json`` would say, and how often it was asked for.
@@ -93,7 +94,7 @@ class FakeBackend:
     def list_models(self) -> Sequence[ServedModel]:
         return [
             ServedModel(
-                "tiny",
+                self.name,
                 self.folder,
                 self.context,
                 1700000000,

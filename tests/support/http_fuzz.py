@@ -144,7 +144,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         "thinking": {"type": "disabled"},
     },
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
-    "/v1/embeddings": {"model": "tiny", "input": ["hello"]},
+    "/v1/embeddings": {
+        "model": "tiny",
+        "input": ["hello", [5]],
+        "encoding_format": "base64",
+        "dimensions": 3,
+    },
+    "/api/embed": {"model": "tiny", "input": ["hello"], "truncate": True},
+    "/v1/rerank": {"model": "tiny", "query": "x", "documents": ["hello", {"text": "x"}]},
 }
 TEXTS = (
     "",

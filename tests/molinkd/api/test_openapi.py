@@ -6,6 +6,7 @@ import jsonschema
 import pytest
 from aiohttp.test_utils import TestClient
 
+from molink.checkpoint.model_task import ModelTask
 from molinkd.api.access_guard import PAGE_PREFIX
 from molinkd.api.openapi import REQUEST_BODIES
 from tests.support.fake_backend import FakeBackend
@@ -35,6 +36,13 @@ GOOD: dict[str, dict[str, Any]] = {
     "/api/generate": {"prompt": "hi", "keep_alive": "5m"},
     "/api/show": {"model": "tiny"},
 }
+#: The same of routes for models that embed.
+EMBED: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": ["a", [97]], "encoding_format": "base64", "dimensions": 3},
+    "/api/embed": {"input": ["a"], "truncate": False, "keep_alive": 5},
+    "/api/embeddings": {"prompt": "a", "options": {"priority": 1}},
+}
+RERANK = {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": False}
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"temperature": 3}),
     ("/v1/chat/completions", {"messages": []}),
@@ -94,8 +102,12 @@ async def test_undocumented_bodies_are_rejected(
     assert (await client.post(path, json=body)).status == 400
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed", "/api/embeddings"])
-async def test_embeddings_are_rejected(client: TestClient, path: str, backend: FakeBackend) -> None:
-    response = await client.post(path, json={"model": "tiny", "input": "x"})
-    assert response.status == 400
-    assert "`model`: tiny does not support embeddings" in await response.text()
+@pytest.mark.parametrize("path", [*EMBED, "/v1/rerank", "/v2/rerank", "/rerank"])
+async def test_documented_bodies_of_pooling_models(
+    client: TestClient, document: dict[str, Any], backend: FakeBackend, path: str
+) -> None:
+    backend.task = ModelTask("embed") if path in EMBED else ModelTask("rerank", 5, 7)
+    backend.hidden_size = 4
+    body = EMBED.get(path, RERANK)
+    jsonschema.Draft202012Validator(schema_of(document, path)).validate(body)
+    assert (await client.post(path, json=body)).status == 200
