@@ -143,12 +143,12 @@ def _parse_max_len(fields: ConfigFields, context: int) -> tuple[int, tuple[str, 
 
 def _refuse_other_attention(raw: Mapping[str, Any], where: str, task: ModelTask) -> None:
     """Refuse attention to later tokens, which embedding models may have."""
-    causal = raw.get("is_causal", True) is not False
-    if raw.get("use_bidirectional_attention") is True or not causal:
-        raise UnsupportedModel(
-            f"{where}: attention to later tokens (bidirectional) is not supported: molink computes "
-            "decoders, whose tokens see earlier ones only"
-        )
+    for name, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if raw.get(name, causal) is not causal and raw[name] is not None:
+            raise UnsupportedModel(
+                f"{where}: {name} {str(raw[name])[:40]} is not supported: in molink tokens attend "
+                "to earlier ones only"
+            )
     if task.name == "embed" and raw.get("auto_map"):
         raise UnsupportedModel(
             f"{where}: this embedding model brings code of its own (auto_map), which molink does "

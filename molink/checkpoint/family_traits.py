@@ -486,8 +486,6 @@ def gemma3(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 
 def _gemma_traits(fields: ConfigFields, layers: int, rope: RopeConfig) -> FamilyTraits:
-    if fields.get_boolean("use_bidirectional_attention", False):
-        raise UnsupportedModel(f"{fields.where}: use_bidirectional_attention is not supported")
     scalar = fields.get_positive("query_pre_attn_scalar", 256)
     activation = _activation(fields, "hidden_activation", "gelu_pytorch_tanh")
     biased = fields.get_boolean("attention_bias", False)

@@ -406,11 +406,9 @@ class Scheduler:
             self._wait_estimator.on_finished(state)
             self._queues.policy.on_answered(state)
             self._remove_request(state, finish, now)
-        report, pairs, pooled = reports.get((choice.request, choice.position)), (), None
-        if isinstance(report, TopLogprobs):
-            pairs = tuple(zip(report.tokens, report.logprobs, strict=False))
-        elif report is not None:
-            pooled = report
+        report = reports.get((choice.request, choice.position))
+        top = report if isinstance(report, TopLogprobs) else None
+        pairs = tuple(zip(top.tokens, top.logprobs, strict=False)) if top is not None else ()
         token = OutputToken(
             self.epoch,
             state.key,
@@ -421,7 +419,7 @@ class Scheduler:
             finish,
             state.num_cached if state.num_generated == 1 else 0,
         )
-        return Emission(state.peer, token, pooled)
+        return Emission(state.peer, token, report if isinstance(report, bytes) else None)
 
     def _finish_reason(self, state: RequestState) -> FinishReason | None:
         if state.tokens[-1] in state.request.stop_token_ids:

@@ -95,8 +95,8 @@ def test_an_embedding_model_has_no_output_head(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"is_causal": False}, "bidirectional"),
-        ({"use_bidirectional_attention": True}, "bidirectional"),
+        ({"is_causal": False}, "is_causal False is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"auto_map": {"AutoModel": "modeling.X"}}, "auto_map"),
     ],
 )

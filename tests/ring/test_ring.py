@@ -438,7 +438,7 @@ async def test_alternatives_of_a_finished_request_are_dropped() -> None:
         ring.on_message(TopLogprobs(request, 7, (1,), (-0.5,)), None)
     ring.on_message(Release(9, 3, 8), None)
     assert released == [9]
-    assert list(ring._bridge._tops) == [(4, 7)]
+    assert list(ring._bridge._reports) == [(4, 7)]
 
 
 # --- sub-chunks ---------------------------------------------------------------------------------
