@@ -14,7 +14,7 @@ from msgspec import structs
 from molink.facts.profile import Profile
 from molink.link.policies.base import DecodeFinishedEvent, DecodeStartedEvent
 from molink.ring.ring import Ring, RingConfig
-from molink.ring.scheduler_bridge import SchedulerBridge
+from molink.ring.scheduler_bridge import MAX_POOLED, SchedulerBridge
 from molink.ring.stage import StageShape
 from molink.ring.step import StepOutput, StepResult
 from molink.ring.step_monitor import MAX_FAILED_STEPS, SLACK
@@ -26,6 +26,7 @@ from molink.wire.messages.data_plane import (
     BlockTable,
     Grammar,
     History,
+    PooledRow,
     Release,
     RequestSlice,
     SampledId,
@@ -436,9 +437,15 @@ async def test_alternatives_of_a_finished_request_are_dropped() -> None:
     ring.open(RecordingOutlet())
     for request in (3, 4):
         ring.on_message(TopLogprobs(request, 7, (1,), (-0.5,)), None)
+    row = PooledRow(3, 8, Payload("f32", (2,)))
+    ring.on_message(row, bytearray(8))
+    ring.on_message(PooledRow(4, 8, Payload("u8", (8,))), bytearray(8))
     ring.on_message(Release(9, 3, 8), None)
     assert released == [9]
     assert list(ring._bridge._reports) == [(4, 7)]
+    for request in range(2 * MAX_POOLED):
+        ring.on_message(PooledRow(request, 8, row.payload), bytearray(8))
+    assert len(ring._bridge._reports) == MAX_POOLED
 
 
 # --- sub-chunks ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from molink.wire.messages.serving import (
     Credit,
     OutputToken,
     OutputTokens,
+    PooledOutput,
     PromptFragment,
     Rejected,
     Request,
@@ -229,6 +230,36 @@ def test_undeliverable_token_cancels_the_request(
     wire.gone.add(HERE.identity)
     receiver.deliver_emissions([Emission("daemon", OutputToken(3, "a", 2, 7))], 0.0)
     assert scheduler.live_requests == []
+
+
+def test_the_row_of_an_embedding_precedes_its_token(
+    receiver: RequestReceiver, scheduler: Scheduler, wire: Wire
+) -> None:
+    ask(receiver, "a", [1, 2])
+    wire.sent.clear()
+    token = OutputToken(3, "a", 2, 0, finish_reason="length")
+    receiver.deliver_emissions([Emission("daemon", token, bytes(8))], 0.0)
+    row, tokens = (message for _, message in wire.sent)
+    assert row == PooledOutput(3, "a", Payload("f32", (2,)))
+    assert tokens.tokens == (token,)
+    frames = data_codec().encode(row, bytes(8))
+    assert data_codec().decode(frames)[0] == row
+
+
+def test_a_lost_row_has_its_peer_resubmit(
+    receiver: RequestReceiver, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is congested for the row, but not for the token."""
+    ask(receiver, "a", [1, 2])
+
+    def send(identity: bytes, message: Any, payload: Any = None) -> bool:
+        return not isinstance(message, PooledOutput) and wire(identity, message, payload)
+
+    monkeypatch.setattr(receiver, "_send", send)
+    token = OutputToken(3, "a", 2, 0, finish_reason="length")
+    receiver.deliver_emissions([Emission("daemon", token, bytes(8))], 0.0)
+    receiver.sweep_connections(1.0)
+    assert reasons(wire) == [("a", "epoch")]
 
 
 @pytest.mark.parametrize("finish", [None, "stop"])

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from molink.errors import ContextTooLong, Overloaded, RequestError, Unavailable
 from molink.swarm.frontend.stream import (
@@ -17,7 +18,14 @@ from molink.swarm.frontend.stream import (
 )
 from molink.wire.messages.base import Payload
 from molink.wire.messages.data_plane import SamplingParams
-from molink.wire.messages.serving import Cancel, Credit, OutputToken, Rejected, Request
+from molink.wire.messages.serving import (
+    Cancel,
+    Credit,
+    OutputToken,
+    PooledOutput,
+    Rejected,
+    Request,
+)
 
 ONE = PipelineEpoch("p1", 1)
 TWO = PipelineEpoch("p1", 2)
@@ -126,6 +134,28 @@ def test_tokens_of_an_earlier_submission_are_dropped() -> None:
     stream.set_target(TWO, 2.0)
     assert stream.on_token(late, 2.1) == []
     assert stream.on_token(token(stream, 3, 50, epoch=1), 2.2) == []
+
+
+def test_the_row_of_an_embedding_comes_with_its_token() -> None:
+    stream = make(max_tokens=1)
+    stream.set_target(ONE, 0.0)
+    lost = PooledOutput(1, stream.attempt_key, Payload("f32", (1,)))
+    stream.on_pooled(lost, b"lost")
+    stream.set_target(TWO, 1.0)
+    stream.on_pooled(lost, b"late")
+    row = PooledOutput(2, stream.attempt_key, Payload("f32", (1,)))
+    stream.on_pooled(row, b"good")
+    stream.on_pooled(structs.replace(row, key="k.9"), b"bad")
+    (act,) = stream.on_token(token(stream, 3, 0, 2, "length"), 2.0)
+    assert isinstance(act, EmitTokenAction)
+    assert act.token.pooled == b"good"
+    other = make(max_tokens=1)
+    other.set_target(ONE, 0.0)
+    other.on_pooled(PooledOutput(1, other.attempt_key, Payload("f32", (1,))), b"lost")
+    other.set_target(TWO, 1.0)
+    (act,) = other.on_token(token(other, 3, 0, 2, "length"), 2.0)
+    assert isinstance(act, EmitTokenAction)
+    assert act.token.pooled == b""
 
 
 def test_reconnect_cancels_the_old_submission() -> None:

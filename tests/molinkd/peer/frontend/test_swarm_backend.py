@@ -21,6 +21,7 @@ from molink.wire.messages.serving import (
     Credit,
     OutputToken,
     OutputTokens,
+    PooledOutput,
     PromptFragment,
     Rejected,
     Request,
@@ -383,6 +384,24 @@ async def test_prompts_with_a_cached_prefix_go_to_its_pipeline(
     await asyncio.sleep(0)
     counters = requests.collect_metrics().counters
     assert (counters["daemon_routes_explored"], counters["daemon_routes_exploited"]) == (1, 2)
+
+
+async def test_the_row_of_an_embedding_comes_with_its_token(
+    requests: SwarmBackend, schedulers: FakeSchedulers
+) -> None:
+    def answer(message: DataMessage) -> None:
+        if isinstance(message, Submit):
+            row = PooledOutput(1, message.key, Payload("f32", (2,)))
+            token = OutputToken(1, message.key, 3, 0, finish_reason="length")
+            requests.on_message("p1", row, memoryview(b"12345678"))
+            requests.on_message("other", row, memoryview(b"elsewhere"))
+            other = structs.replace(row, payload=Payload("u8", (8,)))
+            requests.on_message("p1", other, memoryview(b"no floats"))
+            requests.on_message("p1", OutputTokens((token,)))
+
+    schedulers.on_send = answer
+    (token,) = [token async for token in requests.generate(ask(1))]
+    assert token.pooled == b"12345678"
 
 
 async def test_tokens_of_another_pipeline_are_ignored(
