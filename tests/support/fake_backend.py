@@ -74,6 +74,8 @@ class FakeBackend:
     name: str = "tiny"
     task: ModelTask = GENERATE
     hidden_size: int = 0
+    #: Served beside it, with the same tokenizer.
+    others: Sequence[ServedModel] = ()
     #: What ``molink status --json`` would say, and how often it was asked for.
     swarm: dict[str, object] = field(default_factory=dict)
     status_asked: int = 0
@@ -101,7 +103,8 @@ class FakeBackend:
                 self.short_context,
                 task=self.task,
                 hidden_size=self.hidden_size,
-            )
+            ),
+            *self.others,
         ]
 
     def is_ready(self, model: str | None = None) -> bool:
@@ -166,6 +169,7 @@ class FakeBackend:
             finish = "stop"
         elif number + 1 == request.max_tokens:
             finish = "length"
+        size = next(one.hidden_size for one in self.list_models() if one.name == request.model)
         given = request.sampling_params.logprob_token_ids
         likeliest = ((token, -0.5), (65, -1.5), (66, float("-inf")))
         return GeneratedToken(
@@ -175,12 +179,12 @@ class FakeBackend:
             top=self.score(request) if given else likeliest[: request.sampling_params.logprobs + 1],
             finish_reason=finish,
             cached_tokens=3 if number == 0 else 0,
-            pooled=self.row(request.prompt_token_ids) if self.hidden_size else b"",
+            pooled=self.row(request.prompt_token_ids, size) if size else b"",
         )
 
-    def row(self, ids: Sequence[int]) -> bytes:
+    def row(self, ids: Sequence[int], size: int) -> bytes:
         """The row that embeds a prompt."""
-        numbers = [1 + (sum(ids) * place) % 7 for place in range(1, self.hidden_size + 1)]
+        numbers = [1 + (sum(ids) * place) % 7 for place in range(1, size + 1)]
         return array("f", numbers).tobytes()
 
     def score(self, request: Request) -> tuple[tuple[int, float], ...]:

@@ -94,6 +94,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "logprobs": True,
     },
     "/api/generate": {
+        "model": "tiny",
         "prompt": "hello",
         "system": "be brief",
         "raw": False,
@@ -143,15 +144,18 @@ OTHERS: dict[str, dict[str, Any]] = {
         "stop_sequences": ["x"],
         "thinking": {"type": "disabled"},
     },
-    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
-    "/v1/embeddings": {
+    "/v1/messages/count_tokens": {
         "model": "tiny",
+        "messages": [{"role": "user", "content": "hello"}],
+    },
+    "/v1/embeddings": {
+        "model": "embedder",
         "input": ["hello", [5]],
         "encoding_format": "base64",
         "dimensions": 3,
     },
-    "/api/embed": {"model": "tiny", "input": ["hello"], "truncate": True},
-    "/v1/rerank": {"model": "tiny", "query": "x", "documents": ["hello", {"text": "x"}]},
+    "/api/embed": {"model": "embedder", "input": ["hello"], "truncate": True},
+    "/v1/rerank": {"model": "ranker", "query": "x", "documents": ["hello", {"text": "x"}]},
 }
 TEXTS = (
     "",

@@ -273,7 +273,7 @@ async def test_a_batch_is_sent_piece_by_piece(serve: Serve, embedder: FakeBacken
             embedder.gate.release()
         found = (await (await asked).json())["data"]
     for text, one in zip(texts, found, strict=True):
-        row = array("f", embedder.row(embedder.tokenizer.encode(text)))
+        row = array("f", embedder.row(embedder.tokenizer.encode(text), SIZE))
         vector = array("f", base64.b64decode(one["embedding"], validate=True))
         assert vector == array("f", [number / math.hypot(*row) for number in row])
     assert (embedder.running, embedder.closed) == (0, len(texts))
@@ -324,6 +324,6 @@ async def test_large_answers_are_refused_before_any_work(
 async def test_a_pipeline_without_rows(serve: Serve, embedder: FakeBackend) -> None:
     """PCs of another version send a token only, or the row of another model."""
     async with serve(embedder) as client:
-        embedder.row = lambda ids: b""  # type: ignore[method-assign]
+        embedder.row = lambda ids, size: b""  # type: ignore[method-assign]
         response = await client.post("/v1/embeddings", json={"input": "a"})
         assert "another version" in (await problem(response, 500))["message"]

@@ -12,7 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from molink.checkpoint.model_task import ModelTask
 from molinkd.api.api_settings import ApiSettings
+from molinkd.api.backend import ServedModel
 from molinkd.api.http_server import EndpointServer
 from molinkd.api.prompt_worker_pool import PromptWorkers
 from tests.support.fake_backend import FakeBackend, build_model
@@ -34,10 +36,15 @@ STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 
 @pytest.fixture
 def backend(tmp_path: Path) -> FakeBackend:
-    """A model that accepts tools and calls one."""
+    """A model that accepts tools and calls one, one that embeds and one that ranks."""
     folder = build_model(tmp_path / "tiny", HERMES)
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
-    return FakeBackend(folder, "ok" + call, context=4096)
+    embed, rerank = ModelTask("embed"), ModelTask("rerank", 5, 7)
+    others = (
+        ServedModel("embedder", folder, 4096, 0, task=embed, hidden_size=8),
+        ServedModel("ranker", folder, 4096, 0, task=rerank),
+    )
+    return FakeBackend(folder, "ok" + call, context=4096, others=others)
 
 
 @pytest.fixture
@@ -119,7 +126,7 @@ async def test_bodies_of_other_protocols(fuzzed: EndpointServer, seed: int, coun
                 assert json.loads(answer.splitlines()[-1]), shown
             seen.add((path, response.status))
     assert {path for path, status in seen if status == 400} == set(OTHERS)
-    assert {path for path, status in seen if status == 200} == set(OTHERS) - {"/v1/embeddings"}
+    assert {path for path, status in seen if status == 200} == set(OTHERS)
 
 
 @pytest.mark.parametrize("fuzzed", [QUICK], indirect=True, ids=["quick"])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from molink.checkpoint.model_task import GENERATE
 from molink.swarm.artifacts.sources import ModelSources
 from molink.wire.messages.instructions import Route
 from molinkd.api.backend import ServedModel
@@ -34,7 +35,7 @@ def route(context: int, *, ready: bool, epoch: int = 1) -> Route:
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SimpleNamespace]:
-    config = SimpleNamespace(max_model_len=999, short_context=0)
+    config = SimpleNamespace(max_model_len=999, short_context=0, task=GENERATE, hidden_size=8)
     monkeypatch.setattr(module.ModelConfig, "load_folder", lambda _: config)
     changes: asyncio.Queue[list[int]] = asyncio.Queue()
 
