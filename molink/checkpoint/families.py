@@ -26,13 +26,14 @@ Supported ``architectures``:
   RoPE for sliding-window layers
 - the text models of the multimodal ones in :mod:`molink.checkpoint.multimodal`
 
-Only this module and :mod:`molink.checkpoint.family_traits` know families.
+Only this module, :mod:`molink.checkpoint.family_traits` and :mod:`molink.checkpoint.mixture_traits`
+know families.
 """
 
 from collections.abc import Callable
 from typing import Any, Literal
 
-from molink.checkpoint import family_traits
+from molink.checkpoint import family_traits, mixture_traits
 from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.rope import check_rope
 from molink.checkpoint.traits import FamilyTraits
@@ -190,7 +191,7 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
 _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "llama": family_traits.llama,
     "granite": family_traits.granite,
-    "granitemoe": family_traits.granite_moe,
+    "granitemoe": mixture_traits.granite_moe,
     "seed_oss": family_traits.seed_oss,
     "smollm3": family_traits.smollm3,
     "olmo2": family_traits.olmo2,
@@ -200,22 +201,22 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "qwen2": family_traits.qwen2,
     "qwen3": family_traits.qwen3,
     "phi3": family_traits.phi3,
-    "mixtral": family_traits.mixtral,
-    "qwen2_moe": family_traits.qwen2_moe,
-    "qwen3_moe": family_traits.qwen3_moe,
+    "mixtral": mixture_traits.mixtral,
+    "qwen2_moe": mixture_traits.qwen2_moe,
+    "qwen3_moe": mixture_traits.qwen3_moe,
     "glm": family_traits.glm,
     "glm4": family_traits.glm4,
-    "glm4_moe": family_traits.glm4_moe,
-    "deepseek_v2": family_traits.deepseek_v2,
-    "deepseek_v3": family_traits.deepseek_v3,
-    "glm4_moe_lite": family_traits.glm4_moe_lite,
-    "dots1": family_traits.dots1,
-    "minimax_m2": family_traits.minimax_m2,
+    "glm4_moe": mixture_traits.glm4_moe,
+    "deepseek_v2": mixture_traits.deepseek_v2,
+    "deepseek_v3": mixture_traits.deepseek_v3,
+    "glm4_moe_lite": mixture_traits.glm4_moe_lite,
+    "dots1": mixture_traits.dots1,
+    "minimax_m2": mixture_traits.minimax_m2,
     "ernie4_5": family_traits.ernie4_5,
-    "ernie4_5_moe": family_traits.ernie4_5_moe,
+    "ernie4_5_moe": mixture_traits.ernie4_5_moe,
     "hunyuan_v1_dense": family_traits.hunyuan_dense,
-    "hunyuan_v1_moe": family_traits.hunyuan_moe,
-    "gpt_oss": family_traits.gpt_oss,
+    "hunyuan_v1_moe": mixture_traits.hunyuan_moe,
+    "gpt_oss": mixture_traits.gpt_oss,
     "gemma2": family_traits.gemma2,
     "gemma3_text": family_traits.gemma3,
 }

@@ -1,0 +1,232 @@
+"""Parses the config of each family with experts into traits that the decoder implements.
+
+See :mod:`molink.checkpoint.trait_fields` for defaults and errors.
+"""
+
+import math
+from dataclasses import replace
+
+from molink.checkpoint.config_fields import ConfigFields
+from molink.checkpoint.experts import (
+    MAX_EXPERT_SIZE,
+    deepseek_experts,
+    deepseek_v2_experts,
+    ernie_experts,
+    gpt_oss_experts,
+    granite_experts,
+    hunyuan_experts,
+    minimax_experts,
+    mixtral_experts,
+    qwen_experts,
+)
+from molink.checkpoint.family_traits import ernie_traits, granite, hunyuan_dense
+from molink.checkpoint.rope import RopeDefaults, parse_rope
+from molink.checkpoint.trait_fields import (
+    MAX_HEADS,
+    base_traits,
+    count_draft_layers,
+    parse_activation,
+    parse_typed_windows,
+    parse_uniform_windows,
+    parse_windows_from,
+    refuse_other,
+    refuse_windows,
+)
+from molink.checkpoint.traits import SWIGLU_ALPHA, FamilyTraits, LatentShape
+from molink.errors import BrokenModel, UnsupportedModel
+
+#: Of dimensions of latent attention.
+_MAX_LATENT = 1024
+
+
+def granite_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Granite with experts."""
+    return replace(granite(fields, layers), experts=granite_experts(fields, layers))
+
+
+def mixtral(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Mixtral: experts."""
+    return replace(
+        base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(theta=1e6))),
+        windows=parse_uniform_windows(fields, layers, None),
+        experts=mixtral_experts(fields, layers),
+    )
+
+
+def qwen2_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Qwen2-MoE: experts, one of them shared."""
+    refuse_windows(fields)
+    shared = fields.get_integer("shared_expert_intermediate_size", maximum=MAX_EXPERT_SIZE)
+    return replace(
+        base_traits(fields, layers),
+        attention_bias=fields.get_boolean("qkv_bias", True),
+        experts=replace(
+            qwen_experts(fields, layers),
+            shared_intermediate_size=shared,
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+        ),
+    )
+
+
+def qwen3_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Qwen3-MoE: experts."""
+    biased = fields.get_boolean("attention_bias", False)
+    sliding = fields.get_boolean("use_sliding_window", False)
+    return replace(
+        base_traits(fields, layers),
+        windows=parse_uniform_windows(fields, layers, 4096) if sliding else (0,) * layers,
+        attention_bias=biased,
+        output_bias=biased,
+        qk_norm="each head",
+        experts=qwen_experts(fields, layers),
+    )
+
+
+def gpt_oss(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """gpt-oss: sinks, windows in every other layer, biases everywhere."""
+    parse_activation(fields, "hidden_act", "silu")
+    biased = fields.get_boolean("attention_bias", True)
+    alpha = fields.get_number("swiglu_alpha", SWIGLU_ALPHA)
+    if alpha != SWIGLU_ALPHA:
+        raise UnsupportedModel(
+            f"{fields.where}: swiglu_alpha {alpha} is not supported ({SWIGLU_ALPHA} is)"
+        )
+    return replace(
+        base_traits(fields, layers, activation="clamped_swiglu"),
+        windows=parse_typed_windows(fields, layers, full_every=2),
+        sinks=True,
+        activation_limit=fields.get_positive("swiglu_limit", 7.0),
+        attention_bias=biased,
+        output_bias=biased,
+        experts=gpt_oss_experts(fields, layers),
+    )
+
+
+def glm4_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """GLM-4.5 to 4.7: half of each head rotated, experts as in DeepSeek-V3."""
+    refuse_windows(fields)
+    return replace(
+        base_traits(fields, layers, rope=parse_rope(fields, RopeDefaults(allows_partial=True))),
+        attention_bias=fields.get_boolean("attention_bias", False),
+        qk_norm="each head" if fields.get_boolean("use_qk_norm", False) else "none",
+        experts=deepseek_experts(fields, layers),
+        unread_layers=count_draft_layers(fields),
+    )
+
+
+def dots1(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """dots.llm1: Qwen3's attention, experts as in DeepSeek-V3."""
+    window = fields.get_optional_integer("sliding_window", 4096)
+    biased = fields.get_boolean("attention_bias", False)
+    return replace(
+        base_traits(fields, layers),
+        windows=parse_windows_from(fields, layers, window, default=62),
+        attention_bias=biased,
+        output_bias=biased,
+        qk_norm="each head",
+        experts=deepseek_experts(fields, layers),
+    )
+
+
+def minimax_m2(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """MiniMax-M2: query and key norms over all heads, experts with sigmoid scores."""
+    refuse_windows(fields)
+    refuse_other(fields, "scoring_func", "sigmoid")
+    if any(kind != 1 for kind in fields.get_integers("attn_type_list")):
+        raise UnsupportedModel(
+            f"{fields.where}: layers with linear attention (attn_type_list) are not supported"
+        )
+    head_dim = fields.get_integer("head_dim", 128)
+    rotary = fields.get_integer("rotary_dim", head_dim)
+    defaults = RopeDefaults(theta=5e6, allows_partial=True, partial=rotary / head_dim)
+    return replace(
+        base_traits(fields, layers, head_dim=128, rope=parse_rope(fields, defaults)),
+        qk_norm="all heads",
+        experts=minimax_experts(fields, layers),
+    )
+
+
+def ernie4_5_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """ERNIE 4.5 with experts."""
+    if fields.get_boolean("use_bias", False):
+        raise UnsupportedModel(f"{fields.where}: use_bias is not supported in this architecture")
+    return replace(
+        ernie_traits(fields, layers),
+        experts=ernie_experts(fields, layers),
+        unread_layers=count_draft_layers(fields),
+    )
+
+
+def hunyuan_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Hunyuan with experts."""
+    if fields.get_count("moe_layer_num_skipped", 0):
+        raise UnsupportedModel(f"{fields.where}: moe_layer_num_skipped is not supported")
+    return replace(hunyuan_dense(fields, layers), experts=hunyuan_experts(fields, layers))
+
+
+def deepseek_v2(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """DeepSeek V2: latent attention."""
+    refuse_other(fields, "scoring_func", "softmax")
+    return replace(_latent_traits(fields, layers), experts=deepseek_v2_experts(fields, layers))
+
+
+def deepseek_v3(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """DeepSeek V3, R1, V3.1 and Kimi K2: latent attention."""
+    refuse_other(fields, "scoring_func", "sigmoid")
+    refuse_other(fields, "topk_method", "noaux_tc")
+    return replace(
+        _latent_traits(fields, layers),
+        interleaved_rope=fields.get_boolean("rope_interleave", True),
+        experts=deepseek_experts(fields, layers),
+        unread_layers=count_draft_layers(fields),
+    )
+
+
+def _latent_traits(fields: ConfigFields, layers: int) -> FamilyTraits:
+    refuse_windows(fields)
+    latent = LatentShape(
+        rank=fields.get_integer("kv_lora_rank", 512, _MAX_LATENT),
+        query_rank=fields.get_optional_integer("q_lora_rank", 1536) or 0,
+        rope_dim=fields.get_integer("qk_rope_head_dim", 64, _MAX_LATENT),
+        plain_dim=fields.get_integer("qk_nope_head_dim", 128, _MAX_LATENT),
+        value_dim=fields.get_integer("v_head_dim", 128, _MAX_LATENT),
+        is_split=fields.get_boolean("split_kv_b_proj", False),  # from a GGUF file
+    )
+    heads = fields.get_integer("num_attention_heads", maximum=MAX_HEADS)
+    biased = fields.get_boolean("attention_bias", False)
+    if biased and not latent.query_rank:
+        raise UnsupportedModel(f"{fields.where}: attention_bias without q_lora_rank")
+    head_dim = latent.rope_dim + latent.rank
+    rope = parse_rope(fields)
+    scale = (latent.plain_dim + latent.rope_dim) ** -0.5
+    if rope.kind != "default" and rope.mscale_all_dim:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return FamilyTraits(
+        heads=heads,
+        kv_heads=1,
+        head_dim=head_dim,
+        attention_scale=scale,
+        windows=(0,) * layers,
+        rope=replace(rope, partial_rotary_factor=latent.rope_dim / head_dim),
+        interleaved_rope=True,
+        activation=parse_activation(fields, "hidden_act", "silu"),
+        attention_bias=biased,
+        output_bias=biased,
+        latent=latent,
+        tied_embeddings=fields.get_boolean("tie_word_embeddings", False),
+    )
+
+
+def glm4_moe_lite(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """GLM-4.7-Flash: as DeepSeek V3; dense layers are listed."""
+    kinds = fields.get_strings("mlp_layer_types")
+    made = deepseek_v3(fields, layers)
+    if kinds is None or made.experts is None:
+        return made
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise BrokenModel(
+            f"{fields.where}: mlp_layer_types must say dense or sparse for each of {layers} layers"
+        )
+    dense = frozenset(layer for layer in range(layers) if kinds[layer] == "dense")
+    return replace(made, experts=replace(made.experts, dense_layers=dense))

@@ -1,0 +1,141 @@
+"""Fields that configs of many families share.
+
+Defaults are those of transformers. All functions raise ``UnsupportedModel`` for what is not
+implemented, and ``BrokenModel`` for missing or invalid fields; both name the field.
+
+A sliding window of W covers a row and the W - 1 rows before it; 0 means no window.
+"""
+
+from molink.checkpoint.config_fields import ConfigFields
+from molink.checkpoint.rope import RopeConfig, parse_rope
+from molink.checkpoint.traits import Activation, FamilyTraits
+from molink.errors import BrokenModel, UnsupportedModel
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+#: Limits for damaged configs.
+MAX_HEADS = 4096
+_MAX_DRAFT_LAYERS = 64
+
+
+def base_traits(
+    fields: ConfigFields,
+    layers: int,
+    *,
+    head_dim: int | None = None,
+    activation: Activation | None = None,
+    rope: RopeConfig | None = None,
+) -> FamilyTraits:
+    """Traits that all families share. ``head_dim`` defaults to hidden size over heads."""
+    heads = fields.get_integer("num_attention_heads", maximum=MAX_HEADS)
+    share = max(1, fields.get_integer("hidden_size") // heads)
+    head_dim = fields.get_integer("head_dim", head_dim or share)
+    return FamilyTraits(
+        heads=heads,
+        kv_heads=fields.get_integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
+        windows=(0,) * layers,
+        rope=rope or parse_rope(fields),
+        activation=activation or parse_activation(fields, "hidden_act", "silu"),
+        tied_embeddings=fields.get_boolean("tie_word_embeddings", False),
+    )
+
+
+def parse_activation(fields: ConfigFields, name: str, default: str) -> Activation:
+    """The MLP\'s activation by its name in field ``name``."""
+    named = fields.get_string(name, default)
+    if named not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise UnsupportedModel(f"{fields.where}: {name} {named!r} is not supported (only {known})")
+    return _ACTIVATIONS[named]
+
+
+def refuse_other(fields: ConfigFields, name: str, only: str) -> None:
+    """Refuse a string field with another value than ``only``, its default."""
+    found = fields.get_string(name, only)
+    if found != only:
+        raise UnsupportedModel(f"{fields.where}: {name} {found!r} is not supported (only {only})")
+
+
+def count_draft_layers(fields: ConfigFields) -> int:
+    """Count layers after the last that only foretell tokens (DeepSeek-V3, §2.2)."""
+    return fields.get_count("num_nextn_predict_layers", 0, _MAX_DRAFT_LAYERS)
+
+
+def parse_softcap(fields: ConfigFields, name: str, default: float | None) -> float:
+    """A bound of scores or logits; 0 if ``null``."""
+    bound = fields.get_optional_number(name, default)
+    if bound is not None and bound <= 0:
+        raise BrokenModel(f"{fields.where}: {name} must be positive or null, not {bound}")
+    return bound or 0.0
+
+
+def parse_uniform_windows(
+    fields: ConfigFields, layers: int, default: int | None
+) -> tuple[int, ...]:
+    """``sliding_window`` for all layers; ``null`` is none, ``default`` applies if absent."""
+    return (fields.get_optional_integer("sliding_window", default) or 0,) * layers
+
+
+def parse_upper_windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
+    """``sliding_window`` from layer ``max_window_layers`` on, if ``use_sliding_window``.
+
+    ``layer_types`` takes precedence (Qwen2, Qwen3).
+    """
+    sliding = fields.get_boolean("use_sliding_window", False)
+    window = fields.get_optional_integer("sliding_window", 4096) if sliding else None
+    return parse_windows_from(fields, layers, window, default=28)
+
+
+def parse_windows_from(
+    fields: ConfigFields, layers: int, window: int | None, default: int
+) -> tuple[int, ...]:
+    """``window`` from layer ``max_window_layers`` on, or in layers that ``layer_types`` names."""
+    listed = fields.get_strings("layer_types")
+    if listed is not None:
+        return _make_windows(fields, listed, layers, window)
+    first = fields.get_number("max_window_layers", default)
+    return tuple((window or 0) if layer >= first else 0 for layer in range(layers))
+
+
+def parse_typed_windows(fields: ConfigFields, layers: int, full_every: int) -> tuple[int, ...]:
+    """``sliding_window`` in layers that ``layer_types`` names.
+
+    Without that list, all layers but every ``full_every``-th (Gemma).
+    """
+    window = fields.get_optional_integer("sliding_window", 4096)
+    listed = fields.get_strings("layer_types")
+    if listed is None:
+        listed = tuple(_SLIDING if layer % full_every else _FULL for layer in range(1, layers + 1))
+    return _make_windows(fields, listed, layers, window)
+
+
+def refuse_windows(fields: ConfigFields) -> None:
+    """Refuse a config with windows, for families without them."""
+    kinds = fields.get_strings("layer_types") or ()
+    kind = next((kind for kind in kinds if kind != _FULL), None)
+    if kind is None and fields.get_boolean("use_sliding_window", False):
+        kind = _SLIDING
+    if kind is not None:
+        raise UnsupportedModel(
+            f"{fields.where}: layers with {kind!r} are not supported in this architecture"
+        )
+
+
+def _make_windows(
+    fields: ConfigFields, kinds: tuple[str, ...], layers: int, window: int | None
+) -> tuple[int, ...]:
+    where = fields.where
+    if len(kinds) != layers:
+        raise BrokenModel(f"{where}: layer_types has {len(kinds)} entries for {layers} layers")
+    other = next((kind for kind in kinds if kind not in (_FULL, _SLIDING)), None)
+    if other is not None:
+        raise UnsupportedModel(f"{where}: layers with {other!r} are not supported")
+    if window is None and _SLIDING in kinds:
+        raise BrokenModel(f"{where}: layer_types has {_SLIDING!r}, but there is no sliding_window")
+    return tuple((window or 0) if kind == _SLIDING else 0 for kind in kinds)
