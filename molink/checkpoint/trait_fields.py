@@ -47,7 +47,7 @@ def base_traits(
 
 
 def parse_activation(fields: ConfigFields, name: str, default: str) -> Activation:
-    """The MLP\'s activation by its name in field ``name``."""
+    """The MLP's activation by its name in field ``name``."""
     named = fields.get_string(name, default)
     if named not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
