@@ -65,6 +65,10 @@ class ModelProfile:
 
     A device that multiplies by GGUF blocks reads ``block_bytes`` per layer parameter and
     ``head_block_bytes`` per parameter of the output head; 0 if there are no blocks.
+
+    Of a mixture, ``intermediate`` is the width that a row meets, ``expert_share`` the share of a
+    layer's bytes that are experts, of which a row reads ``chosen_share``; bytes per parameter count
+    all experts, so the output head has ``head_bytes`` (0: as layers).
     """
 
     name: str
@@ -79,11 +83,18 @@ class ModelProfile:
     bytes_per_parameter: float = 2.0
     block_bytes: float = 0.0
     head_block_bytes: float = 0.0
+    head_bytes: float = 0.0
+    expert_share: float = 0.0
+    chosen_share: float = 1.0
     kv_cache_dtype: KVCacheDType = "auto"
+
+    def read_share(self, rows: int) -> float:
+        """Share of a layer's bytes that ``rows`` rows read, which choose experts independently."""
+        return 1.0 - self.expert_share * (1.0 - self.chosen_share) ** rows
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer's matrices."""
+        """Parameters of one layer's matrices, of a mixture's those that a row meets."""
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
@@ -155,9 +166,17 @@ _MAY_BE_ZERO = {
     "capability",
     "block_bytes",
     "head_block_bytes",
+    "head_bytes",
+    "expert_share",
 }
 #: Keys whose value is a share of 1.
-_SHARES = {"memory_efficiency", "compute_efficiency", "efficiency"}
+_SHARES = {
+    "memory_efficiency",
+    "compute_efficiency",
+    "efficiency",
+    "expert_share",
+    "chosen_share",
+}
 _MAX_VALUE = 1e9
 
 

@@ -45,9 +45,12 @@ class Roofline:
         compute = device.tflops * 1e12 * device.compute_efficiency
         weights = layers * model.layer_parameters
         logits = model.vocabulary * model.hidden if is_last else 0
+        kinds = (
+            (model.block_bytes, model.bytes_per_parameter),
+            (model.head_block_bytes, model.head_bytes or model.bytes_per_parameter),
+        )
         weight, end = (
-            (in_blocks if device.keeps_blocks and in_blocks else model.bytes_per_parameter)
-            for in_blocks in (model.block_bytes, model.head_block_bytes)
+            in_blocks if device.keeps_blocks and in_blocks else usual for in_blocks, usual in kinds
         )
         self.weight_bytes = weights * weight + logits * end
         self._step_s = device.step_ms / 1000
@@ -63,7 +66,8 @@ class Roofline:
         """Seconds of one fused step."""
         count = rows.decode + rows.prefill
         padded = count if count <= self._tile else -(-count // self._tile) * self._tile
-        seconds = self._step_s + max(self._read_s, self._row_s * padded)
+        read_s = self._read_s * self._model.read_share(count)
+        seconds = self._step_s + max(read_s, self._row_s * padded)
         if rows.sampled:
             seconds += max(self._read_logits_s, self._row_logits_s * rows.sampled)
         seconds += self._decode_token_s * rows.decode_context

@@ -5,8 +5,9 @@ Uses data sheets (:mod:`molink.sim.roofline`) instead of measurements.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.foreign_formats import refuse_foreign_folder
@@ -16,6 +17,7 @@ from molink.checkpoint.model_names import GGUF_SUFFIX
 from molink.checkpoint.model_source import find_local_model, name_local_model
 from molink.checkpoint.placement_facts import model_facts
 from molink.checkpoint.quantized_size import quantized_bytes
+from molink.checkpoint.tensor_layout import layer_tensors
 from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
 from molink.facts.layer_range import stage_number
@@ -105,11 +107,12 @@ class ModelDescription:
             source=str(folder),
             layers=config.layers,
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_size=config.head_dim,
             vocabulary=config.vocab_size,
+            head_bytes=facts.element_bytes,
+            **{"intermediate": config.intermediate_size, **_mixture_fields(config)},
         )
         # Average bytes per parameter of the folder's tensors.
         weight = facts.layer_bytes / shape.layer_parameters
@@ -121,6 +124,21 @@ class ModelDescription:
                 head_block_bytes=sum(kept.last) / (shape.vocabulary * shape.hidden),
             )
         return cls(facts.name, replace(shape, bytes_per_parameter=weight), facts)
+
+
+def _mixture_fields(config: ModelConfig) -> dict[str, Any]:
+    """Fields of the profile of a model with experts; the last layer has them, if any."""
+    experts = config.layer_experts(config.layers - 1)
+    if experts is None:
+        return {}
+    chosen = experts.top_k * experts.intermediate_size
+    sizes = {name: prod(shape) for name, shape in layer_tensors(config, config.layers - 1).items()}
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    return {
+        "intermediate": chosen + experts.shared_intermediate_size,
+        "expert_share": routed / sum(sizes.values()),
+        "chosen_share": experts.top_k / experts.num_experts,
+    }
 
 
 @dataclass(frozen=True, slots=True)

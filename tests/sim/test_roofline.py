@@ -1,5 +1,7 @@
 """Rooflines of a device and a model small enough to calculate by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from molink.sim.profiles import DeviceProfile, ModelProfile
@@ -44,6 +46,25 @@ def test_weight_bytes() -> None:
 )
 def test_step_time(rows: StepRows, milliseconds: float) -> None:
     assert roofline().step_s(rows) == pytest.approx(milliseconds / 1000)
+
+
+def test_a_mixture_reads_what_rows_choose() -> None:
+    # Four experts of 100 * 3 * 300 weights, of which a row chooses one, beside 200,000 others.
+    mixture = replace(
+        MODEL,
+        intermediate=900,  # what a row meets
+        bytes_per_parameter=2 * 560_000 / 290_000,
+        head_bytes=2.0,
+        expert_share=360_000 / 560_000,
+        chosen_share=0.25,
+    )
+    assert mixture.layer_parameters == 290_000
+    stage = Roofline(DEVICE, mixture, 5, is_last=False)
+    assert stage.weight_bytes == pytest.approx(5_600_000)
+    assert Roofline(DEVICE, mixture, 5, is_last=True).weight_bytes == pytest.approx(6_600_000)
+    # One row meets 290,000 weights a layer, two 200,000 and 7/16 of the experts, many all.
+    for rows, megabytes in ((1, 2.9), (2, 2.0 + 3.6 * 7 / 16), (200, 5.6)):
+        assert stage.step_s(StepRows(decode=rows)) == pytest.approx((1 + megabytes) / 1000)
 
 
 def test_kv_capacity() -> None:
