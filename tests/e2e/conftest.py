@@ -54,9 +54,10 @@ def pytest_runtest_teardown(
 
 
 @pytest.fixture(scope="session")
-def tools() -> type[Tools]:
+def tools() -> Iterator[type[Tools]]:
     """Processes and helpers."""
-    return Tools
+    yield Tools
+    Tools.close_clients()
 
 
 @pytest.fixture(scope="session")

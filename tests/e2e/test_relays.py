@@ -31,6 +31,7 @@ def measured(status: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow  # without processes: tests/molinkd/peer/membership/test_relay_server.py
 def test_two_pcs_that_can_not_meet_serve_by_way_of_a_third(tmp_path: Path) -> None:
     # 20 ms from one to the other and back, by way of the hub.
     nodes = (

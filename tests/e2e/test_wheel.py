@@ -13,18 +13,17 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Run a command to its end in ``folder``; its output, shown if it fails."""
+    """Run a command to its end in ``folder``; what it prints, shown if it fails."""
     done = subprocess.run(
         command,
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         encoding="utf-8",
         timeout=240,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -68,4 +67,5 @@ def test_the_demo_answers_from_the_wheel(
     assert origin.is_relative_to(tmp_path)
     answer = run([str(scripts / "molink"), "demo", "--ask", "What is molink?"], empty, environment)
     assert "molink" in answer.lower()
+    assert "http" not in answer
     assert list(empty.iterdir()) == []

@@ -13,7 +13,7 @@ import types
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import psutil
@@ -204,16 +204,27 @@ def local_options(*more: str) -> list[str]:
 class Tools:
     """What the tests use of this, as one fixture."""
 
+    #: All that tests have made; one that is garbage warns of its sockets in some other test.
+    _clients: ClassVar[list[openai.OpenAI]] = []
     Process = Process
     run_molink = staticmethod(run_molink)
     local_options = staticmethod(local_options)
     wait_for = staticmethod(wait_for)
     alive = staticmethod(still_running)
 
-    @staticmethod
-    def client(endpoint: str) -> openai.OpenAI:
+    @classmethod
+    def client(cls, endpoint: str) -> openai.OpenAI:
         """The official client for an endpoint's root."""
-        return openai.OpenAI(base_url=f"{endpoint}/v1", api_key="none", max_retries=0, timeout=60)
+        url = f"{endpoint}/v1"
+        made = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+        cls._clients.append(made)
+        return made
+
+    @classmethod
+    def close_clients(cls) -> None:
+        """Close what :meth:`client` has made."""
+        while cls._clients:
+            cls._clients.pop().close()
 
     @staticmethod
     @contextlib.contextmanager

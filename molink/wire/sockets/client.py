@@ -184,9 +184,10 @@ class Client(Generic[M]):
         self._dialing = None
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Before anything is awaited: who waits may be cancelled.
         self._drop(f"the connection to {self._name} was closed")
         self._release()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

@@ -1,5 +1,6 @@
 """One thread for all sockets of a context."""
 
+import asyncio
 import sys
 import threading
 from typing import Any
@@ -35,6 +36,19 @@ async def test_connections_share_one_thread_that_ends_with_the_last(net: Any) ->
     again.start()
     await again.wait_connected(30)
     await again.close()
+    assert count_threads() == before
+    context.destroy(linger=0)
+
+
+async def test_a_close_that_is_cancelled_ends_the_thread(net: Any) -> None:
+    before = count_threads()
+    context = zmq.asyncio.Context()
+    client = Client(context, net.member(), control_codec(), net.keys.public, ["tcp://127.0.0.1:9"])
+    client.start()
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
     assert count_threads() == before
     context.destroy(linger=0)
 
