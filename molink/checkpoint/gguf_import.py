@@ -10,7 +10,7 @@ import mmap
 import shutil
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.disk_space import OTHER_HOME_HINT, check_free_space
 from molink.checkpoint.hub import ByteCounter
 from molink.checkpoint.model_names import GGUF_SUFFIX
+from molink.checkpoint.model_task import EMBEDDING_FILES
 from molink.checkpoint.prequantized import required_tensors
 from molink.checkpoint.safetensors_header import MAX_HEADER_BYTES
 from molink.checkpoint.tensor_layout import stage_tensors
 from molink.errors import BrokenModel, ModelError, Unavailable
 from molink.files import make_plain_name, retry_while_busy
-from molink.gguf.architecture import build_config, read_vocab_size
+from molink.gguf.architecture import build_config, is_embedding_model, read_vocab_size
 from molink.gguf.gguf_file import (
     GgufFile,
     GgufTensor,
@@ -38,7 +39,7 @@ from molink.gguf.tensor_mapping import MappedTensor, map_tensors
 from molink.gguf.tokenizer_files import TokenizerFiles, build_tokenizer_files
 
 #: Rises with every change of the folder's layout.
-_LAYOUT_VERSION = 3
+_LAYOUT_VERSION = 4
 #: Bytes of one write.
 _WRITE_BYTES = 1 << 22
 _ALIGNMENT = 8
@@ -113,13 +114,16 @@ def _files_key(parts: Sequence[Path]) -> str:
 
 def _write_folder(path: Path, partial: Path, counter: ByteCounter, stop: threading.Event) -> None:
     file = read_split_gguf(path)
-    tokens = build_tokenizer_files(file.metadata, read_vocab_size(file))
+    embeds = is_embedding_model(file.metadata)
+    tokens = build_tokenizer_files(file.metadata, read_vocab_size(file), embeds=embeds)
     config = build_config(file, lambda tensor: _read_numbers(file, tensor), tokens.eos_ids)
     sampling = read_sampling_defaults(file.metadata)
     found = _check_tensors(file, config)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     _write_metadata(partial, config, tokens, sampling)
+    if embeds:
+        _write_files(partial, EMBEDDING_FILES)
     total = sum(entry.nbytes for entry in found)
     check_free_space(partial.parent, total, path.name, OTHER_HOME_HINT)
     counter.total += total
@@ -179,7 +183,12 @@ def _write_metadata(
         "generation_config.json": {"eos_token_id": list(tokens.eos_ids), **sampling},
         "tokenizer_config.json": tokens.config,
     }
+    _write_files(partial, contents)
+
+
+def _write_files(partial: Path, contents: Mapping[str, Any]) -> None:
     for name, content in contents.items():
+        (partial / name).parent.mkdir(exist_ok=True)
         (partial / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 

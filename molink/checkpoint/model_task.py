@@ -24,6 +24,16 @@ _LAST_TOKEN = "lasttoken"
 _MODE_PREFIX = "pooling_mode_"
 
 
+#: Files that mark a folder as an embedding model, by name.
+EMBEDDING_FILES: dict[str, Any] = {
+    MODULES_FILE: [
+        {"type": "sentence_transformers.models.Transformer", "path": ""},
+        {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+    ],
+    POOLING_FILE: {f"{_MODE_PREFIX}{_LAST_TOKEN}": True},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTask:
     """What a model is made for.

@@ -7,12 +7,15 @@ from molink.errors import BrokenModel, UnsupportedModel
 from molink.gguf.arch_metadata import ArchMetadata, ReadTensor
 from molink.gguf.family_configs import FAMILY_CONFIGS
 from molink.gguf.gguf_file import GgufFile, GgufTensor
+from molink.gguf.metadata import GgufMetadata
 
 #: Tensors with frequency divisors of RoPE.
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = (
     f"{name}.weight" for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
 )
 _EMBEDDING_NAME = "token_embd.weight"
+#: llama.cpp's numbers of what becomes of rows.
+_NOT_POOLED, _LAST_ROW = 0, 3
 
 
 def build_config(file: GgufFile, read: ReadTensor, ends: tuple[int, ...]) -> dict[str, Any]:
@@ -35,6 +38,22 @@ def build_config(file: GgufFile, read: ReadTensor, ends: tuple[int, ...]) -> dic
         raise UnsupportedModel(f"{file.path} holds {kind[:80]!r} (general.type), not a model")
     about = ArchMetadata(file, named, read)
     return {**_base_config(about), **maker(about), "eos_token_id": list(ends)}
+
+
+def is_embedding_model(metadata: GgufMetadata) -> bool:
+    """Whether the model's embedding of a text is its last row.
+
+    Raises:
+        UnsupportedModel: rows become an embedding or a score in another way.
+    """
+    key = f"{metadata.get_string('general.architecture')}.pooling_type"
+    kind = metadata.get_count(key) if key in metadata else _NOT_POOLED
+    if kind not in (_NOT_POOLED, _LAST_ROW):
+        raise UnsupportedModel(
+            f"{metadata.where}: {key} {kind} is not supported: molink serves embedding models that "
+            f"pool by the last token ({_LAST_ROW}), and rerankers without a head of their own"
+        )
+    return kind == _LAST_ROW
 
 
 def read_vocab_size(file: GgufFile) -> int:

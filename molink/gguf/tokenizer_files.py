@@ -101,8 +101,12 @@ class TokenizerFiles:
     eos_ids: tuple[int, ...]
 
 
-def build_tokenizer_files(metadata: GgufMetadata, vocabulary: int) -> TokenizerFiles:
+def build_tokenizer_files(
+    metadata: GgufMetadata, vocabulary: int, *, embeds: bool = False
+) -> TokenizerFiles:
     """Build the tokenizer of a model with ``vocabulary`` embedding rows.
+
+    If the model ``embeds``, texts end with the end-of-sequence token where the file says so.
 
     Raises:
         UnsupportedModel: the tokenizer's kind is not implemented.
@@ -122,6 +126,8 @@ def build_tokenizer_files(metadata: GgufMetadata, vocabulary: int) -> TokenizerF
                 f"{where}: tokenizer.ggml.model {model!r} is not supported (gpt2 and llama are)"
             )
         made.add_tokens(_find_added_tokens(metadata, tokens, kinds))
+        if embeds and metadata.get_boolean("tokenizer.ggml.add_eos_token", False):
+            _append_eos(made, metadata, tokens)
         source = made.to_str()
     return TokenizerFiles(
         source, _build_config(metadata, tokens, model), _find_eos_ids(metadata, tokens)
@@ -255,6 +261,17 @@ def _build_merges(
             )
     found.sort(key=lambda each: (-each[0], -len(each[1]), order[each[1]]))
     return [(left, right) for _, left, right in found]
+
+
+def _append_eos(made: "Tokenizer", metadata: GgufMetadata, tokens: Sequence[str]) -> None:
+    from tokenizers import processors
+
+    end = metadata.get_index("tokenizer.ggml.eos_token_id")
+    if end is None or end >= len(tokens):
+        raise _missing_token_error(metadata, "eos", end or 0)
+    # The template's name of the token can't be its text, which may have a colon.
+    named = {"id": "end", "ids": [end], "tokens": [tokens[end]]}
+    made.post_processor = processors.TemplateProcessing(single="$A end", special_tokens=[named])
 
 
 def _find_added_tokens(

@@ -15,6 +15,7 @@ from molink.checkpoint.gguf_import import import_gguf, read_gguf_model
 from molink.checkpoint.hub import NullCounter
 from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_source import ModelSource, find_model
+from molink.checkpoint.model_task import ModelTask
 from molink.checkpoint.rope import RopeConfig
 from molink.errors import BrokenModel, ModelError, Unavailable, UnsupportedModel
 from molink.text.tokenizer import Tokenizer
@@ -49,6 +50,50 @@ def test_a_folder_as_large_as_the_file(folder: Path, whole: Path, tmp_path: Path
     wanted = opened.stage_tensors(1, 2)
     assert name in wanted
     assert not any(".layers.0." in one for one in wanted)
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_an_embedding_model(make_model: MakeModel, tmp_path: Path, appends: bool) -> None:
+    folder = make_model(tmp_path / "model", "qwen3", 1, tie_word_embeddings=True)
+    fields = {"qwen3.pooling_type": 3, "tokenizer.ggml.add_eos_token": appends}
+    made = unpack(write_gguf(folder, tmp_path / "tiny.gguf", metadata=fields), tmp_path)
+    opened = ModelFolder.open(made)
+    assert opened.config.task == ModelTask("embed")
+    assert "lm_head.weight" not in opened.stage_tensors(2, 3)
+    tokenizer, before = Tokenizer.open(made), Tokenizer.open(folder)
+    assert tokenizer.encode("a fox") == [*before.encode("a fox"), *before.eos_ids][: 5 + appends]
+    assert tokenizer.encode("a fox", special=False) == before.encode("a fox")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "reason"),
+    [
+        ({"qwen3.pooling_type": 1}, UnsupportedModel, "pooling_type 1 is not supported"),
+        ({"qwen3.pooling_type": 4}, UnsupportedModel, "pooling_type 4 is not supported"),
+        ({"qwen3.pooling_type": "last"}, BrokenModel, "pooling_type"),
+        (
+            {
+                "qwen3.pooling_type": 3,
+                "tokenizer.ggml.add_eos_token": True,
+                "tokenizer.ggml.eos_token_id": 999,
+            },
+            BrokenModel,
+            "eos_token_id",
+        ),
+    ],
+)
+def test_other_pooling_is_refused(
+    make_model: MakeModel,
+    tmp_path: Path,
+    fields: dict[str, Any],
+    error: type[ModelError],
+    reason: str,
+) -> None:
+    folder = make_model(tmp_path / "model", "qwen3", 1, tie_word_embeddings=True)
+    path = write_gguf(folder, tmp_path / "tiny.gguf", metadata=fields)
+    with pytest.raises(error, match=reason):
+        unpack(path, tmp_path / "into")
+    assert not (tmp_path / "into").exists()
 
 
 def test_layers_that_foretell_tokens_are_left_out(make_model: MakeModel, tmp_path: Path) -> None:
