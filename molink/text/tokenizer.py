@@ -8,6 +8,7 @@ import msgspec
 import tokenizers
 
 from molink.checkpoint.config_fields import read_bytes
+from molink.checkpoint.model_task import read_task
 from molink.errors import BrokenModel, ContextTooLong, RequestError
 from molink.native import raise_as
 from molink.text.chat_template import ChatTemplates, load_chat_templates
@@ -60,6 +61,8 @@ class Tokenizer:
         templates: ChatTemplates,
         vocab_size: int = 0,
         longest: int = MAX_TEXT_CHARACTERS,
+        *,
+        appends_eos: bool = False,
     ) -> None:
         self._backend = backend
         self._max_token_characters = longest
@@ -74,6 +77,14 @@ class Tokenizer:
         self._add_bos: bool | None = config.get("add_bos_token")
         self.bos_id = self._find_config_id(config.get("bos_token"))
         eos = self._find_config_id(config.get("eos_token"))
+        #: Ends texts that get special tokens, unless ``tokenizer.json`` ends them with another one.
+        self._appended_ids: list[int] = []
+        if (
+            appends_eos
+            and eos is not None
+            and not self.special_ids & {*backend.encode("a").ids[-1:]}
+        ):
+            self._appended_ids = [eos]
         own = () if eos is None else (eos,)
         self.eos_ids = tuple(dict.fromkeys((*own, *parse_token_ids(defaults.eos_token_id))))
 
@@ -106,7 +117,9 @@ class Tokenizer:
             backend.encode("")  # fails if special tokens of the post-processor are missing
             inner = model.text_config or _TextModel()
             size = model.vocab_size or inner.vocab_size or 0
-            made = cls(backend, config, defaults, templates, size, longest)
+            # Only embedding models mean it: files of others have it from their training.
+            ends = config.get("add_eos_token") is True and read_task(folder).name == "embed"
+            made = cls(backend, config, defaults, templates, size, longest, appends_eos=ends)
         named = special.get("eos_token") or parse_token_ids(defaults.eos_token_id)
         if named and not any(0 <= one < made.vocab_size for one in made.eos_ids):
             raise BrokenModel(
@@ -133,13 +146,16 @@ class Tokenizer:
         with raise_as(lambda reason: RequestError(f"the text can't be tokenized: {reason}")):
             # Unlike encode(), encode_batch() releases the GIL.
             ids: list[int] = self._backend.encode_batch([text], add_special_tokens=special)[0].ids
-        if not special or self.bos_id is None or self._add_bos is None:
+        if not special:
+            return ids
+        ids += self._appended_ids
+        if self.bos_id is None or self._add_bos is None:
             return ids
         has_bos = ids[:1] == [self.bos_id]
         if self._add_bos and not has_bos:
             return [self.bos_id, *ids]
         if not self._add_bos and has_bos:
-            return self.encode(text, special=False)
+            return self.encode(text, special=False) + self._appended_ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

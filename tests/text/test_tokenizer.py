@@ -13,6 +13,7 @@ from molink.errors import BrokenModel, RequestError
 from molink.native import raise_as
 from molink.text.generation_defaults import GenerationDefaults
 from molink.text.tokenizer import Tokenizer
+from tests.support.models import write_modules
 
 
 @pytest.fixture
@@ -91,6 +92,34 @@ def test_bos(
     assert (tokenizer.encode("hello")[0] == bos) == expected
     assert tokenizer.encode("hello").count(bos) == int(expected)
     assert tokenizer.encode("hello", special=False).count(bos) == 0
+
+
+@pytest.mark.parametrize("adds_bos", [True, False, None])
+@pytest.mark.parametrize("processed", ["", "<|start|> $A", "<|start|> $A <|start|>"])
+def test_the_end_of_texts_to_embed(
+    tmp_path: Path, byte_tokenizer: tokenizers.Tokenizer, processed: str, adds_bos: bool | None
+) -> None:
+    copy = tokenizers.Tokenizer.from_str(byte_tokenizer.to_str())
+    start, end = (copy.token_to_id(text) for text in ("<|start|>", "<|end|>"))
+    if processed:
+        copy.post_processor = processors.TemplateProcessing(
+            single=processed, special_tokens=[("<|start|>", start)]
+        )
+    copy.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<|start|>", "eos_token": "<|end|>", "add_eos_token": True}
+    write(tmp_path, "tokenizer_config.json", config | {"add_bos_token": adds_bos})
+    # Generating models have the field by mistake.
+    assert end not in Tokenizer.open(tmp_path).encode("hello")
+    write_modules(
+        tmp_path, ["Transformer", "Pooling"], {"1_Pooling": {"pooling_mode": "lasttoken"}}
+    )
+    tokenizer = Tokenizer.open(tmp_path)
+    for text in ("hello", "", "a<|end|>"):
+        ids, plain = tokenizer.encode(text), tokenizer.encode(text, special=False)
+        if processed.count("start") == 2:  # another token ends texts
+            assert ids.count(end) == plain.count(end)
+        else:
+            assert ids[-1 - len(plain) :] == [*plain, end]
 
 
 def test_special_tokens_reach_the_template(folder: Path) -> None:

@@ -28,7 +28,7 @@ from tests.support.models import make_embedding_model, write_model
 from tests.support.ring_backend import RingBackend
 from tests.support.stage import Reference
 
-TEXTS = ["a prompt of more than one block of tokens", "a fox", "a prompt of more than one fox"]
+TEXTS = ["a prompt that fills two blocks!", "a fox", "a prompt of more than one fox"]
 #: The token that the tokenizer appends.
 END = 256
 SIZE = 16
