@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
+from molink.checkpoint.experts import Routing
 from molink.checkpoint.model_folder import ModelFolder
 from molink.stage.decoder.mlp import ExpertMlp, GatedMlp, create_gate
+from molink.stage.decoder.router import Router
 from molink.stage.linear import PlainLinear
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
@@ -47,7 +49,8 @@ def make(
         Spy(GatedMlp(weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER), create_gate(activation)))
         for _ in range(count)
     )
-    return ExpertMlp(weight(count, HIDDEN), experts, chosen, normalized), generator
+    routing = Routing(num_experts=count, top_k=chosen, renormalize=normalized)
+    return ExpertMlp(Router(weight(count, HIDDEN), routing), experts), generator
 
 
 @settings(deadline=None)
@@ -70,7 +73,7 @@ def test_a_row_is_the_weighted_sum_of_its_experts(
     touched = {index: sum(expert.given) for index, expert in enumerate(mlp.experts)}
     wanted = dict.fromkeys(range(count), 0)
     for row, result in zip(kept, results, strict=True):
-        odds = torch.softmax(row @ mlp.router.weight.T, 0)
+        odds = torch.softmax(row @ mlp.router.projection.weight.T, 0)
         best = sorted(range(count), key=lambda index: -odds[index])[:chosen]
         total = odds[best].sum() if normalized else 1.0
         expected = sum(
