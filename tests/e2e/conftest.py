@@ -64,12 +64,9 @@ def tools() -> Iterator[type[Tools]]:
 def demo(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Process]:
-    """A running ``molink demo`` with three peers, in fp32, shared by all tests that use it.
-
-    With spare workers, as it is; some tests end workers.
-    """
+    """A running ``molink demo`` with three peers, in fp32, shared by all tests that use it."""
     home = tmp_path_factory.mktemp("demo")
-    process = Process(home, ["demo", "--dtype", "f32"], variables={"MOLINK_STANDBY_WORKER": "true"})
+    process = Process(home, ["demo", "--dtype", "f32"])
     request.config.stash[_DEMO] = process
     try:
         wait_for(lambda: local_daemon.find_daemon(Home(home)), process)

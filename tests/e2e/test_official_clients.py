@@ -67,7 +67,7 @@ def test_openai(url: str, answer: str) -> None:
             model=NAME, input="Two numbers", text_format=Sum, temperature=1.5
         )
         assert isinstance(formed.output_parsed, Sum)
-        with pytest.raises(openai.BadRequestError, match="does not support embeddings"):
+        with pytest.raises(openai.BadRequestError, match="is not an embedding model"):
             client.embeddings.create(model=NAME, input="x")
 
 
