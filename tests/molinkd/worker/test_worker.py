@@ -68,7 +68,12 @@ class FakeStage:
 
     is_first, is_last = False, True
     config = SimpleNamespace(
-        hidden_size=8, max_model_len=64, vocab_size=10, keys_depend_on_length=False, short_context=0
+        hidden_size=8,
+        max_model_len=64,
+        vocab_size=10,
+        keys_depend_on_length=False,
+        short_context=0,
+        has_output_head=False,
     )
     wire_dtype = "f32"
     weight_bytes = 3 << 20
