@@ -68,7 +68,7 @@ def count_draft_layers(fields: ConfigFields) -> int:
 
 
 def parse_softcap(fields: ConfigFields, name: str, default: float | None) -> float:
-    """A bound of scores or logits; 0 if ``null``."""
+    """A number that bounds scores or logits, ``default`` if absent; 0 if ``null``."""
     bound = fields.get_optional_number(name, default)
     if bound is not None and bound <= 0:
         raise BrokenModel(f"{fields.where}: {name} must be positive or null, not {bound}")

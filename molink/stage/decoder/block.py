@@ -15,7 +15,7 @@ from molink.stage.decoder.latent import load_latent_attention
 from molink.stage.decoder.mlp import BoundedGate, ExpertMlp, GatedMlp, Mlp, SharedExpertMlp
 from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm, QueryKeyNorm
 from molink.stage.decoder.operators import AppendHeads, RowOperators
-from molink.stage.decoder.router import Router
+from molink.stage.decoder.router import ExpertRouter
 from molink.stage.kv_pool import KVPool
 from molink.stage.linear import ExpertLinear, PlainLinear, Projection
 from molink.stage.torch_dtypes import residual_dtype
@@ -208,7 +208,7 @@ def _load_mlp(
     return SharedExpertMlp(chosen, gated(*experts.shared_projections, False), weigh)
 
 
-def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> Router:
+def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> ExpertRouter:
     """Load a router, never quantized: small errors would change the chosen experts."""
     name, correction = f"{prefix}{experts.router_name}", None
     dtype = torch.float32 if experts.has_wide_router else reader.dtype
@@ -217,7 +217,7 @@ def _load_router(reader: WeightReader, experts: ExpertsConfig, prefix: str) -> R
         correction = stored.flatten()
     weight = reader.read_tensors(f"{name}.weight", dtype=dtype)
     bias = reader.read_tensors(f"{name}.bias", dtype=dtype) if experts.has_bias else None
-    return Router(PlainLinear(weight, bias), experts, correction, experts.has_wide_router)
+    return ExpertRouter(PlainLinear(weight, bias), experts, correction, experts.has_wide_router)
 
 
 def _load_stacked(

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from molink.stage.decoder.mlp import BoundedGate, GateFunction
-from molink.stage.decoder.router import Router
+from molink.stage.decoder.router import ExpertRouter
 from molink.stage.gpu_kernels.expert_product import add_experts, sort_by_expert
 from molink.stage.linear import ExpertLinear
 
@@ -20,7 +20,7 @@ class GroupedExpertMlp:
 
     capturable: ClassVar[bool] = True
 
-    router: Router
+    router: ExpertRouter
     gate_up: ExpertLinear
     down: ExpertLinear
     gate: GateFunction

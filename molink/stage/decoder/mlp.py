@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from molink.checkpoint.traits import SWIGLU_ALPHA, Activation
-from molink.stage.decoder.router import Router
+from molink.stage.decoder.router import ExpertRouter
 from molink.stage.device_copy import download_tensors, upload_tensor
 from molink.stage.linear import Projection
 
@@ -111,7 +111,7 @@ class ExpertMlp:
     #: Each forward reads the chosen experts back from the device.
     capturable: ClassVar[bool] = False
 
-    router: Router
+    router: ExpertRouter
     experts: tuple[Mlp, ...]
 
     def __call__(self, rows: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from molink.stage.linear.base import total_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class ExpertRouter:
     """A projection to logits of experts, and how these choose.
 
     ``correction`` is float32 ``[experts]``. If it ``is_wide``, the projection is in float32.

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from molink.checkpoint.experts import Routing
 from molink.checkpoint.model_folder import ModelFolder
 from molink.stage.decoder.mlp import ExpertMlp, GatedMlp, create_gate
-from molink.stage.decoder.router import Router
+from molink.stage.decoder.router import ExpertRouter
 from molink.stage.linear import PlainLinear
 from molink.stage.stage import Stage
 from tests.support.models import MakeModel
@@ -50,7 +50,7 @@ def make(
         for _ in range(count)
     )
     routing = Routing(num_experts=count, top_k=chosen, renormalize=normalized)
-    return ExpertMlp(Router(weight(count, HIDDEN), routing), experts), generator
+    return ExpertMlp(ExpertRouter(weight(count, HIDDEN), routing), experts), generator
 
 
 @settings(deadline=None)

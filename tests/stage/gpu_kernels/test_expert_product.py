@@ -22,7 +22,7 @@ from molink.stage.decoder.mlp import (
     apply_bounded,
     create_gate,
 )
-from molink.stage.decoder.router import Router
+from molink.stage.decoder.router import ExpertRouter
 from molink.stage.gpu_kernels import block_product
 from molink.stage.gpu_kernels.block_planes import BlockPlanes, PlaneLayout
 from molink.stage.gpu_kernels.expert_product import (
@@ -200,7 +200,7 @@ def test_corrected_experts_of_the_best_groups_are_chosen_as_by_torch(
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, count, generator=generator)
     correction = torch.randn(count, generator=generator).mul_(3) if is_corrected else None
-    router = Router(lambda rows: rows, routing, correction)
+    router = ExpertRouter(lambda rows: rows, routing, correction)
     weights, experts = router.choose(logits)
     moved = None if correction is None else correction.to(DEVICE)
     found, chosen = replace(router, correction=moved).choose_on_gpu(logits.to(DEVICE))
@@ -318,7 +318,7 @@ def make_mixtures(
     )
     routing = Routing(num_experts=count, top_k=top_k, renormalize=True)
     grouped = GroupedExpertMlp(
-        Router(PlainLinear(router.weight.to(DEVICE)), routing),
+        ExpertRouter(PlainLinear(router.weight.to(DEVICE)), routing),
         *(
             ExpertLinear(weight.to(DEVICE), None if bias is None else bias.to(DEVICE), count)
             for weight, bias in ((gate_up, biases[0]), (down, biases[1]))
@@ -326,7 +326,7 @@ def make_mixtures(
         gate,
         bounded_gate,
     )
-    return grouped, ExpertMlp(Router(router, routing), experts)
+    return grouped, ExpertMlp(ExpertRouter(router, routing), experts)
 
 
 @settings(max_examples=12)
