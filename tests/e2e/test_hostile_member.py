@@ -122,7 +122,9 @@ class HonestPCs:
         local_daemon.revoke_peer(self.first.home, self.peers[name])
         assert process.process.wait(30) == PeerBanned.exit_code, process.output
         process.stop()
-        local_daemon.unrevoke_peer(self.first.home, self.peers[name])
+        # The coordinator has a new socket since: what was on its way to the old one is lost.
+        unrevoke = partial(local_daemon.unrevoke_peer, self.first.home, self.peers[name])
+        self._tools.wait_for(lambda: unrevoke() is None, self.first)
         self._start(name, "join", "--stage", "none")
         self._tools.wait_for(partial(self._is_led_by, name, self.peers["first"]), self.first)
 
