@@ -98,20 +98,6 @@ class ExpertsConfig(Routing):
         return tuple(prefix + name for name in self.gate_up), prefix + self.down
 
 
-def mixtral_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Mixtral: experts in all layers."""
-    experts = ExpertsConfig(
-        num_experts=fields.get_integer("num_local_experts", 8, maximum=_MAX_EXPERTS),
-        top_k=fields.get_integer("num_experts_per_tok", 2),
-        intermediate_size=fields.get_integer("intermediate_size", maximum=MAX_EXPERT_SIZE),
-        renormalize=True,
-        module="block_sparse_moe",
-        gate_up=("w1", "w3"),
-        down="w2",
-    )
-    return _check_experts(experts, layers, fields.where)
-
-
 def granite_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """Granite: experts in all layers."""
     experts = ExpertsConfig(
@@ -123,6 +109,11 @@ def granite_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         gate="router.layer",
     )
     return _check_experts(experts, layers, fields.where)
+
+
+def mixtral_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """Mixtral: as Granite, with other names."""
+    return replace(granite_experts(fields, layers), gate="gate", gate_up=("w1", "w3"), down="w2")
 
 
 def qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
@@ -208,10 +199,8 @@ def deepseek_v2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """ERNIE 4.5: corrected probabilities, shared experts, experts in a range of layers."""
     inner = fields.get_integer("moe_intermediate_size", maximum=MAX_EXPERT_SIZE)
-    first, step = (
-        fields.get_count("moe_layer_start_index", 1),
-        fields.get_integer("moe_layer_interval", 1),
-    )
+    first = fields.get_count("moe_layer_start_index", 1)
+    step = fields.get_integer("moe_layer_interval", 1)
     # -1 is the last layer.
     last = fields.get_number("moe_layer_end_index", -1)
     last = layers - 1 if last == -1 else last
@@ -236,14 +225,13 @@ def ernie_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 def minimax_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """MiniMax-M2: Mixtral's names, corrected sigmoid scores."""
-    experts = replace(
+    return replace(
         mixtral_experts(fields, layers),
         scoring="sigmoid",
         is_corrected=True,
         has_wide_router=True,
         correction="e_score_correction_bias",
     )
-    return _check_experts(experts, layers, fields.where)
 
 
 def hunyuan_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:

@@ -187,11 +187,12 @@ def glm4(fields: ConfigFields, layers: int) -> FamilyTraits:
 
 def ernie4_5(fields: ConfigFields, layers: int) -> FamilyTraits:
     """ERNIE 4.5: RoPE on interleaved pairs, optional biases everywhere."""
-    biased = fields.get_boolean("use_bias", False)
-    return replace(ernie_traits(fields, layers, head_dim=128), mlp_bias=biased)
+    made = ernie_traits(fields, layers, head_dim=128)
+    return replace(made, mlp_bias=made.attention_bias)
 
 
 def ernie_traits(fields: ConfigFields, layers: int, head_dim: int | None = None) -> FamilyTraits:
+    """Traits that ERNIE 4.5 with and without experts share."""
     refuse_windows(fields)
     biased = fields.get_boolean("use_bias", False)
     rope = parse_rope(fields, RopeDefaults(theta=500_000.0))

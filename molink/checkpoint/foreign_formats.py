@@ -204,7 +204,7 @@ _DRAFT_PREFIXES = tuple(
 
 
 def _unread_prefixes(config: ModelConfig, tensors: Mapping[str, TensorSpan]) -> tuple[str, ...]:
-    """Prefixes of layers that foretell tokens: these project embedding and row to a row."""
+    """Prefixes of layers for multi-token prediction, which project embedding and row to a row."""
     if not config.unread_layers:
         return ()
     layers = range(config.layers, config.layers + config.unread_layers)

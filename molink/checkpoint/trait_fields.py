@@ -63,7 +63,7 @@ def refuse_other(fields: ConfigFields, name: str, only: str) -> None:
 
 
 def count_draft_layers(fields: ConfigFields) -> int:
-    """Count layers after the last that only foretell tokens (DeepSeek-V3, §2.2)."""
+    """Count layers after the last, for multi-token prediction (DeepSeek-V3, §2.2)."""
     return fields.get_count("num_nextn_predict_layers", 0, _MAX_DRAFT_LAYERS)
 
 

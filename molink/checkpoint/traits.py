@@ -66,7 +66,8 @@ class FamilyTraits:
     Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
     weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
     ``merged_gate_up`` mean single tensors in the checkpoint. ``experts`` replace the MLP in some or
-    all layers. A checkpoint may hold ``unread_layers`` after the last, which foretell tokens.
+    all layers. A checkpoint may hold ``unread_layers`` after the last, for
+    multi-token prediction.
 
     ``embedding_scale`` multiplies embeddings, ``logit_scale`` logits. With ``tied_embeddings`` the
     embedding is the output head, too.

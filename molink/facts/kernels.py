@@ -1,4 +1,4 @@
-"""Names of kernels, as users see them, and a bound of theirs."""
+"""Names of kernels, as users see them, and the largest head that attention's take."""
 
 from typing import Literal
 

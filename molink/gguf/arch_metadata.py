@@ -14,8 +14,7 @@ ReadTensor = Callable[[GgufTensor], list[float]]
 class ArchMetadata:
     """Metadata under the architecture's prefix.
 
-    ``layers`` leaves out those after the last that foretell tokens, ``draft_layers``, which
-    ``block_count`` includes.
+    ``block_count`` includes ``draft_layers`` for multi-token prediction, ``layers`` doesn't.
     """
 
     def __init__(self, file: GgufFile, name: str, read: ReadTensor) -> None:

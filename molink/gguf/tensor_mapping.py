@@ -170,7 +170,7 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
         module, _, kind = match[2].rpartition(".") if match else ("", "", "")
         if match is None or kind not in ("weight", "bias"):
             raise BrokenModel(f"{where} is unknown in a {family} model")
-        if _foretells_tokens(file, int(match[1]), config):
+        if _is_draft_layer(file, int(match[1]), config):
             continue
         if module != _LAYER_CONSTANTS:
             yield from _map_layer_tensor(
@@ -178,8 +178,8 @@ def map_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[MappedTensor
             )
 
 
-def _foretells_tokens(file: GgufFile, layer: int, config: dict[str, Any]) -> bool:
-    """Whether a layer after the last is one of those that foretell tokens."""
+def _is_draft_layer(file: GgufFile, layer: int, config: dict[str, Any]) -> bool:
+    """Whether a layer after the last is one for multi-token prediction."""
     behind: int = layer - config["num_hidden_layers"]
     is_behind = 0 <= behind < config.get("num_nextn_predict_layers", 0)
     return is_behind and f"blk.{layer}.nextn.eh_proj.weight" in file.tensors

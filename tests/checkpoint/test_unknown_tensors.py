@@ -53,22 +53,22 @@ def test_biases_that_the_config_has_not(
         ModelFolder.open(folder)
 
 
-def test_layers_that_foretell_tokens_are_left_unread(
+def test_draft_layers_are_left_unread(
     make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
 ) -> None:
     folder = add_draft_layer(make_model(tmp_path, "glm4_moe", 0))
     opened = ModelFolder.open(folder)
     assert opened.config.layers == 3
     assert not any(".layers.3." in name for name in opened.stage_tensors(0, 3))
-    for layers, foretelling, stray in ((3, 0, 3), (2, 1, 2), (2, 2, 2)):
-        fields = {"num_hidden_layers": layers, "num_nextn_predict_layers": foretelling}
+    for layers, drafting, stray in ((3, 0, 3), (2, 1, 2), (2, 2, 2)):
+        fields = {"num_hidden_layers": layers, "num_nextn_predict_layers": drafting}
         edit_json(folder / "config.json", **fields)
         refusal = rf"model\.layers\.{stray}\.\S+ and \d+ more does not fit"
         with pytest.raises(BrokenModel, match=refusal):
             ModelFolder.open(folder)
 
 
-def test_ernies_layers_that_foretell_tokens_are_left_unread(
+def test_ernies_draft_layers_are_left_unread(
     make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
 ) -> None:
     folder = make_model(tmp_path, "ernie4_5_moe", 0)

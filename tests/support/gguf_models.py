@@ -184,7 +184,7 @@ def _join_latents(values: dict[str, Any], config: Mapping[str, Any]) -> dict[str
 
 
 def _count_layers(values: Mapping[str, Any]) -> int:
-    """With those that foretell tokens."""
+    """With those for multi-token prediction."""
     return 1 + max(int(one.split(".")[2]) for one in values if one.startswith("model.layers."))
 
 

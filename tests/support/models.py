@@ -257,7 +257,7 @@ def write_model(
 
 
 def add_draft_layer(folder: Path) -> Path:
-    """Add a layer that foretells tokens to a small model, as GLM-4.5 has one after its last."""
+    """Add a multi-token prediction layer to a small model, as GLM-4.5 has one after its last."""
     import torch
     from safetensors.torch import load, save_file
 

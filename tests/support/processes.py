@@ -204,7 +204,7 @@ def local_options(*more: str) -> list[str]:
 class Tools:
     """What the tests use of this, as one fixture."""
 
-    #: All that tests have made; one that is garbage warns of its sockets in some other test.
+    #: Clients that tests have made: an open one that is garbage collected warns in another test.
     _clients: ClassVar[list[openai.OpenAI]] = []
     Process = Process
     run_molink = staticmethod(run_molink)

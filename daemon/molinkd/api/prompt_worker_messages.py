@@ -50,12 +50,14 @@ class TokenizePrompts(Message, frozen=True, tag="read"):
             RequestError: an integer of the body exceeds 64 bits.
         """
         model = loaded_model.model
-        kind: PromptKind = "chat" if isinstance(body, ChatBody) else "completion"
+        kind: PromptKind = "completion"
+        if isinstance(body, ChatBody | RerankBody):
+            kind = "chat" if isinstance(body, ChatBody) else "ranking"
         return cls(
             str(model.folder),
             model.name,
             model.max_model_len,
-            "ranking" if isinstance(body, RerankBody) else kind,
+            kind,
             pack_body(body),
             loaded_model.tool_call_parser,
         )

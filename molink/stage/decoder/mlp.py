@@ -103,7 +103,7 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
-    """A router and its experts, weighted as it says.
+    """Experts that a router chooses and weighs.
 
     Of the formats and devices that :mod:`molink.stage.decoder.grouped_experts` lacks.
     """

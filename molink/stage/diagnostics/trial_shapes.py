@@ -32,9 +32,9 @@ class TrialShapes:
     """``products`` are ``[out, in]``; rows of ``hidden`` are normed, of ``inner`` gated.
 
     ``rotary`` are rotated dimensions of a head. ``formats`` are those of weights that stay low-bit
-    on a CPU; ``planes``, on a GPU, are formats and columns. ``experts`` is how
-    experts are chosen, ``expert_planes`` are formats and columns of their weights on a GPU, without
-    a format if these don't stay low-bit.
+    on a CPU; ``planes``, on a GPU, are formats and columns. ``experts`` says how experts are
+    chosen; ``expert_planes`` are formats and columns of their weights on a GPU, without a format if
+    these don't stay low-bit.
     """
 
     products: tuple[tuple[int, int], ...]

@@ -80,7 +80,7 @@ def _keep_best_groups(
     SLOTS: tl.constexpr,
     VOTERS: tl.constexpr,
 ):
-    """Take experts for none outside the groups with the highest sums of one or two ratings."""
+    """Replace ratings outside the groups with the highest sums of their best ones by ``_NONE``."""
     group = expert // group_size
     slot = tl.arange(0, SLOTS)
     sums = tl.full((SLOTS,), -float("inf"), tl.float32)

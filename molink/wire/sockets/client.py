@@ -184,7 +184,7 @@ class Client(Generic[M]):
         self._dialing = None
         for task in tasks:
             task.cancel()
-        # Before anything is awaited: who waits may be cancelled.
+        # Before the await, which a cancellation may end.
         self._drop(f"the connection to {self._name} was closed")
         self._release()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,7 +16,7 @@ import torch
 from aiohttp.test_utils import TestClient
 
 from molink.checkpoint.model_task import ModelTask
-from molink.errors import Overloaded
+from molink.errors import Overloaded, WorkerError
 from molinkd.api.api_settings import ApiSettings
 from molinkd.api.http_server import EndpointServer
 from molinkd.api.pooling import embedding_routes
@@ -327,3 +327,10 @@ async def test_a_pipeline_without_rows(serve: Serve, embedder: FakeBackend) -> N
         embedder.row = lambda ids, size: b""  # type: ignore[method-assign]
         response = await client.post("/v1/embeddings", json={"input": "a"})
         assert "another version" in (await problem(response, 500))["message"]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_an_error(number: float) -> None:
+    row = array("f", [1.0, number]).tobytes()
+    with pytest.raises(WorkerError, match="not finite"):
+        embedding_routes.normalize_row(row, 2, 2)

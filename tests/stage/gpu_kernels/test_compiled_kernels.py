@@ -30,7 +30,7 @@ def launched_kernels(module: str) -> set[str]:
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--all",), marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
-def test_kernels_compile_for_all_devices(module: str, options: tuple[str, ...]) -> None:
+def test_kernels_compile_for_devices(module: str, options: tuple[str, ...]) -> None:
     compiled = compile_in_child(*options, f"tests.support.launches.{module}")
     problems = [
         f"{one.kernel} for {one.capability}: {one.problem}" for one in compiled if one.problem

@@ -187,7 +187,7 @@ def normalize_row(row: bytes, size: int, dimensions: int) -> "array[float]":
     """The first ``dimensions`` numbers of a row of ``size`` (f32), scaled to length 1.
 
     Raises:
-        WorkerError: the row has another size.
+        WorkerError: the row has another size, or numbers that are not finite.
     """
     if len(row) != size * DTYPE_SIZES["f32"]:
         raise WorkerError("the pipeline returned no embedding: its PCs run another version")
@@ -196,6 +196,8 @@ def normalize_row(row: bytes, size: int, dimensions: int) -> "array[float]":
         numbers.byteswap()
     kept = numbers[:dimensions]
     length = math.hypot(*kept)
+    if not math.isfinite(length):
+        raise WorkerError("the pipeline returned an embedding that is not finite")
     return array("f", (number / length for number in kept)) if length else kept
 
 
