@@ -61,7 +61,7 @@ class FamilyTraits:
     and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
     With ``latent`` a stage attends in latent space: each query head is projected to it, and there
-    is one key and value, of ``head_dim = rope_dim + rank``.
+    is one key of ``head_dim = rope_dim + rank``, which serves as the value, too.
 
     Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
     weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
@@ -108,6 +108,11 @@ class FamilyTraits:
     def groups(self) -> int:
         """Query heads per key-value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def kv_kinds(self) -> int:
+        """What a KV cache holds of a row: 2, keys and values, or 1 if keys serve as values."""
+        return 1 if self.latent is not None else 2
 
     @property
     def rope_configs(self) -> tuple[RopeConfig, ...]:

@@ -87,6 +87,7 @@ class ModelProfile:
     expert_share: float = 0.0
     chosen_share: float = 1.0
     kv_cache_dtype: KVCacheDType = "auto"
+    kv_kinds: int = 2
 
     def read_share(self, rows: int) -> float:
         """Share of a layer's bytes that ``rows`` rows read, which choose experts independently."""
@@ -102,8 +103,8 @@ class ModelProfile:
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer: in 16 bits, or in 8 with scales."""
         if self.kv_cache_dtype == "int8":
-            return 2 * self.kv_heads * (self.head_size + KV_SCALE_BYTES)
-        return 2 * self.kv_heads * self.head_size * 2
+            return self.kv_kinds * self.kv_heads * (self.head_size + KV_SCALE_BYTES)
+        return self.kv_kinds * self.kv_heads * self.head_size * 2
 
 
 @dataclass(frozen=True, slots=True)

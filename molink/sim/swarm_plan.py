@@ -110,6 +110,7 @@ class ModelDescription:
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_size=config.head_dim,
+            kv_kinds=config.kv_kinds,
             vocabulary=config.vocab_size,
             head_bytes=facts.element_bytes,
             **{"intermediate": config.intermediate_size, **_mixture_fields(config)},

@@ -30,7 +30,7 @@ def block_bytes(
     head = block_size * config.head_dim * dtype.itemsize
     if kv_cache_dtype == "int8":
         head = _align_scales(block_size * config.head_dim) + block_size * SCALE_DTYPE.itemsize
-    return 2 * layers * config.kv_heads * head
+    return config.kv_kinds * layers * config.kv_heads * head
 
 
 class KVShape(Protocol):
@@ -44,6 +44,10 @@ class KVShape(Protocol):
     def head_dim(self) -> int:
         """Dimensions of a head."""
 
+    @property
+    def kv_kinds(self) -> int:
+        """2, keys and values, or 1 if keys serve as values."""
+
 
 class KVPool:
     """Keys and values of all layers, in blocks of ``block_size`` positions.
@@ -54,6 +58,8 @@ class KVPool:
 
     A position's heads are contiguous, as paged kernels expect. On a CPU, except in fp16, each head
     has a separate region, so that attention reads memory in order, in up to half the time.
+
+    Where keys serve as values (latent attention), only keys are stored, and read as both.
 
     With ``int8`` a block has the codes of its positions, then their scales; with regions for heads
     each has these for its head.
@@ -74,6 +80,7 @@ class KVPool:
         self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         self.padding_block = blocks if with_padding else None
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+        self._kinds = kinds = config.kv_kinds
         self._quantizes = kv_cache_dtype == "int8"
         self._heads_first = device.type == "cpu" and dtype != torch.float16
         heads, count = self.kv_heads, blocks + with_padding
@@ -85,29 +92,32 @@ class KVPool:
             size = _align_scales(size) + math.prod(self._inner) * SCALE_DTYPE.itemsize
         stored = torch.int8 if self._quantizes else dtype
         # Not zeroed, so that on a CPU only used blocks take physical memory (see `zero_blocks`).
-        memory = _allocate_memory(2 * layers * math.prod(regions) * count * size, stored, device)
-        #: Memory of a block by layer, kind and region: ``[layers, 2, …, blocks, size]``.
-        self._memory = memory.view(layers, 2, *regions, count, size)
+        memory = _allocate_memory(
+            layers * kinds * math.prod(regions) * count * size, stored, device
+        )
+        #: Memory of a block by layer, kind and region: ``[layers, kinds, …, blocks, size]``.
+        self._memory = memory.view(layers, kinds, *regions, count, size)
         self._block_dim = self._memory.dim() - 2
         self._storage, self._scales = self._split_memory(self._memory)
         if self._heads_first:
             self._storage = self._storage.permute(0, 1, 3, 4, 2, 5)
             self._scales = None if self._scales is None else self._scales.permute(0, 1, 3, 4, 2)
-        #: The same by layer: of blocks, and of rows ``[2, slots, kv_heads, head_dim]`` unless
+        #: The same by layer: of blocks, and of rows ``[kinds, slots, kv_heads, head_dim]`` unless
         #: scales lie between them.
         self._blocks = self._memory.unbind(0)
         self._slots: tuple[Tensor, ...] = ()
         if not self._quantizes:
-            self._slots = self._storage.view(layers, 2, -1, heads, self.head_dim).unbind(0)
+            self._slots = self._storage.view(layers, kinds, -1, heads, self.head_dim).unbind(0)
         if with_padding:
             self.zero_blocks((blocks,))
 
     def write_rows(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Store keys and values ``[T, 2, kv_heads, head_dim]`` at ``slots`` (int64 ``[T]``)."""
+        by_kind = rows[:, : self._kinds].transpose(0, 1)
         if self._scales is None:
-            self._slots[layer].index_copy_(1, slots, rows.transpose(0, 1))
+            self._slots[layer].index_copy_(1, slots, by_kind)
             return
-        codes, scales = quantize_rows(rows.transpose(0, 1))
+        codes, scales = quantize_rows(by_kind)
         blocks, positions = slots // self.block_size, slots % self.block_size
         self._storage[layer][:, blocks, positions] = codes
         self._scales[layer][:, blocks, positions] = scales
@@ -137,11 +147,12 @@ class KVPool:
             codes, scales = self._split_memory(rows)
             assert scales is not None
             rows = dequantize_rows(codes, scales, self.dtype, scratch)
+        kinds, heads, size = self._kinds, self.kv_heads, self.head_dim
         if self._heads_first:
-            shaped = rows.view(2, self.kv_heads, sequences, -1, self.head_dim).transpose(1, 2)
+            shaped = rows.view(kinds, heads, sequences, -1, size).transpose(1, 2)
         else:
-            shaped = rows.view(2, sequences, -1, self.kv_heads, self.head_dim).transpose(2, 3)
-        return shaped[0], shaped[1]
+            shaped = rows.view(kinds, sequences, -1, heads, size).transpose(2, 3)
+        return shaped[0], shaped[-1]
 
     def copy_block(self, source: int, target: int, positions: int) -> None:
         """Copy the first ``positions`` of a block in all layers, and zero the rest.
@@ -154,7 +165,7 @@ class KVPool:
                 part[:, :, target, positions:] = 0
 
     def block_view(self, block: int) -> Tensor:
-        """View a block's memory, ``[layers, 2, …]``."""
+        """View a block's memory, ``[layers, kinds, …]``."""
         return self._memory.select(self._block_dim, block)
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -162,15 +173,15 @@ class KVPool:
 
         With ``int8`` they are codes.
         """
-        keys, values = self._storage[layer]
-        return keys, values
+        kinds = self._storage[layer]
+        return kinds[0], kinds[-1]
 
     def layer_scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Scales of a layer's pages with ``int8``, ``[blocks, block_size, kv_heads]`` each."""
         if self._scales is None:
             return None
-        keys, values = self._scales[layer]
-        return keys, values
+        kinds = self._scales[layer]
+        return kinds[0], kinds[-1]
 
     def zero_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks in all layers.

@@ -111,7 +111,7 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(make_model: Any, tmp_p
 
 def test_latents_are_what_a_token_keeps(make_model: Any, tmp_path: Path) -> None:
     facts = ModelFolder.open(make_model(tmp_path, "deepseek_v3")).placement_facts("m")
-    assert facts.kv_bytes == 2 * (16 + 48) * 4
+    assert facts.kv_bytes == (16 + 48) * 4
     down, queries, output = (24 + 48 + 16) * 64, 4 * (16 + 16) * 24, 64 * 4 * 12
     # Keys' and values' projection stays wide.
     assert facts.projection_bytes == 4 * (down + queries + output + 9 * 3 * 32 * 64)

@@ -212,7 +212,7 @@ def test_two_pcs_need_two_commands(tools: type[Tools], tmp_path: Path) -> None:
         tools.wait_for(lambda: f"molink approve {code}" in up.output, up)
         up.type(code)
         tools.wait_for(lambda: f"show the same code, {code}?" in join.output, join)
-        assert '"second" joined.' in up.output
+        tools.wait_for(lambda: '"second" joined.' in up.output, up)
         join.type("y")
         tools.wait_for(lambda: "is ready" in join.output, join)
         assert "at 10.77.0.1." in join.output

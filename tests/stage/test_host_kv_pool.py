@@ -12,7 +12,7 @@ from molink.stage.kv_pool import KVPool
 
 
 class Shape:
-    kv_heads, head_dim = 2, 8
+    kv_heads, head_dim, kv_kinds = 2, 8, 2
 
 
 @pytest.fixture(params=[torch.float32, torch.float16], ids=["heads first", "rows first"])

@@ -28,7 +28,7 @@ LAYOUTS = pytest.mark.parametrize(
 
 def make_pool(dtype: torch.dtype, page: int, head_dim: int, kv_heads: int = 3) -> KVPool:
     """A pool whose memory is full of ones, that is NaN."""
-    shape = SimpleNamespace(kv_heads=kv_heads, head_dim=head_dim)
+    shape = SimpleNamespace(kv_heads=kv_heads, head_dim=head_dim, kv_kinds=2)
     pool = KVPool(shape, LAYERS, BLOCKS, page, dtype, CPU, kv_cache_dtype="int8")
     pool._memory.fill_(-1)
     return pool
@@ -150,7 +150,7 @@ def test_swapped_blocks_come_back(dtype: torch.dtype, page: int, head_dim: int) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_memory_of_a_block(dtype: torch.dtype, head_dim: int) -> None:
     pool = make_pool(dtype, 16, head_dim)
-    config = SimpleNamespace(kv_heads=3, head_dim=head_dim)
+    config = SimpleNamespace(kv_heads=3, head_dim=head_dim, kv_kinds=2)
     found, plain = (block_bytes(config, LAYERS, 16, dtype, kept) for kept in ("int8", "auto"))  # type: ignore[arg-type]
     assert pool._memory.nbytes == BLOCKS * found
     assert found * 2 * head_dim == plain * (head_dim + 2)

@@ -33,7 +33,7 @@ def test_a_copy_begins_as_its_source_in_all_layers_and_is_zero_beyond(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have small pages anyway")
 def test_a_pool_takes_memory_in_small_pages_only() -> None:
-    shape = SimpleNamespace(kv_heads=2, head_dim=64)
+    shape = SimpleNamespace(kv_heads=2, head_dim=64, kv_kinds=2)
     pool = KVPool(shape, 2, 4096, 16, torch.bfloat16, torch.device("cpu"))
     address = pool.layer_pages(0)[0].data_ptr()
     inside = False

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from molink.facts.model import KVCacheDType
 from molink.stage.kv_pool import KVPool
 
-SHAPE = SimpleNamespace(kv_heads=2, head_dim=4)
+SHAPE = SimpleNamespace(kv_heads=2, head_dim=4, kv_kinds=2)
 PAGE, BLOCKS, LAYERS = 3, 5, 2
 
 
@@ -35,6 +36,27 @@ def test_stored_profiles_are_found(pool: KVPool, with_scratch: bool) -> None:
     assert keys.shape == values.shape == (2, 2, 2 * PAGE, 4)
     assert keys[0, 0, :, 0].tolist() == [6, 7, 8, 12, 13, 14]
     assert values[1, 1, :, 3].tolist() == [12.75, 13.75, 14.75, 6.75, 7.75, 8.75]
+
+
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_keys_that_serve_as_values_are_stored_once(dtype: torch.dtype, kept: KVCacheDType) -> None:
+    shape = SimpleNamespace(kv_heads=2, head_dim=4, kv_kinds=1)
+    pools = [
+        KVPool(each, LAYERS, BLOCKS, PAGE, dtype, torch.device("cpu"), kv_cache_dtype=kept)
+        for each in (shape, SHAPE)
+    ]
+    assert 2 * pools[0].block_view(0).numel() == pools[1].block_view(0).numel()
+    rows = torch.rand(PAGE, 2, 2, 4).to(dtype)
+    for pool in pools:
+        pool.write_rows(1, torch.arange(PAGE, 2 * PAGE), rows)
+    for blocks in (slice(1, 2), torch.tensor([1])):
+        keys, values = pools[0].read_blocks(1, blocks, 1)
+        expected, _ = pools[1].read_blocks(1, blocks, 1)
+        assert torch.equal(keys, expected)
+        assert torch.equal(values, expected)
+    pools[0].copy_block(1, 3, PAGE)
+    assert torch.equal(pools[0].block_view(1), pools[0].block_view(3))
 
 
 def test_consecutive_blocks_are_not_copied(pool: KVPool) -> None:

@@ -199,6 +199,8 @@ def _make_rows(
     ]
     rows = noise(len(slots), heads, shape.head_dim)
     both = rows[:, shape.groups * shape.kv_heads :]
+    if shape.kv_kinds == 1:
+        both[:, shape.kv_heads :] = both[:, : shape.kv_heads]
     shaped = both.view(len(rows), 2, shape.kv_heads, shape.head_dim)
     pool.write_rows(0, torch.tensor(slots, device=device), shaped)
     return pool, rows

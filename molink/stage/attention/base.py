@@ -20,7 +20,7 @@ BackendName = Literal["auto", "flash", "triton", "compiled", "gather", "plain"]
 class AttentionShape:
     """What a backend depends on: model properties, and how KV is kept.
 
-    ``groups`` is query heads per KV head.
+    ``groups`` is query heads per KV head; ``kv_kinds`` is 1 if keys serve as values, otherwise 2.
 
     Scores are ``scale * q·k``. ``windows`` is per layer of the stage, 0 = full attention. A
     ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
@@ -35,6 +35,7 @@ class AttentionShape:
     softcap: float = 0.0
     sinks: bool = False
     kv_cache_dtype: KVCacheDType = "auto"
+    kv_kinds: int = 2
 
     @property
     def quantizes(self) -> bool:
@@ -56,6 +57,7 @@ class AttentionShape:
             softcap=config.attention_softcap,
             sinks=config.sinks,
             kv_cache_dtype=kv_cache_dtype,
+            kv_kinds=config.kv_kinds,
         )
 
 

@@ -105,7 +105,8 @@ class _GroupBuilder:
         self, shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._by_hand, self._groups = bool(shape.softcap) or shape.sinks, shape.groups
-        self._row = shape.kv_heads * shape.head_dim
+        #: Elements that the pool holds of a position.
+        self._position = shape.kv_kinds * shape.kv_heads * shape.head_dim
         self._block_size, self._dtype, self._device = block_size, dtype, device
         self._scratch: Tensor | None = None
 
@@ -130,7 +131,7 @@ class _GroupBuilder:
         """Maximum positions of a decode bucket; unlimited on a GPU."""
         if self._device.type != "cpu":
             return 1 << 62
-        return _CPU_BUCKET_BYTES // (2 * self._row * self._dtype.itemsize)
+        return _CPU_BUCKET_BYTES // (self._position * self._dtype.itemsize)
 
     def _decode_bucket(self, spans: list[Span]) -> DecodeBucket:
         ids, rows = block_ids(spans), [span.row for span in spans]
@@ -185,13 +186,13 @@ class _GroupBuilder:
 
     def _make_scratch(self, ids: Sequence[int]) -> Tensor | None:
         """Scratch for gathered blocks, shared by all layers."""
-        row = self._block_size * self._row
-        nbytes = 2 * len(ids) * row * self._dtype.itemsize
+        size = len(ids) * self._block_size * self._position
+        nbytes = size * self._dtype.itemsize
         if self._device.type != "cpu" or nbytes < _CPU_SCRATCH_BYTES or as_slice(ids) is not None:
             return None
-        if self._scratch is None or len(self._scratch) < nbytes // self._dtype.itemsize:
-            self._scratch = torch.empty(nbytes // self._dtype.itemsize, dtype=self._dtype)
-        return self._scratch[: 2 * len(ids) * row]
+        if self._scratch is None or len(self._scratch) < size:
+            self._scratch = torch.empty(size, dtype=self._dtype)
+        return self._scratch[:size]
 
 
 def static_width(window: int, blocks: int, block_size: int) -> int:

@@ -211,12 +211,14 @@ def append_heads_kernel(
         at = slot // PAGE * scale_page_stride + slot % PAGE * scale_position_stride
         scale = scale.to(key_scales.dtype.element_ty)
         tl.store(key_scales + at + key * scale_head_stride, scale, mask=is_key)
-        tl.store(value_scales + at + value * scale_head_stride, scale, mask=is_value)
+        if values is not None:
+            tl.store(value_scales + at + value * scale_head_stride, scale, mask=is_value)
     kept = rounded.to(keys.dtype.element_ty)
     target = keys + place + key[:, None] * page_head_stride
     tl.store(target, kept, mask=inside & is_key[:, None])
-    target = values + place + value[:, None] * page_head_stride
-    tl.store(target, kept, mask=inside & is_value[:, None])
+    if values is not None:
+        target = values + place + value[:, None] * page_head_stride
+        tl.store(target, kept, mask=inside & is_value[:, None])
 
 
 def add_and_norm(
@@ -335,7 +337,8 @@ def append_heads(
         slots,
         turned,
         keys,
-        values,
+        # Keys that serve as values are stored once.
+        None if values.data_ptr() == keys.data_ptr() else values,
         key_scales,
         value_scales,
         heads.stride(0),

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -93,9 +91,8 @@ def compare(
     if consecutive:
         order = list(range(1, blocks + 1))
         blocks += 1
-    config: Any = SimpleNamespace(kv_heads=shape.kv_heads, head_dim=shape.head_dim)
     pool = KVPool(
-        config,
+        shape,
         len(shape.windows),
         blocks,
         block_size,

@@ -208,7 +208,7 @@ def test_heads_and_pages_equal_exact_ones(
     blocks, block_size = 5, 4
     slots = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(seed))
     slots = slots[:count].to(DEVICE)
-    shape = mock.Mock(kv_heads=kv_heads, head_dim=size)
+    shape = mock.Mock(kv_heads=kv_heads, head_dim=size, kv_kinds=2)
 
     def append(append_heads: Callable[..., Tensor], heads: Tensor) -> tuple[Tensor, Tensor]:
         pool = KVPool(shape, 2, blocks, block_size, heads.dtype, DEVICE)
@@ -233,11 +233,11 @@ def test_heads_and_pages_equal_exact_ones(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("size", "page"), [(16, 4), (12, 5), (96, 16)])
-def test_codes_are_those_of_torch(dtype: torch.dtype, size: int, page: int) -> None:
+@pytest.mark.parametrize(("size", "page", "kinds"), [(16, 4, 1), (12, 5, 2), (96, 16, 2)])
+def test_codes_are_those_of_torch(dtype: torch.dtype, size: int, page: int, kinds: int) -> None:
     from molink.stage.decoder.fused import FusedOperators
 
-    shape = mock.Mock(kv_heads=3, head_dim=size)
+    shape = mock.Mock(kv_heads=3, head_dim=size, kv_kinds=kinds)
     # From tiny rows to large ones, and none.
     heads = noise(9, 12, size, seed=1, dtype=torch.float32)
     heads = (heads * torch.logspace(-6, 3, 9, device=DEVICE)[:, None, None]).to(dtype)
