@@ -4,8 +4,9 @@ Usage: ``python -m tools.fit_table``.
 """
 
 from molink.errors import UsageError
+from molink.sim.model_description import ModelDescription
 from molink.sim.profiles import LinkProfile
-from molink.sim.swarm_plan import ModelDescription, least_quantized, plan_swarm
+from molink.sim.swarm_plan import least_quantized, plan_swarm
 from molink.swarm.placement.placement import PlacementGoal
 
 #: Devices, one per PC.

@@ -25,14 +25,18 @@ from molink.gguf.ggml_types import find_packed
 
 
 def model_facts(
-    config: ModelConfig, name: str, tensors: Mapping[str, TensorSpec] | None = None
+    config: ModelConfig,
+    name: str,
+    tensors: Mapping[str, TensorSpec] | None = None,
+    typical_layers: Sequence[int] = (),
 ) -> ModelFacts:
     """Facts of the model ``name``; of unlike layers, those of the largest.
 
-    ``tensors`` are known tensors of its files, possibly not all.
+    ``tensors`` are known tensors of its files, possibly not all. If all layers are like some
+    ``typical_layers``, only these are looked at.
     """
     size = DTYPE_SIZES[config.dtype]
-    layers = [layer_tensors(config, layer) for layer in range(config.layers)]
+    layers = [layer_tensors(config, layer) for layer in typical_layers or range(config.layers)]
     projections = [_quantizable_weights(shapes) for shapes in layers]
     inner = max(_mlp_width(config, shapes) for shapes in projections)
     keys = config.kv_heads * config.head_dim

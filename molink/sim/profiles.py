@@ -16,6 +16,8 @@ from molink.sim.congestion.base import CONGESTION_CONTROLS
 
 #: One Mbit/s in bytes/s.
 MBPS = 1e6 / 8
+#: Default maximum of prompt and answer together, in tokens.
+MAX_MODEL_LEN = 32_768
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,13 @@ from molink.scheduler.chunk_size import max_chunk_rows
 from molink.scheduler.config import SchedulerConfig
 from molink.scheduler.speculation.prompt_lookup import PromptLookup
 from molink.sim.known_text import OracleLookup
-from molink.sim.profiles import MBPS
+from molink.sim.profiles import MAX_MODEL_LEN, MBPS
 from molink.sim.roofline import Roofline
 from molink.sim.scenario import Scenario
 from molink.wire.messages.data_plane import MAX_SLICES
 
 DTYPE: DType = "bf16"
 BLOCK_SIZE = 16
-#: Default maximum of prompt and answer together.
-MAX_MODEL_LEN = 32_768
 _MAX_QUEUE_LEN = 1 << 20
 
 

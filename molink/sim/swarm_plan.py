@@ -5,29 +5,17 @@ Uses data sheets (:mod:`molink.sim.roofline`) instead of measurements.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from molink.checkpoint.config import ModelConfig
-from molink.checkpoint.foreign_formats import refuse_foreign_folder
-from molink.checkpoint.gguf_import import find_gguf, read_gguf_model
-from molink.checkpoint.model_folder import scan_tensors
-from molink.checkpoint.model_names import GGUF_SUFFIX
-from molink.checkpoint.model_source import find_local_model, name_local_model
-from molink.checkpoint.placement_facts import model_facts
-from molink.checkpoint.quantized_size import quantized_bytes
-from molink.checkpoint.tensor_layout import layer_tensors
 from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
 from molink.facts.layer_range import stage_number
-from molink.facts.memory_plan import MARGIN_DIVISOR
-from molink.facts.model import KVCacheDType, ModelFacts, Objective, Quantize
+from molink.facts.model import KVCacheDType, Objective, Quantize
 from molink.facts.ring_times import HANDLING_S, RingTimes
+from molink.sim.data_sheet_candidates import make_candidate
 from molink.sim.forecast import RingForecast, plan_ring, ring_times
-from molink.sim.profiles import LinkProfile, ModelProfile, load_device, load_model
-from molink.sim.ring_template import MAX_MODEL_LEN
-from molink.sim.roofline import memory_for_stages
+from molink.sim.model_description import ModelDescription
+from molink.sim.profiles import LinkProfile
 from molink.sim.scenario import Scenario
 from molink.sim.workload import Workload
 from molink.swarm.controller.estimates import estimate_ring
@@ -35,111 +23,12 @@ from molink.swarm.controller.status_schema import RingEstimate
 from molink.swarm.placement.links import LOCAL_LATENCY, LOCAL_RATE, Links
 from molink.swarm.placement.placement import (
     MICRO_BATCH_ROWS,
-    Candidate,
     Placement,
     PlacementGoal,
     Unplaceable,
     place_model,
 )
 from molink.swarm.placement.rings import MICRO_BATCHES_PER_STAGE
-
-
-@dataclass(frozen=True, slots=True)
-class ModelDescription:
-    """A model's shape, and the facts that placement needs."""
-
-    name: str
-    shape: ModelProfile
-    facts: ModelFacts
-
-    @classmethod
-    def from_profile(cls, name: str) -> "ModelDescription":
-        """Describe a model by profile name or ``.toml`` file.
-
-        Raises:
-            UsageError: there is no such profile, or it is invalid.
-        """
-        shape = load_model(name)
-        weight = shape.bytes_per_parameter
-        ends = int(shape.vocabulary * shape.hidden * weight)
-        merged = (int(shape.layer_parameters / shape.hidden), shape.hidden)
-        facts = ModelFacts(
-            name=shape.name,
-            layers=shape.layers,
-            layer_bytes=int(shape.layer_parameters * weight),
-            first_bytes=ends,
-            last_bytes=ends,
-            kv_bytes=shape.kv_bytes,
-            int8_kv_bytes=replace(shape, kv_cache_dtype="int8").kv_bytes,
-            max_model_len=MAX_MODEL_LEN,
-            projection_bytes=int(shape.layer_parameters * weight),
-            int8_bytes=quantized_bytes(merged, "int8", 0),
-            nf4_bytes=quantized_bytes(merged, "nf4", 0),
-            widest=2 * shape.intermediate * shape.hidden,
-            row_elements=2 * shape.intermediate + shape.hidden,
-            hidden=shape.hidden,
-            vocabulary=shape.vocabulary,
-        )
-        return cls(shape.name, shape, facts)
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> "ModelDescription":
-        """Describe the model of a folder or a GGUF file.
-
-        A folder's ``config.json`` suffices; weights, if present, tell how they are quantized.
-
-        Raises:
-            ModelError: the model is missing, broken or unsupported.
-        """
-        found = find_local_model(str(folder)) or folder
-        file = find_gguf(found) if found.is_dir() else found if found.is_file() else None
-        if file is not None and file.suffix.lower() == GGUF_SUFFIX:
-            config, tensors = read_gguf_model(file)
-            facts = model_facts(config, name_local_model(found), tensors)
-        else:
-            if found.is_dir():
-                refuse_foreign_folder(found)
-            config = ModelConfig.load_folder(found, "bf16")
-            weights = scan_tensors(found) if any(found.glob("*.safetensors")) else {}
-            facts = model_facts(config, name_local_model(found), weights)
-        shape = ModelProfile(
-            name=facts.name,
-            source=str(folder),
-            layers=config.layers,
-            hidden=config.hidden_size,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_size=config.head_dim,
-            kv_kinds=config.kv_kinds,
-            vocabulary=config.vocab_size,
-            head_bytes=facts.element_bytes,
-            **{"intermediate": config.intermediate_size, **_mixture_fields(config)},
-        )
-        # Average bytes per parameter of the folder's tensors.
-        weight = facts.layer_bytes / shape.layer_parameters
-        kept = facts.block_weights
-        if kept is not None:
-            shape = replace(
-                shape,
-                block_bytes=sum(kept.layer) / shape.layer_parameters,
-                head_block_bytes=sum(kept.last) / (shape.vocabulary * shape.hidden),
-            )
-        return cls(facts.name, replace(shape, bytes_per_parameter=weight), facts)
-
-
-def _mixture_fields(config: ModelConfig) -> dict[str, Any]:
-    """Fields of the profile of a model with experts; the last layer has them, if any."""
-    experts = config.layer_experts(config.layers - 1)
-    if experts is None:
-        return {}
-    chosen = experts.top_k * experts.intermediate_size
-    sizes = {name: prod(shape) for name, shape in layer_tensors(config, config.layers - 1).items()}
-    routed = sum(size for name, size in sizes.items() if ".experts." in name)
-    return {
-        "intermediate": chosen + experts.shared_intermediate_size,
-        "expert_share": routed / sum(sizes.values()),
-        "chosen_share": experts.top_k / experts.num_experts,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,22 +174,6 @@ def _place_model(
                 links.record_measurement(by.peer, to.peer, link.latency, link.rate)
     candidates = [make_candidate(one.peer, one.device) for one in peers]
     return place_model(model.facts, candidates, setup, goal=aim, links=links)
-
-
-def make_candidate(peer: str, device: str) -> Candidate:
-    """A PC with that device, as its peer would report it."""
-    profile = load_device(device)
-    return Candidate(
-        peer,
-        f"{device} ({peer})",
-        # The profile's share includes the margin.
-        memory=max(0, int(memory_for_stages(profile) * MARGIN_DIVISOR / (MARGIN_DIVISOR - 1))),
-        read_rate=profile.memory_gbs * 1e9 * profile.memory_efficiency,
-        step_overhead=profile.step_ms / 1000,
-        cuda=profile.capability > 0,
-        blocks=profile.keeps_blocks,
-        reads_pages=profile.has_triton,
-    )
 
 
 def _planned_stages(scenario: Scenario, forecast: RingForecast) -> tuple[PlannedStage, ...]:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from molink.sim.model_description import ModelDescription
 from molink.sim.profiles import load_device
 from molink.sim.roofline import Roofline
-from molink.sim.swarm_plan import ModelDescription
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

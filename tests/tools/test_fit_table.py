@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from molink.sim.swarm_plan import ModelDescription, least_quantized
+from molink.sim.model_description import ModelDescription
+from molink.sim.swarm_plan import least_quantized
 from tools import fit_table
 
 

@@ -36,6 +36,7 @@ _COMMANDS = (
     ),
     ("top", "top.command:top", "Live view of the swarm: stages, links, requests, events."),
     ("ps", "served_models:ps", "List the served models, their PCs and requests."),
+    ("search", "search:search", "Find models by short name, and which fit here."),
     ("run", "model_verbs:run_model", "Serve a model, wait until it is ready, and chat."),
     ("apply", "apply:apply", "Serve exactly the models in a file; safe to repeat."),
     ("pull", "model_verbs:pull", "Download a model from the Hugging Face hub."),

@@ -18,8 +18,9 @@ from molink.facts.layer_range import format_layers, stage_number
 from molink.facts.memory_plan import format_size
 from molink.facts.model import KVCacheDType, Objective
 from molink.plaintext import printable
+from molink.sim.model_description import ModelDescription
 from molink.sim.profiles import LinkProfile
-from molink.sim.swarm_plan import ModelDescription, SwarmPlan, plan_swarm
+from molink.sim.swarm_plan import SwarmPlan, plan_swarm
 from molink.swarm.controller.status_schema import RingEstimate
 from molink.swarm.placement.placement import MAX_STAGES, PlacementGoal
 from molinkd.cli.daemon_client import fetch_status, require_daemon

@@ -22,6 +22,7 @@ from molink.swarm.placement.placement import (
     Placement,
     PlacementGoal,
     Unplaceable,
+    candidate_from_device,
     place_model,
 )
 from molink.swarm.placement.read_rates import ReadRates, is_significant, measured_rate
@@ -336,21 +337,12 @@ def candidate_from_report(peer: str, report: PeerReport, pin: str = "") -> Candi
     """The candidate that a report describes, if it offers a stage; ``pin`` sets which one."""
     if report.stage != "auto" and parse_layers(report.stage) is None:
         return None
-    device = report.device
-    return Candidate(
+    return candidate_from_device(
         peer,
         report.name,
-        device.memory,
-        device.read_rate,
-        report.stage if pin in ("", "auto") else pin,
-        bf16=device.bf16,
-        blocks=device.has_block_kernels,
-        narrow=device.narrow_dtypes,
-        cuda=device.kind == "cuda",
+        report.device,
+        stage=report.stage if pin in ("", "auto") else pin,
         primary_peer=report.primary_peer,
-        device=f"{device.name}{device.instructions}, {device.threads} threads",
-        draft_bytes=device.draft_bytes,
-        reads_pages=device.reads_pages,
     )
 
 

@@ -176,6 +176,7 @@ def peer_status(peer: str, report: PeerReport, reason: str = "") -> PeerStatus:
         version=report.version,
         device=describe_device(report.device),
         memory=report.device.memory,
+        capacity=report.device,
         daemon_pid=report.daemon_pid,
         stage=report.stage,
         paused=report.pause_reason,

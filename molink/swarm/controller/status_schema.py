@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from molink.errors import WireError
+from molink.facts.device import Device
 from molink.facts.scalars import Count
 
 #: Bounds any figure, so that arithmetic on it cannot fail.
@@ -103,6 +104,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     version: str = ""
     device: str = ""
     memory: Count = 0
+    #: What placement knows of its device.
+    capacity: Device | None = None
     daemon_pid: int = 0
     #: Layers that it offers to hold (``none``: only an endpoint), and why it does not for now.
     stage: str = ""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
+from molink.facts.device import Device
 from molink.facts.dtypes import DTYPE_SIZES, NarrowDType
 from molink.facts.footprint import MIN_TOKENS, Footprint, StageSetup
 from molink.facts.layer_range import format_layers, parse_layers
@@ -90,6 +91,27 @@ class Candidate:
     narrow: tuple[NarrowDType, ...] = ()
     draft_bytes: int = 0
     reads_pages: bool = False
+
+
+def candidate_from_device(
+    peer: str, name: str, device: Device, *, stage: str = "auto", primary_peer: str = ""
+) -> Candidate:
+    """The candidate that a peer's measured device makes."""
+    return Candidate(
+        peer,
+        name,
+        device.memory,
+        device.read_rate,
+        stage,
+        bf16=device.bf16,
+        blocks=device.has_block_kernels,
+        narrow=device.narrow_dtypes,
+        cuda=device.kind == "cuda",
+        primary_peer=primary_peer,
+        device=f"{device.name}{device.instructions}, {device.threads} threads",
+        draft_bytes=device.draft_bytes,
+        reads_pages=device.reads_pages,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ def test_status_of_a_running_swarm(running: FakeFleet) -> None:
         version="1",
         stage="auto",
         memory=10**11,
+        capacity=running.fleet.registry.sessions["b"].report.device,
         workers=(WorkerStatus((2, 4), "p1", 1, "ready", 1),),
     )
     (pipeline,) = status.pipelines

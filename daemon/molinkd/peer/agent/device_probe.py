@@ -159,7 +159,21 @@ async def measure_device(
         probe = await _run_probe([*command, *arguments])
         body = msgspec.json.encode(_CachedProbe(key=key, probe=probe))
         write_secret(cache, body.decode("utf-8"))
-    device = Device(
+    return MeasuredDevice(describe_probed_device(settings, probe), probe.bf16, probe.gpus)
+
+
+def read_measured_device(settings: Settings, cache: Path) -> Device | None:
+    """The device as it was measured last; ``None`` if it never was. Measures nothing."""
+    try:
+        found = msgspec.json.decode(cache.read_bytes(), type=_CachedProbe)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return describe_probed_device(settings, found.probe)
+
+
+def describe_probed_device(settings: Settings, probe: DeviceProbe) -> Device:
+    """The device as reported to the coordinator."""
+    return Device(
         kind=probe.kind,
         index=probe.index,
         name=probe.name[:256],
@@ -173,7 +187,6 @@ async def measure_device(
         narrow_dtypes=probe.narrow,
         block_size=probe.block_size,
     )
-    return MeasuredDevice(device, probe.bf16, probe.gpus)
 
 
 def stage_memory_budget(settings: Settings, probe: DeviceProbe) -> int:

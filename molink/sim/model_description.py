@@ -1,0 +1,133 @@
+"""Descriptions of models for plans: a shape, and the facts that placement needs."""
+
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.foreign_formats import refuse_foreign_folder
+from molink.checkpoint.gguf_import import find_gguf, read_gguf_model
+from molink.checkpoint.hub_catalog import CatalogEntry
+from molink.checkpoint.model_folder import scan_tensors
+from molink.checkpoint.model_names import GGUF_SUFFIX
+from molink.checkpoint.model_source import find_local_model, name_local_model
+from molink.checkpoint.placement_facts import model_facts
+from molink.checkpoint.quantized_size import quantized_bytes
+from molink.checkpoint.tensor_layout import layer_tensors
+from molink.facts.model import ModelFacts
+from molink.sim.profiles import MAX_MODEL_LEN, ModelProfile, load_model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A model's shape, and the facts that placement needs."""
+
+    name: str
+    shape: ModelProfile
+    facts: ModelFacts
+
+    @classmethod
+    def from_profile(cls, name: str) -> "ModelDescription":
+        """Describe a model by profile name or ``.toml`` file.
+
+        Raises:
+            UsageError: there is no such profile, or it is invalid.
+        """
+        shape = load_model(name)
+        weight = shape.bytes_per_parameter
+        ends = int(shape.vocabulary * shape.hidden * weight)
+        merged = (int(shape.layer_parameters / shape.hidden), shape.hidden)
+        facts = ModelFacts(
+            name=shape.name,
+            layers=shape.layers,
+            layer_bytes=int(shape.layer_parameters * weight),
+            first_bytes=ends,
+            last_bytes=ends,
+            kv_bytes=shape.kv_bytes,
+            int8_kv_bytes=replace(shape, kv_cache_dtype="int8").kv_bytes,
+            max_model_len=MAX_MODEL_LEN,
+            projection_bytes=int(shape.layer_parameters * weight),
+            int8_bytes=quantized_bytes(merged, "int8", 0),
+            nf4_bytes=quantized_bytes(merged, "nf4", 0),
+            widest=2 * shape.intermediate * shape.hidden,
+            row_elements=2 * shape.intermediate + shape.hidden,
+            hidden=shape.hidden,
+            vocabulary=shape.vocabulary,
+        )
+        return cls(shape.name, shape, facts)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelDescription":
+        """Describe the model of a folder or a GGUF file.
+
+        A folder's ``config.json`` suffices; weights, if present, tell how they are quantized.
+
+        Raises:
+            ModelError: the model is missing, broken or unsupported.
+        """
+        found = find_local_model(str(folder)) or folder
+        file = find_gguf(found) if found.is_dir() else found if found.is_file() else None
+        if file is not None and file.suffix.lower() == GGUF_SUFFIX:
+            config, tensors = read_gguf_model(file)
+            facts = model_facts(config, name_local_model(found), tensors)
+        else:
+            if found.is_dir():
+                refuse_foreign_folder(found)
+            config = ModelConfig.load_folder(found, "bf16")
+            weights = scan_tensors(found) if any(found.glob("*.safetensors")) else {}
+            facts = model_facts(config, name_local_model(found), weights)
+        return cls.from_facts(config, facts, str(folder))
+
+    @classmethod
+    def from_catalog(cls, entry: CatalogEntry) -> "ModelDescription":
+        """Describe a model of the catalog, of which nothing need be on this PC.
+
+        Raises:
+            ModelError: molink does not serve it.
+        """
+        config, weights = entry.parse_config(), entry.describe_weights()
+        facts = model_facts(config, entry.name, weights.tensors, weights.typical_layers)
+        return cls.from_facts(config, facts, entry.source)
+
+    @classmethod
+    def from_facts(cls, config: ModelConfig, facts: ModelFacts, source: str) -> "ModelDescription":
+        """Describe a model by its config and facts; ``source`` tells where they are from."""
+        shape = ModelProfile(
+            name=facts.name,
+            source=source,
+            layers=config.layers,
+            hidden=config.hidden_size,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_size=config.head_dim,
+            kv_kinds=config.kv_kinds,
+            vocabulary=config.vocab_size,
+            head_bytes=facts.element_bytes,
+            **{"intermediate": config.intermediate_size, **_mixture_fields(config)},
+        )
+        # Average bytes per parameter of the stored tensors.
+        weight = facts.layer_bytes / shape.layer_parameters
+        kept = facts.block_weights
+        if kept is not None:
+            shape = replace(
+                shape,
+                block_bytes=sum(kept.layer) / shape.layer_parameters,
+                head_block_bytes=sum(kept.last) / (shape.vocabulary * shape.hidden),
+            )
+        return cls(facts.name, replace(shape, bytes_per_parameter=weight), facts)
+
+
+def _mixture_fields(config: ModelConfig) -> dict[str, Any]:
+    """Fields of the profile of a model with experts; the last layer has them, if any."""
+    experts = config.layer_experts(config.layers - 1)
+    if experts is None:
+        return {}
+    chosen = experts.top_k * experts.intermediate_size
+    sizes = {name: prod(shape) for name, shape in layer_tensors(config, config.layers - 1).items()}
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    return {
+        "intermediate": chosen + experts.shared_intermediate_size,
+        "expert_share": routed / sum(sizes.values()),
+        "chosen_share": experts.top_k / experts.num_experts,
+    }
