@@ -7,6 +7,7 @@ from pathlib import Path
 
 from molink.checkpoint import hub
 from molink.checkpoint.gguf_import import find_gguf, import_gguf
+from molink.checkpoint.hub_catalog import CatalogEntry, load_catalog
 from molink.checkpoint.hub_reader import HubModel, find_shards
 from molink.checkpoint.model_names import (
     DEMO_MODEL_NAME,
@@ -57,7 +58,8 @@ def find_model(
     in_shards: bool = False,
     compare: bool = False,
 ) -> ModelSource:
-    """Resolve ``molink-demo`` (or ``None``), a folder, a GGUF file, or a hub repository.
+    """Resolve ``molink-demo`` (or ``None``), a folder, a GGUF file, a short name of the catalog, or
+    a hub repository.
 
     A GGUF file is first converted to a folder below ``unpack_into``. A folder takes precedence over
     a repository of the same name. A repository comes from the hub's cache if complete there, else
@@ -79,7 +81,8 @@ def find_model(
         file = find_gguf(found) if found.is_dir() else found
         path = found if file is None else import_gguf(file, unpack_into, counter, stop)
         return ModelSource(name_local_model(found), path)
-    asked = _split_hub_file(name_or_path)
+    name_or_path = expand_short_name(name_or_path)
+    asked = split_hub_file(name_or_path)
     if asked is not None:
         here = None if compare else hub.find_cached_file(*asked)
         file = here or hub.pull_file(*asked, counter, stop)
@@ -108,8 +111,24 @@ def check_model_name(name: str) -> None:
         ModelNotFound: it is neither; says how models are named.
     """
     known = name in (DEMO_MODEL_NAME, SMALL_MODEL_NAME) or is_repository(name) or is_hub_file(name)
-    if not known and find_local_model(name) is None:
+    if not known and find_local_model(name) is None and find_catalog_entry(name) is None:
         raise _explain_not_found(name)
+
+
+def find_catalog_entry(name: str) -> CatalogEntry | None:
+    """The entry of the catalog that ``name`` means; a folder or file of that name takes precedence.
+
+    ``None`` for other names.
+    """
+    if not name or "/" in name or find_local_model(name) is not None:
+        return None
+    return load_catalog().find_entry(name)
+
+
+def expand_short_name(name: str) -> str:
+    """``OWNER/NAME`` or ``OWNER/NAME/FILE.gguf`` of a short name; other names as they are."""
+    entry = find_catalog_entry(name)
+    return name if entry is None else entry.source
 
 
 def _explain_not_found(name: str) -> ModelNotFound:
@@ -118,8 +137,10 @@ def _explain_not_found(name: str) -> ModelNotFound:
         return ModelNotFound(
             f"{name} is not a GGUF file: name the model's folder, {path.resolve().parent}"
         )
+    near = " or ".join(load_catalog().propose_names(name))
     return ModelNotFound(
-        f"no model {name!r}. Name a model of the Hugging Face hub with its owner (OWNER/NAME, or "
+        f"no model {name!r}.{f' Did you mean {near}?' if near else ''} Name a model by a short "
+        "name (`molink search`), a model of the Hugging Face hub with its owner (OWNER/NAME, or "
         f"OWNER/NAME/FILE.gguf), a folder or a GGUF file on this PC, {DEMO_MODEL_NAME} or "
         f"{SMALL_MODEL_NAME}"
     )
@@ -146,10 +167,10 @@ def is_repository(name: str) -> bool:
 
 def is_hub_file(name: str) -> bool:
     """Whether it has the form ``OWNER/NAME/FILE.gguf``."""
-    return _split_hub_file(name) is not None
+    return split_hub_file(name) is not None
 
 
-def _split_hub_file(name: str) -> tuple[str, tuple[str, ...]] | None:
+def split_hub_file(name: str) -> tuple[str, tuple[str, ...]] | None:
     """Repository and files, with all splits, of ``OWNER/NAME/FILE.gguf``."""
     match = _HUB_FILE_PATTERN.fullmatch(name)
     if match is None or find_path_fault(match[2]):
@@ -161,5 +182,5 @@ def is_local(name: str) -> bool:
     """Whether the model is complete on this PC."""
     if find_local_model(name) is not None:
         return True
-    asked = _split_hub_file(name)
+    asked = split_hub_file(name)
     return (hub.find_cached(name) if asked is None else hub.find_cached_file(*asked)) is not None

@@ -6,7 +6,12 @@ import pytest
 
 from molink.checkpoint import model_names
 from molink.checkpoint.model_names import DEMO_MODEL_NAME
-from molink.checkpoint.model_source import ModelSource, find_model
+from molink.checkpoint.model_source import (
+    ModelSource,
+    check_model_name,
+    expand_short_name,
+    find_model,
+)
 from molink.errors import ModelNotFound
 
 
@@ -46,6 +51,19 @@ def test_names_that_are_neither_folder_nor_repository(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="a folder or a GGUF file on this PC, molink-demo"):
         find_model(name, unpack_into=tmp_path)
+
+
+def test_a_short_name_means_its_source_unless_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert expand_short_name("qwen3:8b-bf16") == "Qwen/Qwen3-8B"
+    for same in ("Qwen/Qwen3-8B", "owner/qwen3", "nothing", "", DEMO_MODEL_NAME):
+        assert expand_short_name(same) == same
+    check_model_name("qwen3:8b-bf16")
+    (tmp_path / "qwen3").mkdir()
+    assert expand_short_name("qwen3") == "qwen3"
+    assert find_model("qwen3", unpack_into=tmp_path).path == (tmp_path / "qwen3").resolve()
 
 
 def test_one_file_of_a_folder(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     """What the server gives, and how it misbehaves."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, repository: str = REPOSITORY) -> None:
+        self.folder, self.repository = folder, repository
         #: Requests for weights: file and range.
         self.asked: list[tuple[str, str]] = []
         #: All answers have this status, if there is one.
@@ -100,17 +100,17 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if hub.status:
             self._json(hub.status, {"error": "out of order"}, body=body)
-        elif path.startswith(f"/api/models/{REPOSITORY}/tree/"):
+        elif path.startswith(f"/api/models/{hub.repository}/tree/"):
             files = [{"type": "file", "path": p.name, **hub.described(p)} for p in hub.files()]
             self._json(200, files, body=body)
-        elif path.startswith(f"/api/models/{REPOSITORY}"):
-            info = {"id": REPOSITORY, "sha": hub.commit, "siblings": hub.listed()}
+        elif path.startswith(f"/api/models/{hub.repository}"):
+            info = {"id": hub.repository, "sha": hub.commit, "siblings": hub.listed()}
             self._json(200, info, body=body)
         elif hub.expired and f"http://{self.headers['Host']}" == hub.expired:
             self._json(403, {}, body=body)
         elif hub.elsewhere and f"http://{self.headers['Host']}" != hub.elsewhere:
             self._json(302, {}, body=body, Location=hub.elsewhere + self.path)
-        elif path.startswith(f"/{REPOSITORY}/resolve/"):
+        elif path.startswith(f"/{hub.repository}/resolve/"):
             hub.said.append(self.headers.get("Authorization", ""))
             self._file(hub.find(path.split("/", 5)[5]), body=body)
         else:
@@ -164,9 +164,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[FakeHub]:
+def serving(folder: Path, repository: str = REPOSITORY) -> Iterator[FakeHub]:
     """The hub, with the model in ``folder``; meanwhile it listens at ``url``."""
-    hub = FakeHub(folder)
+    hub = FakeHub(folder, repository)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Of", (Handler,), {"hub": hub}))
     server.daemon_threads = False
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -182,9 +182,11 @@ def serving(folder: Path) -> Iterator[FakeHub]:
 
 
 @contextmanager
-def in_place(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def in_place(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, repository: str = REPOSITORY
+) -> Iterator[FakeHub]:
     """Replace the real hub in this process, with a separate cache."""
-    with serving(folder) as hub:
+    with serving(folder, repository) as hub:
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)

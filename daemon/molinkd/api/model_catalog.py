@@ -4,6 +4,8 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
+from molink.checkpoint.hub_catalog import load_catalog
+from molink.checkpoint.model_names import short_name
 from molink.errors import ModelNotFound, RequestError, Unavailable
 from molink.text.tokenizer import Tokenizer
 from molink.text.tool_calls.formats import ToolCallParserChoice
@@ -45,11 +47,13 @@ class ModelCatalog:
                 return models[0]
             served = ", ".join(model.name for model in models)
             raise RequestError(f"`model` is required; available: {served}", "model")
+        entry = load_catalog().find_entry(name)
+        names = (name,) if entry is None else (name, short_name(entry.source))
         for model in models:
-            if model.name == name:
+            if model.name in names:
                 return model
-        names = ", ".join(model.name for model in models)
-        raise ModelNotFound(f"model {name[:128]!r} not found; available: {names}")
+        served = ", ".join(model.name for model in models)
+        raise ModelNotFound(f"model {name[:128]!r} not found; available: {served}")
 
     async def load_model(self, name: str | None) -> LoadedModel:
         """Return the model called ``name`` with its tokenizer; see :meth:`find_model`.

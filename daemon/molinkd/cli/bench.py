@@ -39,7 +39,7 @@ _DEVICE = re.compile(r"^(?:auto|cpu|cuda(?::\d{1,3})?)$")
 def stage(
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="Folder, GGUF file, OWNER/NAME or molink-demo."),
+        typer.Option("--model", "-m", help="Short name, OWNER/NAME, folder or GGUF file."),
     ] = DEMO_MODEL_NAME,
     layers: Annotated[str | None, typer.Option(help="Layers A-B.  [default: all]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",

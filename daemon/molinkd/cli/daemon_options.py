@@ -182,7 +182,8 @@ class UpOptions(DaemonOptions):
         str | None,
         _option(
             "Common",
-            "Folder, GGUF file, OWNER/NAME, smollm2 or molink-demo.  [default: last one served]",
+            "Short name (molink search), OWNER/NAME, folder or GGUF file.  "
+            "[default: last one served]",
         ),
     ] = None
     quantize: Annotated[

@@ -17,6 +17,8 @@ from molink.checkpoint.model_folder import ModelFolder
 from molink.checkpoint.model_names import DEMO_MODEL_NAME, short_name
 from molink.checkpoint.model_source import (
     check_model_name,
+    expand_short_name,
+    find_catalog_entry,
     find_local_model,
     find_model,
     is_repository,
@@ -32,6 +34,7 @@ from molink.wire.messages.peer_reports import TransferState
 from molinkd.cli import daemon_client
 from molinkd.cli.confirmation import YesOption, confirm_action
 from molinkd.cli.small_model import resolve_model_name
+from molinkd.cli.swarm_capacity import check_fit
 from molinkd.cli.swarm_verbs import HomeOption
 from molinkd.cli.transfer_line import TransferLine
 from molinkd.cli.transfer_progress import POLL_INTERVAL_S, run_with_progress, show_progress
@@ -40,7 +43,9 @@ from molinkd.peer.home import Home
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(help="Hugging Face name (OWNER/NAME), folder, GGUF file, smollm2, molink-demo."),
+    typer.Argument(
+        help="Short name (molink search), OWNER/NAME of the Hugging Face hub, folder, GGUF file."
+    ),
 ]
 
 
@@ -111,12 +116,14 @@ def run_model(
             f"{place.format_command(f'up --model {model}')}, or join a swarm with "
             f"{place.format_command('join')}"
         )
-    model = resolve_model_name(model)
+    entry, model = find_catalog_entry(model), resolve_model_name(model)
     line = TransferLine(Console(stderr=True, highlight=False, soft_wrap=True))
     name, status = _served_name(model), daemon_client.fetch_status(found)
     if name in daemon_client.stopped_models(status):
         daemon_client.send_request(found, SwitchModel(ref=0, model=name, served=True))
     elif name not in daemon_client.served_models(status):
+        if entry is not None:
+            check_fit(entry, place, status)
         name = _request_model(found, model, line)
     endpoint = found.endpoints[0]
     _wait_until_ready(found, endpoint, name, timeout, line)
@@ -155,7 +162,7 @@ def stop(
 def _served_name(model: str) -> str:
     """Return the name under which a swarm would serve the model."""
     found = None if model == DEMO_MODEL_NAME else find_local_model(model)
-    return short_name(model) if found is None else name_local_model(found)
+    return short_name(expand_short_name(model)) if found is None else name_local_model(found)
 
 
 def _request_model(found: daemon_client.RunningDaemon, model: str, line: TransferLine) -> str:

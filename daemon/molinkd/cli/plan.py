@@ -12,7 +12,12 @@ from rich.table import Table
 
 from molink.checkpoint import hub
 from molink.checkpoint.model_names import DEMO_MODEL_NAME
-from molink.checkpoint.model_source import find_demo_model, find_local_model, is_repository
+from molink.checkpoint.model_source import (
+    find_catalog_entry,
+    find_demo_model,
+    find_local_model,
+    is_repository,
+)
 from molink.errors import Unavailable, UsageError
 from molink.facts.layer_range import format_layers, stage_number
 from molink.facts.memory_plan import format_size
@@ -250,8 +255,8 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model folder (config.json is enough), GGUF file, or name of a model on this "
-            "PC.  [default: --model-profile]"
+            help="Short name (`molink search`), model folder (config.json is enough), GGUF file, "
+            "or name of a model on this PC.  [default: --model-profile]"
         ),
     ] = None,
     model_profile: Annotated[
@@ -284,9 +289,7 @@ def plan(
     devices = _parse_devices(device, stages or _DEFAULT_PCS)
     link = LinkProfile(bandwidth, latency)
     planned = plan_swarm(
-        ModelDescription.from_profile(model_profile)
-        if model is None
-        else ModelDescription.from_folder(_find_folder(model)),
+        _describe_model(model, model_profile),
         devices,
         link,
         PlacementGoal(objective, len(devices) if _is_single(device) else stages or 1),
@@ -322,6 +325,15 @@ def _parse_devices(text: str, num_pcs: int) -> list[str]:
             "PC with both)"
         )
     return devices
+
+
+def _describe_model(model: str | None, profile: str) -> ModelDescription:
+    if model is None:
+        return ModelDescription.from_profile(profile)
+    entry = find_catalog_entry(model)
+    if entry is not None:
+        return ModelDescription.from_catalog(entry)
+    return ModelDescription.from_folder(_find_folder(model))
 
 
 def _find_folder(model: str) -> Path:

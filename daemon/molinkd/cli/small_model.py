@@ -5,25 +5,29 @@ import threading
 from rich.console import Console
 
 from molink.checkpoint.model_names import DEMO_MODEL_NAME, SMALL_MODEL_NAME
-from molink.checkpoint.model_source import check_model_name, find_local_model
+from molink.checkpoint.model_source import check_model_name, expand_short_name, find_local_model
 from molink.errors import MolinkError, Unavailable
 from molink.plaintext import printable
 from molinkd.cli.transfer_progress import run_with_progress
 from molinkd.peer.artifacts.smollm2 import ModelOrigin, create_origins
 from molinkd.peer.artifacts.transfers import Progress
 
+#: The same model by its name in the catalog.
+_SMALL_NAMES = (SMALL_MODEL_NAME, f"{SMALL_MODEL_NAME}:135m")
+
 
 def resolve_model_name(model: str) -> str:
-    """Return the path or repository of ``smollm2``, fetched if it is not here; else ``model``.
+    """Return the hub name of a short name, or the path or repository of ``smollm2``, which is
+    fetched if it is not here; other names as they are.
 
     Raises:
         ModelNotFound: no model has such a name.
         Unavailable: it can't be downloaded.
     """
-    if model == SMALL_MODEL_NAME and find_local_model(model) is None:
+    if model in _SMALL_NAMES and find_local_model(model) is None:
         return _fetch_small_model()
     check_model_name(model)
-    return model
+    return expand_short_name(model)
 
 
 def _fetch_small_model() -> str:

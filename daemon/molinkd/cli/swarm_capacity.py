@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 import msgspec
 import psutil
 
+from molink.checkpoint.hub_catalog import CatalogEntry, load_catalog
 from molink.errors import MolinkError, UsageError
 from molink.facts.device import Device
 from molink.facts.model import Quantize
+from molink.sim.model_description import ModelDescription
+from molink.sim.model_fit import ModelFit, estimate_fit
 from molink.sim.profiles import load_device
 from molink.swarm.controller.status_schema import PeerStatus, SwarmStatus
 from molink.swarm.placement.links import Links
@@ -68,6 +71,32 @@ def read_capacity(status: dict[str, object], quantize: Quantize = "none") -> Swa
     num_pcs = len({one.primary_peer or one.peer for one in candidates})
     place = f"this swarm of {num_pcs} PCs" if num_pcs != 1 else "this swarm of 1 PC"
     return SwarmCapacity(place, candidates, _read_links(found, candidates), quantize)
+
+
+def check_fit(entry: CatalogEntry, home: Home, status: dict[str, object]) -> None:
+    """Check, before a download, that the swarm has memory for a model of the catalog.
+
+    Raises:
+        UsageError: it has not; says what would fit.
+    """
+    capacity = read_capacity(status, _load_settings(home).quantize)
+    if not capacity.candidates:
+        return
+
+    def fit_of(other: CatalogEntry) -> ModelFit:
+        model = ModelDescription.from_catalog(other)
+        return estimate_fit(model, capacity.candidates, capacity.links, capacity.quantize)
+
+    fit = fit_of(entry)
+    if fit.quantize == capacity.quantize:
+        return
+    family = [one for one in load_catalog().entries if one.family == entry.family]
+    fitting = [one.name for one in family if fit_of(one).quantize == capacity.quantize]
+    hint = f"Of {entry.family}, {', '.join(fitting)} would fit; " if fitting else ""
+    raise UsageError(
+        f"{fit.reason}. {hint}{home.format_command('search')} tells what fits. Nothing was "
+        "downloaded"
+    )
 
 
 def _peer_candidate(peer: PeerStatus, status: SwarmStatus) -> Candidate | None:

@@ -8,7 +8,12 @@ from typing import Annotated, get_args
 import msgspec
 
 from molink.checkpoint.model_names import DEMO_MODEL_NAME, short_name
-from molink.checkpoint.model_source import find_local_model, is_hub_file, is_repository
+from molink.checkpoint.model_source import (
+    expand_short_name,
+    find_local_model,
+    is_hub_file,
+    is_repository,
+)
 from molink.errors import UsageError
 from molink.facts.dtypes import DTypeChoice
 from molink.facts.layer_range import parse_layers
@@ -31,7 +36,8 @@ _SYNTAX = re.compile(r" \(at line (\d+), column \d+\)")
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A ``[[models]]`` section of the file."""
 
-    #: A Hugging Face name, a folder or GGUF file (relative to the file), or ``molink-demo``.
+    #: A short name, a Hugging Face name, a folder or GGUF file (relative to the file), or
+    #: ``molink-demo``.
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
     #: Number of pipelines, if there are enough PCs.
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIPELINES)] = 1
@@ -144,7 +150,9 @@ def model_entries(file: SwarmFile, lines: LineIndex, folder: Path) -> tuple[Mode
 
 def served_name(model: str) -> str:
     """Return the name under which a swarm serves a model of the file."""
-    return model if model == DEMO_MODEL_NAME else short_name(model.rstrip("/\\").replace("\\", "/"))
+    if model == DEMO_MODEL_NAME:
+        return model
+    return short_name(expand_short_name(model.rstrip("/\\").replace("\\", "/")))
 
 
 def _resolve_source(model: str, index: int, lines: LineIndex, folder: Path) -> str:
@@ -155,10 +163,14 @@ def _resolve_source(model: str, index: int, lines: LineIndex, folder: Path) -> s
     )
     if found is not None:
         return str(found)
-    if model != DEMO_MODEL_NAME and not is_repository(model) and not is_hub_file(model):
-        why = f"{model} is not a folder, a GGUF file, {DEMO_MODEL_NAME} or a Hugging Face name"
+    source = expand_short_name(model)
+    if source != DEMO_MODEL_NAME and not is_repository(source) and not is_hub_file(source):
+        why = (
+            f"{model} is not a folder, a GGUF file, {DEMO_MODEL_NAME}, a short name "
+            "(`molink search`) or a Hugging Face name"
+        )
         raise lines.error_at(f"{why} (OWNER/NAME)", index, "model")
-    return model
+    return source
 
 
 def _explain_error(text: str, lines: LineIndex) -> UsageError:

@@ -12,6 +12,7 @@ from molinkd.cli import small_model, transfer_progress
 from molinkd.cli.main import run
 from molinkd.peer.artifacts.smollm2 import HubOrigin
 from tests.support.fake_hub import REPOSITORY, FakeHub, in_place
+from tests.support.gguf_models import write_gguf
 from tests.support.models import MakeModel
 
 
@@ -79,11 +80,58 @@ def test_progress_is_shown_and_errors_have_their_codes(
 
 
 @pytest.mark.parametrize("command", [["run"], ["pull"], ["up", "--model"]])
-def test_a_short_name_is_explained(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*command, "llama3.2"]) == 5
+def test_an_unknown_name_is_explained(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, "llama3.2:5b"]) == 5
     error = capsys.readouterr().err
-    assert "no model 'llama3.2'. Name a model of the Hugging Face hub with its owner" in error
+    assert "no model 'llama3.2:5b'. Did you mean llama3.2:3b or llama3.2:1b? Name a model" in error
+    assert "short name (`molink search`), a model of the Hugging Face hub with its owner" in error
     assert "molink-demo or smollm2" in error
+    assert error.count("\n") == 1
+
+
+def test_a_short_name_is_pulled_shown_and_deleted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_model: MakeModel,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    source, model = "Qwen/Qwen3-8B", make_model(tmp_path / "model")
+    with in_place(model, tmp_path / "cache", monkeypatch, source) as hub_served:
+        assert run(["pull", "qwen3:8b-bf16"]) == 0
+        assert f"{source} is available at " in capsys.readouterr().out
+        assert hub_served.asked
+        assert run(["show", "qwen3:8b-bf16"]) == 0
+        assert source in capsys.readouterr().out
+        assert run(["rm", "qwen3:8b-bf16", "--hf-cache"]) == 0
+        assert run(["show", "qwen3:8b-bf16"]) == 5
+        # A folder of that name wins.
+        hub_served.asked.clear()
+        model.rename(tmp_path / "qwen3")
+        assert run(["pull", "qwen3"]) == 0
+        assert str(tmp_path / "qwen3") in capsys.readouterr().out
+        assert hub_served.asked == []
+
+
+def test_a_gguf_file_of_a_short_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_model: MakeModel,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MOLINK_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "files").mkdir()
+    write_gguf(make_model(tmp_path / "model"), tmp_path / "files" / "Qwen3-8B-Q4_K_M.gguf")
+    with in_place(tmp_path / "files", tmp_path / "cache", monkeypatch, "Qwen/Qwen3-8B-GGUF"):
+        assert run(["pull", "qwen3", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["model"] == "Qwen/Qwen3-8B-GGUF/Qwen3-8B-Q4_K_M.gguf"
+        assert run(["rm", "qwen3:8b"]) == 0
+        assert not Path(found["path"]).exists()
 
 
 def test_the_small_model_is_fetched_by_its_name(

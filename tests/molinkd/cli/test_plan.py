@@ -168,6 +168,13 @@ def test_a_card_of_which_nothing_is_known_is_taken_to_pack_weights(
     assert "stay packed" not in capsys.readouterr().out
 
 
+def test_a_short_name_needs_no_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--device", "rtx3060,rtx3090", "--model", "qwen3:8b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "qwen3:8b"
+    assert sum(stage["weights"] for stage in found["stages"]) == pytest.approx(4.7e9, rel=0.1)
+
+
 def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--device", "rtx3060,cpu-8core", "--model-profile", "qwen2.5-32b")
     assert run([*UNEQUAL, *options]) == 2

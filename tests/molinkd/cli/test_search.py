@@ -7,9 +7,12 @@ from typing import Any
 import psutil
 import pytest
 
+from molink.checkpoint.hub_catalog import load_catalog
+from molink.errors import UsageError
 from molink.facts.device import Device
 from molinkd.cli import daemon_client, swarm_capacity
 from molinkd.cli.main import run
+from molinkd.cli.swarm_capacity import check_fit
 from molinkd.peer.home import Home, RunFile
 
 GB = 10**9
@@ -134,3 +137,23 @@ def test_a_measured_pc(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     )
     monkeypatch.setattr(swarm_capacity, "read_measured_device", lambda *_: measured)
     assert search(capsys, "qwen3:8b")["qwen3:8b"]["tokens_per_s"] == pytest.approx(8, rel=0.2)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_the_download(
+    swarm: dict[str, Any], tmp_path: Path
+) -> None:
+    catalog = load_catalog()
+    too_large, fitting = catalog.find_entry("qwen3:32b-bf16"), catalog.find_entry("qwen3:8b")
+    assert too_large is not None
+    assert fitting is not None
+    check_fit(fitting, Home(tmp_path), swarm)
+    with pytest.raises(UsageError) as refused:
+        check_fit(too_large, Home(tmp_path), swarm)
+    said = str(refused.value)
+    assert "qwen3:32b-bf16 needs" in said
+    assert "the swarm offers 22.8 GB on 2 peers" in said
+    assert "Of qwen3, qwen3:0.6b, " in said
+    assert "qwen3:30b-a3b would fit" in said
+    assert "Nothing was downloaded" in said
+    swarm["peers"] = []
+    check_fit(too_large, Home(tmp_path), swarm)

@@ -97,6 +97,17 @@ def test_an_unknown_model(tmp_path: Path) -> None:
         model_entries(found, lines, tmp_path)
 
 
+def test_a_short_name_is_expanded(tmp_path: Path) -> None:
+    found, lines = read_swarm_file(write(tmp_path, '[[models]]\nmodel = "qwen3:8b"\n'))
+    (entry,) = model_entries(found, lines, tmp_path)
+    assert entry.source == "Qwen/Qwen3-8B-GGUF/Qwen3-8B-Q4_K_M.gguf"
+    assert served_name("qwen3:8b") == "Qwen3-8B-Q4_K_M"
+    (tmp_path / "qwen3").mkdir()
+    found, lines = read_swarm_file(write(tmp_path, '[[models]]\nmodel = "qwen3"\n'))
+    (entry,) = model_entries(found, lines, tmp_path)
+    assert entry.source == str((tmp_path / "qwen3").resolve())
+
+
 def test_files_of_another_kind(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="can't be read"):
         read_swarm_file(tmp_path / "nothing.toml")

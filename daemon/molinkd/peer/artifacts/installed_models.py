@@ -70,7 +70,7 @@ def list_installed_models(home: Home) -> list[InstalledModel]:
 
 def find_installed_models(home: Home, name: str) -> list[InstalledModel]:
     """All copies of the model ``name``, which may also be the path of any folder or GGUF file."""
-    found = [one for one in list_installed_models(home) if one.has_name(name)]
+    found = _choose_named(list_installed_models(home), name)
     if found:
         return found
     from molink.checkpoint.model_source import find_local_model, name_local_model
@@ -79,6 +79,16 @@ def find_installed_models(home: Home, name: str) -> list[InstalledModel]:
     if path is None:
         return []
     return [InstalledModel(name_local_model(path), "folder", path, _disk_bytes(path))]
+
+
+def _choose_named(models: list[InstalledModel], name: str) -> list[InstalledModel]:
+    """The entries of ``models`` that ``name`` means; a short name means its file's copies."""
+    from molink.checkpoint.model_source import expand_short_name, split_hub_file
+
+    source = expand_short_name(name)
+    asked = split_hub_file(source)
+    names = {name, source} if asked is None else {name, short_name(source), asked[0]}
+    return [one for one in models if any(map(one.has_name, names))]
 
 
 def choose_deletable(
@@ -90,7 +100,7 @@ def choose_deletable(
         ModelNotFound: There is none.
         UsageError: molink does not own it; the message says what to do instead.
     """
-    called = [one for one in models if one.has_name(name)]
+    called = _choose_named(models, name)
     if not called:
         raise ModelNotFound(f"no model {name!r} on this PC; see {home.format_command('list')}")
     chosen = [
