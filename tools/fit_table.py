@@ -1,4 +1,4 @@
-"""Print the guide's table of models and PCs, from data sheets and the product's placement.
+"""Print the table of models and PCs, from data sheets and the product's placement.
 
 Usage: ``python -m tools.fit_table``.
 """

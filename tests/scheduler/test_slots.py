@@ -22,7 +22,7 @@ ITERATION_S = 0.01
 STAGE = Profile(
     decode=((1, ITERATION_S), (64, ITERATION_S)), prefill=((16, ITERATION_S), (64, 4 * ITERATION_S))
 )
-#: Seconds within which a request of a client with too few slots starts, as the guide says.
+#: Seconds within which a request of a client with too few slots starts, as docs/clients.md says.
 BOUND_S = 2.0
 ENDLESS = 100_000
 

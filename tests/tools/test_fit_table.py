@@ -1,4 +1,4 @@
-"""The guide's table of PCs and models is up to date."""
+"""The documents' table of PCs and models is up to date."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ def test_plan_picks_mildest_quantization_that_fits() -> None:
     assert least_quantized(model, ["rtx4060"]) is None
 
 
-def test_guide_has_table() -> None:
-    guide = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
-    text = guide.read_text(encoding="utf-8")
+def test_the_documents_have_the_table() -> None:
+    hardware = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
+    text = hardware.read_text(encoding="utf-8")
     devices = ("rtx3060", "rtx3060")
     cells = [fit_table.format_cell(devices, model) for model in fit_table.MODELS]
     assert f"| {fit_table.format_devices(devices)} | {' | '.join(cells)} |" in text
