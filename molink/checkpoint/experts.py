@@ -117,10 +117,7 @@ def mixtral_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Qwen2-MoE and Qwen3-MoE: experts in every ``decoder_sparse_step``-th layer.
-
-    The shared expert of Qwen2-MoE is not included.
-    """
+    """Qwen3-MoE: experts in every ``decoder_sparse_step``-th layer."""
     step = fields.get_integer("decoder_sparse_step", 1)
     plain = frozenset(fields.get_integers("mlp_only_layers"))
     # transformers 5 writes `num_local_experts` for what checkpoints call `num_experts`.
@@ -135,6 +132,18 @@ def qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
         ),
     )
     return _check_experts(experts, layers, fields.where)
+
+
+def shared_qwen_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
+    """The same beside a shared expert, with a gate of its own."""
+    return replace(
+        qwen_experts(fields, layers),
+        shared_intermediate_size=fields.get_integer(
+            "shared_expert_intermediate_size", maximum=MAX_EXPERT_SIZE
+        ),
+        shared="shared_expert",
+        shared_gate="shared_expert_gate",
+    )
 
 
 def gpt_oss_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:

@@ -14,6 +14,8 @@ Supported ``architectures``:
 - ``Qwen2ForCausalLM`` (also 2.5), ``Qwen3ForCausalLM``: windows in some layers
 - ``Phi3ForCausalLM``: Phi-3, Phi-3.5, Phi-4 and Phi-4-mini; merged projections, LongRoPE
 - ``MixtralForCausalLM``, ``Qwen2MoeForCausalLM``, ``Qwen3MoeForCausalLM``: experts
+- ``Qwen3NextForCausalLM``, ``Qwen3_5ForCausalLM``, ``Qwen3_5MoeForCausalLM``: gated delta rule in
+  most layers, gated attention in the others
 - ``GptOssForCausalLM``: attention sinks, a clamped gate, experts in MXFP4
 - ``GlmForCausalLM``, ``Glm4ForCausalLM``: partial, interleaved RoPE
 - ``Glm4MoeForCausalLM``: GLM-4.5 to 4.7; experts with sigmoid scores, some shared
@@ -55,6 +57,9 @@ Family = Literal[
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "gemma2",
     "gemma3_text",
     "glm",
@@ -88,6 +93,9 @@ ARCHITECTURES: dict[str, Family] = {
     "Phi3ForCausalLM": "phi3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Qwen2MoeForCausalLM": "qwen2_moe",
@@ -121,6 +129,22 @@ CONFIG_DEFAULTS: dict[Family, dict[str, Any]] = {
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_next": {
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    "qwen3_5_moe_text": {
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        # There are no other layers.
+        "intermediate_size": 512,
+        "norm_topk_prob": True,
     },
     "glm": _GLM_DEFAULTS,
     "glm4": _GLM_DEFAULTS,
@@ -204,6 +228,9 @@ _FAMILIES: dict[Family, Callable[[ConfigFields, int], FamilyTraits]] = {
     "mixtral": mixture_traits.mixtral,
     "qwen2_moe": mixture_traits.qwen2_moe,
     "qwen3_moe": mixture_traits.qwen3_moe,
+    "qwen3_next": mixture_traits.qwen3_next,
+    "qwen3_5_text": family_traits.qwen3_5,
+    "qwen3_5_moe_text": mixture_traits.qwen3_5_moe,
     "glm": family_traits.glm,
     "glm4": family_traits.glm4,
     "glm4_moe": mixture_traits.glm4_moe,

@@ -6,6 +6,7 @@ See :mod:`molink.checkpoint.trait_fields` for defaults and errors.
 from dataclasses import replace
 
 from molink.checkpoint.config_fields import ConfigFields
+from molink.checkpoint.recurrent import parse_delta_rule, parse_linear_layers
 from molink.checkpoint.rope import (
     RopeConfig,
     RopeDefaults,
@@ -21,6 +22,7 @@ from molink.checkpoint.trait_fields import (
     parse_typed_windows,
     parse_uniform_windows,
     parse_upper_windows,
+    refuse_other,
     refuse_windows,
 )
 from molink.checkpoint.traits import FamilyTraits, LayerNorms
@@ -154,6 +156,31 @@ def qwen3(fields: ConfigFields, layers: int) -> FamilyTraits:
         attention_bias=biased,
         output_bias=biased,
         qk_norm="each head",
+    )
+
+
+def qwen3_5(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Qwen3.5: gated delta rule in most layers."""
+    return delta_rule_traits(fields, layers, is_grouped=False)
+
+
+def delta_rule_traits(fields: ConfigFields, layers: int, *, is_grouped: bool) -> FamilyTraits:
+    """Traits that Qwen3-Next and Qwen3.5 share; ``is_grouped`` as in their projections."""
+    # The convolution has the same activation.
+    refuse_other(fields, "hidden_act", "silu")
+    if not fields.get_boolean("attn_output_gate", True):
+        raise UnsupportedModel(f"{fields.where}: attn_output_gate false is not supported")
+    biased = fields.get_boolean("attention_bias", False)
+    rope = parse_rope(fields, RopeDefaults(allows_partial=True, partial=0.25))
+    return replace(
+        base_traits(fields, layers, head_dim=256, rope=rope),
+        attention_bias=biased,
+        output_bias=biased,
+        gated_heads=True,
+        qk_norm="each head",
+        norm_offset=1.0,
+        recurrent=parse_delta_rule(fields, is_grouped=is_grouped),
+        recurrent_layers=parse_linear_layers(fields, layers),
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from molink.checkpoint.config_fields import ConfigFields
 from molink.checkpoint.experts import (
-    MAX_EXPERT_SIZE,
     deepseek_experts,
     deepseek_v2_experts,
     ernie_experts,
@@ -18,8 +17,15 @@ from molink.checkpoint.experts import (
     minimax_experts,
     mixtral_experts,
     qwen_experts,
+    shared_qwen_experts,
 )
-from molink.checkpoint.family_traits import ernie_traits, granite, hunyuan_dense
+from molink.checkpoint.family_traits import (
+    delta_rule_traits,
+    ernie_traits,
+    granite,
+    hunyuan_dense,
+    qwen3_5,
+)
 from molink.checkpoint.rope import RopeDefaults, parse_rope
 from molink.checkpoint.trait_fields import (
     MAX_HEADS,
@@ -56,16 +62,10 @@ def mixtral(fields: ConfigFields, layers: int) -> FamilyTraits:
 def qwen2_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
     """Qwen2-MoE: experts, one of them shared."""
     refuse_windows(fields)
-    shared = fields.get_integer("shared_expert_intermediate_size", maximum=MAX_EXPERT_SIZE)
     return replace(
         base_traits(fields, layers),
         attention_bias=fields.get_boolean("qkv_bias", True),
-        experts=replace(
-            qwen_experts(fields, layers),
-            shared_intermediate_size=shared,
-            shared="shared_expert",
-            shared_gate="shared_expert_gate",
-        ),
+        experts=shared_qwen_experts(fields, layers),
     )
 
 
@@ -81,6 +81,19 @@ def qwen3_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
         qk_norm="each head",
         experts=qwen_experts(fields, layers),
     )
+
+
+def qwen3_next(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Qwen3-Next: gated delta rule in most layers, experts, one of them shared."""
+    return replace(
+        delta_rule_traits(fields, layers, is_grouped=True),
+        experts=shared_qwen_experts(fields, layers),
+    )
+
+
+def qwen3_5_moe(fields: ConfigFields, layers: int) -> FamilyTraits:
+    """Qwen3.5 with the experts of Qwen3-Next."""
+    return replace(qwen3_5(fields, layers), experts=shared_qwen_experts(fields, layers))
 
 
 def gpt_oss(fields: ConfigFields, layers: int) -> FamilyTraits:

@@ -16,6 +16,8 @@ from molink.errors import BrokenModel
 TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 #: Outer fields that concern the text model.
 _OUTER_FIELDS = (
@@ -32,12 +34,12 @@ _TEXT_PREFIXES = {
     "model.language_model.": "model.",
 }
 #: Names of a decoder that was saved without its outer model, as embedding models often are.
-_BARE_NAME = re.compile(r"embed_tokens\.|layers\.\d+\.(?:self_attn|mlp|\w*layernorm)\.")
+_BARE_NAME = re.compile(r"embed_tokens\.|layers\.\d+\.(?:self_attn|linear_attn|mlp|\w*layernorm)\.")
 _BARE_NORM = "norm.weight"
 _VISION_PREFIXES = tuple(
     f"{outer}{part}."
     for outer in ("", "model.")
-    for part in ("vision_tower", "vision_model", "multi_modal_projector")
+    for part in ("vision_tower", "vision_model", "visual", "multi_modal_projector")
 )
 
 T = TypeVar("T")

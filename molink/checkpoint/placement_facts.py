@@ -1,5 +1,6 @@
 """Computes what placement and memory planning need from a model's tensor shapes."""
 
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -16,12 +17,16 @@ from molink.checkpoint.tensor_layout import (
     first_stage_tensors,
     last_stage_tensors,
     layer_tensors,
+    recurrent_projections,
 )
 from molink.facts.dtypes import DTYPE_SIZES, KV_SCALE_BYTES, OUTPUT_MULTIPLE, narrow_dtype
 from molink.facts.kernels import MAX_KERNEL_HEAD_DIM
 from molink.facts.model import BlockWeights, ModelFacts, NarrowWeights, Quantize
 from molink.gguf.block_formats import fits_planes, fits_rows, resident_bytes
 from molink.gguf.ggml_types import find_packed
+
+#: Tensors before an MLP.
+_MIXER = re.compile(r"\.(self_attn|linear_attn)\.")
 
 
 def model_facts(
@@ -48,6 +53,8 @@ def model_facts(
         last_bytes=_count_elements(last_stage_tensors(config)) * size,
         kv_bytes=config.kv_kinds * keys * size,
         int8_kv_bytes=config.kv_kinds * config.kv_heads * (config.head_dim + KV_SCALE_BYTES),
+        recurrent_layers=tuple(sorted(config.recurrent_layers)),
+        state_bytes=_state_elements(config) * DTYPE_SIZES["f32"],
         max_model_len=config.max_model_len,
         element_bytes=size,
         projection_bytes=max(_count_elements(shapes) for shapes in projections) * size,
@@ -56,7 +63,7 @@ def model_facts(
         narrow=_narrow_weights(config, projections, tensors or {}),
         int8_bytes=max(_quantized_bytes(shapes, "int8") for shapes in projections),
         nf4_bytes=max(_quantized_bytes(shapes, "nf4") for shapes in projections),
-        widest=max(config.hidden_size * 2 * inner, _widest_attention(config)),
+        widest=max(config.hidden_size * 2 * inner, _widest_mixer(config, projections)),
         row_elements=_row_elements(config, inner),
         hidden=config.hidden_size,
         score_heads=config.heads if config.attention_softcap or config.sinks else 0,
@@ -65,6 +72,11 @@ def model_facts(
         tied=config.tied_embeddings,
         quantized=config.quantized,
     )
+
+
+def _state_elements(config: ModelConfig) -> int:
+    """Elements of a request's state in a recurrent layer."""
+    return 0 if config.recurrent is None else config.recurrent.state_elements
 
 
 def _narrow_weights(
@@ -158,19 +170,22 @@ def _mlp_width(config: ModelConfig, projections: TensorShapes) -> int:
     return max(
         shape[1]
         for name, shape in projections.items()
-        if ".self_attn." not in name and shape[0] == hidden
+        if not _MIXER.search(name) and shape[0] == hidden
     )
 
 
-def _widest_attention(config: ModelConfig) -> int:
-    """Elements of the largest projection of attention, of which the row's are merged."""
-    shapes = {
-        name.removeprefix("model.layers.0.").removesuffix(".weight"): shape
-        for name, shape in _quantizable_weights(layer_tensors(config, 0)).items()
-        if ".self_attn." in name
-    }
-    merged = sum(prod(shapes.pop(name)) for name in attention_projections(config))
-    return max(merged, *map(prod, shapes.values()))
+def _widest_mixer(config: ModelConfig, layers: Sequence[TensorShapes]) -> int:
+    """Elements of the largest projection before an MLP, of which the row's are merged."""
+    recurrent = () if config.recurrent is None else recurrent_projections(config.recurrent)[0]
+    together = (*attention_projections(config), *recurrent)
+    widest = 0
+    for projections in layers:
+        found = {name: prod(shape) for name, shape in projections.items() if _MIXER.search(name)}
+        merged = sum(
+            size for name, size in found.items() if name.removesuffix(".weight").endswith(together)
+        )
+        widest = max(widest, merged, *found.values())
+    return widest
 
 
 def _row_elements(config: ModelConfig, inner: int) -> int:
@@ -178,9 +193,11 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
 
     The residual (twice: the caller keeps its own), its norm and the result, and the rotations;
     besides, either gate, up and their product, or q, k, v twice (rotated), the attended rows and
-    their merged copy. A GPU may hold those of all chosen experts at once.
+    their merged copy. A GPU may hold those of all chosen experts at once. Gates of heads are there
+    twice, too.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attended = 2 * (queries + 2 * keys) + 2 * queries * (1 + config.gated_heads)
     gated, experts = 3 * inner, config.experts
     if experts is not None:
         chosen, outputs = (
@@ -188,5 +205,20 @@ def _row_elements(config: ModelConfig, inner: int) -> int:
         )
         # Their sum, and the result of the shared expert.
         gated = max(gated, chosen + max(2 * chosen, outputs)) + 2 * config.hidden_size
-    widest = max(gated, 2 * (queries + 2 * keys) + 2 * queries)
+    widest = max(gated, attended, _recurrent_row_elements(config))
     return 4 * config.hidden_size + 4 * config.head_dim + widest
+
+
+def _recurrent_row_elements(config: ModelConfig) -> int:
+    """The same in a recurrent layer, of which all but the projection is float32.
+
+    Convolved channels three times (with the rows before, cast, and their result), queries and keys
+    of all value heads twice, and what heads read three times, with their gates.
+    """
+    shape = config.recurrent
+    if shape is None:
+        return 0
+    spread = 2 * shape.value_heads * shape.key_dim
+    wide = 3 * shape.channels + 2 * spread + 4 * shape.values_size
+    projected = 2 * (shape.channels + shape.values_size)
+    return projected + wide * DTYPE_SIZES["f32"] // DTYPE_SIZES[config.dtype]

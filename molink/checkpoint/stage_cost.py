@@ -35,7 +35,9 @@ class StageCost:
         if self.kv_cache_dtype == "int8":
             head = self.config.head_dim + KV_SCALE_BYTES
         kept = 2 * self.config.kv_heads * head
-        return int(weights) + kept * self._attended_positions(context)
+        # Read and written.
+        states = 2 * self._state_elements * DTYPE_SIZES["f32"]
+        return int(weights) + kept * self._attended_positions(context) + states
 
     def prefill_flops(self, rows: int) -> int:
         """Operations of a prompt's first chunk of ``rows`` rows; only its last row is sampled."""
@@ -43,6 +45,8 @@ class StageCost:
         products += self._table_elements * self._has_output_head
         pairs = sum(self._attended_positions(row) for row in range(1, rows + 1))
         products += 2 * self.config.heads * self.config.head_dim * pairs
+        # Fading, reading for the key, correcting, and reading for the query.
+        products += 4 * rows * self._state_elements
         return _FLOPS_PER_MULTIPLY_ADD * products
 
     @property
@@ -60,8 +64,19 @@ class StageCost:
 
     def _attended_positions(self, context: int) -> int:
         """Positions that a row attends to, summed over layers."""
-        windows = self.config.windows[slice(*self.layers)]
-        return sum(min(context, window) if window else context for window in windows)
+        windows, recurrent = self.config.windows, self.config.recurrent_layers
+        return sum(
+            min(context, windows[layer]) if windows[layer] else context
+            for layer in range(*self.layers)
+            if layer not in recurrent
+        )
+
+    @property
+    def _state_elements(self) -> int:
+        """Elements of a request's states, summed over layers."""
+        shape, (first, last) = self.config.recurrent, self.layers
+        recurrent = last - first - self.config.count_attention(self.layers)
+        return 0 if shape is None else recurrent * shape.state_elements
 
     def _matrix_elements(self, layer: int) -> tuple[int, int]:
         """Elements of a layer's matrices: all, and those used per row."""

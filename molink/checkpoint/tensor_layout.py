@@ -2,6 +2,7 @@
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
+from molink.checkpoint.recurrent import DeltaRuleShape
 from molink.checkpoint.traits import LatentShape
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -14,6 +15,12 @@ QUERY_NAME, KEY_VALUE_NAME = "self_attn.q_b_proj", "self_attn.kv_b_proj"
 #: The latter as two tensors.
 KEY_NAME, VALUE_NAME = "self_attn.k_b_proj", "self_attn.v_b_proj"
 
+#: The delta rule: weights of the convolution, logarithms of decays, biases of their exponents, and
+#: the norm of what a head reads.
+CONV_NAME, NORM_NAME = "linear_attn.conv1d", "linear_attn.norm"
+DECAY_NAME, DECAY_BIAS_NAME = "linear_attn.A_log", "linear_attn.dt_bias"
+RECURRENT_OUTPUT_NAME = "linear_attn.out_proj"
+
 TensorShapes = dict[str, tuple[int, ...]]
 #: Projection (without ``.weight``) → shape ``[out, in]``, and whether it has a bias.
 _Projections = dict[str, tuple[tuple[int, int], bool]]
@@ -22,14 +29,12 @@ _Projections = dict[str, tuple[tuple[int, int], bool]]
 def layer_tensors(config: ModelConfig, layer: int) -> TensorShapes:
     """Tensors of a decoder layer with their shapes (``[out, in]`` for projections)."""
     prefix = f"model.layers.{layer}."
-    shapes = {f"{prefix}{name}.weight": shape for name, shape in _norm_tensors(config).items()}
-    if config.sinks:
-        shapes[f"{prefix}{SINKS_NAME}"] = (config.heads,)
+    shapes = {f"{prefix}{name}": shape for name, shape in _small_tensors(config, layer).items()}
     experts = config.layer_experts(layer)
     if experts is not None and experts.is_corrected:
         shapes[f"{prefix}{experts.correction_name}"] = experts.correction_shape
     mlp = _mlp_tensors(config) if experts is None else _expert_tensors(experts, config.hidden_size)
-    for name, (shape, biased) in (_attention_tensors(config) | mlp).items():
+    for name, (shape, biased) in (_mixer_tensors(config, layer) | mlp).items():
         shapes[f"{prefix}{name}.weight"] = shape
         if biased:
             shapes[f"{prefix}{name}.bias"] = shape[:1]
@@ -44,6 +49,16 @@ def attention_projections(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"self_attn.{name}_proj" for name in names)
 
 
+def recurrent_projections(shape: DeltaRuleShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of a row's projections: to queries, keys, values and gates; to rates and decays."""
+    if shape.is_grouped:
+        return ("linear_attn.in_proj_qkvz",), ("linear_attn.in_proj_ba",)
+    return (
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    )
+
+
 def latent_projections(latent: LatentShape) -> tuple[str, str]:
     """Names of the projections of a row to queries or their latents, and to latents of keys."""
     query = "q_a_proj" if latent.query_rank else "q_proj"
@@ -56,30 +71,66 @@ def mlp_projections(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"mlp.{name}_proj" for name in names)
 
 
-def _norm_tensors(config: ModelConfig) -> TensorShapes:
-    shapes: TensorShapes = dict.fromkeys(config.norms.present_names, (config.hidden_size,))
+def _small_tensors(config: ModelConfig, layer: int) -> TensorShapes:
+    """Tensors of a layer other than projections and corrections, by their whole names."""
+    shapes: TensorShapes = dict.fromkeys(
+        (f"{name}.weight" for name in config.norms.present_names), (config.hidden_size,)
+    )
+    if config.recurrent is not None and layer in config.recurrent_layers:
+        return shapes | _recurrent_small_tensors(config.recurrent)
+    if config.sinks:
+        shapes[SINKS_NAME] = (config.heads,)
     if config.latent is not None:
-        shapes[KEY_NORM_NAME] = (config.latent.rank,)
+        shapes[f"{KEY_NORM_NAME}.weight"] = (config.latent.rank,)
         if config.latent.query_rank:
-            shapes[QUERY_NORM_NAME] = (config.latent.query_rank,)
+            shapes[f"{QUERY_NORM_NAME}.weight"] = (config.latent.query_rank,)
     if config.qk_norm != "none":
         whole = config.qk_norm == "all heads"
         for name, heads in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True):
-            shapes[f"self_attn.{name}"] = (config.head_dim * (heads if whole else 1),)
+            shapes[f"self_attn.{name}.weight"] = (config.head_dim * (heads if whole else 1),)
     return shapes
+
+
+def _recurrent_small_tensors(shape: DeltaRuleShape) -> TensorShapes:
+    return {
+        f"{CONV_NAME}.weight": (shape.channels, 1, shape.conv_width),
+        DECAY_NAME: (shape.value_heads,),
+        DECAY_BIAS_NAME: (shape.value_heads,),
+        f"{NORM_NAME}.weight": (shape.value_dim,),
+    }
+
+
+def _mixer_tensors(config: ModelConfig, layer: int) -> _Projections:
+    """Projections of a layer before its MLP."""
+    if config.recurrent is not None and layer in config.recurrent_layers:
+        return _recurrent_tensors(config.recurrent, config.hidden_size)
+    return _attention_tensors(config)
+
+
+def _recurrent_tensors(shape: DeltaRuleShape, hidden: int) -> _Projections:
+    rows, rates = recurrent_projections(shape)
+    every = shape.channels + shape.values_size
+    sizes = (every,) if shape.is_grouped else (shape.channels, shape.values_size)
+    rate_size = 2 * shape.value_heads // len(rates)
+    made: _Projections = {
+        name: ((size, hidden), False) for name, size in zip(rows, sizes, strict=True)
+    }
+    made |= dict.fromkeys(rates, ((rate_size, hidden), False))
+    return made | {RECURRENT_OUTPUT_NAME: ((hidden, shape.values_size), False)}
 
 
 def _attention_tensors(config: ModelConfig) -> _Projections:
     hidden, biased = config.hidden_size, config.attention_bias
     if config.latent is not None:
         return _latent_tensors(config, config.latent)
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    heads, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    queries = 2 * heads if config.gated_heads else heads
     rows = (queries + 2 * keys,) if config.merged_qkv else (queries, keys, keys)
     names = attention_projections(config)
     made: _Projections = {
         name: ((count, hidden), biased) for name, count in zip(names, rows, strict=True)
     }
-    return made | {"self_attn.o_proj": ((hidden, queries), config.output_bias)}
+    return made | {"self_attn.o_proj": ((hidden, heads), config.output_bias)}
 
 
 def _latent_tensors(config: ModelConfig, latent: LatentShape) -> _Projections:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from molink.checkpoint.experts import ExpertsConfig
+from molink.checkpoint.recurrent import DeltaRuleShape
 from molink.checkpoint.rope import RopeConfig
 
 #: Slope of ``clamped_swiglu``'s sigmoid.
@@ -61,7 +62,12 @@ class FamilyTraits:
     and ``final_softcap`` bound scores and logits to ``cap * tanh(x / cap)``; 0 = unbounded.
 
     With ``latent`` a stage attends in latent space: each query head is projected to it, and there
-    is one key of ``head_dim = rope_dim + rank``, which serves as the value, too.
+    is one key of ``head_dim = rope_dim + rank``, which serves as the value, too. With
+    ``gated_heads`` the query projection has a gate behind each head's query, whose sigmoid weighs
+    what the head attended to.
+
+    ``recurrent_layers`` have no attention; they keep a state of each request, shaped as
+    ``recurrent`` says.
 
     Layers: ``activation_limit`` belongs to ``clamped_swiglu``. ``norm_offset`` is added to all norm
     weights. ``residual_scale`` multiplies outputs of attention and MLP. ``merged_qkv`` and
@@ -94,6 +100,9 @@ class FamilyTraits:
     output_bias: bool = False
     mlp_bias: bool = False
     latent: LatentShape | None = None
+    gated_heads: bool = False
+    recurrent: DeltaRuleShape | None = None
+    recurrent_layers: frozenset[int] = frozenset()
     qk_norm: HeadNorm = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms: LayerNorms = LayerNorms()
@@ -147,6 +156,19 @@ class FamilyTraits:
             ),
             default=0,
         )
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep a state of each request besides keys and values.
+
+        It has no history: neither can it be shared by requests with the same beginning, nor can
+        rows be taken back.
+        """
+        return bool(self.recurrent_layers)
+
+    def count_attention(self, layers: tuple[int, int]) -> int:
+        """Layers of ``first:last`` that have attention, and so keys and values."""
+        return sum(layer not in self.recurrent_layers for layer in range(*layers))
 
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
         """A layer's experts; ``None`` if it has a plain MLP."""

@@ -4,6 +4,7 @@ Pure numbers from :class:`~molink.facts.model.ModelFacts`. The coordinator place
 each daemon plans its worker by them, so every placement fits.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ from molink.facts.model import (
     BLOCK_SIZE,
     BlockWeights,
     KVCacheDType,
+    LayerRange,
     ModelFacts,
     NarrowWeights,
     Quantize,
@@ -20,6 +22,12 @@ from molink.facts.profile import MAX_CHUNK_ROWS
 
 #: A stage needs room for the KV blocks of this many tokens, or of the maximum length if less.
 MIN_TOKENS = 2048
+#: States of recurrent layers: one request's for so many tokens of the KV pool, within bounds. An
+#: upper one, since with the usual 64 requests more would stay unused.
+_TOKENS_PER_STATE = 2048
+_MIN_STATES, _MAX_STATES = 4, 64
+#: More blocks than any pipeline has.
+_MAX_BLOCKS = (1 << 31) - 1
 #: Bytes per layer of captured decode graphs, all row counts together.
 GRAPH_BYTES = 2 << 20
 #: Bytes of a stage's graph pool; torch allocates it in steps of 20 MiB, and 2 MiB don't suffice.
@@ -42,6 +50,26 @@ _PADDING_FACTOR = 2
 MAX_DEQUANTIZED = 1 << 25
 #: Bytes of partial results and block tables of attention that reads pages in place.
 PAGED_BYTES = 40 << 20
+
+
+def count_state_slots(tokens: int) -> int:
+    """Requests whose states a stage holds beside a KV pool of ``tokens`` tokens."""
+    return min(_MAX_STATES, max(_MIN_STATES, tokens // _TOKENS_PER_STATE)) if tokens else 0
+
+
+def count_pool_blocks(nbytes: int, block_bytes: int, block_size: int, state_bytes: int) -> int:
+    """KV blocks of ``block_size`` tokens that fit ``nbytes`` with the states beside them.
+
+    ``state_bytes`` are those of one request; a stage may have no KV at all.
+    """
+    most = nbytes // block_bytes if block_bytes else _MAX_BLOCKS
+    if not state_bytes:
+        return most
+
+    def pool_bytes(blocks: int) -> int:
+        return blocks * block_bytes + count_state_slots(blocks * block_size) * state_bytes
+
+    return bisect_right(range(most + 1), nbytes, key=pool_bytes) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +136,7 @@ class Footprint:
     first_bytes: int
     last_bytes: int
     shared_bytes: int
-    #: Keys and values of one token in one layer.
+    #: Keys and values of one token in one layer with attention.
     token_bytes: int
     max_model_len: int
     #: Maximum of a step's rows, in any stage.
@@ -123,15 +151,16 @@ class Footprint:
     #: CUDA graphs per layer, and their shared pool.
     layer_graph_bytes: int = 0
     graph_bytes: int = 0
+    #: Layers of the model; which are recurrent, and what each of these keeps of a request.
+    layers: int = 1
+    recurrent_layers: tuple[int, ...] = ()
+    state_bytes: int = 0
 
     @classmethod
     def of_stage(cls, facts: ModelFacts, target: StageSetup) -> "Footprint":
         """The footprint of a model on a target."""
-        element, mode, load = (
-            target.element_bytes(facts),
-            target.quantize_mode(facts),
-            target.step_limits,
-        )
+        element, mode = target.element_bytes(facts), target.quantize_mode(facts)
+        load = target.step_limits
 
         def scaled(stored: int) -> int:
             return -(-stored * element // facts.element_bytes)
@@ -184,6 +213,9 @@ class Footprint:
             mask_bytes=load.max_chunk_rows * (element + 1 + scores) * (not reads_pages),
             layer_graph_bytes=GRAPH_BYTES * cuda,
             graph_bytes=(GRAPH_POOL_BYTES + load.max_decode_rows * row) * cuda,
+            layers=facts.layers,
+            recurrent_layers=facts.recurrent_layers,
+            state_bytes=facts.state_bytes,
         )
 
     @property
@@ -200,6 +232,27 @@ class Footprint:
         )
         return layers * self.layer_bytes + ends
 
+    def pool_bytes(self, layers: LayerRange, tokens: int) -> int:
+        """KV of ``tokens`` tokens and the states beside it, of layers ``first:last``."""
+        first, last = layers
+        recurrent = sum(first <= layer < last for layer in self.recurrent_layers)
+        states = count_state_slots(tokens) * recurrent * self.state_bytes
+        return (last - first - recurrent) * tokens * self.token_bytes + states
+
+    def average_pool_bytes(self, tokens: int) -> tuple[int, int]:
+        """The same of a layer on average, and the most by which a stage's layers exceed it."""
+        kept = tokens * self.token_bytes
+        if not self.recurrent_layers:
+            return kept, 0
+        state, recurrent = count_state_slots(tokens) * self.state_bytes, {*self.recurrent_layers}
+        every = [state if layer in recurrent else kept for layer in range(self.layers)]
+        average = -(-sum(every) // self.layers)
+        most = above = 0
+        for one in every:  # the greatest sum of consecutive differences (Kadane)
+            above = max(0, above + one - average)
+            most = max(most, above)
+        return average, most
+
     def activation_bytes(self, tokens: int, *, closes: bool) -> int:
         """Activations of a step with up to ``tokens`` tokens in the pool."""
         attention = (
@@ -213,15 +266,18 @@ class Footprint:
 
     def min_bytes(self, layers: int, *, opens: bool, closes: bool) -> int:
         """Minimum bytes of a working stage of ``layers`` layers, without the margin."""
+        pool, excess = self.average_pool_bytes(self.min_tokens)
         return (
             self.weight_bytes(layers, opens=opens, closes=closes)
             + self.activation_bytes(self.min_tokens, closes=closes)
             + self.cuda_graph_bytes(layers)
-            + layers * self.min_tokens * self.token_bytes
+            + layers * pool
+            + excess
         )
 
     def max_layers(self, room: int, *, opens: bool, closes: bool) -> int:
         """Maximum layers that fit ``room`` bytes; negative if not even the rest fits."""
         free = room - self.min_bytes(0, opens=opens, closes=closes)
-        layer = self.layer_bytes + self.layer_graph_bytes + self.min_tokens * self.token_bytes
+        pool, _ = self.average_pool_bytes(self.min_tokens)
+        layer = self.layer_bytes + self.layer_graph_bytes + pool
         return free // layer if layer else (1 << 30 if free >= 0 else -1)

@@ -1,5 +1,6 @@
 """Plans a stage's memory: weights, activations, CUDA graphs, a margin, KV blocks."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from molink.errors import UsageError
@@ -31,7 +32,7 @@ class MemoryPlan:
     graphs: int
     #: Fragmentation and libraries.
     margin: int
-    #: The pool of KV blocks.
+    #: The pool of KV blocks, and states of recurrent layers.
     kv: int
 
     @property
@@ -76,11 +77,13 @@ def plan_memory(
     smallest = _plan(facts, layers, need, budget, need.min_tokens)
     if smallest.total > budget:
         raise UsageError(explain_refusal(facts, layers, target, budget))
-    first, last = layers
-    free = budget - _plan(facts, layers, need, budget, 0).total
+
+    def plan_blocks(blocks: int) -> MemoryPlan:
+        return _plan(facts, layers, need, budget, blocks * block_size)
+
     max_blocks = -(-need.max_model_len * requests // block_size)
-    blocks = min(max_blocks, _blocks(need, last - first, free, block_size))
-    return _plan(facts, layers, need, budget, blocks * block_size)
+    fitting = bisect_right(range(max_blocks + 1), budget, key=lambda each: plan_blocks(each).total)
+    return plan_blocks(fitting - 1)
 
 
 def _plan(
@@ -95,18 +98,8 @@ def _plan(
         activations=need.activation_bytes(tokens, closes=closes),
         graphs=need.cuda_graph_bytes(count),
         margin=budget - usable_bytes(budget),
-        kv=tokens * count * need.token_bytes,
+        kv=need.pool_bytes(layers, tokens),
     )
-
-
-def _blocks(footprint: Footprint, layers: int, free: int, size: int) -> int:
-    """Maximum KV blocks of ``size`` tokens in ``free`` bytes, with attention's copies of them."""
-    token = layers * footprint.token_bytes + footprint.attention_copy_bytes
-    # The mask stops growing beyond one request's maximum length.
-    many = (free - footprint.max_model_len * footprint.mask_bytes) // max(1, size * token)
-    if many * size >= footprint.max_model_len:
-        return many
-    return free // max(1, size * (token + footprint.mask_bytes))
 
 
 def explain_refusal(facts: ModelFacts, layers: LayerRange, target: StageSetup, budget: int) -> str:

@@ -64,10 +64,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     #: Embedding (first stage); final norm and output head (last stage).
     first_bytes: Count
     last_bytes: Count
-    #: KV cache of one token in one layer.
+    #: KV cache of one token in one layer with attention.
     kv_bytes: Count
     #: The same with ``int8``.
     int8_kv_bytes: Count = 0
+    #: Recurrent layers, which have none, and what each keeps of a request instead, in float32.
+    recurrent_layers: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4096)] = ()
+    state_bytes: Count = 0
     max_model_len: Count
     element_bytes: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
     #: The projections among ``layer_bytes``, and their size as int8 and as nf4.

@@ -220,7 +220,12 @@ class ControlIssuer:
         request = state.request
         state.last_seq = self._in_flight.issue_seq()
         admit = Admit(
-            state.last_seq, state.id, request.sampling_params, state.num_prompt_tokens, state.kv_end
+            state.last_seq,
+            state.id,
+            request.sampling_params,
+            state.num_prompt_tokens,
+            state.kv_end,
+            state.state_slot or 0,
         )
         control = [ControlWithPayload(admit)]
         if request.grammar:

@@ -402,6 +402,7 @@ class Batcher:
             restored = len(copy.blocks) - len(found.blocks)
             self.swap.num_swap_ins += 1
         self.queues.admit_request(state, blocks, found, restored)
+        state.state_slot = self.cache.allocate_state_slot()
         self._newly_admitted.append((state, copy if restored else None))
         if state.num_admissions == 1:
             self.num_prompt_tokens += state.num_prompt_tokens
@@ -414,7 +415,7 @@ class Batcher:
         It gives up copying from a partial block if holding that block would prevent admission.
         """
         running = self.queues.num_running
-        if running >= self._config.max_num_seqs:
+        if running >= self._config.max_num_seqs or not self.cache.has_state_slot:
             return None
         need = self._config.blocks_for(min(len(state.tokens) + 1, state.kv_end))
         need += self._config.growth_blocks(running)

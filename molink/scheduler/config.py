@@ -32,7 +32,9 @@ class SchedulerConfig:
     decode row is followed by up to ``num_speculative_tokens`` drafts (:data:`AUTO_DRAFTS`: as many
     as pay off), and up to ``lookahead_volumes`` volumes continue drafts in flight. ``draft_model``
     proposes drafts if there is one. ``preemption_mode`` decides what happens to preempted KV.
-    ``max_queue_s`` is the default limit (s) of a request's wait for admission; 0 is none.
+    ``max_queue_s`` is the default limit (s) of a request's wait for admission; 0 is none. Each
+    request holds one of ``state_slots`` states of recurrent layers at every stage (0: the model
+    needs none).
     """
 
     num_blocks: int
@@ -53,6 +55,7 @@ class SchedulerConfig:
     draft_model: DraftModelFacts | None = None
     preemption_mode: PreemptionMode = "recompute"
     max_queue_s: float = 0.0
+    state_slots: int = 0
 
     def __post_init__(self) -> None:
         bounds = {
@@ -68,6 +71,7 @@ class SchedulerConfig:
             "num_speculative_tokens": (AUTO_DRAFTS, MAX_DRAFTS),
             "lookahead_volumes": (0, MAX_LOOKAHEAD),
             "max_queue_s": (0, 86400),
+            "state_slots": (0, 1 << 16),
         }
         for name, (minimum, maximum) in bounds.items():
             value = getattr(self, name)
@@ -77,6 +81,16 @@ class SchedulerConfig:
             choices = ", ".join(PREEMPTION_MODES)
             raise UsageError(
                 f"preemption_mode must be one of {choices}, not {self.preemption_mode!r}"
+            )
+        if self.state_slots:
+            self._check_recomputes()
+
+    def _check_recomputes(self) -> None:
+        """Check that no row's effect on a state would have to be known later, or taken back."""
+        drafts = self.num_speculative_tokens or self.lookahead_volumes
+        if self.prefix_cache or drafts or self.preemption_mode != "recompute":
+            raise UsageError(
+                "a model with recurrent layers can't have a prefix cache, drafts or swapping"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""KV blocks of running requests, and the prefix cache."""
+"""KV blocks of running requests, their state slots, and the prefix cache."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -25,10 +25,15 @@ class KVCacheManager:
     Requests find only what others with the same ``cache_salt`` left, and if keys depend on the
     maximum length (LongRoPE), only others as long: each has a root of its own in the tree. Eviction
     is common to all.
+
+    A model with recurrent layers has no prefix cache; each request holds one of the ``state_slots``
+    as long as its blocks.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.allocator = BlockAllocator(config.num_blocks)
+        #: Allocates slots of states as if they were blocks.
+        self.slot_allocator = BlockAllocator(config.state_slots)
         self._tree = PrefixTree(config.block_size)
         self._block_size = config.block_size
         #: Changes, for reports to routers.
@@ -50,6 +55,21 @@ class KVCacheManager:
     def hit_rate(self) -> float:
         """Share of new requests' tokens found in the prefix cache."""
         return self.num_hit_tokens / self.num_lookup_tokens if self.num_lookup_tokens else 0.0
+
+    @property
+    def has_state_slot(self) -> bool:
+        """Whether another request can have a state, if it needs one."""
+        return not self.slot_allocator.total or self.slot_allocator.num_free > 0
+
+    def allocate_state_slot(self) -> int | None:
+        """Allocate a slot; ``None`` if there is none, as of a model without states."""
+        slots = self.slot_allocator.allocate_blocks(1)
+        return None if slots is None else slots[0]
+
+    def reclaim_released(self, seq: int) -> int:
+        """Complete the release ``seq``; returns how many blocks became usable."""
+        self.slot_allocator.reclaim_released(seq)
+        return self.allocator.reclaim_released(seq)
 
     def find_prefix(self, state: RequestState) -> PrefixMatch:
         """The cached prefix of a waiting request; its last token is always computed."""
@@ -135,6 +155,8 @@ class KVCacheManager:
         if self._enabled and state.has_valid_kv:
             leaf = self._insert_released(state)
         self.allocator.release_blocks(seq, pending.held_blocks)
+        if state.state_slot is not None:
+            self.slot_allocator.release_blocks(seq, (state.state_slot,))
         self.allocator.touch_blocks(self._tree.path_to_root(leaf))
         if not state.has_valid_kv:
             self._evict_invalid(leaf)
@@ -209,6 +231,9 @@ class KVCacheManager:
         references.update(block for each in pending for block in each.held_blocks)
         del references[-1]
         self.allocator.validate(references, self._tree)
+        states = [*requests, *(each.state for each in pending)]
+        slots = Counter(each.state_slot for each in states if each.state_slot is not None)
+        self.slot_allocator.validate(slots, ())
         self._tree.validate()
         ages = {block: index for index, block in enumerate(self.allocator.eviction_order)}
         for block in self._tree:

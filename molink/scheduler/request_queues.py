@@ -378,7 +378,7 @@ class RequestQueues:
         self._prefilling.pop(state.id, None)
         self._decode_ready.pop(state.id, None)
         self._pending_releases.append(PendingRelease(copy(state), counter))
-        state.blocks = []
+        state.blocks, state.state_slot = [], None
         state.in_flight = {}
         state.clear_draft_path()
         state.copy_source = -1

@@ -74,6 +74,8 @@ class RequestState:
     #: don't count: rows of wrong ones are overwritten.
     num_issued: int = 0
     blocks: list[int] = field(default_factory=list)
+    #: Slot of its state in recurrent layers, if the model has some.
+    state_slot: int | None = None
     #: Blocks that the stages know of.
     num_announced: int = 0
     #: Latest ``seq`` that admits it or has rows of it.

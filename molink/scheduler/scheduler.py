@@ -237,7 +237,7 @@ class Scheduler:
         if not self._in_flight.pop_release(seq):
             self._count_stray("release", seq, now)
             return
-        freed = self._cache.allocator.reclaim_released(seq)
+        freed = self._cache.reclaim_released(seq)
         self._transitions.add_entry(now, "released", seq, freed)
 
     def set_times(self, times: RingTimes) -> None:

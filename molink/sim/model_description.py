@@ -104,6 +104,8 @@ class ModelDescription:
             kv_kinds=config.kv_kinds,
             vocabulary=config.vocab_size,
             head_bytes=facts.element_bytes,
+            attention_share=config.count_attention((0, config.layers)) / config.layers,
+            state_bytes=len(config.recurrent_layers) * facts.state_bytes / config.layers,
             **{"intermediate": config.intermediate_size, **_mixture_fields(config)},
         )
         # Average bytes per parameter of the stored tensors.

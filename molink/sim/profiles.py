@@ -71,6 +71,9 @@ class ModelProfile:
     Of a mixture, ``intermediate`` is the width that a row meets, ``expert_share`` the share of a
     layer's bytes that are experts, of which a row reads ``chosen_share``; bytes per parameter count
     all experts, so the output head has ``head_bytes`` (0: as layers).
+
+    If some layers are recurrent, ``attention_share`` of the layers have attention, and the others
+    keep ``state_bytes`` of a request, as an average over all layers.
     """
 
     name: str
@@ -88,6 +91,8 @@ class ModelProfile:
     head_bytes: float = 0.0
     expert_share: float = 0.0
     chosen_share: float = 1.0
+    attention_share: float = 1.0
+    state_bytes: float = 0.0
     kv_cache_dtype: KVCacheDType = "auto"
     kv_kinds: int = 2
 
@@ -103,7 +108,10 @@ class ModelProfile:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer: in 16 bits, or in 8 with scales."""
+        """Bytes of one token's keys and values in a layer that has some.
+
+        They are in 16 bits, or in 8 with scales.
+        """
         if self.kv_cache_dtype == "int8":
             return self.kv_kinds * self.kv_heads * (self.head_size + KV_SCALE_BYTES)
         return self.kv_kinds * self.kv_heads * self.head_size * 2
@@ -171,6 +179,7 @@ _MAY_BE_ZERO = {
     "head_block_bytes",
     "head_bytes",
     "expert_share",
+    "state_bytes",
 }
 #: Keys whose value is a share of 1.
 _SHARES = {
@@ -179,6 +188,7 @@ _SHARES = {
     "efficiency",
     "expert_share",
     "chosen_share",
+    "attention_share",
 }
 _MAX_VALUE = 1e9
 

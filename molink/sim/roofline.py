@@ -4,10 +4,12 @@ A step takes the longer of reading all weights once and computing every row. Att
 decode row reads the KV of all previous tokens, a prefill row computes with them.
 """
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
+from molink.facts.footprint import count_pool_blocks
 from molink.facts.profile import Profile
 from molink.sim.profiles import DeviceProfile, ModelProfile
 
@@ -59,8 +61,11 @@ class Roofline:
         self._read_logits_s = logits * end / memory
         self._row_logits_s = 2 * logits / compute
         #: Seconds per token before a decode row, and before a prefill row.
-        self._decode_token_s = layers * model.kv_bytes / memory
-        self._prefill_token_s = 4 * layers * model.heads * model.head_size / compute
+        attended = layers * model.attention_share
+        self._decode_token_s = attended * model.kv_bytes / memory
+        self._prefill_token_s = 4 * attended * model.heads * model.head_size / compute
+        #: Seconds to read and write the states of a decode row.
+        self._state_s = 2 * layers * model.state_bytes / memory
 
     def step_s(self, rows: StepRows) -> float:
         """Seconds of one fused step."""
@@ -70,7 +75,7 @@ class Roofline:
         seconds = self._step_s + max(read_s, self._row_s * padded)
         if rows.sampled:
             seconds += max(self._read_logits_s, self._row_logits_s * rows.sampled)
-        seconds += self._decode_token_s * rows.decode_context
+        seconds += self._decode_token_s * rows.decode_context + self._state_s * rows.decode
         return seconds + self._prefill_token_s * rows.prefill_context
 
     def make_profile(self) -> Profile:
@@ -94,12 +99,15 @@ class Roofline:
 
     @property
     def kv_token_bytes(self) -> int:
-        return self.layers * self._model.kv_bytes
+        """Bytes of one token's keys and values, for an average share of recurrent layers."""
+        model = self._model
+        return math.ceil(self.layers * model.attention_share * model.kv_bytes)
 
     def kv_tokens(self, device: DeviceProfile) -> int:
         """Tokens whose KV fits in addition to the weights; 0 if the weights don't fit."""
-        room = memory_for_stages(device) - self.weight_bytes
-        return max(0, int(room / self.kv_token_bytes))
+        room = max(0, int(memory_for_stages(device) - self.weight_bytes))
+        states = math.ceil(self.layers * self._model.state_bytes)
+        return max(0, count_pool_blocks(room, self.kv_token_bytes, 1, states))
 
 
 def memory_for_stages(device: DeviceProfile) -> float:

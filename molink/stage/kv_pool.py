@@ -107,7 +107,9 @@ class KVPool:
         self._blocks = self._memory.unbind(0)
         self._slots: tuple[Tensor, ...] = ()
         if not self._quantizes:
-            self._slots = self._storage.view(layers, kinds, -1, heads, self.head_dim).unbind(0)
+            positions = count * block_size
+            shape = layers, kinds, positions, heads, self.head_dim
+            self._slots = self._storage.view(shape).unbind(0)
         if with_padding:
             self.zero_blocks((blocks,))
 

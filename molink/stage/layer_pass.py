@@ -10,11 +10,12 @@ from torch import Tensor
 from molink.errors import InvariantError
 from molink.stage.attention.base import AttentionBackend
 from molink.stage.batch import StageInput
-from molink.stage.decoder.block import ForwardContext
 from molink.stage.decoder.decoder import Decoder
+from molink.stage.decoder.mixer import ForwardContext, StateContext
 from molink.stage.decoder.rotary import Rope
 from molink.stage.device_copy import upload_integers, upload_tensor
 from molink.stage.kv_pool import KVPool
+from molink.stage.state_pool import StatePool
 from molink.stage.torch_dtypes import residual_dtype
 
 
@@ -35,7 +36,10 @@ class LocatedRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
-    """Runs steps eagerly on one KV pool. Layers compute in ``dtype``."""
+    """Runs steps eagerly on one KV pool. Layers compute in ``dtype``.
+
+    Recurrent layers have their ``states``.
+    """
 
     decoder: Decoder
     pool: KVPool
@@ -44,6 +48,7 @@ class LayerPass:
     dtype: torch.dtype
     wire_dtype: torch.dtype
     device: torch.device
+    states: StatePool | None = None
 
     @property
     def is_first(self) -> bool:
@@ -69,7 +74,10 @@ class LayerPass:
         attention = self.attention.prepare_layers(
             batch.sequences, self.pool.block_size, self.dtype, self.device
         )
-        context = ForwardContext(self.pool, both[count:], angles, attention)
+        states = None
+        if self.states is not None:
+            states = StateContext(self.states, self.states.locate_rows(batch.sequences))
+        context = ForwardContext(self.pool, both[count:], angles, attention, states)
         rows = self.decoder.run_layers(rows, context, between_layers)
         return self.finish_rows(rows, batch.logit_rows)
 

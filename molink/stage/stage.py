@@ -17,6 +17,8 @@ from molink.facts.footprint import (
     GRAPH_LOGIT_ROWS,
     GRAPH_POOL_BYTES,
     LOGIT_BYTES,
+    count_pool_blocks,
+    count_state_slots,
 )
 from molink.facts.kernels import INTEGER_KERNELS
 from molink.facts.model import KVCacheDType, LayerRange, Quantize
@@ -32,6 +34,7 @@ from molink.stage.graphs.decode_graphs import DecodeGraphs
 from molink.stage.host_kv_pool import HostKVPool
 from molink.stage.kv_pool import KVPool, block_bytes
 from molink.stage.layer_pass import LayerPass, LocatedRows
+from molink.stage.state_pool import StatePool, slot_bytes
 from molink.stage.torch_dtypes import TORCH_DTYPES, choose_dtype, choose_wire_dtype
 from molink.stage.weights.weight_reader import WeightReader
 
@@ -171,14 +174,38 @@ class Stage:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over this stage's layers."""
-        layers = len(self._decoder.blocks)
+        layers = self.config.count_attention(self.layers)
         return block_bytes(self.config, layers, block_size, self._dtype, self.kv_cache_dtype)
 
-    def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
-        """Allocate a fresh KV pool; an earlier one is freed first."""
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's state over this stage's recurrent layers."""
+        return slot_bytes(self.config.recurrent, self._num_recurrent)
+
+    @property
+    def num_states(self) -> int:
+        """States that its pool has; 0 without recurrent layers."""
+        states = None if self._layer_pass is None else self._layer_pass.states
+        return 0 if states is None else states.slots
+
+    def count_blocks(self, nbytes: int, block_size: int) -> int:
+        """KV blocks that fit ``nbytes`` with the states of as many requests as they allow."""
+        return count_pool_blocks(nbytes, self.block_bytes(block_size), block_size, self.state_bytes)
+
+    def pool_bytes(self, blocks: int, block_size: int) -> int:
+        """Bytes of ``blocks`` KV blocks with states."""
+        slots = count_state_slots(blocks * block_size)
+        return blocks * self.block_bytes(block_size) + slots * self.state_bytes
+
+    def allocate_kv_pool(self, blocks: int, block_size: int, state_slots: int = 0) -> None:
+        """Allocate a fresh KV pool, and ``state_slots`` states; earlier ones are freed first.
+
+        Without a number, there are as many states as blocks allow.
+        """
         self.free_kv_pool()
         self._set_device()
         self._pool = self._create_pool(blocks, block_size)
+        states = self._create_states(state_slots or count_state_slots(blocks * block_size))
         # Both run trials, which are affordable now.
         attention = self._attention_backend(block_size)
         self._layer_pass = LayerPass(
@@ -189,6 +216,7 @@ class Stage:
             self._dtype,
             self._wire_dtype,
             self.device,
+            states,
         )
         self._graphs = self._create_graphs(self._layer_pass)
 
@@ -272,6 +300,8 @@ class Stage:
         """
         if self._pool is None:
             raise InvariantError("open_host_pool was called before a KV pool was allocated")
+        if self.config.keeps_states:
+            return 0, 0.0  # blocks are of no use without the state
         free = psutil.virtual_memory().available // (2 * stages_per_host)
         blocks = min(nbytes, free) // self.block_bytes(self._pool.block_size)
         if blocks < 1:
@@ -315,9 +345,18 @@ class Stage:
         self._attentions.clear()
         return held
 
+    @property
+    def _num_recurrent(self) -> int:
+        return len(self._decoder.blocks) - self.config.count_attention(self.layers)
+
+    @torch.inference_mode()
+    def _create_states(self, slots: int) -> StatePool | None:
+        shape, layers = self.config.recurrent, self._num_recurrent
+        return None if shape is None else StatePool(shape, layers, slots, self.device)
+
     @torch.inference_mode()
     def _create_pool(self, blocks: int, block_size: int) -> KVPool:
-        layers = len(self._decoder.blocks)
+        layers = self.config.count_attention(self.layers)
         padding = self._may_have_graphs
         return KVPool(
             self.config,

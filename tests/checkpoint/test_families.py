@@ -23,7 +23,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 LISTS = {"short_factor": [1.0] * 9, "long_factor": [4.0] * 9}
 PHI4_MINI = {
     "partial_rotary_factor": 0.75,
@@ -514,6 +514,38 @@ def test_gpt_oss_as_on_the_hub(load: Callable[..., Any]) -> None:
     assert (silent.rope, silent.windows, silent.head_dim) == (config.rope, config.windows, 64)
 
 
+def test_qwen3_next_has_recurrent_layers(load: Callable[..., Any]) -> None:
+    config = load("qwen3_next", num_hidden_layers=8, full_attention_interval=4)
+    assert config.recurrent_layers == {0, 1, 2, 4, 5, 6}
+    assert config == load(
+        "qwen3_next", num_hidden_layers=8, layer_types=([LINEAR] * 3 + [FULL]) * 2
+    )
+    assert [config.count_attention(layers) for layers in ((0, 3), (3, 4), (0, 8))] == [0, 1, 2]
+    assert (config.keeps_states, config.head_dim, config.gated_heads) == (True, 256, True)
+    assert (config.norm_offset, config.rope.rotary_dim(config.head_dim)) == (1.0, 64)
+    recurrent = layer_tensors(config, 0)
+    assert not any("self_attn" in name for name in recurrent)
+    assert recurrent["model.layers.0.linear_attn.in_proj_qkvz.weight"] == (2 * 6144, 96)
+    assert recurrent["model.layers.0.linear_attn.in_proj_ba.weight"] == (64, 96)
+    assert recurrent["model.layers.0.linear_attn.conv1d.weight"] == (8192, 1, 4)
+    assert recurrent["model.layers.0.linear_attn.out_proj.weight"] == (96, 4096)
+    attended = layer_tensors(config, 3)
+    assert not any("linear_attn" in name for name in attended)
+    assert attended["model.layers.3.self_attn.q_proj.weight"] == (2 * 4 * 256, 96)
+    assert attended["model.layers.3.self_attn.o_proj.weight"] == (96, 4 * 256)
+
+
+def test_qwen3_5_has_projections_by_kind(load: Callable[..., Any]) -> None:
+    shapes = layer_tensors(load("qwen3_5_text"), 0)
+    sizes = {"qkv": 8192, "z": 4096, "b": 32, "a": 32}
+    for name, size in sizes.items():
+        assert shapes[f"model.layers.0.linear_attn.in_proj_{name}.weight"] == (size, 96)
+    assert load("qwen3_5_text").experts is None
+    experts = load("qwen3_5_moe_text", intermediate_size=...).experts
+    assert (experts.num_experts, experts.top_k, experts.renormalize) == (256, 8, True)
+    assert (experts.intermediate_size, experts.shared_intermediate_size) == (512, 512)
+
+
 def test_gemma2(load: Callable[..., Any]) -> None:
     config = load("gemma2", hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=144)
     assert (config.head_dim, config.attention_scale) == (256, 1 / 12)
@@ -599,6 +631,15 @@ def test_gemma3_in_both_spellings(load: Callable[..., Any]) -> None:
         ),
         ("exaone4", {"sliding_window": None, "layer_types": [SLIDING] * 4}, "no sliding_window"),
         ("exaone4", {"layer_types": [FULL] * 3}, "layer_types has 3 entries for 4 layers"),
+        ("qwen3_next", {"layer_types": [LINEAR, FULL]}, "layer_types has 2 entries for 4 layers"),
+        (
+            "qwen3_next",
+            {"linear_num_value_heads": 24},
+            "linear_num_value_heads 24 is not a multiple of linear_num_key_heads 16",
+        ),
+        ("qwen3_next", {"linear_conv_kernel_dim": 10**6}, "linear_conv_kernel_dim must be at most"),
+        ("qwen3_next", {"linear_key_head_dim": 0}, "linear_key_head_dim"),
+        ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval"),
         ("glm4_moe", {"n_routed_experts": 9, "n_group": 2}, "9 experts can't be divided into"),
         ("glm4_moe", {"n_routed_experts": 8, "n_group": 8}, "groups of 2 or more"),
         ("glm4_moe", {"n_group": 2, "topk_group": 3}, "topk_group 3 exceeds n_group 2"),
@@ -648,6 +689,10 @@ def test_impossible_fields_are_named(
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ("qwen3_next", {"layer_types": ["conv"] * 4}, "layers with 'conv' are not supported"),
+        ("qwen3_next", {"layer_types": [LINEAR] * 4}, "without full_attention"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate"),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is not supported"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla"),

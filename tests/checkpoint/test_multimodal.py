@@ -56,6 +56,29 @@ def test_hub_configs_are_parsed() -> None:
     assert config.windows[:6] == (1024,) * 5 + (0,)
 
 
+def test_a_text_model_beside_draft_layers(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3_5")
+    file = folder / "model.safetensors"
+    stored = load(file.read_bytes())
+    assert any(name.startswith("model.visual.") for name in stored)
+    drafts = {"mtp.layers.0.input_layernorm.weight": torch.zeros(64)}
+    save_file(stored | drafts, file, {"format": "pt"})
+    opened = ModelFolder.open(folder)
+    assert (opened.config.family, opened.config.has_vision) == ("qwen3_5_text", True)
+    assert {*opened.tensors} == {*opened.stage_tensors(0, 4), *drafts}
+    shapes = {name: span.shape for name, span in opened.tensors.items()}
+    assert shapes["model.layers.0.linear_attn.A_log"] == (6,)
+
+
+def test_a_contradicting_state_is_refused(
+    make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
+) -> None:
+    folder = make_model(tmp_path / "model", "qwen3_5_text")
+    edit_json(folder / "config.json", linear_value_head_dim=24)
+    with pytest.raises(BrokenModel, match=r"linear_attn\S+ has shape .* but config.json demands"):
+        ModelFolder.open(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

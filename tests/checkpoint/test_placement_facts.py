@@ -66,6 +66,31 @@ def test_planned_weights_are_loaded_weights(
                 assert stage.weight_bytes == planned
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_planned_states_are_allocated(make_model: Any, tmp_path: Path, family: str) -> None:
+    torch.set_num_threads(1)
+    folder = ModelFolder.open(make_model(tmp_path, family, dtype="bfloat16"))
+    facts = folder.placement_facts("m")
+    assert facts.recurrent_layers == (0, 1, 3)
+    need = Footprint.of_stage(facts, StageSetup(dtype="f32"))
+    for layers in ((0, 4), (0, 1), (1, 3), (2, 3)):
+        stage = Stage.load_layers(folder, layers, "cpu", "f32")
+        count = layers[1] - layers[0]
+        planned = need.weight_bytes(count, opens=layers[0] == 0, closes=layers[1] == 4)
+        assert stage.weight_bytes <= 1.05 * planned
+        for blocks in (1, 600, 20_000):
+            nbytes = need.pool_bytes(layers, 16 * blocks)
+            assert stage.pool_bytes(blocks, 16) == nbytes
+            assert stage.count_blocks(nbytes, 16) >= blocks
+            assert stage.pool_bytes(stage.count_blocks(nbytes, 16), 16) <= nbytes
+            average, excess = need.average_pool_bytes(16 * blocks)
+            assert nbytes <= count * average + excess
+        stage.allocate_kv_pool(600, 16)
+        states = stage._layer_pass.states
+        held = states.conv_rows.nbytes + states.memories.nbytes
+        assert stage.pool_bytes(600, 16) == held + 600 * stage.block_bytes(16)
+
+
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_planned_quantized_weights_are_loaded_weights(

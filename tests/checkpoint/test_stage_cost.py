@@ -55,6 +55,18 @@ def test_windows_bound_what_a_row_attends_to(make_model: Any, tmp_path: Path) ->
     assert made.prefill_flops(10) == 2 * (10 * (ATTENTION + MLP) + 2 * HEADS * HEAD_DIM * pairs)
 
 
+def test_recurrent_layers_read_a_state_and_no_positions(make_model: Any, tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "qwen3_5_text")
+    state = 6 * 12 * 20 + 3 * (2 * 2 * 12 + 6 * 20)
+    recurrent, attended = work(folder, (1, 2), 0), work(folder, (2, 3), 0)
+    assert recurrent.decode_bytes(100) == recurrent.decode_bytes(9) == 2 * 4 * state
+    assert attended.decode_bytes(100) == 2 * KV_HEADS * HEAD_DIM * 4 * 100
+    both = work(folder, (1, 3), 0)
+    assert both.decode_bytes(100) == recurrent.decode_bytes(1) + attended.decode_bytes(100)
+    rows = HIDDEN * (2 * 2 * 12 + 2 * 6 * 20 + 2 * 6) + 6 * 20 * HIDDEN
+    assert recurrent.prefill_flops(10) == 2 * 10 * (rows + MLP + 4 * state)
+
+
 def test_a_shared_expert_counts_for_all_rows(make_model: Any, tmp_path: Path) -> None:
     made = work(make_model(tmp_path, "qwen2_moe", qkv_bias=False), (1, 2), 0)
     met = ATTENTION + 6 * HIDDEN + HIDDEN + 3 * HIDDEN * 64 + 2 * 3 * HIDDEN * 32

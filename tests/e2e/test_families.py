@@ -12,7 +12,8 @@ from tests.support.two_peers import answer_as_one_stage_does
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "family", ["mistral3", "gpt_oss", "granitemoe", "glm4_moe", "glm4_moe_lite"]
+    "family",
+    ["mistral3", "gpt_oss", "granitemoe", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5"],
 )
 def test_two_peers_answer_as_one_stage_does(
     tmp_path: Path, tools: type[Tools], make_model: MakeModel, family: str

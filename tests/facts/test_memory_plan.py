@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molink.errors import UsageError
-from molink.facts.footprint import MAX_DEQUANTIZED, Footprint, StageSetup, StepLimits
+from molink.facts.footprint import (
+    MAX_DEQUANTIZED,
+    Footprint,
+    StageSetup,
+    StepLimits,
+    count_pool_blocks,
+    count_state_slots,
+)
 from molink.facts.memory_plan import MemoryPlan, explain_refusal, plan_memory, usable_bytes
 from molink.facts.model import BlockWeights, ModelFacts, Quantize
 
@@ -313,3 +320,44 @@ def test_split_stages_hold_the_whole_model(
     # What a step takes, every stage needs for itself; logits only the last.
     assert sum(part.activations for part in parts) <= 2 * whole.activations
     assert sum(part.kv for part in parts) == whole.kv
+
+
+def test_states_grow_with_the_pool_within_bounds() -> None:
+    tokens = (0, 1, 2048 * 4, 2048 * 5, 2048 * 64, 10**9)
+    assert [count_state_slots(count) for count in tokens] == [0, 4, 4, 5, 64, 64]
+    assert count_pool_blocks(100, 10, 16, 0) == 10
+    # Four states, and what remains.
+    assert count_pool_blocks(399, 10, 16, 100) == 0
+    assert count_pool_blocks(455, 10, 16, 100) == 5
+    # Without KV, states are the bound.
+    assert count_pool_blocks(5 * 100, 0, 16, 100) * 16 < 6 * 2048
+    assert count_pool_blocks(64 * 100, 0, 16, 100) == 2**31 - 1
+
+
+@given(facts, targets, st.integers(0, 20 * MB), st.data())
+@settings(max_examples=200, deadline=None)
+def test_every_plan_with_recurrent_layers_stays_within_its_budget(
+    model: ModelFacts, target: StageSetup, budget: int, data: st.DataObject
+) -> None:
+    recurrent = data.draw(st.sets(st.integers(0, model.layers - 1)))
+    state = data.draw(st.integers(1, 2000))
+    model = msgspec.structs.replace(
+        model, recurrent_layers=tuple(sorted(recurrent)), state_bytes=state
+    )
+    first = data.draw(st.integers(0, model.layers - 1))
+    layers = (first, data.draw(st.integers(first + 1, model.layers)))
+    count, need = layers[1] - first, Footprint.of_stage(model, target)
+    tokens = data.draw(st.integers(0, 10**6))
+    average, excess = need.average_pool_bytes(tokens)
+    assert need.pool_bytes(layers, tokens) <= count * average + excess
+    assert need.pool_bytes(layers, tokens) == sum(
+        count_state_slots(tokens) * state if layer in recurrent else tokens * need.token_bytes
+        for layer in range(*layers)
+    )
+    plan = planned(model, layers, target, budget)
+    needs = need.min_bytes(count, opens=first == 0, closes=layers[1] == model.layers)
+    if plan is None:
+        assert needs > usable_bytes(budget)
+    else:
+        assert plan.total <= budget
+        assert plan.kv >= need.pool_bytes(layers, need.min_tokens)

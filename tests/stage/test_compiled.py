@@ -58,7 +58,7 @@ def test_bf16_models(
     folder = make_model(tmp_path, family, dtype="bfloat16", head_dim=32, **FAMILIES[family])
     ring = make_ring(folder, (2,), dtype=dtype, block_size=16)
     block = ring.stages[0]._decoder.blocks[0]
-    assert isinstance(block.qkv, CompiledLinear)
+    assert isinstance(block.mixer.qkv, CompiledLinear)
     assert any(
         isinstance(norm, CompiledRmsNorm) for norm in (block.input_norm, block.post_mlp_norm)
     )
@@ -87,7 +87,7 @@ def test_kernels_that_are_avoided(
     usual = make_ring(folder, (2,), dtype=dtype, block_size=16).run(tokens, rows)
     ring = make_ring(folder, (2,), dtype=dtype, block_size=16, avoid=tuple(FALLBACKS))
     block = ring.stages[0]._decoder.blocks[0]
-    assert isinstance(block.qkv, PlainLinear)
+    assert isinstance(block.mixer.qkv, PlainLinear)
     assert not isinstance(block.input_norm, CompiledRmsNorm)
     assert isinstance(ring.stages[0]._attention_backend(16), PlainAttention)
     assert (ring.run(tokens, rows) - usual).abs().mean() < 0.05 * usual.std()
@@ -117,7 +117,7 @@ def test_16_bit_weights_with_float32_rows(
         pytest.skip(NOT_COMPILED["f32"])
     folder = make_model(tmp_path, family, dtype=kept, **FAMILIES[family])
     ring = make_ring(folder, (2,), dtype="f32", block_size=16)
-    projection = ring.stages[0]._decoder.blocks[0].qkv
+    projection = ring.stages[0]._decoder.blocks[0].mixer.qkv
     assert isinstance(projection, CompiledLinear)
     assert projection.weight.dtype is getattr(torch, kept)
     assert projection.nbytes == 2 * projection.weight.numel() + 4 * len(projection.bias)

@@ -167,6 +167,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next some dense": (
+        "qwen3_next",
+        {
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5 all rotated": (
+        "qwen3_5_text",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "qwen3_5 that sees": ("qwen3_5", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss listed": (
         "gpt_oss",
@@ -213,6 +237,8 @@ KINDS = (
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "qwen3_next",
+    "qwen3_5",
     "gemma2",
     "gemma3 scaled",
     "gpt_oss",
@@ -233,7 +259,7 @@ def folder_of(
             family, fields = MODELS[name]
             path = tmp_path_factory.mktemp("model")
             made[name, dtype] = make_model(
-                path, family, 3, num_hidden_layers=4, dtype=dtype, **fields
+                path, family, 3, **{"num_hidden_layers": 4, "dtype": dtype} | fields
             )
         return made[name, dtype]
 
@@ -257,6 +283,26 @@ def test_logits_and_greedy_text(
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert ring.generate(tokens, 64, BLOCKS) == greedy
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_recurrent_layers_in_stages_of_one_layer(
+    folder_of: Callable[..., Path],
+    make_ring: type[Ring],
+    make_reference: type[Reference],
+    random_tokens: Callable[..., list[int]],
+    name: str,
+) -> None:
+    # Some have no KV, and one has no state. The prompt is longer than a chunk of the delta rule.
+    folder, tokens = folder_of(name), random_tokens(150)
+    reference, ring = make_reference(folder), make_ring(folder, (1, 2, 3))
+    assert [stage.block_bytes(8) > 0 for stage in ring.stages] == [False, False, True, False]
+    assert [stage.state_bytes > 0 for stage in ring.stages] == [True, True, False, True]
+    logits = ring.run(tokens, [SequenceRows(0, 150, BLOCKS)])
+    torch.testing.assert_close(logits, reference.logits(tokens), atol=1e-4, rtol=0)
+    # Another request in the same place finds nothing of the first one.
+    for chunk in (1024, 7, 1):
+        assert ring.generate(tokens[:40], 32, BLOCKS, chunk) == reference.generate(tokens[:40], 32)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -286,17 +332,21 @@ def test_rows_of_several_requests(
     name: str,
 ) -> None:
     folder = folder_of(name)
-    reference, ring = make_reference(folder), make_ring(folder, (2,), blocks=80)
+    reference, ring = make_reference(folder), make_ring(folder, (2,), blocks=80, states=5)
     requests = [(30, 1), (0, 33), (3, 1), (41, 20), (60, 1)]
     prompts = [random_tokens(before + rows, seed) for seed, (before, rows) in enumerate(requests)]
     tables = [tuple(range(first, first + 10)) for first in range(0, 50, 10)]
-    for (before, _), prompt, table in zip(requests, prompts, tables, strict=True):
+    for slot, ((before, _), prompt) in enumerate(zip(requests, prompts, strict=True)):
         if before:
-            ring.run(prompt[:before], [SequenceRows(0, before, table)])
+            rows = SequenceRows(0, before, tables[slot], state_slot=slot)
+            ring.run(prompt[:before], [rows])
     now = [prompt[before:] for (before, _), prompt in zip(requests, prompts, strict=True)]
     logits = ring.run(
         [token for tokens in now for token in tokens],
-        [SequenceRows(*request, table) for request, table in zip(requests, tables, strict=True)],
+        [
+            SequenceRows(*request, table, state_slot=slot)
+            for slot, (request, table) in enumerate(zip(requests, tables, strict=True))
+        ],
     )
     expected = [
         reference.logits(prompt)[before:]

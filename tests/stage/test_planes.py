@@ -125,7 +125,9 @@ def in_planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def count_packed(stage: Stage) -> int:
     """How many weights of a stage's layers are in planes."""
     blocks = stage._decoder.blocks
-    made = [one for block in blocks for one in (block.qkv, block.output, block.mlp.gate_up)]
+    made = [
+        one for block in blocks for one in (block.mixer.qkv, block.mixer.output, block.mlp.gate_up)
+    ]
     made += [block.mlp.down for block in blocks]
     parts = [
         part

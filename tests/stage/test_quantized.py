@@ -39,8 +39,12 @@ def dequantize_model(folder: Path, mode: Quantize) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+#: Projections of recurrent layers that a kernel takes, too.
+WIDE_STATES = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 4}
+
+
 @pytest.mark.parametrize("mode", ["int8", "nf4"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "qwen3_next", "qwen3_5_text"])
 def test_logits_and_greedy_text_are_those_of_the_dequantized_model(
     make_model: MakeModel,
     make_ring: type[Ring],
@@ -51,13 +55,21 @@ def test_logits_and_greedy_text_are_those_of_the_dequantized_model(
 ) -> None:
     if not supports_block_weights():
         pytest.skip("this CPU has no products in place")
-    stored, exact = (make_model(tmp_path / name, family, 3, **WIDE) for name in ("model", "exact"))
+    fields = WIDE | (WIDE_STATES if family.startswith("qwen3") else {})
+    stored, exact = (
+        make_model(tmp_path / name, family, 3, **fields) for name in ("model", "exact")
+    )
     dequantize_model(exact, mode)
     tokens, rows = random_tokens(30), [SequenceRows(0, 30, BLOCKS)]
     reference = make_ring(exact)
     expected = reference.run(tokens, rows)
     ring = make_ring(stored, (1,), quantize=mode)
-    assert isinstance(ring.stages[0]._decoder.blocks[0].qkv, BlockLinear)
+    mixer = ring.stages[0]._decoder.blocks[0].mixer
+    if family.startswith("qwen3"):
+        assert isinstance(mixer.rows, BlockLinear)
+        assert not isinstance(mixer.rates, BlockLinear)
+    else:
+        assert isinstance(mixer.qkv, BlockLinear)
     torch.testing.assert_close(ring.run(tokens, rows), expected, atol=2e-4, rtol=0)
     assert ring.generate(tokens, 24, BLOCKS) == reference.generate(tokens, 24, BLOCKS)
 

@@ -18,6 +18,8 @@ CHAT_TEMPLATE = (
 )
 #: Corrections of experts' scores, parameters in some models and buffers in others.
 CORRECTIONS = "e_score_correction_bias"
+#: Families whose norms have weights around 0.
+ADD_ONE = ("gemma", "qwen3_next", "qwen3_5")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 320
 
@@ -35,6 +37,17 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
     "num_key_value_heads": 4,
+}
+#: Layers with the gated delta rule, in whose order there is no period.
+DELTA_RULE = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
 #: What small models of a family have beside what all have.
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
@@ -125,6 +138,22 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": 10,
         "swiglu_limit": 1.5,
     },
+    "qwen3_next": {
+        **DELTA_RULE,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "qwen3_5_text": DELTA_RULE,
+    "qwen3_5": {**DELTA_RULE, "model_type": "qwen3_5_text"},
+    "qwen3_5_moe_text": {
+        **DELTA_RULE,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
     "gemma3": {"sliding_window": 10, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
@@ -135,6 +164,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
 SIGHT: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model", "image_size": 28},
     "mistral3": {"model_type": "pixtral", "image_size": 28, "head_dim": 16},
+    "qwen3_5": {"model_type": "qwen3_5_vision", "out_hidden_size": 64},
 }
 _SMALL_SIGHT = {
     "hidden_size": 32,
@@ -242,9 +272,13 @@ def write_model(
                 parameter.data.normal_(0, 0.1)
             elif name.endswith(("bias", "sinks")):
                 parameter.data.normal_(0, 0.2)
+            elif name.endswith("A_log"):
+                # States that last for some tens of tokens.
+                parameter.data.normal_(-3, 1)
             elif parameter.dim() == 1:
-                # Gemma adds 1 to the weights of its norms.
-                parameter.data.normal_(0 if family.startswith("gemma") else 1, 0.1)
+                # Gemma and Qwen3.5 add 1 to the weights of their norms.
+                offset = family.startswith(ADD_ONE) and not name.endswith("linear_attn.norm.weight")
+                parameter.data.normal_(0 if offset else 1, 0.1)
             else:
                 parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():

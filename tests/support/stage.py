@@ -39,7 +39,8 @@ class Ring:
             for first, last in pairwise(bounds)
         ]
         for stage in self.stages:
-            stage.allocate_kv_pool(options.get("blocks", 64), options.get("block_size", BLOCK_SIZE))
+            size = options.get("block_size", BLOCK_SIZE)
+            stage.allocate_kv_pool(options.get("blocks", 64), size, options.get("states", 0))
 
     def run(
         self,

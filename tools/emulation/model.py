@@ -78,6 +78,7 @@ class EmulatedConfig:
     vocab_size: int
     max_model_len: int = CONTEXT
     keys_depend_on_length: bool = False
+    keeps_states: bool = False
     short_context: int = 0
 
 
@@ -133,6 +134,14 @@ class EmulatedStage:
     def block_bytes(self, block_size: int) -> int:
         """A byte per token, so that ``LoadStage`` can count in tokens."""
         return block_size
+
+    def count_blocks(self, nbytes: int, block_size: int) -> int:
+        """Blocks of that many tokens."""
+        return nbytes // block_size
+
+    def pool_bytes(self, blocks: int, block_size: int) -> int:
+        """A byte per token."""
+        return blocks * block_size
 
     def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
         """Do nothing."""

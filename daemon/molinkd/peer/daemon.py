@@ -209,7 +209,7 @@ class Daemon:
         def find(stop: threading.Event) -> DraftModelFolder:
             model = DraftModelFolder.find_draft(name, into, progress, stop)
             if served is not None:
-                model.check_vocabulary(served)
+                model.check_served(served)
             return model
 
         with self._transfers.track_transfer(name, progress):

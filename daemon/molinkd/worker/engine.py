@@ -36,6 +36,10 @@ class StageConfig(Protocol):
         """Whether a token's keys depend on the length its request may reach."""
 
     @property
+    def keeps_states(self) -> bool:
+        """See :attr:`molink.checkpoint.traits.FamilyTraits.keeps_states`."""
+
+    @property
     def short_context(self) -> int:
         """See :attr:`molink.checkpoint.traits.FamilyTraits.short_context`."""
 
@@ -66,8 +70,14 @@ class LoadedStage(Protocol):
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block."""
 
+    def count_blocks(self, nbytes: int, block_size: int) -> int:
+        """KV blocks that fit ``nbytes``, with states of requests where the model keeps some."""
+
+    def pool_bytes(self, blocks: int, block_size: int) -> int:
+        """Bytes of so many KV blocks, with these states."""
+
     def allocate_kv_pool(self, blocks: int, block_size: int) -> None:
-        """Allocate a fresh KV pool; an earlier one is freed first."""
+        """Allocate a fresh KV pool, with these states; earlier ones are freed first."""
 
     def open_host_pool(self, nbytes: int, stages_per_host: int) -> tuple[int, float]:
         """Allocate host memory; return the number of KV blocks, and seconds to copy one."""

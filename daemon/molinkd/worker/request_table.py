@@ -22,7 +22,8 @@ def _empty_history() -> "TokenHistory":
 class StageRequest:
     """One request at one stage.
 
-    ``max_positions`` is the length it may reach, ``blocks`` its block table so far. On the last
+    ``max_positions`` is the length it may reach, ``blocks`` its block table so far, ``state_slot``
+    where recurrent layers keep its state. On the last
     stage, ``history`` holds its tokens where penalties or a grammar must be restored, ``matcher``
     its grammar, and ``last_sampled`` the position and token sampled last. ``failed`` is set once a
     step failed here or at an earlier stage: its KV is invalid from then on.
@@ -31,6 +32,7 @@ class StageRequest:
     sampling_params: SamplingParams
     prompt_tokens: int
     max_positions: int = 0
+    state_slot: int = 0
     blocks: list[int] = field(default_factory=list)
     history: "TokenHistory" = field(default_factory=_empty_history)
     failed: bool = False
@@ -54,7 +56,10 @@ class RequestTable:
     def admit_request(self, message: Admit) -> None:
         """Add a request."""
         self._requests[message.request] = StageRequest(
-            message.sampling_params, message.prompt_tokens, message.max_positions
+            message.sampling_params,
+            message.prompt_tokens,
+            message.max_positions,
+            message.state_slot,
         )
 
     def add_history(self, request: int, first: int, ids: memoryview) -> None:

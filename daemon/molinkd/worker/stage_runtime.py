@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from molink.facts.drafts import AUTO_DRAFTS, MAX_LOOKAHEAD
 from molink.facts.dtypes import DTYPE_SIZES
+from molink.facts.footprint import count_state_slots
 from molink.facts.ring_times import LinkFacts
 from molink.link.base import OutConnectionEvents
 from molink.link.estimate.link_memory import LinkMemory
@@ -70,7 +71,7 @@ class StageRuntime:
         self._server = server
         self._vocab_size = engine.stage.config.vocab_size
         self._weight_bytes = engine.stage.weight_bytes
-        self._kv_bytes = command.blocks * engine.stage.block_bytes(start.block_size)
+        self._kv_bytes = engine.stage.pool_bytes(command.blocks, start.block_size)
         self._host_kv_bytes = host.blocks * engine.stage.block_bytes(start.block_size)
         self._link_memory = memory or LinkMemory(None)
         self._record_file: RecordFile | None = None
@@ -235,6 +236,17 @@ def _make_scheduler_limits(
 ) -> SchedulerConfig:
     stage = engine.stage
     config = stage.config
+    # A state has no history: it can neither be shared, nor give rows back, nor be swapped out by
+    # blocks.
+    keeps_states = config.keeps_states
+    drafts, max_num_seqs, state_slots = (
+        start.settings.num_speculative_tokens,
+        start.settings.max_num_seqs,
+        0,
+    )
+    if keeps_states:
+        state_slots = count_state_slots(command.blocks * start.block_size)
+        drafts, max_num_seqs = 0, min(max_num_seqs, state_slots)
     return SchedulerConfig(
         num_blocks=command.blocks,
         block_size=start.block_size,
@@ -242,21 +254,21 @@ def _make_scheduler_limits(
         num_stages=len(command.ring),
         row_bytes=config.hidden_size * DTYPE_SIZES[stage.wire_dtype],
         max_num_batched_tokens=start.settings.max_num_batched_tokens,
-        max_num_seqs=start.settings.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_queue_len=start.settings.max_queue_len,
         max_queue_s=start.settings.max_queue_time,
         max_model_len=start.max_model_len,
         # Prefixes are shareable only if keys do not depend on the request's length.
-        prefix_cache=start.settings.prefix_cache and not config.keys_depend_on_length,
+        prefix_cache=start.settings.prefix_cache
+        and not (config.keys_depend_on_length or keeps_states),
         short_context=config.short_context,
         profiles=command.profiles,
         prefill_only_batches=start.settings.prefill_only_batches,
-        num_speculative_tokens=start.settings.num_speculative_tokens,
-        lookahead_volumes=MAX_LOOKAHEAD
-        if start.settings.num_speculative_tokens == AUTO_DRAFTS
-        else 0,
-        draft_model=None if engine.draft is None else engine.draft.facts,
-        preemption_mode=start.settings.preemption_mode,
+        num_speculative_tokens=drafts,
+        lookahead_volumes=MAX_LOOKAHEAD if drafts == AUTO_DRAFTS else 0,
+        draft_model=None if engine.draft is None or keeps_states else engine.draft.facts,
+        preemption_mode="recompute" if keeps_states else start.settings.preemption_mode,
+        state_slots=state_slots,
     )
 
 

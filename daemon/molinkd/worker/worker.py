@@ -130,11 +130,11 @@ class Worker:
         with _convert_errors(f"layers {layers} can't run on {start.device}"):
             engine = await asyncio.to_thread(load, start)
         stage = engine.stage
-        blocks = start.kv_bytes // stage.block_bytes(start.block_size)
+        blocks = stage.count_blocks(start.kv_bytes, start.block_size)
         if blocks < 1:
             raise WorkerError(
                 f"no KV block fits {start.kv_bytes} bytes (one takes "
-                f"{stage.block_bytes(start.block_size)}); give this peer more memory"
+                f"{stage.pool_bytes(1, start.block_size)}); give this peer more memory"
             )
         if not self._port:
             self._port = self._server.bind(start.bind, start.ports, "worker_ports")
@@ -200,7 +200,7 @@ class Worker:
             return
         await self._leave_ring()
         stage, size = engine.stage, self._start.block_size
-        nbytes = command.blocks * stage.block_bytes(size)
+        nbytes = stage.pool_bytes(command.blocks, size)
         with _convert_errors(
             f"no memory on {self._start.device} for {command.blocks} KV blocks ({nbytes >> 20} MiB)"
             f" besides {stage.weight_bytes >> 20} MiB of weights; let this peer use less memory"

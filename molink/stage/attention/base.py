@@ -22,7 +22,7 @@ class AttentionShape:
 
     ``groups`` is query heads per KV head; ``kv_kinds`` is 1 if keys serve as values, otherwise 2.
 
-    Scores are ``scale * q·k``. ``windows`` is per layer of the stage, 0 = full attention. A
+    Scores are ``scale * q·k``. ``windows`` is per layer with attention, 0 = full attention. A
     ``softcap`` above 0 bounds scores to ``softcap * tanh(score / softcap)`` (Gemma 2). With
     ``sinks`` each query head has a learned score that takes part in the softmax only (gpt-oss).
     """
@@ -46,14 +46,14 @@ class AttentionShape:
     def from_config(
         cls, config: ModelConfig, layers: tuple[int, int], kv_cache_dtype: KVCacheDType = "auto"
     ) -> "AttentionShape":
-        """Shape of a model's layers ``first:last``."""
-        first, last = layers
+        """Shape of a model's layers ``first:last``; without attention, as of one with it."""
+        attended = (layer for layer in range(*layers) if layer not in config.recurrent_layers)
         return cls(
             kv_heads=config.kv_heads,
             groups=config.groups,
             head_dim=config.head_dim,
             scale=config.attention_scale,
-            windows=config.windows[first:last],
+            windows=tuple(config.windows[layer] for layer in attended) or (0,),
             softcap=config.attention_softcap,
             sinks=config.sinks,
             kv_cache_dtype=kv_cache_dtype,

@@ -8,80 +8,42 @@ from torch import Tensor
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.experts import ExpertsConfig
-from molink.checkpoint.tensor_layout import SINKS_NAME, attention_projections, mlp_projections
-from molink.stage.attention.base import LayerAttention
+from molink.checkpoint.tensor_layout import mlp_projections
+from molink.stage.decoder.delta_net import load_delta_net
 from molink.stage.decoder.grouped_experts import GroupedExpertMlp
-from molink.stage.decoder.latent import load_latent_attention
+from molink.stage.decoder.mixer import ForwardContext, Mixer
 from molink.stage.decoder.mlp import BoundedGate, ExpertMlp, GatedMlp, Mlp, SharedExpertMlp
-from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm, QueryKeyNorm
-from molink.stage.decoder.operators import AppendHeads, RowOperators
+from molink.stage.decoder.norm import AddResidual, IdentityNorm, Norm
+from molink.stage.decoder.operators import RowOperators
 from molink.stage.decoder.router import ExpertRouter
-from molink.stage.kv_pool import KVPool
-from molink.stage.linear import ExpertLinear, PlainLinear, Projection
+from molink.stage.decoder.self_attention import load_attention
+from molink.stage.linear import ExpertLinear, PlainLinear
 from molink.stage.torch_dtypes import residual_dtype
 from molink.stage.weights.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """Inputs that all layers of a forward share.
-
-    ``slots`` (int64 ``[T]``) are the rows' KV slots; ``angles`` are their rotations ``[T, 1, 2,
-    rotary_dim]`` for each of the model's ropes.
-    """
-
-    pool: KVPool
-    slots: Tensor
-    angles: tuple[Tensor, ...]
-    attention: LayerAttention
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Weights of one layer; q, k, v are one projection.
+    """Weights of one layer. ``scale`` multiplies outputs of mixer and MLP."""
 
-    ``rope`` is its index in ``angles``, if it rotates. ``qk_norm`` and ``sinks`` (float32
-    ``[heads]``) are optional. ``scale`` multiplies outputs of attention and MLP.
-    """
-
-    index: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope: int | None
     scale: float
     input_norm: Norm
-    qkv: Projection
-    qk_norm: QueryKeyNorm | None
-    sinks: Tensor | None
-    output: Projection
+    mixer: Mixer
     post_attention_norm: Norm
     mlp_norm: Norm
     mlp: Mlp
     post_mlp_norm: Norm
     add_residual: AddResidual
-    append_heads: AppendHeads
 
-    def attend(self, normed: Tensor, context: ForwardContext) -> Tensor:
-        """Return what attention adds to the rows; ``normed`` (``[T, hidden]``) are these after
-        ``input_norm``."""
-        shape = len(normed), self.heads + 2 * self.kv_heads, self.head_dim
-        angles = None if self.rope is None else context.angles[self.rope]
-        heads = self.append_heads(
-            self.qkv(normed).view(shape),
-            self.qk_norm,
-            angles,
-            context.pool,
-            self.index,
-            context.slots,
-        )
-        return self.output(context.attention(self.index, heads, context.pool, self.sinks))
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can capture it."""
+        return self.mixer.capturable and self.mlp.capturable
 
     @property
     def nbytes(self) -> int:
         norms = (self.input_norm, self.post_attention_norm, self.mlp_norm, self.post_mlp_norm)
-        parts = (*norms, self.qk_norm, self.sinks, self.qkv, self.output, self.mlp)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in (*norms, self.mixer, self.mlp))
 
 
 def run_blocks(
@@ -98,7 +60,7 @@ def run_blocks(
     normed = blocks[0].input_norm(rows)
     next_norms = (*(block.input_norm for block in blocks[1:]), IdentityNorm(rows.dtype))
     for block, next_norm in zip(blocks, next_norms, strict=True):
-        normed = block.attend(normed, context)
+        normed = block.mixer(normed, context)
         rows, normed = block.add_residual(
             rows, normed, block.scale, block.post_attention_norm, block.mlp_norm
         )
@@ -112,7 +74,7 @@ def run_blocks(
 def load_block(
     reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
 ) -> DecoderBlock:
-    """Load the model's layer ``layer``, the stage's ``index``-th."""
+    """Load the model's layer ``layer``, the ``index``-th of its kind in the stage."""
     prefix = f"model.layers.{layer}."
 
     def norm(name: str | None, otherwise: torch.dtype = reader.dtype) -> Norm:
@@ -120,57 +82,24 @@ def load_block(
             return IdentityNorm(otherwise)
         return operators.norm(reader.read_tensors(f"{prefix}{name}.weight"))
 
-    qkv, output = _load_attention(reader, config, prefix)
     return DecoderBlock(
-        index=index,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        rope=config.rope_index(layer),
         scale=config.residual_scale,
         input_norm=norm(config.norms.before_attention),
-        qkv=qkv,
-        qk_norm=_load_qk_norm(reader, config, prefix),
-        sinks=reader.read_tensors(prefix + SINKS_NAME).float() if config.sinks else None,
-        output=output,
+        mixer=_load_mixer(reader, config, operators, layer, index),
         post_attention_norm=norm(config.norms.after_attention),
         mlp_norm=norm(config.norms.before_mlp),
         mlp=_load_mlp(reader, config, operators, layer, prefix),
         post_mlp_norm=norm(config.norms.after_mlp, residual_dtype(reader.dtype)),
         add_residual=operators.add_residual,
-        append_heads=operators.append_heads,
     )
 
 
-def _load_attention(
-    reader: WeightReader, config: ModelConfig, prefix: str
-) -> tuple[Projection, Projection]:
-    """Load the projections of rows to heads, and of attended heads to rows."""
-    if config.latent is not None:
-        return load_latent_attention(reader, config, config.latent, prefix)
-    names = [prefix + name for name in attention_projections(config)]
-    return (
-        reader.load_projection(names, config.attention_bias),
-        reader.load_projection([f"{prefix}self_attn.o_proj"], config.output_bias),
-    )
-
-
-def _load_qk_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> QueryKeyNorm | None:
-    if config.qk_norm == "none":
-        return None
-    queries, keys = (
-        reader.read_tensors(f"{prefix}self_attn.{name}.weight")
-        .view(-1, config.head_dim)
-        .expand(count, -1)
-        for name, count in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True)
-    )
-    return QueryKeyNorm(
-        weight=torch.cat((queries, keys)).float().add_(config.norm_offset),
-        heads=config.heads,
-        across_heads=config.qk_norm == "all heads",
-        eps=config.norm_eps,
-        after_rotation=config.qk_norm == "each rotated head",
-    )
+def _load_mixer(
+    reader: WeightReader, config: ModelConfig, operators: RowOperators, layer: int, index: int
+) -> Mixer:
+    if config.recurrent is not None and layer in config.recurrent_layers:
+        return load_delta_net(reader, config, config.recurrent, layer, index)
+    return load_attention(reader, config, operators.append_heads, layer, index)
 
 
 def _load_mlp(

@@ -9,7 +9,8 @@ from torch import Tensor
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.tensor_layout import EMBEDDING_NAME, FINAL_NORM_NAME, OUTPUT_HEAD_NAME
 from molink.errors import InvariantError
-from molink.stage.decoder.block import DecoderBlock, ForwardContext, load_block, run_blocks
+from molink.stage.decoder.block import DecoderBlock, load_block, run_blocks
+from molink.stage.decoder.mixer import ForwardContext
 from molink.stage.decoder.norm import Norm
 from molink.stage.decoder.operators import RowOperators
 from molink.stage.device_copy import upload_integers
@@ -35,7 +36,7 @@ class Decoder:
     @property
     def capturable(self) -> bool:
         """Whether its layers can be captured as a CUDA graph."""
-        return all(block.mlp.capturable for block in self.blocks)
+        return all(block.capturable for block in self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -142,13 +143,17 @@ def load_decoder(
     opens, closes = first == 0, last == config.layers
     scale = float(torch.tensor(config.embedding_scale, dtype=reader.dtype)) if opens else 1.0
     blocks = []
-    for index, layer in enumerate(range(first, last)):
-        on_layer(index)
+    for layer in range(first, last):
+        on_layer(layer - first)
+        # Layers with attention and recurrent ones have pools of their own.
+        index = config.count_attention((first, layer))
+        if layer in config.recurrent_layers:
+            index = layer - first - index
         known = held.blocks.get(layer)
         if known is None:
             blocks.append(load_block(reader, config, operators, layer, index))
         else:
-            blocks.append(replace(known, index=index))
+            blocks.append(replace(known, mixer=known.mixer.with_index(index)))
     on_layer(len(blocks))
     norm, embedding, head = held.norm, held.embedding, held.output_head
     if closes and norm is None:

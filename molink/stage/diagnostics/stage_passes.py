@@ -32,8 +32,8 @@ class StagePasses:
     """Runs passes on a loaded stage as a worker would: the last stage samples, greedily.
 
     Within ``with`` the stage has a KV pool of at most ``kv_bytes``. Requests have scattered blocks,
-    as after some time of serving; if the pool is small, they share blocks. With ``positions`` it
-    has so many, whatever that takes.
+    as after some time of serving; if the pool is small, they share blocks and states. With
+    ``positions`` it has so many, whatever that takes.
     """
 
     def __init__(self, stage: Stage, kv_bytes: int, block_size: int, positions: int = 0) -> None:
@@ -41,7 +41,7 @@ class StagePasses:
         self._block_size = block_size
         each = -(-(SHORT_CONTEXT + 1) // block_size)
         wanted = max(DEEP_CONTEXT // block_size, max(DECODE_ROWS) * each)
-        room = min(kv_bytes, _MAX_POOL_BYTES) // stage.block_bytes(block_size)
+        room = stage.count_blocks(min(kv_bytes, _MAX_POOL_BYTES), block_size)
         self._blocks = list(range(-(-positions // block_size) or max(1, min(wanted, room))))
         random.Random(0).shuffle(self._blocks)
         config = stage.config
@@ -66,7 +66,13 @@ class StagePasses:
     def run_decode(self, rows: int, context: int) -> None:
         """Run one decode row each of ``rows`` requests."""
         sequences = [
-            SequenceRows(context, 1, self._block_table(context + 1, row)) for row in range(rows)
+            SequenceRows(
+                context,
+                1,
+                self._block_table(context + 1, row),
+                state_slot=row % max(1, self._stage.num_states),
+            )
+            for row in range(rows)
         ]
         self._run_pass(sequences, range(rows))
 

@@ -13,6 +13,7 @@ from molink.checkpoint.tensor_layout import (
     attention_projections,
     layer_tensors,
     mlp_projections,
+    recurrent_projections,
     stage_tensors,
 )
 from molink.checkpoint.traits import Activation
@@ -162,7 +163,8 @@ def _projection_shapes(config: ModelConfig) -> set[tuple[int, int]]:
             for name, shape in layer_tensors(config, layer).items()
             if len(shape) == 2
         }
-        for together in (attention_projections(config), mlp_projections(config)):
+        recurrent = () if config.recurrent is None else recurrent_projections(config.recurrent)
+        for together in (attention_projections(config), mlp_projections(config), *recurrent):
             merged = [weights.pop(name) for name in together if name in weights]
             if merged:
                 found.add((sum(shape[0] for shape in merged), merged[0][1]))

@@ -319,7 +319,7 @@ def append_heads(
 
     ``heads`` are ``[T, n, head_dim]``: queries, keys, values. ``weight`` (float32) is that of the
     norm of each query and key. ``angles`` and ``slots`` are as in
-    :class:`~molink.stage.decoder.block.ForwardContext`, ``pages`` and ``scales`` are the layer's
+    :class:`~molink.stage.decoder.mixer.ForwardContext`, ``pages`` and ``scales`` are the layer's
     of a :class:`~molink.stage.kv_pool.KVPool`; with scales, rows are quantized as by
     :func:`~molink.stage.kv_quantizer.quantize_rows`. Without a weight or angles that part is left
     out. Returns all heads.

@@ -17,7 +17,7 @@ from torch import Tensor
 from molink.facts.footprint import GRAPH_LOGIT_ROWS
 from molink.stage.attention.base import StaticAttention
 from molink.stage.batch import SequenceRows, StageInput, StageOutput
-from molink.stage.decoder.block import ForwardContext
+from molink.stage.decoder.mixer import ForwardContext
 from molink.stage.decoder.rotary import AngleTable
 from molink.stage.device_copy import StagingBuffer, upload_integers
 from molink.stage.graphs.buckets import GraphBucket, GraphPlan, row_bucket, split_rows

@@ -40,13 +40,14 @@ class StageCosts:
         draft model in addition to the first stage.
         """
         tokens = max(tokens, need.min_tokens)
+        pool, excess = need.average_pool_bytes(tokens)
         return cls(
             layer_weights=need.layer_bytes,
-            layer_room=need.layer_graph_bytes + tokens * need.token_bytes,
+            layer_room=need.layer_graph_bytes + pool,
             first=need.first_bytes + draft,
             last=need.last_bytes,
             shared=need.shared_bytes,
-            stage=need.activation_bytes(tokens, closes=False) + need.graph_bytes,
+            stage=need.activation_bytes(tokens, closes=False) + need.graph_bytes + excess,
             logits=need.logits_bytes,
         )
 

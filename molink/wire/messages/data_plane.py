@@ -126,6 +126,8 @@ class Admit(LeanMessage, frozen=True, tag="admit"):
     prompt_tokens: Count
     #: Maximum tokens of the request; LongRoPE rotates all of its keys by this length.
     max_positions: Count = 0
+    #: Where recurrent layers keep its state.
+    state_slot: Index = 0
 
 
 class History(LeanMessage, frozen=True, tag="history"):

@@ -9,6 +9,7 @@ import pytest
 
 from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.rope import RopeConfig
+from molink.facts.drafts import AUTO_DRAFTS
 from molink.facts.profile import UNKNOWN_PROFILE
 from molink.facts.ring_times import LinkFacts
 from molink.facts.settings import PipelineSettings
@@ -43,7 +44,7 @@ KEYS = KeyPair.generate()
 PROMPT = tuple(range(9))
 
 
-def config(rope: RopeConfig) -> ModelConfig:
+def config(rope: RopeConfig, recurrent_layers: frozenset[int] = frozenset()) -> ModelConfig:
     return ModelConfig(
         family="llama",
         vocab_size=10,
@@ -60,6 +61,7 @@ def config(rope: RopeConfig) -> ModelConfig:
         attention_scale=1.0,
         windows=(0,),
         rope=rope,
+        recurrent_layers=recurrent_layers,
     )
 
 
@@ -70,6 +72,7 @@ def place(
     memory: LinkMemory | None = None,
     host: HostMemory = NO_HOST_MEMORY,
     answers: AnswerLengths | None = None,
+    recurrent_layers: frozenset[int] = frozenset(),
     **settings: Any,
 ) -> StageRuntime:
     """That of stage 0, which is the whole ring unless there are more."""
@@ -96,10 +99,11 @@ def place(
     stage: Any = SimpleNamespace(
         is_first=True,
         is_last=stages == 1,
-        config=config(rope),
+        config=config(rope, recurrent_layers),
         wire_dtype="f32",
         weight_bytes=1000,
         block_bytes=lambda size: 10 * size,
+        pool_bytes=lambda blocks, size: 10 * blocks * size,
     )
     server: Any = SimpleNamespace(send=lambda *_: True)
     engine = StageEngine(stage, UNKNOWN_PROFILE, partial(StageExecutor, stage))
@@ -149,6 +153,23 @@ async def test_the_scheduler_knows_the_longrope_boundary() -> None:
         try:
             assert own._ring_seat.scheduler is not None
             assert own._ring_seat.scheduler.config.short_context == bound
+        finally:
+            await own.close()
+
+
+async def test_states_turn_off_what_they_can_not_do() -> None:
+    settings: Any = {"preemption_mode": "proactive-swap", "num_speculative_tokens": AUTO_DRAFTS}
+    for recurrent in (frozenset[int](), frozenset({0})):
+        own = place(RopeConfig(), recurrent_layers=recurrent, **settings)
+        try:
+            assert own._ring_seat.scheduler is not None
+            made = own._ring_seat.scheduler.config
+            kept = made.prefix_cache, made.num_speculative_tokens, made.preemption_mode
+            counts = made.state_slots, made.max_num_seqs, made.lookahead_volumes
+            if recurrent:
+                assert (kept, counts) == ((False, 0, "recompute"), (4, 4, 0))
+            else:
+                assert (kept, counts[:2]) == ((True, AUTO_DRAFTS, "proactive-swap"), (0, 64))
         finally:
             await own.close()
 

@@ -72,6 +72,7 @@ class FakeStage:
         max_model_len=64,
         vocab_size=10,
         keys_depend_on_length=False,
+        keeps_states=False,
         short_context=0,
         has_output_head=False,
     )
@@ -84,6 +85,12 @@ class FakeStage:
 
     def block_bytes(self, size: int) -> int:
         return 1 << 20
+
+    def count_blocks(self, nbytes: int, size: int) -> int:
+        return nbytes // self.block_bytes(size)
+
+    def pool_bytes(self, blocks: int, size: int) -> int:
+        return blocks * self.block_bytes(size)
 
     def allocate_kv_pool(self, blocks: int, size: int) -> None:
         self.allocated += 1

@@ -78,11 +78,11 @@ BROKEN = {
 def instead(ring: Ring) -> dict[str, bool]:
     block = ring.stages[0]._decoder.blocks[0]
     return {
-        "compiled-linear": not isinstance(block.qkv, CompiledLinear),
+        "compiled-linear": not isinstance(block.mixer.qkv, CompiledLinear),
         "compiled-rows": not isinstance(block.input_norm, CompiledRmsNorm),
         "compiled-attention": isinstance(ring.stages[0]._attention_backend(16), GatherAttention),
-        "int8": isinstance(block.qkv, UnpackedLinear),
-        "quantized-blocks": not isinstance(block.qkv, BlockLinear),
+        "int8": isinstance(block.mixer.qkv, UnpackedLinear),
+        "quantized-blocks": not isinstance(block.mixer.qkv, BlockLinear),
     }
 
 
@@ -593,7 +593,7 @@ def test_slow_products_in_place_are_not_used(
     stage = Stage.load_layers(
         ModelFolder.open(model), (0, 1), "cpu", "f32", mode, disabled_kernels=avoid
     )
-    assert not isinstance(stage._decoder.blocks[0].qkv, BlockLinear)
+    assert not isinstance(stage._decoder.blocks[0].mixer.qkv, BlockLinear)
 
 
 def test_rows_in_8_bits_are_tried_only_beside_weights_of_few_bits(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from molink.checkpoint.config import ModelConfig
 from molink.checkpoint.model_folder import ModelFolder
 from molink.errors import UsageError
 from molink.facts.footprint import StageSetup
@@ -39,19 +40,31 @@ class DraftModelFolder:
 
         Raises:
             ModelError: The model does not exist or is not supported.
+            UsageError: It keeps states, from which wrong drafts can't be taken back.
             Unavailable: The hub can't be reached.
         """
         from molink.checkpoint.model_source import find_model
 
         source = find_model(name, progress, stop, unpack_into=unpack_into)
-        return cls(name, source.path, ModelFolder.open(source.path))
+        folder = ModelFolder.open(source.path)
+        if folder.config.keeps_states:
+            raise UsageError(
+                f"--draft-model {name} has recurrent layers, which can't take drafts back: use a "
+                "model that has attention only"
+            )
+        return cls(name, source.path, folder)
 
-    def check_vocabulary(self, served: Path) -> None:
-        """Check that the vocabulary equals that of the model in the folder ``served``.
+    def check_served(self, served: Path) -> None:
+        """Check that the model in the folder ``served`` can use its drafts.
 
         Raises:
-            UsageError: The vocabularies differ.
+            UsageError: The vocabularies differ, or that model keeps states.
         """
+        if ModelConfig.load_folder(served).keeps_states:
+            raise UsageError(
+                f"the served model has recurrent layers, which can't take drafts back: leave out "
+                f"--draft-model {self.name}"
+            )
         from molink.text.tokenizer import Tokenizer
 
         mine, others = (Tokenizer.open(path).token_texts for path in (self.path, served))

@@ -135,7 +135,7 @@ class StagePreparation:
 
         def plan(stop: threading.Event) -> DraftPlan:
             model = DraftModelFolder.find_draft(name, into, Progress(), stop)
-            model.check_vocabulary(folder)
+            model.check_served(folder)
             found = model.plan_memory(setup, measured.device.memory, assign.block_size, context)
             plan_stage(opened, assign, measured, self._settings.pipeline, taken=found.nbytes)
             return found

@@ -39,7 +39,7 @@ def test_a_model_with_the_same_vocabulary_is_accepted(make_model: Any, tmp_path:
 
     def is_accepted() -> bool:
         try:
-            draft.check_vocabulary(served)
+            draft.check_served(served)
         except UsageError:
             return False
         return True
@@ -58,10 +58,19 @@ def test_a_model_with_another_vocabulary_is_rejected_by_name(
     draft = find(make_model(tmp_path / "draft"))
     renamed(tmp_path / "draft", "a", "aa")
     with pytest.raises(UsageError) as caught:
-        draft.check_vocabulary(served)
+        draft.check_served(served)
     text = str(caught.value)
     assert text.startswith(f"--draft-model {tmp_path / 'draft'} has a different vocabulary")
     assert "is 'aa' instead of 'a'" in text
+
+
+def test_states_take_no_drafts_back(make_model: Any, tmp_path: Path) -> None:
+    states = make_model(tmp_path / "states", "qwen3_5_text")
+    with pytest.raises(UsageError, match=r"--draft-model \S+states has recurrent layers"):
+        find(states)
+    draft = find(make_model(tmp_path / "draft"))
+    with pytest.raises(UsageError, match="the served model has recurrent layers"):
+        draft.check_served(states)
 
 
 def test_an_unknown_draft_model_is_rejected(tmp_path: Path) -> None:

@@ -1,0 +1,170 @@
+"""A layer with the gated delta rule instead of attention (Qwen3-Next, Qwen3.5)."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu, softplus
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.recurrent import DeltaRuleShape
+from molink.checkpoint.tensor_layout import (
+    CONV_NAME,
+    DECAY_BIAS_NAME,
+    DECAY_NAME,
+    NORM_NAME,
+    RECURRENT_OUTPUT_NAME,
+    recurrent_projections,
+)
+from molink.errors import InvariantError
+from molink.stage.decoder.delta_rule import run_chunks, update_memories
+from molink.stage.decoder.mixer import ForwardContext, StateContext
+from molink.stage.linear import Projection
+from molink.stage.linear.base import total_bytes
+from molink.stage.weights.weight_reader import WeightReader
+
+#: Added to squares of queries and keys before they are divided by their length.
+_LENGTH_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Weights of such a layer; small ones are float32.
+
+    ``rows`` projects to queries, keys, values and gates, ``rates`` to rates and decays.
+    ``conv_weight`` is ``[conv_width, channels]``, ``decays`` (negative) and ``decay_bias``
+    ``[value_heads]``, ``norm_weight`` ``[value_dim]``.
+    """
+
+    #: A step's states are gathered by numbers that the host knows.
+    capturable: ClassVar[bool] = False
+
+    index: int
+    shape: DeltaRuleShape
+    rows: Projection
+    rates: Projection
+    conv_weight: Tensor
+    decays: Tensor
+    decay_bias: Tensor
+    norm_weight: Tensor
+    norm_eps: float
+    output: Projection
+
+    def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
+        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
+        if context.states is None:
+            raise InvariantError("a recurrent layer got no states")
+        mixed, gates = self._split_rows(self.rows(normed))
+        rates, decays = self._split_rates(self.rates(normed))
+        mixed = self._convolve(mixed, context.states)
+        read = self._apply_rule(mixed, decays, rates, context.states)
+        read = rms_norm(read, self.norm_weight.shape, self.norm_weight, self.norm_eps)
+        read = read.mul_(silu(gates.float()))
+        return self.output(read.flatten(1).to(normed.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        small = (self.conv_weight, self.decays, self.decay_bias, self.norm_weight)
+        return self.rows.nbytes + self.rates.nbytes + self.output.nbytes + total_bytes(*small)
+
+    def with_index(self, index: int) -> "DeltaNet":
+        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
+        return replace(self, index=index)
+
+    def _split_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of channels ``[T, channels]``, and gates ``[T, value_heads, value_dim]``."""
+        shape = self.shape
+        if not shape.is_grouped:
+            mixed, gates = torch.split(rows, [shape.channels, shape.values_size], dim=1)
+        else:
+            values = shape.groups * shape.value_dim
+            by_head = rows.view(len(rows), shape.key_heads, -1)
+            sizes = [shape.key_dim, shape.key_dim, values, values]
+            *parts, gates = torch.split(by_head, sizes, dim=2)
+            mixed = torch.cat([part.flatten(1) for part in parts], dim=1)
+        return mixed, gates.reshape(len(rows), shape.value_heads, shape.value_dim)
+
+    def _split_rates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rates and logarithms of decays, ``[T, value_heads]`` in float32."""
+        shape = self.shape
+        heads = shape.key_heads if shape.is_grouped else 1
+        rates, decays = rows.float().view(len(rows), heads, -1).chunk(2, dim=2)
+        steps = softplus(decays.flatten(1) + self.decay_bias)
+        return rates.flatten(1).sigmoid(), steps.mul_(self.decays)
+
+    def _convolve(self, mixed: Tensor, states: StateContext) -> Tensor:
+        """Convolve each channel with the rows before, ``[T, channels]`` in float32."""
+        width, kept = self.shape.conv_width, states.pool.conv_rows[self.index]
+        rows, mixed = states.rows, mixed.float()
+        result = torch.empty_like(mixed)
+        if len(rows.single_rows):
+            new = mixed.index_select(0, rows.single_rows).unsqueeze(1)
+            window = torch.cat((kept.index_select(0, rows.single_slots), new), dim=1)
+            result.index_copy_(0, rows.single_rows, (window * self.conv_weight).sum(1))
+            kept.index_copy_(0, rows.single_slots, window[:, 1:])
+        for first, count, slot in rows.chunks:
+            window = torch.cat((kept[slot], mixed[first : first + count]))
+            part = result[first : first + count]
+            torch.mul(window[:count], self.conv_weight[0], out=part)
+            for offset in range(1, width):
+                part.addcmul_(window[offset : offset + count], self.conv_weight[offset])
+            kept[slot] = window[count:]
+        return silu(result, inplace=True)
+
+    def _apply_rule(
+        self, mixed: Tensor, decays: Tensor, rates: Tensor, states: StateContext
+    ) -> Tensor:
+        """Apply convolved rows to the memories; returns ``[T, value_heads, value_dim]``."""
+        shape, memories = self.shape, states.pool.memories[self.index]
+        sizes = [shape.keys_size, shape.keys_size, shape.values_size]
+        queries, keys, values = torch.split(mixed, sizes, dim=1)
+        given = (
+            self._spread_heads(queries) * shape.key_dim**-0.5,
+            self._spread_heads(keys),
+            values.view(len(mixed), shape.value_heads, shape.value_dim),
+            decays,
+            rates,
+        )
+        result = mixed.new_empty(len(mixed), shape.value_heads, shape.value_dim)
+        rows = states.rows
+        if len(rows.single_rows):
+            chosen = (part.index_select(0, rows.single_rows) for part in given)
+            used = memories.index_select(0, rows.single_slots)
+            result.index_copy_(0, rows.single_rows, update_memories(used, *chosen))
+            memories.index_copy_(0, rows.single_slots, used)
+        for first, count, slot in rows.chunks:
+            parts = (part[first : first + count] for part in given)
+            result[first : first + count] = run_chunks(memories[slot], *parts)
+        return result
+
+    def _spread_heads(self, rows: Tensor) -> Tensor:
+        """Normed queries or keys of all value heads, ``[T, value_heads, key_dim]``."""
+        heads = rows.view(len(rows), self.shape.key_heads, self.shape.key_dim)
+        squares = heads.square().sum(-1, keepdim=True)
+        unit = heads * squares.add_(_LENGTH_EPS).rsqrt_()
+        return unit.repeat_interleave(self.shape.groups, dim=1)
+
+
+def load_delta_net(
+    reader: WeightReader, config: ModelConfig, shape: DeltaRuleShape, layer: int, index: int
+) -> DeltaNet:
+    """Load the model's layer ``layer``, ``index``-th in the stage's pool of states."""
+    prefix = f"model.layers.{layer}."
+
+    def read(name: str) -> Tensor:
+        return reader.read_tensors(prefix + name, dtype=torch.float32)
+
+    rows, rates = recurrent_projections(shape)
+    return DeltaNet(
+        index=index,
+        shape=shape,
+        rows=reader.load_projection([prefix + name for name in rows], False),
+        rates=reader.load_projection([prefix + name for name in rates], False),
+        conv_weight=read(f"{CONV_NAME}.weight").squeeze(1).t().contiguous(),
+        decays=read(DECAY_NAME).exp_().neg_(),
+        decay_bias=read(DECAY_BIAS_NAME),
+        norm_weight=read(f"{NORM_NAME}.weight"),
+        norm_eps=config.norm_eps,
+        output=reader.load_projection([f"{prefix}{RECURRENT_OUTPUT_NAME}"], False),
+    )

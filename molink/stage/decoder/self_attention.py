@@ -1,0 +1,125 @@
+"""Attention of a layer over the KV pool."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.config import ModelConfig
+from molink.checkpoint.tensor_layout import SINKS_NAME, attention_projections
+from molink.stage.decoder.latent import load_latent_attention
+from molink.stage.decoder.mixer import ForwardContext
+from molink.stage.decoder.norm import QueryKeyNorm
+from molink.stage.decoder.operators import AppendHeads
+from molink.stage.linear import Projection
+from molink.stage.weights.weight_reader import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """Weights of a layer's attention; q, k, v are one projection.
+
+    ``rope`` is its index in ``angles``, if it rotates. ``qk_norm`` and ``sinks`` (float32
+    ``[heads]``) are optional. With ``gated_heads``, a gate follows each head's query.
+    """
+
+    capturable: ClassVar[bool] = True
+
+    index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: int | None
+    qkv: Projection
+    qk_norm: QueryKeyNorm | None
+    sinks: Tensor | None
+    output: Projection
+    append_heads: AppendHeads
+    gated_heads: bool = False
+
+    def __call__(self, normed: Tensor, context: ForwardContext) -> Tensor:
+        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
+        rows, gates = self.qkv(normed), None
+        if self.gated_heads:
+            rows, gates = self._split_gates(rows)
+        shape = len(normed), self.heads + 2 * self.kv_heads, self.head_dim
+        angles = None if self.rope is None else context.angles[self.rope]
+        heads = self.append_heads(
+            rows.view(shape), self.qk_norm, angles, context.pool, self.index, context.slots
+        )
+        attended = context.attention(self.index, heads, context.pool, self.sinks)
+        return self.output(attended if gates is None else attended * gates)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.qkv, self.qk_norm, self.sinks, self.output)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def with_index(self, index: int) -> "SelfAttention":
+        """See :class:`~molink.stage.decoder.mixer.Mixer`."""
+        return replace(self, index=index)
+
+    def _split_gates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows ``[T, (heads + 2 * kv_heads) * head_dim]`` and weights ``[T, heads * head_dim]``."""
+        size = self.heads * self.head_dim
+        both = rows[:, : 2 * size].view(len(rows), self.heads, 2, self.head_dim)
+        queries, gates = both.unbind(2)
+        merged = torch.cat((queries.flatten(1), rows[:, 2 * size :]), dim=1)
+        return merged, gates.flatten(1).sigmoid()
+
+
+def load_attention(
+    reader: WeightReader,
+    config: ModelConfig,
+    append_heads: AppendHeads,
+    layer: int,
+    index: int,
+) -> SelfAttention:
+    """Load the attention of the model's layer ``layer``, ``index``-th in the stage's KV pool."""
+    prefix = f"model.layers.{layer}."
+    qkv, output = _load_projections(reader, config, prefix)
+    return SelfAttention(
+        index=index,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rope=config.rope_index(layer),
+        qkv=qkv,
+        qk_norm=_load_qk_norm(reader, config, prefix),
+        sinks=reader.read_tensors(prefix + SINKS_NAME).float() if config.sinks else None,
+        output=output,
+        append_heads=append_heads,
+        gated_heads=config.gated_heads,
+    )
+
+
+def _load_projections(
+    reader: WeightReader, config: ModelConfig, prefix: str
+) -> tuple[Projection, Projection]:
+    """Load the projections of rows to heads, and of attended heads to rows."""
+    if config.latent is not None:
+        return load_latent_attention(reader, config, config.latent, prefix)
+    names = [prefix + name for name in attention_projections(config)]
+    return (
+        reader.load_projection(names, config.attention_bias),
+        reader.load_projection([f"{prefix}self_attn.o_proj"], config.output_bias),
+    )
+
+
+def _load_qk_norm(reader: WeightReader, config: ModelConfig, prefix: str) -> QueryKeyNorm | None:
+    if config.qk_norm == "none":
+        return None
+    queries, keys = (
+        reader.read_tensors(f"{prefix}self_attn.{name}.weight")
+        .view(-1, config.head_dim)
+        .expand(count, -1)
+        for name, count in zip(config.qk_norm_names, (config.heads, config.kv_heads), strict=True)
+    )
+    return QueryKeyNorm(
+        weight=torch.cat((queries, keys)).float().add_(config.norm_offset),
+        heads=config.heads,
+        across_heads=config.qk_norm == "all heads",
+        eps=config.norm_eps,
+        after_rotation=config.qk_norm == "each rotated head",
+    )

@@ -1,0 +1,79 @@
+"""States of requests in recurrent layers: one slot for each request, beside the KV pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from molink.checkpoint.recurrent import DeltaRuleShape
+from molink.errors import InvariantError
+from molink.stage.batch import SequenceRows
+from molink.stage.device_copy import upload_integers
+
+
+def slot_bytes(shape: DeltaRuleShape | None, layers: int) -> int:
+    """Bytes of a slot over ``layers`` recurrent layers."""
+    return 0 if shape is None else layers * shape.state_elements * torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The rows of a step by request.
+
+    ``single_rows`` and ``single_slots`` (int64 ``[B]``, on the device) are rows alone of their
+    requests; ``chunks`` are first row, number of rows and slot of the others.
+    """
+
+    single_rows: Tensor
+    single_slots: Tensor
+    chunks: tuple[tuple[int, int, int], ...]
+
+
+class StatePool:
+    """``slots`` slots for the states of requests in ``layers`` recurrent layers, in float32.
+
+    A request keeps its slot from its first row to its release, and all layers share it. States
+    change with each row, so a request's rows must come in order, each once.
+    """
+
+    def __init__(
+        self, shape: DeltaRuleShape, layers: int, slots: int, device: torch.device
+    ) -> None:
+        self.slots = slots
+        self._device = device
+        #: By layer: rows before the next ones, ``[slots, conv_width - 1, channels]``, and sums of
+        #: keys times values, ``[slots, value_heads, key_dim, value_dim]``.
+        self.conv_rows = torch.zeros(layers, slots, *shape.conv_shape, device=device)
+        self.memories = torch.zeros(layers, slots, *shape.memory_shape, device=device)
+
+    def clear_slots(self, slots: Sequence[int]) -> None:
+        """Zero the states of slots in all layers: a request starts."""
+        for slot in slots:
+            self.conv_rows[:, slot] = 0
+            self.memories[:, slot] = 0
+
+    def locate_rows(self, sequences: Sequence[SequenceRows]) -> StateRows:
+        """Divide a step's rows, and clear the slots of requests that start.
+
+        Sequences of different requests have different slots.
+
+        Raises:
+            InvariantError: there is no such slot.
+        """
+        for sequence in sequences:
+            if not 0 <= sequence.state_slot < self.slots:
+                raise InvariantError(
+                    f"state {sequence.state_slot} is not in a pool of {self.slots}"
+                )
+        self.clear_slots([sequence.state_slot for sequence in sequences if sequence.start == 0])
+        rows, slots, chunks, first = [], [], [], 0
+        for sequence in sequences:
+            if sequence.count == 1:
+                rows.append(first)
+                slots.append(sequence.state_slot)
+            else:
+                chunks.append((first, sequence.count, sequence.state_slot))
+            first += sequence.count
+        both = upload_integers(rows + slots, self._device)
+        return StateRows(both[: len(rows)], both[len(rows) :], tuple(chunks))

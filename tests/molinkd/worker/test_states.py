@@ -1,0 +1,183 @@
+"""Models that keep a state of each request, in a ring of real stages without processes.
+
+Answers are those of transformers, whatever is scheduled, preempted or cancelled meanwhile.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from molink.checkpoint.model_folder import ModelFolder
+from molink.errors import UsageError
+from molink.ring.step import BlockCopy, StepInput, StepResult
+from molink.scheduler.config import SchedulerConfig
+from molink.sim.event_queue import EventQueue
+from molink.stage.stage import Stage
+from molink.wire.messages.data_plane import SamplingParams
+from molink.wire.messages.serving import OutputToken
+from molinkd.worker.request_table import RequestTable
+from molinkd.worker.step import run_step
+from tests.support.models import MakeModel
+from tests.support.request_states import make_state
+from tests.support.rings import Stages, VirtualRing, WholeLink
+from tests.support.stage import Reference
+
+SPLITS = ((0, 1), (1, 3), (3, 4))
+BLOCK_SIZE, ANSWER = 4, 32
+GREEDY = SamplingParams(temperature=0.0)
+LENGTHS = (3, 41, 8, 22, 1, 30)
+Prompts = dict[str, tuple[int, ...]]
+
+
+@dataclass
+class Computes:
+    """A stage with the requests that it knows; steps are done at once."""
+
+    queue: EventQueue
+    stage: Stage
+    requests: RequestTable
+
+    def submit_step(
+        self, segments: Sequence[StepInput], done: Callable[[StepResult], None]
+    ) -> None:
+        results = run_step(self.stage, self.requests, segments)
+        self.queue.schedule_at(self.queue.now + 0.01, done, StepResult(results, 0.01, None))
+
+    def submit_copy(self, copy: BlockCopy) -> None:
+        raise AssertionError("states are not swapped")
+
+
+class States:
+    """A ring of stages that begins to serve when it is made."""
+
+    def __init__(self, stages: Sequence[Stage], **limits: Any) -> None:
+        self.queue, tables = EventQueue(), [RequestTable() for _ in stages]
+        given = {"num_blocks": 96, "block_size": BLOCK_SIZE, "micro_batches": 2}
+        given |= {"max_num_batched_tokens": 16, "prefix_cache": False, "state_slots": 8}
+        bounds = SchedulerConfig(**given | limits)
+        for stage in stages:
+            stage.allocate_kv_pool(bounds.num_blocks, BLOCK_SIZE, bounds.state_slots)
+        self.ring = VirtualRing(
+            bounds,
+            [Computes(self.queue, *pair) for pair in zip(stages, tables, strict=True)],
+            [WholeLink(self.queue) for _ in stages],
+            Stages(stages[0].config.hidden_size, stages[0].config.vocab_size, "f32"),
+            lambda index: tables[index],
+            self.queue,
+        )
+        self.ring.on_emission = lambda emission, _: self._keep(emission.message)
+        self.answers: dict[str, list[int]] = {}
+
+    @property
+    def scheduler(self) -> Any:
+        return self.ring.scheduler
+
+    def submit(self, asked: Prompts) -> None:
+        for at, (key, prompt) in enumerate(asked.items()):
+            state = make_state("d", key, prompt, len(prompt), ANSWER, GREEDY, (), 1 << 20)
+            when = self.queue.now + 0.01 * at
+            self.queue.schedule_at(when, self.scheduler.submit_request, state, when)
+            self.queue.schedule_at(when, self.ring.rings[0].run_pending)
+            self.answers[key] = []
+
+    def finish(self) -> dict[str, list[int]]:
+        self.ring.run_until(lambda: not self.scheduler.live_requests and all(self.answers.values()))
+        self.queue.run(self.queue.now + 1.0)
+        self.ring.check_idle()
+        self.scheduler.validate()
+        return self.answers
+
+    def _keep(self, message: Any) -> None:
+        assert isinstance(message, OutputToken), message
+        self.answers[message.key].append(message.token)
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text"])
+def folder(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: Any) -> Path:
+    torch.set_num_threads(1)
+    return make_model(tmp_path_factory.mktemp("states"), request.param, 3)
+
+
+@pytest.fixture(scope="module")
+def stages(folder: Path) -> Sequence[Stage]:
+    opened = ModelFolder.open(folder)
+    return [Stage.load_layers(opened, layers, "cpu", "f32") for layers in SPLITS]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    rng = random.Random(3)
+    return {
+        str(number): tuple(rng.randrange(256) for _ in range(length))
+        for number, length in enumerate(LENGTHS)
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: Prompts) -> dict[str, list[int]]:
+    reference = Reference(folder)
+    return {key: reference.generate(prompt, ANSWER) for key, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"state_slots": 1, "max_num_seqs": 1},
+        {"state_slots": 2},
+    ],
+    ids=["plenty", "odd chunks", "one state", "fewer states than requests"],
+)
+def test_answers_are_those_of_transformers(
+    stages: Sequence[Stage],
+    prompts: Prompts,
+    expected: dict[str, list[int]],
+    limits: dict[str, Any],
+) -> None:
+    served = States(stages, **limits)
+    served.submit(prompts)
+    assert served.finish() == expected
+
+
+def test_preempted_requests_are_recomputed(
+    stages: Sequence[Stage], prompts: Prompts, expected: dict[str, list[int]]
+) -> None:
+    served = States(stages, num_blocks=24)
+    served.submit(prompts)
+    assert served.finish() == expected
+    counters, _ = served.scheduler.collect_stats()
+    assert counters["scheduler_preemptions_total"] >= 2
+
+
+def test_a_cancelled_request_leaves_its_state_to_others(
+    stages: Sequence[Stage], prompts: Prompts, expected: dict[str, list[int]]
+) -> None:
+    served = States(stages, state_slots=2)
+    served.submit({"gone": prompts["1"][::-1]} | prompts)
+    served.ring.run_until(lambda: len(served.answers["gone"]) == 3)
+    served.scheduler.cancel_request("d", "gone", served.queue.now)
+    served.ring.rings[0].run_pending()
+    found = served.finish()
+    assert len(found.pop("gone")) < ANSWER
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prefix_cache": True},
+        {"num_speculative_tokens": 2},
+        {"lookahead_volumes": 1},
+        {"preemption_mode": "reactive-swap"},
+    ],
+)
+def test_what_a_state_can_not_do_is_refused(wrong: dict[str, Any]) -> None:
+    limits = {"num_blocks": 8, "block_size": 4, "micro_batches": 1, "prefix_cache": False}
+    with pytest.raises(UsageError, match="recurrent layers"):
+        SchedulerConfig(**limits | {"state_slots": 2} | wrong)
