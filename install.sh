@@ -214,7 +214,8 @@ state() {
   .venv/bin/python - "$TORCH" "$flavour" "$PWD" "$1" <<'PY'
 import hashlib, pathlib, sys
 
-files = [pathlib.Path("pyproject.toml"), *sorted(pathlib.Path("requirements").glob("*.txt"))]
+locks = [f"requirements/{name}.txt" for name in ("base", "test", "torch")]
+files = map(pathlib.Path, ["pyproject.toml", *locks])
 options = "\n".join(sys.argv[1:]).encode()
 print(hashlib.sha256(b"".join(file.read_bytes() for file in files) + options).hexdigest())
 PY

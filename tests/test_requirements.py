@@ -52,7 +52,7 @@ def locked(names: tuple[str, ...], python: str, platform: str) -> dict[str, str]
     return found
 
 
-@pytest.mark.parametrize("name", ["base.txt", "test.txt", "torch.txt"])
+@pytest.mark.parametrize("name", ["base.txt", "test.txt", "docs.txt", "torch.txt"])
 def test_every_line_is_a_version_with_hashes(name: str) -> None:
     for block in blocks(name):
         first, *hashes = block.replace(" \\\n", "\n").splitlines()
@@ -67,9 +67,11 @@ def test_what_pyproject_asks_for_is_locked(python: str, platform: str) -> None:
     project = PYPROJECT["project"]
     base = locked(("base.txt", "torch.txt"), python, platform)
     whole = locked(("base.txt", "torch.txt", "test.txt"), python, platform)
+    site = locked(("base.txt", "torch.txt", "docs.txt"), python, platform)
     asked = [*project["dependencies"], *PYPROJECT["build-system"]["requires"]]
     wanted = [(base, text) for text in asked]
-    wanted += [(whole, text) for text in project["optional-dependencies"]["test"]]
+    extras = project["optional-dependencies"]
+    wanted += [(whole, text) for text in extras["test"]] + [(site, text) for text in extras["docs"]]
     for versions, text in wanted:
         requirement = Requirement(text)
         if requirement.marker and not requirement.marker.evaluate(environment(python, platform)):

@@ -21,7 +21,7 @@ HEADER = "# Made by `python -m tools.lock`: {}.\n"
 
 
 def main() -> None:
-    """Write the three files."""
+    """Write the four files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     options = parser.parse_args()
@@ -35,15 +35,25 @@ def main() -> None:
         needed = resolve_target(
             Path(folder) / "base.txt", [], built_with, [Path(folder) / "all.txt"]
         )
+        site = resolve_target(
+            Path(folder) / "docs.txt",
+            ["--extra", "docs"],
+            built_with,
+            [Path(folder) / "all.txt", *old],
+        )
     pins = set(map(read_pin, needed))
     torch = [block for block in whole if OF_TORCH.match(block)]
     base = [block for block in whole if read_pin(block) in pins and block not in torch]
     more = [block for block in whole if block not in torch and block not in base]
     # The checks need it with a CPU build of torch, too.
     more += [block for block in torch if block.startswith("triton==")]
+    # Some packages of base.txt are for fewer PCs there.
+    known = {read_head(block) for block in (*base, *torch)}
+    site = [block for block in site if known.isdisjoint((read_head(block), read_pin(block)))]
     write_lock("base.txt", "what molink needs, beside torch", base)
     write_lock("torch.txt", "torch as the default index has it, and what only it needs", torch)
     write_lock("test.txt", "what the checks need beside base.txt", more)
+    write_lock("docs.txt", "what the site needs beside base.txt", site)
 
 
 def resolve_target(
@@ -64,6 +74,11 @@ def resolve_target(
 def read_pin(block: str) -> str:
     """Name and version of a block, without markers."""
     return block.split()[0]
+
+
+def read_head(block: str) -> str:
+    """Name, version and marker of a block."""
+    return block.partition("\\")[0].strip()
 
 
 def write_lock(name: str, what: str, blocks: list[str]) -> None:

@@ -48,17 +48,23 @@ class OpenAPIRoute:
 
     async def get_document(self, request: web.Request) -> web.Response:
         """The API description (OpenAPI 3.1)."""
-        routes = tuple(
+        return web.Response(body=encode_document(request.app), content_type="application/json")
+
+
+def encode_document(app: web.Application) -> bytes:
+    """Describe the routes of ``app`` as an OpenAPI document (JSON)."""
+    return _encode_routes(
+        tuple(
             (route.method.lower(), route.resource.canonical, route.handler.__doc__ or "")
-            for route in request.app.router.routes()
+            for route in app.router.routes()
             if route.resource is not None and route.method != "HEAD"
             if not route.resource.canonical.startswith(PAGE_PREFIX)
         )
-        return web.Response(body=_encode_document(routes), content_type="application/json")
+    )
 
 
 @cache
-def _encode_document(routes: tuple[tuple[str, str, str], ...]) -> bytes:
+def _encode_routes(routes: tuple[tuple[str, str, str], ...]) -> bytes:
     kinds = list(dict.fromkeys(REQUEST_BODIES.values()))
     schemas, components = json.schema_components(kinds, ref_template=_REFERENCE)
     by_kind = dict(zip(kinds, schemas, strict=True))
