@@ -17,8 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Files outside ``docs/`` that are part of the site, by their path on it.
 OUTSIDE = {
     "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "code-of-conduct.md": "CODE_OF_CONDUCT.md",
     "configurations.md": "configs/README.md",
     "containers.md": "deploy/README.md",
+    "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
     "LICENSE.txt": "LICENSE",
 }

@@ -14,7 +14,15 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     *(
         ROOT / name
-        for name in ("README.md", "SECURITY.md", "deploy/README.md", "configs/README.md")
+        for name in (
+            "README.md",
+            "CHANGELOG.md",
+            "CODE_OF_CONDUCT.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "configs/README.md",
+            "deploy/README.md",
+        )
     ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
