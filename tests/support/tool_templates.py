@@ -104,6 +104,35 @@ TEXTS = """{%- if tools %}{{ tools | tojson }}{% endif %}
 {{- call.function.arguments + '}</tool_call>' }}{% endfor %}
 {%- else %}{{ message.role + ': ' + message.content + '\\n' }}{% endif %}{% endfor %}"""
 
+#: Qwen3-Coder: each argument in a tag of its own.
+QWEN3_CODER = """{%- if tools %}<|im_start|>system
+{%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}
+Call <function=name> with <parameter=key>.<|im_end|>
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in message.tool_calls or () %}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<parameter=' + key + '>\\n' + (value | string) + '\\n</parameter>\\n' }}{% endfor %}
+{{- '</function>\\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+#: DeepSeek V3.1: arguments as they were, content is none beside calls.
+DEEPSEEK = """{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<｜User｜>' + message.content }}
+{%- elif message.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + message.content }}
+{%- elif message.tool_calls %}
+{{- '<｜Assistant｜></think>' + (message.content or '') + '<｜tool▁calls▁begin｜>' }}
+{%- for call in message.tool_calls %}
+{{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}
+{{- call.function.arguments + '<｜tool▁call▁end｜>' }}{% endfor %}
+{{- '<｜tool▁calls▁end｜>' }}
+{%- else %}{{ '<｜Assistant｜></think>' + message.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>' }}{% endif %}"""
+
 ALL = {
     "hermes": HERMES,
     "thinking": THINKING,

@@ -13,12 +13,13 @@ from molink.text.generation_defaults import GenerationDefaults
 from molink.text.tokenizer import Tokenizer
 from molink.text.tool_calls.base import AnswerParser
 from molink.text.tool_calls.create import AnswerFormat, create_answer_parser
+from molink.text.tool_calls.tagged import ToolSchemas
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import MAX_STOP_IDS, Request
 from molinkd.api.model_catalog import LoadedModel
 from molinkd.api.openai.schema import ChatBody, CompletionBody, GenerationBody
 from molinkd.api.prompt_worker_messages import TokenizedPrompts
-from molinkd.api.tool_validation import callable_names, choose_answer_format, required_tools
+from molinkd.api.tool_validation import callable_tools, choose_answer_format, required_tools
 
 #: OpenAI's default for completions.
 COMPLETION_MAX_TOKENS = 16
@@ -54,18 +55,18 @@ class ParserSettings:
     """
 
     answer_format: AnswerFormat
-    tool_names: frozenset[str]
+    tools: ToolSchemas
     prompt_tail: str
     parallel: bool
 
     @property
     def markers(self) -> frozenset[str]:
         """Special tokens that the parser must see."""
-        return self.answer_format.special_markers(tools=bool(self.tool_names))
+        return self.answer_format.special_markers(tools=bool(self.tools))
 
     def build_parser(self) -> AnswerParser | None:
         """Create the parser of one answer; ``None`` if there is nothing to parse."""
-        return create_answer_parser(self.answer_format, self.tool_names, self.prompt_tail)
+        return create_answer_parser(self.answer_format, self.tools, self.prompt_tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +224,12 @@ def _make_parser_settings(
     """
     if not isinstance(body, ChatBody) or (tokenized.grammar and not required_tools(body)):
         return None
-    names = callable_names(body)
-    if body.skip_special_tokens is False and not names:
+    tools = callable_tools(body)
+    if body.skip_special_tokens is False and not tools:
         return None
-    form = choose_answer_format(loaded_model, tools=bool(names))
+    form = choose_answer_format(loaded_model, tools=bool(tools))
     return ParserSettings(
-        form, names, tokenized.prompts[0].tail, body.parallel_tool_calls is not False
+        form, tools, tokenized.prompts[0].tail, body.parallel_tool_calls is not False
     )
 
 

@@ -48,11 +48,11 @@ def check_tool_support(loaded_model: LoadedModel, template: ChatTemplate) -> Non
         )
 
 
-def callable_names(body: ChatBody) -> frozenset[str]:
-    """Return the names of the tools that the answer may call."""
+def callable_tools(body: ChatBody) -> dict[str, dict[str, Any] | None]:
+    """Return the tools that the answer may call, with their parameters."""
     if body.tool_choice == "none":
-        return frozenset()
-    return frozenset(tool.function.name for tool in body.tools or ())
+        return {}
+    return {tool.function.name: tool.function.parameters for tool in body.tools or ()}
 
 
 def required_tools(body: ChatBody) -> dict[str, dict[str, Any] | None]:

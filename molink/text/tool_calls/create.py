@@ -1,9 +1,18 @@
 """Chooses an answer parser by the model's chat template or a setting."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from molink.text.tool_calls import harmony, hermes, llama, mistral
+from molink.text.tool_calls import (
+    harmony,
+    hermes,
+    listed,
+    llama,
+    marked,
+    mistral,
+    pythonic,
+    tagged,
+)
 from molink.text.tool_calls.base import AnswerParser
 from molink.text.tool_calls.formats import ToolCallFormat, ToolCallParserChoice
 from molink.text.tool_calls.reasoning import REASONING_TAGS, PlainTextParser, ReasoningParser
@@ -11,15 +20,49 @@ from molink.text.tool_calls.reasoning import REASONING_TAGS, PlainTextParser, Re
 #: Strings that a format's templates contain, and strings that exclude it; harmony is first.
 _TEMPLATE_SIGNS: dict[ToolCallFormat, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "harmony": (("<|channel|>", "<|message|>"), ()),
+    "deepseek": (("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"), ()),
+    "kimi_k2": (("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"), ()),
+    "minimax_m2": (("<minimax:tool_call>", "<invoke name="), ()),
+    "seed_oss": (("<seed:tool_call>", "<function="), ()),
+    "glm": (("<tool_call>", "<arg_key>", "<arg_value>"), ()),
+    "qwen3_coder": (("<tool_call>", "<function=", "<parameter="), ()),
     "hermes": (("<tool_call>", "arguments"), ("<function=", "<arg_key>")),
     "mistral": (("[TOOL_CALLS]",), ()),
     "llama": (("ipython", '"parameters": '), ("<function=",)),
+    "granite": (("<|tool_call|>", "<|start_of_role|>"), ()),
+    "phi4_mini": (("<|tool|>", "<|/tool|>"), ()),
+    "pythonic": (("ipython", "params_name1=params_value1"), ()),
 }
 _MARKERS: dict[ToolCallFormat, frozenset[str]] = {
     "harmony": harmony.MARKERS,
     "hermes": hermes.MARKERS,
     "llama": llama.MARKERS,
     "mistral": mistral.MARKERS,
+    "qwen3_coder": tagged.QWEN3_CODER.markers,
+    "glm": tagged.GLM.markers,
+    "minimax_m2": tagged.MINIMAX.markers,
+    "seed_oss": tagged.SEED.markers,
+    "deepseek": marked.DEEPSEEK.markers,
+    "kimi_k2": marked.KIMI.markers,
+    "granite": listed.MARKERS,
+    "phi4_mini": listed.MARKERS,
+    "pythonic": pythonic.MARKERS,
+}
+_CALL_PARSERS: dict[ToolCallFormat, Callable[[tagged.ToolSchemas], AnswerParser]] = {
+    "hermes": lambda tools: hermes.HermesParser(frozenset(tools)),
+    "llama": lambda tools: llama.LlamaParser(frozenset(tools)),
+    "mistral": lambda tools: mistral.MistralParser(frozenset(tools)),
+    "qwen3_coder": lambda tools: tagged.TaggedCallParser(tools, tagged.QWEN3_CODER),
+    "seed_oss": lambda tools: tagged.TaggedCallParser(tools, tagged.SEED),
+    "glm": lambda tools: tagged.TaggedCallParser(tools, tagged.GLM),
+    "minimax_m2": lambda tools: tagged.TaggedCallParser(tools, tagged.MINIMAX),
+    "deepseek": lambda tools: marked.MarkedCallParser(frozenset(tools), marked.DEEPSEEK),
+    "kimi_k2": lambda tools: marked.MarkedCallParser(frozenset(tools), marked.KIMI),
+    "granite": lambda tools: listed.ListedCallParser(frozenset(tools), listed.OPEN),
+    "phi4_mini": lambda tools: listed.ListedCallParser(
+        frozenset(tools), listed.OPEN, listed.FUNCTOOLS
+    ),
+    "pythonic": lambda tools: pythonic.PythonicParser(frozenset(tools)),
 }
 
 
@@ -60,21 +103,17 @@ def detect_answer_format(
 
 
 def create_answer_parser(
-    form: AnswerFormat, names: frozenset[str], tail: str = ""
+    form: AnswerFormat, tools: tagged.ToolSchemas, tail: str = ""
 ) -> AnswerParser | None:
     """Create a parser for one answer; ``None`` for content only.
 
-    ``names`` are the callable tools, ``tail`` is the end of the prompt.
+    ``tools`` maps the callable tools to their arguments schemas, ``tail`` is the end of the prompt.
     """
     if form.tool_calls == "harmony":
-        return harmony.HarmonyParser(names, tail)
-    inner: AnswerParser | None = None
-    if names and form.tool_calls == "hermes":
-        inner = hermes.HermesParser(names)
-    elif names and form.tool_calls == "llama":
-        inner = llama.LlamaParser(names)
-    elif names and form.tool_calls == "mistral":
-        inner = mistral.MistralParser(names)
+        return harmony.HarmonyParser(frozenset(tools), tail)
+    inner = None
+    if tools and form.tool_calls is not None:
+        inner = _CALL_PARSERS[form.tool_calls](tools)
     if form.reasoning_tags is None:
         return inner
     return ReasoningParser(inner or PlainTextParser(), form.reasoning_tags, tail)

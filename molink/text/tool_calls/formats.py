@@ -3,7 +3,37 @@
 from typing import Literal, get_args
 
 #: Tool call formats.
-ToolCallFormat = Literal["hermes", "llama", "mistral", "harmony"]
+ToolCallFormat = Literal[
+    "hermes",
+    "llama",
+    "mistral",
+    "harmony",
+    "qwen3_coder",
+    "glm",
+    "minimax_m2",
+    "seed_oss",
+    "deepseek",
+    "kimi_k2",
+    "granite",
+    "phi4_mini",
+    "pythonic",
+]
 #: Choices of the ``tool_call_parser`` setting; ``raw`` disables parsing.
-ToolCallParserChoice = Literal["auto", "raw", "hermes", "llama", "mistral", "harmony"]
+ToolCallParserChoice = Literal[
+    "auto",
+    "raw",
+    "hermes",
+    "llama",
+    "mistral",
+    "harmony",
+    "qwen3_coder",
+    "glm",
+    "minimax_m2",
+    "seed_oss",
+    "deepseek",
+    "kimi_k2",
+    "granite",
+    "phi4_mini",
+    "pythonic",
+]
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = get_args(ToolCallFormat)

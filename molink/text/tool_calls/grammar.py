@@ -10,6 +10,7 @@ from typing import Any
 
 from molink.errors import RequestError
 from molink.text.closed_schemas import forbid_extra_keys
+from molink.text.tool_calls import listed, marked
 from molink.text.tool_calls.create import AnswerFormat
 from molink.text.tool_calls.reasoning import is_tag_open
 
@@ -90,9 +91,21 @@ def _answer_rule(form: AnswerFormat, quote: Quote, *, named: bool, parallel: boo
         case "mistral":
             calls = 'call (", " call)*' if parallel else "call"
             return f'{quote("[TOOL_CALLS]")} "[" {calls} "]"'
+        case "deepseek" | "kimi_k2":
+            tokens = marked.DEEPSEEK if form.tool_calls == "deepseek" else marked.KIMI
+            calls = "call call*" if parallel else "call"
+            return f"{quote(tokens.open)} {calls} {quote(tokens.close)}"
+        case "granite" | "phi4_mini":
+            calls = 'call (", " call)*' if parallel else "call"
+            return f'{quote(listed.OPEN)} "[" {calls} "]"'
         case "llama" | "harmony":
             return "call"
-    raise RequestError("this model's tool call format is unknown", "tool_choice")
+        case None:
+            raise RequestError("this model's tool call format is unknown", "tool_choice")
+    raise RequestError(
+        f"calls in this model's format ({form.tool_calls}) can't be forced; use `auto`",
+        "tool_choice",
+    )
 
 
 def _call_rule(form: AnswerFormat, quote: Quote, name: str, arguments: str, *, named: bool) -> str:
@@ -104,6 +117,13 @@ def _call_rule(form: AnswerFormat, quote: Quote, name: str, arguments: str, *, n
             return f"{quote('<tool_call>')} {begin} {arguments} {end} {quote('</tool_call>')}"
         case "mistral" if named:
             return f"{quote('[TOOL_CALLS]')} {quote(name)} {quote('[ARGS]')} {arguments}"
+        case "deepseek":
+            tokens, head = marked.DEEPSEEK, f"{quote(name)} {quote(marked.DEEPSEEK.separator)}"
+            return f"{quote(tokens.begin)} {head} {arguments} {quote(tokens.end)}"
+        case "kimi_k2":
+            tokens, head = marked.KIMI, quote(f"functions.{name}:0")
+            head = f"{head} {quote(tokens.separator)}"
+            return f"{quote(tokens.begin)} {head} {arguments} {quote(tokens.end)}"
         case "harmony":
             begin = quote(f"commentary to=functions.{name} ")
             kind = f'{quote("<|constrain|>")} "json" {quote("<|message|>")}'

@@ -12,7 +12,11 @@ from molink.text.tool_calls.base import (
 )
 
 #: Known pairs of opening and closing tags.
-REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+REASONING_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
 
 
 def is_tag_open(tail: str, tag: str) -> bool:

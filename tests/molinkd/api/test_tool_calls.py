@@ -134,6 +134,48 @@ def test_tool_results_continue_the_conversation(ask: openai.OpenAI, family: Fake
     assert "1 degrees" in prompt
 
 
+RELEASED = {
+    "qwen3_coder": (
+        tool_templates.QWEN3_CODER,
+        "Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis, é\n</parameter>"
+        "\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ),
+    "deepseek": (
+        tool_templates.DEEPSEEK,
+        "Hm.</think>Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        f"{PARIS}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("streams", [False, True])
+def test_formats_of_released_models(tmp_path: Path, name: str, streams: bool) -> None:
+    template, answer = RELEASED[name]
+    backend = backend_of(tmp_path / "tiny", template, answer)
+    with clients(backend) as ask:
+        if streams:
+            with ask.chat.completions.stream(model="tiny", messages=HI, tools=TOOLS) as stream:
+                choice: Any = stream.get_final_completion().choices[0]
+        else:
+            choice = ask.chat.completions.create(model="tiny", messages=HI, tools=TOOLS).choices[0]
+        message: Any = choice.message
+        assert choice.finish_reason == "tool_calls"
+        assert message.content == "Let me see."
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+            ("get_weather", PARIS),
+            ("now", "{}"),
+        ]
+        before = {**message.model_dump(exclude_none=True), "content": None}
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5 degrees"}
+        messages: Any = [*HI, before, result]
+        ask.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
+    prompt = prompt_of(backend)
+    assert "Paris, é" in prompt
+    assert "5 degrees" in prompt
+
+
 class Weather(openai.BaseModel):
     """Looks up the weather."""
 

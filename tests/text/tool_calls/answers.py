@@ -15,7 +15,19 @@ from molink.text.tool_calls.base import (
 )
 from molink.text.tool_calls.create import AnswerFormat, create_answer_parser
 
-NAMES = frozenset({"get_weather", "now"})
+#: Callable tools and their schemas.
+TOOLS: dict[str, dict[str, Any] | None] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "array"},
+            "count": {"type": "integer"},
+            "note": {"type": ["string", "null"]},
+        },
+    },
+    "now": None,
+}
 THINK = ("<think>", "</think>")
 
 
@@ -56,7 +68,7 @@ def read(parser: AnswerParser, pieces: Iterable[str]) -> Read:
 
 def parser_of(calls: Any, tail: str = "", *, thinks: bool = False) -> AnswerParser:
     tags = THINK if thinks else None
-    parser = create_answer_parser(AnswerFormat(calls, tags), NAMES, tail)
+    parser = create_answer_parser(AnswerFormat(calls, tags), TOOLS, tail)
     assert parser is not None
     return parser
 

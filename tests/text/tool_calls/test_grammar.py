@@ -40,6 +40,20 @@ ANSWERS: list[tuple[str, tuple[str, ...], str]] = [
     ("llama", (), f'{{{WEATHER}, "parameters": {PARIS}}}'),
     ("mistral", SPECIAL[:1], f'[TOOL_CALLS][{{{WEATHER}, "arguments": {PARIS}}}]'),
     ("mistral", SPECIAL[:2], f"[TOOL_CALLS]get_weather[ARGS]{PARIS}"),
+    (
+        "deepseek",
+        (),
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    (
+        "kimi_k2",
+        (),
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        f"<|tool_call_argument_begin|>{PARIS}<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    ("granite", (), f'<|tool_call|>[{{{WEATHER}, "arguments": {PARIS}}}]'),
+    ("phi4_mini", (), f'<|tool_call|>[{{{WEATHER}, "arguments": {PARIS}}}]'),
     ("harmony", SPECIAL, f"{CHANNEL}get_weather <|constrain|>json<|message|>{PARIS}"),
     (
         "harmony",
@@ -92,7 +106,7 @@ def grammar_for(
 def test_calls_are_let_through_and_read(calls: Any, special: tuple[str, ...], answer: str) -> None:
     grammar = grammar_for(calls, special)
     assert allows(grammar, answer, special)
-    parser = create_answer_parser(AnswerFormat(calls), frozenset(TOOLS))
+    parser = create_answer_parser(AnswerFormat(calls), TOOLS)
     assert parser is not None
     name, arguments = called(read(parser, [answer]))[0]
     assert arguments == ({"city": "Pa}is"} if name == "get_weather" else {})
@@ -152,6 +166,12 @@ def test_special_tokens_of_a_tokenizer(calls: Any, tmp_path: Path) -> None:
 def test_a_model_that_writes_no_calls() -> None:
     with pytest.raises(RequestError, match="is unknown"):
         grammar_for(None)
+
+
+@pytest.mark.parametrize("calls", ["qwen3_coder", "glm", "minimax_m2", "pythonic"])
+def test_calls_that_can_not_be_forced(calls: Any) -> None:
+    with pytest.raises(RequestError, match=rf"\({calls}\) can't be forced; use `auto`"):
+        grammar_for(calls)
 
 
 def test_schemas_are_theirs() -> None:
