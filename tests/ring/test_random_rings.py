@@ -7,6 +7,9 @@ reused, shared or copied too early or wrongly, a row run too early, twice or aft
 release, or a block table out of order shows as a wrong entry. The tail computes tokens from what it
 reads, so a request's text proves the rest.
 
+A state of a recurrent layer is kept the same way, but without a history: a row that runs twice, out
+of order or in another request's slot shows there.
+
 Prefill rows may travel and run in sub-chunks of any size: a stage is told of some while others are
 still on their way.
 """
@@ -15,7 +18,7 @@ import random
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
@@ -127,6 +130,7 @@ class Stage:
         sub_chunk_policy: AnyPieces | None = None,
     ) -> None:
         self.index, self.last, self.block_size = index, last, limits.block_size
+        self.has_states = limits.state_slots > 0
         bounds = ScoreboardLimits(
             blocks=limits.num_blocks, block_size=limits.block_size, host_blocks=HOST_BLOCKS
         )
@@ -139,6 +143,8 @@ class Stage:
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.swaps: list[tuple[type, bytes]] = []
         self.requests: dict[int, State] = {}
+        #: Tokens that each state slot has seen.
+        self.states: dict[int, tuple[int, ...]] = {}
         self.running: list[Step] = []
 
     def arrive(
@@ -252,6 +258,10 @@ class Stage:
                 before = self.kv[self._slot(state, position - 1)] if position else ()
                 self.kv[self._slot(state, position)] = (*before, tokens[-1])
                 assert (*before, tokens[-1]) == tokens
+                if self.has_states:
+                    seen = self.states[state.admit.state_slot] if position else ()
+                    assert (*seen, tokens[-1]) == tokens
+                    self.states[state.admit.state_slot] = tokens
             first += request_slice.count
 
     def _read(self, volume: Volume) -> tuple[list[SampledId], list[int]]:
@@ -601,6 +611,14 @@ def make_request(rng: random.Random, ring: Ring, key: str, maximum: int) -> Requ
     )
 
 
+#: What models with recurrent layers have instead.
+WITH_STATES: dict[str, Any] = {
+    "prefix_cache": False,
+    "num_speculative_tokens": 0,
+    "lookahead_volumes": 0,
+    "draft_model": None,
+    "preemption_mode": "recompute",
+}
 ANY_RING = given(
     stages=st.integers(1, 4),
     micro_batches=st.integers(0, 4),
@@ -616,6 +634,7 @@ ANY_RING = given(
     draft_model=st.sampled_from([None, SMALL]),
     preemption_mode=st.sampled_from(["proactive-swap", *PREEMPTION_MODES]),
     host_blocks=st.sampled_from([HOST_BLOCKS, 8, 2, 0]),
+    state_slots=st.sampled_from([0, 0, 0, 1, 3, 8]),
     seed=st.integers(0, 1 << 32),
 )
 
@@ -635,6 +654,7 @@ def every_request_gets_its_own_tokens(
     draft_model: DraftModelFacts | None,
     preemption_mode: PreemptionMode,
     host_blocks: int,
+    state_slots: int,
     seed: int,
 ) -> None:
     """Any order of deliveries, cancels, preemptions and credits gives the reference's text.
@@ -657,6 +677,8 @@ def every_request_gets_its_own_tokens(
         draft_model=draft_model,
         preemption_mode=preemption_mode,
     )
+    if state_slots:
+        limits = replace(limits, state_slots=state_slots, **WITH_STATES)
     ring = Ring(stages, limits, sub_chunk_policy, rng, policy, host_blocks)
     maximum = min(blocks * block_size, 40)
     slowdown = rng.choice([2, 4, 2 * stages + 1, 6 * stages])

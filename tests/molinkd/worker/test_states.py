@@ -17,6 +17,7 @@ from molink.errors import UsageError
 from molink.ring.step import BlockCopy, StepInput, StepResult
 from molink.scheduler.config import SchedulerConfig
 from molink.sim.event_queue import EventQueue
+from molink.stage.batch import SequenceRows, StageInput
 from molink.stage.stage import Stage
 from molink.wire.messages.data_plane import SamplingParams
 from molink.wire.messages.serving import OutputToken
@@ -166,6 +167,29 @@ def test_a_cancelled_request_leaves_its_state_to_others(
     found = served.finish()
     assert len(found.pop("gone")) < ANSWER
     assert found == expected
+
+
+def test_rows_run_between_the_layers_of_a_chunk(
+    folder: Path, prompts: Prompts, expected: dict[str, list[int]]
+) -> None:
+    stage = Stage.load_layers(ModelFolder.open(folder), (0, 4), "cpu", "f32")
+    stage.allocate_kv_pool(64, 8)
+    chunk, other, answer = prompts["1"], prompts["5"], list[int]()
+
+    def run(tokens: Sequence[int], start: int, slot: int, between: Any = None) -> int:
+        blocks = range(20 * slot, 20 * slot + 20)
+        rows = (SequenceRows(start, len(tokens), blocks, state_slot=slot),)
+        batch = StageInput(torch.tensor(tokens), None, rows, (len(tokens) - 1,))
+        return int(stage.compute_step(batch, between).rows[0].argmax())
+
+    def decode() -> None:
+        start = len(other) + len(answer) - 1
+        answer.append(run(answer[-1:], start, 0))
+
+    answer.append(run(other, 0, 0))
+    first = run(chunk[:30], 0, 1, decode), run(chunk[30:], 30, 1, decode)
+    assert first[1] == expected["1"][0]
+    assert answer == expected["5"][:7]
 
 
 @pytest.mark.parametrize(
