@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores as one tensor per layer (gpt-oss, Granite).
+"""Experts that a checkpoint stores as one tensor per layer (gpt-oss, Granite, Qwen3.5).
 
 Elsewhere each expert has separate tensors, ``….experts.3.down_proj.weight``; this module maps them
 into stacks. Weights of a stack ``[experts, in, out]`` are transposed. In MXFP4 (OCP Microscaling
@@ -7,7 +7,8 @@ half first, and ``…_scales`` ``[experts, out, in / 32]`` the biased (127) expo
 Biases are ``…_bias`` ``[experts, out]``.
 
 Granite's ``input_linear`` is a stack ``[experts, 2 * out, in]`` of gates and ups, ``output_linear``
-one of ``[experts, out, in]``.
+one of ``[experts, out, in]``. Qwen3.5 calls them ``experts.gate_up_proj`` and
+``experts.down_proj``, as gpt-oss does, but has no biases.
 """
 
 import re
@@ -18,11 +19,12 @@ MXFP4_BLOCK = 32
 _EXPERT_PATTERN = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,3})\.([a-z_]+)\.(weight|bias)")
 
 
-#: Granite: an expert's projection → its stack, which of so many equal parts of an entry's rows.
+#: An expert's projection → its stack in Granite, and in Qwen3.5; which of so many equal parts of an
+#: entry's rows it is.
 _ROW_STACKS = {
-    "gate_proj": ("input_linear", 0, 2),
-    "up_proj": ("input_linear", 1, 2),
-    "down_proj": ("output_linear", 0, 1),
+    "gate_proj": ("input_linear.weight", "experts.gate_up_proj", 0, 2),
+    "up_proj": ("input_linear.weight", "experts.gate_up_proj", 1, 2),
+    "down_proj": ("output_linear.weight", "experts.down_proj", 0, 1),
 }
 
 
@@ -72,10 +74,11 @@ def find_stack(name: str, found: Container[str]) -> StackedExpert | None:
     else:
         spellings = ((f"{stack}_blocks", f"{stack}_scales"), (stack,))
         if projection in _ROW_STACKS:
-            module, part, parts = _ROW_STACKS[projection]
-            rows = f"{prefix.removesuffix('experts')}{module}.weight"
-            if rows in found:
-                return StackedExpert(int(index), (rows,), False, part, parts)
+            *names, part, parts = _ROW_STACKS[projection]
+            module = prefix.removesuffix("experts")
+            for rows in (f"{module}{name}" for name in names):
+                if rows in found and f"{rows}_bias" not in found:
+                    return StackedExpert(int(index), (rows,), False, part, parts)
     chosen = next((names for names in spellings if names[0] in found), None)
     return None if chosen is None else StackedExpert(int(index), chosen)
 

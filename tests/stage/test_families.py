@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from molink.stage.batch import SequenceRows
-from tests.support.models import MakeModel
+from tests.support.models import MakeModel, stack_experts
 from tests.support.stage import Reference, Ring
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -283,6 +283,19 @@ def test_logits_and_greedy_text(
         logits = ring.run(tokens, [SequenceRows(0, LENGTH, BLOCKS)])
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         assert ring.generate(tokens, 64, BLOCKS) == greedy
+
+
+def test_experts_in_stacks_are_those_of_separate_tensors(
+    make_model: MakeModel,
+    tmp_path: Path,
+    make_ring: type[Ring],
+    random_tokens: Callable[..., list[int]],
+) -> None:
+    made = [make_model(tmp_path / name, "qwen3_5_moe_text", 3) for name in ("apart", "stacked")]
+    stack_experts(made[1])
+    tokens, rows = random_tokens(30), [SequenceRows(0, 30, BLOCKS)]
+    expected, found = (make_ring(folder, (1,)).run(tokens, rows) for folder in made)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])

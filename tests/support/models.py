@@ -314,6 +314,28 @@ def add_draft_layer(folder: Path) -> Path:
     return folder
 
 
+def stack_experts(folder: Path) -> Path:
+    """Stack the experts of a small model, as Qwen3.5's are released."""
+    import torch
+    from safetensors.torch import load, save_file
+
+    tensors = load((folder / "model.safetensors").read_bytes())
+    found: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for name in sorted(name for name in tensors if ".experts." in name):
+        module, rest = name.split(".experts.")
+        _, projection, _ = rest.split(".")
+        found.setdefault((f"{module}.experts.", projection), []).append(tensors.pop(name))
+    for (module, projection), experts in found.items():
+        stacked = torch.stack(experts)
+        if projection == "gate_proj":
+            ups = torch.stack(found[module, "up_proj"])
+            tensors[f"{module}gate_up_proj"] = torch.cat((stacked, ups), dim=1)
+        elif projection == "down_proj":
+            tensors[f"{module}down_proj"] = stacked
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def make_embedding_model(folder: Path) -> Path:
     """Turn a small model into one that embeds, as Qwen3-Embedding is released.
 
